@@ -55,8 +55,8 @@ def leave_quiet(_: Path) -> Iterator[Wrap]:
 def limit_processors(_: Path) -> Iterator[Wrap]:
     """Let the command keep half a processor busy, by a control group of either version."""
     versions = {"cpu": {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "50000"}, "": {"cpu.max": "50000 100000"}}
-    version = next(name for name in versions if (system.CGROUPS / name / "cgroup.procs").is_file())
-    group = system.CGROUPS / version / f"dyno-conditions-{os.getpid()}"
+    version = next(name for name in versions if (system.CGROUPS_DIR / name / "cgroup.procs").is_file())
+    group = system.CGROUPS_DIR / version / f"dyno-conditions-{os.getpid()}"
     group.mkdir()
     try:
         for name, text in versions[version].items():
@@ -91,7 +91,7 @@ def fake_processors(folder: Path, name: str, values: list[int]) -> Wrap:
         file = folder / f"cpu{cpu}" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{value}\n")
-    mount = f"mount --bind {shlex.quote(str(folder))} {system.CPUS}"
+    mount = f"mount --bind {shlex.quote(str(folder))} {system.CPUS_DIR}"
     return lambda command: ["unshare", "-m", "sh", "-c", f"{mount} && exec {shlex.join(command)}"]
 
 

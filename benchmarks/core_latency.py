@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dyno.formatting import markdown_table
-from dyno.results.blocks import APART
+from dyno.results.blocks import CACHE_DISTANCE_RATIO
 from dyno.runner.core_latency import CoreLatency
 from dyno.worker.system import list_cores
 
@@ -62,7 +62,7 @@ def main() -> None:
             time.sleep(0.3)
     latency.close()
     known = np.array([row for row in rows if row[0]])
-    apart = known[:, 0] > APART * known[:, 0].min()
+    apart = known[:, 0] > CACHE_DISTANCE_RATIO * known[:, 0].min()
     groups = {"near": known[~apart], "apart": known[apart]}
     lines = [[name, len(each), *(f"{value:.3g}" for value in np.median(each, axis=0))]
              for name, each in groups.items() if len(each)]  # fmt: skip

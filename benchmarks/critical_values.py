@@ -30,7 +30,9 @@ def reject_each(studies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     distance = np.abs(studies - np.median(studies, axis=1, keepdims=True))
     order = np.argsort(distance, axis=1)
     nearest, distance = np.take_along_axis(studies, order, 1), np.take_along_axis(distance, order, 1)
-    far = distance > rejection.CUT * rejection.NORMAL * np.median(distance, axis=1, keepdims=True)
+    far = distance > rejection.REJECTION_DEVIATIONS * rejection.MAD_TO_DEVIATION * np.median(
+        distance, axis=1, keepdims=True
+    )
     far[:, : count - most] = False
     rejected = far.sum(axis=1)
     t = np.empty(len(studies))
@@ -51,7 +53,7 @@ def simulate_row(count: int, studies: int, rng: np.random.Generator) -> list[dic
     for number in range(1, rejection.most_rejected(count) + 1):
         own = np.sort(np.abs(t[rejected == number]))
         factors: list[float] = []
-        for value in rejection.GRID:
+        for value in rejection.T_GRID:
             beyond = len(own) - int(np.searchsorted(own, value))
             if beyond < LEAST_TAIL:
                 break
@@ -65,7 +67,7 @@ def write_table(studies: int) -> None:
     """Write the table for all numbers of rounds that it has."""
     rng = np.random.default_rng(20261126)
     table: dict[str, list[dict[str, object]]] = {}
-    for count in range(rejection.LEAST, rejection.TABLED + 1):
+    for count in range(rejection.MIN_ROUNDS, rejection.MAX_TABLED_ROUNDS + 1):
         table[str(count)] = simulate_row(count, studies, rng)
         print(count, table[str(count)], flush=True)
     FILE.write_text(json.dumps(table, indent=0) + "\n", encoding="utf-8")

@@ -42,7 +42,7 @@ from benchmarks.fault_campaign.campaign import STUDY, Campaign, bounded_memory  
 from benchmarks.fault_campaign.mutations import Subject, learn, mutate  # noqa: E402
 
 import preloaded  # noqa: E402
-from dyno.worker.system import SILENCE  # noqa: E402
+from dyno.worker.system import SILENCING_VARIABLES  # noqa: E402
 from watched import Watch  # noqa: E402
 
 PARTS = "kills disk together clock readonly mutations".split()
@@ -67,7 +67,10 @@ def _made(make: Callable[[Campaign], Iterator[Subject]], campaign: Campaign) -> 
 def mutations(campaign: Campaign, count: int, beside: int, kinds: str, *, started: bool) -> str:
     """Mutated files, in commands that are forked and watched; what it came to, in a sentence."""
     campaign.watch = Watch(campaign.folder, started=True)
-    os.environ |= {**SILENCE, **{name: campaign.watch.env.get(name, "") for name in ("PYTHONPATH", "LD_PRELOAD")}}
+    os.environ |= {
+        **SILENCING_VARIABLES,
+        **{name: campaign.watch.env.get(name, "") for name in ("PYTHONPATH", "LD_PRELOAD")},
+    }
     with bounded_memory():
         server = preloaded.Server()  # what that imports is not watched
     try:

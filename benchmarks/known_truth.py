@@ -41,23 +41,35 @@ from benchmarks.beside import SHARE, company
 
 from dyno.formatting import markdown_table
 from dyno.jobs.progress import Progress
-from dyno.regression.selftest import MODEL, OF_MODEL
+from dyno.regression.selftest import OF_MODEL, TEST_MODEL
 from dyno.report.self_test import of_run, show_percent
 from dyno.report.tables.trial_table import read_trials
 from dyno.results.ranking import LATENCY, compare_first, list_contenders, list_pending, rank_goals
 from dyno.results.run_data import RunData
 from dyno.results.self_test import ProcessPair, SelfTest, StoredSelfTest, TestRound
 from dyno.results.stats import EQUIVALENT, FASTER, SLOWER
-from dyno.results.trial_result import SELF_TEST
+from dyno.results.trial_result import SELF_TEST_FILE
 from dyno.runner.device_lock import hold_device
-from dyno.runner.execute import EVERY_TRIAL, Files, go_on
+from dyno.runner.execute import FULL_ROUNDS, Files, go_on
 from dyno.runner.turns import InterleavedGroup, InterleavedJob
 from dyno.store import Run
 from dyno.study.plan import expand
 from dyno.study.study import Study
 from dyno.worker.facts.job import Facts, Turns
 from dyno.worker.record import Measurement, Record, write_json, write_record
-from dyno.worker.spec import ROUNDS, SLOWDOWN, Artifact, Dims, Job, ModelSpec, Plan, Runtime, Trial, from_json, to_json
+from dyno.worker.spec import (
+    DEFAULT_ROUNDS,
+    SLOWDOWN_OPTION,
+    Artifact,
+    Dims,
+    Job,
+    ModelSpec,
+    Plan,
+    Runtime,
+    Trial,
+    from_json,
+    to_json,
+)
 
 # How many times as fast as the first each row is; VISIBLE stands for the difference that the run says it can see.
 VISIBLE = math.nan
@@ -103,7 +115,7 @@ class Machine:
             pairs = zip(TEST_SLOWDOWNS[1:], logs[0] - logs[1:], strict=True)
             first_s = LATENCY_S * math.exp(float(np.median(logs[0])))
             rounds.append(TestRound(first_s, tuple(ProcessPair(share, tuple(each)) for share, each in pairs)))
-        return SelfTest(StoredSelfTest("2026-01-01", "", {}, "cpu", "", 1, 2.0, 0.1, ROUNDS, tuple(rounds)))
+        return SelfTest(StoredSelfTest("2026-01-01", "", {}, "cpu", "", 1, 2.0, 0.1, DEFAULT_ROUNDS, tuple(rounds)))
 
 
 @dataclass(frozen=True)
@@ -146,8 +158,8 @@ class KnownStudy:
     def execute(self) -> StudyOutcome:
         """Measure as `dyno run` does by default, and compare the result with the truth."""
         trials = self.trials
-        for number in range(ROUNDS):
-            if number == EVERY_TRIAL and self.study.minutes == SHORT:
+        for number in range(DEFAULT_ROUNDS):
+            if number == FULL_ROUNDS and self.study.minutes == SHORT:
                 contenders = list_contenders(read_trials(self.run.folder))
                 trials = [trial for trial in trials if trial.id in contenders]
             self.measure(trials, number)
@@ -194,7 +206,7 @@ class SimulatedStudy(KnownStudy):
             for row in range(len(ratios))
         ]  # fmt: skip
         super().__init__(folder, study, trials, ratios)
-        write_json(folder / SELF_TEST, to_json(machine.test(self.draw).summary()))
+        write_json(folder / SELF_TEST_FILE, to_json(machine.test(self.draw).summary()))
 
     def measure(self, trials: Sequence[Trial], number: int, boundaries: Sequence[str] = ()) -> None:
         """See `KnownStudy.measure`."""
@@ -217,7 +229,7 @@ class SimulatedStudy(KnownStudy):
         state, is_open = self.draw.bit_generator.state, [math.isnan(ratio) for ratio in self.ratios]
         if not any(is_open):
             return super().execute()
-        for number in range(ROUNDS):
+        for number in range(DEFAULT_ROUNDS):
             self.measure(self.trials, number)
         visible_from = re.search(r"≥ ([\d.]+) %", of_run(read_trials(self.run.folder).records))
         visible = float(visible_from[1]) / 100 if visible_from else math.nan
@@ -225,7 +237,7 @@ class SimulatedStudy(KnownStudy):
             (1 + visible if visible_from else 2.0) if is_open[k] else ratio for k, ratio in enumerate(self.ratios)
         ]
         self.draw.bit_generator.state = state  # the same rounds, of a row that is so fast
-        for number in range(ROUNDS):
+        for number in range(DEFAULT_ROUNDS):
             self.measure(self.trials, number)
         seen = self.read_verdicts(read_trials(self.run.folder))[-1] == FASTER
         go_on(self.study, self.run, self.trials, {}, self.measure, Progress(quiet=True))
@@ -236,7 +248,7 @@ class RealStudy(KnownStudy):
     """A study of processes of one engine, of which some are slowed down by known shares."""
 
     def __init__(self, folder: Path, slowdowns: Sequence[float]) -> None:
-        study = Study(models=(MODEL,), backends=("onnxruntime",), precisions=("fp32",), batches=(1,),
+        study = Study(models=(TEST_MODEL,), backends=("onnxruntime",), precisions=("fp32",), batches=(1,),
                       boundaries=("model",), turns=True, **OF_MODEL, **REAL)  # fmt: skip
         (planned,) = expand(study)
         plans = [replace(planned.trial.plan, max_samples=Plan.max_samples + row) for row in range(len(slowdowns))]
@@ -251,7 +263,7 @@ class RealStudy(KnownStudy):
         """See `KnownStudy.measure`."""
         members = []
         for trial in trials:
-            options = {SLOWDOWN: self.slowdowns[trial.id]}  # round 0 would also evaluate
+            options = {SLOWDOWN_OPTION: self.slowdowns[trial.id]}  # round 0 would also evaluate
             job = Job("run", trial.runtime, trial, artifact=self.artifact, round=number + 1, options=options)
             members.append(InterleavedJob(job, self.run.create_round(trial, number), number))
         progress = Progress(quiet=True)

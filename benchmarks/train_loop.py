@@ -161,7 +161,7 @@ def compare(given: argparse.Namespace) -> float:
     ratio = statistics.median(p[judged] / o[judged] for o, p in zip(own, plain, strict=True))
     folder = Path(tempfile.mkdtemp())
     state = network.State({})
-    state.add(dict.fromkeys(network.COLUMNS, 1.0))
+    state.add(dict.fromkeys(network.HISTORY_COLUMNS, 1.0))
     start = time.perf_counter()
     network.store_state(folder, state, loops[0].parts())
     print(f"state and weights after an epoch: {time.perf_counter() - start:.2f} s")

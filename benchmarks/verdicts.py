@@ -39,7 +39,7 @@ from dyno.regression.selftest import Layout, selftest
 from dyno.report.self_test import show_percent, with_range
 from dyno.results.self_test import Rate, SelfTest, Verdicts, read
 from dyno.results.stats import EQUIVALENT, FASTER, SLOWER, UNDECIDED
-from dyno.worker.spec import ROUNDS, to_json
+from dyno.worker.spec import DEFAULT_ROUNDS, to_json
 
 # Two equal pairs that share no process, and one pair for each slow-down.
 LAYOUT = Layout((0.0, 0.0, 0.0, 0.0, 0.02, 0.05), ((0, 1), (2, 3), (0, 4), (2, 5)))
@@ -130,7 +130,7 @@ def ending_rows(copies: list[ConditionSelfTest], minutes: float) -> list[dict[st
     for slowdown in copies[0].test.slowdowns:
         ended = [(one.verdict, one.rounds, one.rounds * copy.round_s / 3 / 60) for copy in copies  # a third: its pair's
                  for logs in _pairs(copy.test, slowdown)
-                 for one in studies(logs, ROUNDS, int(minutes * 60 / (copy.round_s / 3)))]  # fmt: skip
+                 for one in studies(logs, DEFAULT_ROUNDS, int(minutes * 60 / (copy.round_s / 3)))]  # fmt: skip
         if not ended:
             continue
         rows.append({
@@ -176,7 +176,7 @@ def measured(asked: argparse.Namespace) -> Iterator[ConditionSelfTest]:
             with company(SHARE if condition == BESIDE else 0.0, os.getpid()):
                 since = time.monotonic()
                 test = selftest(asked.model, backend=backend, device=asked.device, minutes=minutes, layout=layout,
-                                 keep=False, **fields)  # fmt: skip
+                                keep=False, **fields)  # fmt: skip
                 round_s = (time.monotonic() - since) / len(test.rounds)
             yield ConditionSelfTest(backend, condition, test, round_s, os.getloadavg()[0])
 

@@ -31,13 +31,13 @@ from dyno.jobs import launcher
 from dyno.report import report
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
-from dyno.worker.system import SILENCE
+from dyno.worker.system import SILENCING_VARIABLES
 from yolo_small import TrainedModel, trained
 
 # As where Dyno imports OpenVINO, for tests that import it first: it would send usage data with each conversion.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 # But for Matplotlib's backend, with which a notebook would show no plot.
-os.environ |= {name: value for name, value in SILENCE.items() if name != "MPLBACKEND"}
+os.environ |= {name: value for name, value in SILENCING_VARIABLES.items() if name != "MPLBACKEND"}
 # How long an example takes depends on the machine, and one that fails is to fail again, here and anywhere.
 settings.register_profile("dyno", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dyno")
@@ -139,7 +139,7 @@ def fake_study() -> Callable[..., Study]:
 def check_json(words: list[str], out: str) -> None:
     """Compare what a command printed in JSON with the schema that `--schema` prints for it."""
     if " --format json" in f" {' '.join(words)}" and out.startswith("{"):
-        make_validator(" ".join(words[: 1 + (words[0] in app.GROUPS)])).validate(json.loads(out))
+        make_validator(" ".join(words[: 1 + (words[0] in app.COMMAND_GROUPS)])).validate(json.loads(out))
 
 
 @lru_cache

@@ -68,10 +68,10 @@ class Server:
         self._folder = tempfile.TemporaryDirectory(prefix="dyno-", dir="/tmp")  # a socket's path has to be short
         self.path = str(Path(self._folder.name) / "socket")
         words = [str(python) or sys.executable, __file__, self.path, *libraries]
-        from dyno.worker.system import SILENCE  # of libraries that look up hosts when they are imported
+        from dyno.worker.system import SILENCING_VARIABLES  # of libraries that look up hosts when they are imported
 
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self.env = {**os.environ, **SILENCE, **threads, **(env or {})}
+        self.env = {**os.environ, **SILENCING_VARIABLES, **threads, **(env or {})}
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.env)
         if wait:
             assert self._process.stdout is not None and self._process.stdout.readline() == b"ready\n"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.jobs.nvml import COLUMNS
+from dyno.jobs.nvml import NVML_COLUMNS
 
 STEP = 0.1  # seconds between two looks
 IDLE_W = 90.0
@@ -73,7 +73,7 @@ class Card:
             "gpu_processes": running + float(self.others),
             "gpu_own": running * float(self.visible),
         }
-        assert set(columns) == set(COLUMNS)
+        assert set(columns) == set(NVML_COLUMNS)
         host = {name: np.ones(len(at)) for name in ("rss", "cpu", "others", "frequency")} | {
             "cpu_energy": np.full(len(at), np.nan)
         }

@@ -30,7 +30,7 @@ def from_name(cls, name):
     return found(cls, name)
 metadata.Distribution.from_name = classmethod(from_name)
 """
-IMPORTS = {name.replace("-", "_") for name in extras.EXTRAS} | set(extras.IMPORTED)
+IMPORTS = {name.replace("-", "_") for name in extras.EXTRAS} | set(extras.IMPORT_NAMES)
 
 
 @pytest.fixture(scope="module")

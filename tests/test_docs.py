@@ -174,7 +174,7 @@ def test_every_column_and_table_is_described() -> None:
 
 def test_every_setting_that_a_folder_may_change_is_named() -> None:
     rows = [[cell.strip(" `") for cell in line.split(" | ")] for line in site_pages.study().splitlines()]
-    assert {row[0].strip("| `") for row in rows if row[3:4] == ["yes"]} == set(run_folder.REPEATABLE)
+    assert {row[0].strip("| `") for row in rows if row[3:4] == ["yes"]} == set(run_folder.REPEATABLE_SETTINGS)
 
 
 def test_every_folder_of_the_cache_is_described() -> None:
@@ -214,15 +214,15 @@ def test_the_figures_of_timing_are_those_of_the_code() -> None:
     text = (ROOT / "docs/timing.md").read_text(encoding="utf-8")
     for figure in (
         f"over a window of {measure.RATE_WINDOW_S:g} s",
-        f"agree to {100 * measure.STEADY:g} %",
-        f"at least {measure.LEAST_SAMPLES} samples",
-        f"at least {words[turns.LEAST_BLOCKS]} blocks",
+        f"agree to {100 * measure.STEADY_CHANGE:g} %",
+        f"at least {measure.MIN_SAMPLES} samples",
+        f"at least {words[turns.MIN_BLOCKS]} blocks",
         f"Up to {words[measure.DISCARDED]} short runs",
-        f"at least {conductor.ROOM:g} times what the largest process took",
-        f"without a file after {execute.BUILDING_S:g} s",
-        f"differ by more than {100 * remarks.GAP:g} % and {1e6 * remarks.LEAST_GAP_S:g} µs",
+        f"at least {conductor.HEADROOM:g} times what the largest process took",
+        f"without a file after {execute.FIRST_ANSWER_AFTER_S:g} s",
+        f"differ by more than {100 * remarks.MIN_GAP_SHARE:g} % and {1e6 * remarks.MIN_GAP_S:g} µs",
         f"{words[round(1 / telemetry.GPU_PERIOD_S)]} times a second",
-        f"by more than {stress.GROWTH / 2**20:g} MiB after {stress.WARM_UP} runs",
+        f"by more than {stress.MAX_GROWTH_B / 2**20:g} MiB after {stress.WARM_UP} runs",
     ):
         assert figure in text, figure
 
@@ -256,7 +256,7 @@ def test_every_backend_is_in_the_matrix(backend_name: str) -> None:
 
 def test_every_kind_of_file_for_other_tools_is_described() -> None:
     rows = re.findall(r"^\| (`\..*?) \|", (ROOT / "docs/layer-files.md").read_text(encoding="utf-8"), re.M)
-    assert {ending for row in rows for ending in re.findall(r"`(.*?)`", row)} == set(files.KINDS)
+    assert {ending for row in rows for ending in re.findall(r"`(.*?)`", row)} == set(files.FILE_KINDS)
 
 
 def test_the_ranges_of_options_are_those_of_the_code() -> None:

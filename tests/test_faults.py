@@ -21,7 +21,7 @@ from dyno.jobs.launcher import make_environment
 from dyno.jobs.progress import Progress
 from dyno.report.export import export
 from dyno.results.files import read_npz
-from dyno.results.notes import NOTES
+from dyno.results.notes import NOTE_TYPES
 from dyno.store import Cache, Run
 from dyno.study.study import Study
 from dyno.table import TEXT, Column, Table
@@ -114,7 +114,7 @@ def test_brackets_and_wrong_types_in_a_run_are_no_traceback(golden: Path, call: 
     assert code == 0 and out.startswith("resnet18, size 64, batch 1\n"), err
 
 
-@pytest.mark.parametrize("file", [*NOTES, "models.json", "self-test.json"])
+@pytest.mark.parametrize("file", [*NOTE_TYPES, "models.json", "self-test.json"])
 def test_a_damaged_note_is_told(golden: Path, call: Any, file: str) -> None:
     wrong = json.dumps({"schema": SCHEMA, **dict.fromkeys(("trials", "devices", "attempts", "models"), 3)})
     for content, told in (("{", f"{file} can't be read ("), (wrong, f"{file} is damaged (")):

@@ -14,7 +14,7 @@ import pytest
 
 import onnx_text
 from dyno import Study, store
-from dyno.jobs.launcher import MAIN
+from dyno.jobs.launcher import WORKER_MAIN
 from dyno.jobs.progress import Progress
 from dyno.runner.execute import Files
 from dyno.study.plan import expand
@@ -113,7 +113,7 @@ def test_files_beside_the_caller_do_not_disturb_it(fake_trial: Any, tmp_path: Pa
     (tmp_path / "job").mkdir()
     write_json(tmp_path / "job/job.json", to_json(Job("run", trial=fake_trial())))
     done = subprocess.run(
-        [sys.executable, str(MAIN), "job"], cwd=tmp_path, capture_output=True, text=True, timeout=1200
+        [sys.executable, str(WORKER_MAIN), "job"], cwd=tmp_path, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr
     record = read_record(tmp_path / "job")
@@ -151,12 +151,12 @@ def test_the_path_is_left_clean(tmp_path: Path, safe: bool) -> None:
     (tmp_path / "job").mkdir()
     write_json(tmp_path / "job/job.json", to_json(Job("probe", backend="spy:Spy")))
     env = {**os.environ, "PYTHONPATH": str(tmp_path), **({"PYTHONSAFEPATH": "1"} if safe else {})}
-    done = subprocess.run([sys.executable, str(MAIN), str(tmp_path / "job")], env=env, timeout=1200, check=False)
+    done = subprocess.run([sys.executable, str(WORKER_MAIN), str(tmp_path / "job")], env=env, timeout=1200, check=False)
     assert done.returncode == 0
     record = read_record(tmp_path / "job")
     assert record is not None and record.status == "ok", record
     assert record.facts.probe.other["record"] == str(tmp_path / "record.py")
-    assert not [p for p in record.facts.probe.other["path"] if p.startswith(str(MAIN.parent))]
+    assert not [p for p in record.facts.probe.other["path"] if p.startswith(str(WORKER_MAIN.parent))]
     code = "import sys, json; print(json.dumps(sys.path))"
     plain = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     assert [p for p in json.loads(plain) if p] == record.facts.probe.other["path"]
@@ -167,7 +167,7 @@ def test_a_stored_job_runs_again_by_hand(fake_study: Any, tmp_path: Path) -> Non
     (folder,) = tmp_path.glob("run/trials/*/r0")
     before = (folder / "record.json").stat().st_mtime_ns
     digest = hashlib.sha256((folder / "job.json").read_bytes()).hexdigest()
-    done = subprocess.run([sys.executable, str(MAIN), str(folder)], capture_output=True, text=True, timeout=1200)
+    done = subprocess.run([sys.executable, str(WORKER_MAIN), str(folder)], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert (folder / "record.json").stat().st_mtime_ns > before
     assert hashlib.sha256((folder / "job.json").read_bytes()).hexdigest() == digest

@@ -13,7 +13,7 @@ import preloaded as forked
 from dyno.jobs.launcher import make_environment
 from dyno.study.interpreters import list_installed
 from dyno.worker.spec import Runtime
-from dyno.worker.system import SILENCE
+from dyno.worker.system import SILENCING_VARIABLES
 from watched import Watch
 
 ENGINES = ("onnxruntime", "openvino")
@@ -60,7 +60,7 @@ def test_onnx_runtime_in_a_job_sends_nothing_and_keeps_no_id_of_the_device(watch
     """It looks its host up only after some seconds, but writes an id of the device to the home at once."""
     onnxruntime = pytest.importorskip("onnxruntime")
     code = "import onnxruntime; print(onnxruntime.get_device())"
-    talkative = {key: value for key, value in os.environ.items() if key not in ("CI", *SILENCE)} | watch.env
+    talkative = {key: value for key, value in os.environ.items() if key not in ("CI", *SILENCING_VARIABLES)} | watch.env
     for env in (make_environment(Runtime(threads=1), talkative), talkative):
         kept = [path for path in Path(watch.env["HOME"]).rglob("*") if path.is_file()]
         assert not kept and not watch.hosts("native")

@@ -139,7 +139,7 @@ def _fields(study: type) -> Iterator[str]:
 
 def study() -> str:
     """Describe every key of a study file: default, flag, help, and whether a later command may change it."""
-    from dyno.runner.run_folder import AXES, REPEATABLE
+    from dyno.runner.run_folder import REPEATABLE_SETTINGS, STUDY_AXES
     from dyno.study.study import Study
 
     rows = []
@@ -148,7 +148,9 @@ def study() -> str:
         flag = "" if flag is None else (flag.partition(" ")[0] or f"--{field.name.replace('_', '-')}")
         usual = field.metadata.get("usual") or field.default
         silent = usual in ("", (), None, dataclasses.MISSING)
-        change = "adds" if field.name in (*AXES, "runtime") else "yes" if field.name in REPEATABLE else "no"
+        change = (
+            "adds" if field.name in (*STUDY_AXES, "runtime") else "yes" if field.name in REPEATABLE_SETTINGS else "no"
+        )
         rows.append([f"`{field.name}`", "" if silent else _toml(usual), f"`{flag}`" * bool(flag), change,
                      field.metadata["help"]])  # fmt: skip
     return "\n".join([

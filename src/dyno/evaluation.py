@@ -18,17 +18,17 @@ from dyno.formatting import (
     markdown_table,
     show,
 )
-from dyno.report.tables.trial_table import FEW, STAGES, has_few_samples, mark_doubtful
+from dyno.report.tables.trial_table import EVALUATION_STAGES, FEW_SAMPLES_NOTE, has_few_samples, mark_doubtful
 from dyno.results import metrics, remarks, stats
 from dyno.results.metrics import accuracy, mean_ap
 from dyno.results.metrics.mean_ap import MeanAP
 from dyno.results.rounds import LATENCIES
 from dyno.results.stats import Interval
 from dyno.results.trial_result import TrialResult
-from dyno.study.defaults import EVALUATION, folder_for, study_of
+from dyno.study.defaults import EVALUATION_SETTINGS, folder_for, study_of
 from dyno.study.study import Study, name_fields
 from dyno.worker.spec import UserError
-from dyno.worker.tasks.classify import UNMEASURED
+from dyno.worker.tasks.classify import NO_ACCURACY
 
 if TYPE_CHECKING:
     from dyno.api import Result
@@ -47,7 +47,7 @@ def evaluate(
     source_settings = {name: settings[name] for name in ("shapes", "inputs", "sizes", "channels") if name in settings}
     (source,) = Study(models=(model,), **source_settings).models
     folder = folder_for(out, "eval", [source])
-    return run(study_of(source, EVALUATION, {"data": data, **settings}), folder, quiet=quiet)
+    return run(study_of(source, EVALUATION_SETTINGS, {"data": data, **settings}), folder, quiet=quiet)
 
 
 def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> int:
@@ -81,8 +81,8 @@ def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> in
 
 # What `dyno eval` prints on each trial below the table: accuracy, classes, latencies, stages and size.
 
-COLUMNS = ("mean", "median", "p90", "p95", "p99", "max")
-WORST = 5  # classes and confusions that are named
+STATISTICS = ("mean", "median", "p90", "p95", "p99", "max")
+LISTED_WORST = 5  # classes and confusions named
 
 Rows = list[list[str]]
 
@@ -111,7 +111,7 @@ def _describe_accuracy(trial: TrialResult) -> Iterator[str]:
 
     measured = metrics.list_measured(trial)
     if not measured and not findings.list_unscored(trial):
-        yield f"{UNMEASURED}: the images of {trial.spec.data.name} have no labels"
+        yield f"{NO_ACCURACY}: the images of {trial.spec.data.name} have no labels"
     for place, (metric, score) in enumerate(measured):
         images = "" if place else f" on {images_tested(score.images, accuracy.set_aside(trial))}"
         yield f"{metric.label}{f' of {score.of}' if score.of else ''} {_format_percent(score.interval)}{images}"
@@ -129,7 +129,7 @@ def _describe_speed(trial: TrialResult) -> Iterator[str]:
         yield f"pipeline, from decoded images, {show(rate, 'rate').removesuffix('/s')} images/s{count}"
     stages = [
         f"{name} {show(seconds, 'duration')}"
-        for name in STAGES
+        for name in EVALUATION_STAGES
         if (seconds := _find_stage_seconds(trial, name)) is not None
     ]
     if stages:
@@ -156,9 +156,11 @@ def _describe_classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
     classes = matrix.per_class()
     wrong = classes[classes["correct"] < classes["images"]]
     if len(wrong) and not per_class:
-        worst = [f"{r['class']} ({r['top1']:.1f} % of {r['images']:,})" for r in wrong.head(WORST).to_dict("records")]
+        worst = [
+            f"{r['class']} ({r['top1']:.1f} % of {r['images']:,})" for r in wrong.head(LISTED_WORST).to_dict("records")
+        ]
         yield "worst classes: " + "; ".join(worst)
-    if largest := matrix.list_largest(WORST):
+    if largest := matrix.list_largest(LISTED_WORST):
         yield "most common confusions: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
 
 
@@ -168,9 +170,9 @@ def _iter_tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]
         [f"latency, {b}, ms", *_format_latency(trial, b)] for b in LATENCIES if trial.samples("latency", b).size
     ]
     if latencies:
-        yield [["", *COLUMNS], *latencies]
+        yield [["", *STATISTICS], *latencies]
         if any(cell.startswith("(") for row in latencies for cell in row):
-            yield [FEW]
+            yield [FEW_SAMPLES_NOTE]
     if per_class and (matrix := accuracy.read_confusion(trial)):
         rows = [[r["class"], f"{r['images']:,}", f"{r['top1']:.2f}", f"[{r['top1_low']:.2f}, {r['top1_high']:.2f}]",
                  r["taken_for"], str(r["times"] or "")] for r in matrix.per_class().to_dict("records")]  # fmt: skip
@@ -188,7 +190,7 @@ def ap_rows(scores: MeanAP) -> Rows:
 def _format_latency(trial: TrialResult, boundary: str) -> list[str]:
     rounds = trial.parts("latency", boundary)
     s, samples = stats.over_rounds(rounds), min(map(len, rounds))
-    return [mark_doubtful(format_number(1e3 * getattr(s, name)), has_few_samples(name, samples)) for name in COLUMNS]
+    return [mark_doubtful(format_number(1e3 * getattr(s, name)), has_few_samples(name, samples)) for name in STATISTICS]
 
 
 def _format_text(rows: Sequence[Any]) -> str:

@@ -15,21 +15,21 @@ from typing import Any
 from dyno.worker.spec import clean_text as clean_text
 from dyno.worker.system import can_draw
 
-UNLIMITED = 100_000  # characters of a line in a file or a pipe
-DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-WIDEST = 2.0  # times its lower end: of a wider interval the useful limit alone is printed
-UNCLEAR = "unclear"
-FORMULA = ("=", "+", "-", "@")  # how what a spreadsheet works out begins
-COMMAND = re.compile(r"(?<=: )dyno .+$")  # at the end of a sentence
-UNBROKEN = "\N{NO-BREAK SPACE}"
+MAX_LINE_LENGTH = 100_000  # characters of a line in a file or a pipe
+DURATION_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+MAX_INTERVAL_RATIO = 2.0  # a wider interval is printed as its useful limit alone
+UNCLEAR_WORD = "unclear"
+FORMULA_PREFIXES = ("=", "+", "-", "@")  # prefixes that a spreadsheet evaluates as a formula
+TRAILING_COMMAND = re.compile(r"(?<=: )dyno .+$")  # a command at the end of a sentence
+NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 NUMERAL = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
-SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def find_width() -> int:
     """Return the characters per line: COLUMNS where it is set, the terminal's, or UNLIMITED in a file or a pipe."""
     told = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
-    return shutil.get_terminal_size().columns if told else UNLIMITED
+    return shutil.get_terminal_size().columns if told else MAX_LINE_LENGTH
 
 
 def format_bold(text: str) -> str:
@@ -43,9 +43,9 @@ def wrap_text(text: str) -> str:
     A command at its end stays in one piece, to be copied.
     """
     indent = read_indentation(text)
-    kept = COMMAND.sub(lambda found: found[0].replace(" ", UNBROKEN), clean_text(text))
+    kept = TRAILING_COMMAND.sub(lambda found: found[0].replace(" ", NO_BREAK_SPACE), clean_text(text))
     return textwrap.fill(kept, find_width(), initial_indent=indent, subsequent_indent=f"{indent}  ",
-                         break_long_words=False, break_on_hyphens=False).replace(UNBROKEN, " ")  # fmt: skip
+                         break_long_words=False, break_on_hyphens=False).replace(NO_BREAK_SPACE, " ")  # fmt: skip
 
 
 def read_indentation(text: str) -> str:
@@ -83,9 +83,9 @@ def show(value: float | None, hint: str, digits: int = 3) -> str:
     if value is None or math.isnan(value):
         return ""
     if hint == "duration":
-        return _format_minutes(value) if value >= 120 else _format_scaled(value, DURATIONS, digits)
+        return _format_minutes(value) if value >= 120 else _format_scaled(value, DURATION_UNITS, digits)
     if hint == "bytes":
-        return _format_scaled(value, SIZES, digits)
+        return _format_scaled(value, BYTE_UNITS, digits)
     if hint == "percentage":
         return f"{format_number(100 * value, digits)} %"
     if hint == "count":
@@ -105,7 +105,7 @@ def _format_minutes(seconds: float) -> str:
 
 def is_bounded(low: float, high: float) -> bool:
     """Return whether an interval of a positive value (a ratio, a time, a rate) spans at most a factor of two."""
-    return 0 < low <= high <= WIDEST * low
+    return 0 < low <= high <= MAX_INTERVAL_RATIO * low
 
 
 def format_limits(low: float, high: float, shown: Callable[[float], str]) -> str:
@@ -114,13 +114,13 @@ def format_limits(low: float, high: float, shown: Callable[[float], str]) -> str
         return ""
     if is_bounded(low, high):
         return f" [{shown(low)}, {shown(high)}]"
-    return f" [at least {shown(low)}]" if low > 0 else f" [{UNCLEAR}]"
+    return f" [at least {shown(low)}]" if low > 0 else f" [{UNCLEAR_WORD}]"
 
 
 def format_ratio(value: float, low: float, high: float) -> str:
     """Return `2.10x [1.90, 2.30]`, `2.10x` without an interval, of a wide one its limit alone, and UNCLEAR of NaN."""
     if value != value:
-        return UNCLEAR
+        return UNCLEAR_WORD
     if low == low and not is_bounded(low, high):
         return format_bound(low, high)
     return f"{value:.2f}x{format_limits(low, high, lambda v: f'{v:.2f}')}"
@@ -128,21 +128,23 @@ def format_ratio(value: float, low: float, high: float) -> str:
 
 def describe_time(shown: str, time: str = "time") -> str:
     """Return what B takes of A's `time`, by their ratio as `format_ratio` shows it."""
-    return f"the ratio of B's {time} to A's is {UNCLEAR}" if shown == UNCLEAR else f"B takes {shown} A's {time}"
+    return (
+        f"the ratio of B's {time} to A's is {UNCLEAR_WORD}" if shown == UNCLEAR_WORD else f"B takes {shown} A's {time}"
+    )
 
 
 def in_brackets(shown: str) -> str:
     """Return ` (2.10x)` to stand behind a sentence; "" where the ratio is UNCLEAR."""
-    return "" if shown == UNCLEAR else f" ({shown})"
+    return "" if shown == UNCLEAR_WORD else f" ({shown})"
 
 
 def format_bound(low: float, high: float, least: str = "at least ", most: str = "at most ") -> str:
     """Return the useful limit of a ratio's wide interval: `at least 3.10x`, `at most 0.40x`, or UNCLEAR."""
-    if low > 1 or (low >= 1 / WIDEST and high > WIDEST):
+    if low > 1 or (low >= 1 / MAX_INTERVAL_RATIO and high > MAX_INTERVAL_RATIO):
         return f"{least}{_round_down(low):.2f}x"
-    if high < 1 or high <= WIDEST:
+    if high < 1 or high <= MAX_INTERVAL_RATIO:
         return f"{most}{-_round_down(-high):.2f}x"
-    return UNCLEAR
+    return UNCLEAR_WORD
 
 
 def short_bound(low: float, high: float) -> str:
@@ -201,7 +203,7 @@ def csv_cell(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = clean_text(value)
-    return f"'{text}" if text.startswith(FORMULA) and not NUMERAL.fullmatch(text) else text
+    return f"'{text}" if text.startswith(FORMULA_PREFIXES) and not NUMERAL.fullmatch(text) else text
 
 
 def escape_markdown(text: object) -> str:

@@ -20,24 +20,25 @@ from pathlib import Path
 from dyno.jobs.nvml import find_gpu
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import list_shards
-from dyno.worker.record import LOCK, Record, lock, read_json, read_record, write_json, write_record
+from dyno.worker.record import LOCK_FILE, Record, lock, read_json, read_record, write_json, write_record
 from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, Unfinished, UserError, digest, to_json
 
 cache_dir = system.cache_dir
-SLURM = "slurm"  # what jobs of Slurm and the host that started them say to each other, while a study is measured
+SLURM_DIR = "slurm"  # messages between Slurm jobs and the host that started them, during a study
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
-FOLDERS = (
+RUN_FOLDERS = (
     "trials", "archive", "charts", "tables", "truth", "peak", "idle", "blocks", "anchors", "placements", "routes",
-    "reference", "explained", "stress", "tensorboard", SLURM,
+    "reference", "explained", "stress", "tensorboard", SLURM_DIR,
 )  # fmt: skip
-FILES = (
+RUN_FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",
-    "fewer-rounds.json", "serve.json", "video.json", "results.csv", "tables.md", "report.html", LOCK,
+    "fewer-rounds.json", "serve.json", "video.json", "results.csv", "tables.md", "report.html", LOCK_FILE,
 )  # fmt: skip
 # Files of a folder in which nothing was planned yet.
-UNMEASURED = {"serve.json", "video.json", "application.json", "application.npz", LOCK}
-BEGUN = {*UNMEASURED, "trials", "stress", "data", SLURM, "study.toml.part"}  # in a folder whose study was cut short
-TRAINING, REPORT = "training.json", "report.html"
+UNMEASURED_FILES = {"serve.json", "video.json", "application.json", "application.npz", LOCK_FILE}
+# files of a folder whose study was cut short
+UNFINISHED_FILES = {*UNMEASURED_FILES, "trials", "stress", "data", SLURM_DIR, "study.toml.part"}
+TRAINING_FILE, REPORT_FILE = "training.json", "report.html"
 REPORT_TITLE = b"<title>Dyno: "  # near the beginning of each report
 # What a round's folder is called: one that selects, one after the selection, one that others took turns with, or one
 # under sustained load.
@@ -115,11 +116,11 @@ class Run:
             advice = "wait for it" if removing else "wait for it or give another --out"
             raise UserError(f"{self.folder} is in use by another dyno (process {owner}); {advice}")
 
-        with lock(self.folder / LOCK, raise_busy):
-            held = (self.folder / LOCK).stat()
+        with lock(self.folder / LOCK_FILE, raise_busy):
+            held = (self.folder / LOCK_FILE).stat()
             try:
                 yield
-            except (OSError, UserError) as e:  # what reads the folder finds no run there
+            except (OSError, UserError) as e:  # a damaged run: reading it reports no run
                 if self._is_there(held):
                     raise
                 raise self._make_error() from e
@@ -129,7 +130,7 @@ class Run:
     def _is_there(self, held: os.stat_result) -> bool:
         """Return whether the folder is still the one that was locked."""
         try:
-            return os.path.samestat(held, (self.folder / LOCK).stat())
+            return os.path.samestat(held, (self.folder / LOCK_FILE).stat())
         except OSError:
             return False
 
@@ -152,7 +153,7 @@ def check_own(folder: Path) -> None:
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if not names or is_run(folder) or _is_training(folder) or _is_report(folder):
         return
-    if names <= BEGUN and LOCK in names and _is_lock(folder / LOCK):
+    if names <= UNFINISHED_FILES and LOCK_FILE in names and _is_lock(folder / LOCK_FILE):
         return
     shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
     raise UserError(f"{folder} holds files that Dyno did not write ({shown}); give a new or an empty folder with --out")
@@ -160,14 +161,14 @@ def check_own(folder: Path) -> None:
 
 def _is_training(folder: Path) -> bool:
     try:
-        return {"status", "model", "settings"} <= read_json(folder / TRAINING).keys()
+        return {"status", "model", "settings"} <= read_json(folder / TRAINING_FILE).keys()
     except (OSError, ValueError):
         return False
 
 
 def _is_report(folder: Path) -> bool:
     try:
-        with open(folder / REPORT, "rb") as f:
+        with open(folder / REPORT_FILE, "rb") as f:
             return REPORT_TITLE in f.read(2000)
     except OSError:
         return False
@@ -193,7 +194,7 @@ def guard_start(folder: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
-        if new and folder.is_dir() and {each.name for each in folder.iterdir()} <= UNMEASURED:
+        if new and folder.is_dir() and {each.name for each in folder.iterdir()} <= UNMEASURED_FILES:
             shutil.rmtree(folder)
         raise
 
@@ -367,7 +368,7 @@ class Cache:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or cache_dir()) / "artifacts"
-        self.timing = (folder or cache_dir()) / "timing"  # what builders remember of kernels they timed
+        self.timing = (folder or cache_dir()) / "timing"  # kernel timings kept by builders
 
     def make_key(self, recipe: Recipe) -> str:
         """Return the hash of recipe, makers' code, libraries' versions, PyTorch's kernels, and the processor or GPU.
@@ -377,7 +378,7 @@ class Cache:
         device, chain = recipe.runtime.device, _list_recipes(recipe)
         steps = [registry.get_maker(one.maker) for one in chain]
         processor = [gpu_identity(device)] if device != "cpu" else system.describe()["cpu_flags"]
-        kernels = os.environ.get("ATEN_CPU_CAPABILITY", "")  # which of PyTorch's: they draw other random weights
+        kernels = os.environ.get("ATEN_CPU_CAPABILITY", "")  # PyTorch's kernels differ in their random weights
         shaped_by = {
             "recipe": digest(_at_any_threads(recipe)),
             "makers": worker_code_sha256(*list_plugin_modules(*steps)),
@@ -427,11 +428,11 @@ class Cache:
         with ExitStack() as held:
             with lock(self.folder / ".lock"):  # none is swept before its maker holds it
                 for left in self.folder.glob(".*.*"):
-                    with suppress(UserError, OSError), lock(left / LOCK, _raise_held):
+                    with suppress(UserError, OSError), lock(left / LOCK_FILE, _raise_held):
                         shutil.rmtree(left, ignore_errors=True)
                 made = tempfile.TemporaryDirectory(prefix=f".{key}.", dir=self.folder, ignore_cleanup_errors=True)
                 scratch = Path(held.enter_context(made))
-                held.enter_context(lock(scratch / LOCK, _raise_held))
+                held.enter_context(lock(scratch / LOCK_FILE, _raise_held))
             yield scratch
 
 

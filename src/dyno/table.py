@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 TEXT, NUMBER, COUNT, PERCENT, POINTS, RATIO, FINE = KINDS = (
     "text", "number", "count", "percent", "points", "ratio", "fine ratio",
 )  # fmt: skip
-TITLES = ("model", "form", "statistic", "label", "title")  # values that say in a heading what they are
-NEAREST = 3  # columns that may have been meant by a misspelt one
+TITLE_COLUMNS = ("model", "form", "statistic", "label", "title")  # columns whose values need no label in a heading
+MAX_SUGGESTIONS = 3  # columns suggested for a misspelt one
 
 # Of a row beside its columns: its place in print, whether it is set in bold, and where its first cell links to.
-RANK, FIRST, LINK = "#rank", "#first", "#link"
-CELL, BELOW = "#cell ", "#below"  # of a row of a table that was pickled: its printed cells, and its part's notes
-EVERY = "all"  # every column that people may want to see
+RANK_KEY, FIRST_KEY, LINK_KEY = "#rank", "#first", "#link"
+CELL_KEY, BELOW_KEY = "#cell ", "#below"  # keys of a pickled table row: printed cells, and notes below
+ALL_COLUMNS = "all"  # name for all columns meant to be read
 
 Row = dict[str, Any]
 
@@ -46,7 +46,7 @@ def is_missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))
 
 
-SHOWN: dict[str, Callable[[float], str]] = {
+KIND_FORMATS: dict[str, Callable[[float], str]] = {
     NUMBER: lambda v: format_number(float(v)),
     COUNT: lambda v: f"{v:,.0f}" if float(v).is_integer() else format_number(v),
     PERCENT: lambda v: f"{v:.2f}",
@@ -96,7 +96,7 @@ class Column:
             return ""
         if self.kind == TEXT:
             return str(value)
-        form = (lambda v: show(v, self.hint)) if self.hint else SHOWN[self.kind]
+        form = (lambda v: show(v, self.hint)) if self.hint else KIND_FORMATS[self.kind]
         low: Any = row.get(f"{self.name}_low")
         high: Any = row.get(f"{self.name}_high")
         if not self.interval or is_missing(low) or is_missing(high) or (self.hint and math.isinf(high)):
@@ -165,7 +165,7 @@ class Table:
 
     def find_columns(self, only: str) -> list[Column]:
         """Return the columns that `only` names, with commas; none for "" and EVERY."""
-        names = [k.strip() for k in only.split(",")] if only and only != EVERY else []
+        names = [k.strip() for k in only.split(",")] if only and only != ALL_COLUMNS else []
         self._check_columns(names)
         return [column for name in names for column in self.columns if column.name == name]
 
@@ -178,17 +178,17 @@ class Table:
         grouped: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             grouped.setdefault(tuple(row.get(k) for k in keys), []).append(row)
-        return {values: sorted(rows, key=lambda row: row.get(RANK, 0)) for values, rows in grouped.items()}
+        return {values: sorted(rows, key=lambda row: row.get(RANK_KEY, 0)) for values, rows in grouped.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields with what the functions in them say, since most are closures, which can't be pickled."""
-        columns = tuple(replace(c, cell=itemgetter(CELL + c.name)) if c.cell else c for c in self.columns)
-        rows = [row | {CELL + c.name: c.text(row) for c in self.columns if c.cell} for row in self.rows]
+        columns = tuple(replace(c, cell=itemgetter(CELL_KEY + c.name)) if c.cell else c for c in self.columns)
+        rows = [row | {CELL_KEY + c.name: c.text(row) for c in self.columns if c.cell} for row in self.rows]
         if self.below:
             for part in replace(self, rows=rows)._group_rows(self.group).values():
                 notes = self.below(part)
                 for row in part:
-                    row[BELOW] = notes
+                    row[BELOW_KEY] = notes
         return vars(self) | {"columns": columns, "rows": rows, "below": self.below and _read_notes}
 
     def _choose_columns(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
@@ -207,17 +207,17 @@ class Table:
 
 
 def _read_notes(rows: list[Row]) -> list[str]:
-    return list(dict.fromkeys(note for row in rows for note in row.get(BELOW, ())))
+    return list(dict.fromkeys(note for row in rows for note in row.get(BELOW_KEY, ())))
 
 
 def _make_title(keys: Sequence[str], values: Sequence[Any]) -> str:
     named = [(k, v) for k, v in zip(keys, values, strict=True) if (k, v) != ("size", NO_IMAGE)]
-    return ", ".join(clean_text(v) if k in TITLES else f"{k} {clean_text(v)}" for k, v in named)
+    return ", ".join(clean_text(v) if k in TITLE_COLUMNS else f"{k} {clean_text(v)}" for k, v in named)
 
 
 def _no_column(name: str, columns: list[str]) -> str:
-    near = list(dict.fromkeys([*get_close_matches(name, columns, NEAREST), *(c for c in columns if name in c)]))
-    meant = f"did you mean {' or '.join(near[:NEAREST])}? " if near and name else ""
+    near = list(dict.fromkeys([*get_close_matches(name, columns, MAX_SUGGESTIONS), *(c for c in columns if name in c)]))
+    meant = f"did you mean {' or '.join(near[:MAX_SUGGESTIONS])}? " if near and name else ""
     return f"there is no column {name!r}; {meant}the first line of --format csv names all columns"
 
 
@@ -250,8 +250,8 @@ def with_limits(column: Column) -> tuple[Column, ...]:
 
 
 # Columns of tables with a row for each trial.
-LABEL = Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial")
-TRIAL = Column("trial", "the trial's id", kind=TEXT)
+LABEL_COLUMN = Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial")
+TRIAL_COLUMN = Column("trial", "the trial's id", kind=TEXT)
 
 
 def compare_cells(speedup: Speedup | None, is_reference: bool) -> Row:

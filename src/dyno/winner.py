@@ -21,8 +21,8 @@ from dyno.worker import registry
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Trial, UserError
 
-STATE = ".pt"
-MARK = "Written by `dyno export`"  # of scripts
+STATE_SUFFIX = ".pt"
+SCRIPT_MARK = "Written by `dyno export`"  # first line of scripts
 TIMEOUT_S = 3600.0
 
 
@@ -51,7 +51,7 @@ def export_winner(run: RunData, choice: str = "", out: Path | None = None) -> Ex
     chosen = _choose_trial(run, choice)
     trial = chosen.spec
     artifact, notes = measured_file(chosen, trial)
-    file = _choose_path(out or Path(_format_name(chosen)), Path(artifact.path).suffix if artifact else STATE)
+    file = _choose_path(out or Path(_format_name(chosen)), Path(artifact.path).suffix if artifact else STATE_SUFFIX)
     script = file.with_suffix(".py")
     _check_free(file, script, artifact)
     about = {
@@ -157,7 +157,7 @@ def _choose_path(out: Path, suffix: str) -> Path:
     """Return the path to write, with the suffix of the file's kind."""
     if out.suffix == suffix:
         return out
-    suffixes = {*registry.list_suffixes(), STATE, ".py", ".pth", ".safetensors"}
+    suffixes = {*registry.list_suffixes(), STATE_SUFFIX, ".py", ".pth", ".safetensors"}
     if out.suffix in suffixes:
         raise UserError(
             f"what was measured is a {suffix} file; give -o {out.with_suffix(suffix).name}, or a name alone"
@@ -172,7 +172,7 @@ def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
     if artifact and file.exists() and file.samefile(artifact.path):
         raise UserError(f"{file} is the file that was measured; give another with -o")
     if script.exists():
-        if MARK not in script.read_text(encoding="utf-8", errors="replace"):
+        if SCRIPT_MARK not in script.read_text(encoding="utf-8", errors="replace"):
             raise UserError(f"{script} exists already and was not written by `dyno export`; give another name with -o")
     elif artifact is None and _copied_code(script).exists():
         raise UserError(f"{_copied_code(script)} exists already; give another name with -o")

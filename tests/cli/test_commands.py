@@ -29,7 +29,7 @@ def test_other_images_or_options_are_another_training(monkeypatch: pytest.Monkey
     assert folder() == usual
     assert folder(TRAINING={"epochs": 9}) != usual
     # As another version of Dyno, or of Pillow, may decode them.
-    other = replace(data.prepare_digits(demo.cache_dir() / "datasets", demo.SIZE), sha256="another")
+    other = replace(data.prepare_digits(demo.cache_dir() / "datasets", demo.IMAGE_SIZE), sha256="another")
     monkeypatch.setattr(data, "prepare_digits", lambda *_: other)
     assert folder() != usual
 
@@ -163,9 +163,9 @@ def test_other_programs_are_looked_for_before_a_study(call: Any, monkeypatch: py
     assert call(*words) == (0, "", ""), "off a terminal nothing is looked at"
     looks = iter([1.6, 1.2, 0.1])
     monkeypatch.setattr(telemetry, "count_busy", lambda seconds: next(looks))
-    monkeypatch.setattr(commands, "PAUSE_S", 0.0)
+    monkeypatch.setattr(commands, "POLL_INTERVAL_S", 0.0)
     lines = call(*words, "--wait", code=0)[2].splitlines()
     assert len(lines) == 2 and lines[0].startswith("dyno: 1.6 of ") and "waiting, for 10 minutes at most" in lines[0]
     monkeypatch.setattr(telemetry, "count_busy", lambda seconds: 1.6)
-    monkeypatch.setattr(commands, "WAIT_S", 0.0)
+    monkeypatch.setattr(commands, "MAX_WAIT_S", 0.0)
     assert call(*words, "--wait", code=0)[2].splitlines()[-1].endswith("so latencies may differ from a quiet machine's")

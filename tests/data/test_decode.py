@@ -227,14 +227,14 @@ def test_rows_are_the_same_whatever_decodes_them(photos: list[Path]) -> None:
 def test_what_processes_leave_is_decoded_by_threads(photos: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     transform = Transform((48, 40), Preprocess(), 3)
     expected = plain(decode._decode_in_threads(photos, transform, 0))
-    monkeypatch.setattr(decode, "FEW_CORES", 0)
-    monkeypatch.setattr(decode, "WORTH_S", 0.0)
+    monkeypatch.setattr(decode, "THREADS_SUFFICE_CORES", 0)
+    monkeypatch.setattr(decode, "MIN_PROCESS_GAIN_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     killed, found = [], list[tuple[bytes | str, str]]()
     for row in decode.decode_images(photos, transform):
         found += plain([row])
         if len(found) == 30:
-            (server,) = [p for p in psutil.Process().children() if decode.MODULE in p.cmdline()]
+            (server,) = [p for p in psutil.Process().children() if decode.PROCESS_MODULE in p.cmdline()]
             killed = server.children()
             killed[0].kill()
     assert killed and found == expected
@@ -260,7 +260,7 @@ def test_a_killed_run_takes_its_processes_along(photos: list[Path], tmp_path: Pa
 def test_threads_alone_decode_where_processes_would_not_pay(
     photos: list[Path], monkeypatch: pytest.MonkeyPatch, cores: int, worth_s: float
 ) -> None:
-    monkeypatch.setattr(decode, "WORTH_S", worth_s)
+    monkeypatch.setattr(decode, "MIN_PROCESS_GAIN_S", worth_s)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(decode, "decode_rows", lambda *_: pytest.fail("processes were started"))
     assert len(plain(decode.decode_images(photos, Transform((48, 40), Preprocess(), 3)))) == COUNT

@@ -106,7 +106,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
     measure(study, tmp_path, Log())
     again = json.loads((tmp_path / "devices.json").read_text())
     assert again["devices"][0]["alone"][::2] == stored["devices"][0]["alone"][::2]
-    assert 0 < len(waited) <= 2 * one_host.BLOCKS, "one round"
+    assert 0 < len(waited) <= 2 * one_host.BLOCKS_PER_KIND, "one round"
     assert (folder / "cpu0" / "r0" / "record.json").stat().st_mtime_ns == kept, "nothing is measured twice"
 
 
@@ -120,7 +120,7 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
         return go()
 
     wrap(monkeypatch, seen)
-    monkeypatch.setattr(nvml, "read_available", lambda: nvml.UNKNOWN_B)
+    monkeypatch.setattr(nvml, "read_available", lambda: nvml.DEFAULT_PROCESS_B)
     assert len(measure(fake_study(threads=0), tmp_path, Log()).places) == 2 and set(alive) == {2}
 
 

@@ -39,7 +39,7 @@ def measure(study: Study, folder: Path, found: list[Place], log: Log) -> one_hos
 def test_a_device_with_a_host_of_its_own_has_none_beside_it(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_host, "ROUNDS", 1)
+    monkeypatch.setattr(one_host, "DEFAULT_ROUNDS", 1)
     assert not measure(fake_study(), tmp_path, places_of("a/0", "a/1", "b/0"), Log()).in_turn
     rows = json.loads((tmp_path / "devices.json").read_text())["devices"]
     assert [(len(row["alone"]), len(row["beside"])) for row in rows] == [(1, 1), (1, 1), (1, 0)]
@@ -113,9 +113,9 @@ def test_the_anchor_is_the_first_blocks_reference(fake_study: Any) -> None:
 def test_files_in_the_current_folder_do_not_disturb_a_block_s_process(tmp_path: Path) -> None:
     for name in ("json", "dataclasses"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the current folder')")
-    write_json(tmp_path / blocks.ORDER, {})
+    write_json(tmp_path / blocks.BLOCK_FILE, {})
     blocks.start_block(tmp_path, {}, cwd=str(tmp_path)).wait(600)
-    log = (tmp_path / blocks.LOG).read_text()
+    log = (tmp_path / blocks.LOG_FILE).read_text()
     assert "of the current folder" not in log and "KeyError" in log, "it read its order, which is empty here"
 
 
@@ -160,6 +160,6 @@ def test_gpus_have_cores_of_their_own_where_threads_leave_enough(monkeypatch: py
     monkeypatch.setattr(places, "find_gpu", lambda *_: None)
     found = places.parse_places("cuda:1,cuda:0", threads=2)
     assert {place.name: place.cores for place in found} == {"cuda:0": (0, 4, 1, 5), "cuda:1": (2, 6, 3, 7)}
-    assert [place.env for place in found] == [{places.VISIBLE: "1"}, {places.VISIBLE: "0"}]
+    assert [place.env for place in found] == [{places.VISIBLE_DEVICES: "1"}, {places.VISIBLE_DEVICES: "0"}]
     assert [place.cores for place in places.parse_places("cuda:0,cuda:1", threads=3)] == [(), ()]
     assert [place.cores for place in places.parse_places("cuda:0,cuda:1")] == [(), ()]

@@ -32,10 +32,10 @@ MOST = 500  # samples of one kind; the stages of an evaluation have thousands
 def measure(scratch: Path) -> Path:
     """A small study of every kind of row: real engines, INT8, a scripted one, a crash and a refusal."""
     from dyno.api import Study
-    from dyno.cli.demo import MODEL, train_once
+    from dyno.cli.demo import DEMO_MODEL, train_once
 
     study = Study(
-        models=(MODEL,),
+        models=(DEMO_MODEL,),
         backends=("pytorch", "onnxruntime", "fake@latency_ms=0.5@precision=fp32", "fake@fail=segfault@precision=fp32"),
         precisions=("fp32", "int8"),
         sizes=("64",),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.sessions.gpu import CudaGraph, Device, DeviceSession, Stopwatch, call
-from dyno.worker.spec import PARTS, Tensor, Unavailable, UserError
+from dyno.worker.spec import INFERENCE_PARTS, Tensor, Unavailable, UserError
 
 pytestmark = pytest.mark.gpu
 SHAPE = (4, 1024)
@@ -38,7 +38,7 @@ def test_every_slot_keeps_its_own(slots: int) -> None:
             session.wait(slot)
             assert np.array_equal(session.fetch(slot)["y"], feeds[slot]["x"])
     parts = session.parts(staged[0])
-    assert set(parts) == set(PARTS) and all(0 < seconds < 1 for seconds in parts.values())
+    assert set(parts) == set(INFERENCE_PARTS) and all(0 < seconds < 1 for seconds in parts.values())
     with pytest.raises(UserError, match="wants 4x1024"):
         session.bind({"x": np.zeros((2, 1024), np.float32)})
     session.close()

@@ -25,7 +25,7 @@ from dyno.jobs.launcher import launch, make_environment, read_stage
 from dyno.jobs.telemetry import ProcessTree, Telemetry
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import SCHEMA, Job, Runtime, Trial, UserError, to_json
-from dyno.worker.system import SILENCE
+from dyno.worker.system import SILENCING_VARIABLES
 
 SIGKILLED = "killed by SIGKILL"
 
@@ -349,15 +349,15 @@ def test_what_a_job_prints_is_kept_to_a_length(fake_trial: Any, tmp_path: Path) 
 
 def test_lines_printed_while_a_log_is_shortened_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "stderr.log"
-    path.write_bytes(b"x" * (launcher.HEAD_B + 3 * launcher.TAIL_B))
+    path.write_bytes(b"x" * (launcher.KEPT_HEAD_B + 3 * launcher.KEPT_TAIL_B))
 
     class Printing(io.BufferedRandom):
         """A file to which a job adds a line when its end has been read, and one more when that line has been."""
 
         def read(self, size: int | None = -1, /) -> bytes:
             found = super().read(size)
-            line = b"\nthe last but one" if size == launcher.TAIL_B else b"\nthe last line\n"
-            if size == launcher.TAIL_B or found == b"\nthe last but one":
+            line = b"\nthe last but one" if size == launcher.KEPT_TAIL_B else b"\nthe last line\n"
+            if size == launcher.KEPT_TAIL_B or found == b"\nthe last but one":
                 with open(path, "ab") as job:
                     job.write(line)
             return found
@@ -365,7 +365,7 @@ def test_lines_printed_while_a_log_is_shortened_are_kept(tmp_path: Path) -> None
     with Printing(io.FileIO(path, "r+")) as log:
         launcher._trim_log(log)
     assert launcher.read_end(path, 100).endswith("x\nthe last but one\nthe last line\n")
-    assert path.stat().st_size < launcher.HEAD_B + 1.1 * launcher.TAIL_B
+    assert path.stat().st_size < launcher.KEPT_HEAD_B + 1.1 * launcher.KEPT_TAIL_B
 
 
 LAUNCHER = """
@@ -438,7 +438,7 @@ def test_an_interpreter_that_is_none_is_a_crash_with_its_words(fake_trial: Any, 
 def test_the_environment_fixes_threads_and_silences_telemetry() -> None:
     env = make_environment(Runtime(threads=3), {"OMP_NUM_THREADS": "64", "PATH": "/bin", "PYTHONPATH": "/ours"})
     assert [env[f"{name}_NUM_THREADS"] for name in ("OMP", "MKL", "OPENBLAS")] == ["3", "3", "3"]
-    assert SILENCE.items() <= env.items()
+    assert SILENCING_VARIABLES.items() <= env.items()
     assert (env["PATH"], env["PYTHONPATH"]) == ("/bin", "/ours")
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from dyno.jobs import nvml as gpu_telemetry
 from dyno.jobs import telemetry as jobs_telemetry
-from dyno.jobs.nvml import COLUMNS, find_gpu
+from dyno.jobs.nvml import NVML_COLUMNS, find_gpu
 from dyno.jobs.telemetry import Telemetry, find_rapl
 from dyno.results import timeline
 from waiting import until
@@ -143,7 +143,7 @@ def test_one_look_in_the_units_that_columns_have(nvml: Nvml) -> None:
     nvml.told["pids"] = [7, 8, 9]
     gpu = find_gpu("cuda:0", {})
     assert gpu is not None and (gpu.name, gpu.uuid) == ("NVIDIA Test", "GPU-aaaa-1")
-    assert dict(zip(COLUMNS, gpu.sample({8}), strict=True)) == {
+    assert dict(zip(NVML_COLUMNS, gpu.sample({8}), strict=True)) == {
         "gpu_memory": 5e9, "gpu_util": 93, "gpu_clock": 1755, "gpu_memory_clock": 2619, "gpu_power": 412.5,
         "gpu_energy": 7250, "gpu_temperature": 61, "gpu_throttle": 4, "gpu_processes": 3, "gpu_own": 1,
     }  # fmt: skip
@@ -153,7 +153,7 @@ def test_what_nvml_does_not_tell_is_nan(nvml: Nvml) -> None:
     gpu = find_gpu("cuda:0", {})
     assert gpu is not None
     nvml.told = {"power": 1000}
-    found = dict(zip(COLUMNS, gpu.sample(()), strict=True))
+    found = dict(zip(NVML_COLUMNS, gpu.sample(()), strict=True))
     assert found.pop("gpu_power") == 1
     assert all(map(math.isnan, found.values()))
 
@@ -162,7 +162,7 @@ def test_an_old_driver_is_asked_in_its_own_words(nvml: Nvml) -> None:
     nvml.told |= {"memory": None, "memory_v1": 3e9, "EventReasons": None, "ThrottleReasons": 64}
     gpu = find_gpu("cuda:0", {})
     assert gpu is not None
-    found = dict(zip(COLUMNS, gpu.sample(()), strict=True))
+    found = dict(zip(NVML_COLUMNS, gpu.sample(()), strict=True))
     assert (found["gpu_memory"], found["gpu_throttle"]) == (3e9, 64)
 
 
@@ -219,7 +219,7 @@ def test_a_job_on_a_gpu_has_its_columns_and_what_was_before(
     telemetry.stop(tmp_path / "t.npz")
     with np.load(tmp_path / "t.npz") as stored:
         found = dict(stored)
-    assert set(COLUMNS) <= set(found)
+    assert set(NVML_COLUMNS) <= set(found)
     assert len(found["at"]) >= 3
     assert begin <= float(found["epoch"]) <= watched  # the clock that windows of a record are in
     assert (found["gpu_before_memory"], found["gpu_before_util"], found["gpu_before_processes"]) == (1e9, 2, 1)
@@ -252,7 +252,7 @@ def test_the_memory_of_a_job_begins_where_it_loads(nvml: Nvml, child: subprocess
 def test_a_driver_that_hangs_does_not_hold_up_the_study(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("dyno.jobs.telemetry.PATIENCE_S", 0.2)
+    monkeypatch.setattr("dyno.jobs.telemetry.SHUTDOWN_TIMEOUT_S", 0.2)
     running = set(threading.enumerate())
     telemetry = Telemetry("cuda:0", {})
     asked, answer = threading.Event(), threading.Event()

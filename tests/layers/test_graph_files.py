@@ -104,7 +104,7 @@ def test_a_node_says_which_layer_runs_it() -> None:
     assert notes[3].facts["E: layer"] == "last" and "E: stands for" not in notes[3].facts
     without = [form(LAYERS, ENGINE.layers[0], library="E"), GRAPH]
     lines = build_timelines(FormSet(without, {0: 1}), {}, [0])
-    assert graph_files.list_node_notes(without, 1, {0: lines[0]})[3].lines == [f"E: {graph_files.UNKNOWN}"]
+    assert graph_files.list_node_notes(without, 1, {0: lines[0]})[3].lines == [f"E: {graph_files.NO_TIME}"]
 
 
 def test_a_graph_has_the_tensors_between_layers_as_edges() -> None:
@@ -155,7 +155,7 @@ def test_what_a_block_adds_itself_flows_into_it() -> None:
 def test_what_is_too_large_or_empty_is_left_out() -> None:
     drawn = graph_of(FOLDED)
     assert graph_page.draw_graphs([]) == graph_page.draw_graphs([drawn | {"nodes": []}]) == ""
-    assert graph_page.draw_graphs([drawn | {"nodes": drawn["nodes"] * graph_page.MOST}]) == ""
+    assert graph_page.draw_graphs([drawn | {"nodes": drawn["nodes"] * graph_page.MAX_LAYERS}]) == ""
     content = graph_page.draw_graphs([drawn]).split("application/json", 1)[1]
     assert "</script>" not in content.removesuffix("</script>\n</details>")
 

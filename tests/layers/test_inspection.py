@@ -109,7 +109,7 @@ def test_an_engine_without_layer_information(monkeypatch: pytest.MonkeyPatch, tm
         given.list_layers("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
     give(layers.EngineLayer("conv", "CaskConvolution", (), (), "k", nodes=("n",), parameters=9))
     found = given.list_layers("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
-    assert (found.library, found.parameters) == (f"{library.NAMES['tensorrt']} 11.0", 9)
+    assert (found.library, found.parameters) == (f"{library.PRODUCT_NAMES['tensorrt']} 11.0", 9)
 
 
 def test_what_can_t_be_read_is_one_line(refused: Any, net: str, onnx_file: Path) -> None:

@@ -247,7 +247,7 @@ def test_a_bomb_is_refused_before_it_unpacks(
     refused: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes are counted as they are read: the second file declares a small one."""
-    large = b" " * (opening.MOST_BYTES_OF[".json"] + 1)
+    large = b" " * (opening.MAX_MEMBER_BYTES[".json"] + 1)
     bomb = write(tmp_path / "bomb.zip", {**members(file), "run/models.json": large})
     assert bomb.stat().st_size < 10 << 20
     assert "models.json unpacks to too much" in refused("verify", bomb)
@@ -257,10 +257,10 @@ def test_a_bomb_is_refused_before_it_unpacks(
         content[at : at + 4] = struct.pack("<I", 10)
     (tmp_path / "lying.zip").write_bytes(content)
     assert "damaged pack" in refused("verify", tmp_path / "lying.zip")
-    monkeypatch.setattr(opening, "MOST_BYTES", 50_000)
+    monkeypatch.setattr(opening, "MAX_BYTES", 50_000)
     assert "too large for a pack" in refused("verify", file)
-    monkeypatch.setattr(opening, "MOST_MEMBERS", 3)
-    monkeypatch.setattr(opening, "MOST_BYTES", 1 << 30)
+    monkeypatch.setattr(opening, "MAX_MEMBERS", 3)
+    monkeypatch.setattr(opening, "MAX_BYTES", 1 << 30)
     assert "too large for a pack" in refused("verify", file)
 
 

@@ -104,7 +104,7 @@ def test_what_makes_no_site(refused: Any, tmp_path: Path, packs: Path, monkeypat
     assert "has 0 packs; give a folder of 1 to 1,000 files of `dyno pack`" in refused("site", tmp_path / "nowhere")
     with pytest.raises(dyno.UserError, match="has 0 packs"):
         dyno.write_site(tmp_path, tmp_path / "site")
-    monkeypatch.setattr(static_site, "MOST_PACKS", 2)
+    monkeypatch.setattr(static_site, "MAX_PACKS", 2)
     assert "has 5 packs" in refused("site", packs)
 
 

@@ -16,7 +16,7 @@ import dyno
 import synthetic
 from dyno.regression import compare_table, comparison
 from dyno.regression.compare_table import COLUMNS, LOST, NO_CHANGE, judge_accuracies
-from dyno.regression.rules import CONDITIONS, FAIL_ON, TOLERANCE, GateRules
+from dyno.regression.rules import CONDITIONS, DEFAULT_TOLERANCE, FAIL_ON, GateRules
 from dyno.results import stats
 from dyno.results.metrics.accuracy import HitShare
 from dyno.results.metrics.mean_ap import JackknifedChange
@@ -464,7 +464,7 @@ def test_every_format_has_every_trial(call: Any, tmp_path: Path, hostile_names: 
 def test_the_command_s_defaults_are_the_rules(call: Any) -> None:
     code, out, _ = call("--help-all")
     words = "".join(out.split())
-    assert code == 0 and ",".join(FAIL_ON) in words and f"[default:{TOLERANCE}]" in words
+    assert code == 0 and ",".join(FAIL_ON) in words and f"[default:{DEFAULT_TOLERANCE}]" in words
     assert all(condition in words for condition in CONDITIONS)
 
 
@@ -477,9 +477,9 @@ def test_pairs_at_the_limit_seldom_fail() -> None:
     rng = np.random.default_rng(4)
     failed = 0
     for _ in range(1500):
-        logs = np.log1p(TOLERANCE) + rng.normal(0, 0.001, (10, 6))
+        logs = np.log1p(DEFAULT_TOLERANCE) + rng.normal(0, 0.001, (10, 6))
         judged = compare_table.judge_family(
-            [stats.pair_evidence(each.tolist()) for each in logs], stats.Rule(TOLERANCE)
+            [stats.pair_evidence(each.tolist()) for each in logs], stats.Rule(DEFAULT_TOLERANCE)
         )
         failed += any(verdict == stats.SLOWER for _, verdict in judged)
     assert failed / 1500 < 0.04

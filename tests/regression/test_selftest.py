@@ -124,7 +124,7 @@ def test_the_report_has_it(fake_study: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     execute(fake_study(rounds=2), tmp_path / "run", Progress(quiet=True))
     run = dyno.load(tmp_path / "run")
-    assert ("visible differences", report_self_test.HINT) in sections.list_terms(run.data)
+    assert ("visible differences", report_self_test.SELF_TEST_HINT) in sections.list_terms(run.data)
     self_test.keep(known())
     page = dyno.load(tmp_path / "run").report(tmp_path / "with").read_text()
     assert page.count("This run can see") == 2, "below the verdict and in the method"

@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 @pytest.mark.parametrize("format", ["text", "markdown", "csv", "json", "html"])
 def test_a_file_holds_what_is_printed(format: str, call: Any, tmp_path: Path) -> None:
     _, printed, _ = call("show", GOLDEN / "run", "--format", format, code=0)
-    ending = next(ending for ending, name in defaults.ENDINGS.items() if name == format)
+    ending = next(ending for ending, name in defaults.SUFFIX_FORMATS.items() if name == format)
     _, out, err = call("show", GOLDEN / "run", "-o", f"table{ending}", code=0)
     assert (out, err) == ("", f"dyno: wrote table{ending}\n")
     assert (tmp_path / f"table{ending}").read_text() == printed and len(printed) > 300

@@ -18,7 +18,7 @@ from dyno.report.charts import over_time
 from dyno.report.tables import gpu_table, trial_table
 from dyno.report.verdict import verdict
 from dyno.results import remarks, timeline
-from dyno.results.timeline import REASONS, THROTTLED, Trace, find_clean
+from dyno.results.timeline import CLOCK_REASONS, THROTTLING_BITS, Trace, find_clean
 from dyno.results.trial_result import Results, TrialResult, clock_of, load_run
 from synthetic import Way
 from synthetic_card import Card
@@ -51,10 +51,10 @@ def test_the_reasons_are_nvml_s() -> None:
         "thermal limit (hardware)": "HwThermalSlowdown", "power brake": "HwPowerBrakeSlowdown",
         "display clock": "DisplayClockSetting",
     }  # fmt: skip
-    assert {words: bit for bit, words in REASONS.items()} == {
+    assert {words: bit for bit, words in CLOCK_REASONS.items()} == {
         words: getattr(pynvml, f"nvmlClocksEventReason{name}") for words, name in named.items()
     }
-    assert [words for bit, words in REASONS.items() if bit & THROTTLED] == [
+    assert [words for bit, words in CLOCK_REASONS.items() if bit & THROTTLING_BITS] == [
         "hardware slowdown", "thermal limit (driver)", "thermal limit (hardware)", "power brake"]  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_a_cpu_trial_has_none_of_it(demo: Results) -> None:
     assert set(table.loc[table["boundary"] != "", "clock"]) == {"host"}
 
 
-@pytest.mark.parametrize("reason", [bit for bit in REASONS if bit & THROTTLED])
+@pytest.mark.parametrize("reason", [bit for bit in CLOCK_REASONS if bit & THROTTLING_BITS])
 def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: int) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(reasons=reason, held=(0.5, 0.75), gap=0.001)))
     t = found.trials[0]
@@ -131,9 +131,9 @@ def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: 
         r.count_throttled(b)[1] for r in t.good for b in ("model", "all")
     )
     warnings = remarks.list_warnings(t)
-    assert len(warnings) == 2 and warnings[0].startswith("model: ") and REASONS[reason] in warnings[0]
+    assert len(warnings) == 2 and warnings[0].startswith("model: ") and CLOCK_REASONS[reason] in warnings[0]
     assert "600 samples were taken while the GPU was throttled" in warnings[0] and "dropped" in warnings[0]
-    assert f"The GPU was throttled ({REASONS[reason]}) during 1 of 1 trial" in said(found)
+    assert f"The GPU was throttled ({CLOCK_REASONS[reason]}) during 1 of 1 trial" in said(found)
 
 
 def _first_gap(kept: np.ndarray, every: np.ndarray) -> int:

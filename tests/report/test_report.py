@@ -382,7 +382,7 @@ DRAW, HERE = report._draw_kind, os.getpid()
 
 @pytest.fixture
 def demo_run(demo: Results, monkeypatch: pytest.MonkeyPatch) -> RunData:
-    monkeypatch.setattr(report, "MANY", 2)
+    monkeypatch.setattr(report, "MIN_PARALLEL_TRIALS", 2)
     few = charts.list_charts()[:3]
     monkeypatch.setattr(charts, "list_charts", lambda: few)
     return trial_table.read_trials(demo)
@@ -410,7 +410,7 @@ def test_processes_draw_what_one_draws(demo_run: RunData, tmp_path: Path, monkey
     monkeypatch.setattr(report, "_draw_kind", dies)
     after_a_death = report.draw_charts(demo_run, folder(tmp_path, "death"), "r0", "")
     assert (tmp_path / "died").exists()
-    monkeypatch.setattr(report, "MANY", 1_000)
+    monkeypatch.setattr(report, "MIN_PARALLEL_TRIALS", 1_000)
     alone = report.draw_charts(demo_run, folder(tmp_path, "alone"), "r0", "")
     assert len(alone) == 3
     for other, name in ((several, "several"), (after_a_death, "death")):

@@ -15,7 +15,7 @@ from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import ranking
 from dyno.results.correctness import TOLERANCES, Correctness, check_correctness
-from dyno.results.stats.intervals import MOST_SAMPLES, estimate_needed
+from dyno.results.stats.intervals import MAX_SAMPLES, estimate_needed
 from dyno.results.trial_result import Results, TrialResult, load_run
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.spec import Artifact
@@ -256,7 +256,7 @@ def test_a_doubt_says_how_many_are_needed() -> None:
         number = estimate_needed(hits, inputs, 0.01)
         enough, few = (binom.sf(round(hits / inputs * n) - 1, n, 0.01) for n in (number, number * 4 // 5))
         assert enough <= 0.05 < few
-    assert estimate_needed(10, 1000, 0.01) == MOST_SAMPLES, "no number shows that a hundredth is more than a hundredth"
+    assert estimate_needed(10, 1000, 0.01) == MAX_SAMPLES, "no number shows that a hundredth is more than a hundredth"
 
 
 def _next_class(rows: int, columns: int) -> Callable[[np.ndarray], None]:

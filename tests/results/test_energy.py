@@ -121,7 +121,7 @@ def test_why_there_is_none(machine: Machine) -> None:
 def test_other_programs_spoil_a_device_s_energy(machine: Machine) -> None:
     machine.write(others=0.7)
     machine.idle()
-    assert machine.energy.missing == energy.OTHERS
+    assert machine.energy.missing == energy.OTHERS_BUSY
     machine.write()
     assert machine.energy.missing == ""
     machine.idle(others=0.5)

@@ -20,10 +20,10 @@ from dyno.report.verdict import decisions, verdict
 from dyno.results import ranking, stats
 from dyno.results import ranking as rankings_module
 from dyno.results.blocks import RoundRatios
-from dyno.results.correctness import WRONG
+from dyno.results.correctness import OUTPUTS_WRONG
 from dyno.results.metrics import choose_metric
 from dyno.results.ranking import LATENCY, THROUGHPUT, compare_rows, cpu_contention, rank_goals
-from dyno.results.stats import TURNS, Speedup
+from dyno.results.stats import IN_TURNS, Speedup
 from dyno.results.trial_result import Results, TrialResult, load_run
 from synthetic import Way
 
@@ -133,7 +133,7 @@ def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, mon
     ids = {str(row["backend"]): str(row["trial"]) for _, row in run.frame.iterrows()}
     group = contest.group.assign(
         speedup=contest.group["backend"].map({"pytorch": 1.0, "a": 10.0, "b": 12.0}),
-        measured=contest.group["backend"].map({"pytorch": "", "a": TURNS, "b": TURNS}),
+        measured=contest.group["backend"].map({"pytorch": "", "a": IN_TURNS, "b": IN_TURNS}),
     )
     contest = replace(contest, group=group)
     seconds = {run.trials[ids[name]].id: value for name, value in {"pytorch": 10.0, "a": 0.8, "b": 1.0}.items()}
@@ -185,7 +185,7 @@ def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypat
     run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=40)))
     (contest,) = rank_goals(run)
     group = contest.group.assign(
-        measured=contest.group["backend"].map({"pytorch": "", "a": TURNS, "b": TURNS}),
+        measured=contest.group["backend"].map({"pytorch": "", "a": IN_TURNS, "b": IN_TURNS}),
         rounds=contest.group["backend"].map({"pytorch": 3, "a": 3, "b": 2}),
     )
     contest = replace(contest, group=group)
@@ -196,7 +196,7 @@ def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(rankings_module, "block_ratios", find_rounds)
     assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
-    pair = Speedup(1.07, 1.02, 1.12, "faster", TURNS)
+    pair = Speedup(1.07, 1.02, 1.12, "faster", IN_TURNS)
     monkeypatch.setattr(decisions, "_compare_pair", lambda *_: pair)
     (said,) = decisions.Winner(contest, run).explain_lower_latency()
     assert said.text == (
@@ -277,12 +277,16 @@ def test_throughput_falls_back_on_latency(demo: Results) -> None:
 def test_trials_in_turns_are_in_the_order_of_their_ratios(demo: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = trial_table.read_trials(demo).frame.iloc[:3].assign(
         latency_ms=[2.0, 1.0, 1.1], speedup=[1.0, 1.9, 2.1], trial=["a", "b", "c"], reference="a",
-        measured=["", stats.TURNS, stats.TURNS],
+        measured=["", stats.IN_TURNS, stats.IN_TURNS],
     )  # fmt: skip
     assert [*ranking.rank_trials(frame)["trial"]] == ["c", "b", "a"]
     monkeypatch.setattr(ranking, "block_ratios", lambda *_: [])  # of two that measured with the reference alone
     assert [*ranking.sort_rows(frame, dict.fromkeys("abc"))["trial"]] == ["c", "b", "a"]
-    assert [*ranking.rank_trials(frame.assign(measured=["", stats.TURNS, stats.ALONE]))["trial"]] == ["b", "c", "a"]
+    assert [*ranking.rank_trials(frame.assign(measured=["", stats.IN_TURNS, stats.ONE_AFTER_ANOTHER]))["trial"]] == [
+        "b",
+        "c",
+        "a",
+    ]
     assert [*ranking.rank_trials(frame.assign(reference=["a", "a", "b"]))["trial"]] == ["b", "c", "a"]
 
 
@@ -387,9 +391,9 @@ def test_failures_are_told_all_the_same(tmp_path: Path) -> None:
 
 def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None:
     read = trial_table.read_trials(run(tmp_path, BUSY, BUSY, BUSY))
-    read.frame.loc[1, ["outputs", "verdict"]] = [WRONG, f"{WRONG}: off by 1"]
+    read.frame.loc[1, ["outputs", "verdict"]] = [OUTPUTS_WRONG, f"{OUTPUTS_WRONG}: off by 1"]
     first, second, *_ = verdict.list_sentences(read)
-    assert "way1" in first and f"gave {WRONG}: off by 1" in first and second.startswith("No winner is named")
+    assert "way1" in first and f"gave {OUTPUTS_WRONG}: off by 1" in first and second.startswith("No winner is named")
 
 
 def test_the_page_leads_with_it(tmp_path: Path) -> None:

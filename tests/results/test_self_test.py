@@ -200,7 +200,7 @@ def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, pa
     found = self_test.Studies(noise, rounds, paired)
     noise = np.concatenate([noise, -noise])
     difference = math.log1p(found.smallest)
-    assert found.seen(difference) == pytest.approx(self_test.POWER, abs=0.01)
+    assert found.seen(difference) == pytest.approx(self_test.TARGET_POWER, abs=0.01)
     if paired:
         said = [stats.paired_speedup(logs - difference) for logs in rng.choice(noise, (STUDIES, rounds))]
         if tails == "normal":
@@ -211,7 +211,7 @@ def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, pa
     if tails == "bursts" and rounds > 3:
         assert difference < 0.02 * NORMAL[rounds], "with the disturbed rounds it would be tens of percent"
     share = sum(one.verdict == stats.SLOWER for one in said) / STUDIES
-    assert share == pytest.approx(self_test.POWER, abs=0.04)
+    assert share == pytest.approx(self_test.TARGET_POWER, abs=0.04)
     assert 0.01 < found.false_alarms < 0.07  # heavy tails make a t test timid
 
 

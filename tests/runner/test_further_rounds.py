@@ -21,7 +21,7 @@ from dyno.runner import execute as run_execute
 from dyno.runner.execute import execute
 from dyno.runner.run_folder import read_earlier
 from dyno.worker.record import Measurement, Record, read_json, write_json, write_record
-from dyno.worker.spec import ROUNDS, Job, Trial, UserError, from_json, to_json
+from dyno.worker.spec import DEFAULT_ROUNDS, Job, Trial, UserError, from_json, to_json
 from refusals import refuses
 
 # The reference, one clearly slower, and one so like the reference that no run of this length tells them apart.
@@ -126,7 +126,7 @@ def test_in_turns_the_reference_and_what_is_left_go_on_together(
     assert not reference.companions
     assert [len([r for r in t.rounds if r.value("throughput", "throughput")]) for t in (clear, like)] == [FIRST, FIRST]
     found = trial_table.read_trials(tmp_path).frame.set_index("trial")
-    assert found["measured"][clear.id] == stats.TURNS and found["speedup"][clear.id] > 0
+    assert found["measured"][clear.id] == stats.IN_TURNS and found["speedup"][clear.id] > 0
 
 
 def test_contenders_are_the_finalists_and_what_no_winner_leads_clearly(
@@ -243,7 +243,7 @@ def test_a_folder_of_before_goes_on(study: Any, tmp_path: Path, scripted: None) 
     assert not progress.began and 'until = "decided"' in path.read_text()
 
 
-FIRST_LOOK = tuple(f"r{number}" for number in range(ROUNDS))  # of a study that does not say how many
+FIRST_LOOK = tuple(f"r{number}" for number in range(DEFAULT_ROUNDS))  # of a study that does not say how many
 COMMAND = "run fake:net --boundaries model --seconds 0.15 --block 0.05 --warmup 0.02 --threads 1 --out run".split()
 
 
@@ -260,7 +260,7 @@ def test_a_clear_difference_ends_at_the_first_look(call: Any, tmp_path: Path) ->
     )
     assert code == 0 and "could not decide" not in err and ran(tmp_path) == {FIRST_LOOK}
     row = trial_table.read_trials(tmp_path / "run").frame.set_index("options").loc["latency_ms=100"]
-    assert (row["verdict"], row["measured"]) == (stats.SLOWER, stats.TURNS)
+    assert (row["verdict"], row["measured"]) == (stats.SLOWER, stats.IN_TURNS)
 
 
 @pytest.mark.usefixtures("unreported")

@@ -100,7 +100,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "find_rapl", lambda: constant)
     monkeypatch.setattr(telemetry, "PERIOD_S", 0.02)
     monkeypatch.setattr(peak, "IDLE_S", 1.5)
-    monkeypatch.setattr(execute_module, "SUSTAINED_S", 1.5)
+    monkeypatch.setattr(execute_module, "ENERGY_LOAD_S", 1.5)
 
 
 @pytest.mark.usefixtures("counter", "preloaded")
@@ -125,7 +125,7 @@ def test_each_planned_round_also_runs_at_full_load(fake_study: Any, tmp_path: Pa
     # Always the same power is no more than while idle; a busy machine is said first.
     assert set(trial_table.read_trials(found).frame["energy_missing"]) <= {
         energy.NO_MORE,
-        energy.OTHERS,
+        energy.OTHERS_BUSY,
         energy.NOT_IDLE,
         "",
     }

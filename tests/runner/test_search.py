@@ -12,7 +12,7 @@ from dyno import Study, UserError
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import stats, trial_result
-from dyno.results.notes import FAILED, Attempt, read_attempts
+from dyno.results.notes import ROUTE_FAILED, Attempt, read_attempts
 from dyno.runner import search
 from dyno.study.plan import expand
 from dyno.worker.spec import Dims, ModelSpec, Trial
@@ -83,7 +83,7 @@ def test_the_fewest_layers_are_found_by_doubling_and_halving(
     needed: int, layers: int, fewest: int | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, seen = steps_of(needed, layers, monkeypatch)
-    assert seen == tried[: search.MOST_TRIED]
+    assert seen == tried[: search.MAX_CANDIDATES]
     assert found == (fewest if needed < 300 else 350), "at the limit the last one that holds counts"
 
 
@@ -198,7 +198,7 @@ def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, d
 
 def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Any, tmp_path: Path) -> None:
     dyno("run", f"{nets}:wrong", "--backend", "onnxruntime", "--out", tmp_path, *ROUTES, code=0)
-    assert {route.route: route.outcome for route in tried(tmp_path).routes}["torchscript"] == FAILED
+    assert {route.route: route.outcome for route in tried(tmp_path).routes}["torchscript"] == ROUTE_FAILED
     assert not any("torchscript" in t.variant for t in trial_result.load_run(tmp_path))
 
 

@@ -22,7 +22,7 @@ import pytest
 from rich.console import Console
 
 from dyno import Study
-from dyno.formatting import WIDEST
+from dyno.formatting import MAX_INTERVAL_RATIO
 from dyno.jobs import nvml
 from dyno.jobs.launcher import read_stage
 from dyno.jobs.progress import Progress
@@ -83,7 +83,7 @@ def test_what_is_ready_is_measured_before_the_last_file_is_made(
     """The third trial's file takes long: the two others give an answer, and measure beside it later."""
     made: list[str] = []
     late = "fake@latency_ms=1"
-    monkeypatch.setattr("dyno.runner.execute.BUILDING_S", 0.0)
+    monkeypatch.setattr("dyno.runner.execute.FIRST_ANSWER_AFTER_S", 0.0)
     monkeypatch.setattr(Files, "has_file", lambda _, trial: trial.options["latency_ms"] != 1 or "1" in made)
     monkeypatch.setattr(
         Files, "make_files", lambda _, trials: made.extend(str(t.options["latency_ms"]) for t in trials)
@@ -421,7 +421,7 @@ def test_a_hang_is_one_row_and_only_its_own_time_counts(
         return time.monotonic() + 1e4 * any(tmp_path.glob("run/trials/*/r0/hangs"))
 
     monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=time.sleep, monotonic=monotonic))
-    monkeypatch.setattr(turns, "MOST_POLL_S", 1e5)
+    monkeypatch.setattr(turns, "MAX_POLL_GAP_S", 1e5)
     run(study(SLOW, FAST, f"{late}@latency_ms=2@after=3@hang=true", timeout=1200.0), tmp_path / "run")
     assert {key[0]: r["status"] for key, r in stored(tmp_path / "run").items()} == {
         "4": "ok", "2": "ok", "True": "timeout",
@@ -643,7 +643,7 @@ def test_one_undisturbed_round_of_five_gives_latencies_and_the_best_estimate(stu
     assert row["speedup"] == pytest.approx(ratio, rel=0.05) and row["measured"] == "in turns"
     assert row["speedup_low"] <= ratio <= row["speedup_high"]
     logs = log_ratios(results.trials[slow["trial"]], results.trials[fast["trial"]], "model")
-    assert np.exp(np.mean(logs)) > 4 * WIDEST
+    assert np.exp(np.mean(logs)) > 4 * MAX_INTERVAL_RATIO
 
 
 @pytest.mark.parametrize(("lost", "is_short"), [((), False), ((2,), True), ((0, 1, 2), False)])

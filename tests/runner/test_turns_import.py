@@ -150,7 +150,7 @@ def test_an_import_that_hangs_is_one_row(
     # Hours pass for the conductor once the two others have imported, however long that takes here.
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + 1e4 * (len(imported) == 2))
     monkeypatch.setattr(turns, "time", clock)
-    monkeypatch.setattr(turns, "MOST_POLL_S", math.inf)  # else it would be time for which Dyno was stopped
+    monkeypatch.setattr(turns, "MAX_POLL_GAP_S", math.inf)  # else it would be time for which Dyno was stopped
     records = run(study(SLOW, FAST, "fake@fail=hang@at=import@latency_ms=1", timeout=1200.0), tmp_path / "run")
     assert {name: (r["status"], r["stage"]) for name, r in records.items()} == {
         "4": ("ok", "done"), "2": ("ok", "done"), "hang": ("timeout", "import"),
@@ -173,7 +173,7 @@ def test_who_has_imported_needs_its_room(
 ) -> None:
     processors(3)
     # Room for two of unknown size, and for many of the size that is then measured.
-    monkeypatch.setattr(nvml, "read_available", lambda: 2 * nvml.ROOM * nvml.UNKNOWN_B + 1)
+    monkeypatch.setattr(nvml, "read_available", lambda: 2 * nvml.HEADROOM * nvml.DEFAULT_PROCESS_B + 1)
     monkeypatch.setattr(InterleavedGroup, "_shuffle_items", lambda self, what, listed: list(listed))
     together: list[tuple[int, bool]] = []
     advance = InterleavedGroup._advance_members

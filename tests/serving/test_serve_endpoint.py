@@ -135,8 +135,10 @@ def test_a_server_that_hangs_is_noticed_at_the_first_contact(
     with kserve_server.running() as (url, _):
         ENDPOINT.load(trial(url), None).close()
     first, own = limits
-    assert set(first.values()) == {inference_server.FIRST_S} and not own, "requests of the load have another limit"
-    monkeypatch.setattr(inference_server, "FIRST_S", 0.2)
+    assert set(first.values()) == {inference_server.FIRST_ANSWER_TIMEOUT_S} and not own, (
+        "requests of the load have another limit"
+    )
+    monkeypatch.setattr(inference_server, "FIRST_ANSWER_TIMEOUT_S", 0.2)
     with kserve_server.running(mute=mute) as (url, _), pytest.raises(UserError) as caught:
         ENDPOINT.load(trial(url), None)
     assert str(caught.value) == says.format(url=url)

@@ -103,7 +103,7 @@ def test_a_trtexec_that_fails_costs_only_its_comparison(run: Path, script: str, 
 
 def test_a_trtexec_that_hangs_is_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool(run, "while :; do :; done")
-    monkeypatch.setattr(cross_check, "LOAD_S", -5.5)  # 2 x (1 s of warm-up + 2 s) - 5.5 s
+    monkeypatch.setattr(cross_check, "LOAD_TIMEOUT_S", -5.5)  # 2 x (1 s of warm-up + 2 s) - 5.5 s
     assert [line for line in cross_check.cross_check(trials(run)) if "was stopped: not finished after 0 s" in line]
 
 

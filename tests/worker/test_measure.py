@@ -165,7 +165,7 @@ def test_sampling_stops_at_the_number_of_samples(clock: Clock) -> None:
 
 def test_one_run_longer_than_the_budget_still_gives_samples(clock: Clock) -> None:
     found = measure.measure_latency(lambda: clock.sleep(0.02), replace(PLAN, seconds=0.01))
-    assert (len(found.samples), found.stopped) == (measure.LEAST_SAMPLES, "seconds")
+    assert (len(found.samples), found.stopped) == (measure.MIN_SAMPLES, "seconds")
 
 
 def test_half_width_is_the_widest_side_of_the_order_statistics() -> None:

@@ -49,7 +49,7 @@ def test_physical_cores_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for cpu, text in siblings.items():
         (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
-    monkeypatch.setattr(system, "CPUS", tmp_path)
+    monkeypatch.setattr(system, "CPUS_DIR", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(siblings))
     assert system.list_cores() == [0, 1, 2, 4, 5]
 
@@ -74,8 +74,8 @@ def test_a_container_s_share_of_the_processors(
     for name, text in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name).write_text(text)
-    monkeypatch.setattr(system, "CGROUP_OF_PROCESS", tmp_path / "cgroup")
-    monkeypatch.setattr(system, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(system, "OWN_CGROUP_FILE", tmp_path / "cgroup")
+    monkeypatch.setattr(system, "CGROUPS_DIR", tmp_path / "groups")
     monkeypatch.setattr(system, "core_threads", lambda: [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7,)])
     assert system.cpu_quota() == quota
     assert system.physical_cores() == min(8, max(1, int(min(quota, 8))))
@@ -87,7 +87,7 @@ def write_processors(folder: Path, name: str, values: list[int], monkeypatch: py
         file = folder / f"cpu{cpu}" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{value}\n")
-    monkeypatch.setattr(system, "CPUS", folder)
+    monkeypatch.setattr(system, "CPUS_DIR", folder)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(len(values))))
 
 
@@ -119,7 +119,7 @@ def tenth_of_a_processor() -> Iterator[Path]:
     versions = {"cpu": {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "10000"}, "": {"cpu.max": "10000 100000"}}
     group = Path()
     for version, limits in versions.items():
-        group = system.CGROUPS / version / f"dyno-test-{os.getpid()}"
+        group = system.CGROUPS_DIR / version / f"dyno-test-{os.getpid()}"
         try:
             group.mkdir()
             for name, text in limits.items():
@@ -225,7 +225,7 @@ def test_byte_code_goes_into_the_cache_only_where_it_would_be_stored_nowhere(
 ) -> None:
     (tmp_path / "heavy.py").write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(system, "HEAVY", ("heavy", "no_such_library"))
+    monkeypatch.setattr(system, "HEAVY_LIBRARIES", ("heavy", "no_such_library"))
     monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
     for name, value in (("pycache_prefix", None), ("dont_write_bytecode", False)):
@@ -280,8 +280,8 @@ def test_work_on_processors_that_a_job_may_not_use_does_not_disturb_it(
         (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
     clock = iter((0.0, 1.0, 1.0))
-    monkeypatch.setattr(system, "CPUS", tmp_path)
-    monkeypatch.setattr(system, "STATISTICS", tmp_path / "stat")
+    monkeypatch.setattr(system, "CPUS_DIR", tmp_path)
+    monkeypatch.setattr(system, "STATISTICS_FILE", tmp_path / "stat")
     monkeypatch.setattr(system, "_own_seconds", lambda: 0.0)
     monkeypatch.setattr(system.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(system.os, "sched_getaffinity", lambda _: {0})

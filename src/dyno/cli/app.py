@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import typer
 
-ABOUT = "Find the fastest way to run your model on this machine, and prove it."
+SUMMARY = "Find the fastest way to run your model on this machine, and prove it."
 EXAMPLES = (
     "dyno run torchvision:resnet18                # every engine that is installed",
     "dyno run net.py:build --data photos --precision fp32,int8 --budget top1=1",
     "dyno report                                  # the latest run, in the browser",
     "dyno export runs/resnet18 -o best            # its winner, and a script for it",
 )
-GROUPS = {
+COMMAND_GROUPS = {
     "bench": "Measure a video, requests, an application, cold starts or stress.",
     "runs": "List runs, or remove them.",
     "data": "Train on class folders, or sort images into them.",
@@ -64,7 +64,7 @@ COMMANDS: dict[str, dict[str, str | dict[str, str]]] = {
         "selftest": "dyno.cli.commands:selftest",
     },
 }
-WIDEST = 80
+MAX_WIDTH = 80
 
 
 def write_overview() -> str:
@@ -72,11 +72,14 @@ def write_overview() -> str:
 
     Sentences are read from the modules' text, since to import the modules takes three times as long as the rest.
     """
-    width = min(shutil.get_terminal_size().columns, WIDEST) - 2
-    parts = ["Usage: dyno [OPTIONS] COMMAND [ARGS]...", f"  {ABOUT}", _write_section("Examples", EXAMPLES)]
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH) - 2
+    parts = ["Usage: dyno [OPTIONS] COMMAND [ARGS]...", f"  {SUMMARY}", _write_section("Examples", EXAMPLES)]
     for heading, commands in COMMANDS.items():
         across = max(map(len, commands)) + 2
-        texts = [(name, GROUPS[name] if isinstance(at, dict) else _read_docstring(at)) for name, at in commands.items()]
+        texts = [
+            (name, COMMAND_GROUPS[name] if isinstance(at, dict) else _read_docstring(at))
+            for name, at in commands.items()
+        ]
         lines = [
             textwrap.fill(
                 f"{name:{across}}{text.partition('. ')[0].removesuffix('.')}", width - 2,
@@ -107,13 +110,13 @@ def make_app(only: str = "") -> typer.Typer:
     from dyno.cli import application
 
     named = {heading: {only: commands[only]} for heading, commands in COMMANDS.items() if only in commands}
-    return application.make_app(named or COMMANDS, GROUPS, write_overview)
+    return application.make_app(named or COMMANDS, COMMAND_GROUPS, write_overview)
 
 
 def main() -> None:
     """Run the command line; a user's error becomes one line and exit code 2, an interrupt exit code 130."""
     if sys.argv[1:] in (["--help"], ["-h"]):
-        with suppress(OSError):  # of a stream that can't be written to; `exits` tells what is wrong
+        with suppress(OSError):  # a stream that can't be written to: `exits` reports it
             print(write_overview(), end="", flush=True)
             return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

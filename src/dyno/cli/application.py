@@ -20,10 +20,10 @@ from dyno import __version__
 from dyno.cli import exits, options
 from dyno.cli.options import ACCURACY, EFFORT, WHAT, WHERE
 from dyno.study.defaults import DEMO_MINUTES
-from dyno.worker.spec import ROUNDS, UserError
+from dyno.worker.spec import DEFAULT_ROUNDS, UserError
 
 # Help has these groups in this order, a command's other groups behind "Options"; an example where all of it is shown.
-GROUPS = ("Arguments", "Options", "", WHAT, ACCURACY, EFFORT, WHERE)
+PANEL_ORDER = ("Arguments", "Options", "", WHAT, ACCURACY, EFFORT, WHERE)
 GROUP_EXAMPLES = {
     WHAT: "--backend pytorch,onnxruntime --batch 1,8",
     ACCURACY: "--data photos --budget top1=0.5",
@@ -31,10 +31,10 @@ GROUP_EXAMPLES = {
     WHERE: "--device cuda:0 --out runs/mine",
 }
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
-ALL = "--help-all"
+HELP_ALL = "--help-all"
 # Commands that measure, which have --verbose.
-MEASURES = "run time eval compare demo video serve cold-start stress reproduce profile explain diff".split()
-WIDEST = 80  # characters of a command's summary
+MEASURING_COMMANDS = "run time eval compare demo video serve cold-start stress reproduce profile explain diff".split()
+MAX_SUMMARY_LENGTH = 80  # characters of a command's summary
 
 Functions = Mapping[str, "str | Mapping[str, str]"]
 
@@ -47,19 +47,19 @@ class LongHelp:
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """See click's; `--help-all` is one of the names of its option for help."""
-        ctx.meta[ALL] = ALL in args
+        ctx.meta[HELP_ALL] = HELP_ALL in args
         return super().parse_args(ctx, args)  # type: ignore[misc]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """See click's."""
-        rare = () if ctx.meta.get(ALL) else getattr(self.callback, "rare", ())
+        rare = () if ctx.meta.get(HELP_ALL) else getattr(self.callback, "rare", ())
         groups: dict[str, list[Any]] = {}
         parameters: list[Any] = self.get_params(ctx)
         for each in parameters:
-            if each.name not in rare and ALL not in each.opts:
+            if each.name not in rare and HELP_ALL not in each.opts:
                 heading = "Arguments" if each.param_type_name == "argument" else each.rich_help_panel or "Options"
                 groups.setdefault(heading, []).append(each)
-        order = {name: GROUPS.index(name if name in GROUPS else "") for name in groups}
+        order = {name: PANEL_ORDER.index(name if name in PANEL_ORDER else "") for name in groups}
         for heading in sorted(groups, key=order.__getitem__):
             example = GROUP_EXAMPLES.get(heading, "")
             flags = {flag for each in groups[heading] for flag in each.opts}
@@ -69,7 +69,7 @@ class LongHelp:
         count = len([each for each in parameters if each.name in rare])
         if count:
             formatter.write_paragraph()
-            formatter.write_text(f"{ALL} shows {count} more option{'s' * (count > 1)}.")
+            formatter.write_text(f"{HELP_ALL} shows {count} more option{'s' * (count > 1)}.")
 
 
 class Command(LongHelp, typer.core.TyperCommand):
@@ -110,18 +110,20 @@ class Commands(LongHelp, typer.core.TyperGroup):
             super().format_help(ctx, formatter)
             return
         formatter.write(self.write_help())
-        if ctx.meta.get(ALL):
+        if ctx.meta.get(HELP_ALL):
             super().format_options(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """See click's."""
         with formatter.section("Commands"):
             rows = self.commands.items()
-            formatter.write_dl([(name, each.get_short_help_str(WIDEST).removesuffix(".")) for name, each in rows])
-        if ctx.meta.get(ALL):
+            formatter.write_dl(
+                [(name, each.get_short_help_str(MAX_SUMMARY_LENGTH).removesuffix(".")) for name, each in rows]
+            )
+        if ctx.meta.get(HELP_ALL):
             super().format_options(ctx, formatter)
         formatter.write_paragraph()
-        formatter.write_text(f"{ctx.command_path} COMMAND --help shows its common options, {ALL} all.")
+        formatter.write_text(f"{ctx.command_path} COMMAND --help shows its common options, {HELP_ALL} all.")
 
 
 def _print_version(show: bool) -> None:
@@ -141,7 +143,8 @@ def take_version(
 def demo(
     out: Annotated[str, typer.Option("--out", "-o", help="Run folder.")] = "runs/demo",
     rounds: Annotated[
-        int | None, typer.Option(help="Exactly this many rounds.", show_default=f"{ROUNDS}, then more until decided")
+        int | None,
+        typer.Option(help="Exactly this many rounds.", show_default=f"{DEFAULT_ROUNDS}, then more until decided"),
     ] = None,
     minutes: Annotated[
         float, typer.Option(help="Minutes of measuring after which undecided speeds get no further round.")
@@ -171,7 +174,7 @@ def make_app(listed: Mapping[str, Functions], about: Mapping[str, str], write_he
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help", ALL]},
+        context_settings={"help_option_names": ["-h", "--help", HELP_ALL]},
     )
     app.callback()(take_version)
     for functions in listed.values():
@@ -212,5 +215,5 @@ def _print_schema(ctx: typer.Context, show: bool) -> None:
 def _add_command(group: typer.Typer, name: str, at: str) -> None:
     module, _, function = at.partition(":")
     found = getattr(importlib.import_module(module), function)
-    found = options.takes_verbose(found) if name in MEASURES else found
+    found = options.takes_verbose(found) if name in MEASURING_COMMANDS else found
     group.command(name, cls=Command)(_take_schema(found))

@@ -23,10 +23,10 @@ from dyno.formatting import wrap_text
 from dyno.layers import commands as layers_commands
 from dyno.store import check_own, check_writable, is_run
 from dyno.study.defaults import (
-    EVALUATION,
+    EVALUATION_SETTINGS,
     ONE_ROUND,
-    PARQUET,
-    QUICK,
+    PARQUET_FORMAT,
+    QUICK_SETTINGS,
     SELF_TEST_MINUTES,
     check_several,
     each_of,
@@ -42,21 +42,23 @@ from dyno.study.study import Study, model_name
 from dyno.worker.extras import name_lacking
 from dyno.worker.option_values import check_range, option
 from dyno.worker.record import write_text
-from dyno.worker.spec import LOOKS, Trial, UserError, clean_text
+from dyno.worker.spec import ADAPTIVE_RULES, Trial, UserError, clean_text
 
 if TYPE_CHECKING:
     from dyno.results.run_data import RunData
 
-MOST_PROBLEMS = 5  # of unreadable files that are named
+MAX_PROBLEMS = 5  # unreadable files named in a message
 UNFINISHED = 3  # exit code where some of the models could not be measured
-DRAWN = (".svg", ".png", ".html")  # endings of files with a history as a chart
-PROBE_S, BUSY = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
-PAUSE_S, WAIT_S = 10.0, 600.0  # between two looks, and until a study begins anyway
+CHART_SUFFIXES = (".svg", ".png", ".html")  # endings of files with a history as a chart
+PROBE_S, MIN_BUSY_CORES = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
+POLL_INTERVAL_S, MAX_WAIT_S = 10.0, 600.0  # seconds between polls; longest wait for a quiet machine
 # Defaults that go by the kind of file.
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
 # Options of the commands that measure each model in one configuration at a time.
-EACH = f"{options.MODEL} {options.IMAGES} {options.RUNTIME}"
-TIMED = f"{options.CONFIGURATION} {EACH} {options.EFFORTS} boundaries timeout build_timeout"
+MODEL_OPTIONS = f"{options.MODEL_FIELDS} {options.IMAGE_FIELDS} {options.RUNTIME_FIELDS}"
+TIMING_OPTIONS = (
+    f"{options.CONFIGURATION_FIELDS} {MODEL_OPTIONS} {options.EFFORT_FIELDS} boundaries timeout build_timeout"
+)
 
 
 @options.accept_options(Study, rare="retry_failed wait log format")
@@ -76,7 +78,7 @@ def run(
     ] = False,
 ) -> None:
     """Measure models in every configuration, and say which is fastest. The same command again continues."""
-    study = _build_study(Overrides({**(QUICK if quick else {}), **overrides}), models)
+    study = _build_study(Overrides({**(QUICK_SETTINGS if quick else {}), **overrides}), models)
     if dry_run:
         if log or format != "text":
             raise UserError("--dry-run lists the trials in text alone; omit --format and --log, or --dry-run")
@@ -90,7 +92,7 @@ def run(
 
 
 def look_for_others(wait: bool) -> None:
-    """Print how many processors are busy before a study measures, or wait until they are free for `WAIT_S` at most.
+    """Print how many processors are busy before a study measures, or wait until they are free for `MAX_WAIT_S` at most.
 
     Off a terminal nothing is looked at without `wait`: the records have what disturbed each job.
     """
@@ -99,16 +101,16 @@ def look_for_others(wait: bool) -> None:
     from dyno.jobs import telemetry
 
     cores, began = len(os.sched_getaffinity(0)), time_module.monotonic()
-    while (busy := telemetry.count_busy(PROBE_S)) >= BUSY:
+    while (busy := telemetry.count_busy(PROBE_S)) >= MIN_BUSY_CORES:
         line = f"dyno: {busy:.1f} of {cores} processors are busy with other programs"
-        if not wait or time_module.monotonic() - began > WAIT_S:
+        if not wait or time_module.monotonic() - began > MAX_WAIT_S:
             print(
                 f"{line}, so latencies may differ from a quiet machine's" + ("" if wait else "; --wait waits"),
                 file=sys.stderr,
             )
             return
-        print(f"{line}: waiting, for {WAIT_S / 60:g} minutes at most", file=sys.stderr)
-        time_module.sleep(PAUSE_S)
+        print(f"{line}: waiting, for {MAX_WAIT_S / 60:g} minutes at most", file=sys.stderr)
+        time_module.sleep(POLL_INTERVAL_S)
 
 
 def _build_study(overrides: Overrides, models: Sequence[str]) -> Study:
@@ -123,7 +125,7 @@ def _build_study(overrides: Overrides, models: Sequence[str]) -> Study:
 
 def _find_folder(study: Study, models: Sequence[str], out: str) -> Path:
     """Return `--out`, else runs/NAME after the study file or the models, with a suffix if that folder is taken."""
-    from dyno.runner.run_folder import RUNS, choose_folder
+    from dyno.runner.run_folder import RUNS_DIR, choose_folder
 
     if out:
         return Path(out)
@@ -132,7 +134,7 @@ def _find_folder(study: Study, models: Sequence[str], out: str) -> Path:
         path = Path(models[0])
         if path.name == "study.toml" and is_run(path.parent):
             return path.parent
-        first = RUNS / path.stem
+        first = RUNS_DIR / path.stem
     chosen, notice = choose_folder(study, first)
     if notice:
         print(f"dyno: {notice}", file=sys.stderr)
@@ -188,9 +190,9 @@ def _at_most(study: Study, trials: Sequence[Trial]) -> str:
     if study.samples:
         text = f"Each boundary takes {study.samples} samples, however long they take"
     text += "; starting, loading and evaluating come on top."
-    if study.until in LOOKS and not study.samples and seconds > 60 * study.minutes:
+    if study.until in ADAPTIVE_RULES and not study.samples and seconds > 60 * study.minutes:
         text += f" --minutes {study.minutes:g} ends it sooner: then a trial has two rounds, or three if it may win."
-    elif study.until in LOOKS:
+    elif study.until in ADAPTIVE_RULES:
         text += f" Then rounds go on for what is undecided, until {study.minutes:g} minutes were measured in all."
     return text
 
@@ -243,7 +245,7 @@ def finish(folder: Path, format: str = "text") -> int:
 
     run = _read_run(folder)
     answer = (_describe_visible(run) if format == "text" else "") + _format_answer(run, format)
-    try:  # before anything is printed: the reader of the pipe may be gone
+    try:  # first of all: the reader of the pipe may be gone
         if libraries := page.list_missing():
             page.write_tables([run], [tables.make_tables(run, "all")], folder)
             last = f"no report: {name_lacking(libraries)}"
@@ -323,12 +325,12 @@ def show(
     from dyno.report.export import export
 
     runs = runs or ([] if list_all else [run_folders.find_latest()])
-    is_drawn = len(runs) > 1 and not format and Path(out).suffix in DRAWN
+    is_drawn = len(runs) > 1 and not format and Path(out).suffix in CHART_SUFFIXES
     format = "html" if is_drawn else find_format(out, format)
     if out:
         check_writable(Path(out))
     if list_all:
-        if format == PARQUET:
+        if format == PARQUET_FORMAT:
             raise UserError("--list is for reading; omit -o, or give a file of another format")
         _put_text(export([tables.list_tables()], format), out)
         return
@@ -362,9 +364,9 @@ def _show_history(runs: Sequence[Path], out: str, format: str, by: str, columns:
         raise UserError("a chart of a history takes no --by and no --columns; omit them, or give --format html")
     if not format:
         history.write_chart(table, Path(out))
-    elif format == PARQUET:
+    elif format == PARQUET_FORMAT:
         write_parquet(Path(out), table)
-    _put_text("" if format in ("", PARQUET) else export([table], format, by, only=columns), out)
+    _put_text("" if format in ("", PARQUET_FORMAT) else export([table], format, by, only=columns), out)
     _warn_of_problems(read)
 
 
@@ -380,7 +382,7 @@ def _show_run(run: Path, out: str, format: str, by: str, table: str, columns: st
     data = _read_run(run, overrides)
     leading, sentences = tables.list_leading(data) if not (table or by) else ([], [])
     chosen, text = leading or tables.make_tables(data, table or trial_table.TRIALS.name), ""
-    if format == PARQUET:
+    if format == PARQUET_FORMAT:
         if len(chosen) != 1:
             raise UserError(f"a Parquet file has one table, not {len(chosen)}; choose it with --table NAME")
         if not chosen[0].rows:
@@ -408,8 +410,8 @@ def _put_text(text: str, out: str) -> None:
 
 def _warn_of_problems(runs: Sequence[RunData]) -> None:
     problems = [problem for run in runs for problem in run.records.problems]
-    if (more := len(problems) - MOST_PROBLEMS) > 0:
-        problems[MOST_PROBLEMS:] = [f"{more} more lines like these are in the report"]
+    if (more := len(problems) - MAX_PROBLEMS) > 0:
+        problems[MAX_PROBLEMS:] = [f"{more} more lines like these are in the report"]
     for problem in problems:
         Console(stderr=True).print(f"dyno: {escape(clean_text(problem))}", style="yellow", soft_wrap=True)
 
@@ -485,7 +487,7 @@ def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number]).replace('/', '-')}"
 
 
-@options.accept_options(TIMED, **BY_FILE)
+@options.accept_options(TIMING_OPTIONS, **BY_FILE)
 def time(
     overrides: Overrides,
     models: options.Models,
@@ -518,7 +520,7 @@ def time(
     raise typer.Exit(trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models)))
 
 
-@options.accept_options(f"backends precisions sizes {EACH}", **BY_FILE)
+@options.accept_options(f"backends precisions sizes {MODEL_OPTIONS}", **BY_FILE)
 def stress(
     overrides: Overrides,
     models: options.Models,
@@ -560,7 +562,9 @@ def stress(
 
 
 @options.accept_options(
-    f"{TIMED} budget", data=..., **{**BY_FILE, **EVALUATION, "batches": "8; of a file its own, else 1"}
+    f"{TIMING_OPTIONS} budget",
+    data=...,
+    **{**BY_FILE, **EVALUATION_SETTINGS, "batches": "8; of a file its own, else 1"},
 )
 def eval(
     overrides: Overrides,
@@ -572,12 +576,14 @@ def eval(
     """Measure accuracy on labelled images, and speed. Print intervals, classes, confusions and the pipeline's rate."""
     from dyno import evaluation
 
-    folders = _measure_models(overrides, models, out, "eval", **EVALUATION)
+    folders = _measure_models(overrides, models, out, "eval", **EVALUATION_SETTINGS)
     code = evaluation.show_evaluation(folders, format, per_class)
     raise typer.Exit(code or UNFINISHED * (len(folders) < len(models)))
 
 
-@options.accept_options(layers_commands.LayerOptions, f"{options.CONFIGURATION} {EACH} compared", **BY_FILE)
+@options.accept_options(
+    layers_commands.LayerOptions, f"{options.CONFIGURATION_FIELDS} {MODEL_OPTIONS} compared", **BY_FILE
+)
 def diff(
     overrides: Overrides,
     models: options.Models,
@@ -592,7 +598,7 @@ def diff(
     from dyno.report.tables import accuracy_tables
     from dyno.results import trial_result
     from dyno.study.model_info import model_spec
-    from dyno.study.plan import USUAL
+    from dyno.study.plan import USUAL_ROUTE
 
     for name, value, most in (("rtol", rtol, 1e9), ("atol", atol, 1e9), ("least", least, 1)):
         check_range(name, value, 0, most)
@@ -600,10 +606,10 @@ def diff(
         raise typer.Exit(layers_commands.diff_layers(overrides, models, out, rtol, atol, least, format))
     if name := next((name for name in ("top", "order") if name in overrides), ""):
         raise UserError(f"--{name} is for --layers; add that, or omit it")
-    untimed: dict[str, Any] = {"boundaries": (), "routes": (USUAL,)}
+    untimed: dict[str, Any] = {"boundaries": (), "routes": (USUAL_ROUTE,)}
     studies = [study_of(source, untimed, settings) for source, settings in each_with(models, overrides)]
     check_several(studies)
-    for study in studies:  # before the first is measured
+    for study in studies:  # check every study before the first is measured
         model_spec(study, study.models[0])
     folders = _measure_models(overrides, models, out, "diff", **untimed)
     values, ranks, failed = accuracy_tables.compare_with_first(
@@ -627,7 +633,7 @@ class SelfTestOptions:
     rebuild: bool = option(False, "Build the engine anew in each round, as part of the noise.", common=True)
 
 
-@options.accept_options(SelfTestOptions, f"precisions batches sizes {options.MODEL} {options.RUNTIME}")
+@options.accept_options(SelfTestOptions, f"precisions batches sizes {options.MODEL_FIELDS} {options.RUNTIME_FIELDS}")
 def selftest(
     overrides: Overrides,
     model: Annotated[

@@ -10,9 +10,9 @@ from typing import Any
 from dyno import data
 from dyno.cli import commands
 from dyno.jobs.progress import stderr_console
-from dyno.runner.run_folder import RUNS, choose_folder
+from dyno.runner.run_folder import RUNS_DIR, choose_folder
 from dyno.store import cache_dir, check_own, find_versions
-from dyno.study.defaults import QUICK
+from dyno.study.defaults import QUICK_SETTINGS
 from dyno.study.model_info import model_spec
 from dyno.study.study import Study
 from dyno.training.session import TrainingResult, train
@@ -22,12 +22,12 @@ from dyno.worker.record import lock
 from dyno.worker.spec import Runtime, UserError, digest
 from dyno.worker.training.options import TrainOptions
 
-PLACE = RUNS / "demo"
-MODEL = "dyno.worker.nets.digits:resnet18"
-SIZE = 64
-TRAINING: dict[str, Any] = {"epochs": 8, "lr": 0.005, "augment": "shift"}
-NEEDS = ("torch", "torchvision", "scikit-learn")
-SHOWS = ("onnxruntime", "openvino", "matplotlib")  # without these there is little to compare, and no report
+DEMO_DIR = RUNS_DIR / "demo"
+DEMO_MODEL = "dyno.worker.nets.digits:resnet18"
+IMAGE_SIZE = 64
+TRAINING_SETTINGS: dict[str, Any] = {"epochs": 8, "lr": 0.005, "augment": "shift"}
+REQUIRED_MODULES = ("torch", "torchvision", "scikit-learn")
+RECOMMENDED_MODULES = ("onnxruntime", "openvino", "matplotlib")  # otherwise there is little to compare, and no report
 BACKENDS = (
     "pytorch@precision=fp32",
     "onnxruntime@precision=fp32+int8",
@@ -37,20 +37,22 @@ BACKENDS = (
 # The boundaries that the tables show: a third, "all", would take a third of the measuring. Three confirmations would
 # take another sixth; intervals allow for the selection without them. Processes differ more than their blocks, so that
 # short ones are enough (the table `variance` advises 0.3 s).
-EFFORT: dict[str, Any] = {"seconds": 0.5, "warmup": 0.2, "boundaries": ("model", "throughput"), "confirm": 0}
+EFFORT_SETTINGS: dict[str, Any] = {"seconds": 0.5, "warmup": 0.2, "boundaries": ("model", "throughput"), "confirm": 0}
 
 
 def train_once() -> TrainingResult:
     """Return the digits network, trained once and then taken from the cache; wait for another demo that trains it."""
     shaped_by = [
-        model_spec(Study(models=(MODEL,), channels=1), MODEL),
-        data.prepare_digits(cache_dir() / "datasets", SIZE).sha256,
-        dataclasses.asdict(TrainOptions()) | TRAINING,
+        model_spec(Study(models=(DEMO_MODEL,), channels=1), DEMO_MODEL),
+        data.prepare_digits(cache_dir() / "datasets", IMAGE_SIZE).sha256,
+        dataclasses.asdict(TrainOptions()) | TRAINING_SETTINGS,
         find_versions(Runtime(), ("torch", "torchvision")),
     ]
     folder = cache_dir() / "trained" / digest(shaped_by)[:24]
     with lock(folder.with_suffix(".lock"), _say_waiting):
-        return train("digits", model=MODEL, size=SIZE, channels=1, out=folder, advise=False, **TRAINING)
+        return train(
+            "digits", model=DEMO_MODEL, size=IMAGE_SIZE, channels=1, out=folder, advise=False, **TRAINING_SETTINGS
+        )
 
 
 def _say_waiting(owner: str) -> None:
@@ -64,28 +66,28 @@ def _list_backends() -> tuple[str, ...]:
 
 def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
     """Train, then compare PyTorch, ONNX Runtime and OpenVINO at batches 1 and 8; returns the exit code."""
-    if rounds is not None and rounds < 1:  # before the training, after which the study would say so
+    if rounds is not None and rounds < 1:  # checked before the training, not after it
         raise UserError(f"rounds is {rounds}; it must be at least 1")
     if not minutes > 0:
         raise UserError(f"minutes is {minutes}; it must be more than 0")
-    if out != PLACE:  # which is left for another name where it is in use
+    if out != DEMO_DIR:  # used as given; the default gets another name if it is in use
         check_own(out)
-    if missing := [name for name in NEEDS if name not in find_versions(Runtime(), NEEDS)]:
-        raise UserError(name_lacking(missing, SHOWS))
+    if missing := [name for name in REQUIRED_MODULES if name not in find_versions(Runtime(), REQUIRED_MODULES)]:
+        raise UserError(name_lacking(missing, RECOMMENDED_MODULES))
     console = stderr_console()
     result = train_once()
     study = Study(
-        models=(MODEL,),
+        models=(DEMO_MODEL,),
         backends=_list_backends(),
         batches=(1, 8),
-        sizes=(str(SIZE),),
+        sizes=(str(IMAGE_SIZE),),
         channels=1,
         weights=str(result.weights),
         data="digits",
         budget={"top1": 1.0},
-        **(QUICK if quick else {"rounds": rounds, "minutes": minutes, **EFFORT}),
+        **(QUICK_SETTINGS if quick else {"rounds": rounds, "minutes": minutes, **EFFORT_SETTINGS}),
     )
-    if out == PLACE:
+    if out == DEMO_DIR:
         out, notice = choose_folder(study, out)
         console.print(notice, soft_wrap=True, end="\n" if notice else "")
     return commands.run_study(study, out)

@@ -33,13 +33,14 @@ from dyno.worker.spec import Job, Runtime
 from dyno.worker.tasks import Task
 
 TIMEOUT_S = 120.0
-LISTED = ("torch", "onnx", "openvino")  # extras whose libraries decide what is measured
-USUAL = (*LISTED, "report", "data", "video")  # the extras that `all` has
-LOOK_S = 0.25  # between two updates of the line on a terminal
+ENGINE_EXTRAS = ("torch", "onnx", "openvino")  # extras whose libraries decide the available engines
+ALL_EXTRAS = (*ENGINE_EXTRAS, "report", "data", "video")  # the extras that `all` has
+REFRESH_INTERVAL_S = 0.25  # updates of the line on a terminal
 # What plug-ins may bring, by the group of entry points.
 KINDS: dict[str, type] = {
-    **registry.GROUPS, tasks.GROUP: Task, metrics.GROUP: Metric, snippets.GROUP: Script, tables.GROUP: TableKind,
-    charts.GROUP: Chart, data_format.GROUP: DataFormat,
+    **registry.ENTRY_POINT_GROUPS, tasks.ENTRY_POINT_GROUP: Task, metrics.ENTRY_POINT_GROUP: Metric,
+    snippets.ENTRY_POINT_GROUP: Script, tables.ENTRY_POINT_GROUP: TableKind, charts.ENTRY_POINT_GROUP: Chart,
+    data_format.ENTRY_POINT_GROUP: DataFormat,
 }  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def _show_progress(probes: Mapping[Future[dict[str, Any]], str]) -> None:
     waiting = set(probes)
     with console.status("") as status:
         while waiting:
-            done, waiting = wait(waiting, LOOK_S, FIRST_COMPLETED)
+            done, waiting = wait(waiting, REFRESH_INTERVAL_S, FIRST_COMPLETED)
             count, seconds = len(probes) - len(waiting), time.monotonic() - began
             for number, probe in enumerate(done, count - len(done) + 1):
                 if not console.is_terminal:
@@ -141,10 +142,12 @@ def _iter_broken() -> Iterator[dict[str, Any]]:
 
 def _describe_libraries() -> Iterator[str]:
     """Yield the installed libraries of engines and files, and which usual ones to install, with one command for all."""
-    wanted = {name: extra for name, extra in extras.EXTRAS.items() if extra in USUAL}
+    wanted = {name: extra for name, extra in extras.EXTRAS.items() if extra in ALL_EXTRAS}
     groups = {"onnxruntime": extras.ONNX_RUNTIME_BUILDS, "opencv-python": "opencv-python|opencv-python-headless"}
     found = {name: system.find_versions((groups.get(name, name),)) for name in wanted}
-    shown = (f"{each} {version}" for name in wanted if wanted[name] in LISTED for each, version in found[name].items())
+    shown = (
+        f"{each} {version}" for name in wanted if wanted[name] in ENGINE_EXTRAS for each, version in found[name].items()
+    )
     yield f"libraries here: {', '.join(shown) or 'none'}"
     if lacking := [name for name in wanted if not found[name]]:
         yield f"not installed: {', '.join(lacking)}; {extras.install(*lacking)}"

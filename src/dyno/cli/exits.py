@@ -35,7 +35,7 @@ RENAMED_OPTIONS = {
     "--again": "--remeasure", "--against": "--baseline-python", "--on": "--cluster",
     "--inputs": "--compared N (how many), or --input NAME=VALUE",
 }  # fmt: skip
-KINDS = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}
+TYPE_NAMES = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}
 
 
 def replace_renamed(words: Sequence[str]) -> list[str]:
@@ -55,7 +55,7 @@ def expand_home(words: Sequence[str]) -> list[str]:
 
 def no_command(name: str, commands: Iterable[str], group: str) -> str:
     """Return the error message for an unknown command of a group, with a suggestion."""
-    from dyno.worker import registry  # with NumPy, which `dyno --help` has no use for
+    from dyno.worker import registry  # imports NumPy, which `dyno --help` doesn't need
 
     if name in ("help", "version"):
         return f"there is no command {name!r}; write dyno --{name}"
@@ -76,50 +76,50 @@ def hint_usage(error: Any, command: str) -> str:
         return f"{option} is now {RENAMED_OPTIONS[option]}; see {command} --help-all"
     if option in ("--model", "--models"):
         return f"no such option: {option}; give the model alone: {command} torchvision:resnet18; see {command} --help"
-    for reason in getattr(error.__cause__, "errors", list)():  # of pydantic, which checks what typer is given
-        if kind := KINDS.get(reason["type"]):
+    for reason in getattr(error.__cause__, "errors", list)():  # errors of pydantic, which validates typer's arguments
+        if kind := TYPE_NAMES.get(reason["type"]):
             error.message = f"{reason['input']!r} is not {kind}"
     nearby = getattr(error, "possibilities", None)
-    similar = difflib.get_close_matches(option, nearby or (), 1, LEAST_SIMILAR)
+    similar = difflib.get_close_matches(option, nearby or (), 1, MIN_OPTION_SIMILARITY)
     line = " ".join((error.message if nearby else error.format_message()).split()).removesuffix(".")
     hint = f"did you mean {similar[0]}? See" if similar else "see"
     return f"{line[:1].lower()}{line[1:]}; {hint} {command} --help"
 
 
 INTERRUPTED = 130
-LEAST_SIMILAR = 0.7  # of an option to a misspelt one: --engines is not --minutes
-CONTINUES = (["run"], ["demo"], ["data", "train"])  # commands that go on in the folder of the time before
+MIN_OPTION_SIMILARITY = 0.7  # similarity to suggest an option: --engines must not suggest --minutes
+RESUMABLE_COMMANDS = (["run"], ["demo"], ["data", "train"])  # commands that resume in their earlier folder
 READ_ONLY = ("show", "report", "runs", "doctor", "verify", "site")  # commands that measure nothing
 BAD_INPUT, UNFINISHED = 2, 3
-LEAST_MEMORY_B = 1 << 29
-TRACEBACK = "DYNO_TRACEBACK"  # the variable with which an error that isn't the user's is printed in full, too
-INTERNAL = "internal error"
-ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache, TMPDIR for temporary files)"
-STORED = "what was measured is stored"
-AGAIN = "run again"  # ends advice, to which is added what is stored
-NO_MEMORY = f"memory ran out; free some, or allow more (ulimit -v), and {AGAIN}"
-NO_FILE = f"too many files are open; allow more (ulimit -n) and {AGAIN}"
-NO_PROCESS = f"no further process or thread may be started here (ulimit -u); allow more and {AGAIN}"
+MIN_MEMORY_B = 1 << 29
+TRACEBACK_VARIABLE = "DYNO_TRACEBACK"  # environment variable: print tracebacks of internal errors
+INTERNAL_ERROR = "internal error"
+OTHER_PATH_ADVICE = "give another path (--out; DYNO_CACHE for the cache, TMPDIR for temporary files)"
+RESULTS_STORED = "what was measured is stored"
+RUN_AGAIN = "run again"  # start of an advice that ends with RESULTS_STORED
+NO_MEMORY = f"memory ran out; free some, or allow more (ulimit -v), and {RUN_AGAIN}"
+NO_FILE = f"too many files are open; allow more (ulimit -n) and {RUN_AGAIN}"
+NO_PROCESS = f"no further process or thread may be started here (ulimit -u); allow more and {RUN_AGAIN}"
 OS_ERRORS = {
-    errno.ENOSPC: f"the disk is full; free some space and {AGAIN}",
-    errno.EDQUOT: f"the disk quota is used up; free some space and {AGAIN}",
-    errno.EFBIG: f"no file may grow that large here (ulimit -f); allow more and {AGAIN}",
-    errno.EROFS: f"the file system is read-only; {ELSEWHERE}",
-    errno.EACCES: f"permission denied; allow this user to read and write there, or {ELSEWHERE}",
-    errno.EPERM: f"writing is not permitted; {ELSEWHERE}",
+    errno.ENOSPC: f"the disk is full; free some space and {RUN_AGAIN}",
+    errno.EDQUOT: f"the disk quota is used up; free some space and {RUN_AGAIN}",
+    errno.EFBIG: f"no file may grow that large here (ulimit -f); allow more and {RUN_AGAIN}",
+    errno.EROFS: f"the file system is read-only; {OTHER_PATH_ADVICE}",
+    errno.EACCES: f"permission denied; allow this user to read and write there, or {OTHER_PATH_ADVICE}",
+    errno.EPERM: f"writing is not permitted; {OTHER_PATH_ADVICE}",
     errno.ELOOP: "is a symbolic link that nothing is read or written through; remove it",
-    errno.ENOENT: f"there is no such file or folder; {ELSEWHERE}",
+    errno.ENOENT: f"there is no such file or folder; {OTHER_PATH_ADVICE}",
     errno.EEXIST: "is a file, or a link to nothing, where a folder is needed; give another path",
     errno.EISDIR: "is a folder where a file is needed; give another path",
     errno.ENOTDIR: "is a file where a folder is needed; give another path",
     errno.ENAMETOOLONG: "the name is too long; give a shorter one",
-    errno.EBADF: f"it is not open for writing; redirect it elsewhere and {AGAIN}",
+    errno.EBADF: f"it is not open for writing; redirect it elsewhere and {RUN_AGAIN}",
     errno.ENOMEM: NO_MEMORY,
     errno.EAGAIN: NO_PROCESS,
     errno.EMFILE: NO_FILE,
 }
 # How libraries word what a limit of this process makes of them.
-LIMITS = {
+LIMIT_ADVICE = {
     "can't start new thread": NO_PROCESS,
     "failed to map segment": NO_MEMORY,
     "cannot allocate memory": NO_MEMORY,
@@ -177,7 +177,7 @@ def end(app: typer.Typer) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # this process needs no more; without one it is interrupted
     os.environ["MPLBACKEND"] = "agg"  # charts are files; a user's own setting may be of a screen that isn't here
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a HOME that can't be written to
-    for each in (signal.SIGINT, signal.SIGTERM):  # from `timeout` or a scheduler: it ends as after Ctrl-C
+    for each in (signal.SIGINT, signal.SIGTERM):  # `timeout` and schedulers: end as after Ctrl-C
         if signal.getsignal(each) == signal.SIG_DFL:
             signal.signal(each, signal.default_int_handler)
     try:
@@ -185,7 +185,7 @@ def end(app: typer.Typer) -> None:
         _check_memory()
         _check_folder()
         code = app(prog_name="dyno", standalone_mode=False)
-        if code == INTERRUPTED:  # what typer makes of an interrupt
+        if code == INTERRUPTED:  # typer's exit code after an interrupt
             raise KeyboardInterrupt
         sys.stdout.flush()
         sys.exit(code or 0)
@@ -203,13 +203,13 @@ def end(app: typer.Typer) -> None:
         print("dyno: stopped" + _describe_leftovers(sys.argv[1:]), file=sys.stderr)
         sys.exit(INTERRUPTED)
     except Exception as e:  # the border: an exit code of 1 would be read as a regression
-        if os.environ.get(TRACEBACK):
+        if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
         line = _describe_error(e)
-        if line.endswith(AGAIN) and _continues(sys.argv[1:]):
-            line += f": {STORED}"
+        if line.endswith(RUN_AGAIN) and _continues(sys.argv[1:]):
+            line += f": {RESULTS_STORED}"
         elif getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            line += f", or {ELSEWHERE}"
+            line += f", or {OTHER_PATH_ADVICE}"
         _fail_command(line)
 
 
@@ -219,15 +219,15 @@ def _describe_error(e: Exception) -> str:
         return name_lacking([str(e.name)])
     if isinstance(e, MemoryError):
         return NO_MEMORY
-    for words, advice in LIMITS.items():
+    for words, advice in LIMIT_ADVICE.items():
         if words in str(e).lower():
             return advice
     if isinstance(e, OSError) and e.errno is not None:
-        advice = OS_ERRORS.get(e.errno, f"{e.strerror or os.strerror(e.errno)}; {ELSEWHERE}")
+        advice = OS_ERRORS.get(e.errno, f"{e.strerror or os.strerror(e.errno)}; {OTHER_PATH_ADVICE}")
         return advice if advice in (NO_MEMORY, NO_FILE, NO_PROCESS) else f"{e.filename or 'output'}: {advice}"
-    line = f"{INTERNAL}, {type(e).__name__}: {one_line(e)}"
+    line = f"{INTERNAL_ERROR}, {type(e).__name__}: {one_line(e)}"
     if _continues(sys.argv[1:]):
-        line += f"; {STORED}"
+        line += f"; {RESULTS_STORED}"
     return f"{line}; please report it with {_keep_details(e)}"
 
 
@@ -238,17 +238,17 @@ def _keep_details(e: Exception) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, "".join(traceback.format_exception(e)))
     except (OSError, RuntimeError):
-        return f"what {TRACEBACK}=1 prints"
+        return f"what {TRACEBACK_VARIABLE}=1 prints"
     return f"its details in {path}"
 
 
 def _check_memory() -> None:
     """Refuse a limit on memory with which libraries hang or end the process while they are imported."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if allowed != resource.RLIM_INFINITY and allowed < LEAST_MEMORY_B:
+    if allowed != resource.RLIM_INFINITY and allowed < MIN_MEMORY_B:
         raise UserError(
             f"memory is limited to {allowed >> 20:,} MiB (ulimit -v), which is too little; "
-            f"allow {LEAST_MEMORY_B >> 20:,} MiB or more"
+            f"allow {MIN_MEMORY_B >> 20:,} MiB or more"
         )
 
 
@@ -276,14 +276,14 @@ def _check_words(words: Sequence[str]) -> None:
 def _describe_leftovers(words: Sequence[str]) -> str:
     """Return what an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
     if _continues(words):
-        return f"; {STORED}, the same command continues from there"
+        return f"; {RESULTS_STORED}, the same command continues from there"
     if "".join(words[:1]) in READ_ONLY:
         return ""
     return "; files and rounds that were finished are kept, in the cache and in the run folder"
 
 
 def _continues(words: Sequence[str]) -> bool:
-    return any(list(words[: len(command)]) == command for command in CONTINUES)
+    return any(list(words[: len(command)]) == command for command in RESUMABLE_COMMANDS)
 
 
 def left_out(lines: Iterable[str]) -> int:

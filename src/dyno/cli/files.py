@@ -29,7 +29,7 @@ from dyno.worker.option_values import option
 from dyno.worker.record import Record
 from dyno.worker.registry import find
 from dyno.worker.spec import (
-    BUILD,
+    BUILD_OPTIONS,
     FIXED,
     TIMING_CACHE,
     Artifact,
@@ -45,7 +45,7 @@ from dyno.worker.spec import (
     usual_name,
 )
 
-TARGETS = ("onnxruntime", "openvino", "tensorrt")
+LAYER_TARGETS = ("onnxruntime", "openvino", "tensorrt")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ExportOptions:
         "an engine NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,16x3x224x224.",
         flags="--shapes --shape",
     )
-    target: str = option("onnxruntime", f"Engine that an ONNX file is for: {', '.join(TARGETS)}.")
+    target: str = option("onnxruntime", f"Engine that an ONNX file is for: {', '.join(LAYER_TARGETS)}.")
     opset: int = option(0, "Opset of an ONNX file.", "18, or 17 for tensorrt")
     backend: str = option("", "Backend to build an engine for, e.g. tensorrt_rtx.", "by the suffix")
     repeat: int = option(1, "Number of builds of an engine; they are compared.")
@@ -188,13 +188,13 @@ def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, 
     return ExportedFile(str(taken.file), taken.bytes, text, notes, str(taken.script))
 
 
-Exported = tuple[ExportedFile, Table | None]  # with a table of the builds, if there are several
+Exported = tuple[ExportedFile, Table | None]  # a table of builds if there are several
 
 
 def _export_onnx(
     model: str, out: Path, file_format: FileFormat, asked: ExportOptions, overrides: Overrides
 ) -> Exported:
-    check_known("target", asked.target, TARGETS)
+    check_known("target", asked.target, LAYER_TARGETS)
     if asked.opset and (allowed := find("onnxruntime").values["opset"](asked.opset)):
         raise UserError(f"--opset {asked.opset} can't be written; an export's opset must be {allowed}")
     batch, whole = asked.batch or "dynamic", [text for text in asked.shapes if ":" not in text]
@@ -342,7 +342,7 @@ def _format_summary(artifact: Artifact, built: int) -> str:
 
 # `dyno export --repeat`: the same engine built several times, to show how much builds differ.
 
-ROUNDS = 3
+EXPORT_ROUNDS = 3
 
 
 def _compare_builds(
@@ -356,14 +356,14 @@ def _compare_builds(
     from dyno.api import run
     from dyno.report.tables import variance_tables
 
-    if BUILD not in engine.options:
+    if BUILD_OPTIONS not in engine.options:
         raise UserError(
             f"{engine.name} makes the same file every time; --repeat is for engines that are tuned by timing"
         )
     fresh = {**options, TIMING_CACHE: False}
     suffix = "".join(f"@{key}={value}" for key, value in fresh.items())
-    builds = tuple(f"{engine.name}{suffix}@{BUILD}={k}" for k in range(1, repeat + 1))
-    rounds = max(ROUNDS, study.rounds)
+    builds = tuple(f"{engine.name}{suffix}@{BUILD_OPTIONS}={k}" for k in range(1, repeat + 1))
+    rounds = max(EXPORT_ROUNDS, study.rounds)
     repeated = replace(
         study, backends=builds, batches=(batch,), rounds=rounds, until=FIXED, turns=False, boundaries=("model",)
     )
@@ -378,7 +378,7 @@ def _compare_builds(
     return ExportedFile(str(out), best.artifact.bytes, text), variance_tables.BUILDS.table(data)
 
 
-SHOWN = 3
+MAX_LISTED = 3
 
 
 def imagenet_val(
@@ -406,7 +406,7 @@ def imagenet_val(
     earlier = f", {result.there:,} of them before" if result.there else ""
     print(f"{result.images:,} images of {result.classes:,} classes are in {out / 'val'}{earlier}")
     if result.unlabelled:
-        names = ", ".join(result.unlabelled[:SHOWN]) + (", …" if len(result.unlabelled) > SHOWN else "")
+        names = ", ".join(result.unlabelled[:MAX_LISTED]) + (", …" if len(result.unlabelled) > MAX_LISTED else "")
         print(
             f"dyno: left {format_count(len(result.unlabelled), 'image')} without a label in {flat}: {names}",
             file=sys.stderr,
@@ -491,5 +491,5 @@ def site(
     from dyno.packs import static_site as module
 
     table = module.write_site(packs, out)
-    print(clean_text(out / module.INDEX))
+    print(clean_text(out / module.INDEX_PAGE))
     raise typer.Exit(left_out(f"{row['pack']}: {row['problem']}" for row in table.rows if row.get("problem")))

@@ -15,7 +15,7 @@ import typer
 import typer.core
 
 from dyno.study import options as study_options
-from dyno.study.defaults import FORMATS, parse_trackers
+from dyno.study.defaults import TEXT_FORMATS, parse_trackers
 from dyno.study.options import MODEL_HELP
 from dyno.study.study import Study, parse_budget, parse_limits
 from dyno.worker.serving.options import ServeOptions
@@ -34,14 +34,15 @@ PANELS: dict[type, str] = {
     study_options.ClusterOptions: WHERE,
 }
 # Options of a study that several commands have, by the names of their fields.
-CONFIGURATION = "backends precisions batches sizes"
-MODEL = "shapes inputs weights pretrained classes channels mean std task seed"
-IMAGES = "data calibration unreadable"
-EFFORTS = "rounds builds seconds warmup samples interval"
-RUNTIME = "device threads runtime"
-FORMS = f"sizes {MODEL} {IMAGES} builds build_timeout {RUNTIME}"  # of a command on several forms of a model
+CONFIGURATION_FIELDS = "backends precisions batches sizes"
+MODEL_FIELDS = "shapes inputs weights pretrained classes channels mean std task seed"
+IMAGE_FIELDS = "data calibration unreadable"
+EFFORT_FIELDS = "rounds builds seconds warmup samples interval"
+RUNTIME_FIELDS = "device threads runtime"
+# commands on several forms of a model
+FORM_FIELDS = f"sizes {MODEL_FIELDS} {IMAGE_FIELDS} builds build_timeout {RUNTIME_FIELDS}"
 # Fields with a value for each time that the option is written.
-REPEATED = ("shapes", "inputs", "budget", "limit", "runtime", "settings", "add", "sheet", "baseline_python")
+REPEATABLE = ("shapes", "inputs", "budget", "limit", "runtime", "settings", "add", "sheet", "baseline_python")
 
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL|STUDY.toml")]
 Models = Annotated[list[str], typer.Argument(help=MODEL_HELP, metavar="MODEL")]
@@ -52,15 +53,17 @@ SomeRuns = Annotated[
 ]
 SomeRun = Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN", show_default="the latest run")]
 Out = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default="runs/NAME")]
-NEW = "a new one below runs/COMMAND"
-NewOut = Annotated[str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default=NEW)]
+NEW_RUN_FOLDER = "a new one below runs/COMMAND"
+NewOut = Annotated[
+    str, typer.Option("--out", "-o", help="Run folder.", rich_help_panel=WHERE, show_default=NEW_RUN_FOLDER)
+]
 
 
 def _parse_format(format: str) -> str:
     """Raise `UserError` for an unknown format, before anything is measured."""
-    check_known("format", format, FORMATS)
+    check_known("format", format, TEXT_FORMATS)
     if format == "html":
-        import_module("jinja2")  # before anything is measured
+        import_module("jinja2")  # fail before anything is measured
     return format
 
 
@@ -198,7 +201,7 @@ class _Option:
         described = default if isinstance(default, str) else self.about.get("usual", "") if default is None else ""
         value = self.default if default is None else default
         kind, help, metavar = _strip_none(self.hint), self.about["help"], None
-        if self.name in REPEATED:
+        if self.name in REPEATABLE:
             kind, value, help, metavar = list[str], [], f"{help} May be repeated.", "TEXT"
         elif typing.get_origin(self.hint) is tuple:
             kind, metavar = list[str], "A,B,…"
@@ -215,9 +218,9 @@ class _Option:
 
     def read(self, value: Any) -> Any:
         """Parse the field's value from the command line."""
-        if self.name in READERS:
-            return READERS[self.name](value)
-        if typing.get_origin(self.hint) is not tuple or self.name in REPEATED:
+        if self.name in VALUE_READERS:
+            return VALUE_READERS[self.name](value)
+        if typing.get_origin(self.hint) is not tuple or self.name in REPEATABLE:
             return value
         item = typing.get_args(self.hint)[0]
         parts = (part.strip() for text in value for part in text.split(","))  # A,B and written twice are alike
@@ -228,7 +231,7 @@ class _Option:
             return kind(text)
         except ValueError:
             what = "a whole number" if kind is int else "a number"
-            example = EXAMPLES.get(self.flag) or EXAMPLES[kind]
+            example = VALUE_EXAMPLES.get(self.flag) or VALUE_EXAMPLES[kind]
             raise UserError(f"{self.flag} {text!r} is not {what}; write e.g. {self.flag} {example}") from None
 
 
@@ -254,10 +257,10 @@ def parse_interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
     return name, str(Path(path).absolute())
 
 
-READERS: dict[str, Callable[[Any], Any]] = {
+VALUE_READERS: dict[str, Callable[[Any], Any]] = {
     "budget": parse_budget,
     "limit": parse_limits,
     "runtime": parse_pythons,
     "baseline_python": lambda texts: parse_pythons(texts, "--baseline-python"),
 }
-EXAMPLES: dict[Any, str] = {int: "1,8,32", float: "0.485,0.456,0.406", "--rate": "20,40,80"}
+VALUE_EXAMPLES: dict[Any, str] = {int: "1,8,32", float: "0.485,0.456,0.406", "--rate": "20,40,80"}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Trials = Annotated[
     list[str], typer.Argument(help="Only these trials: ids or their beginnings, or BACKEND/PRECISION.", metavar="TRIAL")
 ]
-STATUSES = ("ok", "failed", "skipped", "unfinished")  # any other is a failure
+LISTED_STATUSES = ("ok", "failed", "skipped", "unfinished")  # any other is a failure
 
 
 def list_runs(
@@ -47,11 +47,11 @@ def list_runs(
 
 def runs_below(folder: Path) -> Iterator[Path]:
     """Yield every run folder below `folder`, in alphabetical order; symbolic links are not followed."""
-    from dyno.store import FOLDERS
+    from dyno.store import RUN_FOLDERS
 
     for path, subfolders, _ in os.walk(folder):
         is_run = why_no_run(Path(path)) == ""
-        subfolders[:] = [name for name in sorted(subfolders) if not (is_run and name in FOLDERS)]
+        subfolders[:] = [name for name in sorted(subfolders) if not (is_run and name in RUN_FOLDERS)]
         if is_run:
             yield Path(path)
 
@@ -71,9 +71,9 @@ def why_no_run(folder: Path) -> str:
 
 def find_latest() -> Path:
     """Return the run below runs/ that measured last, and print its name on standard error."""
-    from dyno.runner.run_folder import RUNS
+    from dyno.runner.run_folder import RUNS_DIR
 
-    folders = list(runs_below(RUNS))
+    folders = list(runs_below(RUNS_DIR))
     if not folders:
         raise UserError("there is no run below runs/; give a run folder, or measure one: dyno run MODEL")
     latest = max(
@@ -97,8 +97,8 @@ def _make_row(run: Path) -> tuple[str, str, str, str]:
         return "", "unreadable", "", f"{type(e).__name__}: {one_line(e)}"
     records = data.records
     models = dict.fromkeys(t.model for t in records)
-    counts = Counter(t.status if t.status in STATUSES else "failed" for t in records)
-    trials = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
+    counts = Counter(t.status if t.status in LISTED_STATUSES else "failed" for t in records)
+    trials = ", ".join(f"{counts[status]} {status}" for status in LISTED_STATUSES if counts[status])
     return ", ".join(models), trials, format_moment(read_start(records)), _find_fastest(data)
 
 
@@ -173,13 +173,13 @@ def _of_form(run: Path, places: list[Path], text: str) -> list[Path]:
 
 
 def _remove_run(run: Path) -> None:
-    from dyno.store import FILES, FOLDERS
+    from dyno.store import RUN_FILES, RUN_FOLDERS
 
-    for name in FOLDERS:
+    for name in RUN_FOLDERS:
         path = run / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-    for name in FILES:
+    for name in RUN_FILES:
         path = run / name
         if path.is_file() or path.is_symlink():
             path.unlink()

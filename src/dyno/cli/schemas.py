@@ -15,16 +15,17 @@ Schema = dict[str, Any]
 Tables = Mapping[str, Sequence[Column]]  # columns by the table's name; without any, they depend on what is measured
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-TYPES: dict[Any, str | list[str]] = {
+JSON_TYPES: dict[Any, str | list[str]] = {
     str: "string", bool: "boolean", int: "integer", float: ["number", "null"], types.NoneType: "null",
 }  # fmt: skip
-WORD, FIGURE = ["string", "boolean", "null"], ["number", "boolean", "null"]  # cells; JSON has no NaN and no infinity
-CELL: Schema = {"type": ["string", "number", "boolean", "null"]}
-COLUMN = {name: {"type": "string"} for name in ("name", "unit", "kind", "meaning")}
+# cells; JSON has no NaN and no infinity
+WORD_TYPES, FIGURE_TYPES = ["string", "boolean", "null"], ["number", "boolean", "null"]
+CELL_SCHEMA: Schema = {"type": ["string", "number", "boolean", "null"]}
+COLUMN_PROPERTIES = {name: {"type": "string"} for name in ("name", "unit", "kind", "meaning")}
 
 
 # Tables whose columns depend on what is inspected.
-DYNAMIC: dict[str, tuple[str, ...]] = {
+DYNAMIC_FIELDS: dict[str, tuple[str, ...]] = {
     "inspect": ("layers", "aligned", "conversions"),
     "profile": ("profile", "reconciliation", "critical-path", "ceilings", "counters"),
     "diff": ("agreement", "ranks", "layer-errors", "layer-findings"),
@@ -54,14 +55,14 @@ def _describe_commands() -> dict[str, Schema]:
     from dyno.training import commands as training
     from dyno.video import tables as videos
 
-    trials: Tables = {"trials": (*trial_table.COLUMNS, trial_table.LIMIT)}
+    trials: Tables = {"trials": (*trial_table.COLUMNS, trial_table.LIMIT_COLUMN)}
     of_serving: Tables = {"serve": serving.SERVE_COLUMNS, "serve-rates": serving.RATE_COLUMNS}
     of_video: Tables = {"video": videos.VIDEO_COLUMNS, "video-stages": videos.STAGE_COLUMNS,
-                      "video-streams": videos.STREAM_COLUMNS, "video-critical-path": videos.PATH_COLUMNS}  # fmt: skip
+                        "video-streams": videos.STREAM_COLUMNS, "video-critical-path": videos.PATH_COLUMNS}  # fmt: skip
     app: Tables = {"app": application.COLUMNS}
     of_show = {kind.name: () for kind in tables.list_kinds()} | {**trials, **of_serving, **of_video, **app}
     compared: Tables = {"compare": compare_table.COLUMNS, "video-comparison": videos.COMPARISON_COLUMNS}
-    of_self_test: Tables = {"visible": self_test.VISIBLE, "verdicts": self_test.VERDICTS}
+    of_self_test: Tables = {"visible": self_test.VISIBLE_DIFFERENCE, "verdicts": self_test.VERDICTS}
     explained = dict.fromkeys(("waterfall", "explained", "prescriptions"), ())
     built = describe_tables({"builds": trial_table.COLUMNS}, files.ExportedFile, always=True)
     return {
@@ -76,7 +77,7 @@ def _describe_commands() -> dict[str, Schema]:
         "bench cold-start": describe_tables({"cold-start": cold_start.COLUMNS}),
         "bench stress": describe_tables({"stress": gpu_table.STRESS_COLUMNS}, StressDescription, always=True),
         "runs list": describe_tables({"runs": tables.RUN_COLUMNS}),
-        **{name: describe_tables(dict.fromkeys(each, ())) for name, each in DYNAMIC.items()},
+        **{name: describe_tables(dict.fromkeys(each, ())) for name, each in DYNAMIC_FIELDS.items()},
         "explain": describe_tables(explained, ExplanationDescription, always=True),
         "doctor": describe_tables({"doctor": doctor.COLUMNS}, doctor.MachineDescription, always=True),
         "selftest": describe_tables(of_self_test, self_test.SelfTestDescription, always=True),
@@ -92,8 +93,8 @@ def _describe_commands() -> dict[str, Schema]:
 
 def describe_type(kind: Any) -> Schema:
     """Return the schema of a type: of plain values, lists, mappings, dataclasses and typed dictionaries of them."""
-    if kind in TYPES:
-        return {"type": TYPES[kind]}
+    if kind in JSON_TYPES:
+        return {"type": JSON_TYPES[kind]}
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [describe_type(each) for each in arguments]}
@@ -127,13 +128,16 @@ def describe_tables(tables: Tables, about: Any = None, *, always: bool = False) 
 def _describe_table(columns: Sequence[Column]) -> Schema:
     cells = {
         column.name: {
-            "type": WORD if column.kind == TEXT else FIGURE,
+            "type": WORD_TYPES if column.kind == TEXT else FIGURE_TYPES,
             "description": f"{column.meaning} [{column.unit}]" if column.unit else column.meaning,
         }
         for column in columns
     }
-    row = {"type": "object", "properties": cells, "additionalProperties": False if columns else CELL}
-    listed = {"type": "array", "items": {"type": "object", "properties": COLUMN, "required": [*COLUMN]}}
+    row = {"type": "object", "properties": cells, "additionalProperties": False if columns else CELL_SCHEMA}
+    listed = {
+        "type": "array",
+        "items": {"type": "object", "properties": COLUMN_PROPERTIES, "required": [*COLUMN_PROPERTIES]},
+    }
     properties = {
         "title": {"type": "string"}, "description": {"type": "string"}, "columns": listed,
         "rows": {"type": "array", "items": row}, "notes": {"type": "array", "items": {"type": "string"}},

@@ -22,13 +22,20 @@ from dyno.data.data_format import list_formats as list_formats
 from dyno.data.decode import Progress as Progress
 from dyno.data.decode import Transform, find_library_version
 from dyno.data.folders import list_calibration_folder
-from dyno.data.photos import CALIBRATION, DecodeOptions, calibrate_on, decode_listing, make_spec, stratified_order
+from dyno.data.photos import (
+    CALIBRATION_IMAGES,
+    DecodeOptions,
+    calibrate_on,
+    decode_listing,
+    make_spec,
+    stratified_order,
+)
 from dyno.data.photos import OnUnreadable as OnUnreadable
 from dyno.data.rows import DecodedRow, seal_row
 from dyno.worker.extras import load_library
 from dyno.worker.spec import DataSpec, Preprocess, UserError, make_absolute
 
-DIGITS = Preprocess(mean=(0.5,), std=(0.5,), resize=0.0)
+DIGITS_PREPROCESS = Preprocess(mean=(0.5,), std=(0.5,), resize=0.0)
 DIGITS_TEST, DIGITS_CALIBRATION = 900, 128
 
 
@@ -36,13 +43,13 @@ def prepare_digits(cache: Path, size: int = 64) -> DataSpec:
     """Return scikit-learn's 1,797 handwritten digits, enlarged to `size` (bilinear): 897 to train, 900 to test.
 
     One channel; originally 8 x 8 pixels in 17 shades. 128 of the training images are the calibration split, and
-    `DIGITS` is the preprocessing that goes with them. Raises `Unavailable` without scikit-learn or Pillow, `UserError`
-    for a size below 8 or an unwritable cache.
+    `DIGITS_PREPROCESS` is their preprocessing. Raises `Unavailable` without scikit-learn or Pillow,
+    `UserError` for a size below 8 or an unwritable cache.
     """
     if size < 8:
         raise UserError(f"digits can't be shrunk to {size} pixels; the smallest size is 8")
     made_by = {"scikit-learn": find_library_version("scikit-learn"), "pillow": find_library_version("pillow")}
-    transform = Transform((size, size), DIGITS, channels=1)
+    transform = Transform((size, size), DIGITS_PREPROCESS, channels=1)
     key = store.make_key("digits", transform.identity, made_by, DIGITS_TEST, DIGITS_CALIBRATION)
     if (folder := store.find_folder(cache, key)) is None:
         small, labels = _small_digits()
@@ -67,7 +74,7 @@ def load(
     cache: Path,
     size: tuple[int, int],
     preprocess: Preprocess,
-    calibration: int | Path = CALIBRATION,
+    calibration: int | Path = CALIBRATION_IMAGES,
     on_unreadable: OnUnreadable = "refuse",
     progress: Progress | None = None,
     channels: int = 3,

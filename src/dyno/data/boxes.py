@@ -12,7 +12,7 @@ import numpy as np
 from dyno.data.photos import Annotations, Photo, Sizes
 from dyno.worker.spec import UserError
 
-TOLERANCE = 1.0  # pixels that a box, a mask or a keypoint may lie outside its image: labels are rounded
+MAX_OVERHANG_PX = 1.0  # tolerance for boxes, masks and keypoints outside the image: labels are rounded
 Annotation = dict[str, Any]
 
 
@@ -24,7 +24,7 @@ class Labels:
     sizes: Sizes
     classes: list[str]
     keypoints: tuple[int, ...] = ()
-    names: list[str] = field(default_factory=list)  # of the keypoints
+    names: list[str] = field(default_factory=list)  # names of the keypoints
     by_row: dict[int, list[Annotation]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -82,7 +82,12 @@ def check_box(box: Sequence[float], size: tuple[int, int], where: str) -> list[f
     shown = ", ".join(f"{value:g}" for value in box)
     if not all(map(math.isfinite, box)) or width <= 0 or height <= 0:
         raise UserError(f"{where}: the box [{shown}] has no area (x, y, width, height in pixels); remove it")
-    if x < -TOLERANCE or y < -TOLERANCE or x + width > size[1] + TOLERANCE or y + height > size[0] + TOLERANCE:
+    if (
+        x < -MAX_OVERHANG_PX
+        or y < -MAX_OVERHANG_PX
+        or x + width > size[1] + MAX_OVERHANG_PX
+        or y + height > size[0] + MAX_OVERHANG_PX
+    ):
         raise UserError(
             f"{where}: the box [{shown}] lies outside its image of {size[1]} x {size[0]} pixels (x, y, width, height)"
         )
@@ -94,7 +99,9 @@ def check_polygon(points: Sequence[float], size: tuple[int, int], where: str) ->
     if len(points) < 6 or len(points) % 2:
         raise UserError(f"{where}: a polygon has {len(points) / 2:g} points; it needs three or more, x and y of each")
     pairs = np.asarray(points, float).reshape(-1, 2)
-    outside = ~np.isfinite(pairs) | (pairs < -TOLERANCE) | (pairs > np.array([size[1], size[0]]) + TOLERANCE)
+    outside = (
+        ~np.isfinite(pairs) | (pairs < -MAX_OVERHANG_PX) | (pairs > np.array([size[1], size[0]]) + MAX_OVERHANG_PX)
+    )
     if outside.any():
         x, y = pairs[outside.any(axis=1)][0]
         raise UserError(f"{where}: the polygon's point ({x:g}, {y:g}) lies outside its image of {size[1]} x {size[0]}")
@@ -106,7 +113,9 @@ def check_keypoints(points: Sequence[float], size: tuple[int, int], where: str) 
     for number, (x, y, visible) in enumerate(zip(points[::3], points[1::3], points[2::3], strict=True)):
         if visible not in (0, 1, 2):
             raise UserError(f"{where}: keypoint {number} has visibility {visible:g}; it is 0, 1 or 2")
-        inside = -TOLERANCE <= x <= size[1] + TOLERANCE and -TOLERANCE <= y <= size[0] + TOLERANCE
+        inside = (
+            -MAX_OVERHANG_PX <= x <= size[1] + MAX_OVERHANG_PX and -MAX_OVERHANG_PX <= y <= size[0] + MAX_OVERHANG_PX
+        )
         if visible and not inside:
             raise UserError(
                 f"{where}: keypoint {number} at ({x:g}, {y:g}) lies outside its image of {size[1]} x {size[0]}"

@@ -26,13 +26,21 @@ from dyno.worker.inputs.specs import load_array
 from dyno.worker.record import lock, read_json, write_json, write_text
 from dyno.worker.spec import UserError
 
-FORMAT = 3  # of the data set folder; part of every key
+CACHE_VERSION = 3  # version of the data set folder; part of every key
 UNSURE_NS = (
     2_000_000_000  # a file changed this shortly before it was hashed may have changed again with the same time stamp
 )
-TOGETHER = 32  # files that a thread hashes before it waits for the interpreter's lock to take the next ones
-NAMES = "names.json"
-META = {"classes": list, "splits": dict, "count": int, "sha256": str, "files": list, "bytes": int, "unreadable": list}
+HASH_CHUNK = 32  # files hashed per task, so that threads rarely wait for the interpreter's lock
+NAMES_FILE = "names.json"
+META_TYPES = {
+    "classes": list,
+    "splits": dict,
+    "count": int,
+    "sha256": str,
+    "files": list,
+    "bytes": int,
+    "unreadable": list,
+}
 STALE_S = 7 * 24 * 3600  # a killed run can be resumed for so long
 
 
@@ -57,7 +65,7 @@ class Content:
 
 def make_key(*parts: Any) -> str:
     """Return the key of the data set with these parts: a sha256 over their JSON."""
-    return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps([CACHE_VERSION, *parts], sort_keys=True).encode()).hexdigest()[:24]
 
 
 @functools.cache
@@ -72,7 +80,7 @@ def find_folder(cache: Path, key: str) -> Path | None:
     folder = Path(cache) / key
     try:
         about = read_meta(folder)
-        whole = all(isinstance(about[key], kind) for key, kind in META.items())
+        whole = all(isinstance(about[key], kind) for key, kind in META_TYPES.items())
         whole = whole and (folder / "images.npy").stat().st_size == about["bytes"]
         whole = whole and all((folder / name).exists() for name in about["files"])
         whole = whole and _has_numbers(folder / "labels.npy", about["count"])
@@ -106,7 +114,7 @@ def write_folder(cache: Path, key: str, content: Content) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(cache)
         part = cache / f".part-{key}"
-        with lock(part / "lock"):  # which goes with the folder
+        with lock(part / "lock"):  # removed together with the folder
             try:
                 target = find_folder(cache, key) or _make_folder(part, cache / key, content, needed)
             except OSError:
@@ -146,7 +154,7 @@ def _fill_folder(folder: Path, journal: Path, content: Content) -> None:
         (folder / name).write_text(text, encoding="utf-8")
         files.append(name)
     if content.names:
-        write_json(folder / NAMES, {"names": [content.names[i] for i in kept]})
+        write_json(folder / NAMES_FILE, {"names": [content.names[i] for i in kept]})
     about = {
         **content.meta,
         "sha256": sha.hexdigest(),
@@ -196,7 +204,7 @@ def hash_contents(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     """
     index = Path(cache) / "hashes" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]}.json"
     cached = _read_index(index)
-    parts = [paths[first : first + TOGETHER] for first in range(0, len(paths), TOGETHER)]
+    parts = [paths[first : first + HASH_CHUNK] for first in range(0, len(paths), HASH_CHUNK)]
     with ThreadPoolExecutor(count_threads()) as pool:
         found = pool.map(lambda part: [_make_entry(path, cached.get(str(path))) for path in part], parts)
         entries = [entry for part in found for entry in part]
@@ -206,7 +214,7 @@ def hash_contents(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     fresh = {**{path: entry for path, entry in cached.items() if path not in gone}, **fresh}
     if fresh != cached:
         with _explain_file_errors(Path(cache)), lock(index.with_suffix(".lock")):
-            write_text(index, json.dumps(fresh))  # in one line, which json writes ten times as fast
+            write_text(index, json.dumps(fresh))  # without indentation: json writes it ten times as fast
     return [entry[-1] if entry else "" for entry in entries]
 
 

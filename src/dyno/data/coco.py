@@ -30,13 +30,13 @@ from dyno.data.photos import (
 )
 from dyno.worker.spec import UserError
 
-SPLITS = ("val", "test")  # of which images are tested on; COCO's own test images come without annotations
+TEST_SPLITS = ("val", "test")  # splits with annotations; COCO's own test images have none
 SPLIT_FOLDERS = ("validation", "valid", "val", "test")
-BACKGROUND = ("background", "__background__", "_background_")
-OTHER = ("captions", "image_info", "panoptic", "stuff")  # files of COCO that hold no objects
-INSTANCES, KEYPOINTS = "instances", "person_keypoints"  # what files begin with
-IDS = ("id", "image_id", "category_id")
-LARGEST = 1e12  # no image has such a coordinate or area
+BACKGROUND_NAMES = ("background", "__background__", "_background_")
+OTHER_ANNOTATIONS = ("captions", "image_info", "panoptic", "stuff")  # COCO files without objects
+INSTANCES_PREFIX, KEYPOINTS_PREFIX = "instances", "person_keypoints"  # prefixes of file names
+ID_FIELDS = ("id", "image_id", "category_id")
+MAX_COORDINATE = 1e12  # larger values are corrupt
 
 
 class Coco(DataFormat):
@@ -75,7 +75,7 @@ def _find_files(folder: Path) -> list[Path]:
     """
     for places in (("annotations",), ("",), (*SPLIT_FOLDERS, "train")):
         every = sorted(file for place in places for file in (folder / place).glob("*.json"))
-        named = (INSTANCES, KEYPOINTS) if places != ("annotations",) else ""
+        named = (INSTANCES_PREFIX, KEYPOINTS_PREFIX) if places != ("annotations",) else ""
         found = [file for file in every if not is_system(file.name) and (file.name.startswith(named) or is_coco(file))]
         if found:
             return found
@@ -85,14 +85,14 @@ def _find_files(folder: Path) -> list[Path]:
 def choose_file(folder: Path, needs: str) -> Path:
     """Choose the folder's annotation file that has what the task needs; raise `UserError` if several do, or none."""
     every = _find_files(folder)
-    files = [file for file in every if not file.name.startswith(OTHER)]
+    files = [file for file in every if not file.name.startswith(OTHER_ANNOTATIONS)]
     if not files:
         raise UserError(f"{every[0].parent} has no file with objects, only {every[0].name}; give the file to use")
     if len(files) == 1:
         return files[0]
-    for split in SPLITS:
+    for split in TEST_SPLITS:
         here = [file for file in files if split in file.stem or file.parent.name.startswith(split)]
-        first = KEYPOINTS if needs == "keypoints" else INSTANCES
+        first = KEYPOINTS_PREFIX if needs == "keypoints" else INSTANCES_PREFIX
         fitting = [file for file in here if file.name.startswith(first)] or here
         if len(fitting) == 1:
             return fitting[0]
@@ -126,7 +126,8 @@ class _File:
         used = {annotation.get("category_id") for annotation in self.annotations}
         groups = Counter(str(category.get("supercategory")) for category in self.categories)
         roots = [c for c in self.categories if c["id"] not in used and
-                 (groups[c["name"]] > (c["name"] == c.get("supercategory")) or c["name"] in BACKGROUND)]  # fmt: skip
+                 (c["name"] in BACKGROUND_NAMES or
+                  groups[c["name"]] > (c["name"] == c.get("supercategory")))]  # fmt: skip
         if roots and len(self.categories) - len(roots) == outputs:
             self.categories = [category for category in self.categories if category not in roots]
             named = ", ".join(repr(clean_name(str(category["name"]))) for category in roots)
@@ -213,7 +214,7 @@ def _read_file(file: Path) -> _File:
             if not isinstance(item, dict) or any(key not in item for key in needed):
                 raise UserError(f"{file}: entry {number} of {part!r} lacks {' or '.join(needed) or 'its fields'}")
             # pandas writes whole numbers as 1.0 where a column has gaps.
-            item.update({k: int(v) for k in IDS if isinstance(v := item.get(k), float) and v.is_integer()})
+            item.update({k: int(v) for k in ID_FIELDS if isinstance(v := item.get(k), float) and v.is_integer()})
     if not parts["images"] or not parts["categories"]:
         raise UserError(f"{file} lists no {'images' if not parts['images'] else 'categories'}")
     for part in ("images", "categories"):
@@ -333,5 +334,5 @@ def _compute_area(annotation: Annotation) -> float:
 def _is_number_list(values: Any) -> TypeGuard[list[float]]:
     """Return whether these are finite numbers, without whole numbers too large for a float."""
     return isinstance(values, list) and all(
-        isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < LARGEST for v in values
+        isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < MAX_COORDINATE for v in values
     )

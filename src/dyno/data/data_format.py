@@ -10,29 +10,29 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from dyno.data.photos import CALIBRATION, Listing, is_image, is_system, name_below
+from dyno.data.photos import CALIBRATION_IMAGES, Listing, is_image, is_system, name_below
 from dyno.worker import plugins
 from dyno.worker.spec import UserError
 
 # Files of labels that lie among images, in layouts that are read and in those that are not: none is overlooked.
 
-HEAD, FIRST = 1 << 18, 1 << 12  # bytes of a file that are looked at, and those that show a JSON file's first key
-WIDE = 20  # folders of a folder that are looked into
-DEEP = 3  # levels below the data folder
+HEAD_BYTES, FIRST_KEY_BYTES = 1 << 18, 1 << 12  # bytes read of a file; bytes that show a JSON file's first key
+MAX_SUBFOLDERS = 20  # subfolders searched of a folder
+MAX_DEPTH = 3  # levels searched below the data folder
 COCO_KEYS = re.compile(r'\s*\{\s*"(info|licenses|images|annotations|categories|type)"\s*:')
-TOKENS = re.compile(r"[\s,;:\"'\[\]{}/\\]+")
-NAMED = re.compile(r"label|annot|target|truth|ground", re.IGNORECASE)
-OTHERWISE = re.compile(r"readme|licen[sc]e|copying|requirements", re.IGNORECASE)
-TEXTS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".xml")
-ARRAYS = (".mat", ".npy", ".npz", ".parquet", ".tfrecord", ".record")
+TOKEN_SEPARATORS = re.compile(r"[\s,;:\"'\[\]{}/\\]+")
+LABEL_NAME = re.compile(r"label|annot|target|truth|ground", re.IGNORECASE)
+DOCUMENT_NAME = re.compile(r"readme|licen[sc]e|copying|requirements", re.IGNORECASE)
+TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".xml")
+ARRAY_SUFFIXES = (".mat", ".npy", ".npz", ".parquet", ".tfrecord", ".record")
 # Names of folders that hold a part of a data set, such as `train`, `trainannot` or `SegmentationClass`, not a class.
-PART = re.compile(
+SPLIT_NAME = re.compile(
     r"((train(ing)?|val(id|idation)?|test(ing)?|ima?ge?s?|jpe?g|png|data|labels?|annot(ation)?s?|masks?|gts?"
     r"|ground_?truth|segmentation(class|object)?s?)[ _-]?)+",
     re.IGNORECASE,
 )
-TRUTH = re.compile("label|annot|mask|gt|truth|segm", re.IGNORECASE)
-SPLITS = ("train", "training", "val", "valid", "validation", "test", "testing")
+TRUTH_NAME = re.compile("label|annot|mask|gt|truth|segm", re.IGNORECASE)
+SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "testing")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def find_labels(folder: Path) -> LabelFile | None:
     for parent, files in listed.items():
         stems = {Path(name).stem for name in files if is_image(name)}
         for name in files:
-            if Path(name).suffix.lower() in (*TEXTS, *ARRAYS) and not OTHERWISE.match(name):
+            if Path(name).suffix.lower() in (*TEXT_SUFFIXES, *ARRAY_SUFFIXES) and not DOCUMENT_NAME.match(name):
                 found = _recognise_file(parent / name, stems, known, len(names))
                 if found is not None and found.objects:
                     return found
@@ -66,7 +66,7 @@ def find_labels(folder: Path) -> LabelFile | None:
 
 def is_coco(file: Path) -> bool:
     """Return whether a JSON file begins as COCO's do."""
-    return bool(COCO_KEYS.match(_read_head(file, FIRST)))
+    return bool(COCO_KEYS.match(_read_head(file, FIRST_KEY_BYTES)))
 
 
 def is_yolo(file: Path) -> bool:
@@ -82,7 +82,7 @@ def refuse_labels(folder: Path, is_class_folders: bool) -> None:
     """Refuse a folder that would be read without its labels, or whose parts would be read as classes."""
     found = find_labels(folder)
     parts = list_folders(folder)
-    layout = is_class_folders and bool(parts) and all(map(PART.fullmatch, parts)) and not _has_classes(folder)
+    layout = is_class_folders and bool(parts) and all(map(SPLIT_NAME.fullmatch, parts)) and not _has_classes(folder)
     if found is not None and (layout or found.objects or not is_class_folders):
         raise UserError(
             f"{folder} holds labels that can't be read there: {name_below(found.path, folder)} ({found.what}); "
@@ -90,7 +90,8 @@ def refuse_labels(folder: Path, is_class_folders: bool) -> None:
         )
     if layout and len(parts) > 1:
         one = min(
-            parts, key=lambda part: (bool(TRUTH.search(part)), part.lower().startswith("train"), part not in SPLITS)
+            parts,
+            key=lambda part: (bool(TRUTH_NAME.search(part)), part.lower().startswith("train"), part not in SPLIT_NAMES),
         )
         raise UserError(
             f"{folder} has {', '.join(parts)}, which are parts of a data set and no classes; put class folders into "
@@ -119,8 +120,8 @@ def warn_labels(folder: Path) -> list[str]:
 
 def _has_classes(folder: Path) -> bool:
     """Return whether the folder's splits hold folders that may be classes."""
-    splits = [part for part in list_folders(folder) if part.lower() in SPLITS]
-    return any(not PART.fullmatch(name) for split in splits for name in list_folders(folder / split))
+    splits = [part for part in list_folders(folder) if part.lower() in SPLIT_NAMES]
+    return any(not SPLIT_NAME.fullmatch(name) for split in splits for name in list_folders(folder / split))
 
 
 def list_folders(folder: Path) -> list[str]:
@@ -133,13 +134,13 @@ def _list_files(folder: Path) -> dict[Path, list[str]]:
     """Return the names of the files in each folder, those nearest to the top first."""
     listed: dict[Path, list[str]] = {}
     level = [folder]
-    for _ in range(DEEP):
+    for _ in range(MAX_DEPTH):
         below: list[Path] = []
         for place in level:
             with os.scandir(place) as entries:
                 every = sorted((entry.name, entry.is_dir()) for entry in entries if not is_system(entry.name))
             listed[place] = [name for name, is_folder in every if not is_folder]
-            below += [place / name for name, is_folder in every if is_folder][:WIDE]
+            below += [place / name for name, is_folder in every if is_folder][:MAX_SUBFOLDERS]
         level = below
     return listed
 
@@ -147,8 +148,10 @@ def _list_files(folder: Path) -> dict[Path, list[str]]:
 def _recognise_file(file: Path, stems: set[str], known: set[str], images: int) -> LabelFile | None:
     """Return the file as labels: `stems` are of the images beside it, `known` names and stems of all `images`."""
     suffix = file.suffix.lower()
-    if suffix in ARRAYS:
-        return LabelFile(file, f"labels in {suffix}", False) if suffix == ".mat" or NAMED.search(file.stem) else None
+    if suffix in ARRAY_SUFFIXES:
+        return (
+            LabelFile(file, f"labels in {suffix}", False) if suffix == ".mat" or LABEL_NAME.search(file.stem) else None
+        )
     head = _read_head(file)
     if suffix == ".json" and COCO_KEYS.match(head):
         return LabelFile(file, "COCO's format", True)
@@ -163,14 +166,14 @@ def _recognise_file(file: Path, stems: set[str], known: set[str], images: int) -
         return None if is_list else LabelFile(file, "a label for each image", False)
     if suffix == ".json" and (file.stem in stems or "createml" in file.name):
         return LabelFile(file, "labels of one image" if file.stem in stems else "CreateML's format", True)
-    mentioned = sum(not known.isdisjoint(TOKENS.split(line)) for line in lines)
+    mentioned = sum(not known.isdisjoint(TOKEN_SEPARATORS.split(line)) for line in lines)
     if not mentioned or (suffix == ".txt" and all(len(line.split()) == 1 and "," not in line for line in lines)):
         return None
-    boxes = bool(lines) and {"xmin", "bbox"} & set(TOKENS.split(lines[0].lower()))
+    boxes = bool(lines) and {"xmin", "bbox"} & set(TOKEN_SEPARATORS.split(lines[0].lower()))
     return LabelFile(file, "a table of boxes" if boxes else "a table that names the images", bool(boxes))
 
 
-def _read_head(file: Path, count: int = HEAD) -> str:
+def _read_head(file: Path, count: int = HEAD_BYTES) -> str:
     if not file.is_file():  # a pipe would be waited for
         return ""
     try:
@@ -180,7 +183,7 @@ def _read_head(file: Path, count: int = HEAD) -> str:
         return ""
 
 
-GROUP = "dyno.data"
+ENTRY_POINT_GROUP = "dyno.data"
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ class ScanRequest:
     images that are listed and not there are left out, with a warning.
     """
 
-    calibration: int = CALIBRATION
+    calibration: int = CALIBRATION_IMAGES
     seed: int = 0
     train: bool = False
     objects: bool = False
@@ -229,7 +232,7 @@ class DataFormat(ABC):
 @cache
 def list_formats() -> dict[str, DataFormat]:
     """Return every format of data sets by its name."""
-    return plugins.list_declared(sys.modules[__package__], DataFormat, GROUP)  # type: ignore[type-abstract]
+    return plugins.list_declared(sys.modules[__package__], DataFormat, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
 
 
 def format_of(path: Path) -> DataFormat:

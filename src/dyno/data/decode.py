@@ -24,11 +24,11 @@ from dyno.worker.spec import Preprocess, Unavailable, UserError, check_known, to
 
 # Many images decoded by processes, in order, through memory that they share.
 
-MODULE = "dyno.data.decoding_process"
+PROCESS_MODULE = "dyno.data.decoding_process"
 INDEX_BYTES = 8
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 END_S = 10.0
-MOST_SLOTS = 4096  # so that all their indices fit into a pipe
+MAX_SLOTS = 4096  # all indices must fit into a pipe
 
 
 class DecoderDied(Exception):
@@ -43,7 +43,7 @@ def decode_rows(
     `transform` holds the arguments of a `Transform`; `slots` is the number of images that shared memory holds in
     transit. Raises `DecoderDied`, and OSError if such memory or processes can't be had.
     """
-    slots = min(slots, MOST_SLOTS)
+    slots = min(slots, MAX_SLOTS)
     size = int(np.prod(shape))
     memory = os.memfd_create("dyno-images")
     os.ftruncate(memory, slots * size)
@@ -55,7 +55,7 @@ def decode_rows(
     }  # fmt: skip
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            [sys.executable, "-P", "-m", PROCESS_MODULE], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, pass_fds=(memory, tasks, say), start_new_session=True,
             env={**os.environ, **ONE_THREAD},
         )  # fmt: skip
@@ -73,7 +73,7 @@ def decode_rows(
                 process.stdin.write(json.dumps(order).encode())
             yield from _in_order(pixels, ask, lines, range(start, len(paths)))
     finally:
-        os.close(ask)  # at which the processes end
+        os.close(ask)  # closing the pipe ends the processes
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -116,13 +116,13 @@ IN_FLIGHT_BYTES = 64 << 20
 EXIF_ORIENTATION = 0x0112
 PHOTOMETRIC, EXTRA_SAMPLES, SAMPLE_FORMAT = 262, 338, 339  # tags of a TIFF
 WHITE_IS_ZERO = 0
-SIDEWAYS = (5, 6, 7, 8)  # orientations in which the stored image lies on its side
-REASON_CHARACTERS = 300  # of a file that can't be read: in JSON that is less than a pipe takes whole
-MOST_THREADS = 8  # sixteen were slower than eight: they wait for each other at the interpreter's lock
-EXAMINED = 20  # images whose depth is looked at
-FEW_CORES = 4  # which threads keep as busy as processes would
-WORTH_S = 1.5  # that threads would need, from which on it is worth while to start processes
-GREY = 114  # around a letterboxed image
+ROTATED_ORIENTATIONS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+MAX_REASON_LENGTH = 300  # JSON of a reason must fit into a pipe
+MAX_THREADS = 8  # sixteen were slower than eight: threads wait at the interpreter's lock
+EXAMINED_IMAGES = 20  # images whose bit depth is checked
+THREADS_SUFFICE_CORES = 4  # up to here threads use the processors as well as processes
+MIN_PROCESS_GAIN_S = 1.5  # decoding time in threads that justifies starting processes
+PADDING_GREY = 114  # padding of a letterboxed image
 
 
 class Transform:
@@ -180,7 +180,7 @@ class Transform:
         _, height, width, top, left = fit_geometry(image.height, image.width, to_height, to_width)
         steps = (image.width / width, 0, 0, 0, image.height / height, 0)
         image = image.transform((width, height), Image.Transform.AFFINE, steps, Image.Resampling.BILINEAR)
-        canvas = np.full(self.shape, GREY, np.uint8)
+        canvas = np.full(self.shape, PADDING_GREY, np.uint8)
         pixels = np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
         canvas[:, top : top + height, left : left + width] = pixels
         return canvas
@@ -198,7 +198,7 @@ class Transform:
         except UnidentifiedImageError:
             return "not an image of a known format and type of pixels"
         except Exception as e:  # decoders raise nearly everything (OSError, SyntaxError, struct.error…) on bad data
-            return (str(e).replace(str(path), path.name) or type(e).__name__)[:REASON_CHARACTERS]
+            return (str(e).replace(str(path), path.name) or type(e).__name__)[:MAX_REASON_LENGTH]
 
     def read_size(self, path: Path) -> tuple[int, int] | None:
         """Read the image's height and width, before any transform, from the file's header; None if it can't be read."""
@@ -206,9 +206,9 @@ class Transform:
 
         try:
             with Image.open(path, formats=FORMATS) as image:
-                sideways = self._upright and image.getexif().get(EXIF_ORIENTATION, 1) in SIDEWAYS
+                sideways = self._upright and image.getexif().get(EXIF_ORIENTATION, 1) in ROTATED_ORIENTATIONS
                 return (image.width, image.height) if sideways else (image.height, image.width)
-        except Exception:  # as above; `read` gives the reason
+        except Exception:  # `read` reports the reason
             return None
 
 
@@ -254,11 +254,13 @@ def decode_images(
 
 def _iter_rows(paths: list[Path], transform: Transform, start: int, cores: int) -> Iterator[DecodedRow]:
     done, seconds = start, 0.0
-    for row in _decode_in_threads(paths[: start + 8 * cores] if cores > FEW_CORES else paths, transform, start):
+    for row in _decode_in_threads(
+        paths[: start + 8 * cores] if cores > THREADS_SUFFICE_CORES else paths, transform, start
+    ):
         done, seconds = done + 1, seconds + row.seconds
         yield row
     left = len(paths) - done
-    if left and left * seconds / (done - start) > WORTH_S * MOST_THREADS:
+    if left and left * seconds / (done - start) > MIN_PROCESS_GAIN_S * MAX_THREADS:
         slots = _count_in_flight(cores, transform)
         with suppress(DecoderDied, OSError):  # an image kills its decoder, there is too little memory: threads go on
             for row in decode_rows(paths, transform.made_of, transform.shape, done, cores, slots):
@@ -290,7 +292,7 @@ def _decode_in_threads(paths: list[Path], transform: Transform, start: int) -> I
 
 def count_threads() -> int:
     """Return how many threads to work on images with."""
-    return min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 
 def read_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int] | None]:
@@ -312,7 +314,7 @@ def warn_left_out(paths: list[Path]) -> list[str]:
     for path in paths:
         examined.setdefault(path.suffix.lower(), []).append(path)
     highest, notes = 0, dict[str, str]()
-    for path in [path for found in examined.values() for path in found[:: max(1, len(found) // EXAMINED)]]:
+    for path in [path for found in examined.values() for path in found[:: max(1, len(found) // EXAMINED_IMAGES)]]:
         with suppress(Exception), Image.open(path, formats=FORMATS) as image:  # `read` gives the reason
             is_deep = ";16" in f"{image.mode} {image.tile}"
             for part in _find_unread(image):

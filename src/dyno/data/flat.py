@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dyno.data.photos import COUNT, SYNSET, is_image, list_synsets
+from dyno.data.photos import DEFAULT_COUNT, SYNSET, is_image, list_synsets
 from dyno.worker.spec import UserError, check_known
 
 Transfer = Literal["link", "copy", "move"]
-ORDERS = ("synset", "synset-0", "synset-1")  # sorted synsets: from 0 or 1, as the numbers show, or as given
-NAMED = re.compile(r"_(n\d{8})$")
-PART = ".part"
+CLASS_ORDERS = ("synset", "synset-0", "synset-1")  # sorted synsets: from 0 or 1, as the numbers show, or as given
+SYNSET_SUFFIX = re.compile(r"_(n\d{8})$")
+PARTIAL_SUFFIX = ".part"
 
 
 @dataclass
@@ -56,10 +56,10 @@ def sort_images(
     a folder, a table or a file that can't be used; images without a label are listed, not placed.
     """
     if order:
-        check_known("order", order, ORDERS)
+        check_known("order", order, CLASS_ORDERS)
     target = out / "val"
     before = {path.name: path.parent.name for path in target.glob("n*/*") if is_image(path.name)}
-    names = sorted({*_list_images(folder), *before})  # what was moved before counts where labels go by place
+    names = sorted({*_list_images(folder), *before})  # images already moved count too where labels follow positions
     if not names:
         raise UserError(f"no images in {folder}; give the folder that holds the .JPEG files themselves")
     label_of = _from_table(labels, names, order) if labels else {name: _from_name(name) for name in names}
@@ -86,7 +86,7 @@ def _check_labels(label_of: dict[str, str], before: dict[str, str], target: Path
     classes = list_synsets()
     for name, label in label_of.items():
         if label and label not in classes:
-            raise UserError(f"{name}: {label} is not one of ImageNet's {COUNT:,} classes")
+            raise UserError(f"{name}: {label} is not one of ImageNet's {DEFAULT_COUNT:,} classes")
         if before.get(name, label) != label:
             raise UserError(
                 f"{name} lies in {target / before[name]} but its label is {label or 'unknown'}; correct one of them"
@@ -94,7 +94,7 @@ def _check_labels(label_of: dict[str, str], before: dict[str, str], target: Path
 
 
 def _from_name(name: str) -> str:
-    match = NAMED.search(Path(name).stem)
+    match = SYNSET_SUFFIX.search(Path(name).stem)
     return match.group(1) if match else ""
 
 
@@ -145,8 +145,10 @@ def _synsets_of(file: Path, labels: list[str], order: str) -> list[str]:
         raise UserError(f"{file} mixes synsets and numbers")
     numbers, every = [int(label) for label in labels], list(list_synsets())
     first = _find_first_class(file, numbers, order)
-    if outside := [number for number in numbers if not first <= number < COUNT + first]:
-        raise UserError(f"{file}: there is no class {outside[0]}; the numbers are {first} to {COUNT - 1 + first}")
+    if outside := [number for number in numbers if not first <= number < DEFAULT_COUNT + first]:
+        raise UserError(
+            f"{file}: there is no class {outside[0]}; the numbers are {first} to {DEFAULT_COUNT - 1 + first}"
+        )
     return [every[number - first] for number in numbers]
 
 
@@ -156,13 +158,13 @@ def _find_first_class(file: Path, numbers: list[int], order: str) -> int:
         return int(order[-1])
     if 0 in numbers:
         return 0
-    if order == "synset" and COUNT in numbers:
+    if order == "synset" and DEFAULT_COUNT in numbers:
         return 1
     if order == "synset":
-        raise UserError(f"{file} has neither class 0 nor class {COUNT}; give --order synset-0 or synset-1")
+        raise UserError(f"{file} has neither class 0 nor class {DEFAULT_COUNT}; give --order synset-0 or synset-1")
     raise UserError(
-        f"{file} may hold the challenge's own ids 1 to {COUNT}, which are in another order (meta.mat): give synsets, "
-        "or --order synset when these numbers are in the order of the synsets"
+        f"{file} may hold the challenge's own ids 1 to {DEFAULT_COUNT}, which are in another order (meta.mat): give "
+        "synsets, or --order synset when these numbers are in the order of the synsets"
     )
 
 
@@ -190,7 +192,7 @@ def _place_file(source: Path, target: Path, transfer: Transfer) -> bool:
         with suppress(OSError):
             source.rename(target)
             return True
-    beside = target.with_name(target.name + PART)
+    beside = target.with_name(target.name + PARTIAL_SUFFIX)
     shutil.copy2(source, beside)
     beside.replace(target)
     if transfer == "move":

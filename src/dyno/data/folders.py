@@ -11,7 +11,7 @@ import numpy as np
 
 from dyno.data.data_format import DataFormat, ScanRequest, list_folders, warn_labels
 from dyno.data.photos import (
-    COUNT,
+    DEFAULT_COUNT,
     EXTENSIONS,
     Listing,
     are_known_synsets,
@@ -30,9 +30,9 @@ from dyno.data.photos import (
 from dyno.data.photos import Photo as Photo
 from dyno.worker.spec import UserError, make_absolute
 
-SPLITS = ("test", "testing", "val", "valid", "validation")  # of which images are tested on, in any letters
-TRAINING = ("train", "training")
-PART = re.compile(r"(^|[^a-z])(train|test|val|valid|validation|fold|split)(ing)?(?![a-z])", re.IGNORECASE)
+TEST_SPLITS = ("test", "testing", "val", "valid", "validation")  # test splits, in any letter case
+TRAINING_SPLITS = ("train", "training")
+SPLIT_NAME = re.compile(r"(^|[^a-z])(train|test|val|valid|validation|fold|split)(ing)?(?![a-z])", re.IGNORECASE)
 
 
 class ClassFolders(DataFormat):
@@ -49,7 +49,7 @@ class ClassFolders(DataFormat):
     fallback = True
 
     def fits(self, path: Path) -> bool:
-        return path.is_dir() and not IMAGES.fits(path)
+        return path.is_dir() and not UNLABELLED_IMAGES.fits(path)
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
         return scan_folder(path, wanted)
@@ -73,7 +73,7 @@ class UnlabelledImages(DataFormat):
 
 
 CLASS_FOLDERS = ClassFolders()
-IMAGES = UnlabelledImages()
+UNLABELLED_IMAGES = UnlabelledImages()
 
 
 def scan_folder(folder: Path, wanted: ScanRequest) -> Listing:
@@ -89,7 +89,7 @@ def scan_folder(folder: Path, wanted: ScanRequest) -> Listing:
         if not classes and find_images(test_root):
             photos = [Photo(path, name_below(path, folder), -1, "test") for path in find_images(folder)]
             return Listing(clean_name(folder.name), [], photos, about=_describe_labels("none", folder))
-        standard = wanted.outputs == COUNT and are_known_synsets(classes)
+        standard = wanted.outputs == DEFAULT_COUNT and are_known_synsets(classes)
         test = _list_photos(folder, test_root, classes, "test")
         training = _list_photos(folder, train_root, classes, "train") if train_root and wanted.train else []
         if train_root is None or not wanted.calibration:
@@ -144,15 +144,15 @@ def _find_roots(folder: Path) -> tuple[Path, Path | None]:
     """Return the folders that hold the class folders of the test images and of the training images."""
     names = list_folders(folder)
     places = {name.casefold(): folder / name for name in names if list_folders(folder / name)}
-    train = next((places[name] for name in TRAINING if name in places), None)
-    for name in SPLITS:
+    train = next((places[name] for name in TRAINING_SPLITS if name in places), None)
+    for name in TEST_SPLITS:
         if name in places:
             return places[name], train
     if train is not None:
         raise UserError(
             f"{folder} has {train.name}/ but neither test/ nor val/ with class folders; add one, or give {train}"
         )
-    if len(names) == len(places) and names and all(map(PART.search, names)):
+    if len(names) == len(places) and names and all(map(SPLIT_NAME.search, names)):
         raise UserError(
             f"{folder} has {', '.join(names[:4])}, which hold class folders and seem to be parts of a data set; call "
             "the one to test on test, or give it alone"

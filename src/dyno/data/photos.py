@@ -20,16 +20,16 @@ from dyno.worker.spec import TEXT_ORDER, DataSpec, Unavailable, UserError, make_
 
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
 # Images too, of formats that aren't read.
-UNREAD = {
+UNREADABLE_SUFFIXES = {
     ".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".dng", ".dcm", ".tga", ".exr", ".hdr", ".psd", ".pbm",
 }  # fmt: skip
-SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__pycache__"}
-SEEN = 20  # images that decide which folder all are in
+SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__pycache__"}
+SAMPLED_IMAGES = 20  # images sampled to find their common folder
 WORD = re.compile(r"[a-z]{2,}")
-CALIBRATION = 128
-CALIBRATION_SHARE = 5  # at most one image in five is taken from the test images
+CALIBRATION_IMAGES = 128
+CALIBRATION_DIVISOR = 5  # at most one test image in five calibrates
 
-TRUTH = "truth.json"
+TRUTH_FILE = "truth.json"
 OnUnreadable = Literal["refuse", "skip"]
 
 
@@ -166,7 +166,7 @@ def name_below(path: Path, folder: Path) -> str:
 def find_images(root: Path) -> list[Path]:
     """Find image files below the folder at any depth, in order; hidden files and those of the system are left out."""
     paths: list[Path] = []
-    above = {os.fspath(root): {place.resolve() for place in (root, *root.parents)}}  # of each folder, the way to it
+    above = {os.fspath(root): {place.resolve() for place in (root, *root.parents)}}  # each folder's resolved ancestors
     for parent, folders, files in os.walk(root, followlinks=True):
         within = above.pop(parent)
         real = {name: Path(parent, name).resolve() for name in folders if not is_system(name)}
@@ -178,7 +178,7 @@ def find_images(root: Path) -> list[Path]:
 
 def warn_unread_formats(root: Path) -> list[str]:
     """Return a warning if images of unsupported formats lie below the folder."""
-    found = sorted(path for path in root.rglob("*") if path.suffix.lower() in UNREAD and path.is_file())
+    found = sorted(path for path in root.rglob("*") if path.suffix.lower() in UNREADABLE_SUFFIXES and path.is_file())
     if not found:
         return []
     formats = ", ".join(sorted({path.suffix.lower() for path in found}))
@@ -204,7 +204,7 @@ def is_image(name: str) -> bool:
 
 def is_system(name: str) -> bool:
     """Return whether a file or folder is hidden, or left by an operating system or an archive."""
-    return name.startswith(".") or name in SYSTEM
+    return name.startswith(".") or name in SYSTEM_FOLDERS
 
 
 class AmbiguousImages(UserError):
@@ -220,9 +220,11 @@ def find_image_folder(file: Path, names: list[str]) -> tuple[Path, str]:
     split = file.stem.rpartition("_")[2]
     usual = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", "data", split)]
     usual.append(file.parent.parent / "images" / split)
-    beside = sorted(inner for inner in file.parent.iterdir() if inner.is_dir() and not is_system(inner.name))[:SEEN]
+    beside = sorted(inner for inner in file.parent.iterdir() if inner.is_dir() and not is_system(inner.name))[
+        :SAMPLED_IMAGES
+    ]
     bases = list(dict.fromkeys([*usual, *beside]))
-    first, suffixes = names[:SEEN], [""]
+    first, suffixes = names[:SAMPLED_IMAGES], [""]
     if not any(map(is_image, first)):
         suffixes += [case for suffix in sorted(EXTENSIONS) for case in (suffix, suffix.upper())]
     hits = {
@@ -270,7 +272,7 @@ def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     only = counts[inverse] == 1
     order = [i for i in stratified_order(labels, seed).tolist() if not only[i]]
-    taken = set(order[: min(wanted, len(test) // CALIBRATION_SHARE)])
+    taken = set(order[: min(wanted, len(test) // CALIBRATION_DIVISOR)])
     if not taken:
         return listing
     photos = [replace(photo, split="calibration") if i in taken else photo for i, photo in enumerate(test)]
@@ -324,12 +326,12 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
         columns["sizes"] = np.array([size or (0, 0) for size in sizes], np.int32)
     if listing.annotate:
         annotations = listing.annotate(photos, sizes)
-        about = {**about, **annotations.about, "truth": TRUTH}
+        about = {**about, **annotations.about, "truth": TRUTH_FILE}
     if left_out := warn_left_out(paths):
         about = {**about, "warnings": [*about.get("warnings", ()), *left_out]}
 
     def further_files(kept: np.ndarray) -> dict[str, Any]:
-        return {TRUTH: annotations.truth(kept)} if annotations else {}
+        return {TRUTH_FILE: annotations.truth(kept)} if annotations else {}
 
     def check_unreadable(unreadable: dict[int, str]) -> list[str]:
         lines = [f"{photos[i].name} ({reason})" for i, reason in unreadable.items()]
@@ -381,7 +383,7 @@ def _refuse_unreadable(unreadable: list[str], count: int) -> None:
 
 # The 1,000 classes of ImageNet in their usual order: sorted by synset, as torchvision and timm number them.
 
-COUNT = 1000
+DEFAULT_COUNT = 1000
 SYNSET = re.compile(r"n\d{8}")
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.data.data_format import PART, DataFormat, ScanRequest
+from dyno.data.data_format import SPLIT_NAME, DataFormat, ScanRequest
 from dyno.data.photos import (
-    COUNT,
+    DEFAULT_COUNT,
     AmbiguousImages,
     Listing,
     Photo,
@@ -30,18 +30,18 @@ from dyno.data.photos import (
 from dyno.worker.spec import UserError, add_noun
 
 # Names of columns as they are compared: in small letters, without spaces, dots, dashes and underscores.
-PATHS = (
+PATH_COLUMNS = (
     "path", "filepath", "imagepath", "imgpath", "relativepath", "filename", "file", "image", "img", "imagename",
     "imgname", "imageid", "name", "id",
 )  # fmt: skip
-LABELS = ("label", "labels", "class", "classid", "labelid", "category", "categoryid", "target", "classname",
-          "labelname", "categoryname", "y")  # fmt: skip
-SPLITS = ("split", "set", "subset", "partition")
-BOXES = {"xmin", "x1", "bbox", "boxes", "xcenter", "predictionstring"}
-TESTED, TRAINED = ("test", "val", "valid", "validation"), ("train", "training")
-MOST_CLASSES = 100_000  # a larger number is an identity, not a class
-SEEN = 20  # rows that decide what a column is
-NUMBER = re.compile(r"\d+(\.0+)?")
+LABEL_COLUMNS = ("label", "labels", "class", "classid", "labelid", "category", "categoryid", "target", "classname",
+                 "labelname", "categoryname", "y")  # fmt: skip
+SPLIT_COLUMNS = ("split", "set", "subset", "partition")
+BOX_COLUMNS = {"xmin", "x1", "bbox", "boxes", "xcenter", "predictionstring"}
+TEST_SPLITS, TRAINING_SPLITS = ("test", "val", "valid", "validation"), ("train", "training")
+MAX_CLASSES = 100_000  # a larger number is an identity, not a class
+SAMPLED_ROWS = 20  # rows sampled to classify a column
+CLASS_NUMBER = re.compile(r"\d+(\.0+)?")
 
 
 class LabelTable(DataFormat):
@@ -63,7 +63,7 @@ class LabelTable(DataFormat):
         if not path.is_dir():
             return path.suffix.lower() in self.suffixes
         folders = [inner.name for inner in path.iterdir() if inner.is_dir() and not is_system(inner.name)]
-        return any(all(map(PART.fullmatch, folders)) or _are_in_one_folder(table) for table in _find_tables(path))
+        return any(all(map(SPLIT_NAME.fullmatch, folders)) or _are_in_one_folder(table) for table in _find_tables(path))
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
         file = path
@@ -88,7 +88,7 @@ class LabelTable(DataFormat):
         return Listing(clean_name(file.stem), classes, _split_photos(photos, wanted), about=about)
 
 
-TABLE = LabelTable()
+LABEL_TABLE = LabelTable()
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _read_table(file: Path) -> _LabelRows:
     if not rows or len(rows[0]) < 2:
         raise UserError(f"{file} is not a table of labels; it needs a row of path,label for each image")
     header = [re.sub(r"[\s._-]", "", cell.lower()) for cell in rows[0]]
-    is_header = not any(map(is_image, rows[0])) and (not {*header}.isdisjoint(PATHS) or _is_path(rows[1:], None))
+    is_header = not any(map(is_image, rows[0])) and (not {*header}.isdisjoint(PATH_COLUMNS) or _is_path(rows[1:], None))
     if not is_header:
         header, begin = ["path", "label"] if len(rows[0]) == 2 else [""] * len(rows[0]), 0
     else:
@@ -162,7 +162,7 @@ def _read_table(file: Path) -> _LabelRows:
     body = rows[begin:]
     if ragged := next((n for n, row in enumerate(body, begin + 1) if len(row) != len(header)), 0):
         raise UserError(f"{file}, row {ragged} has {len(rows[ragged - 1])} cells, not {len(header)}")
-    if not {*header}.isdisjoint(BOXES) or not body:
+    if not {*header}.isdisjoint(BOX_COLUMNS) or not body:
         what = "holds boxes, which are read in COCO's and YOLO's formats" if body else "has no rows"
         raise UserError(f"{file} {what}; give a table of path,label")
     return _choose_columns(file, header, rows[0] if is_header else header, body, begin)
@@ -170,24 +170,24 @@ def _read_table(file: Path) -> _LabelRows:
 
 def _is_path(rows: list[list[str]], column: int | None) -> bool:
     """Return whether the first rows name images: in this column, or in any."""
-    cells = [row if column is None else row[column : column + 1] for row in rows[:SEEN]]
+    cells = [row if column is None else row[column : column + 1] for row in rows[:SAMPLED_ROWS]]
     return bool(cells) and all(any(map(is_image, row)) for row in cells)
 
 
 def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[list[str]], begin: int) -> _LabelRows:
     """Choose the columns of paths, labels and splits; several columns of 0 and 1 are classes."""
-    named = [header.index(name) for name in PATHS if name in header]
+    named = [header.index(name) for name in PATH_COLUMNS if name in header]
     paths = next((c for c in [*named, *range(len(header))] if _is_path(body, c)), named[0] if named else None)
     if paths is None:
         raise UserError(f"{file} has no column of image files; name one path, and one label")
-    split = next((header.index(name) for name in SPLITS if name in header), None)
+    split = next((header.index(name) for name in SPLIT_COLUMNS if name in header), None)
     rest = [c for c in range(len(header)) if c not in (paths, split) and header[c]]
-    label = next((header.index(name) for name in LABELS if name in header and header.index(name) in rest), None)
+    label = next((header.index(name) for name in LABEL_COLUMNS if name in header and header.index(name) in rest), None)
     label = rest[0] if label is None and len(rest) == 1 else label
     classes: list[str] = []
     texts: list[str] = []
     if label is not None:
-        labels, texts = _find_numbers(body, label, [c for c in rest if header[c] in LABELS])
+        labels, texts = _find_numbers(body, label, [c for c in rest if header[c] in LABEL_COLUMNS])
     elif all(row[c] in ("0", "1", "0.0", "1.0") for row in body for c in rest) and rest:
         classes = [clean_name(shown[c]) for c in rest]
         marks = [[k for k, c in enumerate(rest) if float(row[c])] for row in body]
@@ -210,10 +210,10 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
 def _find_numbers(body: list[list[str]], label: int, columns: list[int]) -> tuple[list[str], list[str]]:
     """Return each row's label, and its name where another column has just one for each number: numbers decide."""
     labels = [row[label] for row in body]
-    is_number = all(map(NUMBER.fullmatch, labels))
+    is_number = all(map(CLASS_NUMBER.fullmatch, labels))
     for other in ([row[c] for row in body] for c in columns if c != label):
         pairs = {*zip(labels, other, strict=True)}
-        if len(pairs) == len({*labels}) == len({*other}) and is_number != all(map(NUMBER.fullmatch, other)):
+        if len(pairs) == len({*labels}) == len({*other}) and is_number != all(map(CLASS_NUMBER.fullmatch, other)):
             return (labels, other) if is_number else (other, labels)
     return labels, []
 
@@ -223,16 +223,16 @@ def _number_labels(file: Path, table: _LabelRows, outputs: int) -> tuple[list[in
     labels, named = table.labels, table.classes
     if all(re.fullmatch(r"-?\d+(\.0+)?", label) for label in labels) and (below := min(labels, key=float))[0] == "-":
         raise UserError(f"{file} has class {below}; classes are numbered from 0: leave out rows without a class")
-    if not all(map(NUMBER.fullmatch, labels)):
+    if not all(map(CLASS_NUMBER.fullmatch, labels)):
         order = sorted(set(labels))
-        if outputs == COUNT and are_known_synsets(order):
+        if outputs == DEFAULT_COUNT and are_known_synsets(order):
             every = list(list_synsets())
             return [every.index(label) for label in labels], [describe_synset(synset) for synset in every], True
         place = {label: k for k, label in enumerate(order)}
         return [place[label] for label in labels], [clean_name(label) for label in order], False
     numbers = [int(float(label)) for label in labels]
     highest, count = max(numbers), len(named) or outputs
-    if highest >= (count or MOST_CLASSES):
+    if highest >= (count or MAX_CLASSES):
         known = (
             f"the network has {add_noun(count, 'class', 'classes')}, 0 to {count - 1}" if count else "no class is so"
         )
@@ -244,11 +244,13 @@ def _number_labels(file: Path, table: _LabelRows, outputs: int) -> tuple[list[in
 
 def _split_photos(photos: list[Photo], wanted: ScanRequest) -> list[Photo]:
     """Return the images to test on, those of one split, and those to calibrate on, which come from the others."""
-    tested = next((split for split in TESTED if any(photo.split == split for photo in photos)), None)
+    tested = next((split for split in TEST_SPLITS if any(photo.split == split for photo in photos)), None)
     if tested is None:
-        raise UserError(f"no row of the table is of the split {', '.join(TESTED)}; mark the rows to test on as test")
+        raise UserError(
+            f"no row of the table is of the split {', '.join(TEST_SPLITS)}; mark the rows to test on as test"
+        )
     test = [Photo(p.path, p.name, p.label, "test") for p in photos if p.split == tested]
-    training = [Photo(p.path, p.name, p.label, "calibration") for p in photos if p.split in TRAINED]
+    training = [Photo(p.path, p.name, p.label, "calibration") for p in photos if p.split in TRAINING_SPLITS]
     if not training:
         return test
     order = stratified_order(np.array([p.label for p in training]), wanted.seed)[: wanted.calibration]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dyno.data.boxes import TOLERANCE, Annotation, Labels, check_box, check_polygon, compute_polygon_area
+from dyno.data.boxes import MAX_OVERHANG_PX, Annotation, Labels, check_box, check_polygon, compute_polygon_area
 from dyno.data.data_format import DataFormat, ScanRequest, is_yolo
 from dyno.data.photos import (
     Annotations,
@@ -32,8 +32,8 @@ from dyno.worker.spec import UserError, add_noun, make_absolute
 
 # A line of a YOLO label file: a class and a box, a polygon, or a box and keypoints, as shares of the image's sides.
 
-MOST_CLASSES = 9_999  # in label files without a list of names
-BODY = 0.53  # of a person's box is body: the mean in COCO, by which keypoints are judged where there are no masks
+MAX_CLASSES = 9_999  # label files without a list of names
+BODY_SHARE = 0.53  # body share of a person's box (mean in COCO); keypoints without masks are scaled by it
 
 
 def find_label_file(image: Path) -> Path:
@@ -98,7 +98,7 @@ def count_classes(files: list[Path]) -> int:
     """Return one more than the highest class in the files; errors in them are reported when they are read."""
     firsts = ((file, line.split()[0]) for file in files for _, line in _read_lines(file))
     highest, file = max(((int(first), file) for file, first in firsts if first.isdecimal()), default=(0, Path()))
-    if highest > MOST_CLASSES:
+    if highest > MAX_CLASSES:
         raise UserError(f"{file} has an object of class {highest}; name that many classes in a data.yaml")
     return highest + 1
 
@@ -150,18 +150,18 @@ def _parse_pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int]
         x, y = rest[start], rest[start + 1]
         visible = rest[start + 2] if values == 3 else 2.0 * (x >= 0 and y >= 0)
         outside = not all(map(math.isfinite, (x, y, visible)))
-        outside = outside or x * width > width + TOLERANCE or y * height > height + TOLERANCE
-        if outside or (visible and (x * width < -TOLERANCE or y * height < -TOLERANCE)):
+        outside = outside or x * width > width + MAX_OVERHANG_PX or y * height > height + MAX_OVERHANG_PX
+        if outside or (visible and (x * width < -MAX_OVERHANG_PX or y * height < -MAX_OVERHANG_PX)):
             raise UserError(f"{where}: keypoint {(start - 4) // values} at ({x:g}, {y:g}) lies outside the image")
         placed += [x * width, y * height, int(visible)] if visible else [0.0, 0.0, 0]
     visible_points = sum(1 for visible in placed[2::3] if visible > 0)
-    area = box[2] * box[3] * BODY
+    area = box[2] * box[3] * BODY_SHARE
     return {"bbox": box, "area": area, "keypoints": placed, "num_keypoints": visible_points}
 
 
-SPLITS = ("val", "valid", "validation", "test")  # of which images are tested on
-SEEN = 20  # images of a folder whose label files are looked for
-BESIDE = ("classes.txt",)  # what labelling tools leave among the labels
+TEST_SPLITS = ("val", "valid", "validation", "test")  # splits with test images
+SAMPLED_IMAGES = 20  # images of a folder whose label files are searched
+NON_LABEL_FILES = ("classes.txt",)  # files of labelling tools beside the labels
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class _Description:
     test: list[Path] = field(default_factory=list)
     train: list[Path] = field(default_factory=list)
     sources: list[Path] = field(default_factory=list)
-    lost: str = ""  # what is wrong with the training images, of which calibration images would be taken
+    lost: str = ""  # why training images can't calibrate
     moved: str = ""  # the folder that data.yaml names and that isn't there
 
 
@@ -192,7 +192,7 @@ class Yolo(DataFormat):
             return path.suffix in self.suffixes
         if any(path.glob("data.y*ml")):
             return True
-        beside = [path / "labels", *(path / split / "labels" for split in (*SPLITS, "train"))]
+        beside = [path / "labels", *(path / split / "labels" for split in (*TEST_SPLITS, "train"))]
         first_labels = (next(labels.rglob("*.txt"), None) for labels in beside if (labels.parent / "images").is_dir())
         return any(file is not None for file in first_labels) or _has_labels(path)
 
@@ -211,7 +211,7 @@ class Yolo(DataFormat):
         if not description.names:
             count = max(wanted.outputs, count_classes(present))
             beside = dict.fromkeys([description.folder, *(label.parent for label in present)])
-            listed, found = _read_names([folder / name for folder in beside for name in BESIDE], count)
+            listed, found = _read_names([folder / name for folder in beside for name in NON_LABEL_FILES], count)
             description = dataclasses.replace(description, names=listed, sources=found)
         name = clean_name(path.name if path.is_dir() else path.parent.name)
 
@@ -240,7 +240,9 @@ def _read_names(files: list[Path], count: int) -> tuple[list[str], list[Path]]:
 
 def _has_labels(folder: Path) -> bool:
     """Return whether any of the first images directly in the folder has a label file."""
-    first = sorted(file for file in folder.iterdir() if is_image(file.name) and not is_system(file.name))[:SEEN]
+    first = sorted(file for file in folder.iterdir() if is_image(file.name) and not is_system(file.name))[
+        :SAMPLED_IMAGES
+    ]
     return any(is_yolo(find_label_file(file)) for file in first)
 
 
@@ -259,7 +261,7 @@ def _from_yaml(file: Path) -> _Description:
         about = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"there is no file {file}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as e:  # of dates, of brackets
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # invalid dates; unbalanced brackets
         raise UserError(f"{file} is not valid YAML: {' '.join(str(e).split())}") from e
     if isinstance(about, dict) and about.get("names") is None and type(about.get("nc")) is int:
         about["names"] = [str(i) for i in range(about["nc"])]
@@ -277,7 +279,7 @@ def _from_yaml(file: Path) -> _Description:
     if (count := about.get("nc", len(names))) != len(names):
         raise UserError(f"{file}: nc is {count!r}, but names has {add_noun(len(names), 'class', 'classes')}")
     root, moved = _find_root(file, about)
-    split = next((split for split in SPLITS if about.get(split)), None)
+    split = next((split for split in TEST_SPLITS if about.get(split)), None)
     if split is None:
         raise UserError(f"{file} has neither val nor test; add the folder of the test images as val")
     test, wrong = _list_split(root, about[split])
@@ -365,7 +367,7 @@ def _from_folders(folder: Path) -> _Description:
                     return paths
         return []
 
-    test, train = images_of(*SPLITS), images_of("train")
+    test, train = images_of(*TEST_SPLITS), images_of("train")
     if not test and train:
         raise UserError(f"{folder} has training images but no test images; add images/val and labels/val")
     test = test or find_images(folder / "images") or (find_images(folder) if _has_labels(folder) else [])
@@ -380,7 +382,7 @@ def _check_orphans(folder: Path, labels: dict[Path, Path]) -> None:
     for place, beside in sorted(places.items()):
         pictured = {image.stem for image in beside.iterdir() if is_image(image.name)}
         files = sorted(file for file in place.glob("*.txt") if not is_system(file.name))
-        orphans = [file for file in files if file.stem not in pictured and file.name not in BESIDE]
+        orphans = [file for file in files if file.stem not in pictured and file.name not in NON_LABEL_FILES]
         if orphans:
             more = f" (and {len(orphans) - 1} more)" if len(orphans) > 1 else ""
             raise UserError(f"there is no image for the label file {name_below(orphans[0], folder)}{more}")

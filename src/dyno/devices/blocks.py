@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dyno.devices.places import BAD_INPUT, LOG, Place, RunningBlock
+from dyno.devices.places import BAD_INPUT, LOG_FILE, Place, RunningBlock
 from dyno.jobs.progress import Progress
 from dyno.runner import ensemble
 from dyno.runner.execute import execute
@@ -68,8 +68,8 @@ def find_anchor(planned: Sequence[PlannedTrial]) -> PlannedTrial | None:
 
 # A block's process: what it is asked for, and the process on this host from outside.
 
-ORDER, REQUEST = "block.json", "request.toml"
-PATIENCE_S = 10.0  # that a process has to end its jobs after an interrupt
+BLOCK_FILE, REQUEST_FILE = "block.json", "request.toml"
+SHUTDOWN_TIMEOUT_S = 10.0  # grace period after an interrupt
 
 
 def start_process(
@@ -77,13 +77,13 @@ def start_process(
 ) -> RunningBlock:
     """Start measuring that part of the study at the place, into the folder, which may hold some of it already."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / REQUEST, replace(study, device=place.device).to_toml())
+    write_text(folder / REQUEST_FILE, replace(study, device=place.device).to_toml())
     order = {
-        "schema": SCHEMA, "study": REQUEST, "sources": list(part.sources), "trials": sorted(part.trials),
+        "schema": SCHEMA, "study": REQUEST_FILE, "sources": list(part.sources), "trials": sorted(part.trials),
         "cores": list(place.cores), "retry_failed": retry_failed,
     }  # fmt: skip
-    write_json(folder / ORDER, order)
-    write_bytes(folder / LOG, b"")
+    write_json(folder / BLOCK_FILE, order)
+    write_bytes(folder / LOG_FILE, b"")
     return place.host.begin(folder, place) if place.host else BlockProcess(folder, place)
 
 
@@ -104,8 +104,8 @@ class BlockProcess(RunningBlock):
 
 def start_block(folder: Path, env: Mapping[str, str], cwd: str | None = None) -> subprocess.Popen[bytes]:
     """Start the process that measures what the folder's order asks for; it dies with its caller."""
-    write_json(folder / ORDER, {**read_json(folder / ORDER), "driver": os.getpid()})
-    with open(folder / LOG, "ab") as log:
+    write_json(folder / BLOCK_FILE, {**read_json(folder / BLOCK_FILE), "driver": os.getpid()})
+    with open(folder / LOG_FILE, "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "dyno.devices.blocks", str(folder)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **env}, cwd=cwd,
@@ -118,7 +118,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
     try:
-        process.wait(PATIENCE_S)
+        process.wait(SHUTDOWN_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -129,7 +129,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 def main(folder: Path) -> int:
     """Measure the trials that the folder's block.json asks for and the folder lacks; return the exit code."""
-    order: dict[str, Any] = read_json(folder / ORDER)
+    order: dict[str, Any] = read_json(folder / BLOCK_FILE)
     system.die_with_parent(order["driver"])
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])

@@ -29,24 +29,25 @@ from dyno.store import good_record
 from dyno.study.plan import PlannedTrial, TrialSelection, expand
 from dyno.study.study import Study
 from dyno.worker.record import Record, read_json, write_json
-from dyno.worker.spec import FIXED, ROUNDS, SCHEMA, Job, Plan, Trial, UserError, digest
+from dyno.worker.spec import DEFAULT_ROUNDS, FIXED, SCHEMA, Job, Plan, Trial, UserError, digest
 
 # The anchor trial on devices of this host, in turns: each alone, and all of them at once, in the same processes.
 
-ANCHOR_ROUNDS = 3  # of fresh processes: with two, Student's t is 12.7 and not 4.3 times the error
-BLOCKS = 5  # of a process alone, and as many beside the others
-BLOCK_S, STEP_S = 0.1, 0.5  # of a block; all devices alone, one after the other, take no longer than a step
-TRIES = 2  # of a round: a process may die for no fault of its device
-SLACK = 4  # times the seconds that the blocks should take, after which a slow trial has three blocks of each kind
+ANCHOR_ROUNDS = 3  # fresh processes: Student's t of two rounds is 12.7, of three 4.3
+BLOCKS_PER_KIND = 5  # blocks alone, and blocks beside the other devices
+BLOCK_S, MAX_STEP_S = 0.1, 0.5  # length of a block; limit for one pass over all devices
+MAX_ATTEMPTS = 2  # of a round: a process may die for other reasons than its device
+SLOW_FACTOR = 4  # a trial slower than this multiple of the planned time has three blocks of each kind
 LossReasons = dict[str, str]  # place -> why the anchor could not be measured there
 
 
 def plan_anchor(trial: Trial, count: int) -> Trial:
     """Return the anchor with the plan for `count` devices, however the study's own trials are timed."""
-    block_s = min(BLOCK_S, STEP_S / count)
+    block_s = min(BLOCK_S, MAX_STEP_S / count)
     own = Plan(
-        ("model",), trial.plan.warmup_s, SLACK * 2 * BLOCKS * block_s, rounds=ANCHOR_ROUNDS,
-        timeout_s=trial.plan.timeout_s, build_timeout_s=trial.plan.build_timeout_s, blocks=BLOCKS, block_s=block_s,
+        ("model",), trial.plan.warmup_s, SLOW_FACTOR * 2 * BLOCKS_PER_KIND * block_s, rounds=ANCHOR_ROUNDS,
+        timeout_s=trial.plan.timeout_s, build_timeout_s=trial.plan.build_timeout_s, blocks=BLOCKS_PER_KIND,
+        block_s=block_s,
     )  # fmt: skip
     return replace(trial, plan=own)
 
@@ -60,10 +61,12 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, pr
     lost: LossReasons = {}
     with progress.show_study([]):
         missing = [number for number in range(rounds) if not _is_complete(folder, places, number)]
-        if len(missing) > 1 and nvml.read_available() > nvml.ROOM * nvml.UNKNOWN_B * len(missing) * len(places):
+        if len(missing) > 1 and nvml.read_available() > nvml.HEADROOM * nvml.DEFAULT_PROCESS_B * len(missing) * len(
+            places
+        ):
             _measure_rounds(trial, folder, places, missing, progress)
         for number in missing:
-            tries = 0 if _is_complete(folder, places, number) else TRIES
+            tries = 0 if _is_complete(folder, places, number) else MAX_ATTEMPTS
             for _ in range(tries):
                 if not (lost := _measure_rounds(trial, folder, places, [number], progress)):
                     break
@@ -98,7 +101,7 @@ def summarise_rounds(
         own = {number // 2: seconds for number, seconds in medians.items() if company[number] == 1}
         all_at_once = {number // 2: seconds for number, seconds in medians.items() if company[number] > 1}
         logs = compare_blocks(all_at_once, own)
-        if logs.size:  # else throttling left no pair
+        if logs.size:  # otherwise throttling left no pair
             alone.append(float(np.median([*own.values()])))
             beside.append(float(np.median([*all_at_once.values()])))
             ratios.append(math.exp(float(np.median(logs))))
@@ -204,7 +207,7 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
     alone, beyond the spread between rounds and by what doesn't count as equal.
     """
     own = replace(
-        study, device=places[0].device, rounds=ROUNDS, until=FIXED, boundaries=("model",), budget={}, limit={},
+        study, device=places[0].device, rounds=DEFAULT_ROUNDS, until=FIXED, boundaries=("model",), budget={}, limit={},
         search=False, confirm=0, builds=1,
     )  # fmt: skip
     planned = blocks.find_anchor(expand(own))
@@ -217,7 +220,7 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
     if (stored := read_devices(folder)) and stored.key == asked:
         return StudyPlaces(places, _find_disturbed(stored, places))
     progress.show_step(f"{trial.label} on each device alone and on all at once, for what they do to each other")
-    own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company
+    own_folder = folder / ANCHORS / key[:12]  # named by these devices and the devices beside them
     if in_turns:
         rows = _in_turns(trial, own_folder, places, study.equivalent, progress)
         if isinstance(rows, dict):

@@ -20,8 +20,8 @@ from dyno.study.study import Study
 from dyno.worker import system
 from dyno.worker.spec import Unfinished, UserError
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-LOG = "block.log"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+LOG_FILE = "block.log"
 BAD_INPUT = 2  # exit code of a block's process
 
 
@@ -88,7 +88,7 @@ class RunningBlock(ABC):
             return ""
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
-        lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = (self.folder / LOG_FILE).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = lines[-1] if lines else "no message"
         if code == BAD_INPUT:
             raise UserError(last)
@@ -96,7 +96,7 @@ class RunningBlock(ABC):
 
     def pass_on(self, progress: Progress) -> None:
         """Print the whole lines that it has written since."""
-        text = (self.folder / LOG).read_bytes()
+        text = (self.folder / LOG_FILE).read_bytes()
         end = text.rfind(b"\n") + 1
         for line in text[self._read : end].decode("utf-8", "replace").splitlines():
             progress.relay(self.place.name, line)
@@ -175,12 +175,12 @@ def _make_gpu_place(name: str) -> Place:
     if missing_gpu(name):
         raise UserError(f"there is no {name} here: neither NVML nor CUDA's driver sees such a GPU; omit it")
     number = int(name.partition(":")[2] or 0)
-    visible = [one.strip() for one in os.environ.get(VISIBLE, "").split(",") if one.strip()]
+    visible = [one.strip() for one in os.environ.get(VISIBLE_DEVICES, "").split(",") if one.strip()]
     gpu = find_gpu(name, os.environ)
     if gpu is None:
-        return Place(name, "cuda:0", name, env={VISIBLE: visible[number] if visible else str(number)})
+        return Place(name, "cuda:0", name, env={VISIBLE_DEVICES: visible[number] if visible else str(number)})
     gpu.close()
-    return Place(name, "cuda:0", f"{gpu.name}, driver {gpu.driver}, {gpu.uuid}", env={VISIBLE: gpu.uuid})
+    return Place(name, "cuda:0", f"{gpu.name}, driver {gpu.driver}, {gpu.uuid}", env={VISIBLE_DEVICES: gpu.uuid})
 
 
 def _split_cores(listed: list[str]) -> list[Place]:

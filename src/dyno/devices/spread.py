@@ -24,8 +24,8 @@ from dyno.study.plan import expand
 from dyno.study.study import Study
 from dyno.worker.spec import UserError, check_known, digest
 
-MOST_LOSSES = 3  # of a block's processes, after which it is left unmeasured
-ELSEWHERE = "archive/elsewhere"  # rows of a device that a later command hadn't
+MAX_LOSSES = 3  # a block whose process died so often stays unmeasured
+OTHER_DEVICES_DIR = "archive/elsewhere"  # rows of devices that a later command doesn't have
 OF_ONE_DEVICE = ("peak", "energy", "baseline")  # settings that are about a single device
 
 
@@ -96,8 +96,8 @@ class BlockScheduler:
     """Blocks on their way to the places and back; `losses` are the places that each lost, with the reason."""
 
     run: Run
-    own: Study  # as each process measures it
-    study: Study  # as the user gave it
+    own: Study  # the study as each process measures it
+    study: Study  # the study as given
     places: Sequence[Place]
     progress: Progress
     retry_failed: bool
@@ -118,7 +118,7 @@ class BlockScheduler:
                 one.end()
 
     def _start_blocks(self, waiting: list[Block]) -> None:
-        if not self.running:  # else a block that runs says why its place is lost
+        if not self.running:  # otherwise a running block reports why its place is lost
             places.list_left(self.places)
         # Of each place so far, so that none stays idle if blocks run one at a time.
         begun = Counter(placement.place for placement in list_placements(self.run.folder))
@@ -158,9 +158,9 @@ class BlockScheduler:
         rows += (_name_folder(self.run, block) / "trials").glob("*")
         if rows := [row for row in rows if row.is_dir()]:
             for row in rows:
-                archive_trial(self.run, row, ELSEWHERE)
+                archive_trial(self.run, row, OTHER_DEVICES_DIR)
             self.losses.setdefault(block.id, []).append(f"{place}: the device is no longer one of the study's")
-            gone = f"{place} is no longer there; what was measured is in {ELSEWHERE}"
+            gone = f"{place} is no longer there; what was measured is in {OTHER_DEVICES_DIR}"
             self.progress.note(f"{block.label}: begun anew, as {gone}")
         shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
 
@@ -184,7 +184,7 @@ class BlockScheduler:
         """Return the block, to start anew elsewhere as its rounds must be of one device; none after MOST_LOSSES."""
         losses = self.losses.setdefault(block.id, [])
         losses.append(f"{place.name}: {reason}")
-        if len(losses) >= MOST_LOSSES:
+        if len(losses) >= MAX_LOSSES:
             self._take_results(block)
             self.progress.note(f"{block.label} is left unmeasured: its process was lost {len(losses)} times ({reason})")
             return []

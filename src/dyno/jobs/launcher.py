@@ -23,7 +23,7 @@ from uuid import uuid4
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker import system
 from dyno.worker.record import (
-    CLOSE,
+    CLOSE_STAGE,
     OUT_OF_MEMORY,
     Record,
     describe_close,
@@ -32,21 +32,22 @@ from dyno.worker.record import (
     write_json,
     write_record,
 )
-from dyno.worker.spec import STARTED, Job, Runtime, UserError, check_readable, from_json, shorten
+from dyno.worker.spec import STARTED_VARIABLE, Job, Runtime, UserError, check_readable, from_json, shorten
 
-MAIN = Path(__file__).parents[1] / "worker" / "main.py"
+WORKER_MAIN = Path(__file__).parents[1] / "worker" / "main.py"
 POLL_S = 0.05
-LAST_WORDS_S = 30.0  # that a tool around a job has to write what it has
+TOOL_SHUTDOWN_S = 30.0  # time for a wrapping tool (a profiler) to write its files
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 OF_THIS_PROCESS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # errors that no other program would end
 LAST_LINES_B = 10_000
 LOGS = ("stdout.log", "stderr.log")
-HEAD_B, TAIL_B = 1 << 18, 3 << 18  # what is kept of each of them
-PIECE_B = 1 << 20  # that are copied at once
-LEFT_OUT = "\n[Dyno left out about {:,} bytes here]\n"  # what is printed while it is counted is not
-MOST_SWEEPS = 20  # for processes that go on starting others while they are killed
-TF32 = "NVIDIA_TF32_OVERRIDE"  # the variable by which NVIDIA's libraries leave TF32 off
-JOB = "DYNO_JOB"  # the variable that a job and all that it starts have: the id of this process's jobs, and its own
+KEPT_HEAD_B, KEPT_TAIL_B = 1 << 18, 3 << 18  # bytes kept of each log
+COPY_CHUNK_B = 1 << 20  # bytes copied at once
+TRUNCATION_MARK = "\n[Dyno left out about {:,} bytes here]\n"  # output during the count isn't counted
+MAX_SWEEPS = 20  # repeated: processes may start others while they are killed
+TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"  # environment variable that switches TF32 off
+# environment variable of a job and its children: id of this process's jobs, and the job's own
+JOB_VARIABLE = "DYNO_JOB"
 # What a shell does that outlives this process: where that was killed, it kills what its jobs left.
 SWEEP = """
 exec 3<&0
@@ -59,7 +60,7 @@ exec 3<&0
 ) &
 """
 
-APART = ("train", "take")  # kinds of jobs that compile nothing, and whose folder lies among the user's own
+UNCOMPILED_KINDS = ("train", "take")  # jobs without compilation, in folders of the user
 
 Tick = Callable[[str, float], None]
 
@@ -78,7 +79,7 @@ def make_environment(runtime: Runtime, base: Mapping[str, str] | None = None) ->
     if runtime.python:
         env = {key: value for key, value in env.items() if key not in system.PYTHON_VARIABLES}
     env.update(system.missing_variables(env))
-    env.update(system.SILENCE)
+    env.update(system.SILENCING_VARIABLES)
     env.update({name: str(runtime.threads) for name in THREAD_VARIABLES})
     env["PYTHONUNBUFFERED"] = "1"
     env["PYTHONFAULTHANDLER"] = "1"
@@ -88,7 +89,7 @@ def make_environment(runtime: Runtime, base: Mapping[str, str] | None = None) ->
 
 def _choose_compiler_cache(kind: str, folder: Path) -> dict[str, str]:
     """Return a compiler cache that the rounds of one trial share, so that the first build of a study is always cold."""
-    return {} if kind in APART else {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
+    return {} if kind in UNCOMPILED_KINDS else {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
 
 
 def _forbid_tf32(job: Job) -> dict[str, str]:
@@ -97,8 +98,8 @@ def _forbid_tf32(job: Job) -> dict[str, str]:
     An engine may use TF32 by default, and ONNX Runtime's TensorRT provider has no option against it.
     """
     of = job.trial or job.recipe
-    is_fp32 = of is not None and of.precision == "fp32" and TF32 not in dict(job.runtime.env)
-    return {TF32: "0"} if is_fp32 else {}
+    is_fp32 = of is not None and of.precision == "fp32" and TF32_VARIABLE not in dict(job.runtime.env)
+    return {TF32_VARIABLE: "0"} if is_fp32 else {}
 
 
 def launch(
@@ -144,7 +145,7 @@ def stop_jobs_on_error(pool: ThreadPoolExecutor) -> Iterator[Tick]:
 
     def check_stopped(stage: str, seconds: float) -> None:
         if stopped.is_set():
-            raise KeyboardInterrupt  # in the job's thread, which then kills its process
+            raise KeyboardInterrupt  # raised in the job's thread, which then kills the job's process
 
     try:
         yield check_stopped
@@ -170,7 +171,7 @@ def _let_end(process: subprocess.Popen[bytes]) -> None:
     """Interrupt the process and all that it started, as a terminal does, and give them a while to end."""
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(LAST_WORDS_S)
+        process.wait(TOOL_SHUTDOWN_S)
 
 
 @dataclass(frozen=True)
@@ -207,17 +208,17 @@ def start(
     telemetry = Telemetry(job.runtime.device, make_environment(job.runtime), mates, partial(read_stage, folder))
     launcher = system.UNDER_TOOL if tool else os.getpid()
     id = f"{_id_of_jobs()}-{uuid4().hex[:12]}"
-    with open(folder / LOGS[0], "ab") as out, open(folder / LOGS[1], "ab") as err:  # what is added goes to the end
+    with open(folder / LOGS[0], "ab") as out, open(folder / LOGS[1], "ab") as err:  # append
         try:
             process = subprocess.Popen(
-                [*tool, python, str(MAIN), str(folder.resolve())],
+                [*tool, python, str(WORKER_MAIN), str(folder.resolve())],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 env={**_choose_compiler_cache(job.kind, folder), **make_environment(job.runtime), **_forbid_tf32(job),
                      **(extra or {}),
-                     "DYNO_LAUNCHER": str(launcher), STARTED: repr(time.monotonic()),
-                     JOB: " ".join(filter(None, (os.environ.get(JOB), id)))},
+                     "DYNO_LAUNCHER": str(launcher), STARTED_VARIABLE: repr(time.monotonic()),
+                     JOB_VARIABLE: " ".join(filter(None, (os.environ.get(JOB_VARIABLE), id)))},
                 start_new_session=True,
                 pass_fds=inherited,
             )  # fmt: skip
@@ -235,7 +236,7 @@ def abandon(started: JobProcess) -> None:
     """Kill the job with all that it started, whether it runs, is stopped or has ended."""
     _kill_group(started.process)
     _kill_strays(started.id)
-    trim_logs(started.folder, most=HEAD_B + TAIL_B + len(LEFT_OUT))
+    trim_logs(started.folder, most=KEPT_HEAD_B + KEPT_TAIL_B + len(TRUNCATION_MARK))
     started.telemetry.stop(started.folder / "telemetry.npz")
 
 
@@ -278,7 +279,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def _kill_strays(id: str) -> None:
     """Kill processes of the job that left its group, and those that they start meanwhile."""
-    for _ in range(MOST_SWEEPS):
+    for _ in range(MAX_SWEEPS):
         found = list(_find_processes(id.encode()))
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
@@ -317,7 +318,7 @@ def _dismiss_shell(write: int) -> None:
         os.write(write, b"\n")
 
 
-def trim_logs(folder: Path, most: int = 2 * (HEAD_B + TAIL_B)) -> None:
+def trim_logs(folder: Path, most: int = 2 * (KEPT_HEAD_B + KEPT_TAIL_B)) -> None:
     """Keep the beginning and the end of the job's output if it is longer than `most` bytes."""
     for path in (folder / name for name in LOGS):
         with suppress(OSError):
@@ -328,20 +329,20 @@ def trim_logs(folder: Path, most: int = 2 * (HEAD_B + TAIL_B)) -> None:
 
 def _trim_log(f: BinaryIO) -> None:
     size = f.seek(0, os.SEEK_END)
-    f.seek(HEAD_B)
-    pattern = re.escape(LEFT_OUT).replace(re.escape("{:,}"), "([0-9,]+)")
+    f.seek(KEPT_HEAD_B)
+    pattern = re.escape(TRUNCATION_MARK).replace(re.escape("{:,}"), "([0-9,]+)")
     before = re.match(pattern.encode(), f.read(100))
-    begin = HEAD_B + (before.end() if before else 0)
-    if size - begin <= TAIL_B:
+    begin = KEPT_HEAD_B + (before.end() if before else 0)
+    if size - begin <= KEPT_TAIL_B:
         return
-    left_out = size - begin - TAIL_B + (int(before[1].replace(b",", b"")) if before else 0)
-    f.seek(-TAIL_B, os.SEEK_END)
-    tail = f.read(TAIL_B)
-    f.seek(HEAD_B)
-    end = HEAD_B + f.write(LEFT_OUT.format(left_out).encode() + tail)
+    left_out = size - begin - KEPT_TAIL_B + (int(before[1].replace(b",", b"")) if before else 0)
+    f.seek(-KEPT_TAIL_B, os.SEEK_END)
+    tail = f.read(KEPT_TAIL_B)
+    f.seek(KEPT_HEAD_B)
+    end = KEPT_HEAD_B + f.write(TRUNCATION_MARK.format(left_out).encode() + tail)
     while os.fstat(f.fileno()).st_size > size:  # a job's last line, the reason of its end, often comes meanwhile
         f.seek(size)
-        more = f.read(PIECE_B)
+        more = f.read(COPY_CHUNK_B)
         size += len(more)
         f.seek(end)
         end += f.write(more)
@@ -390,7 +391,7 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
     last = _last_line(folder / "stderr.log") if code > 0 else ""
     reason = f"{reason}: {last}" if last else reason
     ended = replace(record, status=status, stage=stage, reason=reason)
-    measured = job.kind == "run" and stage == CLOSE and record.stage == CLOSE
+    measured = job.kind == "run" and stage == CLOSE_STAGE and record.stage == CLOSE_STAGE
     if measured and status != "oom" and not ended.was_killed:
         return replace(record, status="ok", warnings=(*record.warnings, describe_close(reason)))
     return ended

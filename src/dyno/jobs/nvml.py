@@ -13,7 +13,7 @@ import psutil
 Query = Callable[[], float]
 
 # PCIe throughput is left out: NVML measures it while the caller waits, 20 ms a direction.
-COLUMNS = (
+NVML_COLUMNS = (
     "gpu_memory", "gpu_util", "gpu_clock", "gpu_memory_clock", "gpu_power", "gpu_energy", "gpu_temperature",
     "gpu_throttle", "gpu_processes", "gpu_own",
 )  # fmt: skip
@@ -129,8 +129,8 @@ def _read_text(query: Callable[[], Any], nvml: Any) -> str:
 
 # How much memory new processes can take.
 
-ROOM = 1.5  # times what the largest process took, that have to be free before another one is started
-UNKNOWN_B = 1 << 30  # what a process is taken to need before any was seen
+HEADROOM = 1.5  # free memory needed to start another process, as a multiple of the largest so far
+DEFAULT_PROCESS_B = 1 << 30  # assumed need of a process before any was measured
 
 
 def read_available() -> int:

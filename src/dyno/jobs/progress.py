@@ -20,10 +20,10 @@ from dyno.worker.record import Record
 from dyno.worker.spec import Recipe, Trial, clean_text
 from dyno.worker.system import can_draw
 
-SHOWN = 6
-SHOWN_ROWS = 12  # of the answer so far
+MAX_SHOWN_TRIALS = 6
+MAX_ANSWER_ROWS = 12  # rows of the answer so far
 LONG_S = 60.0  # files that take longer get a line with their time
-COLOURS = {"ok": "green", "skipped": "yellow"}
+STATUS_COLOURS = {"ok": "green", "skipped": "yellow"}
 
 
 class Progress:
@@ -45,7 +45,8 @@ class Progress:
         self.lines: list[Text] = []
         self.answer: list[RenderableType] = []
         self.printed: list[str] = []  # the answer's last sentences in a file
-        self.answer_s: float | None = None  # what reading the run for it took, the first time apart: that imports too
+        # time to read the run for an answer; the first, which imports modules too, is measured apart
+        self.answer_s: float | None = None
         self.job: Trial | None = None
         self.now = ""
         self.step = ""
@@ -130,7 +131,7 @@ class Progress:
             self.printed = sentences
             return
         table = Table("configuration", "median", "speed-up", box=None, padding=(0, 2), header_style="dim")
-        for row in rows[:SHOWN_ROWS]:
+        for row in rows[:MAX_ANSWER_ROWS]:
             table.add_row(*map(clean_text, row))
         self.answer = [table, *lines, Text()]
 
@@ -172,13 +173,13 @@ class Progress:
             self.left.remove(trial)
         if stored:
             return
-        if self.step:  # else it was not started, because its file is missing
+        if self.step:  # otherwise the job was not started: its file is missing
             # Start of the process and import included.
             self.seconds[trial.id] = time.monotonic() - self.since if seconds is None else seconds
         width = len(str(self.total))
         text = Text.assemble(
             (f"{self.total - len(self.left):{width}}/{self.total} ", "dim"),
-            (f"{record.status:8}", COLOURS.get(record.status, "red")),
+            (f"{record.status:8}", STATUS_COLOURS.get(record.status, "red")),
             f" {clean_text(trial.label)}",
             (f"  {self.step}" if self.step else "", "dim"),
             (f"  {clean_text(record.reason)}" if record.reason else f"  {record.seconds:.1f} s", "dim"),
@@ -202,7 +203,7 @@ class Progress:
         if self.live is None:
             self.console.print(line, soft_wrap=True)
         else:
-            self.lines = [*self.lines[-SHOWN:], line]
+            self.lines = [*self.lines[-MAX_SHOWN_TRIALS:], line]
 
     def estimate_remaining(self) -> float | None:
         """Estimate the seconds until the study ends from the jobs that have ended.

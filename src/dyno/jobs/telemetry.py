@@ -72,9 +72,9 @@ def _read_package(zone: Path) -> Package:
 
 
 PERIOD_S, GPU_PERIOD_S = 0.25, 0.1
-COLUMNS = ("at", "rss", "cpu", "others", "frequency", "cpu_energy")
-TIMED_STAGES = ("time", "run for the energy")  # how the stages begin in which a job measures on a quiet machine
-PATIENCE_S = 5.0  # for a last sample; a driver that hangs must not hold up the study
+HOST_COLUMNS = ("at", "rss", "cpu", "others", "frequency", "cpu_energy")
+QUIET_STAGES = ("time", "run for the energy")  # prefixes of stages that measure on a quiet machine
+SHUTDOWN_TIMEOUT_S = 5.0  # limit for the last sample: a driver that hangs must not block the study
 
 
 class Telemetry:
@@ -103,7 +103,7 @@ class Telemetry:
         self._read_stage = read_stage
         self._gpu = nvml.find_gpu(device, os.environ if environment is None else environment)
         self._rapl = find_rapl()
-        self._names = COLUMNS + (nvml.COLUMNS if self._gpu else ())
+        self._names = HOST_COLUMNS + (nvml.NVML_COLUMNS if self._gpu else ())
         self._before = self._gpu.sample(()) if self._gpu else ()
         self._period = GPU_PERIOD_S if self._gpu else PERIOD_S
         self._epoch = time.monotonic()
@@ -140,7 +140,7 @@ class Telemetry:
         """End the sampling and store the columns as an npz file."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(PATIENCE_S)
+            self._thread.join(SHUTDOWN_TIMEOUT_S)
         columns = np.asarray(self._rows, np.float64).reshape(-1, len(self._names))
         arrays = {name: columns[:, i] for i, name in enumerate(self._names)}
         if self._gpu:
@@ -153,7 +153,7 @@ class Telemetry:
         """Return the GPU's name and UUID, and its state before the job."""
         if self._gpu is None:
             return {}
-        before = dict(zip(nvml.COLUMNS, self._before, strict=True))
+        before = dict(zip(nvml.NVML_COLUMNS, self._before, strict=True))
         state = {f"gpu_before_{name}": np.asarray(before[f"gpu_{name}"]) for name in ("memory", "util", "processes")}
         return {**state, "gpu_name": np.asarray(self._gpu.name), "gpu_uuid": np.asarray(self._gpu.uuid)}
 
@@ -165,10 +165,10 @@ class Telemetry:
             if self._frozen.is_set():
                 continue
             now, busy_now = time.monotonic(), _busy_seconds()
-            if not self._read_stage().startswith(TIMED_STAGES):
+            if not self._read_stage().startswith(QUIET_STAGES):
                 tree.find_children()
             rss, own_now, pids = tree.measure()
-            rss = rss or float("nan")  # of a process that has just ended, nothing is known
+            rss = rss or float("nan")  # unknown for a process that has just ended
             span = now - before
             cpu = max(0.0, own_now - own) / span
             others = max(0.0, (busy_now - busy) / span - cpu)
@@ -185,7 +185,9 @@ class Telemetry:
         sample = self._gpu.sample(pids.union(self._mates))
         if not set(self._mates) - self._mates_before - pids:
             return sample
-        return tuple(float("nan") if name == "gpu_memory" else x for name, x in zip(nvml.COLUMNS, sample, strict=True))
+        return tuple(
+            float("nan") if name == "gpu_memory" else x for name, x in zip(nvml.NVML_COLUMNS, sample, strict=True)
+        )
 
 
 def _busy_seconds() -> float:

@@ -26,7 +26,7 @@ from dyno.worker.spec import Artifact, Job, Trial, UserError, check_known
 if TYPE_CHECKING:
     import pandas as pd
 
-INPUTS, TOP = 4, 20
+DEFAULT_INPUTS, DEFAULT_TOP = 4, 20
 NODE_BY_NODE = Choice("onnxruntime", {"optimization": "disable"})  # runs a graph as it is written
 
 
@@ -39,7 +39,7 @@ class LayerAgreement:
     rtol: float = RTOL
     atol: float = ATOL
     order: str = ORDERS[0]
-    top: int = TOP
+    top: int = DEFAULT_TOP
     left_out: tuple[str, ...] = ()
 
     @cached_property
@@ -62,11 +62,11 @@ def diff_layers(
     model: Any,
     *others: Any,
     batch: int = 1,
-    compared: int = INPUTS,
+    compared: int = DEFAULT_INPUTS,
     rtol: float = RTOL,
     atol: float = ATOL,
     order: str = ORDERS[0],
-    top: int = TOP,
+    top: int = DEFAULT_TOP,
     quiet: bool = True,
     **settings: Any,
 ) -> LayerAgreement:
@@ -96,20 +96,21 @@ def diff_layers(
 
 def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
     """Return the form with the engine that runs it; raise `UserError` for one whose graph can't be cut."""
-    if later and side.choice.name == forms.MODULE:
+    if later and side.choice.name == forms.MODULE_FORM:
         raise UserError(f"{model_name(side.source)} is a PyTorch module, and layers are compared with those of a "
                         "graph; give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
     kind = registry.format_of(side.source)
-    is_engine = kind is not None and kind.name != forms.ONNX
+    is_engine = kind is not None and kind.name != forms.ONNX_FORM
     engine = kind.usual(Path(side.source)) if kind is not None and is_engine else side.choice.name
-    if engine not in (forms.ONNX, forms.MODULE) and not registry.find(engine).loads_onnx:
+    if engine not in (forms.ONNX_FORM, forms.MODULE_FORM) and not registry.find(engine).loads_onnx:
         able = [name for name in registry.list_backends() if registry.find(name).loads_onnx]
         raise UserError(f"{engine} runs no parts of a graph, so its layers can't be compared; these do: "
                         f"{', '.join(able)}")  # fmt: skip
     if is_engine:
         raise UserError(f"{side.source} is not an ONNX graph, whose tensors are compared; give the ONNX file that it "
                         f"was made from, and {engine} behind it")  # fmt: skip
-    if side.choice.name == forms.ONNX:  # a file behind the first runs as ever, a form of the first as it is written
+    # a file behind the first runs as ever, a form of the first as it is written
+    if side.choice.name == forms.ONNX_FORM:
         as_ever = later and not side.named and not side.precision
         return replace(side, choice=Choice(NODE_BY_NODE.name) if as_ever else NODE_BY_NODE)
     return side
@@ -129,7 +130,7 @@ class _FormComparer(forms.FormReader):
 
     def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return a module's own layers; an engine's layers are those of its graph."""
-        of_module = trial.backend == forms.MODULE
+        of_module = trial.backend == forms.MODULE_FORM
         return super().read_form(trial, None) if of_module else LayerGraph(form=LAYERS, library=trial.backend)
 
     def give_title(self, form: LayerGraph, trial: Trial) -> LayerGraph:
@@ -143,7 +144,7 @@ class _FormComparer(forms.FormReader):
         try:
             index = super().find_graph(trial, file)
         except forms.NoForm as e:
-            raise UserError(str(e)) from None  # without it there is nothing to compare
+            raise UserError(str(e)) from None  # without the reference there is nothing to compare
         self._graph_files.setdefault(index, file)
         return index
 
@@ -186,7 +187,7 @@ class _FormComparer(forms.FormReader):
     def _find_reference_graph(self, trial: Trial, graph: int) -> int:
         """Return the index of the reference's graph; for a module its FP32 export, the engine's own if possible."""
         first, _ = self.trials[0]
-        if first.backend != forms.MODULE:
+        if first.backend != forms.MODULE_FORM:
             return self.graph_of[self.shown[0]]
         if trial.precision == "fp32" and trial.model.source == first.model.source:
             return graph
@@ -199,7 +200,7 @@ class _FormComparer(forms.FormReader):
         """Return the folder of the reference's tensors by their names in the graph, stored once per graph."""
         if graph not in self._stored:
             file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
-            if of_module := first.backend == forms.MODULE:
+            if of_module := first.backend == forms.MODULE_FORM:
                 calls = agreement_tables.list_tensors(self.forms[self.shown[0]], self.forms[graph])
                 options |= {"graph": file.path, "calls": [list(call) for call in calls]}
             artifact = None if of_module else file

@@ -11,7 +11,7 @@ from functools import cached_property
 from dyno.formatting import format_count, format_number
 from dyno.layers import align
 from dyno.layers.align import Region
-from dyno.layers.tables import MODEL, MODULE_NAMES, QUANTISES
+from dyno.layers.tables import MODULE_NAMES, QUANTISE_OPERATORS, WHOLE_MODEL
 from dyno.report.tables import TableKind
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import Difference, Layer, LayerError, LayerErrors, LayerGraph, Port
@@ -42,7 +42,9 @@ def _find_readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
     """Return the modules of the nodes that read each tensor, behind its quantisation where it is quantised."""
     readers: dict[str, set[str]] = defaultdict(set)
     for layer in reversed(layers):
-        behind = [name for port in layer.outputs for name in readers[port.name]] if layer.type in QUANTISES else ()
+        behind = (
+            [name for port in layer.outputs for name in readers[port.name]] if layer.type in QUANTISE_OPERATORS else ()
+        )
         for port in layer.inputs:
             readers[port.name].update(layer.modules, behind)
     return readers
@@ -51,7 +53,7 @@ def _find_readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
 def _find_last_tensor(forms: Sequence[LayerGraph], region: Region) -> Port | None:
     """Return the only tensor that the nodes write and none reads, quantisation apart; None unless there is just one."""
     nodes = [forms[1].layers[k] for k in region.members[1]]
-    nodes = [node for node in nodes if node.type not in QUANTISES]
+    nodes = [node for node in nodes if node.type not in QUANTISE_OPERATORS]
     read = {port.name for node in nodes for port in node.inputs}
     written = [port for node in nodes for port in node.outputs[:1] if port.name not in read]
     return written[0] if len(written) == 1 else None
@@ -72,10 +74,11 @@ def _find_result_call(
 
 # What the layer errors of an engine say, in sentences.
 
-FEW = 0.5  # of the reference's layers: where fewer are compared a sentence says so
-HALF, MOSTLY = 0.5, 0.8  # of what it was: an error that falls below the first has fallen, below the second in part
-NOTEWORTHY = 0.1  # of the error that is left: a layer that does less to the outputs isn't worth a sentence
-NAMED = 4  # suspects that a sentence names
+MIN_COMPARED_SHARE = 0.5  # comparing fewer of the reference's layers is reported
+# an error below the first share of its former size has fallen, below the second in part
+FALLEN_SHARE, PARTLY_FALLEN_SHARE = 0.5, 0.8
+MIN_MENTIONED_SHARE = 0.1  # smaller shares of the remaining error aren't mentioned
+MAX_SUSPECTS_NAMED = 4  # suspects named in a sentence
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class EngineComparison:
         node = self.nodes.get(tensor)
         if not tensor or node is None:
             return tensor
-        names = [name or MODEL for name in node.modules]
+        names = [name or WHOLE_MODEL for name in node.modules]
         return f"{node.name} ({', '.join(names)})" if names else node.name
 
     def name_layers(self, tensors: Iterable[str]) -> list[str]:
@@ -138,7 +141,7 @@ class EngineComparison:
             return "vanishes when the graph is cut there"
         if _is_gone(cut, substituted, self.limit):
             return "confirmed"
-        return "confirmed in part" if substituted < MOSTLY * cut else "not confirmed"
+        return "confirmed in part" if substituted < PARTLY_FALLEN_SHARE * cut else "not confirmed"
 
     def sentences(self) -> Iterator[str]:
         """Yield whether outputs agree, where they diverge first, which layers cause it, and whether a test confirms it.
@@ -162,7 +165,7 @@ class EngineComparison:
 
     def _describe_left_out(self) -> Iterator[str]:
         found, theirs, mismatched = len(self.errors.layers), self.errors.reference_layers, self.errors.mismatched
-        if found < FEW * theirs:
+        if found < MIN_COMPARED_SHARE * theirs:
             have = "has" if found == 1 else "have"
             yield (
                 f"only {found:,} of the reference's {format_count(theirs, 'tensor')} {have} a counterpart; what lies "
@@ -194,7 +197,9 @@ class EngineComparison:
             return
         before = max((layer.total.error for layer in self.errors.layers if layer.tensor in first.reads), default=0.0)
         own, total = first.own.error, first.total.error
-        whose = "made here" if not math.isfinite(own) or own > HALF * total else "added up over the layers before"
+        whose = (
+            "made here" if not math.isfinite(own) or own > FALLEN_SHARE * total else "added up over the layers before"
+        )
         far = f"off by {_format_error(total)}" if math.isfinite(total) else "not finite"
         yield (
             f"first layer that disagrees: {self.name_layer(first.tensor)}, {far}; its own error is "
@@ -217,8 +222,8 @@ class EngineComparison:
     def _describe_suspects(self) -> str:
         effects = {layer.tensor: layer.effect or 0.0 for layer in self.errors.layers}
         total = sum(effect**2 for effect in effects.values())
-        listed = ", ".join(self.suspects[:NAMED])
-        more = f" and {len(self.suspects) - NAMED} more" if len(self.suspects) > NAMED else ""
+        listed = ", ".join(self.suspects[:MAX_SUSPECTS_NAMED])
+        more = f" and {len(self.suspects) - MAX_SUSPECTS_NAMED} more" if len(self.suspects) > MAX_SUSPECTS_NAMED else ""
         which = f"{format_count(len(self.suspects), 'layer')} of {len(self.compared):,}"
         if not total or not math.isfinite(total):
             return f"suspected: {which}, {listed}{more}."
@@ -238,8 +243,8 @@ class EngineComparison:
         )
         others = [e for e in self.errors.layers if e.tensor not in self.errors.suspects and e.effect is not None]
         most = max(others, key=lambda layer: layer.effect or 0.0, default=None)
-        left = substituted.error  # where outputs disagree even without the suspects
-        if most is not None and self.limit < left < math.inf and (most.effect or 0.0) >= NOTEWORTHY * left:
+        left = substituted.error  # outputs disagree even without the suspects
+        if most is not None and self.limit < left < math.inf and (most.effect or 0.0) >= MIN_MENTIONED_SHARE * left:
             yield (
                 f"the outputs disagree even then: of the other layers, {self.name_layer(most.tensor)} does most to "
                 f"them, {_format_error(most.effect or 0.0)} of their size."
@@ -259,7 +264,7 @@ def _format_error(error: float) -> str:
 
 def _is_gone(before: float, after: float, limit: float) -> bool:
     """Return whether an error is more than halved, or now within the limit by more than a hair's breadth."""
-    return after < HALF * before or (after <= limit < before and after < MOSTLY * before)
+    return after < FALLEN_SHARE * before or (after <= limit < before and after < PARTLY_FALLEN_SHARE * before)
 
 
 # The comparison of each engine's layers as tables.
@@ -280,7 +285,7 @@ def list_compared_layers(compared: Sequence[EngineComparison], order: str, top: 
     suspects have rows.
     """
     rows = [row for each in compared for row in _build_rows(each, order, top)]
-    return LAYER_ERRORS.of(COLUMNS, rows, group=("engine",), printed=PRINTED)
+    return LAYER_ERRORS.of(COLUMNS, rows, group=("engine",), printed=PRINTED_COLUMNS)
 
 
 def _build_rows(each: EngineComparison, order: str, top: int) -> list[Row]:
@@ -296,7 +301,7 @@ def _build_rows(each: EngineComparison, order: str, top: int) -> list[Row]:
 def _build_row(each: EngineComparison, layer: LayerError, errors: Mapping[str, float], total: float) -> Row:
     node, suspect = each.nodes.get(layer.tensor, Layer()), layer.tensor in each.errors.suspects
     before = max((errors.get(name, 0.0) for name in layer.reads), default=0.0)
-    names = [name or MODEL for name in node.modules] or [node.name]
+    names = [name or WHOLE_MODEL for name in node.modules] or [node.name]
     share = 100 * layer.effect**2 / total if layer.effect is not None and total and math.isfinite(total) else None
     remarks = {
         "first that disagrees": layer is each.first,
@@ -329,7 +334,7 @@ def list_findings(compared: Sequence[EngineComparison], rtol: float, atol: float
         "|b|; own error: the layer alone reads the reference's values; on the outputs: what this alone does to the "
         "network's outputs."
     )
-    return FINDINGS.of(FINDING_COLUMNS, [*map(_build_finding, compared)], notes=tuple(notes), printed=FOUND)
+    return FINDINGS.of(FINDING_COLUMNS, [*map(_build_finding, compared)], notes=tuple(notes), printed=SEARCH_COLUMNS)
 
 
 def _build_finding(each: EngineComparison) -> Row:
@@ -370,7 +375,19 @@ COLUMNS = (
     Column("suspect", "yes for the few layers that make most of the error", kind=TEXT),
     Column("remark", "further remarks", kind=TEXT),
 )  # fmt: skip
-PRINTED = ("engine", "modules", "layer", "type", "error", "own_error", "growth", "effect", "share", "close", "remark")
+PRINTED_COLUMNS = (
+    "engine",
+    "modules",
+    "layer",
+    "type",
+    "error",
+    "own_error",
+    "growth",
+    "effect",
+    "share",
+    "close",
+    "remark",
+)
 FINDING_COLUMNS = (
     Column("engine", "the engine that is compared", kind=TEXT),
     Column("reference", "what it is compared with", kind=TEXT, title="against", rank=6),
@@ -394,5 +411,5 @@ FINDING_COLUMNS = (
     Column("suspects", "these layers", kind=TEXT),
     Column("boundary", "layers between which the error begins where marking hides it", kind=TEXT),
 )  # fmt: skip
-FOUND = ("engine", "reference", "precision", "limit", "layers", "close", "unmodified_error", "marked_error",
-         "cut_error", "substituted_error", "suspect_count", "verdict", "first")  # fmt: skip
+SEARCH_COLUMNS = ("engine", "reference", "precision", "limit", "layers", "close", "unmodified_error", "marked_error",
+                  "cut_error", "substituted_error", "suspect_count", "verdict", "first")  # fmt: skip

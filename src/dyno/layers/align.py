@@ -14,9 +14,9 @@ from dyno.worker.facts.job import MODULES, NODES, Layer, LayerGraph
 
 Claims = dict[int, set[int]]  # index of a layer -> indices of its counterparts in another form
 # What a node's name, a tensor's name, or the flow between named ones says; and what is computed before the first run.
-NAMED, FLOW, CONSTANT = "named", "flow", "constant"
-SHAPES = {"Shape", "Size"}  # operators whose results the shapes decide
-DEQUANTISES = "DequantizeLinear"
+BY_NAME, BY_FLOW, BY_CONSTANT = "named", "flow", "constant"
+SHAPE_OPERATORS = {"Shape", "Size"}  # operators whose results depend on shapes alone
+DEQUANTISE_OPERATOR = "DequantizeLinear"
 
 
 class Flow:
@@ -38,7 +38,7 @@ class Flow:
                 self.after[source].append(index)
             fed = [port for port in layer.inputs if port.name not in writer]
             still = not fed and self.constant.issuperset(self.before[index])
-            if complete and (still or layer.type in SHAPES):
+            if complete and (still or layer.type in SHAPE_OPERATORS):
                 self.constant.add(index)
             writer.update({port.name: index for port in layer.outputs})
 
@@ -83,12 +83,12 @@ def place_layers(
     an order in which they can run.
     """
     placements = {index: set(own) for index, own in claims.items() if own}
-    how = dict.fromkeys(placements, NAMED)
+    how = dict.fromkeys(placements, BY_NAME)
     forwards, backwards = flow.forwards, flow.backwards
 
     def place_layer(index: int, counterparts: set[int]) -> None:
         if counterparts:
-            placements[index], how[index] = counterparts, CONSTANT if index in flow.constant else FLOW
+            placements[index], how[index] = counterparts, BY_CONSTANT if index in flow.constant else BY_FLOW
 
     def find_claims(neighbours: Sequence[int]) -> set[int]:
         return {one for neighbour in neighbours for one in placements.get(neighbour, ())}
@@ -97,7 +97,7 @@ def place_layers(
     for index in forwards:
         if index not in placements and index not in flow.constant:
             place_layer(index, above[index] & below[index])
-    behind = dict[int, set[int]]()  # of an unclaimed layer that ends one: what reads it, before another product does
+    behind = dict[int, set[int]]()  # readers of an unclaimed final layer, up to the next product
     for index in backwards:
         if index not in placements:
             reached = find_claims(flow.after[index])
@@ -106,7 +106,7 @@ def place_layers(
                 continue
             reached |= {one for reader in flow.after[index] for one in behind.get(reader, ())}
             # An engine's layer may begin with these, and rarely ends with one.
-            if layers[index].flops or layers[index].type == DEQUANTISES:
+            if layers[index].flops or layers[index].type == DEQUANTISE_OPERATOR:
                 place_layer(index, {min(reached)} if reached else set())
             else:
                 behind[index] = reached
@@ -143,10 +143,10 @@ def _find_nearest(
 
 
 # What engines add to the name of a node, or of the tensor that it writes.
-ADDED = ("/WithoutBiases", "_nchwc", "_quant")
-NUMBERED = re.compile(r"_token_\d+$")
-FUSION = re.compile(r"(/\w*Fusion\w*/?)+$")
-WRAPPER = "model."  # what an export of a module with described inputs puts before every name
+ADDED_SUFFIXES = ("/WithoutBiases", "_nchwc", "_quant")
+TOKEN_NUMBER = re.compile(r"_token_\d+$")
+FUSION_SUFFIX = re.compile(r"(/\w*Fusion\w*/?)+$")
+WRAPPER_PREFIX = "model."  # prefix of names in exports of modules with described inputs
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     extended = extend_claims(inner, outer, claims, unnamed, can_hold)
     pairs, how = place_layers(graph, extended, inner, _find_ends(engine, tensors))
     for node in extended.keys() - claims.keys():
-        how[node] = FLOW
+        how[node] = BY_FLOW
     sure = frozenset((node, layer) for node, own in claims.items() for layer in own)
     return Link(upper, lower, _extend_pairs(pairs, outer, unnamed), how, sure)
 
@@ -265,8 +265,8 @@ def _extend_pairs(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence
 
 def _find_index(name: str, *tables: Mapping[str, int]) -> int | None:
     """Return the name's index in the first table that has it, with or without an engine's additions to it, or None."""
-    stem = NUMBERED.sub("", FUSION.sub("", name))
-    stems = [name, stem, *(stem.removesuffix(added) for added in ADDED if stem.endswith(added))]
+    stem = TOKEN_NUMBER.sub("", FUSION_SUFFIX.sub("", name))
+    stems = [name, stem, *(stem.removesuffix(added) for added in ADDED_SUFFIXES if stem.endswith(added))]
     return next((table[each] for each in stems for table in tables if each in table), None)
 
 
@@ -285,7 +285,7 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     claims: Claims = defaultdict(set)
     for name, by_call in nodes.items():
         calls_of = by_name.get(name, [])
-        first = 0 if len(by_call) > 1 else None  # where later calls have a number, the first has none
+        first = 0 if len(by_call) > 1 else None  # the first call has no number if later ones have one
         for number, indices in by_call.items():
             which = first if number is None else number
             chosen = calls_of if which is None else calls_of[which : which + 1]
@@ -305,8 +305,8 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     whole, _ = place_layers([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
     kept = {k: own for k, own in pairs.items() if k in outer} | {ran[place]: own for place, own in whole.items()}
     # A call is found by its name where one of the nodes that claim it was, else by data flow.
-    named = {call for node, own in claims.items() if how.get(node) == NAMED for call in own}
-    return Link(upper, lower, kept, {call: NAMED if call in named else FLOW for call in kept}, sure, outer)
+    named = {call for node, own in claims.items() if how.get(node) == BY_NAME for call in own}
+    return Link(upper, lower, kept, {call: BY_NAME if call in named else BY_FLOW for call in kept}, sure, outer)
 
 
 def _parse_call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
@@ -314,7 +314,7 @@ def _parse_call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
 
     `known` maps each name of a module to that of its calls; a module that stands in several places has several names.
     """
-    for text in (name, name.removeprefix(WRAPPER)):
+    for text in (name, name.removeprefix(WRAPPER_PREFIX)):
         if text in known:
             return known[text], None
         again = re.fullmatch(r"(.*)_(\d+)", text)
@@ -427,9 +427,9 @@ def _sort_regions(
     first: tuple[int, int] = (-1, -1)  # stands before all
     behind: dict[tuple[int, int], list[tuple[int, int]]] = {first: []}
     for form, inside in enumerate(forms):
-        previous, beside = first, Counter[tuple[int, int]]()  # of this form's regions, how many stand behind which
+        previous, beside = first, Counter[tuple[int, int]]()  # regions of this form, counted by neighbours
         last = {root((form, k)): k for k in range(len(inside.layers)) if (form, k) not in around}
-        early = Flow(inside.layers).constant if form else set()  # what shapes decide is computed before all else
+        early = Flow(inside.layers).constant if form else set()  # shape computations run before all others
         for k in range(len(inside.layers)):
             one = root((form, k))
             if (form, k) in around or (form and k != last[one] and (one not in behind or k in early)):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dyno.layers import align
-from dyno.layers.align import NAMED, Link, Region
+from dyno.layers.align import BY_NAME, Link, Region
 from dyno.layers.pairs import FormPair, PairSide
-from dyno.layers.tables import BYTES, MODEL
+from dyno.layers.tables import TYPE_BYTES, WHOLE_MODEL
 from dyno.layers.times import name_modules
 from dyno.worker.facts.job import MODULES, Layer
 
@@ -46,8 +46,8 @@ WHOLE = Cause("whole", "all of it", region=False)
 CAUSES = (NARROWER, WIDER, STAYED, PROVIDER, KERNEL, SAME, FUSED, SPLIT, CONVERSION, CALLS, UNALIGNED)
 
 CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "FakeQuantize")
-PROVIDERS = "ONNX Runtime"  # whose tactics are execution providers
-FULL = ("", "fp32", "tf32")  # precisions in which nothing is narrower than float32
+PROVIDER_ENGINE = "ONNX Runtime"  # engine whose tactics are execution providers
+FULL_PRECISIONS = ("", "fp32", "tf32")  # precisions without types narrower than float32
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _link_calls(pair: FormPair) -> Link:
     places = [{call: k for k, call in enumerate(pair.forms[side.form].count_calls())} for side in pair.sides]
     found = {k: {places[1][call]} for call, k in places[0].items() if call in places[1]}
     sure = frozenset((k, other) for k, own in found.items() for other in own)
-    return Link(pair.a.form, pair.b.form, found, dict.fromkeys(found, NAMED), sure)
+    return Link(pair.a.form, pair.b.form, found, dict.fromkeys(found, BY_NAME), sure)
 
 
 def merge_own_code(found: Sequence[Region], form: int) -> list[Region]:
@@ -154,7 +154,9 @@ class _TimedForm:
 
     def list_names(self, chosen: Sequence[int]) -> tuple[str, ...]:
         """Return the names of these layers, in order."""
-        return tuple(dict.fromkeys(name for k in chosen for name in self.names[k] or [self.layers[k].name or MODEL]))
+        return tuple(
+            dict.fromkeys(name for k in chosen for name in self.names[k] or [self.layers[k].name or WHOLE_MODEL])
+        )
 
     def type_of(self, chosen: Sequence[int]) -> str:
         """Return the type that these layers compute in; "" where it isn't known.
@@ -231,7 +233,7 @@ class _RegionSplitter:
             return None
         alone = all(root in ([], [*own]) for root, own in zip(roots, (a, b), strict=True))
         first, second = (a, b) if alone else roots
-        return CausePart(CALLS, tuple(first), tuple(second), (MODEL,))
+        return CausePart(CALLS, tuple(first), tuple(second), (WHOLE_MODEL,))
 
     def _make_conversion(self, form: _TimedForm, k: int) -> CausePart:
         reader = form.find_reader(k)
@@ -271,33 +273,33 @@ class _RegionSplitter:
         form, own = (self.a, a) if a else (self.b, b)
         others = [k for k in range(len(region.members)) if k != form.side.form and region.members[k]]
         other = self.b if a else self.a
-        products = form.modules and any(form.layers[k].flops for k in own)  # which every engine has, under some name
+        products = form.modules and any(form.layers[k].flops for k in own)  # every engine has products, under some name
         known = bool(others) or (not products and (form.modules or other.modules))
         cause = (FUSED if a else SPLIT) if known else UNALIGNED
         return CausePart(cause, tuple(a), tuple(b), form.list_names(own))
 
     def _find_cause(self, a: Sequence[int], b: Sequence[int], types: tuple[str, str]) -> Cause:
         if all(types):
-            before, after = (BYTES.get(kind, 1) for kind in types)
+            before, after = (TYPE_BYTES.get(kind, 1) for kind in types)
             if after < before:
                 return NARROWER
             if after > before:
                 return WIDER
             multiplies = any(self.b.layers[k].computes_in for k in b)
-            if after >= BYTES["float32"] and multiplies and self._pair.b.precision not in FULL:
+            if after >= TYPE_BYTES["float32"] and multiplies and self._pair.b.precision not in FULL_PRECISIONS:
                 return STAYED
         if types[0] != types[1] or self._libraries[0] != self._libraries[1]:
             return KERNEL
         layers = [[form.layers[k] for k in own] for form, own in ((self.a, a), (self.b, b))]
         kernels = [sorted((layer.type, layer.tactic) for layer in each) for each in layers]
-        if self._libraries[0] == PROVIDERS and [t for _, t in kernels[0]] != [t for _, t in kernels[1]]:
+        if self._libraries[0] == PROVIDER_ENGINE and [t for _, t in kernels[0]] != [t for _, t in kernels[1]]:
             return PROVIDER
         return SAME if kernels[0] == kernels[1] else KERNEL
 
     @property
     def _libraries(self) -> list[str]:
         """Whose layers they are, without versions."""
-        return [PROVIDERS if t.startswith(PROVIDERS) else t.partition(" ")[0] for t in self._pair.titles]
+        return [PROVIDER_ENGINE if t.startswith(PROVIDER_ENGINE) else t.partition(" ")[0] for t in self._pair.titles]
 
 
 def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 # Cold starts of a model's forms: from the start of a process to the first answer, by part, beside each other.
 
-STARTS = TableKind("cold-start", "Cold start",
-                   "What passes from the start of a process to the first answer of an engine, part by part.",
-                   command="dyno bench cold-start MODEL")  # fmt: skip
-WARM, COLD = "in memory", "on disk"  # where the files are that a process reads
+COLD_START = TableKind("cold-start", "Cold start",
+                       "What passes from the start of a process to the first answer of an engine, part by part.",
+                       command="dyno bench cold-start MODEL")  # fmt: skip
+WARM, COLD = "in memory", "on disk"  # location of the files that a process reads
 PARTS = {
     "start": "start of Python and of Dyno's worker",
     "imports": "import of libraries",
@@ -61,9 +61,9 @@ COLUMNS = (
     Column("rounds", "processes", kind=COUNT, rank=3),
 )  # fmt: skip
 PRINTED = keep_printed(COLUMNS)
-NOTE = "Parts, in ms, are those of the round in the middle, and with the rest they sum to its first answer."
-NAMED = 2  # parts that a sentence names
-MANY_UNCOMPILED = 0.1  # of the modules: a program's own few files say nothing of its libraries
+TABLE_NOTE = "Parts, in ms, are those of the round in the middle, and with the rest they sum to its first answer."
+MAX_PARTS_NAMED = 2  # parts named in a sentence
+MIN_UNCOMPILED_SHARE = 0.1  # share of uncompiled modules that is reported: a program's own few files don't matter
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ColdStartSamples:
     def describe(self) -> str:
         """Describe the longest parts before the first answer, and a later call."""
         middle = self.middle
-        largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
+        largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:MAX_PARTS_NAMED]
         named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
         times = format_number(stats.find_center(self.wholes).value / self.later)
         return f"{self.title}, files {self.files}: most of it is {named}; a later call takes 1/{times} of it."
@@ -127,7 +127,7 @@ class ColdStarts:
         ]  # fmt: skip
         decided = zip(self.starts, evidence, stats.decide_family(evidence), strict=True)
         rows = [_make_row(one, speedup if e else None) for one, e, speedup in decided]
-        return STARTS.of(COLUMNS, rows, notes=(NOTE, *self.sentences), printed=PRINTED)
+        return COLD_START.of(COLUMNS, rows, notes=(TABLE_NOTE, *self.sentences), printed=PRINTED)
 
     @property
     def sentences(self) -> list[str]:
@@ -141,7 +141,7 @@ class ColdStarts:
 
 def without_byte_code(modules: int, uncompiled: int) -> str:
     """Describe how many of a process's modules have no byte-code; "" where only a few have none."""
-    if uncompiled <= MANY_UNCOMPILED * modules:
+    if uncompiled <= MIN_UNCOMPILED_SHARE * modules:
         return ""
     return f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
 
@@ -159,15 +159,15 @@ def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
     return row | (compare_cells(speedup, False) or {"verdict": "reference"})
 
 
-ROUNDS = 5
-FILES = {"memory": (WARM,), "disk": (COLD,), "both": (WARM, COLD)}
+DEFAULT_ROUNDS = 5
+FILE_STATES = {"memory": (WARM,), "disk": (COLD,), "both": (WARM, COLD)}
 
 
 def bench_cold_start(
     model: Any,
     *others: Any,
     batch: int = 1,
-    rounds: int = ROUNDS,
+    rounds: int = DEFAULT_ROUNDS,
     files: str = "both",
     quiet: bool = True,
     **settings: Any,
@@ -180,18 +180,18 @@ def bench_cold_start(
     `dyno.Study`. Forms that can't be made or don't answer are left out; raises `UserError` if no form is left.
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)
-    check_known("files", files, FILES)
-    if COLD in FILES[files] and not hasattr(os, "posix_fadvise"):
+    check_known("files", files, FILE_STATES)
+    if COLD in FILE_STATES[files] and not hasattr(os, "posix_fadvise"):
         raise UserError("this system can't drop files from its cache; give --files memory")
     study, progress = one_model(model, settings), Progress(quiet=quiet)
     reading = ColdStartReader(study, batch, progress)
     sides = choose_engines(forms.list_forms(study, others))
-    if any(side.choice.name == forms.ONNX for side in sides):
+    if any(side.choice.name == forms.ONNX_FORM for side in sides):
         raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
     reading.read_all(sides)
     with progress.show_study([]):
         started, failed = _start_forms(reading.trials, progress)
-        starts = _measure_starts(started, rounds, FILES[files], progress)
+        starts = _measure_starts(started, rounds, FILE_STATES[files], progress)
     return ColdStarts(starts, (*reading.left_out, *failed))
 
 
@@ -269,7 +269,7 @@ def drop(files: Iterable[str]) -> None:
         with suppress(OSError):
             file = os.open(path, os.O_RDONLY)
             try:
-                os.fsync(file)  # what isn't written yet can't be dropped
+                os.fsync(file)  # only written pages can be dropped from the cache
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(file)

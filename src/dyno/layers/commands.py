@@ -41,7 +41,7 @@ class InspectOptions:
 
 @options.accept_options(
     InspectOptions,
-    f"sizes {options.MODEL} {options.IMAGES} {options.RUNTIME}",
+    f"sizes {options.MODEL_FIELDS} {options.IMAGE_FIELDS} {options.RUNTIME_FIELDS}",
     device="cpu, cuda:0 for TensorRT's engines",
 )
 def inspect(
@@ -88,7 +88,7 @@ class ProfileOptions:
     )
 
 
-@options.accept_options(ProfileOptions, f"{options.FORMS} seconds warmup")
+@options.accept_options(ProfileOptions, f"{options.FORM_FIELDS} seconds warmup")
 def profile(
     overrides: options.Overrides,
     models: ModelAndForms,
@@ -100,7 +100,7 @@ def profile(
     from dyno.report.export import make_page
 
     if format == "html":
-        files.check_library(files.LAYOUT)
+        files.check_library(files.LAYOUT_LIBRARY)
     profiled = profiling.profile(*models, save=save, quiet=False, **overrides)
     if format != "html":
         print_tables(profiled.tables, profiled.left_out, format)
@@ -127,7 +127,7 @@ class ExplainOptions:
     prescriptions: bool = option(False, "Then measure variants of B that may be faster.", flags="--try", common=True)
 
 
-@options.accept_options(ExplainOptions, f"{options.FORMS} seconds warmup timeout")
+@options.accept_options(ExplainOptions, f"{options.FORM_FIELDS} seconds warmup timeout")
 def explain(
     overrides: options.Overrides,
     what: Annotated[list[str], typer.Argument(help=WHAT, metavar="MODEL|RUN A B|FILE.json")],
@@ -143,7 +143,7 @@ def explain(
     from dyno.layers import explaining
     from dyno.layers.explaining import ExplanationResult
 
-    at_once = "prescriptions" in overrides and format in ("text", "markdown")  # of the others one document is expected
+    at_once = "prescriptions" in overrides and format in ("text", "markdown")  # other formats print one document
 
     def print_first(known: ExplanationResult) -> None:
         if at_once:
@@ -165,7 +165,7 @@ class ColdStartOptions:
     files: str = option("both", "Where code and model lie before a start: memory, disk, or both.", common=True)
 
 
-@options.accept_options(ColdStartOptions, options.FORMS)
+@options.accept_options(ColdStartOptions, options.FORM_FIELDS)
 def cold_start(overrides: options.Overrides, models: ModelAndForms, format: options.Format = "text") -> None:
     """Time the start of a process up to its first answer. The parts are imports, loading and the first call."""
     from dyno.layers import cold_start

@@ -30,11 +30,11 @@ from dyno.worker.spec import Artifact, Job, Trial, UserError
 # Of each kernel there is a line with its metrics and the NVTX ranges in which it was launched; see the Nsight Compute
 # CLI manual, https://docs.nvidia.com/nsight-compute/NsightComputeCli/. Read with ncu 2025.3.
 
-SCALE = {"ns": 1e-9, "nsecond": 1e-9}  # base units that aren't those of the figures
-RANGES, NAME = "Push/Pop_Range", "Kernel Name"
-ERROR = "==ERROR=="
+UNIT_FACTORS = {"ns": 1e-9, "nsecond": 1e-9}  # seconds per base unit of ncu
+RANGES_COLUMN, NAME_COLUMN = "Push/Pop_Range", "Kernel Name"
+ERROR_MARK = "==ERROR=="
 # Domain:Range:type and value of a payload:type and value of a colour:type and text of a message.
-RANGE = re.compile(r"[^:]*:(.*?):(?:none:none|\w+:.*):(?:none:none|\w+:0x[0-9a-f]+):(?:none:none|\w+:(.*))")
+NVTX_RANGE = re.compile(r"[^:]*:(.*?):(?:none:none|\w+:.*):(?:none:none|\w+:0x[0-9a-f]+):(?:none:none|\w+:(.*))")
 
 
 def _make_figure(metric: str, requested: bool = True) -> Any:
@@ -86,7 +86,7 @@ class NcuReport:
 def read_ncu(text: str) -> NcuReport:
     """Parse the report in ncu's output, with or without the profiled program's output before it."""
     lines = text.split("\n")  # not `splitlines`: TensorRT's JSON holds other separators
-    errors = tuple(line.removeprefix(ERROR).strip() for line in lines if line.startswith(ERROR))
+    errors = tuple(line.removeprefix(ERROR_MARK).strip() for line in lines if line.startswith(ERROR_MARK))
     begin = next((k for k, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
     rows = [line for line in lines[begin:] if line.startswith('"')]
     return NcuReport(tuple(_iter_kernels(rows)), errors)
@@ -98,7 +98,7 @@ def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:
         return
     heads, *rest = (next(csv.reader([line])) for line in lines[:2])
     units = dict(zip(heads, rest[0], strict=True))
-    ranges = next((k for k, head in enumerate(heads) if RANGES in head), None)
+    ranges = next((k for k, head in enumerate(heads) if RANGES_COLUMN in head), None)
     for line in lines[2:]:
         cells = next(csv.reader([line]))
         if len(cells) != len(heads) and ranges is not None:
@@ -108,7 +108,7 @@ def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:
         row = dict(zip(heads, cells, strict=True))
         figures = {name: _parse_figure(row, units, about["metric"]) for name, about in METRICS.items()}
         around = _parse_ranges(cells[ranges]) if ranges is not None else ()
-        yield Kernel(shorten_kernel(row[NAME]), around, **figures)
+        yield Kernel(shorten_kernel(row[NAME_COLUMN]), around, **figures)
 
 
 def _split_line(line: str, ranges: int, count: int) -> list[str]:
@@ -120,13 +120,13 @@ def _split_line(line: str, ranges: int, count: int) -> list[str]:
 def _parse_ranges(cell: str) -> tuple[str, ...]:
     """Return the names in a cell, from outermost to innermost: the message where there is one, else the range."""
     texts = re.findall(r'"(.+?)"(?="|  "|\s*$)', cell.replace('""', '"'))
-    found = (RANGE.fullmatch(text) for text in texts)
+    found = (NVTX_RANGE.fullmatch(text) for text in texts)
     return tuple(match[2] or match[1] for match in found if match)
 
 
 def _parse_figure(row: Mapping[str, str], units: Mapping[str, str], metric: str) -> float:
     try:
-        return float(row[metric].replace(",", "")) * SCALE.get(units[metric], 1.0)
+        return float(row[metric].replace(",", "")) * UNIT_FACTORS.get(units[metric], 1.0)
     except (KeyError, ValueError):  # a metric that this GPU hasn't got, or "n/a"
         return math.nan
 
@@ -134,11 +134,16 @@ def _parse_figure(row: Mapping[str, str], units: Mapping[str, str], metric: str)
 # From here on a part of the GPU, in percent of its peak, bounds a kernel: below it ncu's own rule SOLBottleneck speaks
 # of latency. A grid with fewer blocks than SMs is small by ncu's LaunchConfiguration; so is half a wave here, while
 # SOLBottleneck says it of any grid below a wave, although one of 0.99 fills the GPU.
-BUSY, HALF = 60.0, 0.5
+BUSY_PERCENT, MAJORITY = 60.0, 0.5
 # Up to here the tensor cores did nothing: of FP32 kernels without an instruction for them ncu counted up to 1.01 %.
-IDLE = 2.0
-DRAM, CACHES, SMS, LATENCY = "bound by DRAM", "bound by caches", "compute-bound", "latency-bound"
-SMALL = "in grids too small for the GPU"
+IDLE_PERCENT = 2.0
+BOUND_BY_DRAM, BOUND_BY_CACHES, COMPUTE_BOUND, LATENCY_BOUND = (
+    "bound by DRAM",
+    "bound by caches",
+    "compute-bound",
+    "latency-bound",
+)
+SMALL_GRIDS = "in grids too small for the GPU"
 COUNTERS = TableKind("counters", "Hardware counters",
                      "What the GPU's counters say of each kernel of one inference under ncu.",
                      command="dyno profile --device cuda:0 --counters")  # fmt: skip
@@ -163,9 +168,9 @@ COLUMNS = (
     Column("registers", "registers of a thread", kind=COUNT, rank=10),
     Column("finding", "what bounds it", kind=TEXT),
 )  # fmt: skip
-NOTE = (
+TABLE_NOTE = (
     "One inference under ncu, which runs each kernel alone, several times over and with cold caches: its times are not "
-    f"a latency. What is at {BUSY:.0f} % of its peak or more bounds a kernel, as in ncu's own rules."
+    f"a latency. What is at {BUSY_PERCENT:.0f} % of its peak or more bounds a kernel, as in ncu's own rules."
 )
 
 
@@ -174,7 +179,7 @@ def make_counters_table(found: FormSet, reports: Mapping[int, NcuReport], order:
 
     `reports` has those of the form with that index.
     """
-    forms, rows, notes = found.forms, list[Row](), [NOTE]
+    forms, rows, notes = found.forms, list[Row](), [TABLE_NOTE]
     for k, report in reports.items():
         owners = find_owners(forms[k], report.kernels)
         rows += _build_rows(forms[k], times.name_modules(found, k), report.kernels, owners, order, top)
@@ -241,28 +246,28 @@ def _sum_seconds(kernels: Sequence[Kernel]) -> float:
 
 def find_bound(kernel: Kernel) -> str:
     """Return the resource that bounds the kernel, "" where its counters don't tell."""
-    if kernel.memory >= BUSY and not kernel.sm > kernel.memory:
-        return DRAM if kernel.dram >= kernel.memory else CACHES
-    if kernel.sm >= BUSY:
-        return SMS
-    if kernel.blocks < kernel.sms or kernel.waves <= HALF:
-        return SMALL
-    return LATENCY if max(kernel.sm, kernel.memory) < BUSY else ""
+    if kernel.memory >= BUSY_PERCENT and not kernel.sm > kernel.memory:
+        return BOUND_BY_DRAM if kernel.dram >= kernel.memory else BOUND_BY_CACHES
+    if kernel.sm >= BUSY_PERCENT:
+        return COMPUTE_BOUND
+    if kernel.blocks < kernel.sms or kernel.waves <= MAJORITY:
+        return SMALL_GRIDS
+    return LATENCY_BOUND if max(kernel.sm, kernel.memory) < BUSY_PERCENT else ""
 
 
 def describe_bound(kernel: Kernel) -> str:
     """Describe the resource that bounds the kernel, with the figures behind it."""
     kind, sm, memory = find_bound(kernel), f"{kernel.sm:.0f} %", f"{kernel.memory:.0f} %"
-    if kind == DRAM:
+    if kind == BOUND_BY_DRAM:
         return f"memory-bound: {memory} of DRAM bandwidth"
-    if kind == CACHES:
+    if kind == BOUND_BY_CACHES:
         return f"memory-bound: caches at {memory}, DRAM at {kernel.dram:.0f} %"
-    if kind == SMS:
+    if kind == COMPUTE_BOUND:
         unit = "tensor cores" if kernel.tensor >= kernel.sm else "SMs"
         return f"compute-bound: {unit} at {sm} of their peak"
-    if kind == SMALL and kernel.blocks < kernel.sms:
+    if kind == SMALL_GRIDS and kernel.blocks < kernel.sms:
         return f"too small a grid: {format_count(int(kernel.blocks), 'block')} for {kernel.sms:.0f} SMs"
-    if kind == SMALL:
+    if kind == SMALL_GRIDS:
         return f"too small a grid: {format_number(kernel.waves, 2)} of a wave"
     return f"latency-bound: SMs at {sm}, memory at {memory}" if kind else ""
 
@@ -296,22 +301,22 @@ def _describe_tensor_cores(kernels: Sequence[Kernel]) -> str:
     known = [kernel for kernel in kernels if not math.isnan(kernel.tensor)]
     if not known:
         return ""
-    if all(kernel.tensor <= IDLE for kernel in known):
-        return f"the tensor cores are idle (up to {IDLE:.0f} %) in all {len(known)} kernels"
+    if all(kernel.tensor <= IDLE_PERCENT for kernel in known):
+        return f"the tensor cores are idle (up to {IDLE_PERCENT:.0f} %) in all {len(known)} kernels"
     slowest = sorted(known, key=lambda kernel: -_read_seconds(kernel))
-    idle = next(k for k, kernel in enumerate(slowest) if kernel.tensor > IDLE)
+    idle = next(k for k, kernel in enumerate(slowest) if kernel.tensor > IDLE_PERCENT)
     mean = sum(kernel.tensor * _read_seconds(kernel) for kernel in known) / (_sum_seconds(known) or 1.0)
     text = f"the tensor cores work {mean:.0f} % of the kernels' time"
     longest = "the longest kernel" if idle == 1 else f"the {idle} longest kernels"
-    return f"{text}, and are idle (up to {IDLE:.0f} %) in {longest}" if idle else text
+    return f"{text}, and are idle (up to {IDLE_PERCENT:.0f} %) in {longest}" if idle else text
 
 
 # Hardware counters of an engine's kernels: one inference in a job under NVIDIA's ncu.
 
-TOOL = "ncu"
+PROFILER = "ncu"
 TIMEOUT_S = 900.0
 # What ncu says (the beginning of its sentences, which go on with links) and what is to be done about it.
-CAUSES = {
+FAILURE_CAUSES = {
     "ERR_NVGPUCTRPERM": "this user may not read the GPU's counters (ERR_NVGPUCTRPERM); run as root, give a container "
     "--cap-add=SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
     "driver resource was unavailable": "another program uses the GPU's counters, such as DCGM or another profiler; end "
@@ -320,15 +325,15 @@ CAUSES = {
     "InterprocessLockFailed": "the lock file of another user's ncu is in the way; set TMPDIR to a folder of your own",
     "not compatible with Nsight Compute": "the driver is too old for this ncu; install the ncu of the driver's CUDA",
 }  # fmt: skip
-FAILED = "Failed to profile"
+FAILURE_MARK = "Failed to profile"
 
 
 def find_tool() -> str:
     """Return the path of ncu; raise `UserError` if it is not installed."""
-    if found := shutil.which(TOOL):
+    if found := shutil.which(PROFILER):
         return found
     raise UserError(
-        f"there is no {TOOL} on the PATH, which reads hardware counters; install NVIDIA Nsight Compute, "
+        f"there is no {PROFILER} on the PATH, which reads hardware counters; install NVIDIA Nsight Compute, "
         "or add its folder, such as /usr/local/cuda/bin"
     )
 
@@ -352,7 +357,7 @@ def count_kernels(
     If ncu fails or times out, the counters read until then are returned with the reason; raises `UserError` with the
     reason if there are no counters.
     """
-    progress.show_step(f"counters of {trial.label} under {TOOL}")
+    progress.show_step(f"counters of {trial.label} under {PROFILER}")
     with tempfile.TemporaryDirectory() as scratch:
         folder, log = Path(scratch) / "job", Path(scratch) / "ncu.csv"
         job = Job("counters", trial.runtime, trial, artifact=artifact)
@@ -368,7 +373,7 @@ def _read_text(path: Path) -> str:
 
 def judge_counts(record: Record, report: NcuReport, timeout_s: float) -> NcuReport:
     """Return the report, with the reason if it is incomplete; raise `UserError` if it is empty."""
-    if report.kernels and record.status == "ok" and not any(FAILED in error for error in report.errors):
+    if report.kernels and record.status == "ok" and not any(FAILURE_MARK in error for error in report.errors):
         return report
     reason = _find_reason(record, report.errors, timeout_s)
     if report.kernels:
@@ -378,18 +383,18 @@ def judge_counts(record: Record, report: NcuReport, timeout_s: float) -> NcuRepo
 
 def _find_reason(record: Record, errors: Sequence[str], timeout_s: float) -> str:
     """Return why not all kernels were counted; ncu's reason comes before the job's, which ncu may have ended."""
-    known = next((cause for sign, cause in CAUSES.items() if any(sign in error for error in errors)), "")
+    known = next((cause for sign, cause in FAILURE_CAUSES.items() if any(sign in error for error in errors)), "")
     if known:
         return known
     if record.status == "timeout":
-        return f"{TOOL} wasn't done after {timeout_s:g} s"
+        return f"{PROFILER} wasn't done after {timeout_s:g} s"
     if record.status == "ok" and not errors:
-        return f"{TOOL} saw no kernel between the start and the stop of its profiling"
+        return f"{PROFILER} saw no kernel between the start and the stop of its profiling"
     if record.status in ("failed", "skipped", "oom"):
         return record.reason
-    failed = next((error for error in errors if FAILED in error), "")
+    failed = next((error for error in errors if FAILURE_MARK in error), "")
     if failed:
         other = next((error for error in errors if error != failed), "")
         detail = f" ({other.rstrip(':.')})" if other else ""
-        return f"{TOOL} {failed[0].lower()}{failed[1:]}{detail}; other programs may be using the GPU"
-    return f"{TOOL} says: {errors[0]}" if errors else record.reason
+        return f"{PROFILER} {failed[0].lower()}{failed[1:]}{detail}; other programs may be using the GPU"
+    return f"{PROFILER} says: {errors[0]}" if errors else record.reason

@@ -20,7 +20,7 @@ from dyno.layers.waterfall import Waterfall, WaterfallStep
 from dyno.report.export import with_sentences
 from dyno.report.tables import TableKind, trial_table
 from dyno.results import ranking, stats
-from dyno.results.correctness import AGREE
+from dyno.results.correctness import OUTPUTS_AGREE
 from dyno.results.run_data import RunData
 from dyno.results.stats import FASTER, Speedup
 from dyno.results.trial_result import TrialResult
@@ -31,11 +31,11 @@ from dyno.table import RATIO, TEXT, Column, Table, keep_printed, limit_cells, wi
 from dyno.worker import registry
 from dyno.worker.spec import FIXED, Option, UserError
 
-LEAST = 0.05  # of B's latency: a cause that costs less calls for nothing
+MIN_CAUSE_SHARE = 0.05  # cheaper causes get no prescription
 # What B would be rid of without them; of the other causes only what B takes longer than A counts.
-OVERHEADS = (causes.STAYED, causes.SPLIT, causes.CONVERSION, causes.CALLS, causes.WAITING, causes.BETWEEN)
-ONNX = ("onnxruntime", "openvino", "tensorrt", "tensorrt_rtx")
-TENSORRT = ("tensorrt", "tensorrt_rtx")
+OVERHEAD_CAUSES = (causes.STAYED, causes.SPLIT, causes.CONVERSION, causes.CALLS, causes.WAITING, causes.BETWEEN)
+ONNX_BACKENDS = ("onnxruntime", "openvino", "tensorrt", "tensorrt_rtx")
+TENSORRT_BACKENDS = ("tensorrt", "tensorrt_rtx")
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Prescription:
 PRESCRIPTIONS = (
     Prescription("newer opset, in which one operator stands for several",
                  (causes.SPLIT, causes.CONVERSION, causes.KERNEL), ("onnxruntime", "openvino"), {"opset": 20}),
-    Prescription("PyTorch's other exporter", (causes.SPLIT, causes.KERNEL), ONNX, {"exporter": "torchscript"}),
+    Prescription("PyTorch's other exporter", (causes.SPLIT, causes.KERNEL), ONNX_BACKENDS, {"exporter": "torchscript"}),
     Prescription("fixed shapes and folded constants", (causes.SPLIT, causes.CONVERSION), ("onnxruntime", "openvino"),
                  {"static": True, "fold": True}),
     Prescription("no conversion to blocked layouts", (causes.CONVERSION,), ("onnxruntime",),
                  {"optimization": "extended"}, devices=("cpu",)),
     Prescription("fewer layers in a narrow type: the four most sensitive ones in FP32",
-                 (causes.NARROWER, causes.CONVERSION), ONNX, {"keep": 4}, precisions=("int8", "fp16")),
+                 (causes.NARROWER, causes.CONVERSION), ONNX_BACKENDS, {"keep": 4}, precisions=("int8", "fp16")),
     Prescription("OpenVINO in place of ONNX Runtime",
                  (causes.KERNEL, causes.NARROWER, causes.STAYED, causes.CONVERSION, causes.SPLIT), ("onnxruntime",),
                  backend="openvino", devices=("cpu",)),
@@ -82,7 +82,7 @@ PRESCRIPTIONS = (
                  ("openvino",), backend="onnxruntime", precisions=("fp32", "int8"), devices=("cpu",)),
     Prescription("BF16 in place of INT8", (causes.NARROWER, causes.STAYED, causes.CONVERSION), ("openvino",),
                  precision="bf16", precisions=("int8",), devices=("cpu",)),
-    Prescription("FP16 in place of INT8", (causes.NARROWER, causes.STAYED, causes.CONVERSION), TENSORRT,
+    Prescription("FP16 in place of INT8", (causes.NARROWER, causes.STAYED, causes.CONVERSION), TENSORRT_BACKENDS,
                  precision="fp16", precisions=("int8",)),
     Prescription("code compiled by inductor", (causes.CALLS, causes.BETWEEN, causes.KERNEL, causes.SPLIT), ("pytorch",),
                  backend="compile"),
@@ -93,17 +93,17 @@ PRESCRIPTIONS = (
     Prescription("cuDNN's fastest algorithms, by trying them", (causes.KERNEL,), ("pytorch", "compile"),
                  {"cudnn_benchmark": True}, devices=("cuda",)),
     Prescription("eight bits between layers, too: Q/DQ at sums, splits and concatenations",
-                 (causes.CONVERSION, causes.SPLIT), TENSORRT, {"joints": True}, precisions=("int8",),
+                 (causes.CONVERSION, causes.SPLIT), TENSORRT_BACKENDS, {"joints": True}, precisions=("int8",),
                  only={"route": (None, "auto", "graph"), "quantizer": (None, "onnxruntime"), "joints": (None, False)}),
     Prescription("types that the builder chooses, from a calibrator's ranges",
                  (causes.NARROWER, causes.STAYED, causes.CONVERSION, causes.SPLIT, causes.KERNEL), ("tensorrt",),
                  {"route": "calibrator"}, precisions=("int8",), only={"route": (None, "auto", "graph")}),
-    Prescription("the builder's usual level", (causes.KERNEL, causes.CONVERSION, causes.SPLIT), TENSORRT,
+    Prescription("the builder's usual level", (causes.KERNEL, causes.CONVERSION, causes.SPLIT), TENSORRT_BACKENDS,
                  {"optimization": 3}, only={"optimization": (0, 1, 2)}),
-    Prescription("the builder's highest level", (causes.KERNEL, causes.CONVERSION), TENSORRT, {"optimization": 5},
-                 only={"optimization": (None, 3, 4)}),
+    Prescription("the builder's highest level", (causes.KERNEL, causes.CONVERSION), TENSORRT_BACKENDS,
+                 {"optimization": 5}, only={"optimization": (None, 3, 4)}),
     Prescription("raw pixels as input, a quarter of the bytes to copy (latency/all)", (causes.COPYING,),
-                 ("pytorch", "compile", "onnxruntime", *TENSORRT), {"input": "uint8"}, devices=("cuda",),
+                 ("pytorch", "compile", "onnxruntime", *TENSORRT_BACKENDS), {"input": "uint8"}, devices=("cuda",),
                  only={"input": (None, "float32")}, boundary="all"),
     Prescription("another build, without timings of earlier ones", (causes.KERNEL, causes.SAME), ("tensorrt",),
                  {"timing_cache": False, "build": 1}),
@@ -127,7 +127,7 @@ def choose_prescriptions(
     What copies cost is known once they are measured (NaN): the waterfall is of the model alone.
     """
     costs = {step.cause: _estimate_saving(waterfall, step) for step in waterfall.causes}
-    least = LEAST * waterfall.gap.b
+    least = MIN_CAUSE_SHARE * waterfall.gap.b
     called = []
     for each in PRESCRIPTIONS:
         if not each.fits(backend, precision, device, options):
@@ -139,7 +139,7 @@ def choose_prescriptions(
 
 
 def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
-    if step.cause in OVERHEADS:
+    if step.cause in OVERHEAD_CAUSES:
         return step.b
     parts = [waterfall.step(step.cause, (k,)) for k in step.parts] or [step]
     return sum(max(0.0, part.difference.value) for part in parts)
@@ -147,8 +147,9 @@ def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
 
 # What came of prescriptions, as a table and in sentences.
 
-TRIED = TableKind("prescriptions", "Prescriptions", "What was tried to make B faster, and what came of it.",
-                  command="dyno explain MODEL A B --try")  # fmt: skip
+PRESCRIPTION_TABLE = TableKind("prescriptions", "Prescriptions",
+                               "What was tried to make B faster, and what came of it.",
+                               command="dyno explain MODEL A B --try")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class PrescriptionResult:
             f"Each is a trial beside {self.title}, in turns, all of them as one family (Holm); a profiled run is not "
             "among them."
         )
-        return TRIED.of(COLUMNS, rows, notes=(note,) if rows else (), printed=keep_printed(COLUMNS))
+        return PRESCRIPTION_TABLE.of(COLUMNS, rows, notes=(note,) if rows else (), printed=keep_printed(COLUMNS))
 
     @property
     def sentences(self) -> list[str]:
@@ -307,7 +308,7 @@ def _judge_trial(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -
     if t is None:
         return "", False, "no such engine was planned"
     outputs = str(rows[t.id]["outputs"] or "")
-    return outputs, outputs in ("", AGREE), "" if t.good else f"{t.status}: {t.reason}"
+    return outputs, outputs in ("", OUTPUTS_AGREE), "" if t.good else f"{t.status}: {t.reason}"
 
 
 def _apply_prescription(choice: Choice, precision: str, called: IndicatedPrescription) -> tuple[Choice, str]:

@@ -37,10 +37,15 @@ from dyno.worker.spec import UserError, to_json
 if TYPE_CHECKING:
     import pandas as pd
 
-ROUNDS, RUNS, TOP = 5, 50, 20  # processes of each side, watched runs in each, and parts that are listed
-STORED = ".json"
-PAGE = ".html"
-SAVED = {STORED: "what was measured", ".svg": "the waterfall", ".png": "the waterfall", PAGE: "a page with all of it"}
+DEFAULT_ROUNDS, DEFAULT_RUNS, DEFAULT_TOP = 5, 50, 20  # processes of each side; profiled runs in each; parts listed
+JSON_SUFFIX = ".json"
+PAGE_SUFFIX = ".html"
+SAVED_FORMATS = {
+    JSON_SUFFIX: "what was measured",
+    ".svg": "the waterfall",
+    ".png": "the waterfall",
+    PAGE_SUFFIX: "a page with all of it",
+}
 
 
 class ExplanationDescription(TypedDict):
@@ -60,7 +65,7 @@ class ExplanationResult:
     the results of prescriptions, if they were tried."""
 
     pair: FormPair
-    top: int = TOP
+    top: int = DEFAULT_TOP
     tried: PrescriptionResult | None = None
 
     @cached_property
@@ -96,12 +101,12 @@ class ExplanationResult:
         """
         place = Path(path)
         check_saved(place)
-        if place.suffix == STORED:
+        if place.suffix == JSON_SUFFIX:
             pairs.write_pair(place, self.pair)
         elif place.suffix == ".png":
             figure = draw_waterfall(self.waterfall)
             save_figure(figure, place, laid_out(figure))
-        elif place.suffix == PAGE:
+        elif place.suffix == PAGE_SUFFIX:
             write_text(place, graph_page.make_explained_page(self.waterfall, self.tables, self.sentences))
         else:
             write_text(place, graph_page.draw_explained_chart(self.waterfall))
@@ -127,11 +132,11 @@ class ExplanationResult:
 
 def check_saved(path: Path) -> None:
     """Raise `UserError` for a file that can't be saved."""
-    if path.suffix not in SAVED:
-        known = ", ".join(f"{ending} ({what})" for ending, what in SAVED.items())
+    if path.suffix not in SAVED_FORMATS:
+        known = ", ".join(f"{ending} ({what})" for ending, what in SAVED_FORMATS.items())
         raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
-    if path.suffix != STORED:
-        files.check_library(files.CHARTS)
+    if path.suffix != JSON_SUFFIX:
+        files.check_library(files.CHART_LIBRARY)
     check_writable(path)
 
 
@@ -139,9 +144,9 @@ def explain(
     model: Any,
     *sides: Any,
     batch: int = 1,
-    rounds: int = ROUNDS,
-    runs: int = RUNS,
-    top: int = TOP,
+    rounds: int = DEFAULT_ROUNDS,
+    runs: int = DEFAULT_RUNS,
+    top: int = DEFAULT_TOP,
     save: str | Path | Sequence[str | Path] = (),
     prescriptions: bool = False,
     first: Callable[[ExplanationResult], None] = lambda explained: None,
@@ -186,7 +191,7 @@ def explain(
 def _find_pair(
     model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
 ) -> FormPair:
-    if not sides and Path(str(model)).suffix == STORED:
+    if not sides and Path(str(model)).suffix == JSON_SUFFIX:
         try:
             return pairs.read_pair(Path(model))
         except (OSError, ValueError) as e:
@@ -216,7 +221,7 @@ def _of_run(
     """Profile two trials of a run now, with their own options and files, beside the run's own medians."""
     if settings:
         raise UserError(f"{', '.join(settings)} can't be given for a run: its trials say how they are measured")
-    refuse_links(folder, [pairs.FOLDER])  # before anything is measured: what was, is stored there
+    refuse_links(folder, [pairs.PAIRS_DIR])  # before anything is measured: pairs are stored there
     records = load_run(folder)
     found = [find_trial(records, str(name)) for name in names]
     if failed := next((each for each in found if not each.good), None):

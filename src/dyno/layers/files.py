@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 # The roofline chart: each layer's arithmetic against its operations per byte, under the measured ceilings.
 
-ROOM = 2.0  # factor between the outermost layer and the edge
-LARGEST, SMALLEST = 420.0, 6.0  # points² of a layer that takes all the time, and of one that takes none
+MARGIN_FACTOR = 2.0  # distance of the edge from the outermost layer, as a factor
+MAX_AREA, MIN_AREA = 420.0, 6.0  # points² of a layer with all of the time, and with none
 
 
 def draw_roofline(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings) -> Any | None:
@@ -54,7 +54,7 @@ def draw_roofline(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings
         axes = figure.subplots()
         for k, own in points.items():
             x, y, share = np.array(own).T
-            axes.scatter(x, y, s=SMALLEST + LARGEST * share, color=choose_color(times[k].backend),
+            axes.scatter(x, y, s=MIN_AREA + MAX_AREA * share, color=choose_color(times[k].backend),
                          alpha=0.6, linewidth=0.4, edgecolor=INK, marker=choose_marker(times[k].precision),
                          label=found.forms[k].library)  # fmt: skip
         _draw_roofs(axes, ceilings, {one.kind for k in points for one in work[k] if one.flops}, every[:, 0])
@@ -78,8 +78,8 @@ def _draw_roofs(axes: Any, ceilings: Ceilings, kinds: set[str], intensities: np.
     copy = ceilings.copy.bytes_per_s
     rates = {kind: rate for kind, rate in ceilings.rates.products.items() if kind in kinds}
     ridges = [rate / copy for rate in rates.values()]
-    low = min([*intensities, *ridges]) / ROOM
-    high = max([*intensities, *ridges]) * ROOM
+    low = min([*intensities, *ridges]) / MARGIN_FACTOR
+    high = max([*intensities, *ridges]) * MARGIN_FACTOR
     for kind, rate in rates.items():
         x = np.array([low, rate / copy, high])
         axes.plot(x, np.minimum(x * copy, rate) / 1e12, color=INK, lw=1.1, ls=LINES.get(kind, "-"))
@@ -89,8 +89,8 @@ def _draw_roofs(axes: Any, ceilings: Ceilings, kinds: set[str], intensities: np.
                   fontsize=8)  # fmt: skip
 
 
-EXPORTER = "dyno"
-PAGE, GRAPH, LAYOUT, CHARTS = ".html", ".onnx", "squarify", "matplotlib"
+EXPORTER_NAME = "dyno"
+PAGE_SUFFIX, GRAPH_SUFFIX, LAYOUT_LIBRARY, CHART_LIBRARY = ".html", ".onnx", "squarify", "matplotlib"
 TIMEOUT_S = 600.0
 
 
@@ -147,19 +147,19 @@ class OutputFileKind:
     rated: bool = False
 
 
-KINDS: dict[str, OutputFileKind] = {
+FILE_KINDS: dict[str, OutputFileKind] = {
     ".trace.json": OutputFileKind(
-        "Perfetto", lambda _, lines: json.dumps(graph_files.chrome_trace(lines, EXPORTER)), timed=True),
+        "Perfetto", lambda _, lines: json.dumps(graph_files.chrome_trace(lines, EXPORTER_NAME)), timed=True),
     ".speedscope.json": OutputFileKind("speedscope", lambda found, lines: json.dumps(
-        graph_files.build_speedscope_profile(lines, found.name, EXPORTER)), timed=True),
+        graph_files.build_speedscope_profile(lines, found.name, EXPORTER_NAME)), timed=True),
     ".explorer.json": OutputFileKind("Model Explorer", lambda found, lines: json.dumps(
         graph_files.build_explorer_graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
     ".node-data.json": OutputFileKind(
         "Model Explorer", lambda _, lines: json.dumps(graph_files.build_node_data(lines)), timed=True),
-    GRAPH: OutputFileKind("Netron", None),
+    GRAPH_SUFFIX: OutputFileKind("Netron", None),
     ".svg": OutputFileKind("a browser", None, timed=True, rated=True),
     ".png": OutputFileKind("a viewer of images", None, timed=True, rated=True),
-    PAGE: OutputFileKind("a browser", lambda found, lines: graph_page.profile_html(
+    PAGE_SUFFIX: OutputFileKind("a browser", lambda found, lines: graph_page.profile_html(
         found.name, [found.forms[k] for k in found.shown], lines, found.tables), timed=True),
 }  # fmt: skip
 
@@ -174,10 +174,10 @@ def find_kind(path: Path, timed: bool) -> OutputFileKind:
 
     Raises `UserError` for an unknown suffix, and for a file of times if nothing is `timed`.
     """
-    kind = next((kind for ending, kind in KINDS.items() if path.name.endswith(ending)), None)
+    kind = next((kind for ending, kind in FILE_KINDS.items() if path.name.endswith(ending)), None)
     if kind is not None and (timed or not kind.timed):
         return kind
-    known = ", ".join(f"{ending} ({kind.opens})" for ending, kind in KINDS.items() if timed or not kind.timed)
+    known = ", ".join(f"{ending} ({kind.opens})" for ending, kind in FILE_KINDS.items() if timed or not kind.timed)
     if kind is None:
         raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
     raise UserError(f"{path.name} needs times of layers; `dyno profile` saves it, `dyno inspect` saves {known}")
@@ -187,16 +187,16 @@ def check(paths: Sequence[Path], sides: Sequence[FormRequest], timed: bool, rate
     """Raise `UserError`, before anything is read, for a file that can't be written or made from these forms."""
     for path in paths:
         kind = find_kind(path, timed)
-        if kind is KINDS[PAGE]:
-            check_library(LAYOUT)
+        if kind is FILE_KINDS[PAGE_SUFFIX]:
+            check_library(LAYOUT_LIBRARY)
         if kind.rated and not rated:
             raise UserError(f"{path.name} needs the device's ceilings; add --roofline")
         if kind.rated:
-            check_library(CHARTS)
+            check_library(CHART_LIBRARY)
         check_writable(path)
         if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
             raise UserError(f"{path} is the model itself; give another file to save to")
-        if kind is KINDS[GRAPH] and not any(map(_has_graph, sides)):
+        if kind is FILE_KINDS[GRAPH_SUFFIX] and not any(map(_has_graph, sides)):
             raise UserError(f"{path.name} needs an ONNX graph, but no form is made from one; "
                             f"add onnxruntime, or another that is")  # fmt: skip
 
@@ -204,7 +204,7 @@ def check(paths: Sequence[Path], sides: Sequence[FormRequest], timed: bool, rate
 def _has_graph(side: FormRequest) -> bool:
     """Return whether the form is an ONNX graph, or may be made from one."""
     kind = registry.format_of(side.source)
-    return kind.name == forms.ONNX if kind else side.choice.name != forms.MODULE
+    return kind.name == forms.ONNX_FORM if kind else side.choice.name != forms.MODULE_FORM
 
 
 def save_all(found: FormsResult, paths: Sequence[Path], quiet: bool) -> None:

@@ -21,11 +21,11 @@ from dyno.study.interpreters import explain_missing, place_recipe, runtime_of
 from dyno.study.model_info import inspect_model, list_sizes, model_spec
 from dyno.study.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
-from dyno.worker.facts.job import MODULES, UNWATCHED, LayerGraph
+from dyno.worker.facts.job import MODULES, UNWATCHED_ERROR, LayerGraph
 from dyno.worker.record import Record
 from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, UserError, check_known
 
-ONNX, MODULE = "onnx", "pytorch"  # the forms that no engine is needed for
+ONNX_FORM, MODULE_FORM = "onnx", "pytorch"  # forms that need no engine
 TIMEOUT_S = 1800.0
 
 
@@ -67,9 +67,9 @@ def request_own_form(source: str) -> FormRequest:
     """Return a model in the form that it already has."""
     kind = registry.format_of(source)
     if kind is None:
-        return FormRequest(source, Choice(MODULE), "fp32")
+        return FormRequest(source, Choice(MODULE_FORM), "fp32")
     path = Path(source)
-    name = ONNX if kind.name == ONNX else kind.usual(path) if path.is_file() else kind.backend
+    name = ONNX_FORM if kind.name == ONNX_FORM else kind.usual(path) if path.is_file() else kind.backend
     return FormRequest(source, Choice(name), "")
 
 
@@ -79,7 +79,7 @@ def is_form(text: Any) -> bool:
 
 
 def _list_form_names() -> tuple[str, ...]:
-    return (ONNX, *registry.list_backends())
+    return (ONNX_FORM, *registry.list_backends())
 
 
 def _parse_form(text: str, source: str) -> FormRequest | None:
@@ -91,7 +91,7 @@ def _parse_form(text: str, source: str) -> FormRequest | None:
             check_known("form", named.partition("@")[0], _list_form_names())
         return None
     choice, precision = Choice.parse(found[0]), found[1]
-    if choice.name == MODULE and registry.format_of(source):
+    if choice.name == MODULE_FORM and registry.format_of(source):
         raise UserError(f"there is no PyTorch module in {source}; give the model that it was exported from first")
     if precision:
         check_known("precision", precision, PRECISIONS)
@@ -115,8 +115,8 @@ class FormReader:
         self.graph_of: dict[int, int] = {}
         self.graphs: dict[int, GraphFile] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
-        self.left_out: list[str] = []  # of each form that isn't there, which one, and why
-        self.trials: list[tuple[Trial, Artifact | None]] = []  # that engines ran, each with its file
+        self.left_out: list[str] = []  # one reason for each missing form
+        self.trials: list[tuple[Trial, Artifact | None]] = []  # trials that engines ran, each with its file
 
     def read_all(self, sides: Sequence[FormRequest]) -> list[FormRequest]:
         """Read these forms, and return those that can be; the others are `left_out`, unless it is all of them.
@@ -129,7 +129,7 @@ class FormReader:
                 self.read(side)
                 kept.append(side)
             except NoForm as e:
-                if UNWATCHED not in str(e):
+                if UNWATCHED_ERROR not in str(e):
                     errors.append(e)
                 elif place or len(sides) == 1:
                     errors.append(_reword_error(side, e))
@@ -143,7 +143,7 @@ class FormReader:
         study = replace(self._study, models=(side.source,))
         model = model_spec(study, side.source)
         runtime = replace(runtime_of(study, side.choice), threads=study.threads or system.physical_cores())
-        engine = None if side.choice.name in (ONNX, MODULE) else registry.find(side.choice.name)
+        engine = None if side.choice.name in (ONNX_FORM, MODULE_FORM) else registry.find(side.choice.name)
         if engine and runtime.device == "cpu" and "cpu" not in engine.devices:
             runtime = replace(runtime, device=f"{engine.devices[0]}:0")
         if engine and (lack := explain_missing(engine.name, runtime)):
@@ -154,7 +154,7 @@ class FormReader:
         on_device = bool(kind and kind.on_device)
         if self.runs_all:
             self.read_engine(replace(study, device=runtime.device) if on_device else study, side, trial)
-        elif side.choice.name == MODULE:
+        elif side.choice.name == MODULE_FORM:
             # The module is read without a look at its inputs before.
             asked = {"sizes": [list(parse_size(size)) for size in study.sizes],
                      "overrides": input_options.parse_overrides(study.inputs, study.shapes)}  # fmt: skip
@@ -193,15 +193,15 @@ class FormReader:
         dims = Dims(batch, *size, inspection.shapes)
         trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
         kind, reason = registry.format_of(model.file), ""
-        if side.choice.name != ONNX:
+        if side.choice.name != ONNX_FORM:
             reason = registry.find(side.choice.name).refuse(trial)
-        elif kind and kind.name != ONNX:
+        elif kind and kind.name != ONNX_FORM:
             reason = f"there is no ONNX graph in {model.file}"
         if reason:
             raise no_form(trial, reason)
         recipe = self._make_recipe(study, trial)
         artifact = self._make_file(recipe, trial) if recipe else None
-        if side.choice.name == ONNX:
+        if side.choice.name == ONNX_FORM:
             shown = self._add_form(self._read_graph_form(trial, artifact), artifact.sha256 if artifact else "")
             self.graphs[shown] = _make_graph_file(trial, artifact)
             return
@@ -223,8 +223,8 @@ class FormReader:
         return replace(form, library=" ".join((form.library, *lowered, *options)))
 
     def _make_recipe(self, study: Study, trial: Trial) -> Recipe | None:
-        if trial.backend == ONNX:  # the file that engines of any batch share, where there is one
-            fixed, free = (registry.list_formats()[ONNX].recipe(replace(trial, dims=replace(trial.dims, batch=n)))
+        if trial.backend == ONNX_FORM:  # the file that engines of any batch share, where there is one
+            fixed, free = (registry.list_formats()[ONNX_FORM].recipe(replace(trial, dims=replace(trial.dims, batch=n)))
                            for n in (trial.dims.batch, 0))  # fmt: skip
             return replace(free, fallback=fixed) if free else None
         engine = registry.find(trial.backend)
@@ -241,7 +241,7 @@ class FormReader:
     def _find_onnx_file(self, recipe: Recipe | None, artifact: Artifact | None) -> Artifact | None:
         """Return the ONNX file that the engine was made from, or that it reads."""
         while recipe is not None and artifact is not None:
-            if artifact.format == ONNX:
+            if artifact.format == ONNX_FORM:
                 return artifact
             parent = self._files.make_file(recipe.parent) if recipe.parent else None
             if isinstance(parent, Artifact) and parent.sha256 == artifact.parent_sha256:
@@ -288,7 +288,7 @@ def no_form(trial: Trial, reason: str) -> NoForm:
 
     A fault of a PyTorch module affects all its forms, so such an error names the model alone.
     """
-    form = "" if trial.backend == MODULE else f" {trial.variant if trial.backend else ONNX} {trial.precision}"
+    form = "" if trial.backend == MODULE_FORM else f" {trial.variant if trial.backend else ONNX_FORM} {trial.precision}"
     return NoForm(f"{trial.model.name}{form}: {reason}")
 
 
@@ -310,7 +310,7 @@ def _reword_error(side: FormRequest, error: UserError) -> UserError:
     if cache_dir() not in Path(side.source).parents:
         return error
     name = model_name(side.source)
-    return UserError(f"{name}: a module in memory is handed on as a program, {UNWATCHED}; name it as "
+    return UserError(f"{name}: a module in memory is handed on as a program, {UNWATCHED_ERROR}; name it as "
                      'FILE.py:FUNCTION, or look at its other forms: dyno.inspect(module, "onnx")')  # fmt: skip
 
 

@@ -14,13 +14,13 @@ import numpy as np
 from dyno.formatting import format_count
 from dyno.layers import align
 from dyno.layers.align import Flow, FormSet
-from dyno.layers.tables import MODEL, format_names, format_shape
+from dyno.layers.tables import WHOLE_MODEL, format_names, format_shape
 from dyno.layers.times import Times, find_origins, invert_link
 from dyno.report import export
 from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph, Port
 
-CONVERSIONS = "(conversions)"
-BETWEEN = "."  # between the parts of a module's name
+CONVERSIONS_NAME = "(conversions)"
+MODULE_SEPARATOR = "."  # between the parts of a module's name
 
 
 @dataclass(frozen=True)
@@ -90,25 +90,25 @@ def _make_step(form: LayerGraph, index: int, modules: list[str]) -> TimelineStep
     layer = form.layers[index]
     around = _find_shared_modules(modules)
     if form.form == MODULES:
-        return TimelineStep(index, layer, (MODEL, *around), tuple(modules))
+        return TimelineStep(index, layer, (WHOLE_MODEL, *around), tuple(modules))
     if not modules:
-        group = CONVERSIONS if layer.moves else f"({layer.type})"
-        return TimelineStep(index, layer, (MODEL, group, layer.name or layer.type))
+        group = CONVERSIONS_NAME if layer.moves else f"({layer.type})"
+        return TimelineStep(index, layer, (WHOLE_MODEL, group, layer.name or layer.type))
     label = layer.type
     if len(modules) > 1:
         label = format_names(modules)
     if form.form == LAYERS and len(modules) > 1:
         label = f"{label}: {layer.type}"
-    return TimelineStep(index, layer, (MODEL, *around, label), tuple(modules))
+    return TimelineStep(index, layer, (WHOLE_MODEL, *around, label), tuple(modules))
 
 
 def _find_shared_modules(modules: Sequence[str]) -> tuple[str, ...]:
     """Return the full names of the modules around all of these; of a single module, itself included."""
-    if not modules or MODEL in modules:
+    if not modules or WHOLE_MODEL in modules:
         return ()
-    paths = [name.split(BETWEEN) for name in modules]
+    paths = [name.split(MODULE_SEPARATOR) for name in modules]
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
-    return tuple(accumulate(shared, lambda one, other: f"{one}{BETWEEN}{other}"))
+    return tuple(accumulate(shared, lambda one, other: f"{one}{MODULE_SEPARATOR}{other}"))
 
 
 def format_output(layer: Layer) -> str:
@@ -151,7 +151,8 @@ def iter_marks(steps: Sequence[TimelineStep], nanoseconds: Sequence[int], begin:
 # The classes of https://github.com/google-ai-edge/model-explorer, `graph_builder.py` and `node_data_builder.py`, as
 # JSON.
 
-GRADIENT = ({"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#e69f00"})  # by the median, from least to most
+# by the median, from the lowest to the highest time
+COLOUR_SCALE = ({"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#e69f00"})
 
 
 def build_explorer_graphs(forms: Sequence[LayerGraph], timelines: Sequence[Timeline], name: str) -> dict[str, Any]:
@@ -203,7 +204,7 @@ def build_node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
                 str(step.index): {"value": round(1e6 * seconds, 3)}
                 for step, seconds in zip(timeline.steps, timeline.medians.tolist(), strict=True)
             },
-            "gradient": list(GRADIENT),
+            "gradient": list(COLOUR_SCALE),
         }
         for timeline in timelines
     }
@@ -212,7 +213,7 @@ def build_node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
 # What became of each node of an ONNX graph, as notes at the node: its layer, the types it ran in, and its time.
 
 UNITS = ("µs", "%")
-UNKNOWN = "no layer is known for it: folded, or not run by itself"
+NO_TIME = "no layer is known for it: folded, or not run by itself"
 
 
 @dataclass
@@ -259,14 +260,14 @@ def list_node_notes(
             for i in ran:
                 note.add(timeline.title, timeline.describe_step(place[i]), nodes[i])
             if not ran:
-                note.lines.append(f"{timeline.title}: {UNKNOWN}")
+                note.lines.append(f"{timeline.title}: {NO_TIME}")
     return notes_of
 
 
 # Times of layers as traces: Chrome's JSON, which Perfetto opens, and speedscope's.
 
 SPEEDSCOPE = "https://www.speedscope.app/file-format-schema.json"
-HOW = (
+HOW_TIMED = (
     "Durations were measured layer by layer, while the engine was watched; a layer is drawn where the one before it "
     "ended, so that what happens between layers is not in the trace. Its length is not a latency."
 )
@@ -280,7 +281,7 @@ def chrome_trace(timelines: Sequence[Timeline], exporter: str) -> dict[str, Any]
     around it.
     """
     events = [event for pid, each in enumerate(timelines, 1) for event in _iter_events(each, pid)]
-    return export.trace_document(events, exporter, HOW)
+    return export.trace_document(events, exporter, HOW_TIMED)
 
 
 def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
@@ -293,7 +294,7 @@ def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     for number, seconds in enumerate(timeline.seconds, 1):
         lasts = [round(each * 1e9) for each in seconds.tolist()]
         for mark in iter_marks(timeline.steps, lasts, begin):
-            name = f"repeat {number}{of_runs}" if mark.name == MODEL else mark.name
+            name = f"repeat {number}{of_runs}" if mark.name == WHOLE_MODEL else mark.name
             event = {"ph": "E" if mark.ends else "B", "name": name, "cat": "layers", **thread, "ts": mark.at / 1e3}
             yield event if mark.step is None else {**event, "args": about[mark.step]}
         begin += sum(lasts)

@@ -32,7 +32,7 @@ from dyno.worker.spec import UserError
 
 SCRIPTS = ("cytoscape.min.js", "cytoscape-dagre.min.js", "layer_graph.js")
 GRAPH_STYLE, TREE_STYLE = "layer_graph.css", "tree_map.css"
-MOST = 3000  # layers that a browser lays out in seconds
+MAX_LAYERS = 3000  # layers that a browser lays out within seconds
 NO_PARTS: Mapping[int, int] = MappingProxyType({})
 
 
@@ -77,11 +77,11 @@ def _find_return_edges(form: LayerGraph, read: set[int]) -> list[tuple[int, int]
 
 def draw_graphs(graphs: Sequence[Mapping[str, Any]]) -> str:
     """Draw the graphs side by side, laid out when they are opened. The page needs `graph_scripts` once."""
-    shown = [each for each in graphs if each["nodes"] and len(each["nodes"]) <= MOST]
+    shown = [each for each in graphs if each["nodes"] and len(each["nodes"]) <= MAX_LAYERS]
     if not shown:
         return ""
     counts = ", ".join(f"{each['title']}, {format_count(len(each['nodes']), 'layer')}" for each in shown)
-    content = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")  # so that nothing ends the element
+    content = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")  # no text may end the element
     return (
         f'<details class="layer-graph"><summary>{html.escape(f"Graph of the layers: {counts}")}</summary>\n'
         '<p class="tools"><input type="search" placeholder="conv, layer1.0 …" aria-label="Show layers that contain '
@@ -105,14 +105,14 @@ def _read_file(name: str) -> str:
 
 # The tree map of a form: modules inside modules, each as large as its share of the time.
 
-WIDTH, HEIGHT = 1200.0, 560.0  # pixels for which boxes are laid out; a browser scales them
-HEAD, EDGE = 20.0, 2.0  # pixels of a module's line with its name, and around what it holds
-LEAST_WIDTH, LEAST_HEIGHT = 34.0, 44.0  # a smaller module isn't opened
+PAGE_WIDTH, PAGE_HEIGHT = 1200.0, 560.0  # layout size in pixels; a browser scales it
+HEADING_HEIGHT, BORDER = 20.0, 2.0  # pixels of a module's heading, and of the border around its layers
+MIN_WIDTH, MIN_HEIGHT = 34.0, 44.0  # smaller modules stay closed
 PALETTE = tuple(
     COLORS[name] for name in ("onnxruntime", "compile", "openvino", "torch_tensorrt", "tensorrt", "pytorch")
 )
-OTHER = COLORS["fake"]
-ITSELF = "itself"
+OTHER_COLOUR = COLORS["fake"]
+OWN_LAYERS = "itself"
 
 
 @dataclass
@@ -137,7 +137,7 @@ def build_tree(timeline: Timeline) -> TreeMapNode:
                 by_name[path[:depth]] = TreeMapNode(path[depth - 1])
                 by_name[path[: depth - 1]].parts.append(by_name[path[:depth]])
         about = "\n".join(f"{name}: {text}" for name, text in timeline.describe_step(at).items())
-        own = TreeMapNode(ITSELF, seconds, step.layer.type, about)
+        own = TreeMapNode(OWN_LAYERS, seconds, step.layer.type, about)
         by_name[path].parts.append(own)
         for depth in range(len(path) + 1):
             by_name[path[:depth]].seconds += seconds
@@ -147,12 +147,12 @@ def build_tree(timeline: Timeline) -> TreeMapNode:
 def _simplify_node(node: TreeMapNode) -> TreeMapNode:
     """Drop the parts that took no time, and merge a node with its only part: the result has both names."""
     node.parts = [_simplify_node(part) for part in node.parts if part.seconds > 0]
-    if all(part.name == ITSELF for part in node.parts):  # several calls of one that has no parts
+    if all(part.name == OWN_LAYERS for part in node.parts):  # several calls of one that has no parts
         node.parts = [replace(part, name=part.type) for part in node.parts]
     if len(node.parts) != 1:
         return node
     (only,) = node.parts
-    name = node.name if only.name in (ITSELF, only.type) else only.name
+    name = node.name if only.name in (OWN_LAYERS, only.type) else only.name
     return TreeMapNode(name, only.seconds, only.type, only.title, only.parts)
 
 
@@ -170,11 +170,11 @@ def _draw_figure(timeline: Timeline) -> str:
     kinds = {name: color for (name, _), color in zip(by_type.most_common(), PALETTE, strict=False)}
     legend = "".join(_write_entry(name, by_type[name], root.seconds, color) for name, color in kinds.items())
     if rest := root.seconds - sum(by_type[name] for name in kinds):
-        legend += _write_entry("others", rest, root.seconds, OTHER) if len(by_type) > len(kinds) else ""
+        legend += _write_entry("others", rest, root.seconds, OTHER_COLOUR) if len(by_type) > len(kinds) else ""
     steps = format_count(len(timeline.steps), "layer")
     groups = "module" if any(step.modules for step in timeline.steps) else "operator"
     caption = f"{timeline.title}: time by {groups}, {show(root.seconds, 'duration')} in {steps}"
-    area = _draw_area(root.parts, "", WIDTH, HEIGHT, root.seconds, kinds)
+    area = _draw_area(root.parts, "", PAGE_WIDTH, PAGE_HEIGHT, root.seconds, kinds)
     return (
         f'<figure class="tree-map"><figcaption>{html.escape(caption)}<div class="legend">{legend}</div></figcaption>\n'
         f'<div class="scroll"><div class="area">{area}</div></div></figure>'
@@ -213,13 +213,13 @@ def _draw_area(
         where = f"left:{x * place['x']:.3f}%;top:{y * place['y']:.3f}%;width:{x * place['dx']:.3f}%"
         where += f";height:{y * place['dy']:.3f}%"
         name = html.escape(node.name.removeprefix(f"{around}."))
-        if node.parts and place["dx"] >= LEAST_WIDTH and place["dy"] >= LEAST_HEIGHT:
-            inner = place["dx"] - 2 * EDGE, place["dy"] - HEAD - EDGE
+        if node.parts and place["dx"] >= MIN_WIDTH and place["dy"] >= MIN_HEIGHT:
+            inner = place["dx"] - 2 * BORDER, place["dy"] - HEADING_HEIGHT - BORDER
             inside = f'<div class="inside">{_draw_area(node.parts, node.name, *inner, total, kinds)}</div>'
             shown = f"<span>{name}: {share}</span>{inside}"
             drawn.append(f'<div class="module" style="{where}" title="{title}">{shown}</div>')
         else:
-            tone = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER)}"
+            tone = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER_COLOUR)}"
             drawn.append(f'<div style="{where}{tone}" title="{title}"><span>{name}</span><span>{share}</span></div>')
     return "".join(drawn)
 
@@ -239,17 +239,17 @@ def profile_html(name: str, forms: Sequence[LayerGraph], timelines: Sequence[Tim
 
 # The explanation why one form of a model is faster than another, as a section and as a separate page.
 
-PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with others
+ID_PREFIX = "waterfall"  # prefix of ids in a chart, as a page may hold several
 
 
-def draw_explained_chart(waterfall: Waterfall, prefix: str = PREFIX) -> str:
+def draw_explained_chart(waterfall: Waterfall, prefix: str = ID_PREFIX) -> str:
     """Return the waterfall as an <svg> element."""
     figure = draw_waterfall(waterfall)
     return render_svg(figure, prefix, laid_out(figure))
 
 
 def make_explained_fragment(
-    waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str], prefix: str = PREFIX
+    waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str], prefix: str = ID_PREFIX
 ) -> str:
     """Return the chart, the tables and the sentences as a part of a page."""
     return f"{draw_explained_chart(waterfall, prefix)}\n{make_parts(tables)}\n{make_list(sentences)}"
@@ -282,7 +282,7 @@ def make_explained_page(waterfall: Waterfall, tables: Sequence[Table], sentences
 
 # The pairs of a run that `dyno explain RUN A B` explained, as parts of its page.
 
-TOP = 20  # parts of the model that are listed
+LISTED_PARTS = 20  # parts of the model listed
 
 
 def explained_section(results: Results, prefix: str) -> list[ExplanationSection]:
@@ -301,7 +301,7 @@ def explained_section(results: Results, prefix: str) -> list[ExplanationSection]
             parts.append(ExplanationSection(title, "", f"{path.name} can't be read ({e}); explain the pair again"))
             continue
         sentences = [reason.text for reason in reasons.list_reasons_why(found)]
-        shown = list_waterfall_tables(found, TOP)
+        shown = list_waterfall_tables(found, LISTED_PARTS)
         fragment = make_explained_fragment(found, shown, sentences, f"{prefix}-why{number}")
         parts.append(ExplanationSection(title, Markup(f"{fragment}\n{draw_explained_graphs(found)}")))
     return parts

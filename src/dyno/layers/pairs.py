@@ -16,9 +16,9 @@ from dyno.worker.facts.job import LayerGraph
 from dyno.worker.record import check_schema, read_json, write_json
 from dyno.worker.spec import SCHEMA, UserError, from_json, to_json
 
-FOLDER, JOIN = "explained", "--"  # in a run: where its pairs are stored, and what joins the ids of the trials
-KIND = "explained pair"  # what a file says that it holds
-NANO = 1e9
+PAIRS_DIR, ID_SEPARATOR = "explained", "--"  # a run's folder of pairs; separator of the trials' ids
+FILE_KIND = "explained pair"  # kind of content, stored in the file
+NS_PER_S = 1e9
 NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
@@ -68,18 +68,18 @@ class FormPair:
 
 def name_file(folder: Path, a: str, b: str) -> Path:
     """Return the file in a run folder for the pair of the trials with these ids."""
-    return folder / FOLDER / f"{a}{JOIN}{b}.json"
+    return folder / PAIRS_DIR / f"{a}{ID_SEPARATOR}{b}.json"
 
 
 def list_stored_pairs(folder: Path) -> list[tuple[Path, str, str]]:
     """Return the files of pairs in a run folder, each with the ids of its two trials."""
-    files = sorted((folder / FOLDER).glob(f"*{JOIN}*.json"))
-    return [(file, *file.stem.split(JOIN, 1)) for file in files]  # type: ignore[misc]
+    files = sorted((folder / PAIRS_DIR).glob(f"*{ID_SEPARATOR}*.json"))
+    return [(file, *file.stem.split(ID_SEPARATOR, 1)) for file in files]  # type: ignore[misc]
 
 
 def write_pair(path: Path, pair: FormPair) -> None:
     """Store the pair; times are kept to the nanosecond."""
-    content = {"schema": SCHEMA, "kind": KIND, "source": pair.source, "notes": list(pair.notes),
+    content = {"schema": SCHEMA, "kind": FILE_KIND, "source": pair.source, "notes": list(pair.notes),
                "forms": to_json(pair.forms), "a": _convert_side(pair.a), "b": _convert_side(pair.b)}  # fmt: skip
     write_json(path, content)
 
@@ -89,23 +89,23 @@ def _convert_side(side: PairSide) -> dict[str, Any]:
     for times in side.processes:
         gpu = times.gpu and {**_list_nanoseconds(times.gpu, GPU_ARRAYS), "kernels": times.gpu.kernels.tolist()}
         known = {"warnings": list(times.warnings), **({"gpu": gpu} if gpu else {})}
-        processes.append({**_list_nanoseconds(times, ARRAYS), **known})
+        processes.append({**_list_nanoseconds(times, ARRAY_NAMES), **known})
     return {**to_json(replace(side, processes=())), "processes": processes}
 
 
 def _list_nanoseconds(of: Times | LaunchTimes, names: Sequence[str]) -> dict[str, Any]:
-    return {name: np.rint(NANO * getattr(of, name)).astype(int).tolist() for name in names}
+    return {name: np.rint(NS_PER_S * getattr(of, name)).astype(int).tolist() for name in names}
 
 
-LONGEST_S = 1e6  # no inference takes that long
-ARRAYS = ("unprofiled", "profiled", "layers")
+MAX_LATENCY_S = 1e6  # upper limit of a valid inference time
+ARRAY_NAMES = ("unprofiled", "profiled", "layers")
 GPU_ARRAYS = ("latency", "enqueue", "busy", "calls")
 
 
 def read_pair(path: Path) -> FormPair:
     """Read the stored pair; UserError for a file without one or a damaged file."""
     data = read_json(path)
-    if data.get("kind") != KIND:
+    if data.get("kind") != FILE_KIND:
         raise UserError(f"{path} holds no explained pair; `dyno explain MODEL A B --save FILE.json` writes one")
     check_schema(path, data)
     try:
@@ -124,12 +124,12 @@ def _read_side(data: Mapping[str, Any]) -> PairSide:
     for each in data["processes"]:
         gpu = each.get("gpu")  # None: on a CPU, or stored before this was kept
         launches = LaunchTimes(**_read_seconds(gpu, GPU_ARRAYS), kernels=np.array(gpu["kernels"])) if gpu else None
-        processes.append(Times(**_read_seconds(each, ARRAYS), warnings=tuple(each["warnings"]), gpu=launches))
+        processes.append(Times(**_read_seconds(each, ARRAY_NAMES), warnings=tuple(each["warnings"]), gpu=launches))
     return PairSide(**{**data, "processes": tuple(processes)})
 
 
 def _read_seconds(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: np.array(data[name], float) / NANO for name in names}
+    return {name: np.array(data[name], float) / NS_PER_S for name in names}
 
 
 def _find_problem(pair: FormPair) -> str:
@@ -140,8 +140,10 @@ def _find_problem(pair: FormPair) -> str:
             return f"it has {layers} layers and other times"
         for each in side.processes:
             whole = each.unprofiled.ndim == each.profiled.ndim == 1 and len(each.unprofiled) and len(each.profiled)
-            if not whole or not all(((a >= 0) & (a < LONGEST_S)).all() for a in (getattr(each, n) for n in ARRAYS)):
-                return f"its times must be from 0 to {LONGEST_S:g} s"
+            if not whole or not all(
+                ((a >= 0) & (a < MAX_LATENCY_S)).all() for a in (getattr(each, n) for n in ARRAY_NAMES)
+            ):
+                return f"its times must be from 0 to {MAX_LATENCY_S:g} s"
         for index in (side.graph, side.module):
             if index is not None:
                 pair.forms[index]

@@ -15,8 +15,8 @@ from dyno.layers import counters as hardware
 from dyno.layers import files, forms, graph_page, tables, times
 from dyno.layers.counters import NcuReport
 from dyno.layers.files import FormsResult
-from dyno.layers.roofline import MEMORY, Ceilings, Rates, list_types, parse_data_sheet
-from dyno.layers.times import ORDERS, Times
+from dyno.layers.roofline import MEMORY_CEILING, Ceilings, Rates, list_types, parse_data_sheet
+from dyno.layers.times import ROW_ORDERS, Times
 from dyno.results import timeline
 from dyno.results.files import read_npz
 from dyno.runner.peak import find_ceilings
@@ -30,7 +30,7 @@ from dyno.worker.option_values import at_least
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
 
-RUNS, TOP = 50, 20  # watched runs, and rows of a form that are listed
+DEFAULT_RUNS, DEFAULT_TOP = 50, 20  # profiled runs; rows of a form listed
 
 
 class InspectionResult(FormsResult):
@@ -84,8 +84,8 @@ class ProfileResult(FormsResult):
     """
 
     records: tuple[Record, ...] = ()
-    order: str = ORDERS[0]
-    top: int = TOP
+    order: str = ROW_ORDERS[0]
+    top: int = DEFAULT_TOP
     counters: Mapping[int, NcuReport] = field(default_factory=dict)
 
     @cached_property
@@ -112,9 +112,9 @@ def profile(
     model: Any,
     *others: Any,
     batch: int = 1,
-    runs: int = RUNS,
-    top: int = TOP,
-    order: str = ORDERS[0],
+    runs: int = DEFAULT_RUNS,
+    top: int = DEFAULT_TOP,
+    order: str = ROW_ORDERS[0],
     save: str | Path | Sequence[str | Path] = (),
     roofline: bool = False,
     sheet: Sequence[str] = (),
@@ -135,7 +135,7 @@ def profile(
     form is left, or if layers have no times.
     """
     (batch,), (runs,), (top,) = at_least(1, batch=batch), at_least(5, runs=runs), at_least(0, top=top)
-    check_known("order", order, ORDERS)
+    check_known("order", order, ROW_ORDERS)
     rates = parse_data_sheet(sheet)
     if sheet and not roofline:
         raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
@@ -184,9 +184,9 @@ def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
     if file_format and file_format.on_device and device == "cpu":
         device = file_format.device
     name, kind = side.choice.name, device.split(":")[0]
-    if name == forms.ONNX or kind not in registry.find(name).profiled:
+    if name == forms.ONNX_FORM or kind not in registry.find(name).profiled:
         what = f"{name} has no times of layers on {kind}"
-        if name == forms.ONNX:
+        if name == forms.ONNX_FORM:
             what = "an ONNX graph doesn't run by itself"
         able = [
             f"{each} ({', '.join(on)})" for each in registry.list_backends() if (on := registry.find(each).profiled)
@@ -234,7 +234,7 @@ class FormProfiler(forms.FormReader):
         device, *others = self._devices
         if others:
             raise UserError("the forms ran on several devices, which have no common ceilings; profile them one by one")
-        runtime = replace(runtime_of(study, Choice(forms.MODULE)), device=device)
+        runtime = replace(runtime_of(study, Choice(forms.MODULE_FORM)), device=device)
         runtime = replace(runtime, threads=study.threads or system.physical_cores())
         types = {kind for k, each in zip(self.shown, self.times, strict=True)
                  for kind in list_types(self.forms[k], each.precision)}  # fmt: skip
@@ -244,7 +244,7 @@ class FormProfiler(forms.FormReader):
             copy = record.facts.copy
             if record.status != "ok" or copy is None:
                 raise UserError(f"the ceilings of {device} can't be measured: {record.reason}")
-            windows = {**{name: one.window for name, one in record.facts.peak.items()}, MEMORY: copy.window}
+            windows = {**{name: one.window for name, one in record.facts.peak.items()}, MEMORY_CEILING: copy.window}
             clocks = {name: _read_clock(folder, window) for name, window in windows.items()}
         return Ceilings(record.facts.peak, copy, record.warnings, sheet, clocks)
 

@@ -12,12 +12,12 @@ from dyno.layers import causes
 from dyno.layers.causes import CausePart
 from dyno.layers.waterfall import Waterfall, WaterfallStep
 
-GAP, STRANGERS, ALONE, ATTRIBUTED = "gap", "strangers", "alone", "attributed"
+GAP, NO_COMMON_LAYERS, ALONE, ATTRIBUTED = "gap", "strangers", "alone", "attributed"
 WATCHED, NOT_FASTER = "watched", "not_faster"
-NOTEWORTHY = 0.05  # of the gap, or of the latency where there is none: less isn't worth a sentence
-BY_ITSELF = 0.1  # of the gap: a single part that is worth one
-NAMES = 3  # names of a sentence
-NOTHING, ROUNDED = 1e-9, 5e-4  # seconds, and a share, that are printed as none
+MIN_MENTIONED_SHARE = 0.05  # smaller shares of the gap (or of the latency if there is no gap) aren't mentioned
+MIN_PART_SHARE = 0.1  # share of the gap that makes a single part worth mentioning
+MAX_NAMES = 3  # names in a sentence
+ZERO_S, ZERO_SHARE = 1e-9, 5e-4  # times and shares that round to zero
 VERSION = re.compile(r" \d+(\.\d+)+\S*")
 
 
@@ -53,9 +53,10 @@ class _ReasonWriter:
     def __init__(self, waterfall: Waterfall) -> None:
         self._w, self._gap = waterfall, waterfall.gap
         bare = [VERSION.sub("", title) for title in waterfall.pair.titles]
-        self._a, self._b = bare if bare[0] != bare[1] else waterfall.pair.titles  # without versions, if they differ
+        # names without versions if they differ
+        self._a, self._b = bare if bare[0] != bare[1] else waterfall.pair.titles
         whole = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
-        self._least, self._large = NOTEWORTHY * whole, BY_ITSELF * whole
+        self._least, self._large = MIN_MENTIONED_SHARE * whole, MIN_PART_SHARE * whole
 
     def state_gap(self) -> Reason:
         """Return the reason that states the difference of the two latencies."""
@@ -75,7 +76,7 @@ class _ReasonWriter:
         if any(part.a and part.b for part in parts) or not any(part.a for part in parts):
             return
         text = f"No layer of {self._b} corresponds to one of {self._a}, as where networks are different"
-        yield Reason(STRANGERS, f"{text}: only the latencies can be compared.")
+        yield Reason(NO_COMMON_LAYERS, f"{text}: only the latencies can be compared.")
 
     def explain_causes(self) -> Iterator[Reason]:
         """Yield the causes that are proven and large enough, the largest first."""
@@ -100,7 +101,7 @@ class _ReasonWriter:
         """Yield why a narrower type isn't faster: layers that didn't take it, and layers that it made slower."""
         precision = self._w.pair.b.precision
         stayed = [s for s in self._w.steps if s.cause == causes.STAYED]
-        if stayed and sum(s.b for s in stayed) >= NOTEWORTHY * self._gap.b:
+        if stayed and sum(s.b for s in stayed) >= MIN_MENTIONED_SHARE * self._gap.b:
             parts = [self._w.parts[s.parts[0]] for s in sorted(stayed, key=lambda s: -s.b)]
             names = tuple(name for part in parts for name in part.names[:1])
             took = _format_seconds(sum(s.b for s in stayed))
@@ -122,7 +123,7 @@ class _ReasonWriter:
             return
         also = " and launch gaps" if self._w.on_gpu else ""
         text = f"Attributed to named layers{also}: {_format_percent(self._w.attributed)} of the difference"
-        if abs(self._w.attributed - self._w.named) >= ROUNDED:
+        if abs(self._w.attributed - self._w.named) >= ZERO_SHARE:
             text += f", since together they differ by {_format_percent(self._w.named)} of it"
         rest = [f"{s.cause.title}: {_format_percent(self._w.share(s.difference.value))}" for s in self._w.causes
                 if not s.cause.region]  # fmt: skip
@@ -131,7 +132,7 @@ class _ReasonWriter:
     def state_excess(self) -> Iterator[Reason]:
         """Yield how much watching slowed each side's layers, where that is noteworthy."""
         for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
-            if side.excess >= NOTEWORTHY * side.latency[0]:
+            if side.excess >= MIN_MENTIONED_SHARE * side.latency[0]:
                 longer = f"took {side.excess / side.latency[0]:.0%} longer than its latency"
                 text = f"Watched, the layers of {title} {longer}: they are scaled down alike, and the intervals hold "
                 text += "the other extreme, too."
@@ -183,8 +184,8 @@ class _ReasonWriter:
         """Return the commonest types of layers: `16 Convolution, 3 Add`."""
         layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
         kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
-        more = f" and {format_count(len(kinds) - NAMES, 'more kind')}" if len(kinds) > NAMES else ""
-        return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(NAMES)) + more
+        more = f" and {format_count(len(kinds) - MAX_NAMES, 'more kind')}" if len(kinds) > MAX_NAMES else ""
+        return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(MAX_NAMES)) + more
 
     def _format_kinds(self, parts: Sequence[CausePart]) -> str:
         """Return the types in which most of the parts compute in A and in B."""
@@ -202,21 +203,21 @@ def _make_reason(key: str, text: str, step: WaterfallStep, names: Sequence[str] 
 
 
 def _join_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
-    return ", ".join(names[:NAMES]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _format_percent(share: float) -> str:
     """Format a share of the difference as percent, without a sign in front of 0."""
-    return f"{share if abs(share) >= ROUNDED else 0.0:.1%}"
+    return f"{share if abs(share) >= ZERO_SHARE else 0.0:.1%}"
 
 
 def _format_seconds(seconds: float) -> str:
-    return show(seconds, "duration") if abs(seconds) >= NOTHING else "0 µs"
+    return show(seconds, "duration") if abs(seconds) >= ZERO_S else "0 µs"
 
 
 def _format_signed(seconds: float) -> str:
-    return ("" if abs(seconds) < NOTHING else "+" if seconds > 0 else "−") + _format_seconds(abs(seconds))
+    return ("" if abs(seconds) < ZERO_S else "+" if seconds > 0 else "−") + _format_seconds(abs(seconds))
 
 
 def _format_limits(step: WaterfallStep) -> str:

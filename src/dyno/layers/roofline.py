@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from dyno.layers import align
 from dyno.layers.align import FormSet
-from dyno.layers.tables import BYTES
+from dyno.layers.tables import TYPE_BYTES
 from dyno.report.tables import TableKind
 from dyno.table import PERCENT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import MODULES, CopyRate, Layer, LayerGraph, PeakOfType, Port
@@ -19,21 +19,21 @@ from dyno.worker.spec import UserError
 CEILINGS = TableKind("ceilings", "Ceilings", "The highest rates that were measured on this device.",
                      command="dyno profile")  # fmt: skip
 CEILING_TYPES = ("fp32", "tf32", "fp16", "bf16", "int8")
-MEMORY = "memory"
-RATES = (
+MEMORY_CEILING = "memory"
+RATE_COLUMNS = (
     Column("tflops", "operations in that time, 10¹² a second", "10¹² 1/s", title="TFLOPS", rank=2),
     Column("gb_s", "bytes of weights and tensors in that time, each counted once", "GB/s", title="GB/s", rank=2),
 )
 COLUMNS = (
     Column("ceiling", "what was measured", kind=TEXT),
-    *RATES,
+    *RATE_COLUMNS,
     Column("sheet", "the data sheet's, in the same unit", title="data sheet"),
     Column("of_sheet", "what was measured, over the data sheet's", "%", PERCENT, title="of it, %"),
     Column("of", "size of the matrices, or of what was copied", kind=TEXT),
     Column("clock", "median SM clock meanwhile", "MHz", title="clock, MHz"),
     Column("remark", "why there is none", kind=TEXT),
 )
-NOTE = (
+TABLE_NOTE = (
     "Measured by PyTorch on the same device with the same threads, right after the layers: the fastest of the "
     "repetitions."
 )
@@ -76,9 +76,10 @@ class Ceilings:
         ]  # fmt: skip
         rows.append({"ceiling": "copy, read and written", "gb_s": self.copy.bytes_per_s / 1e9,
                      "of": f"{self.copy.bytes / 1e6:,.0f} MB",
-                     **self._compare_with_sheet(MEMORY, self.copy.bytes_per_s, self.sheet.memory, 1e9)})  # fmt: skip
+                     **self._compare_with_sheet(MEMORY_CEILING, self.copy.bytes_per_s, self.sheet.memory,
+                                                1e9)})  # fmt: skip
         cache = f" The device's last cache has {self.copy.cache / 1e6:.3g} MB." if self.copy.cache else ""
-        return CEILINGS.of(COLUMNS, rows, notes=(NOTE + cache, *self.warnings))
+        return CEILINGS.of(COLUMNS, rows, notes=(TABLE_NOTE + cache, *self.warnings))
 
     def _compare_with_sheet(self, name: str, measured: float | None, sheet: float | None, unit: float) -> Row:
         cells: Row = {"clock": self.clocks[name]} if name in self.clocks else {}
@@ -92,7 +93,7 @@ def parse_data_sheet(texts: Sequence[str]) -> Rates:
     found: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
-        if name not in (known := (*CEILING_TYPES, MEMORY)):
+        if name not in (known := (*CEILING_TYPES, MEMORY_CEILING)):
             raise UserError(f"--data-sheet {text}: unknown ceiling {name!r}; give one of {', '.join(known)}")
         if name in found:
             raise UserError(f"--data-sheet has {name} twice; give it once")
@@ -101,16 +102,17 @@ def parse_data_sheet(texts: Sequence[str]) -> Rates:
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and value > 0):
-            unit = "GB/s" if name == MEMORY else "TFLOPS"
+            unit = "GB/s" if name == MEMORY_CEILING else "TFLOPS"
             raise UserError(f"--data-sheet {text}: give {name} as a number of {unit}, such as {name}=100")
-        found[name] = value * (1e9 if name == MEMORY else 1e12)
-    memory = found.pop(MEMORY, None)
+        found[name] = value * (1e9 if name == MEMORY_CEILING else 1e12)
+    memory = found.pop(MEMORY_CEILING, None)
     return Rates(found, memory)
 
 
 # What a layer does: its operations, its bytes, and the type of its arithmetic.
 
-TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "int8", "uint8": "int8"}  # of the ceilings
+# precision of each ceiling
+CEILING_PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "int8", "uint8": "int8"}
 ARITHMETIC = "arithmetic"
 
 
@@ -128,12 +130,12 @@ class LayerWork:
             return None
         moving = (self.bytes or 0) / rates.memory
         if not self.flops:
-            return moving, MEMORY
+            return moving, MEMORY_CEILING
         peak = rates.products.get(self.kind)
         if peak is None:
             return None
         computing = self.flops / peak
-        return max(moving, computing), ARITHMETIC if computing >= moving else MEMORY
+        return max(moving, computing), ARITHMETIC if computing >= moving else MEMORY_CEILING
 
 
 def count_work(found: FormSet, k: int, precision: str) -> list[LayerWork]:
@@ -185,27 +187,27 @@ def count_moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in tensors):
         return None
     computing = layer.computes_in or layer.outputs[0].dtype
-    moved = sum(math.prod(port.shape) * BYTES.get(port.dtype, 1) for port in tensors)
-    return moved + layer.parameters * BYTES.get(computing, 1)
+    moved = sum(math.prod(port.shape) * TYPE_BYTES.get(port.dtype, 1) for port in tensors)
+    return moved + layer.parameters * TYPE_BYTES.get(computing, 1)
 
 
 def _find_type(layer: Layer, is_module: bool, precision: str) -> str:
     """Return the ceiling's type: an engine's declared computing type, or the output type of a module."""
     named = layer.computes_in or (layer.outputs[0].dtype if is_module and layer.outputs else "")
-    kind = TYPES.get(named, "")
+    kind = CEILING_PRECISIONS.get(named, "")
     return "tf32" if kind == "fp32" and precision == "tf32" else kind
 
 
 # Layers under the ceilings: how near each comes to them, which one bounds it, and in words what that means.
 
-NEAR = 50.0  # percent of the roof from which the nearer ceiling explains most of the time
+NEAR_ROOF_PERCENT = 50.0  # from this share of the roof the nearer ceiling explains most of the time
 NEITHER = "neither"
-DISTURBED = "ceilings disturbed"
-CACHED = "may be in the cache"
+CEILINGS_DISTURBED = "ceilings disturbed"
+MAYBE_CACHED = "may be in the cache"
 BEYOND_COPY = "faster than the copy"
 BEYOND_PRODUCT = "fewer operations, or a better kernel"
 RATED_COLUMNS = (
-    *RATES,
+    *RATE_COLUMNS,
     Column("intensity", "operations for each byte", title="FLOP/B", rank=3),
     Column("reached", "the least time that the ceilings allow, over the time it took", "%", PERCENT,
            title="of the roof, %", rank=1),
@@ -215,7 +217,7 @@ RATED_COLUMNS = (
     Column("of_sheet", "the same of the data sheet's ceilings", "%", PERCENT, title="of the data sheet, %", rank=2),
 )  # fmt: skip
 OF_LATENCY = (
-    RATES[0],
+    RATE_COLUMNS[0],
     Column("roof_ms", "sum of the least times that the ceilings allow the layers", "ms", title="roof, ms", rank=1),
     Column("reached", "that over the unprofiled latency", "%", PERCENT, title="of the roof, %", rank=1),
     Column("of_sheet", "the same of the data sheet's ceilings", "%", PERCENT, title="of the data sheet, %", rank=2),
@@ -224,9 +226,9 @@ RATED_NOTE = (
     "Bound by: the nearer ceiling, where it explains at least half of a layer's time. Neither: the layer takes more "
     "than twice what both ceilings allow; the rest is overhead, or a kernel that uses the device badly."
 )
-ABOVE = {
-    DISTURBED: "other programs were busy while the ceilings were measured, so that these are too low; measure again",
-    CACHED: "all its bytes fit in the device's cache, which may still have held them, and is faster than the copy",
+ABOVE_ROOF_REASONS = {
+    CEILINGS_DISTURBED: "other programs were busy while the ceilings were measured, which are too low: measure again",
+    MAYBE_CACHED: "all its bytes fit in the device's cache, which may have held them and is faster than the copy",
     BEYOND_COPY: "memory gave it more than the copy, which reads and writes as much: a read alone may be faster, and a "
     "part may still have been in a cache",
     BEYOND_PRODUCT: "a kernel may need fewer operations than are counted (Winograd's convolution, zeros left out), or "
@@ -272,12 +274,12 @@ class RooflineRating:
 
     def sentence(self, seconds: Sequence[float]) -> str:
         """Describe how much of the layers' time, by layer, each ceiling bounds; "" where no layer has a time."""
-        shares = dict.fromkeys((ARITHMETIC, MEMORY, NEITHER, ""), 0.0)
+        shares = dict.fromkeys((ARITHMETIC, MEMORY_CEILING, NEITHER, ""), 0.0)
         for i, time in enumerate(seconds):
             shares[self.make_cells([i], time).get("bound", "")] += time / (sum(seconds) or 1.0)
         if not sum(shares.values()):
             return ""
-        words = {ARITHMETIC: "bound by arithmetic", MEMORY: "bound by memory", NEITHER: "bound by neither"}
+        words = {ARITHMETIC: "bound by arithmetic", MEMORY_CEILING: "bound by memory", NEITHER: "bound by neither"}
         parts = [f"{100 * shares[name]:.0f} % of the time in layers {word}" for name, word in words.items()]
         unknown = f", {100 * shares['']:.0f} % in layers of which that isn't known" if shares[""] >= 0.005 else ""
         return ", ".join([parts[0], *(part.replace("of the time in layers ", "") for part in parts[1:])]) + unknown
@@ -292,18 +294,18 @@ class RooflineRating:
 
     def _find_bound(self, chosen: Collection[int], reached: float) -> str:
         """Return the ceiling that accounts for most of the least times, if these are near the seconds."""
-        if reached < NEAR:
+        if reached < NEAR_ROOF_PERCENT:
             return NEITHER
         least = self._list_least(chosen, self.ceilings.rates)
-        return max((ARITHMETIC, MEMORY), key=lambda name: sum(time for time, bound in least if bound == name))
+        return max((ARITHMETIC, MEMORY_CEILING), key=lambda name: sum(time for time, bound in least if bound == name))
 
     def _explain_excess(self, chosen: Collection[int], bound: str) -> str:
         if self.ceilings.warnings:
-            return DISTURBED
+            return CEILINGS_DISTURBED
         if bound == ARITHMETIC:
             return BEYOND_PRODUCT
         largest = max(self.work[i].bytes or 0 for i in chosen)
-        return CACHED if largest <= self.ceilings.copy.cache else BEYOND_COPY
+        return MAYBE_CACHED if largest <= self.ceilings.copy.cache else BEYOND_COPY
 
 
 NOTHING_KNOWN = LayerWork(0, None)  # no products, and an unknown number of bytes
@@ -323,4 +325,4 @@ def rate_layers(found: FormSet, k: int, precision: str, ceilings: Ceilings) -> R
 def list_roofline_notes(rows: Iterable[Row]) -> list[str]:
     """Explain the words in these rows of COLUMNS."""
     found = dict.fromkeys(row["above"] for row in rows if row.get("above"))
-    return [RATED_NOTE, *(f"Above the roof, {name}: {ABOVE[name]}." for name in found)]
+    return [RATED_NOTE, *(f"Above the roof, {name}: {ABOVE_ROOF_REASONS[name]}." for name in found)]

@@ -9,29 +9,29 @@ from itertools import pairwise
 
 from dyno.formatting import format_count, format_number
 from dyno.layers import align
-from dyno.layers.align import CONSTANT, FLOW, NAMED, FormSet, Region
+from dyno.layers.align import BY_CONSTANT, BY_FLOW, BY_NAME, FormSet, Region
 from dyno.report.tables import TableKind
 from dyno.table import COUNT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 # Totals of a form, and why two forms of one model have different numbers of parameters.
 
-BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
-         "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip
-BLOCKED = "nchwc"  # ONNX Runtime's name of the layout
-NORMS = ("BatchNorm", "BatchNormalization")
+TYPE_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
+              "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip
+BLOCKED_LAYOUT = "nchwc"  # ONNX Runtime's name of the layout
+NORM_LAYERS = ("BatchNorm", "BatchNormalization")
 
 
 def count_activation_bytes(layer: Layer) -> int | None:
     """Return the bytes of the layer's outputs; None where a shape or type is unknown, or known only at run time."""
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in layer.outputs):
         return None
-    return sum(math.prod(port.shape) * BYTES.get(port.dtype, 1) for port in layer.outputs)
+    return sum(math.prod(port.shape) * TYPE_BYTES.get(port.dtype, 1) for port in layer.outputs)
 
 
 def is_norm(layer: Layer) -> bool:
     """Return whether it is a batch normalisation, in inference a multiplication and an addition per channel."""
-    return any(name in layer.type for name in NORMS)
+    return any(name in layer.type for name in NORM_LAYERS)
 
 
 def describe_totals(found: FormSet, shown: Sequence[int], regions: Sequence[Region]) -> list[str]:
@@ -115,7 +115,7 @@ def _is_folded(forms: Sequence[LayerGraph], first: int, other: int, region: Regi
 def _is_blocked(forms: Sequence[LayerGraph], region: Region, first: int, other: int) -> bool:
     """Return whether one of the forms stores the region's tensors in blocks of channels, which pads the weights."""
     every = (*region.list_layers(forms, first), *region.list_layers(forms, other))
-    return any(port.format == BLOCKED for layer in every for port in layer.outputs)
+    return any(port.format == BLOCKED_LAYOUT for layer in every for port in layer.outputs)
 
 
 def _choose_name(forms: Sequence[LayerGraph], region: Region, *order: int) -> str:
@@ -157,11 +157,11 @@ ALIGNED = TableKind("aligned", "Layers side by side", "What became of each layer
                     command="dyno inspect")  # fmt: skip
 CONVERSIONS = TableKind("conversions", "Conversions", "Layers that only change types or layouts, and for which edge.",
                         command="dyno inspect")  # fmt: skip
-MODEL = "(model)"
-QUANTISES = ("QuantizeLinear", "DequantizeLinear")
-NAMES = 3  # of a region that are printed; csv and json have all
+WHOLE_MODEL = "(model)"
+QUANTISE_OPERATORS = ("QuantizeLinear", "DequantizeLinear")
+MAX_PRINTED_NAMES = 3  # names printed for a region; CSV and JSON have all
 
-COUNTS = (
+COUNT_COLUMNS = (
     Column("parameters", "weights of the layer itself", kind=COUNT, rank=2),
     Column("flops", "operations, a multiply-add counted as two", "1", COUNT, title="FLOPs", rank=3),
     Column("bytes", "bytes of the outputs", "B", COUNT, title="activations, B", rank=4),
@@ -174,9 +174,10 @@ def list_layers(form: LayerGraph) -> Table:
     for layer in form.layers:
         output = layer.outputs[0] if layer.outputs else Port("")
         rows.append({
-            "name": layer.name or MODEL, "type": layer.type, "output": format_shape(output), "dtype": output.dtype,
-            "format": output.format, "parameters": layer.added or None, "flops": layer.flops or None,
-            "bytes": count_activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
+            "name": layer.name or WHOLE_MODEL, "type": layer.type, "output": format_shape(output),
+            "dtype": output.dtype, "format": output.format, "parameters": layer.added or None,
+            "flops": layer.flops or None, "bytes": count_activation_bytes(layer),
+            "computes_in": layer.computes_in, "kernel": layer.tactic,
             "nodes": " ".join(layer.nodes) if form.form == LAYERS else "",
             "modules": " ".join(layer.modules) if form.form == NODES else "", "remark": _choose_remark(layer),
         })  # fmt: skip
@@ -186,7 +187,7 @@ def list_layers(form: LayerGraph) -> Table:
         Column("output", "shape of the first output", kind=TEXT, rank=1),
         Column("dtype", "type of the first output", kind=TEXT, title="type of output", rank=5),
         Column("format", "memory layout of the first output", kind=TEXT, title="layout", rank=6),
-        *COUNTS,
+        *COUNT_COLUMNS,
         Column("computes_in", "type that it multiplies in", kind=TEXT, title="computes in", rank=5),
         Column("kernel", "kernel or provider", kind=TEXT, rank=7),
         Column("modules", "PyTorch modules that the node came from", kind=TEXT, rank=6),
@@ -246,8 +247,8 @@ def format_names(names: Sequence[str]) -> str:
     first, *others = names or [""]
     parent = "" if "/" in first else first.rpartition(".")[0]
     shown = [each.removeprefix(parent) if parent and each.startswith(f"{parent}.") else each
-             for each in others[: NAMES - 1]]  # fmt: skip
-    more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
+             for each in others[: MAX_PRINTED_NAMES - 1]]  # fmt: skip
+    more = f" … and {len(others) + 1 - MAX_PRINTED_NAMES} more" if len(others) >= MAX_PRINTED_NAMES else ""
     return ", ".join([first, *shown]) + more
 
 
@@ -283,13 +284,13 @@ def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region)
 def _list_names(forms: Sequence[LayerGraph], region: Region, form: int) -> list[str]:
     """Return the region's names in the form, quantisation last, or (model) where only the model's own code acts."""
     layers = sorted(
-        (forms[form].layers[i] for i in region.list_members(form)), key=lambda layer: layer.type in QUANTISES
+        (forms[form].layers[i] for i in region.list_members(form)), key=lambda layer: layer.type in QUANTISE_OPERATORS
     )
-    names = [layer.name or MODEL for layer in layers]
+    names = [layer.name or WHOLE_MODEL for layer in layers]
     if names or forms[form].form != MODULES:
         return names
     graphs = (k for k, each in enumerate(forms) if each.form == NODES)
-    return [MODEL] if any(forms[k].layers[i].modules == ("",) for k in graphs for i in region.members[k]) else []
+    return [WHOLE_MODEL] if any(forms[k].layers[i].modules == ("",) for k in graphs for i in region.members[k]) else []
 
 
 def _describe_change(forms: Sequence[LayerGraph], there: Sequence[int], last: int, region: Region) -> str:
@@ -320,7 +321,7 @@ def describe_coverage(forms: Sequence[LayerGraph], link: align.Link) -> str:
     alone = total - count.total()
     if not total:
         return ""
-    words = {NAMED: "by name", FLOW: "by what flows between those", CONSTANT: "computed before the first run"}
+    words = {BY_NAME: "by name", BY_FLOW: "by what flows between those", BY_CONSTANT: "computed before the first run"}
     shares = [f"{count[why]:,} {text}" for why, text in words.items() if count[why]]
     shares += [f"{alone:,} unaligned ({alone / total:.1%})"] if alone else []
     return f"{upper.library} aligned with {lower.library}, {total:,} in all: {', '.join(shares)}."

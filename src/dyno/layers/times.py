@@ -12,7 +12,7 @@ from dyno.formatting import format_count, show
 from dyno.layers import align, roofline
 from dyno.layers.align import Flow, FormSet
 from dyno.layers.roofline import Ceilings, RooflineRating
-from dyno.layers.tables import MODEL, MODULE_NAMES, format_shape
+from dyno.layers.tables import MODULE_NAMES, WHOLE_MODEL, format_shape
 from dyno.report.tables import TableKind
 from dyno.results.remarks import Launch
 from dyno.results.stats import Interval, median_interval
@@ -21,7 +21,8 @@ from dyno.worker.facts.job import MODULES, NODES, Function, Layer, LayerGraph, P
 
 # Whether a GPU works or waits for the host while one run of a model goes on.
 
-IDLE, WORKING = 0.5, 0.2  # shares of the latency without any work: from here on launch-bound, up to here not at all
+# share without work: from the first the trial is launch-bound, up to the second it is busy
+LAUNCH_BOUND_SHARE, BUSY_SHARE = 0.5, 0.2
 LAUNCH_COLUMNS = (
     Column("queueing_ms", "median time of the host inside run()", "ms", title="queueing, ms", rank=4),
     Column("busy_ms", "median time in which the GPU ran a kernel or a copy", "ms", title="GPU busy, ms", rank=1),
@@ -76,9 +77,9 @@ class LaunchTimes:
     def _describe_kernels(self, latency: float) -> str:
         idle = self.measure_idle(latency)
         waits = f"the GPU ran no kernel in {100 * idle:.0f} % of the latency"
-        if idle >= IDLE:
+        if idle >= LAUNCH_BOUND_SHARE:
             return f"launch-bound: {waits}; it waits for the host between {int(np.median(self.kernels))} kernels"
-        if idle > WORKING:
+        if idle > BUSY_SHARE:
             return f"launch-bound in part: {waits}"
         return f"compute-bound: the GPU ran kernels in {100 * (1 - idle):.0f} % of the latency"
 
@@ -93,9 +94,9 @@ def read_launches(samples: dict[str, np.ndarray]) -> LaunchTimes | None:
 
 # Functions of the host and the GPU by their share of a run's critical path, as a table and a sentence.
 
-PATH = TableKind("critical-path", "Critical path",
-                 "What each function of the host and the GPU contributes to the end of a watched run.",
-                 command="dyno profile --device cuda:0")  # fmt: skip
+CRITICAL_PATH = TableKind("critical-path", "Critical path",
+                          "What each function of the host and the GPU contributes to the end of a watched run.",
+                          command="dyno profile --device cuda:0")  # fmt: skip
 PATH_COLUMNS = (
     Column("form", "which engine", kind=TEXT),
     Column("where", "the host outside of CUDA, a call of CUDA, or the GPU", kind=TEXT),
@@ -106,13 +107,13 @@ PATH_COLUMNS = (
     Column("share", "share of the path", "%", PERCENT, title="share, %"),
     Column("waiting_us", "of a call: for the GPU; of a kernel: after its launch", "µs", title="waiting, µs", rank=1),
 )
-NOTE = (
+TABLE_NOTE = (
     "A mean over the watched runs. On the critical path is what would end "
     "the run earlier if it were faster: the host where the GPU waits for it, and the GPU where work is queued."
 )
 
 
-SLOWED = 1.1  # times as long as an unwatched run: from here on a watched run's path is not that of the others
+MAX_SLOWDOWN = 1.1  # a profiled run slower than this factor has another critical path
 IN_WORDS = {"host": "the host outside of CUDA", "CUDA call": "calls of CUDA", "GPU": "the GPU"}
 
 
@@ -135,7 +136,7 @@ class Path:
         ordered = sorted(shares.items(), key=lambda item: -item[1])
         parts = [f"{100 * share:.0f} % {IN_WORDS.get(where, where)}" for where, share in ordered]
         told = ["the critical path is " + ", ".join(parts)]
-        if self.slowed > SLOWED:
+        if self.slowed > MAX_SLOWDOWN:
             most = sum(share for where, share in shares.items() if where != "GPU")
             told.append(
                 f"watching made the run {self.slowed:.1f} times as long: unwatched, the host with its calls has at "
@@ -161,10 +162,10 @@ def make_path_table(paths: Mapping[str, Path], top: int) -> Table:
             rows.append({"form": form, "function": f"{len(rest)} more functions", "path_us": 1e6 * on_path,
                          "time_us": 1e6 * sum(one.time for one in rest), "share": 100 * on_path / whole})  # fmt: skip
     sentences = (f"{form}: {sentence}." for form, path in paths.items() for sentence in path.sentences)
-    return PATH.of(PATH_COLUMNS, rows, notes=(NOTE, *sentences), group=("form",))
+    return CRITICAL_PATH.of(PATH_COLUMNS, rows, notes=(TABLE_NOTE, *sentences), group=("form",))
 
 
-ORDERS = ("time", "graph")
+ROW_ORDERS = ("time", "graph")
 PROFILE = TableKind("profile", "Time by layer", "How long each layer takes, by the modules that it came from.",
                     command="dyno profile")  # fmt: skip
 RECONCILIATION = TableKind("reconciliation", "Layers and latency", "What of the latency the layers' times explain.",
@@ -291,7 +292,7 @@ def find_origins(found: FormSet, k: int) -> list[tuple[list[str], list[str]]]:
     forms, graph, owner = found.forms, found.graph_of.get(k), found.module_of.get(k)
     form = forms[k]
     if form.form == MODULES:
-        return [([layer.name or MODEL], []) for layer in form.layers]
+        return [([layer.name or WHOLE_MODEL], []) for layer in form.layers]
     if form.form != NODES and graph is None:
         return [([], [*layer.nodes]) for layer in form.layers]
     pivot = k if form.form == NODES or graph is None else graph
@@ -301,8 +302,8 @@ def find_origins(found: FormSet, k: int) -> list[tuple[list[str], list[str]]]:
 
     def list_modules(node: int) -> list[str]:
         if owner is not None and node in calls:
-            return [forms[owner].layers[call].name or MODEL for call in calls[node]]
-        return [name or MODEL for name in forms[pivot].layers[node].modules]
+            return [forms[owner].layers[call].name or WHOLE_MODEL for call in calls[node]]
+        return [name or WHOLE_MODEL for name in forms[pivot].layers[node].modules]
 
     origin_of = []
     for i, layer in enumerate(form.layers):

@@ -20,7 +20,7 @@ from dyno.formatting import format_count, format_number, shorten_text
 from dyno.layers import causes, pairs
 from dyno.layers.causes import BETWEEN, INTERRUPTED, WAITING, WHOLE, Cause, CausePart
 from dyno.layers.pairs import FormPair
-from dyno.layers.tables import MODEL, MODULE_NAMES
+from dyno.layers.tables import MODULE_NAMES, WHOLE_MODEL
 from dyno.layers.times import Times
 from dyno.report.style import INK, WIDTH, apply_style
 from dyno.report.tables import TableKind
@@ -29,7 +29,7 @@ from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table, limit_cells
 
 RESAMPLES = 1000
 SEED = 0
-TINY = 1e-12  # seconds that are none
+ZERO_S = 1e-12  # shorter times are rounding errors
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,9 @@ def _make_estimates(processes: Sequence[Times]) -> Estimates:
     watched = float(layers[0].sum())
     layers, even = scale_layers(latency, layers), lower_layers(latency, layers)
     left = np.maximum(0.0, latency - layers.sum(axis=1))
-    left[left < TINY] = 0.0  # rounding, where the layers were scaled down
+    left[left < ZERO_S] = 0.0  # rounding, where the layers were scaled down
     interrupted = np.clip(sums - layers.sum(axis=1), 0.0, left)
-    interrupted[interrupted < TINY] = 0.0  # what rounding leaves
+    interrupted[interrupted < ZERO_S] = 0.0  # rounding errors
     waiting = np.clip(latency - working, 0.0, left - interrupted)
     return Estimates(latency, layers, even, interrupted, waiting, left - interrupted - waiting, watched)
 
@@ -198,7 +198,7 @@ def _resample_medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarr
 
 def scale_layers(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Return the layers' seconds [draws, layers], scaled by one factor where their sum exceeds the latency [draws]."""
-    factors = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), TINY))
+    factors = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), ZERO_S))
     found: np.ndarray = layers * factors[:, None]
     return found
 
@@ -222,7 +222,8 @@ def _make_step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ..
     tail = 50 * (1 - CONFIDENCE)
     apart = b - a
     ends = [float(apart[0]), *map(float, np.percentile(apart[1:], [tail, 100 - tail]))]
-    value, low, high = (seconds if abs(seconds) >= TINY else 0.0 for seconds in ends)  # sums of floats are never equal
+    # sums of floats are never equal
+    value, low, high = (seconds if abs(seconds) >= ZERO_S else 0.0 for seconds in ends)
     return WaterfallStep(cause, float(a[0]), float(b[0]), Interval(value, low, high), places)
 
 
@@ -230,8 +231,9 @@ def _make_step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ..
 
 WATERFALL = TableKind("waterfall", "From A to B", "The steps from the latency of A to that of B, a row for each cause.",
                       command="dyno explain")  # fmt: skip
-PARTS = TableKind("explained", "Part by part", "What each part of the model takes in A and in B, and why that differs.",
-                  command="dyno explain")  # fmt: skip
+PART_TABLE = TableKind("explained", "Part by part",
+                       "What each part of the model takes in A and in B, and why that differs.",
+                       command="dyno explain")  # fmt: skip
 
 
 def format_signed(value: float) -> str:
@@ -252,7 +254,7 @@ def _format_difference(row: Row) -> str:
     )
 
 
-TIMES = (
+TIME_COLUMNS = (
     Column("a_us", "seconds in A, in microseconds", "µs", title="A, µs"),
     Column("b_us", "seconds in B, in microseconds", "µs", title="B, µs"),
     Column("difference_us", "B less A with its 95 % interval", "µs", title="B − A, µs", cell=_format_difference),
@@ -285,7 +287,7 @@ def by_cause(waterfall: Waterfall) -> Table:
         Column("cause", "why these parts take another time", kind=TEXT),
         Column("key", "the cause's name for programs", kind=TEXT, cell=lambda row: ""),
         Column("parts", "parts of the model with this cause", kind=COUNT, rank=2),
-        *TIMES,
+        *TIME_COLUMNS,
         Column("reached_us", "the latency after this step", "µs", title="latency, µs", rank=1),
     )
     return WATERFALL.of(columns, rows, notes=_write_notes(waterfall))
@@ -332,14 +334,14 @@ def by_part(waterfall: Waterfall, top: int) -> Table:
         Column("cause", "why it takes another time", kind=TEXT),
         *(Column(f"layers_{side}", f"kinds of its layers in {side.upper()}, and the type that they compute in",
                  kind=TEXT, title=f"in {side.upper()}", rank=2) for side in "ab"),
-        *TIMES,
+        *TIME_COLUMNS,
         Column("kernels_a", "kernels or providers in A", kind=TEXT, title="kernel in A", rank=4),
         Column("kernels_b", "kernels or providers in B", kind=TEXT, title="kernel in B", rank=3),
     )  # fmt: skip
-    return PARTS.of(columns, rows)
+    return PART_TABLE.of(columns, rows)
 
 
-LONGEST_KINDS = 32  # characters of the kinds of layers behind "(model)"
+MAX_KINDS_LENGTH = 32  # characters of the kinds of layers after "(model)"
 
 
 def _make_row(waterfall: Waterfall, k: int) -> Row:
@@ -347,11 +349,11 @@ def _make_row(waterfall: Waterfall, k: int) -> Row:
     row: Row = {"modules": " ".join(part.names), "modules_names": list(part.names), "cause": part.cause.title}
     if part.before:
         row["modules_names"] = [f"{part.names[0]} before {part.before}"]
-    elif part.names == (MODEL,):  # several parts may have no other name
+    elif part.names == (WHOLE_MODEL,):  # several parts may have no other name
         own = part.a or part.b
         form = waterfall.pair.forms[waterfall.pair.sides[0 if part.a else 1].form]
         row["modules_names"] = [
-            f"{MODEL}: {shorten_text(_format_counts([form.layers[i].type for i in own]), LONGEST_KINDS)}"
+            f"{WHOLE_MODEL}: {shorten_text(_format_counts([form.layers[i].type for i in own]), MAX_KINDS_LENGTH)}"
         ]
     for name, side, own, kind in zip("ab", waterfall.pair.sides, (part.a, part.b), part.types, strict=True):
         layers = [waterfall.pair.forms[side.form].layers[i] for i in own]
@@ -368,9 +370,10 @@ def _format_counts(names: Sequence[str]) -> str:
 
 # The waterfall from A to B as a chart: both latencies, and between them a bar for each cause.
 
-ROW, EDGE = 0.34, 0.9  # inches of a bar, and of what is above and below the bars
-LONGEST = 52  # characters of a name on the axis
-LESS, MORE, REST = "#009E73", "#D55E00", "#8A8A8A"  # shorter, longer, and time outside the layers
+ROW_HEIGHT, MARGIN_HEIGHT = 0.34, 0.9  # inches of a bar, and above and below the bars
+MAX_NAME_LENGTH = 52  # characters of a name on the axis
+# shorter, longer, and time outside the layers
+SHORTER_COLOUR, LONGER_COLOUR, REST_COLOUR = "#009E73", "#D55E00", "#8A8A8A"
 
 
 def draw_waterfall(waterfall: Waterfall) -> Any:
@@ -380,7 +383,7 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
     """
     steps = [step for step in waterfall.causes if step.a or step.b]
     with apply_style() as figure_class:
-        figure = figure_class((WIDTH, ROW * (len(steps) + 2) + EDGE), layout="constrained")
+        figure = figure_class((WIDTH, ROW_HEIGHT * (len(steps) + 2) + MARGIN_HEIGHT), layout="constrained")
         axes = figure.add_subplot()
         a, b = waterfall.pair.titles
         names = [f"A: {a}", *(step.cause.title for step in steps), f"B: {b}"]
@@ -389,7 +392,7 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
         corners = [reached]
         for y, step in enumerate(steps, 1):
             value = 1e6 * step.difference.value
-            tone = REST if not step.cause.region else LESS if value < 0 else MORE
+            tone = REST_COLOUR if not step.cause.region else SHORTER_COLOUR if value < 0 else LONGER_COLOUR
             hatch = "" if step.cause.region else "//"
             axes.barh(y, value, 0.66, left=reached, color=tone, hatch=hatch, edgecolor="white", linewidth=0)
             limits = [reached + 1e6 * end for end in (step.difference.low, step.difference.high)]
@@ -400,7 +403,7 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
             corners.append(reached)
         axes.plot([reached, reached], [len(steps), len(steps) + 1], color=INK, lw=0.6)
         texts.append(_draw_whole(axes, len(steps) + 1, waterfall.gap.b))
-        axes.set_yticks(range(len(names)), [shorten_text(name, LONGEST) for name in names])
+        axes.set_yticks(range(len(names)), [shorten_text(name, MAX_NAME_LENGTH) for name in names])
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from dyno.cli.options import REPEATED
+from dyno.cli.options import REPEATABLE
 from dyno.formatting import escape_markdown, format_number, format_ratio, format_size, join_names, markdown_table
 from dyno.report.sections import about_run
 from dyno.report.verdict import decisions
@@ -38,21 +38,21 @@ from dyno.worker.spec import clean_text
 if TYPE_CHECKING:
     import pandas as pd
 
-SUFFIX = ".pack.zip"
-CARD, BADGE = ".card.md", ".svg"
-SURE, DOUBTFUL, NONE = "#2e7d32", "#9a6700", "#6e7781"  # colours of a badge, by how sure the verdict is
-COLOURS = {decisions.DECIDED: SURE, "close": SURE, "not compared": NONE}
-UNSURE = {"open": "undecided", "tie": "equal"}  # words of a badge for several that may be the fastest
-LABEL = "dyno"
-HEIGHT, MARGIN, LETTER = 20, 6, 6.6  # pixels; LETTER is the mean width of a letter of 11 pixels
-HEAD = ("model", "batch", "fastest", "latency", "images/s", "speed-up [95 % interval]")
-RIGHT = (False, True, False, True, True, True)
+PACK_SUFFIX = ".pack.zip"
+CARD_SUFFIX, BADGE_SUFFIX = ".card.md", ".svg"
+SURE_COLOUR, DOUBTFUL_COLOUR, NEUTRAL_COLOUR = "#2e7d32", "#9a6700", "#6e7781"  # colours of a badge by certainty
+STATE_COLOURS = {decisions.DECIDED: SURE_COLOUR, "close": SURE_COLOUR, "not compared": NEUTRAL_COLOUR}
+STATE_WORDS = {"open": "undecided", "tie": "equal"}  # badge text for several possible winners
+BADGE_LABEL = "dyno"
+BADGE_HEIGHT, BADGE_MARGIN, LETTER_WIDTH = 20, 6, 6.6  # pixels; mean width of a letter at 11 pixels
+TABLE_HEAD = ("model", "batch", "fastest", "latency", "images/s", "speed-up [95 % interval]")
+RIGHT_ALIGNED = (False, True, False, True, True, True)
 
 
 def card_paths(file: Path) -> tuple[Path, Path]:
     """Return the paths of the card and the badge beside a pack."""
-    stem = file.name.removesuffix(SUFFIX) if file.name.endswith(SUFFIX) else file.stem
-    return file.with_name(f"{stem}{CARD}"), file.with_name(f"{stem}{BADGE}")
+    stem = file.name.removesuffix(PACK_SUFFIX) if file.name.endswith(PACK_SUFFIX) else file.stem
+    return file.with_name(f"{stem}{CARD_SUFFIX}"), file.with_name(f"{stem}{BADGE_SUFFIX}")
 
 
 def write_card(run: RunData, study: Study, file: Path) -> tuple[Path, Path]:
@@ -62,7 +62,7 @@ def write_card(run: RunData, study: Study, file: Path) -> tuple[Path, Path]:
     text, colour = _describe_badge(verdict, run)
     write_text(badge, draw_badge(text, colour))
     lines = [
-        "### Inference speed", "", f"![{LABEL}: {escape_markdown(text)}]({quote(badge.name)})", "",
+        "### Inference speed", "", f"![{BADGE_LABEL}: {escape_markdown(text)}]({quote(badge.name)})", "",
         *_write_verdict(run, verdict), *_write_proof(run, study, file), "",
     ]  # fmt: skip
     write_text(card, "\n".join(lines))
@@ -76,7 +76,7 @@ def _write_verdict(run: RunData, verdict: Sequence[Decision]) -> Iterator[str]:
             f"  - {name}: {escape_markdown(text)}" for name, text in decision.answers if name in ("real", "right")
         )
     if rows := [*_list_fastest(run)] if any(decision.by for decision in verdict) else []:
-        yield from ("", markdown_table(HEAD, rows, RIGHT).rstrip("\n"))
+        yield from ("", markdown_table(TABLE_HEAD, rows, RIGHT_ALIGNED).rstrip("\n"))
     yield ""
 
 
@@ -130,14 +130,14 @@ def _describe_badge(verdict: Sequence[Decision], run: RunData) -> tuple[str, str
     """Return a badge's text and colour, from the first decision: the speed-up and the winner, or why there is none."""
     decision = verdict[0] if verdict else None
     if decision is None or not decision.candidates:
-        return "no winner", NONE
+        return "no winner", NEUTRAL_COLOUR
     rows = run.frame.set_index("trial")
     names = [describe_configuration(rows.loc[id]) for id in decision.candidates[:2]]
-    colour = COLOURS.get(decision.badge, DOUBTFUL)
+    colour = STATE_COLOURS.get(decision.badge, DOUBTFUL_COLOUR)
     if len(decision.candidates) > 1:
         more = len(decision.candidates) - len(names)
         shown = join_names([*names, *([f"{more} more"] if more else [])])
-        return f"{shown}: {UNSURE.get(decision.badge, decision.badge)}", colour
+        return f"{shown}: {STATE_WORDS.get(decision.badge, decision.badge)}", colour
     gain = next((figure.value for figure in decision.figures if figure.name == "speed-up"), "")
     if gain in ("undecided", "unproven"):
         return f"{names[0]}: {gain}", colour
@@ -146,19 +146,20 @@ def _describe_badge(verdict: Sequence[Decision], run: RunData) -> tuple[str, str
 
 def draw_badge(text: str, colour: str) -> str:
     """Draw a badge with this text and colour as SVG: no font of a certain width is needed, as its text is fitted."""
-    widths = [round(len(each) * LETTER) + 2 * MARGIN for each in (LABEL, text)]
-    title, total = html.escape(f"{LABEL}: {text}"), sum(widths)
+    widths = [round(len(each) * LETTER_WIDTH) + 2 * BADGE_MARGIN for each in (BADGE_LABEL, text)]
+    title, total = html.escape(f"{BADGE_LABEL}: {text}"), sum(widths)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{HEIGHT}" role="img" aria-label="{title}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{BADGE_HEIGHT}" role="img" '
+        f'aria-label="{title}">',
         f"<title>{title}</title>",
-        f'<rect width="{total}" height="{HEIGHT}" rx="3" fill="#3b4048"/>',
-        f'<path d="M{widths[0]} 0h{widths[1] - 3}a3 3 0 0 1 3 3v{HEIGHT - 6}a3 3 0 0 1-3 3H{widths[0]}z" '
+        f'<rect width="{total}" height="{BADGE_HEIGHT}" rx="3" fill="#3b4048"/>',
+        f'<path d="M{widths[0]} 0h{widths[1] - 3}a3 3 0 0 1 3 3v{BADGE_HEIGHT - 6}a3 3 0 0 1-3 3H{widths[0]}z" '
         f'fill="{colour}"/>',
         '<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">',
     ]
-    for each, left, width in zip((LABEL, text), (0, widths[0]), widths, strict=True):
+    for each, left, width in zip((BADGE_LABEL, text), (0, widths[0]), widths, strict=True):
         parts.append(
-            f'<text x="{left + MARGIN}" y="14" textLength="{width - 2 * MARGIN}" '
+            f'<text x="{left + BADGE_MARGIN}" y="14" textLength="{width - 2 * BADGE_MARGIN}" '
             f'lengthAdjust="spacingAndGlyphs">{html.escape(each)}</text>'
         )
     return "\n".join([*parts, "</g>", "</svg>", ""])
@@ -184,7 +185,7 @@ def _write_option(name: str, flag: str, value: Any) -> list[str]:
         return [word for key in value for word in (flag, f"{key}=PYTHON")]
     if isinstance(value, Mapping):
         return [word for key, item in value.items() for word in (flag, f"{key}={_format_word(item)}")]
-    if name in REPEATED:
+    if name in REPEATABLE:
         return [word for item in value for word in (flag, str(item))]
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]

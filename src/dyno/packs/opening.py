@@ -15,20 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from dyno.results.files import read_npz
-from dyno.worker.facts.json_values import LARGEST
+from dyno.worker.facts.json_values import INTEGER_LIMIT
 from dyno.worker.record import read_json
 from dyno.worker.spec import UserError, shorten
 
-FORMAT, SCHEMA = "dyno pack", 1
-HEAD, VERDICT, RUN = "pack.json", "verdict.json", "run"  # members: what it is, the verdict, the folder of the run
-STUDY = "study.toml"
-MOST_BYTES, MOST_MEMBERS, MOST_DIRECTORY_BYTES, MOST_DEPTH = 1 << 30, 20_000, 4 << 20, 64
-MOST_BYTES_OF = {".npz": 256 << 20, ".json": 8 << 20, ".toml": 64 << 10, "samples.npz": 32 << 20}
-MOST_TEXT_BYTES = 64 << 20  # of all JSON files: as objects they take many times the memory
-BLOCK = 1 << 20
-END, END_BYTES, ZIP64, ZIP64_BYTES = b"PK\x05\x06", 22, b"PK\x06\x07", 20  # the last record of a zip file
-MEMBER = re.compile(rf"{HEAD}|{VERDICT}|{RUN}(/[\w+=@][\w.+=@-]*)+\.(json|npz|toml)")
-STRING = re.compile(r"""(?!\"{3}|'{3})(?:"(?:\\.|[^"\\\n])*"|'[^'\n]*')|#.*""")  # of TOML, or a comment
+PACK_FORMAT, PACK_SCHEMA = "dyno pack", 1
+# members: the head, the verdict, the run's folder
+HEAD_MEMBER, VERDICT_MEMBER, RUN_MEMBER = "pack.json", "verdict.json", "run"
+STUDY_FILE = "study.toml"
+MAX_BYTES, MAX_MEMBERS, MAX_DIRECTORY_BYTES, MAX_DEPTH = 1 << 30, 20_000, 4 << 20, 64
+MAX_MEMBER_BYTES = {".npz": 256 << 20, ".json": 8 << 20, ".toml": 64 << 10, "samples.npz": 32 << 20}
+MAX_TEXT_BYTES = 64 << 20  # all JSON files together: parsed, they take many times the memory
+BLOCK_BYTES = 1 << 20
+# the last record of a zip file
+END_SIGNATURE, END_BYTES, ZIP64_SIGNATURE, ZIP64_BYTES = b"PK\x05\x06", 22, b"PK\x06\x07", 20
+MEMBER_NAME = re.compile(rf"{HEAD_MEMBER}|{VERDICT_MEMBER}|{RUN_MEMBER}(/[\w+=@][\w.+=@-]*)+\.(json|npz|toml)")
+TOML_STRING = re.compile(r"""(?!\"{3}|'{3})(?:"(?:\\.|[^"\\\n])*"|'[^'\n]*')|#.*""")  # a TOML string or comment
 
 
 @dataclass(frozen=True)
@@ -54,21 +56,21 @@ def open_pack(file: str | Path) -> Iterator[OpenPack]:
             _check_zip(file)
             with zipfile.ZipFile(file) as packed:
                 _unpack(packed, folder, file)
-            about = read_json(folder / HEAD)
+            about = read_json(folder / HEAD_MEMBER)
             _check_schema(file, about)
-            verdict = read_json(folder / VERDICT)
+            verdict = read_json(folder / VERDICT_MEMBER)
             for path in sorted(folder.rglob("*.npz")):
                 _check_zip(path)
                 arrays = read_npz(path).values()  # no Python objects, and not larger than the file
-                if any(max(a.shape, default=0) > max(a.size, MOST_MEMBERS) for a in arrays):
+                if any(max(a.shape, default=0) > max(a.size, MAX_MEMBERS) for a in arrays):
                     raise ValueError(f"{path} has an empty array of a huge shape")
             for path in sorted(folder.rglob("*.json")):
                 _check_values(read_json(path))
             # A key of many parts takes the parser time by its square; Dyno writes none, and no text of many lines.
-            study = STRING.sub("", (folder / RUN / STUDY).read_text(encoding="utf-8"))
+            study = TOML_STRING.sub("", (folder / RUN_MEMBER / STUDY_FILE).read_text(encoding="utf-8"))
             if re.search(r"['\"]|(?:\.[\w\s-]*){9}", study):
-                raise ValueError(f"{STUDY} has a key or a text that Dyno doesn't write")
-            refuse_code(folder / RUN, f"{file}")
+                raise ValueError(f"{STUDY_FILE} has a key or a text that Dyno doesn't write")
+            refuse_code(folder / RUN_MEMBER, f"{file}")
         except UserError:
             raise
         except FileNotFoundError as e:
@@ -77,12 +79,12 @@ def open_pack(file: str | Path) -> Iterator[OpenPack]:
         except Exception as e:  # parsers raise nearly everything on bad data
             why = shorten(str(e).replace(f"{folder}/", "")) or type(e).__name__
             raise UserError(f"{file} is a damaged pack ({why}); get it again, or write it again") from e
-        yield OpenPack(about, verdict, folder / RUN)
+        yield OpenPack(about, verdict, folder / RUN_MEMBER)
 
 
 def find_limit(path: Path) -> int:
     """Return the bytes that a file of this name may have in a pack."""
-    return MOST_BYTES_OF.get(path.name, MOST_BYTES_OF[path.suffix])
+    return MAX_MEMBER_BYTES.get(path.name, MAX_MEMBER_BYTES[path.suffix])
 
 
 def _check_zip(file: Path) -> None:
@@ -91,8 +93,8 @@ def _check_zip(file: Path) -> None:
     not_pack = f"{file} is not a pack; give a file that `dyno pack` wrote"
     if not stat.S_ISREG(about.st_mode):
         raise UserError(f"{not_pack}, not a folder" if stat.S_ISDIR(about.st_mode) else not_pack)
-    if about.st_size > MOST_BYTES:
-        raise UserError(f"{file} is too large for a pack: {about.st_size >> 20:,} MiB, at most {MOST_BYTES >> 20:,}")
+    if about.st_size > MAX_BYTES:
+        raise UserError(f"{file} is too large for a pack: {about.st_size >> 20:,} MiB, at most {MAX_BYTES >> 20:,}")
     with open(file, "rb") as f:
         begins = f.read(4)
         f.seek(max(0, about.st_size - END_BYTES - ZIP64_BYTES))
@@ -100,21 +102,21 @@ def _check_zip(file: Path) -> None:
     end = tail[-END_BYTES:]
     if begins != b"PK\x03\x04":
         raise UserError(not_pack)
-    if len(end) < END_BYTES or end[:4] != END:
+    if len(end) < END_BYTES or end[:4] != END_SIGNATURE:
         raise UserError(f"{file} is a damaged pack: its end is missing; get it again, or write it again")
     count, size = struct.unpack("<HI", end[10:16])
-    if count > MOST_MEMBERS or size > MOST_DIRECTORY_BYTES or tail[:4] == ZIP64:
-        raise UserError(f"{file} is too large for a pack: it has more than {MOST_MEMBERS:,} files")
+    if count > MAX_MEMBERS or size > MAX_DIRECTORY_BYTES or tail[:4] == ZIP64_SIGNATURE:
+        raise UserError(f"{file} is too large for a pack: it has more than {MAX_MEMBERS:,} files")
 
 
 def _unpack(packed: zipfile.ZipFile, folder: Path, file: Path) -> None:
     members = packed.infolist()
-    if len(members) > MOST_MEMBERS or len({m.filename for m in members}) < len(members):
+    if len(members) > MAX_MEMBERS or len({m.filename for m in members}) < len(members):
         raise UserError(f"{file} is not a pack: it has too many files, or two of one name")
     total = texts = 0
     for member in members:
         is_link = stat.S_ISLNK(member.external_attr >> 16)
-        if is_link or not MEMBER.fullmatch(member.filename) or member.flag_bits & 1:
+        if is_link or not MEMBER_NAME.fullmatch(member.filename) or member.flag_bits & 1:
             raise UserError(f"{file} is not a pack: it holds {shorten(member.filename)!r}, which no pack has")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise UserError(f"{file} is not a pack: {shorten(member.filename)!r} is compressed in another way")
@@ -122,10 +124,10 @@ def _unpack(packed: zipfile.ZipFile, folder: Path, file: Path) -> None:
         most = find_limit(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with packed.open(member) as source, open(target, "xb") as out:
-            while block := source.read(BLOCK):
+            while block := source.read(BLOCK_BYTES):
                 size, total = size + len(block), total + len(block)
                 texts += 0 if target.suffix == ".npz" else len(block)
-                if size > most or total > MOST_BYTES or texts > MOST_TEXT_BYTES:
+                if size > most or total > MAX_BYTES or texts > MAX_TEXT_BYTES:
                     raise UserError(f"{file} is too large for a pack: {shorten(member.filename)} unpacks to too much")
                 out.write(block)
 
@@ -140,15 +142,15 @@ def walk_json(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
 def _check_values(value: Any) -> None:
     """Raise a ValueError for values that Dyno doesn't write and that later steps would stumble over."""
     for item, depth in walk_json(value):
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise ValueError("its brackets are nested too deeply")
-        if isinstance(item, int) and abs(item) >= LARGEST:
+        if isinstance(item, int) and abs(item) >= INTEGER_LIMIT:
             raise ValueError("a number is too large")
 
 
 def refuse_code(run: Path, what: str) -> None:
     """Raise `UserError` if a file of the run names a Python module as MODULE:NAME, which reading it would import."""
-    study = tomllib.loads((run / STUDY).read_text(encoding="utf-8"))
+    study = tomllib.loads((run / STUDY_FILE).read_text(encoding="utf-8"))
     named = [*map(str, study.get("backends") or ()), str(study.get("task") or "")]
     named = [text.partition("@")[0] for text in named]
     for path in sorted(run.rglob("*.json")):
@@ -159,10 +161,12 @@ def refuse_code(run: Path, what: str) -> None:
 
 
 def _check_schema(file: Path, about: Mapping[str, Any]) -> None:
-    if about.get("format") != FORMAT:
+    if about.get("format") != PACK_FORMAT:
         raise UserError(f"{file} is not a pack; give a file that `dyno pack` wrote")
-    if about.get("schema") != SCHEMA:
+    if about.get("schema") != PACK_SCHEMA:
         theirs, version = shorten(str(about.get("schema"))), shorten(str(about.get("dyno")))
-        raise UserError(f"{file} is a pack of schema {theirs}, written by Dyno {version}; this Dyno reads {SCHEMA}")
+        raise UserError(
+            f"{file} is a pack of schema {theirs}, written by Dyno {version}; this Dyno reads {PACK_SCHEMA}"
+        )
     if not isinstance(about.get("files"), dict):
         raise ValueError("it has no hashes of its files")

@@ -16,12 +16,12 @@ import numpy as np
 from dyno import __version__
 from dyno.formatting import format_count
 from dyno.packs import opening
-from dyno.packs.card import SUFFIX, card_paths, write_card
-from dyno.packs.opening import HEAD, RUN, STUDY, VERDICT
+from dyno.packs.card import PACK_SUFFIX, card_paths, write_card
+from dyno.packs.opening import HEAD_MEMBER, RUN_MEMBER, STUDY_FILE, VERDICT_MEMBER
 from dyno.packs.verification import describe_verdict, hash_files, read_results
 from dyno.results.files import read_npz, read_table
-from dyno.results.notes import MODELS, NOTES, PLACEMENTS
-from dyno.results.trial_result import SELF_TEST, Results, load_run
+from dyno.results.notes import MODELS_FILE, NOTE_TYPES, PLACEMENTS_DIR
+from dyno.results.trial_result import SELF_TEST_FILE, Results, load_run
 from dyno.runner import self_test
 from dyno.runner.run_folder import read_earlier
 from dyno.store import check_writable
@@ -30,15 +30,16 @@ from dyno.worker.record import read_json, replace_file, save_arrays, write_json,
 from dyno.worker.spec import UserError, to_json
 
 # What the verdict is computed from; other files of a run folder are logs, and tables that can be made again.
-FILES = ("environment.json", MODELS, SELF_TEST, *NOTES)
-FOLDERS = ("trials", "truth", "peak", "idle", "anchors", "blocks", PLACEMENTS, "routes", "reference")
-NAMES = ("job.json", "record.json", "samples.npz", "outputs.npz", "telemetry.npz")  # of a job
+PACKED_FILES = ("environment.json", MODELS_FILE, SELF_TEST_FILE, *NOTE_TYPES)
+PACKED_FOLDERS = ("trials", "truth", "peak", "idle", "anchors", "blocks", PLACEMENTS_DIR, "routes", "reference")
+JOB_FILES = ("job.json", "record.json", "samples.npz", "outputs.npz", "telemetry.npz")  # files of a job
 # Personal names: what a stranger need not know of the machine.
-ROOTS = (
+HIDDEN_ROOTS = (
     "Users Volumes bin boot data dev etc home lib lib64 media mnt opt private proc root run scratch srv sys tmp usr "
     "var work workspace"
 ).split()
-PATHS = {"source", "path", "folder", "weights", "python", "data", "calibration", "models", "file"}  # keys with a path
+# keys with a path as value
+PATH_KEYS = {"source", "path", "folder", "weights", "python", "data", "calibration", "models", "file"}
 # UUIDs, as of GPUs, and MAC addresses.
 IDENTIFIER = re.compile(
     r"(?i)(?:GPU-|MIG-)*\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b[0-9a-f]{2}(?:[:-][0-9a-f]{2}){5}\b"
@@ -49,7 +50,7 @@ class Redaction:
     """Removes folders, identifiers of devices, the user's name and those of hosts (not with `names`) from texts."""
 
     def __init__(self, folders: Sequence[Path], hosts: Sequence[str] = (), *, names: bool = False) -> None:
-        roots = {*ROOTS, *(path.name for path in Path("/").iterdir() if path.is_dir())}
+        roots = {*HIDDEN_ROOTS, *(path.name for path in Path("/").iterdir() if path.is_dir())}
         root = "|".join(sorted(map(re.escape, roots), key=len, reverse=True))
         self.folders = sorted({f"{folder}/" for folder in folders if folder != folder.parent}, key=len, reverse=True)
         self.path = re.compile(rf"(?<![\w.])/+(?:{root})(?:/[^\s'\"`:,;()\[\]<>|]*)+")
@@ -80,7 +81,7 @@ class Redaction:
         return value
 
     def _redact_text(self, text: str, key: str) -> str:
-        if key in PATHS and (match := self.whole.fullmatch(text)):
+        if key in PATH_KEYS and (match := self.whole.fullmatch(text)):
             text = match[1] + match[2]
         for folder in self.folders:
             text = text.replace(folder, "")
@@ -100,18 +101,18 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     folder = Path(run)
     results = self_test.attach(load_run(folder))
     folders = [folder.absolute(), folder.resolve(), Path.cwd(), Path.home()]
-    notes = (read_table(path, []) or {} for path in sorted((folder / PLACEMENTS).glob("*.json")))
+    notes = (read_table(path, []) or {} for path in sorted((folder / PLACEMENTS_DIR).glob("*.json")))
     # On which blocks of the run were measured; of a damaged note, too, which is copied as it is.
     hosts = [host for note in notes if isinstance(host := note.get("host"), str) and host]
     redaction = Redaction(folders, hosts, names=with_names)
     name = redaction.redact_value(results.name)
-    file = Path(out) if out else Path(f"{name}{SUFFIX}")
+    file = Path(out) if out else Path(f"{name}{PACK_SUFFIX}")
     for path in (file, *(card_paths(file) if card else ())):
         check_writable(path)
     if file.suffix != ".zip":
         raise UserError(f"{file} must end in .zip, by which `dyno site` finds packs; give {file.name}.zip")
     with tempfile.TemporaryDirectory() as scratch:
-        copied = Path(scratch) / RUN
+        copied = Path(scratch) / RUN_MEMBER
         _copy_run(folder, copied, results, redaction)
         opening.refuse_code(copied, f"{folder}, which can't become a pack,")
         study, read = read_earlier(copied), read_results(load_run(copied))
@@ -120,8 +121,8 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
         verdict = describe_verdict(read, copied)
         if _list_choices(verdict) != _list_choices(describe_verdict(read_results(results), folder)):
             raise UserError(f"{folder} has another verdict without its folders' and users' names; please report it")
-        write_json(Path(scratch) / VERDICT, verdict)
-        write_json(Path(scratch) / HEAD, _describe_pack(copied, name, with_names))
+        write_json(Path(scratch) / VERDICT_MEMBER, verdict)
+        write_json(Path(scratch) / HEAD_MEMBER, _describe_pack(copied, name, with_names))
         _write_zip(Path(scratch), file)
         if card and study is not None:
             write_card(read, study, file)
@@ -136,7 +137,7 @@ def _copy_run(folder: Path, copied: Path, results: Results, redaction: Redaction
         raise UserError(f"{folder} has no study.toml, so it can't be repeated; run the study again")
     table = {name: value for name, value in redaction.redact_value(study.to_table()).items() if name != "on"}
     table["runtime"] = {name: {"python": each.get("python", "")} for name, each in study.runtime.items()}
-    write_text(copied / STUDY, Study(**redaction.redact_value(table)).to_toml())
+    write_text(copied / STUDY_FILE, Study(**redaction.redact_value(table)).to_toml())
     for path in _list_files(folder):
         target = copied / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +149,7 @@ def _copy_run(folder: Path, copied: Path, results: Results, redaction: Redaction
         except ValueError as e:
             raise UserError(f"{path} is damaged ({e}); the same `dyno run` measures it again") from e
     if results.self_test:
-        write_json(copied / SELF_TEST, redaction.redact_value(to_json(results.self_test)))
+        write_json(copied / SELF_TEST_FILE, redaction.redact_value(to_json(results.self_test)))
 
 
 def _copy_arrays(path: Path, target: Path, redaction: Redaction) -> None:
@@ -160,11 +161,11 @@ def _copy_arrays(path: Path, target: Path, redaction: Redaction) -> None:
 
 
 def _list_files(folder: Path) -> Iterator[Path]:
-    yield from (path for name in FILES if (path := folder / name).is_file())
-    for name in FOLDERS:
+    yield from (path for name in PACKED_FILES if (path := folder / name).is_file())
+    for name in PACKED_FOLDERS:
         for path in sorted((folder / name).rglob("*")):
             of_job = path.parent.parent.parent.name == "trials" or name in ("peak", "idle", "anchors")
-            fits = path.name in NAMES if of_job else path.suffix in (".json", ".npz")
+            fits = path.name in JOB_FILES if of_job else path.suffix in (".json", ".npz")
             if fits and path.is_file() and not path.is_symlink():
                 yield path
 
@@ -178,7 +179,7 @@ def _describe_pack(run: Path, name: str, with_names: bool) -> dict[str, Any]:
         if images.sha256:
             data[images.sha256] = {"name": images.name, "sha256": images.sha256}
     host = {"host": platform.node()} if with_names else {}
-    about = {"format": opening.FORMAT, "schema": opening.SCHEMA, "dyno": __version__, "run": name, **host}
+    about = {"format": opening.PACK_FORMAT, "schema": opening.PACK_SCHEMA, "dyno": __version__, "run": name, **host}
     return {**about, "models": [*models.values()], "data": [*data.values()], "files": hash_files(run)}
 
 
@@ -188,7 +189,7 @@ def _write_zip(folder: Path, file: Path) -> None:
     sizes = {path: path.stat().st_size for path in paths}
     too_large = any(size > opening.find_limit(path) for path, size in sizes.items())
     figures = len(paths), sum(sizes.values()), sum(n for path, n in sizes.items() if path.suffix != ".npz")
-    limits = opening.MOST_MEMBERS, opening.MOST_BYTES, opening.MOST_TEXT_BYTES
+    limits = opening.MAX_MEMBERS, opening.MAX_BYTES, opening.MAX_TEXT_BYTES
     if too_large or any(figure > limit for figure, limit in zip(figures, limits, strict=True)):
         total = f"{format_count(len(paths), 'file')} of {figures[1] >> 20:,} MiB"
         raise UserError(f"the run is too large for a pack ({total}); run it with fewer images or configurations")

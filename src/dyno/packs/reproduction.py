@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from dyno.formatting import UNCLEAR, format_count, format_ratio, join_names, show
+from dyno.formatting import UNCLEAR_WORD, format_count, format_ratio, join_names, show
 from dyno.packs.opening import OpenPack, open_pack
 from dyno.packs.verification import read_results, verify_opened
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, TrialResult, load_run
-from dyno.runner.run_folder import RUNS, choose_folder
+from dyno.runner.run_folder import RUNS_DIR, choose_folder
 from dyno.store import sha256_of
 from dyno.study.plan import expand
 from dyno.study.study import Choice, Study
@@ -24,19 +24,19 @@ from dyno.worker import registry
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.spec import DECIDED, UserError, shorten
 
-LIBRARY = re.compile(r"(torchvision|timm|fake):[\w.]+")  # sources whose code is installed here, and not in a file
-FUNCTION = re.compile(r"[^\W\d]\w*(\([\w .,=+-]*\))?")
-OPTION = re.compile(r"[\w.:+-]*")  # the value of a backend's option that is no path
+LIBRARY_SOURCE = re.compile(r"(torchvision|timm|fake):[\w.]+")  # sources whose code is installed, not in a file
+FUNCTION_NAME = re.compile(r"[^\W\d]\w*(\([\w .,=+-]*\))?")
+PLAIN_VALUE = re.compile(r"[\w.:+-]*")  # option value that is no path
 BUILT_IN = "digits"  # data that comes with Dyno
 # Settings of a study that are taken from a pack, which may come from anywhere: no paths, commands or addresses.
-TAKEN = (
+KEPT_FIELDS = (
     "precisions batches sizes routes reference shapes pretrained classes channels mean std task seed unreadable "
     "compared budget limit search rounds builds seconds warmup samples interval confirm boundaries turns block until "
     "minutes equivalent peak energy timeout build_timeout device threads"
 ).split()
-REPLACED = {"models", "backends", "data", "runtime", "on"}  # by what is here
-SHOWN = 12  # characters of a hash
-ENVIRONMENT = ("cpu", "cores", "memory_bytes", "gpu", "os", "machine", "governor", "python")
+REPLACED_FIELDS = {"models", "backends", "data", "runtime", "on"}  # fields replaced by this machine's settings
+SHOWN_HASH_LENGTH = 12  # characters of a hash
+COMPARED_FACTS = ("cpu", "cores", "memory_bytes", "gpu", "os", "machine", "governor", "python")
 
 Key = tuple[str, ...]
 
@@ -64,7 +64,7 @@ class RatioPair:
     @property
     def sentence(self) -> str:
         pairs = self.pack, self.here
-        shown = [UNCLEAR if math.isnan(value) else format_ratio(value, low, high) for low, value, high in pairs]
+        shown = [UNCLEAR_WORD if math.isnan(value) else format_ratio(value, low, high) for low, value, high in pairs]
         outcome = {True: "the intervals overlap", None: "too little evidence to compare them"}
         words = outcome.get(self.agrees, "a difference beyond what both can see")
         name = f"{self.where}: {self.configuration} over {self.reference}"
@@ -236,7 +236,7 @@ def reproduce(
 def _choose_folder(study: Study, opened: OpenPack) -> Path:
     name = str(opened.about.get("run", ""))
     safe = name if re.fullmatch(r"[\w+=@-][\w.+=@-]{0,79}", name) else "pack"
-    return choose_folder(study, RUNS / f"{safe}-reproduced")[0]
+    return choose_folder(study, RUNS_DIR / f"{safe}-reproduced")[0]
 
 
 # The study of a pack, with the files that are here.
@@ -247,7 +247,7 @@ def _make_study(
 ) -> tuple[Study, dict[str, str]]:
     """Return the pack's study for this machine, and why configurations are left out, by name."""
     table = Study.from_toml(opened.run / "study.toml").to_table()
-    if others := sorted(table.keys() - {*TAKEN, *REPLACED}):
+    if others := sorted(table.keys() - {*KEPT_FIELDS, *REPLACED_FIELDS}):
         named = join_names(others)
         raise UserError(f"a study with {named} can't be reproduced from a pack; run it from its study file")
     models = _find_models(theirs, table["models"], list(map(str, given)))
@@ -255,12 +255,14 @@ def _make_study(
     images = str(table.get("data", ""))
     if images and images != BUILT_IN and not data:
         recorded = {(t.spec.data.name, t.spec.data.sha256) for t in theirs if t.spec.data.sha256}
-        names = ", ".join(f"{shorten(name)} (sha256 {sha256[:SHOWN]}…)" for name, sha256 in sorted(recorded))
+        names = ", ".join(
+            f"{shorten(name)} (sha256 {sha256[:SHOWN_HASH_LENGTH]}…)" for name, sha256 in sorted(recorded)
+        )
         raise UserError(f"the pack was measured on images: {names or images}; give their folder with --data")
     if data and (not images or images == BUILT_IN):
         raise UserError(f"the pack was measured on {images or 'random inputs'}; omit --data")
     device = str(table.get("device", "cpu")).partition(",")[0]
-    settings = {name: value for name, value in table.items() if name in TAKEN and name != "device"}
+    settings = {name: value for name, value in table.items() if name in KEPT_FIELDS and name != "device"}
     settings |= {"models": models, "backends": backends, "data": str(data) or images, "device": device}
     return Study(**settings), unavailable
 
@@ -274,7 +276,7 @@ def _find_models(theirs: Results, sources: Sequence[str], given: Sequence[str]) 
     here = {path: _hash_source(path) for path in given}
     used, found = set(), []
     for source in sources:
-        if LIBRARY.fullmatch(source):
+        if LIBRARY_SOURCE.fullmatch(source):
             found.append(source)
             continue
         name = _shorten_source(source)
@@ -284,12 +286,12 @@ def _find_models(theirs: Results, sources: Sequence[str], given: Sequence[str]) 
             raise UserError(f"the pack has no hash of its model {shorten(name)!r}, so it can't be reproduced")
         path = next((path for path, sha256 in here.items() if sha256 == expected), "")
         if not path:
-            others = "".join(f"; {path} has {sha256[:SHOWN]}…" for path, sha256 in here.items())
-            needed = f"{shorten(name)!r} with sha256 {expected[:SHOWN]}…"
+            others = "".join(f"; {path} has {sha256[:SHOWN_HASH_LENGTH]}…" for path, sha256 in here.items())
+            needed = f"{shorten(name)!r} with sha256 {expected[:SHOWN_HASH_LENGTH]}…"
             raise UserError(f"the pack needs your own file of its model {needed}{others}: give it with --model")
         used.add(path)
         function = name.rpartition(":")[2] if ".py:" in name else ""
-        if function and not FUNCTION.fullmatch(function):
+        if function and not FUNCTION_NAME.fullmatch(function):
             raise UserError(f"the pack's model {shorten(name)!r} names no plain function, so it isn't called")
         found.append(f"{path}:{function}" if function and path.endswith(".py") else path)
     if unused := [path for path in given if path not in used]:
@@ -318,7 +320,9 @@ def _choose_backends(table: Mapping[str, Any], theirs: Results) -> tuple[tuple[s
             unavailable[text] = "this Dyno has no such backend"
         elif choice.runtime or choice.name in table.get("runtime", {}):
             unavailable[text] = "it was measured in another Python"
-        elif any(isinstance(v, str) and (not OPTION.fullmatch(v) or Path(v).exists()) for v in choice.options.values()):
+        elif any(
+            isinstance(v, str) and (not PLAIN_VALUE.fullmatch(v) or Path(v).exists()) for v in choice.options.values()
+        ):
             unavailable[text] = "its options name a file"
         else:
             kept.append(text)
@@ -351,7 +355,9 @@ def _check_data(study: Study, theirs: Results) -> None:
     expected = {t.spec.data.sha256 for t in theirs} - {""}
     found = {entry.trial.data.sha256 for entry in expand(study)} - {""}
     if found != expected:
-        shown = [join_names([f"sha256 {each[:SHOWN]}…" for each in sorted(each)]) for each in (found, expected)]
+        shown = [
+            join_names([f"sha256 {each[:SHOWN_HASH_LENGTH]}…" for each in sorted(each)]) for each in (found, expected)
+        ]
         other = f"other images ({shown[0]}) than the pack ({shown[1]})"
         raise UserError(f"{study.data} has {other}; give theirs with --data")
 
@@ -425,7 +431,7 @@ def _list_decisions(run: RunData) -> Iterator[tuple[Key, str, list[TrialResult]]
 
 def _format_value(name: str, value: Any) -> str:
     if value in (None, ""):
-        return "unknown" if name in (*ENVIRONMENT, "threads") else "not installed"
+        return "unknown" if name in (*COMPARED_FACTS, "threads") else "not installed"
     return show(value, "bytes") if name == "memory_bytes" else str(value)
 
 
@@ -435,5 +441,5 @@ def _find_differences(theirs: Results, ours: Results) -> dict[str, tuple[Any, An
     counts = [{t.facts.threads for t in r if t.good and t.facts.threads is not None} for r in runs]
     a, b = ({**r.environment, **own, "threads": ", ".join(map(str, sorted(threads)))}
             for r, own, threads in zip(runs, versions, counts, strict=True))  # fmt: skip
-    names = dict.fromkeys((*ENVIRONMENT, "threads", *versions[0], *versions[1]))
+    names = dict.fromkeys((*COMPARED_FACTS, "threads", *versions[0], *versions[1]))
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}

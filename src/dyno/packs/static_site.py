@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from dyno.formatting import format_moment, format_ratio
-from dyno.packs.card import SUFFIX
+from dyno.packs.card import PACK_SUFFIX
 from dyno.packs.opening import open_pack
 from dyno.packs.verification import read_results, verify_opened
 from dyno.report.export import make_page, page_part
@@ -22,14 +22,14 @@ from dyno.results.ranking import describe_configuration
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import load_run
 from dyno.store import check_writable
-from dyno.table import LINK, TEXT, Column, Row, Table, is_missing
+from dyno.table import LINK_KEY, TEXT, Column, Row, Table, is_missing
 from dyno.worker.extras import name_lacking
 from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import UserError, clean_text, shorten
 
-INDEX, REPORTS = "index.html", "packs"
-UNPACKED = re.compile(r" · its jobs[^<]*<a [^>]*>[^<]*</a>")  # what links to a folder that is gone afterwards
-MOST_PACKS, MOST_TRIALS = 1000, 500  # of a site; and of a run whose report is drawn
+INDEX_PAGE, REPORTS_DIR = "index.html", "packs"
+JOB_FOLDER_LINK = re.compile(r" · its jobs[^<]*<a [^>]*>[^<]*</a>")  # link to the unpacked folder, which is temporary
+MAX_PACKS, MAX_TRIALS = 1000, 500  # packs of a site; trials of a run whose report is drawn
 COLUMNS = (
     Column("pack", "file, which links to its report", kind=TEXT),
     Column(
@@ -44,7 +44,7 @@ COLUMNS = (
     Column("machine", "graphics card, else processor", kind=TEXT, rank=1),
     Column("date", "start of the run's first job", kind=TEXT, rank=1),
 )  # fmt: skip
-NOTE = "Each verdict was computed again from its pack's samples. It holds on the pack's machine."
+SITE_NOTE = "Each verdict was computed again from its pack's samples. It holds on the pack's machine."
 
 
 def write_site(packs: str | Path, out: str | Path) -> Table:
@@ -56,15 +56,15 @@ def write_site(packs: str | Path, out: str | Path) -> Table:
     if libraries := list_missing():
         raise UserError(name_lacking(libraries))
     files = sorted(path for path in packs.glob("*.zip") if path.is_file()) if packs.is_dir() else []
-    if not files or len(files) > MOST_PACKS:
-        raise UserError(f"{packs} has {len(files):,} packs; give a folder of 1 to {MOST_PACKS:,} files of `dyno pack`")
-    check_writable(out / INDEX, making=True)
-    refuse_links(out, (REPORTS,))
+    if not files or len(files) > MAX_PACKS:
+        raise UserError(f"{packs} has {len(files):,} packs; give a folder of 1 to {MAX_PACKS:,} files of `dyno pack`")
+    check_writable(out / INDEX_PAGE, making=True)
+    refuse_links(out, (REPORTS_DIR,))
     out.mkdir(parents=True, exist_ok=True)
-    rows = [_read_pack(file, out / REPORTS / name) for file, name in zip(files, _name_reports(files), strict=True)]
-    table = Table("site", "Results", "A row for each pack.", COLUMNS, rows, notes=(NOTE,))
+    rows = [_read_pack(file, out / REPORTS_DIR / name) for file, name in zip(files, _name_reports(files), strict=True)]
+    table = Table("site", "Results", "A row for each pack.", COLUMNS, rows, notes=(SITE_NOTE,))
     body = "".join(page_part(table, part, heading="") for part in table.parts())
-    write_text(out / INDEX, make_page(table.title, f'<div class="folded">{body}</div>'))
+    write_text(out / INDEX_PAGE, make_page(table.title, f'<div class="folded">{body}</div>'))
     return table
 
 
@@ -72,7 +72,7 @@ def _name_reports(files: list[Path]) -> Iterator[str]:
     """Yield a name of a folder for each pack, of plain characters and different from all others."""
     taken: set[str] = set()
     for file in files:
-        base = file_name(file.name.removesuffix(SUFFIX)).strip(".").lower() or "pack"
+        base = file_name(file.name.removesuffix(PACK_SUFFIX)).strip(".").lower() or "pack"
         names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
         name = next(each for each in names if each not in taken)
         taken.add(name)
@@ -85,16 +85,16 @@ def _read_pack(file: Path, place: Path) -> Row:
         with open_pack(file) as opened:
             verified = verify_opened(opened, file)
             row["verified"] = f"no: {verified.differences[0]}" if verified.differences else "yes"
-            named = opened.run.rename(opened.run.with_name(place.name))  # which the report is called after
+            named = opened.run.rename(opened.run.with_name(place.name))  # the report takes its title from the folder
             run = read_results(load_run(named))
             row |= _describe_run(run)
-            if len(run.frame) > MOST_TRIALS:
-                return row | {"problem": f"too large for a report: more than {MOST_TRIALS} trials"}
+            if len(run.frame) > MAX_TRIALS:
+                return row | {"problem": f"too large for a report: more than {MAX_TRIALS} trials"}
             page = write_report([run], place)
             for path in (page, *place.rglob("*.md"), *place.rglob("*.csv")):
                 text = path.read_text(encoding="utf-8").replace(f"{named.parent}/", "")
-                write_text(path, UNPACKED.sub("", text))
-            return row | {LINK: quote(f"{REPORTS}/{place.name}/{page.name}")}
+                write_text(path, JOB_FOLDER_LINK.sub("", text))
+            return row | {LINK_KEY: quote(f"{REPORTS_DIR}/{place.name}/{page.name}")}
     except UserError as e:
         return {"verified": "no", **row, "problem": clean_text(str(e).replace(str(file), "it"))}
     except Exception as e:  # the values of a pack may be anything

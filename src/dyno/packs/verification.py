@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from dyno.formatting import format_count
-from dyno.packs.opening import RUN, OpenPack, open_pack, walk_json
+from dyno.packs.opening import RUN_MEMBER, OpenPack, open_pack, walk_json
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
 from dyno.store import sha256_of
 from dyno.worker.record import parse_json
 from dyno.worker.spec import UserError, shorten
 
-RELATIVE = 1e-9  # difference of two computations of a number on two processors
-MOST_SHOWN = 5  # differences
+MAX_RELATIVE_ERROR = 1e-9  # difference of one computation on two processors
+MAX_SHOWN = 5  # differences listed
 
 
 def read_results(results: Results) -> RunData:
@@ -41,7 +41,7 @@ def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
         written = re.escape(json.dumps(name, ensure_ascii=False)[1:-1])
         if "/" not in name:  # it may be any word of the verdict: in a command alone
             written = rf"(?P<command>dyno [^;:]* ){written}(?![\w./-])"
-        text = re.sub(written, lambda found: found.groupdict().get("command", "") + RUN.upper(), text)
+        text = re.sub(written, lambda found: found.groupdict().get("command", "") + RUN_MEMBER.upper(), text)
     document = parse_json(text)
     document |= document["tables"]["trials"]
     return {name: document[name] for name in ("visible", "decisions", "verdict", "rows", "notes") if name in document}
@@ -81,8 +81,8 @@ class Verification:
         """The outcome, or the first differences."""
         if not self.differences:
             return [f"verified: {format_count(self.numbers, 'number')} of the verdict follow from the samples"]
-        more = len(self.differences) - MOST_SHOWN
-        shown = [*self.differences[:MOST_SHOWN], *([f"{more} more"] if more > 0 else [])]
+        more = len(self.differences) - MAX_SHOWN
+        shown = [*self.differences[:MAX_SHOWN], *([f"{more} more"] if more > 0 else [])]
         return [f"not verified: {format_count(len(self.differences), 'difference')}", *shown]
 
 
@@ -130,5 +130,5 @@ def _list_differences(stored: Any, computed: Any, place: str = "") -> Iterator[s
 
 def _is_same(a: Any, b: Any) -> bool:
     if _is_number(a) and _is_number(b):
-        return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=0.0)
+        return math.isclose(a, b, rel_tol=MAX_RELATIVE_ERROR, abs_tol=0.0)
     return type(a) is type(b) and bool(a == b)

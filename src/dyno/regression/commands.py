@@ -19,17 +19,19 @@ from dyno.worker.spec import UserError, clean_text
 if TYPE_CHECKING:
     from dyno.regression.comparison import Comparison
 
-GATE = "Gate"
+GATE_PANEL = "Gate"
 # Options that both sides of a comparison have.
-SHARED = (
-    f"{options.CONFIGURATION} {options.MODEL} {options.IMAGES} {options.EFFORTS} boundaries block timeout "
-    f"build_timeout {options.RUNTIME}"
+SHARED_OPTIONS = (
+    f"{options.CONFIGURATION_FIELDS} {options.MODEL_FIELDS} {options.IMAGE_FIELDS} {options.EFFORT_FIELDS} boundaries "
+    f"block timeout build_timeout {options.RUNTIME_FIELDS}"
 )
 DEFAULTS: dict[str, Any] = {"rounds": 5, "boundaries": "model", "backends": "the one for this kind of file"}
 
-Junit = Annotated[str, typer.Option(help="Write the verdicts as JUnit's XML into this file.", rich_help_panel=GATE)]
+Junit = Annotated[
+    str, typer.Option(help="Write the verdicts as JUnit's XML into this file.", rich_help_panel=GATE_PANEL)
+]
 Summary = Annotated[
-    str, typer.Option(help="Append a Markdown summary to this file: $GITHUB_STEP_SUMMARY.", rich_help_panel=GATE)
+    str, typer.Option(help="Append a Markdown summary to this file: $GITHUB_STEP_SUMMARY.", rich_help_panel=GATE_PANEL)
 ]
 
 
@@ -71,10 +73,10 @@ class GateOptions:
     any_outputs: bool = option(False, "Judge the speed even where B's outputs are wrong.")
 
 
-options.PANELS[GateOptions] = GATE
+options.PANELS[GateOptions] = GATE_PANEL
 
 
-@options.accept_options(BisectOptions, SideOptions, GateOptions, SHARED, rare="junit summary", **DEFAULTS)
+@options.accept_options(BisectOptions, SideOptions, GateOptions, SHARED_OPTIONS, rare="junit summary", **DEFAULTS)
 def compare(
     overrides: options.Overrides,
     a: Annotated[str, typer.Argument(help="What to compare with: a run folder, or a model.", metavar="A")],
@@ -166,7 +168,7 @@ def write_output(comparison: Comparison, format: str, junit: str, summary: str) 
     """Write the files, print the table and the sentences; the exit code."""
     from dyno.report.export import export
 
-    if junit:  # before anything is printed: the reader of the pipe may be gone
+    if junit:  # first of all: the reader of the pipe may be gone
         comparison.junit(junit)
     if summary:
         comparison.summary(summary)

@@ -28,7 +28,7 @@ from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick
 from dyno.results import metrics, ranking, remarks, stats
 from dyno.results.blocks import find_apart_jobs, quiet_medians
-from dyno.results.correctness import INCOMPARABLE, OTHER_WEIGHTS, WRONG, find_mismatch
+from dyno.results.correctness import INCOMPARABLE, OTHER_WEIGHTS, OUTPUTS_WRONG, find_mismatch
 from dyno.results.metrics import accuracy, agreement
 from dyno.results.metrics.metric import Change, Metric, in_percent
 from dyno.results.ranking import cpu_contention
@@ -39,15 +39,15 @@ from dyno.worker.spec import UserError
 
 TOLERATED, NO_CHANGE, LOST, GAINED = "slower, tolerated", "no change shown", "less accurate", "more accurate"
 TWO_SESSIONS = "two sessions"
-SAME = "same measurement"
-MISSING = "missing"  # the status of a trial that B's run doesn't have
-VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
-MACHINE = ("cpu", "cpu_flags", "cores", "machine", "gpu")  # facts that identify a machine
-BEYOND = "too few rounds for this spread"
+SAME_MEASUREMENT = "same measurement"
+MISSING = "missing"  # status of a trial that is missing in B's run
+VOLATILE_FACTS = ("load_average",)  # facts that change within minutes on one machine
+MACHINE_FACTS = ("cpu", "cpu_flags", "cores", "machine", "gpu")  # facts that identify a machine
+TOO_FEW_ROUNDS = "too few rounds for this spread"
 Checked = Mapping[str, str]  # AGREE or why outputs are wrong, by the trial's id
-LONGEST = 6  # differences between machines named in one line
-COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
-          "ran_as", "asked_share", "precision_ok", "builds")  # fmt: skip
+MAX_DIFFERENCES = 6  # differences between machines in one line
+COPIED_COLUMNS = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
+                  "ran_as", "asked_share", "precision_ok", "builds")  # fmt: skip
 
 
 def describe_outcome(r: Row) -> str:
@@ -138,7 +138,7 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
     shared = pair_trials(a, b)
     elsewhere = other_machine(a, b)
     outputs = [(checked[0].get(x.id, ""), checked[1].get(y.id, "")) for x, y in shared]
-    looks = 2 if rules.gate and any(x.side for x, _ in shared) else 1  # what doesn't pass is measured again, once
+    looks = 2 if rules.gate and any(x.side for x, _ in shared) else 1  # failed trials are measured once more
     speeds = _compare_speeds(shared, outputs, stats.Rule(rules.tolerance, looks=looks), known_sessions(a, b))
     accuracies = _compare_accuracies(shared, rules.loss)
     rows = [_apply_gate(compare_trial(x, y, rules, both, speed | accuracy), x, y, rules, elsewhere)
@@ -168,7 +168,7 @@ def known_sessions(a: Results, b: Results) -> tuple[int, float]:
 def other_machine(a: Results, b: Results) -> str:
     """Return the facts that distinguish the machines of two runs, "" where it seems to be the same."""
     before, now = _flatten_values(a.environment), _flatten_values(b.environment)
-    changed = [n for n in MACHINE if before.get(n) and now.get(n) and before[n] != now[n]]
+    changed = [n for n in MACHINE_FACTS if before.get(n) and now.get(n) and before[n] != now[n]]
     return "; ".join(f"{n} {before[n]} against {now[n]}" for n in changed)
 
 
@@ -180,12 +180,12 @@ def _apply_gate(
     if not rules.gate or STATUS in row["failed"]:
         return row
     failed = [c for c in row["failed"].split(", ") if c and c != SLOWER]
-    contention = cpu_contention([a, b]) if row["measured"] != stats.TURNS else None
+    contention = cpu_contention([a, b]) if row["measured"] != stats.IN_TURNS else None
     if is_missing(row["ratio"]):
         reason = row["verdict"] or f"A is {row['status_a']}, B is {row['status']}"
     elif row["verdict"] == stats.ONE_ROUND:
         reason = "one round only, which can't show how much rounds differ; measure two rounds or more"
-    elif row["verdict"] == SAME:
+    elif row["verdict"] == SAME_MEASUREMENT:
         reason = "A and B are the same measurement; measure B itself"
     elif row["verdict"] == TWO_SESSIONS:
         reason = "A and B were measured in two sessions; measure both again side by side, with --remeasure"
@@ -196,7 +196,8 @@ def _apply_gate(
         reason = f"{busy}, and it wasn't measured in turns"
     elif SLOWER not in row["failed"] and high >= 1 + rules.tolerance:
         reason = (
-            f"{BEYOND}: the interval reaches {format_slowdown(high - 1)}, and {100 * rules.tolerance:g} % are allowed"
+            f"{TOO_FEW_ROUNDS}: the interval reaches {format_slowdown(high - 1)}, and {100 * rules.tolerance:g} % "
+            "are allowed"
         )
     else:
         return row
@@ -209,7 +210,7 @@ def _check_outputs(run: Results) -> Checked:
         rows = trial_table.read_trials(run).frame.to_dict("records")
     except UserError:  # the study's reference failed: nothing was checked, and that trial's row has the reason
         return {}
-    return {r["trial"]: r["verdict"] if r["outputs"] == WRONG else r["outputs"] for r in rows}
+    return {r["trial"]: r["verdict"] if r["outputs"] == OUTPUTS_WRONG else r["outputs"] for r in rows}
 
 
 def pair_trials(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]:
@@ -254,7 +255,7 @@ def compare_trial(
     """
     own = trial_table.make_trial_row(b, trial_table.ComparisonBasis(None))
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
-        name: own[name] for name in COPIED if name in own
+        name: own[name] for name in COPIED_COLUMNS if name in own
     }
     if b.side:  # a pair is of both sides
         columns["options"] = columns["options"].removeprefix(f"side={b.side.upper()}").strip()
@@ -333,11 +334,11 @@ def _compare_speeds(
             f"latency_{side}_ms": 1e3 * stats.find_center(m).value for side, m in zip("ab", medians, strict=True)
         }
         rows.append({"boundary": boundary, **latencies})
-        wrong = any(each.startswith(WRONG) for each in outputs)
+        wrong = any(each.startswith(OUTPUTS_WRONG) for each in outputs)
         # A's speed-up over B is the ratio of B's latency to A's.
         evidence = None if wrong else ranking.gather_evidence(a, b, boundary, clock)
         if evidence is not None and _list_times(a) & _list_times(b):
-            evidence, unjudged[len(family)] = stats.between_sessions(evidence, 0, 0.0), SAME
+            evidence, unjudged[len(family)] = stats.between_sessions(evidence, 0, 0.0), SAME_MEASUREMENT
         elif evidence is not None and not evidence.single and _are_two_sessions(a, b):  # each is one observation
             evidence = stats.between_sessions(evidence, *known)
             unjudged |= {len(family): TWO_SESSIONS} if evidence.single else {}
@@ -401,15 +402,17 @@ def _choose_verdict(s: stats.Speedup, beyond: stats.Speedup, margin: float) -> s
 def _compare_outputs(a: str, b: str) -> dict[str, Any]:
     """Return the columns on outputs: a row with wrong outputs is neither faster nor slower."""
     columns: dict[str, Any] = {"outputs_a": a.partition(":")[0], "outputs": b.partition(":")[0]}
-    if WRONG not in columns.values():
+    if OUTPUTS_WRONG not in columns.values():
         return columns
-    return columns | {"verdict": b if columns["outputs"] == WRONG else f"{WRONG} in A: {a.partition(': ')[2]}"}
+    return columns | {
+        "verdict": b if columns["outputs"] == OUTPUTS_WRONG else f"{OUTPUTS_WRONG} in A: {a.partition(': ')[2]}"
+    }
 
 
 def _compare_accuracies(shared: Sequence[tuple[TrialResult, TrialResult]], loss: float) -> list[dict[str, Any]]:
     """Return the columns on accuracy of each pair: those that may be compared are judged as one family."""
     rows: list[dict[str, Any]] = []
-    judged: dict[int, Change] = {}  # by the row
+    judged: dict[int, Change] = {}  # by row
     for a, b in shared:
         rows.append({})
         for columns, change in () if explain_refusal(a, b) else _compare_accuracy(a, b):
@@ -471,7 +474,7 @@ def _has_failed(condition: str, r: Row, rules: GateRules, both_ran: bool) -> boo
     if condition == LESS_ACCURATE:
         return bool(r["accuracy"] == LOST)
     if condition == WRONG_OUTPUTS:
-        return bool(both_ran and r["outputs"] == WRONG and r["outputs_a"] != WRONG)
+        return bool(both_ran and r["outputs"] == OUTPUTS_WRONG and r["outputs_a"] != OUTPUTS_WRONG)
     # Outputs of another shape, or none at all, have no share; that isn't agreement.
     return both_ran and not (r.get("close") or 0.0) >= rules.least
 
@@ -485,8 +488,8 @@ def _find_notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialRes
             changed |= _find_differences({"threads": x.facts.threads}, {"threads": y.facts.threads})
     if changed and a.folder != b.folder:
         differences = [f"{name} {before} against {after}" for name, (before, after) in changed.items()]
-        rest = [f"{len(differences) - LONGEST} more"] if len(differences) > LONGEST else []
-        text = "; ".join(differences[:LONGEST] + rest)
+        rest = [f"{len(differences) - MAX_DIFFERENCES} more"] if len(differences) > MAX_DIFFERENCES else []
+        text = "; ".join(differences[:MAX_DIFFERENCES] + rest)
         yield f"the machines or versions differ, which may be the whole difference: {text}"
     if cores := find_apart_jobs(t for pair in shared for t in pair):
         yield f"the {cores.clause}; this may be the whole difference"
@@ -502,7 +505,7 @@ def _find_notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialRes
 
 def _find_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     left, right = _flatten_values(a), _flatten_values(b)
-    names = [n for n in dict.fromkeys((*left, *right)) if n not in VOLATILE and left.get(n) != right.get(n)]
+    names = [n for n in dict.fromkeys((*left, *right)) if n not in VOLATILE_FACTS and left.get(n) != right.get(n)]
     return {n: (left.get(n, "none"), right.get(n, "none")) for n in names}
 
 

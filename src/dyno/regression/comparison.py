@@ -15,12 +15,19 @@ from dyno.api import Result
 from dyno.formatting import clean_text, format_bullet, format_count, format_points
 from dyno.jobs.progress import Progress
 from dyno.regression import compare_table as tables
-from dyno.regression.compare_table import MISSING, RATIO_SHOWN, SAME, TWO_SESSIONS, describe_outcome, floor_percent
+from dyno.regression.compare_table import (
+    MISSING,
+    RATIO_SHOWN,
+    SAME_MEASUREMENT,
+    TWO_SESSIONS,
+    describe_outcome,
+    floor_percent,
+)
 from dyno.regression.rules import (
     LESS_ACCURATE,
-    POWER,
     SLOWER,
     STATUS,
+    TARGET_POWER,
     WRONG_OUTPUTS,
     GateRules,
     format_slowdown,
@@ -28,7 +35,7 @@ from dyno.regression.rules import (
 )
 from dyno.report.export import export
 from dyno.results import stats
-from dyno.results.correctness import INCOMPARABLE, WRONG
+from dyno.results.correctness import INCOMPARABLE, OUTPUTS_WRONG
 from dyno.results.ranking import configuration_of
 from dyno.results.trial_result import Results, load_run
 from dyno.runner import self_test
@@ -48,15 +55,15 @@ from dyno.worker.spec import clean_text as drop_controls
 if TYPE_CHECKING:
     import pandas as pd
 
-ROUNDS = 5
-DEFAULTS: dict[str, Any] = {"rounds": ROUNDS, "boundaries": ("model",)}
+DEFAULT_ROUNDS = 5
+DEFAULTS: dict[str, Any] = {"rounds": DEFAULT_ROUNDS, "boundaries": ("model",)}
 # Fields of a study that a comparison doesn't take: its limit and its number of rounds are the gate's.
-REFUSED = (
+REFUSED_OPTIONS = (
     "budget", "limit", "search", "confirm", "sustained", "reference", "peak", "energy", "routes", "baseline", "until",
     "minutes", "equivalent",
 )  # fmt: skip
-LIMITS = "its limits are fail_on and tolerance, and its length is rounds and seconds"
-RULES = tuple(f.name for f in dataclasses.fields(GateRules) if f.name != "gate")
+LIMITS_ADVICE = "its limits are fail_on and tolerance, and its length is rounds and seconds"
+RULE_NAMES = tuple(f.name for f in dataclasses.fields(GateRules) if f.name != "gate")
 
 
 @dataclass(frozen=True)
@@ -175,12 +182,12 @@ def compare(
     The run folder is `out`, or a new one below runs/compare. Raises `UserError` if nothing can be compared.
     """
     settings = name_fields(settings)
-    rules = GateRules(**{name: settings.pop(name) for name in RULES if name in settings})
+    rules = GateRules(**{name: settings.pop(name) for name in RULE_NAMES if name in settings})
     sources = [source for source in (a, b) if source is not None]
     if not sources:
         raise UserError("there is nothing to compare; give two run folders or models")
-    if refused := next((name for name in settings if name in REFUSED), ""):
-        raise UserError(f"a comparison doesn't take {refused}; {LIMITS}")
+    if refused := next((name for name in settings if name in REFUSED_OPTIONS), ""):
+        raise UserError(f"a comparison doesn't take {refused}; {LIMITS_ADVICE}")
     runs = [_load_run(source) for source in sources]
     if None not in runs and not (remeasure or baseline_python or commits or settings):
         loaded = [self_test.renew(run) for run in runs if run is not None]
@@ -206,7 +213,7 @@ def measure_missing(study: Study, folder: Path, rules: GateRules, progress: Prog
         raise UserError("one round can't show how much rounds differ, so slower=… needs --rounds 2 or more")
     execute(study, folder, progress)
     comparison = Comparison(tables.compare_sides(load_run(folder), rules), folder)
-    suspects = [r for r in comparison.rows if SLOWER in r["failed"] or r["undecided"].startswith(tables.BEYOND)]
+    suspects = [r for r in comparison.rows if SLOWER in r["failed"] or r["undecided"].startswith(tables.TOO_FEW_ROUNDS)]
     suspects = [r for r in suspects if min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
     if not (rules.gate and suspects):
         return comparison
@@ -274,8 +281,8 @@ def _build_side(source: Any) -> Study:
     for trial in list_stored(run.folder / "trials"):
         if file := find_overwritten(trial.trial.model):
             raise UserError(f"{file} has changed since {run.folder} was measured, so it can't be measured again")
-    settings = {name: value for name, value in study.to_table().items() if name not in REFUSED}
-    return Study(**{**settings, "rounds": max(ROUNDS, study.rounds), "boundaries": study.boundaries})
+    settings = {name: value for name, value in study.to_table().items() if name not in REFUSED_OPTIONS}
+    return Study(**{**settings, "rounds": max(DEFAULT_ROUNDS, study.rounds), "boundaries": study.boundaries})
 
 
 def _at_commits(model: str, span: str) -> tuple[str, str]:
@@ -293,13 +300,13 @@ def _at_commits(model: str, span: str) -> tuple[str, str]:
 
 GOOD, REGRESSION, UNDECIDED = 0, 1, 3  # exit codes
 HEADINGS = {GOOD: "no regression", REGRESSION: "regression", UNDECIDED: "undecided"}
-APART = "Two stored runs, measured one after the other; --remeasure measures both here in turns."
-SESSIONS = (
+STORED_NOTE = "Two stored runs, measured one after the other; --remeasure measures both here in turns."
+SESSIONS_NOTE = (
     "Not comparable: measured in two sessions, and rounds don't show what differs between sessions. Measure them again "
     "side by side (dyno compare A B --remeasure), or keep three self-tests of this machine (dyno selftest)."
 )
-COPIED = "Nothing was compared where both runs hold the same measurement: one is a copy of the other."
-WIDENED = "Measured in two sessions: intervals contain what differs between this machine's self-tests."
+COPIED_NOTE = "Nothing was compared where both runs hold the same measurement: one is a copy of the other."
+WIDENED_NOTE = "Measured in two sessions: intervals contain what differs between this machine's self-tests."
 
 
 def list_comparison(table: Table, stored: bool = True) -> list[str]:
@@ -310,7 +317,7 @@ def list_comparison(table: Table, stored: bool = True) -> list[str]:
     rows = table.rows
     counts = Counter(describe_outcome(r).partition(":")[0] for r in rows)
     lines = [f"{describe_where(r)}: {r['verdict']}; not judged, whatever the speed."
-             for r in rows if r["verdict"].startswith(WRONG)]  # fmt: skip
+             for r in rows if r["verdict"].startswith(OUTPUTS_WRONG)]  # fmt: skip
     verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
     shared = sum(r["status"] != MISSING for r in rows)
     gone = f", {len(rows) - shared} only in A" if shared < len(rows) else ""
@@ -329,9 +336,9 @@ def _describe_method(rows: list[Row], stored: bool) -> list[str]:
     if not methods:
         return []
     rounds = max((min(r["rounds_a"], r["rounds_b"]) for r in rows), default=0)
-    apart = WIDENED if stats.SESSIONS in methods else APART
-    apart = SESSIONS if any(r["verdict"] == TWO_SESSIONS for r in rows) else apart
-    apart = COPIED if any(r["verdict"] == SAME for r in rows) else apart
+    apart = WIDENED_NOTE if stats.IN_TWO_SESSIONS in methods else STORED_NOTE
+    apart = SESSIONS_NOTE if any(r["verdict"] == TWO_SESSIONS for r in rows) else apart
+    apart = COPIED_NOTE if any(r["verdict"] == SAME_MEASUREMENT for r in rows) else apart
     sentences = [apart if stored else f"Measured {' or '.join(sorted(methods))}, {format_count(rounds, 'round')}."]
     builds = [int(r["builds"]) for r in rows if not is_missing(r["builds"])]
     if 1 in builds:
@@ -349,7 +356,8 @@ def _describe_power(rows: list[Row]) -> list[str]:
         return []
     least, most = format_slowdown(min(smallest) / 100), format_slowdown(max(smallest) / 100)
     span = least if least == most else f"{least.removesuffix(' %')} to {most}"
-    return [f"With these rounds and this spread, a slow-down of {span} is caught in {100 * POWER:g} % of comparisons."]
+    caught = f"a slow-down of {span} is caught in {100 * TARGET_POWER:g} % of comparisons"
+    return [f"With these rounds and this spread, {caught}."]
 
 
 def describe_where(r: Row) -> str:
@@ -379,7 +387,7 @@ def _explain_failure(condition: str, r: Row) -> str:
 
 def explain_undecided(r: Row) -> str:
     """Return the reason why a row is undecided, "" if it isn't."""
-    reason = r["verdict"] if r["verdict"].startswith((INCOMPARABLE, WRONG)) else ""
+    reason = r["verdict"] if r["verdict"].startswith((INCOMPARABLE, OUTPUTS_WRONG)) else ""
     return str(r["undecided"] or reason)
 
 

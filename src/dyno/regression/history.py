@@ -18,8 +18,8 @@ from dyno.report.report import list_missing, names_of
 from dyno.report.tables import TableKind, trial_table
 from dyno.report.tables.trial_table import IDENTITY, pick
 from dyno.report.verdict.verdict import read_start
-from dyno.results.blocks import APART, list_core_latencies
-from dyno.results.correctness import WRONG
+from dyno.results.blocks import CACHE_DISTANCE_RATIO, list_core_latencies
+from dyno.results.correctness import OUTPUTS_WRONG
 from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
@@ -29,11 +29,11 @@ from dyno.worker.option_values import check_types
 from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
 
-SHORT = 8  # characters of a hash
-MACHINE = ("cpu", "gpu", "cores", "governor")  # facts of a run's environment that may change its latencies
+HASH_LENGTH = 8  # characters of a hash
+MACHINE_FACTS = ("cpu", "gpu", "cores", "governor")  # facts of the environment that may change latencies
 AT_COMMIT = re.compile(r"(.+)@([^@/\s()]+)")  # a model's name and the commit that it was measured at
-MOST = 3  # steps that are named
-LONGEST = 24  # characters of a run's name below the chart
+MAX_STEPS_NAMED = 3  # steps named
+MAX_NAME_LENGTH = 24  # characters of a run's name below the chart
 COLUMNS = (
     *pick(*IDENTITY),
     Column("run", "its folder's name", kind=TEXT),
@@ -77,7 +77,7 @@ def make_history(runs: Sequence[RunData]) -> Table:
         count = Counter(map(_make_key, cells))
         for row in cells:
             trial, key = run.trials[row["trial"]], _make_key(row)
-            key = key if count[key] == 1 else (*key, trial.id)  # of several alike only the same id is the same
+            key = key if count[key] == 1 else (*key, trial.id)  # identical rows are matched by id alone
             facts = _read_facts(trial, row, run, near)
             own = {"run": name, "#place": place, "date": format_moment(read_start(run.records)), "model": key[0]}
             own |= {column: facts.get(column, "") for column in ("commit", "dyno")}
@@ -103,13 +103,13 @@ def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData, near: 
     commit = AT_COMMIT.fullmatch(str(row["model"]))
     facts = {
         "commit": commit[2] if commit else environment.get("commit"),
-        "code": model.source_sha256[:SHORT],
-        "weights": (trial.facts.weights_sha256 or model.weights_sha256)[:SHORT],
+        "code": model.source_sha256[:HASH_LENGTH],
+        "weights": (trial.facts.weights_sha256 or model.weights_sha256)[:HASH_LENGTH],
         "dyno": (environment.get("versions") or {}).get("inference-dyno", ""),
         **trial.versions,
         "threads": trial.facts.threads,
         "processors": _name_distance(list_core_latencies(trial), near),
-        **{name: environment.get(name) for name in MACHINE},
+        **{name: environment.get(name) for name in MACHINE_FACTS},
     }
     return {name: clean_text(value) for name, value in facts.items() if value not in (None, "", [])}
 
@@ -118,7 +118,7 @@ def _name_distance(latencies: Sequence[float], near: float) -> str:
     """Return how far apart the processors were, "" where no core-to-core latency is known."""
     if not latencies:
         return ""
-    return "far apart" if median(latencies) > APART * near else "near each other"
+    return "far apart" if median(latencies) > CACHE_DISTANCE_RATIO * near else "near each other"
 
 
 def _add_steps(series: Sequence[tuple[Row, dict[str, str]]]) -> Iterator[Row]:
@@ -143,7 +143,7 @@ def _add_steps(series: Sequence[tuple[Row, dict[str, str]]]) -> Iterator[Row]:
 
 
 def _has_speed(row: Row) -> bool:
-    return row["status"] == "ok" and not is_missing(row[LATENCY]) and not str(row["verdict"]).startswith(WRONG)
+    return row["status"] == "ok" and not is_missing(row[LATENCY]) and not str(row["verdict"]).startswith(OUTPUTS_WRONG)
 
 
 def _is_seen(before: Row, row: Row) -> bool:
@@ -154,7 +154,7 @@ def _is_seen(before: Row, row: Row) -> bool:
 def _list_steps(rows: Sequence[Row], runs: Mapping[str, RunData]) -> Iterator[str]:
     """Yield a sentence on each of the largest steps up whose intervals don't overlap, and on what they prove."""
     slower = [row for row in rows if row.get("#seen") and row["step"] > 1]
-    for row in sorted(slower, key=lambda row: row["step"], reverse=True)[:MOST]:
+    for row in sorted(slower, key=lambda row: row["step"], reverse=True)[:MAX_STEPS_NAMED]:
         name = " ".join(str(row[key]) for key in ("model", "backend", "options", "precision") if row[key])
         why = f"with it changed {row['changed']}" if row["changed"] else "nothing that is recorded changed"
         before = row["#before"]
@@ -203,12 +203,12 @@ def draw_history(table: Table) -> Any:
     rows = pd.DataFrame([row for row in table.rows if _has_speed(row)])
     if rows.empty:
         raise UserError("no run has a latency, so there is no history to draw")
-    names = {row["#place"]: shorten_text(row["commit"] or row["run"], LONGEST) for row in table.rows}
+    names = {row["#place"]: shorten_text(row["commit"] or row["run"], MAX_NAME_LENGTH) for row in table.rows}
     keys = ["model", "size", "batch", "device"]
     groups = [
         (charts.title_of(keys, key), group) for key, group in charts.list_configurations(rows).groupby(keys, sort=False)
     ]
-    panels = groups[: charts.MOST_PANELS]
+    panels = groups[: charts.MAX_PANELS]
     with style.apply_style() as figure_class:
         figure = figure_class((style.WIDTH, 2.9 * len(panels) + 0.8), layout="constrained")
         for axes, (title, group) in zip(figure.subplots(len(panels), squeeze=False).ravel(), panels, strict=True):

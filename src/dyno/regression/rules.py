@@ -18,9 +18,9 @@ from dyno.worker.spec import UserError
 SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (
     "slower", "less-accurate", "disagree", "status", "wrong-outputs",
 )  # fmt: skip
-TOLERANCE = 0.02
+DEFAULT_TOLERANCE = 0.02
 FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS, WRONG_OUTPUTS)
-MOST = 10.0  # the largest limit: eleven times as long
+MAX_TOLERANCE = 10.0  # the largest limit: eleven times as long
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class GateRules:
     """
 
     fail_on: tuple[str, ...] = FAIL_ON
-    tolerance: float = TOLERANCE
+    tolerance: float = DEFAULT_TOLERANCE
     loss: float = 0.0
     least: float = 0.0
     rtol: float = closeness.RTOL
@@ -76,7 +76,7 @@ class GateRules:
                 object.__setattr__(self, "loss", parse_points(limit))
             elif equals and name != SLOWER:
                 raise UserError(f"{name} takes no limit; write {name} instead of {text!r}")
-            elif equals and self.tolerance not in (TOLERANCE, parse_percent(limit)):
+            elif equals and self.tolerance not in (DEFAULT_TOLERANCE, parse_percent(limit)):
                 raise UserError(f"{text} and a tolerance of {self.tolerance:g} contradict each other; give one of them")
             elif equals:
                 object.__setattr__(self, "tolerance", parse_percent(limit))
@@ -87,7 +87,7 @@ class GateRules:
 
 def format_slowdown(share: float) -> str:
     """Format a relative slow-down; beyond the largest limit its digits mean nothing (two rounds may give 1e40)."""
-    return f"{100 * share:.1f} %" if share <= MOST else f"more than {100 * MOST:,.0f} %"
+    return f"{100 * share:.1f} %" if share <= MAX_TOLERANCE else f"more than {100 * MAX_TOLERANCE:,.0f} %"
 
 
 def parse_percent(text: str) -> float:
@@ -97,8 +97,8 @@ def parse_percent(text: str) -> float:
         value = float(number) / 100
     except ValueError:
         value = math.nan
-    if not (text.strip().endswith("%") and 0 <= value <= MOST):
-        raise UserError(f"slower={text} is not a percentage from 0 to {100 * MOST:g}; write slower=2%")
+    if not (text.strip().endswith("%") and 0 <= value <= MAX_TOLERANCE):
+        raise UserError(f"slower={text} is not a percentage from 0 to {100 * MAX_TOLERANCE:g}; write slower=2%")
     return value
 
 
@@ -115,7 +115,7 @@ def parse_points(text: str) -> float:
 
 # What a comparison with these rounds and this spread would have caught.
 
-POWER = 0.8
+TARGET_POWER = 0.8
 
 
 def smallest_slowdown(error: float, freedom: float, level: float, tolerance: float) -> float:
@@ -130,12 +130,12 @@ def smallest_slowdown(error: float, freedom: float, level: float, tolerance: flo
     if not freedom > 0:
         return math.nan
     critical = stats.t_quantile(freedom, level)
-    return (1 + tolerance) * math.exp(error * float(nctdtrinc(freedom, 1 - POWER, critical))) - 1
+    return (1 + tolerance) * math.exp(error * float(nctdtrinc(freedom, 1 - TARGET_POWER, critical))) - 1
 
 
 # What else differs between two trials that are compared: facts that may explain their speeds.
 
-UNKNOWN = "unknown"  # of layers that can't be watched, as TorchScript's
+UNKNOWN = "unknown"  # layers that can't be profiled, as TorchScript's
 
 
 def list_changes(a: TrialResult, b: TrialResult) -> list[str]:

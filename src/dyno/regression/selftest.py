@@ -21,7 +21,7 @@ from dyno.report.self_test import list_sentences
 from dyno.results.blocks import compare_blocks
 from dyno.results.files import read_npz
 from dyno.results.rounds import Round
-from dyno.results.self_test import CURVE, ProcessPair, SelfTest, StoredSelfTest, TestRound
+from dyno.results.self_test import POWER_CURVE_ROUNDS, ProcessPair, SelfTest, StoredSelfTest, TestRound
 from dyno.runner import self_test
 from dyno.runner.device_lock import hold_device
 from dyno.runner.execute import Files
@@ -34,14 +34,14 @@ from dyno.study.study import Study
 from dyno.worker import registry
 from dyno.worker.option_values import check_types, native
 from dyno.worker.record import Record
-from dyno.worker.spec import ROUNDS, SLOWDOWN, Artifact, Job, Trial, UserError
+from dyno.worker.spec import DEFAULT_ROUNDS, SLOWDOWN_OPTION, Artifact, Job, Trial, UserError
 
-MODEL = "dyno.worker.nets.digits:resnet18"  # the demo's network, with random weights: small, and the same everywhere
+TEST_MODEL = "dyno.worker.nets.digits:resnet18"  # the demo's network with random weights: small and reproducible
 OF_MODEL: dict[str, Any] = {"channels": 1, "sizes": ("64",)}
-BACKENDS = ("onnxruntime", "tensorrt", "openvino", "pytorch")  # the first one that is installed for the device
-USUAL: dict[str, Any] = {"seconds": 0.8, "warmup": 0.3, "timeout": 120.0}
-LEAST_ROUNDS = CURVE[0]  # fewer make no study
-MOST_BUILDS = 10**6  # more than any self-test makes: none comes twice
+TEST_BACKENDS = ("onnxruntime", "tensorrt", "openvino", "pytorch")  # the first one installed for the device
+TEST_SETTINGS: dict[str, Any] = {"seconds": 0.8, "warmup": 0.3, "timeout": 120.0}
+MIN_STUDY_ROUNDS = POWER_CURVE_ROUNDS[0]  # fewer are no study
+MAX_BUILDS = 10**6  # more than any self-test makes: no build comes twice
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,19 @@ def selftest(
     check_types({"minutes": minutes, "rounds": rounds}, {"minutes": float, "rounds": int})
     progress = Progress(quiet=quiet)
     study = _build_study(model, backend, device, fields)
-    if rounds and rounds < LEAST_ROUNDS:
-        raise UserError(f"{rounds} rounds are too few for a self-test; give {LEAST_ROUNDS} or more")
-    if not minutes * 60 >= (least := LEAST_ROUNDS * len(layout.slowdowns) * study.seconds):
+    if rounds and rounds < MIN_STUDY_ROUNDS:
+        raise UserError(f"{rounds} rounds are too few for a self-test; give {MIN_STUDY_ROUNDS} or more")
+    if not minutes * 60 >= (least := MIN_STUDY_ROUNDS * len(layout.slowdowns) * study.seconds):
         raise _too_short(minutes, least)
     trial = _plan_trial(study, rebuild)
     engines = _Engines(trial, Files(progress, study.build_timeout_s), rebuild)
-    engines.of(0)  # what can't be made ends the self-test before its time counts
+    engines.of(0)  # failures to build end the self-test before its time counts
     with progress.show_study([]):
         measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
     stored = StoredSelfTest(
         datetime.now().astimezone().isoformat(timespec="seconds"),
         __version__, self_test.identify_machine(device), device, trial.label,
-        trial.runtime.threads, study.seconds, study.block, ROUNDS, measured,
+        trial.runtime.threads, study.seconds, study.block, DEFAULT_ROUNDS, measured,
         find_versions(trial.runtime, registry.find(trial.backend).requires), builds=rebuild,
     )  # fmt: skip
     if keep and not rebuild:
@@ -111,10 +111,10 @@ def selftest(
 
 def _build_study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Study:
     """Return the study of the single trial, on the given backend or the first one installed."""
-    given = {**USUAL, **({} if model else OF_MODEL), **fields}
-    study = Study(models=(model or MODEL,), device=device, boundaries=("model",), **given)
+    given = {**TEST_SETTINGS, **({} if model else OF_MODEL), **fields}
+    study = Study(models=(model or TEST_MODEL,), device=device, boundaries=("model",), **given)
     check_device(study)
-    chosen = [backend] if backend else [name for name in BACKENDS if name in list_installed(device)]
+    chosen = [backend] if backend else [name for name in TEST_BACKENDS if name in list_installed(device)]
     return replace(study, backends=tuple(chosen[:1]), turns=True)
 
 
@@ -140,7 +140,7 @@ class _Engines:
 
 
 def _plan_trial(study: Study, builds: bool) -> Trial:
-    planned = expand(replace(study, builds=LEAST_ROUNDS) if builds else study)
+    planned = expand(replace(study, builds=MIN_STUDY_ROUNDS) if builds else study)
     if len(planned) > 1:
         names = ", ".join(entry.trial.label for entry in planned[:3])
         made = f"these options make {len(planned)} trials ({names}…)"
@@ -148,13 +148,13 @@ def _plan_trial(study: Study, builds: bool) -> Trial:
     if planned[0].refusal:
         raise UserError(planned[0].refusal)
     trial = planned[0].trial
-    return replace(trial, plan=replace(trial.plan, builds=MOST_BUILDS)) if builds else trial
+    return replace(trial, plan=replace(trial.plan, builds=MAX_BUILDS)) if builds else trial
 
 
 def _too_short(minutes: float, least_s: float) -> UserError:
     tenths = math.ceil(least_s / 6) / 10
     return UserError(
-        f"--minutes {minutes:g} is too short for {LEAST_ROUNDS} rounds, the fewest of a self-test; "
+        f"--minutes {minutes:g} is too short for {MIN_STUDY_ROUNDS} rounds, the fewest of a self-test; "
         f"give --minutes {tenths:g} or more"
     )
 
@@ -165,7 +165,7 @@ def _iter_rounds(
     """Yield rounds of fresh processes until the time is up or there are `most` of them (0: no limit)."""
     began, longest, number = time.monotonic(), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
-        while number < LEAST_ROUNDS or time.monotonic() - began + longest <= minutes * 60:
+        while number < MIN_STUDY_ROUNDS or time.monotonic() - began + longest <= minutes * 60:
             since = time.monotonic()
             progress.show_step(
                 f"self-test, round {number + 1}, after {(since - began) / 60:.1f} of {minutes:g} minutes"
@@ -174,8 +174,8 @@ def _iter_rounds(
             yield _measure_round(engines, layout, place, number, progress)
             shutil.rmtree(place, ignore_errors=True)
             longest = max(longest, time.monotonic() - since)
-            if not number and longest * LEAST_ROUNDS > minutes * 60:
-                raise _too_short(minutes, longest * LEAST_ROUNDS)
+            if not number and longest * MIN_STUDY_ROUNDS > minutes * 60:
+                raise _too_short(minutes, longest * MIN_STUDY_ROUNDS)
             number += 1
             if number == most:
                 return
@@ -188,7 +188,7 @@ def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, 
     for index, share in enumerate(layout.slowdowns):
         artifact = others if index else first
         # Counted from 1: round 0 of a trial also evaluates, which isn't needed here.
-        own = Job("run", trial.runtime, trial, artifact=artifact, round=number + 1, options={SLOWDOWN: share})
+        own = Job("run", trial.runtime, trial, artifact=artifact, round=number + 1, options={SLOWDOWN_OPTION: share})
         members.append(InterleavedJob(own, place / str(index), number))
         members[-1].folder.mkdir(parents=True)
     before = psutil.cpu_times()

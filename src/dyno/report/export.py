@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from dyno import formatting
-from dyno.formatting import UNLIMITED, clean_text, csv_cell, escape_markdown, markdown_table, shorten_text
-from dyno.table import COUNT, FIRST, LINK, TEXT, Column, Row, Table, TablePart, is_missing
+from dyno.formatting import MAX_LINE_LENGTH, clean_text, csv_cell, escape_markdown, markdown_table, shorten_text
+from dyno.table import COUNT, FIRST_KEY, LINK_KEY, TEXT, Column, Row, Table, TablePart, is_missing
 from dyno.worker.record import replace_file
 from dyno.worker.spec import SCHEMA, check_known
 
-LONGEST = 32  # characters of a name in a terminal, and to which words are folded before a column is left out
-GAP = 2  # between columns
-BROKEN = 3  # a word is broken where it would take more than this fraction (one in three) of the width
-PIPED = 120  # characters of a line in a file or a pipe, of a table with a limit on its columns
-MORE = "more columns: dyno show --columns all"
+MAX_NAME_WIDTH = 32  # characters of a name in a terminal; also the fold width before a column is left out
+COLUMN_GAP = 2  # spaces between columns
+WORD_BREAK_DIVISOR = 3  # break words longer than this fraction (one in three) of the width
+PIPED_WIDTH = 120  # characters of a line in a file or a pipe, for tables with a column limit
+MORE_COLUMNS = "more columns: dyno show --columns all"
 
 By = str | Sequence[str]
 
@@ -192,15 +192,15 @@ def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
     limit are hidden until the page's reader picks them.
     """
     columns = part.columns
-    hidden = [c for c in columns if c not in _choose_columns(part, UNLIMITED, table.most)]
+    hidden = [c for c in columns if c not in _choose_columns(part, MAX_LINE_LENGTH, table.most)]
     heads = "".join(
         f'<th scope="col"{_format_classes(c)}{" hidden" * (c in hidden)} title="{html.escape(c.meaning)}">'
         f'<button type="button">{html.escape(c.heading)}</button></th>'
         for c in columns
     )
     rows = "\n".join(
-        f"<tr{' class=first' * bool(r.get(FIRST))}>"
-        f"{''.join(_html_cell(c, r, c in hidden, r.get(LINK, '') * (c is columns[0])) for c in columns)}</tr>"
+        f"<tr{' class=first' * bool(r.get(FIRST_KEY))}>"
+        f"{''.join(_html_cell(c, r, c in hidden, r.get(LINK_KEY, '') * (c is columns[0])) for c in columns)}</tr>"
         for r in part.rows
     )
     notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in part.notes)
@@ -213,7 +213,7 @@ def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
 
 def _format_classes(column: Column, text: str = "") -> str:
     """Return classes for the page's style; long lists of words are folded, or later columns would leave the page."""
-    folded = column.kind == TEXT and len(text) > 2 * LONGEST and " " in text
+    folded = column.kind == TEXT and len(text) > 2 * MAX_NAME_WIDTH and " " in text
     classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0) + ["wide"] * folded)
     return f' class="{classes}"' if classes else ""
 
@@ -232,14 +232,14 @@ def _format_text(tables: Sequence[Table], by: By, only: str) -> str:
 def _text_parts(table: Table, by: By, only: str, alone: bool) -> Iterator[str]:
     """Yield the table's parts as text; the last one's note says how to see the columns that were left out."""
     width, most = formatting.find_width(), 0 if only else table.most
-    width = min(width, PIPED) if most else width
+    width = min(width, PIPED_WIDTH) if most else width
     parts, hidden = [*table.parts(by, only)], dict[str, None]()
     for number, part in enumerate(parts, 1):
         columns = part.columns if only else _choose_columns(part, width, most)
         hidden |= dict.fromkeys(clean_text(c.heading) for c in part.columns if c not in columns)
         notes = [*part.notes]
         if number == len(parts) and hidden:
-            more = MORE if most else f"not shown at this width: {', '.join(hidden)}"
+            more = MORE_COLUMNS if most else f"not shown at this width: {', '.join(hidden)}"
             notes[len(notes) - bool(table.notes) :] = [
                 "; ".join([*(note.rstrip(".") for note in table.notes[-1:]), more])
             ]
@@ -248,14 +248,14 @@ def _text_parts(table: Table, by: By, only: str, alone: bool) -> Iterator[str]:
 
 def _choose_columns(part: TablePart, width: int, most: int) -> list[Column]:
     """Return the columns that fit, `most` at most (0: any number): the least important ones go first."""
-    columns, longest = list(part.columns), LONGEST if width < UNLIMITED else UNLIMITED
+    columns, longest = list(part.columns), MAX_NAME_WIDTH if width < MAX_LINE_LENGTH else MAX_LINE_LENGTH
     widest = {}
     for c in columns:
         texts = [clean_text(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)]
-        words = longest if c.kind == TEXT else UNLIMITED  # words can be folded
+        words = longest if c.kind == TEXT else MAX_LINE_LENGTH  # words can be folded
         widest[c.name] = min(max(map(_count_cells, texts)), words)
     while any(c.rank for c in columns) and (
-        sum(widest[c.name] + GAP for c in columns) - GAP > width or (most and len(columns) > most)
+        sum(widest[c.name] + COLUMN_GAP for c in columns) - COLUMN_GAP > width or (most and len(columns) > most)
     ):
         columns.remove(max(reversed(columns), key=lambda c: c.rank))
     return columns
@@ -263,27 +263,27 @@ def _choose_columns(part: TablePart, width: int, most: int) -> list[Column]:
 
 def _text_part(title: str, part: TablePart, width: int) -> str:
     """Return the part as text; where it is too wide, cells are broken between words, or each row becomes a list."""
-    longest, columns = LONGEST if width < UNLIMITED else UNLIMITED, part.columns
+    longest, columns = MAX_NAME_WIDTH if width < MAX_LINE_LENGTH else MAX_LINE_LENGTH, part.columns
     cells = [[clean_text(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)] for c in columns]
     below = [
         textwrap.fill(clean_text(note), width, initial_indent="  ", subsequent_indent="    ") for note in part.notes
     ]
-    widths = _choose_widths(cells, width - GAP * (len(columns) - 1))
+    widths = _choose_widths(cells, width - COLUMN_GAP * (len(columns) - 1))
     if not widths:
-        listed = [_format_list(cells, i + 1, bool(r.get(FIRST))) for i, r in enumerate(part.rows)]
+        listed = [_format_list(cells, i + 1, bool(r.get(FIRST_KEY))) for i, r in enumerate(part.rows)]
         return "\n".join([title, "─" * width, *listed, "─" * width, *below]) + "\n"
     head, *rows = (
         _format_row([texts[i] for texts in cells], widths, [c.right for c in columns])
         for i in range(len(part.rows) + 1)
     )
-    rows = [formatting.format_bold(text) if r.get(FIRST) else text for text, r in zip(rows, part.rows, strict=True)]
-    rule = "─" * (sum(widths) + GAP * (len(columns) - 1))
+    rows = [formatting.format_bold(text) if r.get(FIRST_KEY) else text for text, r in zip(rows, part.rows, strict=True)]
+    rule = "─" * (sum(widths) + COLUMN_GAP * (len(columns) - 1))
     return "\n".join([title, rule, head, rule, *rows, rule, *below]) + "\n"
 
 
 def _shorten_cell(column: Column, row: Row, longest: int) -> str:
     """Return the cell on one line; names are cut, for they can be of any length."""
-    return shorten_text(column.text(row), longest if column.identity else UNLIMITED)
+    return shorten_text(column.text(row), longest if column.identity else MAX_LINE_LENGTH)
 
 
 def _choose_widths(columns: Sequence[list[str]], whole: int) -> list[int]:
@@ -295,7 +295,7 @@ def _choose_widths(columns: Sequence[list[str]], whole: int) -> list[int]:
     if sum(wanted) <= whole:
         return wanted
     widths = [max((_count_cells(word) for text in texts for word in text.split()), default=1) for texts in columns]
-    if sum(min(width, max(1, whole // BROKEN)) for width in widths) > whole:
+    if sum(min(width, max(1, whole // WORD_BREAK_DIVISOR)) for width in widths) > whole:
         return []
     while sum(widths) > whole:
         widths[widths.index(max(widths))] -= 1
@@ -310,7 +310,8 @@ def _format_row(texts: Sequence[str], widths: Sequence[int], right: Sequence[boo
     height = max(map(len, cells), default=1)
     padded = [[*lines, *[""] * (height - len(lines))] for lines in cells]
     return "\n".join(
-        (" " * GAP).join(map(_pad_text, [lines[i] for lines in padded], widths, right)).rstrip() for i in range(height)
+        (" " * COLUMN_GAP).join(map(_pad_text, [lines[i] for lines in padded], widths, right)).rstrip()
+        for i in range(height)
     )
 
 

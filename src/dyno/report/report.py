@@ -39,9 +39,9 @@ from dyno.worker.spec import UserError
 
 # A run as a notebook shows it: the decisions, the trials and one chart, as plain HTML that needs no script.
 
-MOST_GROUPS = 6  # models and sizes in the first chart
-BATCHES = ("speedup", "latency")  # charts with a panel for each batch
-HEADLINES = ("serve-latency", "video-timeline", *BATCHES)  # of which the first that can be drawn stands above
+MAX_GROUPS = 6  # models and sizes in the first chart
+BATCH_CHARTS = ("speedup", "latency")  # charts with a panel for each batch
+HEADLINE_CHARTS = ("serve-latency", "video-timeline", *BATCH_CHARTS)  # the first one that can be drawn leads the report
 
 
 def keep_leading(run: RunData) -> RunData:
@@ -50,7 +50,7 @@ def keep_leading(run: RunData) -> RunData:
     A group is a model, size and device; the verdict begins with its smallest batch. More can't be seen at once.
     """
     groups = run.frame.groupby(["model", "size", "device"], sort=False)
-    first = (run.frame["batch"] == groups["batch"].transform("min")) & (groups.ngroup() < MOST_GROUPS)
+    first = (run.frame["batch"] == groups["batch"].transform("min")) & (groups.ngroup() < MAX_GROUPS)
     return replace(run, frame=run.frame[first])
 
 
@@ -79,7 +79,7 @@ def _write_chart(run: RunData) -> Iterator[str]:
         return
     by_name = {chart.name: chart for chart in charts.list_charts()}
     first = keep_leading(run)
-    drawings = ((name, by_name[name].draw(first if name in BATCHES else run)) for name in HEADLINES)
+    drawings = ((name, by_name[name].draw(first if name in BATCH_CHARTS else run)) for name in HEADLINE_CHARTS)
     name, figure = next(((name, figure) for name, figure in drawings if figure is not None), ("", None))
     if figure is not None:
         drawing = base64.b64encode(
@@ -102,12 +102,12 @@ def _write_rows(table: Table) -> Iterator[str]:
 
 # A run's charts, drawn side by side: with many trials each takes matplotlib a second.
 
-SMALLEST = "At the smallest batch; the chart of all is among the charts below."
-NARROW = 3.4  # inches of a chart that a phone shows in letters of 12 pixels
-MANY = 12  # trials from which processes draw: of fewer, one has drawn all charts before others would have begun
+SMALLEST_BATCH_NOTE = "At the smallest batch; the chart of all is among the charts below."
+PHONE_WIDTH = 3.4  # inches of a chart on a phone, with letters of 12 pixels
+MIN_PARALLEL_TRIALS = 12  # from here on processes draw; fewer charts are drawn before processes would have started
 
 
-_one: partial[ChartDrawing | None]  # in a process that draws: what draws the chart of a number
+_one: partial[ChartDrawing | None]  # draws the chart of an index, in a drawing process
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def draw_charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Char
     count = range(len(charts.list_charts()))
     most = min(len(os.sched_getaffinity(0)), len(count))
     # Only the thread that forks goes on in a forked process: whatever lock another one held would stay locked there.
-    if len(run.frame) >= MANY and most > 1 and threading.active_count() == 1:
+    if len(run.frame) >= MIN_PARALLEL_TRIALS and most > 1 and threading.active_count() == 1:
         try:
             return _filter_present(_side_by_side(one, count, most))
         except BrokenProcessPool:  # one was killed, as for want of memory
@@ -141,15 +141,15 @@ def draw_charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Char
 def draw_headline(run: RunData, drawn: Sequence[ChartDrawing], prefix: str) -> ChartDrawing | None:
     """Return the chart for the top of the page: one of those drawn, or one of the rows that fit in view; else None."""
     first, kinds = keep_leading(run), {kind.name: kind for kind in charts.list_charts()}
-    for found in (chart for wanted in HEADLINES for chart in drawn if chart.name == wanted):
-        if found.name not in BATCHES:
+    for found in (chart for wanted in HEADLINE_CHARTS for chart in drawn if chart.name == wanted):
+        if found.name not in BATCH_CHARTS:
             return found
-        narrow = _draw_chart(first, kinds[found.name], f"{prefix}-narrow", "", width=NARROW)
+        narrow = _draw_chart(first, kinds[found.name], f"{prefix}-narrow", "", width=PHONE_WIDTH)
         if narrow is None:
             continue
         if len(first.frame) == len(run.frame):
             return replace(found, narrow=narrow.svg)
-        wide = _draw_chart(first, kinds[found.name], f"{prefix}-first", f"{found.caption} {SMALLEST}")
+        wide = _draw_chart(first, kinds[found.name], f"{prefix}-first", f"{found.caption} {SMALLEST_BATCH_NOTE}")
         return wide and replace(wide, narrow=narrow.svg)
     return None
 
@@ -211,15 +211,16 @@ def _filter_present(drawn: Iterable[ChartDrawing | None]) -> list[ChartDrawing]:
     return [each for each in drawn if each is not None]
 
 
-LEAD = (
+LEAD_NOTE = (
     "Every table of the run with rows; times are in milliseconds per batch. Where a trial has no number, "
     "the table shows its status. Each table is in `tables/` as CSV too."
 )
 
-EXPLANATIONS = "dyno.layers.graph_page"  # of a room above this one, so it is imported by its name
-NEEDED = ("jinja2", "matplotlib")
-MOST_CARDS = 2  # decisions that stand open; of more, as of several models, each is a line that unfolds
-PILLS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
+EXPLANATION_MODULE = "dyno.layers.graph_page"  # imported by name: it belongs to a higher layer
+REQUIRED_MODULES = ("jinja2", "matplotlib")
+MAX_CARDS = 2  # open decisions shown as cards; more are folded lines
+# badge text of each kind of decision
+STATE_WORDS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no winner"}
 
 
 def write_report(runs: Sequence[RunData], out: Path) -> Path:
@@ -249,7 +250,7 @@ def write_report(runs: Sequence[RunData], out: Path) -> Path:
 def list_missing() -> list[str]:
     """Return the libraries that the page and its charts need, and that can't be imported here."""
     found = []
-    for name in NEEDED:
+    for name in REQUIRED_MODULES:
         try:
             import_module(name)
         except ImportError:
@@ -283,7 +284,7 @@ def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out
             file = file_name(f"{name}-{table.name}" if len(runs) > 1 else table.name)
             write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
         shown = [table for table in own_tables if table.name in on_page]  # others are too long to read
-        parts.append(f"# Tables of {escape_markdown(name)}\n\n{LEAD}\n\n{export(shown, 'markdown')}")
+        parts.append(f"# Tables of {escape_markdown(name)}\n\n{LEAD_NOTE}\n\n{export(shown, 'markdown')}")
     write_text(out / "tables.md", "\n".join(parts))
     write_text(out / "results.csv", export([_all_trials(runs, names)], "csv"))
 
@@ -342,7 +343,7 @@ def _make_section(
         "charts": [chart for chart in drawn if headline is None or chart.svg is not headline.svg],
         "complaints": sections.list_complaints(run.records),
         "details": sections.list_details(run.records, out),
-        "explained": import_module(EXPLANATIONS).explained_section(run.records, f"r{index}"),
+        "explained": import_module(EXPLANATION_MODULE).explained_section(run.records, f"r{index}"),
     }
 
 
@@ -358,10 +359,10 @@ def _format_html(parts: list[dict[str, Any]], results: str) -> str:
         title=f"Dyno: {', '.join(part['name'] for part in parts)}",
         sections=parts,
         names=list(dict.fromkeys(f.name for part in parts for d in part["verdict"].decisions for f in d.figures)),
-        most_cards=MOST_CARDS,
-        most_details=sections.MOST_DETAILS,
-        pills=PILLS,
+        most_cards=MAX_CARDS,
+        most_details=sections.MAX_DETAILS,
+        pills=STATE_WORDS,
         counted=_count_findings,
         csv=base64.b64encode(results.encode()).decode(),
-        graph=import_module(EXPLANATIONS).graph_scripts() if any(part["explained"] for part in parts) else "",
+        graph=import_module(EXPLANATION_MODULE).graph_scripts() if any(part["explained"] for part in parts) else "",
     )

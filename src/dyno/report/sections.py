@@ -13,20 +13,20 @@ from typing import Any
 from dyno.formatting import format_count, format_moment, shorten_text, show
 from dyno.report import self_test
 from dyno.report.export import page_part
-from dyno.report.tables.gpu_table import ROUND_COLUMNS, ROUNDS, STOPPED, list_doubts, rounds_of
+from dyno.report.tables.gpu_table import ROUND_COLUMNS, ROUNDS, STOP_REASONS, list_doubts, rounds_of
 from dyno.report.tables.trial_table import build_seconds
 from dyno.report.verdict.verdict import read_start
 from dyno.results import remarks
 from dyno.results.metrics.precision import read_truth
 from dyno.results.run_data import RunData
-from dyno.results.stats import ALONE, TURNS, Rule
+from dyno.results.stats import IN_TURNS, ONE_AFTER_ANOTHER, Rule
 from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.job import AnsweredImages
 from dyno.worker.spec import DataSpec, Plan
 
 NUMBERS = re.compile(r"\d+([.,]\d+)*")
-LONGEST = 60  # characters of the name of a layer, which names all nodes that it was fused from
-MOST_DETAILS = 300  # trials with a separate section
+MAX_LAYER_NAME_LENGTH = 60  # characters of a layer's name; fused layers join the names of all their nodes
+MAX_DETAILS = 300  # trials with a separate section
 
 
 def describe_machine(environment: dict[str, Any]) -> list[tuple[str, str]]:
@@ -114,7 +114,7 @@ def list_details(results: Results, page: Path) -> list[Detail]:
     from markupsafe import Markup
 
     trial_details = []
-    for t in results.trials[:MOST_DETAILS]:
+    for t in results.trials[:MAX_DETAILS]:
         table = ROUNDS.of(
             [c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t), below=list_doubts
         )
@@ -159,7 +159,7 @@ def _format_steps(t: TrialResult) -> str:
 
 def _format_slowest(t: TrialResult) -> str:
     return "; ".join(
-        f"{layer.share:.0%} {shorten_text(layer.name, LONGEST)} ({layer.operator}, {layer.dtype})"
+        f"{layer.share:.0%} {shorten_text(layer.name, MAX_LAYER_NAME_LENGTH)} ({layer.operator}, {layer.dtype})"
         for layer in t.facts.slowest_layers
     )
 
@@ -177,8 +177,8 @@ def _describe_gpu(t: TrialResult) -> str:
 # How a run was measured, how its verdicts were decided, and which configuration its latencies are of.
 
 INTERVALS = {
-    TURNS: "Student's t interval of the rounds' log ratios, paired, each the median over blocks",
-    ALONE: "Welch's t interval of the log medians of the rounds, so the spread between processes decides",
+    IN_TURNS: "Student's t interval of the rounds' log ratios, paired, each the median over blocks",
+    ONE_AFTER_ANOTHER: "Welch's t interval of the log medians of the rounds, so the spread between processes decides",
 }
 Terms = list[tuple[str, str]]
 
@@ -202,7 +202,7 @@ def list_terms(run: RunData) -> Terms:
             "accuracy",
             "Wilson's interval for one trial, Tango's score interval for the paired difference to the reference",
         ),
-        ("visible differences", self_test.of_run(results) or self_test.HINT),
+        ("visible differences", self_test.of_run(results) or self_test.SELF_TEST_HINT),
         ("trimmed mean", "without the fastest and the slowest 10 % of the samples"),
     ]
 
@@ -236,7 +236,7 @@ def _of_builds(run: RunData) -> Terms:
 
 
 def _explain_pairs(pairs: Counter[str], block: str) -> str:
-    in_turns, apart = pairs[TURNS], pairs[ALONE]
+    in_turns, apart = pairs[IN_TURNS], pairs[ONE_AFTER_ANOTHER]
     how = f"in turns: alive together, one runs a block of {block} s while the others are frozen"
     how += ", so each works a part of the time"
     if not pairs:
@@ -310,7 +310,7 @@ def _gpu_method(trials: list[TrialResult]) -> Terms:
 
 def _explain_stopping(plans: Sequence[Plan], trials: list[TrialResult]) -> str:
     ended = Counter(
-        STOPPED.get(m.stopped, m.stopped)
+        STOP_REASONS.get(m.stopped, m.stopped)
         for t in trials for r in t.good for m in r.record.measurements if m.stopped
     )  # fmt: skip
     counts = ", ".join(f"{n} × {reason}" for reason, n in ended.most_common())

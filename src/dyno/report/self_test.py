@@ -10,13 +10,21 @@ from typing import Any, TypedDict
 from dyno.formatting import format_count, format_number
 from dyno.results import stats
 from dyno.results.ranking import make_rule
-from dyno.results.self_test import CURVE, GRADES, POWER, WORST, SelfTest, Verdicts, find_visible
+from dyno.results.self_test import (
+    GRADES,
+    POWER_CURVE_ROUNDS,
+    TARGET_POWER,
+    WORST_GRADE,
+    SelfTest,
+    Verdicts,
+    find_visible,
+)
 from dyno.results.trial_result import Results
 from dyno.table import COUNT, Column, Row, Table, is_missing, limit_cells, limits_of
 
-POOR = 0.05  # of false alarms; beyond it for certain, and the intervals can't be trusted
-HINT = "not known: `dyno selftest` tests the instrument on this machine"
-BOUND = {
+MAX_FALSE_ALARMS = 0.05  # a false-alarm rate certainly above this makes intervals unreliable
+SELF_TEST_HINT = "not known: `dyno selftest` tests the instrument on this machine"
+BOUND_NOTE = {
     "process": "The process bounds it: two fresh ones differ, however long they measure. More rounds help.",
     "neighbours": "Neighbours bound it: other programs, or other guests of the host, use the processors. A quieter "
                   "machine helps, or more seconds and rounds.",
@@ -44,7 +52,7 @@ def grade_self_test(test: SelfTest) -> str:
     rounds = test.stored.study_rounds
     seen = test.find_visible(rounds)
     worst = f"more than {show_percent(max(GRADES.values()))}"
-    limit = f"{show_percent(GRADES[test.grade])} or less" if test.grade != WORST else worst
+    limit = f"{show_percent(GRADES[test.grade])} or less" if test.grade != WORST_GRADE else worst
     own = ", each with separate builds," if test.stored.builds else ""
     return (
         f"Grade {test.grade} ({limit}): a study of {rounds} rounds in turns{own} sees a difference of "
@@ -54,7 +62,7 @@ def grade_self_test(test: SelfTest) -> str:
 
 def list_sentences(test: SelfTest) -> list[str]:
     """Return the self-test's findings as sentences, the grade first."""
-    bound = OF_BUILDS if test.stored.builds and test.bound_by == "process" else BOUND[test.bound_by]
+    bound = OF_BUILDS if test.stored.builds and test.bound_by == "process" else BOUND_NOTE[test.bound_by]
     return [grade_self_test(test), bound, _describe_spread(test), _describe_load(test), *_describe_apart(test),
             *_describe_sessions(test), _describe_equal(test), *_describe_surprises(test)]  # fmt: skip
 
@@ -139,7 +147,7 @@ def _describe_apart(test: SelfTest) -> list[str]:
 
 
 def _describe_sessions(test: SelfTest) -> list[str]:
-    if (count := len(test.sessions)) < stats.LEAST_SESSIONS:
+    if (count := len(test.sessions)) < stats.MIN_SESSIONS:
         return []
     return [
         f"The {count} self-tests of this kind differ by {show_percent(test.session_spread)}: two stored runs may, too."
@@ -150,9 +158,9 @@ def _describe_equal(test: SelfTest) -> str:
     same, alarms, held = test.equal, test.false_alarms(), test.coverage
     return (
         f"Equal processes over all {format_count(len(test.rounds), 'round')}: {same.value:.4f}x [{same.low:.4f}, "
-        f"{same.high:.4f}], {same.verdict}. In studies of {CURVE[0]} rounds {alarms.hits} of {alarms.count} raised a "
-        f"false alarm (at most {show_percent(alarms.at_most)}), and {held.hits} of {held.count} intervals hold the "
-        "truth."
+        f"{same.high:.4f}], {same.verdict}. In studies of {POWER_CURVE_ROUNDS[0]} rounds {alarms.hits} of "
+        f"{alarms.count} raised a false alarm (at most {show_percent(alarms.at_most)}), and {held.hits} of "
+        f"{held.count} intervals hold the truth."
     )
 
 
@@ -161,7 +169,7 @@ def _describe_surprises(test: SelfTest) -> list[str]:
     surprises = []
     for one in test.verdicts:
         studies = f"of {one.slower.count} studies of {one.rounds} rounds"
-        if not one.slowdown and one.false.interval.low > POOR:
+        if not one.slowdown and one.false.interval.low > MAX_FALSE_ALARMS:
             surprises.append(f"{one.false.hits} {studies} raised a false alarm: verdicts are not to be trusted here.")
         elif one.slowdown and _is_unlike(one):
             surprises.append(
@@ -192,13 +200,16 @@ def of_run(results: Results) -> str:
     rule = make_rule(results.settings)
     judged = max(1, max(Counter(t.group for t in timed).values()) - 1)  # the rows of a reference are one family
     seen = find_visible(summary, rounds, seconds, in_turns, stats.ALPHA * rule.share(rounds) / judged)
-    how = f"{rounds} rounds {stats.TURNS if in_turns else stats.ALONE}"
+    how = f"{rounds} rounds {stats.IN_TURNS if in_turns else stats.ONE_AFTER_ANOTHER}"
     how += f", {judged} rows judged together" if judged > 1 else ""
     if math.isnan(seen):
         return f"Which differences this run can see isn't known: the self-test was too short for {how} ({tested})."
     if seen > 1:
         return f"This run can see no difference below a factor of two ({how}; {tested})."
-    return f"This run can see differences of ≥ {show_percent(seen)} ({how}, {round(100 * POWER)} % power; {tested})."
+    return (
+        f"This run can see differences of ≥ {show_percent(seen)} ({how}, "
+        f"{round(100 * TARGET_POWER)} % power; {tested})."
+    )
 
 
 # The tables of a self-test: which differences it sees, and its verdicts on those that are known.
@@ -214,7 +225,7 @@ def _make_share_columns(name: str, title: str, meaning: str) -> tuple[Column, ..
     return Column(name, meaning, "1", title=title, cell=lambda row: _format_cell(row, name)), *limits_of(name, "1")
 
 
-VISIBLE = (
+VISIBLE_DIFFERENCE = (
     Column("rounds", "of a study", kind=COUNT),
     *_make_share_columns("turns", "in turns", "smallest slow-down that is seen with 80 % power, measured in turns"),
     Column("apart", "the same, measured one after the other", "1", title="one after the other",
@@ -235,10 +246,10 @@ VERDICTS = (
 
 def make_tables(test: SelfTest) -> list[Table]:
     """Build the tables of the visible difference by rounds, and of verdicts on equal and slowed-down processes."""
-    rows = [_make_visible_row(test, rounds) for rounds in CURVE]
+    rows = [_make_visible_row(test, rounds) for rounds in POWER_CURVE_ROUNDS]
     every = [
-        Table("visible", "The smallest difference that can be seen (80 % power)", "By the rounds of a study.", VISIBLE,
-              rows, printed=("rounds", "turns", "apart")),
+        Table("visible", "The smallest difference that can be seen (80 % power)", "By the rounds of a study.",
+              VISIBLE_DIFFERENCE, rows, printed=("rounds", "turns", "apart")),
         Table("verdicts", "Verdicts on known differences", "A row for each slow-down and number of rounds.", VERDICTS,
               [_make_verdict_row(one) for one in test.verdicts],
               printed=("slowdown", "rounds", "studies", "slower", "faster", "expected", "covered")),

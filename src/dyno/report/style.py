@@ -29,9 +29,9 @@ COLORS = {
     "ncnn": "#332288",
     "fake": "#8A8A8A",
 }
-SPARE = ("#CC79A7", "#B8A800", "#7A5195", "#5C4B3B", "#8A8A8A")
+SPARE_COLORS = ("#CC79A7", "#B8A800", "#7A5195", "#5C4B3B", "#8A8A8A")
 # Marker, hatch and line of each precision.
-LOOKS: dict[str, tuple[str, str, Any]] = {
+BACKEND_STYLES: dict[str, tuple[str, str, Any]] = {
     "fp32": ("o", "", "-"),
     "tf32": ("D", "..", (0, (1, 1))),
     "fp16": ("^", "//", (0, (5, 2))),
@@ -42,13 +42,13 @@ LOOKS: dict[str, tuple[str, str, Any]] = {
     "fp4": (">", "||", (0, (3, 1, 1, 1))),
     "int2": ("*", "oo", (0, (1, 5))),
 }
-MARKERS, HATCHES, LINES = ({name: look[k] for name, look in LOOKS.items()} for k in range(3))
+MARKERS, HATCHES, LINES = ({name: look[k] for name, look in BACKEND_STYLES.items()} for k in range(3))
 INK, FAINT, EDGE, PAPER = "#1c2430", "#d5dae1", "#9aa3af", "#ffffff"
 # What these colours are called in the style of a page, which has others for a dark screen.
 PAGE_COLORS = {INK: "--ink", FAINT: "--line", EDGE: "--soft", PAPER: "--card", "#000000": "--ink"}
-TIP = "tip: "  # how the id of an artist begins that says something to a pointer
+TOOLTIP_PREFIX = "tip: "  # prefix of ids of artists with a tooltip
 WIDTH, DPI = 8.2, 150  # inches; dots per inch of a PNG
-SETTINGS = {
+MATPLOTLIB_SETTINGS = {
     "font.family": ["DejaVu Sans"], "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.edgecolor": EDGE, "axes.labelcolor": INK, "text.color": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -60,7 +60,7 @@ SETTINGS = {
 
 def choose_color(backend: str) -> str:
     """Return the backend's colour, the same in every chart and every run."""
-    return COLORS.get(backend) or SPARE[hashlib.sha256(backend.encode()).digest()[0] % len(SPARE)]
+    return COLORS.get(backend) or SPARE_COLORS[hashlib.sha256(backend.encode()).digest()[0] % len(SPARE_COLORS)]
 
 
 def choose_marker(precision: str) -> str:
@@ -70,7 +70,7 @@ def choose_marker(precision: str) -> str:
 
 def add_tooltip(artist: Any, text: str) -> None:
     """Give the artist a tooltip with the text in the page's drawing."""
-    artist.set_gid(TIP + text)
+    artist.set_gid(TOOLTIP_PREFIX + text)
 
 
 def make_logarithmic(axes: Any, name: str, low: float, high: float) -> None:
@@ -90,7 +90,7 @@ def apply_style() -> Iterator[Any]:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(SETTINGS):
+    with mpl.rc_context(MATPLOTLIB_SETTINGS):
         yield Figure
 
 
@@ -109,7 +109,7 @@ def laid_out(figure: Any) -> Any:
     """
     import matplotlib as mpl
 
-    with mpl.rc_context(SETTINGS), _any_script():
+    with mpl.rc_context(MATPLOTLIB_SETTINGS), _any_script():
         figure.dpi = DPI
         if (engine := figure.get_layout_engine()) is not None:
             engine.execute(figure)
@@ -121,7 +121,7 @@ def save(figure: Any, path: Any, box: Any = "tight") -> None:
     """Write the figure, or its part inside the box, as PNG, 150 dots per inch."""
     import matplotlib as mpl
 
-    with mpl.rc_context(SETTINGS), _any_script(), replace_file(path) as f:
+    with mpl.rc_context(MATPLOTLIB_SETTINGS), _any_script(), replace_file(path) as f:
         figure.savefig(f, dpi=DPI, bbox_inches=box, format="png")
 
 
@@ -133,13 +133,13 @@ def render_svg(figure: Any, prefix: str, box: Any = "tight", on_paper: bool = Fa
     import matplotlib as mpl
 
     stream = io.StringIO()
-    with mpl.rc_context(SETTINGS), _any_script():
+    with mpl.rc_context(MATPLOTLIB_SETTINGS), _any_script():
         figure.savefig(stream, format="svg", bbox_inches=box, metadata={"Date": None, "Creator": None})
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # a phone may not have the first
-    text = re.sub(rf'<g id="{TIP}([^"]*)">', r"<g><title>\1</title>", text)
+    text = re.sub(rf'<g id="{TOOLTIP_PREFIX}([^"]*)">', r"<g><title>\1</title>", text)
     if not on_paper:
         text = re.sub(r"(?<=: )#[0-9a-f]{6}\b", _page_color, text)
     text = re.sub(r'(?<=\bid=")', f"{prefix}-", text)

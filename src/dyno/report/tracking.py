@@ -26,20 +26,21 @@ from dyno.worker.record import refuse_links
 from dyno.worker.spec import UserError, shorten
 
 # Columns of the trials' table by what they are to a tracker; results.csv, an artifact, has the others.
-PARAMETERS = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options")
-TAGS = ("verdict", "status", "reason", "outputs", "budget", "limit", "ran_as", "trial")
-METRICS = (
+PARAMETER_COLUMNS = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options")
+TAG_COLUMNS = ("verdict", "status", "reason", "outputs", "budget", "limit", "ran_as", "trial")
+METRIC_COLUMNS = (
     "latency_ms", "latency_ms_low", "latency_ms_high", "latency_model_ms_median", "latency_model_ms_p90",
     "latency_model_ms_p95", "latency_model_ms_p99", "latency_all_ms_median", "latency_all_ms_p99", "throughput_ips",
     "speedup", "speedup_low", "speedup_high", "pipeline_ips", "size_mb", "memory_mb", "gpu_memory_mb", "load_s",
     "build_s", "first_call_ms", "energy_j",
 )  # fmt: skip
-ARTIFACTS = ("report.html", "results.csv")  # of a run folder, where they were written
-FOLDER = "tensorboard"  # in a run folder
-MOST, SHORT = 500, 6  # characters of a parameter, as in MLflow at most; of an id that tells folders apart
+ARTIFACT_FILES = ("report.html", "results.csv")  # files of a run folder that are uploaded
+TENSORBOARD_DIR = "tensorboard"  # a run's folder for TensorBoard
+# characters of a parameter (MLflow's limit), and of an id that tells folders apart
+MAX_PARAMETER_LENGTH, SHORT_ID_LENGTH = 500, 6
 # Neither library may send usage data or crash reports on behalf of Dyno; the user's own settings go first.
-QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
-UNTIMED = "1970-01-01T00:00:00+00:00"  # of a run without the date of its first job
+QUIET_VARIABLES = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
+DEFAULT_DATE = "1970-01-01T00:00:00+00:00"  # date of a run whose first job has none
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class TrackedRun:
     @property
     def files(self) -> Iterator[Path]:
         """The report and the table of results, where they are in the folder."""
-        return (path for name in ARTIFACTS if (path := self.folder / name).is_file())
+        return (path for name in ARTIFACT_FILES if (path := self.folder / name).is_file())
 
     @property
     def winners(self) -> list[TrackedTrial]:
@@ -88,7 +89,7 @@ def log_run(run: RunData, names: Sequence[str]) -> Iterator[str]:
     """
     if tables.list_leading(run)[0]:
         raise UserError(f"{run.records.folder} has no trials of a study, which trackers take; omit --log")
-    os.environ |= {name: value for name, value in QUIET.items() if name not in os.environ}
+    os.environ |= {name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ}
     tracked = describe_run(run)
     for name in names:
         try:
@@ -104,7 +105,7 @@ def describe_run(run: RunData) -> TrackedRun:
     """Return a run's trials as trackers take them."""
     verdict = read_verdict(run)
     winners = {decision.candidates[0] for decision in verdict.decisions if len(decision.candidates) == 1}
-    started = read_start(run.records) or UNTIMED
+    started = read_start(run.records) or DEFAULT_DATE
     rows = TRIALS.table(run).rows
     trials = [_describe_trial(row, run.trials[row["trial"]], run, row["trial"] in winners) for row in rows]
     return TrackedRun(
@@ -116,12 +117,12 @@ def describe_run(run: RunData) -> TrackedRun:
 def _describe_trial(row: Row, trial: TrialResult, run: RunData, is_winner: bool) -> TrackedTrial:
     own = (run.records.environment.get("versions") or {}).get("inference-dyno", "")
     versions = {"dyno": own, "versions": trial.described_versions}
-    parameters = {name: str(row[name]) for name in PARAMETERS} | versions
-    tags = {name: str(row.get(name) or "") for name in TAGS} | {"winner": "yes" if is_winner else "no"}
+    parameters = {name: str(row[name]) for name in PARAMETER_COLUMNS} | versions
+    tags = {name: str(row.get(name) or "") for name in TAG_COLUMNS} | {"winner": "yes" if is_winner else "no"}
     accuracies = [column.name for metric in metrics.list_metrics().values() for column in metric.columns]
-    numbers = {name: float(row[name]) for name in (*METRICS, *accuracies) if not is_missing(row.get(name))}
+    numbers = {name: float(row[name]) for name in (*METRIC_COLUMNS, *accuracies) if not is_missing(row.get(name))}
     return TrackedTrial(
-        trial.id, clean_text(trial.label), {k: v[:MOST] for k, v in parameters.items() if v},
+        trial.id, clean_text(trial.label), {k: v[:MAX_PARAMETER_LENGTH] for k, v in parameters.items() if v},
         {k: v for k, v in tags.items() if v}, numbers, is_winner,
     )  # fmt: skip
 
@@ -160,7 +161,7 @@ def _fill_mlflow_run(client: Any, id: str, trial: TrackedTrial) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
     now = int(datetime.now().timestamp() * 1000)
-    stored = client.get_run(id).data.params  # which can't be changed
+    stored = client.get_run(id).data.params  # parameters can't be changed
     client.log_batch(
         id,
         metrics=[Metric(name, value, now, 0) for name, value in trial.metrics.items()],
@@ -201,12 +202,12 @@ def _log_to_tensorboard(run: TrackedRun) -> str:
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    out, moment = run.folder / FOLDER, run.began.timestamp()
-    refuse_links(run.folder, (FOLDER,))
+    out, moment = run.folder / TENSORBOARD_DIR, run.began.timestamp()
+    refuse_links(run.folder, (TENSORBOARD_DIR,))
     shutil.rmtree(out, ignore_errors=True)
     for trial in run.trials:
         words = {name: trial.tags[name] for name in ("verdict", "status", "winner") if name in trial.tags}
-        writer = EventFileWriter(str(out / file_name(f"{trial.name}-{trial.id[:SHORT]}")))
+        writer = EventFileWriter(str(out / file_name(f"{trial.name}-{trial.id[:SHORT_ID_LENGTH]}")))
         values = [Summary.Value(tag=name, simple_value=value) for name, value in trial.metrics.items()]
         for summary in (hparams_pb(trial.parameters | words, trial.id, moment), Summary(value=values)):
             writer.add_event(Event(wall_time=moment, step=0, summary=summary))

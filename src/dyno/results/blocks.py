@@ -15,12 +15,12 @@ from dyno.results.rounds import ANY_LATENCY, Round
 from dyno.results.trial_result import TrialResult
 from dyno.worker.jobs.turns import quiet_delay
 
-LEAST_QUIET_BLOCKS = 2  # without which a round tells nothing about a quiet machine
-LEAST_QUIET_ROUNDS = 2
-LEAST_UNDISTURBED = 3  # blocks of a round, and half of all, whose median latency is a quiet machine's
-LEAST_DRIFT_ROUNDS, LEAST_DRIFT_BLOCKS = 3, 4
-APART = 2.0  # times the least core-to-core latency: the processors no longer share a cache
-DRIFT, DRIFT_ERROR = 0.02, 0.01  # the share that matters, and the error of its interval
+MIN_QUIET_BLOCKS = 2  # fewer quiet blocks give no quiet-machine figure of a round
+MIN_QUIET_ROUNDS = 2
+MIN_UNDISTURBED_BLOCKS = 3  # undisturbed blocks (and half of all) whose median counts as a quiet machine's
+MIN_DRIFT_ROUNDS, MIN_DRIFT_BLOCKS = 3, 4
+CACHE_DISTANCE_RATIO = 2.0  # multiple of the lowest core-to-core latency at which processors share no cache
+MIN_DRIFT, DRIFT_ERROR_RATE = 0.02, 0.01  # smallest drift that matters, and the error rate of its interval
 
 
 class RoundRatios(NamedTuple):
@@ -50,7 +50,7 @@ def log_ratios(
 
 def are_quiet(sets: Sequence[RoundRatios]) -> bool:
     """Return whether enough sets are undisturbed that the others are left out."""
-    return sum(each.is_quiet for each in sets) >= LEAST_QUIET_ROUNDS
+    return sum(each.is_quiet for each in sets) >= MIN_QUIET_ROUNDS
 
 
 def average_rounds(sets: Sequence[RoundRatios]) -> list[float]:
@@ -87,7 +87,7 @@ def block_ratios(
         if not keep_disturbed:
             disturbed = x.disturbed_blocks(boundary, quiet_a, usual) | y.disturbed_blocks(boundary, quiet_b, usual)
         quiet = compare_blocks(of_x, of_y, disturbed)
-        is_quiet = len(quiet) >= min(LEAST_QUIET_BLOCKS, len(logs))
+        is_quiet = len(quiet) >= min(MIN_QUIET_BLOCKS, len(logs))
         if logs.size:
             builds = (x.build, y.build) if x.build or y.build else None
             has_delays = all(r.facts.delays.get(boundary) for r in (x, y))
@@ -117,7 +117,7 @@ def find_apart_jobs(trials: Iterable[TrialResult]) -> ApartJobs | None:
     """Return in how many jobs the processors were further apart than in others; None if in none."""
     medians = [latency for t in trials for latency in list_core_latencies(t)]
     near = min(medians, default=0.0)
-    apart = [latency for latency in medians if latency > APART * near]
+    apart = [latency for latency in medians if latency > CACHE_DISTANCE_RATIO * near]
     return ApartJobs(len(apart), len(medians), float(np.median(apart)), near) if apart else None
 
 
@@ -134,13 +134,13 @@ def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -
     change of a round is Theil and Sen's slope (Sen 1968), which one odd block can't move, times its blocks; the
     interval is Student's over rounds. None with fewer than three rounds of four blocks that count.
     """
-    rounds = [each.logs for each in block_ratios(a, b, boundary, clock) if len(each.logs) >= LEAST_DRIFT_BLOCKS]
-    if len(rounds) < LEAST_DRIFT_ROUNDS:
+    rounds = [each.logs for each in block_ratios(a, b, boundary, clock) if len(each.logs) >= MIN_DRIFT_BLOCKS]
+    if len(rounds) < MIN_DRIFT_ROUNDS:
         return None
     from scipy.stats import theilslopes
 
     changes = np.array([theilslopes(logs).slope * (len(logs) - 1) for logs in rounds])
-    half = stats.t_quantile(len(changes) - 1, DRIFT_ERROR) * changes.std(ddof=1) / math.sqrt(len(changes))
+    half = stats.t_quantile(len(changes) - 1, DRIFT_ERROR_RATE) * changes.std(ddof=1) / math.sqrt(len(changes))
     return stats.Interval(*(math.expm1(changes.mean() + side * half) for side in (0, -1, 1)))
 
 
@@ -164,7 +164,7 @@ def compare_sustained(
     alone_a, alone_b = (replace(t, rounds=t.sustained, companions=[]) for t in (a, b))
     sustained = average_rounds(block_ratios(alone_a, alone_b, boundary, clock, settled=True))
     rounds = np.array(log_ratios(a, b, boundary, clock))
-    if len(rounds) < LEAST_QUIET_ROUNDS or not sustained:
+    if len(rounds) < MIN_QUIET_ROUNDS or not sustained:
         return None
     logs = np.delete(rounds, stats.find_rejected(rounds))
     usual, moved = float(np.mean(logs)), float(np.mean(sustained) - np.mean(logs))
@@ -173,9 +173,7 @@ def compare_sustained(
     return SustainedRatio(math.exp(usual + moved), math.exp(usual), has_moved)
 
 
-def list_quiet_rounds(
-    trials: Sequence[TrialResult], boundary: str, least: int = LEAST_QUIET_ROUNDS
-) -> list[list[Round]]:
+def list_quiet_rounds(trials: Sequence[TrialResult], boundary: str, least: int = MIN_QUIET_ROUNDS) -> list[list[Round]]:
     """Return each trial's good rounds that timed the boundary undisturbed by other programs.
 
     They had the processors at one distance from each other: the one that most blocks of all the trials had. Where a
@@ -205,7 +203,7 @@ def quiet_medians(t: TrialResult, boundary: str, clock: str = "") -> list[float]
 def _is_undisturbed(r: Round, boundary: str, delay: float | None, usual: tuple[float, float]) -> bool:
     """Return whether other programs disturbed so few of its blocks that the median of all is a quiet machine's."""
     count = len(r.facts.delays.get(boundary, ()))
-    return count - len(r.disturbed_blocks(boundary, delay, usual)) >= max(min(LEAST_UNDISTURBED, count), count / 2)
+    return count - len(r.disturbed_blocks(boundary, delay, usual)) >= max(min(MIN_UNDISTURBED_BLOCKS, count), count / 2)
 
 
 def _name_tag(boundary: str) -> str:
@@ -224,7 +222,7 @@ def _find_usual_latencies(rounds: Iterable[Round], boundary: str) -> tuple[float
     known = [[n for n in r.facts.core_latencies.get(boundary, ()) if n] for r in rounds]
     near = min((quiet_delay(each) for each in known if each), default=0.0)
     low, high = ANY_LATENCY
-    limit = APART * near or high
+    limit = CACHE_DISTANCE_RATIO * near or high
     apart = [n > limit for each in known for n in each]
     return (limit, high) if sum(apart) > len(apart) / 2 else (low, limit)
 

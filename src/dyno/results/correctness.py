@@ -19,8 +19,8 @@ from dyno.results import stats
 from dyno.results.metrics import agreement
 from dyno.results.metrics.precision import read_truth
 from dyno.results.trial_result import Results, TrialResult, load_run
-from dyno.worker.facts.engine import QUANTISED
-from dyno.worker.facts.job import MANY, is_labels
+from dyno.worker.facts.engine import QUANTISED_PRECISIONS
+from dyno.worker.facts.job import MIN_LABELS, is_labels
 from dyno.worker.numerics.closeness import find_one_sided
 from dyno.worker.numerics.closeness import relative_errors as distances
 from dyno.worker.spec import OTHER_NAMES, PRECISIONS, Trial, UserError, usual_name
@@ -29,12 +29,16 @@ from dyno.worker.spec import OTHER_NAMES, PRECISIONS, Trial, UserError, usual_na
 #
 # Tables choose references among stored trials, the engine among planned ones, by the same functions.
 
-BESIDE = "reference"  # in a run folder: the run of a reference that isn't among its trials
+REFERENCE_DIR = "reference"  # a run's folder for a reference outside its trials
 T = TypeVar("T", Trial, TrialResult)
-BASELINES = ("pytorch", "aoti", "compile", "onnxruntime")  # those that change the network least come first
-SHORTEST_ID = 4  # characters of an id that name a trial
-CHANGING, OTHER_WEIGHTS, OTHER_INPUTS = "outputs change from call to call", "different weights", "different inputs"
-INCOMPARABLE = "not comparable"  # the beginning of the verdict of a row that can't be compared with its reference
+BASELINES = ("pytorch", "aoti", "compile", "onnxruntime")  # in order of preference: least changes to the network first
+MIN_ID_LENGTH = 4  # characters of an id that name a trial
+CHANGING_OUTPUTS, OTHER_WEIGHTS, OTHER_INPUTS = (
+    "outputs change from call to call",
+    "different weights",
+    "different inputs",
+)
+INCOMPARABLE = "not comparable"  # start of the verdict of an incomparable row
 
 
 def find_references(results: Results, requested: str | None = None) -> dict[str, TrialResult]:
@@ -67,7 +71,7 @@ def make_matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
     It is `BACKEND`, `BACKEND/PRECISION` (also with a colon or a space), either with the backend's options as
     `@option=value`, or the beginning of the id of one of the `trials`, whose backend, options and precision then count.
     """
-    for t in trials if len(requested) >= SHORTEST_ID else ():
+    for t in trials if len(requested) >= MIN_ID_LENGTH else ():
         if t.id.startswith(requested):
             configuration = t.side, t.variant, t.precision
             return lambda other: (other.side, other.variant, other.precision) == configuration
@@ -117,7 +121,7 @@ def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dic
 def list_output_sources(results: Results) -> list[TrialResult]:
     """Return the trials that ran only as a source of outputs to compare the run's with."""
     with suppress(UserError):  # there is none, or it can't be read
-        return load_run(results.folder / BESIDE).trials
+        return load_run(results.folder / REFERENCE_DIR).trials
     return []
 
 
@@ -136,7 +140,7 @@ def find_mismatch(a: TrialResult, b: TrialResult) -> str:
     Reasons are outputs that change, and weights or inputs with different sha256.
     """
     if a.facts.random_outputs or b.facts.random_outputs:
-        return CHANGING
+        return CHANGING_OUTPUTS
     files = a.form and b.form and a.form != b.form  # files have their own hashes, whatever their weights
     weights = {t.facts.weights_sha256 for t in (a, b)} - {""}
     if len(weights) > 1 and not files:
@@ -149,10 +153,11 @@ def other_inputs(a: TrialResult, b: TrialResult) -> bool:
     return len({t.facts.inputs_sha256 for t in (a, b)} - {""}) > 1
 
 
-AGREE, WRONG = "agree", "wrong outputs"  # of a row's outputs; the second begins the verdict of a row without a speed
-OVERFLOWS = "the outputs are not finite (NaN or infinity): this engine is wrong, or its precision overflows"
-EXACT = 1e-5  # relative error below which digits say nothing
-MOST_OF_ONE = 0.3  # of the labels of an input
+# outcomes of a row's outputs; the second starts the verdict of a row without a speed
+OUTPUTS_AGREE, OUTPUTS_WRONG = "agree", "wrong outputs"
+NOT_FINITE = "the outputs are not finite (NaN or infinity): this engine is wrong, or its precision overflows"
+EXACT_ERROR = 1e-5  # smaller relative errors aren't meaningful
+MAX_FLIPPED_SHARE = 0.3  # share of an input's labels
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,7 @@ class Correctness:
     changed: float | None
     tolerance: Tolerance
     precision: str
-    mismatch: str = ""  # what is wrong whatever the error: other shapes, too many other boxes or labels
+    mismatch: str = ""  # a mismatch of shapes, boxes or labels, whatever the error
     labels_changed: float = math.nan
     answers: int = 0
     far: int = 0
@@ -265,7 +270,9 @@ def name_distance(error: float, labels_changed: float = math.nan) -> str:
     words = []
     if not math.isnan(error):
         words.append(
-            f"off by {show(error, 'percentage', 2)}" if error > EXACT else f"to {show(EXACT, 'percentage', 1)}"
+            f"off by {show(error, 'percentage', 2)}"
+            if error > EXACT_ERROR
+            else f"to {show(EXACT_ERROR, 'percentage', 1)}"
         )
     if not math.isnan(labels_changed):
         share = show(labels_changed / 100, "percentage", 2)
@@ -294,7 +301,7 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     if _run_one_quantised_file(trial, reference):
         tolerance, precision = OF_ONE_FILE, f"one {precision} file"
     if not trial.finite and reference.finite:
-        return Correctness(np.inf, None, tolerance, precision, OVERFLOWS)
+        return Correctness(np.inf, None, tolerance, precision, NOT_FINITE)
     if (rows := agreement.pair_rows(trial, reference)) is not None:
         return _judge_boxes(rows.errors, tolerance, precision)
     shapes = [[list(a.shape[1:]) for a in arrays] for arrays in (own, other)]
@@ -327,7 +334,7 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
 def _run_one_quantised_file(a: TrialResult, b: TrialResult) -> bool:
     """Return whether both run a file of the user's as it was quantised, so that they share its error."""
     file = a.spec.model.file
-    as_it_is = all(t.precision in QUANTISED and not t.made_by.scheme for t in (a, b))
+    as_it_is = all(t.precision in QUANTISED_PRECISIONS and not t.made_by.scheme for t in (a, b))
     return bool(file) and file == b.spec.model.file and as_it_is
 
 
@@ -344,7 +351,7 @@ def _compare_not_finite(values: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
     count, total = sum(int(found.sum()) for *_, found in one_sided), sum(a.size for a, _ in values)
     share = f"{count:,} of {total:,} values"
     if any((~np.isfinite(a) & found).any() for a, _, found in one_sided):
-        return f"{OVERFLOWS}; {share} are not those of the reference"
+        return f"{NOT_FINITE}; {share} are not those of the reference"
     return f"the reference's outputs are NaN or infinite where this engine gives numbers, in {share}"
 
 
@@ -359,21 +366,21 @@ def _compare_labels(
 
     One label may differ by chance where there are enough; no single input with many labels may have too large a share.
     """
-    if "f" in (own.dtype.kind, other.dtype.kind):  # which has rounded large ones
+    if "f" in (own.dtype.kind, other.dtype.kind):  # floating-point types round large integers
         own, other = own.astype(np.float32), other.astype(np.float32)
     differs = own != other
     scores = next((b for _, b in values if _are_ranked(b, other)), None)
     if scores is not None:
         differs &= ~_are_tied(own, other, scores, tolerance.limit)
     share = float(differs.mean())
-    if share > tolerance.labels and not (differs.sum() == 1 and differs.size >= MANY):
+    if share > tolerance.labels and not (differs.sum() == 1 and differs.size >= MIN_LABELS):
         return (
             share,
             f"{show(share, 'percentage', 2)} of labels differ ({precision} allows {100 * tolerance.labels:g} %)",
         )
     most = float(differs.reshape(len(differs), -1).mean(axis=1).max())
-    if most > MOST_OF_ONE and differs[0].size >= MANY:
-        return share, f"{show(most, 'percentage', 2)} of labels differ in one input ({100 * MOST_OF_ONE:g} % may)"
+    if most > MAX_FLIPPED_SHARE and differs[0].size >= MIN_LABELS:
+        return share, f"{show(most, 'percentage', 2)} of labels differ in one input ({100 * MAX_FLIPPED_SHARE:g} % may)"
     return share, ""
 
 

@@ -19,10 +19,10 @@ from dyno.results.rounds import Round
 from dyno.results.timeline import Window
 from dyno.results.trial_result import TrialResult, by_build
 
-IDLE = "idle"  # folder of a run with the telemetry of the machine before the first job
-COUNTERS = {"cuda": "gpu_energy", "cpu": "cpu_energy"}  # by the kind of device
-LOOKS, SPAN_S = 5, 1.0  # at the counter, and the seconds from the first to the last, below which there is no rate
-BUSY = 0.2  # processors of others, above which the machine isn't idle
+IDLE_DIR = "idle"  # a run's folder with the machine's telemetry before the first job
+ENERGY_COLUMNS = {"cuda": "gpu_energy", "cpu": "cpu_energy"}  # by kind of device
+MIN_READINGS, MIN_SPAN_S = 5, 1.0  # counter readings, and their span, needed for a rate
+MAX_OTHER_CORES = 0.2  # processors used by other programs on an idle machine
 NOT_ASKED = "not measured: --energy measures it"
 NO_COUNTER = {
     "cuda": "NVML tells no energy of this GPU",
@@ -30,7 +30,7 @@ NO_COUNTER = {
 }
 NO_IDLE = "the machine's power while idle is not known"
 NOT_IDLE = "the machine was not idle before the first job"
-OTHERS = "other programs were busy meanwhile"
+OTHERS_BUSY = "other programs were busy meanwhile"
 NO_MORE = "no more power than while idle"
 
 
@@ -72,26 +72,30 @@ class Meter:
 
     @cached_property
     def _idle(self) -> dict[str, Idle]:
-        stored = _read_counters(self.folder / IDLE)
-        trace = timeline.read_timeline(self.folder / IDLE)
+        stored = _read_counters(self.folder / IDLE_DIR)
+        trace = timeline.read_timeline(self.folder / IDLE_DIR)
         others = float(np.nanmean(stored["others"])) if len(stored.get("others", ())) else 0.0
-        used = trace is not None and float(np.nan_to_num(trace.read_column("util")).mean()) > timeline.BUSY
+        used = trace is not None and float(np.nan_to_num(trace.read_column("util")).mean()) > timeline.BUSY_PERCENT
         shared = trace is not None and (used or timeline.most_others(trace) > 0)
-        disturbed = {"cuda": shared, "cpu": others > BUSY}
-        return {kind: Idle(estimate_power(stored, counter), disturbed[kind]) for kind, counter in COUNTERS.items()}
+        disturbed = {"cuda": shared, "cpu": others > MAX_OTHER_CORES}
+        return {
+            kind: Idle(estimate_power(stored, counter), disturbed[kind]) for kind, counter in ENERGY_COLUMNS.items()
+        }
 
     def of(self, t: TrialResult) -> Energy:
         """Compute the trial's energy over its good rounds."""
         nothing = stats.find_center([])
         kind = t.device.split(":")[0]
         measured = [r for r in t.good if r.facts.sustained is not None]
-        if kind not in COUNTERS or not measured:
+        if kind not in ENERGY_COLUMNS or not measured:
             return Energy(nothing, missing=NOT_ASKED)
         idle = self._idle[kind]
-        drawn = [(r, found) for r in measured if not _is_shared(r, kind) and (found := _of_round(r, COUNTERS[kind]))]
+        drawn = [
+            (r, found) for r in measured if not _is_shared(r, kind) and (found := _of_round(r, ENERGY_COLUMNS[kind]))
+        ]
         reasons = {
-            NO_COUNTER[kind]: not any(_of_round(r, COUNTERS[kind]) for r in measured),
-            OTHERS: not drawn, NO_IDLE: math.isnan(idle.watts), NOT_IDLE: idle.disturbed,
+            NO_COUNTER[kind]: not any(_of_round(r, ENERGY_COLUMNS[kind]) for r in measured),
+            OTHERS_BUSY: not drawn, NO_IDLE: math.isnan(idle.watts), NOT_IDLE: idle.disturbed,
             NO_MORE: any(each.watts <= idle.watts for _, each in drawn),
         }  # fmt: skip
         missing = next((reason for reason, holds in reasons.items() if holds), "")
@@ -135,7 +139,7 @@ def estimate_power(stored: dict[str, np.ndarray], counter: str, window: Window =
         return math.nan
     chosen = (at >= window[0]) & (at <= window[1]) & ~np.isnan(joules)
     at, joules = at[chosen], joules[chosen]
-    if len(at) < LOOKS or at[-1] - at[0] < SPAN_S:
+    if len(at) < MIN_READINGS or at[-1] - at[0] < MIN_SPAN_S:
         return math.nan
     apart = at - at.mean()
     return float((apart * (joules - joules.mean())).sum() / (apart**2).sum())
@@ -143,7 +147,7 @@ def estimate_power(stored: dict[str, np.ndarray], counter: str, window: Window =
 
 def _read_counters(folder: Path) -> dict[str, np.ndarray]:
     try:
-        return read_numbers(folder / "telemetry.npz", ("at", "epoch", "others", *COUNTERS.values()))
+        return read_numbers(folder / "telemetry.npz", ("at", "epoch", "others", *ENERGY_COLUMNS.values()))
     except (OSError, ValueError):  # absent, truncated, or not an npz
         return {}
 

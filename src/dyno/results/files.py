@@ -21,12 +21,12 @@ from dyno.worker.spec import PRECISIONS, Job, T, UserError, check_known, from_js
 #
 # A run folder has thousands of small arrays with a handful of different headers, so parsed headers are remembered.
 
-MAGIC = b"\x93NUMPY"
-NUMBERS = "fiub"  # kinds of NumPy's types that are real numbers
-TEXTS = ("gpu_name", "gpu_uuid")  # in telemetry.npz, besides its numbers
-LAYERS = "layers"  # the one array of samples.npz with a row for each sample
+NPY_MAGIC = b"\x93NUMPY"
+NUMERIC_KINDS = "fiub"  # NumPy kinds of real numbers
+TEXT_ARRAYS = ("gpu_name", "gpu_uuid")  # text arrays in telemetry.npz
+LAYERS_ARRAY = "layers"  # the array of samples.npz with a row per sample
 # A classifier's answers: what kinds of types they have, and how many axes.
-ANSWERS = {
+RESULT_CLASSES = {
     "topk_index": ("iu", 2),
     "topk_score": ("f", 2),
     "label": ("iu", 1),
@@ -59,7 +59,7 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
 
 
 def _parse_array(data: bytes) -> np.ndarray:
-    if data[:6] != MAGIC:
+    if data[:6] != NPY_MAGIC:
         raise ValueError("a member of the npz file is not an array")
     wide = 2 if data[6] == 1 else 4
     start = 8 + wide + int.from_bytes(data[8 : 8 + wide], "little")
@@ -84,7 +84,7 @@ def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
         except (OSError, ValueError):
             return {}, name
     samples = arrays.get("samples.npz", {})
-    whole = all(a.dtype.kind in NUMBERS and a.ndim == 1 + (name == LAYERS) for name, a in samples.items())
+    whole = all(a.dtype.kind in NUMERIC_KINDS and a.ndim == 1 + (name == LAYERS_ARRAY) for name, a in samples.items())
     return (samples, "") if whole else ({}, "samples.npz")
 
 
@@ -93,9 +93,9 @@ def read_numbers(path: Path, names: Collection[str] | None = None) -> dict[str, 
 
     ValueError for any other content. See `read_npz`.
     """
-    arrays = {name: a for name, a in read_npz(path, names).items() if name not in TEXTS}
+    arrays = {name: a for name, a in read_npz(path, names).items() if name not in TEXT_ARRAYS}
     lengths = {len(a) for a in arrays.values() if a.ndim}
-    if len(lengths) > 1 or any(a.dtype.kind not in NUMBERS or a.ndim > 1 for a in arrays.values()):
+    if len(lengths) > 1 or any(a.dtype.kind not in NUMERIC_KINDS or a.ndim > 1 for a in arrays.values()):
         raise ValueError(f"{path} is damaged: its arrays are not columns of numbers")
     if arrays.get("epoch", np.empty(())).ndim or (arrays and not arrays.get("at", np.empty(0)).ndim):
         raise ValueError(f"{path} is damaged: its times are not numbers")
@@ -107,9 +107,9 @@ def read_answers(path: Path) -> dict[str, np.ndarray]:
 
     See `read_npz`.
     """
-    arrays = read_npz(path, ANSWERS)
+    arrays = read_npz(path, RESULT_CLASSES)
     rows = {len(a) for name, a in arrays.items() if a.ndim and name != "classes"}
-    if len(rows) > 1 or any((a.dtype.kind not in ANSWERS[name][0], a.ndim) != (False, ANSWERS[name][1])
+    if len(rows) > 1 or any((a.dtype.kind not in RESULT_CLASSES[name][0], a.ndim) != (False, RESULT_CLASSES[name][1])
                             for name, a in arrays.items()):  # fmt: skip
         raise ValueError(f"{path} is damaged: its arrays don't fit each other")
     return arrays
@@ -126,12 +126,12 @@ def _parse_header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 # One file of a run folder, read back; what is wrong with it becomes a line of `problems`, and the rest is shown.
 
-BLOCKS = "blocks"  # a study on several devices has the trials of a block in its own folder until the block ends
+BLOCKS_DIR = "blocks"  # a block's own folder holds its trials until the block ends
 
 
 def trials_in(run: Path) -> list[Path]:
     """Return the folders of the run's trials; OSError where the user may not list them."""
-    return sorted([*(run / "trials").iterdir(), *run.glob(f"{BLOCKS}/*/trials/*")])
+    return sorted([*(run / "trials").iterdir(), *run.glob(f"{BLOCKS_DIR}/*/trials/*")])
 
 
 def read_table(path: Path, problems: list[str]) -> dict[str, Any] | None:

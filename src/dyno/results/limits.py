@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 UNMEASURED = "unmeasured"
 WORST_FIRST = (OVER, UNMEASURED, UNDECIDED)
-TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}  # two letters of Unicode look like µ
-BYTES = {
+TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}  # both Unicode letters µ
+BYTE_UNITS = {
     "B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1024.0, "MiB": 1024.0**2, "GiB": 1024.0**3,
 }  # fmt: skip
-JOULES = {"J": 1.0, "mJ": 1e-3, "uJ": 1e-6, "µJ": 1e-6, "μJ": 1e-6}
-VALUE = re.compile(r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*([A-Za-zµμ]+)")
+ENERGY_UNITS = {"J": 1.0, "mJ": 1e-3, "uJ": 1e-6, "µJ": 1e-6, "μJ": 1e-6}
+QUANTITY = re.compile(r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*([A-Za-zµμ]+)")
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,21 @@ class LimitedQuantity:
 
     def format_value(self, value: float) -> str:
         """Format a value in SI units."""
-        if self.units is JOULES:
+        if self.units is ENERGY_UNITS:
             return f"{format_number(value)} J" if value >= 0.1 else f"{format_number(1e3 * value)} mJ"
-        return show(value, "duration" if self.units is TIMES else "bytes")
+        return show(value, "duration" if self.units is TIME_UNITS else "bytes")
 
 
 QUANTITIES = {
-    "p50": LimitedQuantity("latency_ms", 1e-3, TIMES, "5ms"),
-    **{f"p{n}": LimitedQuantity(f"latency_model_ms_p{n}", 1e-3, TIMES, "5ms", n / 100) for n in (90, 95, 99)},
-    "size": LimitedQuantity("size_mb", 1e6, BYTES, "20MB"),
-    "memory": LimitedQuantity("memory_mb", 1e6, BYTES, "500MB"),
-    "gpu_memory": LimitedQuantity("gpu_memory_mb", 1e6, BYTES, "2GB"),
-    "energy": LimitedQuantity("energy_j", 1.0, JOULES, "50mJ"),
-    "load": LimitedQuantity("load_s", 1.0, TIMES, "2s"),
+    "p50": LimitedQuantity("latency_ms", 1e-3, TIME_UNITS, "5ms"),
+    **{f"p{n}": LimitedQuantity(f"latency_model_ms_p{n}", 1e-3, TIME_UNITS, "5ms", n / 100) for n in (90, 95, 99)},
+    "size": LimitedQuantity("size_mb", 1e6, BYTE_UNITS, "20MB"),
+    "memory": LimitedQuantity("memory_mb", 1e6, BYTE_UNITS, "500MB"),
+    "gpu_memory": LimitedQuantity("gpu_memory_mb", 1e6, BYTE_UNITS, "2GB"),
+    "energy": LimitedQuantity("energy_j", 1.0, ENERGY_UNITS, "50mJ"),
+    "load": LimitedQuantity("load_s", 1.0, TIME_UNITS, "2s"),
 }
-LATENCIES = tuple(name for name in QUANTITIES if name.startswith("p"))  # of the boundary `model`
+LATENCIES = tuple(name for name in QUANTITIES if name.startswith("p"))  # percentiles of the boundary `model`
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def make_limits(wanted: Mapping[str, str]) -> tuple[Limit, ...]:
 def _make_limit(name: str, text: str) -> Limit:
     check_known("limit", name, QUANTITIES)
     quantity = QUANTITIES[name]
-    match = VALUE.fullmatch(text)
+    match = QUANTITY.fullmatch(text)
     units = ", ".join(unit for unit in quantity.units if unit.isascii())
     if match is None or match[2] not in quantity.units:
         raise UserError(

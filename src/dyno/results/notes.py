@@ -22,7 +22,7 @@ def _store(path: Path, note: Any) -> None:
 
 # What inspection found out about the models.
 
-MODELS = "models.json"
+MODELS_FILE = "models.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +56,14 @@ FactsBySize = dict[tuple[str, str], ModelFacts]
 
 def read_models(run: Path, problems: list[str] | None = None) -> FactsBySize:
     """Read the facts of a run's models by name and size, in the order in which they were given."""
-    stored = read_stored(run / MODELS, Models, problems) or Models()
+    stored = read_stored(run / MODELS_FILE, Models, problems) or Models()
     return {(facts.model, facts.size): facts for facts in stored.models}
 
 
 def store_models(run: Path, facts: Iterable[ModelFacts]) -> None:
     """Write the facts into a run folder, beside what it has of other models and sizes."""
     if current := {(one.model, one.size): one for one in facts}:
-        _store(run / MODELS, Models(tuple({**read_models(run), **current}.values())))
+        _store(run / MODELS_FILE, Models(tuple({**read_models(run), **current}.values())))
 
 
 # What the trial that all devices of a study repeat measured: how they differ, and what they do to each other.
@@ -149,7 +149,7 @@ def estimate_latency(device: AnchorDevice) -> float:
 
 def read_devices(run: Path) -> AnchorDevices | None:
     """Read the measurements of the anchor trial; None for a study on one device."""
-    stored = read_stored(run / DEVICES, AnchorDevices)
+    stored = read_stored(run / DEVICES_FILE, AnchorDevices)
     if stored is None:
         return None
     rows = (AnchorDevice(d.place, d.card, *map(_filter_numbers, (d.alone, d.beside, d.ratios))) for d in stored.devices)
@@ -158,7 +158,7 @@ def read_devices(run: Path) -> AnchorDevices | None:
 
 def store_devices(run: Path, found: AnchorDevices) -> None:
     """Write the measurements of the anchor trial."""
-    _store(run / DEVICES, found)
+    _store(run / DEVICES_FILE, found)
 
 
 def _filter_numbers(stored: Sequence[float]) -> tuple[float, ...]:
@@ -168,8 +168,8 @@ def _filter_numbers(stored: Sequence[float]) -> tuple[float, ...]:
 
 # Which routes to the ONNX file were tried beside the usual one, and what came of each.
 
-KEPT, BEATEN, NOT_FASTER = "kept", "slower than another", "not proven faster"
-WRONG, FAILED = "other outputs", "failed"
+ROUTE_KEPT, ROUTE_SLOWER, ROUTE_NOT_FASTER = "kept", "slower than another", "not proven faster"
+ROUTE_WRONG, ROUTE_FAILED = "other outputs", "failed"
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Attempt:
     @property
     def kept(self) -> RouteAttempt | None:
         """The route with separate rows; None where the usual one is as good."""
-        return next((one for one in self.routes if one.outcome == KEPT), None)
+        return next((one for one in self.routes if one.outcome == ROUTE_KEPT), None)
 
 
 @dataclass(frozen=True)
@@ -209,12 +209,12 @@ class Attempts:
 
 def read_attempts(run: Path) -> tuple[Attempt, ...]:
     """Read the attempts in a run folder; empty where nothing was tried, and where the file is damaged."""
-    return (read_stored(run / ROUTES, Attempts) or Attempts()).attempts
+    return (read_stored(run / ROUTES_FILE, Attempts) or Attempts()).attempts
 
 
 def store(run: Path, attempts: tuple[Attempt, ...]) -> None:
     """Write the attempts into a run folder."""
-    _store(run / ROUTES, Attempts(attempts))
+    _store(run / ROUTES_FILE, Attempts(attempts))
 
 
 # Which trials got no further rounds, because the time was short and a winner leads them clearly.
@@ -231,17 +231,17 @@ class DroppedTrials:
 
 def read_dropped(run: Path) -> DroppedTrials:
     """Read which trials were left out; none where all were measured."""
-    return read_stored(run / FEWER_ROUNDS, DroppedTrials) or DroppedTrials()
+    return read_stored(run / FEWER_ROUNDS_FILE, DroppedTrials) or DroppedTrials()
 
 
 def store_dropped(run: Path, ids: Collection[str], *, is_over: bool = False) -> None:
     """Write the ids of the trials that further rounds leave out, and whether time was over for all."""
-    _store(run / FEWER_ROUNDS, DroppedTrials(tuple(sorted(ids)), is_over))
+    _store(run / FEWER_ROUNDS_FILE, DroppedTrials(tuple(sorted(ids)), is_over))
 
 
 # Where the blocks of a study were measured.
 
-PLACEMENTS = "placements"  # in a run folder
+PLACEMENTS_DIR = "placements"  # subfolder of a run folder
 
 
 @dataclass(frozen=True)
@@ -265,22 +265,22 @@ class Placement:
 
 def list_placements(run: Path, problems: list[str] | None = None) -> list[Placement]:
     """Read where the blocks of a run were begun; empty for a study on one device."""
-    found = (read_stored(path, Placement, problems) for path in sorted((run / PLACEMENTS).glob("*.json")))
+    found = (read_stored(path, Placement, problems) for path in sorted((run / PLACEMENTS_DIR).glob("*.json")))
     return [placement for placement in found if placement]
 
 
 def read_placement(run: Path, block: str) -> Placement | None:
     """Read where the block of that id was begun; None before it is."""
-    return read_stored(run / PLACEMENTS / f"{block}.json", Placement)
+    return read_stored(run / PLACEMENTS_DIR / f"{block}.json", Placement)
 
 
 def store_placement(run: Path, block: str, placement: Placement) -> None:
     """Write where the block of that id is begun."""
-    (run / PLACEMENTS).mkdir(exist_ok=True)
-    _store(run / PLACEMENTS / f"{block}.json", placement)
+    (run / PLACEMENTS_DIR).mkdir(exist_ok=True)
+    _store(run / PLACEMENTS_DIR / f"{block}.json", placement)
 
 
 # The notes by their file.
 
-DEVICES, ROUTES, FEWER_ROUNDS = "devices.json", "routes.json", "fewer-rounds.json"
-NOTES: dict[str, type] = {DEVICES: AnchorDevices, ROUTES: Attempts, FEWER_ROUNDS: DroppedTrials}
+DEVICES_FILE, ROUTES_FILE, FEWER_ROUNDS_FILE = "devices.json", "routes.json", "fewer-rounds.json"
+NOTE_TYPES: dict[str, type] = {DEVICES_FILE: AnchorDevices, ROUTES_FILE: Attempts, FEWER_ROUNDS_FILE: DroppedTrials}

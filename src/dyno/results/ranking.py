@@ -14,17 +14,17 @@ import numpy as np
 from dyno.formatting import format_count, format_number, format_size, name_items
 from dyno.results import stats
 from dyno.results.blocks import are_quiet, average_rounds, block_ratios, list_quiet_rounds, log_ratios
-from dyno.results.correctness import INCOMPARABLE, WRONG
+from dyno.results.correctness import INCOMPARABLE, OUTPUTS_WRONG
 from dyno.results.metrics import choose_metric
 from dyno.results.metrics.accuracy import WITHIN
 from dyno.results.metrics.metric import Metric
 from dyno.results.metrics.precision import name_precision
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
-from dyno.results.stats import TURNS
+from dyno.results.stats import IN_TURNS
 from dyno.results.trial_result import TrialResult, by_build
 from dyno.table import Row, is_missing
-from dyno.worker.spec import EVERY_ROW, LOOKS, ROUNDS
+from dyno.worker.spec import ADAPTIVE_RULES, DEFAULT_ROUNDS, EVERY_ROW
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,8 +36,8 @@ RANKED_BY = (
     "trial", "reference", "measured", "boundary", "clock", "status", "outputs", "verdict", "budget", "limit", LATENCY,
     "speedup",
 )  # fmt: skip
-PLACE = "#place"  # of a row in its frame
-SATURATED = 0.95  # share of the best throughput beyond which a larger batch gains little (R37)
+ROW_INDEX = "#place"  # column with a row's index
+SATURATION_SHARE = 0.95  # share of the best throughput from which larger batches gain little (R37)
 SERIES = ("model", "size", "device", "backend", "precision", "runtime", "options")
 
 
@@ -69,7 +69,7 @@ class Saturation:
 def mark_usable(row: Any) -> Any:
     """Return whether a row, or each one of a frame, could be chosen: every round succeeded, and no check found wrong
     outputs."""
-    return (row["status"] == "ok") & (row["outputs"] != WRONG)
+    return (row["status"] == "ok") & (row["outputs"] != OUTPUTS_WRONG)
 
 
 def list_usable(frame: pd.DataFrame) -> pd.DataFrame:
@@ -158,7 +158,7 @@ def order_group(rows: Sequence[Row], trials: Mapping[str, TrialResult]) -> list[
 def _pick(frame: pd.DataFrame, choose: Callable[[Sequence[Row]], list[Row]]) -> pd.DataFrame:
     """Return those of a frame's rows that `choose` returns, in its order."""
     rows = frame[[name for name in RANKED_BY if name in frame]].to_dict("records")
-    return frame.iloc[[row[PLACE] for row in choose([row | {PLACE: k} for k, row in enumerate(rows)])]]
+    return frame.iloc[[row[ROW_INDEX] for row in choose([row | {ROW_INDEX: k} for k, row in enumerate(rows)])]]
 
 
 def _keep_within_budget(rows: Sequence[Row]) -> list[Row]:
@@ -180,7 +180,7 @@ def _rank_by_latency(rows: Sequence[Row]) -> list[Row]:
 def _is_in_turns(rows: Sequence[Row]) -> bool:
     """Return whether every row is the reference or was measured in turns with it."""
     return len({row["reference"] for row in rows}) == 1 and all(
-        not is_missing(row["speedup"]) and (row["measured"] == TURNS or row["trial"] == row["reference"])
+        not is_missing(row["speedup"]) and (row["measured"] == IN_TURNS or row["trial"] == row["reference"])
         for row in rows
     )
 
@@ -208,7 +208,7 @@ def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
         if ordered["batch"].nunique() < 2 or is_measured.any() != is_measured.all():  # a bound is no rate
             continue
         best = ordered.loc[ordered["ips"].idxmax()]
-        first = ordered[ordered["ips"] >= SATURATED * best["ips"]].iloc[0]
+        first = ordered[ordered["ips"] >= SATURATION_SHARE * best["ips"]].iloc[0]
         identity = dict(zip(SERIES, key, strict=True))
         saturations.append(
             Saturation(
@@ -237,7 +237,7 @@ def configuration_of(row: pd.Series) -> str:
     return f"{row['backend']}{options}{runtime} {row['precision']}"
 
 
-PLACES = 2  # the winner and its runner-up
+COMPARED_PLACES = 2  # the winner and its runner-up
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def list_finalists(run: RunData) -> dict[str, set[str]]:
     for ranking in rank_goals(run):
         for speed in (LATENCY, THROUGHPUT):
             ordered = ranking.rank_by(speed)
-            chosen = [str(id) for id in ordered["trial"].iloc[:PLACES]]
+            chosen = [str(id) for id in ordered["trial"].iloc[:COMPARED_PLACES]]
             if len(ordered) and (reference := ranking.find_reference(ordered.iloc[0])) is not None:
                 chosen.append(reference.id)
             if len(set(chosen)) > 1:  # a single trial was not selected by chance
@@ -385,7 +385,7 @@ class Contention:
         return f"{busy.capitalize()}: {doubt}."
 
 
-NOTICEABLE = 0.1  # share of disturbed jobs below which the others outweigh them
+MIN_DISTURBED_SHARE = 0.1  # smaller shares of disturbed jobs are outweighed by the rest
 
 
 def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Contention | None:
@@ -397,7 +397,7 @@ def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Con
     timed = [t.good for t in results]
     over = [[r for r in rounds if _measure_excess(r) > 0] for rounds in timed]
     jobs, disturbed = sum(map(len, timed)), [r for rounds in over for r in rounds]
-    few = len(disturbed) < NOTICEABLE * jobs
+    few = len(disturbed) < MIN_DISTURBED_SHARE * jobs
     if not disturbed or (few and all(2 * len(bad) < len(all_) for bad, all_ in zip(over, timed, strict=True) if bad)):
         return None
     most = max(max(r.facts.others_busy.values()) for r in disturbed)
@@ -412,14 +412,16 @@ def _measure_excess(r: Round) -> float:
 
 # How many times faster one trial is than another: paired where they measured in turns, else between processes.
 
-LEAST_ROUNDS = 2  # that both took turns in; fewer have no spread
+MIN_ROUNDS = 2  # shared rounds needed for a spread
 
 
 def make_rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.Rule:
     """Return the rule that decides the pairs of a study, from its settings; `equivalent` (percent) overrides theirs."""
     percent = settings.get("equivalent") if equivalent is None else equivalent
     margin = stats.Rule.margin if percent is None else float(percent) / 100
-    return stats.Rule(margin, int(settings.get("rounds", ROUNDS)) if settings.get("until") in LOOKS else 0)
+    return stats.Rule(
+        margin, int(settings.get("rounds", DEFAULT_ROUNDS)) if settings.get("until") in ADAPTIVE_RULES else 0
+    )
 
 
 def gather_evidence(
@@ -440,7 +442,7 @@ def gather_evidence(
     for t, rounds in zip((own, reference), list_quiet_rounds((own, reference), boundary), strict=True):
         quiet = {r.folder.name for r in rounds}
         medians.append(t.medians(boundary, clock, quiet & both if rule is not None and rule.first else quiet))
-    if len(paired) >= LEAST_ROUNDS or (paired and min(map(len, medians)) < LEAST_ROUNDS):
+    if len(paired) >= MIN_ROUNDS or (paired and min(map(len, medians)) < MIN_ROUNDS):
         found = stats.pair_evidence(paired, are_rounds)
         if found is not None:
             left_out = len(unfiltered) - len(paired)
@@ -484,7 +486,7 @@ def compare_rows(
     if speed == LATENCY:
         return gather_evidence(own, other, str(row["boundary"]), str(row["clock"]), rule)
     logs, are_rounds = log_ratios(own, other, "throughput"), max(list_builds(own), list_builds(other)) < 2
-    if len(logs) >= LEAST_ROUNDS:
+    if len(logs) >= MIN_ROUNDS:
         found = stats.pair_evidence(logs, are_rounds)
     else:
         has_throughput = all(t.value("throughput", "throughput") is not None for t in (own, other))
@@ -579,9 +581,9 @@ def read_speedup(row: pd.Series) -> stats.Speedup:
 # What further rounds are for: trials that may be chosen, then pairs that matter and that are undecided.
 
 
-NARROW = 1.15  # the highest ratio of an interval's end to the speed-up for which no further rounds are added
-MOST_FOR_NARROW = 3  # times the planned rounds
-CLEAR = 1.5  # how many times as fast the winner is as a trial that no longer contends, if it is shown to be faster
+MAX_NARROW_RATIO = 1.15  # ratio of interval end to speed-up; narrower intervals get no further rounds
+MAX_NARROW_FACTOR = 3  # limit of rounds for narrowing, as a multiple of the planned rounds
+CLEAR_LEAD = 1.5  # lead over a trial, proven faster, that removes it from contention
 
 
 def list_contenders(run: RunData) -> set[str]:
@@ -596,7 +598,7 @@ def list_contenders(run: RunData) -> set[str]:
     for ranking in rank_goals(run):
         contest = compare_first(ranking.rank_by(LATENCY), LATENCY, run)
         others = zip((str(row["trial"]) for _, row in contest.ranked.iloc[1:].iterrows()), contest.leads, strict=True)
-        found |= {id for id, lead in others if not (lead.verdict == stats.FASTER and lead.value >= CLEAR)}
+        found |= {id for id, lead in others if not (lead.verdict == stats.FASTER and lead.value >= CLEAR_LEAD)}
     return found
 
 
@@ -649,9 +651,11 @@ def _find_close_pairs(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedP
             continue
         shares = _shares_rounds(run, winner["trial"], rival["trial"])
         planned = run.rule.first if shares else min(result.planned_rounds for result in both)
-        if _is_short(found, planned) or (place < PLACES and shares):
+        if _is_short(found, planned) or (place < COMPARED_PLACES and shares):
             pair = frozenset((str(winner["trial"]), str(rival["trial"])))
-            yield UndecidedPair(pair, str(winner["boundary"]), _count_rounds(lead.more) if place < PLACES else 1)
+            yield UndecidedPair(
+                pair, str(winner["boundary"]), _count_rounds(lead.more) if place < COMPARED_PLACES else 1
+            )
 
 
 def _find_wide_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
@@ -666,15 +670,15 @@ def _find_wide_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPai
     id, reference, boundary = (str(winner[name]) for name in ("trial", "reference", "boundary"))
     if gain.verdict not in (stats.FASTER, stats.SLOWER) or not _shares_rounds(run, id, reference):
         return
-    is_wide = max(gain.high / gain.value, gain.value / gain.low) > NARROW
+    is_wide = max(gain.high / gain.value, gain.value / gain.low) > MAX_NARROW_RATIO
     found = gather_evidence(run.trials[id], run.trials[reference], boundary, str(winner["clock"]), run.rule)
-    if is_wide and found is not None and found.looked < MOST_FOR_NARROW * run.rule.first:
+    if is_wide and found is not None and found.looked < MAX_NARROW_FACTOR * run.rule.first:
         yield UndecidedPair(frozenset((id, reference)), boundary, 1, decided=True)
 
 
 def _shares_rounds(run: RunData, *ids: str) -> bool:
     """Return whether the trials have the study's number of rounds, not one set for their backend (`@rounds=`)."""
-    own = run.records.settings.get("rounds", ROUNDS)
+    own = run.records.settings.get("rounds", DEFAULT_ROUNDS)
     return all(run.trials[id].planned_rounds in (0, own) for id in ids)
 
 
@@ -688,4 +692,4 @@ def _is_short(found: stats.Evidence | None, planned: int) -> bool:
 
 def _count_rounds(more: float | None) -> int:
     """Return the number of further rounds, one more than MOST_ROUNDS where it isn't known."""
-    return stats.MOST_ROUNDS + 1 if more is None or math.isnan(more) else int(more)
+    return stats.MAX_ROUNDS + 1 if more is None or math.isnan(more) else int(more)

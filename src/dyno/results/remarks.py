@@ -9,13 +9,14 @@ import numpy as np
 from dyno.formatting import show
 from dyno.results import timeline
 from dyno.results.trial_result import TrialResult
-from dyno.worker.facts.engine import OUTSIDE
+from dyno.worker.facts.engine import OUTSIDE_NOTE
 
 # Sentences on what the GPU's clock and telemetry mean for a trial's numbers.
 
-GAP, LEAST_GAP_S = 0.05, 10e-6  # of the host's median; below either, launching and waiting are not worth a sentence
-NEARLY = 0.9  # of the GPU's time; a host that is busy launching for longer leaves the GPU waiting
-TAKEN = 5e8  # bytes in use before the job; an idle card with a display takes less
+# shares and seconds of the host's median below which launch gaps aren't mentioned
+MIN_GAP_SHARE, MIN_GAP_S = 0.05, 10e-6
+HOST_BOUND_SHARE = 0.9  # share of GPU time: a host that launches for longer keeps the GPU waiting
+OCCUPIED_MEMORY_B = 5e8  # GPU memory in use before the job; a display takes less
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,18 @@ class Launch:
     def share(self) -> float:
         """How much of an inference goes into launching at least: outside the GPU's work, or inside `run`."""
         inside = self.enqueue or 0.0
-        return max(self.outside, inside if inside >= NEARLY * self.gpu else 0.0) / self.host
+        return max(self.outside, inside if inside >= HOST_BOUND_SHARE * self.gpu else 0.0) / self.host
 
     @property
     def sentence(self) -> str:
         """A remark on the cost of launching, or "" when it is too small to matter."""
-        if self.enqueue is not None and self.enqueue >= NEARLY * self.gpu:
+        if self.enqueue is not None and self.enqueue >= HOST_BOUND_SHARE * self.gpu:
             return (
                 f"launch-bound: run() returns after {_format_time(self.enqueue)}, the GPU needs "
                 f"{_format_time(self.gpu)} from its first kernel to its last: "
                 "it waits for the host between kernels, unless run() itself waits for it"
             )
-        if self.outside > max(GAP * self.host, LEAST_GAP_S):
+        if self.outside > max(MIN_GAP_SHARE * self.host, MIN_GAP_S):
             return (
                 f"launch-bound: {_format_time(self.outside)} of {_format_time(self.host)} is spent outside the GPU's "
                 "work, on launching and waiting (gaps between kernels count as its work)"
@@ -70,7 +71,7 @@ def describe_launch(t: TrialResult) -> Launch | None:
 
 
 # Copies overlap the model's work on other batches: they bound the throughput only where they take nearly all its time.
-COPYING = 0.85  # of a batch's time at full throughput
+COPY_BOUND_SHARE = 0.85  # share of a batch's time at full throughput
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class CopyTimes:
     @property
     def is_bound(self) -> bool:
         """Whether copies, not the model, bound the throughput."""
-        return self.copies >= COPYING * self.batch and self.model < COPYING * self.batch
+        return self.copies >= COPY_BOUND_SHARE * self.batch and self.model < COPY_BOUND_SHARE * self.batch
 
     @property
     def sentence(self) -> str:
@@ -157,7 +158,9 @@ def describe_others(t: TrialResult) -> str:
     gpu = t.gpu
     if gpu is None:
         return ""
-    busy = f"it was {gpu.busy_before:.0f} % busy before the job began" if gpu.busy_before > timeline.BUSY else ""
+    busy = (
+        f"it was {gpu.busy_before:.0f} % busy before the job began" if gpu.busy_before > timeline.BUSY_PERCENT else ""
+    )
     if gpu.others:
         return describe_meanwhile(gpu.others) + (f"; {busy}" if busy else "")
     return f"others used the GPU: {busy}" if busy else ""
@@ -181,7 +184,7 @@ def list_gpu_notes(t: TrialResult) -> list[str]:
         sentences.append(f"the GPU's clock was limited by its power cap for {100 * capped:.0f} % of the time")
     first = [r.trace for r in t.good if r.trace is not None and (not r.facts.turns or not r.facts.turns.place)]
     taken = max((trace.before_memory for trace in first), default=0.0)  # later ones of a set start beside Dyno's own
-    if taken > TAKEN:
+    if taken > OCCUPIED_MEMORY_B:
         sentences.append(f"{show(taken, 'bytes')} of the GPU's memory were in use before the job began")
     return sentences
 
@@ -205,4 +208,4 @@ def list_notes(t: TrialResult) -> list[str]:
 
 def list_reasons(t: TrialResult) -> list[str]:
     """Return explanations of the speed: the engine's own notes, and remarks from the GPU's clock and telemetry."""
-    return [*(note for note in t.facts.notes if not note.startswith(OUTSIDE)), *list_gpu_notes(t)]
+    return [*(note for note in t.facts.notes if not note.startswith(OUTSIDE_NOTE)), *list_gpu_notes(t)]

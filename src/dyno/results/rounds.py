@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from dyno.results import timeline
-from dyno.results.files import NUMBERS, read_answers, read_npz
+from dyno.results.files import NUMERIC_KINDS, read_answers, read_npz
 from dyno.worker.facts.job import Facts
 from dyno.worker.jobs.turns import find_disturbed
 from dyno.worker.record import Measurement, Record
 
 LATENCIES = ("model", "all")
-LOADING = ("import", "load", "first_call", "build")  # seconds that other jobs lengthen if they load at the same time
+LOADING_STEPS = ("import", "load", "first_call", "build")  # steps that parallel loading slows down
 HOST, GPU = "host", "gpu"
 ANY_LATENCY = (0.0, float("inf"))  # ns between processors
 
@@ -69,7 +69,7 @@ class Round:
 
         The seconds of loading count only where no other job loaded at the same time.
         """
-        if tag in LOADING and self.facts.turns and self.facts.turns.together > 1:
+        if tag in LOADING_STEPS and self.facts.turns and self.facts.turns.together > 1:
             return None
         measured = self.find_measurement(tag, boundary)
         value = math.nan if measured is None or measured.value is None else float(measured.value)
@@ -91,7 +91,7 @@ class Round:
         if tag != "latency":
             return taken
         clean = self._mark_clean(taken, boundary)
-        return taken if clean.sum() < timeline.LEAST_KEPT or clean.all() else taken[clean]
+        return taken if clean.sum() < timeline.MIN_SAMPLES or clean.all() else taken[clean]
 
     def _mark_clean(self, taken: np.ndarray, boundary: str) -> np.ndarray:
         window = self.facts.timed.get(boundary)
@@ -200,7 +200,7 @@ class Round:
         return {
             name.removeprefix("output:"): a
             for name, a in arrays.items()
-            if name.startswith("output:") and a.dtype.kind in NUMBERS and a.ndim
+            if name.startswith("output:") and a.dtype.kind in NUMERIC_KINDS and a.ndim
         }
 
     def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:

@@ -22,9 +22,10 @@ from dyno.worker.spec import SCHEMA, UserError, from_json
 # the Bootstrap, 1993, chapter 25): on a shared machine a few rounds are far off, and a power from their variance alone,
 # as for normal noise, would be several times too low. Heavy parts of scipy are not imported: `scipy.special` is enough.
 
-POWER = 0.8  # chance with which the smallest difference that counts as visible is seen (the usual one; Cohen 1988)
-DRAWS, SETS, SET_DRAWS = 4000, 200, 1000  # studies; for limits: sets of rounds, and studies of each
-LEAST_FOR_LIMITS = 10  # rounds; drawn from fewer, sets of rounds are too much alike
+TARGET_POWER = 0.8  # power for the smallest visible difference (the usual one; Cohen 1988)
+# simulated studies; for limits: sets of rounds, and studies per set
+DRAWN_STUDIES, DRAWN_SETS, STUDIES_PER_SET = 4000, 200, 1000
+MIN_ROUNDS_FOR_LIMITS = 10  # fewer rounds give sets that are too similar
 
 
 class Studies:
@@ -35,7 +36,9 @@ class Studies:
     groups of that many processes, whose difference the noise is; each without disturbed rounds.
     """
 
-    def __init__(self, noise: np.ndarray, rounds: int, paired: bool = True, draws: int = DRAWS, seed: int = 0) -> None:
+    def __init__(
+        self, noise: np.ndarray, rounds: int, paired: bool = True, draws: int = DRAWN_STUDIES, seed: int = 0
+    ) -> None:
         draw = np.random.default_rng(seed)
         noise = np.concatenate([noise, -noise])
         if paired:
@@ -57,7 +60,7 @@ class Studies:
     @property
     def smallest(self) -> float:
         """The smallest slow-down, as a share (0.02 is 2 %), that four studies of five see; never below 0."""
-        return max(0.0, math.expm1(float(np.quantile(self._seen_from, POWER))))
+        return max(0.0, math.expm1(float(np.quantile(self._seen_from, TARGET_POWER))))
 
 
 def find_smallest(noise: np.ndarray, rounds: int, paired: bool = True) -> float:
@@ -76,11 +79,11 @@ def smallest_with_limits(noise: np.ndarray, rounds: int) -> Interval:
     NaN limits with few rounds.
     """
     value = find_smallest(noise.ravel(), rounds)
-    if len(noise) < LEAST_FOR_LIMITS:
+    if len(noise) < MIN_ROUNDS_FOR_LIMITS:
         return Interval(value, math.nan, math.nan)
     draw = np.random.default_rng(1)
-    sets = (noise[draw.integers(len(noise), size=len(noise))].ravel() for _ in range(SETS))
-    each = [Studies(one, rounds, draws=SET_DRAWS, seed=number).smallest for number, one in enumerate(sets)]
+    sets = (noise[draw.integers(len(noise), size=len(noise))].ravel() for _ in range(DRAWN_SETS))
+    each = [Studies(one, rounds, draws=STUDIES_PER_SET, seed=number).smallest for number, one in enumerate(sets)]
     tail = (1 - CONFIDENCE) / 2
     low, high = (float(np.quantile(each, share)) for share in (tail, 1 - tail))
     return Interval(value, min(low, value), max(high, value))
@@ -106,9 +109,9 @@ def at_most(hits: int, count: int) -> float:
 
 # What a self-test measured, as it is stored: the machine, and for each round the log ratios of its pairs by block.
 
-LEAST_ROUNDS = 2  # for a spread
-LARGEST = 20.0  # of a log ratio or a share: no two equal processes differ by a factor of a hundred million
-MOST = 1e6  # more seconds than any inference takes, more MHz than any clock has
+MIN_ROUNDS = 2  # rounds needed for a spread
+MAX_LOG_RATIO = 20.0  # no two equal processes differ by a factor of e^20
+MAX_QUANTITY = 1e6  # exceeds any inference time in s and any clock in MHz
 
 
 @dataclass(frozen=True)
@@ -189,25 +192,28 @@ def _is_whole(stored: StoredSelfTest) -> bool:
     """Return whether there are enough rounds for a spread, all of the same pairs, with numbers that can be measured."""
     rounds = stored.rounds
     layouts = {tuple(pair.slowdown for pair in one.pairs) for one in rounds}
-    if len(rounds) < LEAST_ROUNDS or len(layouts) > 1:
+    if len(rounds) < MIN_ROUNDS or len(layouts) > 1:
         return False
     (layout,) = layouts
-    if 0.0 not in layout or not all(0 <= slowdown <= LARGEST for slowdown in layout):
+    if 0.0 not in layout or not all(0 <= slowdown <= MAX_LOG_RATIO for slowdown in layout):
         return False
     logs = [pair.logs for one in rounds for pair in one.pairs]
-    if not all(logs) or not all(abs(log) <= LARGEST for log in itertools.chain(*logs)):
+    if not all(logs) or not all(abs(log) <= MAX_LOG_RATIO for log in itertools.chain(*logs)):
         return False
     watched = [number for one in rounds for number in (one.others, one.steal, *one.clock)]
-    return all(0 < one.first_s < MOST for one in rounds) and all(0 <= number < MOST for number in watched)
+    return all(0 < one.first_s < MAX_QUANTITY for one in rounds) and all(
+        0 <= number < MAX_QUANTITY for number in watched
+    )
 
 
-CURVE = (3, 5, 10)  # numbers of rounds for which the power is printed
+POWER_CURVE_ROUNDS = (3, 5, 10)  # rounds at which the power is printed
 SUMMED_UP = (2, 3, 4, 5, 6, 7, 8, 10, 15, 20)  # rounds for which a run keeps it
 # The grade by the smallest difference that a study of the usual number of rounds sees.
 GRADES = {"A": 0.01, "B": 0.02, "C": 0.05, "D": 0.10}
-WORST = "E"
+WORST_GRADE = "E"
 # From where on something that was watched may be what the noise comes from.
-BUSY, STOLEN, CLOCKS = 0.2, 0.01, 0.02  # processors; share of their time; relative spread of the clock
+# processors; share of their time; relative spread of the clock
+BUSY_CORES, STOLEN_SHARE, CLOCK_SPREAD = 0.2, 0.01, 0.02
 
 
 @dataclass(frozen=True)
@@ -309,7 +315,7 @@ def _compute_reach(freedom: int, level: float) -> float:
     """Return the standard errors of a difference that a t test at this level sees with 80 % power (noncentral t)."""
     from scipy.special import nctdtrinc
 
-    return float(nctdtrinc(freedom, 1 - POWER, t_quantile(freedom, level)))
+    return float(nctdtrinc(freedom, 1 - TARGET_POWER, t_quantile(freedom, level)))
 
 
 class SelfTest:
@@ -393,7 +399,7 @@ class SelfTest:
     @cached_property
     def verdicts(self) -> list[Verdicts]:
         """The verdicts of studies of 3, 5 and 10 rounds for each slow-down; where there are rounds for one at least."""
-        return [self._count_verdicts(slowdown, rounds) for slowdown in self.slowdowns for rounds in CURVE
+        return [self._count_verdicts(slowdown, rounds) for slowdown in self.slowdowns for rounds in POWER_CURVE_ROUNDS
                 if len(self.rounds) >= rounds]  # fmt: skip
 
     def _count_verdicts(self, slowdown: float, rounds: int) -> Verdicts:
@@ -415,10 +421,10 @@ class SelfTest:
     @cached_property
     def coverage(self) -> Rate:
         """How many of the studies of the shortest kind have an interval that holds the true ratio."""
-        each = [one.covered for one in self.verdicts if one.rounds == CURVE[0]]
+        each = [one.covered for one in self.verdicts if one.rounds == POWER_CURVE_ROUNDS[0]]
         return Rate(sum(one.hits for one in each), sum(one.count for one in each))
 
-    def false_alarms(self, rounds: int = CURVE[0]) -> Rate:
+    def false_alarms(self, rounds: int = POWER_CURVE_ROUNDS[0]) -> Rate:
         """Return the rate of studies of `rounds` rounds that called equal processes faster or slower."""
         rates = [one.false for one in self.verdicts if not one.slowdown and one.rounds == rounds]
         return rates[0] if rates else Rate(0, 0)
@@ -437,7 +443,7 @@ class SelfTest:
     def grade(self) -> str:
         """A letter for what a study of the usual number of rounds sees: A 1 %, B 2 %, C 5 %, D 10 %, else E."""
         smallest = self.find_visible(self.stored.study_rounds).value
-        return next((letter for letter, limit in GRADES.items() if smallest <= limit), WORST)
+        return next((letter for letter, limit in GRADES.items() if smallest <= limit), WORST_GRADE)
 
     @cached_property
     def bound_by(self) -> str:
@@ -446,9 +452,9 @@ class SelfTest:
         if self.levels.largest == "process":
             return "process"
         others, steal = (statistics.fmean(getattr(one, name) for one in self.rounds) for name in ("others", "steal"))
-        if others > BUSY or steal > STOLEN:
+        if others > BUSY_CORES or steal > STOLEN_SHARE:
             return "neighbours"
-        return "clocks" if self.clock_spread > CLOCKS else "block"
+        return "clocks" if self.clock_spread > CLOCK_SPREAD else "block"
 
     @cached_property
     def clock_spread(self) -> float:

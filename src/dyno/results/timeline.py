@@ -14,7 +14,7 @@ import numpy as np
 from dyno.results.files import read_numbers
 
 # NVML's reasons for a lower clock (nvmlClocksEventReasons) by their bit.
-REASONS = {
+CLOCK_REASONS = {
     0x1: "idle",
     0x2: "application clocks",
     0x4: "power cap",
@@ -26,15 +26,16 @@ REASONS = {
     0x100: "display clock",
 }
 # Throttling: too hot, or too little power. A power cap is normal under load.
-THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
-POWER_CAP = REASONS[0x4]
-UNREMARKABLE = 0x1  # a GPU that waits for its next launch is idle between two samples
-READ = ("at", "epoch", "gpu_before_memory", "gpu_before_processes", "gpu_memory", "gpu_util", "gpu_clock", "gpu_power",
-        "gpu_temperature", "gpu_throttle", "gpu_processes", "gpu_own")  # fmt: skip
-LEAST_KEPT = 3  # samples; fewer are too few for a median
-QUIET_SAMPLES = 3  # before the job takes memory; NVML's utilisation is an average that still holds what ran before
-GREW = 32e6  # bytes above the start from which the job itself is on the GPU
-BUSY = 5.0  # percent
+THROTTLING_BITS = 0x8 | 0x20 | 0x40 | 0x80
+POWER_CAP = CLOCK_REASONS[0x4]
+IDLE_BIT = 0x1  # an idle GPU between two samples
+TELEMETRY_ARRAYS = ("at", "epoch", "gpu_before_memory", "gpu_before_processes", "gpu_memory", "gpu_util",
+                    "gpu_clock", "gpu_power", "gpu_temperature", "gpu_throttle", "gpu_processes",
+                    "gpu_own")  # fmt: skip
+MIN_SAMPLES = 3  # samples needed for a median
+LEADING_SAMPLES = 3  # before the job allocates; NVML's utilisation averages over the past
+MIN_GROWTH_B = 32e6  # growth above the start that shows the job's own memory
+BUSY_PERCENT = 5.0  # percent
 
 Window = tuple[float, float]
 
@@ -65,7 +66,7 @@ class Trace:
     @cached_property
     def throttled(self) -> list[Window]:
         """Intervals in which the GPU throttled itself (THROTTLED), from the last sample before to the first after."""
-        flagged = (self.reasons & THROTTLED) != 0
+        flagged = (self.reasons & THROTTLING_BITS) != 0
         if not flagged.any():
             return []
         edges = np.flatnonzero(np.diff(np.concatenate([[False], flagged, [False]]).astype(np.int8)))
@@ -111,7 +112,7 @@ class TelemetrySummary:
 def read_timeline(folder: Path) -> Trace | None:
     """Read the GPU's part of FOLDER/telemetry.npz; None when there is none."""
     try:
-        stored = read_numbers(folder / "telemetry.npz", READ)
+        stored = read_numbers(folder / "telemetry.npz", TELEMETRY_ARRAYS)
     except (OSError, ValueError):  # absent, truncated, or not an npz
         return None
     if "gpu_memory" not in stored or "epoch" not in stored:
@@ -126,7 +127,7 @@ def summarise_timeline(trace: Trace, timed: Sequence[Window]) -> TelemetrySummar
     """Summarise a round in numbers; without windows only memory and temperature are known."""
     inside = trace.mark_inside(timed)
     mask = trace.reasons[inside & ~np.isnan(trace.read_column("throttle"))]
-    shares = {reason: float(((mask & bit) != 0).mean()) for bit, reason in REASONS.items() if len(mask)}
+    shares = {reason: float(((mask & bit) != 0).mean()) for bit, reason in CLOCK_REASONS.items() if len(mask)}
     return TelemetrySummary(
         memory=_reduce_finite(np.max, trace.read_column("memory") - trace.before_memory),
         utilisation=_reduce_finite(np.mean, trace.read_column("util")[inside]),
@@ -134,7 +135,7 @@ def summarise_timeline(trace: Trace, timed: Sequence[Window]) -> TelemetrySummar
         clock_min=_reduce_finite(np.min, trace.read_column("clock")[inside]),
         power=_reduce_finite(np.mean, trace.read_column("power")[inside]),
         temperature=_reduce_finite(np.max, trace.read_column("temperature")),
-        reasons={reason: share for reason, share in shares.items() if share and reason != REASONS[UNREMARKABLE]},
+        reasons={reason: share for reason, share in shares.items() if share and reason != CLOCK_REASONS[IDLE_BIT]},
         others=most_others(trace, inside),
         busy_before=_busy_before(trace),
         memory_before=trace.before_memory,
@@ -193,16 +194,16 @@ def _count_others(trace: Trace) -> np.ndarray:
 
 def _busy_before(trace: Trace) -> float:
     """Return the percent utilisation that others caused before the job took memory; NaN when it took it at once."""
-    grown = trace.read_column("memory") > trace.before_memory + GREW
+    grown = trace.read_column("memory") > trace.before_memory + MIN_GROWTH_B
     quiet = int(np.argmax(grown)) if grown.any() else 0
-    return _reduce_finite(np.min, trace.read_column("util")[:quiet]) if quiet >= QUIET_SAMPLES else math.nan
+    return _reduce_finite(np.min, trace.read_column("util")[:quiet]) if quiet >= LEADING_SAMPLES else math.nan
 
 
 def throttle_reasons(trace: Trace, window: Window) -> str:
     """Return the throttle reasons in or right beside the window, as text."""
     near = [s for s in trace.throttled if s[0] < window[1] and s[1] > window[0]]
     bits = int(np.bitwise_or.reduce(trace.reasons[trace.mark_inside(near)]))
-    return ", ".join(reason for bit, reason in REASONS.items() if bit & THROTTLED & bits)
+    return ", ".join(reason for bit, reason in CLOCK_REASONS.items() if bit & THROTTLING_BITS & bits)
 
 
 def clean_blocks(

@@ -22,20 +22,20 @@ import numpy as np
 from dyno.formatting import NO_IMAGE
 from dyno.results import stats, timeline
 from dyno.results.files import read_job, read_measured, read_round, read_settings, read_stored, read_table, trials_in
-from dyno.results.notes import NOTES, FactsBySize, ModelFacts, Placement, list_placements, read_models
+from dyno.results.notes import NOTE_TYPES, FactsBySize, ModelFacts, Placement, list_placements, read_models
 from dyno.results.rounds import GPU, HOST, Round
 from dyno.results.self_test import SelfTestSummary
 from dyno.worker import tasks
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import NO_VALUES, SAME_OUTPUTS, Facts
-from dyno.worker.record import LOCK, Record, lock_owner
+from dyno.worker.record import LOCK_FILE, Record, lock_owner
 from dyno.worker.spec import PRECISIONS, Artifact, Job, Trial, UserError, usual_name
 from dyno.worker.tasks import Task
 
 # Files of a run that are forms of one network, so that they belong into one table with one reference.
 
-NAMED = 3  # files that the name of their network lists
-FILE = "file"  # the option that tells files apart
+MAX_FILES_NAMED = 3  # files listed in a network's name
+FILE_OPTION = "file"  # option with the file's name
 SAME_WORK = 0.01  # relative difference of counted operations within which two files may be the same network
 
 
@@ -49,7 +49,7 @@ class Form:
     network: str
     file: str
     place: int
-    option: str = FILE
+    option: str = FILE_OPTION
 
 
 def name_sides(names: Mapping[str, str]) -> dict[str, Form]:
@@ -85,7 +85,7 @@ def _make_forms(group: list[str], sized: Mapping[str, Mapping[str, ModelFacts]])
     shown = {name: file if counted[file] == 1 else name for name, file in files.items()}
     stems = {Path(file).stem for file in files.values()}
     first = list(shown.values())
-    listed = " and ".join(first) if len(first) <= NAMED else f"{first[0]} and {len(first) - 1} more"
+    listed = " and ".join(first) if len(first) <= MAX_FILES_NAMED else f"{first[0]} and {len(first) - 1} more"
     network = stems.pop() if len(stems) == 1 else listed
     return [(name, Form(network, shown[name], place)) for place, name in enumerate(group)]
 
@@ -111,11 +111,11 @@ def _same_work(a: ModelFacts, b: ModelFacts) -> bool:
     return not (a.flops and b.flops) or abs(a.flops - b.flops) <= SAME_WORK * max(a.flops, b.flops)
 
 
-SELF_TEST = "self-test.json"  # in a run folder: the summary of the machine's self-test
+SELF_TEST_FILE = "self-test.json"  # the self-test's summary in a run folder
 # A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
 UNFINISHED = "unfinished"
-MEASURING = "process {} is measuring this run"
-SEVERITY = ("ok", UNFINISHED, "skipped", "failed", "timeout", "oom", "crashed")
+MEASURING_REASON = "process {} is measuring this run"
+STATUS_SEVERITY = ("ok", UNFINISHED, "skipped", "failed", "timeout", "oom", "crashed")
 
 
 @dataclass(repr=False)
@@ -135,9 +135,10 @@ class TrialResult:
     sustained: list[Round] = field(default_factory=list)
     job_artifact: Artifact | None = None  # the file that the job names
     run: Path = Path()  # the run folder, which the rounds lie in
-    form: Form | None = None  # of a file that has another of the same network beside it
+    form: Form | None = None  # a file beside another of the same network
     placement: Placement | None = None  # in a study on several devices
-    computed: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)  # of these rounds, computed once
+    # cache of medians of these rounds
+    computed: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     def __repr__(self) -> str:
         return f"TrialResult({self.id!r}, {self.label!r}, {self.status!r})"
@@ -232,7 +233,7 @@ class TrialResult:
 
     @property
     def worst(self) -> Round | None:
-        return max(self.rounds, key=lambda r: SEVERITY.index(r.status), default=None)
+        return max(self.rounds, key=lambda r: STATUS_SEVERITY.index(r.status), default=None)
 
     @property
     def status(self) -> str:
@@ -476,12 +477,14 @@ def load_run(run: Path) -> Results:
     if not (run / "trials").is_dir():
         raise UserError(f"{run} is not a run folder: it has no trials/; give the folder that `dyno run` wrote")
     problems: list[str] = []
-    owner = lock_owner(run / LOCK)
+    owner = lock_owner(run / LOCK_FILE)
     trials = [t for folder in trials_in(run) if (t := _read_trial(folder, problems))]
     if problems and not any(t.rounds for t in trials):
         raise UserError(f"nothing in {run} can be read: {problems[0]}")
     if not trials:
-        raise UserError(f"{run} has no trials yet; {MEASURING.format(owner) if owner else 'run the study first'}")
+        raise UserError(
+            f"{run} has no trials yet; {MEASURING_REASON.format(owner) if owner else 'run the study first'}"
+        )
     study = run / "study.toml"
     models = read_models(run, problems)
     file_forms = find_forms(models)
@@ -497,10 +500,10 @@ def load_run(run: Path) -> Results:
         study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
         models=models,
         peak=read_round(run / "peak", problems),
-        self_test=read_stored(run / SELF_TEST, SelfTestSummary, problems),
+        self_test=read_stored(run / SELF_TEST_FILE, SelfTestSummary, problems),
         owner=owner,
     )
-    for name, kind in NOTES.items():  # read again where they are used
+    for name, kind in NOTE_TYPES.items():  # read again where they are used
         read_stored(run / name, kind, problems)
     if results.study.strip() and not results.settings:
         problems.append(f"{study} is damaged, or isn't what Dyno writes; its settings are left out")

@@ -19,12 +19,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-ASKED, ANSWERED, IS_READY = 0, 64, 128  # bytes of the shared memory, each in a separate cache line
-LEAVE = 255
-SIGNALS, REPEATS = 100, 3
-MOST_OTHERS = 4  # processors to which a signal goes
-PATIENCE_S = 0.005  # until a processor counts as taken by another program
-LONGEST_S = 1  # after which the answering process ends by itself
+REQUEST_OFFSET, ANSWER_OFFSET, READY_OFFSET = 0, 64, 128  # offsets in the shared memory, each in a separate cache line
+LEAVE_SIGNAL = 255
+SIGNALS_PER_REPEAT, REPEATS = 100, 3
+MAX_NEIGHBOURS = 4  # processors that are signalled
+TAKEN_TIMEOUT_S = 0.005  # a processor silent for longer is busy with another program
+MAX_LIFETIME_S = 1  # after which the answering process ends by itself
 
 
 class CoreLatency:
@@ -32,7 +32,7 @@ class CoreLatency:
 
     def __init__(self, processors: Sequence[int]) -> None:
         self._first, *others = processors
-        self._others = others[:: max(1, -(-len(others) // MOST_OTHERS))]
+        self._others = others[:: max(1, -(-len(others) // MAX_NEIGHBOURS))]
         self._answering: subprocess.Popen[bytes] | None = None
         if not others:
             return
@@ -70,24 +70,24 @@ class CoreLatency:
     def _measure_to(self, other: int) -> int:
         assert self._answering is not None and self._answering.stdin is not None
         memory, clock = self._memory, time.perf_counter_ns
-        best, deadline = 0, clock() + round(PATIENCE_S * 1e9)
-        while memory[IS_READY] and clock() < deadline:  # it hasn't left the processor before
+        best, deadline = 0, clock() + round(TAKEN_TIMEOUT_S * 1e9)
+        while memory[READY_OFFSET] and clock() < deadline:  # it hasn't left the processor before
             pass
-        memory[ASKED] = memory[ANSWERED] = 0
+        memory[REQUEST_OFFSET] = memory[ANSWER_OFFSET] = 0
         self._answering.stdin.write(f"{other}\n".encode())
-        while not memory[IS_READY] and clock() < deadline:
+        while not memory[READY_OFFSET] and clock() < deadline:
             pass
-        for _ in range(REPEATS if memory[IS_READY] else 0):
+        for _ in range(REPEATS if memory[READY_OFFSET] else 0):
             begin = clock()
-            for number in range(SIGNALS):
-                memory[ASKED] = sent = 1 + number % 2
-                while memory[ANSWERED] != sent:
+            for number in range(SIGNALS_PER_REPEAT):
+                memory[REQUEST_OFFSET] = sent = 1 + number % 2
+                while memory[ANSWER_OFFSET] != sent:
                     if clock() > deadline:
-                        memory[ASKED] = LEAVE
+                        memory[REQUEST_OFFSET] = LEAVE_SIGNAL
                         return 0
-            took = (clock() - begin) // SIGNALS
+            took = (clock() - begin) // SIGNALS_PER_REPEAT
             best = min(best or took, took)
-        memory[ASKED] = LEAVE
+        memory[REQUEST_OFFSET] = LEAVE_SIGNAL
         return best
 
     def close(self) -> None:
@@ -103,11 +103,11 @@ def answer(shared: int) -> None:
     memory = mmap.mmap(shared, mmap.PAGESIZE)
     while line := sys.stdin.readline():
         os.sched_setaffinity(0, [int(line)])
-        signal.alarm(LONGEST_S)
-        memory[IS_READY] = 1
-        while (sent := memory[ASKED]) != LEAVE:
-            memory[ANSWERED] = sent
-        memory[IS_READY] = 0
+        signal.alarm(MAX_LIFETIME_S)
+        memory[READY_OFFSET] = 1
+        while (sent := memory[REQUEST_OFFSET]) != LEAVE_SIGNAL:
+            memory[ANSWER_OFFSET] = sent
+        memory[READY_OFFSET] = 0
         signal.alarm(0)
 
 

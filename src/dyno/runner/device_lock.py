@@ -20,8 +20,8 @@ from dyno.store import cache_dir
 from dyno.worker.record import Record, lock
 from dyno.worker.spec import Job, Runtime
 
-NEXT = 1 << 20  # the byte of the process that is next, behind those of all processors
-OWNER = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
+NEXT_BYTE = 1 << 20  # byte of the next process, after those of all processors
+FLOCK_FORMAT = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 Waiting = Callable[[str], None]
 
 
@@ -94,12 +94,12 @@ class _Processors:
         with self._guard:
             if not self._users:
                 try:
-                    self._lock_ranges([(NEXT, 1)], lambda owner: None)
+                    self._lock_ranges([(NEXT_BYTE, 1)], lambda owner: None)
                     self._lock_ranges(ranges, waiting)
                 except BaseException:  # an interrupt while it waits, in a process that may live on
                     fcntl.lockf(self._file, fcntl.LOCK_UN)
                     raise
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, NEXT)
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, NEXT_BYTE)
             self._users += 1
 
     def let_go(self) -> None:
@@ -119,8 +119,8 @@ class _Processors:
 
     def _find_owner(self, first: int, count: int) -> str:
         """Return the process that holds one of the range; "unknown" once it has let go, or in another container."""
-        asked = struct.pack(OWNER, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
-        kind, *_, process = struct.unpack(OWNER, fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
+        asked = struct.pack(FLOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+        kind, *_, process = struct.unpack(FLOCK_FORMAT, fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
         return str(process) if kind != fcntl.F_UNLCK and process > 0 else "unknown"
 
 

@@ -20,12 +20,12 @@ from dyno.store import COMPANION, ROUND, Run, find_versions, list_plugin_modules
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
 from dyno.worker.record import OUT_OF_MEMORY, DamagedRecord, Record, read_json, read_record, write_json
-from dyno.worker.spec import BUILD, PLAN, Artifact, Job, Recipe, Runtime, Trial, UserError
+from dyno.worker.spec import BUILD_OPTIONS, PLAN_OPTION, Artifact, Job, Recipe, Runtime, Trial, UserError
 
 # Which failed rounds are measured again: those whose cause may be gone.
 
 MADE_WITH = "made-with.json"
-LIMIT = "build_timeout_s"
+TIMEOUT_OPTION = "build_timeout_s"
 
 
 def note_retry(folder: Path, trial: Trial, *, unmade: bool = False) -> None:
@@ -34,7 +34,7 @@ def note_retry(folder: Path, trial: Trial, *, unmade: bool = False) -> None:
     They are the versions of Dyno's code and the trial's libraries, and the timeout in seconds of its file if that was
     not made.
     """
-    write_json(folder / MADE_WITH, _made_with(trial) | ({LIMIT: trial.plan.build_timeout_s} if unmade else {}))
+    write_json(folder / MADE_WITH, _made_with(trial) | ({TIMEOUT_OPTION: trial.plan.build_timeout_s} if unmade else {}))
 
 
 def _made_with(trial: Trial) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
     if record.was_killed or record.reason == OUT_OF_MEMORY:
         return record.reason
     before, now = _load_json(folder / MADE_WITH), _made_with(trial)
-    earlier, limit = before.pop(LIMIT, None), trial.plan.build_timeout_s
+    earlier, limit = before.pop(TIMEOUT_OPTION, None), trial.plan.build_timeout_s
     if record.status == "timeout":
         if earlier is None:  # its file was there
             plan = _load_json(folder / "job.json").get("trial", {}).get("plan", {})
@@ -144,7 +144,7 @@ def _load_json(path: Path) -> dict[str, Any]:
 FileOf = Callable[[Trial, int], "Artifact | Record | None"]  # the file of a trial's round
 
 
-Forms = Mapping[str, Form]  # of models that are files of one network, by the model's name
+Forms = Mapping[str, Form]  # models that are files of one network, by name
 NO_FORMS: Forms = {}
 
 
@@ -198,7 +198,7 @@ def make_job(
         trial,
         number + (kind != ROUND),
         artifact=artifact if isinstance(artifact, Artifact) else None,
-        options={**(options or {}), **({BUILD: build} if build else {})},
+        options={**(options or {}), **({BUILD_OPTIONS: build} if build else {})},
     )
 
 
@@ -286,8 +286,8 @@ def _build_members(
     """
     reference, ids = comparison.reference, {trial.id for trial in comparison.trials}
     if comparison.boundaries:
-        planned = {**(options or {}).get(PLAN, {}), "boundaries": list(comparison.boundaries)}
-        options = {**(options or {}), PLAN: planned}
+        planned = {**(options or {}).get(PLAN_OPTION, {}), "boundaries": list(comparison.boundaries)}
+        options = {**(options or {}), PLAN_OPTION: planned}
     order = sorted(comparison.trials, key=lambda trial: reference is None or trial.id != reference.id)
     members = [
         InterleavedJob(

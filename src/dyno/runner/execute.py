@@ -20,35 +20,47 @@ from dyno.formatting import format_count
 from dyno.jobs.launcher import LOGS, read_end
 from dyno.jobs.progress import Progress
 from dyno.results import correctness, remarks, timeline
-from dyno.results.notes import FEWER_ROUNDS, read_dropped, read_models, store_dropped
+from dyno.results.notes import FEWER_ROUNDS_FILE, read_dropped, read_models, store_dropped
 from dyno.results.trial_result import find_forms
 from dyno.runner import ensemble, search, self_test
 from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.ensemble import Forms, model_key
-from dyno.runner.peak import SUSTAINED_S, find_peak, keep_idle
+from dyno.runner.peak import ENERGY_LOAD_S, find_peak, keep_idle
 from dyno.runner.run_folder import prepare_folder, refuse_other
-from dyno.store import COMPANION, CONFIRMATION, FOLDERS, ROUND, SUSTAINED, Cache, Run, check_own
+from dyno.store import COMPANION, CONFIRMATION, ROUND, RUN_FOLDERS, SUSTAINED, Cache, Run, check_own
 from dyno.study.defaults import check_device
 from dyno.study.plan import PlannedTrial, TrialSelection, expand
 from dyno.study.study import Study
 from dyno.worker import registry, system
 from dyno.worker.facts.job import Facts
-from dyno.worker.record import TIMING, Record, read_record, refuse_links, write_bytes, write_record, write_text
-from dyno.worker.spec import BUILD, ENERGY, LOOKS, PLAN, TIMING_CACHE, Artifact, Job, Plan, Recipe, Trial, UserError
+from dyno.worker.record import TIMING_VARIABLE, Record, read_record, refuse_links, write_bytes, write_record, write_text
+from dyno.worker.spec import (
+    ADAPTIVE_RULES,
+    BUILD_OPTIONS,
+    ENERGY_OPTION,
+    PLAN_OPTION,
+    TIMING_CACHE,
+    Artifact,
+    Job,
+    Plan,
+    Recipe,
+    Trial,
+    UserError,
+)
 
 if TYPE_CHECKING:
     from dyno.results.ranking import UndecidedPair
 
-READING_S = 5.0  # of a run, beyond which its answer is not shown again before it ends
-SUSTAINED_TURNS = 2  # of each finalist
-LEAST_ROUNDS = 2  # that every trial has, however few minutes a study has
-EVERY_TRIAL = 3  # rounds that every trial has within the minutes; further ones may be for those that may be chosen
-SHARE = 1 / 2  # of the study's minutes, beyond which its planned rounds leave trials out
-BUILDING_S = 30.0  # of making files, after which what is ready gives a first answer
-Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
-Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
-OTHER_ROUTE = ("failed", "crashed", "timeout")  # statuses of a failed route after which the next one is tried
-LONGEST_LOG = 100_000  # bytes of what making a file printed
+MAX_READING_S = 5.0  # slower answers are shown only at the end of a run
+SUSTAINED_ROUNDS = 2  # per finalist
+MIN_ROUNDS = 2  # guaranteed to every trial despite --minutes
+FULL_ROUNDS = 3  # rounds for every trial within the minutes; later ones go to possible winners
+PLANNED_ROUNDS_SHARE = 1 / 2  # share of the study's minutes for planned rounds; beyond it trials are dropped
+FIRST_ANSWER_AFTER_S = 30.0  # files in preparation for so long: show a first answer from the ready ones
+Fits = Callable[[Trial], bool] | None  # the reference that was requested; None without one
+Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in a folder, with a time limit
+RETRY_ROUTE_STATUSES = ("failed", "crashed", "timeout")  # statuses after which the next route is tried
+MAX_LOG_BYTES = 100_000  # bytes kept of a build's output
 
 
 def execute(
@@ -69,7 +81,7 @@ def execute(
     kind. With `other_routes`, other routes to the ONNX file are tried after the first round if the study names none.
     """
     check_device(study)
-    if only is None:  # else the folder is a part of a run that was checked
+    if only is None:  # otherwise the folder is part of a checked run
         check_own(folder)
     refuse_other(study, folder)
     planned = expand(study, only.sources if only else ())
@@ -94,9 +106,9 @@ def execute(
                 find_peak(study, run.folder / "peak", progress)
         fits = correctness.make_matcher(study.reference, todo) if study.reference else None
         forms = find_forms(read_models(run.folder))
-        options = {ENERGY: SUSTAINED_S} if study.energy else {}
-        limit_s = 60 * study.minutes if study.until in LOOKS else math.inf
-        rounds = Rounds(run, files, progress, fits, forms, launch, options, study.until not in LOOKS, limit_s)
+        options = {ENERGY_OPTION: ENERGY_LOAD_S} if study.energy else {}
+        limit_s = 60 * study.minutes if study.until in ADAPTIVE_RULES else math.inf
+        rounds = Rounds(run, files, progress, fits, forms, launch, options, study.until not in ADAPTIVE_RULES, limit_s)
         if other_routes and not study.routes:
             rounds.measure_rounds(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
             measure = partial(execute, progress=progress)
@@ -105,7 +117,7 @@ def execute(
         rounds.measure_rounds(todo)
         if study.searches:
             todo += search.search_precisions(study, folder, todo, rounds.measure_rounds)
-        if study.until in LOOKS:
+        if study.until in ADAPTIVE_RULES:
             go_on(study, run, todo, forms, rounds.measure_further_round, progress)
         if study.confirmations or study.sustained_s:
             Finalists(run, todo, list_finalists(folder), files, progress, fits, forms).measure(study)
@@ -115,7 +127,7 @@ def execute(
 
 def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progress) -> list[PlannedTrial]:
     """Fit the locked folder to the study: see `prepare_folder`, with the rows of trials that are refused."""
-    refuse_links(run.folder, FOLDERS)
+    refuse_links(run.folder, RUN_FOLDERS)
     planned, notes = prepare_folder(study, run, planned)
     _store_refusals(run, planned)
     _copy_truth(run, planned)
@@ -169,7 +181,7 @@ class Rounds:
                         is_new = any(_find_record(self.run, trial, number) is None for trial in incomplete)
                         self._in_turns(todo, number, beside, self.options, [] if number else first)
                         following = [trial for trial in same_model if number + 1 < trial.plan.rounds]
-                        if LEAST_ROUNDS <= number + 1 < planned:
+                        if MIN_ROUNDS <= number + 1 < planned:
                             following = self._choose_trials(following, number + 1, self.limit_s / len(models))
                         if is_new and todo and number < planned - 1:
                             self._show_answer(number, planned)
@@ -188,9 +200,10 @@ class Rounds:
 
         dropped, spent = frozenset(read_dropped(self.run.folder).trials), _sum_seconds(self.run, trials)
         others = dropped.difference(trial.id for trial in trials)
-        is_late = number >= EVERY_TRIAL
-        if spent * (number + 1) / number <= limit_s * (SHARE if is_late else 1):
-            if is_late and (others != dropped or (self.run.folder / FEWER_ROUNDS).is_file()):  # which may be damaged
+        is_late = number >= FULL_ROUNDS
+        if spent * (number + 1) / number <= limit_s * (PLANNED_ROUNDS_SHARE if is_late else 1):
+            # the stored note may be damaged
+            if is_late and (others != dropped or (self.run.folder / FEWER_ROUNDS_FILE).is_file()):
                 store_dropped(self.run.folder, others)
             return [*trials]
         if others == dropped and any(_find_record(self.run, trial, number) is None for trial in trials):
@@ -223,7 +236,7 @@ class Rounds:
         with self.progress.pause_estimate():
             for place, trial in enumerate(order):
                 needs_file = not self.files.has_file(trial)
-                is_late = not done and needs_file and time.monotonic() - begun > BUILDING_S
+                is_late = not done and needs_file and time.monotonic() - begun > FIRST_ANSWER_AFTER_S
                 if delay(trial) > delayed or is_late:
                     left = format_count(len(order) - place, "trial")
                     missing = "still without a file" if needs_file else "still to compile"
@@ -249,7 +262,7 @@ class Rounds:
         """Measure round `number` of trials of one model, at these boundaries only."""
         again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
         random.Random(number).shuffle(again)
-        options = {PLAN: {"boundaries": list(boundaries)}}
+        options = {PLAN_OPTION: {"boundaries": list(boundaries)}}
         with self.progress.show_study(again):
             self.files.make_files(again)
             if again[0].plan.blocks:
@@ -265,7 +278,7 @@ class Rounds:
         from dyno.report.verdict import verdict
 
         before = self.progress.answer_s
-        if not self.progress.quiet and (before or 0.0) < READING_S:
+        if not self.progress.quiet and (before or 0.0) < MAX_READING_S:
             since = time.monotonic()
             answer = verdict.answer_so_far(trial_table.read_trials(self.run.folder))
             title = f"{'in' if is_part else 'after'} round {number + 1}" + (f" of {planned}" if planned else "")
@@ -309,7 +322,7 @@ class Rounds:
                 every = done if self.is_fixed and earlier[0].plan.rounds > 1 else ()
                 finalists = list_finalists(self.run.folder)
                 rivals = [trial for trial in earlier if trial in every or trial.id in finalists]
-            elif not earlier and pending == [reference]:  # what the others measured beside instead
+            elif not earlier and pending == [reference]:  # other trials were measured beside it
                 reference = ensemble.choose_reference([t for t in runnable if t != reference], self.fits, self.forms)
             comparisons.append(ensemble.ComparedTrials(pending, reference, rivals=rivals))
         # A first answer doesn't wait for the other batches and sizes.
@@ -358,8 +371,8 @@ class Finalists:
         """Confirm them as they were selected, then measure them in turns without a break of `study.sustained_s`."""
         self._measure_rounds(study.confirmations, CONFIRMATION)
         if seconds := study.sustained_s:
-            plan = {"blocks": SUSTAINED_TURNS, "block_s": seconds, "seconds": SUSTAINED_TURNS * seconds}
-            self._measure_rounds(1, SUSTAINED, {PLAN: plan})
+            plan = {"blocks": SUSTAINED_ROUNDS, "block_s": seconds, "seconds": SUSTAINED_ROUNDS * seconds}
+            self._measure_rounds(1, SUSTAINED, {PLAN_OPTION: plan})
 
     def _measure_rounds(self, rounds: int, kind: str, options: Mapping[str, Any] | None = None) -> None:
         repeated = [replace(t, plan=replace(t.plan, rounds=rounds)) for t in self.trials if t.id in self.boundaries]
@@ -401,7 +414,7 @@ class Finalists:
             return
         folder = self.run.create_round(trial, number, CONFIRMATION)
         self.progress.start(trial, number, "confirmation")
-        options = {PLAN: {"boundaries": sorted(self.boundaries[trial.id])}}
+        options = {PLAN_OPTION: {"boundaries": sorted(self.boundaries[trial.id])}}
         job = ensemble.make_job(trial, number, self.files.of, options, kind=CONFIRMATION)
         self.progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, self.progress))
 
@@ -485,7 +498,7 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], forms: Forms, measure
             last = max(_find_last_round(run, trial) for trial in todo)
             whole = all(_find_last_round(run, trial) == last for trial in todo)
             boundaries = tuple(name for name in study.boundaries if any(pair.boundary == name for pair in pairs))
-            measure(todo, last + 1 if whole else last, boundaries)  # of one that was cut short, those that lack it
+            measure(todo, last + 1 if whole else last, boundaries)  # complete a partial round
 
 
 def _fits(run: Run, trials: Sequence[Trial], pair: UndecidedPair, left: float) -> bool:
@@ -543,7 +556,7 @@ class Files:
 
     def __init__(self, progress: Progress, timeout_s: float = Plan.build_timeout_s) -> None:
         self.progress = progress
-        self.timeout_s = timeout_s  # of each job that makes one
+        self.timeout_s = timeout_s  # limit for each job that makes a file
         self.cache = Cache()
         self.results: dict[str, Artifact | Record] = {}
         self.built = 0  # files that were made and not found in the cache
@@ -594,7 +607,7 @@ class Files:
         artifact = self.results[key]
         if isinstance(artifact, Artifact) or recipe.fallback is None:
             return artifact
-        if artifact.status not in OTHER_ROUTE or artifact.facts.no_route:
+        if artifact.status not in RETRY_ROUTE_STATUSES or artifact.facts.no_route:
             return artifact
         other = self.make_file(recipe.fallback)
         # The last route's failure is reported: it has the fixed batch that the others may have proposed.
@@ -619,10 +632,10 @@ class Files:
             # Nothing is timed meanwhile, so making a file may use every core.
             runtime = replace(recipe.runtime, threads=max(recipe.runtime.threads, system.physical_cores()))
             job = Job("make", runtime, recipe=recipe, artifact=parent)
-            timing = {TIMING: str(self.cache.timing)}
+            timing = {TIMING_VARIABLE: str(self.cache.timing)}
             record = launch_in_turn(job, folder, self.timeout_s, self.progress, timing)
             _warn_of_shared_gpu(folder, record)
-            printed = read_end(folder / LOGS[1], LONGEST_LOG)  # its folder is gone after this
+            printed = read_end(folder / LOGS[1], MAX_LOG_BYTES)  # its folder is gone after this
             failure = Facts(no_route=record.facts.no_route, printed=printed)
         if record.status != "ok":
             longer = "; --build-timeout SECONDS allows more" if record.status == "timeout" else ""
@@ -642,7 +655,7 @@ def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
         return recipe
     fresh = {TIMING_CACHE: False} if TIMING_CACHE in registry.find(backend).options else {}
     fallback = _of_build(recipe.fallback, build, backend) if recipe.fallback else None
-    return replace(recipe, options={**recipe.options, **fresh, BUILD: build}, fallback=fallback)
+    return replace(recipe, options={**recipe.options, **fresh, BUILD_OPTIONS: build}, fallback=fallback)
 
 
 def _warn_of_shared_gpu(folder: Path, record: Record) -> None:

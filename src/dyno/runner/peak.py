@@ -16,7 +16,7 @@ from typing import Any
 from dyno.jobs.launcher import make_environment
 from dyno.jobs.progress import Progress
 from dyno.jobs.telemetry import Telemetry
-from dyno.results.energy import IDLE
+from dyno.results.energy import IDLE_DIR
 from dyno.runner.device_lock import hold_device, launch_in_turn
 from dyno.store import (
     copy_folder,
@@ -35,7 +35,7 @@ from dyno.worker.spec import Job, Runtime
 
 TIMEOUT_S = 300.0
 IDLE_S = 3.0
-SUSTAINED_S = 3.0  # that a trial runs at full load, for the energy of an image
+ENERGY_LOAD_S = 3.0  # full load per trial, for the energy of an image
 
 
 def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
@@ -72,7 +72,7 @@ def find_ceilings(runtime: Runtime, types: Collection[str], folder: Path, progre
 
 def keep_idle(study: Study, folder: Path, progress: Progress) -> None:
     """Record telemetry of IDLE_S seconds without any job in the run folder, unless it is already there."""
-    path = folder / IDLE / "telemetry.npz"
+    path = folder / IDLE_DIR / "telemetry.npz"
     if path.is_file():
         return
     runtime = runtime_of(study, Choice("pytorch"))

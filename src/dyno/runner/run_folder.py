@@ -22,8 +22,8 @@ from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import DamagedRecord, read_json, read_record, write_json, write_text
 from dyno.worker.spec import (
+    ADAPTIVE_RULES,
     FIXED,
-    LOOKS,
     NETWORK_FILES,
     NETWORK_LIBRARIES,
     Job,
@@ -34,16 +34,16 @@ from dyno.worker.spec import (
     from_json,
 )
 
-DISTRIBUTIONS = ("numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
+RECORDED_DISTRIBUTIONS = ("numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # Settings that may differ when a folder is used again: they change no stored number.
-REPEATABLE = (
+REPEATABLE_SETTINGS = (
     "rounds", "timeout", "build_timeout", "budget", "limit", "reference", "confirm", "sustained", "search", "peak",
     "energy", "routes", "equivalent", "minutes", "until",
 )  # fmt: skip
 # What a folder leaves out that was written before these settings had their defaults.
 EARLIER_DEFAULTS = {"until": FIXED, "turns": False}
-AXES = ("models", "backends", "precisions", "batches", "sizes")  # settings that a folder may have more values of
-ARCHIVE, REPLACED, DAMAGED = "archive", "replaced", "damaged"
+STUDY_AXES = ("models", "backends", "precisions", "batches", "sizes")  # settings with further values in one folder
+ARCHIVE_DIR, REPLACED_DIR, DAMAGED_DIR = "archive", "replaced", "damaged"
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def _is_good(record: Path) -> bool:
 def list_contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
     """Return the settings that keep two studies from sharing a folder: (name, before, now)."""
     # Rounds until pairs are decided are judged by the number of rounds before the first look.
-    fixed = ("rounds", "until") if before.until in LOOKS else ()
-    free = {*AXES, *REPEATABLE, "runtime"}.difference(fixed)
+    fixed = ("rounds", "until") if before.until in ADAPTIVE_RULES else ()
+    free = {*STUDY_AXES, *REPEATABLE_SETTINGS, "runtime"}.difference(fixed)
     names = [f.name for f in fields(Study) if f.name not in free]
     settings = [(name, a, b) for name in names if (a := getattr(before, name)) != (b := getattr(study, name))]
     same = {"weights": _same_content, "on": _same_kind}
@@ -161,10 +161,10 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
     """
     refuse_other(study, run.folder)
     before, stored_trials = read_earlier(run.folder), list_stored(run.folder / "trials")
-    if before is not None and list_contradictions(before, study):  # under other settings, and nothing was measured
+    if before is not None and list_contradictions(before, study):  # changed settings before anything was measured
         before = None
         for old in stored_trials:
-            _move_folder(old.folder, run.folder / ARCHIVE / REPLACED)
+            _move_folder(old.folder, run.folder / ARCHIVE_DIR / REPLACED_DIR)
         stored_trials = []
     _refuse_other_threads(run.folder, stored_trials, planned)
     named = _name_models(planned, stored_trials)
@@ -176,7 +176,7 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
     )
     gpu = {"gpu": gpu_identity(study.device)} if study.device != "cpu" else {}
     commit = {"commit": head} if (head := find_head()) else {}
-    machine = system.describe(DISTRIBUTIONS)
+    machine = system.describe(RECORDED_DISTRIBUTIONS)
     machine["versions"] = {"inference-dyno": __version__, **machine["versions"]}
     write_json(run.folder / "environment.json", {**machine, **gpu, **commit})
     known = (one for one in named if one.model_facts.set_fields())
@@ -202,7 +202,7 @@ def _join_studies(before: Study, study: Study, stored_trials: list[StoredTrial],
     """
     trials = [entry.trial for entry in stored_trials], [entry.trial for entry in planned]
     joined: dict[str, Any] = {"runtime": {**before.runtime, **study.runtime}}
-    for name in AXES:
+    for name in STUDY_AXES:
         values = getattr(before, name), getattr(study, name)
         if any(values) and not all(values):
             values = (values[0] or _values_of(name, before, trials[0]), values[1] or _values_of(name, study, trials[1]))
@@ -272,7 +272,7 @@ def _archive_rows(run: Run, stored_trials: list[StoredTrial], planned: list[Plan
         if row.refused:
             shutil.rmtree(row.folder)
             continue
-        place = run.folder / ARCHIVE / (digest(old)[:12] if changed else REPLACED)
+        place = run.folder / ARCHIVE_DIR / (digest(old)[:12] if changed else REPLACED_DIR)
         _move_folder(row.folder, place)
         reason = f"of an earlier {other}" if changed else "measured differently now"
         moved[reason, place] = moved.get((reason, place), 0) + 1
@@ -314,12 +314,13 @@ def _find_file(model: ModelSpec) -> Path:
 def _restore_rows(run: Run, planned: list[PlannedTrial]) -> list[str]:
     """Restore the archived rows of the models' current files."""
     wanted = {hash_question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
-    places = {digest(entry.trial.model)[:12] for entry in planned if not entry.uninspected} | {REPLACED}
+    places = {digest(entry.trial.model)[:12] for entry in planned if not entry.uninspected} | {REPLACED_DIR}
     restored: list[str] = []
-    for path in sorted(run.folder / ARCHIVE / name for name in places):
+    for path in sorted(run.folder / ARCHIVE_DIR / name for name in places):
         for archived in list_stored(path):
             fits = (
-                wanted.get(archived.question, "" if path.name == REPLACED else archived.trial.id) == archived.trial.id
+                wanted.get(archived.question, "" if path.name == REPLACED_DIR else archived.trial.id)
+                == archived.trial.id
             )
             target = run.folder / "trials" / archived.trial.id
             if fits and not target.exists():
@@ -328,7 +329,7 @@ def _restore_rows(run: Run, planned: list[PlannedTrial]) -> list[str]:
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
     return (
-        [f"{_format_count(len(restored))} of the current files: restored from {run.folder / ARCHIVE}"]
+        [f"{_format_count(len(restored))} of the current files: restored from {run.folder / ARCHIVE_DIR}"]
         if restored
         else []
     )
@@ -341,7 +342,7 @@ def archive_trial(run: Run, row: Path, name: str) -> None:
 
 def archive_round(run: Run, folder: Path) -> Path:
     """Move an unreadable round to the archive, where its remains stay; return its new place."""
-    return _move_folder(folder, run.folder / ARCHIVE / DAMAGED / folder.parent.name)
+    return _move_folder(folder, run.folder / ARCHIVE_DIR / DAMAGED_DIR / folder.parent.name)
 
 
 def _format_count(count: int) -> str:
@@ -360,11 +361,11 @@ def _move_folder(folder: Path, destination: Path) -> Path:
 
 # The default run folder of a study: under a readable name, and under another one where that is in use.
 
-RUNS = Path("runs")
-LIBRARIES = (*NETWORK_LIBRARIES, *NETWORK_FILES, "fake", "endpoint")  # whose models are identified by their names alone
-LONGEST = 80
-HASH = re.compile("[0-9a-f]{16,}")  # a folder named by a hash, as of modules in memory: not a readable name
-OWN = {"lock"}  # files that a refused study may have left in its folder
+RUNS_DIR = Path("runs")
+NAMED_SOURCES = (*NETWORK_LIBRARIES, *NETWORK_FILES, "fake", "endpoint")  # sources identified by name alone
+MAX_NAME_LENGTH = 80
+HASH_NAME = re.compile("[0-9a-f]{16,}")  # a folder named by a hash, as for modules in memory
+REFUSED_STUDY_FILES = {"lock"}  # files that a refused study may leave
 
 
 def folder_name(models: Sequence[str]) -> str:
@@ -378,14 +379,14 @@ def folder_name(models: Sequence[str]) -> str:
 def _name_model(source: str) -> str:
     module_path, _, _ = source.rpartition(":")
     name = model_name(source)
-    if module_path in ("", *LIBRARIES) or registry.format_of(source):
+    if module_path in ("", *NAMED_SOURCES) or registry.format_of(source):
         return name
     module = Path(module_path).stem if module_path.endswith(".py") else module_path.rpartition(".")[2]
     return name if module == name.partition("(")[0] else f"{module}-{name}"
 
 
 def _clean_name(name: str) -> str:
-    return re.sub(r"[^\w.+=@-]+", "-", name)[:LONGEST].strip("-.") or "model"
+    return re.sub(r"[^\w.+=@-]+", "-", name)[:MAX_NAME_LENGTH].strip("-.") or "model"
 
 
 def choose_folder(study: Study, preferred: Path | None = None) -> tuple[Path, str]:
@@ -394,7 +395,7 @@ def choose_folder(study: Study, preferred: Path | None = None) -> tuple[Path, st
     A folder fits if it is free, or holds the same models with settings that may share it. The line is "" if the
     preferred folder is chosen.
     """
-    preferred = preferred or RUNS / folder_name(study.models)
+    preferred = preferred or RUNS_DIR / folder_name(study.models)
     reason = _in_use(study, preferred)
     if not reason:
         return preferred, ""
@@ -411,7 +412,7 @@ def _in_use(study: Study, folder: Path) -> str:
     if not folder.exists():
         return ""
     if not (folder / "study.toml").is_file():
-        empty = folder.is_dir() and {path.name for path in folder.iterdir()} <= OWN
+        empty = folder.is_dir() and {path.name for path in folder.iterdir()} <= REFUSED_STUDY_FILES
         return "" if empty else "is not a run folder"
     try:
         before = read_earlier(folder)
@@ -437,7 +438,7 @@ def _iter_alternatives(study: Study, preferred: Path) -> Iterator[Path]:
     if before is not None and len(study.models) == 1 and study.models[0] not in before.models:
         source = study.models[0]
         prefix = source.partition(":")[0] if ":" in source else Path(source).resolve().parent.name
-        parts = [prefix, *parts] if not HASH.fullmatch(prefix) else parts
+        parts = [prefix, *parts] if not HASH_NAME.fullmatch(prefix) else parts
     if before is not None and study.weights != before.weights:
         parts.append(Path(study.weights).stem or "random")
     if before is not None and study.pretrained and not before.pretrained:

@@ -9,13 +9,23 @@ from pathlib import Path
 
 from dyno.jobs.progress import Progress
 from dyno.results import ranking, stats
-from dyno.results.correctness import AGREE
-from dyno.results.metrics.accuracy import KEEP, MOST_TRIED, confirm
-from dyno.results.notes import BEATEN, FAILED, KEPT, NOT_FASTER, WRONG, Attempt, RouteAttempt, read_attempts, store
+from dyno.results.correctness import OUTPUTS_AGREE
+from dyno.results.metrics.accuracy import KEEP_OPTION, MAX_CANDIDATES, confirm
+from dyno.results.notes import (
+    ROUTE_FAILED,
+    ROUTE_KEPT,
+    ROUTE_NOT_FASTER,
+    ROUTE_SLOWER,
+    ROUTE_WRONG,
+    Attempt,
+    RouteAttempt,
+    read_attempts,
+    store,
+)
 from dyno.results.trial_result import TrialResult
 from dyno.study.interpreters import place_recipe
 from dyno.study.model_info import model_spec
-from dyno.study.plan import NAMES, USUAL, list_other_routes, options_of
+from dyno.study.plan import ROUTE_OPTIONS, USUAL_ROUTE, list_other_routes, options_of
 from dyno.study.study import Choice, Study
 from dyno.worker import registry
 from dyno.worker.record import Record
@@ -50,9 +60,9 @@ def search_precisions(study: Study, folder: Path, trials: list[Trial], measure: 
 def with_kept_layers(study: Study, trial: Trial, layers: int) -> Trial | None:
     """Return the trial with `layers` layers kept in higher precision; None if its backend or file has none."""
     engine = registry.find(trial.backend)
-    if KEEP not in engine.options:
+    if KEEP_OPTION not in engine.options:
         return None
-    candidate = replace(trial, options={**trial.options, KEEP: layers}, recipe=None)
+    candidate = replace(trial, options={**trial.options, KEEP_OPTION: layers}, recipe=None)
     try:
         recipe = engine.recipe(candidate)
     except UserError:
@@ -95,11 +105,11 @@ class _PrecisionSearch:
         low, high = 1, min(2, most)
         while high > low and not self._is_within_budget(high):
             low, high = high, min(2 * high, most)
-            if len(self.tried) >= MOST_TRIED:
+            if len(self.tried) >= MAX_CANDIDATES:
                 return None
         if high <= low:
             return None
-        while high - low > 1 and len(self.tried) < MOST_TRIED:
+        while high - low > 1 and len(self.tried) < MAX_CANDIDATES:
             middle = (low + high) // 2
             low, high = (low, middle) if self._is_within_budget(middle) else (middle, high)
         return high
@@ -142,16 +152,17 @@ class _PrecisionSearch:
 # They run beside the usual one, in a separate folder; the fastest whose outputs are right becomes a trial like any
 # other if its gain is proven, and is measured like any other.
 
-FOLDER = "routes"  # in a run folder
-BOUNDARY = "model"
-LEAST_GAIN = (
+ROUTES_DIR = "routes"  # subfolder of a run folder
+SEARCH_BOUNDARY = "model"
+MIN_GAIN = (
     1.05  # the speed-up that makes another route a separate row; where a round shows it, PROOF rounds have to prove it
 )
-PROOF = 3
-SECONDS = 1.0  # at most, of each process
+PROOF_ROUNDS = 3
+MAX_PROCESS_S = 1.0  # per process
 ONNX_STATIC = "onnx_static"  # the maker of files with fixed shapes
-LOWERED = ("int8", "fp8")  # their route is the one of a floating-point type, in this order:
-FROM = ("fp16", "bf16", "fp32", "tf32")
+# precisions that take the route of a floating-point type, in the order of BASE_PRECISIONS
+LOWERED_PRECISIONS = ("int8", "fp8")
+BASE_PRECISIONS = ("fp16", "bf16", "fp32", "tf32")
 
 FileOf = Callable[[Recipe], "Artifact | Record"]
 MeasureRoutes = Callable[[Study, Path], None]
@@ -200,7 +211,7 @@ def search_routes(
     for own in _by_model(trials):
         wanted = [one for one in _iter_configurations(own, file_of) if (one.key, one.name) not in done]
         if wanted:
-            found = _try_routes(study, run / FOLDER / wanted[0].key, wanted, progress, measure)
+            found = _try_routes(study, run / ROUTES_DIR / wanted[0].key, wanted, progress, measure)
             done |= {(one.key, one.configuration): one for one in found}
             store(run, tuple(done.values()))
         for trial in filter(_is_open, own):
@@ -244,7 +255,7 @@ def _iter_configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Conf
 def _is_open(trial: Trial) -> bool:
     """Return whether the trial's file is exported by a route that the user did not choose."""
     reads = "exporter" in registry.find(trial.backend).options
-    return reads and trial.recipe is not None and not trial.model.file and not trial.options.keys() & set(NAMES)
+    return reads and trial.recipe is not None and not trial.model.file and not trial.options.keys() & set(ROUTE_OPTIONS)
 
 
 def _iter_recipes(recipe: Recipe | None) -> Iterator[Recipe]:
@@ -269,10 +280,10 @@ def _choose_float(trial: Trial, own: Sequence[Trial]) -> str:
 
     A quantised trial takes the first type in FROM in which the study runs its configuration, else fp32.
     """
-    if trial.precision not in LOWERED:
+    if trial.precision not in LOWERED_PRECISIONS:
         return trial.precision
     has = {other.precision for other in own if other.variant == trial.variant}
-    return next((precision for precision in FROM if precision in has), "fp32")
+    return next((precision for precision in BASE_PRECISIONS if precision in has), "fp32")
 
 
 def _try_routes(
@@ -284,20 +295,20 @@ def _try_routes(
     own = replace(
         study, models=(_find_source(study, model),), backends=tuple(asked), precisions=(), batches=(dims.batch,),
         sizes=(dims.size,) if dims.height else (), data="", calibration="", budget={}, limit={}, reference="",
-        routes=(USUAL,), confirm=0, sustained=0, search=False, peak=False, energy=False, builds=1, until=FIXED,
-        boundaries=(BOUNDARY,), seconds=min(study.seconds, SECONDS),
+        routes=(USUAL_ROUTE,), confirm=0, sustained=0, search=False, peak=False, energy=False, builds=1, until=FIXED,
+        boundaries=(SEARCH_BOUNDARY,), seconds=min(study.seconds, MAX_PROCESS_S),
     )  # fmt: skip
     names = ", ".join(dict.fromkeys(route for one in wanted for route in one.routes))
     progress.show_step(f"other routes of {model.name}: {names}")
     attempts: list[Attempt] = []
-    for rounds in (1, PROOF):
+    for rounds in (1, PROOF_ROUNDS):
         try:
             measure(replace(own, rounds=rounds), folder)
         except UserError as e:
             progress.note(f"other routes of {model.name} can't be tried: {e}")
             return []
         attempts = _decide_attempts(wanted, folder)
-        if not any(route.ratio >= LEAST_GAIN for one in attempts for route in one.routes):
+        if not any(route.ratio >= MIN_GAIN for one in attempts for route in one.routes):
             break
     return attempts
 
@@ -320,7 +331,9 @@ def _decide_attempts(wanted: Sequence[Configuration], folder: Path) -> list[Atte
         for name in one.routes
     ]
     evidence = [
-        ranking.gather_evidence(t, usual, BOUNDARY, rule=data.rule) if t and usual and t.good and usual.good else None
+        ranking.gather_evidence(t, usual, SEARCH_BOUNDARY, rule=data.rule)
+        if t and usual and t.good and usual.good
+        else None
         for _, _, t, usual in pairs
     ]
     decided = stats.decide_family(evidence, data.rule)
@@ -335,19 +348,21 @@ def _decide_attempts(wanted: Sequence[Configuration], folder: Path) -> list[Atte
 
 def _judge_route(name: str, t: TrialResult | None, speedup: stats.Speedup, outputs: Mapping[str, str]) -> RouteAttempt:
     if t is None or not t.good:
-        return RouteAttempt(name, 0.0, FAILED, f"{t.status}: {t.reason}" if t is not None else "not planned")
-    if outputs[t.id] not in ("", AGREE):
-        return RouteAttempt(name, 0.0, WRONG)
+        return RouteAttempt(name, 0.0, ROUTE_FAILED, f"{t.status}: {t.reason}" if t is not None else "not planned")
+    if outputs[t.id] not in ("", OUTPUTS_AGREE):
+        return RouteAttempt(name, 0.0, ROUTE_WRONG)
     if math.isnan(speedup.value):
-        return RouteAttempt(name, 0.0, NOT_FASTER, "the usual route did not run beside it")
-    proven = speedup.verdict == stats.FASTER and speedup.value >= LEAST_GAIN
-    return RouteAttempt(name, speedup.value, KEPT if proven else NOT_FASTER)
+        return RouteAttempt(name, 0.0, ROUTE_NOT_FASTER, "the usual route did not run beside it")
+    proven = speedup.verdict == stats.FASTER and speedup.value >= MIN_GAIN
+    return RouteAttempt(name, speedup.value, ROUTE_KEPT if proven else ROUTE_NOT_FASTER)
 
 
 def _best_kept(routes: Sequence[RouteAttempt]) -> list[RouteAttempt]:
     """Return the routes, of which only the fastest to be kept is kept; the others are marked as beaten."""
-    best = max((route for route in routes if route.outcome == KEPT), key=lambda route: route.ratio, default=None)
-    return [replace(one, outcome=BEATEN) if one.outcome == KEPT and one is not best else one for one in routes]
+    best = max((route for route in routes if route.outcome == ROUTE_KEPT), key=lambda route: route.ratio, default=None)
+    return [
+        replace(one, outcome=ROUTE_SLOWER) if one.outcome == ROUTE_KEPT and one is not best else one for one in routes
+    ]
 
 
 def _reroute_trial(trial: Trial, route: str, study: Study) -> Trial | None:

@@ -12,7 +12,7 @@ from typing import Any
 from dyno.jobs.nvml import find_gpu
 from dyno.report import self_test
 from dyno.results.self_test import SelfTest, SelfTestSummary, StoredSelfTest, read
-from dyno.results.trial_result import SELF_TEST, Results
+from dyno.results.trial_result import SELF_TEST_FILE, Results
 from dyno.store import cache_dir
 from dyno.worker import system
 from dyno.worker.record import read_json, write_json
@@ -107,7 +107,7 @@ def summarise_self_test(device: str) -> SelfTestSummary | None:
 def keep_in(folder: Path, device: str) -> None:
     """Store the summary of this machine's self-test, if there is one, in the run folder."""
     if stored := summarise_self_test(device):
-        write_json(folder / SELF_TEST, to_json(stored))
+        write_json(folder / SELF_TEST_FILE, to_json(stored))
 
 
 def renew(results: Results) -> Results:

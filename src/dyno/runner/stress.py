@@ -21,21 +21,22 @@ from dyno.study.study import Study
 from dyno.table import Table
 from dyno.worker.facts.job import StressPhase
 from dyno.worker.record import Record, refuse_links
-from dyno.worker.spec import BATCH, PHASES, Artifact, Job, Trial, UserError
+from dyno.worker.spec import BATCH_AXIS, STRESS_PHASES, Artifact, Job, Trial, UserError
 
 SLOWEST_S = 1.0  # per batch, its check included, before the job counts as hung
-DYNAMIC = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
-WHO = "ONNX Runtime and TensorRT"
-REMEDY = "export or build it with a dynamic batch"
+DYNAMIC_BACKENDS = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
+DYNAMIC_ENGINES = "ONNX Runtime and TensorRT"
+DYNAMIC_REMEDY = "export or build it with a dynamic batch"
 
 
 def phases_of(text: str) -> list[str]:
     """Parse `min,opt,max,random` or numbers into a list; raise `UserError` for anything else."""
     names = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [name for name in names if name not in PHASES and not (name.isdecimal() and int(name) > 0)]
+    unknown = [name for name in names if name not in STRESS_PHASES and not (name.isdecimal() and int(name) > 0)]
     if unknown or not names:
         raise UserError(
-            f"--phases takes {', '.join(PHASES)} and numbers of at least 1, not {', '.join(unknown) or 'nothing'}"
+            f"--phases takes {', '.join(STRESS_PHASES)} and numbers of at least 1, not "
+            f"{', '.join(unknown) or 'nothing'}"
         )
     return list(dict.fromkeys(names))
 
@@ -74,9 +75,11 @@ def _test_trials(
         if entry.refusal:
             raise UserError(entry.refusal)
         trial = replace(entry.trial, dims=replace(entry.trial.dims, batch=0))
-        if trial.backend not in DYNAMIC:
-            raise UserError(f"a stress test changes the batch; {trial.backend} takes only one, {WHO} take several")
-        if any(BATCH in shape[1:] for shape in trial.dims.shapes.values()):
+        if trial.backend not in DYNAMIC_BACKENDS:
+            raise UserError(
+                f"a stress test changes the batch; {trial.backend} takes only one, {DYNAMIC_ENGINES} take several"
+            )
+        if any(BATCH_AXIS in shape[1:] for shape in trial.dims.shapes.values()):
             raise UserError(
                 f"{trial.model.name}'s batch is not the first axis of its inputs, which a stress test takes it for"
             )
@@ -102,7 +105,9 @@ def _check_free(trial: Trial, artifact: Artifact | None) -> None:
     """Refuse a file with a fixed batch, before a process is started for it."""
     first = [t.shape[0] for t in artifact.inputs if t.shape] if artifact else []
     if first and all(isinstance(size, int) for size in first):
-        raise UserError(f"{trial.model.name} takes only batch {first[0]}, and a stress test changes it; {REMEDY}")
+        raise UserError(
+            f"{trial.model.name} takes only batch {first[0]}, and a stress test changes it; {DYNAMIC_REMEDY}"
+        )
 
 
 def _describe_test(title: str, record: Record, samples: dict[str, np.ndarray]) -> StressResult:

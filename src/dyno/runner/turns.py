@@ -22,19 +22,29 @@ from uuid import uuid4
 import psutil
 
 from dyno.jobs import launcher, nvml
-from dyno.jobs.nvml import ROOM, UNKNOWN_B, Gpu, find_gpu
+from dyno.jobs.nvml import DEFAULT_PROCESS_B, HEADROOM, Gpu, find_gpu
 from dyno.jobs.progress import Progress
 from dyno.runner.core_latency import CoreLatency
 from dyno.runner.device_lock import processors_held
-from dyno.worker.jobs.turns import CONDUCTOR, DONE, END, GO, IMPORTED, LEAST_BLOCKS, LOADED, READY, find_disturbed
+from dyno.worker.jobs.turns import (
+    CONDUCTOR_VARIABLE,
+    DONE,
+    END,
+    GO,
+    IMPORTED,
+    LOADED,
+    MIN_BLOCKS,
+    READY,
+    find_disturbed,
+)
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Trial
 from dyno.worker.system import list_cores
 
 T = TypeVar("T")
 POLL_S = 0.05
-MOST_POLL_S = 1.0  # of a longer time between two looks at the jobs Dyno was stopped for the rest, as by Ctrl-Z
-MOST_AGAIN = 1.0  # of a boundary's time, for blocks in place of disturbed ones
+MAX_POLL_GAP_S = 1.0  # a longer gap between two polls means that Dyno was suspended (Ctrl-Z)
+MAX_REPEAT_SHARE = 1.0  # repeated blocks, as a share of a boundary's time
 
 
 @dataclass
@@ -58,7 +68,7 @@ class InterleavedJob:
     delays: list[float] = field(default_factory=list)
     record: Record | None = None
     started: launcher.JobProcess | None = None
-    group: InterleavedGroup | None = None  # that started it
+    group: InterleavedGroup | None = None  # the group that started it
     pipes: tuple[int, int] = (-1, -1)
     buffer: bytes = b""
 
@@ -94,15 +104,15 @@ class InterleavedGroup:
     ended: Callable[[InterleavedJob], None]
     turns: Callable[[Sequence[InterleavedJob]], list[list[InterleavedJob]]] = list_single_turns
     apart: bool = False
-    name: str = field(default_factory=lambda: uuid4().hex[:12])  # of this set of processes, kept in their records
+    name: str = field(default_factory=lambda: uuid4().hex[:12])  # id of this set of processes in their records
     alive: list[InterleavedJob] = field(default_factory=list)
-    core_latency: CoreLatency | None = None  # where the jobs' processors are those of this process
+    core_latency: CoreLatency | None = None  # only if the jobs run on this process's processors
     largest: int = 0  # bytes that a process took
     largest_on_gpu: float = 0.0
     gpu: Gpu | None = None
-    together: int = 1  # how many jobs load in parallel, those of other groups included
+    together: int = 1  # jobs that load in parallel, other groups included
     is_loaded: bool = False
-    pids: set[int] = field(default_factory=set)  # of all that began to load
+    pids: set[int] = field(default_factory=set)  # processes that began to load
 
     def run(self) -> None:
         """Measure as many jobs as memory holds, the first among them; `ended` is given each once it has its record.
@@ -150,7 +160,7 @@ class InterleavedGroup:
                     self._start_member(waiting[0], place)
                     together.append(waiting[0])
                     place += 1
-                elif together:  # how much they need is known once they have loaded
+                elif together:  # their need is known once they have loaded
                     break
                 del waiting[0]
             self._advance_members(together)
@@ -206,10 +216,10 @@ class InterleavedGroup:
 
     def _has_room(self, members: Sequence[InterleavedJob], count: int) -> bool:
         """Return whether `count` processes of the largest member's size fit into the free memory."""
-        need = max(self.largest, *(member.memory for member in members)) or UNKNOWN_B
-        if self.gpu and self.gpu.free() < ROOM * self.largest_on_gpu * count:
+        need = max(self.largest, *(member.memory for member in members)) or DEFAULT_PROCESS_B
+        if self.gpu and self.gpu.free() < HEADROOM * self.largest_on_gpu * count:
             return False
-        return nvml.read_available() > ROOM * need * count
+        return nvml.read_available() > HEADROOM * need * count
 
     def _start_member(self, member: InterleavedJob, place: int) -> None:
         turns = {"set": self.name, "place": place, "together": self.together}
@@ -219,7 +229,7 @@ class InterleavedGroup:
         hear, tell = os.pipe()
         listen, say = os.pipe()
         try:
-            extra = {CONDUCTOR: f"{hear},{say}"}
+            extra = {CONDUCTOR_VARIABLE: f"{hear},{say}"}
             with member.where():
                 member.started = launcher.start(job, member.folder, extra, (hear, say), self.pids)
         finally:
@@ -245,14 +255,14 @@ class InterleavedGroup:
         seconds = plan.seconds * len(self.alive)
         for member in self.alive:
             member.delays.clear()
-        spent: list[float] = []  # by each block
+        spent: list[float] = []  # by block
         while self.alive:
             disturbed = self._disturbed_blocks()
             again = sum(spent[number] for number in disturbed)
             counted, left = sum(spent) - again, len(spent) - len(disturbed)
-            if left >= min(plan.blocks, LEAST_BLOCKS) and (left >= plan.blocks or counted >= seconds):
+            if left >= min(plan.blocks, MIN_BLOCKS) and (left >= plan.blocks or counted >= seconds):
                 break
-            if sum(spent) >= (1 + MOST_AGAIN) * seconds and len(spent) >= min(plan.blocks, LEAST_BLOCKS):
+            if sum(spent) >= (1 + MAX_REPEAT_SHARE) * seconds and len(spent) >= min(plan.blocks, MIN_BLOCKS):
                 break
             number, begun = len(spent), sum(spent)
             spent.append(0.0)
@@ -322,7 +332,7 @@ class InterleavedGroup:
         while running:
             _read_lines(running)
             now = time.monotonic()
-            elapsed, looked = elapsed + min(now - looked, MOST_POLL_S), now
+            elapsed, looked = elapsed + min(now - looked, MAX_POLL_GAP_S), now
             late = [p for p in running if not p.last_message and p.used_s + elapsed > p.trial.plan.timeout_s]
             for member in [p for p in running if p.last_message or p in late or _find_process(p).poll() is not None]:
                 running.remove(member)
@@ -347,7 +357,7 @@ class InterleavedGroup:
         member.record = launcher.finish(started, member.trial.plan.timeout_s, timed_out)
         group.alive.remove(member)
         _close_pipes(member)
-        if member.record.status == "oom" and group.alive:  # by itself it may have enough
+        if member.record.status == "oom" and group.alive:  # alone it may have enough memory
             shutil.rmtree(member.folder)
         else:
             group.ended(member)
@@ -360,7 +370,7 @@ def load_in_parallel(groups: Sequence[InterleavedGroup]) -> None:
     on a GPU, and those whose jobs' memory isn't known yet, load when their turn comes.
     """
     members = [member for group in groups for member in group.members]
-    need = ROOM * sum(member.memory for member in members)
+    need = HEADROOM * sum(member.memory for member in members)
     if len(groups) < 2 or not all(group.loads_in_parallel() for group in groups) or nvml.read_available() < need:
         return
     for group in groups:

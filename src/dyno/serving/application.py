@@ -18,11 +18,11 @@ from dyno.serving.figures import CheckedRun, find_reference, list_outputs, list_
 from dyno.serving.tables import describe_company, describe_right, describe_wrong
 from dyno.table import (
     COUNT,
-    LABEL,
+    LABEL_COLUMN,
     PERCENT,
     RATIO,
     TEXT,
-    TRIAL,
+    TRIAL_COLUMN,
     Column,
     Row,
     Table,
@@ -36,10 +36,10 @@ from dyno.table import (
 from dyno.video.words import describe_each
 from dyno.worker.facts.job import APPLICATION_STAGES, ApplicationFacts
 
-ARRAYS = "application.npz"
+ARRAYS_FILE = "application.npz"
 PREPROCESS, MODEL, POSTPROCESS, WHOLE = APPLICATION_STAGES
-CUT = 0.25  # of the passes, on either side: those that other programs disturbed are among the longest
-NOTABLE = 0.05  # share of a request between its stages, from which a sentence names it
+TRIMMED_SHARE = 0.25  # share of passes cut at each end: disturbed ones are among the longest
+MIN_GAP_SHARE = 0.05  # smaller shares of a request between its stages aren't mentioned
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def list_applications(run: RunData) -> list[ApplicationRun]:
     """Return each trial that answered an application's requests, in the order of the trials."""
     found = []
     for trial in run.records:
-        rounds = [r for r in trial.good if r.facts.application and (r.folder / ARRAYS).is_file()]
+        rounds = [r for r in trial.good if r.facts.application and (r.folder / ARRAYS_FILE).is_file()]
         if rounds and (facts := rounds[0].facts.application):
             found.append(
-                ApplicationRun(trial, facts, tuple(_average_stages(read_npz(r.folder / ARRAYS)) for r in rounds))
+                ApplicationRun(trial, facts, tuple(_average_stages(read_npz(r.folder / ARRAYS_FILE)) for r in rounds))
             )
     outputs = list_outputs(run) if found else {}
     return [replace(each, outputs=outputs[each.trial.id]) for each in found]
@@ -98,7 +98,7 @@ def _average_stages(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     All stages have the same passes, so that they add up to the whole.
     """
     order = np.argsort(arrays[WHOLE].sum(axis=0), kind="stable")
-    cut = int(CUT * len(order))
+    cut = int(TRIMMED_SHARE * len(order))
     middle = order[cut : len(order) - cut]
     return {name: float(arrays[name][:, middle].mean()) for name in APPLICATION_STAGES}
 
@@ -139,7 +139,7 @@ def _describe_longest(run: ApplicationRun) -> Iterator[str]:
 
 def _describe_between(run: ApplicationRun) -> Iterator[str]:
     share = run.between / run.find_stage(WHOLE).value
-    if share > NOTABLE:
+    if share > MIN_GAP_SHARE:
         yield (
             f"{show(share, 'percentage')} of a request is in no stage: predict's own code, and Dyno's, which hands "
             "tensors to the engine and back."
@@ -184,8 +184,8 @@ def _make_stage_columns(name: str, meaning: str, rank: int) -> tuple[Column, ...
 
 
 COLUMNS = (
-    LABEL,
-    TRIAL,
+    LABEL_COLUMN,
+    TRIAL_COLUMN,
     Column("rounds", "processes in which they were answered", kind=COUNT, rank=8),
     Column("requests", "different ones, answered in turn", kind=COUNT, rank=7),
     *with_limits(duration_column("request_s", "mean time of a request", "request")),

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from dyno.cli import options
-from dyno.video.commands import LOAD, exit_load, print_load
+from dyno.video.commands import LOAD_OPTIONS, exit_load, print_load
 from dyno.worker.serving.options import ServeOptions
-from dyno.worker.spec import ROUNDS
+from dyno.worker.spec import DEFAULT_ROUNDS
 
 APPLICATION_HELP = (
     "FILE.py:NAME or MODULE:NAME, an object or what returns one, with preprocess(request), postprocess(outputs) and a "
@@ -18,7 +18,7 @@ APPLICATION_HELP = (
 
 
 @options.accept_options(
-    ServeOptions, f"{LOAD} rounds builds seconds warmup compared equivalent",
+    ServeOptions, f"{LOAD_OPTIONS} rounds builds seconds warmup compared equivalent",
     backends="the one for this kind of model", batches="8; of a file 1, or its fixed batch",
     rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
     compared="32, or four times --batch up to 512, or three times",
@@ -36,8 +36,9 @@ def serve(
 
 
 @options.accept_options(
-    f"backends precisions data seed rounds builds seconds warmup {options.RUNTIME} equivalent timeout build_timeout",
-    backends="pytorch", rounds=ROUNDS, seconds=1.0, warmup=0.5,
+    f"backends precisions data seed rounds builds seconds warmup {options.RUNTIME_FIELDS} equivalent timeout "
+    "build_timeout",
+    backends="pytorch", rounds=DEFAULT_ROUNDS, seconds=1.0, warmup=0.5,
     data="none: the requests of NAME_requests()",
 )  # fmt: skip
 def app(

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from dyno.results import stats
-from dyno.results.correctness import WRONG, find_mismatch, list_output_sources
+from dyno.results.correctness import OUTPUTS_WRONG, find_mismatch, list_output_sources
 from dyno.results.files import read_npz
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
@@ -22,7 +22,7 @@ from dyno.video.figures import LoadRun
 from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.serving import rates
 from dyno.worker.serving.options import PERCENTILES
-from dyno.worker.spec import ENDPOINT
+from dyno.worker.spec import ENDPOINT_PREFIX
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def list_outputs(run: RunData) -> dict[str, Outputs]:
     for id, word, error, labels, verdict in zip(*columns, strict=True):
         trial, other = run.trials[id], run.compared.get(id)
         if word and other:
-            wrong = word == WRONG
+            wrong = word == OUTPUTS_WRONG
             found[id] = Outputs(word, float(error), float(labels), verdict if wrong else "", other.configuration)
         else:
             found[id] = Outputs(missing=_explain_missing(trial, other, run))
@@ -142,7 +142,7 @@ def list_outputs(run: RunData) -> dict[str, Outputs]:
 
 def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData) -> str:
     """Return the reason why the outputs were not compared; "" for the reference itself."""
-    if trial.spec.model.source.startswith(ENDPOINT):
+    if trial.spec.model.source.startswith(ENDPOINT_PREFIX):
         return "what the server's model should answer isn't known here; give its file as MODEL"
     if other is None or other is trial:
         failed = (t for t in list_output_sources(run.records) if t.group == trial.group and not t.good)
@@ -164,7 +164,7 @@ class CheckedRun(LoadRun):
 
 # The requests of a run: the rates that were tried with each trial, and the highest that holds.
 
-ARRAYS = "serve.npz"
+ARRAYS_FILE = "serve.npz"
 Checked = TypeVar("Checked", bound=CheckedRun)
 
 
@@ -224,7 +224,7 @@ def list_served(run: RunData) -> list[ServingRun]:
     """Return each trial that answered requests, in the order of the trials."""
     found = []
     for trial in run.records:
-        rounds = [(r, r.facts.serve) for r in trial.good if r.facts.serve and (r.folder / ARRAYS).is_file()]
+        rounds = [(r, r.facts.serve) for r in trial.good if r.facts.serve and (r.folder / ARRAYS_FILE).is_file()]
         tried = tuple(t for k, (r, facts) in enumerate(rounds) for t in _list_tried(r, facts, k))
         if tried:
             found.append(ServingRun(trial, tuple(facts for _, facts in rounds), tried))
@@ -233,7 +233,7 @@ def list_served(run: RunData) -> list[ServingRun]:
 
 
 def _list_tried(one: Round, facts: ServeFacts, number: int) -> list[RateMeasurement]:
-    arrays = read_npz(one.folder / ARRAYS)
+    arrays = read_npz(one.folder / ARRAYS_FILE)
     names = ("arrival", "began", "ended", "size", "refused")
     return [
         RateMeasurement(step, facts, {name: arrays[f"{name}_{k}"] for name in names}, number)

@@ -14,7 +14,7 @@ from typing import Any
 
 from dyno.jobs.launcher import launch
 from dyno.jobs.progress import Progress
-from dyno.results.correctness import BESIDE
+from dyno.results.correctness import REFERENCE_DIR
 from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.execute import execute
 from dyno.runner.run_folder import is_measured
@@ -31,8 +31,8 @@ from dyno.worker.record import Record, read_json
 from dyno.worker.serving.options import ServeOptions
 from dyno.worker.serving.rates import read_trace
 from dyno.worker.spec import (
-    ENDPOINT,
-    ROUNDS,
+    DEFAULT_ROUNDS,
+    ENDPOINT_PREFIX,
     Dims,
     Job,
     ModelSpec,
@@ -72,8 +72,8 @@ class Requests:
         return launch_in_turn(own, folder, math.inf, progress, extra)
 
 
-ABOUT = "serve.json"  # in the run folder: which requests it is of
-INPUTS = 512  # that are compared at most, unless three times the largest batch is more
+SERVE_FILE = "serve.json"  # in the run folder: the requests that it measured
+MAX_COMPARED_INPUTS = 512  # inputs compared, unless three batches need more
 
 
 class ServingResult(LoadResult):
@@ -112,10 +112,10 @@ def bench_serve(
     folder = folder_for(out, "serve", [name])
     progress = Progress(quiet=quiet)
     with guard_start(folder):
-        store_about(folder, ABOUT, requests.settings(), "of other requests", "without requests")
+        store_about(folder, SERVE_FILE, requests.settings(), "of other requests", "without requests")
         execute(study, folder, progress, retry_failed=True, launch=requests.launch)
     if is_measured(folder) and (reference := reference_of(study)):
-        _run_reference(reference, folder / BESIDE, progress)
+        _run_reference(reference, folder / REFERENCE_DIR, progress)
     return ServingResult(folder)
 
 
@@ -125,7 +125,7 @@ def _count_inputs(most: int) -> int:
     With three of the largest batches, every smaller power of two occurs as a batch; with four, nearly every one occurs
     full as well. Outputs are stored, so INPUTS limits the fourth batch.
     """
-    return max(Study.compared, 3 * most, min(4 * most, INPUTS))
+    return max(Study.compared, 3 * most, min(4 * most, MAX_COMPARED_INPUTS))
 
 
 def _run_reference(reference: Study, folder: Path, progress: Progress) -> None:
@@ -141,12 +141,12 @@ def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dic
     """Return the model (if not local, its name on the server) and the settings with the server as the backend."""
     if settings.get("backends"):
         raise UserError("an endpoint takes the place of a backend; omit --backend")
-    if expected := registry.find(ENDPOINT.rstrip(":")).values["url"](url):
+    if expected := registry.find(ENDPOINT_PREFIX.rstrip(":")).values["url"](url):
         raise UserError(f"the endpoint is {url!r}; write {expected}")
     here = ":" in str(model) or Path(model).is_file()
-    return str(model) if here else f"{ENDPOINT}{model}", {
+    return str(model) if here else f"{ENDPOINT_PREFIX}{model}", {
         **settings,
-        "backends": (f"{ENDPOINT.rstrip(':')}@url={url}",),
+        "backends": (f"{ENDPOINT_PREFIX.rstrip(':')}@url={url}",),
     }
 
 
@@ -161,10 +161,10 @@ def _check_options(options: ServeOptions, study: Study) -> None:
 
 # An application: its own preprocess and postprocess around each engine.
 
-APPLICATION_ABOUT = "application.json"  # in the run folder: which requests they are
-APPLICATION_INPUTS = "application.npz"  # in the run folder: the network's inputs in each
+APPLICATION_FILE = "application.json"  # in the run folder: the recorded requests
+APPLICATION_ARRAYS_FILE = "application.npz"  # in the run folder: the network's inputs of each request
 INPUTS_FILE = "inputs.npz"  # in the job's folder: the same
-MOST_PHOTOS = 32
+MAX_PHOTOS = 32
 
 
 class ApplicationResult(LoadResult):
@@ -182,17 +182,17 @@ def bench_app(
     below runs/app. Raises `UserError`, one line.
     """
     check_types({"application": application, "data": data}, {"application": str, "data": str | Path})
-    study, _ = study_of_own_jobs(application, 1, {"rounds": ROUNDS, **name_fields(settings)})
+    study, _ = study_of_own_jobs(application, 1, {"rounds": DEFAULT_ROUNDS, **name_fields(settings)})
     (name,) = study.models
     model = model_spec(study, name)
     photos = list_photos(str(data)) if data else []
-    chosen = [photos[k * len(photos) // MOST_PHOTOS] for k in range(MOST_PHOTOS)] if photos[MOST_PHOTOS:] else photos
+    chosen = [photos[k * len(photos) // MAX_PHOTOS] for k in range(MAX_PHOTOS)] if photos[MAX_PHOTOS:] else photos
     folder = folder_for(out, "app", [name])
     progress = Progress(quiet=quiet)
     about = {"application": digest(model), "images": len(photos),
              "photos": digest([(photo.name, sha256_of(photo)) for photo in chosen])}  # fmt: skip
     with guard_start(folder), tempfile.TemporaryDirectory() as scratch:
-        inputs, known = folder / APPLICATION_INPUTS, folder / APPLICATION_ABOUT
+        inputs, known = folder / APPLICATION_ARRAYS_FILE, folder / APPLICATION_FILE
         before = read_json(known) if known.is_file() and inputs.is_file() else {}
         is_same = all(before.get(key) == value for key, value in about.items())
         facts = (
@@ -215,7 +215,7 @@ def bench_app(
 
         execute(study, folder, progress, retry_failed=True, launch=launch_application)
     if is_measured(folder) and (reference := reference_of(study)):
-        _run_reference(reference, folder / BESIDE, progress)
+        _run_reference(reference, folder / REFERENCE_DIR, progress)
     return ApplicationResult(folder)
 
 

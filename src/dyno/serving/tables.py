@@ -21,17 +21,17 @@ from dyno.report.style import (
 )
 from dyno.report.tables import TableKind
 from dyno.results import stats
-from dyno.results.correctness import WRONG, name_distance
+from dyno.results.correctness import OUTPUTS_WRONG, name_distance
 from dyno.results.run_data import RunData
 from dyno.serving import figures
 from dyno.serving.figures import CheckedRun, RateMeasurement, ServingRun
 from dyno.table import (
     COUNT,
-    LABEL,
+    LABEL_COLUMN,
     PERCENT,
     RATIO,
     TEXT,
-    TRIAL,
+    TRIAL_COLUMN,
     Column,
     Row,
     Table,
@@ -47,17 +47,17 @@ from dyno.worker.serving.options import PERCENTILES
 
 # Sentences on the figures of requests.
 
-COMPANY = ": other programs kept "  # of a warning for each rate
+OTHER_PROGRAMS_WARNING = ": other programs kept "  # start of a rate's warning
 
 
 def describe_company(served: CheckedRun) -> Iterator[str]:
     """Yield one sentence for all rates and rounds on how busy other programs kept the processors; then warnings."""
-    busy = [r.facts.others_busy for r in served.trial.good if COMPANY in " ".join(r.warnings)]
+    busy = [r.facts.others_busy for r in served.trial.good if OTHER_PROGRAMS_WARNING in " ".join(r.warnings)]
     if busy:
         most = max(max(each.values()) for each in busy)
         rounds = format_count(len(served.trial.good), "round")
         yield f"Other programs kept up to {most:.1f} processors busy meanwhile, in {len(busy)} of {rounds}."
-    yield from (f"{warning}." for warning in served.warnings if COMPANY not in warning)
+    yield from (f"{warning}." for warning in served.warnings if OTHER_PROGRAMS_WARNING not in warning)
 
 
 def list_sentences(served: ServingRun) -> list[str]:
@@ -295,8 +295,8 @@ def _make_count_column(name: str, meaning: str) -> Column:
 
 
 SERVE_COLUMNS = (
-    LABEL,
-    TRIAL,
+    LABEL_COLUMN,
+    TRIAL_COLUMN,
     Column("rounds", "times that it was searched", kind=COUNT, rank=8),
     Column("bound", "that must hold", kind=TEXT, rank=3),
     Column("holds", "whether a rate that was tried holds it in every round", kind=TEXT, rank=2),
@@ -316,8 +316,8 @@ SERVE_COLUMNS = (
     Column("verdict", "on the highest rate, against the reference", kind=TEXT, rank=1),
 )  # fmt: skip
 RATE_COLUMNS = (
-    LABEL,
-    TRIAL,
+    LABEL_COLUMN,
+    TRIAL_COLUMN,
     Column("round", "of which it is", kind=COUNT, identity=True, rank=6),
     Column("rate", "that was asked for", "requests/s", title="asked, requests/s"),
     Column("served", "answers per second", "requests/s", title="served, requests/s", rank=2),
@@ -353,8 +353,8 @@ RATES = TableKind(
 # Latency against the rate of requests: where an engine's queue begins to grow.
 
 SERVING_HEIGHT = 3.8  # inches
-PALE = 0.35  # how opaque a median is
-MEDIAN = "p50"
+MEDIAN_OPACITY = 0.35  # opacity of medians
+MEDIAN_NAME = "p50"
 
 
 def draw_latency_by_rate(run: RunData) -> Any:
@@ -362,7 +362,7 @@ def draw_latency_by_rate(run: RunData) -> Any:
 
     Each stable rate of each round is a point.
     """
-    served = [each for each in figures.list_served(run) if _find_points(each, MEDIAN)]
+    served = [each for each in figures.list_served(run) if _find_points(each, MEDIAN_NAME)]
     if not served:
         return None
     with apply_style() as figure_class:
@@ -371,8 +371,8 @@ def draw_latency_by_rate(run: RunData) -> Any:
         for number, each in enumerate(served):
             kinds = [(e.trial.backend, e.trial.precision) for e in served[: number + 1]]
             hollow = kinds.count(kinds[-1]) > 1  # it differs from an earlier one by an option alone
-            if each.bounded != MEDIAN:
-                _draw_line(axes, each, MEDIAN, PALE, hollow)
+            if each.bounded != MEDIAN_NAME:
+                _draw_line(axes, each, MEDIAN_NAME, MEDIAN_OPACITY, hollow)
             _draw_line(axes, each, each.bounded, 1.0, hollow)
         if bound := served[0].facts[0].bound_s:
             axes.axhline(1e3 * bound, color=EDGE, linestyle="--", linewidth=1)
@@ -394,7 +394,7 @@ def _draw_line(axes: Any, served: ServingRun, name: str, alpha: float, hollow: b
              "markersize": 4, "fillstyle": "none" if hollow else "full"}  # fmt: skip
     for number in sorted({t.round for t, _ in points}):
         own = [(t.step.rate, 1e3 * value) for t, value in points if t.round == number]
-        wrong = f", {WRONG}" if served.outputs.wrong else ""
+        wrong = f", {OUTPUTS_WRONG}" if served.outputs.wrong else ""
         label = None if number else f"{trial.label}, {name}{wrong}"
         axes.plot(
             *zip(*own, strict=True), linestyle=LINES.get(trial.precision, "-"), label=label, linewidth=1.2, **style

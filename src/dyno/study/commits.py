@@ -11,9 +11,9 @@ from pathlib import Path
 from dyno.store import cache_dir
 from dyno.worker import registry
 from dyno.worker.nets.checkpoint import PROGRAM, Archive, advise_on_module
-from dyno.worker.spec import SAVED, UserError
+from dyno.worker.spec import SAVED_SUFFIXES, UserError
 
-LENGTH = 12  # hex digits by which a commit is called
+HASH_LENGTH = 12  # hex digits of a short commit id
 
 
 def split_commit(source: str) -> tuple[str, str]:
@@ -23,7 +23,7 @@ def split_commit(source: str) -> tuple[str, str]:
     """
     before, at, commit = source.rpartition("@")
     file, _, _ = _split_source(before)
-    known = file.endswith((".py", *SAVED)) or registry.format_of(file) is not None
+    known = file.endswith((".py", *SAVED_SUFFIXES)) or registry.format_of(file) is not None
     if not (at and commit and known) or Path(source).exists():
         return source, ""
     return before, commit
@@ -32,7 +32,7 @@ def split_commit(source: str) -> tuple[str, str]:
 def fix_commit(source: str) -> str:
     """Return the source with its commit as a hash, so that it means the same after a branch has moved on."""
     place, commit = split_commit(source)
-    return f"{place}@{_resolve_commit(_find_root(_split_source(place)[0]), commit)[:LENGTH]}" if commit else source
+    return f"{place}@{_resolve_commit(_find_root(_split_source(place)[0]), commit)[:HASH_LENGTH]}" if commit else source
 
 
 def checked_out(source: str) -> str:
@@ -49,7 +49,7 @@ def checked_out(source: str) -> str:
     commit = _resolve_commit(root, commit)
     inside = os.path.relpath(Path(file).absolute(), root)
     if _run_git(root, "cat-file", "-e", f"{commit}:{Path(inside).as_posix()}").returncode:
-        raise UserError(f"there is no {inside} at commit {commit[:LENGTH]} of {root}")
+        raise UserError(f"there is no {inside} at commit {commit[:HASH_LENGTH]} of {root}")
     return f"{_check_out_commit(root, commit) / inside}{colon}{function}"
 
 
@@ -62,7 +62,7 @@ def find_head() -> str:
         head = _run_git(Path.cwd(), "rev-parse", "--verify", "--quiet", "HEAD")
         if not head.returncode:
             changed = _run_git(Path.cwd(), "status", "--porcelain", "--untracked-files=no", "--ignore-submodules")
-            return head.stdout.strip()[:LENGTH] + "+" * bool(changed.stdout.strip())
+            return head.stdout.strip()[:HASH_LENGTH] + "+" * bool(changed.stdout.strip())
     return ""
 
 
@@ -106,7 +106,7 @@ def _check_out_commit(root: Path, commit: str) -> Path:
         for words in (["read-tree", commit], ["checkout-index", "--all", f"--prefix={tree}/"]):
             if (done := _run_git(root, *words, env=index)).returncode:
                 raise UserError(
-                    f"the files of commit {commit[:LENGTH]} can't be taken from {root}: {_find_last_line(done)}"
+                    f"the files of commit {commit[:HASH_LENGTH]} can't be taken from {root}: {_find_last_line(done)}"
                 )
         with suppress(OSError):  # another process was faster
             tree.rename(folder)
@@ -127,9 +127,9 @@ def _find_last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 # Files of torch.save that are given as a model: which can be run as they are, and what to do with the others.
 
-SUFFIXES = (".pt", ".pth")
-DARKNET = ".cfg"
-COMPRESSED = {
+CHECKPOINT_SUFFIXES = (".pt", ".pth")
+DARKNET_SUFFIX = ".cfg"
+COMPRESSION_MAGIC = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
     b"\xfd7zXZ": "xz",
@@ -143,11 +143,11 @@ def stored_source(source: str) -> str:
 
     A .cfg is Darknet's. Raises `UserError` for any other file of torch.save; any other source stays as it is.
     """
-    if Path(source).suffix in (DARKNET, *SUFFIXES):
+    if Path(source).suffix in (DARKNET_SUFFIX, *CHECKPOINT_SUFFIXES):
         refuse_stand_in(source, "checkpoint")
-    if Path(source).suffix == DARKNET and ":" not in source:
+    if Path(source).suffix == DARKNET_SUFFIX and ":" not in source:
         return f"darknet:{source}"
-    if Path(source).suffix not in SUFFIXES or not Path(source).is_file():
+    if Path(source).suffix not in CHECKPOINT_SUFFIXES or not Path(source).is_file():
         return source
     archive = Archive(source)
     if archive.kind == PROGRAM:
@@ -166,7 +166,7 @@ def refuse_stand_in(text: str, what: str, *, may_be_zip: bool = True) -> None:
         raise UserError(f"{text} is a pointer of Git LFS and not the {what} itself; get that with git lfs pull")
     if beginning.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         raise UserError(f"{text} is a web page and not a {what}; download the file itself")
-    kinds = COMPRESSED | ({b"PK\3\4": "zip"} if not may_be_zip else {})
+    kinds = COMPRESSION_MAGIC | ({b"PK\3\4": "zip"} if not may_be_zip else {})
     for mark in filter(beginning.startswith, kinds):
         raise UserError(f"{text} is compressed ({kinds[mark]}) and not the {what} itself; unpack it")
 
@@ -177,4 +177,8 @@ def keeps_weights(source: str) -> bool:
     Such a file's outputs are often compared with the network under a checkpoint, which must not enter the file.
     """
     file = split_commit(source)[0]
-    return bool(registry.format_of(file)) or file.startswith("saved:") or file.endswith((*SAVED, *SUFFIXES))
+    return (
+        bool(registry.format_of(file))
+        or file.startswith("saved:")
+        or file.endswith((*SAVED_SUFFIXES, *CHECKPOINT_SUFFIXES))
+    )

@@ -18,14 +18,21 @@ from dyno.study.study import Choice, Study, model_name, name_fields
 from dyno.worker import registry
 from dyno.worker.extras import name_lacking
 from dyno.worker.option_values import check_types
-from dyno.worker.spec import ENDPOINT, FIXED, SAVED, UserError, check_known, usual_name
+from dyno.worker.spec import ENDPOINT_PREFIX, FIXED, SAVED_SUFFIXES, UserError, check_known, usual_name
 
 # What a command refuses before anything is trained, measured or written.
 
-FORMATS = ("text", "markdown", "csv", "json", "html")
-PARQUET = "parquet"
-ENDINGS = {".txt": "text", ".md": "markdown", ".csv": "csv", ".json": "json", ".html": "html", ".parquet": PARQUET}
-TRACKERS = ("mlflow", "wandb", "tensorboard")  # which are their libraries, too
+TEXT_FORMATS = ("text", "markdown", "csv", "json", "html")
+PARQUET_FORMAT = "parquet"
+SUFFIX_FORMATS = {
+    ".txt": "text",
+    ".md": "markdown",
+    ".csv": "csv",
+    ".json": "json",
+    ".html": "html",
+    ".parquet": PARQUET_FORMAT,
+}
+TRACKERS = ("mlflow", "wandb", "tensorboard")  # also the names of their libraries
 
 
 def is_installed(library: str) -> bool:
@@ -40,13 +47,15 @@ def find_format(file: str, format: str = "") -> str:
     Refuse an unknown ending, Parquet without a file, and a missing library.
     """
     ending = Path(file).suffix
-    chosen = format or ENDINGS.get(ending, "" if file else "text")
+    chosen = format or SUFFIX_FORMATS.get(ending, "" if file else "text")
     if not chosen:
-        raise UserError(f"{file} has an unknown ending {ending!r}; known: {', '.join(ENDINGS)}, or give --format")
-    check_known("format", chosen, (*FORMATS, PARQUET))
-    if chosen == PARQUET and not file:
+        raise UserError(
+            f"{file} has an unknown ending {ending!r}; known: {', '.join(SUFFIX_FORMATS)}, or give --format"
+        )
+    check_known("format", chosen, (*TEXT_FORMATS, PARQUET_FORMAT))
+    if chosen == PARQUET_FORMAT and not file:
         raise UserError("Parquet is not for a terminal; give a file: -o FILE.parquet")
-    if chosen == PARQUET and not is_installed("pyarrow"):
+    if chosen == PARQUET_FORMAT and not is_installed("pyarrow"):
         raise UserError(f"Parquet: {name_lacking(['pyarrow'])}")
     return chosen
 
@@ -140,11 +149,11 @@ def _count_values(values: Iterable[object]) -> int:
 
 
 T = TypeVar("T")
-OWN = (ENDPOINT, "fake:")  # prefixes of models that nothing but the backend of that name has
+BACKEND_PREFIXES = (ENDPOINT_PREFIX, "fake:")  # prefixes of models that only the backend of that name runs
 ONE_ROUND: dict[str, Any] = {"rounds": 1, "turns": False}
 SELF_TEST_MINUTES = 5.0
 DEMO_MINUTES = 4.5
-QUICK: dict[str, Any] = {
+QUICK_SETTINGS: dict[str, Any] = {
     "rounds": 1,
     "confirm": 0,
     "sustained": 0,
@@ -155,7 +164,7 @@ QUICK: dict[str, Any] = {
     "build_timeout": 180.0,  # not of what measures: an evaluation may take longer
 }
 # Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
-EVALUATION: dict[str, Any] = {
+EVALUATION_SETTINGS: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
     "sustained": 0,
 }  # fmt: skip
@@ -164,14 +173,14 @@ OWN_JOBS: dict[str, Any] = {
     "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False, "until": FIXED, "confirm": 0,
     "search": False, "sustained": 0,
 }  # fmt: skip
-COMPARED_ROUNDS = 3  # of those, where engines are compared
+COMPARED_ROUNDS = 3  # default rounds for comparing engines
 
 
 def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> Study:
     """Build a one-round study of the model in its format's default backend; `settings` override `defaults`."""
     backend, device = default_runner(model)
     fields = {"backends": (backend,), "device": device, **ONE_ROUND, **defaults}
-    if registry.format_of(model) or str(model).endswith(SAVED):  # a file's batch may be fixed
+    if registry.format_of(model) or str(model).endswith(SAVED_SUFFIXES):  # a file's batch may be fixed
         fields.pop("batches", None)
     return one_model(model, settings, fields)
 
@@ -251,7 +260,7 @@ def reference_of(study: Study) -> Study | None:
     """
     (model,) = study.models
     kind = registry.format_of(model)
-    if model.startswith(OWN) or (kind and kind.on_device):
+    if model.startswith(BACKEND_PREFIXES) or (kind and kind.on_device):
         return None
     backend, _ = default_runner(model)
     usual = study.precisions or ("fp32",)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dyno import data as dyno_data
 from dyno.data import Progress
 from dyno.data.data_format import ScanRequest, list_folders
-from dyno.data.decode import EXAMINED, Transform, read_sizes
-from dyno.data.photos import COUNT
+from dyno.data.decode import EXAMINED_IMAGES, Transform, read_sizes
+from dyno.data.photos import DEFAULT_COUNT
 from dyno.store import cache_dir
 from dyno.study.study import Choice, Study
 from dyno.worker import registry, tasks
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 QUIET_S = 1.0  # faster decoding shows no progress
-CALIBRATED = {"int8", "fp8"}  # precisions whose ranges are taken from images
-RANKED = {"int8", "fp16"}  # precisions whose layers are ranked on images, where some are to be kept higher
+CALIBRATED_PRECISIONS = {"int8", "fp8"}  # precisions calibrated on images
+RANKED_PRECISIONS = {"int8", "fp16"}  # precisions whose layers may be ranked on images
 
 
 def prepare_images(
@@ -89,7 +89,7 @@ def remove_crop(study: Study, model: ModelSpec, inspection: Inspection, size: tu
         photos = list_photos(study.data)
     except UserError:  # `prepare_images` says what is wrong, knowing the network's classes
         return model
-    few = photos[:: max(1, len(photos) // EXAMINED)]
+    few = photos[:: max(1, len(photos) // EXAMINED_IMAGES)]
     if any(found != size for found in read_sizes(few, Transform(size, model.preprocess, model.channels))):
         return model
     return replace(model, preprocess=replace(model.preprocess, resize=1.0))
@@ -114,10 +114,10 @@ def calibrates(study: Study) -> bool:
         engine = registry.find(choice.name)
         reads = any(engine.reads(source) for source in study.models if registry.format_of(source))
         added = study.adds_precisions and (reads or not all(map(registry.format_of, study.models)))
-        asked = choice.precisions or study.precisions or (CALIBRATED if added else ())
+        asked = choice.precisions or study.precisions or (CALIBRATED_PRECISIONS if added else ())
         precisions = set(asked) & set(engine.precisions)
         keeps = "keep" in choice.options or (study.searches and "keep" in engine.options)
-        if precisions & CALIBRATED or (keeps and precisions & RANKED):
+        if precisions & CALIBRATED_PRECISIONS or (keeps and precisions & RANKED_PRECISIONS):
             return True
     return False
 
@@ -155,7 +155,8 @@ def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: i
         )
     if needed == "keypoints" and has and model.keypoints and tuple(about["keypoints"])[:1] != model.keypoints[:1]:
         expected, present = model.keypoints[0], about["keypoints"][0]
-        values = (model.classes or 1) + math.prod(model.keypoints)  # of a box; a file may not say which are scores
+        # values of a box; a file may not tell which are scores
+        values = (model.classes or 1) + math.prod(model.keypoints)
         own = f", or --classes {classes}" if classes and classes + math.prod(about["keypoints"]) == values else ""
         raise UserError(
             f"{name} has {present} keypoints, but {model.name} gives {expected}; "
@@ -177,7 +178,7 @@ def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: i
     table = f"{'give a table of path,label with' if folders else 'write'} the network's numbers as labels"
     synsets = f"name {'the folders' if folders else 'them'} by their ImageNet synsets (n01440764)"
     alone = "or put the images into one folder to use them without labels"
-    raise UserError(f"{line}; {', '.join(filter(None, (build, table, synsets * (outputs == COUNT), alone)))}")
+    raise UserError(f"{line}; {', '.join(filter(None, (build, table, synsets * (outputs == DEFAULT_COUNT), alone)))}")
 
 
 def check_images(study: Study, model: ModelSpec, inspection: Inspection, data: DataSpec) -> None:

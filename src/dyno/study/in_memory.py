@@ -23,14 +23,14 @@ from dyno.store import cache_dir
 from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.nets import models, saved_modules
-from dyno.worker.nets.saved_modules import INPUTS
+from dyno.worker.nets.saved_modules import INPUTS_MEMBER
 from dyno.worker.sessions.torch_support import first_line, import_torch, make_positional, set_eval, unwrap_module
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, shorten, to_json
 
 Specs = tuple[InputSpec, ...]
 
-SIZE = 224  # of an image without a description
-MANGLED = re.compile(rb"___torch_mangle_\d+")  # in the names of scripted classes, different in each process
+DEFAULT_SIZE = 224  # of an image without a description
+MANGLED_NAME = re.compile(rb"___torch_mangle_\d+")  # names of scripted classes differ in each process
 ONE_AT_A_TIME = threading.RLock()  # torch.export can't run in two threads at once
 
 
@@ -95,7 +95,7 @@ def _save_module(
     model = ModelSpec(name, "", channels=channels)
     with _hold_eval_mode(module):
         described = modules.describe_inputs(module, model, examples, overrides)
-        first_size = sizes[0] if sizes else (SIZE, SIZE)
+        first_size = sizes[0] if sizes else (DEFAULT_SIZE, DEFAULT_SIZE)
         dims = Dims(described.batch, *(described.size if all(described.size) else first_size))
         first = next(iter(modules.signature_of(module).required), "input")
         image = InputSpec(first, "float32", ("batch", channels, "height", "width"))
@@ -134,7 +134,7 @@ def _store_module(
     tried = _list_dims(described, dims, sizes)
     for each in tried:
         saved_modules.check_guards(module, model, described.inputs, replace(each, batch=dims.batch))
-    for storage in STORAGES[-1:] if isinstance(module, torch.jit.ScriptModule) else STORAGES:
+    for storage in STORAGE_KINDS[-1:] if isinstance(module, torch.jit.ScriptModule) else STORAGE_KINDS:
         try:
             with _silence_torch():
                 text, write, taken = storage.make(module, model, described.inputs, dims)
@@ -172,7 +172,7 @@ def _export_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> 
     names = [*modules.signature_of(module).required]
     positional_axes = [_find_free_axes(spec) for spec in specs if not spec.keyword]
     if len(positional_axes) > len(names):
-        raise UserError("forward takes *args")  # which the flat program stores
+        raise UserError("forward takes *args")  # the flat program stores *args
     shapes = dict(zip(names, positional_axes, strict=False)) | {s.name: _find_free_axes(s) for s in specs if s.keyword}
     program = _export_module(module, tuple(args), keywords, shapes if _has_free_axis(specs) else None)
     return _identify_program(program), _make_writer(program), specs
@@ -246,11 +246,13 @@ def _identify_script(script: Any) -> str:
             (n, archive.read(n)) for n in archive.namelist() if not n.endswith((".debug_pkl", "serialization_id"))
         ]
     return "\n".join(
-        sorted(hashlib.sha256(MANGLED.sub(b"", n.encode() + b"\n" + content)).hexdigest() for n, content in entries)
+        sorted(
+            hashlib.sha256(MANGLED_NAME.sub(b"", n.encode() + b"\n" + content)).hexdigest() for n, content in entries
+        )
     )
 
 
-STORAGES = (
+STORAGE_KINDS = (
     Storage(".pt2", "torch.export", _export_program),
     Storage(".pt2", "torch.export", _flat_program),
     Storage(".torchscript", "torch.jit.script", _script_module),
@@ -262,7 +264,7 @@ def _write_file(path: Path, write: Callable[..., Any], description: str) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         part = Path(scratch) / path.name
-        write(str(part), {INPUTS: description})
+        write(str(part), {INPUTS_MEMBER: description})
         saved_modules.load(str(part))  # text among a program's results is written and can't be read
         part.replace(path)
 

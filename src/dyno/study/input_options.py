@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from dyno.store import sha256_of
-from dyno.worker.facts.json_values import LARGEST
+from dyno.worker.facts.json_values import INTEGER_LIMIT
 from dyno.worker.inputs.specs import load_arrays
 from dyno.worker.record import check_regular
 from dyno.worker.spec import UserError, check_known, make_absolute
 
-TYPES = (
+INPUT_TYPES = (
     "float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
 )  # fmt: skip
-AXIS = r"(?:batch|height|width|\d+)"
-SHAPE = re.compile(rf"(.+):({AXIS}(?:x{AXIS})*|(?=:))(?::([A-Za-z]\w*))?")
-BOOLS = {"true": True, "false": False}
+AXIS_PATTERN = r"(?:batch|height|width|\d+)"
+SHAPE_PATTERN = re.compile(rf"(.+):({AXIS_PATTERN}(?:x{AXIS_PATTERN})*|(?=:))(?::([A-Za-z]\w*))?")
+BOOL_WORDS = {"true": True, "false": False}
 OTHER_KINDS = {"U": "text", "S": "text", "c": "complex numbers", "M": "dates", "m": "durations",
                "V": "values of a type that NumPy doesn't have"}  # fmt: skip
 
@@ -44,12 +44,12 @@ def parse_shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Parse shape and type by input from `NAME:1x3x224x224`, `NAME:batchx128:int64` or, of a scalar, `NAME::int64`."""
     by_name: dict[str, dict[str, Any]] = {}
     for text in texts:
-        parts = SHAPE.fullmatch(text)
-        axes = [int(axis) if axis.isdecimal() else axis for axis in re.findall(AXIS, parts[2])] if parts else []
+        parts = SHAPE_PATTERN.fullmatch(text)
+        axes = [int(axis) if axis.isdecimal() else axis for axis in re.findall(AXIS_PATTERN, parts[2])] if parts else []
         if parts is None or axes[:1] == [0] or axes.count("batch") > 1:
             raise UserError(f"shape {text!r} is not NAME:1x3x224x224 or NAME:batchx128:int64, with one batch")
         if parts[3] is not None:
-            check_known(f"type of input {parts[1]!r}", parts[3], TYPES)
+            check_known(f"type of input {parts[1]!r}", parts[3], INPUT_TYPES)
         by_name[parts[1]] = {"shape": axes, **({"dtype": parts[3]} if parts[3] else {})}
     return by_name
 
@@ -58,18 +58,18 @@ def _parse_values(text: str) -> dict[str, dict[str, Any]]:
     """Parse a constant from `sr=16000`, or a range from `ids=0..30521`."""
     name, equals, value = text.partition("=")
     low, dots, high = value.partition("..")
-    numbers = [BOOLS.get(part.lower(), _parse_number(part)) for part in ((low, high) if dots else (low,))]
+    numbers = [BOOL_WORDS.get(part.lower(), _parse_number(part)) for part in ((low, high) if dots else (low,))]
     if not (name and equals) or None in numbers or (dots and any(isinstance(n, bool) for n in numbers)):
         raise UserError(
             f"input {text!r} is not NAME=VALUE such as sr=16000, NAME=LOW..HIGH such as ids=0..30521, or FILE.npz"
         )
     if any(n != n or (dots and abs(n) == math.inf) for n in numbers):
         raise UserError(f"input {text!r} has values that can't be drawn; give finite numbers")
-    if any(isinstance(n, int) and abs(n) >= LARGEST for n in numbers):
+    if any(isinstance(n, int) and abs(n) >= INTEGER_LIMIT for n in numbers):
         raise UserError(f"input {text!r} is larger than any number of an input; give one below 2**64")
     if dots and numbers[0] > numbers[1]:
         raise UserError(f"input {text!r} has a range whose end is below its start; write NAME=LOW..HIGH")
-    ends = [int(n) if isinstance(n, bool) else n for n in numbers]  # in a record they are numbers
+    ends = [int(n) if isinstance(n, bool) else n for n in numbers]  # numbers, as a record stores them
     value_range = {"low": ends[0], "high": ends[-1]}
     return {name: value_range if dots else {**value_range, "value": numbers[0]}}
 
@@ -103,7 +103,7 @@ def _read_arrays(path: Path) -> dict[str, dict[str, Any]]:
     sha256, by_name = sha256_of(path), {}
     for name, (shape, dtype) in arrays.items():
         axes = ["batch", *shape[1:]] if shape and shape[0] == rows else [*shape]
-        if not dtype.startswith("float") and dtype not in TYPES:
+        if not dtype.startswith("float") and dtype not in INPUT_TYPES:
             raise UserError(
                 f"the array {name!r} in {path.name} holds {OTHER_KINDS.get(np.dtype(dtype).kind, dtype)}; "
                 "give numbers or booleans"

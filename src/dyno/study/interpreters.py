@@ -18,7 +18,7 @@ from dyno.worker.extras import install
 from dyno.worker.record import lock
 from dyno.worker.spec import Recipe, Runtime, UserError, clean_text
 
-HERE = Runtime()
+THIS_RUNTIME = Runtime()
 
 
 def list_installed(device: str, named: Collection[str] = ()) -> list[str]:
@@ -28,14 +28,14 @@ def list_installed(device: str, named: Collection[str] = ()) -> list[str]:
     return [name for name in fitting if name in named or not find_missing(name)]
 
 
-def find_missing(name: str, runtime: Runtime = HERE) -> str:
+def find_missing(name: str, runtime: Runtime = THIS_RUNTIME) -> str:
     """Return the first library that the backend needs and that the runtime lacks, or ""."""
     requires = registry.find(name).requires
     present = find_versions(runtime, requires)
     return next((either.split("|")[0] for either in requires if not present.keys() & set(either.split("|"))), "")
 
 
-def explain_missing(name: str, runtime: Runtime = HERE) -> str:
+def explain_missing(name: str, runtime: Runtime = THIS_RUNTIME) -> str:
     """Return which library the backend lacks in the runtime and how to get it, in one line, or ""."""
     library = find_missing(name, runtime)
     if not library:
@@ -75,9 +75,9 @@ def runtime_of(study: Study, choice: Choice) -> Runtime:
 
 # Environments with chosen versions of libraries, made by uv in the cache, each once.
 
-TIMEOUT_S = 3600.0  # for a download of some GB
+INSTALL_TIMEOUT_S = 3600.0  # limit for downloads of several GB
 REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.\-]*(\[[\w,\-]+\])?((==|>=|<=|~=|<|>|!=)[\w.*+!]+,?)*")
-DONE = "packages.txt"  # in an environment in which everything was installed
+INSTALLED_FILE = "packages.txt"  # marks an environment with everything installed
 
 
 def python_with(packages: Sequence[str]) -> str:
@@ -94,7 +94,7 @@ def python_with(packages: Sequence[str]) -> str:
     folder = cache_dir() / "environments" / hashlib.sha256(content.encode()).hexdigest()[:16]
     python = folder / "bin" / "python"
     with lock(folder.with_suffix(".lock")):
-        if not (folder / DONE).is_file():
+        if not (folder / INSTALLED_FILE).is_file():
             shutil.rmtree(folder, ignore_errors=True)
             _run_uv([uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
             try:
@@ -102,7 +102,7 @@ def python_with(packages: Sequence[str]) -> str:
             except UserError:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-            (folder / DONE).write_text(content, encoding="utf-8")
+            (folder / INSTALLED_FILE).write_text(content, encoding="utf-8")
     return str(python)
 
 
@@ -116,9 +116,9 @@ def _find_uv() -> str:
 
 def _run_uv(command: list[str]) -> None:
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise UserError(f"{Path(command[0]).name} {command[1]} did not end within {TIMEOUT_S:g} s") from None
+        raise UserError(f"{Path(command[0]).name} {command[1]} did not end within {INSTALL_TIMEOUT_S:g} s") from None
     if process.returncode:
         lines = [
             clean_text(line).lstrip("×╰─▶├│ ").strip() for line in process.stderr.partition("hint:")[0].splitlines()

@@ -18,7 +18,7 @@ from typing import Any
 
 from dyno.formatting import format_count
 from dyno.jobs.launcher import Tick, launch, stop_jobs_on_error
-from dyno.jobs.nvml import ROOM, UNKNOWN_B, read_available
+from dyno.jobs.nvml import DEFAULT_PROCESS_B, HEADROOM, read_available
 from dyno.store import (
     beside_its_parts,
     cache_dir,
@@ -37,15 +37,15 @@ from dyno.study.defaults import parse_form
 from dyno.study.interpreters import explain_missing, runtime_of
 from dyno.study.study import Choice, Study, find_libraries, list_names, model_name, parse_size
 from dyno.worker import registry, system
-from dyno.worker.inspection import ATTACHED, Inspection
+from dyno.worker.inspection import METADATA_FILE, Inspection
 from dyno.worker.nets import huggingface
 from dyno.worker.nets.local_code import hash_file, sha256_with_imports
 from dyno.worker.record import Record, check_regular
 from dyno.worker.spec import (
-    ENDPOINT,
+    ENDPOINT_PREFIX,
     NETWORK_FILES,
     NETWORK_LIBRARIES,
-    SAVED,
+    SAVED_SUFFIXES,
     TIMM_FOLDER,
     Dims,
     Job,
@@ -58,21 +58,21 @@ from dyno.worker.spec import (
     make_absolute,
 )
 
-NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
-CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which need their network
+MIN_NAME_SIMILARITY = 0.75  # lower similarities match any of a thousand names
+CHECKPOINT_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights without their network
 # Files of programs that Dyno doesn't read, and what makes an ONNX file of them; GRAPH is a folder of TensorFlow.
-KERAS, TENSORFLOW, GRAPH = "Keras", "TensorFlow", "saved_model.pb"
-OTHERS = {
+KERAS, TENSORFLOW, SAVED_MODEL_FILE = "Keras", "TensorFlow", "saved_model.pb"
+OTHER_FORMATS = {
     ".keras": KERAS, ".h5": KERAS, ".hdf5": KERAS, ".pb": TENSORFLOW, ".pdmodel": "PaddlePaddle",
     ".caffemodel": "Caffe", ".mlmodel": "Core ML", ".mlpackage": "Core ML", ".gguf": "llama.cpp",
     ".mnn": "MNN",
 }  # fmt: skip
-WRITERS = {
+FORMAT_WRITERS = {
     KERAS: "let Keras write an ONNX file: model.export('{stem}.onnx', format='onnx')",
     TENSORFLOW: "write an ONNX file: python -m tf2onnx.convert --saved-model FOLDER --output {stem}.onnx",
     "PaddlePaddle": "write an ONNX file: paddle2onnx --model_dir FOLDER --save_file {stem}.onnx",
 }
-LIBRARIES = "site-packages"  # packages there are identified by their version
+LIBRARY_FOLDER = "site-packages"  # packages there are identified by their version
 INSPECTION_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "transformers", "onnx", "openvino")
 
 
@@ -110,7 +110,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     prefix, folder = huggingface.split_folder(source)
     if prefix:
         return _of_folder(prefix, folder, common)
-    if source.endswith(SAVED) or source.startswith("saved:"):
+    if source.endswith(SAVED_SUFFIXES) or source.startswith("saved:"):
         path = _find_file(source.removeprefix("saved:"), "saved module")
         # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
         own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
@@ -137,12 +137,12 @@ def _of_folder(prefix: str, name: str, common: dict[str, Any]) -> ModelSpec:
 
 def _no_model(source: str) -> str:
     """Return the error message for a name without a source prefix."""
-    if not source:  # as a path it would be the folder that the command runs in
+    if not source:  # an empty path would be the current folder
         return "a model has an empty name; give a model's file, or one like torchvision:resnet18"
     if Path(source, "study.toml").is_file():
         return f"{source} is a run folder; to resume it: dyno run {shlex.quote(str(Path(source, 'study.toml')))}"
-    if program := TENSORFLOW if Path(source, GRAPH).is_file() else OTHERS.get(Path(source).suffix):
-        writer = WRITERS.get(program, "give the model as an ONNX file").format(stem=Path(source).stem)
+    if program := TENSORFLOW if Path(source, SAVED_MODEL_FILE).is_file() else OTHER_FORMATS.get(Path(source).suffix):
+        writer = FORMAT_WRITERS.get(program, "give the model as an ONNX file").format(stem=Path(source).stem)
         return f"{source} is a model of {program}, which Dyno doesn't read; {writer}"
     if Path(source).is_dir():
         return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
@@ -156,10 +156,10 @@ def _no_model(source: str) -> str:
         return f"{source} is in ONNX Runtime's own format, which nothing else reads; give its original .onnx file"
     if Path(source).suffix == ".py":
         return _name_functions(source)
-    if Path(source).suffix in CHECKPOINTS and not Path(source).is_file():
+    if Path(source).suffix in CHECKPOINT_SUFFIXES and not Path(source).is_file():
         return f"there is no such file: {source}"
-    if Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
-        is_checkpoint = Path(source).suffix in CHECKPOINTS
+    if Path(source).is_file() or Path(source).suffix in CHECKPOINT_SUFFIXES:
+        is_checkpoint = Path(source).suffix in CHECKPOINT_SUFFIXES
         refuse_stand_in(source, "checkpoint" if is_checkpoint else "model file", may_be_zip=is_checkpoint)
         if registry.format_of(source.lower()):
             return f"{source} ends in capitals; rename it to {Path(source).stem}{Path(source).suffix.lower()}"
@@ -174,7 +174,7 @@ def _no_model(source: str) -> str:
     if meant := [f"{library}:{source}" for library in find_libraries(source)]:
         return f"{' and '.join(find_libraries(source))} each have a model {source}; give {' or '.join(meant)}"
     names = {name: library for library in NETWORK_LIBRARIES for name in list_names(library)}
-    if near := difflib.get_close_matches(source, names, 1, NEAR):
+    if near := difflib.get_close_matches(source, names, 1, MIN_NAME_SIMILARITY):
         return f"there is no model {source!r}; did you mean {names[near[0]]}:{near[0]}?"
     return no_such(source)
 
@@ -257,7 +257,7 @@ def _source_sha256(source: str, weights: str) -> str:
     Of a library only the module's own file is hashed, because its version identifies it; "" without such a file. A
     network of timm is also what the configuration beside its weights says.
     """
-    config = Path(weights).parent / huggingface.CONFIG
+    config = Path(weights).parent / huggingface.CONFIG_FILE
     if source.startswith("timm:") and weights and config.is_file():
         return sha256_of(config)
     module, _, name = source.rpartition(":")
@@ -269,7 +269,7 @@ def _source_sha256(source: str, weights: str) -> str:
     file = code_file(module) if "." not in module or module.startswith("dyno.") else None
     if file is None:
         return ""
-    return sha256_of(file) if LIBRARIES in file.parts else sha256_with_imports(file)
+    return sha256_of(file) if LIBRARY_FOLDER in file.parts else sha256_with_imports(file)
 
 
 def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> tuple[ModelSpec, Inspection]:
@@ -277,7 +277,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
 
     Returns the model with its own preprocessing, and the inspection's result. Cached. `tick` is as in `launch`.
     """
-    if model.source.startswith(("fake:", ENDPOINT)):
+    if model.source.startswith(("fake:", ENDPOINT_PREFIX)):
         apply_normalisation(model.preprocess, study, study.channels)  # refuses what doesn't fit
         # A server's says what it takes where it is used.
         size = (8, 8) if model.source.startswith("fake:") else parse_size(study.sizes[0]) if study.sizes else (0, 0)
@@ -291,8 +291,8 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     reader = file_format.usual(Path(model.file)) if file_format and file_format.on_device else ""
     runtime = _inspection_runtime(model, reader, study)
     libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
-    lasting = replace(runtime, threads=1)  # how many there are makes no difference to what is known after
-    attached = Path(model.source.partition(":")[2]).parent / ATTACHED
+    lasting = replace(runtime, threads=1)  # the number of threads doesn't change the facts
+    attached = Path(model.source.partition(":")[2]).parent / METADATA_FILE
     parts = [
         model,
         options,
@@ -416,7 +416,7 @@ def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, I
     Models are inspected in parallel, as many as processors and memory allow, each on its share of the processors. One
     that fails beside others is inspected again alone, because it may have lacked memory or time.
     """
-    most = min(len(models), len(os.sched_getaffinity(0)), int(read_available() / (ROOM * UNKNOWN_B)))
+    most = min(len(models), len(os.sched_getaffinity(0)), int(read_available() / (HEADROOM * DEFAULT_PROCESS_B)))
     found: dict[str, InspectedModel | UserError] = {**_side_by_side(study, models, most)} if most > 1 else {}
     for key in models.keys() - found.keys():
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
 from dyno.worker.option_values import option
-from dyno.worker.spec import BOUNDARIES, PRECISIONS, ROUNDS, Plan
+from dyno.worker.spec import BOUNDARIES, DEFAULT_ROUNDS, PRECISIONS, Plan
 
 Group = TypeVar("Group")
 Kept = TypeVar("Kept", covariant=True)
@@ -170,7 +170,7 @@ class MeasurementOptions:
     rounds: int = option(
         None,
         "Exactly this many rounds; in each, every trial runs in a fresh process.",
-        usual=f"{ROUNDS}, then more until decided",
+        usual=f"{DEFAULT_ROUNDS}, then more until decided",
         common=True,
     )
     builds: int = option(

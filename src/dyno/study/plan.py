@@ -29,7 +29,7 @@ from dyno.worker.extras import install
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inspection import Inspection
 from dyno.worker.spec import (
-    BUILD,
+    BUILD_OPTIONS,
     DataSpec,
     Dims,
     ModelSpec,
@@ -50,9 +50,9 @@ class PlannedTrial:
 
     trial: Trial
     refusal: str = ""
-    status: str = "skipped"  # of a trial that will not run
+    status: str = "skipped"  # status of a refused trial
     model_facts: ModelFacts = field(default_factory=ModelFacts)
-    uninspected: bool = False  # of a model whose inspection failed
+    uninspected: bool = False  # the model's inspection failed
     source: str = ""  # its model, as the study has it
 
 
@@ -67,13 +67,13 @@ class TrialSelection:
 
 # Routes to an ONNX file as the command line names them: `--routes dynamo,torchscript+static`.
 
-NAMES = ("exporter", "opset", "static", "fold")  # options that say which route
-PARTS = ("dynamo", "torchscript", "static", "fold", "opsetN")
-ALL = ("dynamo", "torchscript", "dynamo+static+fold", "torchscript+static+fold")
-USUAL = "usual"  # that one alone
+ROUTE_OPTIONS = ("exporter", "opset", "static", "fold")  # options that name a route
+ROUTE_PARTS = ("dynamo", "torchscript", "static", "fold", "opsetN")
+ALL_ROUTES = ("dynamo", "torchscript", "dynamo+static+fold", "torchscript+static+fold")
+USUAL_ROUTE = "usual"  # the default route alone
 # Operators that the exporters write alike: a graph of these has the same work to do by every route. What they write
 # in many ways are attention, normalisation, and whatever depends on shapes.
-ALIKE = frozenset(
+MERGED_COMBINATIONS = frozenset(
     "Add AveragePool BatchNormalization Clip Concat Constant Conv ConvTranspose Div Elu Flatten Gemm GlobalAveragePool "
     "GlobalMaxPool HardSigmoid HardSwish Identity LeakyRelu MaxPool Mul PRelu ReduceMean Relu Reshape Sigmoid Softmax "
     "Squeeze Sub Tanh Unsqueeze".split()
@@ -83,7 +83,7 @@ ALIKE = frozenset(
 def options_of(text: str) -> dict[str, Option]:
     """Parse a route, `torchscript+opset17+static+fold`, into backend options; raise `UserError` for an unknown one."""
     options: dict[str, Option] = {}
-    if text == USUAL:
+    if text == USUAL_ROUTE:
         return options
     for part in text.split("+"):
         if part in ("dynamo", "torchscript"):
@@ -93,7 +93,7 @@ def options_of(text: str) -> dict[str, Option]:
         elif part.startswith("opset") and part[len("opset") :].isdecimal():
             options["opset"] = int(part[len("opset") :])
         else:
-            known = f"{', '.join(PARTS)}, joined by +, or is {USUAL} or all"
+            known = f"{', '.join(ROUTE_PARTS)}, joined by +, or is {USUAL_ROUTE} or all"
             raise UserError(f"unknown route {text!r}; a route is made of {known}")
     return options
 
@@ -103,7 +103,7 @@ def add_routes(choices: list[Choice], routes: tuple[str, ...], *, file: bool = F
 
     For a `file`, which is exported already, only routes without an exporter apply.
     """
-    names = [name for route in routes for name in (ALL if route == "all" else (route,))]
+    names = [name for route in routes for name in (ALL_ROUTES if route == "all" else (route,))]
     if file:
         names = [name for name in names if not {"dynamo", "torchscript"} & set(name.split("+"))]
         names = ["fold", *names] if "all" in routes else names
@@ -124,7 +124,7 @@ def list_other_routes(made_by: MakerFacts, folds: bool, program: bool = False) -
     `folds` tells whether the engine's usual route fixes and folds the shapes anyway, `program` whether the model is one
     of torch.export: PyTorch can't trace its free batch.
     """
-    if made_by.operators.keys() <= ALIKE:
+    if made_by.operators.keys() <= MERGED_COMBINATIONS:
         return ()
     other = () if program or made_by.exporter == "torchscript" else ("torchscript",)
     if folds:
@@ -184,7 +184,7 @@ def _check_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> None:
         raise UserError(f"A runs as {in_a} and B as {in_b}; give the --backend and --precision of both")
 
 
-STEPS = ("modelopt", "litert_torch")  # steps of making a file that may use a separate interpreter
+SEPARATE_STEPS = ("modelopt", "litert_torch")  # steps with their own interpreter
 
 
 def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
@@ -218,7 +218,7 @@ def _expand_models(study: Study, sources: Sequence[str]) -> list[PlannedTrial]:
         find_runtime(study, choice)
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
-        check_known("backend of a runtime", name, {*users, *STEPS, *registry.list_backends()})
+        check_known("backend of a runtime", name, {*users, *SEPARATE_STEPS, *registry.list_backends()})
     failed = []
     inspected = _inspect_sources(study, sources)
     if len(sources) == len(study.models):
@@ -368,7 +368,7 @@ def _check_builds(study: Study, planned: list[PlannedTrial]) -> None:
 
 def _has_builds(entry: PlannedTrial) -> bool:
     """Return whether the trial is only refused here, and its backend has builds."""
-    return bool(entry.refusal) and BUILD in registry.find(entry.trial.backend).options
+    return bool(entry.refusal) and BUILD_OPTIONS in registry.find(entry.trial.backend).options
 
 
 def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
@@ -418,7 +418,7 @@ def _count_builds(study: Study, engine: Backend, trial: Trial) -> int:
     That is one if a build was named, else all of the study's, or 0 if the recipe has no build, as for a model that is
     an engine already.
     """
-    if BUILD not in engine.options or BUILD in trial.options:
-        return int(BUILD in trial.options)
-    again = engine.recipe(replace(trial, options={**trial.options, BUILD: 1}))
+    if BUILD_OPTIONS not in engine.options or BUILD_OPTIONS in trial.options:
+        return int(BUILD_OPTIONS in trial.options)
+    again = engine.recipe(replace(trial, options={**trial.options, BUILD_OPTIONS: 1}))
     return study.builds if again != engine.recipe(trial) else 0

@@ -32,20 +32,20 @@ from dyno.study.options import (
     settings,
 )
 from dyno.worker import registry, tasks
-from dyno.worker.jobs.turns import LEAST_BLOCKS
+from dyno.worker.jobs.turns import MIN_BLOCKS
 from dyno.worker.nets import huggingface
-from dyno.worker.option_values import MOST, check_range, check_types, native, several
+from dyno.worker.option_values import MAX_EXACT_INTEGER, check_range, check_types, native, several
 from dyno.worker.record import check_regular
 from dyno.worker.spec import (
+    ADAPTIVE_RULES,
     BOUNDARIES,
     DECIDED,
+    DEFAULT_ROUNDS,
     FIXED,
-    LOOKS,
     NETWORK_FILES,
     NETWORK_LIBRARIES,
     PRECISIONS,
-    ROUNDS,
-    SAVED,
+    SAVED_SUFFIXES,
     Option,
     Plan,
     UserError,
@@ -54,26 +54,34 @@ from dyno.worker.spec import (
     usual_name,
 )
 
-LARGEST = 1e9  # of seconds, minutes and percent
-LARGEST_PIXEL = 2.0  # of an image's mean or std; those for pixels of 0 to 255 are larger
-MOST_ROUNDS, LARGEST_BATCH, LARGEST_SIZE = 10_000, 2**31 - 1, 1_000_000  # the last is pixels of a side
+MAX_NUMBER = 1e9  # seconds, minutes and percent
+MAX_PIXEL_VALUE = 2.0  # mean and std of an image; those for pixels of 0 to 255 are larger
+MAX_ROUNDS, MAX_BATCH, MAX_SIZE = 10_000, 2**31 - 1, 1_000_000  # MAX_SIZE is pixels of a side
 # The least and the most that a whole number may be.
-RANGES = {
-    "rounds": (1, MOST_ROUNDS), "builds": (1, MOST_ROUNDS), "confirm": (0, MOST_ROUNDS), "compared": (1, 10_000_000),
-    "channels": (1, LARGEST_SIZE), "classes": (1, LARGEST_BATCH), "samples": (0, 100_000_000), "threads": (0, 10_000),
-    "seed": (0, MOST),
+FIELD_RANGES = {
+    "rounds": (1, MAX_ROUNDS), "builds": (1, MAX_ROUNDS), "confirm": (0, MAX_ROUNDS), "compared": (1, 10_000_000),
+    "channels": (1, MAX_SIZE), "classes": (1, MAX_BATCH), "samples": (0, 100_000_000), "threads": (0, 10_000),
+    "seed": (0, MAX_EXACT_INTEGER),
 }  # fmt: skip
 # Functions that say nothing of the network that they make.
-UNTELLING = "build build_model create_model get_model load_model main make make_model model".split()
+GENERIC_NAMES = "build build_model create_model get_model load_model main make make_model model".split()
 # Fields for several values, by the name of one.
-ONE = {"model": "models", "backend": "backends", "precision": "precisions", "batch": "batches", "size": "sizes"}
-CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
-CONFIRMATIONS = 3  # of a winner, where the study has a budget and doesn't say
-SUSTAINED_S, MOST_SUSTAINED_S = 5.0, 60.0
-LEAST_BUILD_S = 60.0  # for a file, however few minutes a study has
-LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
-BASELINE = ("models", "weights", "pretrained", "runtime")  # fields in which the two sides of a comparison may differ
-RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
+SINGULAR_FIELDS = {
+    "model": "models",
+    "backend": "backends",
+    "precision": "precisions",
+    "batch": "batches",
+    "size": "sizes",
+}
+CAN_INTERLEAVE = hasattr(signal, "SIGSTOP")  # interleaving suspends processes
+DEFAULT_CONFIRMATIONS = 3  # of a winner, if the study has a budget
+DEFAULT_SUSTAINED_S, MAX_SUSTAINED_S = 5.0, 60.0
+MIN_BUILD_S = 60.0  # for a file, despite --minutes
+# fields with several values
+LIST_FIELDS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()
+# fields that may differ between the sides of a comparison
+BASELINE_FIELDS = ("models", "weights", "pretrained", "runtime")
+RESERVED_OPTIONS = ("precision", "runtime", "rounds")  # options that select or place trials
 
 
 @dataclass(frozen=True)
@@ -109,10 +117,10 @@ class Choice:
                 raise UserError(f"option {key} is given twice in {text!r}; give it once")
             found[key] = value
         precisions = tuple(map(usual_name, found["precision"].split("+"))) if "precision" in found else ()
-        options = {key: _parse_value(value) for key, value in found.items() if key not in RESERVED}
+        options = {key: _parse_value(value) for key, value in found.items() if key not in RESERVED_OPTIONS}
         rounds = found.get("rounds", "")
-        if rounds and not (rounds.isdecimal() and 1 <= int(rounds) <= MOST_ROUNDS):
-            raise UserError(f"rounds={rounds} in {text!r} is not a whole number from 1 to {MOST_ROUNDS:,}")
+        if rounds and not (rounds.isdecimal() and 1 <= int(rounds) <= MAX_ROUNDS):
+            raise UserError(f"rounds={rounds} in {text!r} is not a whole number from 1 to {MAX_ROUNDS:,}")
         return cls(name, options, precisions, found.get("runtime", ""), int(rounds or 0))
 
 
@@ -138,10 +146,10 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
     """
 
     def __post_init__(self) -> None:
-        for name in LISTS:
+        for name in LIST_FIELDS:
             object.__setattr__(self, name, _make_tuple(getattr(self, name)))
         for name, value in list(vars(self).items()):
-            if name not in ("models", "baseline"):  # which may hold modules, and their inputs as tensors
+            if name not in ("models", "baseline"):  # may hold modules and tensors
                 object.__setattr__(self, name, native(value))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
         object.__setattr__(self, "precisions", tuple(map(usual_name, self.precisions)))
@@ -160,16 +168,16 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
     def _settle_options(self) -> None:
         """Fill in open settings: a requested number of rounds is measured, else rounds go on until decided."""
         asked = self.rounds is not None
-        least = max(ROUNDS, self.builds) if isinstance(self.builds, int) else ROUNDS
+        least = max(DEFAULT_ROUNDS, self.builds) if isinstance(self.builds, int) else DEFAULT_ROUNDS
         object.__setattr__(self, "rounds", self.rounds if asked else least)
         object.__setattr__(self, "until", self.until or (FIXED if asked else DECIDED))
-        if self.turns is None:  # what ends a process's sampling is for processes that measure alone
+        if self.turns is None:  # applies to processes that measure alone
             alone = self.samples or self.interval != Plan.interval
-            object.__setattr__(self, "turns", CAN_FREEZE and not alone)
+            object.__setattr__(self, "turns", CAN_INTERLEAVE and not alone)
 
     def _convert_baseline(self, name: str, value: Any) -> Any:
         """Return a value of the baseline as a study file has it."""
-        check_known("baseline", name, BASELINE)
+        check_known("baseline", name, BASELINE_FIELDS)
         return [_name_source(model, self) for model in _make_tuple(value)] if name == "models" else native(value)
 
     def _check_options(self) -> None:
@@ -206,7 +214,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
     def _check_numbers(self) -> None:
         """Raise `UserError` for a number out of its range."""
-        for name, (least, most) in RANGES.items():
+        for name, (least, most) in FIELD_RANGES.items():
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), least, most)
         if self.builds > self.rounds:
@@ -215,12 +223,14 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
                 f"give --rounds {self.builds} or more"
             )
         for name in ("seconds", "warmup", "interval", "timeout", "build_timeout", "block", "equivalent", "minutes"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) <= LARGEST:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0 and at most {LARGEST:,.0f}")
+            if getattr(self, name) is not None and not 0 < getattr(self, name) <= MAX_NUMBER:
+                raise UserError(
+                    f"{name} is {getattr(self, name)}; it must be more than 0 and at most {MAX_NUMBER:,.0f}"
+                )
         if any(batch < 1 for batch in self.batches):
             raise UserError(f"batch sizes must be whole numbers of at least 1, not {', '.join(map(str, self.batches))}")
         for batch in self.batches:
-            check_range("batch", batch, 1, LARGEST_BATCH)
+            check_range("batch", batch, 1, MAX_BATCH)
         if len(self.mean) != len(self.std):  # an inspection says how many channels there are
             raise UserError("mean and std go together, one number for each channel")
         if self.std and not min(self.std) > 0:
@@ -228,21 +238,21 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
                 f"std is {', '.join(map(str, self.std))}; pixels are divided by it, so it must be more than 0"
             )
         for name in ("mean", "std"):
-            if not all(abs(number) <= LARGEST_PIXEL for number in getattr(self, name)):
+            if not all(abs(number) <= MAX_PIXEL_VALUE for number in getattr(self, name)):
                 shown = ", ".join(map(str, getattr(self, name)))
                 raise UserError(f"{name} is {shown}; pixels are 0 to 1, so divide mean and std by 255")
 
     def _check_together(self) -> None:
         """Raise `UserError` for options that contradict each other."""
-        check_known("until", self.until, (*LOOKS, FIXED))
-        if self.until in LOOKS and self.rounds < 2:
+        check_known("until", self.until, (*ADAPTIVE_RULES, FIXED))
+        if self.until in ADAPTIVE_RULES and self.rounds < 2:
             raise UserError(f"until={self.until} goes by the spread between rounds; give --rounds 2 or more")
-        if self.turns and not CAN_FREEZE:
+        if self.turns and not CAN_INTERLEAVE:
             raise UserError("interleaved jobs must be paused between turns, which this system can't do; omit --turns")
         if self.turns and self.samples:
             raise UserError("in turns blocks are counted, not samples; omit --samples or --turns")
-        if self.sustained is not None and not 0 <= self.sustained <= MOST_SUSTAINED_S:
-            raise UserError(f"sustained is {self.sustained:g}; it must be 0 to {MOST_SUSTAINED_S:g} seconds")
+        if self.sustained is not None and not 0 <= self.sustained <= MAX_SUSTAINED_S:
+            raise UserError(f"sustained is {self.sustained:g}; it must be 0 to {MAX_SUSTAINED_S:g} seconds")
         if self.sustained and (not self.turns or self.rounds < 2):
             raise UserError(
                 "sustained load is compared with rounds in turns; give --rounds 2 or more, and no --no-turns"
@@ -317,21 +327,21 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
     @property
     def confirmations(self) -> int:
         """How often winners are measured again after they were selected."""
-        return self.confirm if self.confirm is not None else CONFIRMATIONS if self.budget else 0
+        return self.confirm if self.confirm is not None else DEFAULT_CONFIRMATIONS if self.budget else 0
 
     @property
     def build_timeout_s(self) -> float:
         """Seconds after which making a file is stopped: see `build_timeout`."""
         if self.build_timeout is not None:
             return self.build_timeout
-        return max(LEAST_BUILD_S, 60 * self.minutes) if self.until in LOOKS else Plan.build_timeout_s
+        return max(MIN_BUILD_S, 60 * self.minutes) if self.until in ADAPTIVE_RULES else Plan.build_timeout_s
 
     @property
     def sustained_s(self) -> float:
         """Seconds of a turn under sustained load, 0 for none: see `sustained`."""
         if self.sustained is not None:
             return self.sustained
-        return SUSTAINED_S if self.device != "cpu" and self.until in LOOKS and self.turns else 0.0
+        return DEFAULT_SUSTAINED_S if self.device != "cpu" and self.until in ADAPTIVE_RULES and self.turns else 0.0
 
     @property
     def searches(self) -> bool:
@@ -350,7 +360,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             max_samples=self.samples if fixed else 100_000,
             interval=self.interval,
             rounds=self.rounds,
-            blocks=max(LEAST_BLOCKS, round(self.seconds / self.block)) if self.turns else 0,
+            blocks=max(MIN_BLOCKS, round(self.seconds / self.block)) if self.turns else 0,
             block_s=self.block if self.turns else Plan.block_s,
             timeout_s=self.timeout, build_timeout_s=self.build_timeout_s,
         )  # fmt: skip
@@ -361,13 +371,13 @@ def name_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `UserError` if both are given, and for a `size` of two numbers, which elsewhere are height and width.
     """
-    if both := next((one for one in ONE if one in settings and ONE[one] in settings), ""):
-        raise UserError(f"{both} and {ONE[both]} are one setting; give one of them")
+    if both := next((one for one in SINGULAR_FIELDS if one in settings and SINGULAR_FIELDS[one] in settings), ""):
+        raise UserError(f"{both} and {SINGULAR_FIELDS[both]} are one setting; give one of them")
     size = settings.get("size")
     if isinstance(size, Sized) and not isinstance(size, str) and len(size) > 1:
         pair = "x".join(map(str, several(size)[:2]))
         raise UserError(f"size is one size: give '{pair}' for height and width, or sizes for several")
-    return {ONE.get(name, name): value for name, value in settings.items()}
+    return {SINGULAR_FIELDS.get(name, name): value for name, value in settings.items()}
 
 
 def _take_either_name(initialise: Any) -> Any:
@@ -402,7 +412,7 @@ def _name_source(model: Any, study: Study) -> Any:
 
 def _name_backend(text: Any) -> Any:
     """Return a backend with its options, by the names that Dyno knows."""
-    if not isinstance(text, str):  # which is refused
+    if not isinstance(text, str):  # refused later
         return text
     name, at, options = text.partition("@")
     named = Choice.parse(text).text if "precision=" in options else text
@@ -458,7 +468,7 @@ def parse_size(text: str) -> tuple[int, int]:
         found = (0, 0)
     if min(found) < 1:
         raise UserError(f"image size {text!r} is not a number of pixels like 224, or HEIGHTxWIDTH like 480x640")
-    check_range("image size", max(found), 1, LARGEST_SIZE)
+    check_range("image size", max(found), 1, MAX_SIZE)
     return found
 
 
@@ -496,12 +506,12 @@ def model_name(source: str) -> str:
     if source.partition(":")[0] in NETWORK_FILES:
         return Path(source.partition(":")[2]).stem
     if stored := huggingface.split_folder(source)[1]:
-        return Path(stored).name or Path(stored).resolve().name  # of "."
-    if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth", ".cfg")):
+        return Path(stored).name or Path(stored).resolve().name  # the name of "."
+    if registry.format_of(source) or source.endswith((*SAVED_SUFFIXES, ".pt", ".pth", ".cfg")):
         return Path(source).stem
     location, _, function = source.rpartition(":")
     name, bracket, arguments = function.partition("(")
-    if name in UNTELLING and location:
+    if name in GENERIC_NAMES and location:
         name = Path(location).stem if location.endswith(".py") else location.rpartition(".")[2]
     return f"{name}{bracket}{arguments}" or location
 
@@ -522,7 +532,7 @@ def find_runtime(study: Study, choice: Choice) -> Mapping[str, Any]:
 
 
 # A function below the decorator that adds a network to its library, perhaps with other decorators in between.
-REGISTERED = re.compile(r"^@register_model\b.*\n(?:@.*\n(?:[ )].*\n)*)*def (\w+)\(", re.M)
+REGISTERED_FUNCTION = re.compile(r"^@register_model\b.*\n(?:@.*\n(?:[ )].*\n)*)*def (\w+)\(", re.M)
 
 
 @cache
@@ -532,7 +542,7 @@ def list_names(library: str) -> frozenset[str]:
     if found is None or not found.origin:
         return frozenset()
     files = (Path(found.origin).parent / "models").rglob("*.py")
-    return frozenset(name for file in files for name in REGISTERED.findall(file.read_text(encoding="utf-8")))
+    return frozenset(name for file in files for name in REGISTERED_FUNCTION.findall(file.read_text(encoding="utf-8")))
 
 
 def find_libraries(name: str) -> list[str]:

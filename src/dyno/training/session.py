@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 
 # The images of a training: their layout, which are held out for testing, decoded with room to crop.
 
-HOLDOUT = 0.2
-ROOM = 8 / 7  # 256 pixels for a crop of 224, as is usual; a model that resizes further has that much
-CROPPING = ("light", "standard")
+HOLDOUT_SHARE = 0.2
+RESIZE_FACTOR = 8 / 7  # 256 pixels for a crop of 224, unless the model resizes further
+CROPPING_AUGMENTATIONS = ("light", "standard")
 
 
 def find_source(data: str, holdout: float | None, out: Path, seed: int) -> str:
@@ -90,7 +90,7 @@ def find_source(data: str, holdout: float | None, out: Path, seed: int) -> str:
             raise UserError(f"{folder} already has test images; omit --holdout")
         return data
     root = folder / "train" if has_training else folder
-    share = HOLDOUT if holdout is None else holdout
+    share = HOLDOUT_SHARE if holdout is None else holdout
     if not 0 < share < 1:
         raise UserError(f"--holdout is {share:g}; it is a share of the images between 0 and 1, e.g. 0.2")
     return str(_link_folder(_split_images(root.resolve(), share, seed), out / "data" / folder.resolve().name, out))
@@ -153,8 +153,8 @@ def decode_split(
         test = prepare_images(study, model, size, console=console)
         return replace(test, split="train"), test
     larger, preprocess, channels = size, model.preprocess, model.channels
-    if options.augment in CROPPING:
-        room = max(ROOM, preprocess.resize)
+    if options.augment in CROPPING_AUGMENTATIONS:
+        room = max(RESIZE_FACTOR, preprocess.resize)
         larger = (round(size[0] * room), round(size[1] * room))
         preprocess = replace(preprocess, resize=1.0 if preprocess.resize else 0.0)
     on_unreadable: dyno_data.OnUnreadable = "skip" if study.unreadable == "skip" else "refuse"
@@ -178,8 +178,8 @@ def list_classes(training: DataSpec) -> list[str]:
 
 # The console output of a training: a line per epoch while it runs, its curves as a chart afterwards.
 
-HISTORY, CURVES = "history.csv", "curves.png"
-BEGUN = ("epoch", "evaluate")  # stages whose name begins so come after every refusal
+HISTORY_FILE, CURVES_FILE = "history.csv", "curves.png"
+TRAINING_STAGES = ("epoch", "evaluate")  # prefixes of stages after all checks
 
 Row = dict[str, float]
 
@@ -187,7 +187,7 @@ Row = dict[str, float]
 def show_history(folder: Path) -> tuple[Row, ...]:
     """Read the rows of history.csv: epoch, lr, train_loss, test_loss, top1 (percent), seconds, images_per_s."""
     try:
-        with open(folder / HISTORY, encoding="utf-8", newline="") as f:
+        with open(folder / HISTORY_FILE, encoding="utf-8", newline="") as f:
             return tuple({name: float(value) for name, value in row.items()} for row in csv.DictReader(f))
     except FileNotFoundError:
         return ()
@@ -228,12 +228,12 @@ class TrainingView:
 
     def tick(self, stage: str, elapsed: float) -> None:
         """Update the display; called about twenty times a second while the job runs."""
-        if stage.startswith(BEGUN):
+        if stage.startswith(TRAINING_STAGES):
             self._print_opening()
         if self._bar is not None:
             self._bar.update(self._task, description=escape(stage), completed=self._shown)
         try:
-            modified = (self.folder / HISTORY).stat().st_mtime
+            modified = (self.folder / HISTORY_FILE).stat().st_mtime
         except OSError:
             return
         if modified != self._modified:
@@ -366,7 +366,7 @@ def train(
     kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
     check_types({**settings, "data": data, "out": out, "holdout": holdout}, kinds)
     chosen = make_options(settings)
-    given["backends"] = then or "pytorch"  # which may be one alone
+    given["backends"] = then or "pytorch"  # one backend may be enough
     study = Study(models=(model,), sizes=(str(size),) if size else (), seed=chosen.seed, data=str(data),
                   device=chosen.device, **given)  # fmt: skip
     for choice in map(Choice.parse, study.backends):
@@ -425,9 +425,9 @@ def _run_job(plan: TrainingPlan, folder: Path, view: TrainingView) -> tuple[Reco
         record = launch(job, folder, math.inf, view.tick)
     if rows := show_history(folder):
         try:
-            draw_curves(rows, folder / CURVES)
+            draw_curves(rows, folder / CURVES_FILE)
         except ModuleNotFoundError as e:
-            view.say(f"no {CURVES}: {name_lacking([e.name or 'matplotlib'])}")
+            view.say(f"no {CURVES_FILE}: {name_lacking([e.name or 'matplotlib'])}")
     about = {"status": record.status, "reason": record.reason, "started": begun}
     _write_description(plan, folder, {**about, "result": to_json(record.facts.training), "system": record.system})
     if record.status != "ok":

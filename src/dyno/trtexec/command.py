@@ -16,10 +16,10 @@ from dyno.worker.spec import Dims, UserError
 
 FP16, BF16, INT8, FP8 = "--fp16", "--bf16", "--int8", "--fp8"
 # Weakly typed builds: what each precision switches on. INT8 alone would leave FP32 as its only alternative.
-FLAGS = {"fp16": (FP16,), "bf16": (BF16,), "int8": (INT8, FP16), "fp8": (FP8, FP16)}
-EXTERNAL = ("CUBLAS", "CUBLAS_LT", "CUDNN")  # tactic sources that TensorRT 8 may call and Dyno switches off
-PERCENTILES = "90,95,99"
-TIMES = "times.json"
+PRECISION_FLAGS = {"fp16": (FP16,), "bf16": (BF16,), "int8": (INT8, FP16), "fp8": (FP8, FP16)}
+EXTERNAL_TACTICS = ("CUBLAS", "CUBLAS_LT", "CUDNN")  # tactic sources that TensorRT 8 may call and Dyno disables
+PERCENTILE_LIST = "90,95,99"
+TIMES_FILE = "times.json"
 
 
 def name_tool(trial: TrialResult) -> str:
@@ -73,7 +73,7 @@ def is_dynamic(trial: TrialResult) -> bool:
     return any(isinstance(n, str) for t in (trial.artifact.inputs if trial.artifact else ()) for n in t.shape)
 
 
-def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES) -> list[str]:
+def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES_FILE) -> list[str]:
     """Return the arguments of the command that times the same engine in the same way; `boundary` is `model` or `all`.
 
     UserError where the record names no engine file.
@@ -93,7 +93,7 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES)
         arguments += [choose_graph_flag(trial)] * has_graph + ["--noDataTransfers"] * (not copies) + ["--useSpinWait"]
     return [
         *arguments, f"--warmUp={1e3 * plan.warmup_s:.0f}", f"--duration={plan.seconds:g}",
-        f"--iterations={plan.min_samples}", f"--percentile={PERCENTILES}", f"--exportTimes={times}",
+        f"--iterations={plan.min_samples}", f"--percentile={PERCENTILE_LIST}", f"--exportTimes={times}",
     ]  # fmt: skip
 
 
@@ -125,10 +125,10 @@ def read_build(trial: TrialResult) -> list[str]:
     if made_by.options.get("optimization") is not None and not rtx:
         arguments.append(f"--builderOptimizationLevel={made_by.options['optimization']}")
     if workspace := made_by.options.get("workspace_mb"):
-        arguments.append(f"--memPoolSize=workspace:{int(workspace)}")  # in MiB where no unit is given
+        arguments.append(f"--memPoolSize=workspace:{int(workspace)}")  # MiB unless a unit is given
     if major < 10 and not rtx:
         tactics = str(made_by.options.get("tactics", "")).upper().split("+")
-        arguments.append("--tacticSources=" + ",".join(("+" if n in tactics else "-") + n for n in EXTERNAL))
+        arguments.append("--tacticSources=" + ",".join(("+" if n in tactics else "-") + n for n in EXTERNAL_TACTICS))
     return [*arguments, "--skipInference"]
 
 
@@ -143,7 +143,7 @@ def _list_precision_flags(trial: TrialResult, major: int) -> list[str]:
     if trial.made_by.typed == "strongly" and major == 10:
         return [*exact, "--stronglyTyped"]
     calibrated = ["--calib=calibration.cache"] if trial.made_by.route == "calibrator" else []
-    return [*exact, *FLAGS.get(trial.precision, ()), *calibrated]
+    return [*exact, *PRECISION_FLAGS.get(trial.precision, ()), *calibrated]
 
 
 def _choose_profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -30,7 +30,7 @@ from dyno.worker.spec import Runtime, UserError
 # Throughput is queries over the host's time. trtexec keeps one query queued ahead; Dyno starts one when the one before
 # has ended, and `latency/all` is the host's time from memory to memory.
 
-BOUND = 0.8  # from this share of GPU Compute Time on trtexec too reports that Enqueue Time may be the limit
+ENQUEUE_BOUND_SHARE = 0.8  # share of GPU Compute Time from which trtexec warns about Enqueue Time
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _explain_model(measured: TrialMedians, flag: str) -> Iterator[str]:
         waiting = format_ms(measured.waiting)
         text += f"; the host's clock adds {waiting} of launching and waiting, which trtexec doesn't count"
     yield text + "."
-    if measured.enqueue is not None and measured.enqueue > BOUND * measured.model:
+    if measured.enqueue is not None and measured.enqueue > ENQUEUE_BOUND_SHARE * measured.model:
         advice = "" if measured.graph else f"; a CUDA graph ({flag}) would help"
         yield f"Enqueue Time is {measured.enqueue / measured.model:.0%} of that, so the host may set the pace{advice}."
 
@@ -195,9 +195,9 @@ def _describe_run_mode(measured: TrialMedians, flag: str, without: str) -> str:
 
 # Where a difference between Dyno's numbers and trtexec's comes from: each gap split into causes, or refused.
 
-CLOSE = 0.02  # medians this close agree: two runs of one tool differ by about as much
-UNEXPLAINED, GRAPH = "unexplained", "CUDA graph"
-NOTHING = 5e-8  # seconds: a tenth of what CUDA events resolve
+CLOSE_SHARE = 0.02  # two runs of one tool differ by about as much
+UNEXPLAINED, CUDA_GRAPH = "unexplained", "CUDA graph"
+EVENT_RESOLUTION_S = 5e-8  # a tenth of the resolution of CUDA events
 NO_CLOCKS = "clocks are not known on both sides; a log doesn't hold the one it ran at"
 
 
@@ -228,15 +228,17 @@ class Gap:
 
     @property
     def agree(self) -> bool:
-        return abs(self.seconds) <= CLOSE * self.theirs
+        return abs(self.seconds) <= CLOSE_SHARE * self.theirs
 
     def __str__(self) -> str:
         share = f"{100 * self.seconds / self.theirs:+.1f} %".replace("-", "−") if self.theirs else "no ratio"
         ours, theirs = format_ms(self.ours), format_ms(self.theirs)
         head = f"{self.what}: Dyno {ours}, trtexec {theirs}: {signed_ms(self.seconds)} ({share})"
         if self.agree:
-            return f"{head}; they agree within {100 * CLOSE:g} %."
-        causes = [str(part) for part in self.parts if abs(part.seconds) >= NOTHING or part.name == GRAPH]
+            return f"{head}; they agree within {100 * CLOSE_SHARE:g} %."
+        causes = [
+            str(part) for part in self.parts if abs(part.seconds) >= EVENT_RESOLUTION_S or part.name == CUDA_GRAPH
+        ]
         return f"{head} = {', '.join(causes)}."
 
 
@@ -299,7 +301,7 @@ def _split_gpu_gap(mine: TrialMedians, report: TrtexecReport, gap: float) -> Ite
         if part := cause(mine, report, left):
             left -= part.seconds
             yield part
-    why = "" if abs(left) < CLOSE * report.compute or (mine.clock and report.clock) else NO_CLOCKS
+    why = "" if abs(left) < CLOSE_SHARE * report.compute or (mine.clock and report.clock) else NO_CLOCKS
     yield GapPart(UNEXPLAINED, left, why)
 
 
@@ -314,9 +316,9 @@ def _explain_graph(mine: TrialMedians, report: TrtexecReport, left: float) -> Ga
         return None
     why = f"only {'Dyno' if mine.graph else 'trtexec'} used one"
     if mine.enqueue is None or report.enqueue is None:
-        return GapPart(GRAPH, 0.0, f"{why}, and without enqueue times its share is unknown")
+        return GapPart(CUDA_GRAPH, 0.0, f"{why}, and without enqueue times its share is unknown")
     saved = abs(mine.enqueue - report.enqueue)
-    return GapPart(GRAPH, _compute_share(left, -saved if mine.graph else saved), why)
+    return GapPart(CUDA_GRAPH, _compute_share(left, -saved if mine.graph else saved), why)
 
 
 def _explain_clocks(mine: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
@@ -384,7 +386,7 @@ def _find_notes(trial: TrialResult, report: TrtexecReport) -> Iterator[str]:
         yield f"trtexec warns: {warning}"
 
 
-LOAD_S = 300.0  # what trtexec may take besides warming up and timing: an engine of some GB, a slow disk
+LOAD_TIMEOUT_S = 300.0  # besides warm-up and timing: an engine of some GB, a slow disk
 
 
 def cross_check(trials: Sequence[TrialResult], trtexec_file: Path | None = None) -> list[str]:
@@ -449,7 +451,7 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
     measuring_s = trial.spec.plan.warmup_s + trial.spec.plan.seconds
     with hold_device(Runtime(device=trial.device), print_waiting), tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        arguments = command.read_timing(trial, boundary, str(folder / command.TIMES))
+        arguments = command.read_timing(trial, boundary, str(folder / command.TIMES_FILE))
         telemetry = Telemetry(trial.device)
         try:
             process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -457,9 +459,11 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
             raise UserError(f"{arguments[0]} can't be started ({e.strerror})") from e
         telemetry.watch(process.pid)
         try:
-            output, _ = process.communicate(timeout=LOAD_S + 2 * measuring_s)
+            output, _ = process.communicate(timeout=LOAD_TIMEOUT_S + 2 * measuring_s)
         except subprocess.TimeoutExpired as e:
-            raise UserError(f"{arguments[0]} was stopped: not finished after {LOAD_S + 2 * measuring_s:.0f} s") from e
+            raise UserError(
+                f"{arguments[0]} was stopped: not finished after {LOAD_TIMEOUT_S + 2 * measuring_s:.0f} s"
+            ) from e
         finally:
             ended = time.monotonic()
             process.kill()

@@ -20,14 +20,14 @@ import numpy as np
 from dyno.worker.record import check_regular
 from dyno.worker.spec import UserError
 
-UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # how PowerShell redirects
-LINE = re.compile(r"\[[VIWEF]\] (.*)")
-RUNNING = re.compile(r"&&&& RUNNING \S+ (?:\[TensorRT v(\d+)\])?.*?# (.*)")
-BINDING = re.compile(r"Input binding for (.+) with dimensions ([\dx]+)(?: and type \S+)? is created")
-MEDIAN = re.compile(r"median = (\S+) ms")
-EXPORTED = re.compile(r"\s*\[\s*[{\]]")
-SUMMARY = "=== Performance summary ==="
-METRICS = {
+UTF16_MARKS = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # PowerShell redirects in UTF-16
+LOG_LINE = re.compile(r"\[[VIWEF]\] (.*)")
+RUNNING_LINE = re.compile(r"&&&& RUNNING \S+ (?:\[TensorRT v(\d+)\])?.*?# (.*)")
+BINDING_LINE = re.compile(r"Input binding for (.+) with dimensions ([\dx]+)(?: and type \S+)? is created")
+MEDIAN_VALUE = re.compile(r"median = (\S+) ms")
+EXPORTED_TIMES = re.compile(r"\s*\[\s*[{\]]")
+SUMMARY_HEADING = "=== Performance summary ==="
+METRIC_NAMES = {
     "Latency": "latency",
     "Enqueue Time": "enqueue",
     "H2D Latency": "h2d",
@@ -35,7 +35,7 @@ METRICS = {
     "D2H Latency": "d2h",
 }
 # The flag against the default of what a log lists: up to TensorRT 10, and from 11 on.
-SWITCHES = {
+SWITCH_NAMES = {
     "CUDA Graph": ("useCudaGraph", "noCudaGraph"),
     "Data transfers": ("noDataTransfers", "includeDataTransfers"),
     "Spin-wait": ("useSpinWait", "noSpinWait"),
@@ -43,7 +43,7 @@ SWITCHES = {
 # The two messages of trtexec when it could not record the requested graph.
 NO_GRAPH = ("--useCudaGraph flag has been ignored", "graph capture on the stream has failed")
 ENGINE_FLAGS = ("loadEngine", "saveEngine")
-HELP = "give the log that trtexec prints, or the file it writes with --exportTimes"
+LOG_ADVICE = "give the log that trtexec prints, or the file it writes with --exportTimes"
 
 
 def has_defaults_of_11(version: str) -> bool:
@@ -85,30 +85,30 @@ def read_log(path: Path) -> TrtexecReport:
     """Read the log or the exported times in the file; UserError for any other."""
     try:
         data = check_regular(path, "log").read_bytes()
-        text = data.decode("utf-16" if data.startswith(UTF16) else "utf-8-sig")
+        text = data.decode("utf-16" if data.startswith(UTF16_MARKS) else "utf-8-sig")
     except OSError as e:
-        raise UserError(f"{path} can't be read ({e.strerror}); {HELP}") from e
+        raise UserError(f"{path} can't be read ({e.strerror}); {LOG_ADVICE}") from e
     except UnicodeError as e:
-        raise UserError(f"{path} is not a text file; {HELP}") from e
+        raise UserError(f"{path} is not a text file; {LOG_ADVICE}") from e
     return parse_log(text, str(path))
 
 
 def parse_log(text: str, name: str = "the file") -> TrtexecReport:
     """Parse the report in a log's or an exported file's text; `name` is its name in errors."""
-    return _parse_times(text, name) if EXPORTED.match(text) else _parse_log(text, name)
+    return _parse_times(text, name) if EXPORTED_TIMES.match(text) else _parse_log(text, name)
 
 
 def _parse_log(text: str, name: str) -> TrtexecReport:
-    lines = [match[1].rstrip() for line in text.splitlines() if (match := LINE.search(line))]
-    runs = lines.count(SUMMARY)
+    lines = [match[1].rstrip() for line in text.splitlines() if (match := LOG_LINE.search(line))]
+    runs = lines.count(SUMMARY_HEADING)
     if runs != 1:
         reason = f"holds {runs} runs of trtexec; give the log of one" if runs else _explain_no_summary(text)
         raise UserError(f"{name} {reason}")
-    start = lines.index(SUMMARY)
+    start = lines.index(SUMMARY_HEADING)
     medians = dict(_parse_medians(lines[start:], name))
     if "compute" not in medians:
         raise UserError(f"{name} ends before trtexec's summary does; run trtexec again")
-    running = RUNNING.search(text)
+    running = RUNNING_LINE.search(text)
     options = re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", running[2] if running else "")  # values may hold spaces
     flags = {key: (value or "").strip() for key, value in options}
     version = _find_echo(lines, "TensorRT version") or _format_version(running[1] if running else None)
@@ -120,7 +120,7 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
         shapes=_find_shapes(lines, flags),
         device=_find_echo(lines, "Selected Device"),
         version=version,
-        warnings=tuple(line[2:].strip() for line in lines[start:] if line.startswith("* ")),  # without advice below
+        warnings=tuple(line[2:].strip() for line in lines[start:] if line.startswith("* ")),  # the advice is left out
     )
 
 
@@ -131,17 +131,17 @@ def _explain_no_summary(text: str) -> str:
         return f"is the log of a run that failed: {error[1].strip() if error else 'trtexec gives no reason'}"
     if re.search("^&&&& RUNNING", text, re.M):
         return "is a trtexec log without a performance summary: it was cut off, or only an engine was built"
-    return f"is neither a trtexec log (8.x to 11.x) nor its exported times; {HELP}"
+    return f"is neither a trtexec log (8.x to 11.x) nor its exported times; {LOG_ADVICE}"
 
 
 def _parse_medians(lines: Iterable[str], name: str) -> Iterable[tuple[str, float]]:
     for line in lines:
         label, _, rest = line.partition(": ")
-        if label in METRICS and rest.startswith("min = "):  # --verbose explains each metric below, after its name
-            found = MEDIAN.search(rest)
+        if label in METRIC_NAMES and rest.startswith("min = "):  # --verbose explains each metric below, after its name
+            found = MEDIAN_VALUE.search(rest)
             if found is None:
-                raise UserError(f"{name} has a metric without median; {HELP}")
-            yield METRICS[label], _parse_number(found[1], name) / 1e3
+                raise UserError(f"{name} has a metric without median; {LOG_ADVICE}")
+            yield METRIC_NAMES[label], _parse_number(found[1], name) / 1e3
 
 
 def _parse_number(text: Any, name: str) -> float:
@@ -151,7 +151,7 @@ def _parse_number(text: Any, name: str) -> float:
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value) or value < 0:
-        raise UserError(f"{name} has {str(text)[:40]!r} where trtexec writes a time; {HELP}")
+        raise UserError(f"{name} has {str(text)[:40]!r} where trtexec writes a time; {LOG_ADVICE}")
     return value
 
 
@@ -175,7 +175,7 @@ def _read_run_options(flags: Mapping[str, str], lines: list[str], version: str) 
         answer = _find_echo(lines, key)
         if answer in ("Enabled", "Disabled"):
             return answer == "Enabled"
-        flag = SWITCHES[key][has_defaults_of_11(version)]
+        flag = SWITCH_NAMES[key][has_defaults_of_11(version)]
         return (flag in flags) != flag.startswith("no") if flags else None
 
     graph = is_enabled("CUDA Graph")
@@ -195,7 +195,7 @@ def _read_run_options(flags: Mapping[str, str], lines: list[str], version: str) 
 
 def _find_shapes(lines: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Return the input shapes: of the created bindings, else those of `--shapes`."""
-    bound = (BINDING.match(line) for line in lines)
+    bound = (BINDING_LINE.match(line) for line in lines)
     from_bindings = {match[1]: _parse_dims(match[2]) for match in bound if match}
     from_flags = re.findall(r"([^,]+):([\dx]+)(?:,|$)", flags.get("shapes", ""))
     return from_bindings or {name.strip("'\\"): _parse_dims(text) for name, text in from_flags}
@@ -222,10 +222,10 @@ def _parse_times(text: str, name: str) -> TrtexecReport:
     except (ValueError, RecursionError) as e:
         raise UserError(f"{name} is not a complete JSON file ({e}); run trtexec again") from e
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{name} holds no times; {HELP}")
+        raise UserError(f"{name} holds no times; {LOG_ADVICE}")
     columns = {key: _read_column(rows, key, name) for key in ("enq", "h2d", "compute", "d2h")}
     if columns["compute"] is None:
-        raise UserError(f"{name} holds no computeMs, so trtexec did not write it; {HELP}")
+        raise UserError(f"{name} holds no computeMs, so trtexec did not write it; {LOG_ADVICE}")
     moved = [values for key in ("h2d", "d2h") if (values := columns[key]) is not None]
     enqueue, h2d, compute, d2h = (None if each is None else float(np.median(each)) for each in columns.values())
     assert compute is not None

@@ -16,17 +16,20 @@ from dyno.worker.video.options import VideoOptions
 if TYPE_CHECKING:
     from dyno.video.session import LoadResult
 
-LOAD = f"{options.CONFIGURATION} {options.MODEL} calibration unreadable build_timeout {options.RUNTIME}"
-SOURCE = "A video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input."
+LOAD_OPTIONS = (
+    f"{options.CONFIGURATION_FIELDS} {options.MODEL_FIELDS} calibration unreadable build_timeout "
+    f"{options.RUNTIME_FIELDS}"
+)
+SOURCE_HELP = "A video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input."
 
 
 @options.accept_options(
-    VideoOptions, f"{LOAD} {options.EFFORTS} equivalent",
+    VideoOptions, f"{LOAD_OPTIONS} {options.EFFORT_FIELDS} equivalent",
     backends="the one for this kind of model", rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
 )  # fmt: skip
 def video(
     overrides: options.Overrides,
-    source: Annotated[str, typer.Argument(help=SOURCE, metavar="IN")],
+    source: Annotated[str, typer.Argument(help=SOURCE_HELP, metavar="IN")],
     model: Annotated[str, typer.Option(help=MODEL_HELP)],
     output: Annotated[
         str, typer.Argument(help="Annotated video, image or folder to write.", metavar="OUT", show_default="none")

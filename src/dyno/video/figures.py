@@ -23,8 +23,8 @@ from dyno.worker.facts.job import VideoFacts
 
 STAGES = ("decode", "preprocess", "inference", "postprocess", "track", "draw", "encode")
 PROCESSORS = "processors"
-SHARED = "inference"  # by all streams, like the processors; of every other stage each stream has one
-SECTIONS = 10  # of consecutive frames or requests, whose estimates an interval is made from
+SHARED_STAGE = "inference"  # shared by all streams like the processors; other stages exist once per stream
+INTERVAL_SECTIONS = 10  # consecutive frames or requests in one estimate of an interval
 PERCENTILES = (0.5, 0.95, 0.99)
 Arrays = Mapping[str, np.ndarray]
 
@@ -105,12 +105,12 @@ class Video:
     @property
     def inference_rate(self) -> float:
         """Frames per second of inference by itself."""
-        return 1 / self._find_stage(SHARED).alone.value
+        return 1 / self._find_stage(SHARED_STAGE).alone.value
 
     @property
     def inference_beside(self) -> float:
         """Frames per second of inference while the other stages run: those over the time in which it had work."""
-        return self.facts.streams / self._find_stage(SHARED).beside.value
+        return self.facts.streams / self._find_stage(SHARED_STAGE).beside.value
 
     def _find_stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -131,7 +131,7 @@ class Video:
         With `shares`, stages take only that share of their time, and of their processor time.
         """
         rates = {
-            s.name: (1 if s.name == SHARED else streams) / (s.alone.value * shares.get(s.name, 1.0))
+            s.name: (1 if s.name == SHARED_STAGE else streams) / (s.alone.value * shares.get(s.name, 1.0))
             for s in self.stages
         }
         seconds = sum(s.cpu_under_load * shares.get(s.name, 1.0) for s in self.stages)
@@ -191,7 +191,7 @@ class Video:
         starved = began[1:] - handed[:-1]
         cpu = self.facts.cpu.get(name, 0.0)
         cpu_under_load = cpu * self.find_crowding(self.facts.processors)
-        if name == SHARED and self.facts.cpu_inference:  # which was measured by itself
+        if name == SHARED_STAGE and self.facts.cpu_inference:  # measured separately
             cpu_under_load = max(cpu, self.facts.cpu_inference)
         parts = ended - began, starved, handed - ended
         working, empty, blocked = (float(seconds.sum() / whole) for seconds in parts)
@@ -208,11 +208,15 @@ def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float
     where a section has fewer than `least` samples, or its estimate isn't finite.
     """
     value = estimate(samples)
-    each = [estimate(part) for part in np.array_split(samples, SECTIONS)] if len(samples) >= least * SECTIONS else []
+    each = (
+        [estimate(part) for part in np.array_split(samples, INTERVAL_SECTIONS)]
+        if len(samples) >= least * INTERVAL_SECTIONS
+        else []
+    )
     if not each or not np.isfinite([value, *each]).all():
         return Interval(value, math.nan, math.nan)
-    spread = math.sqrt(sum((one - value) ** 2 for one in each) / (SECTIONS - 1))
-    reach = stats.t_quantile(SECTIONS - 1) * spread / math.sqrt(SECTIONS)
+    spread = math.sqrt(sum((one - value) ** 2 for one in each) / (INTERVAL_SECTIONS - 1))
+    reach = stats.t_quantile(INTERVAL_SECTIONS - 1) * spread / math.sqrt(INTERVAL_SECTIONS)
     return Interval(value, max(0.0, value - reach), value + reach)
 
 
@@ -223,8 +227,8 @@ def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
 
 # The videos of a run: those of each trial, with how fast it is and whether that is more than the reference's.
 
-ARRAYS = "video.npz"
-REFERENCE = "pytorch"  # the others are compared with it where it is among them
+ARRAYS_FILE = "video.npz"
+REFERENCE_BACKEND = "pytorch"  # the other engines are compared with it if present
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,7 @@ Run = TypeVar("Run", bound=LoadRun)
 
 def find_reference(runs: Sequence[Run]) -> Run:
     """Return the reference of the others: PyTorch, else the first."""
-    return next((each for each in runs if each.trial.backend == REFERENCE), runs[0])
+    return next((each for each in runs if each.trial.backend == REFERENCE_BACKEND), runs[0])
 
 
 def list_speedups(runs: Sequence[Run], rule: Rule) -> list[Speedup | None]:
@@ -290,9 +294,9 @@ def list_runs(run: RunData) -> list[VideoRun]:
 def list_videos(trial: TrialResult) -> VideoRun | None:
     """Return the trial with its videos; None where it answered none."""
     videos = tuple(
-        Video(r.facts.video, read_npz(r.folder / ARRAYS), r.facts.others_busy.get("video", 0.0))
+        Video(r.facts.video, read_npz(r.folder / ARRAYS_FILE), r.facts.others_busy.get("video", 0.0))
         for r in trial.good
-        if r.facts.video is not None and (r.folder / ARRAYS).is_file()
+        if r.facts.video is not None and (r.folder / ARRAYS_FILE).is_file()
     )
     whole = tuple(video for video in videos if not video.facts.stopped)
     # A rate of the first frames is not one of the whole.
@@ -409,9 +413,9 @@ class Simulation:
         self._start_frame(stream, stage)
 
 
-MOST_STREAMS = 32
-KNOWN = ("postprocess", "track")  # after the last of them a frame's boxes are known
-FRAMES, PIECES = 400, 6400  # that are simulated: of a stream at most, and of all about
+MAX_STREAMS = 32
+BOX_STAGES = ("postprocess", "track")  # a frame's boxes are known after the last of them
+MAX_FRAMES_PER_STREAM, MAX_SIMULATED_FRAMES = 400, 6400  # simulated frames per stream, and in all
 
 
 @dataclass(frozen=True)
@@ -433,12 +437,12 @@ class StreamPrediction:
 def predict_streams(video: Video, streams: int) -> StreamPrediction:
     """Predict the result of `streams` streams, each like this one and read as fast as it is taken."""
     servers = [_make_server(video, stage) for stage in video.stages]
-    known = max(place for place, stage in enumerate(video.stages) if stage.name in KNOWN)
-    frames = max(len(video.stages), min(FRAMES, PIECES // streams))
+    known = max(place for place, stage in enumerate(video.stages) if stage.name in BOX_STAGES)
+    frames = max(len(video.stages), min(MAX_FRAMES_PER_STREAM, MAX_SIMULATED_FRAMES // streams))
     facts = video.facts
     found = Simulation(servers, known, streams, frames, facts.processors, facts.depth, video.find_crowding).run()
     latency = stats.percentile_of(found.latencies, PERCENTILES[-1])
-    more_in_flight = (facts.slots - 1) * next(s.alone.value for s in video.stages if s.name == SHARED)
+    more_in_flight = (facts.slots - 1) * next(s.alone.value for s in video.stages if s.name == SHARED_STAGE)
     lowest = _find_lowest(video.find_limits(streams))
     return StreamPrediction(streams, found.rate, latency + more_in_flight, lowest.name)
 
@@ -452,10 +456,10 @@ def _make_server(video: Video, stage: Stage) -> Server:
     handed = video.facts.hand_over if stage is not video.stages[0] else 0.0
     seconds = video.arrays[f"alone_{stage.name}"] * in_crowd + handed
     processors = (stage.cpu + handed) / (stage.alone.value + handed)
-    return Server(seconds, processors, stage.name == SHARED)
+    return Server(seconds, processors, stage.name == SHARED_STAGE)
 
 
 def count_fitting(video: Video, rate: float) -> int:
     """Return how many streams at that rate each fit by the bounds, at most MOST_STREAMS; 0 if not even one fits."""
-    fits = [k for k in range(1, MOST_STREAMS + 1) if min(video.find_limits(k).values()) / k >= rate]
+    fits = [k for k in range(1, MAX_STREAMS + 1) if min(video.find_limits(k).values()) / k >= rate]
     return max(fits, default=0)

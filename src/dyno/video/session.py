@@ -25,19 +25,19 @@ from dyno.study.study import Study
 from dyno.worker.option_values import check_types
 from dyno.worker.record import Record, read_json, write_json, write_text
 from dyno.worker.spec import Job, Trial, UserError
-from dyno.worker.tasks.layouts import UNREAD
-from dyno.worker.video.options import IMAGES, OPENING, VIDEOS, VideoOptions
+from dyno.worker.tasks.layouts import NO_BOXES
+from dyno.worker.video.options import IMAGE_SUFFIXES, OPENING_STAGE, VIDEO_SUFFIXES, VideoOptions
 
 if TYPE_CHECKING:
     from dyno.table import Table
 
 # The jobs of a video: where each writes, and how one is launched, ended by the user, and read.
 
-STDIN = "-"
+STDIN_SOURCE = "-"
 # OpenMP's threads spin while they wait for each other, and here would take the processors from the other stages: with
 # one more busy thread than processors PyTorch takes seven times as long.
 SHARED_PROCESSORS = {"OMP_WAIT_POLICY": "passive"}
-PATIENCE_S = 20.0  # that an interrupted job has to close its video
+SHUTDOWN_TIMEOUT_S = 20.0  # limit for an interrupted job to close its video
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class VideoJobSpec:
         if scratch := job.round > 0:
             outputs = [str(folder.resolve() / f"scratch{Path(path).suffix}") if path else "" for path in outputs]
         output, boxes = (str(Path(path).resolve()) if path else "" for path in outputs)
-        source = f"pipe:{os.dup(0)}" if self.source == STDIN else self.source
+        source = f"pipe:{os.dup(0)}" if self.source == STDIN_SOURCE else self.source
         video: Mapping[str, Any] = {"source": source, "output": output, "boxes": boxes, "scratch": scratch,
                                     "settings": dataclasses.asdict(self.options)}  # fmt: skip
         return dataclasses.replace(job, kind="video", options={**job.options, **video})
@@ -97,7 +97,7 @@ class VideoJobSpec:
         try:
             with hold_device(own.runtime, progress.show_waiting):
                 return launch(own, folder, math.inf, progress.tick, share_processors(own), inherited=inherited,
-                              patience_s=PATIENCE_S)  # fmt: skip
+                              patience_s=SHUTDOWN_TIMEOUT_S)  # fmt: skip
         except Interrupted as e:
             progress.done(job.trial, e.record) if job.trial else None
             raise
@@ -112,8 +112,8 @@ def share_processors(job: Job) -> dict[str, str]:
     return {name: value for name, value in SHARED_PROCESSORS.items() if name not in environment}
 
 
-TRACE = ".trace.json"
-ABOUT = "video.json"  # in the run folder: which video it is of
+TRACE_SUFFIX = ".trace.json"
+VIDEO_FILE = "video.json"  # in the run folder: the measured video
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class VideoResult(LoadResult):
         """Why the source, or the boxes in the networks' outputs, can't be read; "" if they can."""
         worst = [trial.worst.record if trial.worst else None for trial in self.records]
         failed = [r for r in worst if r is not None and r.status == "failed"]
-        refused = [r.reason for r in failed if r.stage == OPENING or UNREAD in r.reason]
+        refused = [r.reason for r in failed if r.stage == OPENING_STAGE or NO_BOXES in r.reason]
         return refused[0] if refused and len(refused) == len(worst) else ""
 
     def save(self, path: Path) -> None:
@@ -187,15 +187,17 @@ def bench_video(
     written = str(output or ""), str(boxes or "")
     job_spec = VideoJobSpec(_make_absolute(source), *written, options or VideoOptions(), several)
     _check_options(job_spec, study)
-    if save and not str(save).endswith(TRACE):
-        raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")
+    if save and not str(save).endswith(TRACE_SUFFIX):
+        raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE_SUFFIX} (Perfetto)")
     if save:
         check_writable(Path(save))
     folder = folder_for(out, "video", [name])
     stopped = False
     try:
         with guard_start(folder):
-            store_about(folder, ABOUT, job_spec.settings(), "of another video, or of other settings", "without a video")
+            store_about(
+                folder, VIDEO_FILE, job_spec.settings(), "of another video, or of other settings", "without a video"
+            )
             execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=job_spec.launch)
     except KeyboardInterrupt:
         if not list(folder.glob("trials/*/r*/video.npz")):
@@ -216,16 +218,16 @@ def _make_absolute(source: str | Path) -> str:
 
 
 def _is_path(source: str) -> bool:
-    return source != STDIN and ":" not in source.split("/")[0]
+    return source != STDIN_SOURCE and ":" not in source.split("/")[0]
 
 
 def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
     """Raise `UserError` for options that can't work, before anything is started."""
-    if job_spec.source == STDIN and (job_spec.several or study.rounds > 1):
+    if job_spec.source == STDIN_SOURCE and (job_spec.several or study.rounds > 1):
         raise UserError("standard input can be read only once; give one backend and --rounds 1")
-    if job_spec.source == STDIN and not job_spec.options.frame_size:
+    if job_spec.source == STDIN_SOURCE and not job_spec.options.frame_size:
         raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
-    if job_spec.options.streams > 1 and (job_spec.source == STDIN or job_spec.source.startswith("camera:")):
+    if job_spec.options.streams > 1 and (job_spec.source == STDIN_SOURCE or job_spec.source.startswith("camera:")):
         raise UserError(f"{job_spec.source} can be read only once; omit --streams")
     path, local = Path(job_spec.source), _is_path(job_spec.source)
     if local and not path.exists():
@@ -243,18 +245,18 @@ def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
 def _check_output(output: Path, source: Path | None) -> None:
     """Raise `UserError` for a suffix or a folder that can't be written, and for images if `source` has none."""
     suffix = output.suffix.lower()
-    images = source is not None and (source.is_dir() or source.suffix.lower() in IMAGES)
+    images = source is not None and (source.is_dir() or source.suffix.lower() in IMAGE_SUFFIXES)
     if images and not suffix:
         check_writable(output / "*", making=True)
         if source is not None and output.resolve() == source.resolve().parent:
             raise UserError(f"{source.name} lies in {output}, and would be written over; give another folder")
         return
-    if suffix not in (*VIDEOS, *(IMAGES if images else ())):
+    if suffix not in (*VIDEO_SUFFIXES, *(IMAGE_SUFFIXES if images else ())):
         others = "a folder, .png, .jpg, " if images else ""
         raise UserError(f"{output} can't be written: {suffix or 'a name without a suffix'} is not a video container; "
                         f"give {others}.mp4, .mkv, .webm or .avi")  # fmt: skip
-    if suffix in IMAGES and source is not None and source.is_dir():
-        count = sum(file.suffix.lower() in IMAGES for file in source.iterdir())
+    if suffix in IMAGE_SUFFIXES and source is not None and source.is_dir():
+        count = sum(file.suffix.lower() in IMAGE_SUFFIXES for file in source.iterdir())
         if count > 1:
             raise UserError(f"{source.name} has {count} images; give a folder or a video, not {output.name}")
     check_writable(output, making=True)

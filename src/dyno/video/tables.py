@@ -17,10 +17,10 @@ from dyno.results.trial_result import TrialResult
 from dyno.table import (
     COUNT,
     FINE,
-    LABEL,
+    LABEL_COLUMN,
     RATIO,
     TEXT,
-    TRIAL,
+    TRIAL_COLUMN,
     Column,
     Row,
     Table,
@@ -33,7 +33,7 @@ from dyno.table import (
 from dyno.video import figures, words
 from dyno.video.figures import PERCENTILES, StageTimeline, Video, VideoRun
 
-STREAMS = (1, 2, 4, 8, 16, 32)
+STREAM_COUNTS = (1, 2, 4, 8, 16, 32)
 
 
 def _make_video_table(run: RunData) -> Table | None:
@@ -95,7 +95,7 @@ def _make_stages_table(run: RunData) -> Table | None:
 
 def _make_streams_table(run: RunData) -> Table | None:
     runs = figures.list_runs(run)
-    rows = [_make_stream_row(f, count) for f in runs for count in sorted({*STREAMS, f.typical.facts.streams})]
+    rows = [_make_stream_row(f, count) for f in runs for count in sorted({*STREAM_COUNTS, f.typical.facts.streams})]
     videos = {f.trial.label: f for f in runs}
     if not rows:
         return None
@@ -128,7 +128,7 @@ def describe_streams(video: Video, rows: list[Row]) -> list[str]:
     ]
     if video.facts.rate > 0:
         fit = figures.count_fitting(video, video.facts.rate)
-        most = f"{fit} or more" if fit == figures.MOST_STREAMS else str(fit)
+        most = f"{fit} or more" if fit == figures.MAX_STREAMS else str(fit)
         sentences.append(
             f"Streams that fit at this video's own {format_number(video.facts.rate)} frames/s, by the bounds: {most}."
         )
@@ -136,8 +136,8 @@ def describe_streams(video: Video, rows: list[Row]) -> list[str]:
 
 
 VIDEO_COLUMNS = (
-    LABEL,
-    TRIAL,
+    LABEL_COLUMN,
+    TRIAL_COLUMN,
     Column("rounds", "times that the video was run", kind=COUNT, rank=8),
     Column("frames", "that were answered", kind=COUNT, rank=7),
     Column("streams", "that ran at once, where it was more than one", kind=COUNT),
@@ -154,8 +154,8 @@ VIDEO_COLUMNS = (
     Column("verdict", "end to end, against the reference", kind=TEXT, rank=1),
 )
 STAGE_COLUMNS = (
-    LABEL,
-    TRIAL,
+    LABEL_COLUMN,
+    TRIAL_COLUMN,
     Column("stage", "of the pipeline, in its order", kind=TEXT),
     *with_limits(duration_column("alone_s", "per frame, with nothing beside it")),
     Column("alone_fps", "what it allows", "1/s", title="alone, fps", rank=3),
@@ -168,8 +168,8 @@ STAGE_COLUMNS = (
     Column("queue", "mean number that waited for it, itself included", rank=4),
 )
 STREAM_COLUMNS = (
-    LABEL,
-    TRIAL,
+    LABEL_COLUMN,
+    TRIAL_COLUMN,
     Column("streams", "at once, each like this one, through one engine", kind=COUNT),
     Column("fps", "of all together, predicted", "1/s", title="fps in all"),
     Column("each_fps", "of one of them, predicted", "1/s", title="fps of each"),
@@ -196,8 +196,8 @@ STREAM_TABLE = TableKind(
 
 # The stages of a video's pipeline over time: who works, who waits, and how frames overlap.
 
-MOST_TRIALS, FRAMES = 4, 12  # that are drawn: trials, and frames of each from the middle of the video
-HEIGHT = 0.8  # of a stage's row
+MAX_DRAWN_TRIALS, DRAWN_FRAMES = 4, 12  # trials drawn, and middle frames of each
+STAGE_HEIGHT = 0.8  # height of a stage's row
 PALETTE = [color for name, color in COLORS.items() if name != "fake"]
 
 
@@ -206,7 +206,7 @@ def draw_timeline(run: RunData) -> Any:
 
     A pale bar follows where the next stage had no room for the frame.
     """
-    runs = figures.list_runs(run)[:MOST_TRIALS]
+    runs = figures.list_runs(run)[:MAX_DRAWN_TRIALS]
     if not runs:
         return None
     rows = [len(each.typical.stages) for each in runs]
@@ -227,8 +227,8 @@ def _draw_panel(axes: Any, run: VideoRun) -> None:
         found = video.read_timeline(stage.name)
         for k in np.flatnonzero((found.handed > begin) & (found.began < end)):
             at = [1e3 * (times[k] - begin) for times in (found.began, found.ended, found.handed)]
-            axes.barh(row, at[2] - at[1], HEIGHT, at[1], color=FAINT)
-            (bar,) = axes.barh(row, at[1] - at[0], HEIGHT, at[0], color=PALETTE[k % len(PALETTE)])
+            axes.barh(row, at[2] - at[1], STAGE_HEIGHT, at[1], color=FAINT)
+            (bar,) = axes.barh(row, at[1] - at[0], STAGE_HEIGHT, at[0], color=PALETTE[k % len(PALETTE)])
             add_tooltip(
                 bar, f"{stage.name} {k}: {at[1] - at[0]:.3g} ms, then {at[2] - at[1]:.3g} ms without room behind it"
             )
@@ -243,8 +243,8 @@ def _choose_window(video: Video) -> tuple[float, float]:
     It runs from the start of reading its first frame until the result of the last is known.
     """
     began, known = video.arrays["frame_began"], video.arrays["frame_known"]
-    first = max(0, len(began) // 2 - FRAMES // 2)
-    return float(began[first]), float(known[min(len(known) - 1, first + FRAMES)])
+    first = max(0, len(began) // 2 - DRAWN_FRAMES // 2)
+    return float(began[first]), float(known[min(len(known) - 1, first + DRAWN_FRAMES)])
 
 
 TIMELINE = Chart(
@@ -324,7 +324,7 @@ def _find_source(before: StageTimeline, track: StageTimeline, piece: int) -> int
 
 def _make_table(run: RunData) -> Table | None:
     rows = [row for each in figures.list_runs(run) for row in _iter_rows(each.trial.label, each.typical)]
-    return PATH.of(PATH_COLUMNS, rows, notes=(NOTE,), group=("label",)) if rows else None
+    return PATH_TABLE.of(PATH_COLUMNS, rows, notes=(TABLE_NOTE,), group=("label",)) if rows else None
 
 
 def _iter_rows(label: str, video: Video) -> Iterator[Row]:
@@ -341,7 +341,7 @@ def _iter_rows(label: str, video: Video) -> Iterator[Row]:
 
 
 PATH_COLUMNS = (
-    LABEL,
+    LABEL_COLUMN,
     Column("stage", "of the pipeline, or what is between two: threads that wake up, queues", kind=TEXT),
     Column("work_ms", "its time per frame in the pipeline", "ms", title="work, ms"),
     Column("path_ms", "its time on the critical path, per frame", "ms", title="on the path, ms"),
@@ -349,11 +349,11 @@ PATH_COLUMNS = (
     Column("starved", "share of the run in which it waited for something to do", "%", title="waiting for work, %"),
     Column("blocked", "share of the run in which it waited for room behind it", "%", title="waiting for room, %"),
 )
-NOTE = (
+TABLE_NOTE = (
     "On the critical path is what would end the run earlier if it took less time. A stage with a small share has "
     "time to spare; between stages are queues and threads that wake up."
 )
-PATH = TableKind(
+PATH_TABLE = TableKind(
     "video-critical-path", "Critical path of the video",
     "What each stage of a video's pipeline contributes to the end of the run, and what it waits for.", _make_table,
     "this run is of no video of one stream; `dyno bench video` makes one", "tables", 18,
@@ -362,12 +362,12 @@ PATH = TableKind(
 
 # Two runs of a video compared end to end and stage by stage, B with A.
 
-WHOLE = "end to end"
-COMPARED = TableKind("video-comparison", "Videos, B against A",
-                     "Time per frame of two runs of one video, end to end and in each stage.",
-                     command="dyno compare RUN RUN")  # fmt: skip
+END_TO_END = "end to end"
+COMPARISON_TABLE = TableKind("video-comparison", "Videos, B against A",
+                             "Time per frame of two runs of one video, end to end and in each stage.",
+                             command="dyno compare RUN RUN")  # fmt: skip
 COMPARISON_COLUMNS = (
-    LABEL,
+    LABEL_COLUMN,
     Column("part", "the whole, or a stage of the pipeline while the others run", kind=TEXT),
     Column("a_ms", "A's time per frame", "ms", title="A ms"),
     Column("b_ms", "B's", "ms", title="B ms"),
@@ -386,13 +386,15 @@ def make_comparison_table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> 
     if not pairs:
         return None
     same = [pair for pair in pairs if _make_shot_key(pair[0]) == _make_shot_key(pair[1])]
-    wholes = [(pair, WHOLE, pair[0].seconds, pair[1].seconds) for pair in same]
+    wholes = [(pair, END_TO_END, pair[0].seconds, pair[1].seconds) for pair in same]
     rows = [*_judge_parts(wholes), *_judge_parts([each for pair in same for each in _iter_stages(pair)])]
-    rows += [{"label": b.trial.label, "part": WHOLE, "verdict": OTHER_VIDEO} for a, b in pairs if (a, b) not in same]
+    rows += [
+        {"label": b.trial.label, "part": END_TO_END, "verdict": OTHER_VIDEO} for a, b in pairs if (a, b) not in same
+    ]
     order = [b.trial.label for _, b in pairs]
     rows.sort(key=lambda row: order.index(row["label"]))
     notes, shown = tuple(_write_sentences(rows)), keep_printed(COMPARISON_COLUMNS)
-    return COMPARED.of(COMPARISON_COLUMNS, rows, notes=notes, group=("label",), printed=shown)
+    return COMPARISON_TABLE.of(COMPARISON_COLUMNS, rows, notes=notes, group=("label",), printed=shown)
 
 
 def _make_shot_key(one: VideoRun) -> tuple[int, ...]:
@@ -424,7 +426,7 @@ def _judge_parts(parts: Sequence[tuple[Pair, str, list[float], list[float]]]) ->
 
 def _write_sentences(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
-        if row["part"] == WHOLE and "ratio" in row:
+        if row["part"] == END_TO_END and "ratio" in row:
             shown = format_ratio(row["ratio"], row["ratio_low"], row["ratio_high"])
             yield f"{clean_text(row['label'])} end to end: {describe_time(shown, 'time per frame')}: {row['verdict']}."
     yield "A stage's time is that in the pipeline. The gate's conditions are on inference alone."

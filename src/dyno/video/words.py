@@ -12,12 +12,12 @@ from dyno.report.export import Event
 from dyno.video.figures import PERCENTILES, PROCESSORS, Bound, Run, Video, VideoRun
 from dyno.worker.facts.job import DEVICE
 
-HALF = 0.5
+MAJORITY = 0.5
 LATENCY_NOTE = (
     "A file is read as fast as the pipeline takes it, so its queues are full and latency is mostly waiting in them; a "
     "live source that is slower than the bound waits less."
 )
-REACHED = 0.95  # of the bound: nothing in the pipeline itself is left to gain
+BOUND_REACHED_SHARE = 0.95  # share of the bound at which the pipeline has nothing left to gain
 
 
 def describe_each(runs: Sequence[Run], describe: Callable[[Run], Iterable[str]]) -> list[str]:
@@ -86,7 +86,7 @@ def _describe_bounds(video: Video) -> Iterator[str]:
         f"{_format_share(processors, video)}."
     )
     slowdown = video.cpu_under_load / (sum(s.cpu for s in video.stages) or math.inf)
-    if slowdown > 2 - REACHED:
+    if slowdown > 2 - BOUND_REACHED_SHARE:
         yield (
             f"With every processor at work a frame takes {slowdown:.2f} times the processor time that its "
             "stages take one at a time: processors share caches and memory, and often two of them one core."
@@ -105,19 +105,19 @@ def _describe_changes(video: Video) -> Iterator[str]:
     else:
         stage = video.slowest
         what = f"{stage.name.capitalize()} bounds the whole."
-    after = video.find_bound(stage.name, HALF)
+    after = video.find_bound(stage.name, MAJORITY)
     gain = after.rate / bound.rate
     limit = "the processors bound it" if after.name == PROCESSORS else f"{after.name} bounds it"
     then = f", and then {limit}" if after.name != bound.name else ""
     possible = f"{_format_rate(after.rate)} would be possible ({gain:.2f}x)"
     yield f"{what} If {stage.name} took half the time, {possible}{then}."
     reached = bound.share(video.rate)
-    if reached > 1 / REACHED:
+    if reached > 1 / BOUND_REACHED_SHARE:
         yield (
             "More than the bound was reached, so something held up the stages while they were measured alone; measure "
             "again when nothing else runs."
         )
-    if reached < REACHED:
+    if reached < BOUND_REACHED_SHARE:
         yield f"{show(reached, 'percentage')} of the bound was reached: {_explain_loss(video)}."
 
 
@@ -126,11 +126,11 @@ def _explain_loss(video: Video) -> str:
     facts = video.facts
     more = facts.cpu_whole / video.cpu_under_load if video.cpu_under_load else 1.0
     why = []
-    if video.others > (1 - REACHED) * facts.processors:
+    if video.others > (1 - BOUND_REACHED_SHARE) * facts.processors:
         why.append(f"other programs kept {format_number(video.others)} of {_format_processors(video)} busy")
-    if more > 1 + (1 - REACHED):
+    if more > 1 + (1 - BOUND_REACHED_SHARE):
         why.append(f"a frame took {more:.2f} times the processor time that the bound counts on")
-    if video.bound.name == PROCESSORS and video.utilization < REACHED:
+    if video.bound.name == PROCESSORS and video.utilization < BOUND_REACHED_SHARE:
         why.append(f"the stages kept {show(video.utilization, 'percentage')} of the processors' time busy")
     return ", and ".join(why) or "the rest is filling and emptying the pipeline, and stages that waited for each other"
 
@@ -165,7 +165,7 @@ def _format_processors(video: Video) -> str:
 
 # A video's pipeline as a trace for Perfetto: a track for each stage, and one for each frame.
 
-HOW = (
+HOW_MEASURED = (
     "The times of the run itself, as the stages took them: work, and waiting until the next stage had room. A frame "
     "lasts from the beginning of its reading until its boxes are known. Of several streams the first."
 )
@@ -174,7 +174,7 @@ HOW = (
 def chrome_trace(runs: Sequence[VideoRun]) -> dict[str, Any]:
     """Build a process for each trial's typical round, with a track for each stage and each frame; microseconds."""
     events = [event for pid, each in enumerate(runs, 1) for event in _iter_events(each, pid)]
-    return export.trace_document(events, "dyno", HOW)
+    return export.trace_document(events, "dyno", HOW_MEASURED)
 
 
 def _iter_events(run: VideoRun, pid: int) -> Iterator[Event]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.worker import system
-from dyno.worker.facts.engine import QUANTISED, STORED, EngineFacts, Probe
+from dyno.worker.facts.engine import QUANTISED_PRECISIONS, WEIGHT_PRECISIONS, EngineFacts, Probe
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import Function, LayerGraph
 from dyno.worker.inspection import Purpose
@@ -198,7 +198,7 @@ class Backend(ABC):
         on_cpu = trial.runtime.device == "cpu"
         if trial.precision == "tf32" and on_cpu:
             return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
-        if trial.precision in STORED and trial.precision not in (trial.model.precision, *self.precisions):
+        if trial.precision in WEIGHT_PRECISIONS and trial.precision not in (trial.model.precision, *self.precisions):
             return f"{trial.precision} is for a file with such weights; Dyno doesn't quantise to it"
         precisions = [name for name in self.precisions if name != "tf32" or not on_cpu]
         of_file = trial.precision == trial.model.precision and trial.precision in self.file_precisions
@@ -243,7 +243,7 @@ class Backend(ABC):
 def refuse_requantising(trial: Trial) -> str:
     """Return why a file that is quantised already can't run in the trial's precision; "" where it can."""
     own = trial.model.precision
-    if own not in QUANTISED or trial.precision == own:
+    if own not in QUANTISED_PRECISIONS or trial.precision == own:
         return ""
     return f"the file's weights are {own} already; run it as {own}, or give the float file for {trial.precision}"
 

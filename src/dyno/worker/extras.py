@@ -38,9 +38,9 @@ ONNX_RUNTIME_BUILDS = "|".join(
 # Extras and libraries that need a version of PyTorch: without a word on it, pip would take the newest.
 NEED_TORCH = {"torch", "ultralytics", "torch_tensorrt"}
 # The torchao for each PyTorch, which torchao's metadata doesn't name (pytorch/ao#2919); before 2.11 each has its own.
-TORCHAO = {"2.7": "0.12.0", "2.8": "0.13.0", "2.9.0": "0.14.1", "2.9": "0.15.0", "2.10": "0.16.0"}
+TORCHAO_VERSIONS = {"2.7": "0.12.0", "2.8": "0.13.0", "2.9.0": "0.14.1", "2.9": "0.15.0", "2.10": "0.16.0"}
 # What some libraries are called where they are imported, by themselves or by another.
-IMPORTED = {
+IMPORT_NAMES = {
     "PIL": "pillow",
     "huggingface_hub": "transformers",
     "cuda": "cuda-bindings",
@@ -53,7 +53,7 @@ IMPORTED = {
     "markupsafe": "jinja2",
 }
 # What the loader says of a library that is installed, and what helps.
-CURES = {
+INSTALL_ADVICE = {
     "object: operation not permitted": "its file system is mounted noexec: install it on another",
     "failed to map segment": "allow more memory (ulimit -v)",
     "cannot allocate memory": "allow more memory (ulimit -v)",
@@ -70,7 +70,7 @@ def load_library(module: str, user: str = "", error: type[Exception] = Unavailab
         is_absent = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
         first, *_ = str(e).splitlines() or [type(e).__name__]
         reason = "is not installed in this Python" if is_absent else f"can't be imported ({first})"
-        cure = next((cure for words, cure in CURES.items() if words in first.lower()), cure or install(name))
+        cure = next((cure for words, cure in INSTALL_ADVICE.items() if words in first.lower()), cure or install(name))
         raise error(f"{f'{user} needs {name}, which' if user else name} {reason}; {cure}") from e
 
 
@@ -95,7 +95,7 @@ def install(*libraries: str) -> str:
 def _fit_torchao(torch: str) -> str:
     """Return the requirement of the torchao that fits the version of PyTorch; without one, the newest."""
     number = torch.partition("+")[0]
-    fitting = TORCHAO.get(number) or TORCHAO.get(number.rpartition(".")[0])
+    fitting = TORCHAO_VERSIONS.get(number) or TORCHAO_VERSIONS.get(number.rpartition(".")[0])
     return f"torchao=={fitting}" if fitting else "'torchao>=0.17'"
 
 
@@ -113,7 +113,7 @@ def _find_install_command() -> str:
 
 def find_distribution(library: str) -> str:
     """Return the distribution that contains a library, given its distribution name or its import name."""
-    name = IMPORTED.get(library.partition(".")[0], library.partition(".")[0])
+    name = IMPORT_NAMES.get(library.partition(".")[0], library.partition(".")[0])
     return name if name in EXTRAS or name.replace("_", "-") not in EXTRAS else name.replace("_", "-")
 
 

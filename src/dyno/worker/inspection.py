@@ -8,7 +8,7 @@ from typing import Any
 from dyno.worker.facts.json_values import Sparse
 from dyno.worker.spec import InputSpec, Preprocess, Tensor
 
-ATTACHED = "metadata.yaml"  # what ultralytics writes into the folder of an export
+METADATA_FILE = "metadata.yaml"  # written by ultralytics into its export folders
 
 
 @dataclass(frozen=True, kw_only=True)

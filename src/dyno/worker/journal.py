@@ -18,7 +18,7 @@ from dyno.worker.evaluation import evaluate
 from dyno.worker.record import Measurement, Record, save_arrays, write_json
 from dyno.worker.spec import Job, to_json
 
-WITHHELD = 0.05  # processors that a limit withheld on average, from which a timing carries a warning
+MAX_WITHHELD_CORES = 0.05  # mean processors withheld by a limit, from which a timing has a warning
 
 
 def end_at_next_sample() -> None:
@@ -125,7 +125,7 @@ class Journal:
         if busy > threshold:
             count = len(system.shared_processors())
             self.warn(f"{boundary}: other programs kept {busy:.1f} of {count} processors busy meanwhile")
-        if withheld > WITHHELD:
+        if withheld > MAX_WITHHELD_CORES:
             limit = f"the limit of {system.cpu_quota():g} processors (a container's --cpus, or a control group's)"
             self.warn(f"{boundary}: {limit} stopped the engine's threads meanwhile; give fewer --threads or raise it")
         if overheated and device == "cpu":

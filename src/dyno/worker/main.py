@@ -38,7 +38,7 @@ from dataclasses import replace
 
 from dyno.worker import system
 from dyno.worker.backend import Session
-from dyno.worker.facts.engine import ORIGIN
+from dyno.worker.facts.engine import ORIGIN_FIELDS
 from dyno.worker.facts.files import MakerFacts, MakerStep
 from dyno.worker.facts.job import Turns
 from dyno.worker.jobs.run_trial import run_trial
@@ -47,15 +47,15 @@ from dyno.worker.journal import Journal, end_at_next_sample
 from dyno.worker.record import Measurement, Record, one_line, read_json, save_arrays, write_record
 from dyno.worker.registry import find
 from dyno.worker.registry import get_maker as find_maker
-from dyno.worker.spec import CUT, SCHEMA, Artifact, DataSpec, Job, NoRoute, Unavailable, UserError, from_json
+from dyno.worker.spec import ELLIPSIS, SCHEMA, Artifact, DataSpec, Job, NoRoute, Unavailable, UserError, from_json
 
 AS_THEY_ARE = ("probe", "cold_start")  # jobs that say what byte code the user's own processes find
-LEAST_FILE_B = 1 << 20
+MIN_FILE_B = 1 << 20
 
 
 def stress_trial(job: Job, journal: Journal) -> None:
     """Run the stress test of a dynamic engine; every phase is on disk before the next begins."""
-    from dyno.worker.jobs.stress import TOLERANCE, stress
+    from dyno.worker.jobs.stress import TOLERANCES, stress
 
     assert job.trial is not None
     trial, backend = job.trial, find(job.trial.backend)
@@ -63,7 +63,7 @@ def stress_trial(job: Job, journal: Journal) -> None:
     session: Session = journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact))
     journal.stage("first phase")
     for phase in stress(session, trial, job.options["phases"], int(job.options["iterations"])):
-        result = phase.to_record(TOLERANCE[trial.precision])
+        result = phase.to_record(TOLERANCES[trial.precision])
         journal.facts(stress={**journal.record.facts.stress, phase.name: result})
         name = f"latency_{phase.name}"
         journal.samples[name] = phase.seconds
@@ -88,7 +88,7 @@ def make_file(job: Job, journal: Journal) -> None:
     steps = [step] if Path(artifact.path).resolve().is_relative_to(journal.folder.resolve()) else []
     # A file's warnings hold for all that is made from it.
     warnings = tuple(dict.fromkeys([*before.warnings, *artifact.made_by.warnings]))
-    made_by = MakerFacts(**before.set_fields(ORIGIN)).merge(artifact.made_by)
+    made_by = MakerFacts(**before.set_fields(ORIGIN_FIELDS)).merge(artifact.made_by)
     made_by = replace(made_by, steps=(*before.steps, *steps), warnings=warnings)
     journal.record = replace(journal.record, artifact=replace(artifact, seconds=seconds, made_by=made_by))
 
@@ -147,7 +147,9 @@ def find_peak(job: Job, journal: Journal) -> None:
     journal.stage("peak")
     journal.record = replace(journal.record, system=system.describe(("numpy", "torch")))
     contention = system.CpuContention()
-    for name, found in jobs_stress.measure_peak(job.runtime, types=job.options.get("types", tuple(jobs_stress.TYPES))):
+    for name, found in jobs_stress.measure_peak(
+        job.runtime, types=job.options.get("types", tuple(jobs_stress.PRODUCT_TYPES))
+    ):
         journal.facts(peak={**journal.record.facts.peak, name: found})
         journal.add()
     if job.options.get("copy"):
@@ -202,7 +204,7 @@ def perform(job: Job, journal: Journal, turns: Uninterleaved) -> Record:
         return _end_record(journal, "skipped", str(e))
     except UserError as e:
         _raise_if_disk_full(e, job, journal)
-        if CUT in str(e) and e.__cause__ is not None:
+        if ELLIPSIS in str(e) and e.__cause__ is not None:
             traceback.print_exc()  # the log has what was left out
         if isinstance(e, NoRoute):
             journal.facts(no_route=True)
@@ -219,7 +221,7 @@ def perform(job: Job, journal: Journal, turns: Uninterleaved) -> Record:
 def _raise_if_disk_full(error: Exception, job: Job, journal: Journal) -> None:
     """Raise an `OSError` where the job failed for a full disk; a file that is made is about as large as its source."""
     source = job.artifact.bytes if job.artifact else 0
-    system.raise_if_disk_full(error, journal.folder, max(LEAST_FILE_B, source) if job.kind == "make" else 0)
+    system.raise_if_disk_full(error, journal.folder, max(MIN_FILE_B, source) if job.kind == "make" else 0)
 
 
 def _end_record(journal: Journal, status: str, reason: str) -> Record:
@@ -231,9 +233,9 @@ def main(folder: Path) -> int:
     begin = time.perf_counter()
     # Run by hand there is no launcher; the current parent takes its place.
     launcher = int(os.environ.pop("DYNO_LAUNCHER", os.getppid()))
-    for name, value in system.SILENCE.items():
+    for name, value in system.SILENCING_VARIABLES.items():
         os.environ.setdefault(name, value)
-    if launcher != system.UNDER_TOOL:  # which ends with the job, and may start it from a thread that ends before
+    if launcher != system.UNDER_TOOL:  # the launcher ends with the job, or its starting thread may end first
         system.die_with_parent(launcher)
     data = read_json(folder / "job.json")
     if data.get("schema") != SCHEMA:
@@ -262,7 +264,7 @@ def main(folder: Path) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python main.py FOLDER   (the folder holds job.json; record.json is written there)")
-    if os.environ.get("DYNO_LAUNCHER") == str(system.UNDER_TOOL):  # which may have to do something when Python ends
+    if os.environ.get("DYNO_LAUNCHER") == str(system.UNDER_TOOL):  # a profiler may have to finish when Python ends
         sys.exit(main(Path(sys.argv[1])))
     # The record is written, and what libraries do at their end only takes time (PyTorch 0.7 s) or crashes.
     system.end(main(Path(sys.argv[1])))

@@ -27,12 +27,12 @@ Feeds = Sequence[Arrays]
 Restore = Callable[[], None] | None
 now = time.perf_counter_ns
 
-LEAST_SAMPLES = 3  # even when one run outlasts the whole budget
-STEADY = 0.02  # warm-up ends when the medians of two consecutive windows differ by less than this
+MIN_SAMPLES = 3  # even if one run exceeds the time
+STEADY_CHANGE = 0.02  # relative change between two warm-up windows that ends the warm-up
 RATE_WINDOW_S = 0.1
-QUEUED_RUNS = 8  # of which the mean says how long a launch takes, and the work
-MOST_LAUNCHING = 0.8  # of the work's time, with which the host still keeps a stream busy
-PARTS_SHARE = 0.1  # of the seconds per boundary: parts are for explanation only
+LAUNCH_TEST_RUNS = 8  # their mean gives the times of launch and work
+MAX_LAUNCH_SHARE = 0.8  # share of the work's time at which launches still keep a stream busy
+PARTS_TIME_SHARE = 0.1  # share of the seconds per boundary: parts serve explanation only
 # Runs at the start of a block that don't count, as long as they take less than this share of it: caches and clocks are
 # as the process before left them.
 DISCARDED, DISCARDED_SHARE = 3, 0.1
@@ -125,7 +125,7 @@ def warm_up(once: Callable[[], None], plan: Plan, restore: Restore = None) -> bo
     previous = math.inf
     while now() < deadline:
         median = float(np.median(_time_window(once, window_ns, restore)))
-        if abs(median - previous) <= STEADY * median:
+        if abs(median - previous) <= STEADY_CHANGE * median:
             return True
         previous = median
     return False
@@ -134,7 +134,7 @@ def warm_up(once: Callable[[], None], plan: Plan, restore: Restore = None) -> bo
 def _time_window(once: Callable[[], None], length_ns: int, restore: Restore) -> list[int]:
     times: list[int] = []
     end = now() + length_ns
-    while len(times) < LEAST_SAMPLES or now() < end:
+    while len(times) < MIN_SAMPLES or now() < end:
         if restore:
             restore()
         start = now()
@@ -161,7 +161,7 @@ def measure_latency(
         return _latency_in_blocks(once, plan, blocks, watch, restore)
     times: list[int] = []
     gpu: list[float] = []
-    check = max(plan.min_samples, LEAST_SAMPLES)
+    check = max(plan.min_samples, MIN_SAMPLES)
     deadline = earliest = 0
 
     def find_end_reason(end: int) -> str:
@@ -169,7 +169,7 @@ def measure_latency(
         count = len(times)
         if count >= plan.max_samples:
             return "samples"
-        if end >= deadline and count >= LEAST_SAMPLES:
+        if end >= deadline and count >= MIN_SAMPLES:
             return "seconds"
         if count >= check and end >= earliest:
             check = int(count * 1.5)
@@ -195,11 +195,11 @@ def _latency_in_blocks(
 
     def find_end_reason(end: int) -> str:
         count = len(times) - before
-        return "blocks" if count >= most or (end >= deadline and (count >= LEAST_SAMPLES or not is_stalled())) else ""
+        return "blocks" if count >= most or (end >= deadline and (count >= MIN_SAMPLES or not is_stalled())) else ""
 
     def is_stalled() -> bool:
         """Return whether the block ended with fewer runs than fit into it: its median would be that of a pause."""
-        return LEAST_SAMPLES * min(fastest, *times) < plan.block_s * 1e9
+        return MIN_SAMPLES * min(fastest, *times) < plan.block_s * 1e9
 
     with _no_garbage_collection():
         for number in blocks:
@@ -273,13 +273,13 @@ def measure_queued(session: Session, watch: Stopwatch, plan: Plan) -> np.ndarray
         session.wait()
         return launched / 1e9 / runs, watch.seconds() / runs
 
-    launch, work = np.median([queue(QUEUED_RUNS) for _ in range(LEAST_SAMPLES)], axis=0)
-    if launch > MOST_LAUNCHING * work:
+    launch, work = np.median([queue(LAUNCH_TEST_RUNS) for _ in range(MIN_SAMPLES)], axis=0)
+    if launch > MAX_LAUNCH_SHARE * work:
         return None
     ahead = 1 + math.ceil(launch / work)
     samples: list[float] = []
-    deadline = now() + int(plan.seconds * PARTS_SHARE * 1e9)
-    while len(samples) < LEAST_SAMPLES or (len(samples) < plan.max_samples and now() < deadline):
+    deadline = now() + int(plan.seconds * PARTS_TIME_SHARE * 1e9)
+    while len(samples) < MIN_SAMPLES or (len(samples) < plan.max_samples and now() < deadline):
         samples.append(queue(1, ahead)[1])
     return np.asarray(samples)
 
@@ -287,8 +287,8 @@ def measure_queued(session: Session, watch: Stopwatch, plan: Plan) -> np.ndarray
 def measure_parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:
     """Return the raw seconds of each part of one inference from host to host, if the session measures parts."""
     samples: dict[str, list[float]] = {}
-    deadline, turn = now() + int(plan.seconds * PARTS_SHARE * 1e9), 0
-    while turn < LEAST_SAMPLES or (turn < plan.max_samples and now() < deadline):
+    deadline, turn = now() + int(plan.seconds * PARTS_TIME_SHARE * 1e9), 0
+    while turn < MIN_SAMPLES or (turn < plan.max_samples and now() < deadline):
         for name, seconds in session.parts(feeds[turn % len(feeds)]).items():
             samples.setdefault(name, []).append(seconds)
         turn += 1
@@ -322,11 +322,11 @@ def measure_throughput(
     if blocks is not None:
         return _throughput_in_blocks(session, feeds, batch, plan, blocks)
     with _no_garbage_collection():
-        begin, done = _run_pipeline(session, feeds, plan.seconds, LEAST_SAMPLES, plan.max_samples)
+        begin, done = _run_pipeline(session, feeds, plan.seconds, MIN_SAMPLES, plan.max_samples)
     return _over_all(begin, done, batch, plan.max_samples)
 
 
-SLOT_RUNS = 5  # of each slot, of which the fastest counts: other programs disturb some
+SLOT_RUNS = 5  # the fastest of each slot counts: other programs disturb some
 SLOW_SLOT = 1.5  # times the seconds of the other slots
 
 
@@ -365,7 +365,7 @@ def throughput_in_lanes(
 
     def run_lane() -> list[int]:
         done: list[int] = []
-        while len(done) < LEAST_SAMPLES or (len(done) < most and now() < deadline):
+        while len(done) < MIN_SAMPLES or (len(done) < most and now() < deadline):
             answer(next(turns))
             done.append(now())
         return done
@@ -391,7 +391,7 @@ def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan
     most = max(1, plan.max_samples // plan.blocks)
     with _no_garbage_collection():
         for number in blocks:
-            begin, done = _run_pipeline(session, feeds, plan.block_s, LEAST_SAMPLES + session.slots, most)
+            begin, done = _run_pipeline(session, feeds, plan.block_s, MIN_SAMPLES + session.slots, most)
             full = len(done) - session.slots  # batches from the first one's end to that of the last with all slots full
             span = max(done[full] - done[0], 1) / 1e9
             rates.append(batch * full / span)

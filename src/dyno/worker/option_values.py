@@ -12,10 +12,10 @@ from typing import Any
 
 from dyno.worker.spec import Option, UserError
 
-LARGEST = 2**31
-MOST = 2**53  # the last of the whole numbers that JSON, tables and 64 bits all hold
-LONGEST = 80  # characters of a value in a message
-WORDS: dict[Any, str] = {
+INTEGER_LIMIT = 2**31
+MAX_EXACT_INTEGER = 2**53  # the largest integer that JSON, tables and 64 bits hold exactly
+MAX_SHOWN_LENGTH = 80  # characters of a value in a message
+TYPE_WORDS: dict[Any, str] = {
     str: "text", Path: "a path", int: "a whole number", float: "a number", bool: "true or false", Any: "any value",
 }  # fmt: skip
 Check = Callable[[Option], str]  # "" for a valid value, else a description of valid ones
@@ -56,7 +56,7 @@ def whole(least: int, most: int | None = None) -> Check:
 
     def check_whole(value: Option) -> str:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if is_whole and value in range(least, LARGEST if most is None else most + 1):
+        if is_whole and value in range(least, INTEGER_LIMIT if most is None else most + 1):
             return ""
         return f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
 
@@ -111,12 +111,12 @@ def native(value: Any) -> Any:
 
 
 def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Raise a `UserError` for a value of another type than the annotation of its name, or an integer beyond `MOST`."""
+    """Raise a `UserError` for a value that its name's annotation excludes, or an integer above `MAX_EXACT_INTEGER`."""
     for name, value in given.items():
         if name in kinds and not _is_of_type(value, kinds[name]):
             raise UserError(f"{name} is {_format_value(value)}; it must be {_describe_kind(kinds[name])}")
-        if name in kinds and any(abs(number) > MOST for number in _whole_numbers(value)):
-            raise UserError(f"{name} is {_format_value(value)}; it must be at most {MOST:,}")
+        if name in kinds and any(abs(number) > MAX_EXACT_INTEGER for number in _whole_numbers(value)):
+            raise UserError(f"{name} is {_format_value(value)}; it must be at most {MAX_EXACT_INTEGER:,}")
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
@@ -167,7 +167,7 @@ def _format_value(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(_format_value, value))
     text = repr(value)
-    return text if len(text) <= LONGEST and "\n" not in text else f"a value of type {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN_LENGTH and "\n" not in text else f"a value of type {type(value).__name__}"
 
 
 def _describe_kind(kind: Any) -> str:
@@ -178,4 +178,4 @@ def _describe_kind(kind: Any) -> str:
         return f"a table of: {_describe_kind(args[1])}"
     if args:
         return " or ".join(_describe_kind(one) for one in args if one is not type(None))
-    return WORDS.get(kind) or f"of type {kind.__name__}"
+    return TYPE_WORDS.get(kind) or f"of type {kind.__name__}"

@@ -19,9 +19,9 @@ from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, shorten, to
 
 STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
 OUT_OF_MEMORY = "killed by the kernel because memory ran out"
-CLOSE = "close"  # the stage of a trial's job in which everything is measured and the engine is closed
-KILLED = ("killed by SIGKILL", "killed by SIGTERM")  # reasons of jobs that another program or a person ended
-TIMING = "DYNO_TIMING"  # the variable that tells a job where builders keep timings between jobs; unset: nowhere
+CLOSE_STAGE = "close"  # stage of a trial's job that measures and closes the engine
+KILLED_REASONS = ("killed by SIGKILL", "killed by SIGTERM")  # reasons of jobs ended by another program or a person
+TIMING_VARIABLE = "DYNO_TIMING"  # environment variable: folder of timings that builders share; unset: none
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Record:
     @property
     def was_killed(self) -> bool:
         """Whether another program or a person ended the job, which is no fault of its trial."""
-        return self.status == "crashed" and self.reason in KILLED
+        return self.status == "crashed" and self.reason in KILLED_REASONS
 
     def value(self, tag: str, boundary: str = "") -> float | None:
         """Return the single value measured under this tag and boundary, or None."""
@@ -87,7 +87,7 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
     replaced, and its target stays.
     """
     beside = path.with_name(path.name + ".part")
-    beside.unlink(missing_ok=True)  # of a killed process, or a link that somebody laid there
+    beside.unlink(missing_ok=True)  # left by a killed process, or a link
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as f:
             yield f
@@ -95,13 +95,13 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(f.fileno())
         os.replace(beside, path)
     except OSError as e:
-        with suppress(OSError):  # on a full disk it would only be in the way
+        with suppress(OSError):  # useless on a full disk
             beside.unlink(missing_ok=True)
         e.filename = e.filename or str(path)
         raise
 
 
-LOCK = "lock"  # who works in a folder holds this file in it
+LOCK_FILE = "lock"  # file held while working in a folder
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
         except FileNotFoundError:  # its folder went this moment
             continue
         with open(number, "a+") as f:
-            if os.fstat(number).st_nlink > 1:  # and what another name has would be overwritten
+            if os.fstat(number).st_nlink > 1:  # writing would overwrite its other names
                 raise UserError(f"{path} is a hard link to another file, so it can't be locked; remove it")
             is_mine = _try_lock(f)
             if not is_mine:
@@ -156,7 +156,7 @@ def lock_owner(path: Path) -> str:
     with open(number) as f:
         try:
             return "" if _try_lock(f, fcntl.LOCK_SH) else f.read(20).strip() or "unknown"
-        except OSError:  # of a file system without locks
+        except OSError:  # file systems without locks
             return ""
 
 
@@ -256,7 +256,7 @@ def _find_fault(name: str, item: Any) -> str:
         from_json(Record, json.loads(json.dumps({"status": "ok", name: item})))
     except UserError as e:
         return str(e)
-    except (TypeError, ValueError) as e:  # of json: a value that it doesn't have
+    except (TypeError, ValueError) as e:  # values that JSON doesn't have
         return f"Record.{name}: {e}"
     return ""
 

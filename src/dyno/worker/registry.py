@@ -12,8 +12,8 @@ from dyno.worker.backend import Backend, FileFormat, Maker
 from dyno.worker.spec import UserError, check_known
 
 Kind = TypeVar("Kind", Backend, Maker, FileFormat)
-ROOMS = (makers, backends)  # where Dyno's own are declared; those of one engine may share a file
-GROUPS: dict[str, type] = {"dyno.backends": Backend, "dyno.makers": Maker, "dyno.formats": FileFormat}
+PLUGIN_PACKAGES = (makers, backends)  # packages of Dyno's own plug-ins; those of one engine may share a file
+ENTRY_POINT_GROUPS: dict[str, type] = {"dyno.backends": Backend, "dyno.makers": Maker, "dyno.formats": FileFormat}
 
 
 def find(name: str) -> Backend:
@@ -44,7 +44,7 @@ def get_maker(name: str) -> Maker:
 @cache
 def list_formats() -> dict[str, FileFormat]:
     """Return all file formats by name."""
-    return plugins.list_declared(ROOMS, FileFormat, "dyno.formats")  # type: ignore[type-abstract]
+    return plugins.list_declared(PLUGIN_PACKAGES, FileFormat, "dyno.formats")  # type: ignore[type-abstract]
 
 
 def format_of(path: str | PurePath) -> FileFormat | None:
@@ -61,12 +61,12 @@ def list_suffixes() -> tuple[str, ...]:
 
 @cache
 def _load_backends() -> dict[str, Backend]:
-    return plugins.list_declared(ROOMS, Backend, "dyno.backends")  # type: ignore[type-abstract]
+    return plugins.list_declared(PLUGIN_PACKAGES, Backend, "dyno.backends")  # type: ignore[type-abstract]
 
 
 @cache
 def _load_makers() -> dict[str, Maker]:
-    return plugins.list_declared(ROOMS, Maker, "dyno.makers")  # type: ignore[type-abstract]
+    return plugins.list_declared(PLUGIN_PACKAGES, Maker, "dyno.makers")  # type: ignore[type-abstract]
 
 
 def _import_object(name: str, kind: type[Kind], noun: str) -> Kind:

@@ -22,37 +22,37 @@ from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.json_values import Misfit, Sparse, make_reader
 
 SCHEMA = 2
-BATCH = "batch"  # name of the axis of a shape that has the inputs of a batch
+BATCH_AXIS = "batch"  # name of the batch axis of a shape
 # The beginnings of warnings that the verdict repeats.
 TEXT_ORDER = "classes are numbered in the order of their names as text"
 AS_READ = "the boxes, read"
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8", "int4", "fp4", "int2")
 BOUNDARIES = ("model", "all", "throughput")
-ENDPOINT = "endpoint:"  # prefix of the name of a model that a server has
+ENDPOINT_PREFIX = "endpoint:"  # prefix of models on a server
 NETWORK_LIBRARIES = ("torchvision", "timm")  # prefixes behind which the name of a library's network stands
 NETWORK_FILES = ("ultralytics", "darknet")  # prefixes behind which a user's own file may stand
 NETWORK_FOLDER = "hf"  # the prefix behind which a folder of transformers stands
-TIMM_FOLDER = "timm:local-dir:"  # as timm writes it
+TIMM_FOLDER = "timm:local-dir:"  # timm's prefix of local folders
 # Unless a study says otherwise; where rounds go on until decided, those before the first look. Three would have two
 # degrees of freedom, with which a row of a family of seven needs a difference of ten spreads; five need three.
-ROUNDS = 5
-DECIDED, EVERY_ROW, FIXED = "decided", "every-row", "rounds"  # what a study goes on until
-LOOKS = (DECIDED, EVERY_ROW)  # further rounds follow the first look
-PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
-SAVED = (".pt2", ".torchscript", ".jit")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
-PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name
-BUILD = (
+DEFAULT_ROUNDS = 5
+DECIDED, EVERY_ROW, FIXED = "decided", "every-row", "rounds"  # stopping rules of a study
+ADAPTIVE_RULES = (DECIDED, EVERY_ROW)  # rules that add rounds after the planned ones
+INFERENCE_PARTS = ("enqueue", "h2d", "compute", "d2h")  # parts of one inference on a GPU, host to host
+SAVED_SUFFIXES = (".pt2", ".torchscript", ".jit")  # suffixes of torch.export.save and torch.jit.save
+STRESS_PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name
+BUILD_OPTIONS = (
     "build"  # option of backends whose builder times kernels, by which equal builds differ; of a job, the one it ran
 )
 TIMING_CACHE = "timing_cache"  # option of a backend whose builds take over the timings of earlier ones
-PLAN = "plan"  # option of a job: fields of its trial's plan that a further round changes, by name
-ENERGY = "energy"  # option of a job: for how many seconds it also runs at full load, for the energy of an image
-STARTED = "DYNO_STARTED"  # in a job's environment: the time of CLOCK_MONOTONIC when its process was started
-SLOWDOWN = "slowdown"  # option of a job, of the self-test's alone: by which share each run is slowed down on purpose
+PLAN_OPTION = "plan"  # job option: fields of the trial's plan changed by a further round
+ENERGY_OPTION = "energy"  # job option: seconds at full load to measure energy
+STARTED_VARIABLE = "DYNO_STARTED"  # environment variable of a job: CLOCK_MONOTONIC when its process started
+SLOWDOWN_OPTION = "slowdown"  # job option of the self-test: deliberate slowdown of each run, as a share
 
-CUT = "…"  # stands where something of a long message was left out
+ELLIPSIS = "…"  # marks a cut in a long message
 SENTENCE_ENDS = re.compile(r"(?<=[.;!?])\s+(?=[A-Z\[(\"'])|,?\s+(?=Error\b)|(?=\[\w*Error\])")
-WRONG = re.compile(
+WRONG_VALUE = re.compile(
     r"\b(?:[Ee]rror|must|should|expect|cannot|can't|not|un[a-z]+|[Ii]nvalid|in[a-z]+|mis[a-z]+|instead|[Ff]ail)"
 )
 Option = Union[str, int, float, bool]
@@ -116,10 +116,10 @@ def shorten(text: object, most: int = 300) -> str:
     if len(line) <= most:
         return line
     sentences = [each for each in SENTENCE_ENDS.split(line) if each]
-    sentence = next((each for each in reversed(sentences) if WRONG.search(each)), sentences[-1]).strip(" ,;")
+    sentence = next((each for each in reversed(sentences) if WRONG_VALUE.search(each)), sentences[-1]).strip(" ,;")
     half = most // 2 - 4
-    sentence = sentence if len(sentence) <= half else f"{sentence[: half // 2]} {CUT} {sentence[-half // 2 :]}"
-    return f"{sentence} ({line[:half].rstrip()} {CUT})"
+    sentence = sentence if len(sentence) <= half else f"{sentence[: half // 2]} {ELLIPSIS} {sentence[-half // 2 :]}"
+    return f"{sentence} ({line[:half].rstrip()} {ELLIPSIS})"
 
 
 def add_noun(count: int, noun: str, many: str = "") -> str:
@@ -240,14 +240,14 @@ class Dims:
 
     def resolve(self, shape: Sequence[int | str]) -> tuple[int, ...]:
         """Return the shape with this batch and size for the axes that are named after them."""
-        lengths = {BATCH: self.batch, "height": self.height, "width": self.width}
+        lengths = {BATCH_AXIS: self.batch, "height": self.height, "width": self.width}
         return tuple(lengths[axis] if isinstance(axis, str) else axis for axis in shape)
 
     def batch_axis(self, name: str, shape: Sequence[int | str]) -> int | None:
         """Return the axis of an input that is the batch, None for an input without one."""
         described = self.shapes.get(name, shape)
-        if BATCH in described:
-            return [*described].index(BATCH)
+        if BATCH_AXIS in described:
+            return [*described].index(BATCH_AXIS)
         may_be = bool(shape) and name not in self.shapes
         return 0 if may_be and (isinstance(shape[0], str) or shape[0] == self.batch) else None
 
@@ -302,7 +302,7 @@ class Plan:
     min_samples: int = 30
     max_samples: int = 100_000
     interval: float = 0.005
-    rounds: int = ROUNDS
+    rounds: int = DEFAULT_ROUNDS
     timeout_s: float = 600.0
     build_timeout_s: float = 3600.0
     blocks: int = 0
@@ -410,13 +410,13 @@ class Job:
     def plan(self) -> Plan:
         """How long to measure what of the trial: its plan, with what is different in a further round."""
         assert self.trial is not None
-        changes = self.options.get(PLAN, {})
+        changes = self.options.get(PLAN_OPTION, {})
         boundaries = tuple(changes.get("boundaries", self.trial.plan.boundaries))
         return dataclasses.replace(self.trial.plan, **{**changes, "boundaries": boundaries})
 
 
 # Where a thing lies, what it is called and how often it is repeated do not change what is measured.
-UNHASHED = {
+UNHASHED_FIELDS = {
     InputSpec: {"feeds"},
     ModelSpec: {"name", "weights", "outputs"},
     DataSpec: {"folder", "name"},
@@ -425,7 +425,7 @@ UNHASHED = {
     Runtime: {"name"},
 }
 # Fields that came later count only where they say something, so that the ids of what was stored before them hold.
-LATER = {
+LATER_FIELDS = {
     ModelSpec: {"task", "keypoints", "inputs", "files_sha256"}, Preprocess: {"letterbox", "squash"},
     Plan: {"blocks", "block_s"}, Trial: {"side"},
 }  # fmt: skip
@@ -438,8 +438,8 @@ def digest(value: Any) -> str:
 
 def _make_identity(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hidden = UNHASHED.get(type(value), set())
-        later = {f.name: f.default for f in dataclasses.fields(value) if f.name in LATER.get(type(value), set())}
+        hidden = UNHASHED_FIELDS.get(type(value), set())
+        later = {f.name: f.default for f in dataclasses.fields(value) if f.name in LATER_FIELDS.get(type(value), set())}
         hidden = hidden | {name for name, default in later.items() if getattr(value, name) == default}
         fields = {
             f.name: _make_identity(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in hidden

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 CPU_FLAGS = tuple("avx2 avx512f avx512_vnni avx_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8 asimd".split())
-HEAVY = ("numpy", "torch", "torchvision", "timm", "onnx", "openvino")  # libraries of many modules
+HEAVY_LIBRARIES = ("numpy", "torch", "torchvision", "timm", "onnx", "openvino")  # libraries of many modules
 PR_SET_PDEATHSIG = 1
-PROBES = "DYNO_PROBES"  # the variable that names the folder of what C++ compilers build for this processor
+PROBES_VARIABLE = "DYNO_PROBES"  # environment variable: folder of compiled processor probes
 # Variables of one interpreter that would break another one.
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # any of them names the user
 # Libraries that look for updates, hubs or telemetry hosts when imported or run.
-SILENCE = {
+SILENCING_VARIABLES = {
     "YOLO_OFFLINE": "1",
     "YOLO_AUTOINSTALL": "False",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -91,7 +91,7 @@ def count_compiled() -> tuple[int, int]:
 
 def keep_probes() -> None:
     """Let the jobs of this process and its children share what a C++ compiler was found to build for this processor."""
-    os.environ[PROBES] = str(cache_dir() / "probes")
+    os.environ[PROBES_VARIABLE] = str(cache_dir() / "probes")
 
 
 def keep_byte_code() -> None:
@@ -100,7 +100,7 @@ def keep_byte_code() -> None:
 
     A folder for each set of installed libraries: two versions of a file may have one size and time.
     """
-    stored = [Path(spec.cached) for name in HEAVY if (spec := _find_module_spec(name)) and spec.cached]
+    stored = [Path(spec.cached) for name in HEAVY_LIBRARIES if (spec := _find_module_spec(name)) and spec.cached]
     if all(path.exists() or (not sys.dont_write_bytecode and _can_be_written(path)) for path in stored):
         return
     own = cache_dir() / "byte-code" / _hash_packages()
@@ -113,7 +113,7 @@ def keep_byte_code() -> None:
 def _find_module_spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # what finds modules here may refuse one
+    except (ImportError, ValueError):  # a foreign module finder may refuse a name
         return None
 
 
@@ -159,7 +159,7 @@ def throttled_seconds() -> float:
 def _list_control_groups() -> list[Path]:
     """Return the folders of the control groups that limit this process's processors, those above them included."""
     try:
-        lines = CGROUP_OF_PROCESS.read_text(encoding="utf-8").splitlines()
+        lines = OWN_CGROUP_FILE.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     groups = []
@@ -169,7 +169,7 @@ def _list_control_groups() -> list[Path]:
             continue
         # A container that shares its host's namespace for these has its own group as the root, under another path.
         names = [Path(path.lstrip("/")), *Path(path.lstrip("/")).parents]
-        groups += [CGROUPS / controllers / name for name in names]
+        groups += [CGROUPS_DIR / controllers / name for name in names]
     return groups
 
 
@@ -194,7 +194,7 @@ def describe_mixed_cores() -> str:
     """Describe the kinds of cores that this process may use, where their capacities differ by over a tenth; else ""."""
     of_each = [_read_capacity(threads[0]) for threads in core_threads()]
     kinds = sorted(set(of_each), reverse=True)
-    if not kinds or kinds[-1] >= ALIKE * kinds[0]:
+    if not kinds or kinds[-1] >= SAME_CAPACITY_SHARE * kinds[0]:
         return ""
     counts = " and ".join(f"{of_each.count(kind)} at {kind / kinds[0]:.0%}" for kind in kinds)
     return (
@@ -205,12 +205,12 @@ def describe_mixed_cores() -> str:
 
 def count_overheating() -> int:
     """Return how often this process's processors have lowered their clock against heat; 0 where they don't count."""
-    counters = (CPUS / f"cpu{cpu}/thermal_throttle/core_throttle_count" for cpu in os.sched_getaffinity(0))
+    counters = (CPUS_DIR / f"cpu{cpu}/thermal_throttle/core_throttle_count" for cpu in os.sched_getaffinity(0))
     return sum(int(_first_line(str(file)) or 0) for file in counters)
 
 
 def _read_capacity(cpu: int) -> int:
-    return int(_first_line(str(CPUS / f"cpu{cpu}/cpu_capacity")) or 0)
+    return int(_first_line(str(CPUS_DIR / f"cpu{cpu}/cpu_capacity")) or 0)
 
 
 def core_threads() -> list[tuple[int, ...]]:
@@ -222,7 +222,7 @@ def core_threads() -> list[tuple[int, ...]]:
 def last_cache() -> int:
     """Return the bytes of a processor's largest cache, as listed by Linux; 0 if it lists none."""
     found = [0]
-    for file in (CPUS / "cpu0/cache").glob("index*/size"):
+    for file in (CPUS_DIR / "cpu0/cache").glob("index*/size"):
         try:
             found.append(int(file.read_text().strip().removesuffix("K")) * 1024)  # Linux always gives KiB
         except (OSError, ValueError):
@@ -232,7 +232,7 @@ def last_cache() -> int:
 
 def _find_siblings(cpu: int, allowed: Container[int]) -> list[int]:
     try:
-        text = (CPUS / f"cpu{cpu}/topology/thread_siblings_list").read_text()
+        text = (CPUS_DIR / f"cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
         return [cpu]
     ranges = [part.split("-") for part in text.strip().split(",")]
@@ -247,10 +247,10 @@ def pin(threads: int) -> list[int]:
     return chosen
 
 
-CPUS = Path("/sys/devices/system/cpu")
-STATISTICS = Path("/proc/stat")
-ALIKE = 0.9  # of the fastest core's capacity: the best cores of one kind boost a little further than the others
-CGROUPS, CGROUP_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CPUS_DIR = Path("/sys/devices/system/cpu")
+STATISTICS_FILE = Path("/proc/stat")
+SAME_CAPACITY_SHARE = 0.9  # share of the fastest core's capacity: the best cores of a kind boost higher
+CGROUPS_DIR, OWN_CGROUP_FILE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -321,7 +321,7 @@ def end(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         ctypes.CDLL(None).fflush(None)  # C libraries have their own buffers
-    finally:  # on a full disk flushing fails, and the exit code must be right all the same
+    finally:  # flushing fails on a full disk, but the exit code must be right
         os._exit(code)
 
 
@@ -402,7 +402,7 @@ def _busy_seconds(processors: set[int]) -> float:
     """Return the seconds for which these processors have been busy so far, in sum; 0 where unknown."""
     names = {f"cpu{n}" for n in processors}
     try:
-        lines = [line.split() for line in STATISTICS.read_text().splitlines() if line.startswith("cpu")]
+        lines = [line.split() for line in STATISTICS_FILE.read_text().splitlines() if line.startswith("cpu")]
     except OSError:
         return 0.0
     # user, nice, system, irq, softirq and steal; idle, iowait and guests (counted in user) left out.
@@ -470,13 +470,13 @@ def cpu_flags() -> set[str]:
     return set(info.get("flags", info.get("Features", "")).split())
 
 
-NATIVE = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
+NATIVE_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
 
 
 def has_arithmetic(precision: str) -> bool:
     """Return whether this CPU computes in the precision; where it doesn't list its features, assume that it does."""
     flags = cpu_flags()
-    return not flags or precision not in NATIVE or bool(flags & set(NATIVE[precision]))
+    return not flags or precision not in NATIVE_FLAGS or bool(flags & set(NATIVE_FLAGS[precision]))
 
 
 def _read_proc_file(path: str, separator: str = ":") -> dict[str, str]:

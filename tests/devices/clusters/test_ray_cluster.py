@@ -33,7 +33,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ray_cluster.SETTINGS.items():
+        for name, value in ray_cluster.RAY_VARIABLES.items():
             patch.setenv(name, value)
         two = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         two.add_node(num_cpus=1)

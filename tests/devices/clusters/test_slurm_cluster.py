@@ -20,7 +20,7 @@ from dyno.devices import blocks, spread
 from dyno.devices.clusters import slurm_cluster
 from dyno.devices.clusters.node import Node, NodeLost
 from dyno.devices.clusters.slurm_cluster import SlurmHost, parse
-from dyno.devices.clusters.slurm_job import BEGUN, DRIVER, LEFT, Mail, Pilot
+from dyno.devices.clusters.slurm_job import DRIVER, LEFT, STARTED, Mail, Pilot
 from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
 from dyno.results import remarks
@@ -68,7 +68,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (fake / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(fake))
-    monkeypatch.setattr(slurm_cluster, "QUEUE_S", 0.2)
+    monkeypatch.setattr(slurm_cluster, "QUEUE_POLL_INTERVAL_S", 0.2)
     return fake
 
 
@@ -230,7 +230,7 @@ def test_a_lost_job_is_noticed_while_it_has_nothing_to_do(
     tmp_path: Path, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (fake_slurm / "1.pid").write_text("none")  # so that Slurm says that it failed
-    monkeypatch.setattr(slurm_cluster, "QUEUE_S", 0.0)
+    monkeypatch.setattr(slurm_cluster, "QUEUE_POLL_INTERVAL_S", 0.0)
     host = SlurmHost(SimpleNamespace(job_id=1), Mail(tmp_path), "cpu", local=False)
     assert not host.gone, "what became of a job that hasn't started, the queue says"
     host.about = Node().describe("cpu")
@@ -240,10 +240,10 @@ def test_a_lost_job_is_noticed_while_it_has_nothing_to_do(
 
 
 def test_a_second_start_of_a_job_does_nothing(tmp_path: Path) -> None:
-    (tmp_path / BEGUN).touch()
+    (tmp_path / STARTED).touch()
     code = f"from dyno.devices.clusters import slurm_job; slurm_job.main({str(tmp_path)!r}, {{'silent_s': 100.0}})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
-    assert [path.name for path in tmp_path.iterdir()] == [BEGUN]
+    assert [path.name for path in tmp_path.iterdir()] == [STARTED]
 
 
 def test_what_is_asked_of_slurm() -> None:

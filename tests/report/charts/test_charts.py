@@ -98,7 +98,7 @@ def test_what_lies_beyond_the_axis_ends_in_an_arrow(tmp_path: Path) -> None:
 def test_many_trials_stay_a_picture_of_bounded_size(tmp_path: Path) -> None:
     ways = [Way(f"b{i}", size=s, statuses=("ok",), labelled=False) for i in range(30) for s in (1, 2, 3, 4)]
     figure = charts.draw_latency(trial_table.read_trials(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)))
-    assert sum(len(a.patches) for a in figure.axes) <= charts.MOST_BARS
+    assert sum(len(a.patches) for a in figure.axes) <= charts.MAX_BARS
     assert figure.texts[0].get_text() == "2 more groups are in results.csv"
 
 
@@ -241,5 +241,5 @@ def test_panels_without_room_are_counted(tmp_path: Path) -> None:
     ways = [Way("pytorch", batch=b, size=s, statuses=("ok",)) for s in range(32, 32 * 15, 32) for b in (1, 2)]
     run_of_models = trial_table.read_trials(synthetic.write_run(tmp_path / "a", ways, samples=5, count=5))
     figure = charts.scaling_series(run_of_models, "batch")
-    assert len(figure.axes) == 2 * charts.MOST_PANELS
+    assert len(figure.axes) == 2 * charts.MAX_PANELS
     assert "2 more panels" in figure.legends[0].get_title().get_text()

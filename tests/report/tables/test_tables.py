@@ -16,14 +16,14 @@ import detected
 import printed
 import synthetic
 from detected import Arrays
-from dyno.formatting import UNLIMITED, find_width, images_tested, wrap_text
+from dyno.formatting import MAX_LINE_LENGTH, find_width, images_tested, wrap_text
 from dyno.report import tables
 from dyno.report.charts import charts
 from dyno.report.export import export
 from dyno.report.tables import accuracy_tables, frontier_table, trial_table, variance_tables
 from dyno.results.metrics.agreement import Rank
 from dyno.results.trial_result import Results, load_run
-from dyno.table import EVERY, TEXT, Column, Table, is_missing
+from dyno.table import ALL_COLUMNS, TEXT, Column, Table, is_missing
 from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import UserError
 from synthetic import Way
@@ -152,7 +152,7 @@ def test_a_table_that_was_pickled_prints_the_same(root: Path) -> None:
         again = pickle.loads(pickle.dumps(table))
         for format in ("text", "markdown", "csv", "json"):
             assert export([again], format) == export([table], format), table.name
-        assert export([again], only=EVERY) == export([table], only=EVERY)
+        assert export([again], only=ALL_COLUMNS) == export([table], only=ALL_COLUMNS)
         assert again.to_pandas().equals(table.to_pandas())
 
 
@@ -311,7 +311,7 @@ def test_sentences_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     command = "dyno export runs/two fe71c819a607"
     assert wrap_text(f"next: the same command goes on; take it: {command}").splitlines()[-1].strip() == command
     monkeypatch.delenv("COLUMNS")
-    assert find_width() == UNLIMITED and "\n" not in wrap_text(sentence)
+    assert find_width() == MAX_LINE_LENGTH and "\n" not in wrap_text(sentence)
 
 
 def test_a_name_of_any_length_leaves_the_other_columns_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_the_same_as_cocoeval_with_and_without_a_group(truth: Truth, kind: str) 
     images = arrays["sample"].tolist()
     assert found.map50_95[0] == pytest.approx(mean(coco(arrays, truth, kind, images)), abs=1e-12)
     assert 0 < found.map50_95[0] <= found.map50[0] < 1
-    shuffled = np.random.default_rng(0).permutation(len(images)) % mean_ap.GROUPS
+    shuffled = np.random.default_rng(0).permutation(len(images)) % mean_ap.JACKKNIFE_GROUPS
     for group in (0, 7):
         left = [image for image, of in zip(images, shuffled, strict=True) if of != group]
         assert found.map50_95[1 + group] == pytest.approx(mean(coco(arrays, truth, kind, left)), abs=1e-12)
@@ -136,10 +136,10 @@ def test_precision_recall_and_f1_are_counted_at_each_least_score(truth: Truth) -
     arrays["detection_score"] = rng.uniform(0.1, 1, len(arrays["detection_score"])).astype(np.float32)
     arrays["detection_class"] = np.where(rng.random(len(arrays["detection_class"])) < 0.8, arrays["detection_class"], 0)
     rates = mean_ap.score_detections(arrays, truth, "bbox").rates
-    group = np.random.default_rng(0).permutation(24) % mean_ap.GROUPS
+    group = np.random.default_rng(0).permutation(24) % mean_ap.JACKKNIFE_GROUPS
     for k in (0, 4, 9, 14):
         for place, images in ((0, set(range(24))), (1, set(np.flatnonzero(group != 0).tolist()))):
-            right, wrong, wanted = count_by_hand(arrays, truth, mean_ap.LEAST_SCORES[k], images)
+            right, wrong, wanted = count_by_hand(arrays, truth, mean_ap.SCORE_THRESHOLDS[k], images)
             assert 0 < right < wanted and wrong
             precision, recall = right / (right + wrong), right / wanted
             assert rates["precision"][k, place] == pytest.approx(precision)
@@ -247,7 +247,7 @@ def test_scores_are_kept_and_forgotten_with_what_they_are_of(run: Path, monkeypa
     for a, b in zip(first, again, strict=True):
         assert a and b
         np.testing.assert_array_equal(a.own.each, b.own.each)
-    monkeypatch.setattr(mean_ap, "VERSION", mean_ap.VERSION + 1)
+    monkeypatch.setattr(mean_ap, "SCORES_VERSION", mean_ap.SCORES_VERSION + 1)
     with pytest.raises(pytest.fail.Exception, match="again"):
         _ = mean_ap.read_detections(load_run(run).trials[0])
 

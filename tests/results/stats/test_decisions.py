@@ -101,7 +101,7 @@ def test_verdicts() -> None:
     assert stats.decide_apart(fast, slow).verdict == "faster"
     assert stats.decide_apart(slow, fast).verdict == "slower"
     found = stats.decide_apart(noisy, slow)
-    assert (found.verdict, found.more) == ("undecided", stats.MOST_ROUNDS + 1)
+    assert (found.verdict, found.more) == ("undecided", stats.MAX_ROUNDS + 1)
     alike = stats.paired_speedup([0.001, -0.002, 0.002])
     assert (alike.verdict, alike.more) == ("equivalent", None)
     assert stats.paired_speedup([0.001, -0.002, 0.002], stats.Rule(margin=0.001)).verdict == "undecided"
@@ -111,7 +111,7 @@ def test_verdicts() -> None:
     assert math.isnan(one.low)
     assert stats.decide_apart([], slow).verdict == stats.paired_speedup([]).verdict == ""
     same = stats.paired_speedup([0.1, 0.1])
-    assert (same.verdict, same.measured, same.value) == (stats.FASTER, stats.TURNS, pytest.approx(np.exp(0.1)))
+    assert (same.verdict, same.measured, same.value) == (stats.FASTER, stats.IN_TURNS, pytest.approx(np.exp(0.1)))
     assert stats.paired_speedup([0.0, 0.0]).verdict == stats.EQUIVALENT
 
 
@@ -246,9 +246,9 @@ def test_the_first_look_spends_half_of_the_error_and_a_single_one_all() -> None:
 def test_the_advised_rounds_have_the_promised_power(difference: float, first: int) -> None:
     """With the true difference and spread, the advised number of rounds decides about 80 % of studies."""
     spread = PROCESS * math.sqrt(2)
-    seen = stats.Evidence(difference, spread / 2, 3, 4, stats.TURNS, spread, rejected=0)
+    seen = stats.Evidence(difference, spread / 2, 3, 4, stats.IN_TURNS, spread, rejected=0)
     more = more_rounds(seen, RULE.reach, stats.ALPHA, first)
-    assert 1 <= more <= stats.MOST_ROUNDS
+    assert 1 <= more <= stats.MAX_ROUNDS
     rule = replace(RULE, first=first)
 
     def power(rounds: int) -> float:
@@ -260,8 +260,8 @@ def test_the_advised_rounds_have_the_promised_power(difference: float, first: in
 
 
 def test_more_than_a_hundred_rounds_are_no_advice() -> None:
-    seen = stats.Evidence(0.019, 0.05, 3, 4, stats.TURNS, 0.1)
-    assert more_rounds(seen, RULE.reach, stats.ALPHA, 0) == stats.MOST_ROUNDS + 1
+    seen = stats.Evidence(0.019, 0.05, 3, 4, stats.IN_TURNS, 0.1)
+    assert more_rounds(seen, RULE.reach, stats.ALPHA, 0) == stats.MAX_ROUNDS + 1
 
 
 def power_of(count: int, effect: float, studies: int = 200) -> tuple[float, float]:

@@ -256,7 +256,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match=r"ai-edge-litert is not installed .*'inference-dyno\[litert\]'"):
         LITERT.probe()
     with pytest.raises(Unavailable, match=r"--python litert_torch=PATH \(there: pip install litert-torch"):
-        load_library("litert_torch", cure=lite_rt.HERE)
+        load_library("litert_torch", cure=lite_rt.CONVERTER_ADVICE)
 
 
 @pytest.mark.slow

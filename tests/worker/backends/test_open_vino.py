@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.backends import open_vino
-from dyno.worker.backends.open_vino import HINTS, OpenVino, _create_core
+from dyno.worker.backends.open_vino import PRECISION_HINTS, OpenVino, _create_core
 from dyno.worker.backends.open_vino_files import IR_MAKER
 from dyno.worker.facts.engine import PrecisionTruth
 from dyno.worker.makers.precision import OnnxPrecision
@@ -122,7 +122,7 @@ def test_an_ir_that_openvino_converted_itself(digits: Any, tmp_path: Path) -> No
 def test_fp32_that_ran_in_bfloat16_is_found_out(digits: Any, fp32: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     if "BF16" not in capabilities():
         pytest.skip("this CPU has no bfloat16 for OpenVINO to slip into")
-    monkeypatch.setitem(HINTS, "fp32", "bf16")
+    monkeypatch.setitem(PRECISION_HINTS, "fp32", "bf16")
     truth = load(digits, fp32).facts().precision_truth
     assert not truth.ok
     assert "4 in bfloat16" in truth.sentence
@@ -251,8 +251,8 @@ def test_a_fixed_batch_is_refused_at_another(digits: Any, static_file: Path, tmp
 
 def test_memory_that_runs_out_is_a_memory_error(digits: Any, onnx_file: Any) -> None:
     path = onnx_file("""(float[batch, 1, 8, 8] input) => (float[batch, 1, 8, 8] output) {
-        huge = ConstantOfShape(size) sum = ReduceSum<keepdims = 0>(huge) output = Add(input, sum)
-    }""", size=np.array([1 << 44]))  # fmt: skip
+                     huge = ConstantOfShape(size) sum = ReduceSum<keepdims = 0>(huge) output = Add(input, sum)
+                 }""", size=np.array([1 << 44]))  # fmt: skip
     trial: Trial = replace(digits.trial("openvino"), model=ModelSpec("huge", f"file:{path}"))
     with pytest.raises(MemoryError, match="could not allocate memory"):
         OpenVino().load(trial, None)
@@ -306,14 +306,14 @@ def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Pat
 @pytest.mark.slow
 def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(onnx_file: Any) -> None:
     path = onnx_file("""(int64 times, float[3] x) => (float[3] y) {
-        sum = ReduceSum<keepdims = 0>(x)
-        positive = Greater(sum, zero)
-        chosen = If<then_branch = up () => (float[3] up) { up = Exp(x) },
-                    else_branch = down () => (float[3] down) { down = Neg(x) }>(positive)
-        y = Loop<body = body (int64 k, bool on, float[3] state) => (bool go, float[3] next) {
-            next = Add(state, state) go = Identity(on)
-        }>(times, , chosen)
-    }""", zero=np.float32(0))  # fmt: skip
+                     sum = ReduceSum<keepdims = 0>(x)
+                     positive = Greater(sum, zero)
+                     chosen = If<then_branch = up () => (float[3] up) { up = Exp(x) },
+                                 else_branch = down () => (float[3] down) { down = Neg(x) }>(positive)
+                     y = Loop<body = body (int64 k, bool on, float[3] state) => (bool go, float[3] next) {
+                         next = Add(state, state) go = Identity(on)
+                     }>(times, , chosen)
+                 }""", zero=np.float32(0))  # fmt: skip
     trial = Trial(ModelSpec("made", f"file:{path}"), "openvino", "fp32", Dims(3, 8, 8), runtime=Runtime(threads=1))
     session = OpenVino().load(trial, None)
     session.bind({"times": np.array(2, np.int64), "x": np.array([-1, -2, -3], np.float32)})

@@ -383,7 +383,7 @@ def test_what_the_compiler_builds_is_asked_once_a_machine(tmp_path: Path, monkey
     torch_support.probe_processor()
     torch_support.probe_processor()
     assert asked == ["avx", "amx"] * 2, "a process that shares nothing asks each time"
-    monkeypatch.setenv(system.PROBES, str(tmp_path / "probes"))
+    monkeypatch.setenv(system.PROBES_VARIABLE, str(tmp_path / "probes"))
     first = torch_support.probe_processor()
     del asked[:]
     again = torch_support.probe_processor()

@@ -112,7 +112,7 @@ def test_an_unknown_option_is_named() -> None:
 def test_what_is_missing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     with pytest.raises(Unavailable, match=r"is not installed .*; pip install torch-tensorrt.*LD_LIBRARY_PATH"):
-        load_library("torch_tensorrt", cure=torch_trt.CURE)
+        load_library("torch_tensorrt", cure=torch_trt.INSTALL_ADVICE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unavailable, match="sees no CUDA device"):
         find("torch_tensorrt").probe()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.backend import Session
-from dyno.worker.evaluation.evaluate import AHEAD, BatchSource, Pipeline, evaluate, find_rows
+from dyno.worker.evaluation.evaluate import BATCHES_AHEAD, BatchSource, Pipeline, evaluate, find_rows
 from dyno.worker.facts.job import PipelineFacts
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Preprocess, Runtime, Tensor, Trial, UserError
 
@@ -328,14 +328,14 @@ def nothing(number: int, fetched: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 20])
 def test_every_batch_once_and_in_order(session: Late, small: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dyno.worker.evaluation.evaluate.SMALL", 1 << 20 if small else 0)
+    monkeypatch.setattr("dyno.worker.evaluation.evaluate.COPIED_OUTPUT_B", 1 << 20 if small else 0)
     kept: list[float] = []
     result = Pipeline(session, Counting(parts=2), helpers=3).run(
         count, lambda number, fetched: kept.append(float(fetched["output"][0, 0])), first
     )
     assert result.results == [(number, 10.0 * number) for number in range(count)]
     assert kept == [10.0 * number for number in range(count)]
-    assert session.staged == session.slots + AHEAD, "buffers are made once, where the session wants them"
+    assert session.staged == session.slots + BATCHES_AHEAD, "buffers are made once, where the session wants them"
 
 
 class Passing(Late):
@@ -348,7 +348,7 @@ class Passing(Late):
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("slots", [1, 3])
 def test_an_output_may_be_the_input_itself(slots: int, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dyno.worker.evaluation.evaluate.SMALL", 1 << 20 if small else 0)
+    monkeypatch.setattr("dyno.worker.evaluation.evaluate.COPIED_OUTPUT_B", 1 << 20 if small else 0)
     session, kept = Passing(slots, seconds=0), list[float]()
 
     def keep(number: int, fetched: dict[str, np.ndarray]) -> None:
@@ -365,7 +365,7 @@ def test_buffers_serve_a_second_run(session: Late) -> None:
     source = Counting()
     both = Pipeline(session, source)
     assert both.run(5, nothing, first).results == both.run(5, nothing, first).results
-    assert session.staged == session.slots + AHEAD
+    assert session.staged == session.slots + BATCHES_AHEAD
     assert source.filled == [*range(5), *range(5)]
 
 
@@ -452,7 +452,7 @@ class Threaded(Linear):
 def test_beside_a_busy_program_images_are_answered_with_fewer_threads_and_no_rate(
     data: DataSpec, monkeypatch: pytest.MonkeyPatch, busy: float, can_limit: bool, limits: list[int]
 ) -> None:
-    monkeypatch.setattr("dyno.worker.evaluation.evaluate.CHECK_S", 0.0)
+    monkeypatch.setattr("dyno.worker.evaluation.evaluate.CHECK_INTERVAL_S", 0.0)
     session = Threaded(can_limit)
     found = evaluate(session, replace(trial(data, 2), runtime=Runtime(threads=4)), count_busy=lambda: busy)
     assert session.limits == limits

@@ -209,14 +209,14 @@ def test_an_overflow_that_only_marking_shows(compare: Any) -> None:
 def test_parts_change_nothing(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = scaled(network(), "w2", -1.0)
     at_once = compare(network(), wrong)
-    monkeypatch.setattr(numerics_compare, "MOST_MARKED", 1)
+    monkeypatch.setattr(numerics_compare, "MAX_MARKED_B", 1)
     in_parts = compare(network(), wrong)
     assert (at_once.parts, in_parts.parts) == (1, 11) and at_once.suspects == in_parts.suspects == ("c2",)
     assert own(at_once) == pytest.approx(own(in_parts))
 
 
 def test_fewer_runs_where_tensors_would_fill_the_memory(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics_compare, "MOST_KEPT", 1)
+    monkeypatch.setattr(numerics_compare, "MAX_KEPT_B", 1)
     assert compare(network(), network()).runs == 1
 
 

@@ -13,7 +13,7 @@ from dyno.jobs.launcher import launch
 from dyno.worker.backend import Session
 from dyno.worker.facts.job import PeakOfType
 from dyno.worker.jobs import stress as stress_job
-from dyno.worker.jobs.stress import GROWTH, stress
+from dyno.worker.jobs.stress import MAX_GROWTH_B, stress
 from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Runtime, Tensor, Trial, Unavailable
 from refusals import refuses
 
@@ -79,8 +79,8 @@ def test_of_labels_the_share_that_differs_counts_less_one_of_many(changed: int, 
 
 
 def test_memory_that_grows_is_found() -> None:
-    (found,) = stress(Doubler(leak=GROWTH // 5), TRIAL, ["opt"], 10)
-    assert found.wrong == 0 and found.device_growth == 2 * GROWTH // 10 * 10 and not found.to_record(1e-4).ok
+    (found,) = stress(Doubler(leak=MAX_GROWTH_B // 5), TRIAL, ["opt"], 10)
+    assert found.wrong == 0 and found.device_growth == 2 * MAX_GROWTH_B // 10 * 10 and not found.to_record(1e-4).ok
 
 
 def test_a_batch_outside_the_profile_is_refused() -> None:
@@ -99,7 +99,7 @@ def test_a_file_without_a_profile_has_usual_batches(phases: list[str], batches: 
 
 
 def test_every_type_of_a_cpu_has_a_peak_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(stress_job.SIDES, "cpu", (32, 64))
+    monkeypatch.setitem(stress_job.PRODUCT_SIDES, "cpu", (32, 64))
     began = time.monotonic()
     found = dict(stress_job.measure_peak(Runtime(threads=1), 0.02))
     assert set(found) == {"fp32", "fp16", "bf16", "int8"}, "a CPU has no TF32"
@@ -113,7 +113,7 @@ def test_every_type_of_a_cpu_has_a_peak_or_a_reason(monkeypatch: pytest.MonkeyPa
 
 def test_a_slow_type_is_not_tried_at_sizes_that_take_all_day(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {16: 1e6, 32: 1e6, 4096: 1e6}
-    monkeypatch.setitem(stress_job.SIDES, "cpu", tuple(rates))
+    monkeypatch.setitem(stress_job.PRODUCT_SIDES, "cpu", tuple(rates))
     monkeypatch.setattr(stress_job, "_measure_side", lambda torch, device, name, side, seconds: rates[side])
     assert all(set(one.sides) == {"16", "32"} for _, one in stress_job.measure_peak(Runtime(threads=1), 1.0))
 
@@ -122,7 +122,7 @@ def test_a_type_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel for int8 here\nmore")
 
-    monkeypatch.setitem(stress_job.SIDES, "cpu", (16,))
+    monkeypatch.setitem(stress_job.PRODUCT_SIDES, "cpu", (16,))
     monkeypatch.setattr(torch, "_int_mm", refuse)
     assert dict(stress_job.measure_peak(Runtime(threads=1), 0.01))["int8"] == PeakOfType(
         missing="no kernel for int8 here"
@@ -144,7 +144,7 @@ def test_as_a_job_it_leaves_a_record_with_a_reason(tmp_path: Path) -> None:
 
 def test_a_copy_has_a_rate_that_counts_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stress_job.system, "last_cache", lambda: 1 << 19)
-    monkeypatch.setitem(stress_job.COPIED, "cpu", 1 << 20)
+    monkeypatch.setitem(stress_job.MIN_COPIED_B, "cpu", 1 << 20)
     with monkeypatch.context() as timed:
         timed.setattr(stress_job, "_time_repetitions", lambda torch, device, action, seconds: [2e-3, 1e-3, 3e-3])
         found = stress_job.copy(Runtime(threads=1), 0.01)

@@ -95,7 +95,7 @@ def test_an_operator_of_another_domain_has_its_name_and_no_shape(
 def test_nodes_know_their_modules(tmp_path: Path, name: str, scopes: str, module: tuple[str, ...]) -> None:
     node = helper.make_node("Relu", ["x"], ["y"], name)
     if scopes:
-        node.metadata_props.add(key=graph.SCOPES, value=scopes)
+        node.metadata_props.add(key=graph.SCOPES_KEY, value=scopes)
     assert graph.read_graph(stored(tmp_path / "m.onnx", [node], {}), {}).layers[0].modules == module
 
 

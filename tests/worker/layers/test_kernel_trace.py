@@ -97,7 +97,7 @@ def test_work_outside_of_runs_is_of_none() -> None:
         ("sm80_xmma_fprop_implicit_gemm_f32f32", "sm80_xmma_fprop_implicit_gemm_f32f32"),
         ("void at::native::(anonymous namespace)::max_pool<float, int>(int, float*)", "max_pool<float, int>"),
         ("void f<g(h)>(int)", "f<g(h)>"),
-        ("k" * 200, "k" * engine.LONGEST_KERNEL + "…"),
+        ("k" * 200, "k" * engine.MAX_KERNEL_LENGTH + "…"),
     ],
 )
 def test_a_short_name_of_a_kernel(name: str, short: str) -> None:

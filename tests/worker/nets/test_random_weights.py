@@ -92,7 +92,7 @@ def test_a_small_error_stays_small_through_residual_branches(monkeypatch):
     weights = {(float(b.first.weight[0].detach()), float(b.last.weight[0].detach())) for b in module[2:]}
     assert weights == {(1.0, 0.25)} and float(module[1].weight[0].detach()) == 1
     kept = error(module)
-    monkeypatch.setattr("dyno.worker.nets.random_weights.DAMPED", 1.0)
+    monkeypatch.setattr("dyno.worker.nets.random_weights.BRANCH_SCALE", 1.0)
     assert kept < error(settled()) / 2
 
 

@@ -18,10 +18,10 @@ from dyno.worker.jobs import run_trial
 from dyno.worker.layers.graph import list_kernels
 from dyno.worker.registry import find
 from dyno.worker.sessions import gpu
-from dyno.worker.sessions.gpu import SLOTS, slots_of
+from dyno.worker.sessions.gpu import DEFAULT_SLOTS, slots_of
 from dyno.worker.sessions.onnx_runtime_session import Profile, by_run, events_in
 from dyno.worker.sessions.torch_support import compiler_errors
-from dyno.worker.spec import PARTS, Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable
+from dyno.worker.spec import INFERENCE_PARTS, Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable
 
 
 def trial(**options: Any) -> Trial:
@@ -29,7 +29,7 @@ def trial(**options: Any) -> Trial:
 
 
 def test_batches_in_flight() -> None:
-    assert slots_of(trial()) == SLOTS
+    assert slots_of(trial()) == DEFAULT_SLOTS
     assert slots_of(trial(slots=1)) == 1
 
 
@@ -241,7 +241,7 @@ def test_parts_are_told_apart() -> None:
     staged = session.stage({"input": images(0)})
     once(session, staged["input"])
     found = session.parts(staged)
-    assert tuple(found) == PARTS
+    assert tuple(found) == INFERENCE_PARTS
     assert all(seconds > 0 for seconds in found.values())
     session.close()
 

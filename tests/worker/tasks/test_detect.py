@@ -15,9 +15,9 @@ from dyno.worker.inputs.specs import fit_geometry
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial, UserError
 from dyno.worker.tasks import EvaluationInputs
 from dyno.worker.tasks.classify import (
-    AMBIGUOUS,
-    LEAST_PARTED,
-    TOP,
+    AMBIGUOUS_SCORES,
+    MIN_PARTITION_FACTOR,
+    RANKED_CLASSES,
     TopKCollector,
     classes_of,
     find_scores,
@@ -50,11 +50,13 @@ def test_the_same_as_a_stable_sort(scores: np.ndarray, k: int) -> None:
     assert index.dtype == np.int32
 
 
-@pytest.mark.parametrize("classes", [LEAST_PARTED * TOP, LEAST_PARTED * TOP + 1, 1000])
+@pytest.mark.parametrize(
+    "classes", [MIN_PARTITION_FACTOR * RANKED_CLASSES, MIN_PARTITION_FACTOR * RANKED_CLASSES + 1, 1000]
+)
 def test_real_sizes(classes: int) -> None:
     scores = np.random.default_rng(0).standard_normal((256, classes)).astype(np.float32)
     scores[::7] = scores[::7].round(1)  # ties in some rows
-    np.testing.assert_array_equal(rank_classes(scores, TOP)[0], sorted_whole(scores, TOP))
+    np.testing.assert_array_equal(rank_classes(scores, RANKED_CLASSES)[0], sorted_whole(scores, RANKED_CLASSES))
 
 
 def test_no_batch_leaves_no_arrays() -> None:
@@ -203,7 +205,7 @@ def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> N
     np.testing.assert_array_equal(answers["topk_index"][:, 0], scores.argmax(axis=1))
     assert collector.oddities([]) != [] and collector.of(0, {"a": scores, "b": more}) is None
     (line,) = collector.oddities([None])
-    assert line.startswith(f"{AMBIGUOUS} a and b; rename that one logits")
+    assert line.startswith(f"{AMBIGUOUS_SCORES} a and b; rename that one logits")
     order = np.argsort(-scores, axis=1)
     top = {"values": np.take_along_axis(scores, order, axis=1), "indices": order}
     collector = TopKCollector(EvaluationInputs(trial, 4, 4))

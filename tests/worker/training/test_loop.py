@@ -114,7 +114,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, 
         with pytest.raises(KeyboardInterrupt):
             fit(digits, tmp_path / "parts", model, interrupt(stage), **settings)
     assert fit(digits, tmp_path / "parts", model, **settings).sha256 == whole.sha256
-    for name in (network.BEST, network.LAST):
+    for name in (network.BEST_FILE, network.LAST_FILE):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
@@ -142,7 +142,7 @@ def test_a_kill_between_two_writes_is_mended(write, digits, model, tmp_path, mon
     monkeypatch.undo()
     assert fit(digits, tmp_path / "parts", model, epochs=1).sha256 == whole.sha256
     left = {path.name for path in (tmp_path / "parts").iterdir()}
-    assert left == {network.STATE, network.BEST, network.LAST, network.HISTORY}
+    assert left == {network.STATE_FILE, network.BEST_FILE, network.LAST_FILE, network.HISTORY_FILE}
 
 
 def test_neither_workers_nor_what_ran_before_change_the_result(digits, model, tmp_path):
@@ -164,7 +164,7 @@ def test_other_settings_or_data_are_named(digits, model, tmp_path):
 def test_fields_that_pixels_got_later_change_no_training(digits, model, tmp_path):
     """A training goes on, and the demo's is found, though a newer version knows more ways to prepare images."""
     fit(digits, tmp_path, model, epochs=1)
-    settings = json.loads(torch.load(tmp_path / network.STATE, weights_only=True)["about"])["settings"]
+    settings = json.loads(torch.load(tmp_path / network.STATE_FILE, weights_only=True)["about"])["settings"]
     first = ("mean", "std", "resize", "interpolation")
     fields = {name: value for name, value in dataclasses.asdict(model.preprocess).items() if name in first}
     assert settings["preprocess"] == hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
@@ -172,7 +172,7 @@ def test_fields_that_pixels_got_later_change_no_training(digits, model, tmp_path
 
 def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, model, tmp_path):
     fit(digits, tmp_path, model, epochs=1)
-    path = tmp_path / network.STATE
+    path = tmp_path / network.STATE_FILE
     assert set(torch.load(path, weights_only=True)) == {"about", "module", "optimizer", "schedule", "scaler"}
     for content in (path.read_bytes()[:5000], b"", b"no state"):
         path.write_bytes(content)
@@ -193,7 +193,7 @@ def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, model, tmp_path, 
         UserError, match=r"diverged in epoch 2 .* lower lr, now 0.005; the best weights, of epoch 1 with"
     ):
         fit(digits, tmp_path, model)
-    assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / network.BEST).values())
+    assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / network.BEST_FILE).values())
 
 
 def test_memory_that_runs_out_is_told_as_that(digits, model, tmp_path, monkeypatch):
@@ -220,7 +220,7 @@ def test_the_table_says_what_happened(digits, model, tmp_path):
     stages: list[str] = []
     result = fit(digits, tmp_path, model, stages.append)
     assert stages[:2] == ["build the model", "epoch 1/3"], "before the first batch, which may take long"
-    rows = (tmp_path / network.HISTORY).read_text().splitlines()
+    rows = (tmp_path / network.HISTORY_FILE).read_text().splitlines()
     assert rows[0] == "epoch,lr,train_loss,test_loss,top1,seconds,images_per_s"
     assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3"]
     assert result.top1 == 100 * result.hits / 64 == max(float(row.split(",")[4]) for row in rows[1:])
@@ -237,7 +237,7 @@ def test_weights_of_another_number_of_classes_get_a_new_head(digits, tmp_path):
     assert torch.equal(module.conv1.weight, state["conv1.weight"]) and module.fc.weight.shape[0] == 10
     result = fit(digits, tmp_path / "run", given, epochs=1, freeze=True)
     assert result.notes == (*notes, "only fc.weight, fc.bias are trained")
-    after = load_file(tmp_path / "run" / network.BEST)
+    after = load_file(tmp_path / "run" / network.BEST_FILE)
     assert all(torch.equal(after[name], state[name]) for name in state if not name.startswith("fc."))
     assert not torch.equal(after["fc.weight"], module.fc.weight)
 

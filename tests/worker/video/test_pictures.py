@@ -15,9 +15,9 @@ import moving_photos as videos
 from dyno.worker.spec import UserError
 from dyno.worker.tasks.postprocess import Detections, encode_mask
 from dyno.worker.video import opening
-from dyno.worker.video.alone import CHUNK, StageCopy
+from dyno.worker.video.alone import CHUNK_FRAMES, StageCopy
 from dyno.worker.video.decoding import VideoSource
-from dyno.worker.video.drawing import COLOURS, draw_detections
+from dyno.worker.video.drawing import TRACK_COLOURS, draw_detections
 from dyno.worker.video.encoding import VideoSink
 from dyno.worker.video.media import Batch, Frame, Picture, Planes, Rgb
 from dyno.worker.video.opening import CaptureSource, WriterSink
@@ -79,7 +79,7 @@ def test_what_is_drawn_on_planes_looks_like_on_rgb(tmp_path: Path, size: tuple[i
     difference = np.abs(on_planes - on_rgb)
     assert on_planes.shape == on_rgb.shape == (*size, 3) and difference.mean() < 3
     row, column = size[0] // 2 // 2 * 2, int(size[1] / 4 + 0.3) // 2 * 2  # on the left edge of the box
-    np.testing.assert_allclose(on_planes[row - 9, column], COLOURS[0], atol=6)
+    np.testing.assert_allclose(on_planes[row - 9, column], TRACK_COLOURS[0], atol=6)
     assert difference[(on_rgb == before).all(2)].mean() < 2
     assert second.rgb().shape == (*size, 3), "the decoder's own memory is not drawn on"
 
@@ -249,4 +249,4 @@ def test_stages_alone_draw_masks_on_images_of_several_sizes(once: bool) -> None:
     sink = SimpleNamespace(write=lambda frame: shown.append(frame.size))
     copy: Any = StageCopy
     copy(source, preparation, reader, None, sink, Batch(frames[:1], {})).turn()
-    assert shown == [(60, 80)] * CHUNK
+    assert shown == [(60, 80)] * CHUNK_FRAMES

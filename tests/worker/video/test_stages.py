@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.video.media import Frame, Rgb, now
-from dyno.worker.video.stages import DEPTH, PipelineStage, VideoPipeline, run_pipelines
+from dyno.worker.video.stages import QUEUE_DEPTH, PipelineStage, VideoPipeline, run_pipelines
 
 PICTURE = Rgb(np.zeros((2, 2, 3), np.uint8))
 
@@ -100,14 +100,15 @@ def test_a_slow_stage_holds_up_the_reader() -> None:
     seen: list[int] = []
 
     def tick() -> None:
-        if len(taken) <= DEPTH:
+        if len(taken) <= QUEUE_DEPTH:
             return
         seen.append(len(taken))
         if len(seen) > 1 and seen[-1] == seen[-2]:  # nothing more is read
             gate.open.set()
 
     run_pipelines([stages], tick)
-    assert seen[0] == seen[1] == DEPTH + 1  # at the gate and in its queue, of which places come free several at a time
+    # at the gate and in its queue, of which places come free several at a time
+    assert seen[0] == seen[1] == QUEUE_DEPTH + 1
     assert read.seen == list(range(50))
 
 

@@ -18,7 +18,7 @@ from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video import steps
 from dyno.worker.video.drawing import NO_OBJECT, Tracker
 from dyno.worker.video.media import Batch, Frame, Preparation, Rgb, Source, now
-from dyno.worker.video.options import TRACKERS
+from dyno.worker.video.options import TRACKER_NAMES
 from dyno.worker.video.stages import PipelineStage, VideoPipeline, run_pipelines
 
 
@@ -192,7 +192,7 @@ def followed(tracker: Tracker, frames: list[Frame]) -> list[list[int]]:
     return [frame.identities.tolist() for frame in frames if frame.identities is not None]
 
 
-@pytest.mark.parametrize("name", sorted(TRACKERS))
+@pytest.mark.parametrize("name", sorted(TRACKER_NAMES))
 def test_boxes_in_any_order(name: str) -> None:
     pytest.importorskip("trackers")
     tracker = Tracker(name, RATE, 0.25)
@@ -203,7 +203,7 @@ def test_boxes_in_any_order(name: str) -> None:
     assert tracker.counts == {"3": 1, "7": 1}
 
 
-@pytest.mark.parametrize("name", sorted(TRACKERS))
+@pytest.mark.parametrize("name", sorted(TRACKER_NAMES))
 def test_frames_without_boxes_or_times(name: str) -> None:
     pytest.importorskip("trackers")
     tracker = Tracker(name, 0.0, 0.25)

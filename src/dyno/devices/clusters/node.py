@@ -23,25 +23,25 @@ from typing import Any
 
 from dyno import __version__
 from dyno.devices import blocks, places
-from dyno.devices.places import LOG, Place, RunningBlock, describe_share
+from dyno.devices.places import LOG_FILE, Place, RunningBlock, describe_share
 from dyno.worker import system
-from dyno.worker.record import LOCK, write_bytes
+from dyno.worker.record import LOCK_FILE, write_bytes
 from dyno.worker.spec import UserError
 
 # Clusters and their sites set these for what they start. A block has them as the host has where the command was given.
-CARRIED = (
+FORWARDED_VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY",
     "KMP_AFFINITY",
 )  # fmt: skip
 
-RECORD = "record.json"
-FOLDERS = "dyno-block-"  # what folders of blocks are called on a node
-Files = dict[str, bytes]  # by their names below the block's folder
+RECORD_FILE = "record.json"
+FOLDER_PREFIX = "dyno-block-"  # prefix of block folders on a node
+Files = dict[str, bytes]  # contents by path below the block's folder
 
 
 def carry_environment(device: str) -> dict[str, str | None]:
     """Return the environment variables that a block of the device takes over from here; None for one that isn't set."""
-    names = (*CARRIED, places.VISIBLE) if device == "cpu" else CARRIED
+    names = (*FORWARDED_VARIABLES, places.VISIBLE_DEVICES) if device == "cpu" else FORWARDED_VARIABLES
     return {name: os.environ.get(name) for name in names}
 
 
@@ -85,7 +85,7 @@ class Node:
         host, cores = platform.node(), tuple(tuple(core) for core in system.core_threads())
         if device == "cpu":
             return NodeDescription(host, __version__, system.describe()["cpu"], "", cores)
-        visible = os.environ.get(places.VISIBLE, "0")
+        visible = os.environ.get(places.VISIBLE_DEVICES, "0")
         return NodeDescription(host, __version__, places.parse_places("cuda:0")[0].card, visible, cores)
 
     def begin(self, files: Files, env: Mapping[str, str], own: Mapping[str, str | None], cwd: str) -> None:
@@ -98,17 +98,17 @@ class Node:
         write_files(files, self._folder)
         self._sent = _list_stamps(self._folder)
         places.set_variables(own)
-        with suppress(PermissionError):  # what a child inherits; Ray gives way to all other programs
+        with suppress(PermissionError):  # children inherit niceness; Ray raises it
             os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
-            with open(self._folder / LOG, "a", encoding="utf-8") as log:
+            with open(self._folder / LOG_FILE, "a", encoding="utf-8") as log:
                 log.write(f"processes of the cluster give way to others here (niceness {nice}){self._nice}\n")
         self._process = blocks.start_block(self._folder, env, cwd if Path(cwd).is_dir() else None)
 
     def read_news(self) -> FolderUpdate:
         """Return the changes since the last call."""
         assert self._folder is not None and self._process is not None
-        code = self._process.poll()  # before the files are looked at: those of a process that ended are all there
+        code = self._process.poll()  # before the files are read: a process that ended has written all of them
         stamps = _list_stamps(self._folder)
         changed = [name for name, stamp in stamps.items() if self._sent.get(name) != stamp]
         self._sent = stamps
@@ -130,14 +130,14 @@ def _own_folder() -> tuple[Path, int]:
 
     Folders left here by killed processes are removed first.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{FOLDERS}*"):
-        with suppress(OSError):  # in use, or another user's
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):  # in use, or owned by another user
             number = _lock_folder(left, fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
             os.close(number)
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
-        with suppress(FileNotFoundError):  # as a left one it was removed before it was locked
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        with suppress(FileNotFoundError):  # a stale folder removed before it was locked
             number = _lock_folder(folder)
             if folder.exists():
                 return folder, number
@@ -162,7 +162,7 @@ def _list_stamps(folder: Path) -> dict[str, tuple[int, int]]:
             status = path.stat()
         except FileNotFoundError:  # it was there a moment ago
             continue
-        if path.is_file() and path.name != LOCK:
+        if path.is_file() and path.name != LOCK_FILE:
             found[path.relative_to(folder).as_posix()] = (status.st_mtime_ns, status.st_size)
     return found
 
@@ -181,7 +181,7 @@ def write_files(files: Files, folder: Path) -> None:
 
     This process may be killed meanwhile: a file is there whole or not at all, and a record after what it is of.
     """
-    for name in sorted(files, key=lambda name: Path(name).name == RECORD):
+    for name in sorted(files, key=lambda name: Path(name).name == RECORD_FILE):
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
             raise UserError(f"a node's files can't be written: {name} is not a file of its block's folder")
@@ -198,9 +198,9 @@ def mirror(news: FolderUpdate, folder: Path) -> None:
 
 # Blocks on other hosts: each one's folder here follows the one there, whatever carries questions and answers.
 
-POLL_S = 1.0  # between two questions to a node: each has it look through the block's files
-SILENT_S = 60.0  # without an answer, after which a node is taken for lost
-GONE = 70
+POLL_INTERVAL_S = 1.0  # each poll reads the block's files
+NODE_TIMEOUT_S = 60.0  # a node that doesn't answer for so long is lost
+GONE_EXIT_CODE = 70
 
 
 class NodeLost(Exception):
@@ -264,30 +264,30 @@ class RemoteBlock(RunningBlock):
             try:
                 self._read_answer()
             except NodeLost as e:
-                self._host.gone, self._code, self._why = True, GONE, str(e)
+                self._host.gone, self._code, self._why = True, GONE_EXIT_CODE, str(e)
         return self._code
 
     @property
     def lost(self) -> str:
-        return f"lost with its node: {self._why}" if self._code == GONE else super().lost
+        return f"lost with its node: {self._why}" if self._code == GONE_EXIT_CODE else super().lost
 
     def end(self) -> None:
         if not self._host.gone:
             with suppress(NodeLost):
-                self._host.call("end", within=SILENT_S)
+                self._host.call("end", within=NODE_TIMEOUT_S)
 
     def _read_answer(self) -> None:
         """Take the answer to the last question if there is one, and ask the next when it is time."""
         now = time.monotonic()
         if not self._waits:
-            if now - self._asked < POLL_S:
+            if now - self._asked < POLL_INTERVAL_S:
                 return
             self._host.ask("read_news")
             self._waits, self._asked = True, now
         answer = self._host.answer()
         if answer is None:
-            if now - self._asked > SILENT_S:
-                raise NodeSilent(f"no answer for {SILENT_S:g} s")
+            if now - self._asked > NODE_TIMEOUT_S:
+                raise NodeSilent(f"no answer for {NODE_TIMEOUT_S:g} s")
             return
         self._waits = False
         news: FolderUpdate | None = answer[0]

@@ -19,13 +19,13 @@ from dyno.devices.places import Place
 from dyno.worker.extras import load_library
 from dyno.worker.spec import UserError, shorten
 
-START_S = 120.0  # that a node has to start Ray's process with Dyno in it
-CONNECT_S = 10.0  # for a connection to the head node
+START_TIMEOUT_S = 120.0  # limit for a node to start Ray's process with Dyno
+CONNECT_TIMEOUT_S = 10.0  # limit for a connection to the head node
 LAST_PORT = 2**16 - 1
-OWN = ("", "auto", "local")  # the cluster of this host, in Ray's words too
-NICE = "; set RAY_worker_niceness=0 before `ray start`"
+LOCAL_ADDRESSES = ("", "auto", "local")  # addresses of this host's own cluster
+NICENESS_ADVICE = "; set RAY_worker_niceness=0 before `ray start`"
 # Of a cluster that is started here: no usage statistics are sent, and measuring processes keep their priority.
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+RAY_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def hold_places(address: str, device: str) -> Iterator[list[Place]]:
     here and ended afterwards. Raises `UserError`, one line.
     """
     nodes.check_device(device)
-    os.environ |= {**SETTINGS, **os.environ}
+    os.environ |= {**RAY_VARIABLES, **os.environ}
     ray = load_library("ray", "--cluster ray", UserError)
     _check_reachable(address)
     terminate = signal.getsignal(signal.SIGTERM)  # Ray's own handler prints the trace of its C++
@@ -44,7 +44,7 @@ def hold_places(address: str, device: str) -> Iterator[list[Place]]:
         ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
         if terminate is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)
-    except SystemExit as e:  # what Ray makes of SIGTERM while it starts
+    except SystemExit as e:  # Ray turns SIGTERM during its start into this
         ray.shutdown()
         raise KeyboardInterrupt from e
     except (ConnectionError, RuntimeError, ValueError, OSError) as e:
@@ -58,7 +58,7 @@ def hold_places(address: str, device: str) -> Iterator[list[Place]]:
 
 def _check_reachable(address: str) -> None:
     """Raise `UserError` for a malformed or unreachable address, for which Ray would retry for minutes."""
-    if address in OWN:
+    if address in LOCAL_ADDRESSES:
         return
     scheme, _, place = address.rpartition("://")
     host, _, port = place.rpartition(":")
@@ -66,7 +66,7 @@ def _check_reachable(address: str) -> None:
         advice = "write --cluster ray=HOST:PORT of its head node"
         raise UserError(f"{address!r} is not the address of a Ray cluster; {advice}")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError as e:
         raise UserError(f"no Ray cluster answers at {address}: {e.strerror or e}") from e
 
@@ -82,7 +82,9 @@ def _list_places(device: str) -> list[Place]:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         count = int(node["Resources"].get("GPU" if device == "cuda" else "CPU", 0))
         wanted = [{"num_gpus": 1, "num_cpus": 0}] * count if device == "cuda" else [{"num_cpus": count}] * (count > 0)
-        actors += [(node, count, remote.options(scheduling_strategy=there, **each).remote(NICE)) for each in wanted]
+        actors += [
+            (node, count, remote.options(scheduling_strategy=there, **each).remote(NICENESS_ADVICE)) for each in wanted
+        ]
     if not actors:
         kind = "GPU" if device == "cuda" else "processor"
         raise UserError(f"no node of the Ray cluster has a {kind}; see `ray status`")
@@ -114,9 +116,11 @@ def _describe_node(host: RayHost, node: dict[str, Any], device: str) -> NodeDesc
     """
     name = node["NodeManagerHostname"]
     try:
-        about: NodeDescription = host.call("describe", device, within=START_S)
+        about: NodeDescription = host.call("describe", device, within=START_TIMEOUT_S)
     except NodeSilent as e:
-        raise UserError(f"{name} did not answer within {START_S:g} s; is it busy with other work of Ray?") from e
+        raise UserError(
+            f"{name} did not answer within {START_TIMEOUT_S:g} s; is it busy with other work of Ray?"
+        ) from e
     except NodeLost as e:
         if node["NodeID"] not in _list_alive():
             return None

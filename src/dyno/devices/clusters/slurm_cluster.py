@@ -21,10 +21,10 @@ from dyno.devices import places as devices
 from dyno.devices.clusters import node as nodes
 from dyno.devices.clusters import slurm_job
 from dyno.devices.clusters.node import NodeDescription, NodeLost, RemoteHost
-from dyno.devices.clusters.slurm_job import ANSWER, ASK, BEAT_S, DRIVER, LEFT, OVER, Mail
+from dyno.devices.clusters.slurm_job import ANSWER, ASK, DRIVER, HEARTBEAT_INTERVAL_S, LEFT, STOP, Mail
 from dyno.devices.places import Place
 from dyno.jobs.progress import Progress
-from dyno.store import SLURM
+from dyno.store import SLURM_DIR
 from dyno.worker import system
 from dyno.worker.extras import load_library
 from dyno.worker.record import refuse_links
@@ -32,13 +32,14 @@ from dyno.worker.spec import UserError, check_known, clean_text
 
 # What `--cluster slurm=…` says: how many jobs, of which kind.
 
-EXAMPLE = "--cluster slurm=4,partition=gpu,time=60"
+CLUSTER_EXAMPLE = "--cluster slurm=4,partition=gpu,time=60"
 # Options of sbatch that are handed on as they are.
 OF_SBATCH = (
     "partition", "account", "qos", "constraint", "gres", "mem", "cpus-per-task", "nodelist", "exclude", "reservation",
 )  # fmt: skip
-MINUTES = {"time": 240, "wait": 10}  # that a job may last; and that is waited for others once one has started
-CLUSTERS = ("slurm", "local")
+# limits of a job's duration, and of the wait for further jobs once one runs
+DEFAULT_MINUTES = {"time": 240, "wait": 10}
+CLUSTER_KINDS = ("slurm", "local")
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class SlurmRequest:
     """How many jobs of Slurm, or of this host; minutes by name, and sbatch's options."""
 
     jobs: int = 1
-    cluster: str = CLUSTERS[0]
-    minutes: dict[str, int] = field(default_factory=lambda: dict(MINUTES))
+    cluster: str = CLUSTER_KINDS[0]
+    minutes: dict[str, int] = field(default_factory=lambda: dict(DEFAULT_MINUTES))
     sbatch: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -61,20 +62,20 @@ def parse(spec: str) -> SlurmRequest:
     jobs = items.pop(0) if items and "=" not in items[0] else "1"
     if not _is_count(jobs):
         needed = "a whole number of jobs of at least 1"
-        raise UserError(f"--cluster slurm needs {needed}, not {jobs!r}; write e.g. {EXAMPLE}")
+        raise UserError(f"--cluster slurm needs {needed}, not {jobs!r}; write e.g. {CLUSTER_EXAMPLE}")
     given: dict[str, str] = {}
     for item in items:
         name, _, value = (part.strip() for part in item.partition("="))
         if not value:
-            raise UserError(f"{item!r} of --cluster slurm is not NAME=VALUE; write e.g. {EXAMPLE}")
-        check_known("option", name, ("cluster", *MINUTES, *OF_SBATCH), " of --cluster slurm")
+            raise UserError(f"{item!r} of --cluster slurm is not NAME=VALUE; write e.g. {CLUSTER_EXAMPLE}")
+        check_known("option", name, ("cluster", *DEFAULT_MINUTES, *OF_SBATCH), " of --cluster slurm")
         if name in given:
             raise UserError(f"{name} is given twice for --cluster slurm; give it once")
         given[name] = value
-    cluster = given.pop("cluster", CLUSTERS[0])
-    check_known("cluster", cluster, CLUSTERS, " of --cluster slurm")
+    cluster = given.pop("cluster", CLUSTER_KINDS[0])
+    check_known("cluster", cluster, CLUSTER_KINDS, " of --cluster slurm")
     minutes = {}
-    for name, usual in MINUTES.items():
+    for name, usual in DEFAULT_MINUTES.items():
         if not _is_count(value := given.pop(name, str(usual))):
             raise UserError(f"{name} of --cluster slurm must be a whole number of minutes, not {value!r}")
         minutes[name] = int(value)
@@ -90,11 +91,11 @@ def _is_count(text: str) -> bool:
 # A job of Slurm as a host: asked through files, and taken for lost when it or Slurm says so, or nothing is heard.
 
 JOB_NAME = "dyno"
-DEAD_S = 120.0  # without a sign of life of the command, after which a job takes it for dead
-QUEUE_S = 10.0  # without an answer of a job, after which Slurm is asked about it; and between two questions to Slurm
-COMMAND_S = 60.0  # that a command of Slurm may take
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+HEARTBEAT_TIMEOUT_S = 120.0  # without a heartbeat of the command a job ends
+QUEUE_POLL_INTERVAL_S = 10.0  # silence of a job before Slurm is asked about it, and interval between questions
+COMMAND_TIMEOUT_S = 60.0  # limit for a command of Slurm
+WAITING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+ALIVE_STATES = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
 
 class SlurmHost(RemoteHost):
@@ -156,12 +157,12 @@ class SlurmHost(RemoteHost):
 
     def _check_job(self) -> None:
         """See whether the job is still there; raises `NodeLost`."""
-        dead = self.dead  # before its last message is looked for
+        dead = self.dead  # read before its last message is searched
         if left := self.mail.read(LEFT):
             raise self._end_job(left[0])
         if dead:
             raise self._end_job("its process was killed")
-        if not self.local and self.about and time.monotonic() - self._heard > QUEUE_S:
+        if not self.local and self.about and time.monotonic() - self._heard > QUEUE_POLL_INTERVAL_S:
             self._heard = time.monotonic()
             state, _ = read_states([self]).get(self.id, ("", ""))
             if is_over(state):
@@ -171,7 +172,7 @@ class SlurmHost(RemoteHost):
         """End the job, whether it still exists or not, and return the error."""
         self.gone = True
         with suppress(OSError):
-            (self.mail.folder / OVER).touch()
+            (self.mail.folder / STOP).touch()
         self.cancel()
         return NodeLost(f"{self.name}: {why}" + ("" if self.about else f" ({self.last_words()})"))
 
@@ -197,12 +198,12 @@ def cancel(ids: Sequence[str]) -> None:
     if ids:
         with suppress(OSError, subprocess.SubprocessError):
             command = ["scancel", "--quiet", f"--name={JOB_NAME}", *ids]
-            subprocess.run(command, capture_output=True, timeout=COMMAND_S, check=False)
+            subprocess.run(command, capture_output=True, timeout=COMMAND_TIMEOUT_S, check=False)
 
 
 def is_over(state: str) -> bool:
     """Return whether a job in this state is over; "" is an unknown state."""
-    return state not in ("", *WAITING, *ALIVE)
+    return state not in ("", *WAITING_STATES, *ALIVE_STATES)
 
 
 def read_states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
@@ -213,7 +214,7 @@ def read_states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
     ids = [host.id for host in hosts]
     command = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.SubprocessError):
         return {}
     if done.returncode and "Invalid job id" not in done.stderr:
@@ -249,7 +250,7 @@ class Queue:
         queue, or about which Slurm doesn't answer. Raises `UserError` if no job starts.
         """
         while self._waiting:
-            if not self._waiting[0].local and time.monotonic() - self._asked > QUEUE_S:
+            if not self._waiting[0].local and time.monotonic() - self._asked > QUEUE_POLL_INTERVAL_S:
                 self._asked, self._states = time.monotonic(), read_states(self._waiting)
             for host in list(self._waiting):
                 self._look_at(host, wait_s)
@@ -272,9 +273,9 @@ class Queue:
         except NodeLost as e:  # it says why
             self._leave_out(host, str(e))
             return
-        if state in WAITING:
+        if state in WAITING_STATES:
             self._awaited.pop(host.id, None)
-        awaited = now - self._awaited.setdefault(host.id, now) if state not in WAITING else 0.0
+        awaited = now - self._awaited.setdefault(host.id, now) if state not in WAITING_STATES else 0.0
         if is_over(state):
             self._leave_out(host, f"{host.name} did not start: it is {state.lower()} ({host.last_words()})")
         elif awaited > wait_s:
@@ -295,7 +296,7 @@ class Queue:
         words = []
         for host in self._waiting:
             state, reason = self._states.get(host.id, ("", ""))
-            if state in WAITING:
+            if state in WAITING_STATES:
                 words.append(f"{host.name} waits in the queue ({state.lower() if reason in ('', 'None') else reason})")
         if words and words != self._said:
             self._said = words
@@ -303,8 +304,8 @@ class Queue:
             self.progress.show_step(f"{count} of {len(self.jobs)} jobs have started; {', '.join(words)}")
 
 
-ID = "id"  # the job's in Slurm
-END_S = 20.0  # that jobs have to end by themselves
+ID_FILE = "id"  # file with the job's id in Slurm
+SHUTDOWN_TIMEOUT_S = 20.0  # grace period for jobs to end by themselves
 
 
 def count_expected(spec: str, device: str) -> list[Place]:
@@ -323,8 +324,8 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
     """
     nodes.check_device(device)
     wanted, submitit = parse(spec), load_library("submitit", "--cluster slurm", UserError)
-    base = folder.resolve() / SLURM
-    refuse_links(base.parent, [SLURM])
+    base = folder.resolve() / SLURM_DIR
+    refuse_links(base.parent, [SLURM_DIR])
     try:
         _end_earlier(base)
         base.mkdir(parents=True, exist_ok=True)  # a job that ends may have written once more while it was removed
@@ -341,12 +342,12 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
         _end_jobs(jobs, mail)
         shutil.rmtree(base, ignore_errors=True)
         with suppress(OSError):
-            folder.rmdir()  # where nothing came of it, and so nothing lies there
+            folder.rmdir()  # empty if nothing was measured
 
 
 def _end_earlier(base: Path) -> None:
     """End the jobs of a command that died: running jobs end without its files, and others leave the queue."""
-    found = [path.read_text(errors="replace").strip() for path in base.glob(f"*/*/{ID}") if path.is_file()]
+    found = [path.read_text(errors="replace").strip() for path in base.glob(f"*/*/{ID_FILE}") if path.is_file()]
     cancel([one for one in found if one.isascii() and one.isdecimal()])  # a folder from elsewhere may hold anything
     shutil.rmtree(base, ignore_errors=True)
 
@@ -361,7 +362,7 @@ def _keep_beating(mail: Path) -> Iterator[None]:
         while not over.is_set():
             with suppress(OSError):  # a full disk, or a file system that is away for a moment
                 Mail(mail).send(DRIVER, 0, count := count + 1)
-            over.wait(BEAT_S)
+            over.wait(HEARTBEAT_INTERVAL_S)
 
     thread = Thread(target=write_beats, name="dyno-slurm", daemon=True)
     thread.start()
@@ -375,7 +376,7 @@ def _keep_beating(mail: Path) -> Iterator[None]:
 def _submit_job(submitit: Any, wanted: SlurmRequest, device: str, mail: Path, number: int) -> SlurmHost:
     folder = mail / str(number)
     folder.mkdir()
-    setting: dict[str, Any] = {"silent_s": DEAD_S}
+    setting: dict[str, Any] = {"silent_s": HEARTBEAT_TIMEOUT_S}
     executor: Any
     if wanted.local:
         setting |= {"driver": os.getpid(), **_reserve_share(wanted, device, number)}
@@ -391,7 +392,7 @@ def _submit_job(submitit: Any, wanted: SlurmRequest, device: str, mail: Path, nu
         raise UserError(f"Slurm refuses the job: {clean_text(str(e).strip().splitlines()[-1])}") from e
     host = SlurmHost(job, Mail(folder), device, local=wanted.local)
     if not wanted.local:
-        (folder / ID).write_text(host.id)
+        (folder / ID_FILE).write_text(host.id)
     return host
 
 
@@ -414,7 +415,7 @@ def _interrupts_ignored() -> Iterator[None]:
 def _reserve_share(wanted: SlurmRequest, device: str, number: int) -> dict[str, Any]:
     """Return what a job on this host reserves: a share of the processors, or a GPU."""
     if device == "cuda":
-        return {"visible": devices.parse_places(f"cuda:{number}")[0].env[devices.VISIBLE]}
+        return {"visible": devices.parse_places(f"cuda:{number}")[0].env[devices.VISIBLE_DEVICES]}
     devices.parse_places(",".join(f"cpu:{k}" for k in range(wanted.jobs)))  # a `UserError` where there are fewer
     return {"share": [number, wanted.jobs]}
 
@@ -462,8 +463,8 @@ def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
 def _end_jobs(jobs: Sequence[SlurmHost], mail: Path) -> None:
     """End all jobs: those that have started by themselves, with their processes, and the others through Slurm."""
     with suppress(OSError):
-        (mail / OVER).touch()
-    until = time.monotonic() + END_S
+        (mail / STOP).touch()
+    until = time.monotonic() + SHUTDOWN_TIMEOUT_S
     while not all(host.ended for host in jobs) and time.monotonic() < until:
         time.sleep(0.05)
     for host in jobs:

@@ -21,11 +21,12 @@ from dyno.devices.clusters.node import Node
 from dyno.worker import system
 from dyno.worker.spec import UserError
 
-POLL_S = 0.5  # between two looks for a question
-BEAT_S = 2.0  # between two signs of life of the command
+POLL_INTERVAL_S = 0.5  # polling for a message
+HEARTBEAT_INTERVAL_S = 2.0  # heartbeats of the command
 REFRESH_S = 1.0
-DRIVER, BEGUN, OVER = "driver", "begun", "over"  # the command's sign of life, the job's, and that the job is to end
-ASK, ANSWER, LEFT = "ask", "answer", "left"  # kinds of messages; the last says why the job has ended
+# files: the command's heartbeat, the job's start, the request to stop
+DRIVER, STARTED, STOP = "driver", "begun", "over"
+ASK, ANSWER, LEFT = "ask", "answer", "left"  # kinds of messages; the last has the reason why a job ended
 OF_LAUNCHERS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SUBMITIT_")  # variables that a study on one host hasn't
 
 
@@ -82,13 +83,13 @@ def main(folder: str, setting: dict[str, Any]) -> None:
         threads = system.core_threads()
         os.sched_setaffinity(0, places.list_share(threads, len(threads) // count, number))
     if visible := setting.get("visible"):
-        os.environ[places.VISIBLE] = visible
+        os.environ[places.VISIBLE_DEVICES] = visible
     pilot = Pilot(Path(folder), setting["silent_s"], setting.get("driver", 0))
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, pilot.interrupt)
     signal.signal(signal.SIGINT, lambda *_: None)  # a terminal's, for the command; one that ignores would be inherited
     with suppress(FileExistsError):  # Slurm started the job a second time, and its study goes on without it
-        (pilot.mail.folder / BEGUN).touch(exist_ok=False)
+        (pilot.mail.folder / STARTED).touch(exist_ok=False)
         pilot.serve()
 
 
@@ -114,7 +115,7 @@ class Pilot:
             while not (over := self._find_reason()):
                 asked = self.mail.receive(ASK, number + 1)
                 if asked is None:
-                    time.sleep(POLL_S)
+                    time.sleep(POLL_INTERVAL_S)
                     continue
                 number += 1
                 self.mail.send(ANSWER, number, self._call_node(*asked[0]))
@@ -122,7 +123,7 @@ class Pilot:
         except OSError as e:
             why = f"it could not go on: {e}"
         finally:
-            if not self._signal:  # else Slurm kills what is left in half a minute
+            if not self._signal:  # otherwise Slurm kills the rest within 30 seconds
                 self._node.end()
             with suppress(OSError):
                 self.mail.send(LEFT, 0, why)
@@ -132,7 +133,7 @@ class Pilot:
         """Return why the job is to end, or "" while it isn't."""
         if self._signal:
             return f"it was ended by {self._signal}: cancelled, preempted, or out of its time"
-        if not self.mail.folder.is_dir() or any((f / OVER).exists() for f in (self.mail.folder, self._common)):
+        if not self.mail.folder.is_dir() or any((f / STOP).exists() for f in (self.mail.folder, self._common)):
             return "it is over"
         if self._driver and not psutil.pid_exists(self._driver):
             return "the command that started it died"

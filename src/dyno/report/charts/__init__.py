@@ -7,11 +7,11 @@ import sys
 from dyno.report.style import Chart
 from dyno.worker import plugins
 
-GROUP = "dyno.charts"
-ABILITIES = ("dyno.video.tables", "dyno.serving.tables")  # modules of other rooms that declare charts
+ENTRY_POINT_GROUP = "dyno.charts"
+CHART_MODULES = ("dyno.video.tables", "dyno.serving.tables")  # modules of other packages that declare charts
 
 
 def list_charts() -> list[Chart]:
     """Return every available chart in the report's order: Dyno's own, then those of installed distributions."""
-    found = plugins.list_declared((sys.modules[__name__], *ABILITIES), Chart, GROUP).values()
+    found = plugins.list_declared((sys.modules[__name__], *CHART_MODULES), Chart, ENTRY_POINT_GROUP).values()
     return sorted(found, key=lambda chart: (chart.place, chart.name))

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 # Lines against the batch or the image size: a panel for each of what is neither, a line for each configuration.
 
-MOST_PANELS = 12
-MOST_CONFIGURATIONS = 12  # lines or bars of one panel that a reader can tell apart
-LONGEST = 44  # characters of a name on an axis
+MAX_PANELS = 12
+MAX_CONFIGURATIONS = 12  # lines or bars of one panel that remain distinguishable
+MAX_NAME_LENGTH = 44  # characters of a name on an axis
 
 Panel = tuple[str, "pd.DataFrame"]
 
@@ -95,7 +95,7 @@ def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
     rows = rows.assign(place=[place_of(v) for v in rows[axis]])
     keys = [k for k in ("model", "size", "batch", "device") if k != axis]
     panels = [(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False) if g["place"].nunique() > 1]
-    return panels[:MOST_PANELS], max(0, len(panels) - MOST_PANELS)
+    return panels[:MAX_PANELS], max(0, len(panels) - MAX_PANELS)
 
 
 def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
@@ -123,7 +123,7 @@ def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
 def list_configurations(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the first MOST_CONFIGURATIONS with `configuration` and `twin`, its index among look-alikes."""
     rows = rows.assign(configuration=[configuration_of(r) for _, r in rows.iterrows()])
-    rows = rows[rows["configuration"].isin(list(dict.fromkeys(rows["configuration"]))[:MOST_CONFIGURATIONS])]
+    rows = rows[rows["configuration"].isin(list(dict.fromkeys(rows["configuration"]))[:MAX_CONFIGURATIONS])]
     alike: dict[tuple[str, str], dict[str, int]] = {}
     lines = list(zip(rows["configuration"], rows["backend"], rows["precision"], strict=True))
     for name, *kind in lines:
@@ -153,7 +153,7 @@ def draw_legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
     rows = one_of_each(panels)
     place_legend(
         figure,
-        [Line2D([], [], label=shorten_text(r["configuration"], LONGEST), **choose_stroke(r)) for r in rows],
+        [Line2D([], [], label=shorten_text(r["configuration"], MAX_NAME_LENGTH), **choose_stroke(r)) for r in rows],
         left,
     )
 
@@ -177,7 +177,7 @@ def place_legend(figure: Any, handles: list[Any], left: int) -> None:
 def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
     """Return a panel's title from the values that all its rows share."""
     named = dict(zip(keys, values, strict=True))
-    parts = [shorten_text(named["model"], LONGEST)] + [
+    parts = [shorten_text(named["model"], MAX_NAME_LENGTH)] + [
         f"{k} {named[k]}" for k in ("size", "batch") if k in named and (k, named[k]) != ("size", NO_IMAGE)
     ]
     return ", ".join(parts + ([named["device"]] if named["device"] != "cpu" else []))
@@ -189,11 +189,11 @@ def place_of(value: Any) -> float:
     return math.sqrt(float(height) * float(width)) if width else float(height)
 
 
-MOST_BARS = 80  # rows in one figure; what is beyond stands in results.csv
-MOST_ACCURACY_PANELS = 6
-MOST_NAMED = 4
-ROW = 0.27  # inches a bar takes
-LOGARITHMIC = 10  # times by which the largest exceeds the smallest, from which an axis is logarithmic
+MAX_BARS = 80  # rows in one figure; results.csv has all
+MAX_ACCURACY_PANELS = 6
+MAX_NAMED = 4
+ROW_HEIGHT = 0.27  # inches of a bar
+LOG_AXIS_RATIO = 10  # ratio of largest to smallest value from which an axis is logarithmic
 
 SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("throughput_low", "throughput_high")}
 
@@ -235,7 +235,7 @@ def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
     limit = set_scale(axes, rows[LATENCY], rows["latency_ms_high"].max())
     logarithmic = axes.get_xscale() == "log"
     for y, (_, r) in enumerate(rows.iterrows()):
-        if logarithmic:  # where the length of a bar would say nothing
+        if logarithmic:  # the length of a bar means nothing on a logarithmic axis
             _plot_point(axes, r, r[LATENCY], y)
         else:
             hatch = HATCHES.get(r["precision"], "")
@@ -283,7 +283,7 @@ def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
     """
     low, high = min(values), max(values)
     limit = _choose_axis_end(high, highest)
-    if high > LOGARITHMIC * low > 0:
+    if high > LOG_AXIS_RATIO * low > 0:
         limit *= 1.2
         make_logarithmic(axes, "x", low / 1.6, limit)
     else:
@@ -317,7 +317,7 @@ def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading:
     groups, left_out = _choose_groups([(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False)])
     if not groups:
         return None
-    heights = [max(len(g), 2) * ROW for _, g in groups]
+    heights = [max(len(g), 2) * ROW_HEIGHT for _, g in groups]
     total = sum(heights) + 0.62 * len(groups) + 0.35
     with apply_style() as figure_class:
         figure = figure_class((WIDTH, total))
@@ -331,7 +331,7 @@ def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading:
             draw(axes, ordered)
             _name_rows(axes, ordered, value)
             place = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
-            axes.annotate(heading, (1.015, 0), (0, -3), **place)  # above it would meet the title
+            axes.annotate(heading, (1.015, 0), (0, -3), **place)  # above it would overlap the title
             axes.set_title(title, x=0 if len(title) < 60 else -0.4)
         axes.set_xlabel(axis)
         if left_out:
@@ -340,7 +340,7 @@ def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading:
 
 
 def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
-    axes.set_yticks(range(len(rows)), [shorten_text(configuration_of(r), LONGEST) for _, r in rows.iterrows()])
+    axes.set_yticks(range(len(rows)), [shorten_text(configuration_of(r), MAX_NAME_LENGTH) for _, r in rows.iterrows()])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
@@ -354,7 +354,7 @@ def draw_accuracy(run: RunData, speed: str = LATENCY) -> Any:
     Sizes share a panel where a budget lets them compete; all batches share one where images per second are compared.
     None without a panel of at least two accuracies.
     """
-    panels = [*_accuracy_panels(run, speed)][:MOST_ACCURACY_PANELS]
+    panels = [*_accuracy_panels(run, speed)][:MAX_ACCURACY_PANELS]
     if not panels:
         return None
     with apply_style() as figure_class:
@@ -386,11 +386,11 @@ def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
     """Return the frontier in words: names beside crowded points would cover them."""
     unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
     names = [
-        " ".join([shorten_text(configuration_of(r), LONGEST), *(f"{k} {r[k]}" for k in unequal)])
+        " ".join([shorten_text(configuration_of(r), MAX_NAME_LENGTH), *(f"{k} {r[k]}" for k in unequal)])
         for _, r in edge.iterrows()
     ]
-    more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return "frontier (ringed), fastest first: " + ", ".join(names[:MOST_NAMED]) + more
+    more = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return "frontier (ringed), fastest first: " + ", ".join(names[:MAX_NAMED]) + more
 
 
 def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: str, metric: Metric) -> None:
@@ -439,9 +439,9 @@ def _choose_groups(groups: list[Panel]) -> tuple[list[Panel], int]:
     kept: list[Panel] = []
     bars = 0
     for title, group in groups:
-        if bars + len(group) > MOST_BARS and kept:
+        if bars + len(group) > MAX_BARS and kept:
             break
-        kept.append((title, group.nsmallest(MOST_BARS, LATENCY)))
+        kept.append((title, group.nsmallest(MAX_BARS, LATENCY)))
         bars += len(group)
     return kept, len(groups) - len(kept)
 
@@ -480,7 +480,7 @@ THROUGHPUT_SIZE = Chart(
 
 # The charts that published comparisons draw: bars for all models, speed-up against size, TFLOPS under the peak.
 
-FEW, MANY = 12, 30  # bars of a panel up to which their numbers lie flat, and stand
+FLAT_LABEL_BARS, UPRIGHT_LABEL_BARS = 12, 30  # bars of a panel whose numbers are horizontal, and vertical
 
 
 def inference_time(run: RunData) -> Any:
@@ -496,7 +496,7 @@ def inference_time(run: RunData) -> Any:
         for (size, batch), group in rows.groupby(["size", "batch"], sort=False)
         if group["model"].nunique() > 1
     ]
-    panels, left = groups[:MOST_PANELS], max(0, len(groups) - MOST_PANELS)
+    panels, left = groups[:MAX_PANELS], max(0, len(groups) - MAX_PANELS)
     if not panels:
         return None
     with apply_style() as figure_class:
@@ -506,7 +506,8 @@ def inference_time(run: RunData) -> Any:
             _draw_bars(axes, group)
             axes.set_title(title)
         handles = [
-            Patch(label=shorten_text(r["configuration"], LONGEST), **_choose_fill(r)) for r in one_of_each(panels)
+            Patch(label=shorten_text(r["configuration"], MAX_NAME_LENGTH), **_choose_fill(r))
+            for r in one_of_each(panels)
         ]
         place_legend(figure, handles, left)
     return figure
@@ -519,16 +520,16 @@ def _draw_bars(axes: Any, group: pd.DataFrame) -> None:
         for _, r in group[group["configuration"] == name].iterrows():
             x = models.index(r["model"]) + (place - (len(configurations) - 1) / 2) * width
             axes.bar(x, r[LATENCY], 0.92 * width, **_choose_fill(r))
-            if count <= MANY:
+            if count <= UPRIGHT_LABEL_BARS:
                 axes.annotate(
                     format_number(r[LATENCY]), (x, r[LATENCY]), (0, 2), textcoords="offset points", ha="center",
-                    va="bottom", fontsize=7, rotation=90 if count > FEW else 0,
+                    va="bottom", fontsize=7, rotation=90 if count > FLAT_LABEL_BARS else 0,
                 )  # fmt: skip
     low, high = group[LATENCY].min(), group[LATENCY].max()
-    make_logarithmic(axes, "y", low / 2, high * (4 if FEW < count <= MANY else 1.6))
+    make_logarithmic(axes, "y", low / 2, high * (4 if FLAT_LABEL_BARS < count <= UPRIGHT_LABEL_BARS else 1.6))
     axes.set_ylabel("latency per batch, ms")
     tilted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, models)) > 70 else {}
-    axes.set_xticks(range(len(models)), [shorten_text(m, LONGEST) for m in models], **tilted)
+    axes.set_xticks(range(len(models)), [shorten_text(m, MAX_NAME_LENGTH) for m in models], **tilted)
     axes.tick_params(axis="x", length=0)
     axes.grid(False, axis="x")
 
@@ -600,7 +601,7 @@ TFLOPS_SIZE = Chart(
 
 # Every round of every trial: how far fresh processes lie apart, which an interval only sums up.
 
-HEIGHT = 0.5  # of a row, over which its rounds are spread in the order in which they ran
+ROUND_SPREAD = 0.5  # height of a row over which its rounds are spread, in time order
 
 
 def draw_rounds(run: RunData) -> Any:
@@ -618,7 +619,7 @@ def _draw_panel(axes: Any, rows: pd.DataFrame, trials: dict[str, TrialResult]) -
     for y, ((_, r), own) in enumerate(zip(rows.iterrows(), medians, strict=True)):
         axes.plot([r[LATENCY]] * 2, [y - 0.4, y + 0.4], color=INK, lw=1)
         for number, (name, value) in enumerate(own.items()):
-            place = y + HEIGHT * (number / max(1, len(own) - 1) - 0.5)
+            place = y + ROUND_SPREAD * (number / max(1, len(own) - 1) - 0.5)
             (dot,) = axes.plot(value, place, "o", color=choose_color(r["backend"]), mec="white", mew=0.4, ms=5)
             add_tooltip(dot, f"{name.removeprefix('r')}. round: {show(value * 1e-3, 'duration')}")
 
@@ -646,12 +647,12 @@ ROUNDS = Chart(
 
 # Which classes a classifier takes for which, as pictures.
 
-MOST_DRAWN = 4  # matrices; every one is stored as CSV
-MOST_NUMBERED = 20  # classes up to which the picture has the numbers in it
-MOST_LABELLED = 60
-MOST_SQUARES = 30  # classes up to which each cell is a separate shape in the page; above it is a picture
-LONGEST_CLASS = 24
-SHADE, ON_SHADE = "#0072B2", "#fdfdfd"  # the second isn't the page's own white, which is dark on a dark screen
+MAX_DRAWN = 4  # matrices drawn; each one is stored as CSV
+MAX_NUMBERED = 20  # classes up to which cells show their numbers
+MAX_LABELLED = 60
+MAX_VECTOR_CELLS = 30  # classes up to which cells are shapes; more make a bitmap
+MAX_CLASS_LENGTH = 24
+MATRIX_COLOUR, MATRIX_TEXT_COLOUR = "#0072B2", "#fdfdfd"  # text colour: pure white would be dark in a dark theme
 
 
 def draw_matrices(run: RunData) -> Any:
@@ -659,7 +660,7 @@ def draw_matrices(run: RunData) -> Any:
 
     Return None without a matrix.
     """
-    drawn = list(_find_distinct(run))[:MOST_DRAWN]
+    drawn = list(_find_distinct(run))[:MAX_DRAWN]
     if not drawn:
         return None
     sides = [min(WIDTH, max(3.2, 1.6 + 0.32 * len(matrix.classes))) for _, matrix in drawn]
@@ -681,7 +682,7 @@ def _find_distinct(run: RunData) -> Iterator[tuple[str, Confusion]]:
         matrix = accuracy.read_confusion(t)
         if matrix and len(matrix.classes) > 1:
             key = t.model, t.size, matrix.classes.tobytes() + matrix.counts.tobytes()
-            alike.setdefault(key, []).append(shorten_text(t.label, 2 * LONGEST_CLASS))
+            alike.setdefault(key, []).append(shorten_text(t.label, 2 * MAX_CLASS_LENGTH))
             matrices.setdefault(key, matrix)
     for key, (first, *others) in alike.items():
         more = f", and {len(others)} more with the same matrix" if others else ""
@@ -692,18 +693,18 @@ def _draw_matrix(axes: Any, matrix: Confusion) -> None:
     total = np.maximum(matrix.counts.sum(axis=1, keepdims=True), 1)
     count = len(matrix.classes)
     axes.grid(False)
-    axes.pcolormesh(matrix.counts / total, cmap=_make_colormap(), vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
+    axes.pcolormesh(matrix.counts / total, cmap=_make_colormap(), vmin=0, vmax=1, rasterized=count > MAX_VECTOR_CELLS)
     axes.set_aspect("equal")
     axes.invert_yaxis()
-    unnamed = "" if count <= MOST_LABELLED else f", {count:,} classes in the order of the CSV file"
+    unnamed = "" if count <= MAX_LABELLED else f", {count:,} classes in the order of the CSV file"
     axes.set_xlabel("answer" + unnamed)
     axes.set_ylabel("label")
-    ticks = range(count) if count <= MOST_LABELLED else []
-    names = [shorten_text(name, LONGEST_CLASS) for name in matrix.names]
+    ticks = range(count) if count <= MAX_LABELLED else []
+    names = [shorten_text(name, MAX_CLASS_LENGTH) for name in matrix.names]
     middles = [place + 0.5 for place in ticks]
     axes.set_xticks(middles, names if ticks else [], rotation=90, fontsize=8)
     axes.set_yticks(middles, names if ticks else [], fontsize=8)
-    if count <= MOST_NUMBERED:
+    if count <= MAX_NUMBERED:
         _write_counts(axes, matrix.counts, matrix.counts / total)
 
 
@@ -711,12 +712,12 @@ def _make_colormap() -> Any:
     """Return a colour map from transparent to the full colour, so that the background, white or dark, shows through."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgba
 
-    return LinearSegmentedColormap.from_list("shares", [to_rgba(SHADE, 0), to_rgba(SHADE, 1)])
+    return LinearSegmentedColormap.from_list("shares", [to_rgba(MATRIX_COLOUR, 0), to_rgba(MATRIX_COLOUR, 1)])
 
 
 def _write_counts(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
     for i, j in zip(*np.nonzero(counts), strict=True):
-        color = ON_SHADE if shares[i, j] > 0.5 else INK
+        color = MATRIX_TEXT_COLOUR if shares[i, j] > 0.5 else INK
         axes.text(j + 0.5, i + 0.5, f"{counts[i, j]:,}", ha="center", va="center", fontsize=7, color=color)
 
 
@@ -731,10 +732,10 @@ CONFUSION = Chart(
 
 # Images that flip, as pictures.
 
-MOST_STRIPS, MOST_PICTURES = 4, 8  # configurations, and images of each
+MAX_STRIPS, MAX_PICTURES = 4, 8  # configurations, and images of each
 PICTURE_SIDE = 96  # pixels at most, so that a page stays small
-LONGEST_ANSWER = 14
-BOX = "#ff9d00"  # bright on dark and on light pictures
+MAX_ANSWER_LENGTH = 14
+BOX_COLOUR = "#ff9d00"  # visible on dark and on light pictures
 
 
 @dataclass(frozen=True)
@@ -750,7 +751,7 @@ class FlipPicture:
 
 def draw_flips(run: RunData) -> Any:
     """Draw the first images that each configuration lost or gained against its reference; None without any."""
-    strips = [*_find_strips(run), *_find_box_strips(run)][:MOST_STRIPS]
+    strips = [*_find_strips(run), *_find_box_strips(run)][:MAX_STRIPS]
     if not strips:
         return None
     with apply_style() as figure_class:
@@ -759,7 +760,7 @@ def draw_flips(run: RunData) -> Any:
             np.atleast_1d(figure.subfigures(len(strips), 1, squeeze=True)), strips, strict=True
         ):
             part.suptitle(title, fontsize=9)
-            places = part.subplots(1, MOST_PICTURES)
+            places = part.subplots(1, MAX_PICTURES)
             for axes, picture in zip(places, pictures, strict=False):
                 _draw_picture(axes, picture)
             for axes in places[len(pictures) :]:
@@ -776,15 +777,15 @@ def _find_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
         if photographs is None or reference is None:
             continue
         lost = sum(flip.is_lost for flip in flips)
-        shown = [*flips[: min(lost, max(MOST_PICTURES // 2, MOST_PICTURES - (len(flips) - lost)))], *flips[lost:]]
+        shown = [*flips[: min(lost, max(MAX_PICTURES // 2, MAX_PICTURES - (len(flips) - lost)))], *flips[lost:]]
         pictures = []
-        for flip in shown[:MOST_PICTURES]:
-            before, after = (shorten_text(name, LONGEST_ANSWER) for name in (flip.reference, flip.answer))
+        for flip in shown[:MAX_PICTURES]:
+            before, after = (shorten_text(name, MAX_ANSWER_LENGTH) for name in (flip.reference, flip.answer))
             if flip.image < len(photographs.pixels):
                 pixels = photographs.pixels[flip.image].transpose(1, 2, 0)
                 pictures.append(FlipPicture(pixels, "lost" if flip.is_lost else "gained", f"{before}\n→ {after}"))
         if pictures:
-            title = f"{shorten_text(t.label, 2 * LONGEST_CLASS)}: {lost} lost, {len(flips) - lost} gained"
+            title = f"{shorten_text(t.label, 2 * MAX_CLASS_LENGTH)}: {lost} lost, {len(flips) - lost} gained"
             yield f"{title} against {reference.configuration}", pictures
 
 
@@ -797,7 +798,7 @@ def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
         if found is None or photographs is None or reference is None or photographs.sizes is None:
             continue
         pictures = []
-        for flip in found.flips[:MOST_PICTURES]:
+        for flip in found.flips[:MAX_PICTURES]:
             if flip.image < min(len(photographs.pixels), len(photographs.sizes)):
                 pixels = photographs.pixels[flip.image].transpose(1, 2, 0)
                 place = ImagePlacement(*photographs.sizes[flip.image].tolist(), *pixels.shape[:2])
@@ -805,10 +806,11 @@ def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
                 boxes = tuple(each * scale + margin for each in (flip.reference, flip.own))
                 counts = (flip.lost, "lost"), (flip.gained, "gained"), (flip.renamed, "other class")
                 below = "\n".join(f"{count} {name}" for count, name in counts if count)
-                name = shorten_text(photographs.name(flip.image).rpartition("/")[2], LONGEST_ANSWER)
+                name = shorten_text(photographs.name(flip.image).rpartition("/")[2], MAX_ANSWER_LENGTH)
                 pictures.append(FlipPicture(pixels, name, below, boxes))
         if pictures:
-            title = f"{shorten_text(t.label, LONGEST)} against {shorten_text(reference.configuration, LONGEST)}"
+            own, other = (shorten_text(name, MAX_NAME_LENGTH) for name in (t.label, reference.configuration))
+            title = f"{own} against {other}"
             yield f"{title}:\n{found.describe()}", pictures
 
 
@@ -817,7 +819,7 @@ def _draw_picture(axes: Any, picture: FlipPicture) -> None:
     small = picture.pixels[::step, ::step]
     grey = small.shape[2] != 3
     axes.imshow(small[..., 0] if grey else small, cmap="gray" if grey else None, vmin=0, vmax=255)
-    for boxes, ink, line in zip(picture.boxes, (PAPER, BOX), ("-", "--"), strict=False):
+    for boxes, ink, line in zip(picture.boxes, (PAPER, BOX_COLOUR), ("-", "--"), strict=False):
         for left, top, right, bottom in ((boxes / step) - 0.5).tolist():
             corners = [left, right, right, left, left], [top, top, bottom, bottom, top]
             axes.plot(*corners, color=ink, linestyle=line, linewidth=1.2)

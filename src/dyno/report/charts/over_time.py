@@ -12,7 +12,7 @@ import numpy as np
 from dyno.formatting import format_size, shorten_text
 from dyno.report import style
 from dyno.report.export import export
-from dyno.report.style import INK, LINES, SPARE, WIDTH, Chart, apply_style, choose_color
+from dyno.report.style import INK, LINES, SPARE_COLORS, WIDTH, Chart, apply_style, choose_color
 from dyno.report.tables import TableKind
 from dyno.results.files import read_numbers
 from dyno.results.ranking import LATENCY
@@ -26,7 +26,7 @@ from dyno.worker.spec import UserError
 
 # What a round's job did to the machine over time: telemetry.npz as series of quantities on one time axis.
 
-STEPS = 2.0  # times the usual time between two looks: a longer one is a pause, in which others were measured
+MAX_GAP_STEPS = 2.0  # a longer gap than this multiple of the sampling interval is a pause
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def read_over_time(r: Round) -> Series | None:
     if "cpu_energy" in columns:
         columns["cpu_power"] = np.concatenate([[np.nan], np.diff(columns["cpu_energy"]) / np.diff(at)])
     steps = np.diff(at, prepend=0.0)
-    longest = STEPS * float(np.median(steps))
+    longest = MAX_GAP_STEPS * float(np.median(steps))
     seconds = np.cumsum(np.minimum(steps, longest))
     wanted = ON_GPU if r.device.startswith("cuda") else ON_CPU
     values = {each: each.scale * columns[each.column] for each in wanted if each.column in columns}
@@ -97,8 +97,8 @@ def list_quantities(series: Iterable[Series]) -> list[Quantity]:
 
 # Trials over time on one axis: memory, utilisation, power and clock of the device while each job ran.
 
-GROUPS, TRIALS, LONGEST = 6, 4, 60  # groups in one chart, trials in a group, and characters of a title
-PANEL, STRIP = 1.3, 0.22  # inches of a quantity's panel, and of a trial's row of what was timed
+MAX_GROUPS, MAX_TRIALS, MAX_TITLE_LENGTH = 6, 4, 60  # groups in a chart, trials in a group, characters of a title
+PANEL_HEIGHT, STRIP_HEIGHT = 1.3, 0.22  # inches of a quantity's panel, and of a trial's strip
 
 Shown = tuple[TrialResult, Series]
 
@@ -115,7 +115,7 @@ def over_time(run: RunData) -> Any:
 def group_over_time(run: RunData) -> list[tuple[str, list[Shown]]]:
     """Return the first GROUPS of trials that were recorded, each with a title; of one trial only on a GPU."""
     groups = ((title, series_of(trials)) for title, trials in _group_trials(run))
-    return [(title, shown) for title, shown in groups if len(shown) > 1 or any(t.gpu for t, _ in shown)][:GROUPS]
+    return [(title, shown) for title, shown in groups if len(shown) > 1 or any(t.gpu for t, _ in shown)][:MAX_GROUPS]
 
 
 def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
@@ -125,7 +125,10 @@ def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
 
 def draw_over_time(groups: Sequence[tuple[str, Sequence[Shown]]]) -> Any:
     """Draw a figure: for each group a panel per quantity with a line per trial, and the timed stretches below."""
-    heights = [PANEL * len(list_quantities(s for _, s in shown)) + STRIP * len(shown) + 0.9 for _, shown in groups]
+    heights = [
+        PANEL_HEIGHT * len(list_quantities(s for _, s in shown)) + STRIP_HEIGHT * len(shown) + 0.9
+        for _, shown in groups
+    ]
     with apply_style() as figure_class:
         figure = figure_class((WIDTH, sum(heights)), layout="constrained")
         parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -140,14 +143,16 @@ def _group_trials(run: RunData) -> Iterator[tuple[str, list[TrialResult]]]:
     for (model, size, device), group in rows.groupby(["model", "size", "device"], sort=False):
         last = group[group["batch"] == group["batch"].max()]
         order = last.assign(first=last["verdict"] != "reference").sort_values(["first", LATENCY], kind="stable")
-        more = f" ({len(order) - TRIALS} more in results.csv)" if len(order) > TRIALS else ""
-        title = f"{shorten_text(model, LONGEST)}{format_size(size)}, batch {last['batch'].iloc[0]}, {device}{more}"
-        yield title, [run.trials[id] for id in order["trial"][:TRIALS]]
+        more = f" ({len(order) - MAX_TRIALS} more in results.csv)" if len(order) > MAX_TRIALS else ""
+        title = (
+            f"{shorten_text(model, MAX_TITLE_LENGTH)}{format_size(size)}, batch {last['batch'].iloc[0]}, {device}{more}"
+        )
+        yield title, [run.trials[id] for id in order["trial"][:MAX_TRIALS]]
 
 
 def _draw_group(part: Any, shown: Sequence[Shown]) -> None:
     wanted = list_quantities(series for _, series in shown)
-    heights = [*[PANEL] * len(wanted), STRIP * len(shown)]
+    heights = [*[PANEL_HEIGHT] * len(wanted), STRIP_HEIGHT * len(shown)]
     *panels, strip = part.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     tones = _choose_tones([t for t, _ in shown])
     for axes, quantity in zip(panels, wanted, strict=True):
@@ -173,7 +178,7 @@ def _choose_tones(trials: Sequence[TrialResult]) -> list[str]:
     """Return a colour for each trial: its backend's, or a spare one where an earlier trial has taken that."""
     taken: list[str] = []
     for t in trials:
-        spare = (tone for tone in (choose_color(t.backend), *SPARE) if tone not in taken)
+        spare = (tone for tone in (choose_color(t.backend), *SPARE_COLORS) if tone not in taken)
         taken.append(next(spare, INK))
     return taken
 
@@ -190,7 +195,7 @@ OVER_TIME = Chart(
 
 SERIES = TableKind("over-time", "Over time", "A row for each look at a job: memory, utilisation, power and clock.",
                    command="dyno show RUN --over-time FILE.csv")  # fmt: skip
-ENDINGS = (".svg", ".png", ".csv")
+FILE_SUFFIXES = (".svg", ".png", ".csv")
 
 
 def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
@@ -200,8 +205,8 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
     the fastest others of each group. Raises `UserError` for a file that can't be written, and if nothing was
     recorded.
     """
-    if path.suffix not in ENDINGS:
-        raise UserError(f"{path} would be no chart over time; give a name that ends in {', '.join(ENDINGS)}")
+    if path.suffix not in FILE_SUFFIXES:
+        raise UserError(f"{path} would be no chart over time; give a name that ends in {', '.join(FILE_SUFFIXES)}")
     trials = [find_trial(run.records, choice) for choice in choices]
     if choices:
         title = ", ".join(dict.fromkeys(f"{t.model}{format_size(t.size)}, batch {t.batch}, {t.device}" for t in trials))

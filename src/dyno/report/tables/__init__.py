@@ -13,22 +13,22 @@ from dyno.table import TEXT, Column, Row, Table
 from dyno.worker import plugins
 from dyno.worker.spec import UserError, check_known
 
-GROUP = "dyno.tables"
+ENTRY_POINT_GROUP = "dyno.tables"
 # modules of other rooms that declare tables of a run
-ABILITIES = (
+TABLE_MODULES = (
     "dyno.video.tables",
     "dyno.serving.tables",
     "dyno.serving.application",
     "dyno.regression.compare_table",
     "dyno.regression.history",
 )
-SECTIONS = ("tables", "accuracy", "side", "")  # of the report, in its order
+REPORT_SECTIONS = ("tables", "accuracy", "side", "")  # sections of the report, in order
 
 
 def list_kinds() -> list[TableKind]:
     """Return every available table in the report's order: Dyno's own, then those of installed distributions."""
-    declared = plugins.list_declared((sys.modules[__name__], *ABILITIES), TableKind, GROUP).values()
-    return sorted(declared, key=lambda kind: (SECTIONS.index(kind.section), kind.place, kind.name))
+    declared = plugins.list_declared((sys.modules[__name__], *TABLE_MODULES), TableKind, ENTRY_POINT_GROUP).values()
+    return sorted(declared, key=lambda kind: (REPORT_SECTIONS.index(kind.section), kind.place, kind.name))
 
 
 def make_tables(run: RunData, name: str) -> list[Table]:
@@ -59,7 +59,7 @@ def list_tables() -> Table:
         {"name": kind.name, "holds": kind.description, "command": kind.command or f"dyno show RUN --table {kind.name}"}
         for kind in list_kinds()
     ]
-    return LIST.of(COLUMNS, rows)
+    return TABLE_LIST.of(COLUMNS, rows)
 
 
 RUN_COLUMNS = tuple(
@@ -124,4 +124,4 @@ COLUMNS = (
     Column("holds", "in a sentence", kind=TEXT),
     Column("command", "that prints it", kind=TEXT, rank=1),
 )
-LIST = TableKind("tables", "Tables", "The tables there are.")
+TABLE_LIST = TableKind("tables", "Tables", "The tables there are.")

@@ -8,7 +8,7 @@ from typing import Any
 
 from dyno.formatting import format_number
 from dyno.report.tables import TableKind
-from dyno.report.tables.trial_table import STAGES
+from dyno.report.tables.trial_table import EVALUATION_STAGES
 from dyno.results import metrics
 from dyno.results.correctness import other_inputs
 from dyno.results.metrics import accuracy, agreement, mean_ap
@@ -33,17 +33,17 @@ from dyno.table import (
 from dyno.worker.numerics.closeness import ATOL, RTOL
 from dyno.worker.spec import UserError
 
-MOST_CLASSES, MOST_COLUMNS = 200, 8  # rows and trials of a table of classes
-MOST_FLIPS = 200  # images of a configuration in the table of flips
-OF = Column("of", "what is scored: boxes, masks or keypoints", kind=TEXT)
-IMAGES = Column("images", "that the accuracy is from", kind=COUNT)
-PAIRED = (
+MAX_CLASSES, MAX_COLUMNS = 200, 8  # rows and trials of a class table
+MAX_FLIPS = 200  # images of a configuration in the table of flips
+OF_COLUMN = Column("of", "what is scored: boxes, masks or keypoints", kind=TEXT)
+IMAGES_COLUMN = Column("images", "that the accuracy is from", kind=COUNT)
+PAIRED_COLUMNS = (
     Column("gained", "images that only this trial has right, not the reference", kind=COUNT),
     Column("lost", "images that only the reference has right", kind=COUNT),
 )
-COPIED = ("images", "budget", "more_images")
-LABEL = Column("label", "the trial: model, configuration, batch and size", kind=TEXT, title="trial")
-DECISION = (
+COPIED_COLUMNS = ("images", "budget", "more_images")
+LABEL_COLUMN = Column("label", "the trial: model, configuration, batch and size", kind=TEXT, title="trial")
+DECISION_COLUMNS = (
     Column("budget", "within, over or undecided", kind=TEXT),
     Column("more_images", "about how many more would decide it", kind=COUNT, title="images to settle"),
 )
@@ -57,7 +57,7 @@ def _format_shift(row: Row) -> str:
     return value if math.isnan(values[1]) else f"{value} [{low}, {high}]"
 
 
-SHIFT = (
+SHIFT_COLUMNS = (
     Column("score_shift", "mean difference of the first answer's score from the reference's, paired, in the network's "
            "own unit", title="shift of scores", cell=_format_shift),
     *limits_of("score_shift", ""),
@@ -79,7 +79,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
             continue
         shown |= {metric.name: metric for metric, _ in scores}
         names = [column.name for metric, _ in scores for column in metric.columns]
-        row = copy_columns(run, r, (*names, *COPIED)) | {"of": scores[0][1].of}
+        row = copy_columns(run, r, (*names, *COPIED_COLUMNS)) | {"of": scores[0][1].of}
         change = scores[0][0].change(t, reference) if reference is not None and reference is not t else None
         if isinstance(change, PairedChange):
             row |= {"gained": change.gained, "lost": change.lost}
@@ -90,17 +90,24 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
         return None
     ordered = sorted(shown.values(), key=lambda metric: metric.place)
     changes = [m.change_columns[0] for m in ordered if m.diff in m.printed_columns]
-    shifts = SHIFT if labels == "classes" else ()
-    columns = (LABEL, OF, IMAGES, *(m.value_column for m in ordered), *PAIRED, *changes, *shifts, *DECISION)
+    shifts = SHIFT_COLUMNS if labels == "classes" else ()
+    columns = (
+        LABEL_COLUMN,
+        OF_COLUMN,
+        IMAGES_COLUMN,
+        *(m.value_column for m in ordered),
+        *PAIRED_COLUMNS,
+        *changes,
+        *shifts,
+        *DECISION_COLUMNS,
+    )
     return kind.of(columns, rows, printed=keep_printed(columns))
 
 
 def _make_classes_table(run: RunData) -> Table | None:
     """Build rows of the classes: top-1 in each configuration, sorted from the first one's worst class."""
     shown = [
-        (t, matrix)
-        for t in accuracy.choose_trials(run.records)[:MOST_COLUMNS]
-        if (matrix := accuracy.read_confusion(t))
+        (t, matrix) for t in accuracy.choose_trials(run.records)[:MAX_COLUMNS] if (matrix := accuracy.read_confusion(t))
     ]
     if not shown or not metrics.list_measured(shown[0][0]):
         return None
@@ -111,7 +118,7 @@ def _make_classes_table(run: RunData) -> Table | None:
     rows = [
         {"class": r["class"], "images": r["images"], **{id: matrix.get(r["class"]) for id, matrix in top1.items()},
          "taken_for": r["taken_for"], "times": r["times"] or None}
-        for r in tables[0].head(MOST_CLASSES).to_dict("records")
+        for r in tables[0].head(MAX_CLASSES).to_dict("records")
     ]  # fmt: skip
     columns = (
         Column("class", "of the label", kind=TEXT),
@@ -135,9 +142,9 @@ def _make_flips_table(run: RunData) -> Table | None:
                 "reference": flip.reference, "reference_score": flip.reference_score, "answer": flip.answer,
                 "score": flip.score,
             }
-            for flip in accuracy.list_flips(t, reference)[:MOST_FLIPS]
+            for flip in accuracy.list_flips(t, reference)[:MAX_FLIPS]
         ]  # fmt: skip
-    note = f"At most {MOST_FLIPS} images of a configuration, the lost ones first, each by the reference's score."
+    note = f"At most {MAX_FLIPS} images of a configuration, the lost ones first, each by the reference's score."
     columns = FLIP_COLUMNS
     return FLIPS.of(columns, rows, group=("label",), notes=(note,), printed=keep_printed(columns)) if rows else None
 
@@ -145,7 +152,7 @@ def _make_flips_table(run: RunData) -> Table | None:
 def _make_box_flips_table(run: RunData) -> Table | None:
     """Build rows of the images in which a detector and its reference differ."""
     rows: list[Row] = []
-    notes = [f"Of detections with a score of {agreement.SURE:g} or more; at most {MOST_FLIPS} images of a trial."]
+    notes = [f"Of detections with a score of {agreement.SURE_SCORE:g} or more; at most {MAX_FLIPS} images of a trial."]
     for t, reference in _list_pairs(run, accuracy.choose_trials(run.records, "objects")):
         if (found := agreement.list_box_flips(t, reference)) is None:
             continue
@@ -156,7 +163,7 @@ def _make_box_flips_table(run: RunData) -> Table | None:
                 "label": t.label, "trial": t.id, "image": flip.image, "lost": flip.lost, "gained": flip.gained,
                 "file": photographs.name(flip.image) if photographs else "", "renamed": flip.renamed,
             }
-            for flip in found.flips[:MOST_FLIPS]
+            for flip in found.flips[:MAX_FLIPS]
         ]  # fmt: skip
     columns = BOX_FLIP_COLUMNS
     return BOX_FLIPS.of(columns, rows, group=("label",), notes=notes, printed=keep_printed(columns)) if rows else None
@@ -164,9 +171,9 @@ def _make_box_flips_table(run: RunData) -> Table | None:
 
 def _average_precision(run: RunData) -> Table | None:
     """Build rows of the classes: AP50-95 in each configuration."""
-    scored = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MOST_COLUMNS]
+    scored = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MAX_COLUMNS]
     by_trial = {t.id: {name: 100 * ap for name, _, ap in scores.own.by_class()} for t, scores in scored}
-    names = list(dict.fromkeys(name for scores in by_trial.values() for name in scores))[:MOST_CLASSES]
+    names = list(dict.fromkeys(name for scores in by_trial.values() for name in scores))[:MAX_CLASSES]
     rows = [{"class": name, **{id: scores.get(name) for id, scores in by_trial.items()}} for name in names]
     columns = [Column(t.id, f"AP50-95 of {t.label}", "%", PERCENT, t.label) for t, _ in scored]
     return AVERAGE_PRECISION.of((Column("class", "of the objects", kind=TEXT), *columns), rows) if rows else None
@@ -174,12 +181,12 @@ def _average_precision(run: RunData) -> Table | None:
 
 def _make_thresholds_table(run: RunData) -> Table | None:
     """Build rows of least scores: precision, recall and F1 of each detector, and the change of F1, paired."""
-    found = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MOST_COLUMNS]
+    found = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MAX_COLUMNS]
     paired = {t.id: (t, reference) for t, reference in _list_pairs(run, [t for t, _ in found])}
     rows: list[Row] = []
     for t, scores in found:
         changes = mean_ap.compute_f1_changes(*paired[t.id]) if t.id in paired else None
-        for k, least in enumerate(mean_ap.LEAST_SCORES.tolist()):
+        for k, least in enumerate(mean_ap.SCORE_THRESHOLDS.tolist()):
             row: Row = {"label": t.label, "trial": t.id, "score": least}
             for name, values in scores.own.rates.items():
                 row |= limit_cells(name, mean_ap.jackknife_ap(values[k]), 100)
@@ -216,7 +223,7 @@ CLASSES = TableKind(
     _make_classes_table, "no trial answered labelled images", "accuracy", 5,
 )  # fmt: skip
 FLIP_COLUMNS = (
-    LABEL,
+    LABEL_COLUMN,
     Column("trial", "the trial's id", kind=TEXT),
     Column("change", "lost: the reference alone is right; gained: this trial alone", kind=TEXT),
     Column("image", "its row in the decoded data", kind=COUNT),
@@ -246,7 +253,7 @@ AVERAGE_PRECISION = TableKind(
     _average_precision, "no trial has a mAP", "accuracy", 4,
 )  # fmt: skip
 THRESHOLD_COLUMNS = (
-    LABEL,
+    LABEL_COLUMN,
     Column("trial", "the trial's id", kind=TEXT),
     Column("score", "that a detection has at least", title="least score"),
     *with_limits(Column("precision", "share of those detections that are right, at an overlap of 0.5", "%", PERCENT)),
@@ -260,16 +267,19 @@ THRESHOLDS = TableKind(
     "A row per least score: precision, recall and F1 of each detector, with the jackknife's intervals.",
     _make_thresholds_table, "no trial has a mAP", "accuracy", 4,
 )  # fmt: skip
-EVALUATION_COPIED = ("pipeline_ips", *(f"{stage}_ms" for stage in STAGES), "throughput_ips")
+EVALUATION_COPIED = ("pipeline_ips", *(f"{stage}_ms" for stage in EVALUATION_STAGES), "throughput_ips")
 EVALUATION_COLUMNS = (
-    LABEL,
+    LABEL_COLUMN,
     Column(
         "pipeline_ips",
         "of the whole evaluation, decoding left out",
         "images/s",
         title="pipeline from decoded images, images/s",
     ),
-    *(Column(f"{stage}_ms", f"{stage} of an image", "ms", title=f"{stage}, ms per image") for stage in STAGES),
+    *(
+        Column(f"{stage}_ms", f"{stage} of an image", "ms", title=f"{stage}, ms per image")
+        for stage in EVALUATION_STAGES
+    ),
     Column("throughput_ips", "with batches queued", "images/s", title="throughput, images/s"),
 )
 EVALUATION_NOTE = (
@@ -284,13 +294,13 @@ EVALUATION = TableKind(
 
 # Outputs against a reference's: of a run's trials against their own, and what `dyno diff` prints.
 
-MOST_PAIRS = 300  # trials whose raw outputs are compared
+MAX_PAIRS = 300  # trials whose raw outputs are compared
 
 
 def _list_pairs(run: RunData, trials: Iterable[TrialResult] = ()) -> list[tuple[TrialResult, TrialResult]]:
     """Return each good trial, or each of those, with its reference, unless it is one."""
     pairs = ((t, run.references.get(t.id)) for t in trials or run.records if t.good)
-    return [(t, other) for t, other in pairs if other is not None and other is not t][:MOST_PAIRS]
+    return [(t, other) for t, other in pairs if other is not None and other is not t][:MAX_PAIRS]
 
 
 def _make_agreement_table(run: RunData) -> Table:
@@ -311,7 +321,7 @@ def make_rank_table(by_trial: Sequence[tuple[str, list[Rank]]]) -> Table:
         for name, own in by_trial
     ]
     longest = max((len(own) for _, own in by_trial), default=0)
-    return RANKS.of((NAME, *(_make_rank_column(n) for n in range(1, longest + 1))), rows)
+    return RANKS.of((NAME_COLUMN, *(_make_rank_column(n) for n in range(1, longest + 1))), rows)
 
 
 def _make_rank_column(number: int) -> Column:
@@ -379,13 +389,13 @@ def _make_row(name: str, reference: str, result: Agreement) -> dict[str, Any]:
     }  # fmt: skip
 
 
-NAME = Column("trial", "model and configuration", kind=TEXT)
+NAME_COLUMN = Column("trial", "model and configuration", kind=TEXT)
 
 
 def make_columns(rtol: float, atol: float) -> tuple[Column, ...]:
     """Return the columns of a comparison by these tolerances."""
     return (
-        NAME,
+        NAME_COLUMN,
         Column("reference", "the trial that it is compared with", kind=TEXT, title="against", rank=2),
         Column("inputs", "that both answered", kind=COUNT, rank=3),
         Column("values", "that were compared", kind=COUNT, rank=1),

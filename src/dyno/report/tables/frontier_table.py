@@ -23,8 +23,15 @@ from dyno.table import PERCENT, POINTS, TEXT, Column, Table, is_missing, with_li
 if TYPE_CHECKING:
     import pandas as pd
 
-SPEEDS = ("latency_ms", "latency_ms_low", "latency_ms_high", "throughput_ips", "throughput_low", "throughput_high")
-NOTE = (
+SPEED_COLUMNS = (
+    "latency_ms",
+    "latency_ms_low",
+    "latency_ms_high",
+    "throughput_ips",
+    "throughput_low",
+    "throughput_high",
+)
+TABLE_NOTE = (
     "No trial is both faster and more accurate than one of these: by latency at the smallest batch, by throughput "
     "at all. Intervals of speed are between processes; neighbours whose intervals overlap may be in the other order."
 )
@@ -32,7 +39,7 @@ NOTE = (
 
 def _make_frontier_table(run: RunData) -> Table:
     rows = [row for ranking in rank_goals(run) for row in _iter_rows(ranking)]
-    return FRONTIER.of(COLUMNS, rows, notes=(NOTE,), group=("model", "device"), printed=PRINTED)
+    return FRONTIER.of(COLUMNS, rows, notes=(TABLE_NOTE,), group=("model", "device"), printed=PRINTED)
 
 
 def _iter_rows(ranking: Ranking) -> Iterator[dict[str, Any]]:
@@ -53,7 +60,7 @@ def _iter_rows(ranking: Ranking) -> Iterator[dict[str, Any]]:
 def _make_row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
     low, high = metric.interval(row)
     change_low, change, change_high = metric.change_in(row)
-    copied = {name: row[name] for name in (*IDENTITY, "trial", *SPEEDS, "budget", "more_images")}
+    copied = {name: row[name] for name in (*IDENTITY, "trial", *SPEED_COLUMNS, "budget", "more_images")}
     return copied | {
         "throughput_ips_low": row["throughput_low"], "throughput_ips_high": row["throughput_high"],
         "frontier": where, "metric": metric.name, "accuracy": row[metric.column], "accuracy_low": low,
@@ -64,7 +71,7 @@ def _make_row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
 COLUMNS = (
     *pick(*IDENTITY, "trial"),
     Column("frontier", "the speed in which nothing beats it: latency, throughput or both", kind=TEXT),
-    *(replace(column, interval=column.name in (LATENCY, THROUGHPUT), rank=0) for column in pick(*SPEEDS)),
+    *(replace(column, interval=column.name in (LATENCY, THROUGHPUT), rank=0) for column in pick(*SPEED_COLUMNS)),
     Column("metric", "the metric of accuracy: the budget's first", kind=TEXT, rank=4),
     *with_limits(Column("accuracy", "by that metric", "%", PERCENT, "accuracy %")),
     *with_limits(Column("change", "against the reference on the same images", "points", POINTS, rank=2)),
@@ -82,10 +89,10 @@ FRONTIER = TableKind(
 # After how many images the time to export, build, calibrate and compile has paid for itself.
 
 # The column of each maker's seconds; every other maker builds an engine.
-PARTS = {"onnx_export": "export_s", "onnx_precision": "convert_s", "onnx_modelopt": "convert_s",
-         "onnx_sensitivity": "ranking_s"}  # fmt: skip
-PREPARATION = ("export_s", "ranking_s", "convert_s", "engine_s", "compile_s")
-NEVER, UNPROVEN, AT_ONCE = "never", "no gain is shown", "at once"
+STEP_COLUMNS = {"onnx_export": "export_s", "onnx_precision": "convert_s", "onnx_modelopt": "convert_s",
+                "onnx_sensitivity": "ranking_s"}  # fmt: skip
+PREPARATION_COLUMNS = ("export_s", "ranking_s", "convert_s", "engine_s", "compile_s")
+NEVER_PAYS, GAIN_UNPROVEN, PAYS_AT_ONCE = "never", "no gain is shown", "at once"
 BREAKEVEN_NOTE = (
     "Export, ranking of layers, conversion with its calibration, engine and compilation, less the reference's "
     "preparation, over the seconds gained per image. The interval is the speed-up's."
@@ -110,9 +117,9 @@ class BreakEven:
     def text(self) -> str:
         """When it pays off, in words."""
         if self.images is None:
-            return NEVER if not math.isinf(self.high) else UNPROVEN
+            return NEVER_PAYS if not math.isinf(self.high) else GAIN_UNPROVEN
         if self.extra <= 0:
-            return UNPROVEN if math.isinf(self.high) else AT_ONCE  # without a gain there is nothing to pay off
+            return GAIN_UNPROVEN if math.isinf(self.high) else PAYS_AT_ONCE  # nothing to pay off without a gain
         if math.isinf(self.high):
             return f"{_format_count(self.images)} images, or never"
         return f"{_format_count(self.images)} images{format_limits(self.low, self.high, _format_count)}"
@@ -163,7 +170,7 @@ def read_parts(t: TrialResult) -> dict[str, float]:
     """
     seconds: dict[str, float] = {}
     for step in t.made_by.steps:
-        name = PARTS.get(step.maker, "engine_s")
+        name = STEP_COLUMNS.get(step.maker, "engine_s")
         seconds[name] = seconds.get(name, 0.0) + step.seconds
     inside = (build_seconds(t) or 0.0) - sum(seconds.values())
     if inside > 0 and any(r.value("build") is not None for r in t.good):
@@ -197,7 +204,7 @@ def _format_count(value: float) -> str:
     return format_number(value, 2)
 
 
-MEANINGS = {
+COLUMN_MEANINGS = {
     "export_s": "exporting", "ranking_s": "ranking layers by their sensitivity",
     "convert_s": "converting to a precision, calibration included", "engine_s": "building the engine's file",
     "compile_s": "compiling in the process",
@@ -206,7 +213,7 @@ BREAKEVEN_COLUMNS = (
     *pick(*IDENTITY, "trial", "reference"),
     *(
         Column(name, f"time of {meaning}", "s", title=f"{name.removesuffix('_s')} s", rank=3)
-        for name, meaning in MEANINGS.items()
+        for name, meaning in COLUMN_MEANINGS.items()
     ),
     Column("prepare_s", "time of all of these", "s"),
     Column("extra_s", "time beyond the reference's", "s", title="more than reference, s", rank=1),
@@ -217,7 +224,7 @@ BREAKEVEN_COLUMNS = (
     Column("images_high", "upper limit, infinite where it may never", "images"),
     Column("pays_off", "the same in words", kind=TEXT, title="pays off after"),
 )
-BREAKEVEN_PRINTED = (*IDENTITY, *PREPARATION, "extra_s", "gain_us_per_image", "pays_off")
+BREAKEVEN_PRINTED = (*IDENTITY, *PREPARATION_COLUMNS, "extra_s", "gain_us_per_image", "pays_off")
 BREAK_EVEN = TableKind(
     "break-even", "When the preparation pays off",
     "After how many images the time to export, build, calibrate and compile has paid for itself.", _break_even,

@@ -10,8 +10,8 @@ import numpy as np
 
 from dyno.formatting import is_bounded, show
 from dyno.report.tables import TableKind
-from dyno.report.tables.accuracy_tables import LABEL, copy_columns
-from dyno.report.tables.trial_table import FEW, PERCENTILES, has_few_samples, mark_doubtful, pick
+from dyno.report.tables.accuracy_tables import LABEL_COLUMN, copy_columns
+from dyno.report.tables.trial_table import FEW_SAMPLES_NOTE, PERCENTILES, has_few_samples, mark_doubtful, pick
 from dyno.results import stats, timeline
 from dyno.results.energy import NOT_ASKED, Meter
 from dyno.results.rounds import GPU as GPU_CLOCK
@@ -21,8 +21,8 @@ from dyno.results.trial_result import TrialResult
 from dyno.table import COUNT, TEXT, Column, Row, Table, duration_column, is_missing, keep_printed
 from dyno.worker.facts.job import StressPhase
 
-ENDS = {"value": "", "low": "_low", "high": "_high"}  # of an interval, behind a column's name
-STOPPED = {"interval": "narrow enough", "seconds": "time was up", "samples": "enough samples"}
+INTERVAL_SUFFIXES = {"value": "", "low": "_low", "high": "_high"}  # column suffixes of an interval
+STOP_REASONS = {"interval": "narrow enough", "seconds": "time was up", "samples": "enough samples"}
 
 
 def _make_gpu_table(run: RunData) -> Table:
@@ -42,7 +42,7 @@ def _make_rounds_table(run: RunData) -> Table:
 
 def list_doubts(rows: list[Row]) -> list[str]:
     """Return a note where a percentile of a round is in parentheses."""
-    return [FEW] if any(has_few_samples("p99", row.get("samples")) for row in rows) else []
+    return [FEW_SAMPLES_NOTE] if any(has_few_samples("p99", row.get("samples")) for row in rows) else []
 
 
 def rounds_of(t: TrialResult) -> list[Row]:
@@ -59,14 +59,14 @@ def _make_sampling_cells(r: Round, boundary: str, clock: str) -> Row:
     samples = r.samples("latency", boundary, clock)
     measured = r.find_measurement("latency", boundary, clock)
     stopped = measured.stopped if measured else ""
-    reason = {"ended": STOPPED.get(stopped, stopped)}
+    reason = {"ended": STOP_REASONS.get(stopped, stopped)}
     if not samples.size:
         return reason
     s, interval = stats.summarise(samples), stats.median_interval(samples)
     percentiles = zip(PERCENTILES, stats.percentile_intervals(samples, PERCENTILES.values()), strict=True)
-    columns = {f"{name}_s{end}": getattr(p, key) for name, p in percentiles for key, end in ENDS.items()}
+    columns = {f"{name}_s{end}": getattr(p, key) for name, p in percentiles for key, end in INTERVAL_SUFFIXES.items()}
     return reason | columns | {"samples": s.count, "median_s": s.median, "median_s_low": interval.low, "median_s_high":
-                           interval.high, "mean_s": s.mean, "max_s": s.max}  # fmt: skip
+                               interval.high, "mean_s": s.mean, "max_s": s.max}  # fmt: skip
 
 
 def _format_interval(row: Row) -> str:
@@ -100,7 +100,7 @@ GPU_COPIED = (
     "gpu_others", "queued_ms", "outside_gpu_ms",
 )  # fmt: skip
 GPU_COLUMNS = (
-    LABEL,
+    LABEL_COLUMN,
     *pick(*GPU_COPIED[:3]),
     Column("gpu_clock_min_mhz", "lowest SM clock while timing", "MHz", COUNT, "lowest, MHz"),
     *pick(*GPU_COPIED[3:]),
@@ -111,7 +111,7 @@ GPU = TableKind(
     _make_gpu_table, "no trial ran on a GPU", "tables", 5,
 )  # fmt: skip
 ROUND_COLUMNS = (
-    LABEL,
+    LABEL_COLUMN,
     Column("trial", "the id", kind=TEXT),
     Column("round", "number, from 1", kind=COUNT),
     Column("status", "of the round", kind=TEXT),
@@ -186,7 +186,7 @@ STRESS = TableKind(
 
 # Tables of telemetry: joules of an image, and the memory of a GPU as NVML and as the framework count it.
 
-NOTE = (
+TABLE_NOTE = (
     "While images go through as fast as they can, from host memory to host memory, after the timing. Of a GPU it is "
     "the whole card by NVML's counter, without its host; of a CPU its packages by RAPL's, without memory. Idle is "
     "before the first job; the interval is between rounds."
@@ -199,7 +199,7 @@ MEMORY_NOTES = (
     "The rest isn't counted there: the CUDA context, the code of kernels, libraries' workspaces, Dyno's inputs and "
     "outputs, and of TensorRT the weights and further contexts.",
 )
-MB = 1e-6
+BYTES_TO_MB = 1e-6
 
 
 def _make_energy_table(run: RunData) -> Table | None:
@@ -211,7 +211,7 @@ def _make_energy_table(run: RunData) -> Table | None:
     ]
     if all(row["energy_missing"] == NOT_ASKED for row in rows):
         return None
-    return ENERGY.of(ENERGY_COLUMNS, rows, notes=(NOTE,), printed=keep_printed(ENERGY_COLUMNS))
+    return ENERGY.of(ENERGY_COLUMNS, rows, notes=(TABLE_NOTE,), printed=keep_printed(ENERGY_COLUMNS))
 
 
 def _make_memory_table(run: RunData) -> Table | None:
@@ -222,15 +222,15 @@ def _make_memory_table(run: RunData) -> Table | None:
 def _memory_row(t: TrialResult) -> Row:
     rounds = [timeline.summarise_timeline(r.trace, ()) for r in t.good if r.trace is not None]
     most = max(rounds, key=lambda one: -1.0 if math.isnan(one.memory) else one.memory)
-    net, before = MB * most.memory, MB * most.memory_before
+    net, before = BYTES_TO_MB * most.memory, BYTES_TO_MB * most.memory_before
     row: Row = {"label": t.label, "trial": t.id, "before_mb": before, "peak_mb": before + net, "net_mb": net}
     reserved, scratch = t.facts.reserved, t.facts.engine_memory
     counted = reserved if reserved is not None else scratch
     if counted is None:
         return row
-    given = {} if t.facts.allocated is None else {"given_mb": MB * t.facts.allocated}
+    given = {} if t.facts.allocated is None else {"given_mb": BYTES_TO_MB * t.facts.allocated}
     return {**row, **given, "counter": "PyTorch's allocator" if counted is reserved else "scratch of a context",
-            "counted_mb": MB * counted, "rest_mb": net - MB * counted}  # fmt: skip
+            "counted_mb": BYTES_TO_MB * counted, "rest_mb": net - BYTES_TO_MB * counted}  # fmt: skip
 
 
 MEMORY_COLUMNS = (
@@ -253,7 +253,7 @@ ENERGY_COPIED = (
     "energy_j", "energy_j_low", "energy_j_high", "energy_gross_j", "idle_w", "trial", "energy_missing",
 )  # fmt: skip
 ENERGY_COLUMNS = (
-    LABEL,
+    LABEL_COLUMN,
     *pick(*ENERGY_COPIED),
     Column("power_w", "mean meanwhile", "W"),
     Column("images_s", "meanwhile", "1/s", title="images/s", rank=1),

@@ -9,14 +9,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import NO_IMAGE, UNCLEAR, format_number, format_size, is_bounded, name_items, short_bound
+from dyno.formatting import NO_IMAGE, UNCLEAR_WORD, format_number, format_size, is_bounded, name_items, short_bound
 from dyno.report.tables import TableKind
-from dyno.report.tables.accuracy_tables import MOST_PAIRS
-from dyno.report.tables.trial_table import FEW, STATISTICS, format_outcome, has_few_samples, mark_doubtful, pick
+from dyno.report.tables.accuracy_tables import MAX_PAIRS
+from dyno.report.tables.trial_table import (
+    FEW_SAMPLES_NOTE,
+    STATISTICS,
+    format_outcome,
+    has_few_samples,
+    mark_doubtful,
+    pick,
+)
 from dyno.results import metrics
 from dyno.results.metrics import agreement, precision
 from dyno.results.ranking import (
-    SATURATED,
+    SATURATION_SHARE,
     SERIES,
     configuration_of,
     find_saturation,
@@ -25,16 +32,16 @@ from dyno.results.ranking import (
     read_throughput,
 )
 from dyno.results.run_data import RunData
-from dyno.table import COUNT, NUMBER, PERCENT, RATIO, SHOWN, TEXT, Column, Row, Table, is_missing
+from dyno.table import COUNT, KIND_FORMATS, NUMBER, PERCENT, RATIO, TEXT, Column, Row, Table, is_missing
 from dyno.worker.numerics.closeness import ATOL, RTOL
 
 if TYPE_CHECKING:
     import pandas as pd
 
-KEYS = ("model", "size", "batch")
-STATISTIC = Column("statistic", "which statistic of the trials it is", kind=TEXT)
-LIMITS = ("interval from", "interval to")  # of the speed-up
-NAMES = {**{name: name for name in STATISTICS if name != "std"}, "trimmed std": "trimmed_std"}
+KEY_COLUMNS = ("model", "size", "batch")
+STATISTIC_COLUMN = Column("statistic", "which statistic of the trials it is", kind=TEXT)
+INTERVAL_COLUMNS = ("interval from", "interval to")  # interval of the speed-up
+STATISTIC_COLUMNS = {**{name: name for name in STATISTICS if name != "std"}, "trimmed std": "trimmed_std"}
 
 
 def make_pivot(
@@ -61,7 +68,7 @@ def make_pivot(
     )
     pivoted: list[Row] = []
     for statistic, column in columns.items():
-        for key, group in rows.groupby(list(KEYS), sort=False):
+        for key, group in rows.groupby(list(KEY_COLUMNS), sort=False):
             values = dict(zip(group["configuration"], group[column], strict=True))
             names = list(group["configuration"])
             instead = {
@@ -69,11 +76,16 @@ def make_pivot(
             }
             counted = zip(names, group[samples], strict=True) if samples else ()
             doubts = {name for name, count in counted if has_few_samples(statistic, count)}
-            row = {"statistic": statistic, **dict(zip(KEYS, key, strict=True)), "instead": instead, "few": doubts}
+            row = {
+                "statistic": statistic,
+                **dict(zip(KEY_COLUMNS, key, strict=True)),
+                "instead": instead,
+                "few": doubts,
+            }
             pivoted.append(row | {name: values.get(name) for name in configurations})
     columns_ = (
-        STATISTIC,
-        *pick(*KEYS),
+        STATISTIC_COLUMN,
+        *pick(*KEY_COLUMNS),
         *(
             # A column has all statistics, of which only some are whole numbers.
             Column(
@@ -86,13 +98,13 @@ def make_pivot(
         ),
     )
     return kind.of(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations),
-                   below=lambda part: [FEW] if any(row["few"] for row in part) else [])  # fmt: skip
+                   below=lambda part: [FEW_SAMPLES_NOTE] if any(row["few"] for row in part) else [])  # fmt: skip
 
 
 def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
     def format_cell(row: Row) -> str:
         instead: str = row["instead"].get(name, "")
-        number = "" if is_missing(row[name]) else mark_doubtful(SHOWN[kind](row[name]), name in row["few"])
+        number = "" if is_missing(row[name]) else mark_doubtful(KIND_FORMATS[kind](row[name]), name in row["few"])
         return instead or number
 
     return format_cell
@@ -101,8 +113,8 @@ def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
 def _choose_substitute(row: pd.Series, statistic: str) -> str:
     """Return the text in place of a number: the trial's status, or the useful limit of an interval that is wide."""
     low, high = row["speedup_low"], row["speedup_high"]
-    if statistic in LIMITS and not is_missing(low) and not is_bounded(low, high):
-        return short_bound(low, high) if statistic == LIMITS[0] else UNCLEAR
+    if statistic in INTERVAL_COLUMNS and not is_missing(low) and not is_bounded(low, high):
+        return short_bound(low, high) if statistic == INTERVAL_COLUMNS[0] else UNCLEAR_WORD
     return str(row["status"]) if row["status"] != "ok" else ""
 
 
@@ -124,7 +136,7 @@ def _compute_equal(run: RunData) -> list[float | None]:
     shares: list[float | None] = []
     for index, name in enumerate(run.frame["trial"]):
         t, other = run.trials[name], run.references.get(name)
-        applies = index < MOST_PAIRS and other is not None and other is not t and bool(t.good)
+        applies = index < MAX_PAIRS and other is not None and other is not t and bool(t.good)
         result = agreement.read_agreement(t, other) if applies and other is not None else None
         shares.append(100 * result.close if result else None)
     return shares
@@ -152,12 +164,12 @@ def _make_kind(
 LATENCY_MODEL = _make_kind(
     "latency-model", "Latency/model, ms per batch",
     "Milliseconds per batch with inputs and outputs on the device, side by side.", 1,
-    {name: f"latency_model_ms_{column}" for name, column in NAMES.items()}, samples="samples_model",
+    {name: f"latency_model_ms_{column}" for name, column in STATISTIC_COLUMNS.items()}, samples="samples_model",
 )  # fmt: skip
 LATENCY_ALL = _make_kind(
     "latency-all", "Latency/all, ms per batch",
     "Milliseconds per batch from host memory to host memory, side by side.", 2,
-    {name: f"latency_all_ms_{column}" for name, column in NAMES.items()}, samples="samples_all",
+    {name: f"latency_all_ms_{column}" for name, column in STATISTIC_COLUMNS.items()}, samples="samples_all",
 )  # fmt: skip
 THROUGHPUT = _make_kind(
     "throughput", "Throughput",
@@ -168,7 +180,7 @@ THROUGHPUT = _make_kind(
 SPEEDUP = _make_kind(
     "speedup", "Speed-up over the reference",
     "Times as fast as the reference with the ends of the 95 % interval, side by side.", 4,
-    {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"}, PERCENT,
+    {"times as fast": "speedup", INTERVAL_COLUMNS[0]: "speedup_low", INTERVAL_COLUMNS[1]: "speedup_high"}, PERCENT,
 )  # fmt: skip
 ACCURACY = _make_kind(
     "accuracy", "Accuracy", "The metrics of the task in percent, side by side.", 5,
@@ -190,19 +202,19 @@ MEMORY = _make_kind(
 )  # fmt: skip
 
 
-CONFIGURATION = Column("configuration", "backend with its options, and precision", kind=TEXT)
-TRIAL = (*pick(*KEYS), CONFIGURATION)
+CONFIGURATION_COLUMN = Column("configuration", "backend with its options, and precision", kind=TEXT)
+TRIAL_COLUMNS = (*pick(*KEY_COLUMNS), CONFIGURATION_COLUMN)
 
 
 def _copy_identity(row: pd.Series) -> Row:
-    return {**{key: row[key] for key in KEYS}, "configuration": configuration_of(row)}
+    return {**{key: row[key] for key in KEY_COLUMNS}, "configuration": configuration_of(row)}
 
 
 def _make_limit_column(name: str) -> Column:
     def format_cell(row: Row) -> str:
         if is_missing(row[name]):
             return ""
-        return f"{row[name]:.2f}" if is_bounded(row["from"], row["to"]) else UNCLEAR
+        return f"{row[name]:.2f}" if is_bounded(row["from"], row["to"]) else UNCLEAR_WORD
 
     return Column(name, "limit of the 95 % interval of the speed-up", kind=RATIO, cell=format_cell)
 
@@ -324,7 +336,7 @@ def _count_pixels(size: str) -> float:
 
 
 SIZE_COLUMNS = (
-    *TRIAL,
+    *TRIAL_COLUMNS,
     Column("mean", "trimmed mean of the latency", "ms"),
     Column("std", "standard deviation of the same samples", "ms"),
     Column("fps", "the batch over the median latency", title="FPS"),
@@ -341,7 +353,7 @@ SIZES = TableKind(
     _make_sizes_table, "no trial has a latency", "side", 9,
 )  # fmt: skip
 FLOPS_COLUMNS = (
-    *TRIAL,
+    *TRIAL_COLUMNS,
     Column("gflop", "operations of one image", title="GFLOP per image"),
     Column("tflops", "operations per second at the median latency", title="TFLOPS"),
     Column("ran_in", "the type that most of the arithmetic ran in", kind=TEXT, title="ran mostly in"),
@@ -355,9 +367,12 @@ FLOPS = TableKind(
 )  # fmt: skip
 SATURATION_COLUMNS = (
     *pick("model", "size"),
-    CONFIGURATION,
+    CONFIGURATION_COLUMN,
     Column(
-        "batch", "the smallest that reaches that share", kind=COUNT, title=f"{100 * SATURATED:.0f} % of best at batch"
+        "batch",
+        "the smallest that reaches that share",
+        kind=COUNT,
+        title=f"{100 * SATURATION_SHARE:.0f} % of best at batch",
     ),
     Column("images_per_s", "there", "images/s", title="images/s there"),
     Column("best_batch", "with the most images per second", kind=COUNT, title="best batch"),
@@ -371,7 +386,7 @@ SATURATION = TableKind(
 )  # fmt: skip
 BEST_COLUMNS = (
     *pick("model"),
-    CONFIGURATION,
+    CONFIGURATION_COLUMN,
     *pick("size"),
     Column("batch", "with the most images per second", kind=COUNT, title="best batch"),
     Column("images_per_s", "there", "images/s", title="images/s"),

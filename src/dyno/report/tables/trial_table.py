@@ -12,15 +12,15 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import WIDEST, format_count, format_number, format_size, images_tested, is_bounded
+from dyno.formatting import MAX_INTERVAL_RATIO, format_count, format_number, format_size, images_tested, is_bounded
 from dyno.report.tables import TableKind
 from dyno.results import correctness, limits, metrics, ranking, remarks, stats
 from dyno.results.blocks import list_quiet_rounds, quiet_medians
 from dyno.results.correctness import (
-    AGREE,
     INCOMPARABLE,
     OTHER_WEIGHTS,
-    WRONG,
+    OUTPUTS_AGREE,
+    OUTPUTS_WRONG,
     Correctness,
     accuracy_references,
     compared_with,
@@ -34,10 +34,10 @@ from dyno.results.metrics.metric import in_percent
 from dyno.results.metrics.precision import name_precision, read_truth
 from dyno.results.rounds import LATENCIES, Round
 from dyno.results.run_data import RunData
-from dyno.results.stats import EQUIVALENT, MOST_ROUNDS, ONE_ROUND, UNDECIDED, samples_for
+from dyno.results.stats import EQUIVALENT, MAX_ROUNDS, ONE_ROUND, UNDECIDED, samples_for
 from dyno.results.trial_result import UNFINISHED, Results, TrialResult, by_build, clock_of, load_run
-from dyno.table import COUNT, FIRST, PERCENT, RANK, RATIO, TEXT, Column, Row, Table, is_missing
-from dyno.worker.facts.engine import STORED
+from dyno.table import COUNT, FIRST_KEY, PERCENT, RANK_KEY, RATIO, TEXT, Column, Row, Table, is_missing
+from dyno.worker.facts.engine import WEIGHT_PRECISIONS
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ STATISTICS = {
     "max": "largest", "std": "standard deviation", "trimmed": "mean without the fastest and slowest 10 %",
 }  # fmt: skip
 PERCENTILES = {"p90": 0.9, "p95": 0.95, "p99": 0.99}
-FEW = "in parentheses: too few samples in a round, of which " + ", ".join(
+FEW_SAMPLES_NOTE = "in parentheses: too few samples in a round, of which " + ", ".join(
     f"{name} needs {samples_for(q)}" for name, q in PERCENTILES.items()
 )
-OPEN = "? N: undecided; about N more would settle it"
-MOST_COLUMNS = 8  # in a terminal
+UNDECIDED_NOTE = "? N: undecided; about N more would settle it"
+MAX_COLUMNS = 8  # columns in a terminal
 BOUNDARIES = {"all": "host memory to host memory", "model": "inputs and outputs on the device"}
-STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
-LIMITS = {"low": "lower", "high": "upper"}
+EVALUATION_STAGES = ("decode", "preprocess", "inference", "postprocess")  # stages of an evaluation, per image
+INTERVAL_ENDS = {"low": "lower", "high": "upper"}
 
 
 def format_precision(row: Row) -> str:
@@ -73,7 +73,7 @@ def format_outcome(row: Row) -> str:
     text = str(row["verdict"]).partition(":")[0]
     if row.get("budget") == accuracy.OVER:
         return "over budget"
-    limit = "" if text in (WRONG, INCOMPARABLE) else str(row.get("limit") or "")
+    limit = "" if text in (OUTPUTS_WRONG, INCOMPARABLE) else str(row.get("limit") or "")
     if limit.startswith((accuracy.OVER, limits.UNMEASURED)):
         return "reference, " * (text == REFERENCE) + limit.replace(limits.UNMEASURED, "no")
     if row.get("budget") == accuracy.UNDECIDED:
@@ -86,7 +86,7 @@ def format_outcome(row: Row) -> str:
         return "? one round"
     if text == UNDECIDED and not is_missing(row["more_rounds"]):
         more, what = int(row["more_rounds"]), "build" if over_builds(row) else "round"
-        return f"? {format_count(more, what)}" if more <= MOST_ROUNDS else f"? >{MOST_ROUNDS} {what}s"
+        return f"? {format_count(more, what)}" if more <= MAX_ROUNDS else f"? >{MAX_ROUNDS} {what}s"
     return text
 
 
@@ -103,13 +103,13 @@ def over_builds(row: Row) -> bool:
 def rounds_needed(more: int, builds: bool) -> str:
     """Describe how many more rounds, or builds, would settle an undecided pair."""
     what = "build" if builds else "round"
-    if more > MOST_ROUNDS:
-        return f"more than {MOST_ROUNDS} more {what}s"
+    if more > MAX_ROUNDS:
+        return f"more than {MAX_ROUNDS} more {what}s"
     return f"about {more} more {what}{'s' * (more != 1)}"
 
 
 def _make_limit_columns(name: str, of: str, unit: str, kind: str) -> tuple[Column, ...]:
-    return tuple(Column(f"{name}_{end}", f"{words} limit of {of}", unit, kind) for end, words in LIMITS.items())
+    return tuple(Column(f"{name}_{end}", f"{words} limit of {of}", unit, kind) for end, words in INTERVAL_ENDS.items())
 
 
 def _make_latency_columns(boundary: str, where: str) -> tuple[Column, ...]:
@@ -199,7 +199,7 @@ COLUMNS = (
     Column("throttled_samples", "latencies taken while the GPU was throttled", kind=COUNT, title="throttled samples"),
     Column("gpu_others", "most processes of others on the GPU while timing", kind=COUNT, title="others"),
     Column("pipeline_ips", "of the whole evaluation, decoding left out", "images/s", title="pipeline images/s", rank=4),
-    *(Column(f"{stage}_ms", f"{stage} of an image", "ms") for stage in STAGES),
+    *(Column(f"{stage}_ms", f"{stage} of an image", "ms") for stage in EVALUATION_STAGES),
     *_make_limit_columns("throughput", "the 95 % interval of throughput_ips", "images/s", "number"),
     Column("budget_reference", "id of the trial that the accuracy is compared with", kind=TEXT),
     Column("set_aside", "images not tested on, as they are for calibration", kind=COUNT),
@@ -239,7 +239,7 @@ PRINTED = (
     *(name for name in _ACCURACY if name.endswith("_diff")), "budget", "size_mb",
     "build_s", "energy_j", "gpu_memory_mb", "gpu_util", "throttle", "ran_as",
 )  # fmt: skip
-LIMIT = Column("limit", "within, or over, undecided or unmeasured and which limits", kind=TEXT)
+LIMIT_COLUMN = Column("limit", "within, or over, undecided or unmeasured and which limits", kind=TEXT)
 _BY_NAME = {column.name: column for column in COLUMNS}
 
 
@@ -249,8 +249,8 @@ def pick(*names: str) -> tuple[Column, ...]:
 
 
 REFERENCE = "reference"
-WHOLE = tuple(c.name for c in COLUMNS if c.kind == COUNT)
-TEXTS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
+COUNT_COLUMNS = tuple(c.name for c in COLUMNS if c.kind == COUNT)
+TEXT_COLUMNS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,8 @@ def read_trials(
     for t in results.trials:
         groups[t.group].append(t)
     clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in groups.items()}
-    single = {t.id for trials in groups.values() for t in trials if len(trials) == 1}  # with nothing to compare
+    # trials without anything to compare
+    single = {t.id for trials in groups.values() for t in trials if len(trials) == 1}
     others = compared_with(results, chosen)
     checks = {t.id: correctness.check_correctness(t, others[t.id]) for t in results.trials if t.good and t.id in others}
     rows = [
@@ -314,12 +315,16 @@ def read_trials(
         for t, r in zip(results.trials, rows, strict=True)
     ]
     for row in rows if most else ():
-        row[LIMIT.name] = limits.name_outcome(limits.check_limits(row, most)) if row["status"] == "ok" else ""
+        row[LIMIT_COLUMN.name] = limits.name_outcome(limits.check_limits(row, most)) if row["status"] == "ok" else ""
     for row in rows:  # pandas 3 makes Arrow's strings of them, which are UTF-8
         row |= {k: v.encode("utf-8", "backslashreplace").decode() for k, v in row.items() if isinstance(v, str)}
-    table = pd.DataFrame.from_records(rows, columns=[c.name for c in (*COLUMNS, *([LIMIT] if most else []))])
-    kinds = dict.fromkeys(table.columns, float) | dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object)
-    kinds |= {LIMIT.name: object} if most else {}
+    table = pd.DataFrame.from_records(rows, columns=[c.name for c in (*COLUMNS, *([LIMIT_COLUMN] if most else []))])
+    kinds = (
+        dict.fromkeys(table.columns, float)
+        | dict.fromkeys(COUNT_COLUMNS, "Int64")
+        | dict.fromkeys(TEXT_COLUMNS, object)
+    )
+    kinds |= {LIMIT_COLUMN.name: object} if most else {}
     table = table.astype(kinds).copy()  # the copy defragments the frame, about which pandas warns
     if budget:
         _check_budget(budgets, table)
@@ -333,7 +338,7 @@ def _confirm_mixed(trials: Sequence[TrialResult], rows: Sequence[dict[str, Any]]
     families: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     started = {t.id: min((r.record.started for r in t.good), default="") for t in trials}
     for t, row in sorted(zip(trials, rows, strict=True), key=lambda pair: started[pair[0].id]):
-        if accuracy.KEEP in t.options and row.get("budget"):
+        if accuracy.KEEP_OPTION in t.options and row.get("budget"):
             families[t.batch, accuracy.make_series_key(t)].append(row)
     for family in families.values():
         for row, holds in zip(family, accuracy.confirm([row.get("budget_p", 0.0) for row in family]), strict=True):
@@ -350,7 +355,7 @@ def _check_budget(budgets: Sequence[accuracy.Budget], table: pd.DataFrame) -> No
 
 def make_trial_row(t: TrialResult, against: ComparisonBasis, compare: bool = True) -> dict[str, Any]:
     """Return one trial as a dict of COLUMNS; a column that doesn't apply is missing, None or NaN."""
-    columns: dict[str, Any] = dict.fromkeys(TEXTS, "")
+    columns: dict[str, Any] = dict.fromkeys(TEXT_COLUMNS, "")
     columns |= {
         "model": t.model, "backend": t.backend, "precision": t.precision, "batch": t.batch, "size": t.size,
         "device": t.device, "status": t.status, "reason": t.reason, "trial": t.id, "runtime": t.runtime,
@@ -386,11 +391,11 @@ def _judge_outputs(against: ComparisonBasis, row: Mapping[str, Any]) -> dict[str
         "output_error": outputs.error,
         "answers_changed": math.nan if outputs.changed is None else 100 * outputs.changed,
         "labels_changed": 100 * outputs.labels_changed,
-        "outputs": AGREE if outputs.ok or accurate else WRONG,
+        "outputs": OUTPUTS_AGREE if outputs.ok or accurate else OUTPUTS_WRONG,
         "outputs_doubt": "" if accurate else outputs.doubt,
     }
-    if columns["outputs"] == WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):
-        columns["verdict"] = f"{WRONG}: {outputs.reason}"
+    if columns["outputs"] == OUTPUTS_WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):
+        columns["verdict"] = f"{OUTPUTS_WRONG}: {outputs.reason}"
     return columns
 
 
@@ -398,7 +403,7 @@ def _check_precision(t: TrialResult) -> dict[str, Any]:
     types = read_truth(t)
     if types is None:
         return {}
-    share = types.share if types.reported and (t.precision not in STORED or types.share) else None
+    share = types.share if types.reported and (t.precision not in WEIGHT_PRECISIONS or types.share) else None
     return {"ran_as": str(types), "asked_share": share, "precision_ok": types.answer}
 
 
@@ -412,7 +417,7 @@ def exit_code(table: pd.DataFrame, *, budget: bool = False, unasked: Collection[
     table = table[~table["trial"].isin(list(unasked))]
     if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
         return 3
-    if ((table["outputs"] == WRONG) & (table["budget"] != accuracy.OVER)).any():
+    if ((table["outputs"] == OUTPUTS_WRONG) & (table["budget"] != accuracy.OVER)).any():
         return 3
     if budget and not all(table["budget"][table["status"] == "ok"]):
         return 3
@@ -439,7 +444,9 @@ def _compute_latencies(t: TrialResult) -> dict[str, float]:
             columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
             columns[f"samples_{boundary}"] = min(map(len, rounds))
             for name, interval in zip(PERCENTILES, _compute_percentiles(sampled), strict=True):
-                columns |= {f"latency_{boundary}_ms_{name}_{end}": 1e3 * getattr(interval, end) for end in LIMITS}
+                columns |= {
+                    f"latency_{boundary}_ms_{name}_{end}": 1e3 * getattr(interval, end) for end in INTERVAL_ENDS
+                }
     return columns
 
 
@@ -469,7 +476,7 @@ def _find_contradiction(t: TrialResult, boundary: str, seconds: float) -> float 
     if t.device.startswith("cuda") or any(r.facts.delays.get(boundary) for r in quiet):
         return None
     usual = min((median(found) for b in LATENCIES if (found := quiet_medians(t, b))), default=math.nan)
-    return usual if seconds > WIDEST * usual else None
+    return usual if seconds > MAX_INTERVAL_RATIO * usual else None
 
 
 def _read_values(t: TrialResult) -> dict[str, Any]:
@@ -517,7 +524,7 @@ def _read_energy(t: TrialResult, meter: Meter) -> dict[str, Any]:
 def _read_evaluation(t: TrialResult) -> dict[str, Any]:
     """Return images per second of the whole evaluation, and the median time of an image in each stage."""
     columns: dict[str, Any] = {"pipeline_ips": t.value("pipeline")}
-    for stage in STAGES:
+    for stage in EVALUATION_STAGES:
         samples = t.samples(stage, "")
         columns[f"{stage}_ms"] = (
             1e3 * stats.summarise(samples).median if samples.size else _scale_value(t.value(stage), 1e3)
@@ -614,7 +621,7 @@ def _fit_latencies(s: stats.Speedup, ratio: float) -> stats.Speedup:
     A value more than a factor of two from it comes from blocks that other programs disturbed. The interval stands if it
     holds the latencies' ratio, which then is the best estimate; else nothing is known but the verdict's doubt.
     """
-    if not math.isfinite(s.value * ratio) or abs(math.log(s.value / ratio)) <= math.log(WIDEST):
+    if not math.isfinite(s.value * ratio) or abs(math.log(s.value / ratio)) <= math.log(MAX_INTERVAL_RATIO):
         return s
     if s.low <= ratio <= s.high:
         return replace(s, value=ratio)
@@ -637,7 +644,7 @@ def _make_trials_table(run: RunData) -> Table:
     for rows in groups.values():
         is_comparison = any(run.trials[row["trial"]].side for row in rows)  # each of its pairs is a separate question
         for place, row in enumerate(rows if is_comparison else ranking.order_group(rows, run.trials)):
-            row |= {RANK: next(ranks), FIRST: place == 0 and len(rows) > 1 and not is_comparison}
+            row |= {RANK_KEY: next(ranks), FIRST_KEY: place == 0 and len(rows) > 1 and not is_comparison}
     columns, printed = _choose_columns(run.limits)
     return TRIALS.of(
         columns,
@@ -646,7 +653,7 @@ def _make_trials_table(run: RunData) -> Table:
         group=group,
         printed=printed,
         below=lambda rows: [*_list_unranked(rows), *_list_disturbed(rows), *_list_unproven(rows, run.limits)],
-        most=MOST_COLUMNS,
+        most=MAX_COLUMNS,
     )
 
 
@@ -659,7 +666,7 @@ def _choose_columns(most: Sequence[limits.Limit]) -> tuple[tuple[Column, ...], t
         replace(c, rank=0, title=c.title or f"{names[c.name]} {c.unit}") if c.name in names else c for c in COLUMNS
     )
     at = PRINTED.index("latency_ms") + 1
-    return (*columns, LIMIT), (*PRINTED[:at], *(name for name in names if name not in PRINTED), *PRINTED[at:])
+    return (*columns, LIMIT_COLUMN), (*PRINTED[:at], *(name for name in names if name not in PRINTED), *PRINTED[at:])
 
 
 def make_footnote(rows: list[Row], percentiles: Sequence[str] = ("p95",)) -> tuple[str, ...]:
@@ -667,8 +674,12 @@ def make_footnote(rows: list[Row], percentiles: Sequence[str] = ("p95",)) -> tup
     judged = [r for r in rows if not all(is_missing(r.get(m.column)) for m in metrics.list_metrics().values())]
     tested = [(r["images"], r["set_aside"]) for r in judged if not is_missing(r.get("set_aside")) and r["set_aside"]]
     notes = [f"accuracy is on {images_tested(*counts)}" for counts in dict.fromkeys(tested)]
-    notes += [FEW] if any(has_few_samples(name, r.get("samples_model")) for r in rows for name in percentiles) else []
-    notes += [OPEN] if any(re.match(r"\? >?\d", format_outcome(r)) for r in rows) else []
+    notes += (
+        [FEW_SAMPLES_NOTE]
+        if any(has_few_samples(name, r.get("samples_model")) for r in rows for name in percentiles)
+        else []
+    )
+    notes += [UNDECIDED_NOTE] if any(re.match(r"\? >?\d", format_outcome(r)) for r in rows) else []
     return ("; ".join(notes),) if notes else ()
 
 
@@ -689,11 +700,11 @@ def _list_disturbed(rows: list[Row]) -> Iterator[str]:
     if names := ", ".join(f"{r['backend']} {r['precision']}" for r in rows if ranking.is_speed_lost(r)):
         yield (
             f"{names}: no speed-up, as other programs disturbed the rounds so much that latencies beside each other "
-            f"differ by more than {WIDEST:g}x; measure on a quieter machine"
+            f"differ by more than {MAX_INTERVAL_RATIO:g}x; measure on a quieter machine"
         )
     by_id = {r["trial"]: r for r in rows}
     for r in rows:
-        if r["boundary"] == "model" and r["latency_ms"] > WIDEST * r["latency_all_ms_median"]:
+        if r["boundary"] == "model" and r["latency_ms"] > MAX_INTERVAL_RATIO * r["latency_all_ms_median"]:
             yield (
                 f"{r['backend']} {r['precision']}: {format_number(r['latency_ms'])} ms is too long, as host to host, "
                 f"which includes it, took {format_number(r['latency_all_ms_median'])} ms; measure on a quieter machine"
@@ -719,7 +730,7 @@ def _has_opposite_signs(row: Row, latency_ms: float) -> bool:
 def _list_unproven(rows: list[Row], most: Sequence[limits.Limit]) -> Iterator[str]:
     """Yield why it is not known whether rows keep their limits."""
     for row in rows:
-        judged = row["status"] == "ok" and not str(row["verdict"]).startswith((WRONG, INCOMPARABLE))
+        judged = row["status"] == "ok" and not str(row["verdict"]).startswith((OUTPUTS_WRONG, INCOMPARABLE))
         if judged and (text := limits.describe_misses(row, most, (accuracy.UNDECIDED, limits.UNMEASURED))):
             yield f"{row['backend']} {row['precision']}: {text}"
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dyno.formatting import format_number, show
 from dyno.report.tables import TableKind, trial_table
-from dyno.report.tables.accuracy_tables import LABEL
+from dyno.report.tables.accuracy_tables import LABEL_COLUMN
 from dyno.report.tables.trial_table import COLUMNS, IDENTITY
 from dyno.results import stats
 from dyno.results.blocks import block_ratios
@@ -18,12 +18,12 @@ from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, TrialResult
 from dyno.table import COUNT, TEXT, Column, Row, Table
-from dyno.worker.spec import BUILD
+from dyno.worker.spec import BUILD_OPTIONS
 
-PARTS = 10  # a round without blocks is cut into this many consecutive parts of equal length
+PARTS_PER_ROUND = 10  # equal parts of a round without blocks
 OTHER_LENGTH = 2.0  # a round's length is advised where it differs by at least this factor
-LATENCY, PAIR = "latency", "ratio to the reference"
-SURE = 0.05  # significance level of the difference between builds
+LATENCY, RATIO = "latency", "ratio to the reference"
+SIGNIFICANCE_LEVEL = 0.05  # significance level of a difference between builds
 PRINTED = (*IDENTITY, "layers", "parameters", "size_mb", "build_s", "latency_ms", "latency_model_ms_p95")
 
 
@@ -36,16 +36,16 @@ class BuildSpread:
 
     @property
     def real(self) -> bool:
-        return self.p < SURE
+        return self.p < SIGNIFICANCE_LEVEL
 
 
 def list_good_builds(results: Results) -> list[TrialResult]:
     """Return the builds that succeeded and were timed, in order."""
-    return sorted((t for t in results if t.good), key=lambda t: int(t.options.get(BUILD, 0)))
+    return sorted((t for t in results if t.good), key=lambda t: int(t.options.get(BUILD_OPTIONS, 0)))
 
 
 def _make_builds_table(run: RunData) -> Table | None:
-    if not any(BUILD in t.options for t in run.records):
+    if not any(BUILD_OPTIONS in t.options for t in run.records):
         return None
     rows = run.frame.to_dict("records")
     notes = (*describe_builds(run.records), *trial_table.make_footnote(rows))
@@ -112,7 +112,7 @@ def _make_variance_table(run: RunData) -> Table | None:
             if reference is not None and reference is not t:
                 ratios = block_ratios(reference, t, boundary, clock)
                 rows += _make_row(
-                    t, boundary, PAIR, _estimate_levels([(each.builds, [*each.logs[:, None]]) for each in ratios])
+                    t, boundary, RATIO, _estimate_levels([(each.builds, [*each.logs[:, None]]) for each in ratios])
                 )
     return VARIANCE.of(VARIANCE_COLUMNS, rows, notes=(VARIANCE_NOTE,)) if rows else None
 
@@ -126,7 +126,11 @@ def _split_blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
     if blocks := r.block_samples("latency", boundary, clock):
         return [np.log(block) for block in blocks.values()]
     samples = r.samples("latency", boundary, clock)
-    return [np.log(block) for block in np.array_split(samples, PARTS)] if len(samples) >= 3 * PARTS else []
+    return (
+        [np.log(block) for block in np.array_split(samples, PARTS_PER_ROUND)]
+        if len(samples) >= 3 * PARTS_PER_ROUND
+        else []
+    )
 
 
 def _make_row(t: TrialResult, boundary: str, of: str, levels: stats.VarianceComponents | None) -> list[Row]:
@@ -134,9 +138,9 @@ def _make_row(t: TrialResult, boundary: str, of: str, levels: stats.VarianceComp
     if levels is None:
         return []
     total, (count, blocks, samples) = sum(levels.parts) or 1.0, levels.counts
-    absent = {name for name, lacks in (("builds", levels.builds is None), ("samples", of == PAIR)) if lacks}
-    names = [name for name in LEVELS if name not in absent]  # a block has one ratio
-    parts = dict(zip(LEVELS, levels.parts, strict=True))
+    absent = {name for name, lacks in (("builds", levels.builds is None), ("samples", of == RATIO)) if lacks}
+    names = [name for name in VARIANCE_LEVELS if name not in absent]  # a block has one ratio
+    parts = dict(zip(VARIANCE_LEVELS, levels.parts, strict=True))
     sampled = [sum(r.samples("latency", boundary)) for r in t.good]
     seconds = float(np.median(sampled))
     start = max(0.0, float(np.median([r.record.seconds for r in t.good])) - seconds)
@@ -160,9 +164,9 @@ def _choose_advice(best: float, seconds: float) -> str:
     return "more rounds of this length"
 
 
-LEVELS = ("builds", "rounds", "blocks", "samples")
+VARIANCE_LEVELS = ("builds", "rounds", "blocks", "samples")
 BUILDS_FIRST = "more builds: they differ by more than all that is in them"
-BETWEEN = {
+LEVEL_NAMES = {
     "builds": "builds of the engine",
     "rounds": "rounds, each a process",
     "blocks": "blocks of a round",
@@ -170,19 +174,19 @@ BETWEEN = {
 }
 VARIANCE_NOTE = (
     "Shares are of the variance of a round's mean; the level with the largest share is worth more repetitions. Where a "
-    f"trial has no blocks, a round is cut into {PARTS}. Advice is on the narrowest interval in a given "
+    f"trial has no blocks, a round is cut into {PARTS_PER_ROUND}. Advice is on the narrowest interval in a given "
     "time, for this boundary."
 )
 VARIANCE_COLUMNS = (
-    LABEL,
+    LABEL_COLUMN,
     Column("of", "latency, or in turns its ratio to the reference", kind=TEXT),
     Column("rounds", "how many", kind=COUNT),
     Column("blocks", "of a round"),
     Column("samples", "of a block", rank=2),
     *(Column(f"{name}_share", f"of the variance that comes from between {words}", "%", title=f"{name} %")
-      for name, words in BETWEEN.items()),
+      for name, words in LEVEL_NAMES.items()),
     *(Column(f"{name}_spread", f"standard deviation between {words}", "%", title=f"{name} spread, %", rank=3)
-      for name, words in BETWEEN.items()),
+      for name, words in LEVEL_NAMES.items()),
     Column("seconds", "sampled in a round now", "s", rank=1),
     Column("best_seconds", "sampling of a round that gives the narrowest interval in a given time", "s", rank=4),
     Column("advice", "what narrows the interval most", kind=TEXT),

@@ -11,7 +11,7 @@ from math import isinf, isnan
 from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import (
-    UNCLEAR,
+    UNCLEAR_WORD,
     format_count,
     format_limits,
     format_number,
@@ -35,27 +35,27 @@ from dyno.results.metrics.precision import read_truth
 from dyno.results.ranking import LATENCY, THROUGHPUT, Contest, Ranking, cpu_contention, list_winners
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
-from dyno.results.stats import EQUIVALENT, FASTER, MOST_ROUNDS, ONE_ROUND, Speedup
-from dyno.results.trial_result import MEASURING, UNFINISHED, TrialResult, by_build
+from dyno.results.stats import EQUIVALENT, FASTER, MAX_ROUNDS, ONE_ROUND, Speedup
+from dyno.results.trial_result import MEASURING_REASON, UNFINISHED, TrialResult, by_build
 from dyno.table import is_missing
-from dyno.worker.spec import LOOKS
+from dyno.worker.spec import ADAPTIVE_RULES
 
 if TYPE_CHECKING:
     import pandas as pd
 
 # Backends that run a precision which a study adds only where it can: where one of them ran, it could be tried.
-LOWERING = {
+LOWERING_ADVICE = {
     "int8": {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx"},
     "bf16": {"pytorch", "compile", "aoti", "tensorrt", "tensorrt_rtx"},
 }
-RESUME = "the same `dyno run` again goes on"
-REASONS = "the reasons are below the table"
-ENOUGH = 3  # rounds that a study has by default
-MOST_NAMED = 4  # rows of a set that a sentence names
+RESUME_ADVICE = "the same `dyno run` again goes on"
+REASONS_NOTE = "the reasons are below the table"
+DEFAULT_ROUNDS = 3  # default number of rounds
+MAX_NAMED = 4  # rows of a group named in a sentence
 DECIDED = "decided"
-EXCLUDED = OVER, results_limits.UNMEASURED  # how the `limit` of a row begins that can't be chosen
+EXCLUDING_LIMITS = OVER, results_limits.UNMEASURED  # `limit` values that exclude a row from the choice
 NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
-CLOSE = 1.005  # lower limit of a lead that is printed as 1.00
+MIN_PRINTED_LEAD = 1.005  # lower limit of a lead that prints as 1.00
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Winner:
             return "tie"
         if cpu_contention(self.run.records) is not None:
             return "busy machine"
-        return "close" if any(each.low < CLOSE for each in self.contest.leads) else DECIDED
+        return "close" if any(each.low < MIN_PRINTED_LEAD for each in self.contest.leads) else DECIDED
 
     def describe_reality(self) -> str:
         """Describe whether it is the fastest beyond noise, how that was measured, and reasons for doubt."""
@@ -181,9 +181,10 @@ class Winner:
             parts.append(f"{how_sure} {_join_first(rivals)}{self._format_needed()}")
         elif not contest.rivals and contest.leads:
             second, lead = contest.ranked.iloc[1], contest.leads[0]
-            if gain is None or reference is None or second["trial"] != reference.id:  # else it is the headline's ratio
+            # otherwise it repeats the headline's ratio
+            if gain is None or reference is None or second["trial"] != reference.id:
                 shown = format_ratio(lead.value, lead.low, lead.high)
-                by = "" if shown == UNCLEAR else f", by {shown}"
+                by = "" if shown == UNCLEAR_WORD else f", by {shown}"
                 parts.append(f"ahead of the runner-up, {self.name_row(second)}{by}")
                 trials.append(run.trials[second["trial"]])
         parts += _describe_builds(trials, self.main_pairs)
@@ -209,7 +210,7 @@ class Winner:
             return ""
         hardest = max(undecided, key=_count_more)
         needed = rounds_needed(_count_more(hardest), hardest.builds > 0)
-        return f": {needed} would settle it" if _count_more(hardest) <= MOST_ROUNDS else f": it would take {needed}"
+        return f": {needed} would settle it" if _count_more(hardest) <= MAX_ROUNDS else f": it would take {needed}"
 
     def explain_lower_latency(self) -> Iterator[Finding]:
         """Explain why the table shows a lower latency than the winner's.
@@ -222,11 +223,11 @@ class Winner:
             return
         row = lower.sort_values(LATENCY).iloc[0]
         pair = _compare_pair(self.row, self.trial, self.run.trials[row["trial"]], self.run)
-        if pair.measured != stats.TURNS:
+        if pair.measured != stats.IN_TURNS:
             return
         rounds = f" over {format_count(int(row['rounds']), 'round')}" if row["rounds"] != self.row["rounds"] else ""
         shown = format_ratio(pair.value, pair.low, pair.high)
-        compared = f"{self.configuration} is {'ahead' if shown == UNCLEAR else f'{shown} as fast'}"
+        compared = f"{self.configuration} is {'ahead' if shown == UNCLEAR_WORD else f'{shown} as fast'}"
         name = self.ranking.name_row(row)
         yield Finding(NOTE, f"{name} has a lower latency, {format_ms(row[LATENCY])}{rounds}, but in turns {compared}.")
 
@@ -234,7 +235,7 @@ class Winner:
         """Warn where its ratio to the reference or the runner-up changes by more than 2 % within every round."""
         for other in self.opponents:
             change = blocks.find_drift(self.trial, other, str(self.row["boundary"]), str(self.row["clock"]))
-            if change and max(change.low, -change.high) > blocks.DRIFT:
+            if change and max(change.low, -change.high) > blocks.MIN_DRIFT:
                 how = "slower" if change.value > 0 else "faster"
                 text = f"Within each round {self.configuration} gets {how} against {self.name_reference(other)}, "
                 text += f"by {abs(change.value):.0%} from the first block to the last"
@@ -277,9 +278,9 @@ class Winner:
         contest, run, steps = self.contest, self.run, []
         if any(each.verdict == stats.ONE_ROUND for each in self.pairs):
             settings = run.records.settings
-            asked = settings.get("rounds", 2 if settings.get("until") in LOOKS else 1)
+            asked = settings.get("rounds", 2 if settings.get("until") in ADAPTIVE_RULES else 1)
             others = "the same command measures the other rounds"
-            steps.append(others if asked > 1 else f"measure with --rounds {ENOUGH} or more")
+            steps.append(others if asked > 1 else f"measure with --rounds {DEFAULT_ROUNDS} or more")
         elif undecided := [each for each in self.pairs if each.verdict == stats.UNDECIDED]:
             goes_on = any(each is pair for each in undecided for pair in self.main_pairs)
             rounds = int(self.row["rounds"])
@@ -312,7 +313,7 @@ class Winner:
         name, shown = self.name_reference(self.reference), format_ratio(gain.value, gain.low, gain.high)
         if gain.verdict == ONE_ROUND:
             yield Figure("speed-up", "unproven", f"over {name}: one round")
-        elif shown == UNCLEAR or gain.verdict not in (FASTER, EQUIVALENT):
+        elif shown == UNCLEAR_WORD or gain.verdict not in (FASTER, EQUIVALENT):
             yield Figure("speed-up", "undecided", f"against {name} ({shown})")
         elif not is_bounded(gain.low, gain.high):
             yield Figure("speed-up", shown, f"as fast as {name} (best estimate {format_number(gain.value)}x)")
@@ -349,7 +350,7 @@ class Winner:
         if gain is not None and reference is not None:
             shown, name = format_ratio(gain.value, gain.low, gain.high), self.name_reference(reference)
             unit = "as fast as" if self.speed == LATENCY else f"the {name_items(row['size'])} per second of"
-            text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {unit} {name}"
+            text += f"; the ratio to {name} is {UNCLEAR_WORD}" if shown == UNCLEAR_WORD else f", {shown} {unit} {name}"
         yield Finding(NOTE, text + ".")
         yield from self._find_disagreements(own, gain)
 
@@ -483,8 +484,8 @@ def name_set(names: Sequence[str], contest: Contest, run: RunData) -> str:
 
 def _join_first(names: Sequence[str]) -> str:
     """Join the first MOST_NAMED names, and say how many more there are."""
-    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
-    return join_names([*names[:MOST_NAMED], *more])
+    more = [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
+    return join_names([*names[:MAX_NAMED], *more])
 
 
 def _format_rounds(rounds: int, disturbed: int) -> str:
@@ -497,7 +498,7 @@ def _format_lead(lead: Speedup) -> str:
 
 
 def _count_more(pair: Speedup) -> int:
-    return MOST_ROUNDS + 1 if pair.more is None else pair.more
+    return MAX_ROUNDS + 1 if pair.more is None else pair.more
 
 
 def list_rejected(pairs: Sequence[Speedup]) -> Iterator[Finding]:
@@ -542,9 +543,9 @@ def list_untried(run: RunData) -> str:
     if not (settings.get("data") or settings.get("calibration")):
         added["int8"] = "--data" if values == "--data" else added["int8"]
     if all(t.device.partition(":")[0] == "cpu" for t in trials):
-        del added["bf16"]  # where the processor computes in it, it was tried
+        del added["bf16"]  # bf16 was tried where the processor supports it
     used, tried = {t.backend for t in trials}, {t.precision for t in trials}
-    untried = [name for name in added if used & LOWERING[name] and name not in tried]
+    untried = [name for name in added if used & LOWERING_ADVICE[name] and name not in tried]
     return ", ".join(f"{name} (add {added[name]})" for name in untried)
 
 
@@ -554,7 +555,7 @@ def _advise_on_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -
     Further rounds are for the winner with its reference and with its runner-up.
     """
     more = _count_more(pair)
-    if more > MOST_ROUNDS:
+    if more > MAX_ROUNDS:
         return "the difference is too small, or the machine too restless, for more rounds to settle it"
     if pair.builds:
         return f"measure with --builds {pair.builds + more} and another --out"
@@ -568,7 +569,7 @@ def _advise_on_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -
 def awaits_evidence(ranking: Ranking) -> bool:
     """Return whether a trial ahead of the winner may be within budget and limits, too: more evidence could decide."""
     states = [(row["budget"], read_limit(row)) for _, row in ranking.ahead.iterrows()]
-    possible = [each for each in states if each[0] != OVER and not each[1].startswith(EXCLUDED)]
+    possible = [each for each in states if each[0] != OVER and not each[1].startswith(EXCLUDING_LIMITS)]
     return any(budget == UNDECIDED or limit.startswith(UNDECIDED) for budget, limit in possible)
 
 
@@ -590,7 +591,7 @@ def _advise_on_images(ranking: Ranking, run: RunData) -> str:
     rows = [
         row
         for _, row in ranking.ahead.iterrows()
-        if row["budget"] == UNDECIDED and not read_limit(row).startswith(EXCLUDED)
+        if row["budget"] == UNDECIDED and not read_limit(row).startswith(EXCLUDING_LIMITS)
     ]
     row, settle = next(((row, settle) for row in rows if (settle := describe_missing_images(row))), (None, ""))
     if row is None:
@@ -685,9 +686,12 @@ def list_failed(ranking: Ranking, run: RunData) -> Decision | None:
         text = f"no trial has succeeded yet; {waiting} of {len(ranking.group)} were not measured so far."
         owner = run.records.owner
         return Decision(
-            WARNING, ranking.where, text, (("next", f"wait: {MEASURING.format(owner)}" if owner else RESUME),)
+            WARNING,
+            ranking.where,
+            text,
+            (("next", f"wait: {MEASURING_REASON.format(owner)}" if owner else RESUME_ADVICE),),
         )
-    return Decision(FAILURE, ranking.where, "no trial succeeded.", (("next", REASONS),))
+    return Decision(FAILURE, ranking.where, "no trial succeeded.", (("next", REASONS_NOTE),))
 
 
 def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
@@ -768,7 +772,7 @@ def _advise_on_limits(closest: pd.Series, run: RunData) -> str:
 
 def _format_gain(gain: Speedup, name: str) -> str:
     shown = format_ratio(gain.value, gain.low, gain.high)
-    if shown == UNCLEAR:
+    if shown == UNCLEAR_WORD:
         return f", undecided against {name}"
     if gain.verdict == ONE_ROUND:
         return f": {shown} as fast as {name} in one round, which proves nothing"
@@ -793,7 +797,7 @@ def _list_excluded(ranking: Ranking, run: RunData) -> Iterator[Finding]:
         change = metric.change_in(row)[1]
         loss = "" if isnan(change) else f" ({format_points(change / 100)} points)"
         misses = "" if ranking.fastest.empty else _describe_misses(row, run)
-        if read_limit(row).startswith(EXCLUDED):
+        if read_limit(row).startswith(EXCLUDING_LIMITS):
             yield from [Finding(NOTE, f"{subject} but {misses}.")] * bool(misses)
         elif row["budget"] == OVER:
             yield Finding(NOTE, f"{subject} but loses more than {budget} allows{loss}.")
@@ -816,7 +820,7 @@ def _describe_misses(row: pd.Series, run: RunData) -> str:
 def _list_limited(winner: Winner) -> Iterator[Finding]:
     """Yield trials with more images per second than the best, which a limit kept from it."""
     rows = results_ranking.rank_trials(results_ranking.keep_within_budget(winner.ranking.group), THROUGHPUT)
-    for _, row in rows.iloc[: [*rows["trial"]].index(winner.row["trial"])].head(MOST_NAMED).iterrows():
+    for _, row in rows.iloc[: [*rows["trial"]].index(winner.row["trial"])].head(MAX_NAMED).iterrows():
         reached = f"{winner.name_row(row)} reaches {format_number(row[THROUGHPUT])}/s"
         yield Finding(NOTE, f"{reached} but {_describe_misses(row, winner.run)}.")
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import UNCLEAR, format_points, format_ratio, show
+from dyno.formatting import UNCLEAR_WORD, format_points, format_ratio, show
 from dyno.results import ranking, remarks, stats
 from dyno.results.metrics import accuracy, choose_metric, list_metrics, mean_ap
-from dyno.results.metrics.accuracy import KEEP, OVER, UNDECIDED, WITHIN
+from dyno.results.metrics.accuracy import KEEP_OPTION, OVER, UNDECIDED, WITHIN
 from dyno.results.notes import (
-    KEPT,
+    ROUTE_KEPT,
     AnchorDevices,
     Attempt,
     RouteAttempt,
@@ -25,16 +25,24 @@ from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
-from dyno.worker.facts.files import AS_IN_TRAINING, AVERAGED, IN_SINGLE, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM
+from dyno.worker.facts.files import (
+    AS_IN_TRAINING,
+    AVERAGED_WARNING,
+    IN_SINGLE,
+    ONE_OF,
+    OTHER_SHAPE,
+    OTHER_VALUES,
+    RANDOM_WARNING,
+)
 from dyno.worker.spec import AS_READ, TEXT_ORDER, Preprocess
-from dyno.worker.tasks.classify import UNMEASURED
-from dyno.worker.tasks.layouts import UNREAD
+from dyno.worker.tasks.classify import NO_ACCURACY
+from dyno.worker.tasks.layouts import NO_BOXES
 
 if TYPE_CHECKING:
     import pandas as pd
 
 BEST, NOTE, WARNING, FAILURE = "best", "note", "warning", "failure"
-PROBLEMS = "problems"  # the report's part with every warning and failure
+PROBLEMS_PART = "problems"  # the report's section of warnings and failures
 
 
 @dataclass(frozen=True)
@@ -134,9 +142,9 @@ def _format_slowdowns(speedups: Mapping[str, stats.Speedup]) -> str:
 
 # Lowered precisions that fail the budget, and the effect of keeping a few of their layers higher.
 
-LOWERED = ("int8", "fp16")
-HIGHER = ("fp32", "tf32")
-NAMED = 3  # kept layers that a sentence names
+LOWERED_PRECISIONS = ("int8", "fp16")
+HIGHER_PRECISIONS = ("fp32", "tf32")
+MAX_LAYERS_NAMED = 3  # higher-precision layers named in a sentence
 
 
 def list_failing(run: RunData) -> list[str]:
@@ -149,13 +157,13 @@ def list_failing(run: RunData) -> list[str]:
     rows = {row["trial"]: row for _, row in frame.iterrows()}
     smallest: dict[Any, TrialResult] = {}
     for t in sorted(run.records, key=lambda t: t.batch):
-        if t.precision in LOWERED and KEEP not in t.options and t.status == "ok":
+        if t.precision in LOWERED_PRECISIONS and KEEP_OPTION not in t.options and t.status == "ok":
             smallest.setdefault(accuracy.make_series_key(t), t)
     chosen = []
     for t in smallest.values():
         row = rows[t.id]
         others = frame[(frame["model"] == t.model) & (frame["size"] == t.size) & (frame["device"] == t.device)]
-        higher = others[others["precision"].isin(HIGHER) & (others["status"] == "ok")]
+        higher = others[others["precision"].isin(HIGHER_PRECISIONS) & (others["status"] == "ok")]
         if (
             row["budget"] in (OVER, UNDECIDED)
             and (higher["budget"] == WITHIN).any()
@@ -174,9 +182,9 @@ def list_precision_findings(run: RunData) -> Iterator[Finding]:
     """Yield the layers that were kept higher for each lowered precision, and their cost."""
     mixed: dict[Any, list[TrialResult]] = {}
     for t in run.records:
-        if KEEP in t.options:
+        if KEEP_OPTION in t.options:
             mixed.setdefault(accuracy.make_series_key(t), []).append(t)
-    plain = {(accuracy.make_series_key(t), t.batch): t for t in run.records if KEEP not in t.options}
+    plain = {(accuracy.make_series_key(t), t.batch): t for t in run.records if KEEP_OPTION not in t.options}
     rows = {row["trial"]: row for _, row in run.frame.iterrows()} if run.budgets and mixed else {}
     for series, trials in mixed.items() if rows else ():
         batch = min(t.batch for t in trials)
@@ -190,7 +198,7 @@ def list_precision_findings(run: RunData) -> Iterator[Finding]:
 
 
 def _count_kept(t: TrialResult) -> int:
-    return int(t.options[KEEP])
+    return int(t.options[KEEP_OPTION])
 
 
 def _report_success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
@@ -199,7 +207,9 @@ def _report_success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.S
     loss = f" ({format_points(change / 100)} points)" if change == change else ""
     fails = "loses more than it allows" if without["budget"] == OVER else "is undecided"
     layers = mixed.made_by.kept
-    names = ", ".join(layer.node for layer in layers[:NAMED]) + (", …" if len(layers) > NAMED else "")
+    names = ", ".join(layer.node for layer in layers[:MAX_LAYERS_NAMED]) + (
+        ", …" if len(layers) > MAX_LAYERS_NAMED else ""
+    )
     boundary, clock = str(row["boundary"]), str(row["clock"])
     cost = ranking.estimate_speedup(mixed, plain, boundary, clock, run.rule)
     return Finding(
@@ -213,7 +223,7 @@ def _report_success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.S
 
 def _as_fast(cost: Speedup) -> str:
     shown = format_ratio(cost.value, cost.low, cost.high)
-    return f"what that costs is {UNCLEAR}" if shown == UNCLEAR else f"{shown} as fast as without"
+    return f"what that costs is {UNCLEAR_WORD}" if shown == UNCLEAR_WORD else f"{shown} as fast as without"
 
 
 def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:
@@ -234,7 +244,7 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
     advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
     yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
     lines = ((t.given, line) for t in results if t.good for line in remarks.list_warnings(t))
-    beginnings = (AVERAGED, AS_IN_TRAINING, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM)
+    beginnings = (AVERAGED_WARNING, AS_IN_TRAINING, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM_WARNING)
     told = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(beginnings))
     yield from (Finding(WARNING, text) for text in told)
 
@@ -318,7 +328,7 @@ def list_route_findings(results: Results) -> Iterator[Finding]:
             text = (
                 f"{_name_attempt(one)} by the route {one.kept.route} ran {one.kept.ratio:.2f} times as fast as by the"
             )
-            rest = _format_routes(route for route in one.routes if route.outcome != KEPT)
+            rest = _format_routes(route for route in one.routes if route.outcome != ROUTE_KEPT)
             yield Finding(BEST, f"{text} usual one beside it at batch {one.batch}; it has separate rows{rest}.")
     if others := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in tried if one.kept is None]:
         yield Finding(
@@ -364,6 +374,6 @@ def list_empty_budgets(run: RunData) -> Iterator[Finding]:
 
 def list_unscored(t: TrialResult) -> str:
     """Return the trial's warning on outputs that can't be scored, "" without one."""
-    marks = UNMEASURED, UNREAD
+    marks = NO_ACCURACY, NO_BOXES
     marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in marks)
-    return next((warning[place:] for warning, place in marked if place >= 0), "")  # behind the stage that it is of
+    return next((warning[place:] for warning, place in marked if place >= 0), "")  # the text after its stage

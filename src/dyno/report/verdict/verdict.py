@@ -21,34 +21,36 @@ from dyno.formatting import (
 from dyno.report import self_test
 from dyno.report.verdict import decisions
 from dyno.report.verdict import findings as verdict_findings
-from dyno.report.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding, format_ms
+from dyno.report.verdict.findings import FAILURE, NOTE, PROBLEMS_PART, WARNING, Decision, Finding, format_ms
 from dyno.results import ranking as results_ranking
 from dyno.results import remarks, stats
 from dyno.results.blocks import find_apart_jobs
-from dyno.results.correctness import WRONG, find_mismatch
+from dyno.results.correctness import OUTPUTS_WRONG, find_mismatch
 from dyno.results.metrics.accuracy import has_accuracy, set_aside
 from dyno.results.metrics.precision import NO, read_truth
 from dyno.results.notes import read_dropped
 from dyno.results.ranking import LATENCY, Contention, cpu_contention, list_winners, rank_goals
 from dyno.results.rounds import GPU
 from dyno.results.run_data import RunData
-from dyno.results.trial_result import FILE, MEASURING, UNFINISHED, Results, TrialResult, clock_of
+from dyno.results.trial_result import FILE_OPTION, MEASURING_REASON, UNFINISHED, Results, TrialResult, clock_of
 from dyno.table import is_missing
-from dyno.worker.facts.engine import STORED
+from dyno.worker.facts.engine import WEIGHT_PRECISIONS
 
-COMPANY = "what the table calls faster or slower holds beside those programs, which slow some engines down more"
+OTHER_PROGRAMS_NOTE = (
+    "what the table calls faster or slower holds beside those programs, which slow some engines down more"
+)
 OTHER_NETWORK = (
     " The files were taken for one network, since their inputs and outputs have the same shapes; "
     "if they are different networks, run one command for each."
 )
-MOST_GROUPS = 8  # model x size pairs with sentences; the rest is in the tables
-MOST_REASONS, LONGEST_REASON = 2, 160  # reasons of failures in one sentence, and the characters of one
+MAX_GROUPS = 8  # model and size pairs with sentences; the tables have all
+MAX_REASONS, MAX_REASON_LENGTH = 2, 160  # reasons of failures in one sentence, and characters of one reason
 NOT_SHOWN = "not shown to be faster than {}"
-MOST_RATIOS = 3  # batches whose ratio one sentence gives
+MAX_RATIOS = 3  # batches whose ratio one sentence gives
 # Wider precisions that a lowered one should be faster than, in the order of comparison.
-WIDER = {
+WIDER_TYPES = {
     **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
-    **dict.fromkeys(("int8", "fp8", *STORED), ("fp32", "fp16", "bf16")),
+    **dict.fromkeys(("int8", "fp8", *WEIGHT_PRECISIONS), ("fp32", "fp16", "bf16")),
 }
 
 
@@ -120,7 +122,11 @@ def _describe_sides(run: RunData) -> Iterator[str]:
         b = run.trials[row["trial"]]
         if b.side == "b" and b.good and row["reference"] not in ("", row["trial"]):
             if is_missing(row["speedup"]):
-                told = "B gives other outputs than A" if str(row["verdict"]).startswith(WRONG) else str(row["verdict"])
+                told = (
+                    "B gives other outputs than A"
+                    if str(row["verdict"]).startswith(OUTPUTS_WRONG)
+                    else str(row["verdict"])
+                )
             else:
                 times = 1 / row[["speedup", "speedup_high", "speedup_low"]].astype(float)
                 told = f"{describe_time(format_ratio(*times))} ({row['verdict']})"
@@ -138,18 +144,18 @@ def read_verdict(run: RunData) -> Verdict:
     timed = [t for t in results if t.good]
     several = len({(t.model, t.configuration) for t in timed}) > len({t.model for t in timed})
     all_rankings, contention = rank_goals(run), cpu_contention(results, compared=several)
-    shown = all_rankings[:MOST_GROUPS]
+    shown = all_rankings[:MAX_GROUPS]
     unscored = *verdict_findings.list_unscored_findings(run), *verdict_findings.list_empty_budgets(run)
     wrong = *_wrong_outputs(run), *unscored
     slow: list[Finding] = []
     if contention and contention.mostly:  # an order would be that of the machine's load
         next_step = _describe_next_step(run)
-        decided = [Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", next_step)))]
+        decided = [Decision(WARNING, "", contention.sentence, (("real", OTHER_PROGRAMS_NOTE), ("next", next_step)))]
         decided += [decision for ranking in shown if (decision := decisions.list_failed(ranking, run)) is not None]
         rest = [finding for ranking in shown for finding in decisions.list_incomparable(ranking)]
     else:
         decided = [decision for ranking in shown for decision in decisions.decide_run(ranking, run)]
-        more = len(all_rankings) - MOST_GROUPS
+        more = len(all_rankings) - MAX_GROUPS
         rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
         rest += verdict_findings.list_precision_findings(run)
         slow += _slow_precisions(run)
@@ -172,13 +178,13 @@ def _describe_next_step(run: RunData) -> str:
 
 def _wrong_outputs(run: RunData) -> Iterator[Finding]:
     """Yield trials with other outputs than their reference, which are not ranked."""
-    trials, wrong = run.trials, run.frame[run.frame["outputs"] == WRONG]
+    trials, wrong = run.trials, run.frame[run.frame["outputs"] == OUTPUTS_WRONG]
     for (_, verdict), rows in wrong.groupby(["reference", "verdict"], sort=False):
         group = [trials[id] for id in rows["trial"]]
         names = ", ".join(dict.fromkeys(t.configuration for t in group))
         verdict = f"{verdict} against {run.compared[group[0].id].configuration}"
         text = f"{group[0].model}: {names} ({_format_batches(group)}) gave {verdict}; not ranked, whatever the speed."
-        files = any(t.form and t.form.option == FILE for t in group)
+        files = any(t.form and t.form.option == FILE_OPTION for t in group)
         if files:
             text += OTHER_NETWORK
         elif first := next(filter(_has_layer_comparison, group), None):
@@ -228,7 +234,7 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
     ran = {(t.group, t.variant, t.precision): t for t in results if t.good}
     groups: dict[tuple[str, ...], list[tuple[TrialResult, stats.Speedup]]] = {}
     for t in ran.values():
-        for wider in WIDER.get(t.precision, ()):
+        for wider in WIDER_TYPES.get(t.precision, ()):
             other = ran.get((t.group, t.variant, wider))
             if (
                 other is None
@@ -241,7 +247,7 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
                 break
     several = len({(t.model, t.size) for t in results}) > 1
     unexplained: dict[str, list[_NoGain]] = {}
-    for (model, size, name, other_name), slow in list(groups.items())[:MOST_GROUPS]:
+    for (model, size, name, other_name), slow in list(groups.items())[:MAX_GROUPS]:
         where = f"{model}{format_size(size, ' at size ')}: " if several else ""
         found = _NoGain(name, other_name, _compare_batches(slow))
         if reason := _choose_reason(slow):
@@ -250,8 +256,8 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
             unexplained.setdefault(where, []).append(found)
     for where, all_found in unexplained.items():
         yield Finding(WARNING, f"{where}{_join_unexplained(all_found)}.")
-    if len(groups) > MOST_GROUPS:
-        more = len(groups) - MOST_GROUPS
+    if len(groups) > MAX_GROUPS:
+        more = len(groups) - MAX_GROUPS
         yield Finding(NOTE, f"{more} more configurations gain nothing from their precision; see the tables.")
 
 
@@ -278,7 +284,7 @@ def _compare_batches(slow: list[tuple[TrialResult, stats.Speedup]]) -> dict[str,
         shown = format_ratio(gain.value, gain.low, gain.high)
         ratios.setdefault(_choose_relation(gain), []).append(f"batch {t.batch}: {shown}")
     for each in ratios.values():
-        each[MOST_RATIOS:] = [f"{len(each) - MOST_RATIOS} more"] if len(each) > MOST_RATIOS else []
+        each[MAX_RATIOS:] = [f"{len(each) - MAX_RATIOS} more"] if len(each) > MAX_RATIOS else []
     return {relation: "; ".join(each) for relation, each in ratios.items()}
 
 
@@ -345,23 +351,23 @@ def _describe_failures(results: Results) -> Iterator[Finding]:
             f"{len(failed)} of {format_count(len(results), 'trial')} did not finish: {counts} "
             f"({_list_reasons(failed)}); "
             "the same command with --retry-failed measures them again.",
-            PROBLEMS,
+            PROBLEMS_PART,
         )
     if added:
         names, rows = join_names(list(dict.fromkeys(t.precision for t in added))), format_count(len(added), "row")
         text = f"{rows} in {names}, which Dyno added, failed ({_list_reasons(added)}); --precision names those to run."
-        yield Finding(NOTE, text, PROBLEMS)
+        yield Finding(NOTE, text, PROBLEMS_PART)
 
 
 def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
     count, total = Counter(t.status for t in results), len(results.trials)
     yield from _describe_failures(results)
-    if 0 < count[UNFINISHED] < total:  # where all are, the answer says it with what was measured
+    if 0 < count[UNFINISHED] < total:  # if all are unfinished, the answer reports it
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     yield from _find_waiting_models(results)
     dropped = read_dropped(results.folder)
     if results.owner:
-        yield Finding(WARNING, f"This is the answer so far: {MEASURING.format(results.owner)}.")
+        yield Finding(WARNING, f"This is the answer so far: {MEASURING_REASON.format(results.owner)}.")
     elif (short := [t for t in results if t.is_cut_short and t.id not in dropped.trials]) and not dropped.is_over:
         rounds = format_count(min(len(t.rounds) for t in short), "round")
         answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command goes on."
@@ -376,7 +382,9 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         )
     if count["skipped"]:
         yield Finding(
-            NOTE, f"{_format_count(count['skipped'], total, 'was', 'were')} skipped, each with its reason.", PROBLEMS
+            NOTE,
+            f"{_format_count(count['skipped'], total, 'was', 'were')} skipped, each with its reason.",
+            PROBLEMS_PART,
         )
     if contention and not contention.mostly:
         yield Finding(WARNING, contention.sentence)
@@ -394,7 +402,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
     warned = sum(1 for t in results if remarks.list_warnings(t))
     if warned:
         yield Finding(
-            WARNING, f"{_format_count(warned, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS
+            WARNING, f"{_format_count(warned, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS_PART
         )
     for problem in results.problems:
         yield Finding(FAILURE, problem)
@@ -405,9 +413,9 @@ def _list_reasons(failed: Iterable[TrialResult]) -> str:
     of_reason: dict[str, TrialResult] = {}
     for t in failed:
         of_reason.setdefault(t.reason, t)
-    first = [shorten_text(f"{t.configuration}: {reason}", LONGEST_REASON) for reason, t in of_reason.items()]
-    more = [f"{len(first) - MOST_REASONS} more in the report"] if len(first) > MOST_REASONS else []
-    return "; ".join([*first[:MOST_REASONS], *more])
+    first = [shorten_text(f"{t.configuration}: {reason}", MAX_REASON_LENGTH) for reason, t in of_reason.items()]
+    more = [f"{len(first) - MAX_REASONS} more in the report"] if len(first) > MAX_REASONS else []
+    return "; ".join([*first[:MAX_REASONS], *more])
 
 
 def _find_gpu_doubts(results: Results) -> Iterator[Finding]:

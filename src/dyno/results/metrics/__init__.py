@@ -17,13 +17,13 @@ from dyno.worker import plugins
 if TYPE_CHECKING:
     import pandas as pd
 
-GROUP = "dyno.metrics"
+ENTRY_POINT_GROUP = "dyno.metrics"
 
 
 @cache
 def list_metrics() -> dict[str, Metric]:
     """Return the metrics by name, Dyno's own and those of installed distributions, in the order of display."""
-    found = plugins.list_declared(sys.modules[__name__], Metric, GROUP)  # type: ignore[type-abstract]
+    found = plugins.list_declared(sys.modules[__name__], Metric, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WITHIN, OVER, UNDECIDED = "within", "over", "undecided"
-KEEP = "keep"  # the option of a mixed precision: how many layers stay in a higher one
-MOST_TRIED = 10  # candidates of mixed precision for one trial
-MOST_IMAGES = 10_000_000  # beyond this "more images" isn't advice
+KEEP_OPTION = "keep"  # option of mixed precision: number of layers in a higher precision
+MAX_CANDIDATES = 10  # candidates of mixed precision for a trial
+MAX_IMAGES = 10_000_000  # "more images" is no advice beyond this
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def make_budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
 
 def make_series_key(t: TrialResult) -> tuple[Any, ...]:
     """Return everything that mixed precisions of one trial share, except the batch."""
-    options = tuple(sorted((k, str(v)) for k, v in t.options.items() if k != KEEP))
+    options = tuple(sorted((k, str(v)) for k, v in t.options.items() if k != KEEP_OPTION))
     return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
 
 
@@ -124,7 +124,7 @@ def decide_accuracy(change: Change, budget: Budget) -> BudgetDecision:
     if change.images < change.least_images and is_unproven and not found.low == found.value == found.high == 0:
         return BudgetDecision(UNDECIDED, change.least_images - change.images)
     count = change.enough(budget.limit) if verdict == UNDECIDED else None
-    settled = count is not None and count <= MOST_IMAGES
+    settled = count is not None and count <= MAX_IMAGES
     more = _round_up(max(count or 0, change.least_images) - change.images) if settled else None
     return BudgetDecision(verdict, more, change.chance(budget.limit))
 
@@ -146,7 +146,7 @@ def confirm(chances: Sequence[float]) -> list[bool]:
     The k-th may spend the share 1 / (k (1 + 1/2 + … + 1/10)) of 2.5 %, so over MOST_TRIED the chance that any one that
     loses more is called within is at most that of a single trial (Bonferroni's inequality).
     """
-    whole = sum(1 / k for k in range(1, MOST_TRIED + 1))
+    whole = sum(1 / k for k in range(1, MAX_CANDIDATES + 1))
     return [chance <= (1 - CONFIDENCE) / 2 / (k * whole) for k, chance in enumerate(chances, 1)]
 
 
@@ -185,7 +185,7 @@ class PairedChange(Change):
 
         low = high = self.images
         while not is_settled(high):
-            if high > MOST_IMAGES:
+            if high > MAX_IMAGES:
                 return None
             low, high = high, 2 * high
         while high - low > max(1, low // 50):

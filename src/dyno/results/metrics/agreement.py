@@ -20,9 +20,9 @@ from dyno.worker.tasks.postprocess import BoxForm
 
 # Raw outputs of a network with non-maximum suppression inside, read back as rows of boxes of each image.
 
-BOX = 4  # values of a box
-MOST_IMAGES = 100  # whose rows are read
-PLACES = 10_000  # more than there are classes
+BOX_VALUES = 4  # values of a box
+MAX_IMAGES_READ = 100  # images whose rows are read
+MAX_PLACES = 10_000  # exceeds any number of classes
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ def read_box_rows(trial: TrialResult) -> BoxRows | None:
     if not (row_counts or _is_fixed(outputs)) and not np.all(scores > 0):
         return None
     images = np.repeat(np.arange(len(counts)), counts)
-    keep = (scores > 0) & (images < MOST_IMAGES)
+    keep = (scores > 0) & (images < MAX_IMAGES_READ)
     values = {str(i): table[keep].astype(np.float64) for i, table in enumerate(tables.values())}
     rest = [found.rest.T] if found.rest is not None and found.rest.size else []
     rest += [table for name, table in tables.items() if name not in fit.names]
-    rows = np.bincount(images[keep], minlength=min(len(counts), MOST_IMAGES))
+    rows = np.bincount(images[keep], minlength=min(len(counts), MAX_IMAGES_READ))
     return BoxRows(images[keep], boxes[keep], scores[keep], labels[keep].astype(np.float64),
                    [table[keep].astype(np.float64) for table in rest], values, rows)  # fmt: skip
 
@@ -88,12 +88,12 @@ def _choose_layout(
     for array in arrays.values():
         places = _batch_places(array[0])
         if np.any(places):
-            array[..., 0] -= places // PLACES
+            array[..., 0] -= places // MAX_PLACES
     size = trial.spec.dims.height, trial.spec.dims.width
     if not all(size):
         return None
     task, shapes = trial.task, {name: array.shape for name, array in arrays.items()}
-    extra = None if task.needs else 0  # of masks or keypoints any number
+    extra = None if task.needs else 0  # any number of masks or keypoints
     fits = (FinalRows, Lists, Pairs) if task.labels == "objects" else (FinalRows, Lists)
     try:
         seen = ObservedOutputs(shapes, size, 0, extra, values=arrays)
@@ -112,7 +112,7 @@ def _batch_places(table: np.ndarray) -> np.ndarray | int:
         or not np.all(table[:, 0] == np.round(table[:, 0]))
     ):
         return 0
-    places: np.ndarray = table[:, 0] * PLACES
+    places: np.ndarray = table[:, 0] * MAX_PLACES
     return places
 
 
@@ -123,14 +123,14 @@ def _make_tables(
     tables, row_counts = dict[str, np.ndarray](), list[np.ndarray]()
     fixed = not counts and _is_fixed(outputs)
     for name, array in outputs.items():
-        if not fixed:  # where every image has one box, nothing tells rows from images
+        if not fixed:  # with one box per image, rows can't be told from images
             tables[name] = array.reshape(len(array), math.prod(array.shape[1:]))
             row_counts.append(counts.get(name, np.ones(len(array), np.int64)))
         elif array.ndim > 1 and array[:1].size > 1:
             images, rows = array.shape[:2]
             tables[name] = array.reshape(images * rows, math.prod(array.shape[2:]))
             row_counts.append(np.full(images, rows))
-        elif array.dtype.kind not in "iu":  # else it says how many rows are boxes, which the scores say too
+        elif array.dtype.kind not in "iu":  # otherwise it is the number of boxes, which the scores have too
             return {}, np.zeros(0, np.int64)
     if not row_counts or any(not np.array_equal(rows, row_counts[0]) for rows in row_counts):
         return {}, np.zeros(0, np.int64)
@@ -139,7 +139,7 @@ def _make_tables(
 
 def _is_fixed(outputs: Mapping[str, np.ndarray]) -> bool:
     """Return whether an output has a fixed number of boxes for every image."""
-    return any(a.ndim == 3 and (a.shape[2] == BOX or len(layouts.LAST_ROW) <= a.shape[2] < a.shape[1])
+    return any(a.ndim == 3 and (a.shape[2] == BOX_VALUES or len(layouts.LAST_ROW) <= a.shape[2] < a.shape[1])
                for a in outputs.values())  # fmt: skip
 
 
@@ -150,12 +150,13 @@ def _has_corners(boxes: np.ndarray) -> bool:
 
 # Do two configurations of a detector find the same objects: how many of one's confident detections the other has.
 
-SURE = 0.25  # the score from which a detection is usually shown
-DOUBTFUL = SURE / 2  # the other's score may be lower by so much: one just below the line isn't a lost object
-OVERLAP = 0.5  # intersection over union from which two boxes are of one object
-LEAST_SIDE = 0.01  # of the farthest edge of any box
-EDGE = 1.01  # times the lowest score that was kept: whether a row of up to that is kept, rounding decides
-ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "sample")
+SURE_SCORE = 0.25  # score from which detections are usually shown
+# the other engine's score may be this low: scores near the threshold are no lost objects
+DOUBTFUL_SCORE = SURE_SCORE / 2
+MIN_OVERLAP = 0.5  # intersection over union of boxes of one object
+MIN_SIDE_SHARE = 0.01  # share of the farthest edge of all boxes
+THRESHOLD_MARGIN = 1.01  # multiple of the lowest kept score; rounding decides whether rows below it are kept
+DETECTION_ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "sample")
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def judge_boxes(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarra
     """
     images = _list_images(own, reference)
     a, b = _choose_confident(own, images), _choose_confident(reference, images)
-    expected, own_sure = int((b.scores >= SURE).sum()), int((a.scores >= SURE).sum())
+    expected, own_sure = int((b.scores >= SURE_SCORE).sum()), int((a.scores >= SURE_SCORE).sum())
     if not expected:
         return None
     found, confirmed = (int((partners >= 0).sum()) for partners in (_match_sure(b, a), _match_sure(a, b)))
@@ -205,7 +206,7 @@ def compare_boxes(trial: TrialResult, reference: TrialResult) -> BoxAgreement | 
 
 def _read_detections(trial: TrialResult) -> dict[str, np.ndarray]:
     """Return the detections of the first good round that has any."""
-    rounds = (place.read_arrays("outputs.npz", ARRAYS) for place in trial.good)
+    rounds = (place.read_arrays("outputs.npz", DETECTION_ARRAYS) for place in trial.good)
     return next((arrays for arrays in rounds if "detection_image" in arrays), {})
 
 
@@ -227,7 +228,7 @@ def _list_images(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarr
 
 
 def _choose_confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _ConfidentDetections:
-    keep = np.isin(arrays["detection_image"], images) & (arrays["detection_score"] >= DOUBTFUL)
+    keep = np.isin(arrays["detection_image"], images) & (arrays["detection_score"] >= DOUBTFUL_SCORE)
     rows = np.flatnonzero(keep)
     rows = rows[np.argsort(-arrays["detection_score"][rows], kind="stable")]
     places = np.stack([arrays["detection_image"][rows], arrays["detection_class"][rows]], axis=1).astype(np.int64)
@@ -241,14 +242,14 @@ def _match_sure(detections: _ConfidentDetections, others: _ConfidentDetections) 
     free: dict[tuple[int, ...], list[int]] = {}
     for row, place in enumerate(map(tuple, others.places.tolist())):
         free.setdefault(place, []).append(row)
-    partners = np.full(int((detections.scores >= SURE).sum()), -1)  # the surest come first
+    partners = np.full(int((detections.scores >= SURE_SCORE).sum()), -1)  # the surest come first
     for row in range(len(partners)):
         candidates = free.get(tuple(detections.places[row].tolist()))
         if not candidates:
             continue
         overlaps = _compute_overlap(detections.boxes[row], others.boxes[candidates])
         best = int(overlaps.argmax())
-        if overlaps[best] >= OVERLAP:
+        if overlaps[best] >= MIN_OVERLAP:
             partners[row] = candidates.pop(best)
     return partners
 
@@ -310,7 +311,7 @@ def _count_renamed(a: _ConfidentDetections, own: np.ndarray, b: _ConfidentDetect
     from scipy.optimize import linear_sum_assignment
 
     overlaps = np.array([_compute_overlap(a.boxes[row], b.boxes[others]) for row in own]).reshape(len(own), len(others))
-    pairs = (overlaps >= OVERLAP) & (a.places[own, 1][:, None] != b.places[others, 1])
+    pairs = (overlaps >= MIN_OVERLAP) & (a.places[own, 1][:, None] != b.places[others, 1])
     return int(pairs[linear_sum_assignment(pairs, maximize=True)].sum())
 
 
@@ -378,14 +379,14 @@ def _pair_boxes(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
         # Of boxes that lie on each other the scores say which is which.
         nearness = 1 - np.abs(other.scores[b][:, None] - own.scores[a][None, :])
         there, here = linear_sum_assignment(np.nan_to_num(overlaps + 1e-3 * nearness), maximize=True)
-        overlapping = overlaps[there, here] >= OVERLAP
+        overlapping = overlaps[there, here] >= MIN_OVERLAP
         pairs.append((a[here[overlapping]], b[there[overlapping]]))
     return np.concatenate([p[0] for p in pairs]), np.concatenate([p[1] for p in pairs])
 
 
 def _least_side(rows: BoxRows) -> float:
     """Return the least length that a box's side counts as, in the boxes' own unit: pixels, or shares of the image."""
-    return float(max(LEAST_SIDE * np.abs(rows.boxes).max(initial=0), np.finfo(np.float64).tiny))
+    return float(max(MIN_SIDE_SHARE * np.abs(rows.boxes).max(initial=0), np.finfo(np.float64).tiny))
 
 
 def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> np.ndarray:
@@ -415,11 +416,11 @@ def _count_unpaired(rows: BoxRows, alone: np.ndarray, others: BoxRows) -> int:
     edge = np.full(len(rows.counts), min(rows.scores.min(initial=1), others.scores.min(initial=1)))
     for image in np.flatnonzero(rows.counts == rows.counts.max(initial=0)):
         edge[image] = max(edge[image], rows.scores[rows.images == image].min(initial=1))
-    edge_rows = rows.scores <= EDGE * edge[rows.images]
+    edge_rows = rows.scores <= THRESHOLD_MARGIN * edge[rows.images]
     return len(alone) if edge_rows.mean() > 0.5 else int((~edge_rows[alone]).sum())
 
 
-RANKS = 10
+RANK_COUNT = 10
 
 
 @dataclass(frozen=True)
@@ -555,7 +556,7 @@ def compare_ranks(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndar
     if not {"topk_index", "topk_score"} <= set(own) & set(reference):
         return []
     here, there = match_images(dict(own), dict(reference))
-    k = min(RANKS, own["topk_index"].shape[1], reference["topk_index"].shape[1])
+    k = min(RANK_COUNT, own["topk_index"].shape[1], reference["topk_index"].shape[1])
     if not len(here):
         return []
     a, b = own["topk_score"][here, :k].astype(np.float64), reference["topk_score"][there, :k]

@@ -47,7 +47,7 @@ def collect_matches(
     """Collect one class's entries of `COCOeval.evalImgs`; `groups` maps an image's id to one of `count` groups."""
     entries = [e for e in evaluated if e is not None]
     scores = np.concatenate([np.empty(0), *(np.asarray(e["dtScores"], np.float64) for e in entries)])
-    order = np.argsort(-scores, kind="mergesort")  # as COCOeval does, so that ties rank alike
+    order = np.argsort(-scores, kind="mergesort")  # stable like COCOeval, so that ties rank alike
     wanted = np.zeros(count, np.int64)
     for e in entries:
         wanted[groups[e["image_id"]]] += int(np.count_nonzero(np.asarray(e["gtIgnore"]) == 0))
@@ -83,7 +83,7 @@ def compute_average_precision(m: Matches, recalls: np.ndarray, without: int | No
     return averages
 
 
-LEAST_SCORES = np.arange(1, 20) / 20  # at which precision, recall and F1 are counted
+SCORE_THRESHOLDS = np.arange(1, 20) / 20  # thresholds of precision, recall and F1
 
 
 def count_matches(m: Matches) -> np.ndarray:
@@ -92,9 +92,9 @@ def count_matches(m: Matches) -> np.ndarray:
     At the first overlap; float64 [scores, groups, 3]. A detection's match depends on surer ones alone, so leaving out
     the less sure ones changes none.
     """
-    counts = np.zeros((len(LEAST_SCORES), len(m.wanted), 3))
+    counts = np.zeros((len(SCORE_THRESHOLDS), len(m.wanted), 3))
     right, wrong = m.right[0], ~m.right[0] & ~m.ignored[0]
-    for own, least in zip(counts, LEAST_SCORES, strict=True):
+    for own, least in zip(counts, SCORE_THRESHOLDS, strict=True):
         sure = m.score >= least
         own[:, 0], own[:, 1] = (np.bincount(m.group[each & sure], minlength=len(own)) for each in (right, wrong))
     counts[:, :, 2] = m.wanted
@@ -107,12 +107,12 @@ def count_matches(m: Matches) -> np.ndarray:
 # Delete-a-Group Jackknife", Journal of Official Statistics 17), for which the matches are accumulated again without
 # each group and nothing is matched again.
 
-WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
-GROUPS = 20  # of images in the jackknife
-CONFUSED, OVERLAP = 0.5, 0.5  # mAP50 below which classes may be numbered otherwise, and the overlap of a box found
-VERSION = 2  # of the stored scores
-ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "mask_counts", "mask_lengths",
-          "detection_keypoints", "sample")  # fmt: skip
+KIND_WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
+JACKKNIFE_GROUPS = 20  # image groups of the jackknife
+CONFUSED_MAP50, MIN_OVERLAP = 0.5, 0.5  # mAP50 that suggests another class numbering, and the overlap of matching boxes
+SCORES_VERSION = 2  # version of the stored scores
+DETECTION_ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "mask_counts",
+                    "mask_lengths", "detection_keypoints", "sample")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
     truth = truth_file(place.folder, trial) if place else None
     if place is None or truth is None or not truth.is_file():
         return None
-    arrays = place.read_arrays("outputs.npz", ARRAYS)
+    arrays = place.read_arrays("outputs.npz", DETECTION_ARRAYS)
     if "detection_image" not in arrays:
         return None
     stored = _ScoreCache(arrays, truth)
@@ -209,9 +209,9 @@ def read_object_confusion(trial: TrialResult) -> Confusion | None:
     found = read_detections(trial)
     place = next((r for r in trial.good if r.number == 0), None)
     truth = truth_file(place.folder, trial) if place else None
-    if found is None or found.boxes.map50[0] >= CONFUSED or place is None or truth is None:
+    if found is None or found.boxes.map50[0] >= CONFUSED_MAP50 or place is None or truth is None:
         return None
-    return confuse_objects(place.read_arrays("outputs.npz", ARRAYS), _parse_truth(truth.read_bytes()))
+    return confuse_objects(place.read_arrays("outputs.npz", DETECTION_ARRAYS), _parse_truth(truth.read_bytes()))
 
 
 def confuse_objects(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any]) -> Confusion | None:
@@ -229,7 +229,7 @@ def confuse_objects(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any]) 
         boxes[:, 2:] -= boxes[:, :2]
         if not len(rows):
             continue
-        near = mask.iou(boxes, np.array([a["bbox"] for a in objects], np.float64), [0] * len(objects)) >= OVERLAP
+        near = mask.iou(boxes, np.array([a["bbox"] for a in objects], np.float64), [0] * len(objects)) >= MIN_OVERLAP
         pairs += [(a["category_id"], int(arrays["detection_class"][rows[each.argmax()]]))
                   for a, each in zip(objects, near.T, strict=True) if each.any()]  # fmt: skip
     if 2 * len(pairs) < len(wanted) or not pairs:
@@ -264,7 +264,7 @@ class _ScoreCache:
             computed = score_detections(self._arrays, _parse_truth(self._truth), kind)
         # In the order in which the cache gives it back, so that sums over it have the same rounding.
         computed = replace(computed, each=np.ascontiguousarray(computed.each))
-        with contextlib.suppress(OSError):  # without a cache it is computed each time
+        with contextlib.suppress(OSError):  # without a cache, compute
             path.parent.mkdir(parents=True, exist_ok=True)
             names = np.array(computed.names, dtype=np.str_)
             arrays = {"each": computed.each, "names": names, "images": computed.images, "counts": computed.counts}
@@ -272,8 +272,8 @@ class _ScoreCache:
         return computed
 
     def _make_key(self, kind: str) -> str:
-        hashed = hashlib.sha256(f"{VERSION} {GROUPS} {kind}".encode() + self._truth)
-        for name in ARRAYS:
+        hashed = hashlib.sha256(f"{SCORES_VERSION} {JACKKNIFE_GROUPS} {kind}".encode() + self._truth)
+        for name in DETECTION_ARRAYS:
             if name in self._arrays:
                 hashed.update(name.encode() + np.ascontiguousarray(self._arrays[name]).tobytes())
         return hashed.hexdigest()[:24]
@@ -297,11 +297,11 @@ def score_detections(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any],
     images = [int(i) for i in arrays["sample"]]
     evaluation = _evaluate_detections(arrays, truth, kind, images)
     parameters = evaluation.params
-    count = min(GROUPS, len(images))
+    count = min(JACKKNIFE_GROUPS, len(images))
     # Images lie in some order; a fixed shuffle keeps that order's pattern out of the groups.
     shuffled = np.random.default_rng(0).permutation(len(images))
     groups = {image: int(place % count) for image, place in zip(sorted(images), shuffled, strict=True)}
-    by_class, counts = [], np.zeros((len(LEAST_SCORES), count, 3))
+    by_class, counts = [], np.zeros((len(SCORE_THRESHOLDS), count, 3))
     for k in range(len(parameters.catIds)):
         matched = evaluation.evalImgs[k * len(images) : (k + 1) * len(images)]
         m = collect_matches(matched, groups, count, len(parameters.iouThrs))
@@ -420,7 +420,7 @@ class MeanAveragePrecision(Metric):
         scores = self.scores(result)
         share = jackknife_ap(self.average_scores(scores))
         low, high = (float(np.clip(limit, 0, 1)) for limit in (share.low, share.high))
-        return MetricValue(Interval(share.value, low, high), scores.images, WORDS[result.kind])
+        return MetricValue(Interval(share.value, low, high), scores.images, KIND_WORDS[result.kind])
 
     def change(self, trial: TrialResult, reference: TrialResult) -> Change | None:
         """Compute the paired change: both lose the same images in each group."""

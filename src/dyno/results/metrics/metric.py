@@ -14,7 +14,7 @@ from dyno.table import PERCENT, POINTS, Column
 if TYPE_CHECKING:
     import pandas as pd
 
-ENDS = {"_low": "lower", "_high": "upper"}
+INTERVAL_SUFFIXES = {"_low": "lower", "_high": "upper"}
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,18 @@ class Metric(ABC):
         """The columns of the change and its limits."""
         meaning = f"{self.column} against the reference's, paired"
         head = Column(self.diff, meaning, "points", POINTS, "change, points", 6, True)
-        limits = (f"{end} limit of {self.change_by} of {self.diff}" for end in ENDS.values())
-        return (head, *(Column(self.diff + end, of, "points", POINTS) for end, of in zip(ENDS, limits, strict=True)))
+        limits = (f"{end} limit of {self.change_by} of {self.diff}" for end in INTERVAL_SUFFIXES.values())
+        return (
+            head,
+            *(Column(self.diff + end, of, "points", POINTS) for end, of in zip(INTERVAL_SUFFIXES, limits, strict=True)),
+        )
 
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns of a trial: value, change, and the limits of both."""
         head = Column(self.column, self.meaning, "%", PERCENT, f"{self.label} %", self.rank)
         limits = (Column(self.column + end, f"{words} limit of {self.by} of {self.column}", "%", PERCENT)
-                  for end, words in ENDS.items())  # fmt: skip
+                  for end, words in INTERVAL_SUFFIXES.items())  # fmt: skip
         return (head, *limits, *self.change_columns)
 
     @property

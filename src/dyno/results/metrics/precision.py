@@ -11,7 +11,7 @@ from dyno.results import timeline
 from dyno.results.rounds import Round
 from dyno.results.trial_result import Results, TrialResult
 from dyno.table import Row, is_missing
-from dyno.worker.facts.engine import STORED, TYPES, format_share, precision_truth
+from dyno.worker.facts.engine import PRECISION_TYPES, WEIGHT_PRECISIONS, format_share, precision_truth
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,8 +28,8 @@ ALIASES = {
     "fp4": ("fp4", "float4", "nf4"),
     "int2": ("int2", "uint2", "u2"),
 }
-YES, NO, UNCONFIRMED = "yes", "no", "unconfirmed"  # of whether an engine ran in the requested type
-NAMES = {alias: precision for precision, aliases in ALIASES.items() for alias in aliases}
+YES, NO, UNCONFIRMED = "yes", "no", "unconfirmed"  # whether an engine ran in the requested type
+PRECISION_OF_ALIAS = {alias: precision for precision, aliases in ALIASES.items() for alias in aliases}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def read_truth(t: TrialResult) -> Truth | None:
     work = {name: count / total for name, count in operations.items()}
     judged = t.facts.precision_truth
     if judged is None:  # a plug-in's engine, which only counted its layers
-        layers, work_done = ({TYPES.get(k, k): n for k, n in each.items()} for each in (counts, operations))
+        layers, work_done = ({PRECISION_TYPES.get(k, k): n for k, n in each.items()} for each in (counts, operations))
         judged = precision_truth(t.precision, layers, t.backend, work_done)
     share = counted.get(t.precision, 0) / total if total else 0.0
     return Truth(share, types, work, judged.ok, judged.refuted, judged.sentence)
@@ -93,7 +93,7 @@ def _by_precision(t: TrialResult, by_type: Mapping[str, int]) -> dict[str, int]:
     """Return numbers by an engine's names of types as numbers by precision."""
     counts: dict[str, int] = {}
     for name, number in by_type.items():
-        precision = NAMES.get(str(name).lower(), str(name))
+        precision = PRECISION_OF_ALIAS.get(str(name).lower(), str(name))
         # TF32 is how FP32 data is multiplied, so an engine that lists data types has float32 for both.
         precision = "tf32" if precision == "fp32" and t.precision == "tf32" else precision
         counts[precision] = counts.get(precision, 0) + int(number)
@@ -105,7 +105,7 @@ def name_precision(row: Row | pd.Series) -> str:
     precision, types = str(row["precision"]), str(row["ran_as"])
     share = 0.0 if is_missing(row["asked_share"]) else row["asked_share"]
     if row["precision_ok"] == YES:
-        widened = precision in STORED and not share
+        widened = precision in WEIGHT_PRECISIONS and not share
         return f"{precision} (computed in {types.split()[1].strip(',')})" if widened else precision
     if row["precision_ok"] == UNCONFIRMED or not types:
         return f"{precision} ({UNCONFIRMED})"

@@ -6,7 +6,7 @@ Heavy parts of scipy are not imported: `scipy.special` holds every distribution 
 from dyno.results.stats.decisions import ALPHA as ALPHA
 from dyno.results.stats.decisions import EQUIVALENT as EQUIVALENT
 from dyno.results.stats.decisions import FASTER as FASTER
-from dyno.results.stats.decisions import MOST_ROUNDS as MOST_ROUNDS
+from dyno.results.stats.decisions import MAX_ROUNDS as MAX_ROUNDS
 from dyno.results.stats.decisions import ONE_ROUND as ONE_ROUND
 from dyno.results.stats.decisions import SLOWER as SLOWER
 from dyno.results.stats.decisions import UNDECIDED as UNDECIDED
@@ -16,10 +16,10 @@ from dyno.results.stats.decisions import decide as decide
 from dyno.results.stats.decisions import decide_apart as decide_apart
 from dyno.results.stats.decisions import decide_family as decide_family
 from dyno.results.stats.decisions import paired_speedup as paired_speedup
-from dyno.results.stats.evidence import ALONE as ALONE
-from dyno.results.stats.evidence import LEAST_SESSIONS as LEAST_SESSIONS
-from dyno.results.stats.evidence import SESSIONS as SESSIONS
-from dyno.results.stats.evidence import TURNS as TURNS
+from dyno.results.stats.evidence import IN_TURNS as IN_TURNS
+from dyno.results.stats.evidence import IN_TWO_SESSIONS as IN_TWO_SESSIONS
+from dyno.results.stats.evidence import MIN_SESSIONS as MIN_SESSIONS
+from dyno.results.stats.evidence import ONE_AFTER_ANOTHER as ONE_AFTER_ANOTHER
 from dyno.results.stats.evidence import Evidence as Evidence
 from dyno.results.stats.evidence import between_sessions as between_sessions
 from dyno.results.stats.evidence import collect_evidence as collect_evidence

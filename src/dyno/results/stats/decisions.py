@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dyno.results.stats import rejection
-from dyno.results.stats.evidence import ALONE, Evidence, collect_evidence, pair_evidence
+from dyno.results.stats.evidence import ONE_AFTER_ANOTHER, Evidence, collect_evidence, pair_evidence
 from dyno.results.stats.intervals import CONFIDENCE, Interval, t_quantile
 
 # Looking again after every round without crying wolf more often: how much of the error each look may spend.
@@ -39,9 +39,9 @@ def share_error(rounds: int, first: int) -> float:
 
 # How many more rounds would settle what is undecided.
 
-POWER = 0.8
-MOST_ROUNDS = 100  # more rounds than that aren't advice
-FARTHEST = 50.0  # standard errors from 0, beyond which every difference is seen
+TARGET_POWER = 0.8
+MAX_ROUNDS = 100  # more rounds are no advice
+MAX_STANDARD_ERRORS = 50.0  # standard errors from 0 at which power is 1
 
 
 def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> int:
@@ -56,7 +56,7 @@ def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> i
     def compute_power(more: int) -> float:
         return predict_power(evidence, evidence.rounds + more, reach, level, first)
 
-    return 1 + bisect_left(range(1, MOST_ROUNDS + 1), POWER, key=compute_power)
+    return 1 + bisect_left(range(1, MAX_ROUNDS + 1), TARGET_POWER, key=compute_power)
 
 
 def predict_power(evidence: Evidence, rounds: int, reach: float, level: float, first: int) -> float:
@@ -70,15 +70,15 @@ def predict_power(evidence: Evidence, rounds: int, reach: float, level: float, f
     freedom = evidence.parts * (rounds - 1)
     error = max(evidence.spread, 1e-9) / math.sqrt(rounds)
     looked = rounds + evidence.looked - evidence.rounds
-    reserved = 0.0 if evidence.rejected is None else rejection.RESERVE
+    reserved = 0.0 if evidence.rejected is None else rejection.REJECTION_ERROR_SHARE
     wall = t_quantile(freedom, level * share_error(looked, first) * (1 - reserved))
 
     def compute_chance(difference: float, limit: float) -> float:
-        return float(nctdtr(freedom, min(FARTHEST, max(-FARTHEST, difference / error)), limit))
+        return float(nctdtr(freedom, min(MAX_STANDARD_ERRORS, max(-MAX_STANDARD_ERRORS, difference / error)), limit))
 
     away = abs(evidence.difference)
     apart = 1 - compute_chance(away, wall)
-    if away >= reach or apart >= POWER:
+    if away >= reach or apart >= TARGET_POWER:
         return apart
     return min(1.0, apart + max(0.0, compute_chance(away - reach, -wall) - compute_chance(away + reach, wall)))
 
@@ -121,7 +121,7 @@ class Speedup(Interval):
     """
 
     verdict: str
-    measured: str = ALONE
+    measured: str = ONE_AFTER_ANOTHER
     p: float = math.nan
     more: int | None = None
     builds: int = 0

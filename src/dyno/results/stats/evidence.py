@@ -12,11 +12,11 @@ from dyno.results.stats import rejection
 from dyno.results.stats.intervals import t_quantile
 from dyno.results.stats.summaries import compute_std
 
-ALONE, TURNS, SESSIONS = "one after the other", "in turns", "in two sessions"
-LEAST_P, MOST_P = 1e-12, 0.99  # of trials that measured apart, some of whose rounds were rejected
+ONE_AFTER_ANOTHER, IN_TURNS, IN_TWO_SESSIONS = "one after the other", "in turns", "in two sessions"
+MIN_P, MAX_P = 1e-12, 0.99  # limits of p for trials measured apart with rejected rounds
 # Two or three rounds hardly estimate their own spread: a usual one counts as if it had been seen in further rounds.
-USUAL_SPREAD, USUAL_FREEDOM = 0.2, 2  # of the log ratios of undisturbed rounds, and degrees of freedom
-USUAL_SHARE = {2: 0.5, 3: 0.25}  # by the rounds, how much of the error the test with that spread may spend
+PRIOR_SPREAD, PRIOR_FREEDOM = 0.2, 2  # prior for log ratios of undisturbed rounds: spread, and its degrees of freedom
+PRIOR_ERROR_SHARE = {2: 0.5, 3: 0.25}  # by rounds: share of the error that the test with the prior spread may use
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class Evidence:
             return (
                 self._solve_p_value()
                 if self.rejected
-                else min(1.0, rejection.student_p(t, self.freedom) / rejection.UNSPENT)
+                else min(1.0, rejection.student_p(t, self.freedom) / rejection.PLAIN_ERROR_SHARE)
             )
         p = rejection.p_value(t, self.rounds, self.rejected)
         if not (share := self._usual_share):
             return p
-        usual = rejection.student_p(self.difference / self._moderated_error, self.freedom + USUAL_FREEDOM)
+        usual = rejection.student_p(self.difference / self._moderated_error, self.freedom + PRIOR_FREEDOM)
         return min(1.0, p / (1 - share), usual / share)
 
     def half_width(self, level: float) -> float:
@@ -100,7 +100,7 @@ class Evidence:
         if self.rejected is None:
             return self.error * t_quantile(self.freedom, level)
         if self.groups and not self.rejected:
-            return self.error * t_quantile(self.freedom, level * rejection.UNSPENT)
+            return self.error * t_quantile(self.freedom, level * rejection.PLAIN_ERROR_SHARE)
         if self.groups:
             error, freedom = _combine([(each.variance_at(level), each.freedom) for each in self.groups])
             return error * t_quantile(freedom, level)
@@ -108,30 +108,30 @@ class Evidence:
         half = self.error * rejection.critical_value(self.rounds, self.rejected, level * (1 - share))
         if not share:
             return half
-        return min(half, self._moderated_error * t_quantile(self.freedom + USUAL_FREEDOM, level * share))
+        return min(half, self._moderated_error * t_quantile(self.freedom + PRIOR_FREEDOM, level * share))
 
     def _solve_p_value(self) -> float:
         """Return the level whose interval ends at 0."""
         from scipy.optimize import brentq
 
-        if self.half_width(MOST_P) >= abs(self.difference):
+        if self.half_width(MAX_P) >= abs(self.difference):
             return 1.0
-        if self.half_width(LEAST_P) <= abs(self.difference):
-            return LEAST_P
+        if self.half_width(MIN_P) <= abs(self.difference):
+            return MIN_P
         found = brentq(
-            lambda log: self.half_width(math.exp(log)) - abs(self.difference), math.log(LEAST_P), math.log(MOST_P)
+            lambda log: self.half_width(math.exp(log)) - abs(self.difference), math.log(MIN_P), math.log(MAX_P)
         )
         return math.exp(found)
 
     @property
     def _usual_share(self) -> float:
-        return USUAL_SHARE.get(self.rounds, 0.0) if self.undisturbed and not self.rejected else 0.0
+        return PRIOR_ERROR_SHARE.get(self.rounds, 0.0) if self.undisturbed and not self.rejected else 0.0
 
     @property
     def _moderated_error(self) -> float:
         """The standard error with the usual spread beside the own one (moderated t: Smyth 2004)."""
-        freedom = self.freedom + USUAL_FREEDOM
-        variance = (self.freedom * self.spread**2 + USUAL_FREEDOM * USUAL_SPREAD**2) / freedom
+        freedom = self.freedom + PRIOR_FREEDOM
+        variance = (self.freedom * self.spread**2 + PRIOR_FREEDOM * PRIOR_SPREAD**2) / freedom
         return math.sqrt(variance / self.rounds)
 
     @property
@@ -157,13 +157,13 @@ def pair_evidence(logs: Sequence[float], are_rounds: bool = True) -> Evidence | 
     each = np.asarray(logs, np.float64)
     n = len(each)
     if n < 2:
-        return Evidence(float(each.mean()), math.nan, math.nan, n, TURNS)
+        return Evidence(float(each.mean()), math.nan, math.nan, n, IN_TURNS)
     kept = rejection.keep_undisturbed(each) if are_rounds else each
     spread = compute_std(kept)
     rejected = n - len(kept) if are_rounds else None
     error, freedom = spread / math.sqrt(len(kept)), len(kept) - 1
     mean, unfiltered = float(kept.mean()), float(each.mean())
-    return Evidence(mean, error, freedom, n, TURNS, spread, rejected=rejected, unfiltered=unfiltered)
+    return Evidence(mean, error, freedom, n, IN_TURNS, spread, rejected=rejected, unfiltered=unfiltered)
 
 
 def collect_evidence(own: Sequence[float], reference: Sequence[float], are_rounds: bool = True) -> Evidence | None:
@@ -177,17 +177,17 @@ def collect_evidence(own: Sequence[float], reference: Sequence[float], are_round
     each = np.log(own), np.log(reference)
     unfiltered, rounds = float(each[1].mean() - each[0].mean()), min(map(len, each))
     if rounds < 2:
-        return Evidence(unfiltered, math.nan, math.nan, rounds, ALONE)
+        return Evidence(unfiltered, math.nan, math.nan, rounds, ONE_AFTER_ANOTHER)
     kept = [rejection.keep_undisturbed(logs) if are_rounds else logs for logs in each]
     groups = tuple(
         Group(len(logs), len(logs) - len(rest), float(rest.mean()), compute_std(rest))
         for logs, rest in zip(each, kept, strict=True)
     )
     difference, variances = groups[1].mean - groups[0].mean, [group.spread**2 for group in groups]
-    may_reject = are_rounds and max(map(len, each)) >= rejection.LEAST
+    may_reject = are_rounds and max(map(len, each)) >= rejection.MIN_ROUNDS
     rejected = sum(group.rejected for group in groups) if may_reject else None
-    found = Evidence(difference, 0.0, len(kept[0]) + len(kept[1]) - 2, rounds, ALONE, 0.0, 2.0, rejected=rejected,
-                     unfiltered=unfiltered, groups=groups)  # fmt: skip
+    found = Evidence(difference, 0.0, len(kept[0]) + len(kept[1]) - 2, rounds, ONE_AFTER_ANOTHER, 0.0, 2.0,
+                     rejected=rejected, unfiltered=unfiltered, groups=groups)  # fmt: skip
     if not sum(variances) > 0:
         return found
     error, freedom = _combine([(group.variance, group.freedom) for group in groups])
@@ -204,7 +204,7 @@ def _combine(means: Sequence[tuple[float, int]]) -> tuple[float, float]:
     return math.sqrt(total), total**2 / sum(variance**2 / freedom for variance, freedom in means)
 
 
-LEAST_SESSIONS = 3  # of a machine, for a variance between them
+MIN_SESSIONS = 3  # sessions of a machine needed for a variance between them
 
 
 def between_sessions(e: Evidence, sessions: int, spread: float) -> Evidence:
@@ -214,8 +214,10 @@ def between_sessions(e: Evidence, sessions: int, spread: float) -> Evidence:
     observation (Kalibera and Jones 2013). `spread` is the standard deviation of a session's log latency; degrees of
     freedom are Satterthwaite's (1946). With fewer than LEAST_SESSIONS nothing is known, and nothing is judged.
     """
-    if e.single or sessions < LEAST_SESSIONS or not spread > 0:
-        return replace(e, error=math.nan, freedom=math.nan, groups=(), measured=SESSIONS)
+    if e.single or sessions < MIN_SESSIONS or not spread > 0:
+        return replace(e, error=math.nan, freedom=math.nan, groups=(), measured=IN_TWO_SESSIONS)
     within, between = e.error**2, 2 * spread**2
     freedom = (within + between) ** 2 / (within**2 / e.freedom + between**2 / (sessions - 1))
-    return replace(e, error=math.sqrt(within + between), freedom=freedom, rejected=None, groups=(), measured=SESSIONS)
+    return replace(
+        e, error=math.sqrt(within + between), freedom=freedom, rejected=None, groups=(), measured=IN_TWO_SESSIONS
+    )

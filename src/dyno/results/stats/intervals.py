@@ -12,10 +12,10 @@ import numpy as np
 from dyno.results.stats.summaries import take_quantile
 
 CONFIDENCE = 0.95
-ROUNDING = 1e-12
-MOST_SAMPLES = 1_000_000  # beyond this a number of samples isn't advice
-WINDOW = 5  # autocorrelation times after which correlations are noise
-FLOOR_CONFIDENCE = 0.99  # of MLPerf's early stopping
+ROUNDING_ERROR = 1e-12
+MAX_SAMPLES = 1_000_000  # more samples are no advice
+AUTOCORRELATION_WINDOW = 5  # autocorrelation times after which correlations are noise
+FLOOR_CONFIDENCE = 0.99  # confidence of MLPerf's early stopping
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def percentile_intervals(samples: np.ndarray, shares: Collection[float]) -> list
     if not len(x):
         return [Interval(math.nan, math.nan, math.nan) for _ in shares]
     values = [take_quantile(x, q) for q in (0.5, *shares)]
-    middle, *worth = independent_counts(samples, values)  # what slows a block moves all: no percentile is worth more
+    # slow blocks affect every percentile: none has more independent samples than the median
+    middle, *worth = independent_counts(samples, values)
     return [_bound_percentile(x, q, max(1, round(min(middle, own)))) for q, own in zip(shares, worth, strict=True)]
 
 
@@ -84,8 +85,8 @@ def independent_counts(samples: np.ndarray, limits: Sequence[float]) -> list[flo
     below -= below.mean(axis=1, keepdims=True)
     varies, n = below.any(axis=1), len(samples)
     correlation = np.fft.irfft(np.abs(np.fft.rfft(below[varies], 2 * n)) ** 2)[:, :n]
-    times = 2 * np.cumsum(correlation / correlation[:, :1], axis=1) - 1  # by the lag at which the sum ends
-    enough = np.arange(n) >= WINDOW * times
+    times = 2 * np.cumsum(correlation / correlation[:, :1], axis=1) - 1  # by the lag that ends the sum
+    enough = np.arange(n) >= AUTOCORRELATION_WINDOW * times
     ends = np.where(enough.any(axis=1), enough.argmax(axis=1), times.argmax(axis=1))
     counts = np.full(len(below), float(n))
     counts[varies] = n / np.maximum(1.0, np.take_along_axis(times, ends[:, None], axis=1)[:, 0])
@@ -116,7 +117,8 @@ def samples_for(q: float) -> int:
     """
     from scipy.special import bdtr
 
-    counts = np.arange(2, math.ceil(7 / (1 - q)) + 2)  # of 7 expected beyond it, at most one is in less than 1 %
+    # of 7 expected samples beyond it, at most one is seen with a chance below 1 %
+    counts = np.arange(2, math.ceil(7 / (1 - q)) + 2)
     return int(counts[np.argmax(bdtr(1, counts, 1 - q) <= 1 - FLOOR_CONFIDENCE)])
 
 
@@ -135,8 +137,9 @@ def exceeds(hits: int, count: int, share: float) -> bool:
     """Return whether more than a share are hits, with 95 % confidence, by Clopper and Pearson's lower limit (1934)."""
     from scipy.special import bdtrc
 
-    chance = float(bdtrc(hits - 1, count, share)) if hits else 1.0  # of at least that many hits, if the share were true
-    return hits > share * count and chance <= 1 - CONFIDENCE + ROUNDING
+    # probability of at least as many hits for the true share
+    chance = float(bdtrc(hits - 1, count, share)) if hits else 1.0
+    return hits > share * count and chance <= 1 - CONFIDENCE + ROUNDING_ERROR
 
 
 def estimate_needed(hits: int, count: int, share: float) -> int:
@@ -144,8 +147,8 @@ def estimate_needed(hits: int, count: int, share: float) -> int:
     low, high = count, 2 * count
     while not exceeds(round(high * hits / count), high, share):
         low, high = high, 2 * high
-        if high > MOST_SAMPLES:
-            return MOST_SAMPLES
+        if high > MAX_SAMPLES:
+            return MAX_SAMPLES
     while high - low > max(1, low // 20):
         middle = (low + high) // 2
         low, high = (low, middle) if exceeds(round(middle * hits / count), middle, share) else (middle, high)

@@ -20,17 +20,17 @@ import numpy as np
 from dyno.results.stats.intervals import CONFIDENCE, Interval, t_quantile
 from dyno.results.stats.summaries import Summary, compute_std, summarise
 
-CUT = 10.0  # standard deviations from the median, estimated by the median absolute deviation
-NORMAL = 1.4826  # the standard deviation of normal values over their median absolute deviation
-LEAST, TABLED = 4, 16  # numbers of rounds: the fewest of which one may be rejected, and the most in the table
-RESERVE = 0.1  # share of the error that is spent on studies with a rejection
-UNSPENT = 1 - RESERVE  # on those without
-GRID = tuple(2.0**k for k in range(14))  # values of |t| in the table
+REJECTION_DEVIATIONS = 10.0  # robust standard deviations from the median
+MAD_TO_DEVIATION = 1.4826  # standard deviation over median absolute deviation of normal values
+MIN_ROUNDS, MAX_TABLED_ROUNDS = 4, 16  # fewest rounds of which one may be rejected, and most rounds in the table
+REJECTION_ERROR_SHARE = 0.1  # error share of studies with a rejection
+PLAIN_ERROR_SHARE = 1 - REJECTION_ERROR_SHARE  # error share of studies without one
+T_GRID = tuple(2.0**k for k in range(14))  # tabled values of |t|
 
 
 def most_rejected(count: int) -> int:
     """Return how many of `count` rounds may be rejected: a quarter, at least one of four or more."""
-    return max(1, count // 4) if count >= LEAST else 0
+    return max(1, count // 4) if count >= MIN_ROUNDS else 0
 
 
 def keep_undisturbed(values: np.ndarray) -> np.ndarray:
@@ -44,7 +44,7 @@ def find_rejected(values: np.ndarray) -> list[int]:
     each = values.tolist()
     middle = median(each)
     distances = [abs(value - middle) for value in each]
-    limit = CUT * NORMAL * median(distances)
+    limit = REJECTION_DEVIATIONS * MAD_TO_DEVIATION * median(distances)
     far = [k for k, distance in enumerate(distances) if distance > limit]
     return sorted(far, key=lambda k: -distances[k])[: most_rejected(len(each))]
 
@@ -78,7 +78,7 @@ def judge_apart(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarra
     total = variances.sum(axis=0)
     with np.errstate(invalid="ignore"):
         freedom = np.nan_to_num(total**2 / (variances**2 / (count - rejected - 1)).sum(axis=0), nan=1.0)
-    spent = level * np.where(is_any, 1.0, UNSPENT if count >= LEAST else 1.0)
+    spent = level * np.where(is_any, 1.0, PLAIN_ERROR_SHARE if count >= MIN_ROUNDS else 1.0)
     return means[0] - means[1], stdtrit(freedom, 1 - spent / 2) * np.sqrt(total)
 
 
@@ -86,7 +86,7 @@ def _summarise_studies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     """Return the mean, its standard error and the number of rejected rounds of each study, each [studies]."""
     count = values.shape[1]
     distances = np.abs(values - np.median(values, axis=1, keepdims=True))
-    limits = CUT * NORMAL * np.median(distances, axis=1, keepdims=True)
+    limits = REJECTION_DEVIATIONS * MAD_TO_DEVIATION * np.median(distances, axis=1, keepdims=True)
     farthest = np.argsort(-distances, axis=1, kind="stable")
     is_far = np.take_along_axis(distances > limits, farthest, axis=1)
     is_far[:, most_rejected(count) :] = False
@@ -132,13 +132,13 @@ def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
 def p_value(t: float, count: int, rejected: int) -> float:
     """Return the two-sided p-value of |t| over `count` rounds of which some were rejected."""
     plain = student_p(t, count - rejected - 1)
-    if count < LEAST:
+    if count < MIN_ROUNDS:
         return plain
     if not rejected:
-        return min(1.0, plain / UNSPENT)
+        return min(1.0, plain / PLAIN_ERROR_SHARE)
     chance, factor = _after_rejection(t, count, rejected)
-    share = RESERVE / most_rejected(count)
-    return min(1.0, max(plain, min(plain * factor / (UNSPENT + share / chance), chance / share)))
+    share = REJECTION_ERROR_SHARE / most_rejected(count)
+    return min(1.0, max(plain, min(plain * factor / (PLAIN_ERROR_SHARE + share / chance), chance / share)))
 
 
 @lru_cache(maxsize=4096)
@@ -166,10 +166,10 @@ def _after_rejection(t: float, count: int, rejected: int) -> tuple[float, float]
     The factor is how much likelier a larger |t| is than by Student's t. It is interpolated between the table's values
     and, beyond them, towards Bonferroni's bound over the choices of rejected rounds, which it never exceeds.
     """
-    row = _read_table()[count if count <= TABLED else TABLED - (TABLED - count) % 2]
+    row = _read_table()[count if count <= MAX_TABLED_ROUNDS else MAX_TABLED_ROUNDS - (MAX_TABLED_ROUNDS - count) % 2]
     chance, factors = row[min(rejected, len(row)) - 1]
     bound = math.comb(count, rejected) / chance
-    known = np.log(GRID[: len(factors) + 1])
+    known = np.log(T_GRID[: len(factors) + 1])
     heights = np.log(np.minimum([*factors, bound], bound))
     return chance, math.exp(np.interp(math.log(max(abs(t), 1e-300)), known, heights))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CUT = 0.1  # share cut at each end by the trimmed mean (R34)
+TRIMMED_SHARE = 0.1  # share cut at each end by the trimmed mean (R34)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def summarise(samples: np.ndarray) -> Summary:
     if not len(samples):
         raise ValueError("no samples to summarise")
     x = np.sort(samples)
-    n, cut = len(x), int(len(x) * CUT)
+    n, cut = len(x), int(len(x) * TRIMMED_SHARE)
     kept = x[cut : n - cut]
     median, p90, p95, p99 = (take_quantile(x, q) for q in (0.5, 0.9, 0.95, 0.99))
     means = float(x.mean()), median, p90, p95, p99, float(x[-1])
@@ -113,7 +113,7 @@ def estimate_levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hasha
     blocks = [np.array([b.mean() for b in each]) for each in logs]
     means = np.array([each.mean() for each in blocks])
     samples = _pool_variance([b for each in logs for b in each])
-    seen = [float((1 / n).mean()) for n in sizes]  # of a sample's variance, in a block's mean
+    seen = [float((1 / n).mean()) for n in sizes]  # variance of one sample within the block mean
     many = [i for i, each in enumerate(blocks) if len(each) > 1]
     weight = np.array([len(blocks[i]) - 1.0 for i in many])
     below = float(np.average([seen[i] for i in many], weights=weight)) if many else 0.0

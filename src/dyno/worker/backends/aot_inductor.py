@@ -33,7 +33,7 @@ from dyno.worker.backends.aot_package import (
     list_layers,
     read_package,
 )
-from dyno.worker.backends.pytorch import TYPES, PyTorch, TorchSession, module_inputs
+from dyno.worker.backends.pytorch import TORCH_TYPES, PyTorch, TorchSession, module_inputs
 from dyno.worker.facts.engine import EngineFacts, precision_truth
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import LayerGraph
@@ -59,14 +59,14 @@ from dyno.worker.sessions.torch_support import (
     refuse_script,
     silence_warnings,
 )
-from dyno.worker.spec import BATCH, Artifact, DataSpec, Option, Recipe, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import BATCH_AXIS, Artifact, DataSpec, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
-NAME = "AOTInductor"
-MODES = {"default": {}, "max-autotune": {"max_autotune": True}}  # settings of inductor
-THREADS = "threads"  # of a recipe: the number is a part of the compiled code
+ENGINE_NAME = "AOTInductor"
+INDUCTOR_MODES = {"default": {}, "max-autotune": {"max_autotune": True}}  # options of inductor
+THREADS_KEY = "threads"  # recipe key: the number of threads is compiled in
 EXAMPLE_BATCH, OTHER_BATCHES = 2, (1, 3)  # torch.export treats a batch of 0 or 1 as a constant
 # Of the largest value: how far outputs at another batch may be off the module's. A study compares them more closely.
-CLOSE = {"fp32": 1e-2, "tf32": 0.1, "fp16": 0.1, "bf16": 0.3}
+MAX_ERRORS = {"fp32": 1e-2, "tf32": 0.1, "fp16": 0.1, "bf16": 0.3}
 
 
 class AotFormat(FileFormat):
@@ -108,7 +108,7 @@ class AotInductor(PyTorch):
     profiled = ()
     builds_slowly = True
     options = ("static", "mode", "freeze")
-    values: Mapping[str, Check] = {"static": flag, "mode": one_of(*MODES), "freeze": flag}
+    values: Mapping[str, Check] = {"static": flag, "mode": one_of(*INDUCTOR_MODES), "freeze": flag}
     files = AotFormat.suffixes
 
     def refuse(self, trial: Trial) -> str:
@@ -133,12 +133,12 @@ class AotInductor(PyTorch):
     def _choose_options(self, trial: Trial) -> dict[str, Option]:
         self.check_options(trial.options)
         on_cpu = trial.runtime.device == "cpu"
-        threads: dict[str, Option] = {THREADS: trial.runtime.threads} if on_cpu else {}
+        threads: dict[str, Option] = {THREADS_KEY: trial.runtime.threads} if on_cpu else {}
         return {"static": bool(trial.dims.batch), "mode": "default", "freeze": on_cpu, **trial.options, **threads}
 
     def _run_convolution(self, torch: Any, device: str) -> None:
         """Compile a package of one convolution, open it and run it."""
-        need_compiler(NAME)
+        need_compiler(ENGINE_NAME)
         inductor = _import_inductor()
         probe_processor()
         module, x = torch.nn.Conv2d(3, 4, 3).eval().to(device), torch.randn(1, 3, 8, 8, device=device)
@@ -162,7 +162,9 @@ class AotInductor(PyTorch):
     def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the kernels that a given package calls, from its own C++; they don't name a model's modules."""
         if not trial.model.file:
-            raise Unavailable(f"{NAME}'s kernels don't name their modules; `dyno inspect PACKAGE.pt2` lists them alone")
+            raise Unavailable(
+                f"{ENGINE_NAME}'s kernels don't name their modules; `dyno inspect PACKAGE.pt2` lists them alone"
+            )
         return list_layers(artifact.path if artifact else trial.model.file)
 
 
@@ -182,11 +184,11 @@ class AotMaker(Maker):
         """
         if recipe.model.file:
             return _describe_given(recipe)
-        need_compiler(NAME)
+        need_compiler(ENGINE_NAME)
         torch, inductor = import_torch(), _import_inductor()
         probe_processor()
         began = time.perf_counter()
-        threads = int(recipe.options.get(THREADS, recipe.runtime.threads))  # compiling itself may use more
+        threads = int(recipe.options.get(THREADS_KEY, recipe.runtime.threads))  # compiling itself may use more
         runtime = replace(recipe.runtime, threads=threads)
         settings = Trial(recipe.model, self.name, recipe.precision, recipe.dims, runtime=runtime)
         device = device_named(torch, recipe.runtime.device)
@@ -195,7 +197,7 @@ class AotMaker(Maker):
             module = refuse_script(torch, models.load(recipe.model, recipe.dims))
             made_by = replace(self.describe(recipe), **models.describe_weights(module))
             class_names = models.read_purpose(recipe.model, module).class_names
-            module = cast(module.to(device), TYPES[recipe.precision])
+            module = cast(module.to(device), TORCH_TYPES[recipe.precision])
             flat = make_positional(torch, module, recipe.model.inputs, flat=True)
             examples = [*_make_examples(torch, recipe, device)]
             expected = [_call(flat, feeds, recipe) for feeds in examples]
@@ -241,7 +243,7 @@ def _make_examples(torch: Any, recipe: Recipe, device: Any) -> Iterator[list[Any
         dims, inputs = replace(recipe.dims, batch=batch), _list_tensors(recipe, batch)
         feeds = next(input_data.read_batches(DataSpec(seed=seed), model.preprocess, inputs, dims, 1, model.inputs))
         values = [torch.from_numpy(np.array(feeds[t.name])).to(device) for t in inputs]
-        kind = getattr(torch, TYPES[recipe.precision])
+        kind = getattr(torch, TORCH_TYPES[recipe.precision])
         yield [value.to(kind) if value.is_floating_point() else value for value in values]
 
 
@@ -256,9 +258,9 @@ def _export(torch: Any, module: Any, feeds: list[Any], recipe: Recipe) -> Any:
     """Return the program of torch.export, with a free batch where the recipe wants one."""
     options: dict[str, Any] = {}
     if _is_free(recipe):
-        batch = torch.export.Dim(BATCH)
+        batch = torch.export.Dim(BATCH_AXIS)
         specs = [spec for spec in recipe.model.inputs if spec.dtype]
-        axes = [spec.shape.index(BATCH) if BATCH in spec.shape else None for spec in specs] if specs else [0]
+        axes = [spec.shape.index(BATCH_AXIS) if BATCH_AXIS in spec.shape else None for spec in specs] if specs else [0]
         options["dynamic_shapes"] = (tuple({} if axis is None else {axis: batch} for axis in axes),)
     other = "give static=true" if options else "measure it with --backend pytorch,compile"
     with raise_refusals(f"torch.export can't export {recipe.model.name}", f"; {other}"):
@@ -268,7 +270,7 @@ def _export(torch: Any, module: Any, feeds: list[Any], recipe: Recipe) -> Any:
 def _compile(program: Any, facts: KeptFacts, recipe: Recipe, path: Path) -> Path:
     from torch._inductor import aoti_compile_and_package
 
-    chosen = MODES[str(recipe.options.get("mode", "default"))]
+    chosen = INDUCTOR_MODES[str(recipe.options.get("mode", "default"))]
     settings = {**chosen, "freezing": bool(recipe.options.get("freeze")), "aot_inductor.metadata": kept_metadata(facts)}
     return Path(aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings))
 
@@ -290,7 +292,7 @@ def _describe_outputs(expected: list[list[Any]]) -> tuple[Tensor, ...]:
 
 def _free_axes(shape: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int | str, ...]:
     """Return the shape with the batch's name at axes whose length follows it."""
-    return tuple(a if a == b else BATCH for a, b in zip(shape, other, strict=True))
+    return tuple(a if a == b else BATCH_AXIS for a, b in zip(shape, other, strict=True))
 
 
 def _check_outputs(found: list[Any], expected: list[Any], recipe: Recipe) -> None:
@@ -299,7 +301,7 @@ def _check_outputs(found: list[Any], expected: list[Any], recipe: Recipe) -> Non
         if got.shape == right.shape:
             scale = float(right.float().abs().max()) if right.numel() else 0.0
             off = float((got.float() - right.float()).abs().max()) if right.numel() else 0.0
-            if not off > CLOSE[recipe.precision] * scale:  # NaN is the module's own, and reported elsewhere
+            if not off > MAX_ERRORS[recipe.precision] * scale:  # NaN is the module's own, and reported elsewhere
                 continue
         shown = "x".join(map(str, right.shape))
         reason = f"the package for any batch gives other outputs than {recipe.model.name} for {shown}"
@@ -364,7 +366,7 @@ class AotSession(TorchSession):
     def _make_callable(self, dtype: Any) -> Callable[..., Any]:
         """Return the package's code as a function of the slot's tensors, with a runner for each slot."""
         path = Path(self._artifact.path)
-        self._probe_s = probe_processor()  # for a GPU, too: opening compares the processor with the maker's
+        self._probe_s = probe_processor()  # even for a GPU: opening compares the processors of maker and user
         loader = _open_package(_import_inductor(), self._package, path, self._device, self.slots)
         return lambda *values: loader.run([*values])
 
@@ -380,7 +382,7 @@ class AotSession(TorchSession):
             threads=compiled_for or self._torch.get_num_threads(),
             layers=len(calls) or None,
             layers_by_type=types,
-            precision_truth=precision_truth(self._trial.precision, types, NAME),
+            precision_truth=precision_truth(self._trial.precision, types, ENGINE_NAME),
             notes=(
                 *list_notes(self._trial),
                 *(other if compiled_for not in (None, asked) else ()),
@@ -390,7 +392,7 @@ class AotSession(TorchSession):
         )
 
     def profile(self, runs: int) -> LayerTimes:
-        raise Unavailable(f"{NAME}'s packages don't say how long their kernels take")
+        raise Unavailable(f"{ENGINE_NAME}'s packages don't say how long their kernels take")
 
     def run_for_counters(self) -> None:
-        raise Unavailable(f"{NAME}'s kernels can't be told apart for hardware counters")
+        raise Unavailable(f"{ENGINE_NAME}'s kernels can't be told apart for hardware counters")

@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backend import FileContents
-from dyno.worker.facts.engine import TYPES
+from dyno.worker.facts.engine import PRECISION_TYPES
 from dyno.worker.facts.job import LAYERS, Layer, LayerGraph, Port
 from dyno.worker.facts.json_values import Misfit
 from dyno.worker.nets import file_facts
-from dyno.worker.spec import BATCH, Tensor, UserError, from_json, to_json
+from dyno.worker.spec import BATCH_AXIS, Tensor, UserError, from_json, to_json
 
-COMPILED = re.compile(r"(?:^|/)data/aotinductor/([^/]+)/")
-PROGRAMS = re.compile(r"(?:^|/)(?:models/[^/]+|serialized_exported_program)\.json$")  # of torch.export
-KEPT = "dyno"  # the entry of a package's metadata with what Dyno knows of the model
-BODY = re.compile(r"void AOTInductorModel::run_impl\((.*?)\} // AOTInductorModel::run_impl", re.DOTALL)
-CHECK = re.compile(r"static void check_input_(\d+)\((.*?)\n\}", re.DOTALL)
+COMPILED_MEMBER = re.compile(r"(?:^|/)data/aotinductor/([^/]+)/")
+PROGRAM_MEMBER = re.compile(r"(?:^|/)(?:models/[^/]+|serialized_exported_program)\.json$")  # programs of torch.export
+METADATA_KEY = "dyno"  # the metadata entry with Dyno's facts about the model
+RUN_BODY = re.compile(r"void AOTInductorModel::run_impl\((.*?)\} // AOTInductorModel::run_impl", re.DOTALL)
+INPUT_CHECK = re.compile(r"static void check_input_(\d+)\((.*?)\n\}", re.DOTALL)
 INPUT_TYPE = re.compile(r"expected_dtype = aoti_torch_dtype_(\w+)\(\)")
-FIXED_SIZE, SMALLEST, LARGEST = (
+FIXED_SIZE_CHECK, MIN_SIZE_CHECK, MAX_SIZE_CHECK = (
     re.compile(text)
     for text in (r"\((\d+) != \w+_size\[(\d+)\]\)", r"_size\[(\d+)\] < (\d+)", r"_size\[(\d+)\] > (\d+)")
 )
-STRIDE = re.compile(r"\((\d+) != \w+_stride\[(\d+)\]\)")
+STRIDE_CHECK = re.compile(r"\((\d+) != \w+_stride\[(\d+)\]\)")
 READ_SIZE = re.compile(r"_stride\[(\d+)\]|_size\[(\d+)\]")
 CONSTANT = re.compile(
     r'constants_info_\[(\d+)\]\.name = "(\w+)";.*?\.dtype = cached_torch_dtype_(\w+);.*?\.shape = \{([^}]*)\}',
@@ -47,11 +47,11 @@ OWN_CALL = re.compile(r"^\s*(?:call_)?((?:cpp|triton)_\w+)\((.*)\);")
 RESULT = re.compile(r"&(\w+)_handle")
 POINTER = re.compile(r"\((?:const )?(\w+)\*\)")
 KERNEL = re.compile(r"\bvoid +(cpp_\w+)\(")
-TEMPLATES = "triton_tem_"  # how the names of Triton's matrix products begin
-WORD = re.compile(r"[A-Za-z_]\w*")
+TEMPLATE_PREFIX = "triton_tem_"  # prefix of Triton's matrix products
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 PRODUCT = re.compile(r"conv|linear|mm|attention|lstm|gru|rnn", re.IGNORECASE)
 IN_CPP = {"float": "float32", "half": "float16", "at::Half": "float16", "double": "float64"}
-NAMES = {kind: precision for precision, kind in reversed(TYPES.items())}
+TYPE_PRECISIONS = {kind: precision for precision, kind in reversed(PRECISION_TYPES.items())}
 
 
 def is_package(path: Path) -> bool:
@@ -61,7 +61,7 @@ def is_package(path: Path) -> bool:
             names = archive.namelist()
     except (OSError, zipfile.BadZipFile):
         return False
-    return any(map(COMPILED.search, names)) and not any(map(PROGRAMS.search, names))
+    return any(map(COMPILED_MEMBER.search, names)) and not any(map(PROGRAM_MEMBER.search, names))
 
 
 @dataclass(frozen=True)
@@ -105,21 +105,21 @@ class CompiledPackage:
     def kept(self) -> KeptFacts | None:
         """Dyno's entry in the package; None for a package of another program."""
         try:
-            return from_json(KeptFacts, json.loads(self.metadata[KEPT]))
+            return from_json(KeptFacts, json.loads(self.metadata[METADATA_KEY]))
         except (KeyError, ValueError, Misfit, UserError):
             return None
 
     @cached_property
     def inputs(self) -> tuple[PackageInput, ...]:
         """The inputs in order, as the package's own checks describe them."""
-        checks = sorted((int(number), text) for number, text in CHECK.findall(self.source))
+        checks = sorted((int(number), text) for number, text in INPUT_CHECK.findall(self.source))
         return tuple(_read_input(text) for _, text in checks)
 
     def describe_inputs(self, tensors: Sequence[Tensor]) -> dict[str, PackageInput]:
         """Return each input as the code takes it, by name; a package of Dyno's has one type for all floats."""
         if self.kept is None:
             return {t.name: each for t, each in zip(tensors, self.inputs, strict=True)}
-        kind = TYPES[self.kept.precision]
+        kind = PRECISION_TYPES[self.kept.precision]
         return {t.name: PackageInput(kind if t.dtype.startswith("float") else t.dtype, t.shape) for t in tensors}
 
     @property
@@ -137,7 +137,7 @@ class CompiledPackage:
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """Calls in the compiled function: to generated kernels and to PyTorch's operators."""
-        body = BODY.search(self.source)
+        body = RUN_BODY.search(self.source)
         return tuple(_iter_calls(body[1], self)) if body else ()
 
     @cached_property
@@ -155,7 +155,7 @@ class CompiledPackage:
 
         The compiler may narrow a free batch without a word: ShuffleNet's to 15. Dyno's own were run at batch 1.
         """
-        free = [each for each in self.inputs if BATCH in each.shape]
+        free = [each for each in self.inputs if BATCH_AXIS in each.shape]
         largest = min((each.largest for each in free if each.largest), default=0)
         smallest = 1 if self.kept else max((each.smallest for each in free), default=1)
         return (smallest, smallest, largest) if largest else None
@@ -164,12 +164,12 @@ class CompiledPackage:
 def _read_input(text: str) -> PackageInput:
     """Read the check that the compiler wrote for one input."""
     kind = INPUT_TYPE.search(text)
-    sizes: dict[int, int] = {int(axis): int(length) for length, axis in FIXED_SIZE.findall(text)}
-    smallest = {int(axis): int(n) for axis, n in SMALLEST.findall(text)}
-    largest = {int(axis): int(n) for axis, n in LARGEST.findall(text)}
-    strides = {int(axis): int(n) for n, axis in STRIDE.findall(text)}
+    sizes: dict[int, int] = {int(axis): int(length) for length, axis in FIXED_SIZE_CHECK.findall(text)}
+    smallest = {int(axis): int(n) for axis, n in MIN_SIZE_CHECK.findall(text)}
+    largest = {int(axis): int(n) for axis, n in MAX_SIZE_CHECK.findall(text)}
+    strides = {int(axis): int(n) for n, axis in STRIDE_CHECK.findall(text)}
     seen = [int(first or second) for first, second in READ_SIZE.findall(text)]
-    names = [BATCH, *(f"axis_{axis}" for axis in range(1, 1 + max(seen, default=0)))]
+    names = [BATCH_AXIS, *(f"axis_{axis}" for axis in range(1, 1 + max(seen, default=0)))]
     shape = tuple(sizes.get(axis, names[axis]) for axis in range(1 + max(seen, default=-1)))
     last = len(shape) == 4 and strides.get(1) == 1 != shape[1]
     return PackageInput(kind[1] if kind else "float32", shape, smallest.get(0, 1), largest.get(0, 0), last)
@@ -190,7 +190,7 @@ def _iter_calls(body: str, package: CompiledPackage) -> Iterator[Layer]:
             types[found[3]] = found[2]
             shapes[found[3]] = tuple(_read_length(n) for n in lengths.get(found[1], "").split(",") if n.strip())
         elif found := ALIAS.search(line):
-            before = next((word for word in WORD.findall(found[2]) if word in types), "")
+            before = next((word for word in IDENTIFIER.findall(found[2]) if word in types), "")
             types |= {found[1]: types[before]} if before else {}
             shapes |= {found[1]: shapes[before]} if before in shapes and "reinterpret" not in line else {}
         elif found := LIBRARY_CALL.search(line):
@@ -201,8 +201,8 @@ def _iter_calls(body: str, package: CompiledPackage) -> Iterator[Layer]:
             nodes = operators = ""
         elif found := OWN_CALL.search(line):
             pointers = [IN_CPP.get(kind, kind) for kind in POINTER.findall(found[2])]
-            kind = next((kind for kind in pointers if kind in NAMES), "") or _first_type(found[2], types)
-            ran_in = kind if found[1] in package.products or found[1].startswith(TEMPLATES) else ""
+            kind = next((kind for kind in pointers if kind in TYPE_PRECISIONS), "") or _first_type(found[2], types)
+            ran_in = kind if found[1] in package.products or found[1].startswith(TEMPLATE_PREFIX) else ""
             yield _make_layer(operators or found[1], found[1], nodes, ran_in, found[2], [], types, shapes)
             nodes = operators = ""
 
@@ -217,7 +217,7 @@ def _make_layer(
     types: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Layer:
-    named = [word for word in dict.fromkeys(WORD.findall(given)) if word.startswith(("buf", "arg"))]
+    named = [word for word in dict.fromkeys(IDENTIFIER.findall(given)) if word.startswith(("buf", "arg"))]
     ports = [Port(name, shapes.get(name, ()), types.get(name, "")) for name in named]
     outputs = [Port(name, (), types.get(name, "")) for name in results] or ports[-1:]
     inputs = ports[: len(ports) - (not results)]
@@ -234,7 +234,7 @@ def _read_length(text: str) -> int:
 
 
 def _first_type(given: str, types: Mapping[str, str]) -> str:
-    return next((types[word] for word in WORD.findall(given) if word in types), "")
+    return next((types[word] for word in IDENTIFIER.findall(given) if word in types), "")
 
 
 def read_package(path: str) -> CompiledPackage:
@@ -242,7 +242,7 @@ def read_package(path: str) -> CompiledPackage:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-            models = [found[1] for name in names if (found := COMPILED.search(name))]
+            models = [found[1] for name in names if (found := COMPILED_MEMBER.search(name))]
             if not models:
                 raise UserError(f"{path} has no compiled code of AOTInductor")
             own = [name for name in names if f"data/aotinductor/{models[0]}/" in name]
@@ -272,12 +272,14 @@ def describe(path: str, package: CompiledPackage) -> FileContents:
     if not package.inputs:
         raise UserError(f"{path} doesn't say which inputs it takes; make it again with `dyno export MODEL -o NAME.pt2`")
     inputs = tuple(
-        Tensor(name, "float32" if NAMES.get(each.dtype) or each.dtype == "float64" else each.dtype, each.shape)
+        Tensor(
+            name, "float32" if TYPE_PRECISIONS.get(each.dtype) or each.dtype == "float64" else each.dtype, each.shape
+        )
         for name, each in zip(numbered_names("input", len(package.inputs)), package.inputs, strict=True)
     )
     types = package.count_types()
     most = max(types, key=lambda kind: types[kind]) if types else package.inputs[0].dtype
-    return FileContents(inputs, (), NAMES.get(most, "fp32"), package.read_batches())
+    return FileContents(inputs, (), TYPE_PRECISIONS.get(most, "fp32"), package.read_batches())
 
 
 def numbered_names(name: str, count: int) -> list[str]:
@@ -298,4 +300,4 @@ def list_layers(path: str) -> LayerGraph:
 
 def kept_metadata(facts: KeptFacts) -> dict[str, str]:
     """Return the entry for a package's metadata."""
-    return {KEPT: json.dumps(to_json(facts))}
+    return {METADATA_KEY: json.dumps(to_json(facts))}

@@ -21,7 +21,7 @@ from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker
 from dyno.worker.backends.aot_package import numbered_names
 from dyno.worker.backends.pytorch import module_inputs
 from dyno.worker.backends.torch_ao import import_torchao, quantise_program
-from dyno.worker.facts.engine import TYPES, EngineFacts, Probe, precision_truth
+from dyno.worker.facts.engine import PRECISION_TYPES, EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import calibration
 from dyno.worker.inputs.specs import fit_feed, static_shapes
@@ -30,21 +30,21 @@ from dyno.worker.option_values import Check, whole
 from dyno.worker.sessions import torch_support
 from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, Unavailable, UserError, add_noun
 
-ENGINE, DELEGATE = "ExecuTorch", "XNNPACK"
+ENGINE_NAME, DELEGATE_NAME = "ExecuTorch", "XNNPACK"
 BACKEND_ID = "XnnpackBackend"
-INSTALL = "pass a separate Python: --python executorch=PATH (there: pip install executorch torchvision)"
-SCALARS = {
+INSTALL_ADVICE = "pass a separate Python: --python executorch=PATH (there: pip install executorch torchvision)"
+SCALAR_TYPES = {
     0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64", 11: "bool",
     15: "bfloat16",
 }  # fmt: skip
 XNN_TYPES = {"fp32": "float32", "pfp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # the others are integers
 PRODUCT = re.compile(r"Conv(?!ert)|FullyConnected|MatrixMultiply|::(?:conv|linear|addmm|mm|bmm|matmul)", re.ASCII)
-VIEWS = {
+VIEW_OPERATORS = {
     "aten.transpose.int", "aten.permute.default", "aten.reshape.default", "aten.view.default", "aten.unflatten.int",
     "aten.flatten.using_ints", "aten.slice.Tensor",
 }  # fmt: skip
 NOT_IN_NAMES = re.compile(r"[^\w.]", re.ASCII)
-NOT_NUMBERS = re.compile(r":\s*[-+]?(?:inf|nan)\b")  # as flatc writes them, which no JSON has
+NONFINITE_VALUE = re.compile(r":\s*[-+]?(?:inf|nan)\b")  # flatc writes these; JSON has no such numbers
 
 
 class PteFormat(FileFormat):
@@ -66,7 +66,7 @@ class PteFormat(FileFormat):
             reason = torch_support.first_line(e)
             raise UserError(f"{path} has inputs or outputs that aren't tensors ({reason})") from e
         most = max(types, key=lambda kind: types[kind]) if types else "float32"
-        precision = next((p for p, kind in TYPES.items() if kind == most), "fp32")
+        precision = next((p for p, kind in PRECISION_TYPES.items() if kind == most), "fp32")
         metadata = file_facts.read_attached(path)
         purpose, images = file_facts.read_purpose(metadata), file_facts.read_image_facts(metadata)
         return FileContents(inputs, outputs, precision, task=purpose, image=images)
@@ -77,7 +77,7 @@ PTE = PteFormat()
 
 def _read_tensors(side: str, count: int, describe: Callable[[int], Any]) -> tuple[Tensor, ...]:
     found = zip(numbered_names(side, count), map(describe, range(count)), strict=True)
-    return tuple(Tensor(name, SCALARS.get(t.dtype(), "unknown"), tuple(map(int, t.sizes()))) for name, t in found)
+    return tuple(Tensor(name, SCALAR_TYPES.get(t.dtype(), "unknown"), tuple(map(int, t.sizes()))) for name, t in found)
 
 
 class ExecuTorch(Backend):
@@ -88,7 +88,7 @@ class ExecuTorch(Backend):
 
     name = "executorch"
     requires = ("executorch", "torch")
-    install_hint = INSTALL
+    install_hint = INSTALL_ADVICE
     precisions = ("fp32", "int8")
     options = ("samples",)
     values: Mapping[str, Check] = {"samples": whole(1)}
@@ -156,7 +156,7 @@ def _import_library(module: str = "extension.pybindings.portable_lib") -> Any:
                 os.environ.setdefault("FLATC_EXECUTABLE", str(flatc))
             return importlib.import_module(f"executorch.{module}")
     except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: one made for another PyTorch
-        raise Unavailable(f"executorch can't be imported ({torch_support.first_line(e)}); {INSTALL}") from e
+        raise Unavailable(f"executorch can't be imported ({torch_support.first_line(e)}); {INSTALL_ADVICE}") from e
 
 
 def open_program(path: str) -> tuple[Any, Any]:
@@ -168,9 +168,11 @@ def open_program(path: str) -> tuple[Any, Any]:
     except (RuntimeError, ValueError, OSError) as e:
         if "error: 0x:14" in str(e) and (missing := _list_missing_operators(path)):
             raise UserError(
-                f"{ENGINE} {_read_version()} has no kernel for {', '.join(missing)}, which is in {path}"
+                f"{ENGINE_NAME} {_read_version()} has no kernel for {', '.join(missing)}, which is in {path}"
             ) from e
-        raise UserError(f"{path} can't be read by {ENGINE} {_read_version()}: {torch_support.first_line(e)}") from e
+        raise UserError(
+            f"{path} can't be read by {ENGINE_NAME} {_read_version()}: {torch_support.first_line(e)}"
+        ) from e
 
 
 def _list_missing_operators(path: str) -> list[str]:
@@ -189,7 +191,9 @@ def _run_method(method: Any, tensors: Sequence[Any]) -> None:
         if "does not have a device" not in str(e):
             raise
         torch = torch_support.import_torch().__version__
-        raise Unavailable(f"executorch {_read_version()} was built for another PyTorch than {torch}; {INSTALL}") from e
+        raise Unavailable(
+            f"executorch {_read_version()} was built for another PyTorch than {torch}; {INSTALL_ADVICE}"
+        ) from e
 
 
 def _read_plan(path: str) -> tuple[Any, Any]:
@@ -208,7 +212,7 @@ def list_operators(path: str) -> tuple[Counter[str], Counter[str], Counter[str]]
             name = plan.operators[call.op_index].name
             portable[name] += 1
             if PRODUCT.search(name):
-                types[SCALARS.get(int(plan.values[call.args[0]].val.scalar_type), "unknown")] += 1
+                types[SCALAR_TYPES.get(int(plan.values[call.args[0]].val.scalar_type), "unknown")] += 1
     for delegate in plan.delegates:
         blob = bytes(program.backend_delegate_data[delegate.processed.index].data)
         for kind, type_ in _read_graph(blob) if delegate.id == BACKEND_ID else [(delegate.id, "")]:
@@ -229,7 +233,7 @@ def _read_graph(blob: bytes) -> list[tuple[str, str]]:
         path = Path(scratch) / "graph.bin"
         path.write_bytes(blob[start : start + length])
         serialization._flatc_decompile(scratch, str(schema), str(path), ["--raw-binary"])
-        graph = json.loads(NOT_NUMBERS.sub(": null", path.with_suffix(".json").read_text()))
+        graph = json.loads(NONFINITE_VALUE.sub(": null", path.with_suffix(".json").read_text()))
     values = [each["xvalue_union"] for each in graph["xvalues"]]
     tensors = [each.get("tensor_value", each) for each in values]
     kinds = {each["id_out"]: each["datatype"].removeprefix("xnn_datatype_") for each in tensors}
@@ -258,7 +262,7 @@ class ExecuTorchMaker(Maker):
             inputs = module_inputs(recipe.model, recipe.dims)
             example = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs)
             flat = torch_support.make_positional(torch, module, recipe.model.inputs, flat=True)
-            with torch_support.raise_refusals(f"{ENGINE} can't lower {recipe.model.name}"):
+            with torch_support.raise_refusals(f"{ENGINE_NAME} can't lower {recipe.model.name}"):
                 program = _export_module(torch, flat, example)
                 if recipe.precision == "int8":
                     flat, facts = _quantise_program(program, inputs, recipe, facts)
@@ -276,9 +280,11 @@ EXECUTORCH_MAKER = ExecuTorchMaker()
 def _add_operators(facts: MakerFacts, path: str) -> MakerFacts:
     delegated, portable, types = list_operators(path)
     operators = dict((delegated + portable).most_common())
-    left = f"{portable.total()} of {add_noun(sum(operators.values()), 'operator')} run on {ENGINE}'s portable kernels"
+    left = (
+        f"{portable.total()} of {add_noun(sum(operators.values()), 'operator')} run on {ENGINE_NAME}'s portable kernels"
+    )
     names = ", ".join(f"{count} {name}" for name, count in portable.most_common())
-    warnings = (f"{left}, not on {DELEGATE}: {names}",) if portable else ()
+    warnings = (f"{left}, not on {DELEGATE_NAME}: {names}",) if portable else ()
     return replace(
         facts, layers=sum(operators.values()), operators=operators, layers_by_type=dict(types),
         warnings=(*facts.warnings, *warnings),
@@ -320,7 +326,7 @@ def _lower_program(program: Any) -> bytes:
     rest = lowered.exported_program()
     calls = {node.target for node in rest.graph.nodes if node.op == "call_function"}
     weights = {target for target in calls if "dequantize_per_channel" in str(target)}
-    if weights:  # of layers that XNNPACK doesn't take; no other kernel reads them in eight bits
+    if weights:  # for layers that XNNPACK doesn't take: only it reads them in eight bits
         _import_library("exir.passes.constant_prop_pass").constant_prop_pass(rest, calls - weights)
     return bytes(lowered.to_executorch().buffer)
 
@@ -392,7 +398,7 @@ def _share_ranges(graph: Any) -> Any:
     """
     pt2e = import_torchao(".pt2e.quantizer.quantizer")
     for node in graph.graph.nodes:
-        if str(node.target) not in VIEWS:
+        if str(node.target) not in VIEW_OPERATORS:
             continue
         source = node.args[0].meta.get(pt2e.Q_ANNOTATION_KEY)
         own = node.meta.get(pt2e.Q_ANNOTATION_KEY)
@@ -439,6 +445,6 @@ class ExecuTorchSession(Session):
         types = dict(self._made_by.layers_by_type)
         return EngineFacts(
             layers=self._made_by.layers, layers_by_type=types, operators=dict(self._made_by.operators),
-            precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE} by the program's types"),
+            precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE_NAME} by the program's types"),
             threads=self._library._threadpool_get_thread_count(),
         )  # fmt: skip

@@ -17,8 +17,8 @@ from dyno.worker.inputs.specs import fit_feed
 from dyno.worker.option_values import Check, number, one_of
 from dyno.worker.spec import Artifact, Option, Tensor, Trial, Unavailable
 
-CLASSES = 10
-HEATED_S, COOLED_S = 0.2, 0.01  # of running and of waiting, after which an engine with `heat` is slower, and is not
+CLASS_COUNT = 10
+HEATED_S, COOLED_S = 0.2, 0.01  # load and rest after which an engine with `heat` slows down and recovers
 
 
 class Fake(Backend):
@@ -51,7 +51,7 @@ class Fake(Backend):
 
 
 FAKE = Fake()
-FAKE.offered = False  # what is derived from it is
+FAKE.offered = False  # derived classes are offered
 
 
 class FakeSession(Session):
@@ -65,9 +65,9 @@ class FakeSession(Session):
         dims = trial.dims
         self.shape = (dims.batch, trial.model.channels, dims.height, dims.width)
         self.inputs = (Tensor("input", "float32", self.shape),)
-        self.outputs = (Tensor("output", "float32", (dims.batch, CLASSES)),)
+        self.outputs = (Tensor("output", "float32", (dims.batch, CLASS_COUNT)),)
         features = trial.model.channels * dims.height * dims.width
-        self.weights = np.random.default_rng(0).standard_normal((features, CLASSES)).astype(np.float32)
+        self.weights = np.random.default_rng(0).standard_normal((features, CLASS_COUNT)).astype(np.float32)
         self.answered = False
         self.running_since = self.ran_at = time.perf_counter()
         self.decimals = {"fp32": 7, "fp16": 3, "int8": 1}[trial.precision]
@@ -107,7 +107,7 @@ class FakeSession(Session):
 def _cause_failure(options: Mapping[str, Option], at: str) -> None:
     kind = str(options.get("fail", ""))
     if kind and kind != "nan" and options.get("at", "run") == at:
-        FAILURES[kind]()
+        FAILURE_KINDS[kind]()
 
 
 def _raise_exception() -> None:
@@ -126,7 +126,7 @@ def _exhaust_memory() -> None:
     np.empty(2**60, np.uint8)
 
 
-FAILURES: dict[str, Any] = {
+FAILURE_KINDS: dict[str, Any] = {
     "exception": _raise_exception,
     "skip": _raise_unavailable,
     "segfault": lambda: ctypes.string_at(0),

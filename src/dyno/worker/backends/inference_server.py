@@ -14,13 +14,13 @@ from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import Probe
 from dyno.worker.option_values import Check
-from dyno.worker.spec import ENDPOINT as PREFIX
+from dyno.worker.spec import ENDPOINT_PREFIX as PREFIX
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Tensor, Trial, Unanswered, UserError
 
-SCHEMES = ("http", "https", "grpc")
+URL_SCHEMES = ("http", "https", "grpc")
 PROTOCOL = "KServe's protocol v2"
-FIRST_S = 10  # that the server has to say what it is; requests of the load have the client's own limit
-BINARY = "binary_tensor_data"  # the protocol's extension for tensors that aren't JSON
+FIRST_ANSWER_TIMEOUT_S = 10  # limit for the server to describe itself; the client limits other requests
+BINARY_EXTENSION = "binary_tensor_data"  # protocol extension for binary tensors
 
 
 def address(url: Option) -> str:
@@ -31,7 +31,7 @@ def address(url: Option) -> str:
         _ = parts.port
     except ValueError as e:
         return f"{expected} ({_first_line(e)})"
-    whole = parts.scheme in SCHEMES and parts.hostname and "@" not in parts.netloc
+    whole = parts.scheme in URL_SCHEMES and parts.hostname and "@" not in parts.netloc
     return "" if whole else expected
 
 
@@ -65,9 +65,15 @@ class Endpoint(Backend):
         connect = partial(
             library.InferenceServerClient, host.rstrip("/"), **({"ssl": True} if scheme == "https" else {})
         )
-        first = connect(**({} if by_grpc else {"connection_timeout": FIRST_S, "network_timeout": FIRST_S}))
+        first = connect(
+            **(
+                {}
+                if by_grpc
+                else {"connection_timeout": FIRST_ANSWER_TIMEOUT_S, "network_timeout": FIRST_ANSWER_TIMEOUT_S}
+            )
+        )
         try:
-            asking = {"as_json": True, "client_timeout": FIRST_S} if by_grpc else {}
+            asking = {"as_json": True, "client_timeout": FIRST_ANSWER_TIMEOUT_S} if by_grpc else {}
             server, described = _request_metadata(first, url, served_name(trial), asking)
         finally:
             first.close()
@@ -86,7 +92,9 @@ class ServerSession(Session):
         url = self._url
         try:
             # gRPC always sends raw bytes.
-            self._written = {} if url.startswith("grpc") else {"binary_data": BINARY in server.get("extensions", ())}
+            self._written = (
+                {} if url.startswith("grpc") else {"binary_data": BINARY_EXTENSION in server.get("extensions", ())}
+            )
             self._kinds = {t["name"]: t["datatype"] for t in described["inputs"]}
             inputs = [self._parse_tensor(t, trial.dims) for t in described["inputs"]]
             self.outputs = tuple(self._parse_tensor(t, trial.dims) for t in described["outputs"])
@@ -129,7 +137,7 @@ class ServerSession(Session):
     def run(self, slot: int = 0) -> None:
         try:
             self._answer = self._client.infer(self._model, self._bound)
-        except Exception as e:  # of gevent, of grpc, of the system, of the answer's JSON
+        except Exception as e:  # errors of gevent, grpc, the system or JSON
             raise Unanswered(f"{self._url} did not answer: {_first_line(e)}") from e
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
@@ -154,18 +162,20 @@ def served_name(trial: Trial) -> str:
 def _request_metadata(client: Any, url: str, model: str, asking: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the server's descriptions of itself and of the model.
 
-    Raises a `UserError` if there is none within `FIRST_S` seconds.
+    Raises a `UserError` if there is none within `FIRST_ANSWER_TIMEOUT_S` seconds.
     """
     try:
         server = client.get_server_metadata(**asking)
-    except Exception as e:  # of gevent, of grpc, of the system
-        why = f"nothing came within {FIRST_S} s" if _is_timeout(e) else _first_line(e)
+    except Exception as e:  # errors of gevent, grpc or the system
+        why = f"nothing came within {FIRST_ANSWER_TIMEOUT_S} s" if _is_timeout(e) else _first_line(e)
         raise UserError(f"no server of {PROTOCOL} answers at {url}: {why}; check that it runs") from e
     try:
         return server, client.get_model_metadata(model, **asking)
     except Exception as e:
         if _is_timeout(e):
-            raise UserError(f"{url} has no answer on {model!r} within {FIRST_S} s; check that it is loaded") from e
+            raise UserError(
+                f"{url} has no answer on {model!r} within {FIRST_ANSWER_TIMEOUT_S} s; check that it is loaded"
+            ) from e
         raise UserError(f"{url} has no model {model!r}: {_first_line(e)}") from e
 
 

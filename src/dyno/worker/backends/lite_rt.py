@@ -37,21 +37,21 @@ from dyno.worker.inputs.specs import fit_feed, image_of, static_shapes
 from dyno.worker.nets import file_facts, models
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import torch_support
-from dyno.worker.spec import BATCH, Artifact, Preprocess, Recipe, Tensor, Trial, UserError
+from dyno.worker.spec import BATCH_AXIS, Artifact, Preprocess, Recipe, Tensor, Trial, UserError
 
-ENGINE, DELEGATE = "LiteRT", "XNNPACK"
-CONVERTER = "litert_torch"  # the name that an interpreter is given for making files
-HERE = "pass a Python that has it: --python litert_torch=PATH (there: pip install litert-torch torchvision)"
+ENGINE_NAME, DELEGATE_NAME = "LiteRT", "XNNPACK"
+CONVERTER_NAME = "litert_torch"  # runtime name for making files
+CONVERTER_ADVICE = "pass a Python that has it: --python litert_torch=PATH (there: pip install litert-torch torchvision)"
 STATIC, DYNAMIC = "static", "dynamic"
 # XNNPACK has these for floats alone: as integers they run in LiteRT's reference kernels (ViT-Tiny: 30 ms, not 5.6).
 KEPT_FLOAT = "BATCH_MATMUL DIV GELU HARD_SWISH MAXIMUM RSQRT SOFTMAX SQRT SQUARED_DIFFERENCE SUM".split()
-SCHEMES = {STATIC: "static_wi8_ai8", DYNAMIC: "dynamic_wi8_afp32"}  # recipes of ai-edge-quantizer
-COMPUTE = re.compile("CONV|FULLY_CONNECTED|MATMUL|LSTM|RNN|SVDF")  # operators that multiply
+QUANTISER_RECIPES = {STATIC: "static_wi8_ai8", DYNAMIC: "dynamic_wi8_afp32"}  # recipes of ai-edge-quantizer
+COMPUTE_OPERATORS = re.compile("CONV|FULLY_CONNECTED|MATMUL|LSTM|RNN|SVDF")  # operators that multiply
 WEIGHTS_FIRST = {"TRANSPOSE_CONV", "CONV_3D_TRANSPOSE"}  # the shape of the output comes before the weights
-INTEGERS = {"int8": "int8", "uint8": "int8", "int4": "int8", "int2": "int8", "int16": "int16"}
+INTEGER_TYPES = {"int8": "int8", "uint8": "int8", "int4": "int8", "int2": "int8", "int16": "int16"}
 
 # A file that adds a vector of two numbers to itself, compressed.
-ADDITION = (
+ADDITION_MODEL = (
     "eNpNjzsOwjAQRJ/BoEixIooUKbkDOUMqCgoKrkATKBKJ41JyCzN2Np+1xtbufLRugHt3vUBFzYlAoYlXhzpohJ+wF1xm4BxjdMaH"
     "xeV1T7NbyhQe5qlJVeU3actNvqqcfR/LTdixltsA41rb5StPYf6j8BqH9zisGcF+hO03aw/Cs8/SReuM9/nAH5vpFNE="
 )
@@ -71,7 +71,7 @@ class TfliteFormat(FileFormat):
         opened = open_file(path)
         inputs, outputs = list_ports(opened)
         types = count_types(opened)
-        integers = sum(types[kind] for kind in types if kind in INTEGERS)
+        integers = sum(types[kind] for kind in types if kind in INTEGER_TYPES)
         halves = count_half_weights(opened)
         precision = next((name for name, n in (("int8", integers), ("fp16", halves)) if 2 * n > types.total()), "fp32")
         ports = tuple(p.tensor for p in inputs), tuple(p.tensor for p in outputs)
@@ -95,7 +95,7 @@ class LiteRT(Backend):
     requires = ("ai-edge-litert",)
     precisions = ("fp32", "fp16", "int8")
     options = ("xnnpack", "scheme", "samples")
-    values: Mapping[str, Check] = {"xnnpack": flag, "scheme": one_of(*SCHEMES), "samples": whole(1)}
+    values: Mapping[str, Check] = {"xnnpack": flag, "scheme": one_of(*QUANTISER_RECIPES), "samples": whole(1)}
     files = TfliteFormat.suffixes
 
     def refuse(self, trial: Trial) -> str:
@@ -117,7 +117,7 @@ class LiteRT(Backend):
         options = {name: value for name, value in trial.options.items() if name != "xnnpack"}
         is_static = trial.precision == "int8" and not given and options.setdefault("scheme", STATIC) == STATIC
         data = calibration.calibration_data(trial) if is_static else None
-        runtime = replace(trial.runtime, name=trial.runtime.name if given else CONVERTER, device="cpu", threads=1)
+        runtime = replace(trial.runtime, name=trial.runtime.name if given else CONVERTER_NAME, device="cpu", threads=1)
         return Recipe(
             self.name, TFLITE.name, trial.precision, trial.model, trial.dims, options, data, runtime=runtime
         )  # fmt: skip
@@ -125,7 +125,7 @@ class LiteRT(Backend):
     def probe(self) -> Probe:
         """Add two numbers, in a file of a few bytes; say so if this Python can't make files."""
         opened = _import_module("ai_edge_litert.interpreter").Interpreter(
-            model_content=zlib.decompress(base64.b64decode(ADDITION))
+            model_content=zlib.decompress(base64.b64decode(ADDITION_MODEL))
         )
         opened.allocate_tensors()
         (given,), (result,) = list_ports(opened)
@@ -135,7 +135,9 @@ class LiteRT(Backend):
         return Probe(
             version=system.find_versions(self.requires).get("ai-edge-litert", ""),
             devices=("cpu",) if works else (),
-            detail="" if find_spec(CONVERTER) else f"runs .tflite files, makes none without litert-torch; {HERE}",
+            detail=""
+            if find_spec(CONVERTER_NAME)
+            else f"runs .tflite files, makes none without litert-torch; {CONVERTER_ADVICE}",
         )
 
     def prepare(self, trial: Trial) -> None:
@@ -162,7 +164,7 @@ def open_file(path: str, threads: int = 1, has_delegate: bool = False) -> Any:
     library = _import_module("ai_edge_litert.interpreter")
     kinds = library.OpResolverType
     resolver = kinds.AUTO if has_delegate else kinds.BUILTIN_WITHOUT_DEFAULT_DELEGATES
-    with torch_support.raise_refusals(f"{path} can't be read by {ENGINE}"):
+    with torch_support.raise_refusals(f"{path} can't be read by {ENGINE_NAME}"):
         return library.Interpreter(path, num_threads=threads, experimental_op_resolver_type=resolver)
 
 
@@ -210,8 +212,8 @@ def _read_port(details: Mapping[str, Any], name: str) -> TflitePort:
     if not stored.startswith(("float", "int", "uint", "bool")):
         raise UserError(f"{name!r} is {'text' if stored.startswith('bytes') else stored}, and no array of numbers")
     signature = details["shape_signature"] if len(details["shape_signature"]) else details["shape"]
-    shape = tuple(int(n) if n >= 0 else "" if axis else BATCH for axis, n in enumerate(signature))
-    scale = float(scale) if stored in INTEGERS else 0.0
+    shape = tuple(int(n) if n >= 0 else "" if axis else BATCH_AXIS for axis, n in enumerate(signature))
+    scale = float(scale) if stored in INTEGER_TYPES else 0.0
     seen = "float32" if scale or stored == "float16" else stored
     return TflitePort(int(details["index"]), Tensor(name, seen, shape), stored, scale, int(zero_point))
 
@@ -238,11 +240,11 @@ def count_types(opened: Any) -> Counter[str]:
     types = {each["index"]: np.dtype(each["dtype"]).name for each in opened.get_tensor_details()}
     found = Counter[str]()
     for operator in opened._get_ops_details():
-        if COMPUTE.search(operator["op_name"]):
+        if COMPUTE_OPERATORS.search(operator["op_name"]):
             inputs = [*operator["inputs"]]
             data, weights = (inputs[2], inputs[1]) if operator["op_name"] in WEIGHTS_FIRST else inputs[:2]
             data_type, weight_type = types.get(data, "float32"), types.get(weights, "float32")
-            found[INTEGERS.get(data_type) or INTEGERS.get(weight_type) or data_type] += 1
+            found[INTEGER_TYPES.get(data_type) or INTEGER_TYPES.get(weight_type) or data_type] += 1
     return found
 
 
@@ -256,7 +258,9 @@ def count_half_weights(opened: Any) -> int:
         if each["op_name"] == "DEQUANTIZE" and types.get(each["inputs"][0]) == "float16"
         for tensor in each["outputs"]
     }
-    return sum(bool(COMPUTE.search(each["op_name"])) and not widened.isdisjoint(each["inputs"]) for each in operators)
+    return sum(
+        bool(COMPUTE_OPERATORS.search(each["op_name"])) and not widened.isdisjoint(each["inputs"]) for each in operators
+    )
 
 
 def find_delegated(operators: Sequence[Mapping[str, Any]]) -> set[int]:
@@ -288,10 +292,10 @@ class LiteRTSession(Session):
         for port, tensor in zip(self._ports, self.inputs, strict=True):
             if tensor.shape != port.tensor.shape:
                 self._opened.resize_tensor_input(port.index, list(tensor.shape), strict=True)
-        with torch_support.raise_refusals(f"{trial.model.name} can't be loaded by {ENGINE}"):
+        with torch_support.raise_refusals(f"{trial.model.name} can't be loaded by {ENGINE_NAME}"):
             self._opened.allocate_tensors()
         _, allocated = list_ports(self._opened)
-        self.outputs = tuple(port.tensor for port in allocated if BATCH not in port.tensor.shape)
+        self.outputs = tuple(port.tensor for port in allocated if BATCH_AXIS not in port.tensor.shape)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Copy the feeds into the interpreter, quantised where the file's inputs are."""
@@ -314,12 +318,15 @@ class LiteRTSession(Session):
         own = [each["op_name"] for each in operators if each["op_name"] != "DELEGATE"]
         left = Counter(name for k, name in enumerate(own) if k not in delegated)
         types = dict(count_types(self._opened))
-        sentence = f"{DELEGATE} runs {len(delegated)} of {len(own)} operators"
+        sentence = f"{DELEGATE_NAME} runs {len(delegated)} of {len(own)} operators"
         if left and delegated:
-            sentence += f", {ENGINE}'s own kernels the others ({', '.join(f'{n} {name}' for name, n in left.items())})"
-        truth = precision_truth(self._trial.precision, types, f"{ENGINE} by the file's types")
+            sentence += (
+                f", {ENGINE_NAME}'s own kernels the others ({', '.join(f'{n} {name}' for name, n in left.items())})"
+            )
+        truth = precision_truth(self._trial.precision, types, f"{ENGINE_NAME} by the file's types")
         as_given = self._trial.model.file and self._trial.precision == self._trial.model.precision
-        if as_given and truth.refuted and self._trial.precision != "fp16":  # which is how weights are stored
+        # float16 is only the storage type of weights
+        if as_given and truth.refuted and self._trial.precision != "fp16":
             mixed = ", ".join(f"{count} in {kind}" for kind, count in types.items())
             truth = replace(
                 truth, ok=True, refuted=False, sentence=f"the file mixes types, and they were kept: {mixed}"
@@ -328,7 +335,7 @@ class LiteRTSession(Session):
             truth = replace(truth, sentence=f"{truth.sentence}; {halves} have weights stored in float16")
         return EngineFacts(
             layers=len(own), layers_by_type=types, operators=dict(Counter(own).most_common()),
-            nodes_by_provider={DELEGATE: len(delegated), ENGINE: left.total()},
+            nodes_by_provider={DELEGATE_NAME: len(delegated), ENGINE_NAME: left.total()},
             precision_truth=truth,
             threads=self._trial.runtime.threads, options={"xnnpack": self._has_delegate},
             fallback=sentence if self._has_delegate and 2 * len(delegated) < len(own) else "",
@@ -380,7 +387,7 @@ def _describe_file(path: Path, recipe: Recipe, facts: MakerFacts, began: float) 
 
 def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
     """Write the module as a file whose signature has the names of its inputs and outputs."""
-    torch, library = torch_support.import_torch(), _import_module("litert_torch", HERE)
+    torch, library = torch_support.import_torch(), _import_module("litert_torch", CONVERTER_ADVICE)
     nn = torch.nn
     names = [spec.name for spec in recipe.model.inputs if spec.dtype] or ["input"]
     with torch_support.memory_errors(), torch.no_grad(), torch_support.silence_warnings():
@@ -405,9 +412,11 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts
 
 def _cast_weights(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
     """Write the file with weights in float16, each followed by an operator that widens them."""
-    library, managers = (_import_module(f"ai_edge_quantizer.{part}", HERE) for part in ("quantizer", "recipe_manager"))
-    names = _import_module("ai_edge_quantizer.algorithm_manager", HERE).AlgorithmName
-    everything = _import_module("ai_edge_quantizer.qtyping", HERE).TFLOperationName.ALL_SUPPORTED
+    library, managers = (
+        _import_module(f"ai_edge_quantizer.{part}", CONVERTER_ADVICE) for part in ("quantizer", "recipe_manager")
+    )
+    names = _import_module("ai_edge_quantizer.algorithm_manager", CONVERTER_ADVICE).AlgorithmName
+    everything = _import_module("ai_edge_quantizer.qtyping", CONVERTER_ADVICE).TFLOperationName.ALL_SUPPORTED
     manager, engine = managers.RecipeManager(), library.Quantizer(made.path)
     manager.add_weight_only_config(".*", everything, num_bits=16, algorithm_key=names.FLOAT_CASTING)
     engine.load_quantization_recipe(manager.get_quantization_recipe())
@@ -418,8 +427,10 @@ def _cast_weights(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path)
 
 def _quantise_file(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
     """Write the quantised file, for a static scheme calibrated on the recipe's data; its ends stay floats."""
-    scheme = SCHEMES[str(recipe.options["scheme"])]
-    library, recipes = (_import_module(f"ai_edge_quantizer.{part}", HERE) for part in ("quantizer", "recipe"))
+    scheme = QUANTISER_RECIPES[str(recipe.options["scheme"])]
+    library, recipes = (
+        _import_module(f"ai_edge_quantizer.{part}", CONVERTER_ADVICE) for part in ("quantizer", "recipe")
+    )
     engine, ranges = library.Quantizer(made.path), None
     engine.load_quantization_recipe(getattr(recipes, scheme)())
     with torch_support.raise_refusals(f"ai-edge-quantizer can't quantise {recipe.model.name}"):

@@ -41,20 +41,20 @@ from dyno.worker.nets import file_facts, models
 from dyno.worker.onnx_graph import file as onnx_file
 from dyno.worker.onnx_graph import graph_facts
 from dyno.worker.sessions import torch_support
-from dyno.worker.spec import BATCH, Artifact, Recipe, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import BATCH_AXIS, Artifact, Recipe, Tensor, Trial, Unavailable, UserError
 
-ENGINE, CONVERTER = "ncnn", "pnnx"
+ENGINE_NAME, CONVERTER_NAME = "ncnn", "pnnx"
 Tensors = tuple[Tensor, ...]
-MAGIC = "7767517"  # the first line of a .param file
-COMPUTE = re.compile("Convolution|InnerProduct|Gemm|MatMul|MultiHeadAttention|SDPA|LSTM|GRU|RNN|Einsum")
+PARAM_MAGIC = "7767517"  # the first line of a .param file
+COMPUTE_LAYERS = re.compile("Convolution|InnerProduct|Gemm|MatMul|MultiHeadAttention|SDPA|LSTM|GRU|RNN|Einsum")
 # The parameter of a layer that is 0 unless its weights are in eight bits.
 INT8_TERMS = {"Gemm": 18, "MultiHeadAttention": 18, "SDPA": 18}
-INT8_TERM = 8  # of the other layers that multiply
+INT8_TERM = 8  # INT8 code of other layers that multiply
 KEEPS_CHANNELS = {"Split", "BinaryOp", "UnaryOp", "Scale", "BatchNorm", "Padding", "Interp", "ReLU", "Clip", "Noop"}
-TYPES = {"float32": "f32", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32", "bool": "bool"}
-NUMBERED = re.compile(r"(?:in|out)(\d+)")
-FLAGS = {"fp16": ("use_fp16_storage", "use_fp16_packed", "use_fp16_arithmetic"),
-         "bf16": ("use_bf16_storage", "use_bf16_packed")}  # fmt: skip
+PNNX_TYPES = {"float32": "f32", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32", "bool": "bool"}
+BLOB_NAME = re.compile(r"(?:in|out)(\d+)")
+PRECISION_FLAGS = {"fp16": ("use_fp16_storage", "use_fp16_packed", "use_fp16_arithmetic"),
+                   "bf16": ("use_bf16_storage", "use_bf16_packed")}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ParamLayer:
 
 def read_layers(path: str) -> list[ParamLayer]:
     """Return the layers of a .param file; raise a `UserError` for a damaged one."""
-    with torch_support.raise_refusals(f"{path} is no graph of {ENGINE}, or was cut short"):
+    with torch_support.raise_refusals(f"{path} is no graph of {ENGINE_NAME}, or was cut short"):
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         return [_read_layer(line.split()) for line in lines[2:] if line.strip()]
 
@@ -99,16 +99,16 @@ def describe_inputs(path: str, layers: Sequence[ParamLayer]) -> tuple[Tensor, ..
     for layer in (each for each in layers if each.type == "Input"):
         sizes = tuple(size for key in (2, 11, 1, 0) if (size := layer.read_int(key)))  # channels, depth, height, width
         name, reader = layer.outputs[0], readers.get(layer.outputs[0])
-        for _ in layers:  # at most; a damaged graph may go round
+        for _ in layers:  # bounded: a damaged graph may have cycles
             if reader and reader.type in KEEPS_CHANNELS:
                 reader = readers.get(reader.outputs[0])
         dtype = "int32" if reader and reader.type == "Embed" else "float32"
         if not sizes and reader and reader.type in ("Convolution", "ConvolutionDepthWise"):
             kernel = reader.read_int(1) * reader.read_int(11, reader.read_int(1))
             channels = reader.read_int(6) * reader.read_int(7, 1) // max(reader.read_int(0) * kernel, 1)
-            inputs.append(Tensor(name, dtype, (BATCH, channels, "height", "width")))
+            inputs.append(Tensor(name, dtype, (BATCH_AXIS, channels, "height", "width")))
         elif sizes or dtype == "int32":
-            inputs.append(Tensor(name, dtype, (BATCH, *(sizes or ("length",)))))
+            inputs.append(Tensor(name, dtype, (BATCH_AXIS, *(sizes or ("length",)))))
         else:
             advice = f"write its width, height and channels at its Input layer: 0=224 1=224 2=3 after {name}"
             raise UserError(f"{path} doesn't say the shape of its input {name!r}; {advice}")
@@ -117,7 +117,7 @@ def describe_inputs(path: str, layers: Sequence[ParamLayer]) -> tuple[Tensor, ..
 
 def _find_number(name: str) -> float:
     """Return the place of a blob that pnnx named, such as 2 of `out2`."""
-    found = NUMBERED.fullmatch(name)
+    found = BLOB_NAME.fullmatch(name)
     return int(found[1]) if found else math.inf
 
 
@@ -135,7 +135,7 @@ class NcnnFormat(FileFormat):
         if not path.is_file():
             return True
         with open(path, "rb") as file:
-            return file.read(len(MAGIC)) == MAGIC.encode()
+            return file.read(len(PARAM_MAGIC)) == PARAM_MAGIC.encode()
 
     def companions(self, path: Path) -> list[Path]:
         """Return the file of weights."""
@@ -144,9 +144,9 @@ class NcnnFormat(FileFormat):
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the graph and run it once for the shapes of its outputs; it is int8 if most layers that multiply are."""
         layers, metadata = read_layers(path), file_facts.read_attached(path)
-        with torch_support.raise_refusals(f"{path} is a damaged graph of {ENGINE}"):
+        with torch_support.raise_refusals(f"{path} is a damaged graph of {ENGINE_NAME}"):
             inputs = describe_inputs(path, layers)
-            types = [_has_int8_weights(layer) for layer in layers if COMPUTE.match(layer.type)]
+            types = [_has_int8_weights(layer) for layer in layers if COMPUTE_LAYERS.match(layer.type)]
         height, width = file_facts.find_size(metadata) or (file_facts.DEFAULT_SIZE, file_facts.DEFAULT_SIZE)
         dims = replace(trial.dims, batch=1, height=trial.dims.height or height, width=trial.dims.width or width)
         opened = OpenGraph(path, "fp32", 1)
@@ -156,7 +156,7 @@ class NcnnFormat(FileFormat):
             opened.feed_inputs(inputs, [np.zeros(shapes[t.name], t.dtype) for t in inputs])
             arrays = [opened.read(value) for value in opened.run()]
         named = zip(opened.outputs, arrays, strict=False)
-        outputs = tuple(Tensor(name, "float32", (BATCH, *array.shape[1:])) for name, array in named)
+        outputs = tuple(Tensor(name, "float32", (BATCH_AXIS, *array.shape[1:])) for name, array in named)
         purpose, images = file_facts.read_purpose(metadata), file_facts.read_image_facts(metadata)
         precision = "int8" if 2 * sum(types) > len(types) else "fp32"
         return FileContents(inputs, outputs, precision, task=purpose, image=images)
@@ -184,7 +184,7 @@ class Ncnn(Backend):
     def refuse(self, trial: Trial) -> str:
         """See `Backend.refuse`; a file's precision is changed when it is loaded, but for int8."""
         if trial.model.file.endswith(".onnx") and trial.model.precision not in ("", "fp32"):
-            return f"{CONVERTER} reads float32 weights, and the file's are {trial.model.precision}"
+            return f"{CONVERTER_NAME} reads float32 weights, and the file's are {trial.model.precision}"
         return super().refuse(trial) or refuse_requantising(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
@@ -197,14 +197,14 @@ class Ncnn(Backend):
         """Run a layer; say so if this Python can't make files."""
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "relu.param"
-            path.write_text(f"{MAGIC}\n2 2\nInput in0 0 1 in0 0=2\nReLU relu 1 1 in0 out0\n", encoding="utf-8")
+            path.write_text(f"{PARAM_MAGIC}\n2 2\nInput in0 0 1 in0 0=2\nReLU relu 1 1 in0 out0\n", encoding="utf-8")
             path.with_suffix(".bin").write_bytes(b"")
             opened = OpenGraph(str(path), "fp32", 1)
             opened.feed_inputs([Tensor("in0", "float32", (1, 2))], [np.array([[-1, 2]], np.float32)])
             works = opened.run()[0].numpy().ravel().tolist() == [0, 2]
-        cure = f"runs .param files, makes none without {CONVERTER}: {install(CONVERTER)}"
+        cure = f"runs .param files, makes none without {CONVERTER_NAME}: {install(CONVERTER_NAME)}"
         version = system.find_versions(self.requires).get("ncnn", "")
-        detail = "" if find_spec(CONVERTER) else cure
+        detail = "" if find_spec(CONVERTER_NAME) else cure
         return Probe(version=version, devices=("cpu",) if works else (), detail=detail)
 
     def prepare(self, trial: Trial) -> None:
@@ -214,7 +214,7 @@ class Ncnn(Backend):
     def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the layers of the graph, as the file has them."""
         layers = read_layers(artifact.path if artifact else trial.model.file)
-        library = f"{ENGINE} {system.find_versions(self.requires).get('ncnn', '')}"
+        library = f"{ENGINE_NAME} {system.find_versions(self.requires).get('ncnn', '')}"
         return LayerGraph(form=LAYERS, library=library, layers=tuple(_describe_layer(layer, trial) for layer in layers))
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
@@ -228,8 +228,9 @@ NCNN = Ncnn()
 
 
 def _describe_layer(layer: ParamLayer, trial: Trial) -> Layer:
-    kind = "int8" if _has_int8_weights(layer) else "float32" if trial.precision == "fp32" else ""  # else a run tells
-    computes_in = kind if COMPUTE.match(layer.type) else ""
+    # otherwise only a run tells
+    kind = "int8" if _has_int8_weights(layer) else "float32" if trial.precision == "fp32" else ""
+    computes_in = kind if COMPUTE_LAYERS.match(layer.type) else ""
     inputs, outputs = (tuple(map(Port, names)) for names in (layer.inputs, layer.outputs))
     moves = layer.type in ("Split", "Noop")
     return Layer(
@@ -247,7 +248,9 @@ def refuse_batch(batch: int) -> None:
     library = load_library("ncnn")
     if batch > 1 and not _has_batches(library):
         version = library.__version__
-        raise Unavailable(f"{ENGINE} {version} runs one image at a time; for batches: pip install --upgrade ncnn pnnx")
+        raise Unavailable(
+            f"{ENGINE_NAME} {version} runs one image at a time; for batches: pip install --upgrade ncnn pnnx"
+        )
 
 
 class OpenGraph:
@@ -259,9 +262,11 @@ class OpenGraph:
         self.layers = read_layers(path)
         missing = {each.type for each in self.layers if self.library.layer_to_index(each.type) < 0}
         if missing:
-            raise Unavailable(f"{ENGINE} has no layer for {', '.join(sorted(missing))}, which {name or path} needs")
+            raise Unavailable(
+                f"{ENGINE_NAME} has no layer for {', '.join(sorted(missing))}, which {name or path} needs"
+            )
         self.net = self.library.Net()
-        flags = {flag: kind == precision for kind, names in FLAGS.items() for flag in names}
+        flags = {flag: kind == precision for kind, names in PRECISION_FLAGS.items() for flag in names}
         wanted = {"num_threads": threads, "use_vulkan_compute": False, **flags}
         self.set_options = {name: value for name, value in wanted.items() if hasattr(self.net.opt, name)}
         for name, value in self.set_options.items():
@@ -270,7 +275,7 @@ class OpenGraph:
         if not Path(weights).is_file():
             raise UserError(f"{path} needs its weights in {weights}, which is not there")
         if self.net.load_param(path) or self.net.load_model(weights):
-            raise UserError(f"{path} with {weights} can't be loaded by {ENGINE}; one of them is damaged")
+            raise UserError(f"{path} with {weights} can't be loaded by {ENGINE_NAME}; one of them is damaged")
         self.inputs = {layer.outputs[0] for layer in self.layers if layer.type == "Input"}
         names = (name for name in self.net.output_names() if name not in self.inputs)  # those that nothing reads
         self.outputs = sorted(names, key=_find_number)
@@ -282,7 +287,7 @@ class OpenGraph:
         for place, (tensor, array) in enumerate(zip(tensors, arrays, strict=True)):
             typed = array.astype(np.int32 if array.dtype.kind in "iub" else np.float32, copy=False)
             if tensor.dtype.startswith(("int", "uint")) and (typed != array).any():
-                raise UserError(f"{ENGINE} reads int32, and {tensor.name!r} has numbers beyond it")
+                raise UserError(f"{ENGINE_NAME} reads int32, and {tensor.name!r} has numbers beyond it")
             whole = self.library.Mat(typed, batch_index=0) if self.has_batches else self.library.Mat(typed[0])
             self._feeds[self.name_input(tensor.name, place)] = whole.clone()
 
@@ -302,7 +307,7 @@ class OpenGraph:
             blobs = self.net.blobs()
             found = [extractor.extract(blobs[number].name, 1) for number in kept]
         if any(code for code, _ in found):
-            raise UserError(f"{ENGINE} stopped in the graph: its layers don't fit these inputs, or memory ran out")
+            raise UserError(f"{ENGINE_NAME} stopped in the graph: its layers don't fit these inputs, or memory ran out")
         return [value for _, value in found]
 
     def read(self, value: Any, tensor: Tensor | None = None) -> np.ndarray:
@@ -311,7 +316,7 @@ class OpenGraph:
         array = np.array(value.numpy(batch_index=0) if self.has_batches else value.numpy()[None])
         if tensor is None:
             return array
-        shape = [len(array) if axis == BATCH else int(axis) for axis in tensor.shape]
+        shape = [len(array) if axis == BATCH_AXIS else int(axis) for axis in tensor.shape]
         array = array.astype(tensor.dtype, copy=False)
         return array.reshape(shape) if array.size == math.prod(shape) else array
 
@@ -319,12 +324,12 @@ class OpenGraph:
         """Return the blobs of one run's outputs; raise a `UserError` where there are not as many as expected."""
         self.feed_inputs(inputs, arrays)
         if len(self.outputs) != outputs:
-            raise UserError(f"{CONVERTER} made {len(self.outputs)} outputs of {outputs}")
+            raise UserError(f"{CONVERTER_NAME} made {len(self.outputs)} outputs of {outputs}")
         return self.run()
 
     def count_types(self) -> Counter[str]:
         """Count the layers that multiply by type: int8 by their weights, others by what they hand on."""
-        layers = [layer for layer in self.net.layers() if COMPUTE.match(layer.type)]
+        layers = [layer for layer in self.net.layers() if COMPUTE_LAYERS.match(layer.type)]
         by_name = {layer.name: layer for layer in self.layers}
         half = "bfloat16" if self.net.opt.use_bf16_storage else "float16"
         bits = (value.elembits() for value in self.run([layer.tops[0] for layer in layers]))
@@ -344,7 +349,8 @@ class NcnnSession(Session):
         self.inputs = artifact.inputs
         self._shapes = static_shapes(artifact.inputs, trial.dims)
         self._outputs = artifact.outputs
-        self.outputs = tuple(t for t in artifact.outputs if BATCH not in t.shape)  # of others only a run tells
+        # other outputs are known only after a run
+        self.outputs = tuple(t for t in artifact.outputs if BATCH_AXIS not in t.shape)
         self._results: list[Any] = []
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
@@ -366,7 +372,7 @@ class NcnnSession(Session):
         kinds = Counter(layer.type for layer in self._opened.layers if layer.type != "Input")
         return EngineFacts(
             layers=kinds.total(), layers_by_type=types, operators=dict(kinds.most_common()),
-            precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE} by the types of its blobs"),
+            precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE_NAME} by the types of its blobs"),
             threads=self._opened.net.opt.num_threads,
         )  # fmt: skip
 
@@ -411,7 +417,9 @@ def _convert_onnx(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tensor
         fixed = [axis if isinstance(axis, int) else size for axis, size in zip(tensor.shape, array.shape, strict=False)]
         if [*array.shape] != fixed or array.ndim != len(tensor.shape):
             shown = "x".join(map(str, tensor.shape))
-            raise UserError(f"{CONVERTER} made {tensor.name!r} {'x'.join(map(str, array.shape))} instead of {shown}")
+            raise UserError(
+                f"{CONVERTER_NAME} made {tensor.name!r} {'x'.join(map(str, array.shape))} instead of {shown}"
+            )
         kind = "float32" if tensor.dtype.startswith(("float", "bfloat")) else tensor.dtype
         outputs.append(Tensor(tensor.name, kind, array.shape))
     return inputs, tuple(outputs), facts
@@ -440,19 +448,21 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tens
     try:
         checked = compare_results(source, results)
     except WrongGraph as e:
-        raise UserError(f"{CONVERTER} can't convert {name} correctly: it {e}") from e
+        raise UserError(f"{CONVERTER_NAME} can't convert {name} correctly: it {e}") from e
     warnings = (*facts.warnings, *list_doubts(checked))
     return inputs, outputs, replace(facts, **models.describe_weights(module), warnings=warnings, verified=checked)
 
 
 def _convert(source: Path, inputs: Sequence[Tensor], path: Path, name: str) -> None:
     """Write the graph of a trace or an ONNX file, with the model's name for errors; its weights go beside it."""
-    spec = find_spec(CONVERTER)
+    spec = find_spec(CONVERTER_NAME)
     if spec is None or spec.origin is None:
-        raise Unavailable(f"{CONVERTER}, which makes .param files, is not in this Python; {install(CONVERTER)}")
-    if unknown := [t.dtype for t in inputs if t.dtype not in TYPES]:
-        raise UserError(f"{CONVERTER} takes no inputs of {unknown[0]}")
-    shapes = ",".join(f"[{','.join(map(str, t.shape))}]{TYPES[t.dtype]}" for t in inputs)
+        raise Unavailable(
+            f"{CONVERTER_NAME}, which makes .param files, is not in this Python; {install(CONVERTER_NAME)}"
+        )
+    if unknown := [t.dtype for t in inputs if t.dtype not in PNNX_TYPES]:
+        raise UserError(f"{CONVERTER_NAME} takes no inputs of {unknown[0]}")
+    shapes = ",".join(f"[{','.join(map(str, t.shape))}]{PNNX_TYPES[t.dtype]}" for t in inputs)
     with tempfile.TemporaryDirectory() as scratch:
         made = {key: Path(scratch) / key for key in ("pnnxparam", "pnnxbin", "pnnxpy", "pnnxonnx", "ncnnpy")}
         made |= {"ncnnparam": path, "ncnnbin": path.with_suffix(".bin")}
@@ -462,4 +472,4 @@ def _convert(source: Path, inputs: Sequence[Tensor], path: Path, name: str) -> N
     printed = done.stderr + done.stdout
     if done.returncode or not path.is_file():
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
-        raise UserError(f"{CONVERTER} can't convert {name} (exit code {done.returncode}): {last.strip()}")
+        raise UserError(f"{CONVERTER_NAME} can't convert {name} (exit code {done.returncode}): {last.strip()}")

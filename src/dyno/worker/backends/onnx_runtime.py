@@ -25,44 +25,44 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.extras import ONNX_RUNTIME_BUILDS, load_library
-from dyno.worker.facts.engine import STORED, EngineFacts, Probe, precision_truth, sum_operations
+from dyno.worker.facts.engine import WEIGHT_PRECISIONS, EngineFacts, Probe, precision_truth, sum_operations
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.specs import Shape, is_image, static_shapes
 from dyno.worker.layers import graph
 from dyno.worker.makers.onnx_format import route_recipe
-from dyno.worker.makers.precision import PREPARATION, VALUES
+from dyno.worker.makers.precision import OPTION_CHECKS, PREPARATION_OPTIONS
 from dyno.worker.nets import flops
 from dyno.worker.onnx_graph.check import HALF_CRASHES, error_line
 from dyno.worker.onnx_graph.graph_facts import accuracy_levels, kernel_shapes
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import onnx_runtime_session as cuda
 from dyno.worker.sessions import products
-from dyno.worker.sessions.onnx_runtime_session import OPTIONS as CUDA_OPTIONS
-from dyno.worker.sessions.onnx_runtime_session import PACKED, Kernel, Profile, Request, by_run, events_in
-from dyno.worker.sessions.onnx_runtime_session import VALUES as CUDA_VALUES
+from dyno.worker.sessions.onnx_runtime_session import OPTION_CHECKS as CUDA_VALUES
+from dyno.worker.sessions.onnx_runtime_session import PACKED_OPERATOR, Kernel, Profile, Request, by_run, events_in
+from dyno.worker.sessions.onnx_runtime_session import SESSION_OPTIONS as CUDA_OPTIONS
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
-ENGINE = "ONNX Runtime"
-SUFFIX = "ExecutionProvider"
-PLUGINS = ("openvino", "webgpu", "mlx", "nv_tensorrt_rtx")  # of onnxruntime-ep-NAME, in the index today
+ENGINE_NAME = "ONNX Runtime"
+PROVIDER_SUFFIX = "ExecutionProvider"
+PLUGIN_PROVIDERS = ("openvino", "webgpu", "mlx", "nv_tensorrt_rtx")  # onnxruntime-ep-NAME packages on PyPI
 # Providers that a build may have, as `get_all_providers` of 1.30 and earlier releases lists them.
 KNOWN_PROVIDERS = (
     "acl", "armnn", "azure", "cann", "coreml", "cpu", "cuda", "dml", "dnnl", "js", "migraphx", "nnapi",
     "nvtensorrtrtx", "openvino", "qnn", "rknpu", "rocm", "snpe", "tensorrt", "tvm", "vitisai", "vsinpu", "webgpu",
     "webnn", "xnnpack",
 )  # fmt: skip
-PROVIDERS = ["CPUExecutionProvider"]
-OPTIMIZATION = {
+DEFAULT_PROVIDERS = ["CPUExecutionProvider"]
+OPTIMIZATION_LEVELS = {
     "all": "ORT_ENABLE_ALL",
     "extended": "ORT_ENABLE_EXTENDED",
     "basic": "ORT_ENABLE_BASIC",
     "disable": "ORT_DISABLE_ALL",
 }
 NUMPY_TYPES = {"float": "float32", "double": "float64"}
-GATES = {"LSTM": 4, "DynamicQuantizeLSTM": 4, "GRU": 3, "RNN": 1}  # matrices of each kind in a direction
+RECURRENT_GATES = {"LSTM": 4, "DynamicQuantizeLSTM": 4, "GRU": 3, "RNN": 1}  # matrices per direction
 PROFILED_RUNS = 6
-DISCARDED = 3  # runs of a profile that don't count: the first packs weights
+DISCARDED_RUNS = 3  # the first run packs weights
 # An ONNX file of one node, y = x + x on a float scalar, so that `probe` needs no onnx.
 ONE_ADD = bytes.fromhex(
     "08083a2f0a0e0a01780a0178120179220341646412036164645a0b0a017812060a0408011200620b0a017912060a040801120042040a00100d"
@@ -80,13 +80,14 @@ class OnnxRuntime(Backend):
 
     name = "onnxruntime"
     requires = (ONNX_RUNTIME_BUILDS,)
-    precisions = ("fp32", "tf32", "fp16", "int8", *STORED)
+    precisions = ("fp32", "tf32", "fp16", "int8", *WEIGHT_PRECISIONS)
     file_precisions = ("fp8",)
     devices = ("cpu", "cuda")
     profiled = ("cpu",)
-    options = ("optimization", "spinning", "streams", *CUDA_OPTIONS, *PREPARATION)
+    options = ("optimization", "spinning", "streams", *CUDA_OPTIONS, *PREPARATION_OPTIONS)
     values: Mapping[str, Check] = {
-        "optimization": one_of(*OPTIMIZATION), "spinning": flag, "streams": whole(1), **CUDA_VALUES, **VALUES,
+        "optimization": one_of(*OPTIMIZATION_LEVELS), "spinning": flag, "streams": whole(1), **CUDA_VALUES,
+        **OPTION_CHECKS,
     }  # fmt: skip
     files = (".onnx",)
     loads_onnx = True
@@ -100,8 +101,8 @@ class OnnxRuntime(Backend):
             return "streams are of onnxruntime's CPU provider; on a GPU give slots"
         if provider is not None and not trial.runtime.python:
             _check_name(str(provider))
-        if provider is not None and on_gpu != (provider in cuda.KINDS):
-            needed = "cuda:0" if provider in cuda.KINDS else "cpu, from where it takes host memory"
+        if provider is not None and on_gpu != (provider in cuda.PROVIDERS):
+            needed = "cuda:0" if provider in cuda.PROVIDERS else "cpu, from where it takes host memory"
             return f"provider={provider} is for --device {needed}"
         return missing_data(trial)
 
@@ -112,10 +113,10 @@ class OnnxRuntime(Backend):
     def probe(self) -> Probe:
         """Add two numbers on the CPU provider, and on the first GPU where there is one."""
         ort = import_library()
-        session = ort.InferenceSession(ONE_ADD, _make_quiet_options(ort), providers=PROVIDERS)
+        session = ort.InferenceSession(ONE_ADD, _make_quiet_options(ort), providers=DEFAULT_PROVIDERS)
         (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
         devices = ["cpu"] if out == 4 else []
-        if cuda.CUDA in ort.get_available_providers() and cuda.can_add(ort, ONE_ADD, _make_quiet_options(ort)):
+        if cuda.CUDA_PROVIDER in ort.get_available_providers() and cuda.can_add(ort, ONE_ADD, _make_quiet_options(ort)):
             devices.append("cuda:0")
         return Probe(version=ort.__version__, devices=tuple(devices), detail=", ".join(ort.get_available_providers()))
 
@@ -167,7 +168,7 @@ class OnnxFile:
         self.free = trial.dims.batch == 0
         self.shapes = static_shapes(known, replace(trial.dims, batch=trial.dims.batch or 1))
         self.provider = find_provider(ort, trial)
-        self.providers = [self.provider.name, *PROVIDERS] if self.provider else PROVIDERS
+        self.providers = [self.provider.name, *DEFAULT_PROVIDERS] if self.provider else DEFAULT_PROVIDERS
         self._overrides = {} if self.free else find_overrides(known, self.shapes)
         self.settings = make_settings(trial)
 
@@ -183,7 +184,7 @@ class OnnxFile:
         options.intra_op_num_threads = self.settings["intra_op_threads"]
         options.inter_op_num_threads = self.settings["inter_op_threads"]
         options.execution_mode = self.ort.ExecutionMode.ORT_SEQUENTIAL
-        level = OPTIMIZATION[self.settings["optimization"]]
+        level = OPTIMIZATION_LEVELS[self.settings["optimization"]]
         options.graph_optimization_level = getattr(self.ort.GraphOptimizationLevel, level)
         options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self.settings["spinning"])))
         for name, size in self._overrides.items():
@@ -216,7 +217,7 @@ class OnnxFile:
             fallback=describe_fallback(_first_provider(providers), placed),
             operators=nodes.count_operators(),
             time_by_operator=nodes.time_by_operator(),
-            precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE, operations, bits),
+            precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE_NAME, operations, bits),
             threads=self.settings["intra_op_threads"],
             options=dict(self.settings),
             notes=tuple(nodes.notes()),
@@ -229,7 +230,7 @@ class OnnxFile:
         versions without that call.
         """
         can_say = hasattr(self.ort.InferenceSession, "get_provider_graph_assignment_info")
-        if _first_provider(providers) in PROVIDERS or not can_say:
+        if _first_provider(providers) in DEFAULT_PROVIDERS or not can_say:
             return {}
         counts = Counter[str]()
         for part in self.open(providers, assigned=True).get_provider_graph_assignment_info():
@@ -242,7 +243,7 @@ class OnnxFile:
             return None
         with suppress(*_list_errors()):
             return products.count_bits(
-                self.open(providers, network=products.NETWORK).run(None, products.make_factors())
+                self.open(providers, network=products.NETWORK_BYTES).run(None, products.make_factors())
             )
         return None
 
@@ -254,12 +255,12 @@ class OnnxFile:
 
     def read_profile(self, events: list[dict[str, Any]]) -> Profile:
         """Return the profile, completed by the type that packed products compute in, which needs onnx."""
-        packed = any(e.get("args", {}).get("op_name") == PACKED for e in events)
+        packed = any(e.get("args", {}).get("op_name") == PACKED_OPERATOR for e in events)
         return Profile(events, self.requested, accuracy_levels(self.path) if packed else None)
 
     def read_optimised(self, path: str, profile: Profile) -> LayerGraph:
         """Read the optimised graph at the path, with each node's entry in the profile."""
-        return graph.read_optimised_graph(path, self.path, profile, f"{ENGINE} {self.ort.__version__}")
+        return graph.read_optimised_graph(path, self.path, profile, f"{ENGINE_NAME} {self.ort.__version__}")
 
     def _record_profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
@@ -294,8 +295,8 @@ def _count_operations(kernel: Kernel, nodes: Profile, kernels: Mapping[str, Shap
         name = re.sub(r"_token_\d+$", "", kernel[0].removesuffix("_kernel_time"))
         weights = kernels.get(name) or next((shape for shape in shapes[1:] if len(shape) > 2), (0,))
         return flops.of_convolution(math.prod(weights), weights[0], shapes[0] if "Transpose" in operator else result)
-    if operator in GATES and len(result) > 2:  # [steps, batch, values] to [steps, directions, batch, hidden]
-        gates = GATES[operator] * result[-1] * result[-3]
+    if operator in RECURRENT_GATES and len(result) > 2:  # [steps, batch, values] to [steps, directions, batch, hidden]
+        gates = RECURRENT_GATES[operator] * result[-1] * result[-3]
         return 2 * math.prod(shapes[0][:2]) * gates * (shapes[0][-1] + result[-1])
     if "Gemm" in operator or "MatMul" in operator:
         factors = [shape for shape in shapes[1:] if len(shape) > 1 and "Gemm" not in operator]
@@ -376,7 +377,7 @@ class OnnxRuntimeSession(Session):
             watched = OnnxRuntimeSession(self._file, f"{scratch}/profile", path)
             watched.bind(self._requests[0].feeds)
             whole = []
-            for _ in range(DISCARDED + runs):
+            for _ in range(DISCARDED_RUNS + runs):
                 start = time.perf_counter()
                 watched.run()
                 watched.wait()
@@ -384,11 +385,11 @@ class OnnxRuntimeSession(Session):
             events = _end_profile(watched._session)
             watched.close()
             inside = self._file.read_optimised(path, self._file.read_profile(events))
-        repeats = by_run(events)[DISCARDED:]
+        repeats = by_run(events)[DISCARDED_RUNS:]
         kernels = graph.list_kernels(inside.layers, set().union(*repeats), self._file.path)
         layers = [[repeat.get(kernel, 0.0) if kernel else 0.0 for kernel in kernels] for repeat in repeats]
-        note = f"{ENGINE} counts whole microseconds."
-        return LayerTimes(inside, np.array(layers), np.array(whole[DISCARDED:]), note)
+        note = f"{ENGINE_NAME} counts whole microseconds."
+        return LayerTimes(inside, np.array(layers), np.array(whole[DISCARDED_RUNS:]), note)
 
     def close(self) -> None:
         """Free the session and what was bound to it."""
@@ -407,16 +408,16 @@ class Provider:
 
 
 def _shorten(provider: str) -> str:
-    return provider.removesuffix(SUFFIX).lower()
+    return provider.removesuffix(PROVIDER_SUFFIX).lower()
 
 
 def _check_name(provider: str) -> None:
     """Raise a `UserError` for a provider that no release of ONNX Runtime and no plug-in of this Python has."""
     short = _shorten(provider)
-    if short in (*KNOWN_PROVIDERS, *PLUGINS) or importlib.util.find_spec(f"onnxruntime_ep_{short}"):
+    if short in (*KNOWN_PROVIDERS, *PLUGIN_PROVIDERS) or importlib.util.find_spec(f"onnxruntime_ep_{short}"):
         return
     with suppress(Unavailable):  # a later release may have others
-        os.environ.update(system.SILENCE)
+        os.environ.update(system.SILENCING_VARIABLES)
         if short in map(_shorten, import_library().get_all_providers()):
             return
     similar = difflib.get_close_matches(short, KNOWN_PROVIDERS, 1)
@@ -444,7 +445,7 @@ def find_provider(ort: Any, trial: Trial) -> Provider | None:
         plugin = importlib.import_module(package)
     except ImportError:
         others = ", ".join(sorted(built))
-        cure = f"pip install {package.replace('_', '-')}" if short in PLUGINS else "another build may have it"
+        cure = f"pip install {package.replace('_', '-')}" if short in PLUGIN_PROVIDERS else "another build may have it"
         raise Unavailable(f"this onnxruntime has no provider {asked} (it has {others}); {cure}") from None
     if not hasattr(ort, "register_execution_provider_library"):
         raise Unavailable(f"onnxruntime {ort.__version__} takes no plug-ins; install 1.23 or newer")
@@ -491,8 +492,8 @@ def make_settings(trial: Trial) -> dict[str, Any]:
     streams, most = int(trial.options.get("streams", 1)), max(trial.runtime.threads, 1)
     if not 1 <= streams <= most:
         raise UserError(f"onnxruntime's streams must be from 1 to the number of threads ({most}), not {streams}")
-    if level not in OPTIMIZATION:
-        raise UserError(f"unknown optimization {level!r} of onnxruntime; known: {', '.join(OPTIMIZATION)}")
+    if level not in OPTIMIZATION_LEVELS:
+        raise UserError(f"unknown optimization {level!r} of onnxruntime; known: {', '.join(OPTIMIZATION_LEVELS)}")
     return {
         "optimization": level,
         "spinning": bool(trial.options.get("spinning", True)),

@@ -19,10 +19,10 @@ import numpy as np
 from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import (
-    COMPUTED,
-    QUANTISED,
-    STORED,
-    UNKNOWN,
+    ARITHMETIC_TYPES,
+    QUANTISED_PRECISIONS,
+    UNKNOWN_TYPE,
+    WEIGHT_PRECISIONS,
     EngineFacts,
     Probe,
     precision_truth,
@@ -33,7 +33,7 @@ from dyno.worker.facts.job import LAYERS, Layer, LayerGraph, Port
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.specs import fit_feed, static_shapes
 from dyno.worker.makers.onnx_format import route_recipe
-from dyno.worker.makers.precision import PREPARATION, VALUES
+from dyno.worker.makers.precision import OPTION_CHECKS, PREPARATION_OPTIONS
 from dyno.worker.nets import flops
 from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.sessions import products
@@ -45,12 +45,14 @@ TYPE_NAMES = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64", "i8": "int8", "u8": "int8", "i4": "int4",
     "u4": "int4", "nf4": "float4", "f4e2m1": "float4", "u2": "int2", "f8e4m3": "float8", "f8e5m2": "float8",
 }  # fmt: skip
-NARROW = {"float16", "float8", "float4", "int8", "int4", "int2"}  # types of weights that a kernel may widen
-ENCLOSING = ("If", "Loop", "TensorIterator")  # layers with an inner graph, which OpenVINO doesn't open
-COMPUTE = re.compile("Convolution|Deconvolution|FullyConnected|MatMul|MHA|ScaledDotProduct|QKVProj|LLMMLP|LSTM|GRU|RNN")
+NARROW_TYPES = {"float16", "float8", "float4", "int8", "int4", "int2"}  # weight types that a kernel may widen
+ENCLOSING_LAYERS = ("If", "Loop", "TensorIterator")  # layers with an inner graph, which OpenVINO doesn't open
+COMPUTE_KERNELS = re.compile(
+    "Convolution|Deconvolution|FullyConnected|MatMul|MHA|ScaledDotProduct|QKVProj|LLMMLP|LSTM|GRU|RNN"
+)
 NOT_LAYERS = {"Const", "Input", "Output"}
-NO_KERNEL = ("unknown", "undef", "reorder")  # how the kernel is called of what only passes a tensor on
-CONVERTERS = ("FakeQuantize", "Convert", "Reorder")
+PASSING_KERNELS = ("unknown", "undef", "reorder")  # kernel names of layers that only pass a tensor on
+CONVERSION_LAYERS = ("FakeQuantize", "Convert", "Reorder")
 
 
 class ExecutionGraph:
@@ -67,7 +69,7 @@ class ExecutionGraph:
 
         Products of indices and shapes are left out.
         """
-        kinds = (*COMPUTED, UNKNOWN)
+        kinds = (*ARITHMETIC_TYPES, UNKNOWN_TYPE)
         return [layer for layer in self.layers if _is_compute_layer(layer) and _computed_in(layer) in kinds]
 
     def by_type(self) -> dict[str, int]:
@@ -92,7 +94,7 @@ class ExecutionGraph:
     def notes(self) -> list[str]:
         """Return sentences on the causes that keep a lowered precision from being faster."""
         compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
-        return why_not_faster(self._requested, compute, self.time_by_operator(), CONVERTERS)
+        return why_not_faster(self._requested, compute, self.time_by_operator(), CONVERSION_LAYERS)
 
     def inside(self, library: str) -> LayerGraph:
         """Return the graph's layers without constants; those that OpenVINO kept but doesn't run are `skipped`."""
@@ -106,7 +108,9 @@ class ExecutionGraph:
             elif _read_kind(info) not in NOT_LAYERS:
                 layer = self._build_layer(op, info, computed, weights)
                 before = sum(stored.values())
-                stored |= {_read_name(port): _count_weights(port) for port in weights if layer.type not in CONVERTERS}
+                stored |= {
+                    _read_name(port): _count_weights(port) for port in weights if layer.type not in CONVERSION_LAYERS
+                }
                 layers.append(replace(layer, shared=layer.parameters + before - sum(stored.values())))
         return LayerGraph(form=LAYERS, library=library, parameters=sum(stored.values()), layers=tuple(layers))
 
@@ -121,8 +125,8 @@ class ExecutionGraph:
                 Port(_format_label(name, k), tuple(port.shape), TYPE_NAMES.get(kind, kind), layout)
                 for k, (port, kind, layout) in enumerate(_iter_outputs(op.outputs(), types, layouts))
             ),
-            parameters=0 if kind in CONVERTERS else sum(map(_count_weights, weights)),
-            computes_in=_computed_in(info) if COMPUTE.search(kind) else "",
+            parameters=0 if kind in CONVERSION_LAYERS else sum(map(_count_weights, weights)),
+            computes_in=_computed_in(info) if COMPUTE_KERNELS.search(kind) else "",
             tactic=info.get("primitiveType", ""),
             moves=kind in ("Reorder", "Convert"),
             skipped=_is_skipped(info),
@@ -143,7 +147,7 @@ def _count_operations(op: Any, kind: str) -> int | None:
 def _count_weights(port: Any) -> int:
     """Return the number of weights in a constant; 0 for indices or a single number."""
     count = math.prod(port.shape)
-    return count if count > 1 and _read_port(port).dtype in COMPUTED else 0
+    return count if count > 1 and _read_port(port).dtype in ARITHMETIC_TYPES else 0
 
 
 def _read_kind(info: dict[str, str]) -> str:
@@ -156,7 +160,7 @@ def _is_skipped(info: dict[str, str]) -> bool:
     OpenVINO also reports a layer of less than a microsecond as not executed, but that one has a kernel.
     """
     kernel = info.get("primitiveType", "")
-    return info.get("execTimeMcs") == "not_executed" and (not kernel or kernel.startswith(NO_KERNEL))
+    return info.get("execTimeMcs") == "not_executed" and (not kernel or kernel.startswith(PASSING_KERNELS))
 
 
 def _iter_outputs(ports: list[Any], types: list[str], layouts: list[str]) -> Iterator[tuple[Any, str, str]]:
@@ -185,15 +189,15 @@ def _computed_in(layer: dict[str, str]) -> str:
 
     Where a kernel widens weights, the library reports the weights' type.
     """
-    if layer["layerType"] in ENCLOSING:
-        return UNKNOWN
+    if layer["layerType"] in ENCLOSING_LAYERS:
+        return UNKNOWN_TYPE
     kind = TYPE_NAMES.get(layer["runtimePrecision"], layer["runtimePrecision"])
     kernel = TYPE_NAMES.get(layer.get("primitiveType", "").lower().rpartition("_")[2], kind)
-    return kernel if kind in NARROW else kind
+    return kernel if kind in NARROW_TYPES else kind
 
 
 def _is_compute_layer(layer: dict[str, str]) -> bool:
-    return layer["layerType"] in ENCLOSING or bool(COMPUTE.search(layer["layerType"]))
+    return layer["layerType"] in ENCLOSING_LAYERS or bool(COMPUTE_KERNELS.search(layer["layerType"]))
 
 
 def _parse_number(text: str) -> float:
@@ -208,11 +212,16 @@ def to_plain(value: Any) -> Any:
     return value.get_type_name() if hasattr(value, "get_type_name") else getattr(value, "name", str(value))
 
 
-ENGINE = "OpenVINO"
+ENGINE_NAME = "OpenVINO"
 # Left to itself OpenVINO computes an FP32 model in bfloat16 where the CPU can, so every precision is asked for by name.
-HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", **dict.fromkeys(("int8", "fp8", *STORED), "f32")}
+PRECISION_HINTS = {
+    "fp32": "f32",
+    "bf16": "bf16",
+    "fp16": "f16",
+    **dict.fromkeys(("int8", "fp8", *WEIGHT_PRECISIONS), "f32"),
+}
 # What the CPU plugin must be able to do before a hint is more than a wish.
-CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
+PRECISION_CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
 NUMPY_TYPES = {"boolean": "bool"} | {
     f"{letter}{bits}": f"{kind}{bits}"
     for letter, kind, sizes in (
@@ -221,11 +230,13 @@ NUMPY_TYPES = {"boolean": "bool"} | {
         ("u", "uint", (8, 16, 32, 64)),
     )
     for bits in sizes
-}  # of its element types
+}  # by element type
 PROFILED_RUNS = 3
 # OpenVINO tells a layer's mean since the compilation, in whole microseconds: a repeat of a profile is a compilation.
-REPEATS, DISCARDED = 5, 2
-SETTINGS = "INFERENCE_PRECISION_HINT INFERENCE_NUM_THREADS NUM_STREAMS PERFORMANCE_HINT ENABLE_CPU_PINNING".split()
+PROFILE_REPEATS, DISCARDED_RUNS = 5, 2
+RECORDED_PROPERTIES = (
+    "INFERENCE_PRECISION_HINT INFERENCE_NUM_THREADS NUM_STREAMS PERFORMANCE_HINT ENABLE_CPU_PINNING".split()
+)
 
 
 class OpenVino(Backend):
@@ -234,11 +245,11 @@ class OpenVino(Backend):
 
     name = "openvino"
     requires = ("openvino",)
-    precisions = ("fp32", "bf16", "fp16", "int8", *STORED)
+    precisions = ("fp32", "bf16", "fp16", "int8", *WEIGHT_PRECISIONS)
     file_precisions = ("fp8",)
     profiled = ("cpu",)
-    options = ("streams", "pinning", *PREPARATION)
-    values: Mapping[str, Check] = {"streams": whole(1), "pinning": flag, **VALUES}
+    options = ("streams", "pinning", *PREPARATION_OPTIONS)
+    values: Mapping[str, Check] = {"streams": whole(1), "pinning": flag, **OPTION_CHECKS}
     files = (".onnx", ".xml")
     loads_onnx = True
 
@@ -257,7 +268,7 @@ class OpenVino(Backend):
         """
         # The conversion runs where OpenVINO is, which may be another Python than the one that exports.
         runtime = Runtime(name=trial.runtime.name, python=trial.runtime.python, env=trial.runtime.env)
-        precision = trial.precision if trial.precision in QUANTISED else "fp32"
+        precision = trial.precision if trial.precision in QUANTISED_PRECISIONS else "fp32"
         ir = Recipe(self.name, "openvino", precision, trial.model, replace(trial.dims, batch=0), runtime=runtime)
         if trial.model.file.endswith(".xml"):
             return ir
@@ -363,7 +374,7 @@ class OpenVinoSession(Session):
     def facts(self) -> EngineFacts:
         """Return layers, types and times, from the execution graph of a second compilation with counters."""
         graph = ExecutionGraph(self.execution_graph(), self._requested)
-        settings = {name: to_plain(self._compiled.get_property(name)) for name in SETTINGS}
+        settings = {name: to_plain(self._compiled.get_property(name)) for name in RECORDED_PROPERTIES}
         operations, bits = graph.operations_by_type(), self._measure_bits()
         return EngineFacts(
             layers=len(graph.layers),
@@ -374,7 +385,7 @@ class OpenVinoSession(Session):
             operators=dict(Counter(layer["layerType"] for layer in graph.layers).most_common()),
             kernels=dict(Counter(layer["primitiveType"] for layer in graph.compute()).most_common()),
             time_by_operator=graph.time_by_operator(),
-            precision_truth=precision_truth(self._requested, graph.by_type(), ENGINE, operations, bits),
+            precision_truth=precision_truth(self._requested, graph.by_type(), ENGINE_NAME, operations, bits),
             threads=settings["INFERENCE_NUM_THREADS"],
             options=settings,
             notes=tuple(graph.notes()),
@@ -382,7 +393,7 @@ class OpenVinoSession(Session):
 
     def _measure_bits(self) -> int | None:
         """Return the bits that products of float32 keep with these settings; None where other types are wanted too."""
-        if self._requested in QUANTISED:
+        if self._requested in QUANTISED_PRECISIONS:
             return None
         ov, factors = self._ov.opset13, products.make_factors()
         rows, image = (ov.parameter(factors[name].shape, np.float32) for name in "ai")
@@ -416,23 +427,23 @@ class OpenVinoSession(Session):
 
         Each repeat is the mean over the runs of one compilation, with its first runs subtracted.
         """
-        runs_each = -(-runs // REPEATS)
+        runs_each = -(-runs // PROFILE_REPEATS)
         whole, repeats = list[float](), list[dict[str, float]]()
-        for _ in range(REPEATS):
+        for _ in range(PROFILE_REPEATS):
             compiled, request = self._compile_with_counters()
-            for _ in range(DISCARDED):
+            for _ in range(DISCARDED_RUNS):
                 request.infer()
-            before = _read_layer_times(request, DISCARDED)
+            before = _read_layer_times(request, DISCARDED_RUNS)
             for _ in range(runs_each):
                 start = time.perf_counter()
                 request.infer(share_outputs=True)
                 whole.append(time.perf_counter() - start)
-            after = _read_layer_times(request, DISCARDED + runs_each)
+            after = _read_layer_times(request, DISCARDED_RUNS + runs_each)
             repeats.append({name: max(0.0, after[name] - before[name]) / runs_each for name in after})
-        inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).inside(f"{ENGINE} {read_version()}")
+        inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).inside(f"{ENGINE_NAME} {read_version()}")
         layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in _named_as_last(repeats)]
         repeat = f"the mean of {runs_each} runs" if runs_each > 1 else "one run"
-        note = f"{ENGINE} tells means in whole microseconds: a repeat is {repeat} of a new compilation."
+        note = f"{ENGINE_NAME} tells means in whole microseconds: a repeat is {repeat} of a new compilation."
         return LayerTimes(inside, np.array(layers), np.array(whole), note)
 
     def close(self) -> None:
@@ -517,7 +528,7 @@ def make_settings(trial: Trial) -> dict[str, Any]:
     if not isinstance(streams, int) or not 1 <= streams <= most:
         raise UserError(f"openvino's streams must be from 1 to the number of threads ({most}), not {streams!r}")
     properties: dict[str, Any] = {
-        "INFERENCE_PRECISION_HINT": HINTS[trial.precision if _computes_in(trial.precision) else "fp32"],
+        "INFERENCE_PRECISION_HINT": PRECISION_HINTS[trial.precision if _computes_in(trial.precision) else "fp32"],
         "INFERENCE_NUM_THREADS": trial.runtime.threads,
         "NUM_STREAMS": streams,
         "PERFORMANCE_HINT": "LATENCY" if streams == 1 else "THROUGHPUT",
@@ -558,7 +569,7 @@ def _tensor_of(port: Any, place: int) -> Tensor:
 
 def _computes_in(precision: str) -> bool:
     """Return whether the CPU has the instructions; without them a half-precision file is computed in float32."""
-    capability = CAPABILITIES.get(precision)
+    capability = PRECISION_CAPABILITIES.get(precision)
     return not capability or capability in _create_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 

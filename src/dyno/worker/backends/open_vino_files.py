@@ -17,26 +17,35 @@ import numpy as np
 
 from dyno.worker.backend import FileContents, FileFormat, Maker
 from dyno.worker.backends.open_vino import TYPE_NAMES, import_library, read_model, tensors_of, to_plain
-from dyno.worker.facts.engine import QUANTISED, TYPES
+from dyno.worker.facts.engine import PRECISION_TYPES, QUANTISED_PRECISIONS
 from dyno.worker.facts.files import OTHER_SHAPE, OTHER_VALUES
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import find_axes, image_of
-from dyno.worker.makers.precision import INHERITED
+from dyno.worker.makers.precision import INHERITED_FACTS
 from dyno.worker.nets import file_facts
 from dyno.worker.onnx_graph.check import make_session
 from dyno.worker.spec import Artifact, DataSpec, Preprocess, Recipe, Tensor, Trial, UserError, to_json
 
-LAYER = re.compile("Convolution|MatMul|LSTM|GRU|RNN|ScaledDotProduct|Einsum")
-RESTORING = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "FakeQuantize")
-FULL = ("f32", "f64")
-YES = ("yes", "true", "1")
-NUMBER = re.compile(r"[\d.eE+-]+")
-NAMES = {type_: precision for precision, type_ in reversed(TYPES.items())} | {"float64": "fp32"}
-KEPT = "framework"  # the entry of an IR's information under which OpenVINO keeps an ONNX file's metadata
-ADVICE = "one of the two is wrong: compare its outputs with those of onnxruntime"  # of two readings of a file
-FAR = 0.2  # of the norm of an output, for one that is computed otherwise: rounding is far below
-LARGEST = 1 << 30  # bytes of a file whose outputs are compared when it is converted
-INFO = "model_info"  # that of OpenVINO's Model API, which ultralytics writes too
+COMPUTE_LAYER = re.compile("Convolution|MatMul|LSTM|GRU|RNN|ScaledDotProduct|Einsum")
+DEQUANTISING_LAYERS = (
+    "Convert",
+    "Multiply",
+    "Subtract",
+    "Reshape",
+    "Transpose",
+    "Unsqueeze",
+    "Squeeze",
+    "FakeQuantize",
+)
+FULL_TYPES = ("f32", "f64")
+TRUE_WORDS = ("yes", "true", "1")
+NUMBER_LIST = re.compile(r"[\d.eE+-]+")
+TYPE_PRECISIONS = {type_: precision for precision, type_ in reversed(PRECISION_TYPES.items())} | {"float64": "fp32"}
+ONNX_METADATA_KEY = "framework"  # IR entry with an ONNX file's metadata
+COMPARE_ADVICE = "one of the two is wrong: compare its outputs with those of onnxruntime"  # of two readings of a file
+MAX_OUTPUT_ERROR = 0.2  # share of an output's norm; rounding is far below
+MAX_CHECKED_BYTES = 1 << 30  # larger files aren't compared after conversion
+MODEL_INFO_KEY = "model_info"  # entry of OpenVINO's Model API, written by ultralytics too
 
 
 class IRFormat(FileFormat):
@@ -58,7 +67,9 @@ class IRFormat(FileFormat):
         model = read_model(import_library(), path)
         precision, parameters = read_weights(model)
         inputs, outputs = tensors_of(model.inputs), tensors_of(model.outputs)
-        metadata = _read_model_info(model, inputs) | _read_entry(model, KEPT) | file_facts.read_attached(path)
+        metadata = (
+            _read_model_info(model, inputs) | _read_entry(model, ONNX_METADATA_KEY) | file_facts.read_attached(path)
+        )
         return FileContents(
             inputs, outputs, precision, task=file_facts.read_purpose(metadata),
             image=file_facts.read_image_facts(metadata),
@@ -76,12 +87,16 @@ def _read_model_info(model: Any, inputs: Sequence[Tensor]) -> dict[str, str]:
 
     There an image is (pixel - mean) / scale, of pixels in 0..255; `embedded_processing` says that the graph does that.
     """
-    info = _read_entry(model, INFO)
+    info = _read_entry(model, MODEL_INFO_KEY)
     metadata = {"class_names": str(info["labels"].split())} if "labels" in info else {}
-    numbers = {key: [*map(float, NUMBER.findall(info.get(key, "")))] for key in ("mean_values", "scale_values")}
+    numbers = {key: [*map(float, NUMBER_LIST.findall(info.get(key, "")))] for key in ("mean_values", "scale_values")}
     image = image_of(inputs)
     channels = image.shape[find_axes(image.shape)[0]] if image else 0
-    if any(numbers.values()) and isinstance(channels, int) and info.get("embedded_processing", "").lower() not in YES:
+    if (
+        any(numbers.values())
+        and isinstance(channels, int)
+        and info.get("embedded_processing", "").lower() not in TRUE_WORDS
+    ):
         mean, std = (
             tuple(n / 255 for n in (given or usual) * (channels if len(given) < 2 else 1))
             for given, usual in ((numbers["mean_values"], [0.0]), (numbers["scale_values"], [1.0]))
@@ -103,20 +118,20 @@ def read_weights(model: Any) -> tuple[str, int]:
         fake = fake or kind == "FakeQuantize"
         if kind == "Constant":
             count = math.prod(op.get_output_shape(0))
-            precision = NAMES.get(TYPE_NAMES.get(op.get_element_type().get_type_name(), ""), "")
+            precision = TYPE_PRECISIONS.get(TYPE_NAMES.get(op.get_element_type().get_type_name(), ""), "")
             stored |= {place + op.get_friendly_name(): (precision, count)} if precision and count > 1 else {}
-        for port in op.inputs() if LAYER.search(kind) else op.inputs()[:1] if kind == "Gather" else ():
+        for port in op.inputs() if COMPUTE_LAYER.search(kind) else op.inputs()[:1] if kind == "Gather" else ():
             node, beside = _constant_behind(port)
-            if node is not None and not (kind == "Gather" and node.get_element_type().get_type_name() in FULL):
+            if node is not None and not (kind == "Gather" and node.get_element_type().get_type_name() in FULL_TYPES):
                 layers.add(place + node.get_friendly_name())
             scales |= {place + each.get_friendly_name() for each in beside}
     counts = Counter[str]()
     for name in layers & stored.keys():
         counts[stored[name][0]] += stored[name][1]
-    low = Counter({kind: count for kind, count in counts.items() if kind in QUANTISED})
+    low = Counter({kind: count for kind, count in counts.items() if kind in QUANTISED_PRECISIONS})
     kinds = low or (Counter(int8=1) if fake else counts) or Counter(fp32=1)
     most = max(kinds, key=lambda kind: kinds[kind])
-    floats = {name for name, (kind, _) in stored.items() if kind not in QUANTISED} - scales
+    floats = {name for name, (kind, _) in stored.items() if kind not in QUANTISED_PRECISIONS} - scales
     return most, sum(stored[name][1] for name in floats | (layers & stored.keys()))
 
 
@@ -133,11 +148,11 @@ def _ops_in(model: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 def _constant_behind(port: Any) -> tuple[Any, list[Any]]:
     """Return the constant at a layer's input (None without one) and the scales that restore its values.
 
-    The search passes through the operations in `RESTORING`.
+    The search passes through the operations in `DEQUANTISING_LAYERS`.
     """
     beside = []
     node = port.get_source_output().get_node()
-    while node.get_type_name() in RESTORING:
+    while node.get_type_name() in DEQUANTISING_LAYERS:
         beside += [each for other in node.inputs()[1:] if (each := _constant_behind(other)[0]) is not None]
         node = node.input_value(0).get_node()
     return (node, beside) if node.get_type_name() == "Constant" else (None, [])
@@ -154,7 +169,7 @@ def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
         for port in model.outputs:
             if tensor.shape and tensor.name in port.get_names() and not port.get_partial_shape().compatible(shape):
                 differing.append(f"{tensor.name} {port.get_partial_shape()} for {shape}")
-    return (f"{OTHER_SHAPE} ({', '.join(differing)}); {ADVICE}",) if differing else ()
+    return (f"{OTHER_SHAPE} ({', '.join(differing)}); {COMPARE_ADVICE}",) if differing else ()
 
 
 def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, ...]:
@@ -162,7 +177,7 @@ def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, 
 
     It can't for whole numbers, outputs of another shape, random ones, files that ONNX Runtime refuses and huge ones.
     """
-    if recipe.precision in QUANTISED or parent.bytes > LARGEST:
+    if recipe.precision in QUANTISED_PRECISIONS or parent.bytes > MAX_CHECKED_BYTES:
         return ()
     dims, ov = replace(recipe.dims, batch=recipe.dims.batch or 1), import_library()
     try:
@@ -181,7 +196,7 @@ def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, 
     if not all(map(np.array_equal, expected, again)):
         return ()
     names = [t.name for t, a, b in zip(parent.outputs, found, expected, strict=True) if _is_far(a, b)]
-    return (f"{OTHER_VALUES} ({', '.join(names)}); {ADVICE}",) if names else ()
+    return (f"{OTHER_VALUES} ({', '.join(names)}); {COMPARE_ADVICE}",) if names else ()
 
 
 def _is_far(found: np.ndarray, expected: np.ndarray) -> bool:
@@ -192,7 +207,7 @@ def _is_far(found: np.ndarray, expected: np.ndarray) -> bool:
     if (known != np.isfinite(found)).any():
         return True
     a, b = found[known].astype(np.float64), expected[known].astype(np.float64)
-    return bool(np.linalg.norm(a - b) > FAR * np.linalg.norm(b))
+    return bool(np.linalg.norm(a - b) > MAX_OUTPUT_ERROR * np.linalg.norm(b))
 
 
 class IRMaker(Maker):
@@ -222,7 +237,7 @@ class IRMaker(Maker):
             seconds = time.perf_counter() - began
             inputs, outputs = parent.inputs, parent.outputs
             warnings = _compare_shapes(model, outputs) or _compare_values(model, parent, recipe)
-            made_by = replace(made_by, **parent.made_by.set_fields(INHERITED), warnings=warnings)
+            made_by = replace(made_by, **parent.made_by.set_fields(INHERITED_FACTS), warnings=warnings)
         written = [path.read_bytes(), *(part.read_bytes() for part in IR.companions(path))]
         sha256 = hashlib.sha256(b"".join(written)).hexdigest()
         if parent is None:

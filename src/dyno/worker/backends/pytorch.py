@@ -41,15 +41,15 @@ from dyno.worker.sessions.torch_support import (
     takes_hooks,
     walk_tensors,
 )
-from dyno.worker.spec import BATCH, Artifact, DataSpec, Dims, ModelSpec, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import BATCH_AXIS, Artifact, DataSpec, Dims, ModelSpec, Tensor, Trial, Unavailable, UserError
 
-TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+TORCH_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 MODULE_OPTIONS: Mapping[str, Check] = {
-    "channels_last": flag, "cudnn_benchmark": flag, "input": one_of(*input_data.READ),
+    "channels_last": flag, "cudnn_benchmark": flag, "input": one_of(*input_data.INPUT_TYPES),
 }  # fmt: skip
 NO_GRAPHS = "graph=true is for NVIDIA GPUs: a CPU has no CUDA graphs; omit it"
-REPLAYED = 1e-2  # of the largest value: how far a graph's outputs may be off the module's on the same input
-SLOTS = 3  # on a GPU: one computes while the next is copied in and the host has the last
+MAX_REPLAY_ERROR = 1e-2  # difference of a graph's outputs from the module's, as a share of the largest value
+GPU_SLOTS = 3  # one computes while the next is copied in and the host reads the last
 
 
 class PyTorch(Backend):
@@ -67,7 +67,7 @@ class PyTorch(Backend):
     profiled: tuple[str, ...] = ("cpu", "cuda")
     options: tuple[str, ...] = ("channels_last", "cudnn_benchmark", "input", "graph")
     values: Mapping[str, Check] = {**MODULE_OPTIONS, "graph": flag}
-    files: tuple[str, ...] | None = ()  # which hold no module
+    files: tuple[str, ...] | None = ()  # empty: the files hold no module
 
     def refuse(self, trial: Trial) -> str:
         """See `Backend.refuse`; besides, a file holds no module."""
@@ -119,12 +119,12 @@ PYTORCH = PyTorch()
 
 def weight_type(trial: Trial) -> str:
     """Return the type of a module's weights before any is quantised: below 16 bits bfloat16 on a GPU, else float32."""
-    return TYPES.get(trial.precision, "float32" if trial.runtime.device == "cpu" else "bfloat16")
+    return TORCH_TYPES.get(trial.precision, "float32" if trial.runtime.device == "cpu" else "bfloat16")
 
 
 def module_inputs(model: ModelSpec, dims: Dims) -> tuple[Tensor, ...]:
     """Return the tensors that a module takes at that batch and size."""
-    image = dims.shapes.get("input", (BATCH, model.channels, "height", "width"))
+    image = dims.shapes.get("input", (BATCH_AXIS, model.channels, "height", "width"))
     return tensors_of(model.inputs, dims) or (Tensor("input", "float32", dims.resolve(image)),)
 
 
@@ -161,7 +161,7 @@ class TorchSession(Session):
         return cast(module.to(self._device, memory_format=self._layout), weight_type(self._trial))
 
     def _slots_wanted(self) -> int:
-        return SLOTS if self._on_gpu else 1
+        return GPU_SLOTS if self._on_gpu else 1
 
     @property
     def module(self) -> Any:
@@ -398,10 +398,10 @@ class TorchSession(Session):
             seen[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
         def run() -> None:
-            with self._use_stream(self._queue):  # on copies, as the module may write into its inputs
+            with self._use_stream(self._queue):  # the module may write into its inputs
                 self._eager(*(each.clone() for each in self._bound[0].values()))
 
-        if isinstance(self._module, self._torch.jit.ScriptModule):  # whose parts can't be watched
+        if isinstance(self._module, self._torch.jit.ScriptModule):  # TorchScript's parts can't be watched
             return 0, count_products(run)
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
         hooks = [m.register_forward_hook(record_type) for m in leaves if takes_hooks(self._torch, m)]
@@ -518,7 +518,7 @@ class GraphSession(TorchSession):
 def _is_close(a: Any, b: Any) -> bool:
     """Return whether the tensors differ by rounding alone; NaN equals NaN."""
     a, b = a.float().nan_to_num(), b.float().nan_to_num()
-    return not a.numel() or bool((a - b).abs().max() <= REPLAYED * max(float(b.abs().max()), 1e-30))
+    return not a.numel() or bool((a - b).abs().max() <= MAX_REPLAY_ERROR * max(float(b.abs().max()), 1e-30))
 
 
 def _has_difference(a: Any, b: Any) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 from dyno.worker import system
 from dyno.worker.backend import Maker, Session, artifact_of
 from dyno.worker.backends.pytorch import PyTorch, module_inputs, weight_type
-from dyno.worker.backends.torch_compile import MODES, CompiledSession
+from dyno.worker.backends.torch_compile import COMPILE_MODES, CompiledSession
 from dyno.worker.extras import install, load_library
-from dyno.worker.facts.engine import UNKNOWN, EngineFacts, Probe, precision_truth
+from dyno.worker.facts.engine import UNKNOWN_TYPE, EngineFacts, Probe, precision_truth
 from dyno.worker.inputs.calibration import calibration_data, calibration_of, missing_data
 from dyno.worker.nets import models, saved_modules
 from dyno.worker.option_values import Check, flag, one_of, whole
@@ -36,32 +36,32 @@ from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, UserError
 # Without these a processor adds products of eight bits in sixteen, which overflow: inductor's fused layers were off by
 # half of their largest output. Then a calibration leaves activations seven bits, as torchao advises, and other schemes
 # run unfused.
-WIDE_SUMS = {"avx512_vnni", "avx_vnni", "amx_int8"}
-STATIC, DYNAMIC, WEIGHTS = "static", "dynamic", "weights"
-NARROW = (
+WIDE_SUM_FLAGS = {"avx512_vnni", "avx_vnni", "amx_int8"}
+STATIC_SCHEME, DYNAMIC_SCHEME, WEIGHTS_SCHEME = "static", "dynamic", "weights"
+NARROW_SUM_WARNING = (
     "without VNNI INT8 sums overflow, so activations were calibrated to seven bits",
     "without VNNI INT8 sums overflow, so inductor's fused INT8 layers are not used",
 )
-CONFIGS = {
-    ("int8", DYNAMIC): "Int8DynamicActivationInt8WeightConfig",
-    ("int8", WEIGHTS): "Int8WeightOnlyConfig",
-    ("fp8", DYNAMIC): "Float8DynamicActivationFloat8WeightConfig",
-    ("int4", WEIGHTS): "Int4WeightOnlyConfig",
+CONFIG_CLASSES = {
+    ("int8", DYNAMIC_SCHEME): "Int8DynamicActivationInt8WeightConfig",
+    ("int8", WEIGHTS_SCHEME): "Int8WeightOnlyConfig",
+    ("fp8", DYNAMIC_SCHEME): "Float8DynamicActivationFloat8WeightConfig",
+    ("int4", WEIGHTS_SCHEME): "Int4WeightOnlyConfig",
 }
-SCHEMES = {"int8": DYNAMIC, "fp8": DYNAMIC, "int4": WEIGHTS}  # where nothing is calibrated
-GROUP = 128
-GROUPS = (32, 64, 128, 256)  # weights of four bits that share a scale
-ROWS = 17  # PyTorch's product of INT8 on a GPU takes no fewer
-TILED = "tile_packed_to_4d"  # PyTorch's own kernels of four bits read this order; the default needs another library
-PROGRAM = "torch_export"  # the format of the quantised program
-QUANTISED = {
+DEFAULT_SCHEMES = {"int8": DYNAMIC_SCHEME, "fp8": DYNAMIC_SCHEME, "int4": WEIGHTS_SCHEME}  # without calibration
+DEFAULT_GROUP = 128
+GROUP_SIZES = (32, 64, 128, 256)  # int4 weights per scale
+MIN_GPU_ROWS = 17  # fewest rows of PyTorch's INT8 product on a GPU
+TILED_PACKING = "tile_packed_to_4d"  # layout of PyTorch's own int4 kernels; the default layout needs another library
+PROGRAM_FORMAT = "torch_export"  # format of the quantised program
+QUANTISED_OPERATORS = {
     "int8": re.compile(r"::(?:qconv|qlinear|_int_mm|int8_|_scaled_int8)|^triton_tem.*_int_mm"),
     "float8": re.compile(r"::_scaled_mm|^triton_tem.*_scaled_mm"),
     "int4": re.compile(r"::_weight_int4pack_mm"),
 }
-TEMPLATE = "triton_tem"  # begins the name of a kernel that inductor writes for a product
-PRODUCT = re.compile(r"conv|linear|mm\b|mm_|_mm|addmm|attention|lstm|gru|einsum")
-MOVES = re.compile(r"prepack|reorder|pack_weight|::t$|convert")
+TEMPLATE_PREFIX = "triton_tem"  # prefix of inductor's matrix kernels
+PRODUCT_OPERATOR = re.compile(r"conv|linear|mm\b|mm_|_mm|addmm|attention|lstm|gru|einsum")
+MOVE_OPERATOR = re.compile(r"prepack|reorder|pack_weight|::t$|convert")
 
 
 class TorchAO(PyTorch):
@@ -79,8 +79,8 @@ class TorchAO(PyTorch):
     profiled = ()
     options = ("scheme", "samples", "group", "search", "mode")
     values: Mapping[str, Check] = {
-        "scheme": one_of(STATIC, DYNAMIC, WEIGHTS), "samples": whole(1), "group": one_of(*GROUPS), "search": flag,
-        "mode": one_of(*MODES),
+        "scheme": one_of(STATIC_SCHEME, DYNAMIC_SCHEME, WEIGHTS_SCHEME), "samples": whole(1),
+        "group": one_of(*GROUP_SIZES), "search": flag, "mode": one_of(*COMPILE_MODES),
     }  # fmt: skip
 
     def refuse(self, trial: Trial) -> str:
@@ -90,26 +90,26 @@ class TorchAO(PyTorch):
         scheme, options, on_cpu = scheme_of(trial), trial.options, trial.runtime.device == "cpu"
         if trial.precision != "int8" and on_cpu:
             return f"torchao's {trial.precision} is for NVIDIA GPUs; on a CPU give int8"
-        if scheme == STATIC and not on_cpu:
+        if scheme == STATIC_SCHEME and not on_cpu:
             return "scheme=static is for CPUs (X86InductorQuantizer); give scheme=dynamic or scheme=weights"
-        if scheme != STATIC and (trial.precision, scheme) not in CONFIGS:
-            return f"torchao's {trial.precision} has scheme={SCHEMES[trial.precision]} alone; omit scheme"
-        if "samples" in options and scheme != STATIC:
+        if scheme != STATIC_SCHEME and (trial.precision, scheme) not in CONFIG_CLASSES:
+            return f"torchao's {trial.precision} has scheme={DEFAULT_SCHEMES[trial.precision]} alone; omit scheme"
+        if "samples" in options and scheme != STATIC_SCHEME:
             return "samples is for scheme=static, which is calibrated"
         if "group" in options and trial.precision != "int4":
             return "group is for int4, whose weights share scales in groups"
-        if "search" in options and scheme == STATIC:
+        if "search" in options and scheme == STATIC_SCHEME:
             return "search is for scheme=dynamic and scheme=weights"
-        return missing_data(trial) if scheme == STATIC else ""
+        return missing_data(trial) if scheme == STATIC_SCHEME else ""
 
     def recipe(self, trial: Trial) -> Recipe | None:
         """Return the recipe of the calibrated program at the trial's batch; other schemes need no file."""
-        if scheme_of(trial) != STATIC:
+        if scheme_of(trial) != STATIC_SCHEME:
             return None
         options = {name: trial.options[name] for name in ("samples",) if name in trial.options}
         runtime = Runtime(name=trial.runtime.name, python=trial.runtime.python, env=trial.runtime.env)
         data = calibration_data(trial)
-        return Recipe(self.name, PROGRAM, "int8", trial.model, trial.dims, options, data, runtime=runtime)
+        return Recipe(self.name, PROGRAM_FORMAT, "int8", trial.model, trial.dims, options, data, runtime=runtime)
 
     def probe(self) -> Probe:
         """Quantise one linear layer and run it."""
@@ -117,7 +117,7 @@ class TorchAO(PyTorch):
         torch, quantization = import_torch(), import_torchao()
         layer = torch.nn.Sequential(torch.nn.Linear(32, 32)).eval()
         with torch.no_grad(), silence_warnings():
-            quantization.quantize_(layer, getattr(quantization, CONFIGS["int8", DYNAMIC])())
+            quantization.quantize_(layer, getattr(quantization, CONFIG_CLASSES["int8", DYNAMIC_SCHEME])())
             layer(torch.randn(2, 32))
         devices = ("cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count())))
         found = system.find_versions(("torchao",)).get("torchao", "")
@@ -137,10 +137,10 @@ class TorchAO(PyTorch):
     def checked(self, trial: Trial) -> dict[str, Any]:
         """See `PyTorch.checked`."""
         on_cpu, scheme = trial.runtime.device == "cpu", scheme_of(trial)
-        fused = on_cpu and (scheme == STATIC or _has_wide_sums())
+        fused = on_cpu and (scheme == STATIC_SCHEME or _has_wide_sums())
         defaults = {"mode": "default", "freeze": fused, "scheme": scheme}
-        defaults |= {"search": True} if scheme != STATIC else {}
-        defaults |= {"group": GROUP} if trial.precision == "int4" else {}
+        defaults |= {"search": True} if scheme != STATIC_SCHEME else {}
+        defaults |= {"group": DEFAULT_GROUP} if trial.precision == "int4" else {}
         return {**defaults, **super().checked(trial), "channels_last": not on_cpu}
 
 
@@ -150,21 +150,25 @@ TORCHAO = TorchAO()
 def _has_wide_sums() -> bool:
     """Return whether the processor adds products of eight bits in 32; True where it doesn't list its features."""
     flags = system.cpu_flags()
-    return not flags or bool(flags & WIDE_SUMS)
+    return not flags or bool(flags & WIDE_SUM_FLAGS)
 
 
 def scheme_of(trial: Trial) -> str:
     """Return the trial's scheme: by default static on a CPU, and on a GPU the precision's."""
-    return str(trial.options.get("scheme", STATIC if trial.runtime.device == "cpu" else SCHEMES[trial.precision]))
+    return str(
+        trial.options.get(
+            "scheme", STATIC_SCHEME if trial.runtime.device == "cpu" else DEFAULT_SCHEMES[trial.precision]
+        )
+    )
 
 
 def config_of(trial: Trial, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name and the arguments of torchao's configuration for a scheme that isn't static."""
-    name = CONFIGS[trial.precision, scheme_of(trial)]
+    name = CONFIG_CLASSES[trial.precision, scheme_of(trial)]
     known = inspect.signature(getattr(import_torchao(), name)).parameters
     arguments = {"set_inductor_config": options["search"]}
     if trial.precision == "int4":
-        arguments |= {"group_size": options["group"], "int4_packing_format": TILED}
+        arguments |= {"group_size": options["group"], "int4_packing_format": TILED_PACKING}
     return name, {key: value for key, value in arguments.items() if key in known}
 
 
@@ -192,7 +196,7 @@ class TorchAOMaker(Maker):
             weights = models.describe_weights(module)
             flat = make_positional(torch, module, recipe.model.inputs, flat=True)
             inputs = module_inputs(recipe.model, recipe.dims)
-            data = calibration_of(recipe, Artifact(PROGRAM, "", "", 0, "fp32", inputs, (), 0.0))
+            data = calibration_of(recipe, Artifact(PROGRAM_FORMAT, "", "", 0, "fp32", inputs, (), 0.0))
             first = _as_tensors(torch, inputs, next(data.feeds(0, 1)))
             config = x86.get_default_x86_inductor_quantization_config(reduce_range=not _has_wide_sums())
             quantiser = _make_quantiser(x86.X86InductorQuantizer).set_global(config)
@@ -206,7 +210,7 @@ class TorchAOMaker(Maker):
             torch.export.save(program, path)
         calibration = replace(data.facts, method="histogram")
         made_by = replace(self.describe(recipe), calibration=calibration, warnings=tuple(data.warnings), **weights)
-        return artifact_of(path, PROGRAM, "int8", (inputs, outputs), made_by, began)
+        return artifact_of(path, PROGRAM_FORMAT, "int8", (inputs, outputs), made_by, began)
 
 
 TORCHAO_MAKER = TorchAOMaker()
@@ -247,7 +251,7 @@ class TorchAOSession(CompiledSession):
     def __init__(self, trial: Trial, options: dict[str, Any], artifact: Artifact | None) -> None:
         self._artifact = artifact
         self._notes: tuple[str, ...] = ()
-        self._rows: dict[Any, int] = {}  # of each linear layer's input
+        self._rows: dict[Any, int] = {}  # by the input of each linear layer
         super().__init__(trial, options)
 
     def _load_module(self) -> tuple[Any, dict[str, Any]]:
@@ -286,8 +290,8 @@ class TorchAOSession(CompiledSession):
         return is_own and not self._has_few_rows(layer)
 
     def _has_few_rows(self, layer: Any) -> bool:
-        multiplies = self._on_gpu and self._trial.precision == "int8" and self._options["scheme"] == DYNAMIC
-        return multiplies and self._rows.get(layer, ROWS) < ROWS
+        multiplies = self._on_gpu and self._trial.precision == "int8" and self._options["scheme"] == DYNAMIC_SCHEME
+        return multiplies and self._rows.get(layer, MIN_GPU_ROWS) < MIN_GPU_ROWS
 
     def _quantise_module(self) -> None:
         quantization, trial, layers = import_torchao(), self._trial, self._list_linear_layers()
@@ -307,7 +311,7 @@ class TorchAOSession(CompiledSession):
         shapes = Counter(" x ".join(map(str, layer.weight.shape)) for layer in left)
         which = ", ".join(f"{count} of {shape}" for shape, count in shapes.items())
         if any(map(self._has_few_rows, left)):
-            which += f" (PyTorch's INT8 product takes {ROWS} rows or more: give a larger batch)"
+            which += f" (PyTorch's INT8 product takes {MIN_GPU_ROWS} rows or more: give a larger batch)"
         if len(left) == len(layers):
             raise UserError(f"torchao quantises no linear layer of {trial.model.name} to {trial.precision}: {which}")
         if left:
@@ -326,12 +330,12 @@ class TorchAOSession(CompiledSession):
     def facts(self) -> EngineFacts:
         """Return the compilation's facts, and the types of the products that one run called."""
         types = self._watch_types()
-        narrow = () if _has_wide_sums() or self._on_gpu else (NARROW[self._artifact is None],)
+        narrow = () if _has_wide_sums() or self._on_gpu else (NARROW_SUM_WARNING[self._artifact is None],)
         made_by = self._artifact.made_by if self._artifact else None
         return replace(
             super().facts(),
             layers_by_type=types,
-            precision_truth=precision_truth(self._trial.precision, types or {UNKNOWN: 1}, "torchao"),
+            precision_truth=precision_truth(self._trial.precision, types or {UNKNOWN_TYPE: 1}, "torchao"),
             calibration=made_by.calibration if made_by else None,
             notes=(*self._notes, *narrow),
         )
@@ -355,13 +359,13 @@ def count_types(events: Sequence[Any], unquantised: str = "float32") -> dict[str
 
 
 def _find_type(name: str) -> str:
-    return next((kind for kind, names in QUANTISED.items() if names.search(name)), "")
+    return next((kind for kind, names in QUANTISED_OPERATORS.items() if names.search(name)), "")
 
 
 def _is_product(name: str) -> bool:
-    if name.startswith(TEMPLATE):
+    if name.startswith(TEMPLATE_PREFIX):
         return True
-    return "::" in name and bool(_find_type(name) or PRODUCT.search(name)) and not MOVES.search(name)
+    return "::" in name and bool(_find_type(name) or PRODUCT_OPERATOR.search(name)) and not MOVE_OPERATOR.search(name)
 
 
 def _is_inside(event: Any, found: list[Any]) -> bool:

@@ -24,14 +24,14 @@ from dyno.worker.sessions.torch_support import (
 )
 from dyno.worker.spec import Artifact, Trial
 
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # these replay CUDA graphs, whose outputs the next run overwrites
 
 
 class Compile(PyTorch):
     """torch.compile with inductor, compiled inside `load` for the trial's one shape.
 
-    Options besides `pytorch`'s, less `graph`: `mode` (see `MODES`) and `freeze` (bool, default on
+    Options besides `pytorch`'s, less `graph`: `mode` (see `COMPILE_MODES`) and `freeze` (bool, default on
     for a CPU: weights become constants of the compiled code, folded and packed, which about halves the latency).
     """
 
@@ -40,7 +40,7 @@ class Compile(PyTorch):
     precisions = ("fp32", "tf32", "fp16", "bf16")
     profiled = ()
     options = ("channels_last", "cudnn_benchmark", "input", "mode", "freeze")
-    values: Mapping[str, Check] = {**MODULE_OPTIONS, "mode": one_of(*MODES), "freeze": flag}
+    values: Mapping[str, Check] = {**MODULE_OPTIONS, "mode": one_of(*COMPILE_MODES), "freeze": flag}
 
     def _run_convolution(self, torch: Any, device: str) -> None:
         need_compiler()

@@ -19,12 +19,12 @@ from typing import Any
 from dyno.worker.backend import Session
 from dyno.worker.backends.pytorch import PyTorch, TorchSession
 from dyno.worker.backends.tensor_rt import layers
-from dyno.worker.backends.tensor_rt.settings import STATIC, batch_range, explain_outside
+from dyno.worker.backends.tensor_rt.settings import STATIC_OPTION, batch_range, explain_outside
 from dyno.worker.extras import load_library
-from dyno.worker.facts.engine import NOTEWORTHY, Compilation, EngineFacts, Probe, precision_truth
+from dyno.worker.facts.engine import MIN_MENTIONED_SHARE, Compilation, EngineFacts, Probe, precision_truth
 from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.option_values import Check, one_of, whole
-from dyno.worker.record import TIMING
+from dyno.worker.record import TIMING_VARIABLE
 from dyno.worker.sessions.torch_support import (
     count_weight_types,
     device_named,
@@ -40,13 +40,13 @@ from dyno.worker.spec import Artifact, Option, Trial, Unavailable, UserError
 # A program is a `ScriptModule` (the TorchScript route), or an `ExportedProgram` or `GraphModule` (the Dynamo route, by
 # version).
 
-ENGINE = "torch.classes.tensorrt.Engine"
+ENGINE_CLASS = "torch.classes.tensorrt.Engine"
 
 
 def list_engines(program: Any) -> list[Any]:
     """Return the `torch.classes.tensorrt.Engine` objects that the program runs."""
     if hasattr(program, "inlined_graph"):
-        return [program._c.getattr(name) for name in list_attributes(program, ENGINE)]
+        return [program._c.getattr(name) for name in list_attributes(program, ENGINE_CLASS)]
     by_id = {id(value): value for value in _iter_values(program) if hasattr(value, "get_engine_layer_info")}
     return list(by_id.values())
 
@@ -90,20 +90,20 @@ def _list_nodes(part: Any) -> Any:
     return part.graph.nodes if hasattr(part, "graph") else ()
 
 
-ROUTES = ("ts", "dynamo")
-CURE = "pip install torch-tensorrt, and let LD_LIBRARY_PATH lead to TensorRT's libraries"
+COMPILE_ROUTES = ("ts", "dynamo")
+INSTALL_ADVICE = "pip install torch-tensorrt, and let LD_LIBRARY_PATH lead to TensorRT's libraries"
 NO_INT8 = "torch_tensorrt has no int8 here: newer versions have no calibrator; use tensorrt for int8"
-LEVELS = range(6)
-CALLS = 20  # whose mean is the engine's own time
+OPTIMIZATION_LEVELS = range(6)
+TIMED_CALLS = 20  # their mean is the engine's own time
 HEAD_START = 50_000_000  # GPU clock cycles (25 ms on an H200) in which the host queues those calls
 
 
 def _check_profile(value: Option) -> str:
     try:
-        fits = str(value) == STATIC or batch_range(str(value)) is not None
+        fits = str(value) == STATIC_OPTION or batch_range(str(value)) is not None
     except UserError:
         fits = False
-    return "" if fits else f"{STATIC}, or batches MIN:OPT:MAX such as 1:8:16"
+    return "" if fits else f"{STATIC_OPTION}, or batches MIN:OPT:MAX such as 1:8:16"
 
 
 class TorchTensorRT(PyTorch):
@@ -121,8 +121,8 @@ class TorchTensorRT(PyTorch):
     profiled = ()
     options = ("ir", "profile", "optimization", "workspace_mb", "min_block_size")
     values: Mapping[str, Check] = {
-        "ir": one_of(*ROUTES), "optimization": whole(LEVELS[0], LEVELS[-1]), "workspace_mb": whole(0),
-        "min_block_size": whole(1), "profile": _check_profile,
+        "ir": one_of(*COMPILE_ROUTES), "optimization": whole(OPTIMIZATION_LEVELS[0], OPTIMIZATION_LEVELS[-1]),
+        "workspace_mb": whole(0), "min_block_size": whole(1), "profile": _check_profile,
     }  # fmt: skip
 
     def refuse(self, trial: Trial) -> str:
@@ -135,12 +135,12 @@ class TorchTensorRT(PyTorch):
         """Compile one convolution and run it on the first GPU."""
         torch = import_torch()
         device = device_named(torch, "cuda:0")
-        library = load_library("torch_tensorrt", cure=CURE)
+        library = load_library("torch_tensorrt", cure=INSTALL_ADVICE)
         module = torch.nn.Conv2d(3, 4, 3).eval().to(device)
         x = torch.randn(1, 3, 8, 8, device=device)
         with torch.no_grad():
             engine = compile_module(
-                library, module, x, "fp32", {"ir": ROUTES[0], "profile": STATIC, "min_block_size": 1}
+                library, module, x, "fp32", {"ir": COMPILE_ROUTES[0], "profile": STATIC_OPTION, "min_block_size": 1}
             )
             if not torch.allclose(engine(x), module(x), rtol=1e-3, atol=1e-3):
                 raise UserError("Torch-TensorRT computes a convolution wrongly on this GPU")
@@ -157,7 +157,7 @@ class TorchTensorRT(PyTorch):
 
     def checked(self, trial: Trial) -> dict[str, Any]:
         """See `PyTorch.checked`; options that don't fit are a `UserError`."""
-        options = {"ir": ROUTES[0], "profile": STATIC, **super().checked(trial), "channels_last": False}
+        options = {"ir": COMPILE_ROUTES[0], "profile": STATIC_OPTION, **super().checked(trial), "channels_last": False}
         if reason := _find_conflict(trial):
             raise UserError(reason)
         return options
@@ -169,10 +169,10 @@ TORCH_TENSORRT = TorchTensorRT()
 def _find_conflict(trial: Trial) -> str:
     """Return the reason for which the options can't be used, in one line, or ""."""
     options = trial.options
-    route, level = options.get("ir", ROUTES[0]), options.get("optimization")
+    route, level = options.get("ir", COMPILE_ROUTES[0]), options.get("optimization")
     if level is not None and route == "ts":
         return "the TorchScript route has no optimization level; give ir=dynamo, or omit optimization"
-    return explain_outside(str(options.get("profile", STATIC)), trial.dims.batch)
+    return explain_outside(str(options.get("profile", STATIC_OPTION)), trial.dims.batch)
 
 
 def compile_module(library: Any, module: Any, example: Any, precision: str, options: Mapping[str, Any]) -> Any:
@@ -199,8 +199,8 @@ def compile_module(library: Any, module: Any, example: Any, precision: str, opti
     # Before tracing, because a traced module has no signature.
     keywords["inputs"] = [_make_input(library, module, x, options["profile"], k) for k, x in enumerate(examples)]
     with tempfile.TemporaryDirectory() as scratch, _layer_types_kept():
-        if "timing_cache_path" in parameters:  # by default a file shared by all programs of this machine
-            folder = os.environ.get(TIMING, scratch)
+        if "timing_cache_path" in parameters:  # by default all programs of the machine share this file
+            folder = os.environ.get(TIMING_VARIABLE, scratch)
             keywords["timing_cache_path"] = str(Path(folder) / f"torch_tensorrt-{library.__version__}.timing")
         if route == "ts":
             module = _trace_module(torch, module, examples)
@@ -219,12 +219,12 @@ def _trace_module(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
 
 
 def _make_input(library: Any, module: Any, example: Any, profile: str, number: int) -> Any:
-    batches = batch_range(profile) if profile != STATIC and example.ndim else None
+    batches = batch_range(profile) if profile != STATIC_OPTION and example.ndim else None
     if batches is None or batches[0] == batches[-1]:
         return library.Input(shape=tuple(example.shape), dtype=example.dtype)
     ranges = zip(("min_shape", "opt_shape", "max_shape"), batches, strict=True)
     shapes: dict[str, Any] = {name: (batch, *example.shape[1:]) for name, batch in ranges}
-    names = [*inspect.signature(module.forward).parameters]  # by which Dynamo identifies a free dimension
+    names = [*inspect.signature(module.forward).parameters]  # Dynamo identifies a free dimension by them
     name = names[min(number, len(names) - 1)]
     return library.Input(**shapes, dtype=example.dtype, name=name)
 
@@ -255,7 +255,7 @@ class TorchTensorRTSession(TorchSession):
 
     def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
         super().__init__(trial, options)
-        self._library = load_library("torch_tensorrt", cure=CURE)
+        self._library = load_library("torch_tensorrt", cure=INSTALL_ADVICE)
         self.try_eager()
         self._torch.cuda.empty_cache()  # room for the builder
         started = time.perf_counter()
@@ -322,7 +322,7 @@ class TorchTensorRTSession(TorchSession):
     def _time_calls(self, compiled_engines: list[Any]) -> Compilation:
         """Return a call's seconds by the host's clock and, if the module became a single engine, the engine's alone."""
         calls = []
-        for _ in range(CALLS):
+        for _ in range(TIMED_CALLS):
             start = time.perf_counter()
             self._run_once()
             calls.append(time.perf_counter() - start)
@@ -342,18 +342,18 @@ class TorchTensorRTSession(TorchSession):
             execute(feeds, engine)
             cuda._sleep(HEAD_START)
             begin.record(self._queue)
-            for _ in range(CALLS):
+            for _ in range(TIMED_CALLS):
                 execute(feeds, engine)
             end.record(self._queue)
         end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / CALLS
+        return float(begin.elapsed_time(end)) / 1e3 / TIMED_CALLS
 
 
 def _notes_on_calls(times: Compilation) -> list[str]:
     call, engine = times.call_s, times.engine_s
     if call is None or engine is None:
         return ["there is more than one engine, so the time of calls between them and PyTorch is not measured apart"]
-    if call - engine <= NOTEWORTHY * engine:
+    if call - engine <= MIN_MENTIONED_SHARE * engine:
         return []
     return [f"a call takes {call * 1e3:.3g} ms for an engine of {engine * 1e3:.3g} ms: the rest is launching it"]
 

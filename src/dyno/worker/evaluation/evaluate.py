@@ -16,12 +16,12 @@ import numpy as np
 from dyno.worker import tasks
 from dyno.worker.backend import Session, answer_feeds
 from dyno.worker.facts import job as facts
-from dyno.worker.facts.engine import QUANTISED
+from dyno.worker.facts.engine import QUANTISED_PRECISIONS
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.input_data import relative_change
 from dyno.worker.inputs.specs import channels_first, image_of, static_shapes
 from dyno.worker.record import Measurement
-from dyno.worker.spec import BATCH, Trial, UserError, add_noun
+from dyno.worker.spec import BATCH_AXIS, Trial, UserError, add_noun
 from dyno.worker.tasks import Collector, EvaluationInputs
 
 # Batches through a session with all its slots in flight: the next are read while it runs, and outputs are processed at
@@ -88,10 +88,10 @@ Outputs = dict[str, np.ndarray]
 Keep = Callable[[int, Outputs], None]
 Work = Callable[[int, Outputs], Any]
 
-AHEAD = 2  # batches that are read, or lie ready, while every slot has one
-BACKLOG = 8  # batches whose outputs may wait for processing before the loop waits for them
-SMALL = 4 << 20  # outputs of fewer bytes are copied out of the slot, so that it can run again at once
-LEAST_SAMPLES = 3  # of the times of each stage
+BATCHES_AHEAD = 2  # batches read or ready while every slot is busy
+MAX_BACKLOG = 8  # batches whose outputs may wait for processing
+COPIED_OUTPUT_B = 4 << 20  # smaller outputs are copied so that the slot is free at once
+MIN_SAMPLES = 3  # times of each stage
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Pipeline:
 
     def __init__(self, session: Session, source: BatchSource, helpers: int = 1) -> None:
         self.session, self.source, self.helpers = session, source, helpers
-        self.buffers = [session.stage(source.new_arrays()) for _ in range(session.slots + AHEAD)]
+        self.buffers = [session.stage(source.new_arrays()) for _ in range(session.slots + BATCHES_AHEAD)]
 
     def run(self, count: int, keep: Keep, work: Work, warm_up: int = 0) -> PipelineResult:
         """Run the first `count` batches, after the first `warm_up` of them as warm-up.
@@ -126,7 +126,7 @@ class Pipeline:
         """
         now, times, feed = time.perf_counter, [], self.buffers[0]
         deadline, number = now() + seconds, 0
-        while number < LEAST_SAMPLES or now() < deadline:
+        while number < MIN_SAMPLES or now() < deadline:
             start = now()
             for part in range(self.source.parts):
                 self.source.fill(feed, number, part)
@@ -193,7 +193,7 @@ class _PipelineRun:
             self._keep(number, fetched)
         # With one slot the next run comes at once, and with small outputs a copy costs less than waiting. An output may
         # be an input itself, where that lies, which is filled anew once it was given back.
-        small = self._session.slots == 1 or sum(a.nbytes for a in fetched.values()) <= SMALL
+        small = self._session.slots == 1 or sum(a.nbytes for a in fetched.values()) <= COPIED_OUTPUT_B
         copied = small or any(np.may_share_memory(a, feed) for a in fetched.values() for feed in fed.values())
         outputs = {name: np.array(a) for name, a in fetched.items()} if copied else fetched
         self._free.append(fed)
@@ -201,8 +201,8 @@ class _PipelineRun:
         result = self._workers.submit(self._work, number, outputs)
         self._reading[slot] = None if copied else result
         self._results.append(result)
-        if len(self._results) > BACKLOG:
-            self._results[-BACKLOG - 1].result()
+        if len(self._results) > MAX_BACKLOG:
+            self._results[-MAX_BACKLOG - 1].result()
 
 
 # Whether an engine's outputs have a row for each input of a batch, and on which axis: tested by values, since a length
@@ -211,8 +211,8 @@ class _PipelineRun:
 Arrays = Mapping[str, np.ndarray]
 # What an input's outputs may change by, of their size, with the others of its batch: rounding changes little, but INT8
 # may take its ranges from the whole batch.
-TOLERANCE = {"fp32": 0.02, "tf32": 0.1, "fp16": 0.1, "bf16": 0.2, **dict.fromkeys(QUANTISED, 0.3)}
-SAME = 1e-6
+TOLERANCES = {"fp32": 0.02, "tf32": 0.1, "fp16": 0.1, "bf16": 0.2, **dict.fromkeys(QUANTISED_PRECISIONS, 0.3)}
+EQUAL_ERROR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def find_rows(session: Session, trial: Trial, batch: int) -> Rows:
     Where the file declares the batch of an output, that axis must be as long. Outputs without a declaration may have no
     batch (a loss, a table, detections of any number), unless it is all of them and they change with the input.
     """
-    declared = {t.name: [k for k, axis in enumerate(t.shape) if axis == BATCH] for t in trial.model.outputs}
+    declared = {t.name: [k for k, axis in enumerate(t.shape) if axis == BATCH_AXIS] for t in trial.model.outputs}
     if batch < 2:
         return Rows({name: axes[0] for name, axes in declared.items()})
     return _RowTest(session, trial, batch, declared).run()
@@ -254,7 +254,7 @@ class _RowTest:
         )
         self._differ = any(not np.array_equal(a, repeated[name]) for name, a in first.items())
         self._answers, self._repeats = self._run_batch(first), self._run_batch(repeated)
-        self._limit = max(TOLERANCE[name] for name in (trial.precision, trial.model.precision or "fp32"))
+        self._limit = max(TOLERANCES[name] for name in (trial.precision, trial.model.precision or "fp32"))
 
     def run(self) -> Rows:
         """Return the rows, or raise the `UserError`."""
@@ -272,13 +272,13 @@ class _RowTest:
                 self._refuse_ignored(name, choices[best][0])
         if not any(self._can_have_rows(name, a) for name, a in self._answers.items()):
             self._refuse_merged()
-        is_mixed = mixed > self._limit and (mixed > TOLERANCE["int8"] or not self._is_quantised)
+        is_mixed = mixed > self._limit and (mixed > TOLERANCES["int8"] or not self._is_quantised)
         return Rows(axes, self._explain_mixing(mixed) if is_mixed else "")
 
     @property
     def _is_quantised(self) -> bool:
         """Whether layers ran quantised though no precision says so, as those of a module that PyTorch quantised."""
-        return any(kind in QUANTISED for kind in self._session.facts().layers_by_type)
+        return any(kind in QUANTISED_PRECISIONS for kind in self._session.facts().layers_by_type)
 
     def _find_batch_axes(self, name: str, a: np.ndarray) -> list[int] | None:
         """Return the axes that may be the batch, [] without any; None where the file's declaration doesn't hold."""
@@ -297,7 +297,7 @@ class _RowTest:
         in_groups = not one_row and any(n and n % self._batch == 0 for n in a.shape)
         if free or a.size < 2 or in_groups or self._has_variable_rows(name, a):
             return True
-        return not self._differ or relative_change(a, self._repeats[name]) <= SAME
+        return not self._differ or relative_change(a, self._repeats[name]) <= EQUAL_ERROR
 
     def _has_variable_rows(self, name: str, a: np.ndarray) -> bool:
         """Return whether the number of an output's rows depends on values, as for detections.
@@ -342,7 +342,7 @@ class _RowTest:
             f"{self._batch}"
         )
         trial, images = self._trial, image_of(self._session.inputs) is not None
-        if images or trial.model.outputs or any(BATCH in shape for shape in trial.dims.shapes.values()):
+        if images or trial.model.outputs or any(BATCH_AXIS in shape for shape in trial.dims.shapes.values()):
             raise UserError(
                 f"{text}: the model mixes them, so they aren't those of each alone; measure it with --batch 1"
             )
@@ -376,10 +376,10 @@ def _format_shape(shape: Sequence[int | str]) -> str:
 
 RAW_BYTES = 64 * 2**20  # raw outputs kept per trial; classes and scores are kept for every image
 WARM_UP = 0.1  # share of the data that goes through once before anything counts
-MOST_WARM_UP = 400  # images
-STAGES_S = 0.5  # at most, and never longer than the measurement itself
-CHECK_S = 0.5  # between two looks at what other programs keep busy
-NEGLIGIBLE = 0.25  # of a processor that others keep busy
+MAX_WARM_UP = 400  # images
+MAX_STAGE_S = 0.5  # never longer than the measurement itself
+CHECK_INTERVAL_S = 0.5  # interval of checks for other programs
+NEGLIGIBLE_CORES = 0.25  # processors used by others
 
 
 class ThreadLimiter:
@@ -397,11 +397,11 @@ class ThreadLimiter:
 
     def check_load(self) -> None:
         """Limit the threads, once, where others have been busy; look at that twice a second."""
-        if self.others_busy or time.monotonic() - self._checked < CHECK_S:
+        if self.others_busy or time.monotonic() - self._checked < CHECK_INTERVAL_S:
             return
         self._checked = time.monotonic()
         busy = self._count_busy()
-        free = max(1, self._threads - math.ceil(busy - NEGLIGIBLE))
+        free = max(1, self._threads - math.ceil(busy - NEGLIGIBLE_CORES))
         if free < self._threads and self._session.limit_threads(free):
             self.others_busy = busy
 
@@ -469,7 +469,7 @@ def evaluate(
     batches = math.ceil(count / batch)
     pipeline = Pipeline(session, decoded or RandomInputs(session, trial, batches), helpers if decoded else 1)
     collector = tasks.find_task(trial.model.task).collector(_describe_evaluation(trial, decoded, batch, count))
-    warm_up = min(batches, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if decoded and timed else 0
+    warm_up = min(batches, math.ceil(min(MAX_WARM_UP, WARM_UP * count) / batch)) if decoded and timed else 0
     raw_outputs, rows = _RawOutputs(collector), find_rows(session, trial, batch)
 
     limiter = ThreadLimiter(session, threads, count_busy)
@@ -487,7 +487,7 @@ def evaluate(
     if decoded and timed:
         seconds = 0.0 if limiter.others_busy else result.seconds
         stages = {
-            name: s / batch for name, s in pipeline.stages(evaluate_batch, min(STAGES_S, trial.plan.seconds)).items()
+            name: s / batch for name, s in pipeline.stages(evaluate_batch, min(MAX_STAGE_S, trial.plan.seconds)).items()
         }
     metadata = input_data.read_metadata(trial.data)
     arrays = {**raw_outputs.arrays(), **collector.arrays(result.results), **_identify_rows(decoded, count, metadata)}

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dyno.worker.facts.json_values import EARLIER, Sparse
+from dyno.worker.facts.json_values import EARLIER_NAME, Sparse
 
 # Precision truth: did the engine compute in the requested type?
 
-TYPES = {
+PRECISION_TYPES = {
     "fp32": "float32",
     "tf32": "float32",
     "fp16": "float16",
@@ -23,20 +23,24 @@ TYPES = {
     "int2": "int2",
     "fp4": "float4",
 }
-FLOATS = {"float64", "float32", "float16", "bfloat16", "float8", "float4"}
-COMPUTED = FLOATS | {"int8", "int4", "int2"}  # types of a layer's arithmetic; others are of indices, shapes and masks
-QUANTISED = ("int8", "fp8", "int4", "int2", "fp4")
-STORED = ("int4", "int2", "fp4")  # types of weights alone: layers compute in a wider one
+FLOAT_TYPES = {"float64", "float32", "float16", "bfloat16", "float8", "float4"}
+ARITHMETIC_TYPES = FLOAT_TYPES | {
+    "int8",
+    "int4",
+    "int2",
+}  # types of a layer's arithmetic; others are indices, shapes and masks
+QUANTISED_PRECISIONS = ("int8", "fp8", "int4", "int2", "fp4")
+WEIGHT_PRECISIONS = ("int4", "int2", "fp4")  # weight-only types: layers compute in a wider type
 # Operators of ONNX that multiply, and their fused forms: a network's precision is that of these layers.
-COMPUTE = re.compile("Conv(?!ert)|Gemm|MatMul|Einsum|Attention|LSTM|GRU|RNN|MoE")
+COMPUTE_LAYER = re.compile("Conv(?!ert)|Gemm|MatMul|Einsum|Attention|LSTM|GRU|RNN|MoE")
 # A lower precision keeps sensitive layers higher on purpose; IEEE FP32 has no such excuse.
-LEAST_SHARE = {"fp32": 1.0, "tf32": 1.0}
-LEAST_SHARE_LOWERED = 0.5
-BITS = {"fp32": 24, "tf32": 11, "fp16": 11, "bf16": 8}  # that products keep
-UNKNOWN = "unknown"  # in place of a type: a part of the graph that the engine doesn't describe
+MIN_SHARES = {"fp32": 1.0, "tf32": 1.0}
+MIN_LOWERED_SHARE = 0.5
+MANTISSA_BITS = {"fp32": 24, "tf32": 11, "fp16": 11, "bf16": 8}  # bits of precision in products
+UNKNOWN_TYPE = "unknown"  # a part of the graph without a description
 # Below this share of the layers, or of the time, a cause is too small to be worth a sentence.
-NOTEWORTHY = 0.1
-OUTSIDE = "outside Dyno"  # begins a note on other processes, which explains no speed
+MIN_MENTIONED_SHARE = 0.1
+OUTSIDE_NOTE = "outside Dyno"  # start of a note on other processes
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class PrecisionTruth:
     ran in the requested type, as far as the engine reports it; `refuted`: they ran in another.
     """
 
-    requested: str = field(default="", metadata={EARLIER: "asked"})
+    requested: str = field(default="", metadata={EARLIER_NAME: "asked"})
     share: dict[str, float] = field(default_factory=dict)
     ok: bool = True
     refuted: bool = False
@@ -57,11 +61,11 @@ class PrecisionTruth:
 def sum_operations(layers: Iterable[tuple[str, int | None]]) -> dict[str, int]:
     """Sum up the operations of compute layers by type; {} if those of a layer aren't known.
 
-    Layers that the engine doesn't describe (`UNKNOWN`) are left out.
+    Layers that the engine doesn't describe (`UNKNOWN_TYPE`) are left out.
     """
     totals: dict[str, int] = {}
     for kind, operations in layers:
-        if kind == UNKNOWN:
+        if kind == UNKNOWN_TYPE:
             continue
         if not operations:
             return {}
@@ -80,24 +84,24 @@ def precision_truth(
 
     A layer counts by its operations, or as one where those aren't known. `ok` needs all for fp32 and at least half for
     a lowered precision; `refuted` means that they ran in another type. Parts that the engine doesn't describe
-    (`UNKNOWN`) count for neither. `ok` also needs an engine that reports the types of more than half of its compute
-    layers. Weights of four bits and fewer are the file's own, and widened to the type that a layer computes in: where
+    (`UNKNOWN_TYPE`) count for neither. `ok` also needs an engine that reports the types of more than half of its
+    compute layers. Weights of four bits and fewer are the file's own, and widened to the type that a layer computes in: where
     no layer is reported in the requested type, that type refutes nothing. Products that keep fewer measured `bits` than
     the requested type has refute it.
     """
     counted = operations_by_type or layers_by_type
-    total, wanted = sum(counted.values()), TYPES[requested]
+    total, wanted = sum(counted.values()), PRECISION_TYPES[requested]
     share = {kind: count / total for kind, count in sorted(counted.items())} if total else {}
-    least = LEAST_SHARE.get(requested, LEAST_SHARE_LOWERED) * (total - counted.get(UNKNOWN, 0))
-    held = counted.get(wanted, 0) >= least or (requested in STORED and wanted not in counted)
-    rounded = bits is not None and bits < BITS.get(requested, 0)
-    ok = held and 2 * layers_by_type.get(UNKNOWN, 0) < sum(layers_by_type.values())
+    least = MIN_SHARES.get(requested, MIN_LOWERED_SHARE) * (total - counted.get(UNKNOWN_TYPE, 0))
+    held = counted.get(wanted, 0) >= least or (requested in WEIGHT_PRECISIONS and wanted not in counted)
+    rounded = bits is not None and bits < MANTISSA_BITS.get(requested, 0)
+    ok = held and 2 * layers_by_type.get(UNKNOWN_TYPE, 0) < sum(layers_by_type.values())
     weight = format_share(share.get(wanted, 0.0)) if operations_by_type else ""
     sentence = _describe_precision(requested, wanted, layers_by_type, engine, weight)
     if held and not ok:
         sentence += f", so {requested} is not confirmed"
     if bits is not None:
-        sentence += f"; measured: products keep {bits} bits" + (f" of {BITS[requested]}" if rounded else "")
+        sentence += f"; measured: products keep {bits} bits" + (f" of {MANTISSA_BITS[requested]}" if rounded else "")
     return PrecisionTruth(requested, share, ok and not rounded, rounded or not held, sentence)
 
 
@@ -109,14 +113,14 @@ def format_share(share: float) -> str:
 
 
 def _describe_precision(requested: str, wanted: str, layers: Mapping[str, int], engine: str, weight: str) -> str:
-    unknown = layers.get(UNKNOWN, 0)
+    unknown = layers.get(UNKNOWN_TYPE, 0)
     total = sum(layers.values()) - unknown
     if not total and unknown:
         return f"{engine} doesn't report the types that its layers ran in"
     if not total:
         return f"{engine} shows no layer that multiplies (convolution, matrix product, attention, recurrent layer)"
-    kinds = [f"{n} in {kind}" for kind, n in sorted(layers.items()) if kind not in (wanted, UNKNOWN)]
-    if requested in STORED and not layers.get(wanted):
+    kinds = [f"{n} in {kind}" for kind, n in sorted(layers.items()) if kind not in (wanted, UNKNOWN_TYPE)]
+    if requested in WEIGHT_PRECISIONS and not layers.get(wanted):
         ran = f"weights in {requested}: {engine} ran {total} compute layers, {', '.join(kinds)}"
     else:
         others = "".join(f", {kind}" for kind in kinds)
@@ -134,17 +138,17 @@ def why_not_faster(
 
     `converters` are the operators that only change types or layouts; shares of time are from 0 to 1.
     """
-    if requested == "fp32" or requested in STORED:
+    if requested == "fp32" or requested in WEIGHT_PRECISIONS:
         return []
     reasons, layers = [], list(compute)
     in_float32 = Counter(operator for operator, kind in layers if kind == "float32")
-    if TYPES[requested] != "float32" and in_float32.total() > NOTEWORTHY * len(layers):
+    if PRECISION_TYPES[requested] != "float32" and in_float32.total() > MIN_MENTIONED_SHARE * len(layers):
         operators = ", ".join(f"{count} {operator}" for operator, count in in_float32.items())
         reasons.append(f"{in_float32.total()} of {len(layers)} compute layers stayed in float32 ({operators})")
     overhead = {
         operator: time_by_operator[operator] for operator in converters if time_by_operator.get(operator, 0) > 0
     }
-    if sum(overhead.values()) > NOTEWORTHY:
+    if sum(overhead.values()) > MIN_MENTIONED_SHARE:
         reasons.append(
             f"{sum(overhead.values()):.0%} of the time goes into changing types and layouts ({', '.join(overhead)})"
         )
@@ -200,7 +204,7 @@ class Origin(Sparse):
         return ", ".join(filter(None, (exported, batch, "folded" if self.folded else "")))
 
 
-ORIGIN = tuple(f.name for f in fields(Origin) if f.name != "other")  # what a file takes from the one it was made from
+ORIGIN_FIELDS = tuple(f.name for f in fields(Origin) if f.name != "other")  # inherited from the file it was made from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,14 +281,14 @@ class Probe(Sparse):
 
 # Names of kernels, and of the ranges by which a profiler of kernels knows which call of a module launched them.
 
-LONGEST_KERNEL = 90  # characters of a kernel's name
-WHOLE = "(model)"  # the module itself, which has no name
-USELESS = ("void ", "at::native::", "(anonymous namespace)::", "<unnamed>::")
+MAX_KERNEL_LENGTH = 90  # characters of a kernel's name
+WHOLE_MODEL = "(model)"  # the unnamed top module
+STRIPPED_PREFIXES = ("void ", "at::native::", "(anonymous namespace)::", "<unnamed>::")
 
 
 def shorten_kernel(name: str) -> str:
     """Return a kernel's name without its arguments and its uninformative parts."""
-    for useless in USELESS:
+    for useless in STRIPPED_PREFIXES:
         name = name.replace(useless, "")
     depth = 0
     for k, letter in enumerate(name):  # arguments begin with the first bracket outside the template's
@@ -292,9 +296,9 @@ def shorten_kernel(name: str) -> str:
         if letter == "(" and not depth:
             name = name[:k].rstrip()
             break
-    return name if len(name) <= LONGEST_KERNEL else f"{name[:LONGEST_KERNEL]}…"
+    return name if len(name) <= MAX_KERNEL_LENGTH else f"{name[:MAX_KERNEL_LENGTH]}…"
 
 
 def range_name(module: str, call: int) -> str:
     """Return the name of the NVTX range of a module's call, counted from 1: `conv1`, then `conv1#2`."""
-    return (module or WHOLE) + (f"#{call}" if call > 1 else "")
+    return (module or WHOLE_MODEL) + (f"#{call}" if call > 1 else "")

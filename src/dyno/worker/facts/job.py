@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.json_values import EARLIER, Sparse
+from dyno.worker.facts.json_values import EARLIER_NAME, Sparse
 
 # What a model is made of, in any of its forms: the layers, what flows between them, and where each came from.
 
 MODULES, NODES, LAYERS = "modules", "nodes", "layers"
-UNWATCHED = "whose modules can't be watched"  # what an error says of TorchScript and of programs of torch.export
+UNWATCHED_ERROR = "whose modules can't be watched"  # error for TorchScript and torch.export programs
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Function(Sparse):
 
 # Layer errors: how far the output of each layer of an engine is from the reference's, and which layers make that.
 
-MANY = 16  # labels, of which one may differ by chance
+MIN_LABELS = 16  # labels of which one may differ by chance
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class ServeFacts:
 
 # What a job found out about a video that went through a network.
 
-HOST, DEVICE = "host", "device"  # where frames become the network's input
+HOST, DEVICE = "host", "device"  # place where frames become the network's input
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ class Timing(Sparse):
     others_busy: dict[str, float] = field(default_factory=dict)
     delays: dict[str, tuple[float, ...]] = field(default_factory=dict)
     core_latencies: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    contention_threshold: float | None = field(default=None, metadata={EARLIER: "others_bearable"})
+    contention_threshold: float | None = field(default=None, metadata={EARLIER_NAME: "others_bearable"})
     sustained: SustainedLoad | None = None
     build: int | None = None
     slowdown: float | None = None

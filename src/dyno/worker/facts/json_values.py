@@ -51,8 +51,8 @@ def read_defaults(kind: Any) -> dict[str, Any]:
     return {f.name: getattr(blank, f.name) for f in fields(kind)}
 
 
-LARGEST = 2**64  # a whole number from there on fits no array, and is none that Dyno wrote
-EARLIER = "earlier name"  # in a field's metadata: the name under which older records store it
+INTEGER_LIMIT = 2**64  # larger integers fit no array
+EARLIER_NAME = "earlier name"  # metadata key of a field: its name in older records
 
 
 class Misfit(Exception):
@@ -103,7 +103,7 @@ def _number_reader(takes: Any) -> Callable[[Any], Any]:
     check = _plain_reader(takes)
 
     def read_number(data: Any) -> Any:
-        if isinstance(check(data), int) and abs(data) >= LARGEST:
+        if isinstance(check(data), int) and abs(data) >= INTEGER_LIMIT:
             raise Misfit(" is larger than any number that is stored here")
         return data
 
@@ -112,7 +112,7 @@ def _number_reader(takes: Any) -> Callable[[Any], Any]:
 
 def _tuple_reader(args: tuple[Any, ...]) -> Callable[[Any], Any]:
     check, number = _plain_reader((list, tuple)), None if args[-1] is Ellipsis else len(args)
-    read = make_reader(args[0])  # of several values, all are of one type
+    read = make_reader(args[0])  # all values have one type
 
     def read_all(data: Any) -> Any:
         if number not in (None, len(check(data))):
@@ -141,11 +141,11 @@ def _dict_reader(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
     sparse, check = issubclass(kind, Sparse), _plain_reader(dict)
     names = [f.name for f in dataclasses.fields(kind) if not (sparse and f.name == "other")]
-    current = {f.metadata[EARLIER]: f.name for f in dataclasses.fields(kind) if EARLIER in f.metadata}
+    current = {f.metadata[EARLIER_NAME]: f.name for f in dataclasses.fields(kind) if EARLIER_NAME in f.metadata}
     readers: dict[str, Callable[[Any], Any]] = {}
 
     def read_dataclass(data: Any) -> Any:
-        if not readers:  # on first use, as a kind may hold instances of itself
+        if not readers:  # built on first use: a kind may contain itself
             hints = typing.get_type_hints(kind)
             readers.update({name: make_reader(hints[name]) for name in names})
         values, other = {}, {}

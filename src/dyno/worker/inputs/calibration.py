@@ -16,7 +16,7 @@ from dyno.worker.inputs.input_data import Images, read_batches
 from dyno.worker.inputs.specs import channels_last, count_rows, find_axes
 from dyno.worker.spec import Artifact, DataSpec, InputSpec, ModelSpec, Recipe, Tensor, Trial, UserError
 
-SAMPLES = 128
+DEFAULT_SAMPLES = 128
 NO_DATA = "int8 needs real calibration images: give --data, or --calibration"
 NO_VALUES = f"{NO_DATA}; for inputs that are not images, give their values with --input NAME=LOW..HIGH or FILE.npz"
 
@@ -73,7 +73,7 @@ class CalibrationImages:
             )
         self._images = Images(self.data, recipe.model.preprocess, channels_last(self.input.shape))
         _check_shape(self.input, self._images.shape, self.data.name)
-        self._requested = int(recipe.options.get("samples", SAMPLES))
+        self._requested = int(recipe.options.get("samples", DEFAULT_SAMPLES))
         self.available, self.count = len(self._images), min(len(self._images), self._requested)
         if not self.count:
             raise UserError(f"the {self.data.split} split of {self.data.name} is empty; {NO_DATA}")
@@ -113,7 +113,7 @@ class CalibrationInputs:
     def __init__(self, recipe: Recipe, parent: Artifact) -> None:
         self._recipe, self._parent = recipe, parent
         self._specs = [spec for spec in recipe.model.inputs if spec.dtype]
-        self._requested = int(recipe.options.get("samples", SAMPLES))
+        self._requested = int(recipe.options.get("samples", DEFAULT_SAMPLES))
         # Beside drawn values the rows are fed again and again, each time with others.
         drawn = len(self._from_files) < len(self._specs)
         axes = {spec.name: recipe.dims.batch_axis(spec.name, spec.shape) for spec in self._from_files}

@@ -13,7 +13,7 @@ import numpy as np
 
 from dyno.worker.inputs.specs import (
     CHANNELS_LAST,
-    MOST_CHANNELS,
+    MAX_CHANNELS,
     InputValues,
     arrange_channels,
     channels_first,
@@ -23,9 +23,9 @@ from dyno.worker.inputs.specs import (
 )
 from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError, check_known
 
-FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
-ONLY = "input"  # what a module's one input is called, here and in the files that Dyno exports
-READ = ("float32", "uint8")  # values of the option `input`: normalised images, or raw pixels
+FEED_COUNT = 4  # batches rotated through, so that no cache serves one repeatedly
+INPUT_NAME = "input"  # name of a module's single input, also in exported files
+INPUT_TYPES = ("float32", "uint8")  # values of the option `input`: normalised images or raw pixels
 
 
 class Images:
@@ -116,7 +116,7 @@ def pixel_scale(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.n
 def wants_pixels(options: Mapping[str, Option]) -> bool:
     """Return whether the option `input` requests raw pixels; raise a `UserError` unless it is float32 or uint8."""
     value = str(options.get("input", "float32"))
-    check_known("input", value, READ)
+    check_known("input", value, INPUT_TYPES)
     return value == "uint8"
 
 
@@ -214,7 +214,7 @@ def fixed_inputs(
 def _make_random_values(rng: np.random.Generator, tensor: Tensor, preprocess: Preprocess) -> np.ndarray:
     dtype, shape = tensor.dtype, tuple(map(int, tensor.shape))
     floating = dtype.startswith(("float", "bfloat"))
-    if is_image(tensor) and channels_first(shape)[1] <= MOST_CHANNELS:
+    if is_image(tensor) and channels_first(shape)[1] <= MAX_CHANNELS:
         pixels = rng.integers(0, 256, channels_first(shape), np.uint8)
         return arrange_channels(_as_read(pixels, preprocess, dtype), channels_last(shape))
     if floating:
@@ -259,6 +259,6 @@ def hash_feeds(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | 
                 last = channels_last(array.shape)
                 pixels = array.transpose(CHANNELS_LAST) if last else array
                 array = arrange_channels(_as_read(pixels, preprocess, "float32"), last)
-            hashed.update((name if len(feed) > 1 else ONLY).encode())
+            hashed.update((name if len(feed) > 1 else INPUT_NAME).encode())
             hashed.update(np.ascontiguousarray(array).tobytes())
     return hashed.hexdigest()

@@ -13,7 +13,7 @@ import numpy as np
 
 from dyno.worker.inputs import input_data as feeds
 from dyno.worker.inputs.specs import (
-    ALIAS,
+    INPUT_ALIAS,
     check_values,
     find_axes,
     has_batch,
@@ -22,14 +22,16 @@ from dyno.worker.inputs.specs import (
     list_tensors,
     make_arguments,
 )
-from dyno.worker.spec import BATCH, DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserError
+from dyno.worker.spec import BATCH_AXIS, DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserError
 
-SIZE = ("height", "width")
-NUMBERS = (int, float, bool, str)
-NEEDS_GRADIENTS = re.compile("requires?.grad|[Ii]nference tensor")  # in PyTorch's words
-MIXED = 0.02  # of its size: a row's outputs that change by more with the other rows depend on them
-NESTED = re.compile("(typing\\.)?(dict|list|tuple|mapping|sequence)\\b", re.IGNORECASE)  # types of several tensors
-TOKENS = re.compile("ids|mask|token")  # names of inputs that are integers
+SIZE_AXES = ("height", "width")
+NUMBER_TYPES = (int, float, bool, str)
+NEEDS_GRADIENTS = re.compile("requires?.grad|[Ii]nference tensor")  # PyTorch's messages
+MIXED_BATCH_ERROR = 0.02  # relative change of a row's outputs that proves dependence on other rows
+NESTED_TYPE = re.compile(
+    "(typing\\.)?(dict|list|tuple|mapping|sequence)\\b", re.IGNORECASE
+)  # types with several tensors
+TOKEN_NAME = re.compile("ids|mask|token")  # names of integer inputs
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class ModuleInputs:
     @property
     def image(self) -> bool:
         """Whether an input's size is the trial's."""
-        return not self.inputs or any(SIZE[0] in spec.shape for spec in self.inputs)
+        return not self.inputs or any(SIZE_AXES[0] in spec.shape for spec in self.inputs)
 
     @property
     def signature(self) -> Signature:
@@ -89,7 +91,9 @@ def describe_inputs(
         )
     if missing:
         by_keyword = bool(specs) or missing[0] in signature.keyword_only
-        specs[missing[0]] = InputSpec(missing[0], "float32", (BATCH, model.channels, *SIZE), keyword=by_keyword)
+        specs[missing[0]] = InputSpec(
+            missing[0], "float32", (BATCH_AXIS, model.channels, *SIZE_AXES), keyword=by_keyword
+        )
     order = [*signature.required]
     ordered = sorted(specs.values(), key=lambda s: order.index(s.name) if s.name in order else len(order))
     described = replace(
@@ -153,7 +157,9 @@ def advise_on_inputs(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
     if not model.source:
         return "give example inputs too: models=(module, inputs)"
     function = model.source.rpartition(":")[2].partition("(")[0]
-    shapes = " ".join(f"--shapes {name}:{'1x128:int64' if TOKENS.search(name) else '1x3x224x224'}" for name in names)
+    shapes = " ".join(
+        f"--shapes {name}:{'1x128:int64' if TOKEN_NAME.search(name) else '1x3x224x224'}" for name in names
+    )
     if model.source.startswith("saved:"):
         return f"give {shapes}"
     return f"give {shapes}, or write {function}_inputs() beside {function}, which returns example inputs"
@@ -204,7 +210,7 @@ def _list_nested(module: Any) -> dict[str, str]:
     else:
         parameters = inspect.signature(module.forward).parameters.values()
         types = {p.name: inspect.formatannotation(p.annotation).strip("'") for p in parameters}
-    return {name: kind for name, kind in types.items() if NESTED.match(kind)}
+    return {name: kind for name, kind in types.items() if NESTED_TYPE.match(kind)}
 
 
 def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[InputSpec]:
@@ -226,7 +232,7 @@ def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[
 def _make_spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputSpec:
     import torch
 
-    if value is None or isinstance(value, NUMBERS):
+    if value is None or isinstance(value, NUMBER_TYPES):
         return InputSpec(name, "", value=value, keyword=keyword)
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.asarray(value, order="C"))
@@ -262,7 +268,7 @@ def _with_overrides(
     """Return the specs with the command line's settings in their place; raise a `UserError` for an unknown input."""
     result = dict(specs)
     for name, override in overrides.items():
-        alias = name == ALIAS and len(signature.required) == 1
+        alias = name == INPUT_ALIAS and len(signature.required) == 1
         if name not in {*signature.required, *specs} and not signature.more and not alias:
             names = ", ".join(signature.required) or "none"
             raise UserError(f"the model has no input {name!r}; its inputs: {names}")
@@ -305,16 +311,16 @@ def _insert_symbols(specs: tuple[InputSpec, ...]) -> ModuleInputs:
     batch = 1 if named or any(spec.feeds for spec in arrays) or not isinstance(first, int) else first
     as_tensors = {spec.name: Tensor(spec.name, spec.dtype, spec.shape) for spec in arrays}
     first_image = image_of([*as_tensors.values()])
-    image = _find_sides(first_image.shape) if first_image else SIZE
+    image = _find_sides(first_image.shape) if first_image else SIZE_AXES
     images = {name for name, tensor in as_tensors.items() if first_image and is_image(tensor)}
     height, width = (side if isinstance(side, int) else 0 for side in image)
 
     def replace_axes(spec: InputSpec) -> InputSpec:
         shape = spec.shape
         if spec in arrays and not named and shape[0] == first:
-            shape = (BATCH, *shape[1:])
+            shape = (BATCH_AXIS, *shape[1:])
         if spec.name in images and _find_sides(shape) == image:
-            places = dict(zip(find_axes(shape)[1:], SIZE, strict=True))
+            places = dict(zip(find_axes(shape)[1:], SIZE_AXES, strict=True))
             shape = tuple(places.get(axis, length) for axis, length in enumerate(shape))
         return replace(spec, shape=shape)
 
@@ -330,7 +336,7 @@ def _is_image(specs: Sequence[InputSpec], signature: Signature, model: ModelSpec
     """Return whether this is the single image assumed for a model without description."""
     if not specs:
         return True
-    image = InputSpec(specs[0].name, "float32", (BATCH, model.channels, *SIZE))
+    image = InputSpec(specs[0].name, "float32", (BATCH_AXIS, model.channels, *SIZE_AXES))
     return len(specs) == 1 and replace(specs[0], keyword=False) == image and image.name not in signature.keyword_only
 
 
@@ -383,7 +389,7 @@ def _second_axis(
     def replace_axis(spec: InputSpec) -> InputSpec:
         axis = min(1, len(spec.shape) - 1)
         batched = spec.dtype and axis >= 0 and spec.shape[axis] == length
-        return replace(spec, shape=(*spec.shape[:axis], BATCH, *spec.shape[axis + 1 :])) if batched else spec
+        return replace(spec, shape=(*spec.shape[:axis], BATCH_AXIS, *spec.shape[axis + 1 :])) if batched else spec
 
     moved, larger = tuple(map(replace_axis, specs)), replace(dims, batch=length + 1)
     if not accepts(partial(call, module, model, moved, larger), lambda e: False) or _has_mixed_rows(
@@ -402,7 +408,7 @@ def _has_mixed_rows(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...],
     from torch.utils import _pytree
 
     (arrays,) = feeds.read_batches(DataSpec(), model.preprocess, list_tensors(specs, dims), dims, 1, specs)
-    batched = {spec.name: spec.shape.index(BATCH) for spec in specs if BATCH in spec.shape}
+    batched = {spec.name: spec.shape.index(BATCH_AXIS) for spec in specs if BATCH_AXIS in spec.shape}
     place, answers = dims.batch // 2, []
     for fed in (arrays, arrays, feeds.repeat_input(arrays, batched, place)):
         args, keywords = make_arguments(specs, {name: torch.from_numpy(np.array(array)) for name, array in fed.items()})
@@ -414,13 +420,13 @@ def _has_mixed_rows(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...],
         answers.append([leaf.float().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)])
     changes = list[float]()
     for a, again, b in zip(*answers, strict=False):
-        if a.shape != again.shape or feeds.relative_change(a, again) > MIXED:
+        if a.shape != again.shape or feeds.relative_change(a, again) > MIXED_BATCH_ERROR:
             continue
         if a.shape == b.shape and a.size > 1 and not np.array_equal(a, b):
             rows = [k for k, n in enumerate(a.shape) if n == dims.batch]
             own = [feeds.relative_change(a.take(place, k), b.take(place, k)) for k in rows]
             changes.append(min(own, default=feeds.relative_change(a, b)))
-    return min(changes, default=0.0) > MIXED
+    return min(changes, default=0.0) > MIXED_BATCH_ERROR
 
 
 def _run_and_record(
@@ -471,7 +477,7 @@ def _run_and_record(
 
 def _iter_choices(specs: tuple[InputSpec, ...], batch: int) -> Iterator[tuple[InputSpec, ...]]:
     """Yield the possible choices of inputs with the batch: all, those of more than one axis, the first alone."""
-    first = next(spec.name for spec in specs if BATCH in spec.shape)
+    first = next(spec.name for spec in specs if BATCH_AXIS in spec.shape)
     yield specs
     yield _fix_batch(specs, batch, lambda spec: len(spec.shape) < 2)
     yield _fix_batch(specs, batch, lambda spec: spec.name != first)
@@ -479,7 +485,7 @@ def _iter_choices(specs: tuple[InputSpec, ...], batch: int) -> Iterator[tuple[In
 
 def _fix_batch(specs: tuple[InputSpec, ...], batch: int, which: Callable[[InputSpec], bool]) -> tuple[InputSpec, ...]:
     def fix_spec(spec: InputSpec) -> InputSpec:
-        return replace(spec, shape=tuple(batch if axis == BATCH else axis for axis in spec.shape))
+        return replace(spec, shape=tuple(batch if axis == BATCH_AXIS else axis for axis in spec.shape))
 
     return tuple(fix_spec(spec) if which(spec) else spec for spec in specs)
 

@@ -14,31 +14,33 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.spec import BATCH, Dims, InputSpec, Preprocess, Tensor, UserError
+from dyno.worker.spec import BATCH_AXIS, Dims, InputSpec, Preprocess, Tensor, UserError
 
 # Which inputs are images, and how they lie: channels first (N x C x H x W, as in PyTorch) or last (N x H x W x C,
 # TensorFlow).
 
-MOST_CHANNELS = 4  # of an image; a four-dimensional input with more is something else
+MAX_CHANNELS = 4  # channels of an image; other four-dimensional inputs have more
 CHANNELS_LAST = (0, 3, 1, 2)  # the axes of N x H x W x C in the order of N x C x H x W
 # Names of axes that are lengths of sequences, and of inputs that are kept from step to step.
-LENGTH = re.compile(
+LENGTH_AXIS = re.compile(
     r"(^|[_\W])(time|times|seq|sequence|len|length|lengths|steps?|tokens?|past|total|t|l)\d*($|[_\W])|seq(uence)?_?len"
     r"|past_|total_seq",
     re.IGNORECASE,
 )
-CACHE = re.compile(r"past|present|cache|(^|[._/])kv([._/\d]|$)|(^|[./])(key|value|state)s?([._/\d]|$)", re.IGNORECASE)
+CACHE_NAME = re.compile(
+    r"past|present|cache|(^|[._/])kv([._/\d]|$)|(^|[./])(key|value|state)s?([._/\d]|$)", re.IGNORECASE
+)
 # Frames are lengths too, but on the first axis, where they are a video's images; and sounds are no images.
-FRAMES = re.compile(r"(^|[_\W])(n|num)?_?frames?\d*($|[_\W])", re.IGNORECASE)
-SOUND = re.compile(
+FRAMES_AXIS = re.compile(r"(^|[_\W])(n|num)?_?frames?\d*($|[_\W])", re.IGNORECASE)
+SOUND_NAME = re.compile(
     r"audio|sound|speech|wave?form|(^|[_\W])(wav|mel|mels|pcm|fbank|mfcc)\d*($|[_\W])|spectro", re.IGNORECASE
 )
-PICTURE = re.compile("image|img|pixel|photo|frame", re.IGNORECASE)
+PICTURE_NAME = re.compile("image|img|pixel|photo|frame", re.IGNORECASE)
 
 
 def is_length(axis: int | str) -> bool:
     """Return whether a free axis is named after the length of a sequence."""
-    return isinstance(axis, str) and bool(LENGTH.search(axis))
+    return isinstance(axis, str) and bool(LENGTH_AXIS.search(axis))
 
 
 def is_image(tensor: Tensor) -> bool:
@@ -47,10 +49,10 @@ def is_image(tensor: Tensor) -> bool:
         len(tensor.shape) == 4
         and 0 not in tensor.shape
         and tensor.dtype.startswith(("float", "bfloat", "uint8"))
-        and not CACHE.search(tensor.name)
-        and not SOUND.search(tensor.name)
+        and not CACHE_NAME.search(tensor.name)
+        and not SOUND_NAME.search(tensor.name)
         and not any(map(is_length, tensor.shape))
-        and not any(isinstance(axis, str) and FRAMES.search(axis) for axis in tensor.shape[1:])
+        and not any(isinstance(axis, str) and FRAMES_AXIS.search(axis) for axis in tensor.shape[1:])
     )
 
 
@@ -60,7 +62,7 @@ def image_of(tensors: Sequence[Tensor]) -> Tensor | None:
     beside_tokens = any(len(t.shape) == 2 and t.dtype.startswith("int") for t in tensors)
     images = [tensor for tensor in tensors if is_image(tensor)]
     if beside_tokens:
-        images = [t for t in images if PICTURE.search(t.name) or t.shape[find_axes(t.shape)[0]] in (1, 3)]
+        images = [t for t in images if PICTURE_NAME.search(t.name) or t.shape[find_axes(t.shape)[0]] in (1, 3)]
     return images[0] if images else None
 
 
@@ -75,15 +77,15 @@ def channels_last(shape: Sequence[int | str]) -> bool:
 
 
 def _is_channel_count(length: int | str) -> bool:
-    return isinstance(length, int) and 1 <= length <= MOST_CHANNELS
+    return isinstance(length, int) and 1 <= length <= MAX_CHANNELS
 
 
-SIDE = re.compile(r"(^|[_\W])(h|w|height|width)\d*($|[_\W])", re.IGNORECASE)
+SIDE_AXIS = re.compile(r"(^|[_\W])(h|w|height|width)\d*($|[_\W])", re.IGNORECASE)
 
 
 def is_side(axis: int | str) -> bool:
     """Return whether a free axis is named after an image's height or width."""
-    return isinstance(axis, str) and bool(SIDE.search(axis))
+    return isinstance(axis, str) and bool(SIDE_AXIS.search(axis))
 
 
 def find_axes(shape: Sequence[int | str]) -> tuple[int, int, int]:
@@ -106,7 +108,7 @@ def arrange_channels(images: np.ndarray, last: bool) -> np.ndarray:
 
 Shape = tuple[int, ...]
 # Exceptions of modules at inputs of a shape that they don't accept.
-REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError)
+INPUT_ERRORS = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError)
 
 
 def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
@@ -125,7 +127,7 @@ def _resolve_shape(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
     described = dims.shapes.get(tensor.name)
     requested = None if described is None else dims.resolve(described)
     lengths = {dims.batch_axis(tensor.name, tensor.shape) or 0: ("batch", dims.batch)}
-    if is_image(tensor) and dims.height:  # of a server's model no size is known before it describes itself
+    if is_image(tensor) and dims.height:  # a server's sizes are unknown until it describes itself
         _, height, width = find_axes(tensor.shape)
         lengths |= {height: ("height", dims.height), width: ("width", dims.width)}
     if requested is not None:
@@ -174,13 +176,13 @@ def _format_shape(shape: Iterable[int]) -> str:
 # Arrays by name from files that anybody may have made.
 
 # What NumPy passes on from each step of reading a zip file and the header of an array.
-DAMAGED = (
+DAMAGED_FILE = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, TypeError, AttributeError, SyntaxError,
     tokenize.TokenError, KeyError, MemoryError,
 )  # fmt: skip
 
 
-ALIAS = "input"  # the options' name for the single input of a module, whatever its own
+INPUT_ALIAS = "input"  # option name of a module's single input
 
 
 def load_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
@@ -204,7 +206,7 @@ def load_array(path: Path) -> np.ndarray:
 def _errors_explained() -> Iterator[None]:
     try:
         yield
-    except DAMAGED as e:
+    except DAMAGED_FILE as e:
         raise ValueError(str(e).strip().partition("\n")[0] or type(e).__name__) from e
 
 
@@ -215,7 +217,7 @@ def list_tensors(specs: Sequence[InputSpec], dims: Dims) -> tuple[Tensor, ...]:
 
 def has_batch(specs: Sequence[InputSpec]) -> bool:
     """Return whether the batch is free: an axis of any input is named after it."""
-    return any(BATCH in spec.shape for spec in specs)
+    return any(BATCH_AXIS in spec.shape for spec in specs)
 
 
 def make_arguments(specs: Sequence[InputSpec], arrays: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -337,8 +339,8 @@ def count_rows(spec: InputSpec, axis: int = 0) -> int:
 
 def _read_array(spec: InputSpec) -> np.ndarray:
     try:
-        found = load_arrays(Path(spec.feeds), (spec.name, ALIAS))
-        array: np.ndarray = found[spec.name if spec.name in found else ALIAS]
+        found = load_arrays(Path(spec.feeds), (spec.name, INPUT_ALIAS))
+        array: np.ndarray = found[spec.name if spec.name in found else INPUT_ALIAS]
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{spec.feeds} can't be read for input {spec.name!r}: {e}") from e
     return array
@@ -347,14 +349,14 @@ def _read_array(spec: InputSpec) -> np.ndarray:
 # Geometry of images: before a centre crop, and of a letterbox, in which the longer side fits the size and grey fills
 # the rest evenly on both sides.
 
-EXACT = 1e-6  # pixels that the product of a ratio may lack
+RATIO_TOLERANCE_PX = 1e-6  # rounding of the product of a ratio
 
 
 def size_before_crop(size: tuple[int, int], crop: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
     """Return (width, height) to resize an image of this size to, truncated as in torchvision, timm and transformers."""
     if not preprocess.resize:
         return crop
-    (width, height), (to_width, to_height) = size, (int(side * preprocess.resize + EXACT) for side in crop)
+    (width, height), (to_width, to_height) = size, (int(side * preprocess.resize + RATIO_TOLERANCE_PX) for side in crop)
     if preprocess.squash:
         return to_width, to_height
     if width * to_height <= height * to_width:

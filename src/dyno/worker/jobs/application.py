@@ -17,7 +17,7 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.backend import Session
-from dyno.worker.facts.engine import ORIGIN
+from dyno.worker.facts.engine import ORIGIN_FIELDS
 from dyno.worker.facts.job import APPLICATION_STAGES as STAGES
 from dyno.worker.facts.job import ApplicationFacts
 from dyno.worker.inputs import input_data
@@ -31,11 +31,11 @@ from dyno.worker.registry import find
 from dyno.worker.sessions.torch_support import first_line, import_torch, is_memory_error, named_outputs
 from dyno.worker.spec import Job, Unavailable, UserError, add_noun, shorten
 
-ARRAYS = "application.npz"  # seconds by stage, float64 [requests, passes]
-INPUTS = "inputs.npz"
+ARRAYS_FILE = "application.npz"  # seconds by stage, float64 [requests, passes]
+INPUTS_FILE = "inputs.npz"
 PREPROCESS, _, POSTPROCESS, _ = STAGES
-MOST_REQUESTS, MOST_BYTES, LONGEST_S = 32, 1 << 28, 5.0  # of the requests that are taken: one pass through them
-LIBRARIES = {"site-packages", "dist-packages"}
+MAX_REQUESTS, MAX_BYTES, MAX_PASS_S = 32, 1 << 28, 5.0  # requests recorded, in one pass
+LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 
 Arrays = dict[str, np.ndarray]
 now = time.perf_counter_ns
@@ -67,11 +67,11 @@ def run_application(job: Job, journal: Journal) -> None:
     _answer_requests(requests, count, plan.warmup_s, whole_passes=False)
     journal.stage("time requests")
     gc.collect()
-    gc.freeze()  # what was allocated before isn't looked through by collections in the middle of a request
+    gc.freeze()  # existing objects aren't collected during requests
     contention = system.CpuContention()
     seconds = _answer_requests(requests, count, plan.seconds, whole_passes=True)
     journal.record_contention("requests", contention.count_busy(), trial.runtime.device, contention.count_withheld())
-    save_arrays(journal.folder / ARRAYS, dict(zip(STAGES, seconds.reshape(-1, count, len(STAGES)).T, strict=True)))
+    save_arrays(journal.folder / ARRAYS_FILE, dict(zip(STAGES, seconds.reshape(-1, count, len(STAGES)).T, strict=True)))
     journal.facts(application=ApplicationFacts(count, requests.calls))
     journal.stage("inspect")
     journal.record = replace(journal.record, facts=journal.record.facts.merge(session.facts()))
@@ -85,8 +85,8 @@ def _answer_known(job: Job, session: Session, journal: Journal) -> bool:
     """Store the engine's outputs for the network's inputs of all requests; return whether any value is finite."""
     assert job.trial is not None
     trial, model = job.trial, job.trial.model
-    data = (trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs)
-    inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
+    data = (trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEED_COUNT, model.inputs)
+    inherited = job.artifact.made_by.set_fields(ORIGIN_FIELDS) if job.artifact else {}
     journal.facts(inputs_sha256=input_data.hash_feeds([*input_data.read_batches(*data)], model.preprocess), **inherited)
     journal.stage("evaluate")
     return answer_all(session, trial, journal, timed=False)
@@ -110,8 +110,8 @@ class _InstrumentedApplication:
         self.requests = [Path(path) for path in paths] or self._make_requests()
         predict = getattr(application.value, "predict", None)
         self._predict = predict if callable(predict) and predict is not self._network else self._call_network
-        self.recorded: list[tuple[Arrays, Any]] = []  # of each call of the network: its inputs, and what it returned
-        self.calls = self._nanoseconds = 0  # of the network, in the latest request
+        self.recorded: list[tuple[Arrays, Any]] = []  # inputs and result of each call of the network
+        self.calls = self._nanoseconds = 0  # totals of the latest request
         self._synchronize = _find_synchronize()
         try:
             self._forward, self._network.forward = self._network.forward, self._record
@@ -236,7 +236,7 @@ def _find_place(frames: Any) -> str:
     own = [
         f" at {path.name}:{line}"
         for path, line in places
-        if path.is_file() and not any(map(path.is_relative_to, others)) and not LIBRARIES & set(path.parts)
+        if path.is_file() and not any(map(path.is_relative_to, others)) and not LIBRARY_FOLDERS & set(path.parts)
     ]
     return own[-1] if own else ""
 
@@ -292,11 +292,11 @@ def _store_inputs(requests: _InstrumentedApplication, journal: Journal) -> None:
     """Store the inputs of the network's calls, and how many requests they are of."""
     journal.stage("answer each request once")
     began, size, done = time.monotonic(), 0, 0
-    for number in range(min(len(requests.requests), MOST_REQUESTS)):
+    for number in range(min(len(requests.requests), MAX_REQUESTS)):
         requests.answer(number)
         done += 1
         size += sum(array.nbytes for array in requests.recorded[-1][0].values()) * requests.calls
-        if time.monotonic() - began > LONGEST_S or size > MOST_BYTES:
+        if time.monotonic() - began > MAX_PASS_S or size > MAX_BYTES:
             break
     calls = [feeds for feeds, _ in requests.recorded]
     shapes = dict.fromkeys(_describe(feeds) for feeds in calls)
@@ -309,7 +309,7 @@ def _store_inputs(requests: _InstrumentedApplication, journal: Journal) -> None:
     batch = next((array.shape[0] for array in calls[0].values() if array.ndim), 0)
     if not batch:
         raise UserError(f"the network gets {_describe(calls[0]) if calls[0] else 'no input'}; it needs a batch")
-    save_arrays(journal.folder / INPUTS, {name: _stack_rows(name, calls, batch) for name in calls[0]})
+    save_arrays(journal.folder / INPUTS_FILE, {name: _stack_rows(name, calls, batch) for name in calls[0]})
     journal.facts(application=ApplicationFacts(done, len(calls) // done, batch, len(requests.requests)))
 
 

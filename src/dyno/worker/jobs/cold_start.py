@@ -20,9 +20,9 @@ from dyno.worker.inputs import input_data
 from dyno.worker.journal import Journal
 from dyno.worker.nets.local_code import list_shards
 from dyno.worker.registry import find
-from dyno.worker.spec import STARTED, Artifact, Job, Trial, Unavailable, UserError
+from dyno.worker.spec import STARTED_VARIABLE, Artifact, Job, Trial, Unavailable, UserError
 
-LATER = 20  # answers after the first
+LATER_ANSWERS = 20  # answers after the first
 START, IMPORTS, CONTEXT, LOAD, INPUTS, FIRST = "start", "imports", "context", "load", "inputs", "first_call"
 
 
@@ -33,11 +33,11 @@ def cold_start(job: Job, journal: Journal) -> None:
     """
     assert job.trial is not None
     trial, clock = job.trial, ColdStartClock()
-    if STARTED not in os.environ:
+    if STARTED_VARIABLE not in os.environ:
         raise UserError(
             "the start time of this process is unknown; a cold start is measured by `dyno bench cold-start`"
         )
-    started = float(os.environ[STARTED])
+    started = float(os.environ[STARTED_VARIABLE])
     clock.parts[START] = time.monotonic() - started
     with clock.imports_apart():
         backend = find(trial.backend)
@@ -52,7 +52,7 @@ def cold_start(job: Job, journal: Journal) -> None:
             answer = measure.make_step(session, "all", feeds)
             answer()
     whole = time.monotonic() - started
-    later = tuple(_time_action(answer) for _ in range(LATER))
+    later = tuple(_time_action(answer) for _ in range(LATER_ANSWERS))
     parts = {START: clock.parts.pop(START), IMPORTS: clock.imported, **clock.parts}
     if device is None:
         del parts[CONTEXT]

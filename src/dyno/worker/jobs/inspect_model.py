@@ -15,17 +15,17 @@ from dyno.worker.inspection import Inspection, Purpose
 from dyno.worker.nets import file_facts, flops, libraries, local_code, models, saved_modules, ultralytics_models
 from dyno.worker.nets.file_facts import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error, named_outputs
-from dyno.worker.spec import BATCH, Dims, InputSpec, ModelSpec, Tensor, Trial, UserError
+from dyno.worker.spec import BATCH_AXIS, Dims, InputSpec, ModelSpec, Tensor, Trial, UserError
 from dyno.worker.tasks import OutputShapes, classify
 
 # Axes of a model file by their names: which is the batch, and the lengths of the others, solved together.
 
-NAMED = re.compile("batch|^(n|b|bs|bsz)$", re.IGNORECASE)
-OPERATOR = re.compile(r"[+*/()]| - ")
-TERM = re.compile(r"\s*([+-]?)\s*(?:(\d+)\s*\*\s*)?([^\s+*/()]+)")
+BATCH_NAME = re.compile("batch|^(n|b|bs|bsz)$", re.IGNORECASE)
+AXIS_OPERATOR = re.compile(r"[+*/()]| - ")
+AXIS_TERM = re.compile(r"\s*([+-]?)\s*(?:(\d+)\s*\*\s*)?([^\s+*/()]+)")
 MADE_UP = re.compile(r"unk__|[sud]\d+$|.*(dynamic_axes|dim)_\d+$")  # names that exporters give to axes without one
-WHOLE = re.compile("total|mask", re.IGNORECASE)  # an axis as long as the past and what is new together
-PAST = re.compile("past", re.IGNORECASE)
+TOTAL_AXIS = re.compile("total|mask", re.IGNORECASE)  # past and new tokens together
+PAST_AXIS = re.compile("past", re.IGNORECASE)
 DECODER_TOKENS = "decoder_input_ids"
 
 Axis = Union[int, str]
@@ -48,7 +48,12 @@ def batch_axes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str,
 
 def names_batch(axis: Axis) -> bool:
     """Return whether the axis is named after the batch."""
-    return isinstance(axis, str) and bool(NAMED.search(axis)) and not OPERATOR.search(axis) and not is_length(axis)
+    return (
+        isinstance(axis, str)
+        and bool(BATCH_NAME.search(axis))
+        and not AXIS_OPERATOR.search(axis)
+        and not is_length(axis)
+    )
 
 
 def _named_axis(tensor: Tensor) -> int | None:
@@ -145,7 +150,7 @@ class _Lengths:
         """Return the shape that the input has without a description: the batch first, the size of an image."""
         sides = self._find_sides(tensor)
         return tuple(
-            axis if isinstance(axis, int) else BATCH if not k else sides.get(k, axis)
+            axis if isinstance(axis, int) else BATCH_AXIS if not k else sides.get(k, axis)
             for k, axis in enumerate(tensor.shape)
         )
 
@@ -176,7 +181,7 @@ class _Lengths:
         )
 
     def _format_axis(self, axis: Axis) -> str:
-        return str(axis) if isinstance(axis, int) or axis in (BATCH, "height", "width") else f"<{axis}>"
+        return str(axis) if isinstance(axis, int) or axis in (BATCH_AXIS, "height", "width") else f"<{axis}>"
 
     def _find_sides(self, tensor: Tensor) -> dict[int, str]:
         """Return the axes of height and width, of an input that is an image beside another or the model's own."""
@@ -193,15 +198,15 @@ class _Lengths:
         """Return what the user, the batch and the image's size make of the axis; None where they don't."""
         own = self._given.get(tensor.name)
         if own is not None and len(own) == len(tensor.shape):
-            return BATCH if k == self._batched[tensor.name] else own[k]
-        return BATCH if k == self._batched[tensor.name] else self._find_sides(tensor).get(k)
+            return BATCH_AXIS if k == self._batched[tensor.name] else own[k]
+        return BATCH_AXIS if k == self._batched[tensor.name] else self._find_sides(tensor).get(k)
 
     def _find_length(self, tensor: Tensor, k: int) -> Axis:
         axis, given = tensor.shape[k], self._given.get(tensor.name)
         if given is not None and len(given) == len(tensor.shape):
-            return BATCH if k == self._batched[tensor.name] else given[k]
+            return BATCH_AXIS if k == self._batched[tensor.name] else given[k]
         if isinstance(axis, int):  # a fixed first axis is compared with the batch where it is fed
-            return BATCH if k and k == self._batched[tensor.name] else axis
+            return BATCH_AXIS if k and k == self._batched[tensor.name] else axis
         if (length := self._given_length(tensor, k)) is not None:
             return length
         name = self._name_axis(tensor, k)
@@ -219,9 +224,9 @@ class _Lengths:
     def _parse_terms(self, axis: str) -> dict[str, int]:
         """Return the names in a sum with their factors, a number's under ""; {} where the axis isn't a sum."""
         terms: dict[str, int] = {}
-        if not OPERATOR.search(axis) or re.sub(TERM, "", axis).strip():
+        if not AXIS_OPERATOR.search(axis) or re.sub(AXIS_TERM, "", axis).strip():
             return {}
-        for sign, factor, name in TERM.findall(axis):
+        for sign, factor, name in AXIS_TERM.findall(axis):
             value = (-1 if sign == "-" else 1) * int(factor or 1)
             key, value = ("", value * int(name)) if name.isdecimal() else (name, value)
             terms[key] = terms.get(key, 0) + value
@@ -260,9 +265,11 @@ class _Lengths:
         return found + self._find_whole_sums()
 
     def _find_whole_sums(self) -> list[tuple[dict[str, int], int]]:
-        names = {axis for t in self._inputs for axis in t.shape if isinstance(axis, str) and not OPERATOR.search(axis)}
-        whole = [name for name in names if WHOLE.search(name) and is_length(name)]
-        past = [name for name in names if PAST.search(name) and name not in whole]
+        names = {
+            axis for t in self._inputs for axis in t.shape if isinstance(axis, str) and not AXIS_OPERATOR.search(axis)
+        }
+        whole = [name for name in names if TOTAL_AXIS.search(name) and is_length(name)]
+        past = [name for name in names if PAST_AXIS.search(name) and name not in whole]
         new = [name for name in names if is_length(name) and name not in (*whole, *past)]
         if len(past) != 1 or len(new) != 1:
             return []
@@ -335,7 +342,7 @@ def _inspect_module(
         size=own,
         flops={size: n for size, n in operations.items() if n},
         inputs=inputs.inputs,
-        shapes={spec.name: spec.shape for spec in inputs.inputs if BATCH in spec.shape[1:]},
+        shapes={spec.name: spec.shape for spec in inputs.inputs if BATCH_AXIS in spec.shape[1:]},
         usual_batch=inputs.batch,
         batch=1 if one_image else 0 if inputs.free else inputs.batch,
         batches=(1, inputs.batch, most) if most else None,
@@ -421,7 +428,7 @@ def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, inputs: Seque
     if has_decoder and DECODER_TOKENS not in {spec.name for spec in inputs}:
         return f"; add --shapes {DECODER_TOKENS}:batchx1:int64, the tokens that its decoder is given"
     kind, rest = models.parse(model.source)
-    function = rest.rpartition(":")[2].partition("(")[0] if kind in models.FUNCTIONS else ""
+    function = rest.rpartition(":")[2].partition("(")[0] if kind in models.FUNCTION_SOURCES else ""
     advice = modules.advice_on_reason(module, reason, "save" if kind == saved_modules.SAVED.name else "return")
     return f"; {advice or modules.advice_after_refusal(module, model, function, not inputs)}"
 
@@ -491,16 +498,18 @@ def _given_shapes(
         if "shape" not in words:
             continue
         shape, own = tuple(words["shape"]), batched[tensor.name]
-        if wrong := [axis for axis in shape if isinstance(axis, str) and axis != BATCH]:
-            raise UserError(f"shape has {wrong[0]!r}; the axes of a file's input are numbers, or {BATCH} for the batch")
+        if wrong := [axis for axis in shape if isinstance(axis, str) and axis != BATCH_AXIS]:
+            raise UserError(
+                f"shape has {wrong[0]!r}; the axes of a file's input are numbers, or {BATCH_AXIS} for the batch"
+            )
         if len(shape) != len(tensor.shape):
             shown = "x".join(map(str, shape))
             raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {shown}")
-        if "array" in words and shape[:1] == (BATCH,) and own != 0 and any(map(names_batch, tensor.shape)):
-            shape = tuple(BATCH if k == own else n for k, n in enumerate(words["array"]))
+        if "array" in words and shape[:1] == (BATCH_AXIS,) and own != 0 and any(map(names_batch, tensor.shape)):
+            shape = tuple(BATCH_AXIS if k == own else n for k, n in enumerate(words["array"]))
         given[tensor.name] = shape
-    if any(BATCH in shape for shape in given.values()):
-        batched |= {name: shape.index(BATCH) if BATCH in shape else None for name, shape in given.items()}
+    if any(BATCH_AXIS in shape for shape in given.values()):
+        batched |= {name: shape.index(BATCH_AXIS) if BATCH_AXIS in shape else None for name, shape in given.items()}
         return batched, given
     image = [t for t in inputs if t == image_of(inputs) and t.name not in given and batched[t.name] is not None]
     batch = fixed_batch(image or inputs, batched, given) or fixed_batch(inputs, batched, given)
@@ -529,6 +538,7 @@ def _find_batched_outputs(
     """Return the outputs in whose shapes the file has the batch's name, with `batch` at its axes."""
     names = {t.shape[k] for t in inputs for k in [batched[t.name]] if k is not None} - {"", "?"}
     marked = [
-        replace(o, shape=tuple(BATCH if isinstance(n, str) and n in names else n for n in o.shape)) for o in outputs
+        replace(o, shape=tuple(BATCH_AXIS if isinstance(n, str) and n in names else n for n in o.shape))
+        for o in outputs
     ]
-    return tuple(output for output in marked if BATCH in output.shape)
+    return tuple(output for output in marked if BATCH_AXIS in output.shape)

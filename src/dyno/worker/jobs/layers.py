@@ -30,7 +30,7 @@ from dyno.worker.spec import Artifact, Dims, Job, Trial, UserError
 
 # An ONNX file with notes at its nodes, which viewers such as Netron show; what it computes stays as it is.
 
-PREFIX = "dyno"  # of the names in a node's metadata
+NAME_PREFIX = "dyno"  # prefix of keys in a node's metadata
 
 
 def annotate(job: Job, journal: Journal) -> None:
@@ -57,7 +57,7 @@ def _add_note(node: Any, note: Mapping[str, Any]) -> None:
     node.doc_string = "\n".join((*note["lines"], *([node.doc_string] if node.doc_string else [])))
     for name, text in note["facts"].items():
         entry = node.metadata_props.add()
-        entry.key, entry.value = f"{PREFIX}: {name}", text
+        entry.key, entry.value = f"{NAME_PREFIX}: {name}", text
 
 
 # One inference of a trial's engine for a profiler of kernels, under which the process of this job runs.
@@ -87,7 +87,7 @@ def count(job: Job, journal: Journal) -> None:
 
 # One form of a model, read for `dyno inspect`: a module's calls, a graph's nodes or an engine's layers.
 
-MODULE = "pytorch"  # the backend whose form is the module itself
+MODULE_BACKEND = "pytorch"  # backend whose form is the module itself
 
 
 def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) -> LayerGraph:
@@ -96,7 +96,7 @@ def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) ->
     For a module that has not been inspected yet, `options` contain the user's settings (see `inspect_model`) and the
     batch. Raises `UserError` if it can't be read, `Unavailable` if it can't be read here.
     """
-    if trial.backend == MODULE:
+    if trial.backend == MODULE_BACKEND:
         return _inspect_module(trial, options)
     if trial.backend:
         return registry.find(trial.backend).inside(trial, artifact)
@@ -171,10 +171,11 @@ def _move_tensors(value: Any, device: Any) -> Any:
 # Layer errors: one job stores a reference's tensors, others compare an engine with them, layer by layer.
 
 Report = Callable[[str], None]
-REFERENCE = "onnxruntime"  # runs the reference's graph, with its optimisation off: node by node
-SAME_SHAPE = 0.5  # of the tensors with a common name have the same shape, at least, in two forms of one network
-PASSES = 3  # in which tensors are left out: a mismatched one may hide another behind it
-TENSORS, ISOLATED, WITH_DELTAS = "tensors", "isolated", "with_deltas.onnx"  # files and folders in the job's folder
+REFERENCE_BACKEND = "onnxruntime"  # runs the reference's graph unoptimised, node by node
+MIN_SAME_SHAPE_SHARE = 0.5  # share of tensors of equal name with equal shapes in two forms of a network
+MATCHING_PASSES = 3  # a mismatched tensor may hide another one behind it
+# files and folders in the job's folder
+TENSORS_DIR, ISOLATED_DIR, DELTAS_FILE = "tensors", "isolated", "with_deltas.onnx"
 
 
 def perform(job: Job, journal: Journal) -> None:
@@ -192,7 +193,7 @@ def store_reference(job: Job, folder: Path, report: Report) -> None:
     the call's result is by the names in `graph`, the file of its export. Else they are those of the job's graph.
     """
     assert job.trial is not None
-    trial, count, writer = job.trial, int(job.options["runs"]), TensorWriter(folder / TENSORS)
+    trial, count, writer = job.trial, int(job.options["runs"]), TensorWriter(folder / TENSORS_DIR)
     report("run the reference")
     if "calls" in job.options:
         session: Any = find(trial.backend).load(trial, None)
@@ -218,9 +219,9 @@ def _make_feeds(trial: Trial, inputs: Any, count: int) -> list[dict[str, np.ndar
 
 
 def _make_reference(trial: Trial, folder: Path) -> GraphEngine:
-    plain = replace(trial, backend=REFERENCE, precision="fp32", options={"optimization": "disable"},
+    plain = replace(trial, backend=REFERENCE_BACKEND, precision="fp32", options={"optimization": "disable"},
                     runtime=replace(trial.runtime, device="cpu"))  # fmt: skip
-    return GraphEngine(find(REFERENCE).load, plain, folder)
+    return GraphEngine(find(REFERENCE_BACKEND).load, plain, folder)
 
 
 def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
@@ -244,7 +245,7 @@ def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
     unmodified = comparison.outputs(_run_unmodified(find(trial.backend).load(trial, job.artifact), comparison))
     result = _compare_layers(comparison, folder, report, str(options["graph"]))
     report("find each layer's effect")
-    layers = compare.with_effects(comparison, result.layers, folder / ISOLATED, folder / WITH_DELTAS)
+    layers = compare.with_effects(comparison, result.layers, folder / ISOLATED_DIR, folder / DELTAS_FILE)
     report("test the suspects again")
     result = replace(result, layers=layers, unmodified=unmodified)
     return _retest_suspects(result, comparison, _make_reference(trial, folder), bool(options["always"]))
@@ -263,7 +264,7 @@ def _check_shapes(comparison: TensorComparison, named: Collection[str], path: st
     Exporters number the tensors of every network alike.
     """
     inner = {*named} - {*comparison.graph.outputs}
-    if len(inner & {*comparison.tensors}) < SAME_SHAPE * len(inner):
+    if len(inner & {*comparison.tensors}) < MIN_SAME_SHAPE_SHARE * len(inner):
         raise UserError(f"most tensors of {path} have other shapes than the reference's of the same name, so these are "
                         "different networks; give two files of one graph")  # fmt: skip
 
@@ -287,13 +288,13 @@ def _compare_layers(comparison: TensorComparison, folder: Path, report: Report, 
     total, marked, parts = compare.mark_tensors(comparison, sizes)
     _check_shapes(comparison, named, path)
     report("run each layer alone")
-    own = compare.isolate_layers(comparison, sizes, folder / ISOLATED)
+    own = compare.isolate_layers(comparison, sizes, folder / ISOLATED_DIR)
     matched = len(comparison.tensors)
-    for _ in range(PASSES):
+    for _ in range(MATCHING_PASSES):
         if not (others := compare.find_mismatched(comparison, total, own)):
             break
         comparison.tensors = [name for name in comparison.tensors if name not in others]
-        own = compare.isolate_layers(comparison, sizes, folder / ISOLATED)
+        own = compare.isolate_layers(comparison, sizes, folder / ISOLATED_DIR)
     return LayerErrors(
         layers=_list_layer_errors(comparison, total, own), marked=marked, runs=comparison.stored.runs, parts=parts,
         unmatched=len(graph.float_tensors) - matched, mismatched=matched - len(comparison.tensors),
@@ -337,7 +338,7 @@ def _is_beyond_limit(difference: Difference | None, limit: float) -> bool:
 
 # A trial's engine, timed as it is and then layer by layer, in one process.
 
-UNPROFILED, PROFILED, LAYERS = "unprofiled", "profiled", "layers"  # tags; none is a latency, which others compare
+UNPROFILED, PROFILED, LAYERS = "unprofiled", "profiled", "layers"  # tags; none of them is a latency to compare
 
 
 def profile(job: Job, journal: Journal) -> None:
@@ -352,7 +353,7 @@ def profile(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session = journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact))
     data = input_data.read_batches(
-        trial.data, trial.model.preprocess, session.inputs, trial.dims, input_data.FEEDS, trial.model.inputs
+        trial.data, trial.model.preprocess, session.inputs, trial.dims, input_data.FEED_COUNT, trial.model.inputs
     )
     feeds = [session.stage(feed) for feed in data]
     watch = measure.watch(session, "model", journal.warn)

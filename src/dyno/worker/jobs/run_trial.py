@@ -14,16 +14,26 @@ import numpy as np
 from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.evaluation import evaluate
-from dyno.worker.facts.engine import ORIGIN, EngineFacts
+from dyno.worker.facts.engine import ORIGIN_FIELDS, EngineFacts
 from dyno.worker.facts.job import NO_VALUES, SAME_OUTPUTS, AnsweredImages, SustainedLoad
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.turns import Uninterleaved
 from dyno.worker.journal import Journal
 from dyno.worker.nets.checkpoint import describe_averaged
 from dyno.worker.nets.huggingface import describe_random
-from dyno.worker.record import CLOSE, Measurement, describe_close, one_line, save_arrays
+from dyno.worker.record import CLOSE_STAGE, Measurement, describe_close, one_line, save_arrays
 from dyno.worker.registry import find
-from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, ModelSpec, Plan, Trial, Unavailable, UserError
+from dyno.worker.spec import (
+    BUILD_OPTIONS,
+    ENERGY_OPTION,
+    SLOWDOWN_OPTION,
+    Job,
+    ModelSpec,
+    Plan,
+    Trial,
+    Unavailable,
+    UserError,
+)
 
 # A session that is slowed down on purpose, by a known share: what the self-test has to see.
 
@@ -132,10 +142,10 @@ def make_failure() -> UserError:
     )
 
 
-SETTLING = 0.25  # of the time for the energy, before it: power and clocks of a device follow its load
-CHANGED = 1e-2  # of their size: outputs of two calls on one input that are further apart are not rounding's
+SETTLING_SHARE = 0.25  # share of the energy time that runs before it: power and clocks follow the load
+MAX_CALL_DIFFERENCE = 1e-2  # relative difference of two calls that exceeds rounding
 Kept = tuple[tuple[int, ...], np.ndarray]
-KEPT = 1 << 16  # values of an output that are kept from the first call to the last
+MAX_KEPT_VALUES = 1 << 16  # values of an output kept to compare the first call with the last
 
 
 def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) -> None:
@@ -149,16 +159,16 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     if trial.runtime.device == "cpu" and (text := system.describe_mixed_cores()):
         journal.warn(text)
     session: Session = journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact))
-    if BUILD in job.options:
-        journal.facts(build=int(job.options[BUILD]))
+    if BUILD_OPTIONS in job.options:
+        journal.facts(build=int(job.options[BUILD_OPTIONS]))
     if text := describe_averaged(trial.model.weights) if trial.model.weights else describe_random(trial.model):
         journal.warn(text)
-    if SLOWDOWN in job.options:
-        session = _slow_session(session, float(job.options[SLOWDOWN]), journal)
+    if SLOWDOWN_OPTION in job.options:
+        session = _slow_session(session, float(job.options[SLOWDOWN_OPTION]), journal)
     model = trial.model
     host_feeds = list(
         input_data.read_batches(
-            trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs
+            trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEED_COUNT, model.inputs
         )
     )
     journal.facts(inputs_sha256=input_data.hash_feeds(host_feeds, model.preprocess), threads=trial.runtime.threads)
@@ -171,8 +181,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     _time_boundaries(session, job.plan, trial, feeds, journal, turns, restore)
     if job.round == 0 and "throughput" in job.plan.boundaries and (slow := measure.find_slow_slot(session, feeds)):
         journal.warn(slow)
-    if ENERGY in job.options:
-        _sustain_load(session, trial, feeds, journal, float(job.options[ENERGY]))
+    if ENERGY_OPTION in job.options:
+        _sustain_load(session, trial, feeds, journal, float(job.options[ENERGY_OPTION]))
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
     any_finite = True
     if job.round == 0:
@@ -185,7 +195,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
         journal.stage("evaluate")
         session.close()
         raise make_failure()
-    journal.stage(CLOSE)
+    journal.stage(CLOSE_STAGE)
     try:
         session.close()
     except Exception as e:
@@ -267,7 +277,7 @@ def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal:
     """Keep every slot busy for this long, so that the energy counters see nothing else."""
     journal.stage("run for the energy")
     endless = replace(trial.plan, max_samples=sys.maxsize)
-    measure.measure_throughput(session, feeds, trial.dims.batch, replace(endless, seconds=SETTLING * seconds))
+    measure.measure_throughput(session, feeds, trial.dims.batch, replace(endless, seconds=SETTLING_SHARE * seconds))
     contention = system.CpuContention()
     sampling = measure.measure_throughput(session, feeds, trial.dims.batch, replace(endless, seconds=seconds))
     journal.facts(
@@ -303,7 +313,7 @@ def repeat(session: Session, feeds: Arrays, first: Mapping[str, Kept], journal: 
     numbers, or keeps something of each call. Of what it keeps, two calls in a row would show little."""
     last = keep_answers(session, feeds)
     distance = max((_compute_distance(first[name], last[name]) for name in last), default=0.0)
-    if distance > CHANGED:
+    if distance > MAX_CALL_DIFFERENCE:
         journal.facts(random_outputs=distance)
         journal.warn(f"the outputs change from call to call: two on one input are {distance:.2g} of their size apart")
 
@@ -318,7 +328,7 @@ def keep_answers(session: Session, feeds: Arrays) -> dict[str, Kept]:
 
 def _read_outputs(session: Session) -> dict[str, Kept]:
     arrays = session.fetch()
-    return {name: (a.shape, np.array(a.reshape(-1)[:: 1 + a.size // KEPT])) for name, a in arrays.items()}
+    return {name: (a.shape, np.array(a.reshape(-1)[:: 1 + a.size // MAX_KEPT_VALUES])) for name, a in arrays.items()}
 
 
 def _compute_distance(first: Kept, last: Kept) -> float:
@@ -331,7 +341,7 @@ def _compute_distance(first: Kept, last: Kept) -> float:
 
 
 def _inspect_engine(session: Session, job: Job, journal: Journal) -> None:
-    inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
+    inherited = job.artifact.made_by.set_fields(ORIGIN_FIELDS) if job.artifact else {}
     journal.facts(**inherited)
     try:
         facts = journal.record.facts.merge(session.facts())

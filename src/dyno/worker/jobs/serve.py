@@ -14,7 +14,7 @@ import numpy as np
 from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.extras import load_library
-from dyno.worker.facts.engine import ORIGIN
+from dyno.worker.facts.engine import ORIGIN_FIELDS
 from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.run_trial import answer_all, keep_answers, make_failure, record_finite, repeat
@@ -34,12 +34,12 @@ from dyno.worker.serving.batching import (
 from dyno.worker.serving.loadgen import QueryQueue, ServerScenario
 from dyno.worker.serving.options import ServeOptions
 from dyno.worker.serving.rates import Arrivals, count_requests, draw_arrivals, read_trace
-from dyno.worker.spec import ENDPOINT, Job, Trial, Unanswered, from_json
+from dyno.worker.spec import ENDPOINT_PREFIX, Job, Trial, Unanswered, from_json
 
 # The highest rate that holds, by trying rates.
 
-LOWEST = 256  # the capacity over this: a rate below it isn't tried
-MOST_LOWER = 16  # steps down from a result that didn't hold again
+MIN_RATE_DIVISOR = 256  # rates below this fraction of the capacity aren't tried
+MAX_STEPS_DOWN = 16  # steps down after a rate failed its repetition
 
 
 def find_highest_rate(holds: Callable[[float], bool], capacity: float, resolution: float, lowest: float = 0.0) -> float:
@@ -49,7 +49,7 @@ def find_highest_rate(holds: Callable[[float], bool], capacity: float, resolutio
     distance between them on a logarithmic scale, and tries the result once more: of many tries one holds by luck. If
     that fails it goes down step by step, until a rate has held twice. No rate below `lowest` is tried.
     """
-    floor = max(lowest, capacity / LOWEST)
+    floor = max(lowest, capacity / MIN_RATE_DIVISOR)
     low, high = 0.0, math.inf
     rate = max(capacity / 2, floor)
     while not low or high == math.inf:
@@ -62,15 +62,15 @@ def find_highest_rate(holds: Callable[[float], bool], capacity: float, resolutio
     while high / low > 1 + resolution:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if holds(middle) else (low, middle)
-    confirmed, left = holds(low), MOST_LOWER
+    confirmed, left = holds(low), MAX_STEPS_DOWN
     while not confirmed and left and low > floor:
         low, left = max(low / (1 + resolution), floor), left - 1
         confirmed = holds(low) and holds(low)
     return low if confirmed else 0.0
 
 
-ARRAYS = "serve.npz"
-SEEDS = 1000  # of a round: each rate has its own
+ARRAYS_FILE = "serve.npz"
+SEEDS_PER_ROUND = 1000  # each rate has its own seed
 
 
 def serve_requests(job: Job, journal: Journal) -> None:
@@ -87,7 +87,8 @@ def serve_requests(job: Job, journal: Journal) -> None:
         trial, options.engine_batches or _list_powers(trial.dims.batch), lambda t: backend.load(t, job.artifact),
         lambda session, size: _make_feeds(trial, session, size), options.instances,
     ))  # fmt: skip
-    if job.round == 0 and not trial.model.source.startswith(ENDPOINT):  # else there is nothing to compare with
+    # otherwise there is nothing to compare with
+    if job.round == 0 and not trial.model.source.startswith(ENDPOINT_PREFIX):
         _answer_known(job, trial, instances, journal)
     work = _ServeJob(trial, options, instances, journal, int(job.options["least"]), job.round)
     work.measure_alone()
@@ -108,7 +109,7 @@ def _list_powers(most: int) -> list[int]:
 def _make_feeds(trial: Trial, session: Session, size: int) -> list[dict[str, np.ndarray]]:
     model, dims = trial.model, replace(trial.dims, batch=size)
     return list(
-        input_data.read_batches(trial.data, model.preprocess, session.inputs, dims, input_data.FEEDS, model.inputs)
+        input_data.read_batches(trial.data, model.preprocess, session.inputs, dims, input_data.FEED_COUNT, model.inputs)
     )
 
 
@@ -118,7 +119,7 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
     journal.stage("evaluate")
     first = instances.first
     feeds = _make_feeds(trial, first.session, first.size)
-    inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
+    inherited = job.artifact.made_by.set_fields(ORIGIN_FIELDS) if job.artifact else {}
     journal.facts(inputs_sha256=input_data.hash_feeds(feeds, trial.model.preprocess), **inherited)
     any_finite = True
     try:
@@ -127,7 +128,7 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
             lambda: answer_all(BatchFormingSession(instances.ladder, trial.dims), trial, journal, timed=False)
         )
         instances.call(lambda: repeat(first.session, feeds[0], before, journal))
-    except Unanswered as e:  # of a server with too much to do: a rate says so
+    except Unanswered as e:  # an overloaded server: its rate reports it
         journal.warn(f"{e}: not all outputs could be compared")
     if not any_finite:
         raise make_failure()
@@ -140,7 +141,7 @@ class _ServeJob:
         self, trial: Trial, options: ServeOptions, instances: Instances, journal: Journal, least: int, number: int
     ) -> None:
         self._trial, self._options, self._instances, self._journal = trial, options, instances, journal
-        self._seed = trial.data.seed + SEEDS * number
+        self._seed = trial.data.seed + SEEDS_PER_ROUND * number
         self._rules = BatchingRules(trial.dims.batch, options.max_wait_s, options.queue)
         self._arrays: dict[str, np.ndarray] = {}
         self._facts = ServeFacts(
@@ -178,7 +179,7 @@ class _ServeJob:
         def run_batches(lane: Lane) -> None:
             for rung in lane.rungs:
                 for _ in rung.feeds:
-                    with suppress(Unanswered):  # of a server with too much to do: a rate says so
+                    with suppress(Unanswered):  # an overloaded server: its rate reports it
                         lane.answer(rung.size)
                         answered.append({name: np.array(a) for name, a in lane.answered.items()})
 
@@ -303,7 +304,7 @@ class _ServeJob:
         by_loadgen = scenario.read_latency() if scenario else 0.0
         step = ServeStep(rate, verdict, first, grows, round(contention.count_busy(), 3), by_loadgen)
         self._arrays |= {f"{name}_{number}": array for name, array in values.items()}
-        save_arrays(journal.folder / ARRAYS, self._arrays)
+        save_arrays(journal.folder / ARRAYS_FILE, self._arrays)
         self._facts = replace(facts, steps=(*facts.steps, step))
         journal.facts(serve=self._facts)
         journal.record_contention(

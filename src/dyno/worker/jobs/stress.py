@@ -12,19 +12,19 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.extras import load_library
-from dyno.worker.facts.engine import STORED
-from dyno.worker.facts.job import MANY, CopyRate, PeakOfType, StressPhase, is_labels
+from dyno.worker.facts.engine import WEIGHT_PRECISIONS
+from dyno.worker.facts.job import MIN_LABELS, CopyRate, PeakOfType, StressPhase, is_labels
 from dyno.worker.inputs import input_data
 from dyno.worker.sessions.torch_support import first_line
 from dyno.worker.spec import Runtime, Trial, Unavailable, UserError
 
-UNBOUNDED = (1, 4, 8)  # min, opt and max of a file that any batch fits
+UNBOUNDED_PHASES = (1, 4, 8)  # min, opt and max of a file for any batch
 WARM_UP = 50  # runs after which a session has allocated its memory
 # What a batch's outputs may differ by from the same images at another batch, relative to the largest output:
 # another batch may take another kernel, which sums in another order.
-TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "fp8": 1e-1,
-             **dict.fromkeys(STORED, 5e-2)}  # fmt: skip
-GROWTH = 8 * 2**20  # bytes; less comes and goes with the allocators
+TOLERANCES = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "fp8": 1e-1,
+              **dict.fromkeys(WEIGHT_PRECISIONS, 5e-2)}  # fmt: skip
+MAX_GROWTH_B = 8 * 2**20  # smaller growth comes and goes with the allocators
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Phase:
             tolerance=tolerance,
             device_growth=self.device_growth,
             host_growth=self.host_growth,
-            ok=not self.wrong and max(self.device_growth, self.host_growth) <= GROWTH,
+            ok=not self.wrong and max(self.device_growth, self.host_growth) <= MAX_GROWTH_B,
         )
 
 
@@ -76,7 +76,7 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
             seconds[k], outputs = _time_batch(session, pool, start, batch)
             error = _compute_error(outputs, reference, start, batch)
             worst = max(worst, error)
-            wrong += not error <= TOLERANCE[trial.precision]  # a NaN is wrong too
+            wrong += not error <= TOLERANCES[trial.precision]  # a NaN is wrong too
         after = _measure_memory(session)
         yield Phase(name, (low, high), seconds, wrong, worst, after[0] - before[0], after[1] - before[1])
 
@@ -85,7 +85,7 @@ def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[i
     """Return the smallest and largest batch of each phase; without a profile they follow from the numbers given, or are
     UNBOUNDED. Raises a `UserError` for a batch outside the profile."""
     numbers = [int(name) for name in phases if name.isdecimal()]
-    given = (min(numbers), min(numbers), max(numbers)) if numbers else UNBOUNDED
+    given = (min(numbers), min(numbers), max(numbers)) if numbers else UNBOUNDED_PHASES
     low, opt, high = session.batches or given
     sizes = {"min": (low, low), "opt": (opt, opt), "max": (high, high), "random": (low, high)}
     for number in numbers:
@@ -140,7 +140,7 @@ def _compute_error(
         expected = reference[name][start : start + batch]
         if is_labels(expected):
             changed = int((a != expected).sum())
-            errors.append((changed - (a.size >= MANY) if changed else 0) / max(a.size, 1))
+            errors.append((changed - (a.size >= MIN_LABELS) if changed else 0) / max(a.size, 1))
             continue
         a, expected = a.astype(np.float64), expected.astype(np.float64)
         errors.append(float(np.abs(a - expected).max(initial=0) / max(float(np.abs(expected).max(initial=0)), 1e-30)))
@@ -163,33 +163,33 @@ def _measure_memory(session: Session) -> tuple[int, int]:
 # these clocks, with these threads; an engine with better kernels may go beyond it. Of repetitions the fastest counts,
 # as in McCalpin's STREAM: a ceiling is what nothing disturbed.
 
-TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
-SIDES = {"cpu": (512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192, 16384)}
-SECONDS = 2.0  # per type, over all sides
-LEAST = 3  # timings of a side
-COPIED = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes, at least
-CACHES = 8  # at least this multiple of the last-level cache, so that a copy can't be served from it
+PRODUCT_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
+PRODUCT_SIDES = {"cpu": (512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192, 16384)}
+SECONDS_PER_TYPE = 2.0  # per type, over all sizes
+MIN_TIMINGS = 3  # timings per size
+MIN_COPIED_B = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes, at least
+MIN_CACHE_MULTIPLE = 8  # multiple of the last-level cache, so that copies reach the memory
 
 Timer = Callable[[Callable[[], Any]], float]
 
 
 def measure_peak(
-    runtime: Runtime, seconds: float = SECONDS, types: Collection[str] = tuple(TYPES)
+    runtime: Runtime, seconds: float = SECONDS_PER_TYPE, types: Collection[str] = tuple(PRODUCT_TYPES)
 ) -> Iterator[tuple[str, PeakOfType]]:
     """Yield each of the types with its peak; raise `Unavailable` without PyTorch or the device."""
     torch, device = _prepare_torch(runtime)
-    for name in TYPES:
+    for name in PRODUCT_TYPES:
         if name in types and not (name == "tf32" and device.type == "cpu"):
             yield name, _measure_type(torch, device, name, seconds)
 
 
-def copy(runtime: Runtime, seconds: float = SECONDS) -> CopyRate:
+def copy(runtime: Runtime, seconds: float = SECONDS_PER_TYPE) -> CopyRate:
     """Measure the rate of a large copy within the device's memory; see `measure` for its errors."""
     torch, device = _prepare_torch(runtime)
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     # Older PyTorch does not tell a GPU's cache; the least size is beyond it then too.
     cache = getattr(properties, "L2_cache_size", 0) if properties else system.last_cache()
-    size = max(COPIED[device.type], CACHES * cache)
+    size = max(MIN_COPIED_B[device.type], MIN_CACHE_MULTIPLE * cache)
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     since = time.monotonic()
     fastest = min(_time_repetitions(torch, device, lambda: target.copy_(source), seconds))
@@ -200,7 +200,7 @@ def _prepare_torch(runtime: Runtime) -> tuple[Any, Any]:
     """Return PyTorch and the device, with the runtime's threads; raise `Unavailable` without them."""
     torch = load_library("torch", "measuring the peak")
     device = torch.device(runtime.device)
-    if device.type not in SIDES:
+    if device.type not in PRODUCT_SIDES:
         raise Unavailable(f"the peak of a {device.type} can't be measured; cpu and cuda can")
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -215,10 +215,10 @@ def _measure_type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfT
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     sides: dict[str, float] = {}
     since, missing = time.monotonic(), ""
-    allowed = seconds / len(SIDES[device.type])
-    for side in SIDES[device.type]:
-        if sides and 2 * LEAST * side**3 / max(sides.values()) > 2 * seconds:
-            break  # so slow in this type that a larger product would take all day
+    allowed = seconds / len(PRODUCT_SIDES[device.type])
+    for side in PRODUCT_SIDES[device.type]:
+        if sides and 2 * MIN_TIMINGS * side**3 / max(sides.values()) > 2 * seconds:
+            break  # larger products would take hours
         try:
             sides[str(side)] = _measure_side(torch, device, name, side, allowed)
         except (RuntimeError, MemoryError) as e:  # no kernel for this type here, or no room for this side
@@ -233,7 +233,7 @@ def _measure_type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfT
 def _measure_side(torch: Any, device: Any, name: str, side: int, seconds: float) -> float:
     """Return the operations per second of a product of two square matrices: the fastest, after two for warm-up."""
     with torch.inference_mode():
-        left, right = (_make_matrix(torch, device, TYPES[name], side, seed) for seed in (0, 1))
+        left, right = (_make_matrix(torch, device, PRODUCT_TYPES[name], side, seed) for seed in (0, 1))
         multiply = torch._int_mm if name == "int8" else torch.matmul
         result = multiply(left, right)  # a product may be written where the one before it was
 
@@ -249,7 +249,7 @@ def _time_repetitions(torch: Any, device: Any, action: Callable[[], Any], second
     timer(action)
     times: list[float] = []
     since = time.monotonic()
-    while len(times) < LEAST or time.monotonic() - since < seconds:
+    while len(times) < MIN_TIMINGS or time.monotonic() - since < seconds:
         times.append(timer(action))
     return times
 

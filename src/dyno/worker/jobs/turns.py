@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 from dyno.worker import system
 from dyno.worker.spec import Plan
 
-CONDUCTOR = "DYNO_CONDUCTOR"  # the variable with the numbers of two inherited pipe ends, `READ,WRITE`
+CONDUCTOR_VARIABLE = "DYNO_CONDUCTOR"  # environment variable with two inherited pipe ends, `READ,WRITE`
 READY, GO, DONE, END = "ready", "go", "done", "end"
 IMPORTED, LOADED = f"{READY} import", f"{READY} load"
-LEAST_BLOCKS = 3  # even when one block outlasts the whole budget
+MIN_BLOCKS = 3  # even if one block exceeds the time
 # Of a block's time and threads, waited for a processor. A virtual machine's own kernel takes 2 to 4 % of some blocks of
 # two threads on two processors; a median over a block's samples doesn't feel it.
 BEARABLE_DELAY = 0.05
 OWN_DELAY = 2.0  # times what an engine's threads wait for each other in its quieter blocks
-MOST_OWN_DELAY = 0.1  # more than that isn't the engine's doing
+MAX_OWN_DELAY = 0.1  # longer delays have other causes than the engine
 
 
 def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[bool]:
@@ -34,7 +34,7 @@ def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[
     delay, where none is given that of these blocks, of which at most MOST_OWN_DELAY count.
     """
     quiet = quiet_delay(delays) if quiet is None else quiet
-    limit = max(BEARABLE_DELAY, OWN_DELAY * min(quiet, MOST_OWN_DELAY))
+    limit = max(BEARABLE_DELAY, OWN_DELAY * min(quiet, MAX_OWN_DELAY))
     return [delay > limit for delay in delays]
 
 
@@ -51,8 +51,8 @@ class Uninterleaved:
     together = 1  # jobs that load at the same time
 
     def __init__(self) -> None:
-        self.delays: list[float] = []  # of the boundary's blocks so far: see `find_disturbed`
-        self.core_latencies: list[int] = []  # of the same blocks, in ns
+        self.delays: list[float] = []  # for the boundary's blocks so far: see `find_disturbed`
+        self.core_latencies: list[int] = []  # for the same blocks, in ns
 
     def imported(self) -> None:
         """Report that the library is imported, and return when it is time to load."""
@@ -65,7 +65,7 @@ class Uninterleaved:
         self.delays, self.core_latencies = [], []
         deadline = time.monotonic() + plan.seconds
         for number in range(plan.blocks):
-            if number >= LEAST_BLOCKS and time.monotonic() >= deadline:
+            if number >= MIN_BLOCKS and time.monotonic() >= deadline:
                 return
             yield from self._iter_watched(number)
 
@@ -86,7 +86,7 @@ class Interleaved(Uninterleaved):
     def __init__(self, read: int, write: int) -> None:
         super().__init__()
         self._began = time.perf_counter()
-        self._core_latency = 0  # that came with the last word
+        self._core_latency = 0  # received with the last message
         for end in (read, write):
             os.set_inheritable(end, False)
         self._heard, self._said = os.fdopen(read, "r"), os.fdopen(write, "w", buffering=1)
@@ -123,5 +123,5 @@ class Interleaved(Uninterleaved):
 
 def find_conductor() -> Uninterleaved:
     """Return the source of this process's turns: the conductor behind the inherited pipes, or none."""
-    ends = os.environ.pop(CONDUCTOR, "")
+    ends = os.environ.pop(CONDUCTOR_VARIABLE, "")
     return Interleaved(*map(int, ends.split(","))) if ends else Uninterleaved()

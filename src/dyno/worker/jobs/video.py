@@ -31,7 +31,7 @@ from dyno.worker.video import alone, on_device, stages, steps
 from dyno.worker.video.drawing import Tracker, draw_detections
 from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, codec_threads, disk_full, lanes_beside, now
 from dyno.worker.video.opening import describe_old_pyav, has_pyav, open_sink, open_source, prepare_libraries
-from dyno.worker.video.options import OPENING, VideoOptions
+from dyno.worker.video.options import OPENING_STAGE, VideoOptions
 
 # Frames that were decoded before, for the rate of everything behind the decoder.
 
@@ -57,9 +57,9 @@ class MemorySource(Source):
             yield Frame(index, picture.again(), began, None, seconds, name)
 
 
-ARRAYS = "video.npz"
+ARRAYS_FILE = "video.npz"
 REQUIRES = ("numpy", "av", "opencv-python")
-RECENT = 8  # ticks over which the progress display averages the rate
+AVERAGED_TICKS = 8  # ticks averaged by the progress display
 
 
 def video(job: Job, journal: Journal) -> None:
@@ -78,7 +78,7 @@ def video(job: Job, journal: Journal) -> None:
     options = VideoOptions(**job.options["settings"])
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))
-    journal.stage(OPENING)
+    journal.stage(OPENING_STAGE)
     source = open_source(str(job.options["source"]), options, _choose_decoder(options, trial))
     if suffix := Path(job.options["output"]).suffix:  # a codec that isn't there is noticed before anything is measured
         path = journal.folder / f"opened{suffix}"
@@ -235,7 +235,7 @@ class _VideoJob:
         self._facts = replace(self._facts, cpu=cpu, hand_over=found.hand_over)
         if (cost := found.contention) is not None:
             self._facts = replace(self._facts, crowding=cost.factor, cpu_inference=cost.inference)
-        save_arrays(self._journal.folder / ARRAYS, self._arrays)
+        save_arrays(self._journal.folder / ARRAYS_FILE, self._arrays)
         self._journal.facts(video=self._facts)
 
     def _new_preparation(self) -> Preparation:
@@ -277,8 +277,9 @@ class _VideoJob:
         counts = [line.sink.written if self._output else line.answered for line in lines]
         self._facts = replace(
             self._facts, frames=counts[0], answered=sum(counts), streams=len(lines), seconds=seconds, stopped=stopped,
-            dropped=sum(line.stages.dropped for line in lines), cpu_whole=cpu / max(1, sum(counts)), depth=stages.DEPTH,
-            objects=lines[0].tracker.counts if lines[0].tracker else {}, rate=self._source.rate,
+            dropped=sum(line.stages.dropped for line in lines), cpu_whole=cpu / max(1, sum(counts)),
+            depth=stages.QUEUE_DEPTH, objects=lines[0].tracker.counts if lines[0].tracker else {},
+            rate=self._source.rate,
         )  # fmt: skip
         self._store_found()
         for sentence in (*self._source.notes, *notes, *self._find_oddities(counts[0], stopped)):
@@ -396,7 +397,7 @@ def _make_ticker(journal: Journal, lines: list[_VideoStream], most: int, since: 
 
     def write_progress() -> None:
         recent.append((now(), sum(line.answered for line in lines)))
-        (began, before), (at, done) = recent[max(0, len(recent) - 1 - RECENT)], recent[-1]
+        (began, before), (at, done) = recent[max(0, len(recent) - 1 - AVERAGED_TICKS)], recent[-1]
         of = f" of {expected}" if expected else ""
         rate = (done - before) / max((at - began) / 1e9, 1e-9)
         (journal.folder / "stage").write_text(f"frame {done}{of}, {rate:.1f} frames/s")

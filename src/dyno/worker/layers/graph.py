@@ -18,12 +18,12 @@ from dyno.worker.sessions.onnx_runtime_session import Kernel, Profile
 from dyno.worker.sessions.torch_support import import_torch, walk_tensors
 from dyno.worker.spec import Dims, InputSpec, ModelSpec
 
-SCOPES = "pkg.torch.onnx.name_scopes"  # what PyTorch's newer exporter writes at a node: its modules, outermost first
-CLASSES = "pkg.torch.onnx.class_hierarchy"  # and the classes of these
+SCOPES_KEY = "pkg.torch.onnx.name_scopes"  # node metadata of PyTorch's newer exporter: modules, outermost first
+CLASSES_KEY = "pkg.torch.onnx.class_hierarchy"  # the classes of these modules
 # Around a module with described inputs is one of Dyno's own at its export, which calls it `model`.
 WRAPPED, WRAPPER = "dyno.worker.sessions.torch_support.make_positional.", "model"
-NOWHERE = "_empty_nn_module_stack_from_metadata_hook"  # the exporter's word for a node of which it lost the module
-UNKNOWN = (-1,)  # the shape of a tensor of which not even the number of dimensions is known
+LOST_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # the exporter's module name if it lost the module
+UNKNOWN_SHAPE = (-1,)  # even the number of dimensions is unknown
 
 
 def read_graph(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
@@ -63,7 +63,9 @@ class _GraphReader:
         types = {*self._types.values()}
         self._named = {kind: str(onnx.helper.tensor_dtype_to_np_dtype(kind)) if kind else "" for kind in types}
         self._readers = Counter(name for node in graph.node for name in node.input)
-        self._wrapped = any(WRAPPED in e.value for node in graph.node for e in node.metadata_props if e.key == CLASSES)
+        self._wrapped = any(
+            WRAPPED in e.value for node in graph.node for e in node.metadata_props if e.key == CLASSES_KEY
+        )
         self._counted: set[str] = set()
         self.stored = 0
 
@@ -79,7 +81,7 @@ class _GraphReader:
         kind = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
         name = name_node(node)
         operator = node.op_type.removeprefix("Fused")
-        count = flops.of_node(node, self._shapes) if operator in flops.PRODUCTS else 0
+        count = flops.of_node(node, self._shapes) if operator in flops.PRODUCT_OPERATORS else 0
         return Layer(
             name=name,
             type=kind,
@@ -100,7 +102,7 @@ class _GraphReader:
         return tuple("" if name == WRAPPER else name.removeprefix(f"{WRAPPER}.") for name in named)
 
     def _make_port(self, name: str) -> Port:
-        shape = tuple(length or -1 for length in self._shapes.get(name, UNKNOWN))
+        shape = tuple(length or -1 for length in self._shapes.get(name, UNKNOWN_SHAPE))
         return Port(name, shape, self._named.get(self._types.get(name, 0), ""))
 
 
@@ -116,15 +118,15 @@ def _find_owners(node: Any, weights: list[str]) -> tuple[str, ...]:
     other node has them, as for a convolution with a folded batch norm.
     """
     owners = [name.rpartition(".")[0] for name in weights if "." in name and "::" not in name]
-    scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "")
-    if scopes and node.op_type not in flops.PRODUCTS:  # a weight that two modules share has one name
+    scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES_KEY), "")
+    if scopes and node.op_type not in flops.PRODUCT_OPERATORS:  # a weight that two modules share has one name
         owners = []
     if scopes:
         try:
             parts = ast.literal_eval(scopes)
         except (ValueError, SyntaxError):
             parts = []
-        owners += [str(part) for part in parts[:-1][-1:] if part != NOWHERE]  # the last is the operator's own name
+        owners += [str(part) for part in parts[:-1][-1:] if part != LOST_MODULE]  # the last is the operator's own name
     elif node.name.startswith("/"):  # /layer1/layer1.0/conv1/Conv, by the older exporter
         owners.append(_join_scopes(node.name.split("/")[1:-1]))
     return tuple(dict.fromkeys(owners))
@@ -142,9 +144,9 @@ def _join_scopes(parts: list[str]) -> str:
 
 # ONNX Runtime's optimised graph: the nodes that it really runs, with the shapes and types that a profile saw.
 
-TYPES = {"float": "float32", "double": "float64"}
-COPIES = ("MemcpyFromHost", "MemcpyToHost")
-MOVES = ("Cast", "ReorderInput", "ReorderOutput", *COPIES)
+PROFILE_TYPES = {"float": "float32", "double": "float64"}
+COPY_OPERATORS = ("MemcpyFromHost", "MemcpyToHost")
+MOVE_OPERATORS = ("Cast", "ReorderInput", "ReorderOutput", *COPY_OPERATORS)
 
 
 def read_optimised_graph(path: str, source: str, profile: Profile, library: str) -> LayerGraph:
@@ -157,7 +159,7 @@ def read_optimised_graph(path: str, source: str, profile: Profile, library: str)
     layers, blocked = [], set[str]()
     for layer, kernel in zip(written.layers, list_kernels(written.layers, profile.outer, source), strict=True):
         operator = _name_operator(layer)
-        moves = operator in MOVES or (operator == "Transpose" and layer.name not in source_names)
+        moves = operator in MOVE_OPERATORS or (operator == "Transpose" and layer.name not in source_names)
         layer = replace(layer, moves=moves, computes_in=profile.computed_in.get(kernel, "") if kernel else "")
         layer = _apply_profile(layer, profile.outer[kernel] if kernel else None)
         # Only a reordering ends the layout; an elementwise operator doesn't care for it.
@@ -204,7 +206,7 @@ def _apply_profile(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
     if event is None:
         return layer
     described = event.get("output_type_shape") or ()
-    written = [(TYPES.get(k, k), tuple(shape)) for each in described for k, shape in each.items()]
+    written = [(PROFILE_TYPES.get(k, k), tuple(shape)) for each in described for k, shape in each.items()]
     outputs = [replace(p, shape=s, dtype=d) for p, (d, s) in zip(layer.outputs, written, strict=False)]
     provider = str(event.get("provider", "")).removesuffix("ExecutionProvider")
     return replace(layer, outputs=tuple(outputs) or layer.outputs, tactic=provider)
@@ -223,7 +225,7 @@ def list_program_parts(model: ModelSpec, dims: Dims) -> Any:
     Return None as well if the modules' outputs differ from the program's: both run once, on the CPU in float32.
     """
     kind, path = models.parse(model.source) if model.source else ("", "")
-    if kind != "saved" or not path.endswith(saved_modules.PROGRAM):
+    if kind != "saved" or not path.endswith(saved_modules.PROGRAM_SUFFIX):
         return None
     specs = model.inputs or (InputSpec("input", "float32", ("batch", model.channels, "height", "width")),)
     try:
@@ -250,17 +252,17 @@ def _name_classes(module: Any) -> Any:
         name = kinds[part.model] if inside else kind
         if name:
             part.__class__ = type(name.rpartition(".")[2], (type(part),), inside)
-        part._run_with_interpreter = False  # as fast as the program; an interpreter goes from node to node
+        part._run_with_interpreter = False  # the compiled program is faster than the interpreter
         constants = {key: value for key, value in vars(part).items() if hasattr(value, "detach")}
-        for key, value in constants.items():  # which would stay behind when the module goes to a GPU
+        for key, value in constants.items():  # otherwise they stay behind when the module moves to a GPU
             delattr(part, key)
             part.register_buffer(key, value, persistent=False)
         if hasattr(part, "finalize"):
             for node in part.graph.nodes:
-                if node.target is aten.view.default:  # which refuses results of attention's unfused form
+                if node.target is aten.view.default:  # view rejects results of attention's unfused form
                     node.target = aten.reshape.default
             part.finalize()  # its code was older than its graph where a part of it is called twice
-    module.check_input_constraints = False  # at every call, which costs time
+    module.check_input_constraints = False  # checks at every call cost time
     return module
 
 
@@ -275,5 +277,5 @@ def _check_same(program: Any, found: Any, example: Callable[[], tuple[Any, Any]]
             results.append(list(walk_tensors(each(*args, **keywords))))
     torch.testing.assert_close(*results, equal_nan=True)
     args, keywords = example()
-    with flops.count_operations():  # which has operators run in other forms
+    with flops.count_operations():  # counting runs operators in other forms
         found(*args, **keywords)

@@ -18,9 +18,9 @@ from dyno.worker.facts.engine import shorten_kernel
 from dyno.worker.facts.job import Function
 
 RUN_RANGE, CALL_RANGE = "dyno run", "dyno call "  # names of ranges; behind CALL stands the part's name
-WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-HOST = ("cuda_runtime", "cuda_driver")
-WAITS = "Synchronize"  # in the name of a call that only waits for the GPU
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CATEGORIES = ("cuda_runtime", "cuda_driver")
+WAIT_CALL = "Synchronize"  # part of the names of calls that only wait for the GPU
 Event = Mapping[str, Any]
 Rows = Mapping[tuple[str, int], int]  # the row of each call, by the part's name and which of its calls it is
 
@@ -55,9 +55,11 @@ def read_runs(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun
     owners = _Owners(events, rows)
     runs = [TracedRun([0.0] * count) for _ in range(owners.runs)]
     begun = {e["args"]["External id"]: e["ts"] for e in events if is_kind(e, ("cpu_op", "user_annotation"))}
-    launched = {e["args"]["correlation"]: e["ts"] for e in events if is_kind(e, HOST) and "correlation" in e["args"]}
+    launched = {
+        e["args"]["correlation"]: e["ts"] for e in events if is_kind(e, HOST_CATEGORIES) and "correlation" in e["args"]
+    }
     work: list[list[Event]] = [[] for _ in runs]
-    for event in (e for e in events if is_kind(e, WORK)):
+    for event in (e for e in events if is_kind(e, GPU_CATEGORIES)):
         details = event["args"]
         moment = begun.get(details.get("External id"), launched.get(details.get("correlation"), -math.inf))
         run, row = owners.find_owner(moment)
@@ -68,7 +70,7 @@ def read_runs(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun
                 runs[run].seconds[row] += seconds
                 runs[run].by_kernel[key] += seconds
     calls: list[list[Event]] = [[] for _ in runs]
-    for event in (e for e in events if is_kind(e, HOST) and WAITS not in e["name"]):
+    for event in (e for e in events if is_kind(e, HOST_CATEGORIES) and WAIT_CALL not in e["name"]):
         run, _ = owners.find_owner(event["ts"])
         if run >= 0:
             calls[run].append(event)
@@ -163,7 +165,7 @@ def list_kernels(runs: Sequence[TracedRun], count: int) -> list[str]:
 # later, and there the path goes on (critical-path analysis: Yang and Miller, ICDCS 1988). So all parts of the path add
 # up to the run.
 
-CALL, GPU, BETWEEN = "CUDA call", "GPU", "host"  # where a function runs
+CALL, GPU, BETWEEN = "CUDA call", "GPU", "host"  # places where a function runs
 OUTSIDE = "outside of CUDA"
 LAUNCHING = "from a launch to the start"
 GAP = "between work of a stream"
@@ -189,8 +191,8 @@ def list_functions(events: Sequence[Event], discarded: int) -> tuple[Function, .
     """
     marked = (e for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN_RANGE)
     bounds = sorted((e["ts"], e["ts"] + e["dur"]) for e in marked)
-    calls, launches = _find_outermost([_make_piece(e) for e in events if is_kind(e, HOST)])
-    work = sorted((_make_piece(e) for e in events if is_kind(e, WORK)), key=lambda each: each.begin)
+    calls, launches = _find_outermost([_make_piece(e) for e in events if is_kind(e, HOST_CATEGORIES)])
+    work = sorted((_make_piece(e) for e in events if is_kind(e, GPU_CATEGORIES)), key=lambda each: each.begin)
     runs = [
         _CriticalPath(begin, end, [c for c in calls if begin <= c.begin and c.end <= end], work, launches)
         for begin, end in bounds[discarded:]
@@ -208,7 +210,7 @@ def list_functions(events: Sequence[Event], discarded: int) -> tuple[Function, .
 def _make_piece(event: Event) -> _Piece:
     details: Mapping[str, Any] = event["args"]
     name, kind = str(event["name"]), event["cat"]
-    return _Piece(shorten_kernel(name) if kind in WORK else name, event["ts"], event["ts"] + event["dur"],
+    return _Piece(shorten_kernel(name) if kind in GPU_CATEGORIES else name, event["ts"], event["ts"] + event["dur"],
                   details.get("correlation", -1), details.get("stream"), kind == "gpu_memcpy")  # fmt: skip
 
 
@@ -264,7 +266,7 @@ class _CriticalPath:
         self.time[where, piece.name] += piece.end - piece.begin
 
     def _walk_host(self, moment: float) -> tuple[float, _Piece | None]:
-        place = bisect_left(self._begins, moment) - 1  # of the last call that begins before
+        place = bisect_left(self._begins, moment) - 1  # the last call that begins before
         if place < 0:
             return self._add_part(BETWEEN, OUTSIDE, moment, self._begin), None
         call = self._calls[place]
@@ -291,7 +293,7 @@ class _CriticalPath:
         place = bisect_right(self._ends, moment) - 1
         while place >= 0 and self._ends[place] > call.begin:
             last = self._work[place]
-            if WAITS in call.name or (last.copies and last.correlation == call.correlation):
+            if WAIT_CALL in call.name or (last.copies and last.correlation == call.correlation):
                 return last
             place -= 1
         return None

@@ -17,15 +17,15 @@ import numpy as np
 
 from dyno.worker.backend import GpuWork, LayerTimes
 from dyno.worker.facts.engine import range_name
-from dyno.worker.facts.job import MODULES, UNWATCHED, Layer, LayerGraph, Port
+from dyno.worker.facts.job import MODULES, UNWATCHED_ERROR, Layer, LayerGraph, Port
 from dyno.worker.layers import kernel_trace
 from dyno.worker.nets import flops
 from dyno.worker.sessions.torch_support import import_torch, takes_hooks, walk_tensors
 from dyno.worker.spec import Unavailable, UserError
 
-UNSEEN = f"{UNWATCHED}; look at its graph: dyno inspect MODEL onnx"
+UNSEEN_ERROR = f"{UNWATCHED_ERROR}; look at its graph: dyno inspect MODEL onnx"
 MakeHook = Callable[[str], Callable[..., None]]
-MARK = "_dyno_port"  # the attribute by which a tensor is known again where it is read
+PORT_ATTRIBUTE = "_dyno_port"  # attribute that identifies a tensor where it is read
 
 
 def read(module: Any, *args: Any, **keywords: Any) -> LayerGraph:
@@ -44,13 +44,13 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
     """
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):
-        raise UserError(f"it is TorchScript, {UNSEEN}")
+        raise UserError(f"it is TorchScript, {UNSEEN_ERROR}")
     with _make_dispatch_mode() as ran, flops.count_operations() as counter:
         watch = _ModuleWatch(torch, module, lambda: (counter.get_total_flops(), ran.count))
         with hold_hooks(torch, module, lambda _: watch.enter_part, watch.make_leave_hook):
             run()
     if isinstance(module, torch.fx.GraphModule) and not watch.called_parts:
-        raise UserError(f"it is a program of torch.export, {UNSEEN}")
+        raise UserError(f"it is a program of torch.export, {UNSEEN_ERROR}")
     return LayerGraph(
         form=MODULES,
         library=f"PyTorch {torch.__version__.partition('+')[0]}",
@@ -76,7 +76,7 @@ def _make_dispatch_mode() -> Any:
             latest = max(walk_tensors((args, kwargs or {})), key=_find_writer, default=None)
             for tensor in walk_tensors(result) if latest is not None and _find_writer(latest) >= 0 else ():
                 if _find_writer(tensor) < 0:
-                    setattr(tensor, MARK, getattr(latest, MARK))
+                    setattr(tensor, PORT_ATTRIBUTE, getattr(latest, PORT_ATTRIBUTE))
             return result
 
     return OperatorCounter()
@@ -205,19 +205,19 @@ class _ModuleWatch:
 def _make_port(tensor: Any, name: str) -> Port:
     """Return a tensor as a port and mark it with the name; without a name, the port has the mark of its last writer."""
     if name:
-        setattr(tensor, MARK, name)
-    mark = getattr(tensor, MARK, "")
+        setattr(tensor, PORT_ATTRIBUTE, name)
+    mark = getattr(tensor, PORT_ATTRIBUTE, "")
     return Port(mark, tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _find_writer(tensor: Any) -> int:
     """Return the number of the call that wrote the tensor, -1 for none."""
-    return int(getattr(tensor, MARK, "-1:").partition(":")[0])
+    return int(getattr(tensor, PORT_ATTRIBUTE, "-1:").partition(":")[0])
 
 
 # How long each call of a PyTorch module's parts takes on the CPU, by a clock at its begin and its end.
 
-DISCARDED = 3  # runs that don't count
+DISCARDED_RUNS = 3  # of a profile
 HOOKS_NOTE = "PyTorch's rows have what a module does itself, and what calling its parts costs; hooks read the clock."
 Mark = tuple[str | None, int]  # the name of the part whose call ends, None where one begins, and the clock in ns
 
@@ -248,14 +248,14 @@ def measure_modules(
     rows = list_modules(inside)
     layers, whole = [], []
     with hold_hooks(import_torch(), module, make_enter_hook, make_leave_hook):
-        for _ in range(DISCARDED + runs):
+        for _ in range(DISCARDED_RUNS + runs):
             restore()
             marks.clear()
             start = clock()
             once()
             whole.append((clock() - start) / 1e9)
             layers.append(sum_own_seconds(marks, rows, len(inside.layers)))
-    return LayerTimes(inside, np.array(layers[DISCARDED:]), np.array(whole[DISCARDED:]), HOOKS_NOTE)
+    return LayerTimes(inside, np.array(layers[DISCARDED_RUNS:]), np.array(whole[DISCARDED_RUNS:]), HOOKS_NOTE)
 
 
 def watch_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> LayerGraph:
@@ -321,16 +321,16 @@ def measure_kernels(
     """
     inside = watch_whole(module, plainly, restore)
     import_torch().cuda.synchronize()
-    events, whole = trace_kernels(module, once, DISCARDED + runs, restore)
-    traced_runs = kernel_trace.read_runs(events, list_modules(inside), len(inside.layers))[DISCARDED:]
+    events, whole = trace_kernels(module, once, DISCARDED_RUNS + runs, restore)
+    traced_runs = kernel_trace.read_runs(events, list_modules(inside), len(inside.layers))[DISCARDED_RUNS:]
     if len(traced_runs) != runs or not any(run.kernels for run in traced_runs):
         raise Unavailable("torch.profiler saw no kernel on the GPU; CUPTI may be missing or forbidden here")
     labels = kernel_trace.list_kernels(traced_runs, len(inside.layers))
     layers = tuple(replace(layer, tactic=label) for layer, label in zip(inside.layers, labels, strict=True))
     work = GpuWork(*(np.array([getattr(run, name) for run in traced_runs]) for name in ("busy", "calls", "kernels")))
     seconds = np.array([run.seconds for run in traced_runs])
-    return LayerTimes(replace(inside, layers=layers), seconds, np.array(whole[DISCARDED:]), KERNELS_NOTE, work,
-                      kernel_trace.list_functions(events, DISCARDED))  # fmt: skip
+    return LayerTimes(replace(inside, layers=layers), seconds, np.array(whole[DISCARDED_RUNS:]), KERNELS_NOTE, work,
+                      kernel_trace.list_functions(events, DISCARDED_RUNS))  # fmt: skip
 
 
 def trace_kernels(

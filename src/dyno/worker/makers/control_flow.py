@@ -11,9 +11,9 @@ from typing import Any
 
 from dyno.worker.spec import NoRoute
 
-MARK = "_dyno_from_input"
-LARGE = 4096  # limits of the batch beyond this are of memory, not ways of the module
-REMEDY = "compute both branches and choose with torch.where, or measure it with --backend pytorch,compile"
+INPUT_ATTRIBUTE = "_dyno_from_input"
+MAX_RELEVANT_BATCH = 4096  # larger limits of the batch come from memory, not from branches
+BRANCH_REMEDY = "compute both branches and choose with torch.where, or measure it with --backend pytorch,compile"
 
 
 class ReadsValue(Exception):
@@ -40,8 +40,10 @@ def check_control_flow(torch: Any, module: Any, example: tuple[Any, ...]) -> boo
         with _pretend_exporting(torch):
             _lengths_depend(torch, module, example)
     except ReadsValue as e:
-        raise NoRoute(f"a graph would hold one branch only: {_find_line(torch, e)} depends on values; {REMEDY}") from e
-    except Exception:  # what it does there only an exporter can see, and that is compared with the module's results
+        raise NoRoute(
+            f"a graph would hold one branch only: {_find_line(torch, e)} depends on values; {BRANCH_REMEDY}"
+        ) from e
+    except Exception:  # only an exporter sees it, and its file is compared with the module
         return False
     return False
 
@@ -50,7 +52,7 @@ def _lengths_depend(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
     """Return whether a result's length depends on values; raise `ReadsValue` if the module reads one."""
     inputs = tuple(tensor.clone() for tensor in example)
     for tensor in inputs:
-        setattr(tensor, MARK, True)
+        setattr(tensor, INPUT_ATTRIBUTE, True)
     followed, unread = _make_modes(torch)
     with torch.no_grad(), warnings.catch_warnings(), unread, followed:
         warnings.simplefilter("ignore")
@@ -79,7 +81,7 @@ def _make_modes(torch: Any) -> tuple[Any, Any]:
     from torch.utils._pytree import tree_leaves
 
     def has_mark(values: Any) -> bool:
-        return any(isinstance(v, torch.Tensor) and getattr(v, MARK, False) for v in tree_leaves(values))
+        return any(isinstance(v, torch.Tensor) and getattr(v, INPUT_ATTRIBUTE, False) for v in tree_leaves(values))
 
     def by_number(func: Any, args: Any) -> bool:
         """Return whether it takes rows by their numbers, whose count is a shape, and not by a mask."""
@@ -97,12 +99,12 @@ def _make_modes(torch: Any) -> tuple[Any, Any]:
             result = func(*args, **(kwargs or {}))
             if func is torch.ops.aten._pack_padded_sequence.default:
                 # Recurrent layers read the other result, how many sequences are that long, and tracing knows it.
-                setattr(result[0], MARK, ours)
+                setattr(result[0], INPUT_ATTRIBUTE, ours)
                 return result
             self.lengths |= ours and torch.Tag.dynamic_output_shape in func.tags and not by_number(func, args)
             for value in tree_leaves(result) if ours else ():
                 if isinstance(value, torch.Tensor):
-                    setattr(value, MARK, True)
+                    setattr(value, INPUT_ATTRIBUTE, True)
             return result
 
     class ReadGuard(TorchFunctionMode):  # type: ignore[misc]
@@ -159,7 +161,7 @@ def batch_limit(program: Any) -> int | None:
         inputs = [n for n in program.graph.nodes if n.name in program.graph_signature.user_inputs]
         lengths = [getattr(length, "node", None) for n in inputs for length in n.meta["val"].shape]
         ranges = [program.range_constraints.get(length.expr) for length in lengths if length is not None]
-        limits = [int(each.upper) for each in ranges if each is not None and each.upper <= LARGE]
+        limits = [int(each.upper) for each in ranges if each is not None and each.upper <= MAX_RELEVANT_BATCH]
     except (AttributeError, KeyError, TypeError):  # another PyTorch
         return None
     return min(limits, default=None)

@@ -19,7 +19,7 @@ from dyno.worker import system
 from dyno.worker.backend import Maker
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.specs import REFUSALS, has_batch, list_tensors, make_arguments
+from dyno.worker.inputs.specs import INPUT_ERRORS, has_batch, list_tensors, make_arguments
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
 from dyno.worker.makers.verify import (
     Case,
@@ -34,10 +34,10 @@ from dyno.worker.nets import file_facts, libraries, models
 from dyno.worker.onnx_graph.file import import_onnx, make_artifact, prepare_given, read_io, read_model
 from dyno.worker.onnx_graph.fold import has_close_outputs
 from dyno.worker.onnx_graph.graph_facts import graphs_in
-from dyno.worker.onnx_graph.repair import WHOLE, lower_file, read_opset
+from dyno.worker.onnx_graph.repair import MAX_INLINE_B, lower_file, read_opset
 from dyno.worker.sessions.torch_support import first_line, import_torch, make_positional, memory_errors, named_outputs
 from dyno.worker.spec import (
-    BATCH,
+    BATCH_AXIS,
     Artifact,
     DataSpec,
     Dims,
@@ -169,19 +169,19 @@ def _read_number(value: Any) -> float | None:
     return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
 
-OPTIONS = ("exporter", "opset")
+EXPORT_OPTIONS = ("exporter", "opset")
 EXPORTERS = ("auto", "dynamo", "torchscript")
-OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
-OPSET_RANGE = range(7, 27)  # what PyTorch's exporters write and ONNX Runtime reads; TorchScript's ends with 23
-WRITTEN = f"from {OPSET_RANGE[0]} to {OPSET_RANGE[-1]}; the default is {OPSET}"
-LATER = 20  # where the usual one lacks an operator, as that of deformable convolutions (19)
+DEFAULT_OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
+OPSET_RANGE = range(7, 27)  # opsets that PyTorch writes and ONNX Runtime reads; TorchScript's end with 23
+OPSET_ADVICE = f"from {OPSET_RANGE[0]} to {OPSET_RANGE[-1]}; the default is {DEFAULT_OPSET}"
+LATER_OPSET = 20  # for operators missing in the default, as deformable convolutions (19)
 EXAMPLE_BATCH = 2  # torch.export treats a batch of 0 or 1 as a constant
 OTHER_BATCHES = (1, 3)
 # Where a trace may hold what the module does for small batches only: the first whose inputs have at most this many
 # bytes, since the memory that the module takes grows with them, and a check must not be what ends an export.
 LARGER_BATCHES, LARGER_B = (17, 5), 32 << 20
 REAL_IMAGES = 8
-NETWORKS = ("torchvision", "timm", "ultralytics", "transformers")  # libraries that may have the module
+NETWORK_LIBRARIES = ("torchvision", "timm", "ultralytics", "transformers")  # libraries that may have the module
 
 
 def export_recipe(
@@ -197,7 +197,7 @@ def export_recipe(
     torchscript) and `opset` apply; a device doesn't: a file is exported on the CPU. The graph is compared with the
     module on images of `data` too.
     """
-    export_options = {key: value for key, value in (options or {}).items() if key in OPTIONS}
+    export_options = {key: value for key, value in (options or {}).items() if key in EXPORT_OPTIONS}
     images = data if data is not None and data.folder and not model.file else None
     return Recipe(
         "onnx_export", "onnx", "fp32", model, dims, export_options, images, runtime=replace(runtime, device="cpu")
@@ -208,7 +208,7 @@ class OnnxExport(Maker):
     """Exports a module with a free or a fixed batch, compares the graph with it, and reads ONNX files as they are."""
 
     name = "onnx_export"
-    requires = ("torch", "onnx", "onnxscript", "onnxruntime", *NETWORKS)
+    requires = ("torch", "onnx", "onnxscript", "onnxruntime", *NETWORK_LIBRARIES)
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write FOLDER/model.onnx, or check the model's own file and point to it.
@@ -231,7 +231,7 @@ ONNX_EXPORT = OnnxExport()
 def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     torch = import_torch()
     import_onnx()
-    exporter, opset = recipe.options.get("exporter", EXPORTERS[0]), int(recipe.options.get("opset", OPSET))
+    exporter, opset = recipe.options.get("exporter", EXPORTERS[0]), int(recipe.options.get("opset", DEFAULT_OPSET))
     check_known("exporter", str(exporter), EXPORTERS)
     exporters: tuple[str, ...] = EXPORTERS[1:] if exporter == EXPORTERS[0] else (str(exporter),)
     torch.set_num_threads(recipe.runtime.threads)
@@ -245,7 +245,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     )
     _refuse_quantised(module, recipe)
     if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:
-        exporters = ("torchscript",)  # which keeps both sides of a branch; the other doesn't read TorchScript
+        exporters = ("torchscript",)  # it keeps both sides of a branch; dynamo doesn't read TorchScript
     source = make_source(torch, module, recipe, detects)
     static = check_control_flow(torch, source.module, source.example)
     notes: list[str] = []
@@ -268,7 +268,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
                 and number == opset
                 and "opset" not in recipe.options
             ):
-                attempts.append((exporter, LATER))
+                attempts.append((exporter, LATER_OPSET))
             continue
         notes += list_doubts(checked)
         file_facts.write_purpose(str(path), recipe.model, models.read_purpose(recipe.model, module).class_names)
@@ -339,14 +339,18 @@ def make_source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> 
     # The module itself where it takes and returns a tensor: the names of the graph's weights are those of its parts.
     scripted = isinstance(module, torch.jit.ScriptModule)
     plain = not model.inputs and isinstance(result, torch.Tensor) and not scripted
-    if isinstance(module, torch.fx.GraphModule):  # behind a wrapper a program's operators lose their modules' names
+    if isinstance(module, torch.fx.GraphModule):  # a wrapper hides the module names of a program's operators
         plain = all(spec.dtype and not spec.keyword for spec in model.inputs)
     flat = module if plain else make_positional(torch, module, model.inputs, flat=True)
     if scripted:  # the exporter refuses TorchScript within a module of Python's, but not what is traced around it
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             flat = torch.jit.trace(flat, tuple(tensor_feeds.values()), check_trace=False)
-    batched = {s.name: s.shape.index(BATCH) for s in model.inputs if BATCH in s.shape} if model.inputs else {"input": 0}
+    batched = (
+        {s.name: s.shape.index(BATCH_AXIS) for s in model.inputs if BATCH_AXIS in s.shape}
+        if model.inputs
+        else {"input": 0}
+    )
     return ExportSource(flat, tuple(tensor_feeds.values()), tuple(case.outputs), tuple(cases[:-1]), free, batched, rows)
 
 
@@ -360,7 +364,7 @@ def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
     try:
         with torch.no_grad():
             result = module(*args, **keywords)
-    except REFUSALS as e:
+    except INPUT_ERRORS as e:
         refused = ", ".join("x".join(map(str, array.shape)) or name for name, array in feeds.items())
         raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
     named = named_outputs(result)
@@ -370,7 +374,7 @@ def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
             "let its forward return .float()"
         )
     outputs = {name: tensor.numpy() for name, tensor in named.items()}
-    axes = {spec.name: spec.shape.index(BATCH) for spec in model.inputs if BATCH in spec.shape}
+    axes = {spec.name: spec.shape.index(BATCH_AXIS) for spec in model.inputs if BATCH_AXIS in spec.shape}
     batches = [a.shape[axes.get(name, 0)] for name, a in feeds.items() if a.ndim and (name in axes or not axes)]
     return result, Case(next(iter(batches), 1), feeds, outputs)
 
@@ -437,7 +441,7 @@ def _iter_feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool
     generator = torch.Generator().manual_seed(0)
     for number, batch in enumerate(batches):
         own_dims, data = replace(dims, batch=batch), DataSpec(seed=number)
-        shape = own_dims.resolve(dims.shapes.get("input", (BATCH, model.channels, "height", "width")))
+        shape = own_dims.resolve(dims.shapes.get("input", (BATCH_AXIS, model.channels, "height", "width")))
         if model.inputs or pixels:
             inputs = list_tensors(model.inputs, own_dims) if model.inputs else (Tensor("input", "float32", shape),)
             yield next(input_data.read_batches(data, model.preprocess, inputs, own_dims, 1, model.inputs))
@@ -505,9 +509,9 @@ def _refuse_batch_limit(torch: Any, source: ExportSource, exported_program: Any,
 
 
 def _is_huge(module: Any) -> bool:
-    stored = module.state_dict().values()  # of quantised modules also types, and weights that are packed
+    stored = module.state_dict().values()  # quantised modules also store types and packed weights
     size: int = sum(t.numel() * t.element_size() for t in stored if hasattr(t, "element_size"))
-    return size > WHOLE
+    return size > MAX_INLINE_B
 
 
 def _last_line(e: BaseException) -> str:

@@ -26,11 +26,11 @@ from dyno.worker.onnx_graph.placement import list_decoding_nodes
 from dyno.worker.onnx_graph.repair import with_metadata
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, UserError
 
-RUNTIME = "modelopt"  # the name that an interpreter is given for this step
-METHODS = {"minmax": "max", "entropy": "entropy"}
-REST = "fp16"  # what isn't quantised: TensorRT 10 takes types from the graph, and this is the fast one
-EXACT = "fp32"  # the same of a detector: it converts all of the rest or nothing, and decoding boxes wants FP32
-HERE = "give a Python that has it, --python modelopt=PATH (there: pip install nvidia-modelopt[onnx])"
+RUNTIME_NAME = "modelopt"  # name of this step's interpreter
+CALIBRATION_METHODS = {"minmax": "max", "entropy": "entropy"}
+REST_PRECISION = "fp16"  # unquantised layers: TensorRT 10 takes types from the graph, and FP16 is fast
+DETECTOR_REST_PRECISION = "fp32"  # for detectors: it converts the whole rest or nothing, and decoding boxes needs FP32
+INSTALL_ADVICE = "give a Python that has it, --python modelopt=PATH (there: pip install nvidia-modelopt[onnx])"
 
 
 def quantise_recipe(parent: Recipe, precision: str, data: DataSpec, options: dict[str, Option]) -> Recipe:
@@ -42,7 +42,7 @@ def quantise_recipe(parent: Recipe, precision: str, data: DataSpec, options: dic
         options=options,
         data=data,
         parent=parent,
-        runtime=Runtime(name=RUNTIME),
+        runtime=Runtime(name=RUNTIME_NAME),
     )
 
 
@@ -62,14 +62,16 @@ class OnnxModelopt(Maker):
         started = time.perf_counter()
         assert parent is not None
         method = str(recipe.options.get("method", "minmax"))
-        if method not in METHODS:
-            raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")
+        if method not in CALIBRATION_METHODS:
+            raise UserError(
+                f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(CALIBRATION_METHODS)}"
+            )
         images, path = CalibrationImages(recipe, parent), folder / "model.onnx"
-        spared = _quantise_file(parent, recipe, METHODS[method], images, path)
+        spared = _quantise_file(parent, recipe, CALIBRATION_METHODS[method], images, path)
         made_by = replace(
             self.describe(recipe),
             scheme=f"nvidia-modelopt: Q/DQ in {recipe.precision} as it places them, the rest in "
-            + (f"{EXACT}: {spared} nodes that decode boxes among it" if spared else REST),
+            + (f"{DETECTOR_REST_PRECISION}: {spared} nodes that decode boxes among it" if spared else REST_PRECISION),
             target="tensorrt",
             calibration=Calibration(images.count, method, images.data.sha256),
             check=_check_outputs(path, recipe, parent),
@@ -83,7 +85,7 @@ ONNX_MODELOPT = OnnxModelopt()
 
 def _quantise_file(parent: Artifact, recipe: Recipe, method: str, images: CalibrationImages, path: Path) -> int:
     """Write the file; returns how many nodes of a detector's decoding were left out."""
-    quantize = load_library("modelopt.onnx.quantization", cure=HERE).quantize
+    quantize = load_library("modelopt.onnx.quantization", cure=INSTALL_ADVICE).quantize
     import onnx
 
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -97,7 +99,7 @@ def _quantise_file(parent: Artifact, recipe: Recipe, method: str, images: Calibr
             calibration_data_reader=Feeds(images),
             calibration_method=method,
             calibration_eps=["cpu"],
-            high_precision_dtype=EXACT if head else REST,
+            high_precision_dtype=DETECTOR_REST_PRECISION if head else REST_PRECISION,
             nodes_to_exclude=[re.escape(name) + "$" for name in sorted(head)],
             output_path=str(Path(scratch) / "made.onnx"),
             log_level="ERROR",

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from dyno.worker.backend import FileContents, FileFormat
-from dyno.worker.makers.precision import VALUES, convert_recipe
+from dyno.worker.makers.precision import OPTION_CHECKS, convert_recipe
 from dyno.worker.nets import file_facts, flops
 from dyno.worker.onnx_graph import file, graph_facts
 from dyno.worker.option_values import check_values
@@ -30,7 +30,7 @@ class OnnxFormat(FileFormat):
 
     def recipe(self, trial: Trial) -> Recipe:
         """Return the file's recipe for the engine in the option `target`, with a free batch where the trial's is 0."""
-        check_values(self.name, trial.options, VALUES)
+        check_values(self.name, trial.options, OPTION_CHECKS)
         return convert_recipe(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
 
     def read(self, path: str, trial: Trial) -> FileContents:
@@ -60,11 +60,11 @@ ONNX = OnnxFormat()
 # A network may be refused, or run slower, by one route and not by another; which ones differ depends on network and
 # engine. So the usual route has others behind it, each tried where the one before fails.
 
-NAMES = ("exporter", "opset", "static", "fold")  # a trial's options that say which route
+ROUTE_OPTIONS = ("exporter", "opset", "static", "fold")  # a trial's options that say which route
 Options = dict[str, Option]
-FOLDED: Options = {"fold": True}
-TRACED: Options = {"exporter": "torchscript"}
-FIXED: Options = {"static": True}
+FOLDED_ROUTE: Options = {"fold": True}
+TRACED_ROUTE: Options = {"exporter": "torchscript"}
+STATIC_ROUTE: Options = {"static": True}
 
 
 def route_recipe(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, static: bool = False) -> Recipe:
@@ -83,11 +83,11 @@ def route_recipe(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], 
 
 def _list_candidates(trial: Trial, static: bool) -> tuple[Options, ...]:
     """Return the options of each route, the usual one first."""
-    usual = FOLDED if static else {}
-    if any(name in trial.options for name in NAMES):
+    usual = FOLDED_ROUTE if static else {}
+    if any(name in trial.options for name in ROUTE_OPTIONS):
         return (usual,)
     if trial.model.file:
-        return (FOLDED, {}) if static else ({},)
+        return (FOLDED_ROUTE, {}) if static else ({},)
     if static:
-        return (FOLDED, {**TRACED, **FIXED, **FOLDED}, FIXED)
-    return ({}, TRACED, FIXED)
+        return (FOLDED_ROUTE, {**TRACED_ROUTE, **STATIC_ROUTE, **FOLDED_ROUTE}, STATIC_ROUTE)
+    return ({}, TRACED_ROUTE, STATIC_ROUTE)

@@ -15,14 +15,14 @@ import numpy as np
 
 from dyno.worker.backend import Maker, make_derived
 from dyno.worker.extras import install
-from dyno.worker.facts.engine import QUANTISED
+from dyno.worker.facts.engine import QUANTISED_PRECISIONS
 from dyno.worker.facts.files import OutputCheck, PixelInput
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.calibration import NO_DATA, SAMPLES, calibration_data, make_example
-from dyno.worker.inputs.input_data import READ, pixel_scale, wants_pixels
+from dyno.worker.inputs.calibration import DEFAULT_SAMPLES, NO_DATA, calibration_data, make_example
+from dyno.worker.inputs.input_data import INPUT_TYPES, pixel_scale, wants_pixels
 from dyno.worker.inputs.specs import find_axes, static_shapes
-from dyno.worker.makers.export import EXPORTERS, OPSET_RANGE, WRITTEN, export_recipe
-from dyno.worker.makers.modelopt_quantise import METHODS as MODELOPT_METHODS
+from dyno.worker.makers.export import EXPORTERS, OPSET_ADVICE, OPSET_RANGE, export_recipe
+from dyno.worker.makers.modelopt_quantise import CALIBRATION_METHODS as MODELOPT_METHODS
 from dyno.worker.makers.modelopt_quantise import quantise_recipe
 from dyno.worker.makers.sensitivity import layers_to_keep, rank_recipe
 from dyno.worker.onnx_graph.check import compare_outputs, compute_outputs
@@ -30,8 +30,8 @@ from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.fold import fold_graph, lift_constants
 from dyno.worker.onnx_graph.graph_facts import add_weight, list_files_beside, read_graph_facts, set_nodes
 from dyno.worker.onnx_graph.half_precision import to_bf16, to_fp16
-from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
-from dyno.worker.onnx_graph.placement import JOINTS
+from dyno.worker.onnx_graph.int8 import CALIBRATION_METHODS, DEFAULT_METHOD, to_int8
+from dyno.worker.onnx_graph.placement import JOINTS_OPTION
 from dyno.worker.onnx_graph.repair import to_fp32, with_metadata
 from dyno.worker.option_values import Check, flag, number, one_of, whole
 from dyno.worker.spec import (
@@ -209,25 +209,36 @@ def _make_feeds(recipe: Recipe, parent: Artifact, image: Tensor) -> dict[str, np
 
 
 # Options of a trial on which its file depends.
-PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "static", "fold", "input", "keep")
-QUANTIZERS = ("onnxruntime", "modelopt")
-VALUES: dict[str, Check] = {
+PREPARATION_OPTIONS = (
+    "samples",
+    "method",
+    "percentile",
+    "quantizer",
+    "exporter",
+    "opset",
+    "static",
+    "fold",
+    "input",
+    "keep",
+)
+QUANTIZER_NAMES = ("onnxruntime", "modelopt")
+OPTION_CHECKS: dict[str, Check] = {
     "samples": whole(1),
-    "method": one_of(*{**METHODS, **MODELOPT_METHODS}),
+    "method": one_of(*{**CALIBRATION_METHODS, **MODELOPT_METHODS}),
     "percentile": number(50, 100),
-    "quantizer": one_of(*QUANTIZERS),
+    "quantizer": one_of(*QUANTIZER_NAMES),
     "exporter": one_of(*EXPORTERS),
-    "opset": lambda value: whole(OPSET_RANGE[0], OPSET_RANGE[-1])(value) and WRITTEN,
+    "opset": lambda value: whole(OPSET_RANGE[0], OPSET_RANGE[-1])(value) and OPSET_ADVICE,
     "static": flag,
     "fold": flag,
-    "input": one_of(*READ),
+    "input": one_of(*INPUT_TYPES),
     "keep": whole(0),
 }
-HALVES = ("fp16", "bf16")  # of a file from the user: the other precisions are made from it in FP32
+HALF_PRECISIONS = ("fp16", "bf16")  # a user's FP16 or BF16 file makes the other precisions via FP32
 # The newest opset of an engine's oldest supported parser: TensorRT 8.6's. The others read every opset that is exported.
-OPSETS: dict[str, Option] = {"tensorrt": 17}
+BACKEND_OPSETS: dict[str, Option] = {"tensorrt": 17}
 # Facts that an engine's file takes from the ONNX file that it was made from.
-INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
+INHERITED_FACTS = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
 
 
 def convert_recipe(trial: Trial, target: str, batch: int = 0) -> Recipe:
@@ -241,7 +252,7 @@ def convert_recipe(trial: Trial, target: str, batch: int = 0) -> Recipe:
     file read raw pixels. Pure; int8 or fp8 without data is a `UserError`.
     """
     # Files are made in the Python that has the model, even if the trial runs in another one.
-    options = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
+    options = {"opset": BACKEND_OPSETS[target], **trial.options} if target in BACKEND_OPSETS else trial.options
     dims = replace(trial.dims, batch=batch or (trial.dims.batch if trial.options.get("static") else 0))
     parent = export_recipe(trial.model, dims, Runtime(), options, trial.data)
     parent = static_of(parent, trial) if trial.options.get("fold") else parent
@@ -250,11 +261,11 @@ def convert_recipe(trial: Trial, target: str, batch: int = 0) -> Recipe:
 
 
 def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
-    precision, quantizer = trial.precision, str(trial.options.get("quantizer", QUANTIZERS[0]))
-    check_known("quantizer", quantizer, QUANTIZERS)
+    precision, quantizer = trial.precision, str(trial.options.get("quantizer", QUANTIZER_NAMES[0]))
+    check_known("quantizer", quantizer, QUANTIZER_NAMES)
     if precision == trial.model.precision:
         return replace(parent, precision=precision)
-    if trial.model.precision in HALVES:
+    if trial.model.precision in HALF_PRECISIONS:
         parent = replace(parent, precision=trial.model.precision)
         parent = replace(parent, maker=OnnxPrecision.name, precision="fp32", options={}, data=None, parent=parent)
     elif precision in ("fp32", "tf32"):
@@ -268,7 +279,7 @@ def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
         return replace(parent, maker=OnnxPrecision.name, precision=precision, options=keep, data=None, parent=parent)
     data = calibration_data(trial)
     calibration = {key: value for key, value in trial.options.items() if key in ("samples", "method", "percentile")}
-    options: dict[str, Option] = {"samples": SAMPLES, "method": METHOD, **calibration}
+    options: dict[str, Option] = {"samples": DEFAULT_SAMPLES, "method": DEFAULT_METHOD, **calibration}
     if precision == "fp8" or quantizer == "modelopt":
         if keep:
             raise UserError("keep=N is for files that Dyno quantises itself, not for nvidia-modelopt's")
@@ -277,8 +288,8 @@ def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
         if not data.folder:
             raise UserError(NO_DATA.replace("int8", precision))
         return quantise_recipe(parent, precision, data, options)
-    check_known("calibration method", str(options["method"]), METHODS)
-    options = {"target": target, **options, **({JOINTS: True} if trial.options.get(JOINTS) else {})}
+    check_known("calibration method", str(options["method"]), CALIBRATION_METHODS)
+    options = {"target": target, **options, **({JOINTS_OPTION: True} if trial.options.get(JOINTS_OPTION) else {})}
     if keep:
         parent = rank_recipe(parent, precision, data, options)
         options = {**options, **keep}
@@ -362,7 +373,7 @@ def _read_model(path: str) -> Any:
     except (OSError, DecodeError) as e:
         raise UserError(f"{path} is not a readable ONNX file: {shorten(e, 200)}") from e
     facts = read_graph_facts(model)
-    if facts.precision in QUANTISED:
+    if facts.precision in QUANTISED_PRECISIONS:
         raise UserError(
             f"{path} is quantised already (it has {facts.quantised_by} nodes): "
             f"run it as {facts.precision}, which doesn't change the file, or give the float model"

@@ -20,7 +20,7 @@ from dyno.worker.onnx_graph.fold import lift_constants
 from dyno.worker.onnx_graph.graph_facts import add_weight, copy_message, set_nodes
 from dyno.worker.onnx_graph.half_precision import list_sensitive
 from dyno.worker.onnx_graph.int8 import CalibratedGraph, Scheme, observe_ranges
-from dyno.worker.onnx_graph.placement import LINEAR, channel_axis, list_sites, name_nodes
+from dyno.worker.onnx_graph.placement import LINEAR_OPERATORS, channel_axis, list_sites, name_nodes
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, UserError
 
 # How much each layer of an ONNX graph costs when it alone is in the lower type: which ones to keep higher first.
@@ -29,10 +29,10 @@ from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, UserError
 # outputs is taken on calibration images (as in Bhandare et al. 2019 and ONNX Runtime's own debugging tool, but at the
 # outputs).
 
-IMAGES = 16  # that the layers are ranked on, of those that calibrated
-LIMIT_DB = 120.0  # of a ratio: an output that is exact, or no number at all, lies there
+RANKING_IMAGES = 16  # calibration images that rank the layers
+MAX_RATIO_DB = 120.0  # ratio of an exact output, or of one that is no number
 # Operators that only pass values on round nothing.
-PASSING = set(
+PASSING_OPERATORS = set(
     "Relu Clip LeakyRelu MaxPool Reshape Flatten Transpose Squeeze Unsqueeze Identity Pad Slice Split Gather Expand "
     "Shape Cast Concat Resize DepthToSpace SpaceToDepth".split()
 )
@@ -66,10 +66,10 @@ def compute_sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> 
     signal = sum(float(np.square(a, dtype=np.float64).sum()) for a in exact)
     noise = sum(float(np.square(b.astype(np.float64) - a).sum()) for a, b in zip(exact, rounded, strict=True))
     if not math.isfinite(noise):
-        return -LIMIT_DB
+        return -MAX_RATIO_DB
     if not noise or not signal:
-        return LIMIT_DB if not noise else -LIMIT_DB
-    return max(-LIMIT_DB, min(LIMIT_DB, 10 * math.log10(signal / noise)))
+        return MAX_RATIO_DB if not noise else -MAX_RATIO_DB
+    return max(-MAX_RATIO_DB, min(MAX_RATIO_DB, 10 * math.log10(signal / noise)))
 
 
 def _compute_outputs(model: Any, feeds: Feeds, threads: int) -> list[np.ndarray]:
@@ -94,7 +94,7 @@ def _int8_sites(seen: CalibratedGraph) -> Iterator[tuple[Any, int]]:
         yield from list_sites(seen.model.graph, seen.excluded, seen.transformer)
         return
     for node in seen.model.graph.node:
-        if node.op_type in seen.types - PASSING and node.name not in seen.excluded:
+        if node.op_type in seen.types - PASSING_OPERATORS and node.name not in seen.excluded:
             yield from ((node, k) for k, name in enumerate(node.input) if name in seen.ranges)
 
 
@@ -103,7 +103,7 @@ def _make_quantiser(name: str, inputs: list[int], seen: CalibratedGraph) -> Chan
         node = next(n for n in graph.node if n.name == name)
         for k in inputs:
             _round_activation(graph, node, k, seen.ranges[node.input[k]], seen.scheme)
-        if node.op_type in LINEAR:
+        if node.op_type in LINEAR_OPERATORS:
             _round_weight(graph, node, 63 if seen.narrow else 127)
 
     return quantise_layer
@@ -155,7 +155,9 @@ def fp16_changes(model: Any, kept: Sequence[str]) -> dict[str, Changed]:
     chosen = [
         node.name
         for node in model.graph.node
-        if node.op_type not in PASSING | {*kept, "Constant"} and floats & {*node.input} and {*node.output} <= floats
+        if node.op_type not in PASSING_OPERATORS | {*kept, "Constant"}
+        and floats & {*node.input}
+        and {*node.output} <= floats
     ]
     return {name: _make_halver(name, floats) for name in chosen}
 
@@ -266,7 +268,7 @@ def _load_feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarr
     """Return inputs for the ranking, spread over the calibration's data; one random batch without data."""
     if recipe.data is None:
         return [make_example(recipe, parent)]
-    fewer = replace(recipe, options={**recipe.options, "samples": IMAGES})
+    fewer = replace(recipe, options={**recipe.options, "samples": RANKING_IMAGES})
     data = calibration_of(fewer, parent)
     return list(data.feeds(0, len(data)))
 

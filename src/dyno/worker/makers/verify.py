@@ -12,17 +12,15 @@ import numpy as np
 
 from dyno.worker.extras import install
 from dyno.worker.facts.files import ExportCheck
-from dyno.worker.facts.job import MANY, is_labels
+from dyno.worker.facts.job import MIN_LABELS, is_labels
 from dyno.worker.onnx_graph.check import make_session
 from dyno.worker.sessions.torch_support import first_line, import_torch, named_outputs, one_thread
 from dyno.worker.spec import Tensor
 
-RELATIVE, ABSOLUTE = 1e-3, 1e-4  # the second as a share of the largest output
+RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-3, 1e-4  # the second as a share of the largest output
 OWN_ERRORS = 10  # a graph's error may be this many times that of the module in FP32 against FP64 …
-LOST = (
-    0.01  # of the boxes after suppression, or of labels: scores near a threshold or near each other may change places
-)
-DOUBT = 1e-2  # … but never by more than this share of the largest output
+MAX_LOST_SHARE = 0.01  # boxes after suppression, or labels: scores near a threshold may change places
+MAX_DOUBT_SHARE = 1e-2  # upper limit, as a share of the largest output
 
 
 class WrongGraph(Exception):
@@ -113,8 +111,8 @@ def compare_results(source: ExportSource, results: Sequence[Sequence[np.ndarray]
         batches=tuple(case.batch for case in source.expected),
         max_abs_error=worst,
         max_abs_output=largest,
-        rtol=RELATIVE,
-        atol=ABSOLUTE * largest,
+        rtol=RELATIVE_TOLERANCE,
+        atol=ABSOLUTE_TOLERANCE * largest,
         own_error=max(own.values()) if own else None,
     )
 
@@ -129,10 +127,10 @@ def _compare_rows(source: ExportSource, results: Sequence[Sequence[np.ndarray]])
         lost += int((~close.any(axis=1)).sum() + (~close.any(axis=0)).sum())
     if not count:
         raise WrongGraph("wrote a graph that can't be checked: no image has boxes; give trained weights (--weights)")
-    if lost > LOST * count:
+    if lost > MAX_LOST_SHARE * count:
         raise WrongGraph(f"wrote a graph in which {lost} of {count} boxes differ from the module's")
     batches = tuple(case.batch for case in source.expected)
-    return ExportCheck(batches=batches, boxes=count, boxes_apart=lost, rtol=RELATIVE)
+    return ExportCheck(batches=batches, boxes=count, boxes_apart=lost, rtol=RELATIVE_TOLERANCE)
 
 
 def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> np.ndarray:
@@ -145,7 +143,7 @@ def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) ->
         rows, own_rows = list(actual_array.shape[1:]), list(expected_array.shape[1:])
         if rows != own_rows:
             raise WrongGraph(f"wrote a graph whose rows are {rows} where the module's are {own_rows}")
-        scale = 0.0 if expected_array.dtype.kind in "iu" else RELATIVE * _find_largest_value(expected_array)
+        scale = 0.0 if expected_array.dtype.kind in "iu" else RELATIVE_TOLERANCE * _find_largest_value(expected_array)
         for at in np.ndindex(expected_array.shape[1:]):
             a, b = (array[(slice(None), *at)].astype(np.float64) for array in (expected_array, actual_array))
             close &= np.abs(a[:, None] - b[None, :]) <= scale
@@ -192,7 +190,7 @@ def _find_worst_difference(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], 
         try:
             worst = max(worst, _compute_difference(name, want, got, OWN_ERRORS * error))
         except WrongGraph:
-            if error <= DOUBT * scale or want.shape != got.shape:
+            if error <= MAX_DOUBT_SHARE * scale or want.shape != got.shape:
                 raise
             undecided = (
                 f"the module's own {name} in FP32 is off by {error:.3g} from FP64, where the largest is {scale:.3g}"
@@ -207,15 +205,15 @@ def _compute_difference(name: str, want: np.ndarray, got: np.ndarray, own_error:
         raise WrongGraph(f"wrote a graph whose {name} is {list(got.shape)} where the module's is {list(want.shape)}")
     if is_labels(want):
         changed = int((want != got).sum())
-        if changed > max(LOST * want.size, want.size >= MANY):
+        if changed > max(MAX_LOST_SHARE * want.size, want.size >= MIN_LABELS):
             raise WrongGraph(f"wrote a graph in whose {name} {changed} of {want.size} labels differ from the module's")
         return 0.0
     want, got = want.astype(np.float64), got.astype(np.float64)
     finite = want[np.isfinite(want)]
     scale = float(np.abs(finite).max(initial=0.0))
     worst = float(np.abs(want - got)[np.isfinite(want)].max(initial=0.0))
-    allowed = max(ABSOLUTE * scale, min(own_error, DOUBT * scale))
-    if not np.allclose(got, want, RELATIVE, allowed, equal_nan=True):
+    allowed = max(ABSOLUTE_TOLERANCE * scale, min(own_error, MAX_DOUBT_SHARE * scale))
+    if not np.allclose(got, want, RELATIVE_TOLERANCE, allowed, equal_nan=True):
         raise WrongGraph(f"wrote a graph whose {name} is off by {worst:.3g} where the module's largest is {scale:.3g}")
     return worst
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.extras import load_library
-from dyno.worker.facts.files import AVERAGED
+from dyno.worker.facts.files import AVERAGED_WARNING
 from dyno.worker.nets.local_code import list_shards
 from dyno.worker.spec import UserError
 
@@ -27,18 +27,23 @@ from dyno.worker.spec import UserError
 # the zip's entries before anything is read. Needs torch only to create tensors.
 
 WEIGHTS, MODULE, PROGRAM, OTHER = "weights", "module", "program", "other"
-YOLO = "ultralytics.nn."  # the package of the classes in a YOLO's checkpoint
+YOLO_PACKAGE = "ultralytics.nn."  # package of the classes in a YOLO checkpoint
 MAX_PICKLE_BYTES = 1 << 26  # bytes of a pickle without its tensors; that of a large YOLO has half a megabyte
 MAX_DEPTH = 100  # modules inside one another
-MODULE_KEYS = ("ema", "model", "net", "state_dict", "model_state_dict")  # where training programs put a module
+MODULE_KEYS = ("ema", "model", "net", "state_dict", "model_state_dict")  # keys of modules in training checkpoints
 # Storages as torch names them, with the type and the bytes of an element; untyped ones hold bytes.
-STORAGES = {
+STORAGE_TYPES = {
     "Double": ("float64", 8), "Float": ("float32", 4), "Half": ("float16", 2), "BFloat16": ("bfloat16", 2),
     "Long": ("int64", 8), "Int": ("int32", 4), "Short": ("int16", 2), "Char": ("int8", 1), "Byte": ("uint8", 1),
     "Bool": ("bool", 1), "Untyped": ("uint8", 1),
 }  # fmt: skip
-CONTAINERS = {"collections.OrderedDict": OrderedDict, "builtins.set": set, "builtins.list": list, "builtins.dict": dict}
-REFUSED = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
+CONTAINER_TYPES = {
+    "collections.OrderedDict": OrderedDict,
+    "builtins.set": set,
+    "builtins.list": list,
+    "builtins.dict": dict,
+}
+REFUSED_OPCODES = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
 
 
 class Stub:
@@ -117,7 +122,7 @@ class Archive:
     def names(self) -> list[str]:
         """The classes and functions that the pickle names, without those of plain containers and tensors."""
         plain = ("torch.", "_codecs.")
-        return [name for name in self._global_names if not (name in CONTAINERS or name.startswith(plain))]
+        return [name for name in self._global_names if not (name in CONTAINER_TYPES or name.startswith(plain))]
 
     @property
     def kind(self) -> str:
@@ -131,7 +136,7 @@ class Archive:
     @property
     def yolo(self) -> bool:
         """Whether it is a checkpoint of ultralytics."""
-        return not self.program and any(name.startswith(YOLO) for name in self.names)
+        return not self.program and any(name.startswith(YOLO_PACKAGE) for name in self.names)
 
     def load(self) -> Any:
         """Load the saved object: containers as they are, tensors as `ArchivedTensor`, everything else as a `Stub`.
@@ -254,7 +259,7 @@ def _global_names(content: bytes) -> list[str]:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
             name = opcode.name
             # Python's reader makes room for as many memos as the highest number says.
-            if name in REFUSED or (name.endswith("PUT") and not 0 <= argument <= count):
+            if name in REFUSED_OPCODES or (name.endswith("PUT") and not 0 <= argument <= count):
                 raise UserError(f"the pickle has {name} {argument}, which no model needs; it isn't read")
             if name in ("GLOBAL", "INST"):
                 names[_qualified_name(*argument.split(" ", 1))] = None
@@ -299,8 +304,8 @@ class _ArchiveUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         path = _qualified_name(module, name)
-        if path in CONTAINERS:
-            return CONTAINERS[path]
+        if path in CONTAINER_TYPES:
+            return CONTAINER_TYPES[path]
         if path == "torch._utils._rebuild_tensor_v2":
             return _GuardedFunction(_rebuild_tensor)
         if path in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
@@ -316,9 +321,9 @@ class _ArchiveUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError("it refers to something other than a tensor")
         _, kind, key, _, count = pid
         name = getattr(kind, "path", "").rpartition(".")[2].removesuffix("Storage")
-        if name not in STORAGES or not isinstance(key, str) or type(count) is not int:
+        if name not in STORAGE_TYPES or not isinstance(key, str) or type(count) is not int:
             raise pickle.UnpicklingError(f"it has a tensor of an unknown kind, {name or type(kind).__name__}")
-        dtype, size = STORAGES[name]
+        dtype, size = STORAGE_TYPES[name]
         return dtype, self._storage(key, count * size)
 
 
@@ -330,13 +335,13 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any)
     return ArchivedTensor(str(dtype), read, offset, tuple(shape), tuple(stride))
 
 
-NESTED = ("state_dict", "model_state_dict", "model")
-AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
+NESTED_KEYS = ("state_dict", "model_state_dict", "model")
+AVERAGE_KEYS = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
 AVERAGE_WORDS = {"ema", "swa", "avg", "average", "averaged", "teacher", "momentum", "target", "shadow"}
-PARALLEL, COMPILED = "module.", "_orig_mod."  # written by DataParallel and by torch.compile
+PARALLEL_PREFIX, COMPILED_PREFIX = "module.", "_orig_mod."  # written by DataParallel and by torch.compile
 SAVE_AGAIN = "save it again with torch.save or as .safetensors"
-COUNTER = "num_batches_tracked"  # batch norm's counter, absent from old checkpoints and unused in eval mode
-NAMED = 3  # entries that a message lists
+BATCH_COUNTER = "num_batches_tracked"  # batch norm's counter, absent from old checkpoints and unused in eval mode
+MAX_ENTRIES_NAMED = 3  # entries listed in a message
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
@@ -376,13 +381,15 @@ def describe_averaged(path: str) -> str:
         return ""
     if not isinstance(loaded, Mapping):
         return ""
-    taken = next((key for key in NESTED if isinstance(loaded.get(key), Mapping)), "")
-    averaged = next((key for key in AVERAGES if isinstance(loaded.get(key), Mapping)), "")
+    taken = next((key for key in NESTED_KEYS if isinstance(loaded.get(key), Mapping)), "")
+    averaged = next((key for key in AVERAGE_KEYS if isinstance(loaded.get(key), Mapping)), "")
     if not (taken and averaged):
         taken, averaged = _find_copy(loaded[taken] if taken else loaded)
     if not averaged:
         return ""
-    return f"{AVERAGED}, under {averaged}; those under {taken} were taken: to measure the others, save them alone"
+    return (
+        f"{AVERAGED_WARNING}, under {averaged}; those under {taken} were taken: to measure the others, save them alone"
+    )
 
 
 def _find_copy(state: Mapping[str, Any]) -> tuple[str, str]:
@@ -393,7 +400,7 @@ def _find_copy(state: Mapping[str, Any]) -> tuple[str, str]:
     """
     groups = dict[str, dict[str, ArchivedTensor]]()
     for name, value in _strip_prefixes({str(name): value for name, value in state.items()}).items():
-        if isinstance(value, ArchivedTensor) and not name.endswith(COUNTER):
+        if isinstance(value, ArchivedTensor) and not name.endswith(BATCH_COUNTER):
             first, _, inner = name.partition(".")
             groups.setdefault(first, {})[inner] = value
     averaged = {name: tensors for name, tensors in groups.items() if AVERAGE_WORDS & {*name.lower().split("_")}}
@@ -403,7 +410,7 @@ def _find_copy(state: Mapping[str, Any]) -> tuple[str, str]:
             for start in (name.removesuffix(first) for name in tensors if name.endswith(f".{first}")):
                 pairs = [(value, tensors.get(start + inner)) for inner, value in own.items()]
                 is_copy = other != taken and all(b and b.shape == a.shape for a, b in pairs)
-                if is_copy and any(b and b.read() != a.read() for a, b in pairs):  # else it is the same network
+                if is_copy and any(b and b.read() != a.read() for a, b in pairs):  # otherwise it is the same network
                     return taken, f"{other}.{start}".rstrip(".")
     return "", ""
 
@@ -411,7 +418,7 @@ def _find_copy(state: Mapping[str, Any]) -> tuple[str, str]:
 def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") -> None:
     """Load the state dict into the module; a `UserError` names the first keys that don't fit and gives the advice."""
     own, state = module.state_dict(), by_own_names(module, state, path)
-    missing = [k for k in own if k not in state and not k.endswith(COUNTER)]
+    missing = [k for k in own if k not in state and not k.endswith(BATCH_COUNTER)]
     unexpected = [k for k in state if k not in own]
     shapes = [
         f"{k} (model {list(own[k].shape)}, file {list(state[k].shape)})"
@@ -440,7 +447,7 @@ def by_own_names(module: Any, state: Mapping[str, Any], path: str) -> Mapping[st
     A trainer such as Lightning stores the network as an attribute, under `model.` for example, beside its losses. A
     `UserError` names two attributes that both fit.
     """
-    own = {name for name in module.state_dict() if not name.endswith(COUNTER)}
+    own = {name for name in module.state_dict() if not name.endswith(BATCH_COUNTER)}
     if not own or not own.isdisjoint(state):
         return state
     names = dict.fromkeys(name.partition(".")[0] for name in state)
@@ -474,8 +481,8 @@ def head_classes(module: Any, state: Mapping[str, Any]) -> int | None:
 def _list_names(what: str, names: list[str]) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{what} {', '.join(names[:NAMED])}{more}"
+    more = f" and {len(names) - MAX_ENTRIES_NAMED} more" if len(names) > MAX_ENTRIES_NAMED else ""
+    return f"{what} {', '.join(names[:MAX_ENTRIES_NAMED])}{more}"
 
 
 def _load_safetensors(file: Path) -> Any:
@@ -539,7 +546,7 @@ def _find_state(loaded: Any, path: str) -> Mapping[str, Any]:
     import torch
 
     while isinstance(loaded, Mapping):
-        inner = next((k for k in NESTED if isinstance(loaded.get(k), Mapping)), None)
+        inner = next((k for k in NESTED_KEYS if isinstance(loaded.get(k), Mapping)), None)
         if inner is None:
             break
         loaded = loaded[inner]
@@ -548,13 +555,14 @@ def _find_state(loaded: Any, path: str) -> Mapping[str, Any]:
     tensors = {str(k): v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
     if not tensors:
         keys = ", ".join(str(k) for k in list(loaded)[:5]) or "nothing"
-        raise UserError(f"checkpoint {path} has no weights under {', '.join(NESTED)}; it has {keys}")
+        raise UserError(f"checkpoint {path} has no weights under {', '.join(NESTED_KEYS)}; it has {keys}")
     return tensors
 
 
 def _strip_prefixes(state: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name.replace(COMPILED, ""): value for name, value in state.items()}  # any part may have been compiled
+    # any part may have been compiled
+    plain = {name.replace(COMPILED_PREFIX, ""): value for name, value in state.items()}
     names = plain if len(plain) == len(state) else dict(state)
-    while names and all(name.startswith(PARALLEL) for name in names):
-        names = {name.removeprefix(PARALLEL): value for name, value in names.items()}
+    while names and all(name.startswith(PARALLEL_PREFIX) for name in names):
+        names = {name.removeprefix(PARALLEL_PREFIX): value for name, value in names.items()}
     return names

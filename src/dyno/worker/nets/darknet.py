@@ -18,9 +18,9 @@ from dyno.worker.tasks import find_task as find_task
 # Darknet's .cfg files: sections of options, line by line.
 
 Value = TypeVar("Value", int, float)
-MOST_SECTIONS = 1_000
-MOST_BYTES = 1 << 20
-NETWORK = ("net", "network")
+MAX_SECTIONS = 1_000
+MAX_BYTES = 1 << 20
+NETWORK_SECTIONS = ("net", "network")
 
 
 @dataclass
@@ -69,7 +69,7 @@ def read_cfg(path: str) -> list[CfgSection]:
     """Read the sections of the file, `[net]` first; raise a `UserError` for a file that isn't Darknet's."""
     file = Path(path)
     try:
-        if file.stat().st_size > MOST_BYTES:
+        if file.stat().st_size > MAX_BYTES:
             raise UserError(f"{path} is larger than any architecture; give Darknet's .cfg")
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as e:
@@ -84,10 +84,10 @@ def read_cfg(path: str) -> list[CfgSection]:
             if not equals or not sections:
                 raise UserError(f"{path}, line {number}: {text[:60]!r} is neither [SECTION] nor NAME=VALUE")
             sections[-1].options[name.strip()] = value.strip()
-    if not sections or sections[0].kind not in NETWORK:
+    if not sections or sections[0].kind not in NETWORK_SECTIONS:
         raise UserError(f"{path} doesn't begin with [net], so it is not a network of Darknet's")
-    if not 1 < len(sections) <= MOST_SECTIONS:
-        raise UserError(f"{path} has {len(sections) - 1} layers; it must have between 1 and {MOST_SECTIONS - 1}")
+    if not 1 < len(sections) <= MAX_SECTIONS:
+        raise UserError(f"{path} has {len(sections) - 1} layers; it must have between 1 and {MAX_SECTIONS - 1}")
     return sections
 
 
@@ -96,10 +96,10 @@ def read_cfg(path: str) -> list[CfgSection]:
 # The network is a `torch.fx` graph: so it has no own classes, which a module of the worker couldn't define
 # without importing torch.
 
-EPSILON = 1e-5  # AlexeyAB's Darknet, which YOLOv4 comes from, adds it to the variance
-LEAKY = 0.1
-MOST_WEIGHTS = 1 << 29  # of one layer
-BOX = 4
+EPSILON = 1e-5  # AlexeyAB's Darknet (YOLOv4) adds it to the variance
+LEAKY_SLOPE = 0.1
+MAX_WEIGHTS = 1 << 29  # per layer
+BOX_VALUES = 4
 ACTIVATIONS = {
     "linear": "Identity", "leaky": "LeakyReLU", "relu": "ReLU", "relu6": "ReLU6", "mish": "Mish", "swish": "SiLU",
     "logistic": "Sigmoid", "tanh": "Tanh", "elu": "ELU",
@@ -138,7 +138,7 @@ def convolutional(place: LayerContext, section: CfgSection, inputs: Sequence[Lay
         raise section.make_error(
             f"groups={groups} divides {value.channels} input channels and {filters} filters unevenly"
         )
-    if value.channels // groups * filters * size * size > MOST_WEIGHTS:
+    if value.channels // groups * filters * size * size > MAX_WEIGHTS:
         raise section.make_error(f"{filters} filters of {value.channels // groups}x{size}x{size} are too many weights")
     padding = size // 2 * dilation if section.read_number("pad", 0) else section.read_number("padding", 0)
     stride, normalised = section.read_number("stride", 1, 1, 64), bool(section.read_number("batch_normalize", 0))
@@ -161,7 +161,7 @@ def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutp
     size = section.read_number("size", stride, 1, 64)
     padding = section.read_number("padding", size - 1, 0, 63)
     before, after = padding // 2, padding - padding // 2
-    if size == stride == 2 and padding == 1:  # what is added is only ever reached by the last window: PyTorch's ceil
+    if size == stride == 2 and padding == 1:  # only the last window reaches the padding: PyTorch's ceil mode
         layer = place.nn.MaxPool2d(2, 2, ceil_mode=True)
     elif before == after and before <= size // 2:
         layer = place.nn.MaxPool2d(size, stride, before)
@@ -221,7 +221,7 @@ def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]
     mask = section.read_numbers("mask", int) or list(range(len(anchors)))
     if not anchors or not all(0 <= k < len(anchors) for k in mask):
         raise section.make_error(f"mask={section.text('mask')} must name some of the {len(anchors)} anchors, from 0")
-    needed = len(mask) * (BOX + 1 + classes)
+    needed = len(mask) * (BOX_VALUES + 1 + classes)
     if value.channels != needed:
         raise section.make_error(
             f"the layer before it has {value.channels} channels; {len(mask)} anchors of {classes} classes need {needed}"
@@ -229,7 +229,7 @@ def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]
     scale, activated = section.read_number("scale_x_y", 1.0, -1e9, 1e9), bool(section.read_number("new_coords", 0))
     chosen = [anchors[k] for k in mask]
     node = place.graph.call_function(decode_boxes, (value.node, chosen, int(value.stride), scale, activated))
-    return LayerOutput(node, BOX + classes, value.stride, classes)
+    return LayerOutput(node, BOX_VALUES + classes, value.stride, classes)
 
 
 def decode_boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: float, activated: bool) -> Any:
@@ -243,7 +243,7 @@ def decode_boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, sc
     batch, channels, height, width = x.shape
     count = len(anchors)
     x = x.reshape(batch, count, channels // count, height, width)
-    centre, extent, scores = x[:, :, :2], x[:, :, 2:BOX], x[:, :, BOX:]
+    centre, extent, scores = x[:, :, :2], x[:, :, 2:BOX_VALUES], x[:, :, BOX_VALUES:]
     if activated:
         extent = (extent * 2) ** 2
     else:
@@ -274,7 +274,7 @@ def dropout(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutp
     return inputs[0]
 
 
-LAYERS: dict[str, Layer] = {
+LAYER_KINDS: dict[str, Layer] = {
     layer.__name__: layer
     for layer in (convolutional, maxpool, upsample, route, shortcut, yolo, avgpool, softmax, dropout)
 }
@@ -285,13 +285,13 @@ def _make_activation(place: LayerContext, section: CfgSection, default: str) -> 
     if name not in ACTIVATIONS:
         raise section.make_error(f"the activation {name!r} isn't supported; supported are {', '.join(ACTIVATIONS)}")
     layer = getattr(place.nn, ACTIVATIONS[name])
-    return layer(LEAKY) if name == "leaky" else layer()
+    return layer(LEAKY_SLOPE) if name == "leaky" else layer()
 
 
 # Darknet's .weights files: a header, then the values of each convolution in the order of the network's layers.
 
 WEIGHTS_SUFFIX = ".weights"
-FLOAT = np.dtype("<f4")
+WEIGHT_TYPE = np.dtype("<f4")
 
 
 class WeightReader:
@@ -308,10 +308,10 @@ class WeightReader:
         major, minor, _ = (int(n) for n in header)
         # The number of images seen has eight bytes since version 0.2.
         begin = 12 + (8 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 4)
-        if size < begin or (size - begin) % FLOAT.itemsize:
+        if size < begin or (size - begin) % WEIGHT_TYPE.itemsize:
             raise UserError(f"checkpoint {path} is cut short or not Darknet's: its {size} bytes end within a value")
-        self.left = (size - begin) // FLOAT.itemsize
-        self._values = np.memmap(file, FLOAT, "r", begin, (self.left,)) if self.left else np.empty(0, FLOAT)
+        self.left = (size - begin) // WEIGHT_TYPE.itemsize
+        self._values = np.memmap(file, WEIGHT_TYPE, "r", begin, (self.left,)) if self.left else np.empty(0, WEIGHT_TYPE)
 
     def take(self, shape: tuple[int, ...], what: str) -> np.ndarray:
         """Return the next values in that shape; raise a `UserError`, with their purpose `what`, if too few are left."""
@@ -352,8 +352,8 @@ def load_weights(layers: Any, path: str, lines: Sequence[int], cfg: str) -> None
         )
 
 
-LARGEST = 1 << 14  # pixels of a side
-REFERS = {"route": "layers", "shortcut": "from"}  # where a section names other layers
+MAX_SIDE = 1 << 14  # pixels of a side
+LAYER_REFERENCES = {"route": "layers", "shortcut": "from"}  # keys with numbers of other layers
 
 
 def is_supported(model: ModelSpec) -> bool:
@@ -395,7 +395,7 @@ class Darknet(ModelSource):
         """Return the preprocessing of images (None without a yolo layer), and the size in its [net]."""
         head, *sections = read_cfg(rest)
         boxes = any(section.kind == "yolo" for section in sections)
-        size = head.read_number("height", 416, 1, LARGEST), head.read_number("width", 416, 1, LARGEST)
+        size = head.read_number("height", 416, 1, MAX_SIDE), head.read_number("width", 416, 1, MAX_SIDE)
         return find_task("detect").preprocess(model.channels) if boxes else None, size
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
@@ -417,15 +417,15 @@ def _build_network(path: str) -> Any:
     image = LayerOutput(graph.placeholder("image"), head.read_number("channels", 3, 1, 1 << 10), 1.0)
     values: list[LayerOutput] = []
     for number, section in enumerate(sections):
-        if section.kind not in LAYERS:
-            raise section.make_error(f"this layer isn't supported; supported are {', '.join(LAYERS)}")
+        if section.kind not in LAYER_KINDS:
+            raise section.make_error(f"this layer isn't supported; supported are {', '.join(LAYER_KINDS)}")
 
         def add_call(module: Any, node: Any, number: int = number) -> Any:
             root.layers[str(number)] = module
             return graph.call_module(f"layers.{number}", (node,))
 
         inputs = _find_inputs(number, section, image, values)
-        values.append(LAYERS[section.kind](LayerContext(graph, add_call, torch.nn), section, inputs))
+        values.append(LAYER_KINDS[section.kind](LayerContext(graph, add_call, torch.nn), section, inputs))
     heads = [value for value in values if value.classes]
     nodes = [value.node for value in heads]
     result = graph.call_function(torch.cat, (nodes, 2)) if len(nodes) > 1 else (nodes or [values[-1].node])[0]
@@ -439,9 +439,9 @@ def _build_network(path: str) -> Any:
 def _find_inputs(number: int, section: CfgSection, image: LayerOutput, values: list[LayerOutput]) -> list[LayerOutput]:
     """Return the values that the section's layer reads; negative numbers in the file count back from it."""
     before = values[-1] if values else image
-    if section.kind not in REFERS:
+    if section.kind not in LAYER_REFERENCES:
         return [before]
-    option = REFERS[section.kind]
+    option = LAYER_REFERENCES[section.kind]
     named = section.read_numbers(option, int)
     places = [number + k if k < 0 else k for k in named]
     if not places or not all(0 <= k < number for k in places):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NARROWER = 4
+WIDTH_DIVISOR = 4
 
 
 def resnet18(num_classes: int = 10, channels: int = 1) -> Any:
@@ -18,15 +18,15 @@ def resnet18(num_classes: int = 10, channels: int = 1) -> Any:
     class Narrow(ResNet):  # type: ignore[misc]  # torchvision has no types
         def __init__(self) -> None:
             super().__init__(BasicBlock, [2, 2, 2, 2], num_classes=num_classes)
-            stem = 64 // NARROWER
+            stem = 64 // WIDTH_DIVISOR
             self.conv1 = nn.Conv2d(channels, stem, 7, stride=2, padding=3, bias=False)
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
             self.bn1 = nn.BatchNorm2d(stem)
-            self.fc = nn.Linear(512 // NARROWER, num_classes)
+            self.fc = nn.Linear(512 // WIDTH_DIVISOR, num_classes)
 
         def _make_layer(self, block: Any, planes: int, blocks: int, stride: int = 1, dilate: bool = False) -> Any:
             if planes == 64:  # the first stage reads the stem, which torchvision has made 64 wide
-                self.inplanes = planes // NARROWER
-            return super()._make_layer(block, planes // NARROWER, blocks, stride, dilate)
+                self.inplanes = planes // WIDTH_DIVISOR
+            return super()._make_layer(block, planes // WIDTH_DIVISOR, blocks, stride, dilate)
 
     return Narrow()

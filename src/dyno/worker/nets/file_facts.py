@@ -13,7 +13,7 @@ from typing import Any
 
 from dyno.worker import tasks
 from dyno.worker.inputs.specs import find_axes, image_of
-from dyno.worker.inspection import ATTACHED, Inspection, Purpose, order_class_names
+from dyno.worker.inspection import METADATA_FILE, Inspection, Purpose, order_class_names
 from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, Tensor, UserError, from_json, to_json
 from dyno.worker.tasks import OutputShapes
@@ -21,9 +21,10 @@ from dyno.worker.tasks import OutputShapes
 # Layout, channels and size of the images that a model file takes, from its inputs and its metadata.
 
 DEFAULT_SIZE = 224
-KEYS = ("imgsz", "batch", "stride")  # of a file's metadata, as ultralytics writes them
-NAMES = ("class_names", "classes", "labels", "id2label")  # keys under which other tools list classes
-INSIDE = ("extra/config.txt", "metadata.json", "temp_meta.txt")  # metadata inside TorchScript and .tflite files
+ULTRALYTICS_KEYS = ("imgsz", "batch", "stride")  # a file's metadata, written by ultralytics
+CLASS_NAME_KEYS = ("class_names", "classes", "labels", "id2label")  # class-list keys of other tools
+# metadata inside TorchScript and .tflite files
+METADATA_MEMBERS = ("extra/config.txt", "metadata.json", "temp_meta.txt")
 
 
 def read_attached(path: str) -> dict[str, str]:
@@ -33,10 +34,10 @@ def read_attached(path: str) -> dict[str, str]:
     """
     found: Any = None
     with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
-        name = next((name for name in archive.namelist() if name.endswith(INSIDE)), "")
+        name = next((name for name in archive.namelist() if name.endswith(METADATA_MEMBERS)), "")
         text = archive.read(name).decode() if name else ""
         found = _parse_value(text) or json.loads(text)
-    beside = Path(path).with_name(ATTACHED)
+    beside = Path(path).with_name(METADATA_FILE)
     if found is None and beside.is_file():
         with contextlib.suppress(ImportError, OSError, ValueError):
             import yaml
@@ -49,7 +50,7 @@ def read_attached(path: str) -> dict[str, str]:
 
 def read_image_facts(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the entries of a file's metadata under KEYS, as Python values."""
-    values = {key: _parse_value(metadata[key]) for key in KEYS if key in metadata}
+    values = {key: _parse_value(metadata[key]) for key in ULTRALYTICS_KEYS if key in metadata}
     return {key: value for key, value in values.items() if value}
 
 
@@ -151,7 +152,7 @@ def read_purpose(metadata: Mapping[str, str]) -> Purpose:
     names, points = _parse_value(metadata.get("names")), _parse_value(metadata.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
         purpose = replace(purpose, classes=len(names), class_names=order_class_names(names))
-    elif own := next((found for key in NAMES if (found := _parse_names(metadata.get(key)))), ()):
+    elif own := next((found for key in CLASS_NAME_KEYS if (found := _parse_names(metadata.get(key)))), ()):
         purpose = replace(purpose, class_names=own)
     if isinstance(points, (list, tuple)) and points:
         purpose = replace(purpose, keypoints=tuple(int(n) for n in points))

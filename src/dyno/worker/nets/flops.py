@@ -11,15 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from dyno.worker.facts.engine import COMPUTE
+from dyno.worker.facts.engine import COMPUTE_LAYER
 from dyno.worker.onnx_graph.graph_facts import graphs_in, graphs_of
 
-LARGEST = 2**31 - 1  # of a size that is worked out
-RECURRENT = ("LSTM", "GRU", "RNN")
-PRODUCTS = ("Conv", "ConvTranspose", "DeformConv", "Gemm", "MatMul", "QLinearConv", "ConvInteger", "QLinearMatMul",
-            "MatMulInteger", "MatMulNBits", "Einsum", "Attention", *RECURRENT)  # fmt: skip
+MAX_INFERRED_SIZE = 2**31 - 1  # of an inferred dimension
+RECURRENT_OPERATORS = ("LSTM", "GRU", "RNN")
+PRODUCT_OPERATORS = ("Conv", "ConvTranspose", "DeformConv", "Gemm", "MatMul", "QLinearConv", "ConvInteger",
+                     "QLinearMatMul", "MatMulInteger", "MatMulNBits", "Einsum", "Attention",
+                     *RECURRENT_OPERATORS)  # fmt: skip
 # Where the second factor stands among a node's inputs, when not at 1: quantised nodes have scales between.
-SECOND = {"QLinearConv": 3, "QLinearMatMul": 3}
+WEIGHT_INPUTS = {"QLinearConv": 3, "QLinearMatMul": 3}
 
 
 def of_module(module: Any, *args: Any, **keywords: Any) -> int:
@@ -42,7 +43,7 @@ def count_operations() -> Iterator[Any]:
         undo.callback(torch.backends.mha.set_fastpath_enabled, fused)
         torch.backends.mha.set_fastpath_enabled(False)
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-        undo.enter_context(torch.no_grad())  # in inference mode an operator that does nothing would seem to copy
+        undo.enter_context(torch.no_grad())  # in inference mode operators without effect would seem to copy
         # Nor does it know an LSTM on the CPU, `Bilinear`, and deformable convolutions, which torchvision has.
         known = {torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer, torch.ops.aten._trilinear: _of_bilinear}
         if hasattr(torch.ops.torchvision, "deform_conv2d"):
@@ -76,18 +77,18 @@ def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
     if inferred is None:
         return 0
     graph, known = inferred
-    counts = [of_node(node, known) for node in graph.node if node.op_type in PRODUCTS]
-    if any(COMPUTE.search(node.op_type) for node in graph.node if node.op_type not in PRODUCTS):
+    counts = [of_node(node, known) for node in graph.node if node.op_type in PRODUCT_OPERATORS]
+    if any(COMPUTE_LAYER.search(node.op_type) for node in graph.node if node.op_type not in PRODUCT_OPERATORS):
         return 0  # a fused or quantised layer whose operations aren't counted
     if any(has_products_inside(node) for node in graph.node):
-        return 0  # how often a branch or a loop runs, only a run decides
+        return 0  # only a run knows how often a branch or loop runs
     return 0 if None in counts else sum(count for count in counts if count)
 
 
 def has_products_inside(node: Any) -> bool:
     """Return whether a node's branches or its loop multiply: only a run decides their number of executions."""
     inside = (each for outer in graphs_of(node) for graph in graphs_in(outer) for each in graph.node)
-    return any(COMPUTE.search(each.op_type) for each in inside)
+    return any(COMPUTE_LAYER.search(each.op_type) for each in inside)
 
 
 def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, dict[str, tuple[int, ...]]] | None:
@@ -109,7 +110,7 @@ def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any,
         known = _list_shapes(graph)
         if any(0 in known.get(name, (0,)) for node in graph.node for name in node.output if name):
             worked_out = [v for v in _worked_out(model) if 0 in known.get(v.name, (0,))]
-            model.graph.value_info.extend(worked_out)  # behind which ONNX's own goes on
+            model.graph.value_info.extend(worked_out)  # ONNX's own inference continues from these
             graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph if worked_out else graph
             known = {**_list_shapes(graph), **{v.name: _read_shape(v) for v in worked_out}}
     except (onnx.shape_inference.InferenceError, ValueError):
@@ -137,12 +138,12 @@ def _worked_out(model: Any) -> list[Any]:
             part = slice(get_attribute(node, "start", 0), get_attribute(node, "end", None))
             inference.sympy_data_[node.output[0]] = inference._get_sympy_shape(node, 0)[part]
 
-        inference = SymbolicShapeInference(LARGEST, auto_merge=False, guess_output_rank=False, verbose=0)
+        inference = SymbolicShapeInference(MAX_INFERRED_SIZE, auto_merge=False, guess_output_rank=False, verbose=0)
         inference.dispatcher_["Shape"] = infer_shape
         inference._preprocess(model)
-    except Exception:  # of a library that isn't what it was
+    except Exception:  # an unexpected version of the library
         return []
-    with suppress(Exception):  # of operators and shapes that it doesn't know, of any kind
+    with suppress(Exception):  # unknown operators and shapes, of any kind
         while inference.run_:
             inference._infer_impl()
     graph = inference.out_mp_.graph
@@ -160,15 +161,15 @@ def _read_shape(value: Any) -> tuple[int, ...]:
 def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     """Return the operations of a product, None if its shapes aren't known."""
     first = shapes.get(node.input[0], ())
-    if node.op_type == "MatMulNBits":  # whose weights are packed
+    if node.op_type == "MatMulNBits":  # packed weights
         sizes = {a.name: a.i for a in node.attribute}
         return 2 * math.prod(first) * sizes.get("N", 0) if first and 0 not in first else None
-    place = SECOND.get(node.op_type, 1)
+    place = WEIGHT_INPUTS.get(node.op_type, 1)
     if len(node.input) <= place:  # an einsum of one input, which moves or adds its values
         return 0
     second = shapes.get(node.input[place], ())
     result = shapes.get(node.output[0], ())
-    if node.op_type in RECURRENT:  # at each step both matrices: [directions, gates x hidden, …]
+    if node.op_type in RECURRENT_OPERATORS:  # at each step both matrices: [directions, gates x hidden, …]
         weights = math.prod(second) + math.prod(shapes.get(node.input[2], ()))
         return 2 * math.prod(first[:2]) * weights if first and second and 0 not in (*first[:2], *second) else None
     if not first or not second or not result or 0 in (*second, *result):
@@ -187,7 +188,7 @@ def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
         return _of_einsum(node, first, second)
     if node.op_type == "Attention":
         return _of_attention(node, first, second, result)
-    return of_convolution(math.prod(second), second[0], result)  # whose kernel is [M, C / group, kernel…]
+    return of_convolution(math.prod(second), second[0], result)  # kernel [M, C / group, kernel…]
 
 
 def of_convolution(weights: int, channels: int, values: Sequence[int]) -> int | None:

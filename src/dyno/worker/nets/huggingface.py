@@ -16,27 +16,27 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.extras import load_library
-from dyno.worker.facts.files import RANDOM
+from dyno.worker.facts.files import RANDOM_WARNING
 from dyno.worker.inputs.specs import size_before_crop
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource
 from dyno.worker.sessions.torch_support import make_eager
 from dyno.worker.spec import NETWORK_FOLDER, TIMM_FOLDER, Dims, ModelSpec, Preprocess, UserError, add_noun
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
-PROCESSOR, PROCESSORS = "preprocessor_config.json", "processor_config.json"  # the second is of several in one file
-WEIGHTS = ("*.safetensors", "*.bin")
+CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
+PROCESSOR_FILE, PROCESSORS_FILE = "preprocessor_config.json", "processor_config.json"  # PROCESSORS_FILE holds several
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TIMM_HUB = "timm:hf-hub:", "timm:hf_hub:"
-SAVERS = {"transformers": "save_pretrained", "timm": "timm.models.save_for_hf"}
-EXAMPLES = {"transformers": "hf:google/vit-base-patch16-224", "timm": "timm:hf-hub:timm/resnet18.a1_in1k"}
-STRETCHES = "stretches them to the size"
+SAVING_FUNCTIONS = {"transformers": "save_pretrained", "timm": "timm.models.save_for_hf"}
+SOURCE_EXAMPLES = {"transformers": "hf:google/vit-base-patch16-224", "timm": "timm:hf-hub:timm/resnet18.a1_in1k"}
+STRETCH_NOTE = "stretches them to the size"
 OWN_CODE = "it needs its own code, which is not run"
 INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # Pillow's numbers
-UNCROPPED = 384  # pixels from which ConvNeXt's processor resizes to the size, without its `crop_pct`
-TOKENS, SAMPLES = 128, 16_000  # of an example, where the model takes as many
-FRAMES = "input_features"  # of a speech encoder's spectrogram
-PROBE, GREY = (500, 375), 128  # width and height of a gradient, and its third channel
-CLOSE, SHIFT = 0.01, 1.5  # by how much of its range it may differ, and by how many pixels a crop may be shifted
+UNCROPPED_SIZE = 384  # from this size ConvNeXt's processor doesn't apply `crop_pct`
+EXAMPLE_TOKENS, EXAMPLE_SAMPLES = 128, 16_000  # length of an example, if the model takes as much
+SPECTROGRAM_INPUT = "input_features"  # a speech encoder's spectrogram
+PROBE_SIZE, PROBE_GREY = (500, 375), 128  # width and height of a gradient, and its third channel
+MAX_PIXEL_ERROR, MAX_CROP_SHIFT = 0.01, 1.5  # tolerances: share of the value range; pixels of shift of a crop
 
 
 def split_folder(source: str) -> tuple[str, str]:
@@ -47,7 +47,7 @@ def split_folder(source: str) -> tuple[str, str]:
     for prefix in (f"{NETWORK_FOLDER}:", TIMM_FOLDER, *TIMM_HUB):
         if source.startswith(prefix):
             return prefix, source.removeprefix(prefix)
-    found = os.path.isfile(f"{source}/{CONFIG}")  # noqa: PTH113 - a name may be too long for a path
+    found = os.path.isfile(f"{source}/{CONFIG_FILE}")  # noqa: PTH113 - a name may be too long for a path
     return (f"{NETWORK_FOLDER}:", source) if found else ("", "")
 
 
@@ -59,24 +59,26 @@ def locate(prefix: str, name: str, pretrained: bool) -> Path:
     """
     library = "timm" if prefix in (TIMM_FOLDER, *TIMM_HUB) else "transformers"
     if prefix == TIMM_FOLDER and not Path(name).is_dir():
-        raise UserError(f"there is no folder {name}; a model of the hub is given as {EXAMPLES[library]}")
+        raise UserError(f"there is no folder {name}; a model of the hub is given as {SOURCE_EXAMPLES[library]}")
     if name and Path(name).is_dir():
-        if Path(name, ADAPTER).is_file():
+        if Path(name, ADAPTER_FILE).is_file():
             raise UserError(
                 f"{name} has an adapter of peft, which is not applied; "
                 "save the network that merge_and_unload() returns, and give that folder"
             )
-        if not Path(name, CONFIG).is_file():
-            raise UserError(f"{name} has no {CONFIG}, so it is no model of {library}; save it with {SAVERS[library]}")
+        if not Path(name, CONFIG_FILE).is_file():
+            raise UserError(
+                f"{name} has no {CONFIG_FILE}, so it is no model of {library}; save it with {SAVING_FUNCTIONS[library]}"
+            )
         return Path(name).absolute()
     if name.count("/") != 1:
-        raise UserError(f"{prefix}{name} is neither a folder nor ORG/NAME, such as {EXAMPLES[library]}")
+        raise UserError(f"{prefix}{name} is neither a folder nor ORG/NAME, such as {SOURCE_EXAMPLES[library]}")
     repository, _, revision = name.partition("@")
     download = load_library("huggingface_hub", error=UserError).snapshot_download
-    wanted = {"allow_patterns": ["*.json", *(WEIGHTS if pretrained else ())], "revision": revision or None}
+    wanted = {"allow_patterns": ["*.json", *(WEIGHT_PATTERNS if pretrained else ())], "revision": revision or None}
     with contextlib.suppress(Exception):  # it is not in the cache as a whole
         folder = Path(download(repository, local_files_only=True, **wanted))
-        if (folder / CONFIG).is_file() and (not pretrained or weight_files(folder)):
+        if (folder / CONFIG_FILE).is_file() and (not pretrained or weight_files(folder)):
             return folder
     try:
         return Path(download(repository, **wanted))
@@ -90,7 +92,7 @@ def locate(prefix: str, name: str, pretrained: bool) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of the folder's weights: safetensors, else PyTorch's own."""
-    found = (sorted(folder.glob(pattern)) for pattern in WEIGHTS)
+    found = (sorted(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS)
     return next((files for files in found if files), [])
 
 
@@ -99,14 +101,14 @@ def describe_random(model: ModelSpec) -> str:
     prefix, folder = split_folder(model.source)
     if not prefix or model.pretrained or model.weights or weight_files(Path(folder)):
         return ""
-    files = " or ".join(WEIGHTS)
-    return f"{RANDOM}: its folder has no {files}; save the model there, or fetch the hub's with --pretrained"
+    files = " or ".join(WEIGHT_PATTERNS)
+    return f"{RANDOM_WARNING}: its folder has no {files}; save the model there, or fetch the hub's with --pretrained"
 
 
 def _read_processor(folder: str) -> dict[str, Any]:
     """Return the settings of the folder's image processor; a file with several goes first, as in the library."""
-    several = _read_settings(Path(folder, PROCESSORS)).get("image_processor")
-    return several if isinstance(several, dict) else _read_settings(Path(folder, PROCESSOR))
+    several = _read_settings(Path(folder, PROCESSORS_FILE)).get("image_processor")
+    return several if isinstance(several, dict) else _read_settings(Path(folder, PROCESSOR_FILE))
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def _read_config(folder: str) -> Any:
         config = _import_library().AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as e:
         reason = (str(e) or type(e).__name__).splitlines()[0]
-        if "auto_map" in Path(folder, CONFIG).read_text(encoding="utf-8"):
+        if "auto_map" in Path(folder, CONFIG_FILE).read_text(encoding="utf-8"):
             reason = OWN_CODE
         raise UserError(f"{folder} can't be read by transformers: {reason}") from e
     if config.model_type == "timm_wrapper":  # transformers would build it without its classes
@@ -176,7 +178,7 @@ class HuggingFace(ModelSource):
             config.use_cache = False  # a cache of keys and values would be an output
         if not model.pretrained:
             return make_eager(torch, kind(config))
-        dtype = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # below transformers 4.56
+        dtype = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # transformers before 4.56
         options = {"config": config, "local_files_only": True, dtype: "float32", "output_loading_info": True}
         try:
             network, report = kind.from_pretrained(rest, **options, ignore_mismatched_sizes=True)
@@ -219,7 +221,7 @@ class HuggingFace(ModelSource):
         if squash and cropped and whole:
             resize = whole[0] / cropped[0]
         if shortest and given.get("crop_pct"):
-            resize = 1 / given["crop_pct"] if shortest < UNCROPPED else 0.0
+            resize = 1 / given["crop_pct"] if shortest < UNCROPPED_SIZE else 0.0
         how = INTERPOLATIONS.get(given.get("resample", 2), "bilinear")
         return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), how, squash=squash), size
 
@@ -234,8 +236,8 @@ class HuggingFace(ModelSource):
             return "with red and blue swapped (do_flip_channel_order)", ""
         if preprocess is None or size is None or len(preprocess.mean) != 3:
             return "", ""
-        (width, height), (crop_height, crop_width) = PROBE, size
-        image = np.full((height, width, 3), GREY, np.uint8)
+        (width, height), (crop_height, crop_width) = PROBE_SIZE, size
+        image = np.full((height, width, 3), PROBE_GREY, np.uint8)
         image[..., 0], image[..., 1] = np.linspace(0, 255, width), np.linspace(0, 255, height)[:, None]
         try:
             processor = _import_library().AutoImageProcessor.from_pretrained(rest, local_files_only=True)
@@ -244,17 +246,17 @@ class HuggingFace(ModelSource):
             reason = (str(e).strip() or type(e).__name__).splitlines()[0]
             reason = OWN_CODE if "auto_map" in _read_processor(rest) else reason
             return "", f"couldn't be run to check that ({reason})" if letterboxed else reason
-        sides = size_before_crop(PROBE, (crop_width, crop_height), preprocess)
+        sides = size_before_crop(PROBE_SIZE, (crop_width, crop_height), preprocess)
         crops = zip((crop_width, crop_height), sides, strict=True)
         across, down = ((np.arange(n) + 0.5 + (side - n) / 2) / side for n, side in crops)
-        expected = np.broadcast_arrays(across, down[:, None], np.float64(GREY / 255))
+        expected = np.broadcast_arrays(across, down[:, None], np.float64(PROBE_GREY / 255))
         mean, std = (np.reshape(values, (3, 1, 1)) for values in (preprocess.mean, preprocess.std))
         is_alike = found.shape == (1, 3, crop_height, crop_width) and (
-            np.abs(found[0] * std + mean - np.stack(expected)).max() < CLOSE + SHIFT / min(sides)
+            np.abs(found[0] * std + mean - np.stack(expected)).max() < MAX_PIXEL_ERROR + MAX_CROP_SHIFT / min(sides)
         )
         if not is_alike:
             return "prepared by other steps than resize, centre crop and normalisation", ""
-        return "", STRETCHES if letterboxed else ""
+        return "", STRETCH_NOTE if letterboxed else ""
 
     def make_examples(self, model: ModelSpec, rest: str) -> Any:
         """Return inputs of one row by name for a network of text (with images or not), sound or video; else None."""
@@ -264,7 +266,7 @@ class HuggingFace(ModelSource):
         drawn = torch.Generator().manual_seed(model.seed)
         if takes == "input_ids":
             text = config.get_text_config()
-            length = min(TOKENS, int(getattr(text, "max_position_embeddings", 0) or TOKENS))
+            length = min(EXAMPLE_TOKENS, int(getattr(text, "max_position_embeddings", 0) or EXAMPLE_TOKENS))
             ids = torch.randint(int(text.vocab_size), (1, length), generator=drawn)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             seen = getattr(config, "vision_config", None)
@@ -274,17 +276,17 @@ class HuggingFace(ModelSource):
                 inputs["pixel_values"] = torch.randn(1, model.channels, *size, generator=drawn)
             return inputs
         if takes == "input_values":
-            channels = getattr(config, "audio_channels", 0)  # of a codec
-            sound = (channels, SAMPLES) if channels else (SAMPLES,)
+            channels = getattr(config, "audio_channels", 0)  # a codec
+            sound = (channels, EXAMPLE_SAMPLES) if channels else (EXAMPLE_SAMPLES,)
             if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # a spectrogram, as of AST
                 sound = int(config.max_length), int(config.num_mel_bins)
             return {"input_values": torch.randn(1, *sound, generator=drawn)}
         if takes == "pixel_values" and (frames := getattr(config, "num_frames", 0)):
             size = self.read_image_config(model, rest)[1] or _read_pair(getattr(config, "image_size", None))
             return size and {takes: torch.randn(1, int(frames), model.channels, *size, generator=drawn)}
-        if takes == FRAMES and hasattr(config, "num_mel_bins"):
-            frames = 2 * int(getattr(config, "max_source_positions", TOKENS))
-            return {FRAMES: torch.randn(1, int(config.num_mel_bins), frames, generator=drawn)}
+        if takes == SPECTROGRAM_INPUT and hasattr(config, "num_mel_bins"):
+            frames = 2 * int(getattr(config, "max_source_positions", EXAMPLE_TOKENS))
+            return {SPECTROGRAM_INPUT: torch.randn(1, int(config.num_mel_bins), frames, generator=drawn)}
         return None
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:

@@ -15,18 +15,18 @@ from dyno.worker import tasks
 from dyno.worker.extras import load_library
 from dyno.worker.inspection import Purpose, order_class_names
 from dyno.worker.nets import random_weights
-from dyno.worker.nets.huggingface import CONFIG
+from dyno.worker.nets.huggingface import CONFIG_FILE
 from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource
 from dyno.worker.sessions.torch_support import one_thread
 from dyno.worker.spec import TIMM_FOLDER, Dims, ModelSpec, Preprocess, UserError
 
-FOLDER = TIMM_FOLDER.partition(":")[2]
-OUTER = ("num_classes", "label_names")  # of timm's stored configuration, beside that of the weights
-NEAR = 0.75  # similarity at which a name is suggested; among a thousand names something is always half alike
+FOLDER_PREFIX = TIMM_FOLDER.partition(":")[2]
+OUTER_KEYS = ("num_classes", "label_names")  # keys of timm's configuration outside that of the weights
+MIN_NAME_SIMILARITY = 0.75  # lower similarities match any of a thousand names
 # torchvision's detectors normalise, resize and suppress inside.
 TAKES_ONE_IMAGE = "torchvision's detectors give each image another number of boxes, so they run one image at a time"
 SMALL_DETECTOR = 320, 320  # pixels, where no size is asked for
-SPREAD = 1.0  # standard deviation of random scores before the sigmoid or softmax: most are low, and some are sure
+SCORE_SPREAD = 1.0  # standard deviation of random logits: most scores are low, some are high
 
 
 class Torchvision(ModelSource):
@@ -122,8 +122,8 @@ def _read_timm_config(model: ModelSpec, name: str) -> tuple[str, dict[str, Any],
     A configuration that timm stored in the model's folder, or beside its weights, comes before the library's, which
     describes other weights. {} where there is none.
     """
-    is_folder = name.startswith(FOLDER)
-    path = Path(name.removeprefix(FOLDER) if is_folder else Path(model.weights).parent, CONFIG)
+    is_folder = name.startswith(FOLDER_PREFIX)
+    path = Path(name.removeprefix(FOLDER_PREFIX) if is_folder else Path(model.weights).parent, CONFIG_FILE)
     if (is_folder or model.weights) and path.is_file():
         try:
             found = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -132,7 +132,7 @@ def _read_timm_config(model: ModelSpec, name: str) -> tuple[str, dict[str, Any],
         except (ValueError, TypeError, KeyError) as e:
             raise UserError(f"{path} can't be read as a configuration of timm: {e!r}") from e
         if is_folder or architecture == name.partition(".")[0]:
-            return architecture, config | {key: found[key] for key in OUTER if found.get(key)}, arguments
+            return architecture, config | {key: found[key] for key in OUTER_KEYS if found.get(key)}, arguments
     published = _find_library("timm", name).get_pretrained_cfg(name)
     return name, dataclasses.asdict(published) if published else {}, {}
 
@@ -169,7 +169,7 @@ def _choose_timm_options(model: ModelSpec, rest: str, dims: Dims | None, classes
     taken = inspect.signature(load_library("timm").create_model).parameters  # a file to load, among others
     options: dict[str, Any] = {key: value for key, value in stored.items() if key not in taken}
     options["in_chans"] = model.channels
-    if classes is None and rest.startswith(FOLDER):
+    if classes is None and rest.startswith(FOLDER_PREFIX):
         classes = config.get("num_classes")
     if classes is not None:
         options["num_classes"] = classes
@@ -204,7 +204,7 @@ def _find_library(library: str, name: str) -> Any:
     imported, module = load_library(library), {"torchvision": "torchvision.models", "timm": "timm"}[library]
     names = load_library(module).list_models()
     if not (name in names or (library == "timm" and imported.is_model(name))):
-        near = difflib.get_close_matches(name, names, 1, NEAR)
+        near = difflib.get_close_matches(name, names, 1, MIN_NAME_SIMILARITY)
         listed = f'list them with: python -c "import {module} as m; print(*m.list_models())"'
         hint = f"did you mean {library}:{near[0]}?" if near else listed
         raise UserError(f"{library} has no model {name!r}; {hint}")
@@ -252,7 +252,7 @@ def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
         module.eval()(image)
     with torch.no_grad():
         for layer, deviation in measured.items():
-            layer.weight.mul_(2.0 ** round(torch.tensor(SPREAD / max(deviation, 1e-9)).log2().item()))
+            layer.weight.mul_(2.0 ** round(torch.tensor(SCORE_SPREAD / max(deviation, 1e-9)).log2().item()))
 
 
 def _find_scoring_layers(torch: Any, module: Any) -> list[Any]:

@@ -185,8 +185,8 @@ def run_user_code(what: str, passed: type[Exception] = UserError) -> Iterator[No
 
 # Files that the user's code reads while it makes a network, such as weights, and modules that it imports.
 
-CODE = (".py", ".pyc", ".pyi", ".so")
-OWN = Path(__file__).parents[2]  # Dyno's package
+CODE_SUFFIXES = (".py", ".pyc", ".pyi", ".so")
+DYNO_PACKAGE = Path(__file__).parents[2]  # Dyno's package
 OF_THE_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/lib/", "/usr/share/")
 
 
@@ -246,9 +246,9 @@ def hash_files_read(source: Path | None) -> dict[str, str]:
     libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     modules = [module for name, module in [*sys.modules.items()] if name not in _OPENED.imported_before]
     code = {str(make_absolute(Path(file))) for module in modules if (file := getattr(module, "__file__", None))}
-    code = {name for name in code if name.endswith(".py") and not Path(name).is_relative_to(OWN)}
+    code = {name for name in code if name.endswith(".py") and not Path(name).is_relative_to(DYNO_PACKAGE)}
     code -= {str(make_absolute(path)) for path in (source, *local_files(source))} if source else set()
-    data = {name for name in _OPENED.read - _OPENED.written if not name.endswith(CODE)}
+    data = {name for name in _OPENED.read - _OPENED.written if not name.endswith(CODE_SUFFIXES)}
     found = {}
     for name in sorted(code | data):
         if not name.startswith((*libraries, *OF_THE_SYSTEM)) and Path(name).is_file():

@@ -24,8 +24,8 @@ from dyno.worker.nets.model_source import ModelSource, check_unchanged, list_sou
 from dyno.worker.sessions.torch_support import make_eager, set_eval
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
 
-FUNCTIONS = ("python", "module")  # sources without a prefix: FILE.py:FUNCTION and MODULE:FUNCTION
-WEIGHT_FACTS = ("weights_sha256", "parameters")  # of a module, as a file made from it keeps them
+FUNCTION_SOURCES = ("python", "module")  # sources without a prefix: FILE.py:FUNCTION and MODULE:FUNCTION
+WEIGHT_FACTS = ("weights_sha256", "parameters")  # facts that files made from a module inherit
 
 
 def parse(source: str) -> tuple[str, str]:
@@ -34,7 +34,7 @@ def parse(source: str) -> tuple[str, str]:
     The function follows the last colon, so that a path may contain colons. Raises `UserError` for any other text.
     """
     head, _, rest = source.partition(":")
-    if rest and head in {*list_sources().keys() - FUNCTIONS, "file"}:
+    if rest and head in {*list_sources().keys() - FUNCTION_SOURCES, "file"}:
         return head, rest
     location, _, function = source.rpartition(":")
     if not rest or not location:
@@ -129,7 +129,7 @@ def _seed_generators(seed: int) -> None:
 
 def _other_classes(model: ModelSpec, classes: int) -> str:
     """Return advice on weights of another number of classes than the model's."""
-    own = parse(model.source)[0] in FUNCTIONS and not _has_parameter(_find_function(model), "num_classes")
+    own = parse(model.source)[0] in FUNCTION_SOURCES and not _has_parameter(_find_function(model), "num_classes")
     first = "let the function take num_classes and give" if own else "give"
     return f"they are of {classes} classes: {first} --classes {classes}"
 
@@ -263,7 +263,7 @@ def _find_attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
 def hash_files_read(model: ModelSpec) -> dict[str, str]:
     """Return the sha256 of each file that a function's code has read or imported, beyond those of `source_sha256`."""
     location = model.source.rpartition(":")[0]
-    if parse(model.source)[0] not in FUNCTIONS:
+    if parse(model.source)[0] not in FUNCTION_SOURCES:
         return {}
     file = location if location.endswith(".py") else getattr(sys.modules.get(location), "__file__", None)
     return local_code.hash_files_read(Path(file) if file and model.source_sha256 else None)
@@ -309,8 +309,8 @@ def _has_parameter(function: Callable[..., Any], name: str) -> bool:
 
 # An application: the user's own object, with what happens to a request before and after the network.
 
-STAGES = ("preprocess", "postprocess")
-NEEDED = "preprocess(request), postprocess(outputs) and a torch.nn.Module as its model"
+APPLICATION_FUNCTIONS = ("preprocess", "postprocess")
+APPLICATION_NEEDS = "preprocess(request), postprocess(outputs) and a torch.nn.Module as its model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,21 +330,26 @@ def load_application(model: ModelSpec) -> Application:
     """
     torch = load_library("torch")
     kind, rest = parse(model.source)
-    if kind not in FUNCTIONS:
-        raise UserError(f"{model.source} is a network alone; give an application as FILE.py:NAME, with {NEEDED}")
+    if kind not in FUNCTION_SOURCES:
+        raise UserError(
+            f"{model.source} is a network alone; give an application as FILE.py:NAME, with {APPLICATION_NEEDS}"
+        )
     _seed_generators(model.seed)
     location, module, attribute = _find_attribute(model.source, model.source_sha256)
     value = _call_function(_check_function(model, location, module, attribute), model)
     name = rest.rpartition("/")[2]
-    if missing := [each for each in STAGES if not callable(getattr(value, each, None))]:
+    if missing := [each for each in APPLICATION_FUNCTIONS if not callable(getattr(value, each, None))]:
         raise UserError(
-            f"{name} is a {type(value).__name__} without {' and '.join(missing)}; an application has {NEEDED}"
+            f"{name} is a {type(value).__name__} without {' and '.join(missing)}; an application "
+            f"has {APPLICATION_NEEDS}"
         )
-    if delayed := [each for each in (*STAGES, "predict") if inspect.iscoroutinefunction(getattr(value, each, None))]:
+    if delayed := [
+        each for each in (*APPLICATION_FUNCTIONS, "predict") if inspect.iscoroutinefunction(getattr(value, each, None))
+    ]:
         raise UserError(f"{name} has an asynchronous {delayed[0]}; give it as a method that returns its result")
     network = _find_network(torch, value)
     if network is None:
-        raise UserError(f"{name} is a {type(value).__name__} without a model; an application has {NEEDED}")
+        raise UserError(f"{name} is a {type(value).__name__} without a model; an application has {APPLICATION_NEEDS}")
     inner = set_eval(make_eager(torch, network))
     if inner is not network and getattr(value, "model", None) is network:  # compiled by the user
         value.model = inner
@@ -360,7 +365,7 @@ def is_application(model: ModelSpec) -> bool:
 
 def _has_stages(value: Any) -> bool:
     """Return whether this is an object with stages of an application, not a class of such."""
-    return not isinstance(value, type) and any(hasattr(value, each) for each in STAGES)
+    return not isinstance(value, type) and any(hasattr(value, each) for each in APPLICATION_FUNCTIONS)
 
 
 def _find_network(torch: Any, value: Any) -> Any:

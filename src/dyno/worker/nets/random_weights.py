@@ -21,21 +21,21 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from dyno.worker.inputs.specs import REFUSALS
+from dyno.worker.inputs.specs import INPUT_ERRORS
 from dyno.worker.sessions.torch_support import one_thread
 
 # Few images' statistics fit other images worse, by a factor per layer that a hundred layers raise to its power.
-IMAGES, SIZES, SEED = 16, ((64, 64), (96, 96)), 0
-GRAINS = 1, 4, 16  # pixels to a side: photographs have detail and broad areas, and layers answer to both
-SHARE = 0.5  # of its layer's mean in a channel's variance: else an image amplifies channels that noise hardly changes
-DAMPED = 0.25  # of its weight is left to the batch norm that ends a branch; a power of two, so that nothing is rounded
-SUMS = ("add", "iadd", "radd")
-SPREAD = 0.02  # standard deviation in place of zeros, as in the initial weights of vision transformers
-SMALL = 0.1  # a scale below this is an initial value, not the result of training
-SCALES = ("weight", "gain")
+IMAGE_COUNT, IMAGE_SIZES, SEED = 16, ((64, 64), (96, 96)), 0
+GRAIN_SIZES = 1, 4, 16  # pixels per grain: photographs have detail and broad areas
+MIN_DEVIATION_SHARE = 0.5  # of its layer's mean deviation: an image amplifies channels that noise hardly changes
+BRANCH_SCALE = 0.25  # last batch norm of a branch; a power of two doesn't round
+SUM_OPERATORS = ("add", "iadd", "radd")
+WEIGHT_SPREAD = 0.02  # standard deviation in place of zeros, as in initial weights of vision transformers
+MAX_INITIAL_SCALE = 0.1  # smaller scales are initial values, not trained ones
+SCALE_NAMES = ("weight", "gain")
 # Of a batch norm that began at 0. Noise says little of what an attention's result is for a photograph (LeViT: 40 times
 # as much): with 1, an error of the input would be 42,000 times as large in the outputs.
-QUIET = 0.1
+QUIET_SHARE = 0.1
 
 
 class _AllMeasured(Exception):
@@ -43,9 +43,10 @@ class _AllMeasured(Exception):
 
 
 def undo_zero_init(torch: Any, module: Any) -> None:
-    """Replace parameters that suppress a branch, in place: zero matrices by noise, zero or tiny scales by `DAMPED`.
+    """Replace parameters that suppress a branch, in place.
 
-    The weight of a batch norm becomes `QUIET`, and `init_batch_norm` damps it where it ends a branch. Biases stay 0.
+    Zero matrices become noise, and zero or tiny scales `BRANCH_SCALE`. The weight of a batch norm becomes
+    `QUIET_SHARE`, and `init_batch_norm` damps it where it ends a branch. Biases stay 0.
     """
     draw = torch.Generator().manual_seed(SEED)
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
@@ -57,9 +58,9 @@ def undo_zero_init(torch: Any, module: Any) -> None:
                 start = float(value.flatten()[0])
                 if value.numel() != max(value.shape, default=1):
                     if start == 0:
-                        value.copy_(torch.randn(value.shape, generator=draw) * SPREAD)
-                elif 0 < start <= SMALL or (start == 0 and name in SCALES):
-                    value.fill_(QUIET if isinstance(owner, batch_norm) else DAMPED)
+                        value.copy_(torch.randn(value.shape, generator=draw) * WEIGHT_SPREAD)
+                elif 0 < start <= MAX_INITIAL_SCALE or (start == 0 and name in SCALE_NAMES):
+                    value.fill_(QUIET_SHARE if isinstance(owner, batch_norm) else BRANCH_SCALE)
 
 
 def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> None:
@@ -72,13 +73,13 @@ def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int
     kind = torch.nn.modules.batchnorm._BatchNorm
     norms = [m for m in module.modules() if isinstance(m, kind) and m.running_mean is not None]
     initial = [{name: value.clone() for name, value in norm.state_dict().items()} for norm in norms]
-    for height, width in dict.fromkeys((*SIZES, size)) if norms else ():
+    for height, width in dict.fromkeys((*IMAGE_SIZES, size)) if norms else ():
         images = make_noise(torch, channels, height, width)
         try:
             _damp_branches(torch, module.eval(), norms, images[:1].float())
             with one_thread(torch), _in_float64(module), _without_borders(torch, module), _measure_statistics(norms):
                 module(images)
-        except REFUSALS:
+        except INPUT_ERRORS:
             for norm, state in zip(norms, initial, strict=True):
                 norm.load_state_dict(state)
         else:
@@ -103,7 +104,7 @@ def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> Non
             tensors = [t for a in args for t in _make_tuple(a) if isinstance(t, torch.Tensor)]
             passed = [getattr(t, "passed", (0, None)) for t in tensors]
             most = max(passed, key=lambda one: one[0], default=(0, None))
-            if getattr(func, "__name__", "").strip("_") in SUMS and len(tensors) == 2:
+            if getattr(func, "__name__", "").strip("_") in SUM_OPERATORS and len(tensors) == 2:
                 (a, _), (b, _) = passed
                 if a != b and tensors[0].shape == tensors[1].shape:
                     ends.add(most[1])
@@ -117,13 +118,13 @@ def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> Non
         out.passed = getattr(args[0], "passed", (0, None))[0] + 1, norm
 
     # A head that refuses so small an image comes after the branches.
-    with contextlib.ExitStack() as hooks, torch.no_grad(), BranchFinder(), contextlib.suppress(*REFUSALS):
+    with contextlib.ExitStack() as hooks, torch.no_grad(), BranchFinder(), contextlib.suppress(*INPUT_ERRORS):
         for norm in norms:
             hooks.enter_context(norm.register_forward_hook(count_norm))
         module(image)
     for norm in ends:
         if norm.weight is not None:
-            norm.weight.data.mul_(DAMPED)
+            norm.weight.data.mul_(BRANCH_SCALE)
 
 
 def _make_tuple(value: Any) -> tuple[Any, ...]:
@@ -133,7 +134,7 @@ def _make_tuple(value: Any) -> tuple[Any, ...]:
 def _round_statistics(norm: Any) -> None:
     """Round to what every machine computes alike: means in 256ths of the deviation, so that rounding noise is zero."""
     measured = norm.running_var.double()
-    variance = measured.lerp(measured.mean(), SHARE).bfloat16().double()
+    variance = measured.lerp(measured.mean(), MIN_DEVIATION_SHARE).bfloat16().double()
     step = (variance.sqrt() / 256).clamp(min=1e-30)
     norm.running_var.copy_(variance)
     norm.running_mean.copy_((norm.running_mean.double() / step).round() * step + 0.0)
@@ -142,12 +143,12 @@ def _round_statistics(norm: Any) -> None:
 def make_noise(torch: Any, channels: int, height: int, width: int) -> Any:
     """Return images of unit variance, [IMAGES, channels, height, width] in float64."""
     draw = torch.Generator().manual_seed(SEED)
-    total = torch.zeros(IMAGES, channels, height, width, dtype=torch.float64)
-    for grain in GRAINS:
-        shape = IMAGES, channels, -(-height // grain), -(-width // grain)
+    total = torch.zeros(IMAGE_COUNT, channels, height, width, dtype=torch.float64)
+    for grain in GRAIN_SIZES:
+        shape = IMAGE_COUNT, channels, -(-height // grain), -(-width // grain)
         coarse = torch.randn(shape, generator=draw, dtype=torch.float64)
         total += coarse.repeat_interleave(grain, 2).repeat_interleave(grain, 3)[..., :height, :width]
-    return total / len(GRAINS) ** 0.5
+    return total / len(GRAIN_SIZES) ** 0.5
 
 
 @contextlib.contextmanager

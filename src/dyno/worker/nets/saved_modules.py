@@ -23,20 +23,20 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.nets import file_facts
 from dyno.worker.nets.model_source import ImageConfig, ModelSource, check_unchanged
 from dyno.worker.sessions.torch_support import as_fetched, named_outputs
-from dyno.worker.spec import BATCH, Dims, InputSpec, ModelSpec, Unavailable, UserError, from_json
+from dyno.worker.spec import BATCH_AXIS, Dims, InputSpec, ModelSpec, Unavailable, UserError, from_json
 
-PROGRAM = ".pt2"  # the ending of a program of torch.export; others are TorchScript
-CLOSE = 1e-3  # of an output's size: more than what the same operators differ by
-SHA256 = 64  # hexadecimal digits
-SEVERAL = 64  # batches up to this one stand for a free one
-GUARDS = "dyno_guards"  # the key of a program's own check of shapes in its module's `meta`
-INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, where Dyno stored the module
-OPERATOR = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # the target of a node
+PROGRAM_SUFFIX = ".pt2"  # programs of torch.export; other files are TorchScript
+MAX_OUTPUT_ERROR = 1e-3  # relative difference; equal operators differ less
+SHA256_LENGTH = 64  # hexadecimal digits
+MANY_BATCHES = 64  # from here on a range of batches counts as free
+GUARDS_KEY = "dyno_guards"  # key in the `meta` of a program's shape check
+INPUTS_MEMBER = "dyno_inputs.json"  # member of both formats: the inputs as JSON, if Dyno stored the module
+NODE_TARGET = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # target of a node
 
 
 def load(path: str) -> Any:
     """Load the module; raise a `UserError` for a file that is missing or that this PyTorch can't read."""
-    return make_runnable(_load_program(path)) if path.endswith(PROGRAM) else _load_script(path)
+    return make_runnable(_load_program(path)) if path.endswith(PROGRAM_SUFFIX) else _load_script(path)
 
 
 class Saved(ModelSource):
@@ -47,7 +47,7 @@ class Saved(ModelSource):
     stores_preprocess = True
 
     def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
-        if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
+        if len(model.source_sha256) == SHA256_LENGTH:  # otherwise a folder name in the cache
             check_unchanged(rest, model.source_sha256, "saved module")
         return load(rest)
 
@@ -79,7 +79,7 @@ def make_runnable(value: Any) -> Any:
         return value
     module = _tie_weights(value.module(**guard_options()))
     if guards := getattr(value.module(), "_guards_fn", None):
-        module.meta[GUARDS] = guards.forward
+        module.meta[GUARDS_KEY] = guards.forward
     return module
 
 
@@ -90,11 +90,11 @@ def check_guards(module: Any, model: ModelSpec, inputs: Sequence[InputSpec], dim
     """
     import torch
 
-    if (guards := getattr(module, "meta", {}).get(GUARDS)) is None:
+    if (guards := getattr(module, "meta", {}).get(GUARDS_KEY)) is None:
         return
-    specs = inputs or (InputSpec("input", "float32", (BATCH, model.channels, "height", "width")),)
+    specs = inputs or (InputSpec("input", "float32", (BATCH_AXIS, model.channels, "height", "width")),)
     names = inspect.signature(module.forward).parameters
-    most = min(find_most_batch(module, specs) or SEVERAL, SEVERAL)
+    most = min(find_most_batch(module, specs) or MANY_BATCHES, MANY_BATCHES)
     for batch in (dims.batch,) if dims.batch else range(1, most + 1):
         each = replace(dims, batch=batch)
         fed = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in list_tensors(specs, each)}
@@ -156,7 +156,7 @@ def _run_module(module: Any, model: ModelSpec, specs: Sequence[InputSpec], dims:
 def _are_close(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
     pairs = [*zip(some, others, strict=False)]
     same_form = len(some) == len(others) and all(a.shape == b.shape for a, b in pairs)
-    return same_form and all(relative_change(a, b) <= CLOSE for a, b in pairs)
+    return same_form and all(relative_change(a, b) <= MAX_OUTPUT_ERROR for a, b in pairs)
 
 
 def load_unflattened(path: str) -> Any:
@@ -165,7 +165,7 @@ def load_unflattened(path: str) -> Any:
 
     program = _load_program(path)
     module = unflatten(program)
-    if not hasattr(module, "type_name"):  # before PyTorch 2.8 the parts alone have it
+    if not hasattr(module, "type_name"):  # before PyTorch 2.8 only the parts have it
         stacks = (node.meta.get("nn_module_stack", {}) for node in program.graph.nodes)
         kind = next((kind for stack in stacks for name, kind in stack.values() if not name), None)
         module.type_name = lambda: kind
@@ -181,13 +181,13 @@ def guard_options() -> dict[str, Any]:
 
 def read_examples(path: str) -> Any:
     """Return the inputs described when the module was saved, else a program's own examples, else None."""
-    extra = {INPUTS: ""}
-    program = _load_program(path, extra) if path.endswith(PROGRAM) else _load_script(path, extra)
-    if text := extra[INPUTS]:
+    extra = {INPUTS_MEMBER: ""}
+    program = _load_program(path, extra) if path.endswith(PROGRAM_SUFFIX) else _load_script(path, extra)
+    if text := extra[INPUTS_MEMBER]:
         description = json.loads(text)
         specs = tuple(from_json(InputSpec, each) for each in description["inputs"])
         return ModuleInputs(specs, description["batch"], tuple(description["size"]))
-    if not path.endswith(PROGRAM) or program.example_inputs is None:
+    if not path.endswith(PROGRAM_SUFFIX) or program.example_inputs is None:
         return None
     return program_examples(program)
 
@@ -208,7 +208,7 @@ def find_most_batch(module: Any, inputs: Sequence[InputSpec]) -> int:
     """
     ranges = getattr(module, "range_constraints", None) or {}
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"] if ranges else []
-    has_batch = [spec.shape[:1] == (BATCH,) for spec in inputs] or [True]
+    has_batch = [spec.shape[:1] == (BATCH_AXIS,) for spec in inputs] or [True]
     first = (node.meta["val"].shape[0] for node, batched in zip(nodes, has_batch, strict=False) if batched)
     found = (ranges.get(size.node.expr) for size in first if hasattr(size, "node"))
     return min((int(each.upper) for each in found if each and each.upper.is_Integer), default=0)
@@ -235,7 +235,7 @@ def _has_registered_operators(torch: Any, path: str) -> bool:
     """
     with zipfile.ZipFile(path) as archive:
         texts = [archive.read(name) for name in archive.namelist() if name.endswith(".json")]
-    named = [tuple(map(bytes.decode, found)) for text in texts for found in OPERATOR.findall(text)]
+    named = [tuple(map(bytes.decode, found)) for text in texts for found in NODE_TARGET.findall(text)]
     missing = [(library, name) for library, name in named if not hasattr(getattr(torch.ops, library), name)]
     if any(library == "torchvision" for library, _ in missing):
         importlib.import_module("torchvision")

@@ -24,25 +24,25 @@ from dyno.worker.nets.model_source import BuildCode, ImageConfig, ModelSource, c
 from dyno.worker.spec import Dims, ModelSpec, UserError, shorten
 from dyno.worker.tasks import find_task as find_task
 
-QUIET = {
+QUIET_VARIABLES = {
     "YOLO_OFFLINE": "1",
     "YOLO_AUTOINSTALL": "False",
     "YOLO_VERBOSE": "False",
     "ULTRALYTICS_SAFE_LOAD": "1",  # checkpoints may name the library's own classes, and no other code
 }
-BUILDERS = {
+BUILDER_CLASSES = {
     "detect": "DetectionModel",
     "segment": "SegmentationModel",
     "pose": "PoseModel",
     "classify": "ClassificationModel",
 }
 # Heads whose outputs are laid out as the tasks read them.
-HEADS = {"Classify": "classify", "Detect": "detect", "Segment": "segment", "Pose": "pose"}
-CHECKPOINTS = (".pt", ".pth")  # of a user's own (best.pt), read without running their code
+HEAD_TASKS = {"Classify": "classify", "Detect": "detect", "Segment": "segment", "Pose": "pose"}
+CHECKPOINT_SUFFIXES = (".pt", ".pth")  # a user's checkpoint (best.pt), read without running its code
 MAX_SIDE = 8192  # pixels of a side that a checkpoint may name as its training size
 MAX_VALUES = 10_000  # values in an architecture
-ACTIVATION = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # which the library evaluates as code
-RAW = """network = tasks.{kind}(CONFIG, ch={channels}, nc={classes}, verbose=False)
+ACTIVATION_CODE = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # the library evaluates it as code
+NETWORK_CODE = """network = tasks.{kind}(CONFIG, ch={channels}, nc={classes}, verbose=False)
     network.model[-1].export = True
     network.model[-1].dynamic = False
     return network"""
@@ -53,7 +53,7 @@ def import_library() -> Any:
     if "ultralytics" in sys.modules:
         return load_library("ultralytics.nn.tasks")
     with tempfile.TemporaryDirectory() as settings:
-        os.environ.update({**QUIET, "YOLO_CONFIG_DIR": settings})
+        os.environ.update({**QUIET_VARIABLES, "YOLO_CONFIG_DIR": settings})
         return load_library("ultralytics.nn.tasks")
 
 
@@ -81,9 +81,9 @@ class Ultralytics(ModelSource):
         )
         head = module.model[-1]
         end_to_end = getattr(head, "one2one_cv2", None) is not None  # a second head, without suppression
-        if type(head).__name__ not in HEADS or end_to_end:
+        if type(head).__name__ not in HEAD_TASKS or end_to_end:
             kind = "finds objects end to end" if end_to_end else f"ends in {type(head).__name__}"
-            known = ", ".join(HEADS.values())
+            known = ", ".join(HEAD_TASKS.values())
             raise UserError(f"{source} {kind}, which can't be read here; take a YOLOv8 or YOLO11 ({known})")
         head.export = True  # the library's own switch for raw outputs alone
         # Else it compares shapes to keep its anchors, which fixes the batch in an exported graph.
@@ -91,7 +91,7 @@ class Ultralytics(ModelSource):
         return module
 
     def has_weights(self, rest: str) -> bool:
-        return rest.endswith(CHECKPOINTS)
+        return rest.endswith(CHECKPOINT_SUFFIXES)
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
         """Return the preprocessing of images, and the size that it is trained for, which a checkpoint names.
@@ -107,7 +107,7 @@ class Ultralytics(ModelSource):
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
         """Return a network's task, classes, keypoints' shape (() for none) and stride."""
         head = module.model[-1]
-        task = HEADS[type(head).__name__]
+        task = HEAD_TASKS[type(head).__name__]
         whole = hasattr(head, "linear")  # a head that sees the whole image, whatever its size
         return Purpose(
             task=task,
@@ -120,7 +120,7 @@ class Ultralytics(ModelSource):
     def write_code(self, model: ModelSpec, rest: str, network: Any, dims: Dims, classes: int | None) -> BuildCode:
         config, kind = network.yaml, type(network).__name__
         channels = config.get("ch") or config.get("channels") or model.channels
-        body = RAW.format(kind=kind, channels=channels, classes=config.get("nc"))
+        body = NETWORK_CODE.format(kind=kind, channels=channels, classes=config.get("nc"))
         return BuildCode(("ultralytics",), "from ultralytics.nn import tasks\n", body, {"CONFIG": config})
 
 
@@ -129,9 +129,9 @@ ULTRALYTICS = Ultralytics()
 
 def _find_task(tasks: Any, source: str, config: dict[str, Any]) -> str:
     task = tasks.guess_model_task(config)
-    if task not in HEADS.values():
+    if task not in HEAD_TASKS.values():
         raise UserError(
-            f"{source} is a network for {task or 'an unknown task'}; supported are {', '.join(HEADS.values())}"
+            f"{source} is a network for {task or 'an unknown task'}; supported are {', '.join(HEAD_TASKS.values())}"
         )
     return str(task)
 
@@ -157,7 +157,7 @@ def _build_from_config(tasks: Any, model: ModelSpec, config: dict[str, Any]) -> 
     if task == "pose" and model.keypoints:
         options["data_kpt_shape"] = list(model.keypoints)
     try:
-        return getattr(tasks, BUILDERS[task])(config, **options).eval()
+        return getattr(tasks, BUILDER_CLASSES[task])(config, **options).eval()
     except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as e:
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UserError(f"{model.source} can't be built: {reason}") from e
@@ -191,7 +191,7 @@ def _read_config(tasks: Any, source: str, name: str) -> dict[str, Any]:
             import yaml
 
             config["scale"] = (yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}).get("scale", "")
-    except Exception as e:  # of the YAML reader, which the library chooses
+    except Exception as e:  # errors of the library's YAML reader
         raise UserError(f"{source} can't be read: {shorten(e, 200)}") from e
     return config
 
@@ -204,7 +204,7 @@ def _check_layers(tasks: Any, source: str, config: dict[str, Any]) -> dict[str, 
     import torch
 
     activation = config.get("activation")
-    if activation and not (isinstance(activation, str) and ACTIVATION.fullmatch(activation)):
+    if activation and not (isinstance(activation, str) and ACTIVATION_CODE.fullmatch(activation)):
         raise UserError(f"{source}: the activation {str(activation)[:60]!r} is not a layer of torch.nn")
     parts = [config.get("backbone"), config.get("head")]
     if not all(isinstance(part, list) for part in parts):

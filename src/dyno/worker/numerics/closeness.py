@@ -11,8 +11,8 @@ import numpy as np
 from dyno.worker.facts.job import is_labels
 
 ATOL, RTOL = 1e-8, 1e-3
-MOST_VALUES = 4_000_000  # of each output that are compared by `relative_errors`; from the first input on
-FLOOR = 1e-3  # a channel's size counts as at least this share of the largest channel's
+MAX_COMPARED_VALUES = 4_000_000  # of each output, from the first input on
+MIN_CHANNEL_SHARE = 1e-3  # a channel's size counts as at least this share of the largest channel's
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def relative_errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.
     count = min(len(a), len(b))
     if is_labels(b):
         return shares_changed(a[:count], b[:count])
-    count = min(count, max(1, MOST_VALUES // max(1, a[:1].size)))
+    count = min(count, max(1, MAX_COMPARED_VALUES // max(1, a[:1].size)))
     if not count or not a[:1].size:
         return np.zeros(0)
     a, b = (array[:count].astype(np.float64) for array in (a, b))
@@ -98,7 +98,7 @@ def relative_errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.
     size = np.linalg.norm(b.reshape(shape), axis=2)
     # An input whose outputs happen to be near 0 is judged by the size of the others'.
     size = np.maximum(size, np.sqrt(np.mean(size**2, axis=0, keepdims=True)))
-    size = np.maximum(size, FLOOR * size.max(axis=1, keepdims=True))
+    size = np.maximum(size, MIN_CHANNEL_SHARE * size.max(axis=1, keepdims=True))
     with np.errstate(invalid="ignore"):
         distance = np.linalg.norm((a - b).reshape(shape), axis=2)
         ratio = np.where(distance == 0, 0.0, distance / np.where(size > 0, size, np.finfo(np.float32).tiny))

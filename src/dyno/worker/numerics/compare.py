@@ -21,7 +21,7 @@ from dyno.worker.facts.job import Difference, LayerError
 from dyno.worker.nets import flops
 from dyno.worker.numerics.closeness import compare_all, relative_errors
 from dyno.worker.numerics.engine import (
-    DELTA,
+    DELTA_SUFFIX,
     Feeds,
     Graph,
     GraphEngine,
@@ -38,12 +38,12 @@ from dyno.worker.spec import UserError
 
 # The reference's tensors: what every layer of a module, or of a graph, computes on a few inputs.
 
-MOST_KEPT = 2 << 30  # bytes of all tensors of all runs; fewer inputs are compared where they would be more
-MOST_MARKED = 256 << 20  # bytes of the tensors that one run of a marked graph puts out
-UNKNOWN = 1 << 20  # bytes that a tensor of unknown shape is taken for
-SAME = 1e-3  # of its size: a tensor that is nearer to a call's result is that, in FP32
+MAX_KEPT_B = 2 << 30  # bytes of all tensors; larger ones reduce the number of inputs
+MAX_MARKED_B = 256 << 20  # bytes of the outputs of one marked graph
+UNKNOWN_SHAPE_B = 1 << 20  # assumed bytes of a tensor of unknown shape
+SAME_TENSOR_ERROR = 1e-3  # relative error of a tensor identified with a call's result, in FP32
 Call = tuple[str, int]  # a part's name, and which of its calls
-Calls = Mapping[str, Call]  # by the tensor
+Calls = Mapping[str, Call]  # by tensor
 
 
 def run_module_reference(
@@ -124,7 +124,7 @@ def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: GraphEn
             for call in by_shape[own.shape]
         }
         nearest = min(distances, key=lambda call: distances[call], default=None)
-        if nearest is not None and distances[nearest] <= SAME:
+        if nearest is not None and distances[nearest] <= SAME_TENSOR_ERROR:
             matched[name] = nearest
     return matched
 
@@ -133,7 +133,7 @@ def _same_outputs(graph: Graph, engine: GraphEngine, feed: Feeds, outputs: Seque
     """Return whether the graph's outputs have these values."""
     (own,) = engine.run(graph.mark([], {}), [feed], graph.read_dtypes(graph.inputs))
     return len(own) == len(outputs) and all(
-        a.shape == b.shape and relative_errors(a[None], b[None]).max(initial=0.0) <= SAME
+        a.shape == b.shape and relative_errors(a[None], b[None]).max(initial=0.0) <= SAME_TENSOR_ERROR
         for a, b in zip(own, outputs, strict=True)
     )
 
@@ -152,7 +152,7 @@ def _iter_tensors(graph: Graph, engine: GraphEngine, feeds: Sequence[Feeds]) -> 
 def run_graph_reference(engine: GraphEngine, graph: Graph, feeds: Sequence[Feeds], writer: TensorWriter) -> None:
     """Store every floating-point tensor that the graph computes."""
     sizes = count_bytes(graph, {name: array.shape for name, array in feeds[0].items()})
-    runs = [*within_memory(feeds, lambda: sum(sizes.get(name, UNKNOWN) for name in graph.float_tensors))]
+    runs = [*within_memory(feeds, lambda: sum(sizes.get(name, UNKNOWN_SHAPE_B) for name in graph.float_tensors))]
     for name, values in _iter_tensors(graph, engine, runs):
         writer.add(name, values)
     outputs = engine.run(graph.mark([], {}), runs, graph.read_dtypes(graph.inputs))
@@ -165,7 +165,7 @@ def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator
     `of_one` returns the bytes of a run after the first.
     """
     for number, feed in enumerate(feeds):
-        if number and (number + 1) * of_one() > MOST_KEPT:
+        if number and (number + 1) * of_one() > MAX_KEPT_B:
             return
         yield feed
 
@@ -181,8 +181,8 @@ def in_parts(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[st
     """Yield the names in lists of at most MOST_MARKED bytes, or of a single name."""
     part, filled = list[str](), 0
     for name in names:
-        size = sizes.get(name, UNKNOWN)
-        if part and filled + size > MOST_MARKED:
+        size = sizes.get(name, UNKNOWN_SHAPE_B)
+        if part and filled + size > MAX_MARKED_B:
             yield part
             part, filled = [], 0
         part.append(name)
@@ -199,8 +199,8 @@ def check_finite(feeds: Iterable[Feeds]) -> None:
                 raise UserError(f"input {name!r} has values that are NaN or infinite; give inputs of numbers")
 
 
-CLEARLY = 4.0  # times as far off on the reference's values as on the engine's: not by rounding
-CANDIDATES = 32  # layers with the largest own errors, of which the effect on the outputs is tried
+CLEAR_ERROR_RATIO = 4.0  # error on the reference's values over that on the engine's: more than rounding
+MAX_CANDIDATES = 32  # layers with the largest own errors, whose effect on the outputs is tried
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def find_mismatched(
     readers were scaled to make up for it.
     """
     limit, stops = comparison.limits.error, {*comparison.tensors}
-    made_up = [name for name, each in own.items() if each.error > max(limit, CLEARLY * total[name].error)]
+    made_up = [name for name, each in own.items() if each.error > max(limit, CLEAR_ERROR_RATIO * total[name].error)]
     read = {each for name in made_up for each in comparison.graph.reads(name, stops)}
     return {name for name in read & stops if total[name].error > limit and not total[name].nonfinite}
 
@@ -320,19 +320,19 @@ def with_effects(
 
     graph, local = comparison.reference_graph, StoredTensors(folder)
     able = [layer for layer in layers if layer.own.error > 0 and layer.tensor in graph.float_tensors]
-    chosen = [layer.tensor for layer in sorted(able, key=lambda layer: -layer.own.error)[:CANDIDATES]]
+    chosen = [layer.tensor for layer in sorted(able, key=lambda layer: -layer.own.error)[:MAX_CANDIDATES]]
     onnx.save(graph.with_deltas(chosen), path)
     ready = make_session(str(path), optimised=False, threads=comparison.engine.threads)
     kinds = graph.read_dtypes((*graph.inputs, *chosen))
     feeds = [{name: cast(a, kinds[name]) for name, a in feed.items()} for feed in comparison.stored.feeds(graph.inputs)]
-    still = {name + DELTA: np.zeros((), kinds[name]) for name in chosen}
+    still = {name + DELTA_SUFFIX: np.zeros((), kinds[name]) for name in chosen}
     base = [ready.run(None, {**feed, **still}) for feed in feeds]
     effects: dict[str, float] = {}
     for name in chosen:
         with np.errstate(all="ignore"):
             deltas = [cast(own.astype(np.float64) - reference, kinds[name])
                       for own, reference in zip(local[name], comparison.stored[name], strict=True)]  # fmt: skip
-        moved = [ready.run(None, {**f, **still, name + DELTA: d}) for f, d in zip(feeds, deltas, strict=True)]
+        moved = [ready.run(None, {**f, **still, name + DELTA_SUFFIX: d}) for f, d in zip(feeds, deltas, strict=True)]
         effects[name] = _largest_error(moved, base)
     return tuple(replace(layer, effect=effects.get(layer.tensor)) for layer in layers)
 
@@ -349,8 +349,8 @@ def _largest_error(runs: Sequence[Sequence[Any]], base: Sequence[Sequence[Any]])
 # The graph is cut around the suspects alone, once with everything in the engine, and once with the reference in the
 # suspects' place; what lies between the cuts is fused as ever.
 
-MOST_SUSPECTS = MOST_FUSED = 8
-MOST = 0.8  # of the squared errors, which those of independent layers add up in
+MAX_SUSPECTS = MAX_FUSED = 8
+MAX_EXPLAINED_SHARE = 0.8  # share of the squared errors; independent layers add up in them
 Values = dict[str, list[np.ndarray]]
 
 
@@ -364,10 +364,10 @@ def list_suspects(layers: Sequence[LayerError]) -> list[str]:
     weights = {layer.tensor: (layer.effect or 0.0) if tried else layer.own.error for layer in layers}
     broken = [name for name, weight in weights.items() if not np.isfinite(weight)]
     if broken:
-        return broken[:MOST_SUSPECTS]
+        return broken[:MAX_SUSPECTS]
     total, summed, chosen = sum(weight**2 for weight in weights.values()), 0.0, set[str]()
-    for name in sorted(weights, key=lambda name: -weights[name])[:MOST_SUSPECTS]:
-        if summed >= MOST * total:
+    for name in sorted(weights, key=lambda name: -weights[name])[:MAX_SUSPECTS]:
+        if summed >= MAX_EXPLAINED_SHARE * total:
             break
         chosen.add(name)
         summed += weights[name] ** 2
@@ -427,7 +427,7 @@ def _run_stage(
 ) -> Values:
     shapes = {name: arrays[0].shape for name, arrays in values.items()}
     inputs: dict[str, Any] = {}
-    if graph is comparison.reference_graph:  # whose inputs may have other names
+    if graph is comparison.reference_graph:  # its inputs may have other names
         own = comparison.stored.feeds(graph.inputs)
         inputs = {name: [feed[name] for feed in own] for name in graph.inputs}
         shapes |= {name: arrays[0].shape for name, arrays in inputs.items()}
@@ -466,7 +466,7 @@ def list_fused_suspects(comparison: TensorComparison, last: str) -> list[str]:
     """
     tensors = {*comparison.tensors}
     chosen = {last} & tensors
-    while chosen and len(chosen) <= MOST_FUSED:
+    while chosen and len(chosen) <= MAX_FUSED:
         difference = run_stages(comparison, list_stages(comparison, [*chosen]), None)
         if difference is None or not difference.error <= comparison.limits.error:
             return [name for name in comparison.tensors if name in chosen]

@@ -20,7 +20,7 @@ from dyno.worker.spec import Artifact, Tensor, Trial, UserError
 
 Feeds = Mapping[str, np.ndarray]
 Load = Callable[[Trial, Artifact | None], Session]
-INDEX = "values.json"
+INDEX_FILE = "values.json"
 
 
 class GraphEngine:
@@ -85,7 +85,7 @@ class StoredTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
         self._files: dict[str, int] = index["tensors"]
         self._feeds: list[str] = index["feeds"]
         self.runs: int = index["runs"]
@@ -136,14 +136,14 @@ class TensorWriter:
         if outputs and not any(array.size for runs in outputs for array in runs):
             raise UserError("the outputs have no values for any input, so nothing can be compared")
         index = {"tensors": self._files, "feeds": [*feeds[0]], "runs": len(feeds), "outputs": len(outputs)}
-        (self._folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        (self._folder / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
 
 
 # An ONNX graph that can be marked and cut: pieces of it are separate graphs, as an engine loads them.
 
-UNQUANTISED = "/unquantised"  # behind the name of a tensor that is quantised and dequantised
-ISOLATED = "/isolated"  # behind the name of a tensor that a layer writes when it runs by itself
-DELTA = "/delta"  # behind the name of a tensor, for the input that is added to it
+UNQUANTISED_SUFFIX = "/unquantised"  # suffix of a tensor before quantisation
+ISOLATED_SUFFIX = "/isolated"  # suffix of a tensor written by a layer alone
+DELTA_SUFFIX = "/delta"  # suffix of the input added to a tensor
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -251,9 +251,9 @@ class Graph:
             chosen, read = self.walk([tensor], stops)
             reads.update(dict.fromkeys(read))
             inside = {name for k in chosen for name in self.nodes[k].output if name}
-            names = {name: f"{name}/{number}" for name in inside} | {tensor: tensor + ISOLATED}
+            names = {name: f"{name}/{number}" for name in inside} | {tensor: tensor + ISOLATED_SUFFIX}
             nodes += [_rename_tensors(self.nodes[k], names, {*read}, f"/{number}") for k in chosen]
-        outputs = [tensor + ISOLATED for tensor in tensors]
+        outputs = [tensor + ISOLATED_SUFFIX for tensor in tensors]
         return self._build_model(nodes, [*reads], outputs, shapes, dict(zip(outputs, tensors, strict=True))), [*reads]
 
     def with_deltas(self, tensors: Sequence[str]) -> Any:
@@ -265,11 +265,11 @@ class Graph:
             copy = copy_message(node)
             moved = [name for name in node.output if name in before]
             copy.output[:] = [before.get(name, name) for name in node.output]
-            nodes += [copy, *(self._onnx.helper.make_node("Add", [before[n], n + DELTA], [n]) for n in moved)]
+            nodes += [copy, *(self._onnx.helper.make_node("Add", [before[n], n + DELTA_SUFFIX], [n]) for n in moved)]
         set_nodes(model.graph, nodes)
-        for name in tensors:  # of any shape: what isn't moved gets one zero
+        for name in tensors:  # tensors without a delta get one zero
             kind = self._types.get(name) or self._onnx.TensorProto.FLOAT
-            model.graph.input.append(self._onnx.helper.make_tensor_value_info(name + DELTA, kind, None))
+            model.graph.input.append(self._onnx.helper.make_tensor_value_info(name + DELTA_SUFFIX, kind, None))
         del model.graph.value_info[:]
         return model
 
@@ -318,7 +318,7 @@ def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
             continue
         tensor, restored = node.input[0], behind[0].output[0]
         if len(readers[tensor]) == 1 and tensor in written - outputs:
-            names |= {tensor: tensor + UNQUANTISED, restored: tensor}
+            names |= {tensor: tensor + UNQUANTISED_SUFFIX, restored: tensor}
     return [_rename_tensors(node, names, (), "") for node in nodes]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.files import OutputCheck
-from dyno.worker.onnx_graph.half_precision import EMULATION, emulate_bfloat16
+from dyno.worker.onnx_graph.half_precision import EMULATION_NOTE, emulate_bfloat16
 from dyno.worker.spec import UserError, shorten
 from dyno.worker.system import physical_cores
 
@@ -43,7 +43,7 @@ def compute_outputs(
     model = emulate_bfloat16(onnx.load(path)).SerializeToString() if bf16 else path
     loaded = make_session(model, optimised=optimised and not bf16)
     arrays = [np.asarray(output, np.float64) for output in loaded.run(None, dict(feeds))]
-    return arrays, EMULATION if bf16 else "as it is"
+    return arrays, EMULATION_NOTE if bf16 else "as it is"
 
 
 def make_session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> Any:

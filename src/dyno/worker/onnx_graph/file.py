@@ -13,8 +13,8 @@ from dyno.worker.onnx_graph import repair
 from dyno.worker.onnx_graph.graph_facts import check_files_beside, list_files_beside, read_graph_facts
 from dyno.worker.spec import Artifact, Option, Tensor, UserError, shorten
 
-NAMELESS = ("", "None", "-1")  # and PaddlePaddle's `?`
-VALUES = {
+NAMELESS_AXES = ("", "None", "-1")  # PaddlePaddle's `?` too
+VALUE_FIELDS = {
     "sequence_type": "a sequence",
     "map_type": "a map",
     "optional_type": "optional",
@@ -83,10 +83,10 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
                 raise UserError(
                     f"{path}'s {side} {value.name!r} is {name}, which NumPy doesn't have; cast it to float32"
                 )
-            if kind in VALUES:
+            if kind in VALUE_FIELDS:
                 zipmap = kind == "map_type" or value.type.sequence_type.elem_type.HasField("map_type")
                 option = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if zipmap else ""
-                raise UserError(f"{path}'s {side} {value.name!r} is {VALUES[kind]}; {remedy}{option}")
+                raise UserError(f"{path}'s {side} {value.name!r} is {VALUE_FIELDS[kind]}; {remedy}{option}")
             if side == "input" and not value.type.tensor_type.HasField("shape"):
                 raise UserError(f"{path}'s input {value.name!r} may have any number of axes; export it with a shape")
 
@@ -149,7 +149,7 @@ def _read_tensor(value: Any) -> Tensor:
     onnx = import_onnx()
     kind, free = value.type.tensor_type, repair.find_free_axes(value)
     names = [dim.dim_param.strip("?") for dim in kind.shape.dim]
-    names = [f"{value.name}_{axis}" if name in NAMELESS else name for axis, name in enumerate(names)]
+    names = [f"{value.name}_{axis}" if name in NAMELESS_AXES else name for axis, name in enumerate(names)]
     shape = tuple(names[axis] if axis in free else dim.dim_value for axis, dim in enumerate(kind.shape.dim))
     if kind.elem_type == onnx.TensorProto.UNDEFINED:
         return Tensor(value.name, "", shape)

@@ -16,11 +16,16 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.onnx_graph.check import make_session
 from dyno.worker.onnx_graph.graph_facts import add_weight, copy_message, drop_weight_inputs, set_nodes
-from dyno.worker.onnx_graph.repair import DOMAINS
+from dyno.worker.onnx_graph.repair import ONNX_DOMAINS
 from dyno.worker.sessions.torch_support import first_line
 
-TYPES = {"tensor(float)": "FLOAT", "tensor(float16)": "FLOAT16", "tensor(double)": "DOUBLE", "tensor(int64)": "INT64"}
-APART = 1e-2  # of the largest output: the two graphs differ by rounding alone, which deep networks amplify
+ONNX_TYPES = {
+    "tensor(float)": "FLOAT",
+    "tensor(float16)": "FLOAT16",
+    "tensor(double)": "DOUBLE",
+    "tensor(int64)": "INT64",
+}
+MAX_FOLD_ERROR = 1e-2  # share of the largest output: rounding, which deep networks amplify
 
 Folder = Callable[[Any, Path], Any]
 
@@ -59,7 +64,7 @@ def lift_constants(model: Any) -> Any:
     graph, remaining = copy.graph, []
     outputs = {value.name for value in graph.output}
     for node in graph.node:
-        constant = node.op_type == "Constant" and node.domain in DOMAINS and node.output[0] not in outputs
+        constant = node.op_type == "Constant" and node.domain in ONNX_DOMAINS and node.output[0] not in outputs
         tensor = _read_constant(node) if constant else None
         if tensor is None:
             remaining.append(node)
@@ -83,8 +88,8 @@ def _infer_types(model: Any) -> Any:
     probe = copy_message(model)
     probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in untyped)
     for output in make_session(probe.SerializeToString(), optimised=False).get_outputs():
-        if output.name in untyped and output.type in TYPES:
-            kind = getattr(onnx.TensorProto, TYPES[output.type])
+        if output.name in untyped and output.type in ONNX_TYPES:
+            kind = getattr(onnx.TensorProto, ONNX_TYPES[output.type])
             model.graph.value_info.append(onnx.helper.make_tensor_value_info(output.name, kind, output.shape))
     return model
 
@@ -193,4 +198,4 @@ def _is_close(before: np.ndarray, after: np.ndarray) -> bool:
     if before.dtype.kind != "f":
         return bool((before == after).all())
     finite = before[np.isfinite(before)]
-    return np.allclose(after, before, 1e-3, APART * float(np.abs(finite).max(initial=0.0)), equal_nan=True)
+    return np.allclose(after, before, 1e-3, MAX_FOLD_ERROR * float(np.abs(finite).max(initial=0.0)), equal_nan=True)

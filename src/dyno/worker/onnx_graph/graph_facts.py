@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.engine import COMPUTE, QUANTISED
+from dyno.worker.facts.engine import COMPUTE_LAYER, QUANTISED_PRECISIONS
 from dyno.worker.spec import UserError
 
 # Which inputs are weights where not all constants are: the others are scales, statistics, limits, shapes.
-WEIGHTS: dict[str, tuple[int, ...]] = {
+WEIGHT_INPUTS: dict[str, tuple[int, ...]] = {
     "BatchNormalization": (1, 2), "QuantizeLinear": (0,), "DequantizeLinear": (0,), "Clip": (0,), "Pad": (0,),
     "Resize": (0,), "Slice": (0,), "Expand": (0,), "Tile": (0,), "OneHot": (), "QLinearConv": (0, 3, 8),
     "QLinearMatMul": (0, 3), "QGemm": (0, 3, 6), "QLinearAdd": (0, 3), "QLinearMul": (0, 3), "MatMulInteger": (0, 1),
@@ -40,13 +40,14 @@ QUANTISED_OPERATORS = {
     "QEmbedLayerNormalization",
 }  # fmt: skip
 # Operators with several weights in a byte, by input: the attribute that says how many bits a weight has.
-PACKED = {
+PACKED_INPUTS = {
     "MatMulNBits": ((1,), "bits"), "GatherBlockQuantized": ((0,), "bits"), "QMoE": ((2, 5, 8), "expert_weight_bits"),
 }  # fmt: skip
 PASSED_ON = {"Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # nodes with the values they read
-SCALED = {"Mul", "Div", "Sub", "Add"}  # what stands behind a Cast where weights of few bits are dequantised by hand
-BIASED = {"DequantizeLinear", "QLinearConv", "QGemm"}  # whose biases are of 32 bits
-SCALAR = {"Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min"}  # a constant of one number is a number for all
+SCALING_OPERATORS = {"Mul", "Div", "Sub", "Add"}  # operators after a Cast that dequantise packed weights
+BIASED_OPERATORS = {"DequantizeLinear", "QLinearConv", "QGemm"}  # operators with biases of 32 bits
+# operators that broadcast a constant of one number
+SCALAR_OPERATORS = {"Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Scope:
     ) -> None:
         self.graph, self._functions, self._place = graph, functions, place
         self.constants = {**(outer or {}), **{c.key.removeprefix(place): c for c in _iter_constants(graph, place)}}
-        self._behind = dict(passed or {})  # what only casts, reshapes or dequantises a constant
+        self._behind = dict(passed or {})  # tensors that only cast, reshape or dequantise a constant
         for node in graph.node:
             if node.output and (source := self._trace_constant(node)) is not None:
                 self._behind[node.output[0]] = source
@@ -134,14 +135,18 @@ class Scope:
         """Return the constant behind the node's result, in the type that it has there; None for another result."""
         read = [self.find_constant(name) for name in node.input]
         first = next(iter(read), None)
-        if node.op_type in SCALED and all(read):
-            return next((each for each in read if each is not None and each.kind in QUANTISED), None)
+        if node.op_type in SCALING_OPERATORS and all(read):
+            return next((each for each in read if each is not None and each.kind in QUANTISED_PRECISIONS), None)
         if first is None:
             return None
         if node.op_type in PASSED_ON or node.op_type == "DequantizeLinear":
             return first
         if node.op_type == "Cast":
-            return first if first.kind in QUANTISED else replace(first, kind=type_name(_read_attribute(node, "to", 0)))
+            return (
+                first
+                if first.kind in QUANTISED_PRECISIONS
+                else replace(first, kind=type_name(_read_attribute(node, "to", 0)))
+            )
         if node.op_type == "QuantizeLinear":
             zero = read[2].kind if len(read) > 2 and read[2] is not None else "int8"
             return replace(first, kind=type_name(_read_attribute(node, "output_dtype", 0)) or zero)
@@ -175,13 +180,13 @@ def read_graph_facts(model: Any) -> GraphFacts:
             read = scope.list_weights(node)
             counted |= {weight.key: weight.count for weight in read}
             every |= {weight.key: weight for weight in read if weight.kind}
-            computes = COMPUTE.search(node.op_type)
+            computes = COMPUTE_LAYER.search(node.op_type)
             own = [weight for weight in scope.list_weights(node, behind=True) if weight.kind] if computes else []
             multiplied |= {weight.key: weight for weight in own}
             if own:
                 layers[max(own, key=lambda weight: weight.count).kind] += 1
                 enclosed[outer.op_type] += scope is not main
-            low = [weight for weight in own or read if weight.kind in QUANTISED]
+            low = [weight for weight in own or read if weight.kind in QUANTISED_PRECISIONS]
             if low and (own or node.op_type in QUANTISED_OPERATORS):
                 quantised |= {weight.key: weight for weight in low}
                 operators.append(node.op_type if node.op_type in QUANTISED_OPERATORS else "DequantizeLinear")
@@ -351,18 +356,22 @@ def _iter_constants(graph: Any, place: str) -> Iterator[Constant]:
 
 def _match_weight(node: Any, place: int, name: str, constant: Constant) -> Weight | None:
     """Return the constant as the node's weight; None if it is an index, a scale or a limit to it."""
-    places, kind, count = WEIGHTS.get(node.op_type), constant.kind, constant.count
+    places, kind, count = WEIGHT_INPUTS.get(node.op_type), constant.kind, constant.count
     if (places is not None and place not in places) or not constant.dims:
         return None
-    if not kind or (kind == "int32" and node.op_type not in BIASED) or (node.op_type in SCALAR and count == 1):
+    if (
+        not kind
+        or (kind == "int32" and node.op_type not in BIASED_OPERATORS)
+        or (node.op_type in SCALAR_OPERATORS and count == 1)
+    ):
         return None
     if node.op_type == "MatMulBnb4":
         return Weight(name, constant.key, "fp4", _read_attribute(node, "K", 0) * _read_attribute(node, "N", 0))
-    packed, attribute = PACKED.get(node.op_type, ((), ""))
+    packed, attribute = PACKED_INPUTS.get(node.op_type, ((), ""))
     if place in packed and kind == "int8":
         bits = max(_read_attribute(node, attribute, 4), 1)
         kind, count = next(f"int{b}" for b in (2, 4, 8, bits) if bits <= b), count * 8 // bits
-        if node.op_type == "MatMulNBits":  # whose blocks may be longer than a row
+        if node.op_type == "MatMulNBits":  # blocks may be longer than a row
             count = _read_attribute(node, "K", 0) * _read_attribute(node, "N", 0)
     return Weight(name, constant.key, "" if kind == "int32" else kind, count)
 
@@ -382,13 +391,13 @@ def _find_main_type(weights: Mapping[str, Weight]) -> str:
 def _type_of_ends(graph: Any) -> str:
     """Return the floating-point type of a graph without weights: its inputs', else its outputs'."""
     kinds = (type_name(value.type.tensor_type.elem_type) for value in (*graph.input, *graph.output))
-    return next((kind for kind in kinds if kind and kind not in QUANTISED), "fp32")
+    return next((kind for kind in kinds if kind and kind not in QUANTISED_PRECISIONS), "fp32")
 
 
 # The files beside an ONNX graph that hold its larger weights.
 
-KEY = "location"  # how a graph names such a file
-EMPTY = SimpleNamespace(initializer=(), sparse_initializer=(), node=())  # a graph
+LOCATION_KEY = "location"  # key of an external file
+EMPTY_GRAPH = SimpleNamespace(initializer=(), sparse_initializer=(), node=())  # a graph
 
 
 def list_files_beside(path: Path) -> list[Path]:
@@ -397,7 +406,7 @@ def list_files_beside(path: Path) -> list[Path]:
         if not f.seek(0, 2):
             return []
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(KEY.encode()) < 0:  # nearly every graph, which may be large to read
+            if content.find(LOCATION_KEY.encode()) < 0:  # nearly every graph, which may be large to read
                 return []
     return [path.parent / name for name in sorted({entry.value for entry in _find_entries(_load_graph(path))})]
 
@@ -413,13 +422,13 @@ def check_files_beside(path: str) -> None:
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
     for tensor in tensors_in(_load_graph(Path(path))) if files else ():
         known = {entry.key: entry.value for entry in tensor.external_data}
-        if KEY in known:
+        if LOCATION_KEY in known:
             places = {key: known.get(key) or "0" for key in ("offset", "length")}
             if wrong := next((f"{key} {text!r}" for key, text in places.items() if not text.isdecimal()), ""):
                 raise UserError(
                     f"{path} keeps {tensor.name} in another file, at an impossible {wrong}; export it again"
                 )
-            file, end = Path(path).parent / known[KEY], sum(int(text) for text in places.values())
+            file, end = Path(path).parent / known[LOCATION_KEY], sum(int(text) for text in places.values())
             if (size := file.stat().st_size) < end:
                 raise UserError(
                     f"{path} keeps weights in {file}, which is cut short at {size:,} bytes: {tensor.name} ends at "
@@ -450,12 +459,12 @@ def _load_graph(path: Path) -> Any:
         import onnx
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     except ImportError:
-        return EMPTY
+        return EMPTY_GRAPH
     try:
         return onnx.load(path, format="protobuf", load_external_data=False).graph
     except DecodeError:
-        return EMPTY
+        return EMPTY_GRAPH
 
 
 def _find_entries(graph: Any) -> Iterator[Any]:
-    return (entry for tensor in tensors_in(graph) for entry in tensor.external_data if entry.key == KEY)
+    return (entry for tensor in tensors_in(graph) for entry in tensor.external_data if entry.key == LOCATION_KEY)

@@ -20,7 +20,7 @@ from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset, rety
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 # Softmax, normalisations and exponentials lose the most in half precision: their values span too many magnitudes.
-SENSITIVE = (
+SENSITIVE_OPERATORS = (
     "Softmax LogSoftmax LayerNormalization InstanceNormalization GroupNormalization Exp Log Pow "
     "ReduceSum ReduceSumSquare ReduceL2 ReduceLogSumExp"
 ).split()
@@ -92,7 +92,7 @@ def list_sensitive() -> list[str]:
     """Return the operators that stay in FP32 in every network: the library's and ours."""
     from onnxconverter_common import float16
 
-    return sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE})
+    return sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE_OPERATORS})
 
 
 def _summarise_warnings(messages: list[str]) -> list[str]:
@@ -217,8 +217,8 @@ def _exceeds(tensor: Any, limit: float) -> bool:
 # BF16 ONNX graphs: the mixed-precision conversion of `fp16`, and their emulation on a CPU to check them.
 
 # ONNX lets convolutions, pools and most other operators compute in bfloat16 from this opset on.
-OPSET = 22
-EMULATION = "in float32 with every bfloat16 result rounded, as ONNX Runtime's CPU has few bfloat16 kernels"
+BFLOAT16_OPSET = 22
+EMULATION_NOTE = "in float32 with every bfloat16 result rounded, as ONNX Runtime's CPU has few bfloat16 kernels"
 
 
 def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, MakerFacts]:
@@ -229,14 +229,14 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple
     import onnx
 
     refuse_unconvertible(model, parent, "bf16")
-    model = convert_opset(model, max(OPSET, read_opset(model)))
+    model = convert_opset(model, max(BFLOAT16_OPSET, read_opset(model)))
     unsupported = {node.op_type for node in model.graph.node if not _has_bf16(node, read_opset(model))}
     converted, _ = convert_mixed(
         model, unsupported, sorted(list_decoding_nodes(model.graph, recipe.model))
     )  # its warnings on weights beyond FP16's range don't apply to BF16
     kinds, exact = onnx.TensorProto, {tensor.name: tensor for tensor in model.graph.initializer}
     retype(converted, (kinds.FLOAT16,), kinds.BFLOAT16, exact)
-    names = ", ".join(sorted(unsupported - set(SENSITIVE)))
+    names = ", ".join(sorted(unsupported - set(SENSITIVE_OPERATORS)))
     warnings = [f"kept in FP32, as ONNX has no bfloat16 for them: {names}"] if names else []
     scheme = "mixed BF16; inputs, outputs and sensitive nodes in FP32"
     return converted, MakerFacts(scheme=scheme, warnings=tuple(warnings))

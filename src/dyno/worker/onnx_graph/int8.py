@@ -1,7 +1,7 @@
 """INT8 ONNX graphs: Q/DQ by onnxruntime.quantization's static post-training quantisation, calibrated on real images.
 
 A model without image input is calibrated on its described inputs: see `calibration`. The scheme (Jacob et al., 2018)
-depends on the engine that will read the file: see `SCHEMES`.
+depends on the engine that will read the file: see `QUANTISATION_SCHEMES`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dyno.worker.inputs.calibration import CalibrationImages, CalibrationInputs,
 from dyno.worker.onnx_graph.check import make_session
 from dyno.worker.onnx_graph.fold import fold_graph
 from dyno.worker.onnx_graph.placement import (
-    JOINTS,
-    LINEAR,
-    MOVES,
-    OBSERVED,
+    JOINTS_OPTION,
+    LINEAR_OPERATORS,
+    MOVE_OPERATORS,
+    OBSERVED_OPERATORS,
     list_decoding_nodes,
     name_nodes,
     place_pairs,
@@ -34,9 +34,9 @@ from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset
 from dyno.worker.spec import Artifact, Recipe, check_known
 
 # Not ONNX Runtime's entropy: it counts in as many bins as it quantises to, and so keeps the whole range or nearly so.
-METHODS = {"minmax": "MinMax", "percentile": "Percentile"}
-METHOD = "minmax"
-PERCENTILE = 99.99
+CALIBRATION_METHODS = {"minmax": "MinMax", "percentile": "Percentile"}
+DEFAULT_METHOD = "minmax"
+DEFAULT_PERCENTILE = 99.99
 # Histograms need every intermediate tensor: this many batches at a time, or memory runs out.
 HISTOGRAM_BATCHES = 8
 
@@ -77,7 +77,7 @@ class Scheme:
 # gains nothing. OpenVINO's CPU plugin computes some networks wrong where zero points aren't 0 (MobileNetV3-Small's
 # outputs are 89 % off, 4 % in ONNX Runtime with the same file), and U8 after a ReLU is faster than S8. TensorRT takes
 # symmetric S8 alone and rejects an INT32 bias.
-SCHEMES = {
+QUANTISATION_SCHEMES = {
     "onnxruntime": Scheme("U8", quantise_bias=True),
     "openvino": Scheme("U8 or S8", quantise_bias=False),
     "tensorrt": Scheme("S8", quantise_bias=False, fused=True),
@@ -96,7 +96,7 @@ def to_int8(
         seen = observe_ranges(model, recipe, data, Path(scratch))
         excluded = seen.excluded | {*higher}
         if seen.scheme.fused:
-            place_pairs(seen.model, seen.ranges, excluded, seen.transformer, joints=JOINTS in recipe.options)
+            place_pairs(seen.model, seen.ranges, excluded, seen.transformer, joints=JOINTS_OPTION in recipe.options)
             made = seen.model
         else:
             extra = _extra_options(seen.scheme, seen.ranges)
@@ -108,7 +108,7 @@ def to_int8(
     return made, MakerFacts(
         scheme=seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
         target=str(recipe.options.get("target", "")),
-        calibration=replace(data.facts, method=str(recipe.options.get("method", METHOD))),
+        calibration=replace(data.facts, method=str(recipe.options.get("method", DEFAULT_METHOD))),
         kept_float=len(excluded),
         warnings=(*seen.warnings, *data.warnings),
     )
@@ -133,15 +133,15 @@ class CalibratedGraph:
 def observe_ranges(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> CalibratedGraph:
     """Prepare the graph and calibrate it, as the recipe's options `target` and `method` say; works in `scratch`."""
     target = str(recipe.options.get("target", ""))
-    check_known("int8 target", target, SCHEMES)
-    scheme = SCHEMES[target]
+    check_known("int8 target", target, QUANTISATION_SCHEMES)
+    scheme = QUANTISATION_SCHEMES[target]
     prepared, notes = _prepare_graph(model, data, scratch)
     excluded, transformer = _find_attention(prepared)
     excluded |= list_decoding_nodes(prepared.graph, recipe.model)
     if scheme.quantise_bias:
         excluded |= _find_grouped(prepared)
-    fused = (*OBSERVED, *(MOVES if JOINTS in recipe.options else ()))
-    types = fused if scheme.fused else LINEAR if transformer else _every_type()
+    fused = (*OBSERVED_OPERATORS, *(MOVE_OPERATORS if JOINTS_OPTION in recipe.options else ()))
+    types = fused if scheme.fused else LINEAR_OPERATORS if transformer else _every_type()
     ranges, collected = _calibrate_ranges(scratch, types, data, recipe)
     narrow = target != "tensorrt" and _can_saturate()
     return CalibratedGraph(
@@ -175,7 +175,7 @@ def _quantise_graph(prepared: Path, seen: CalibratedGraph, excluded: Iterable[st
         reduce_range=seen.narrow,
         weight_qType=QuantType.QInt8,
         activation_qType=QuantType.QUInt8,
-        tensors_range=copy.deepcopy(seen.collected),  # which it adjusts
+        tensors_range=copy.deepcopy(seen.collected),  # the quantiser changes it
         nodes_to_quantize=[],
         nodes_to_exclude=sorted(excluded),
         op_types_to_quantize=sorted(seen.types),
@@ -202,7 +202,8 @@ def _restore_clips(prepared: Any, quantised: Any) -> None:
     readers = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
     kept = {node.name for node in graph.node}
     for node in prepared.graph.node:
-        names = [f"{name}{suffix}" for name in node.output for suffix in ("", "_QuantizeLinear_Input")]  # of an output
+        # outputs of the node
+        names = [f"{name}{suffix}" for name in node.output for suffix in ("", "_QuantizeLinear_Input")]
         out = next((name for name in names if name in readers and name in makers), "")
         if node.op_type not in ("Clip", "Relu") or node.name in kept or not out:
             continue
@@ -261,7 +262,7 @@ def _find_attention(model: Any) -> tuple[set[str], bool]:
     eight bits add a 31 % error there, and none in a convolutional network.
     """
     weights = {tensor.name for tensor in model.graph.initializer}
-    products = [n for n in model.graph.node if n.op_type in LINEAR and n.input[1] not in weights]
+    products = [n for n in model.graph.node if n.op_type in LINEAR_OPERATORS and n.input[1] not in weights]
     attention = any(node.op_type in ("MatMul", "Gemm") for node in products)
     return {n.name for n in products}, attention or any(n.op_type == "LayerNormalization" for n in model.graph.node)
 
@@ -279,8 +280,10 @@ def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, re
     from onnxruntime.quantization import CalibrationMethod
     from onnxruntime.quantization.calibrate import create_calibrator
 
-    method = METHODS[str(recipe.options.get("method", METHOD))]
-    percentile = {"percentile": float(recipe.options.get("percentile", PERCENTILE))} if method == "Percentile" else {}
+    method = CALIBRATION_METHODS[str(recipe.options.get("method", DEFAULT_METHOD))]
+    percentile = (
+        {"percentile": float(recipe.options.get("percentile", DEFAULT_PERCENTILE))} if method == "Percentile" else {}
+    )
     calibrator = create_calibrator(
         scratch / "prepared.onnx",
         sorted(types),

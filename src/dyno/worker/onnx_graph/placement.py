@@ -22,18 +22,18 @@ from dyno.worker import tasks
 from dyno.worker.onnx_graph.graph_facts import add_weight, set_nodes
 from dyno.worker.spec import ModelSpec
 
-LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-OBSERVED = (
-    *LINEAR,
+LINEAR_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+OBSERVED_OPERATORS = (
+    *LINEAR_OPERATORS,
     "AveragePool",
     "GlobalAveragePool",
     "ReduceMean",
     "Add",
 )  # the operators whose inputs' ranges `place` needs
-MOVES = ("Concat", "MaxPool", "Resize", "Slice", "Split")  # operators that compute no new values
-SUM = "Add"
-LARGEST = 127.0
-JOINTS = "joints"  # the option of a recipe
+MOVE_OPERATORS = ("Concat", "MaxPool", "Resize", "Slice", "Split")  # operators that compute no new values
+SUM_OPERATOR = "Add"
+INT8_MAX = 127.0
+JOINTS_OPTION = "joints"  # recipe option
 
 Site = tuple[Any, int]  # a node and the number of its input
 
@@ -55,7 +55,7 @@ def place_pairs(
     graph = model.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
     wanted = list_sites(graph, excluded, transformer)
-    chosen = [node for node, _ in wanted if node.op_type in LINEAR]
+    chosen = [node for node, _ in wanted if node.op_type in LINEAR_OPERATORS]
     between = Joints(graph, wanted if joints and not transformer else (), excluded)
     peaks = {name: max(-low, high) for name, (low, high) in ranges.items()}
     scaled = [(node, k, between.find_peak(node.input[k], peaks)) for node, k in (*wanted, *between.sites)]
@@ -73,7 +73,7 @@ def list_sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[
 
     Nodes named in `excluded` stay in float, and so do the sums and pools of a transformer.
     """
-    activations = [(node, 0) for node in graph.node if node.op_type in LINEAR]
+    activations = [(node, 0) for node in graph.node if node.op_type in LINEAR_OPERATORS]
     activations += [] if transformer else [*_find_pools(graph), *_find_residuals(graph)]
     return [(node, k) for node, k in activations if node.name not in excluded]
 
@@ -157,7 +157,7 @@ def _make_pair(graph: Any, node: Any, k: int, peak: Any, axis: int | None = None
 
     name, read = node.input[k], f"{node.input[k]}_for_{node.name}_{k}"
     # A channel of zeros has no range, and a scale must be positive.
-    scales = np.where(peak > 0, peak, LARGEST).astype(np.float32) / np.float32(LARGEST)
+    scales = np.where(peak > 0, peak, INT8_MAX).astype(np.float32) / np.float32(INT8_MAX)
     scale = add_weight(graph, f"{read}_scale", scales)
     zero = add_weight(graph, f"{read}_zero_point", np.zeros(np.shape(scales), np.int8))
     node.input[k] = f"{read}_dequantised"
@@ -192,7 +192,7 @@ class Joints:
     def _find_moves(self) -> Iterator[tuple[Any, list[int]]]:
         """Yield the nodes that only move values, each with the numbers of the inputs that hold those values."""
         for node in self._nodes:
-            if node.op_type in MOVES and not (node.op_type == "Resize" and _is_interpolating(node)):
+            if node.op_type in MOVE_OPERATORS and not (node.op_type == "Resize" and _is_interpolating(node)):
                 data = range(len(node.input)) if node.op_type == "Concat" else (0,)
                 yield node, [k for k in data if node.input[k] not in self._constants]
 
@@ -210,7 +210,7 @@ class Joints:
         return [
             (node, k)
             for node in self._nodes
-            if node.op_type == SUM and node.name not in layers and node.output[0] in read
+            if node.op_type == SUM_OPERATOR and node.name not in layers and node.output[0] in read
             if not self._constants & {*node.input} and node.input[0] != node.input[1]
             for k in (0, 1)
         ]
@@ -225,7 +225,7 @@ def _is_interpolating(node: Any) -> bool:
 # It joins pixels, probabilities and coefficients in one tensor: one INT8 scale for all of them rounds the scores to
 # zero, and in half precision coordinates are only good to half a pixel or worse. So it stays in FP32.
 
-SHAPING = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Identity", "Flatten")
+SHAPING_OPERATORS = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Identity", "Flatten")
 
 
 def list_decoding_nodes(graph: Any, model: ModelSpec) -> set[str]:
@@ -246,7 +246,7 @@ def list_decoding_nodes(graph: Any, model: ModelSpec) -> set[str]:
             readers.setdefault(name, []).append(node.name)
     names: set[str] = set()
     for node in reversed(graph.node):
-        learned = node.op_type in LINEAR and bool(weights & {*node.input[1:]}) and not _is_mean(node, makers)
+        learned = node.op_type in LINEAR_OPERATORS and bool(weights & {*node.input[1:]}) and not _is_mean(node, makers)
         used = any(name in outputs or name in readers for name in node.output)
         behind = all(reader in names for name in node.output for reader in readers.get(name, ()))
         if used and behind and not learned:
@@ -263,6 +263,6 @@ def name_nodes(graph: Any) -> None:
 def _is_mean(node: Any, makers: dict[str, Any]) -> bool:
     """Return whether the node's input is a softmax, possibly reshaped: then the node computes a mean."""
     maker = makers.get(node.input[0])
-    while maker is not None and maker.op_type in SHAPING:
+    while maker is not None and maker.op_type in SHAPING_OPERATORS:
         maker = makers.get(maker.input[0])
     return maker is not None and maker.op_type == "Softmax"

@@ -28,7 +28,7 @@ from dyno.worker.spec import Artifact, Recipe, Tensor, UserError, shorten
 
 Functions = Mapping[tuple[str, str, str], Any]
 
-WHOLE = 2**31 - 2**26  # bytes of weights that a protobuf file has room for
+MAX_INLINE_B = 2**31 - 2**26  # bytes of weights that fit into a protobuf file
 
 
 def repair_graph(model: Any) -> tuple[Any, list[str]]:
@@ -92,7 +92,7 @@ def save(model: Any, path: Path) -> None:
     """Write the graph, its weights beside it where they are too large for one file."""
     import onnx
 
-    large = sum(len(tensor.raw_data) for tensor in tensors_in(model.graph)) > WHOLE
+    large = sum(len(tensor.raw_data) for tensor in tensors_in(model.graph)) > MAX_INLINE_B
     onnx.save(model, path, save_as_external_data=large, location=f"{path.name}.data")
 
 
@@ -277,14 +277,14 @@ def _convert_doubles(model: Any) -> str:
 #
 # And what no rewriting may lose: the metadata of the nodes, by which they are known to come from a module.
 
-DOMAINS = ("", "ai.onnx")
+ONNX_DOMAINS = ("", "ai.onnx")
 SPLIT_SIZES_OPSET = 13  # Split has its sizes as an input from here on; from 18 on it may have their number instead
-HIDDEN = "dyno.hidden"  # a domain that ONNX's converter leaves alone
+HIDDEN_DOMAIN = "dyno.hidden"  # a domain that ONNX's converter ignores
 
 
 def read_opset(model: Any) -> int:
     """Return the graph's opset of ONNX's own operators; 0 if it doesn't use them."""
-    return next((int(entry.version) for entry in model.opset_import if entry.domain in DOMAINS), 0)
+    return next((int(entry.version) for entry in model.opset_import if entry.domain in ONNX_DOMAINS), 0)
 
 
 def convert_opset(model: Any, wanted: int) -> Any:
@@ -357,7 +357,7 @@ def _splits_hidden(model: Any) -> Iterator[None]:
     """
     import onnx
 
-    hidden = [node for node in model.graph.node if node.op_type == "Split" and node.domain in DOMAINS]
+    hidden = [node for node in model.graph.node if node.op_type == "Split" and node.domain in ONNX_DOMAINS]
     if hidden:
         inferred = onnx.shape_inference.infer_shapes(model).graph
         shapes = {
@@ -365,9 +365,9 @@ def _splits_hidden(model: Any) -> Iterator[None]:
             for value in (*inferred.value_info, *inferred.input)
         }
         hidden = [node for node in hidden if _with_sizes(model.graph, node, shapes.get(node.input[0], []))]
-        model.opset_import.add(domain=HIDDEN, version=1)
+        model.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
     for node in hidden:
-        node.domain = HIDDEN
+        node.domain = HIDDEN_DOMAIN
     yield
     for node in hidden:
         node.domain = ""
@@ -393,9 +393,9 @@ def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
 def _unhide_nodes(model: Any) -> Any:
     """Return the converted graph with its hidden nodes in ONNX's own domain again."""
     for node in model.graph.node:
-        if node.domain == HIDDEN:
+        if node.domain == HIDDEN_DOMAIN:
             node.domain = ""
-    domains = [entry for entry in model.opset_import if entry.domain != HIDDEN]
+    domains = [entry for entry in model.opset_import if entry.domain != HIDDEN_DOMAIN]
     del model.opset_import[:]
     model.opset_import.extend(domains)
     return model

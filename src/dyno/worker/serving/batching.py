@@ -26,7 +26,7 @@ from dyno.worker.spec import Dims, Plan, Trial, Unanswered, Unavailable, UserErr
 
 # How long those that still wait are answered after the last has come: a share of the time in which requests come, and
 # seconds.
-PATIENCE, LEAST_PATIENCE_S = 0.25, 1.0
+PATIENCE_SHARE, MIN_PATIENCE_S = 0.25, 1.0
 
 
 class Clock:
@@ -82,7 +82,7 @@ class Batcher:
         self.size = np.zeros(count, np.int64)
         self.refused = np.zeros(count, bool)
         self.complaint = ""
-        self._end = self._due[-1] * (1 + PATIENCE) + LEAST_PATIENCE_S + rules.max_wait
+        self._end = self._due[-1] * (1 + PATIENCE_SHARE) + MIN_PATIENCE_S + rules.max_wait
         self._waiting: deque[int] = deque()
         self._next = 0
         self._lock = threading.Lock()
@@ -135,7 +135,7 @@ class Batcher:
     def _find_ready_time(self) -> float:
         """Return the time at which the next batch may begin, if no unknown request comes."""
         first = self._due[self._waiting[0] if self._waiting else self._next]
-        last = self._next + self._rules.most - len(self._waiting) - 1  # who fills the batch
+        last = self._next + self._rules.most - len(self._waiting) - 1  # the request that completes the batch
         full = self._due[last] if last >= self._next and last < len(self._due) else float("inf")
         return first if last < self._next else min(full, first + self._rules.max_wait)
 

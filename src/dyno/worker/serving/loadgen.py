@@ -16,11 +16,11 @@ import numpy as np
 from dyno.worker.extras import load_library
 from dyno.worker.serving.batching import BatchingRules, Clock
 
-SUMMARY, TRACE = "mlperf_log_summary.txt", "mlperf_log_trace.json"
-SAMPLE = re.compile(r'"sample_seq":(\d+),.*"complete_ns":(\d+)')  # in a line of TRACE, which isn't valid JSON
+SUMMARY_FILE, TRACE_FILE = "mlperf_log_summary.txt", "mlperf_log_trace.json"
+SAMPLE_LINE = re.compile(r'"sample_seq":(\d+),.*"complete_ns":(\d+)')  # a line of the trace, which isn't valid JSON
 NO_BOUND_NS = 10**15  # eleven days
-NOTHING = (np.nan, np.nan, 0)  # of a query: when its batch began and ended, and of how many it was
-SAMPLES = 1024  # of the data set that LoadGen draws from; which one it draws makes no difference here
+NO_BATCH = (np.nan, np.nan, 0)  # of a query: start and end of its batch, and its size
+SAMPLE_COUNT = 1024  # size of LoadGen's data set; the drawn sample doesn't matter here
 
 
 class QueryQueue:
@@ -50,24 +50,24 @@ class QueryQueue:
     def set_latencies(self, latencies: Mapping[int, float]) -> None:
         """Set when queries were due, from LoadGen's seconds between that and the answer, by the query's number."""
         for number, seconds in latencies.items():
-            ended = self._records.get(number, NOTHING)[1]
+            ended = self._records.get(number, NO_BATCH)[1]
             if not np.isnan(ended):
                 self._times[number] = ended - seconds
 
     @property
     def began(self) -> np.ndarray:
         """Seconds at which each query's batch began, NaN without an answer."""
-        return np.array([self._records.get(number, NOTHING)[0] for number in range(len(self._ids))])
+        return np.array([self._records.get(number, NO_BATCH)[0] for number in range(len(self._ids))])
 
     @property
     def ended(self) -> np.ndarray:
         """Seconds at which each query was answered, NaN without an answer."""
-        return np.array([self._records.get(number, NOTHING)[1] for number in range(len(self._ids))])
+        return np.array([self._records.get(number, NO_BATCH)[1] for number in range(len(self._ids))])
 
     @property
     def size(self) -> np.ndarray:
         """Number of queries in each query's batch, 0 without an answer."""
-        return np.array([self._records.get(number, NOTHING)[2] for number in range(len(self._ids))])
+        return np.array([self._records.get(number, NO_BATCH)[2] for number in range(len(self._ids))])
 
     @property
     def refused(self) -> np.ndarray:
@@ -168,7 +168,7 @@ class ServerScenario:
         self.folder.mkdir(exist_ok=True)
         log.log_output.outdir, log.log_output.copy_summary_to_stdout = str(self.folder), False
         sut = library.ConstructSUT(queries.issue, queries.flush)
-        samples = library.ConstructQSL(SAMPLES, SAMPLES, lambda _: None, lambda _: None)
+        samples = library.ConstructQSL(SAMPLE_COUNT, SAMPLE_COUNT, lambda _: None, lambda _: None)
         thread = threading.Thread(target=library.StartTestWithLogSettings, args=(sut, samples, settings, log))
         thread.start()
         try:
@@ -181,11 +181,11 @@ class ServerScenario:
 
     def _read_latencies(self) -> dict[int, float]:
         """Return seconds from when each query was scheduled until its answer, by the query's number."""
-        found = SAMPLE.findall((self.folder / TRACE).read_text(encoding="utf-8"))
+        found = SAMPLE_LINE.findall((self.folder / TRACE_FILE).read_text(encoding="utf-8"))
         return {int(number): int(nanoseconds) / 1e9 for number, nanoseconds in found}
 
     def read_latency(self) -> float:
         """Return the percentile of the latencies in seconds by LoadGen's summary."""
-        text = (self.folder / SUMMARY).read_text(encoding="utf-8")
+        text = (self.folder / SUMMARY_FILE).read_text(encoding="utf-8")
         found = re.search(rf"^{100 * self.quantile:.2f} percentile latency \(ns\) *: (\d+)$", text, re.MULTILINE)
         return int(found[1]) / 1e9 if found else 0.0

@@ -9,21 +9,21 @@ from typing import Any
 from dyno.worker.option_values import at_least, option, settle
 from dyno.worker.spec import UserError
 
-UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ]+)")
+TIME_UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+DURATION_TEXT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ]+)")
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-LONGEST_WAIT_S, WAITING = 2e-3, 0.25  # for others, unless it is given: seconds, and the share of the bound
-BOUND = "Latency limit (SLO) at this percentile, with its unit"
+MAX_WAIT_S, WAIT_SHARE = 2e-3, 0.25  # default wait for a full batch: seconds, and share of the latency bound
+BOUND_HELP = "Latency limit (SLO) at this percentile, with its unit"
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """Requests."""
 
-    p99: str = option("", f"{BOUND}: 20ms.", "none", common=True)
-    p50: str = option("", f"{BOUND}.", "none")
-    p90: str = option("", f"{BOUND}.", "none")
-    p999: str = option("", f"{BOUND} (the 99.9th percentile).", "none")
+    p99: str = option("", f"{BOUND_HELP}: 20ms.", "none", common=True)
+    p50: str = option("", f"{BOUND_HELP}.", "none")
+    p90: str = option("", f"{BOUND_HELP}.", "none")
+    p999: str = option("", f"{BOUND_HELP} (the 99.9th percentile).", "none")
     rate: tuple[float, ...] = option(
         (), "Requests per second to try: 50,100,200.", "search for the highest within the limit", common=True
     )
@@ -52,7 +52,7 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in (*PERCENTILES, "duration", "max_wait"):  # of a number its unit is missing, not that it is text
+        for name in (*PERCENTILES, "duration", "max_wait"):  # numbers lack a unit
             if getattr(self, name) != "":
                 parse_seconds(getattr(self, name), name)
         settle(self)
@@ -98,7 +98,7 @@ class ServeOptions:
         """Longest time that a request waits for others, in seconds."""
         if self.max_wait:
             return parse_seconds(self.max_wait, "max_wait")
-        return min(LONGEST_WAIT_S, WAITING * self.bound_s) if self.bound_s else LONGEST_WAIT_S
+        return min(MAX_WAIT_S, WAIT_SHARE * self.bound_s) if self.bound_s else MAX_WAIT_S
 
     @property
     def duration_s(self) -> float:
@@ -108,7 +108,7 @@ class ServeOptions:
 
 def parse_seconds(text: Any, name: str) -> float:
     """Return `20ms` in seconds; raise a `UserError` for a number without its unit."""
-    match = DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match is None or match[2] not in UNITS:
+    match = DURATION_TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None or match[2] not in TIME_UNITS:
         raise UserError(f"{name} is {text!r}; write a number with its unit, such as 20ms or 1.5s")
-    return float(match[1]) * UNITS[match[2]]
+    return float(match[1]) * TIME_UNITS[match[2]]

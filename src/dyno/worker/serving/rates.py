@@ -14,8 +14,8 @@ from dyno.worker.spec import UserError
 # Figures of requests' times: percentiles with unanswered requests among them, stability, and the bound.
 
 HOLDS, OVER, UNSTABLE, TOO_FEW = "yes", "no", "unstable", "too few requests"
-DRIFTLESS = 3.0  # standard deviations of a queue that has no drift
-CHECKED = (0.5, 0.75, 1.0)  # of the requests
+MAX_DRIFT_DEVIATIONS = 3.0  # standard deviations of a queue without drift
+CHECKED_SHARES = (0.5, 0.75, 1.0)  # shares of the requests
 
 
 def find_percentile(latencies: np.ndarray, q: float) -> float:
@@ -52,8 +52,8 @@ def is_unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, mos
     after a half and after three quarters of the requests too: a stall of the machine is over by then.
     """
     return all(
-        count_backlog(arrival, began, refused, share) > DRIFTLESS * math.sqrt(share * len(arrival)) + most
-        for share in CHECKED
+        count_backlog(arrival, began, refused, share) > MAX_DRIFT_DEVIATIONS * math.sqrt(share * len(arrival)) + most
+        for share in CHECKED_SHARES
     )
 
 
@@ -71,9 +71,9 @@ def judge_rate(seconds: np.ndarray, q: float, bound: float, least: int, grows: b
 # Arrival times: random, or from a trace; fixed before the first request is sent, whatever the answers do.
 
 USUAL_S = 10.0
-LONGEST_RATE_S = 120.0  # of a rate in a search, unless its duration is given
-LONGEST_S = 1e6  # of a trace: eleven days; clocks and timeouts can't count to whatever a number can say
-WARM_UP = 0.1  # of the requests: they come before those that count, since the queue is empty at first
+MAX_RATE_S = 120.0  # default limit of a rate in a search
+MAX_TRACE_S = 1e6  # limit of a trace: eleven days; clocks and timeouts must count to it
+WARM_UP_SHARE = 0.1  # share of requests before those that count: the queue is empty at first
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def count_requests(rate: float, least: int, seconds: float) -> int:
 
 
 def find_lowest(least: int, seconds: float) -> float:
-    """Return the lowest rate that brings enough requests in `seconds`, or, if that is 0, in `LONGEST_RATE_S`."""
-    return (least + 0.1) / (seconds or LONGEST_RATE_S)  # a tenth more, so that rounding never has one less
+    """Return the lowest rate that brings enough requests in `seconds`, or, if that is 0, in `MAX_RATE_S`."""
+    return (least + 0.1) / (seconds or MAX_RATE_S)  # a tenth more, so that rounding never has one less
 
 
 def draw_arrivals(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
@@ -105,7 +105,7 @@ def draw_arrivals(rate: float, least: int, seconds: float, seed: int) -> Arrival
     It counts as many as `count_requests` says.
     """
     count = count_requests(rate, least, seconds)
-    before = round(WARM_UP * count)
+    before = round(WARM_UP_SHARE * count)
     gaps = np.random.default_rng(seed).exponential(1 / rate, before + count)
     return Arrivals(np.cumsum(gaps), before)
 
@@ -126,6 +126,6 @@ def read_trace(path: Path) -> np.ndarray:
         raise UserError(f"{path} is not a trace: it must have at least two times, one on each line")
     if not np.isfinite(times).all() or (np.diff(times) < 0).any() or times[-1] == times[0]:
         raise UserError(f"{path} is not a trace: its times must be numbers of seconds in ascending order")
-    if times[-1] - times[0] > LONGEST_S:
+    if times[-1] - times[0] > MAX_TRACE_S:
         raise UserError(f"{path} is not a trace: it takes {times[-1] - times[0]:.3g} s; write its times in seconds")
     return np.asarray(times - times[0])

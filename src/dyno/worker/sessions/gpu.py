@@ -20,7 +20,7 @@ import numpy as np
 from dyno.worker.backend import Arrays, DeviceBinding, Session
 from dyno.worker.extras import load_library
 from dyno.worker.inputs.specs import Shape, fit_feed
-from dyno.worker.spec import PARTS, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import INFERENCE_PARTS, Tensor, Trial, Unavailable, UserError
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
@@ -135,7 +135,7 @@ class Device:
         """Free all that was allocated, newest first, and release the context."""
         while self._freed_by:
             function, resource = self._freed_by.pop()
-            function(resource)  # after a fault every call fails; the memory is freed when the process ends
+            function(resource)  # after a fault every call fails; memory is freed when the process ends
         self.cuda.cuDevicePrimaryCtxRelease(self._handle)
 
 
@@ -194,12 +194,12 @@ class CudaGraph:
 #
 # Three streams (in, compute, out) and one set of buffers per slot, so that a slot's copies overlap with another's work.
 
-SLOTS = 3  # one batch computes, one is on its way to the GPU, one on its way back
+DEFAULT_SLOTS = 3  # one batch computes, one is copied in, one is copied out
 
 
 def slots_of(trial: Trial) -> int:
     """Return the trial's option `slots`."""
-    return int(trial.options.get("slots", SLOTS))
+    return int(trial.options.get("slots", DEFAULT_SLOTS))
 
 
 class Slot:
@@ -354,7 +354,7 @@ class DeviceSession(Session):
         return {t.name: (tuple(map(int, t.shape)), t.dtype, addresses[t.name]) for t in self.outputs}
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """Return the seconds of one inference from host to host, part by part as trtexec names them: see `PARTS`.
+        """Return the seconds of one inference from host to host, by part (`INFERENCE_PARTS`, as in trtexec).
 
         `enqueue` is the host's time to queue the inference; the others are the GPU's, by CUDA events.
         """
@@ -374,7 +374,7 @@ class DeviceSession(Session):
         d2h.start()
         self._receive_outputs(targets)
         d2h.stop()
-        return dict(zip(PARTS, (enqueue, h2d.seconds(), compute.seconds(), d2h.seconds()), strict=True))
+        return dict(zip(INFERENCE_PARTS, (enqueue, h2d.seconds(), compute.seconds(), d2h.seconds()), strict=True))
 
     @cached_property
     def _watches(self) -> tuple[Stopwatch, ...]:

@@ -13,26 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.engine import COMPUTE, COMPUTED, UNKNOWN, EngineFacts, why_not_faster
+from dyno.worker.facts.engine import ARITHMETIC_TYPES, COMPUTE_LAYER, UNKNOWN_TYPE, EngineFacts, why_not_faster
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.specs import Shape, fit_feed
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions.gpu import Device, DeviceSession, slots_of
 from dyno.worker.spec import Option, Tensor, Trial, Unavailable
 
-CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
-KINDS = {"cuda": CUDA, "tensorrt": TENSORRT}
-OPTIONS = ("provider", "slots", "conv_search", "nhwc")
-SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+CUDA_PROVIDER, TENSORRT_PROVIDER = "CUDAExecutionProvider", "TensorrtExecutionProvider"
+PROVIDERS = {"cuda": CUDA_PROVIDER, "tensorrt": TENSORRT_PROVIDER}
+SESSION_OPTIONS = ("provider", "slots", "conv_search", "nhwc")
+CONV_SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
 
 
 def _check_provider(value: Option) -> str:
     named = isinstance(value, str) and re.fullmatch(r"[A-Za-z]\w*", value)
-    return "" if named else f"{' or '.join(KINDS)}, or on a CPU another provider's name, such as openvino"
+    return "" if named else f"{' or '.join(PROVIDERS)}, or on a CPU another provider's name, such as openvino"
 
 
-VALUES: dict[str, Check] = {
-    "provider": _check_provider, "slots": whole(1), "conv_search": one_of(*SEARCHES), "nhwc": flag,
+OPTION_CHECKS: dict[str, Check] = {
+    "provider": _check_provider, "slots": whole(1), "conv_search": one_of(*CONV_SEARCHES), "nhwc": flag,
 }  # fmt: skip
 
 
@@ -48,10 +48,10 @@ def list_providers(trial: Trial, index: int, stream: int | None = None) -> list[
         "cudnn_conv_algo_search": str(options.get("conv_search", "EXHAUSTIVE")),
         "prefer_nhwc": str(int(bool(options.get("nhwc", False)))),
     }
-    if _choose_provider(trial) == CUDA:
-        return [(CUDA, cuda)]
+    if _choose_provider(trial) == CUDA_PROVIDER:
+        return [(CUDA_PROVIDER, cuda)]
     fp16, int8 = (str(trial.precision == name) for name in ("fp16", "int8"))
-    return [(TENSORRT, {**common, "trt_fp16_enable": fp16, "trt_int8_enable": int8}), (CUDA, cuda)]
+    return [(TENSORRT_PROVIDER, {**common, "trt_fp16_enable": fp16, "trt_int8_enable": int8}), (CUDA_PROVIDER, cuda)]
 
 
 def _require_provider(ort: Any, trial: Trial) -> str:
@@ -70,7 +70,7 @@ def _preload_libraries(ort: Any) -> None:
 
 
 def _choose_provider(trial: Trial) -> str:
-    return KINDS[str(trial.options.get("provider", "cuda"))]
+    return PROVIDERS[str(trial.options.get("provider", "cuda"))]
 
 
 class CudaSession(DeviceSession):
@@ -89,7 +89,7 @@ class CudaSession(DeviceSession):
             )
         self.inputs = tuple(replace(t, shape=file.shapes[t.name]) for t in map(tensor, self._session.get_inputs()))
         self.outputs = tuple(tensor(arg) for arg in self._session.get_outputs())
-        ranked = (t for t in self.outputs if t.shape)  # without dimensions: a scalar, or of any number of them
+        ranked = (t for t in self.outputs if t.shape)  # outputs without dimensions: scalars or of unknown rank
         self._static = {t.name: t for t in (*self.inputs, *ranked) if all(isinstance(n, int) for n in t.shape)}
         self.place(file.shapes, {name: _count_bytes(t) for name, t in self._static.items()})
         self._run_options = file.ort.RunOptions()
@@ -149,9 +149,9 @@ class CudaSession(DeviceSession):
 def can_add(ort: Any, model: bytes, options: Any) -> bool:
     """Return whether the CUDA provider adds two numbers here."""
     _preload_libraries(ort)
-    session = ort.InferenceSession(model, options, providers=[CUDA])
+    session = ort.InferenceSession(model, options, providers=[CUDA_PROVIDER])
     (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
-    return bool(CUDA in session.get_providers() and out == 4)
+    return bool(CUDA_PROVIDER in session.get_providers() and out == 4)
 
 
 def _count_bytes(tensor: Tensor) -> int:
@@ -162,18 +162,19 @@ def _count_bytes(tensor: Tensor) -> int:
 
 Kernel = tuple[str, Any]  # the event's name, and the index of its node
 TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
-PACKED = "MatMulNBits"
+PACKED_OPERATOR = "MatMulNBits"
 FUSED_LEVEL = 4  # `accuracy_level` of the products that ONNX Runtime fuses with their DequantizeLinear
-LEVELS = {1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}  # what that attribute has activations converted to
-CPU = "CPUExecutionProvider"
-CONTROL = ("If", "Loop", "Scan")  # operators that run an inner graph, whose nodes have events too
-CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
-EVENT = re.compile(r'("name"\s*:\s*)"(.*?)"(,"args"\s*:\s*\{)', re.DOTALL)
+# activation type for each value of the attribute
+ACCURACY_LEVELS = {1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
+CPU_PROVIDER = "CPUExecutionProvider"
+CONTROL_OPERATORS = ("If", "Loop", "Scan")  # operators with an inner graph, whose nodes have events too
+CONVERSION_OPERATORS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
+EVENT_TEXT = re.compile(r'("name"\s*:\s*)"(.*?)"(,"args"\s*:\s*\{)', re.DOTALL)
 
 
 def events_in(text: str) -> list[dict[str, Any]]:
     """Return the events of a profile; the library writes node names without escaping quotes and backslashes."""
-    escaped = EVENT.sub(lambda found: f"{found[1]}{json.dumps(found[2])}{found[3]}", text)
+    escaped = EVENT_TEXT.sub(lambda found: f"{found[1]}{json.dumps(found[2])}{found[3]}", text)
     read: list[dict[str, Any]] = json.loads(escaped)
     return read
 
@@ -191,7 +192,7 @@ class Profile:
         nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
         kernels = [e for e in nodes if e["name"].endswith("_kernel_time")]
         self.seen = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
-        self.computed_in = self._find_types()  # of the compute nodes
+        self.computed_in = self._find_types()  # types of the compute nodes
         self.outer = {(e["name"], e["args"].get("node_index")): e["args"] for e in _find_outer_kernels(kernels)}
         taken: dict[Any, list[float]] = defaultdict(list)
         for event in kernels:
@@ -221,27 +222,30 @@ class Profile:
     def notes(self) -> list[str]:
         """Return sentences on why a lowered precision isn't faster."""
         compute = [(self.seen[kernel]["op_name"], kind) for kernel, kind in self.computed_in.items()]
-        return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERTERS)
+        return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERSION_OPERATORS)
 
     def _find_types(self) -> dict[Kernel, str]:
         """Return the type of each convolution, matrix product and the like, without products of indices and shapes."""
         types = {
-            kernel: self._find_type(kernel) for kernel, args in self.seen.items() if COMPUTE.search(args["op_name"])
+            kernel: self._find_type(kernel)
+            for kernel, args in self.seen.items()
+            if COMPUTE_LAYER.search(args["op_name"])
         }
-        return {kernel: kind for kernel, kind in types.items() if kind in (*COMPUTED, UNKNOWN)}
+        return {kernel: kind for kernel, kind in types.items() if kind in (*ARITHMETIC_TYPES, UNKNOWN_TYPE)}
 
     def _find_type(self, kernel: Kernel) -> str:
         """Return the type of the node's first input, unless its operator converts that before it multiplies."""
         args = self.seen[kernel]
-        if args["op_name"] == PACKED and args["provider"] == CPU:  # on a GPU the attribute changes nothing
+        # on a GPU the attribute has no effect
+        if args["op_name"] == PACKED_OPERATOR and args["provider"] == CPU_PROVIDER:
             if self._levels is None:
-                return UNKNOWN
+                return UNKNOWN_TYPE
             level = self._levels.get(kernel[0].removesuffix("_kernel_time"), 0 if self._levels else FUSED_LEVEL)
-            if level in LEVELS:
-                return LEVELS[level]
+            if level in ACCURACY_LEVELS:
+                return ACCURACY_LEVELS[level]
         if "Integer" in args["op_name"] or args["op_name"].startswith("DynamicQuantize"):
             return "int8"
-        kind = next((name for typed in args.get("input_type_shape", []) for name in typed), UNKNOWN)
+        kind = next((name for typed in args.get("input_type_shape", []) for name in typed), UNKNOWN_TYPE)
         return TYPE_NAMES.get(kind, kind)
 
 
@@ -269,7 +273,7 @@ def _find_outer_kernels(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any
     for event in sorted(kernels, key=lambda e: (e["ts"], -e["dur"])):
         if event["ts"] >= end:
             kept.append(event)
-            if event["args"].get("op_name") in CONTROL:
+            if event["args"].get("op_name") in CONTROL_OPERATORS:
                 end = event["ts"] + event["dur"]
     return kept
 
@@ -311,11 +315,11 @@ class Request:
 
     def run(self) -> None:
         """Run to the end; the library releases Python's lock meanwhile."""
-        for name in self._misdeclared:  # what the run before left there would be refused
+        for name in self._misdeclared:  # outputs of an earlier run would be rejected
             self._binding.bind_output(name, "cpu")
         try:
             self._session.run_with_iobinding(self._binding)
-        except Exception as e:  # of a type by the library's version
+        except Exception as e:  # the exception type depends on the version
             if not self._outputs or "shape" not in str(e):
                 raise
             self._misdeclared, self._outputs = [*self._outputs], {}

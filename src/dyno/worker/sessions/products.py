@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-SIZE, SIDE, MOST = 256, 16, 23  # values that are summed over, pixels, and the last k that float32 holds
+SUM_LENGTH, SIDE_PX, MAX_EXPONENT = 256, 16, 23  # length of the sums, pixels of a side, bits of float32's mantissa
 # An ONNX file of two nodes, p = MatMul(a, m) and c = Conv(i, k) in float32, so that engines need no onnx.
-NETWORK = bytes.fromhex(
+NETWORK_BYTES = bytes.fromhex(
     "08083ac7010a110a01610a016d12017022064d61744d756c0a0f0a01690a016b1201632204436f6e761201675a150a016112100a0e0801120a"
     "0a030880020a030880025a150a016d12100a0e0801120a0a030880020a030880025a1c0a016912170a15080112110a0208010a030880020a02"
     "08100a0208105a1d0a016b12180a16080112120a030880020a030880020a0208010a02080162150a017012100a0e0801120a0a030880020a03"
@@ -24,24 +24,24 @@ NETWORK = bytes.fromhex(
 def make_factors() -> dict[str, np.ndarray]:
     """Return the network's inputs, float32: `a` [SIZE, SIZE] by `m`, `i` [1, SIZE, SIDE, SIDE] by the kernel `k`."""
     values = 1 + 2.0 ** -_find_places()
-    halves = (0.5 * np.eye(SIZE)[::-1]).astype(np.float32)
-    rows = np.tile(values.astype(np.float32), (SIZE, 1))
-    image = np.ascontiguousarray(rows.T.reshape(1, SIZE, SIDE, SIDE))
-    return {"a": rows, "m": halves, "i": image, "k": halves.reshape(SIZE, SIZE, 1, 1)}
+    halves = (0.5 * np.eye(SUM_LENGTH)[::-1]).astype(np.float32)
+    rows = np.tile(values.astype(np.float32), (SUM_LENGTH, 1))
+    image = np.ascontiguousarray(rows.T.reshape(1, SUM_LENGTH, SIDE_PX, SIDE_PX))
+    return {"a": rows, "m": halves, "i": image, "k": halves.reshape(SUM_LENGTH, SUM_LENGTH, 1, 1)}
 
 
 def count_bits(results: Iterable[np.ndarray]) -> int:
     """Return how many bits the results `p` and `c` kept: 24 for products in IEEE FP32."""
     places = _find_places()
-    kept = np.ones(SIZE, bool)
+    kept = np.ones(SUM_LENGTH, bool)
     for result in results:
         values = np.asarray(result, np.float64)
-        values = np.moveaxis(values, 1, -1).reshape(-1, SIZE)[:, ::-1]
+        values = np.moveaxis(values, 1, -1).reshape(-1, SUM_LENGTH)[:, ::-1]
         kept &= (2 * values == 1 + 2.0**-places).all(axis=0)
     lost = places[~kept]
-    return int(lost.min()) if lost.size else MOST + 1
+    return int(lost.min()) if lost.size else MAX_EXPONENT + 1
 
 
 def _find_places() -> np.ndarray:
     """Return k of each value."""
-    return 1 + np.arange(SIZE) % MOST
+    return 1 + np.arange(SUM_LENGTH) % MAX_EXPONENT

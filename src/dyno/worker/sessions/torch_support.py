@@ -18,15 +18,15 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.extras import load_library
-from dyno.worker.facts.engine import OUTSIDE
+from dyno.worker.facts.engine import OUTSIDE_NOTE
 from dyno.worker.inputs.specs import make_arguments
-from dyno.worker.spec import PARTS, InputSpec, Tensor, Trial, Unavailable, UserError, digest, shorten
-from dyno.worker.system import PROBES
+from dyno.worker.spec import INFERENCE_PARTS, InputSpec, Tensor, Trial, Unavailable, UserError, digest, shorten
+from dyno.worker.system import PROBES_VARIABLE
 
 NO_COMPILER = "{} needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
 NO_HEADERS = "torch.compile needs Python's headers; install them (Debian: apt-get install python3-dev)"
 NOTEWORTHY_S = 0.5
-SCRIPTED = re.compile(r"^(?:\w*Error:\s+)+(\S.*)$", re.MULTILINE)  # behind the traceback of TorchScript
+SCRIPTED_ERROR = re.compile(r"^(?:\w*Error:\s+)+(\S.*)$", re.MULTILINE)  # the message after TorchScript's traceback
 NO_MEMORY = (
     "can't allocate memory",
     "CUDA out of memory",
@@ -216,7 +216,7 @@ def make_eager(torch: Any, module: Any) -> Any:
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             continue
-        if getattr(part, "_compiled_call_impl", None) is not None:  # by module.compile()
+        if getattr(part, "_compiled_call_impl", None) is not None:  # set by module.compile()
             part._compiled_call_impl = None
         for name, child in part._modules.items():
             part._modules[name] = child if child is None else unwrap_module(torch, child)
@@ -248,7 +248,7 @@ def compute_layers(torch: Any) -> tuple[type, ...]:
     return (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 
-MULTIPLIES = re.compile("conv|linear")  # names of quantised operators
+PRODUCT_OPERATOR = re.compile("conv|linear")  # names of quantised operators
 
 
 def count_products(run: Callable[[], Any]) -> dict[str, int]:
@@ -264,10 +264,12 @@ def count_products(run: Callable[[], Any]) -> dict[str, int]:
 
     class Products(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-            is_quantised = operator.namespace == "quantized" and MULTIPLIES.match(operator.overloadpacket.__name__)
+            is_quantised = operator.namespace == "quantized" and PRODUCT_OPERATOR.match(
+                operator.overloadpacket.__name__
+            )
             multiplies = is_quantised or operator.overloadpacket in flop_registry
             if not multiplies:
-                with self:  # for what it consists of
+                with self:  # its parts
                     result = operator.decompose(*args, **(options or {}))
                 if result is not NotImplemented:
                     return result
@@ -321,7 +323,7 @@ def probe_processor() -> float:
     except (ImportError, AttributeError):  # another version's inner names
         return 0.0
     took: list[float] = []
-    folder, flags = os.environ.get(PROBES, ""), system.describe()["cpu_flags"]
+    folder, flags = os.environ.get(PROBES_VARIABLE, ""), system.describe()["cpu_flags"]
 
     def remember(isa: Any, code: str) -> bool:
         key = digest([describe(isa._arch_flags), code, flags])
@@ -351,7 +353,7 @@ def describe_probe(seconds: float) -> list[str]:
     """Return a note on the seconds of `probe_processor`, if they are worth one."""
     if seconds < NOTEWORTHY_S:
         return []
-    return [f"{OUTSIDE} every process also probes what g++ can build for this processor: {seconds:.0f} s here"]
+    return [f"{OUTSIDE_NOTE} every process also probes what g++ can build for this processor: {seconds:.0f} s here"]
 
 
 def first_line(e: BaseException) -> str:
@@ -360,7 +362,7 @@ def first_line(e: BaseException) -> str:
     TorchScript's message begins with the place; of it, return the error itself.
     """
     text = str(e)
-    if "TorchScript interpreter" in text and (found := SCRIPTED.findall(text)):
+    if "TorchScript interpreter" in text and (found := SCRIPTED_ERROR.findall(text)):
         return shorten(found[-1])
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)
     return shorten(first).removesuffix(".")
@@ -431,7 +433,7 @@ def compiler_errors() -> Iterator[None]:
             ) from e
         inner = getattr(e, "inner_exception", None)  # the wrapper's own first line says only that something failed
         if inner is not None:
-            refused = re.search(r" error: (.*)", text)  # by the C++ compiler
+            refused = re.search(r" error: (.*)", text)  # errors of the C++ compiler
             reason = first_line(inner) + (f": {refused[1]}" if refused else "")
             raise RuntimeError(f"inductor failed: {type(inner).__name__}: {reason}") from e
         raise
@@ -585,7 +587,7 @@ class Copies:
     def parts(
         self, bind: Callable[[], None], run: Callable[[], None], outputs: Callable[[], Mapping[str, Any]]
     ) -> dict[str, float]:
-        """Return the seconds of one inference in slot 0 by `PARTS`.
+        """Return the seconds of one inference in slot 0 by `INFERENCE_PARTS`.
 
         `enqueue` is the host's time to queue it, the others are the GPU's by CUDA events; changes of type and layout
         belong to the copies.
@@ -594,7 +596,7 @@ class Copies:
         enqueue, compute = self._time_action(self.compute, run)
         tensors = outputs()
         _, d2h = self._time_action(self._out, lambda: self._read_outputs(tensors, 0))
-        return dict(zip(PARTS, (enqueue, h2d, compute, d2h), strict=True))
+        return dict(zip(INFERENCE_PARTS, (enqueue, h2d, compute, d2h), strict=True))
 
     def _time_action(self, stream: Any, action: Callable[[], Any]) -> tuple[float, float]:
         """Return the seconds by the host's clock until it is queued, and by the GPU's until it is done."""

@@ -17,9 +17,9 @@ from typing import Any
 from dyno.worker import plugins, tasks
 from dyno.worker.inputs import input_data, specs
 from dyno.worker.inputs.specs import static_shapes
-from dyno.worker.spec import BATCH, Artifact, Tensor, Trial, UserError
+from dyno.worker.spec import BATCH_AXIS, Artifact, Tensor, Trial, UserError
 
-GROUP = "dyno.scripts"
+ENTRY_POINT_GROUP = "dyno.scripts"
 
 
 def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder
     ran, and the `story` for the script's docstring. Returns the names of the files that were written. `UserError` for a
     backend without scripts.
     """
-    scripts = plugins.list_declared(sys.modules[__name__], Script, GROUP)
+    scripts = plugins.list_declared(sys.modules[__name__], Script, ENTRY_POINT_GROUP)
     if trial.backend not in scripts:
         raise UserError(f"there is no script for {trial.backend}; one can be written for {', '.join(scripts)}")
     part = scripts[trial.backend].part(trial, artifact, about, folder)
@@ -144,7 +144,7 @@ def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
         shapes = static_shapes(artifact.inputs, trial.dims)
         return tuple(Tensor(t.name, t.dtype, shapes[t.name]) for t in artifact.inputs)
     dims = trial.dims
-    shape = dims.resolve(dims.shapes.get("input", (BATCH, trial.model.channels, "height", "width")))
+    shape = dims.resolve(dims.shapes.get("input", (BATCH_AXIS, trial.model.channels, "height", "width")))
     tensors = specs.list_tensors(trial.model.inputs, dims) or (Tensor("input", "float32", tuple(shape)),)
     return tuple(replace(t, dtype="uint8") for t in tensors) if input_data.wants_pixels(trial.options) else tensors
 

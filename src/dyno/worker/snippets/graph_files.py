@@ -12,7 +12,7 @@ from dyno.worker.backends import open_vino as vino
 from dyno.worker.inputs.specs import static_shapes
 from dyno.worker.sessions import onnx_runtime_session as cuda
 from dyno.worker.snippets import Script, ScriptPart
-from dyno.worker.spec import BATCH, Artifact, Trial, UserError
+from dyno.worker.spec import BATCH_AXIS, Artifact, Trial, UserError
 
 ONNX_RUNTIME = '''
 
@@ -144,11 +144,11 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
     provider = None if on_gpu else ort.find_provider(ort.import_library(), trial)
     if provider and provider.devices:
         raise UserError(f"there is no script for {provider.name}, which is of a plug-in library")
-    usual = [provider.name, *ort.PROVIDERS] if provider else [*ort.PROVIDERS]
+    usual = [provider.name, *ort.DEFAULT_PROVIDERS] if provider else [*ort.DEFAULT_PROVIDERS]
     constants = {
         "FILE": locate_file(about),
         "THREADS": settings["intra_op_threads"],
-        "OPTIMIZATION": ort.OPTIMIZATION[settings["optimization"]],
+        "OPTIMIZATION": ort.OPTIMIZATION_LEVELS[settings["optimization"]],
         "DISABLED": settings["disabled_optimizers"],
         "SPINNING": str(int(settings["spinning"])),
         "FREE_DIMENSIONS": ort.find_overrides(inputs, static_shapes(inputs, trial.dims)),
@@ -208,7 +208,7 @@ def n_cnn(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder
     """Return the code that opens the graph as `OpenGraph` does."""
     file = require_file(artifact, trial)
     opened = ncnn.OpenGraph(file.path, trial.precision, trial.runtime.threads)
-    ends = {t.name: [trial.dims.batch if axis == BATCH else axis for axis in t.shape] for t in file.outputs}
+    ends = {t.name: [trial.dims.batch if axis == BATCH_AXIS else axis for axis in t.shape] for t in file.outputs}
     outputs = zip(opened.outputs, file.outputs, strict=True)
     constants = {
         "FILE": locate_file(about),

@@ -159,7 +159,7 @@ def write_module(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
         )
     build = _write_build_code(trial, network, about, folder)
     kind = models.parse(trial.model.source)[0]
-    saved, own = kind in STORED, kind in models.FUNCTIONS
+    saved, own = kind in STORED, kind in models.FUNCTION_SOURCES
     if not saved:
         torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]

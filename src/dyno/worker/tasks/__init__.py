@@ -17,7 +17,7 @@ from dyno.worker.spec import ModelSpec, Preprocess, Trial, check_known
 if TYPE_CHECKING:
     import numpy as np
 
-GROUP = "dyno.tasks"
+ENTRY_POINT_GROUP = "dyno.tasks"
 
 
 def find_task(name: str) -> Task:
@@ -38,7 +38,7 @@ def list_metrics() -> list[str]:
 
 @cache
 def _load_tasks() -> dict[str, Task]:
-    return plugins.list_declared(sys.modules[__name__], Task, GROUP)  # type: ignore[type-abstract]
+    return plugins.list_declared(sys.modules[__name__], Task, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
 
 
 Arrays = Mapping[str, "np.ndarray"]

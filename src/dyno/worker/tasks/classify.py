@@ -13,14 +13,14 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess
 from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes, Task
 
-TOP = 10
-UNMEASURED = "no accuracy was measured"
-UNSCORED = f"{UNMEASURED}: no output has a row of class scores for each image (N x C)"
-SORTED = f"{UNMEASURED}: the scores are sorted inside the network (top-k), and not in the order of its classes"
-AMBIGUOUS = f"{UNMEASURED}: class scores may be any of the outputs"
-WORDS = ("logit", "score", "prob", "softmax", "predict")  # in names of class scores; of two that fit the first decides
-OTHERS = ("prelogit", "pre_logit", "aux", "feat", "embed", "hidden")  # in names of what isn't the answer
-LEAST_PARTED = 4  # times as many classes as are ranked; with fewer a full sort is as quick
+RANKED_CLASSES = 10
+NO_ACCURACY = "no accuracy was measured"
+NO_SCORES = f"{NO_ACCURACY}: no output has a row of class scores for each image (N x C)"
+SORTED_SCORES = f"{NO_ACCURACY}: the scores are sorted inside the network (top-k), and not in the order of its classes"
+AMBIGUOUS_SCORES = f"{NO_ACCURACY}: class scores may be any of the outputs"
+SCORE_NAMES = ("logit", "score", "prob", "softmax", "predict")  # names of class scores; the first match wins
+NON_SCORE_NAMES = ("prelogit", "pre_logit", "aux", "feat", "embed", "hidden")  # names of other outputs
+MIN_PARTITION_FACTOR = 4  # times the ranked classes; with fewer a full sort is as fast
 
 
 def classes_of(shape: Sequence[int | str]) -> int:
@@ -38,8 +38,8 @@ def find_scores(shapes: Mapping[str, Sequence[int | str]], classes: int = 0) -> 
     else the names, tell it from the others."""
     found = [name for name, shape in shapes.items() if classes_of(shape)]
     found = [name for name in found if classes_of(shapes[name]) == classes] or found
-    found = [name for name in found if not any(word in name.lower() for word in OTHERS)] or found
-    for word in WORDS if len(found) > 1 else ():
+    found = [name for name in found if not any(word in name.lower() for word in NON_SCORE_NAMES)] or found
+    for word in SCORE_NAMES if len(found) > 1 else ():
         named = [name for name in found if word in name.lower()]
         if named:
             return named
@@ -71,16 +71,16 @@ class TopKCollector(Collector):
         if self.labelled and any(_are_indices(a, scores) for name, a in numbers.items() if name != names[0]):
             self.is_sorted = True
             return None
-        return rank_classes(scores.astype(np.float32).reshape(scores.shape[:2]), TOP)
+        return rank_classes(scores.astype(np.float32).reshape(scores.shape[:2]), RANKED_CLASSES)
 
     def oddities(self, batches: Sequence[Any]) -> list[str]:
         """Return the reason why images with labels have no answers."""
         if self.ambiguous:
             names = " and ".join(self.ambiguous)
-            return [f"{AMBIGUOUS} {names}; rename that one logits in the file, or export it alone"]
+            return [f"{AMBIGUOUS_SCORES} {names}; rename that one logits in the file, or export it alone"]
         if self.labelled and self.is_sorted:
-            return [SORTED]
-        return [UNSCORED] if self.labelled and not self.arrays(batches) else []
+            return [SORTED_SCORES]
+        return [NO_SCORES] if self.labelled and not self.arrays(batches) else []
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
         """Return `topk_index` and `topk_score`; nothing if a batch has none: a single box looks like classes."""
@@ -129,7 +129,7 @@ def rank_classes(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """
     k = min(k, scores.shape[1])
     falling = -scores
-    if scores.shape[1] <= LEAST_PARTED * k:
+    if scores.shape[1] <= MIN_PARTITION_FACTOR * k:
         index = np.argsort(falling, axis=1, kind="stable")[:, :k]
     else:
         index = _partition_scores(falling, k)

@@ -32,10 +32,11 @@ from dyno.worker.tasks.postprocess import (
 )
 
 COCO_CLASSES = 80
-TRUTH = "truth.json"  # of a decoded data set, beside its images
-BEST = 10  # boxes of an image that tell how all are meant
-TOLD, HARDLY = 0.25, 0.01  # of their squared scores: shares on annotated objects that tell something
-NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
+TRUTH_FILE = "truth.json"  # a decoded data set's annotations
+EXAMINED_BOXES = 10  # boxes of an image that decide the box format
+# shares of squared scores on annotated objects: conclusive, and negligible
+TELLING_SHARE, NEGLIGIBLE_SHARE = 0.25, 0.01
+COCO_GAPS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # numbers from 1 to 90 without a COCO class
 
 
 class Detect(Task):
@@ -45,7 +46,7 @@ class Detect(Task):
     labels = "objects"
     metrics: tuple[str, ...] = ("mAP", "mAP50")
     coco = "bbox"
-    refers_to = ""  # what the output is that boxes refer to
+    refers_to = ""  # reference of the box coordinates
     note = "The outputs are the network's own: nothing here decodes boxes or suppresses overlapping ones."
 
     def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
@@ -219,7 +220,7 @@ class BoxReader:
     def _check_labels(self, found: Sequence[Detections], outputs: Mapping[str, np.ndarray]) -> None:
         """Raise `UnreadBoxes` where classes are seen that the network can't have."""
         highest = max((int(one.classes.max()) for one in found if len(one.classes)), default=0)
-        most = max(NOT_IN_COCO[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
+        most = max(COCO_GAPS[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
         if self._classes and highest > most:
             raise UnreadBoxes(shapes_of(outputs), f"a box is of class {highest}, and there are {self._classes}")
 
@@ -307,7 +308,7 @@ class DetectionCollector(Collector):
     @cached_property
     def _objects(self) -> list[dict[str, Any]]:
         """The annotated objects, none where the data has no annotations."""
-        truth = Path(self.evaluated.trial.data.folder, TRUTH)
+        truth = Path(self.evaluated.trial.data.folder, TRUTH_FILE)
         objects: list[dict[str, Any]] = json.loads(truth.read_text("utf-8"))["annotations"] if truth.is_file() else []
         return objects
 
@@ -325,22 +326,22 @@ class DetectionCollector(Collector):
         seen = [(k, image) for k, (image, one) in enumerate(pairs) if image in objects and len(one.scores)]
         if not seen:
             return boxes, ""
-        weights = np.concatenate([pairs[k][1].scores[:BEST].astype(np.float64) ** 2 for k, _ in seen])
+        weights = np.concatenate([pairs[k][1].scores[:EXAMINED_BOXES].astype(np.float64) ** 2 for k, _ in seen])
 
         def measure_share(placed: Sequence[np.ndarray]) -> float:
-            hits = np.concatenate([overlap_by_half(placed[k][:BEST], objects[image]) for k, image in seen])
+            hits = np.concatenate([overlap_by_half(placed[k][:EXAMINED_BOXES], objects[image]) for k, image in seen])
             return float(weights[hits].sum() / weights.sum())
 
         share, others = measure_share(boxes), self._list_other_forms(pairs)
         placed = [[self._place_own(image, one.own, other) for image, one in pairs] for other in others]
         shares = [measure_share(one) for one in placed]
-        if shares and max(shares) > max(TOLD, 2 * share):
+        if shares and max(shares) > max(TELLING_SHARE, 2 * share):
             best = int(np.argmax(shares))
             return placed[best], (
                 f"the boxes were read as {others[best].order}, which places them on the annotated objects, unlike "
                 f"{form.order}"
             )
-        if share < HARDLY:
+        if share < NEGLIGIBLE_SHARE:
             unit = "shares of the image" if form.shares else "pixels"
             return boxes, (
                 f"{AS_READ} as {form.order} in {unit}, hardly overlap the annotated objects: the network wasn't "
@@ -380,7 +381,7 @@ def numbered_as(
     if others and measure_share is not None:
         others.sort(key=lambda other: -measure_share(other[0], labels >= 0))
     if labels.max() >= classes:
-        unread = f"{layouts.UNREAD}: a box is of class {labels.max()}, and the data has {classes} classes"
+        unread = f"{layouts.NO_BOXES}: a box is of class {labels.max()}, and the data has {classes} classes"
         return others[0] if others else (None, unread)
     if not others or measure_share is None:
         return labels, ""
@@ -396,8 +397,8 @@ def _list_numberings(labels: np.ndarray, classes: int) -> list[tuple[np.ndarray,
         found.append((labels - 1, "the network's classes count from 1 (0 is the background) and were taken so"))
     for first in (1, 0) if classes == COCO_CLASSES else ():
         numbers = labels + (1 - first)  # COCO's own
-        if numbers.min() >= 1 and numbers.max() <= 90 and not np.isin(numbers, NOT_IN_COCO).any():
-            own = numbers - 1 - np.searchsorted(NOT_IN_COCO, numbers).astype(labels.dtype)
+        if numbers.min() >= 1 and numbers.max() <= 90 and not np.isin(numbers, COCO_GAPS).any():
+            own = numbers - 1 - np.searchsorted(COCO_GAPS, numbers).astype(labels.dtype)
             less = "" if first else ", less one,"
             found.append((own, f"the network's classes have COCO's numbers up to 90{less} and were taken so"))
     return found

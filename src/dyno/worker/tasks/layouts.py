@@ -19,15 +19,15 @@ from dyno.worker.spec import UserError
 from dyno.worker.tasks import Shape
 from dyno.worker.tasks.postprocess import CENTRES, CORNERS, CORNERS_Y_FIRST, SIDES, BoxForm, Candidates, valid_share
 
-STRIDES = ((8, 16, 32), (8, 16, 32, 64), (4, 8, 16, 32), (16, 32))  # of the grids whose cells have anchors
-LONGEST_ROW = 512  # values of a box, where nothing says how many keypoints it has
-SLACK = 0.01  # of a score: what half precision and INT8 make of 0 and 1
-FILLED = 0.001  # rows of a lower score only fill a fixed number of rows
-EXAMINED = 4  # images whose values decide
-MOST_EXAMINED = 1000  # boxes of them, of the highest scores
+GRID_STRIDES = ((8, 16, 32), (8, 16, 32, 64), (4, 8, 16, 32), (16, 32))  # strides of grids with anchors
+MAX_ROW_LENGTH = 512  # values of a box with an unknown number of keypoints
+SCORE_SLACK = 0.01  # rounding of scores 0 and 1 in half precision and INT8
+MAX_FILLER_SCORE = 0.001  # rows with lower scores are padding
+EXAMINED_IMAGES = 4  # images whose values decide
+MAX_EXAMINED_BOXES = 1000  # boxes with the highest scores among them
 FARTHEST_OFFSET = 8.0  # cells between an anchor and the centre of its box
 IN_STEP = 0.5  # correlation of decoded centres with their cells: about 1, and of undecoded ones about 0
-UNREAD = "no boxes are read from the outputs"
+NO_BOXES = "no boxes are read from the outputs"
 
 
 class UnreadBoxes(UserError):
@@ -35,8 +35,8 @@ class UnreadBoxes(UserError):
 
     def __init__(self, shapes: Mapping[str, Shape], reason: str) -> None:
         seen = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
-        understood = "; ".join(layout.shown for layout in LAYOUTS if layout.shown)
-        super().__init__(f"{UNREAD} ({seen}): {reason}; understood are {understood}")
+        understood = "; ".join(layout.shown for layout in BOX_LAYOUTS if layout.shown)
+        super().__init__(f"{NO_BOXES} ({seen}): {reason}; understood are {understood}")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class BoxLayout(ABC):
 class AnchorTable(BoxLayout):
     """Predictions of every anchor as YOLO networks give them: a box, perhaps objectness, class scores, extra values."""
 
-    axis: int  # of the values: 1 or 2
+    axis: int  # axis of the values: 1 or 2
     objectness: bool = False
     form = CENTRES
     suppressed = False
@@ -152,9 +152,9 @@ class AnchorTable(BoxLayout):
         return Candidates(table[:4], scores, None, table[last:])
 
 
-BOX = ("x1", "y1", "x2", "y2")
-LAST_ROW = (*BOX, "score", "class")
-BATCH_ROW = ("image", *BOX, "class", "score")
+BOX_COLUMNS = ("x1", "y1", "x2", "y2")
+LAST_ROW = (*BOX_COLUMNS, "score", "class")
+BATCH_ROW = ("image", *BOX_COLUMNS, "class", "score")
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class FinalRows(BoxLayout):
             return None
         extra = shape[-1] - len(self.columns)
         if seen.extra is None:
-            return extra if extra > 0 and shape[-1] <= LONGEST_ROW and keypoints_of(extra) else None
+            return extra if extra > 0 and shape[-1] <= MAX_ROW_LENGTH and keypoints_of(extra) else None
         return extra if extra == seen.extra else None
 
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
@@ -209,7 +209,7 @@ class FinalRows(BoxLayout):
             array = array[array[:, 0] == image]
         table = (array[image] if array.ndim == 3 else array).astype(np.float32).T
         at = {name: place for place, name in enumerate(self.columns)}
-        table = table[:, table[at["class"]] != -1]  # of rows that only fill
+        table = table[:, table[at["class"]] != -1]  # padding rows
         boxes = table[at["x1"] : at["x1"] + 4]
         return Candidates(boxes, table[at["score"]], table[at["class"]], table[len(self.columns) :])
 
@@ -353,10 +353,10 @@ class Pairs(BoxLayout):
         if other := _find_factor(table, {n: a for n, a in seen.values.items() if n not in fit.names}):
             return f"{other} has a value of each box beside its classes: multiply the scores by it in the file"
         table = table[np.isfinite(table).all(-1)]
-        logits = bool(table.size and (table.min() < -SLACK or table.max() > 1 + SLACK))
+        logits = bool(table.size and (table.min() < -SCORE_SLACK or table.max() > 1 + SCORE_SLACK))
         count = table.shape[-1]
         nothing = count > 1 and bool(table.size) and float((table.argmax(-1) == count - 1).mean()) > 0.5
-        distribution = count > 1 and bool(table.size and np.abs(table.sum(-1) - 1).max() < 2 * SLACK)
+        distribution = count > 1 and bool(table.size and np.abs(table.sum(-1) - 1).max() < 2 * SCORE_SLACK)
         if seen.classes:  # their number says it more surely than the values do
             nothing = distribution = count > seen.classes
         first = bool(table.size) and float(table[..., 0].mean()) > float(table[..., -1].mean())
@@ -395,17 +395,17 @@ class Queries(Pairs):
     free_order = True
 
 
-LAYOUTS: tuple[BoxLayout, ...] = (
+BOX_LAYOUTS: tuple[BoxLayout, ...] = (
     AnchorTable(axis=1, shown="batch x (4 + classes) x anchors, in either order (YOLOv8, v11)"),
     AnchorTable(axis=2),
     AnchorTable(axis=2, objectness=True, shown="batch x anchors x (5 + classes) (YOLOv5, v7)"),
     AnchorTable(axis=1, objectness=True),
     FinalRows(LAST_ROW, shown="rows of box, score and class (end to end)"),
-    FinalRows((*BOX, "class", "score"), rank=1.1),
-    FinalRows(("class", "score", *BOX), rank=1.2),
+    FinalRows((*BOX_COLUMNS, "class", "score"), rank=1.1),
+    FinalRows(("class", "score", *BOX_COLUMNS), rank=1.2),
     FinalRows(BATCH_ROW),
-    FinalRows(("image", *BOX, "score", "class"), rank=1.1),
-    FinalRows(("image", "class", "score", *BOX), rank=1.2),
+    FinalRows(("image", *BOX_COLUMNS, "score", "class"), rank=1.1),
+    FinalRows(("image", "class", "score", *BOX_COLUMNS), rank=1.2),
     Lists(shown="boxes, scores and classes (torchvision, EfficientNMS)"),
     ScoredLists(),
     TensorFlowLists(),
@@ -420,13 +420,13 @@ LAYOUTS: tuple[BoxLayout, ...] = (
 
 def list_fits(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
     """Return how each layout that may be the outputs' fits them, the likeliest first; else `UnreadBoxes`."""
-    layouts = (layout for layout in LAYOUTS if isinstance(layout, kinds))
+    layouts = (layout for layout in BOX_LAYOUTS if isinstance(layout, kinds))
     fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
     if not fits:
         known = f" with {seen.classes} classes" if seen.classes else ""
         several = "; for more than one class give --classes" if not seen.classes and seen.extra is None else ""
         raise UnreadBoxes(seen.shapes, f"no known layout{known} has these shapes{several}")
-    return [fit for fit in fits if len(fit.names) > 1] or fits  # beside an output of boxes no other one has any
+    return [fit for fit in fits if len(fit.names) > 1] or fits  # no other output has its own boxes
 
 
 def choose_layout(
@@ -457,14 +457,14 @@ def _examine_boxes(fit: Fit, seen: ObservedOutputs, graded: bool) -> BoxForm | s
     where they have to be `graded`."""
     if reason := fit.layout.refute(fit, seen):
         return reason
-    found = [fit.layout.decode(fit, seen.values, image) for image in range(min(seen.images, EXAMINED))]
+    found = [fit.layout.decode(fit, seen.values, image) for image in range(min(seen.images, EXAMINED_IMAGES))]
     scores = np.concatenate([one.best_scores() for one in found])
     finite = scores[np.isfinite(scores)]
-    if finite.size and (finite.min() < -SLACK or finite.max() > 1 + SLACK):
+    if finite.size and (finite.min() < -SCORE_SLACK or finite.max() > 1 + SCORE_SLACK):
         return f"what should be scores is from {finite.min():.3g} to {finite.max():.3g}"
     boxes = np.concatenate([one.boxes.T for one in found]).astype(np.float32)
     usable = np.isfinite(boxes).all(1) & boxes.any(1)
-    rows = np.flatnonzero(usable & (scores > FILLED))
+    rows = np.flatnonzero(usable & (scores > MAX_FILLER_SCORE))
     if not rows.size and not fit.layout.suppressed:
         rows = np.flatnonzero(usable)
     if not rows.size:
@@ -475,7 +475,7 @@ def _examine_boxes(fit: Fit, seen: ObservedOutputs, graded: bool) -> BoxForm | s
         kinds = np.concatenate([one.labels for one in found if one.labels is not None])[rows]
         if not (_has_whole_numbers(kinds) and kinds.min() >= 0):
             return "what should be classes are not whole numbers from 0"
-    rows = rows[np.argsort(-scores[rows], kind="stable")[:MOST_EXAMINED]]
+    rows = rows[np.argsort(-scores[rows], kind="stable")[:MAX_EXAMINED_BOXES]]
     form = _choose_form(boxes[rows], fit.layout, seen.size)
     return form or "what should be boxes lies outside the image"
 
@@ -496,7 +496,7 @@ def anchors_per_cell(anchors: object, size: tuple[int, int]) -> int:
     """Return 1 or 3 where that is how many anchors the cells of the image's grids have, 0 for other numbers."""
     if not all(size):
         return 0
-    cells = {sum(rows * columns for rows, columns in _list_grids(strides, size)) for strides in STRIDES}
+    cells = {sum(rows * columns for rows, columns in _list_grids(strides, size)) for strides in GRID_STRIDES}
     return next((each for each in (1, 3) if any(anchors == each * count for count in cells)), 0)
 
 
@@ -516,10 +516,10 @@ def _follow_cells(centres: np.ndarray, size: tuple[int, int]) -> bool:
     if not each or not finite.any() or np.ptp(centres[:, finite], axis=1).min() == 0:
         return True
     far = float(np.quantile(np.abs(centres[:, finite]), 0.99))
-    if far <= 1 + SLACK or far > FARTHEST_OFFSET:  # shares of the image, or pixels
+    if far <= 1 + SCORE_SLACK or far > FARTHEST_OFFSET:  # shares of the image, or pixels
         return True
     best = 0.0
-    for strides in (order for known in STRIDES for order in (known, known[::-1])):
+    for strides in (order for known in GRID_STRIDES for order in (known, known[::-1])):
         for is_outer in (True, False):  # an anchor's whole grid by itself, or the anchors of a cell together
             cells = np.concatenate([_list_cells(grid, each, is_outer) for grid in _list_grids(strides, size)], axis=1)
             if cells.shape == centres.shape:
@@ -547,7 +547,7 @@ def _find_factor(table: np.ndarray, others: Mapping[str, np.ndarray]) -> str:
         values = array.reshape(array.shape[:2]) if array.ndim == 3 and array.shape[2] == 1 else array
         if values.shape != table.shape[:2] or not values.size or _has_whole_numbers(values):
             continue
-        if not np.allclose(values, table.max(-1), atol=SLACK):
+        if not np.allclose(values, table.max(-1), atol=SCORE_SLACK):
             return name
     return ""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from dyno.worker.inputs.specs import fit_geometry
 
-CANDIDATES = 30_000  # pairs of an anchor and a class that go into the suppression, the best first
+MAX_CANDIDATES = 30_000  # pairs of anchor and class that enter suppression, best first
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class BoxForm:
 
 CENTRES, CORNERS = BoxForm("centre, width and height"), BoxForm("left, top, right and bottom")
 SIDES, CORNERS_Y_FIRST = BoxForm("left, top, width and height"), BoxForm("top, left, bottom and right")
-OUTSIDE = 0.05  # of the input's sides: how far a box that lies in it may reach out
+MAX_OUTSIDE_SHARE = 0.05  # share of the input's sides by which boxes may exceed it
 
 
 def valid_share(boxes: np.ndarray, form: BoxForm, size: tuple[int, int], loose: bool = False) -> float:
@@ -79,7 +79,7 @@ def valid_share(boxes: np.ndarray, form: BoxForm, size: tuple[int, int], loose: 
     if loose:
         middle = (places[:, :2] + places[:, 2:]) / 2
         return float((ordered & (np.abs(middle / limit[:2] - 0.5) <= 1).all(1)).mean())
-    return float((ordered & (np.abs(places / limit - 0.5) <= 0.5 + OUTSIDE).all(1)).mean())
+    return float((ordered & (np.abs(places / limit - 0.5) <= 0.5 + MAX_OUTSIDE_SHARE).all(1)).mean())
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def select_best(
     Of those above `confidence` boxes that overlap by more than `iou` are suppressed (None: the network did it).
     """
     if found.labels is None:
-        seen = np.flatnonzero((found.scores > confidence).any(0))  # of most anchors nothing else is looked at
+        seen = np.flatnonzero((found.scores > confidence).any(0))  # most anchors stop here
         scores = np.ascontiguousarray(found.scores[:, seen].T)
         pairs = np.flatnonzero(scores > confidence)
         values = scores.reshape(-1)[pairs].astype(np.float32)
@@ -236,8 +236,8 @@ def select_best(
     else:
         anchors = np.flatnonzero(found.scores > confidence)
         values, labels = found.scores[anchors].astype(np.float32), found.labels[anchors]
-    if len(values) > CANDIDATES:
-        chosen = np.sort(np.argpartition(-values, CANDIDATES)[:CANDIDATES])
+    if len(values) > MAX_CANDIDATES:
+        chosen = np.sort(np.argpartition(-values, MAX_CANDIDATES)[:MAX_CANDIDATES])
         anchors, labels, values = anchors[chosen], labels[chosen], values[chosen]
     order = np.argsort(-values, kind="stable")
     anchors, labels, values = anchors[order], labels[order], values[order]

@@ -12,7 +12,7 @@ from dyno.worker.tasks import Shape
 from dyno.worker.tasks.detect import Detect, join_arrays
 from dyno.worker.tasks.postprocess import Detections, ImagePlacement, KeptRows, encode_mask
 
-USUAL = 32  # prototypes, where a file doesn't say
+DEFAULT_PROTOTYPES = 32  # prototypes of files without a number
 
 
 class Segment(Detect):
@@ -26,8 +26,8 @@ class Segment(Detect):
 
     def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
         """Return one coefficient for each prototype."""
-        count = shapes[beside][1] if (beside := self.beside(shapes)) else USUAL
-        return count if isinstance(count, int) else USUAL
+        count = shapes[beside][1] if (beside := self.beside(shapes)) else DEFAULT_PROTOTYPES
+        return count if isinstance(count, int) else DEFAULT_PROTOTYPES
 
     def beside(self, shapes: Mapping[str, Shape]) -> str:
         """Return the name of the prototypes."""

@@ -136,7 +136,7 @@ class Training:
                 self.report(f"epoch {epoch}/{options.epochs}, test")
                 with loop.autocast():
                     row |= _evaluate_split(module, test_reader)[0]
-                state.add({name: row[name] for name in network.COLUMNS})
+                state.add({name: row[name] for name in network.HISTORY_COLUMNS})
                 network.store_state(self.folder, state, loop.parts())
             self.report("evaluate the best weights")
             best = self._evaluate_best(state, test_reader, model, len(splits[0].index))
@@ -191,7 +191,7 @@ class Training:
         import torch
 
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-        path = self.folder / network.BEST
+        path = self.folder / network.BEST_FILE
         stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
         module = models.load(stored, self.dims).to(reader.options.device, memory_format=torch.channels_last)
         row, counts = _evaluate_split(module, reader)
@@ -222,7 +222,7 @@ def _evaluate_split(module: Any, reader: network.BatchReader) -> tuple[dict[str,
     module.eval()
     loss, ranks = torch.zeros((), device=reader.options.device), []
     with torch.inference_mode():
-        for x, y in reader(network.plain_batches(reader.split, max(reader.options.batch, network.EVALUATED))):
+        for x, y in reader(network.plain_batches(reader.split, max(reader.options.batch, network.EVALUATION_BATCH))):
             scores = module(x).float()
             loss += torch.nn.functional.cross_entropy(scores, y, reduction="sum")
             best = scores.topk(min(5, scores.shape[1])).indices

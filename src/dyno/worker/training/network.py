@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs.input_data import read_normalisation
-from dyno.worker.inputs.specs import REFUSALS
+from dyno.worker.inputs.specs import INPUT_ERRORS
 from dyno.worker.nets import models
 from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.record import write_bytes
@@ -23,7 +23,7 @@ from dyno.worker.sessions.torch_support import first_line, walk_tensors
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, UserError, add_noun
 from dyno.worker.training.options import TrainOptions
 
-AUXILIARY = 0.3  # weight of the loss of an auxiliary classifier (Szegedy et al., Going deeper with convolutions, 2014)
+AUXILIARY_WEIGHT = 0.3  # loss weight of an auxiliary classifier (Szegedy et al., Going deeper with convolutions, 2014)
 
 
 def build_network(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tuple[Any, list[str]]:
@@ -73,7 +73,7 @@ def _check_network(module: Any, model: ModelSpec, dims: Dims) -> None:
         try:
             with torch.no_grad():
                 out = tried.train(training)(image)
-        except REFUSALS as e:
+        except INPUT_ERRORS as e:
             raise UserError(f"the model refuses images of {dims.size} pixels: {first_line(e)}") from e
         main = next(iter(walk_tensors(out)), None)
         if main is None or main.dim() != 2 or (not training and not isinstance(out, torch.Tensor)):
@@ -104,7 +104,7 @@ def compute_loss(out: Any, labels: Any, smoothing: float) -> Any:
     main, *others = walk_tensors(out)
     total = cross_entropy(main, labels, label_smoothing=smoothing)
     for other in others:
-        total = total + AUXILIARY * cross_entropy(other, labels, label_smoothing=smoothing)
+        total = total + AUXILIARY_WEIGHT * cross_entropy(other, labels, label_smoothing=smoothing)
     return total
 
 
@@ -113,9 +113,9 @@ def compute_loss(out: Any, labels: Any, smoothing: float) -> Any:
 # state.pt is written first and atomically; the other files follow from it, so that the next start repairs a kill
 # between two writes. It holds tensors, numbers and text only, and is read without running code.
 
-STATE, BEST, LAST, HISTORY = "state.pt", "best.safetensors", "last.safetensors", "history.csv"
-COLUMNS = ("epoch", "lr", "train_loss", "test_loss", "top1", "seconds", "images_per_s")
-AGAIN = "give another --out, or remove that folder to start anew"
+STATE_FILE, BEST_FILE, LAST_FILE, HISTORY_FILE = "state.pt", "best.safetensors", "last.safetensors", "history.csv"
+HISTORY_COLUMNS = ("epoch", "lr", "train_loss", "test_loss", "top1", "seconds", "images_per_s")
+START_ANEW_ADVICE = "give another --out, or remove that folder to start anew"
 
 
 @dataclass
@@ -149,7 +149,7 @@ def store_state(folder: Path, state: State, parts: Mapping[str, Any]) -> None:
     content = io.BytesIO()
     about = {"settings": state.settings, "history": state.history, "best": state.best}
     torch.save({"about": json.dumps(about), **{name: part.state_dict() for name, part in parts.items()}}, content)
-    write_bytes(folder / STATE, content.getbuffer())
+    write_bytes(folder / STATE_FILE, content.getbuffer())
     publish_files(folder, state, parts["module"])
 
 
@@ -157,13 +157,13 @@ def publish_files(folder: Path, state: State, module: Any) -> None:
     """Write the curves, the last weights, and the best ones if the last epoch is the best."""
     weights = _serialise_weights(module)
     if state.best == state.epoch:
-        write_bytes(folder / BEST, weights)
-    write_bytes(folder / LAST, weights)
+        write_bytes(folder / BEST_FILE, weights)
+    write_bytes(folder / LAST_FILE, weights)
     table = io.StringIO()
-    writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(table, HISTORY_COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(state.history)
-    write_bytes(folder / HISTORY, table.getvalue().encode())
+    write_bytes(folder / HISTORY_FILE, table.getvalue().encode())
 
 
 def restore_state(folder: Path, settings: dict[str, Any], parts: Mapping[str, Any]) -> State:
@@ -171,7 +171,7 @@ def restore_state(folder: Path, settings: dict[str, Any], parts: Mapping[str, An
 
     Raises `UserError` if the file is damaged, or for different settings or data, which it names.
     """
-    path = folder / STATE
+    path = folder / STATE_FILE
     if not path.is_file():
         return State(settings)
     stored = _read_state(path)
@@ -191,7 +191,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         stored: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         json.loads(stored["about"])
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is damaged or not the state of a training; {AGAIN}") from e
+        raise UserError(f"{path} is damaged or not the state of a training; {START_ANEW_ADVICE}") from e
     return stored
 
 
@@ -202,7 +202,7 @@ def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any
         changes = ", ".join(
             f"{name} {_format_value(before.get(name))} (now {_format_value(now.get(name))})" for name in names
         )
-        raise UserError(f"the training in {path.parent} began with {changes}; {AGAIN}")
+        raise UserError(f"the training in {path.parent} began with {changes}; {START_ANEW_ADVICE}")
 
 
 def _format_value(value: Any) -> str:
@@ -222,8 +222,8 @@ def _serialise_weights(module: Any) -> bytes:
 #
 # Pixels stay uint8 until they are on the device, where they are normalised as everywhere else in Dyno.
 
-EVALUATED = 64  # images at a time, at the least
-SHIFT = 10  # a tenth of the image is the furthest that `shift` moves it
+EVALUATION_BATCH = 64  # fewest images per evaluation batch
+SHIFT_DIVISOR = 10  # `shift` moves an image by at most a tenth
 
 Key = tuple[int, np.ndarray]  # the seed of a batch's augmentation, and rows of images.npy
 
@@ -289,7 +289,7 @@ def make_augmentation(kind: str, size: tuple[int, int]) -> Callable[[Any], Any] 
     if kind == "none":
         return None
     if kind == "shift":
-        padding = [max(1, size[1] // SHIFT), max(1, size[0] // SHIFT)]
+        padding = [max(1, size[1] // SHIFT_DIVISOR), max(1, size[0] // SHIFT_DIVISOR)]
         shift: Callable[[Any], Any] = v2.RandomCrop(size, padding=padding, padding_mode="edge")
         return shift
     crop = v2.RandomCrop(size) if kind == "light" else v2.RandomResizedCrop(size, antialias=True)

@@ -19,8 +19,8 @@ OPTIMIZERS: dict[str, tuple[float, float]] = {
 }
 SCHEDULES = ("onecycle", "cosine", "step", "constant")
 AUGMENTATIONS = ("none", "shift", "light", "standard")
-MIXED = ("none", "fp16", "bf16")
-FREE = ("workers",)  # may change when a training goes on: they don't change its result
+MIXED_PRECISIONS = ("none", "fp16", "bf16")
+CHANGEABLE_OPTIONS = ("workers",)  # options without effect on the result: they may change on resuming
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TrainOptions:
         common=True,
     )
     label_smoothing: float = option(0.1, "Label smoothing, from 0 to less than 1.")
-    mixed_precision: str = option("none", f"torch.autocast: {', '.join(MIXED)}; fp16 needs a GPU.")
+    mixed_precision: str = option("none", f"torch.autocast: {', '.join(MIXED_PRECISIONS)}; fp16 needs a GPU.")
     freeze: bool = option(False, "Train the classifier layer alone.")
     workers: int = option(0, "Processes that read images; they don't change the result.", "the training's own")
     seed: int = option(0, "Seed of weights, split, order and augmentation.")
@@ -57,7 +57,7 @@ class TrainOptions:
         check_known("optimizer", self.optimizer, OPTIMIZERS)
         check_known("schedule", self.schedule, SCHEDULES)
         check_known("augment", self.augment, AUGMENTATIONS)
-        check_known("mixed_precision", self.mixed_precision, MIXED)
+        check_known("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
         for name, least in (("epochs", 1), ("batch", 2), ("workers", 0), ("warmup_epochs", 0), ("seed", 0)):
             if not getattr(self, name) >= least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -89,7 +89,7 @@ class TrainOptions:
     def settings(self) -> dict[str, Any]:
         """Return all options with the usual values filled in, without those that don't change the result."""
         filled = {**dataclasses.asdict(self), "lr": self.peak, "weight_decay": self.decay}
-        return {name: value for name, value in filled.items() if name not in FREE}
+        return {name: value for name, value in filled.items() if name not in CHANGEABLE_OPTIONS}
 
 
 def make_options(settings: Mapping[str, Any]) -> TrainOptions:

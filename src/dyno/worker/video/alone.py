@@ -29,9 +29,9 @@ from dyno.worker.video.stages import VideoPipeline, run_pipelines
 
 # Of one measurement, of which there is one before the video and one behind it: frames at most, those of one turn, and
 # how long no further turn begins.
-FRAMES, CHUNK, SECONDS = 60, 12, 1.5
-HANDED = 500  # items that go through stages that do nothing
-TURNS = 3  # of all copies; with those of one alone, none writes more than the stages alone did
+TIMED_FRAMES, CHUNK_FRAMES, MAX_SECONDS = 60, 12, 1.5
+HANDOVER_ITEMS = 500  # items through stages that do nothing
+STAGE_TURNS = 3  # turns of all copies together; with those alone, no copy writes more than the stages alone did
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,21 @@ class Bench:
         self._answer = steps.PostprocessingStage(reader, preparations[0].size)
         self._clocks = {name: _CostClock() for name in steps.STAGES if name != steps.INFER}
         self._preparation, self._batch, self._lanes = preparations[0], preparations[0].batch, len(preparations)
-        self._chunk = CHUNK if self._lanes == 1 else max(CHUNK, self._lanes * self._batch)
+        self._chunk = CHUNK_FRAMES if self._lanes == 1 else max(CHUNK_FRAMES, self._lanes * self._batch)
         count = -(-self._chunk // self._batch)
-        count = max(count, input_data.FEEDS)
+        count = max(count, input_data.FEED_COUNT)
         self.feeds: list[Any] = [engine.session.stage(preparations[0].new_feed()) for _ in range(count)]
         self._prepare = steps.PreparationStage(preparations, self.feeds)
         self.first: Frame | None = None
         self.answered: list[Batch] = []
 
     def run(self, most: int) -> None:
-        """Run the stages on the source's first frames, at most `most` (0: `FRAMES`, or more with several threads).
+        """Run the stages on at most `most` first frames (0: `TIMED_FRAMES`, or more with several threads).
 
         `feeds` hold frames afterwards, and `answered` are the last batches, with outputs.
         """
-        reading, most, count = self._source.read(), most or FRAMES // CHUNK * self._chunk, 0
-        until = time.perf_counter() + SECONDS
+        reading, most, count = self._source.read(), most or TIMED_FRAMES // CHUNK_FRAMES * self._chunk, 0
+        until = time.perf_counter() + MAX_SECONDS
         while count < most and (frames := self._decode_frames(reading, min(self._chunk, most - count))):
             self._run_turn(frames)
             self.first = self.first or frames[0]
@@ -223,7 +223,7 @@ class StageCopy:
     def turn(self) -> float:
         """Run a few frames through every stage; return the processor time of this thread, in seconds."""
         began = time.thread_time()
-        frames, size = list(itertools.islice(self._reading, CHUNK)), self._preparation.batch
+        frames, size = list(itertools.islice(self._reading, CHUNK_FRAMES)), self._preparation.batch
         for number, frame in enumerate(frames):
             self._preparation.write(frame.picture, self._feed, number % size)
             if (number + 1) % size == 0 or number + 1 == len(frames):
@@ -291,7 +291,7 @@ def measure_contention(
 
         engine.call(run_copies)
         threads_together.clear()
-        for copy in itertools.islice(itertools.cycle(copies), TURNS):
+        for copy in itertools.islice(itertools.cycle(copies), STAGE_TURNS):
             with alone.count_seconds():
                 threads_alone += pool.submit(copy.turn).result()
             with together.count_seconds():
@@ -305,8 +305,10 @@ def measure_hand_over(count: int) -> float:
     """Return the processor time, in seconds, of handing one item on: through `count` stages that do nothing else."""
     idle = [steps.FrameStage(str(number)) for number in range(count)]
     cpu = time.process_time()
-    run_pipelines([VideoPipeline("source", itertools.repeat(SimpleNamespace(began=0), HANDED), idle)], lambda: None)
-    return (time.process_time() - cpu) / (HANDED * count)
+    run_pipelines(
+        [VideoPipeline("source", itertools.repeat(SimpleNamespace(began=0), HANDOVER_ITEMS), idle)], lambda: None
+    )
+    return (time.process_time() - cpu) / (HANDOVER_ITEMS * count)
 
 
 @dataclass(frozen=True)

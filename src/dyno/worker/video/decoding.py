@@ -12,14 +12,14 @@ import numpy as np
 
 from dyno.worker.spec import UserError
 from dyno.worker.video import media
-from dyno.worker.video.media import SQUARE, Converter, Frame, Picture, Planes, Rgb, Source, now
+from dyno.worker.video.media import SQUARE_PIXELS, Converter, Frame, Picture, Planes, Rgb, Source, now
 
 Turn = tuple[bool, bool, bool]  # whether rows become columns, and then whether it is mirrored across and down
-UPRIGHT: Turn = (False, False, False)
-ENDS_EARLY_S = 1.0  # between the last frame and the end that the file gives, from which it seems cut short
-RATE_DIFFERS = 0.01  # of the file's own rate, from which its frames' times contradict it
-NEARLY = 0.01  # of a display matrix's largest value, below which others are rounding
-PATIENCE_S = 10.0  # without a byte from a stream, after which it is gone
+NO_TURN: Turn = (False, False, False)
+MIN_MISSING_S = 1.0  # a video ending earlier than its file states is cut short
+MAX_RATE_DIFFERENCE = 0.01  # relative difference between stated and actual frame rate that is reported
+ROUNDING_SHARE = 0.01  # of a display matrix's largest value; smaller ones are rounding
+SILENCE_TIMEOUT_S = 10.0  # a stream silent for longer is lost
 
 
 class VideoSource(Source):
@@ -33,7 +33,7 @@ class VideoSource(Source):
         self.place, self.live, self.once, self._device = place, live, "://" in place, ""
         with open_container(place) as container:
             stream = find_video_stream(container)
-            self._aspect = stream.sample_aspect_ratio or SQUARE
+            self._aspect = stream.sample_aspect_ratio or SQUARE_PIXELS
             self.count, self.rate = int(stream.frames or 0), float(stream.average_rate or 0)
             self._note_streams(container, stream)
             self._device = device if device and media.suits_accelerator(stream.codec_context) else ""
@@ -45,7 +45,7 @@ class VideoSource(Source):
             left_out = "the other is" if others == 1 else f"{others} others are"
             chosen = f"stream {stream.index} ({context.name}, {context.width} x {context.height})"
             self.note(f"{self.name} has {others + 1} videos: {chosen} is used, {left_out} left out")
-        if self._aspect != SQUARE:
+        if self._aspect != SQUARE_PIXELS:
             shown = f"{round(context.width * self._aspect)} x {context.height}"
             ratio, stored = "{}:{}".format(*self._aspect.as_integer_ratio()), f"{context.width} x {context.height}"
             sees = f"the network sees its {stored} as {shown}; boxes are in stored pixels"
@@ -57,9 +57,9 @@ class VideoSource(Source):
     def _correct_rate(self, times: list[float]) -> None:
         """Take the rate from the frames' times where the file states another, as Matroska's of a variable rate."""
         if self.damaged or len(times) < 2 or times[0] == times[-1] or times != sorted(times):
-            return  # of files that were joined, times begin anew
+            return  # times restart in concatenated files
         found = (len(times) - 1) / (times[-1] - times[0])
-        if abs(found - self.rate) > RATE_DIFFERS * self.rate:
+        if abs(found - self.rate) > MAX_RATE_DIFFERENCE * self.rate:
             self.rate = found
 
     def read(self, sound: bool = False) -> Iterator[Frame]:
@@ -88,7 +88,7 @@ class VideoSource(Source):
                 raise UserError(f"{self.place} has no frame that can be decoded; it is empty or damaged")
             self.left = packets
             self._correct_rate(times)
-            if not self.once and ending and (whole := _read_end(video)) > ending + ENDS_EARLY_S:
+            if not self.once and ending and (whole := _read_end(video)) > ending + MIN_MISSING_S:
                 self.note(f"{self.name} ends after {ending:.1f} of {whole:.1f} s: it seems to be cut short")
 
     def _iter_packets(self, container: Any, streams: list[Any]) -> Iterator[Any]:
@@ -119,15 +119,15 @@ def open_container(place: str, device: str = "") -> Any:
 
     options = {"hwaccel": media.find_accelerator(device)} if device else {}
     try:
-        container = av.open(place, timeout=PATIENCE_S if "://" in place else None, **options)
+        container = av.open(place, timeout=SILENCE_TIMEOUT_S if "://" in place else None, **options)
     except (OSError, ValueError, av.error.FFmpegError) as e:
         if device:
-            open_container(place).close()  # which says what is wrong with the file, if anything is
+            open_container(place).close()  # reports what is wrong with the file
             why = getattr(e, "strerror", e)
             raise UserError(f"the decoder of {device} can't be used ({why}); omit --decode") from e
         raise _explain_error(place, e) from e
     problem = ""
-    if {stream.type for stream in container.streams} <= {"data"}:  # so is a stream whose header is cut
+    if {stream.type for stream in container.streams} <= {"data"}:  # a stream with a truncated header has only data
         problem = f"{place} has neither pictures nor sound: it is cut short, or was never finished; "
         problem += "copy or record it again"
     elif not container.streams.video:
@@ -161,7 +161,7 @@ def _read_end(stream: Any) -> float:
     """Return the time in seconds at which a stream ends, by its file; 0 where the file doesn't say."""
     if stream.duration is not None:
         return float(((stream.start_time or 0) + stream.duration) * stream.time_base)
-    parts = stream.metadata.get("DURATION", "").split(":")  # of Matroska: 00:00:02.400000000
+    parts = stream.metadata.get("DURATION", "").split(":")  # Matroska: 00:00:02.400000000
     try:
         return sum(float(part) * 60.0**place for place, part in enumerate(reversed(parts)))
     except ValueError:
@@ -190,12 +190,12 @@ class _Pictures:
         turn = self._read_turn(decoded)
         if decoded.interlaced_frame:
             self._note("the video is interlaced: each frame shows two moments at once and is used as it is")
-        if decoded.format.name == media.FORMAT:
+        if decoded.format.name == media.CUDA_FORMAT:
             surface = media.Surface(decoded, self._convert, self._aspect)
-            if turn == UPRIGHT and media.has_known_colours(decoded):
+            if turn == NO_TURN and media.has_known_colours(decoded):
                 return surface
             decoded = surface.video()
-        if turn != UPRIGHT:
+        if turn != NO_TURN:
             return self._turn_picture(decoded, turn)
         if media.has_plane_format(decoded):
             return Planes(decoded, self._convert, self._aspect)
@@ -205,13 +205,13 @@ class _Pictures:
         """Return how the display matrix turns and mirrors a frame: x' = ax + cy, y' = bx + dy (FFmpeg's display.h)."""
         matrix = decoded.side_data.get("DISPLAYMATRIX")
         if matrix is None:
-            return UPRIGHT
+            return NO_TURN
         values = np.frombuffer(matrix, np.int32)[[0, 1, 3, 4]].astype(float)
-        a, b, c, d = np.where(abs(values) < NEARLY * abs(values).max(), 0, values).tolist()
+        a, b, c, d = np.where(abs(values) < ROUNDING_SHARE * abs(values).max(), 0, values).tolist()
         if (a or d) and (b or c):
             angle = -round(math.degrees(math.atan2(b, a)))
             self._note(f"the file turns its frames by {angle} degrees, which is no right angle: left out")
-            return UPRIGHT
+            return NO_TURN
         return (True, c < 0, b < 0) if b or c else (False, a < 0, d < 0)
 
     def _turn_picture(self, decoded: Any, turn: Turn) -> Rgb:

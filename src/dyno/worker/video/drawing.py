@@ -16,13 +16,13 @@ import numpy as np
 
 from dyno.worker.extras import load_library
 from dyno.worker.video.media import Colour, Frame, PicturePlane
-from dyno.worker.video.options import TRACKERS
+from dyno.worker.video.options import TRACKER_NAMES
 
 # Identities of objects across a video's frames, by the trackers of the library `trackers`.
 
 NO_OBJECT = -1  # the library's identity of a box that is of no object yet
 USUAL_RATE = 30.0  # frames per second of a source that doesn't say
-THRESHOLDS = ("track_activation_threshold", "high_conf_det_threshold")
+TRACKER_THRESHOLDS = ("track_activation_threshold", "high_conf_det_threshold")
 
 
 class Tracker:
@@ -33,10 +33,10 @@ class Tracker:
     """
 
     def __init__(self, name: str, rate: float, least: float) -> None:
-        kind = getattr(load_library("trackers", "tracking"), TRACKERS[name])
+        kind = getattr(load_library("trackers", "tracking"), TRACKER_NAMES[name])
         taken = inspect.signature(kind.__init__).parameters
         self._period, self._seconds = 1 / (rate or USUAL_RATE), -math.inf
-        self._tracker = kind(frame_rate=1 / self._period, **{key: least for key in THRESHOLDS if key in taken})
+        self._tracker = kind(frame_rate=1 / self._period, **{key: least for key in TRACKER_THRESHOLDS if key in taken})
         self._boxes = load_library("supervision").Detections
         self._sees = "enable_cmc" in taken  # it estimates the camera's motion from the pictures
         self._classes: dict[int, Counter[int]] = {}
@@ -76,12 +76,20 @@ class Tracker:
 
 
 # Okabe and Ito's colours, which people tell apart who don't see all (2008); black is left out.
-COLOURS = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
-UNNAMED = (160, 160, 160)  # of what is tracked and has no identity yet
+TRACK_COLOURS = (
+    (230, 159, 0),
+    (86, 180, 233),
+    (0, 158, 115),
+    (240, 228, 66),
+    (0, 114, 178),
+    (213, 94, 0),
+    (204, 121, 167),
+)
+UNIDENTIFIED_COLOUR = (160, 160, 160)  # tracked objects without an identity
 BLACK = (0, 0, 0)
-MASK_SHARE = 0.4  # of a mask's colour in the picture
-TEXT_HEIGHT = 480  # of a picture in which text has OpenCV's size 0.5
-FRACTION = 4  # bits behind the point of a dot's place
+MASK_OPACITY = 0.4  # opacity of a mask
+TEXT_REFERENCE_HEIGHT = 480  # height of a picture whose text has OpenCV's size 0.5
+FRACTION_BITS = 4  # fractional bits of a dot's position
 
 Region = tuple[int, int, int, int]  # left, top, right, bottom, the last two outside
 
@@ -93,7 +101,7 @@ def draw_detections(frame: Frame) -> None:
     if not len(found.scores):
         return
     layers, colours, labels = frame.picture.layers(), _choose_colours(frame), _format_labels(frame)
-    unit = max(frame.size[0], frame.size[1] * 9 // 16) / TEXT_HEIGHT
+    unit = max(frame.size[0], frame.size[1] * 9 // 16) / TEXT_REFERENCE_HEIGHT
     thickness = max(1, round(2 * unit))
     order = range(len(found.scores) - 1, -1, -1)
     if found.masks is not None:
@@ -111,8 +119,10 @@ def _choose_colours(frame: Frame) -> list[Colour]:
     """Return each detection's colour: by object where objects are tracked, grey before it has one; else by class."""
     assert frame.detections is not None
     if frame.identities is None:
-        return [COLOURS[int(kind) % len(COLOURS)] for kind in frame.detections.classes]
-    return [COLOURS[int(k) % len(COLOURS)] if k != NO_OBJECT else UNNAMED for k in frame.identities]
+        return [TRACK_COLOURS[int(kind) % len(TRACK_COLOURS)] for kind in frame.detections.classes]
+    return [
+        TRACK_COLOURS[int(k) % len(TRACK_COLOURS)] if k != NO_OBJECT else UNIDENTIFIED_COLOUR for k in frame.identities
+    ]
 
 
 def _format_labels(frame: Frame) -> list[str]:
@@ -195,7 +205,7 @@ def _blend_mask(
         where = inside[:: layer.step, :: layer.step]
         part = layer.array[top // layer.step :, left // layer.step :][: where.shape[0], : where.shape[1]]
         flat = np.full_like(part, layer.value(colour) if part.ndim > 2 else layer.value(colour)[0])
-        blended = cv2.addWeighted(part, 1 - MASK_SHARE, flat, MASK_SHARE, 0)
+        blended = cv2.addWeighted(part, 1 - MASK_OPACITY, flat, MASK_OPACITY, 0)
         np.copyto(part, blended, where=where[..., None] if part.ndim > 2 else where)
 
 
@@ -208,6 +218,6 @@ def _draw_points(layers: Sequence[PicturePlane], points: np.ndarray, colour: Col
             continue
         for layer in layers:
             # The middle of a value lies between its pixels.
-            place = [round(((float(v) + 0.5) / layer.step - 0.5) * (1 << FRACTION)) for v in point[:2]]
-            radius = round(2 * thickness / layer.step * (1 << FRACTION))
-            cv2.circle(layer.array, place, radius, layer.value(colour), -1, cv2.LINE_AA, FRACTION)
+            place = [round(((float(v) + 0.5) / layer.step - 0.5) * (1 << FRACTION_BITS)) for v in point[:2]]
+            radius = round(2 * thickness / layer.step * (1 << FRACTION_BITS))
+            cv2.circle(layer.array, place, radius, layer.value(colour), -1, cv2.LINE_AA, FRACTION_BITS)

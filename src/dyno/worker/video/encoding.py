@@ -14,27 +14,43 @@ import numpy as np
 from dyno.worker.spec import UserError
 from dyno.worker.video import media
 from dyno.worker.video.decoding import find_video_stream
-from dyno.worker.video.media import ITU_601, PIXELS, SQUARE, UNKNOWN, Frame, Picture, Sink, Source
+from dyno.worker.video.media import (
+    ITU_601,
+    PIXEL_FORMAT,
+    SQUARE_PIXELS,
+    UNSPECIFIED_MATRIX,
+    Frame,
+    Picture,
+    Sink,
+    Source,
+)
 
 # Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
-FASTEST = {
+FASTEST_SETTINGS = {
     "libx264": {"preset": "veryfast", "crf": "23"},
     "libx265": {"preset": "ultrafast", "crf": "28", "x265-params": "log-level=none"},
     "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8", "row-mt": "1"},
     "libvpx": {"deadline": "realtime", "cpu-used": "8"},
     "libsvtav1": {"preset": "12"},
 }
-USUAL = {"h264": "libx264", "hevc": "libx265", "vp9": "libvpx-vp9", "vp8": "libvpx", "av1": "libsvtav1"}
+DEFAULT_ENCODERS = {"h264": "libx264", "hevc": "libx265", "vp9": "libvpx-vp9", "vp8": "libvpx", "av1": "libsvtav1"}
 # MP4 written in pieces stays playable wherever it ends, and becomes a usual file when it is closed.
 # Sound begins before the pictures, and would move all of them if the index didn't wait for both.
 IN_PIECES = {"movflags": "+hybrid_fragmented+delay_moov", "flush_packets": "1"}
-CLUSTERS = {"flush_packets": "1", "cluster_time_limit": "1000"}
-CONTAINERS = {".mp4": IN_PIECES, ".mov": IN_PIECES, ".m4v": IN_PIECES, ".mkv": CLUSTERS, ".webm": CLUSTERS}
-KNOWN_PIXELS = {"mjpeg": ("yuvj420p",)}  # of codecs whose usual ones aren't `PIXELS`, which every player knows
+MATROSKA_OPTIONS = {"flush_packets": "1", "cluster_time_limit": "1000"}
+CONTAINER_OPTIONS = {
+    ".mp4": IN_PIECES,
+    ".mov": IN_PIECES,
+    ".m4v": IN_PIECES,
+    ".mkv": MATROSKA_OPTIONS,
+    ".webm": MATROSKA_OPTIONS,
+}
+# pixel formats of codecs that don't take PIXEL_FORMAT, which every player reads
+CODEC_PIXELS = {"mjpeg": ("yuvj420p",)}
 # What stores the shape of pixels that aren't square: codecs in their own stream, and containers of any codec.
-SHAPED, SHAPED_CONTAINERS = ("h264", "hevc", "mpeg4", "mjpeg"), (".mp4", ".mov", ".m4v")
+ASPECT_CODECS, ASPECT_CONTAINERS = ("h264", "hevc", "mpeg4", "mjpeg"), (".mp4", ".mov", ".m4v")
 CODECS_CHOICE = 0  # FFmpeg's number of it: a frame must not become of the kind that it was in its source
-USUAL_RATE = 30  # of a source that doesn't say
+DEFAULT_RATE = 30  # of a source without a rate
 PIECE_S = 1  # seconds between pictures at which a player can begin, which also end a piece of an MP4
 
 
@@ -47,7 +63,7 @@ class VideoSink(Sink):
         self._path, self._source = path, source
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._container = av.open(str(path), "w", options=CONTAINERS.get(path.suffix.lower(), {}))
+            self._container = av.open(str(path), "w", options=CONTAINER_OPTIONS.get(path.suffix.lower(), {}))
         except OSError as e:
             raise UserError(f"{path} can't be written: {e.strerror}") from e
         except ValueError as e:
@@ -59,7 +75,7 @@ class VideoSink(Sink):
         self._template: Any = None
         self._last, self._resized, self._notes = -1, 0, list[str]()
         self._reformat = av.video.reformatter.VideoReformatter()
-        self._tags = ITU_601, UNKNOWN, UNKNOWN
+        self._tags = ITU_601, UNSPECIFIED_MATRIX, UNSPECIFIED_MATRIX
 
     def write(self, frame: Frame) -> None:
         if self._stream is None:
@@ -73,7 +89,7 @@ class VideoSink(Sink):
 
     def _convert_picture(self, picture: Picture) -> Any:
         planes = picture.planes()
-        if planes is None or self._stream.pix_fmt != PIXELS or planes.tags != self._tags:
+        if planes is None or self._stream.pix_fmt != PIXEL_FORMAT or planes.tags != self._tags:
             return self._convert_rgb(picture.rgb())
         video, size = planes.video(), (self._stream.width, self._stream.height)
         if (video.width, video.height) != size:
@@ -94,10 +110,10 @@ class VideoSink(Sink):
         if below or right:
             image = cv2.copyMakeBorder(image, 0, below, 0, right, cv2.BORDER_REPLICATE)
         image, matrix = np.ascontiguousarray(image), self._tags[0]
-        if self._stream.pix_fmt == PIXELS and matrix == ITU_601:
+        if self._stream.pix_fmt == PIXEL_FORMAT and matrix == ITU_601:
             return media.convert_image(image)
         made = av.VideoFrame.from_ndarray(image, format="rgb24")
-        colours = {} if matrix == UNKNOWN else {"dst_colorspace": matrix}
+        colours = {} if matrix == UNSPECIFIED_MATRIX else {"dst_colorspace": matrix}
         return self._reformat.reformat(made, format=self._stream.pix_fmt, threads=1, **colours)
 
     def close(self, left: list[Any] | None = None) -> list[str]:
@@ -120,23 +136,23 @@ class VideoSink(Sink):
         """Create the streams, with the size and the colours of the first picture."""
         self._first = picture.height, picture.width
         height, width = self._size = self._choose_written_size(picture)
-        rate = Fraction(self._source.rate or USUAL_RATE).limit_denominator(1001)
-        options = {"g": str(max(1, round(PIECE_S * rate))), **FASTEST.get(self._codec, {})}
+        rate = Fraction(self._source.rate or DEFAULT_RATE).limit_denominator(1001)
+        options = {"g": str(max(1, round(PIECE_S * rate))), **FASTEST_SETTINGS.get(self._codec, {})}
         self._stream = self._container.add_stream(self._codec, rate=rate, options=options)
         stream = self._stream
         stream.pix_fmt = self._choose_pixel_format()
         stream.codec_context.thread_count = media.codec_threads()
         planes = picture.planes()
-        if planes is not None and stream.pix_fmt == PIXELS:
+        if planes is not None and stream.pix_fmt == PIXEL_FORMAT:
             # Where the container doesn't say which matrix it is, a player's guess must be right.
-            guessed = planes.tags[0] in (UNKNOWN, media.find_matrix(UNKNOWN, height, width))
-            self._tags = planes.tags if guessed or self._path.suffix.lower() in CONTAINERS else self._tags
+            guessed = planes.tags[0] in (UNSPECIFIED_MATRIX, media.find_matrix(UNSPECIFIED_MATRIX, height, width))
+            self._tags = planes.tags if guessed or self._path.suffix.lower() in CONTAINER_OPTIONS else self._tags
         context = stream.codec_context  # players would guess another matrix for large frames
         context.colorspace, context.color_primaries, context.color_trc = self._tags
         # Frames that refer to later ones take time to wait for those, and MP4 in pieces would begin late by as much.
         stream.codec_context.max_b_frames = 0
         stream.width, stream.height = width + width % 2, height + height % 2
-        if self._size == self._first and picture.aspect != SQUARE:
+        if self._size == self._first and picture.aspect != SQUARE_PIXELS:
             context.sample_aspect_ratio = picture.aspect
         if (stream.width, stream.height) != (width, height):
             became = f"{stream.width} x {stream.height}"
@@ -155,7 +171,7 @@ class VideoSink(Sink):
         import av
 
         kind = av.codec.Codec(self._codec, "w").canonical_name
-        if picture.aspect == SQUARE or kind in SHAPED or self._path.suffix.lower() in SHAPED_CONTAINERS:
+        if picture.aspect == SQUARE_PIXELS or kind in ASPECT_CODECS or self._path.suffix.lower() in ASPECT_CONTAINERS:
             return picture.height, picture.width
         width = max(1, round(picture.width * picture.aspect))
         size = f"{width} x {picture.height}"
@@ -166,8 +182,8 @@ class VideoSink(Sink):
         """Return the pixel format that every player knows, or else the codec's own."""
         import av
 
-        formats = [f.name for f in av.codec.Codec(self._codec, "w").video_formats or ()] or [PIXELS]
-        known = KNOWN_PIXELS.get(self._codec, (PIXELS, "yuvj420p"))
+        formats = [f.name for f in av.codec.Codec(self._codec, "w").video_formats or ()] or [PIXEL_FORMAT]
+        known = CODEC_PIXELS.get(self._codec, (PIXEL_FORMAT, "yuvj420p"))
         return next((name for name in known if name in formats), formats[0])
 
     def _add_sound(self) -> None:
@@ -203,7 +219,7 @@ def _choose_encoder(av: Any, container: Any, path: Path, codec: str) -> str:
     Raises a `UserError` if it can't be used.
     """
     name = codec or container.default_video_codec
-    name = USUAL.get(name, name)
+    name = DEFAULT_ENCODERS.get(name, name)
     try:
         av.codec.Codec(name, "w")
         with av.open(os.devnull, "w", format=container.format.name) as tried:

@@ -29,14 +29,20 @@ Colour = tuple[int, int, int]  # red, green, blue
 # Of each channel of a layer: its shares of red, green and blue, and what is added.
 Weights = tuple[tuple[float, float, float, float], ...]
 
-SQUARE = Fraction(1)
-PIXELS = "yuv420p"
+SQUARE_PIXELS = Fraction(1)
+PIXEL_FORMAT = "yuv420p"
 FULL_RANGE = 2  # FFmpeg's number of it: black is 0, not 16
-UNKNOWN = 2  # FFmpeg's number of a matrix that isn't stored
+UNSPECIFIED_MATRIX = 2  # FFmpeg's number of an unspecified matrix
 # How red and blue become brightness, by FFmpeg's number of the matrix; green takes the rest (ITU-T H.273, table 4).
-SHARES = {1: (0.2126, 0.0722), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087), 9: (0.2627, 0.0593)}
+MATRIX_COEFFICIENTS = {
+    1: (0.2126, 0.0722),
+    5: (0.299, 0.114),
+    6: (0.299, 0.114),
+    7: (0.212, 0.087),
+    9: (0.2627, 0.0593),
+}
 ITU_709, ITU_601 = 1, 5
-LARGEST_601 = 1024, 576  # width and height up to which players take a video that doesn't say for ITU_601
+MAX_601_SIZE = 1024, 576  # players assume ITU_601 up to this width and height
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Picture(ABC):
 
     height: int
     width: int
-    aspect: Fraction = SQUARE
+    aspect: Fraction = SQUARE_PIXELS
 
     @abstractmethod
     def rgb(self) -> np.ndarray:
@@ -102,7 +108,7 @@ class Picture(ABC):
 class Rgb(Picture):
     """A picture of red, green and blue: uint8, height x width x RGB."""
 
-    def __init__(self, image: np.ndarray, aspect: Fraction = SQUARE) -> None:
+    def __init__(self, image: np.ndarray, aspect: Fraction = SQUARE_PIXELS) -> None:
         self._image, self.aspect = image, aspect
         self.height, self.width = image.shape[:2]
 
@@ -120,12 +126,12 @@ class Rgb(Picture):
 
 
 class Planes(Picture):
-    """A decoded frame of PyAV's in `PIXELS`, whose own memory is only read: the decoder may refer to it.
+    """A decoded frame of PyAV's in `PIXEL_FORMAT`, whose own memory is only read: the decoder may refer to it.
 
     `tags` are FFmpeg's numbers of the matrix, primaries and transfer characteristics that its values were made with.
     """
 
-    def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE) -> None:
+    def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE_PIXELS) -> None:
         self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
         self.tags = read_tags(decoded)
         self._decoded, self._convert = decoded, convert
@@ -134,7 +140,7 @@ class Planes(Picture):
     @property
     def matrix(self) -> int:
         """FFmpeg's number of the matrix, its default for untagged video; players may choose another."""
-        return ITU_601 if self.tags[0] == UNKNOWN else self.tags[0]
+        return ITU_601 if self.tags[0] == UNSPECIFIED_MATRIX else self.tags[0]
 
     def rgb(self) -> np.ndarray:
         image = self._convert(self._find_frame())
@@ -183,17 +189,17 @@ class Planes(Picture):
 
 
 def make_blank(height: int, width: int) -> Any:
-    """Return an empty PyAV frame in `PIXELS`, of that height and width, or one more if that is odd.
+    """Return an empty PyAV frame in `PIXEL_FORMAT`, of that height and width, or one more if that is odd.
 
     `VideoFrame.from_numpy_buffer` would spare a copy, but rounds heights to a multiple of four (PyAV 18.1).
     """
     import av
 
-    return av.VideoFrame(width + width % 2, height + height % 2, PIXELS)
+    return av.VideoFrame(width + width % 2, height + height % 2, PIXEL_FORMAT)
 
 
 def convert_image(image: np.ndarray) -> Any:
-    """Return a PyAV frame in `PIXELS` and `ITU_601`, from RGB of even height and width."""
+    """Return a PyAV frame in `PIXEL_FORMAT` and `ITU_601`, from RGB of even height and width."""
     import cv2
 
     (height, width), made = image.shape[:2], make_blank(*image.shape[:2])
@@ -207,18 +213,20 @@ def convert_image(image: np.ndarray) -> Any:
 def read_tags(decoded: Any) -> tuple[int, int, int]:
     """Return FFmpeg's numbers of a frame's matrix, primaries and transfer characteristics."""
     names = ("colorspace", "color_primaries", "color_trc")
-    return tuple(int(getattr(decoded, name, UNKNOWN)) for name in names)  # type: ignore[return-value]
+    return tuple(int(getattr(decoded, name, UNSPECIFIED_MATRIX)) for name in names)  # type: ignore[return-value]
 
 
 def has_plane_format(decoded: Any) -> bool:
     """Return whether `Planes` can be made of such a frame: pixels, their range and their matrix are the usual ones."""
-    usual = has_known_colours(decoded) and decoded.format.name == PIXELS
+    usual = has_known_colours(decoded) and decoded.format.name == PIXEL_FORMAT
     return usual and all(plane.line_size > 0 for plane in decoded.planes)
 
 
 def has_known_colours(decoded: Any) -> bool:
     """Return whether the range and the matrix of a frame's values are known to `compute_weights`."""
-    return int(decoded.colorspace) in (*SHARES, UNKNOWN) and int(decoded.color_range) != FULL_RANGE
+    return (
+        int(decoded.colorspace) in (*MATRIX_COEFFICIENTS, UNSPECIFIED_MATRIX) and int(decoded.color_range) != FULL_RANGE
+    )
 
 
 def read_planes(frame: Any) -> list[np.ndarray]:
@@ -229,9 +237,9 @@ def read_planes(frame: Any) -> list[np.ndarray]:
 
 def find_matrix(number: int, height: int, width: int) -> int:
     """Return the matrix of that number; if it is unknown, the players' default for pictures of that size."""
-    if number != UNKNOWN:
+    if number != UNSPECIFIED_MATRIX:
         return number
-    return ITU_601 if width <= LARGEST_601[0] and height <= LARGEST_601[1] else ITU_709
+    return ITU_601 if width <= MAX_601_SIZE[0] and height <= MAX_601_SIZE[1] else ITU_709
 
 
 @lru_cache(maxsize=8)
@@ -240,7 +248,7 @@ def compute_weights(matrix: int) -> Weights:
 
     Brightness is from 16 to 235, colours from 16 to 240.
     """
-    red, blue = SHARES[matrix]
+    red, blue = MATRIX_COEFFICIENTS[matrix]
     bright = np.array([red, 1 - red - blue, blue])
     bluish = (np.array([0, 0, 1]) - bright) / (2 * (1 - blue))
     reddish = (np.array([1, 0, 0]) - bright) / (2 * (1 - red))
@@ -267,7 +275,7 @@ class Converter:
 
 # Frames that a GPU's own decoder leaves in its memory, and how a video is opened so that they stay there.
 
-FORMAT = "cuda"  # FFmpeg's name of the decoder, and of the pixels it gives
+CUDA_FORMAT = "cuda"  # FFmpeg's name of the decoder and of its pixel format
 
 
 def find_accelerator(device: str) -> Any:
@@ -283,12 +291,12 @@ def find_accelerator(device: str) -> Any:
     # Asked for the primary context itself, FFmpeg wants flags that PyTorch has not set.
     context: dict[str, object] = {"primary_ctx": "0", "current_ctx": "1"}
     number = device.partition(":")[2] or "0"
-    return HWAccel(FORMAT, device=number, allow_software_fallback=True, options=context, is_hw_owned=True)
+    return HWAccel(CUDA_FORMAT, device=number, allow_software_fallback=True, options=context, is_hw_owned=True)
 
 
 def suits_accelerator(context: Any) -> bool:
     """Return whether frames of a codec's context can be `Surface`s: eight bits, 4:2:0, of even height and width."""
-    usual = context.format is not None and context.format.name == PIXELS
+    usual = context.format is not None and context.format.name == PIXEL_FORMAT
     return usual and not (context.width % 2 or context.height % 2)
 
 
@@ -326,13 +334,13 @@ class Surface(Planes):
 # The ends of the pipeline: a frame, what frames are read from, and what they are written to.
 
 now = time.perf_counter_ns
-SHARE, MOST_THREADS = 4, 8  # of the processors that a codec's own threads take, and how many at most
-SHARE_OF_LANES = 4, 8  # of the processors that preparing and post-processing take each: beside a GPU, and beside a CPU
+CODEC_THREAD_DIVISOR, MAX_CODEC_THREADS = 4, 8  # one in four processors for a codec's threads, at most eight
+LANE_DIVISORS = 4, 8  # processors per lane of preprocessing and post-processing: beside a GPU, and a CPU
 
 
-def codec_threads(share: int = SHARE) -> int:
+def codec_threads(share: int = CODEC_THREAD_DIVISOR) -> int:
     """Return a codec's number of threads: the stages are threads already, and a codec's cost processor time."""
-    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
+    return min(MAX_CODEC_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
 
 
 def lanes_beside(on_cpu: bool) -> int:
@@ -340,7 +348,7 @@ def lanes_beside(on_cpu: bool) -> int:
 
     On a CPU the engine takes the processors.
     """
-    return codec_threads(SHARE_OF_LANES[on_cpu])
+    return codec_threads(LANE_DIVISORS[on_cpu])
 
 
 @dataclass
@@ -442,7 +450,7 @@ def disk_full(e: BaseException) -> bool:
 
 # From a frame to what the network reads: letterboxed and normalised as everywhere in Dyno, by OpenCV.
 
-GREY = 114  # around the picture
+PADDING_GREY = 114  # padding around the picture
 
 
 class Preparation:
@@ -453,7 +461,7 @@ class Preparation:
         self.name, self._last, self._raw = image.name, channels_last(self.shape), image.dtype == "uint8"
         self.batch, channels, height, width = channels_first(self.shape)
         self.size = height, width
-        self._canvas = np.full((height, width, channels) if channels > 1 else (height, width), GREY, np.uint8)
+        self._canvas = np.full((height, width, channels) if channels > 1 else (height, width), PADDING_GREY, np.uint8)
         mean, std = input_data.read_normalisation(preprocess, channels)
         # A value for each of the 256 of a pixel, worked out as the evaluation does it: the same bits, at a look-up.
         values = np.arange(256, dtype=np.float32).reshape(1, 1, 1, 256) / 255
@@ -474,7 +482,7 @@ class Preparation:
         rows, columns = image.shape[:2]
         _, height, width, top, left = fit_geometry(rows, columns * float(picture.aspect), *self.size)
         if self._filled != (height, width, top, left):
-            canvas[:] = GREY
+            canvas[:] = PADDING_GREY
             self._filled = (height, width, top, left)
         cv2.resize(image, (width, height), canvas[top : top + height, left : left + width],
                    interpolation=cv2.INTER_LINEAR)  # fmt: skip
@@ -485,7 +493,7 @@ class Preparation:
         for channel, plane in enumerate(cv2.split(canvas)):
             if not self._raw and target.dtype == np.float32:
                 cv2.LUT(plane, self._table[..., channel], target[channel])
-            else:  # where an engine keeps its inputs in another type, that is converted to
+            else:  # the input type of the engine
                 np.copyto(target[channel], plane if self._raw else cv2.LUT(plane, self._table[..., channel]))
 
     def complete(self, feed: Any, count: int) -> None:

@@ -22,12 +22,12 @@ from dyno.worker.sessions.torch_support import host_type
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.layouts import AnchorTable
-from dyno.worker.video.media import GREY, Picture, Preparation, Surface, compute_weights
+from dyno.worker.video.media import PADDING_GREY, Picture, Preparation, Surface, compute_weights
 
-GREYS = 0.299, 0.587, 0.114  # what red, green and blue add to a grey network's input, as OpenCV has it
+GREY_WEIGHTS = 0.299, 0.587, 0.114  # weights of red, green and blue, as OpenCV's
 DECODED_THERE = 2  # arrays of a picture
-MARGIN = 0.01  # of a threshold, which float16 rounds: the host compares again
-Change = Callable[[dict[str, Any]], dict[str, Any]]  # of outputs by name
+THRESHOLD_MARGIN = 0.01  # float16 rounds thresholds: the host compares again
+Change = Callable[[dict[str, Any]], dict[str, Any]]  # changes outputs by name
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PictureKind:
     width: int
     aspect: Fraction
     matrix: int | None
-    shapes: tuple[tuple[int, ...], ...]  # of their arrays; of two, when the device decoded them
+    shapes: tuple[tuple[int, ...], ...]  # shapes of the arrays; two if the device decoded them
 
 
 @dataclass
@@ -87,7 +87,7 @@ class DevicePreparation(Preparation):
         """Return a new feed on the device."""
         make, on = self._torch.full, self._ends.device
         with self._ends.working(self._stream):
-            canvas = make((self.batch, self._channels, *self.size), float(GREY), device=on)
+            canvas = make((self.batch, self._channels, *self.size), float(PADDING_GREY), device=on)
             tensor = make(self.shape, 0, dtype=self._dtype, device=on)
         return Feed(tensor, canvas, self.name, [Entry() for _ in range(self.batch)], self._mark_queue())
 
@@ -161,7 +161,7 @@ class DevicePreparation(Preparation):
 
     def _gather_frames(self, feed: Feed, kind: PictureKind, places: list[int]) -> list[Any]:
         """Return the same arrays, of frames that the device's decoder left there."""
-        if self._stream is not None:  # on which FFmpeg queues what it does
+        if self._stream is not None:  # FFmpeg queues its work on it
             self._stream.wait_stream(self._torch.cuda.default_stream(self._ends.device))
         make, on = self._torch.empty, self._ends.device
         gathered = [make((len(places), *shape), dtype=self._torch.uint8, device=on) for shape in kind.shapes]
@@ -194,14 +194,14 @@ class DevicePreparation(Preparation):
     def _place_pictures(self, image: Any, feed: Feed, kind: PictureKind, places: list[int]) -> None:
         """Place the pictures, resized, in the batch, with grey around them."""
         if self._channels == 1:
-            shares = zip(GREYS, image.split(1, dim=1), strict=True)
+            shares = zip(GREY_WEIGHTS, image.split(1, dim=1), strict=True)
             image = sum(share * part for share, part in shares).round_()
         _, height, width, top, left = fit_geometry(kind.height, kind.width * float(kind.aspect), *self.size)
         if (height, width) != (kind.height, kind.width):
             resize = self._torch.nn.functional.interpolate
             image = resize(image, (height, width), mode="bilinear", align_corners=False).round_()
         if any(feed.entries[place].filled not in ((), (height, width)) for place in places):
-            feed.canvas[places] = float(GREY)
+            feed.canvas[places] = float(PADDING_GREY)
         target = feed.canvas if len(places) == len(feed.canvas) else feed.canvas[places]
         target[..., top : top + height, left : left + width] = image
         if target is not feed.canvas:
@@ -255,7 +255,7 @@ def drop_low_scores(torch: Any, reader: BoxReader) -> Change:
     anchors than another gets predictions of zeros at the end. Other outputs stay as they are, and so do predictions in
     another layout, or before one was chosen.
     """
-    least = (1 - MARGIN) * reader.confidence
+    least = (1 - THRESHOLD_MARGIN) * reader.confidence
 
     def drop_boxes(outputs: dict[str, Any]) -> dict[str, Any]:
         fit = reader.fit

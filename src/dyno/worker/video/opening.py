@@ -18,12 +18,12 @@ from dyno.worker.extras import install, load_library
 from dyno.worker.spec import UserError
 from dyno.worker.video.decoding import VideoSource
 from dyno.worker.video.encoding import VideoSink
-from dyno.worker.video.media import SQUARE, Frame, Rgb, Sink, Source, now
-from dyno.worker.video.options import IMAGES, VideoOptions
+from dyno.worker.video.media import SQUARE_PIXELS, Frame, Rgb, Sink, Source, now
+from dyno.worker.video.options import IMAGE_SUFFIXES, VideoOptions
 
 # Frames without a container: image files, read and written, and raw frames from a pipe.
 
-SEVERAL = (".png", ".webp", ".tif", ".tiff")  # what may hold more than one picture
+MULTIPAGE_SUFFIXES = (".png", ".webp", ".tif", ".tiff")  # formats with several pictures in a file
 
 
 class ImageSource(Source):
@@ -33,10 +33,12 @@ class ImageSource(Source):
 
     def __init__(self, path: Path, rate: float) -> None:
         super().__init__(path.name)
-        files = [f for f in path.iterdir() if f.suffix.lower() in IMAGES] if path.is_dir() else [path]
+        files = [f for f in path.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES] if path.is_dir() else [path]
         self.files = sorted(files, key=lambda file: (_split_numbers(file.name), file.name))
         if not self.files:
-            raise UserError(f"{path} has no images ({', '.join(IMAGES)}); give a video, an image or a folder of them")
+            raise UserError(
+                f"{path} has no images ({', '.join(IMAGE_SUFFIXES)}); give a video, an image or a folder of them"
+            )
         self.count, self.rate = len(self.files), rate
 
     def read(self, sound: bool = False) -> Iterator[Frame]:
@@ -47,7 +49,7 @@ class ImageSource(Source):
             image = cv2.imdecode(np.fromfile(file, np.uint8), cv2.IMREAD_COLOR) if file.stat().st_size else None
             if image is None:
                 raise UserError(f"{file} can't be read as an image; remove it")
-            if file.suffix.lower() in SEVERAL and (count := cv2.imcount(str(file))) > 1:
+            if file.suffix.lower() in MULTIPAGE_SUFFIXES and (count := cv2.imcount(str(file))) > 1:
                 self.note(f"{file.name} holds {count} pictures; the first is used")
             seconds = index / self.rate
             yield Frame(index, Rgb(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)), began, None, seconds, name=file.name)
@@ -116,7 +118,7 @@ class ImageSink(Sink):
 # Frames from a camera, and from and to video files where PyAV is missing, by OpenCV: without sound.
 
 FOURCC = {".mp4": "mp4v", ".mov": "mp4v", ".m4v": "mp4v", ".mkv": "mp4v", ".avi": "MJPG", ".webm": "VP80"}
-USUAL_RATE = 30.0  # of a source that doesn't say
+DEFAULT_RATE = 30.0  # of a source without a rate
 COVER_RATE = 90_000  # frames per second that FFmpeg gives to cover art
 
 
@@ -174,7 +176,7 @@ def _read_aspect(capture: Any) -> Fraction:
 
     parts = [round(capture.get(each)) for each in (cv2.CAP_PROP_SAR_NUM, cv2.CAP_PROP_SAR_DEN)]
     if min(parts) < 1:
-        return SQUARE
+        return SQUARE_PIXELS
     sideways = round(capture.get(cv2.CAP_PROP_ORIENTATION_META)) % 180
     return Fraction(*(reversed(parts) if sideways else parts))
 
@@ -183,7 +185,7 @@ class WriterSink(Sink):
     """A video file of the source's average rate, of square pixels; its sound is left out."""
 
     def __init__(self, path: Path, source: Source) -> None:
-        self._path, self._rate = path, source.rate or USUAL_RATE
+        self._path, self._rate = path, source.rate or DEFAULT_RATE
         self._writer: Any = None
         self._size = (0, 0)
         if path.suffix.lower() not in FOURCC:
@@ -213,12 +215,12 @@ class WriterSink(Sink):
 
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # glibc's numbers of them, in malloc.h
-LARGEST, KEPT = 32 << 20, 1 << 30  # bytes: of one piece, glibc's own limit, and in all
-CAMERA, PIPE = "camera:", "pipe:"
+MAX_BLOCK_B, MAX_FREE_B = 32 << 20, 1 << 30  # bytes: largest block (glibc's own limit), and limit of freed memory kept
+CAMERA_PREFIX, PIPE_PREFIX = "camera:", "pipe:"
 # Of PyAV, the first version whose MP4 files in pieces become whole ones, as its FFmpeg is new enough; what 17.0 writes
 # can't be decoded.
-PYAV = 17, 1
-STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
+MIN_PYAV = 17, 1
+STREAM_SCHEMES = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
 
 
 def prepare_libraries() -> None:
@@ -240,21 +242,21 @@ def _keep_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, LARGEST)
-        mallopt(TRIM_THRESHOLD, KEPT)
+        mallopt(MMAP_THRESHOLD, MAX_BLOCK_B)
+        mallopt(TRIM_THRESHOLD, MAX_FREE_B)
         mallopt(ARENA_MAX, 1)
 
 
 def has_pyav() -> bool:
     """Return whether PyAV is installed, in a sufficient version."""
-    return _read_pyav_version() >= PYAV
+    return _read_pyav_version() >= MIN_PYAV
 
 
 def describe_old_pyav() -> str:
     """Return a sentence if the installed PyAV is too old to be used; "" otherwise."""
-    if not (0,) < _read_pyav_version() < PYAV:
+    if not (0,) < _read_pyav_version() < MIN_PYAV:
         return ""
-    least, old = ".".join(map(str, PYAV)), metadata.version("av")
+    least, old = ".".join(map(str, MIN_PYAV)), metadata.version("av")
     return f"PyAV {old} is too old, so OpenCV reads and writes; {install('av')} brings {least} or newer"
 
 
@@ -271,19 +273,19 @@ def open_source(text: str, options: VideoOptions, device: str = "") -> Source:
 
     A GPU named as `device` (`cuda:0`) decodes the streams that it can.
     """
-    if text.startswith(PIPE):
-        return RawSource(int(text.removeprefix(PIPE)), options.raw_size, options.frame_rate)
-    if text.startswith(CAMERA):
-        number = text.removeprefix(CAMERA)
+    if text.startswith(PIPE_PREFIX):
+        return RawSource(int(text.removeprefix(PIPE_PREFIX)), options.raw_size, options.frame_rate)
+    if text.startswith(CAMERA_PREFIX):
+        number = text.removeprefix(CAMERA_PREFIX)
         if not number.isdecimal():
             raise UserError(f"{text!r} is not a camera; give camera:0 for the first one")
         return CaptureSource(int(number), live=options.live is not False)
     live, path = bool(options.live), Path(text)
     if "://" in text:
-        live = text.split("://")[0].lower() in STREAMS if options.live is None else options.live
+        live = text.split("://")[0].lower() in STREAM_SCHEMES if options.live is None else options.live
     elif not path.exists():
         raise UserError(f"{text} does not exist; give a video, an image, a folder of images, a URL or camera:0")
-    elif path.is_dir() or path.suffix.lower() in IMAGES:
+    elif path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES:
         return ImageSource(path, options.frame_rate)
     return VideoSource(text, live, device) if has_pyav() else CaptureSource(text, live)
 
@@ -292,7 +294,7 @@ def open_sink(path: Path | None, source: Source, codec: str) -> Sink:
     """Return the writer to that path, by the kind of the source and by the path's suffix."""
     if path is None:
         return Sink()
-    if source.images and path.suffix.lower() in IMAGES:
+    if source.images and path.suffix.lower() in IMAGE_SUFFIXES:
         return ImageSink(path, single=True)
     if source.images and not path.suffix:
         return ImageSink(path, single=False)

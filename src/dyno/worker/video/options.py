@@ -9,23 +9,23 @@ from dyno.worker.facts.job import DEVICE, HOST
 from dyno.worker.option_values import at_least, option, settle
 from dyno.worker.spec import UserError, check_known
 
-SIZE = re.compile(r"(\d+)x(\d+)")
+SIZE_TEXT = re.compile(r"(\d+)x(\d+)")
 # Methods that follow objects, by name, and their classes in the library `trackers`.
-TRACKERS = {
+TRACKER_NAMES = {
     "bytetrack": "ByteTrackTracker",
     "sort": "SORTTracker",
     "ocsort": "OCSORTTracker",
     "botsort": "BoTSORTTracker",
 }
 
-IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 # Containers that FFmpeg writes pictures to; those that OpenCV writes are among them.
-VIDEOS = (
+VIDEO_SUFFIXES = (
     ".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".f4v", ".flv", ".gif", ".apng", ".avif", ".mpg", ".mpeg", ".vob",
     ".ts", ".mts", ".m2ts", ".mxf", ".nut", ".ogv", ".wmv", ".asf", ".3gp", ".3g2", ".m3u8", ".y4m", ".mjpeg", ".ivf",
     ".h264", ".264", ".h265", ".265", ".hevc",
 )  # fmt: skip
-OPENING = "open the source"  # the stage of a job in which a source that isn't a video is noticed
+OPENING_STAGE = "open the source"  # the job's stage that detects other files than videos
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class VideoOptions:
         "", "What decodes a video: host (FFmpeg), or device (the GPU's own decoder, whose frames stay there).", "host"
     )
     track: str = option(
-        "", f"Follow objects, and count them, by this method: {', '.join(TRACKERS)}.", "boxes alone", common=True
+        "", f"Follow objects, and count them, by this method: {', '.join(TRACKER_NAMES)}.", "boxes alone", common=True
     )
     track_confidence: float = option(
         0.0, "Lowest score of the box that begins a track; weaker boxes only continue it.", "--confidence"
@@ -77,9 +77,9 @@ class VideoOptions:
             if getattr(self, name):
                 check_known(f"place to {name} frames", getattr(self, name), (HOST, DEVICE))
         if self.track:
-            check_known("tracker", self.track, TRACKERS)
+            check_known("tracker", self.track, TRACKER_NAMES)
         if self.track_confidence and not self.track:
-            raise UserError(f"track_confidence needs a tracker; give --track with one of {', '.join(TRACKERS)}")
+            raise UserError(f"track_confidence needs a tracker; give --track with one of {', '.join(TRACKER_NAMES)}")
         if not 0 < self.frame_rate <= 1000:
             raise UserError(f"frame_rate is {self.frame_rate:g}; it must be more than 0 and at most 1000")
         if self.frame_size and not all(self.raw_size):
@@ -88,5 +88,5 @@ class VideoOptions:
     @property
     def raw_size(self) -> tuple[int, int]:
         """Width and height of raw frames in pixels; (0, 0) if unset."""
-        match = SIZE.fullmatch(self.frame_size)
+        match = SIZE_TEXT.fullmatch(self.frame_size)
         return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -21,11 +21,11 @@ import numpy as np
 
 from dyno.worker.video.media import now
 
-DEPTH = 8  # items that may wait for a stage
-AHEAD = 2  # items for each lane of a stage that it may have taken and not yet handed on
-LIVE_DEPTH = 1  # of a live source: whatever waits is late
+QUEUE_DEPTH = 8  # items that may wait for a stage
+ITEMS_AHEAD = 2  # items per lane that a stage may hold
+LIVE_QUEUE_DEPTH = 1  # live sources: waiting frames are late
 TICK_S = 0.25
-READER_S = 1.0  # that a stopped reader has to come back, which may be waiting for its source's next byte
+READER_TIMEOUT_S = 1.0  # limit for a stopped reader, which may wait for its source's next byte
 
 
 class PipelineStage:
@@ -37,7 +37,7 @@ class PipelineStage:
 
     name = ""
     lanes = 1
-    room = DEPTH  # items that may wait for it
+    room = QUEUE_DEPTH  # items that may wait for it
 
     def within(self, loop: Callable[[], None]) -> None:
         """Run the stage's loop, which returns when no further item comes."""
@@ -173,10 +173,10 @@ class VideoPipeline:
     def __init__(self, name: str, source: Iterator[Any], steps: Sequence[PipelineStage], live: bool = False) -> None:
         self._source, self._steps, self._live = source, steps, live
         self.dropped = 0
-        self._channels = [_Channel(LIVE_DEPTH if live else step.room) for step in steps]
+        self._channels = [_Channel(LIVE_QUEUE_DEPTH if live else step.room) for step in steps]
         self.timed = {stage: StageTimestamps() for stage in (name, *(step.name for step in steps))}
         # What lanes have taken and not handed on: AHEAD for each, with the one that is collected and one that waits.
-        self._taken = {k: _Channel(AHEAD * step.lanes - 2) for k, step in enumerate(steps) if step.lanes > 1}
+        self._taken = {k: _Channel(ITEMS_AHEAD * step.lanes - 2) for k, step in enumerate(steps) if step.lanes > 1}
         self._first = name
 
     def list_actions(self) -> list[tuple[str, Callable[[], None]]]:
@@ -293,7 +293,7 @@ def run_pipelines(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> N
     finally:
         if running:
             stop_lines()
-        until = time.monotonic() + READER_S
+        until = time.monotonic() + READER_TIMEOUT_S
         for reader, *working in started:
             reader.join(max(0.0, until - time.monotonic()))
             for thread in working:

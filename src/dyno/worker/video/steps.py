@@ -16,20 +16,20 @@ import numpy as np
 from dyno.worker.backend import Session
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.video.drawing import NO_OBJECT
-from dyno.worker.video.media import SQUARE, Batch, Frame, Preparation, now
-from dyno.worker.video.stages import AHEAD, DEPTH, PipelineStage, make_number_array
+from dyno.worker.video.media import SQUARE_PIXELS, Batch, Frame, Preparation, now
+from dyno.worker.video.stages import ITEMS_AHEAD, QUEUE_DEPTH, PipelineStage, make_number_array
 
 DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
     "decode", "preprocess", "inference", "postprocess", "track", "draw", "encode",
 )  # fmt: skip
 
-LARGE = 1 << 20  # bytes of outputs, from which on several threads copy them
+PARALLEL_COPY_B = 1 << 20  # larger outputs are copied by several threads
 T = TypeVar("T")
 
 
 def count_room(batch: int) -> int:
     """Return the number of batches that may wait for a stage: as many frames as elsewhere, and at least two batches."""
-    return max(2, DEPTH // batch)
+    return max(2, QUEUE_DEPTH // batch)
 
 
 class PreparationStage(PipelineStage):
@@ -57,7 +57,7 @@ class PreparationStage(PipelineStage):
         Arrays wait, are in flight, being filled by `threads` threads, and being read.
         """
         session = engine.session
-        in_flight = AHEAD * engine.lanes if engine.lanes > 1 else session.slots
+        in_flight = ITEMS_AHEAD * engine.lanes if engine.lanes > 1 else session.slots
         count = count_room(preparation.batch) + in_flight + (count_filling(preparation.batch, threads) + 1) + 1
         return [session.stage(preparation.new_feed()) for _ in range(count)]
 
@@ -197,7 +197,7 @@ class SessionThread:
         if [(a.shape, a.dtype) for a in room] != [(a.shape, a.dtype) for a in fetched]:
             room = [np.empty(a.shape, a.dtype) for a in fetched]
         for target, array in zip(room, fetched, strict=True):
-            if self._copiers is None or array.nbytes < LARGE or len(array) < 2:
+            if self._copiers is None or array.nbytes < PARALLEL_COPY_B or len(array) < 2:
                 np.copyto(target, array)
             else:  # an image at a time
                 list(self._copiers.map(np.copyto, target, array))
@@ -339,7 +339,7 @@ def describe_frame(frame: Frame) -> dict[str, Any]:
     height, width = frame.size
     named: dict[str, Any] = {"name": frame.name} if frame.name else {}
     shape: dict[str, Any] = {"width": width, "height": height}
-    if frame.picture.aspect != SQUARE:
+    if frame.picture.aspect != SQUARE_PIXELS:
         shape["pixel_aspect"] = round(float(frame.picture.aspect), 6)
     seconds = None if frame.seconds is None else round(frame.seconds, 6)
     return {"frame": frame.index, **named, "seconds": seconds, **shape, "boxes": boxes}

@@ -307,7 +307,7 @@ def test_shares_go_by_kind_and_by_layer_largest_first() -> None:
 
 
 def test_a_library_that_reports_nothing_gives_nothing() -> None:
-    seconds = layers.profile_layers(SimpleNamespace(IProfiler=Profiler), *context_of([{}] * layers.RUNS))
+    seconds = layers.profile_layers(SimpleNamespace(IProfiler=Profiler), *context_of([{}] * layers.PROFILED_CALLS))
     assert (seconds, layers.share_by_operator([CONV], {}), layers.list_slowest([CONV], {})) == ({}, {}, ())
 
 

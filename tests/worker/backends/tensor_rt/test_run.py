@@ -128,7 +128,7 @@ def test_a_profile_has_a_context_of_its_own() -> None:
     made, own = profiled(context := Context())
     found = made.profile(5)
     assert own.runs == 0 and own.profiler is None, "the first slot's is as it was"
-    assert context.runs == 5 + layers.DISCARDED
+    assert context.runs == 5 + layers.DISCARDED_RUNS
     assert (context.shapes, context.addresses) == ({"x": (1, 3)}, {"x": 16, "y": 32})
     assert found.layers == pytest.approx(np.tile([0.2e-3, 0.1e-3], (5, 1))) and found.whole.shape == (5,)
     conv, move = found.inside.layers
@@ -140,7 +140,7 @@ def test_a_profile_has_a_context_of_its_own() -> None:
 def test_a_profile_without_room_for_one_takes_the_first_slot_s(context: Context | None) -> None:
     made, own = profiled(context, ("batch", 3))
     made.profile(5)
-    assert own.runs == 5 + layers.DISCARDED
+    assert own.runs == 5 + layers.DISCARDED_RUNS
 
 
 def test_a_library_that_reports_nothing_is_said() -> None:

@@ -19,15 +19,15 @@ from dyno.worker.backend import Backend, Maker, Session, refuse_requantising
 from dyno.worker.backends.onnx_runtime import ONE_ADD
 from dyno.worker.backends.tensor_rt import library, settings
 from dyno.worker.backends.tensor_rt.build import build
-from dyno.worker.backends.tensor_rt.given import ENGINE as ENGINE
-from dyno.worker.backends.tensor_rt.given import SUFFIXES, describe_given, list_layers, product_of
+from dyno.worker.backends.tensor_rt.given import ENGINE_FORMAT as ENGINE_FORMAT
+from dyno.worker.backends.tensor_rt.given import ENGINE_SUFFIXES, describe_given, list_layers, product_of
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.engine import Probe
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import NO_DATA
 from dyno.worker.makers.onnx_format import route_recipe
-from dyno.worker.makers.precision import PREPARATION, VALUES
-from dyno.worker.onnx_graph.placement import JOINTS
+from dyno.worker.makers.precision import OPTION_CHECKS, PREPARATION_OPTIONS
+from dyno.worker.onnx_graph.placement import JOINTS_OPTION
 from dyno.worker.option_values import Check, flag
 from dyno.worker.spec import (
     Artifact,
@@ -54,15 +54,15 @@ class TensorRT(Backend):
     devices = ("cuda",)
     profiled = ("cuda",)
     builds_slowly = True
-    options = (*settings.NAMES, *settings.RUNNING, *PREPARATION, JOINTS)
-    values: Mapping[str, Check] = {**settings.VALUES, **VALUES, JOINTS: flag}
-    files = (".onnx", *SUFFIXES)
+    options = (*settings.SETTING_NAMES, *settings.RUNNER_OPTIONS, *PREPARATION_OPTIONS, JOINTS_OPTION)
+    values: Mapping[str, Check] = {**settings.OPTION_CHECKS, **OPTION_CHECKS, JOINTS_OPTION: flag}
+    files = (".onnx", *ENGINE_SUFFIXES)
 
     def refuse(self, trial: Trial) -> str:
         """Return the base class's reasons, invalid options and batches, or int8 and fp8 without data."""
         if reason := super().refuse(trial):
             return reason
-        if trial.model.file.endswith(SUFFIXES):
+        if trial.model.file.endswith(ENGINE_SUFFIXES):
             return ""
         if reason := refuse_requantising(trial):
             return reason
@@ -78,7 +78,7 @@ class TensorRT(Backend):
 
     def reads(self, path: str) -> bool:
         """Return whether the file is readable; an engine only if this product wrote it."""
-        return product_of(Path(path)) == self.product if path.endswith(SUFFIXES) else super().reads(path)
+        return product_of(Path(path)) == self.product if path.endswith(ENGINE_SUFFIXES) else super().reads(path)
 
     def _choose_route(self, trial: Trial, requested: Settings) -> str:
         """Return the source of the types; raise a `UserError` if it doesn't fit the precision.
@@ -89,8 +89,8 @@ class TensorRT(Backend):
         if route == "calibrator" and trial.precision != "int8":
             raise UserError(f"route=calibrator is for int8, not {trial.precision}")
         converted = trial.precision == "int8" != trial.model.precision and route == "graph"
-        if trial.options.get(JOINTS) and (not converted or trial.options.get("quantizer") == "modelopt"):
-            raise UserError(f"{JOINTS} is for int8 graphs that Dyno quantises; omit it here")
+        if trial.options.get(JOINTS_OPTION) and (not converted or trial.options.get("quantizer") == "modelopt"):
+            raise UserError(f"{JOINTS_OPTION} is for int8 graphs that Dyno quantises; omit it here")
         if route == "flags" and trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision:
             raise UserError(
                 f"route=flags has no ranges for {trial.precision}; give route=graph or, for int8, calibrator"
@@ -102,7 +102,7 @@ class TensorRT(Backend):
 
         A dynamic profile leaves the trial's batch out, so that all batches share one engine.
         """
-        if trial.model.file.endswith(SUFFIXES):
+        if trial.model.file.endswith(ENGINE_SUFFIXES):
             dims = replace(trial.dims, batch=0)
             return Recipe(self.name, "engine", trial.precision, trial.model, dims, runtime=trial.runtime)
         requested = Settings.of(trial.options)
@@ -114,7 +114,7 @@ class TensorRT(Backend):
                 raise UserError(NO_DATA)
             options |= {key: trial.options[key] for key in ("samples",) if key in trial.options}
             data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
-        static = requested.profile == settings.STATIC
+        static = requested.profile == settings.STATIC_OPTION
         engine = Recipe(
             maker=self.name,
             format="engine",
@@ -174,7 +174,7 @@ class Builder(Maker):
 
         While it builds, FOLDER/stage has its progress.
         """
-        if recipe.model.file.endswith(SUFFIXES):
+        if recipe.model.file.endswith(ENGINE_SUFFIXES):
             return describe_given(self.name, recipe)
         if parent is None:
             raise UserError("an engine is built from an ONNX file: give one, or a PyTorch model")

@@ -25,8 +25,8 @@ from dyno.worker.backends.tensor_rt import settings as tensor_rt_settings
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.files import GpuFacts, MakerFacts, TimingUse
 from dyno.worker.inputs.calibration import CalibrationImages
-from dyno.worker.makers.precision import INHERITED
-from dyno.worker.record import TIMING, lock, replace_file
+from dyno.worker.makers.precision import INHERITED_FACTS
+from dyno.worker.record import TIMING_VARIABLE, lock, replace_file
 from dyno.worker.sessions.gpu import Device, call
 from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
 
@@ -114,7 +114,7 @@ class TimingCache:
     @classmethod
     def open(cls, trt: Any, config: Any, gpu: str, wanted: bool) -> TimingCache:
         """Load earlier builds' timings into the builder; none without a folder, or where the library has no cache."""
-        folder = os.environ.get(TIMING, "")
+        folder = os.environ.get(TIMING_VARIABLE, "")
         if not (folder and wanted and gpu) or library.is_rtx(trt):
             return cls(None)
         name = re.sub(r"[^\w.-]+", "-", f"{trt.__name__}-{trt.__version__}-{gpu}")
@@ -155,9 +155,9 @@ class TimingCache:
 
 
 Report = Callable[[str], None]
-VAGUE = re.compile("any implementation|no further information")  # errors of a build without a kernel to run
-SCARCE = 1 << 30  # B: with less free GPU memory than this, a build that fails without a reason ran out of it
-SHOWN = 5  # names in a sentence, and warnings in a record
+VAGUE_ERROR = re.compile("any implementation|no further information")  # errors of a build without a usable kernel
+SCARCE_MEMORY_B = 1 << 30  # with less free memory a build without a reason ran out of it
+MAX_SHOWN = 5  # names in a sentence, and warnings in a record
 RTX_TIME = (
     "TensorRT-RTX compiles its kernels on the device that runs them: its build time can't be compared with TensorRT's"
 )
@@ -370,14 +370,14 @@ def _allow_interrupt(stop: threading.Event, watched: bool) -> Iterator[None]:
 def _make_error(job: EngineBuild, sentence: str, reason: str) -> Exception:
     if "Unable to load library" in reason:  # an optional part of the library
         return Unavailable(sentence)
-    if library.MEMORY.search(reason):
+    if library.OUT_OF_MEMORY_ERROR.search(reason):
         return MemoryError(sentence)
     # A lack of memory is logged as a warning; the error then is that no kernel is left, or gives no reason.
-    if VAGUE.search(reason) or not library.WORDS.search(reason):
-        free, total = job.device.memory() if job.device else (SCARCE, SCARCE)
-        if free < SCARCE:
+    if VAGUE_ERROR.search(reason) or not library.THREE_LETTERS.search(reason):
+        free, total = job.device.memory() if job.device else (SCARCE_MEMORY_B, SCARCE_MEMORY_B)
+        if free < SCARCE_MEMORY_B:
             return MemoryError(f"{sentence}; {free / 1e9:.2f} of the GPU's {total / 1e9:.1f} GB were free")
-        if any(library.MEMORY.search(w) for w in job.log.warnings):
+        if any(library.OUT_OF_MEMORY_ERROR.search(w) for w in job.log.warnings):
             return MemoryError(f"{sentence}; the tactics did not fit into the GPU's memory")
     return UserError(sentence)
 
@@ -393,7 +393,7 @@ def _list_layers(job: EngineBuild, path: Path) -> list[layers.EngineLayer]:
 
 def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFacts:
     summary = layers.summarise_layers(listed, job.recipe.precision)
-    inherited = {"parameters": summary.engine_parameters, **job.parent.made_by.set_fields(INHERITED)}
+    inherited = {"parameters": summary.engine_parameters, **job.parent.made_by.set_fields(INHERITED_FACTS)}
     rtx = library.is_rtx(job.trt)
     return MakerFacts(
         backend=job.recipe.maker,
@@ -402,7 +402,7 @@ def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFac
         flags=tuple(job.flags),
         options=dict(job.recipe.options),
         profiles=tuple(tensor_rt_settings.format_profiles(job.shapes)),
-        versions={library.INSTALL[job.trt.__name__]: job.trt.__version__},
+        versions={library.PACKAGE_NAMES[job.trt.__name__]: job.trt.__version__},
         gpu=GpuFacts(job.device.model, job.device.capability) if job.device else None,
         warnings=tuple(_summarise_warnings(job)),
         notes=(*([RTX_TIME] if rtx else []), *layers.list_notes(listed, job.recipe.precision)),
@@ -413,13 +413,17 @@ def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFac
 def _summarise_warnings(job: EngineBuild) -> list[str]:
     """Return the library's warnings, each kind once, without those of every build."""
     messages = dict.fromkeys(" ".join(w.split())[:200] for w in job.log.warnings)
-    relevant = [w for w in messages if not library.MEMORY.search(w) and not library.USUAL.search(w)]
-    tactics = sum(bool(library.MEMORY.search(w)) for w in job.log.warnings)
+    relevant = [
+        w for w in messages if not library.OUT_OF_MEMORY_ERROR.search(w) and not library.HARMLESS_WARNING.search(w)
+    ]
+    tactics = sum(bool(library.OUT_OF_MEMORY_ERROR.search(w)) for w in job.log.warnings)
     warnings = (
         [f"{tactics} tactics were skipped for lack of GPU memory; a larger workspace may be faster"] if tactics else []
     )
     return (
-        warnings + relevant[:SHOWN] + ([f"and {len(relevant) - SHOWN} more warnings"] if len(relevant) > SHOWN else [])
+        warnings
+        + relevant[:MAX_SHOWN]
+        + ([f"and {len(relevant) - MAX_SHOWN} more warnings"] if len(relevant) > MAX_SHOWN else [])
     )
 
 
@@ -442,5 +446,5 @@ def _check_precision(job: EngineBuild, made_by: MakerFacts, listed: Sequence[lay
     if job.settings.allow_mixed or not _is_refuted(job, listed):
         return replace(made_by, warnings=(truth.sentence, *made_by.warnings))
     wide = made_by.kept_float32
-    names = f" ({', '.join(wide[:SHOWN])}{' …' if len(wide) > SHOWN else ''})" if wide else ""
+    names = f" ({', '.join(wide[:MAX_SHOWN])}{' …' if len(wide) > MAX_SHOWN else ''})" if wide else ""
     raise UserError(f"{truth.sentence}{names}; give allow_mixed=true to accept the engine as it is")

@@ -11,22 +11,22 @@ from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat
 from dyno.worker.backends.tensor_rt import layers, library
-from dyno.worker.facts.engine import TYPES
+from dyno.worker.facts.engine import PRECISION_TYPES
 from dyno.worker.facts.files import GpuFacts, MakerFacts
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.record import parse_json
 from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, UserError
 
-SUFFIXES = (".engine", ".plan", ".trt")
-LISTING = "layers.json"  # beside an engine in the cache; beside a copy of it, NAME.layers.json
+ENGINE_SUFFIXES = (".engine", ".plan", ".trt")
+LAYERS_FILE = "layers.json"  # beside an engine in the cache; beside a copy of it: NAME.layers.json
 
 
 class EngineFormat(FileFormat):
     """A plan of TensorRT or TensorRT-RTX, which only the library that wrote it reads, on a GPU it was built for."""
 
     name = "engine"
-    suffixes = SUFFIXES
+    suffixes = ENGINE_SUFFIXES
     backend = "tensorrt"
     device = "cuda:0"
     builders = ("tensorrt", "tensorrt_rtx")
@@ -38,22 +38,22 @@ class EngineFormat(FileFormat):
     def copy(self, made: Path, out: Path) -> None:
         """Copy the engine, and the layers that its build listed, with the engine's hash."""
         super().copy(made, out)
-        listing = made.with_name(LISTING)
+        listing = made.with_name(LAYERS_FILE)
         if listing.is_file():
             sha256 = hashlib.sha256(out.read_bytes()).hexdigest()
             content = {"engine_sha256": sha256, "layers": json.loads(listing.read_text(encoding="utf-8"))}
-            out.with_suffix(f".{LISTING}").write_text(json.dumps(content, indent=1), encoding="utf-8")
+            out.with_suffix(f".{LAYERS_FILE}").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the engine; its precision is that of most of its compute layers, or fp32 if it reports no types."""
         opened = _open_engine(product_of(Path(path)), trial.runtime.device, path)
         types: Counter[str] = Counter(layers.by_type(opened.layers))
         most_common = next(iter(types.most_common(1)), ("float32", 0))[0]
-        precision = next((name for name, type_ in TYPES.items() if type_ == most_common), "fp32")
+        precision = next((name for name, type_ in PRECISION_TYPES.items() if type_ == most_common), "fp32")
         return FileContents(opened.inputs, opened.outputs, precision, opened.batches)
 
 
-ENGINE = EngineFormat()
+ENGINE_FORMAT = EngineFormat()
 
 
 def product_of(path: Path) -> str:
@@ -76,7 +76,7 @@ def describe_given(product: str, recipe: Recipe) -> Artifact:
     truth = summary.precision_truth
     made_by = MakerFacts(
         backend=recipe.maker,
-        versions={library.INSTALL[product]: opened.version},
+        versions={library.PACKAGE_NAMES[product]: opened.version},
         gpu=opened.gpu,
         weights_sha256=sha256,  # its origin is unknown, so it is comparable with itself alone
         warnings=() if truth is None or truth.ok else (truth.sentence,),
@@ -92,7 +92,7 @@ def list_layers(product: str, path: str, device_name: str) -> LayerGraph:
 
     Raises `UserError` for an engine without layer information, and the errors of `describe_given`.
     """
-    title = library.NAMES[product]
+    title = library.PRODUCT_NAMES[product]
     if (listed := _read_listing(Path(path))) is not None:
         return layers.list_layers(listed, title)
     opened = _open_engine(product, device_name, path)
@@ -106,7 +106,7 @@ def list_layers(product: str, path: str, device_name: str) -> LayerGraph:
 
 def _read_listing(path: Path) -> list[layers.EngineLayer] | None:
     """Return the layers in a listing beside the engine; None without one, or if it belongs to another engine."""
-    in_cache, beside = path.with_name(LISTING), path.with_suffix(f".{LISTING}")
+    in_cache, beside = path.with_name(LAYERS_FILE), path.with_suffix(f".{LAYERS_FILE}")
     if path.is_file() and beside.is_file():
         content = parse_json(beside.read_bytes())
         if content.get("engine_sha256") == hashlib.sha256(path.read_bytes()).hexdigest():

@@ -21,9 +21,9 @@ import numpy as np
 from dyno.worker import spec
 from dyno.worker.facts import job as facts
 from dyno.worker.facts.engine import (
-    COMPUTED,
-    NOTEWORTHY,
-    UNKNOWN,
+    ARITHMETIC_TYPES,
+    MIN_MENTIONED_SHARE,
+    UNKNOWN_TYPE,
     Layers,
     SlowLayer,
     precision_truth,
@@ -34,9 +34,9 @@ from dyno.worker.facts.job import LayerGraph, Port
 from dyno.worker.nets import flops
 from dyno.worker.spec import UserError
 
-ENGINE = "TensorRT"
+ENGINE_NAME = "TensorRT"
 # A type by the words for it in "Thirty-two wide channel vectorized row major Int8 format", "Half", "FP16"…
-DTYPES = {
+TYPE_NAMES = {
     "bfloat16": "BF16|BFloat16",
     "float16": "FP16|Half|Float16",
     "float8": "FP8|Float8|E4M3",
@@ -49,19 +49,19 @@ DTYPES = {
     "bool": "Bool",
     "float32": "FP32|Float32|Float|TF32",
 }
-BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8, "int8": 8, "int4": 4, "float4": 4}
-COMPUTE = re.compile(
+TYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8, "int8": 8, "int4": 4, "float4": 4}
+COMPUTE_LAYERS = re.compile(
     r"conv|correlation|gemm|matmul|matrix_?multiply|fullyconnected|mha|attention|lstm|gru|rnn|einsum|moe", re.I
 )
-ATTENTION = re.compile("mha|attention", re.I)
+ATTENTION_LAYER = re.compile("mha|attention", re.I)
 # The compiler names a fused kernel by what it does: __myl_FcAdd_myl0_25, __myl_CastMulConv…
-KERNEL = re.compile(r"^__my[el]l?\w*?_([A-Z][A-Za-z0-9]*)_my")
+MYELIN_KERNEL = re.compile(r"^__my[el]l?\w*?_([A-Z][A-Za-z0-9]*)_my")
 COMPUTE_PARTS = {"Fc", "Mm", "Bmm", "Gemm", "Conv", "Corr", "Mha", "Attn", "Dot", "Einsum"}
 MOVING_PARTS = {"Move", "Mov", "Tran", "Cast", "Resh", "Copy"}
-OPAQUE = re.compile("myelin|foreign", re.I)  # a whole subgraph in one layer, in versions that don't open it
+OPAQUE_LAYER = re.compile("myelin|foreign", re.I)  # a whole subgraph in one layer, in versions that don't open it
 
-WRAPPED = re.compile(r"^\{ForeignNode\[(.*)\]\}$")
-POINTWISE = "PWN("  # elementwise operators in one kernel
+FOREIGN_NODE = re.compile(r"^\{ForeignNode\[(.*)\]\}$")
+POINTWISE_PREFIX = "PWN("  # prefix of fused elementwise operators
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class EngineLayer:
     @property
     def computes(self) -> bool:
         """Convolutions, matrix products, attention and the like."""
-        if COMPUTE.search(self.type):
+        if COMPUTE_LAYERS.search(self.type):
             return True
         return bool(COMPUTE_PARTS & set(self._parts))
 
@@ -105,7 +105,7 @@ class EngineLayer:
         if self.weights and result:
             values = first if "deconv" in self.type.lower() else result
             return flops.of_convolution(self.weights.count, values[1 if len(values) > 3 else -1], values)
-        is_product = len(self.inputs) == 2 and not ATTENTION.search(self.type)
+        is_product = len(self.inputs) == 2 and not ATTENTION_LAYER.search(self.type)
         return flops.of_product(first, self.inputs[1].shape, result) if is_product else None
 
     @property
@@ -116,21 +116,21 @@ class EngineLayer:
 
     @property
     def _parts(self) -> list[str]:
-        match = KERNEL.match(self.name)
+        match = MYELIN_KERNEL.match(self.name)
         return re.findall("[A-Z][a-z0-9]*", match[1]) if match else []
 
     @property
     def computed_in(self) -> str:
         """The type it multiplies in: its input's or its weights', whichever is wider, as a kernel that reads two types
-        converts the narrower one; `UNKNOWN` for a subgraph that the library doesn't describe."""
-        if OPAQUE.search(self.type):
-            return UNKNOWN
+        converts the narrower one; `UNKNOWN_TYPE` for a subgraph that the library doesn't describe."""
+        if OPAQUE_LAYER.search(self.type):
+            return UNKNOWN_TYPE
         reported = [port.dtype for port in self.inputs[:1]] + ([self.weights.dtype] if self.weights else [])
-        multiplied = [kind for kind in reported if kind in BITS]
+        multiplied = [kind for kind in reported if kind in TYPE_BITS]
         return (
-            max(multiplied, key=lambda kind: BITS[kind])
+            max(multiplied, key=lambda kind: TYPE_BITS[kind])
             if multiplied
-            else (reported[0] if reported and reported[0] else UNKNOWN)
+            else (reported[0] if reported and reported[0] else UNKNOWN_TYPE)
         )
 
 
@@ -185,7 +185,7 @@ def _parse_weights(entry: Any) -> Weights | None:
 
 def dtype_of(text: str) -> str:
     """Return the NumPy name of the type in a description of a format; "" if it names none."""
-    return next((name for name, words in DTYPES.items() if re.search(rf"(?<![a-zA-Z])({words})\b", text, re.I)), "")
+    return next((name for name, words in TYPE_NAMES.items() if re.search(rf"(?<![a-zA-Z])({words})\b", text, re.I)), "")
 
 
 def _find_nodes(metadata: str) -> tuple[str, ...]:
@@ -197,9 +197,9 @@ def named_nodes(name: str) -> tuple[str, ...]:
 
     They are all nodes of a fused layer, and the first and the last of a subgraph (`{ForeignNode[a...b]}`).
     """
-    inner = WRAPPED.sub(r"\1", name)
-    parts = re.split(r" \+ | \|\| |, |\.\.\.(?=[/\w(])", inner.replace(POINTWISE, ""))
-    bare = [part.rstrip(")") for part in parts] if POINTWISE in inner else parts
+    inner = FOREIGN_NODE.sub(r"\1", name)
+    parts = re.split(r" \+ | \|\| |, |\.\.\.(?=[/\w(])", inner.replace(POINTWISE_PREFIX, ""))
+    bare = [part.rstrip(")") for part in parts] if POINTWISE_PREFIX in inner else parts
     return tuple(dict.fromkeys(part for part in bare if part and not part.startswith("(Unnamed Layer")))
 
 
@@ -210,19 +210,19 @@ def from_log(text: str) -> list[EngineLayer]:
     ]
 
 
-LINE = re.compile(
+LAYER_LINE = re.compile(
     r"Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), Inputs: \[(?P<inputs>.*?)\], "
     r"(?:Constants: \[(?P<constants>.*?)\], )?"
     r"Outputs: \[(?P<outputs>.*?)\], TacticName: (?P<tactic>.*?), StreamId: .*?(?:Metadata: (?P<metadata>.*))?$"
 )
-PORT = re.compile(
+PORT_FORMAT = re.compile(
     r"\{ Name: (?P<name>.*?), Dimensions: \[(?P<shape>[^\]]*)\],.*?"
     r"Datatype: (?P<dtype>\w+), Format: (?P<format>[^}]*)\}"
 )
 
 
 def _parse_log_line(line: str) -> EngineLayer:
-    match = LINE.match(line)
+    match = LAYER_LINE.match(line)
     if match is None:
         return EngineLayer(line.removeprefix("Name: ").partition(", LayerType: ")[0], "", (), (), "")
     return EngineLayer(
@@ -244,7 +244,7 @@ def _parse_log_ports(text: str) -> tuple[Port, ...]:
             dtype_of(match["dtype"]),
             match["format"].strip(),
         )
-        for match in PORT.finditer(text)
+        for match in PORT_FORMAT.finditer(text)
     )
 
 
@@ -260,8 +260,8 @@ def compute(listed: Sequence[EngineLayer]) -> list[EngineLayer]:
 
     Products of indices and shapes are left out.
     """
-    computing = [layer for layer in listed if layer.computes or OPAQUE.search(layer.type)]
-    return [layer for layer in computing if layer.computed_in in (*COMPUTED, UNKNOWN)]
+    computing = [layer for layer in listed if layer.computes or OPAQUE_LAYER.search(layer.type)]
+    return [layer for layer in computing if layer.computed_in in (*ARITHMETIC_TYPES, UNKNOWN_TYPE)]
 
 
 def by_type(listed: Sequence[EngineLayer]) -> dict[str, int]:
@@ -286,7 +286,7 @@ def summarise_layers(listed: Sequence[EngineLayer], requested: str) -> Layers:
         operations_by_type=operations,
         reformats=sum(layer.moves for layer in listed),
         operators=dict(Counter(layer.type for layer in listed if layer.type).most_common()),
-        precision_truth=precision_truth(requested, types, ENGINE, operations),
+        precision_truth=precision_truth(requested, types, ENGINE_NAME, operations),
         kept_float32=() if requested in ("fp32", "tf32") else tuple(wide),
         engine_parameters=sum(layer.parameters for layer in listed) or None,
     )
@@ -303,7 +303,7 @@ def list_notes(
     converters = {layer.type for layer in moving} - {layer.type for layer in listed if not layer.moves}
     kinds = [(layer.type, layer.computed_in) for layer in compute(listed)]
     sentences = why_not_faster(requested, kinds, time_by_operator or {}, sorted(converters))
-    if len(moving) > NOTEWORTHY * len(listed):
+    if len(moving) > MIN_MENTIONED_SHARE * len(listed):
         sentences.append(f"{len(moving)} of {len(listed)} layers only change types or layouts")
     return sentences
 
@@ -327,7 +327,7 @@ def list_layers(listed: Sequence[EngineLayer], library: str) -> LayerGraph:
             inputs=layer.inputs,
             outputs=layer.outputs,
             parameters=layer.parameters,
-            computes_in=layer.computed_in if layer.computes or OPAQUE.search(layer.type) else "",
+            computes_in=layer.computed_in if layer.computes or OPAQUE_LAYER.search(layer.type) else "",
             tactic=layer.tactic,
             moves=layer.moves,
             nodes=layer.nodes or (() if layer.moves else named_nodes(layer.name)),
@@ -343,13 +343,13 @@ def list_layers(listed: Sequence[EngineLayer], library: str) -> LayerGraph:
 #
 # A profiled run is launched without a graph and timed layer by layer, so its sum is more than the latency.
 
-RUNS = 6  # the first is left out
-DISCARDED = 3  # runs of a profile that don't count
+PROFILED_CALLS = 6  # the first is left out
+DISCARDED_RUNS = 3  # of a profile
 TIMES_NOTE = (
     "TensorRT's profiler runs the layers one after the other without a CUDA graph and times each by events: what lies "
     "between two is in their times, so that they may add up to more than the latency."
 )
-SLOWEST = 5
+SLOWEST_SHOWN = 5
 
 
 def watch_layers(trt: Any, context: Any, launch: Callable[[], None], runs: int) -> list[dict[str, float]]:
@@ -379,7 +379,7 @@ def watch_layers(trt: Any, context: Any, launch: Callable[[], None], runs: int) 
 
 def profile_layers(trt: Any, context: Any, launch: Callable[[], None]) -> dict[str, float]:
     """Return the median seconds of each layer by name; see `watch_layers`."""
-    runs = watch_layers(trt, context, launch, RUNS)[1:]
+    runs = watch_layers(trt, context, launch, PROFILED_CALLS)[1:]
     return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in dict.fromkeys(chain(*runs))}
 
 
@@ -389,7 +389,7 @@ def read_layer_times(listed: LayerGraph, runs: Sequence[Mapping[str, float]]) ->
     A layer that no run reports is `skipped`. A reported layer that the list lacks stands at the end, with a name alone.
     """
     reported = dict.fromkeys(chain(*runs))
-    rows = {layer.name: k for k, layer in reversed([*enumerate(listed.layers)])}  # of equal names the first
+    rows = {layer.name: k for k, layer in reversed([*enumerate(listed.layers)])}  # the first of equal names
     layers = [replace(layer, skipped=rows[layer.name] != k or layer.name not in reported)
               for k, layer in enumerate(listed.layers)]  # fmt: skip
     for name in reported:
@@ -417,7 +417,7 @@ def list_slowest(listed: Sequence[EngineLayer], seconds: Mapping[str, float]) ->
     by_name = {layer.name: layer for layer in listed}
     total = sum(seconds.values()) or 1.0
     layers = []
-    for name, duration in sorted(seconds.items(), key=lambda kv: -kv[1])[:SLOWEST]:
+    for name, duration in sorted(seconds.items(), key=lambda kv: -kv[1])[:SLOWEST_SHOWN]:
         layer = by_name.get(name) or EngineLayer(name, "", (), (), "")
         layers.append(SlowLayer(name, layer.type, layer.computed_in, layer.tactic, round(duration / total, 4)))
     return tuple(layers)

@@ -19,23 +19,23 @@ from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable, UserError, shorten
 
-NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by module
-INSTALL = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
+PRODUCT_NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by module
+PACKAGE_NAMES = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
 # Warnings of 8.6 for every exported file (its shapes are INT64; weights that don't fit have their own warning), and the
 # lines after a warning that has the number of weights.
-USUAL = re.compile("generated with INT64 weights|^If this is not the desired behavior|^Check verbose logs")
-MEMORY = re.compile(
+HARMLESS_WARNING = re.compile("generated with INT64 weights|^If this is not the desired behavior|^Check verbose logs")
+OUT_OF_MEMORY_ERROR = re.compile(
     "out of ?memory|bad_alloc|MemoryAllocation|cudaError 2:|insufficient memory|memory .*could not be allocated|"
     "not enough (free |GPU )?memory",
     re.IGNORECASE,
 )
-WORDS = re.compile("[A-Za-z]{3}")
+THREE_LETTERS = re.compile("[A-Za-z]{3}")
 NO_DRIVER = re.compile("cudaError (35|100):")  # RTX builds without a GPU, and adds to every error that there is none
 # What a builder of weakly typed networks may use for a precision; 8-bit networks keep layers that can't be quantised.
-FLAGS = {"fp16": ("FP16",), "bf16": ("BF16",), "int8": ("INT8", "FP16"), "fp8": ("FP8", "FP16")}
+BUILDER_FLAGS = {"fp16": ("FP16",), "bf16": ("BF16",), "int8": ("INT8", "FP16"), "fp8": ("FP8", "FP16")}
 # TensorRT 8 may call these three; newer ones don't by default, and not loading them saves memory and time.
 EXTERNAL_TACTICS = ("CUBLAS", "CUBLAS_LT", "CUDNN")
-TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8", "FP4": "float4"}
+TENSOR_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8", "FP4": "float4"}
 
 
 @lru_cache(maxsize=2)
@@ -48,7 +48,9 @@ def load(product: str) -> Any:
         return importlib.import_module(product)
     except ImportError as e:
         if e.name == product:
-            raise Unavailable(f"{INSTALL[product]} is not installed in this Python; {install(INSTALL[product])}") from e
+            raise Unavailable(
+                f"{PACKAGE_NAMES[product]} is not installed in this Python; {install(PACKAGE_NAMES[product])}"
+            ) from e
         reason = shorten(e, 200)
         raise Unavailable(f"{product} can't be imported ({reason}); is its folder of libraries on the path?") from e
     finally:
@@ -57,7 +59,7 @@ def load(product: str) -> Any:
 
 def name_library(trt: Any) -> str:
     """Return the library's name and version, e.g. `TensorRT 8.6.0`."""
-    return f"{NAMES[trt.__name__]} {trt.__version__}"
+    return f"{PRODUCT_NAMES[trt.__name__]} {trt.__version__}"
 
 
 def is_rtx(trt: Any) -> bool:
@@ -126,10 +128,13 @@ def _make_logger(trt: Any) -> Any:
 
 def find_reason(errors: list[str]) -> str:
     """Return one line from an action's errors: the first on memory, else the first, which caused the others."""
-    relevant = [e for e in errors if not NO_DRIVER.search(e) and WORDS.search(e)] or errors
-    first = next((e for e in relevant if MEMORY.search(e)), relevant[0] if relevant else "the library gave no reason")
+    relevant = [e for e in errors if not NO_DRIVER.search(e) and THREE_LETTERS.search(e)] or errors
+    first = next(
+        (e for e in relevant if OUT_OF_MEMORY_ERROR.search(e)),
+        relevant[0] if relevant else "the library gave no reason",
+    )
     text = " ".join(first.split())
-    text = re.sub(r"^(\d+: )?(\[\S+\] )?(I\w+::\w+: )?(Error Code \d+: )?", "", text)  # where in its sources, and codes
+    text = re.sub(r"^(\d+: )?(\[\S+\] )?(I\w+::\w+: )?(Error Code \d+: )?", "", text)  # source locations and codes
     text = re.sub(r"\.? ?In \w+ at \S+?:\d+", "", text)
     return shorten(text)
 
@@ -160,7 +165,7 @@ def allow_types(trt: Any, config: Any, precision: str, typed: bool) -> list[str]
     if precision == "tf32":
         config.set_flag(flag.TF32)
         return ["TF32"]
-    wanted = () if typed else FLAGS.get(precision, ())
+    wanted = () if typed else BUILDER_FLAGS.get(precision, ())
     if not typed and precision == "fp8" and _read_major_version(trt) < 9:
         raise Unavailable(
             f"{name_library(trt)} has no fp8; use TensorRT 9 or newer, on a GPU of compute capability 8.9 or newer"
@@ -298,7 +303,7 @@ def parse_error(parser: Any, log: Any) -> str:
 def dtype_name(kind: Any) -> str:
     """Return a tensor's type by its NumPy name, e.g. float16; types that NumPy lacks by their usual name."""
     name = str(kind.name)
-    return TYPES.get(name, name.lower())
+    return TENSOR_TYPES.get(name, name.lower())
 
 
 def timing_cache(trt: Any, config: Any, content: bytes) -> Any:

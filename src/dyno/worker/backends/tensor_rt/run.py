@@ -147,7 +147,7 @@ class TensorRTSession(DeviceSession):
         room = {}
         for tensor in (*self.inputs, *self.outputs):
             shape = tuple(context.get_tensor_shape(tensor.name))
-            if min(shape, default=1) >= 0:  # else the size depends on the run, and an allocator provides it
+            if min(shape, default=1) >= 0:  # otherwise the size depends on the run, and an allocator provides it
                 room[tensor.name] = int(np.prod(shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
         return room
 
@@ -225,7 +225,7 @@ class TensorRTSession(DeviceSession):
 
     def _raise_error(self, what: str) -> None:
         reason = self._log.reason()
-        if library.MEMORY.search(reason):
+        if library.OUT_OF_MEMORY_ERROR.search(reason):
             raise MemoryError(f"{what}: the GPU's memory ran out ({reason[:160]})")
         raise UserError(f"{what}: {reason}")
 
@@ -258,7 +258,7 @@ class TensorRTSession(DeviceSession):
 
     def profile(self, runs: int) -> LayerTimes:
         """Time the engine's layers with TensorRT's own profiler, in a separate context if there is room for one."""
-        context, _allocators = self._new_context()  # which the library calls as long as the context lives
+        context, _allocators = self._new_context()  # called as long as the context lives
         whole = []
 
         def time_run() -> None:
@@ -266,19 +266,19 @@ class TensorRTSession(DeviceSession):
             self._run_directly(context)
             whole.append(time.perf_counter() - start)
 
-        found = layers.watch_layers(self._trt, context, time_run, layers.DISCARDED + runs)[layers.DISCARDED :]
+        found = layers.watch_layers(self._trt, context, time_run, layers.DISCARDED_RUNS + runs)[layers.DISCARDED_RUNS :]
         if not any(found):
             raise Unavailable(f"{library.name_library(self._trt)} reported no layer's time")
         listed = layers.list_layers(layers.inspect(self._trt, self._engine), library.name_library(self._trt))
         inside, seconds = layers.read_layer_times(listed, found)
-        return LayerTimes(inside, seconds, np.array(whole[layers.DISCARDED :]), layers.TIMES_NOTE)
+        return LayerTimes(inside, seconds, np.array(whole[layers.DISCARDED_RUNS :]), layers.TIMES_NOTE)
 
     def run_for_counters(self) -> None:
         """Run with TensorRT's own ranges, named by the layers, in a separate context."""
         context, _allocators = self._new_context()
         # Else a range holds all that is known of its layer, as JSON whose quotes ncu writes into its CSV as they are.
         context.nvtx_verbosity = self._trt.ProfilingVerbosity.LAYER_NAMES_ONLY
-        self._run_directly(context)  # what a context does in its first run alone isn't counted
+        self._run_directly(context)  # discard the work of a context's first run
         with profiler_on():
             self._run_directly(context)
 
@@ -324,7 +324,7 @@ def deserialise(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         reason = log.reason()
-        if library.MEMORY.search(reason):
+        if library.OUT_OF_MEMORY_ERROR.search(reason):
             raise MemoryError(f"{path} can't be loaded: the GPU's memory ran out ({reason[:160]})")
         raise UserError(
             f"{path} is not an engine for TensorRT {trt.__version__} on this GPU ({reason}); build it again here"

@@ -12,10 +12,10 @@ from dyno.worker.inputs.specs import Shape, static_shapes
 from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.spec import Dims, Option, Tensor, UserError
 
-RUNNING = ("graph", "slots")  # options of the runner, which don't change the engine
-ROUTES = ("auto", "graph", "flags", "calibrator")
+RUNNER_OPTIONS = ("graph", "slots")  # runner options without effect on the engine
+QUANTISATION_ROUTES = ("auto", "graph", "flags", "calibrator")
 CALIBRATORS = ("entropy", "minmax")
-STATIC = "static"
+STATIC_OPTION = "static"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Settings:
     builds with the same settings.
     """
 
-    profile: str = STATIC
+    profile: str = STATIC_OPTION
     optimization: int = 3
     workspace_mb: int = 0
     tactics: str = ""
@@ -50,7 +50,7 @@ class Settings:
             if field.name in options:
                 values[field.name] = _convert_value(field.name, options[field.name], field.default)
         settings = cls(**values)
-        _check_choice("route", settings.route, ROUTES)
+        _check_choice("route", settings.route, QUANTISATION_ROUTES)
         _check_choice("calibrator", settings.calibrator, CALIBRATORS)
         if not 0 <= settings.optimization <= 5:
             raise UserError(f"optimization must be a level from 0 to 5, not {settings.optimization}")
@@ -68,7 +68,7 @@ class Settings:
         }
 
 
-NAMES = tuple(field.name for field in dataclasses.fields(Settings))
+SETTING_NAMES = tuple(field.name for field in dataclasses.fields(Settings))
 
 
 def _convert_value(name: str, value: Option, default: Any) -> Option:
@@ -95,8 +95,8 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 Range = tuple[Shape, Shape, Shape]
 Profile = dict[str, Range]
-BATCHES = re.compile(r"\d+(:\d+)*")
-SHAPE = re.compile(r"\d+(x\d+)*")
+BATCH_RANGE = re.compile(r"\d+(:\d+)*")
+SHAPE_TEXT = re.compile(r"\d+(x\d+)*")
 
 
 def parse_profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Profile]:
@@ -106,7 +106,7 @@ def parse_profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Prof
     for text that isn't a profile, min > opt or opt > max, the wrong rank, an unknown input, and another size for a
     fixed dimension.
     """
-    if text == STATIC:
+    if text == STATIC_OPTION:
         return [_make_static_profile(inputs, dims)]
     parsed = []
     for part in text.split("|"):
@@ -117,7 +117,7 @@ def parse_profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Prof
 
 def batch_range(text: str) -> tuple[int, int, int] | None:
     """Return min, opt and max of one profile in the batch form, None for the other forms."""
-    if not BATCHES.fullmatch(text):
+    if not BATCH_RANGE.fullmatch(text):
         return None
     sizes = [int(size) for size in text.split(":")]
     if len(sizes) == 1:
@@ -132,7 +132,7 @@ def batch_range(text: str) -> tuple[int, int, int] | None:
 
 def explain_outside(text: str, batch: int) -> str:
     """Return why no profile of the text takes the batch, or "" if one does or only the engine has them. Pure."""
-    if text == STATIC:
+    if text == STATIC_OPTION:
         return ""
     ranges = [batch_range(part) for part in text.split("|")]
     batches = [r for r in ranges if r is not None]
@@ -192,7 +192,7 @@ def _of_shapes(text: str, inputs: Sequence[Tensor]) -> Profile:
 
 def _parse_named_profile(part: str) -> tuple[str, Range]:
     name, _, shapes = part.rpartition(":")
-    sizes = [tuple(map(int, s.split("x"))) for s in shapes.split(",") if SHAPE.fullmatch(s)]
+    sizes = [tuple(map(int, s.split("x"))) for s in shapes.split(",") if SHAPE_TEXT.fullmatch(s)]
     if not name or len(sizes) != shapes.count(",") + 1 or len(sizes) not in (1, 3):
         raise UserError(
             f"profile {part!r} is neither MIN:OPT:MAX batches nor NAME:MIN,OPT,MAX shapes like x:1x3,8x3,16x3"
@@ -232,7 +232,7 @@ def _format_shape(shape: Sequence[int | str]) -> str:
 
 # What the value of each TensorRT option may be, for planning to check by name.
 
-SHAPES = re.compile(r".+:\d[\dx,]*")  # NAME:MIN,OPT,MAX, perhaps of several inputs
+SHAPE_RANGE = re.compile(r".+:\d[\dx,]*")  # NAME:MIN,OPT,MAX for one or more inputs
 
 
 def _make_check(name: str) -> Check:
@@ -243,22 +243,26 @@ def _make_check(name: str) -> Check:
             made = Settings.of({name: value})
             if name == "profile":
                 for part in made.profile.split("|"):
-                    if made.profile != STATIC and not batch_range(part) and not SHAPES.fullmatch(part):
-                        return KINDS[name]
+                    if made.profile != STATIC_OPTION and not batch_range(part) and not SHAPE_RANGE.fullmatch(part):
+                        return SETTING_KINDS[name]
         except UserError as e:
-            return KINDS.get(name) or str(e)
+            return SETTING_KINDS.get(name) or str(e)
         return ""
 
     return check_value
 
 
-KINDS = {
-    "route": f"one of {', '.join(ROUTES)}",
+SETTING_KINDS = {
+    "route": f"one of {', '.join(QUANTISATION_ROUTES)}",
     "calibrator": f"one of {', '.join(CALIBRATORS)}",
     "optimization": "a level from 0 to 5",
     "workspace_mb": "a size in MiB",
-    "profile": f"{STATIC}, batches MIN:OPT:MAX such as 1:8:16, or NAME:MIN,OPT,MAX shapes",
+    "profile": f"{STATIC_OPTION}, batches MIN:OPT:MAX such as 1:8:16, or NAME:MIN,OPT,MAX shapes",
     **{field.name: "true or false" for field in dataclasses.fields(Settings) if isinstance(field.default, bool)},
     "build": "a whole number",
 }
-VALUES: dict[str, Check] = {**{name: _make_check(name) for name in NAMES}, "graph": flag, "slots": whole(1)}
+OPTION_CHECKS: dict[str, Check] = {
+    **{name: _make_check(name) for name in SETTING_NAMES},
+    "graph": flag,
+    "slots": whole(1),
+}
