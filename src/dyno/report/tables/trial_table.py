@@ -249,7 +249,6 @@ def pick(*names: str) -> tuple[Column, ...]:
 
 
 REFERENCE = "reference"
-COUNT_COLUMNS = tuple(c.name for c in COLUMNS if c.kind == COUNT)
 TEXT_COLUMNS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
 
 
@@ -282,8 +281,6 @@ def read_trials(
     is the study's own. `latency_ms` with its limits is the latency over processes that `speedup` compares, at the
     `boundary` and by the `clock` named. UserError for an invalid reference, budget or limit.
     """
-    import pandas as pd
-
     results = results if isinstance(results, Results) else load_run(results)
     budgets = accuracy.make_budgets(budget or results.settings.get("budget") or {})
     most = limits.make_limits(limit or results.settings.get("limit") or {})
@@ -293,8 +290,7 @@ def read_trials(
     for t in results.trials:
         groups[t.group].append(t)
     clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in groups.items()}
-    # trials without anything to compare
-    single = {t.id for trials in groups.values() for t in trials if len(trials) == 1}
+    single = {t.id for trials in groups.values() for t in trials if len(trials) == 1}  # nothing to compare with
     others = compared_with(results, chosen)
     checks = {t.id: correctness.check_correctness(t, others[t.id]) for t in results.trials if t.good and t.id in others}
     rows = [
@@ -318,19 +314,23 @@ def read_trials(
         row[LIMIT_COLUMN.name] = limits.name_outcome(limits.check_limits(row, most)) if row["status"] == "ok" else ""
     for row in rows:  # pandas 3 makes Arrow's strings of them, which are UTF-8
         row |= {k: v.encode("utf-8", "backslashreplace").decode() for k, v in row.items() if isinstance(v, str)}
-    table = pd.DataFrame.from_records(rows, columns=[c.name for c in (*COLUMNS, *([LIMIT_COLUMN] if most else []))])
-    kinds = (
-        dict.fromkeys(table.columns, float)
-        | dict.fromkeys(COUNT_COLUMNS, "Int64")
-        | dict.fromkeys(TEXT_COLUMNS, object)
-    )
-    kinds |= {LIMIT_COLUMN.name: object} if most else {}
-    table = table.astype(kinds).copy()  # the copy defragments the frame, about which pandas warns
+    table = _make_frame(rows, has_limits=bool(most))
     if budget:
         _check_budget(budgets, table)
     if limit:
         limits.check_frame(table, most)
     return RunData(results, table, budgets, chosen, rule, others, most)
+
+
+def _make_frame(rows: Sequence[dict[str, Any]], *, has_limits: bool) -> pd.DataFrame:
+    """Return the rows as a frame whose columns have the types of their kinds."""
+    import pandas as pd
+
+    columns = (*COLUMNS, LIMIT_COLUMN) if has_limits else COLUMNS
+    table = pd.DataFrame.from_records(rows, columns=[c.name for c in columns])
+    kinds = {TEXT: object, COUNT: "Int64"}
+    types = {c.name: kinds.get(c.kind, float) for c in columns}
+    return table.astype(types).copy()  # the copy defragments the frame, about which pandas warns
 
 
 def _confirm_mixed(trials: Sequence[TrialResult], rows: Sequence[dict[str, Any]]) -> None:

@@ -85,9 +85,9 @@ def precision_truth(
     A layer counts by its operations, or as one where those aren't known. `ok` needs all for fp32 and at least half for
     a lowered precision; `refuted` means that they ran in another type. Parts that the engine doesn't describe
     (`UNKNOWN_TYPE`) count for neither. `ok` also needs an engine that reports the types of more than half of its
-    compute layers. Weights of four bits and fewer are the file's own, and widened to the type that a layer computes in: where
-    no layer is reported in the requested type, that type refutes nothing. Products that keep fewer measured `bits` than
-    the requested type has refute it.
+    compute layers. Weights of four bits and fewer are the file's own, and widened to the type that a layer computes
+    in: where no layer is reported in the requested type, that type refutes nothing. Products that keep fewer measured
+    `bits` than the requested type refute it.
     """
     counted = operations_by_type or layers_by_type
     total, wanted = sum(counted.values()), PRECISION_TYPES[requested]
