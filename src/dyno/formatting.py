@@ -189,10 +189,10 @@ def format_count(count: int, what: str) -> str:
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
-def shorten_text(text: object, longest: int) -> str:
-    """Return plain text of at most `longest` characters; an ellipsis replaces the end that is cut off."""
+def shorten_text(text: object, max_length: int) -> str:
+    """Return plain text of at most `max_length` characters; an ellipsis replaces the end that is cut off."""
     clean = clean_text(text)
-    return clean if len(clean) <= longest else clean[: longest - 1] + "…"
+    return clean if len(clean) <= max_length else clean[: max_length - 1] + "…"
 
 
 def csv_cell(value: Any) -> Any:

@@ -122,10 +122,10 @@ class TablePart:
 class Table:
     """A table with its content.
 
-    CSV and JSON hold every column. Printed are those named in `printed` (empty: all), in one part for each combination
-    of values in the `group` columns, at most `most` columns in a terminal (0: no limit). `below` makes the notes of a
-    part; `notes` follow the last one. A row may hold further values, which cells read, and a RANK to be printed in
-    another order than in CSV and JSON.
+    CSV and JSON hold every column. A terminal shows those named in `printed` (empty: all), up to `max_columns` (0: no
+    limit), in one part for each combination of values in the `group` columns. `below` makes the notes of a part;
+    `notes` follow the last one. A row may hold further values for its cells, and under RANK_KEY a position that
+    differs from the order in CSV and JSON.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Table:
     group: tuple[str, ...] = ()
     printed: tuple[str, ...] = ()
     below: Callable[[list[Row]], list[str]] | None = None
-    most: int = 0
+    max_columns: int = 0
 
     def __repr__(self) -> str:
         return f"Table({self.name!r}, {len(self.rows)} rows)"

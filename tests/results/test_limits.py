@@ -49,7 +49,7 @@ def percentile(run: RunData, way: Way, q: float) -> float:
 )  # fmt: skip
 def test_units_are_those_of_the_quantity(text: dict[str, str], most: float) -> None:
     (limit,) = limits.make_limits(text)
-    assert limit.most == pytest.approx(most)
+    assert limit.maximum == pytest.approx(most)
 
 
 def test_the_fastest_is_the_fastest_of_those_within(tmp_path: Path) -> None:

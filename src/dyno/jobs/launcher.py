@@ -236,7 +236,7 @@ def abandon(started: JobProcess) -> None:
     """Kill the job with all that it started, whether it runs, is stopped or has ended."""
     _kill_group(started.process)
     _kill_strays(started.id)
-    trim_logs(started.folder, most=KEPT_HEAD_B + KEPT_TAIL_B + len(TRUNCATION_MARK))
+    trim_logs(started.folder, max_bytes=KEPT_HEAD_B + KEPT_TAIL_B + len(TRUNCATION_MARK))
     started.telemetry.stop(started.folder / "telemetry.npz")
 
 
@@ -318,11 +318,11 @@ def _dismiss_shell(write: int) -> None:
         os.write(write, b"\n")
 
 
-def trim_logs(folder: Path, most: int = 2 * (KEPT_HEAD_B + KEPT_TAIL_B)) -> None:
-    """Keep the beginning and the end of the job's output if it is longer than `most` bytes."""
+def trim_logs(folder: Path, max_bytes: int = 2 * (KEPT_HEAD_B + KEPT_TAIL_B)) -> None:
+    """Keep the beginning and the end of the job's output if it is longer than `max_bytes` bytes."""
     for path in (folder / name for name in LOGS):
         with suppress(OSError):
-            if path.stat().st_size > most:
+            if path.stat().st_size > max_bytes:
                 with open(path, "r+b") as f:
                     _trim_log(f)
 
@@ -351,12 +351,12 @@ def _trim_log(f: BinaryIO) -> None:
     f.truncate()
 
 
-def read_end(path: Path, most: int) -> str:
+def read_end(path: Path, max_bytes: int) -> str:
     """Return the last bytes of a file as text; "" without one."""
     try:
         with open(path, "rb") as f:
-            f.seek(max(0, f.seek(0, os.SEEK_END) - most))
-            return f.read(most).decode("utf-8", "replace")
+            f.seek(max(0, f.seek(0, os.SEEK_END) - max_bytes))
+            return f.read(max_bytes).decode("utf-8", "replace")
     except OSError:
         return ""
 

@@ -243,18 +243,18 @@ def _choose_folder(study: Study, opened: OpenPack) -> Path:
 
 
 def _make_study(
-    opened: OpenPack, theirs: Results, given: Sequence[str | Path], data: str | Path
+    opened: OpenPack, packed: Results, given: Sequence[str | Path], data: str | Path
 ) -> tuple[Study, dict[str, str]]:
     """Return the pack's study for this machine, and why configurations are left out, by name."""
     table = Study.from_toml(opened.run / "study.toml").to_table()
     if others := sorted(table.keys() - {*KEPT_FIELDS, *REPLACED_FIELDS}):
         named = join_names(others)
         raise UserError(f"a study with {named} can't be reproduced from a pack; run it from its study file")
-    models = _find_models(theirs, table["models"], list(map(str, given)))
-    backends, unavailable = _choose_backends(table, theirs)
+    models = _find_models(packed, table["models"], list(map(str, given)))
+    backends, unavailable = _choose_backends(table, packed)
     images = str(table.get("data", ""))
     if images and images != BUILT_IN and not data:
-        recorded = {(t.spec.data.name, t.spec.data.sha256) for t in theirs if t.spec.data.sha256}
+        recorded = {(t.spec.data.name, t.spec.data.sha256) for t in packed if t.spec.data.sha256}
         names = ", ".join(
             f"{shorten(name)} (sha256 {sha256[:SHOWN_HASH_LENGTH]}…)" for name, sha256 in sorted(recorded)
         )
@@ -267,10 +267,10 @@ def _make_study(
     return Study(**settings), unavailable
 
 
-def _find_models(theirs: Results, sources: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+def _find_models(packed: Results, sources: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
     """Return the source of each model here: a library's name, or the user's file of the same content."""
     hashes = dict[str, list[str]]()  # files of several folders may have one name
-    for model in (t.spec.model for t in theirs):
+    for model in (t.spec.model for t in packed):
         known = hashes.setdefault(_shorten_source(model.source), [])
         known += [] if model.source_sha256 in known else [model.source_sha256]
     here = {path: _hash_source(path) for path in given}
@@ -310,9 +310,9 @@ def _hash_source(text: str) -> str:
     return sha256_with_imports(path) if path.suffix == ".py" else sha256_of(path)
 
 
-def _choose_backends(table: Mapping[str, Any], theirs: Results) -> tuple[tuple[str, ...], dict[str, str]]:
+def _choose_backends(table: Mapping[str, Any], packed: Results) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the backends to run, with their options, and why others are left out."""
-    texts = table.get("backends") or _name_backends(theirs, bool(table.get("precisions")))
+    texts = table.get("backends") or _name_backends(packed, bool(table.get("precisions")))
     kept, unavailable = [], {}
     for text in texts:
         choice = Choice.parse(text)
@@ -339,20 +339,20 @@ def _is_known(backend: str) -> bool:
         return False
 
 
-def _name_backends(theirs: Results, precisions_given: bool) -> list[str]:
+def _name_backends(packed: Results, precisions_given: bool) -> list[str]:
     """Return the backends of a study that left them open, each with the precisions that it ran in."""
     ran: dict[str, list[str]] = {}
-    for t in theirs:
+    for t in packed:
         if t.good and not t.options:
             ran.setdefault(t.backend, []).append(t.precision)
     return [name if precisions_given else f"{name}@precision={'+'.join(dict.fromkeys(p))}" for name, p in ran.items()]
 
 
-def _check_data(study: Study, theirs: Results) -> None:
+def _check_data(study: Study, packed: Results) -> None:
     """Raise `UserError` if the images here are others than those of the pack."""
     if not study.data:
         return
-    expected = {t.spec.data.sha256 for t in theirs} - {""}
+    expected = {t.spec.data.sha256 for t in packed} - {""}
     found = {entry.trial.data.sha256 for entry in expand(study)} - {""}
     if found != expected:
         shown = [
@@ -369,11 +369,11 @@ def _make_key(t: TrialResult) -> Key:
     return t.spec.model.source_sha256 or t.given, t.size, str(t.batch), t.variant, t.precision
 
 
-def _compare_runs(theirs: RunData, ours: RunData, folder: Path, unavailable: Mapping[str, str]) -> Reproduction:
+def _compare_runs(packed: RunData, ours: RunData, folder: Path, unavailable: Mapping[str, str]) -> Reproduction:
     here = {_make_key(t): t for t in ours.records}
     absent, failed = dict(unavailable), {}
     left_out = tuple(name.partition("@")[0] for name in unavailable)
-    for t in theirs.records:
+    for t in packed.records:
         own = here.get(_make_key(t))
         if t.status != "ok" or (own is None and t.backend in left_out):
             continue
@@ -381,14 +381,14 @@ def _compare_runs(theirs: RunData, ours: RunData, folder: Path, unavailable: Map
             absent[t.label] = own.reason if own else "this machine's study has no such trial"
         elif own.status != "ok":
             failed[t.label] = f"{own.status}, {own.reason}"
-    rankings, ratios = tuple(_pair_rankings(theirs, ours)), tuple(_pair_ratios(theirs, ours, here))
-    return Reproduction(folder, rankings, ratios, absent, failed, _find_differences(theirs.records, ours.records))
+    rankings, ratios = tuple(_pair_rankings(packed, ours)), tuple(_pair_ratios(packed, ours, here))
+    return Reproduction(folder, rankings, ratios, absent, failed, _find_differences(packed.records, ours.records))
 
 
-def _pair_ratios(theirs: RunData, ours: RunData, here: Mapping[Key, TrialResult]) -> Iterator[RatioPair]:
+def _pair_ratios(packed: RunData, ours: RunData, here: Mapping[Key, TrialResult]) -> Iterator[RatioPair]:
     own_rows = {row["trial"]: row for row in ours.frame.to_dict("records")}
-    for row in theirs.frame.to_dict("records"):
-        t, reference = theirs.trials[row["trial"]], theirs.references.get(row["trial"])
+    for row in packed.frame.to_dict("records"):
+        t, reference = packed.trials[row["trial"]], packed.references.get(row["trial"])
         own = here.get(_make_key(t))
         if reference is None or reference.id == t.id or own is None or not (t.good and own.good):
             continue
@@ -405,11 +405,11 @@ def _read_limits(row: Mapping[str, Any]) -> tuple[float, float, float]:
     return low, value, high
 
 
-def _pair_rankings(theirs: RunData, ours: RunData) -> Iterator[RankingPair]:
+def _pair_rankings(packed: RunData, ours: RunData) -> Iterator[RankingPair]:
     """Yield the decisions of both about the same model, size and measure; the winner of each must have run in both."""
-    ran = [{_make_key(t) for t in run.records if t.status == "ok"} for run in (theirs, ours)]
+    ran = [{_make_key(t) for t in run.records if t.status == "ok"} for run in (packed, ours)]
     here = {subject: trials for subject, _, trials in _list_decisions(ours)}
-    for subject, where, trials in _list_decisions(theirs):
+    for subject, where, trials in _list_decisions(packed):
         own = here.get(subject, [])
         comparable = own and _make_key(trials[0]) in ran[1] and _make_key(own[0]) in ran[0]
         by = subject[-1]
@@ -435,8 +435,8 @@ def _format_value(name: str, value: Any) -> str:
     return show(value, "bytes") if name == "memory_bytes" else str(value)
 
 
-def _find_differences(theirs: Results, ours: Results) -> dict[str, tuple[Any, Any]]:
-    runs = theirs, ours
+def _find_differences(packed: Results, ours: Results) -> dict[str, tuple[Any, Any]]:
+    runs = packed, ours
     versions = [r.environment.get("versions") or {} for r in runs]
     counts = [{t.facts.threads for t in r if t.good and t.facts.threads is not None} for r in runs]
     a, b = ({**r.environment, **own, "threads": ", ".join(map(str, sorted(threads)))}

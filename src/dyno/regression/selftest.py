@@ -160,9 +160,9 @@ def _too_short(minutes: float, least_s: float) -> UserError:
 
 
 def _iter_rounds(
-    engines: _Engines, layout: Layout, minutes: float, most: int, progress: Progress
+    engines: _Engines, layout: Layout, minutes: float, max_rounds: int, progress: Progress
 ) -> Iterator[TestRound]:
-    """Yield rounds of fresh processes until the time is up or there are `most` of them (0: no limit)."""
+    """Yield rounds of fresh processes until the time is up or there are `max_rounds` of them (0: no limit)."""
     began, longest, number = time.monotonic(), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
         while number < MIN_STUDY_ROUNDS or time.monotonic() - began + longest <= minutes * 60:
@@ -177,7 +177,7 @@ def _iter_rounds(
             if not number and longest * MIN_STUDY_ROUNDS > minutes * 60:
                 raise _too_short(minutes, longest * MIN_STUDY_ROUNDS)
             number += 1
-            if number == most:
+            if number == max_rounds:
                 return
 
 

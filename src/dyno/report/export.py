@@ -112,11 +112,11 @@ def _convert_value(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _make_heading(table: Table, part: TablePart, alone: bool) -> str:
+def _make_heading(table: Table, part: TablePart, is_only: bool) -> str:
     """Return the part's heading, preceded by the table's where there are other parts or where it names a statistic."""
     if not part.title:
         return table.title
-    return part.title if alone and "statistic" not in table.group else f"{table.title}: {part.title}"
+    return part.title if is_only and "statistic" not in table.group else f"{table.title}: {part.title}"
 
 
 def _format_markdown(tables: Sequence[Table], by: By, only: str) -> str:
@@ -192,7 +192,7 @@ def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
     limit are hidden until the page's reader picks them.
     """
     columns = part.columns
-    hidden = [c for c in columns if c not in _choose_columns(part, MAX_LINE_LENGTH, table.most)]
+    hidden = [c for c in columns if c not in _choose_columns(part, MAX_LINE_LENGTH, table.max_columns)]
     heads = "".join(
         f'<th scope="col"{_format_classes(c)}{" hidden" * (c in hidden)} title="{html.escape(c.meaning)}">'
         f'<button type="button">{html.escape(c.heading)}</button></th>'
@@ -204,7 +204,7 @@ def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
         for r in part.rows
     )
     notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in part.notes)
-    title = f"<{heading}>{html.escape(_make_heading(table, part, alone=False))}</{heading}>\n" if heading else ""
+    title = f"<{heading}>{html.escape(_make_heading(table, part, is_only=False))}</{heading}>\n" if heading else ""
     return (
         f'<div class="table">{title}<div class="box"><table class="sortable">\n<thead><tr>{heads}</tr></thead>\n'
         f"<tbody>\n{rows}\n</tbody></table></div>\n{notes}</div>\n"
@@ -229,25 +229,25 @@ def _format_text(tables: Sequence[Table], by: By, only: str) -> str:
     return "\n".join(text for table in tables for text in _text_parts(table, by, only, len(tables) == 1))
 
 
-def _text_parts(table: Table, by: By, only: str, alone: bool) -> Iterator[str]:
+def _text_parts(table: Table, by: By, only: str, is_only: bool) -> Iterator[str]:
     """Yield the table's parts as text; the last one's note says how to see the columns that were left out."""
-    width, most = formatting.find_width(), 0 if only else table.most
-    width = min(width, PIPED_WIDTH) if most else width
+    width, max_columns = formatting.find_width(), 0 if only else table.max_columns
+    width = min(width, PIPED_WIDTH) if max_columns else width
     parts, hidden = [*table.parts(by, only)], dict[str, None]()
     for number, part in enumerate(parts, 1):
-        columns = part.columns if only else _choose_columns(part, width, most)
+        columns = part.columns if only else _choose_columns(part, width, max_columns)
         hidden |= dict.fromkeys(clean_text(c.heading) for c in part.columns if c not in columns)
         notes = [*part.notes]
         if number == len(parts) and hidden:
-            more = MORE_COLUMNS if most else f"not shown at this width: {', '.join(hidden)}"
+            more = MORE_COLUMNS if max_columns else f"not shown at this width: {', '.join(hidden)}"
             notes[len(notes) - bool(table.notes) :] = [
                 "; ".join([*(note.rstrip(".") for note in table.notes[-1:]), more])
             ]
-        yield _text_part(_make_heading(table, part, alone), replace(part, columns=columns, notes=notes), width)
+        yield _text_part(_make_heading(table, part, is_only), replace(part, columns=columns, notes=notes), width)
 
 
-def _choose_columns(part: TablePart, width: int, most: int) -> list[Column]:
-    """Return the columns that fit, `most` at most (0: any number): the least important ones go first."""
+def _choose_columns(part: TablePart, width: int, max_columns: int) -> list[Column]:
+    """Return the columns that fit, `max_columns` at most (0: any number): the least important ones go first."""
     columns, longest = list(part.columns), MAX_NAME_WIDTH if width < MAX_LINE_LENGTH else MAX_LINE_LENGTH
     widest = {}
     for c in columns:
@@ -255,7 +255,8 @@ def _choose_columns(part: TablePart, width: int, most: int) -> list[Column]:
         words = longest if c.kind == TEXT else MAX_LINE_LENGTH  # words can be folded
         widest[c.name] = min(max(map(_count_cells, texts)), words)
     while any(c.rank for c in columns) and (
-        sum(widest[c.name] + COLUMN_GAP for c in columns) - COLUMN_GAP > width or (most and len(columns) > most)
+        sum(widest[c.name] + COLUMN_GAP for c in columns) - COLUMN_GAP > width
+        or (max_columns and len(columns) > max_columns)
     ):
         columns.remove(max(reversed(columns), key=lambda c: c.rank))
     return columns
@@ -281,9 +282,9 @@ def _text_part(title: str, part: TablePart, width: int) -> str:
     return "\n".join([title, rule, head, rule, *rows, rule, *below]) + "\n"
 
 
-def _shorten_cell(column: Column, row: Row, longest: int) -> str:
+def _shorten_cell(column: Column, row: Row, max_length: int) -> str:
     """Return the cell on one line; names are cut, for they can be of any length."""
-    return shorten_text(column.text(row), longest if column.identity else MAX_LINE_LENGTH)
+    return shorten_text(column.text(row), max_length if column.identity else MAX_LINE_LENGTH)
 
 
 def _choose_widths(columns: Sequence[list[str]], whole: int) -> list[int]:

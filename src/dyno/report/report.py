@@ -182,13 +182,16 @@ def _draw_chart(
     return ChartDrawing(chart.name, caption, svg)
 
 
-def _side_by_side(one: partial[ChartDrawing | None], count: range, most: int) -> list[ChartDrawing | None]:
+def _side_by_side(one: partial[ChartDrawing | None], count: range, max_processes: int) -> list[ChartDrawing | None]:
     import matplotlib.backends.backend_agg
     import matplotlib.backends.backend_svg
     import matplotlib.figure  # noqa: F401 - imported once, here
 
     # What draws is inherited, not sent: before Python 3.11.5 the death of a process while a pipe is full ends nothing.
-    with warnings.catch_warnings(), ProcessPoolExecutor(most, get_context("fork"), _prepare_process, (one,)) as pool:
+    with (
+        warnings.catch_warnings(),
+        ProcessPoolExecutor(max_processes, get_context("fork"), _prepare_process, (one,)) as pool,
+    ):
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which survive a fork
         return [*pool.map(_draw_inherited, count)]
 

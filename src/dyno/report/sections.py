@@ -250,13 +250,13 @@ def _explain_interval(how: str, pairs: Counter[str]) -> str:
     return f"of pairs {how}, {INTERVALS[how]}" if len(pairs) > 1 else INTERVALS[how]
 
 
-def _explain_family(most: int) -> str:
+def _explain_family(max_rows: int) -> str:
     alone = "winner and runner-up, and confirmations, are judged each at 5 %"
-    if most < 2:
+    if max_rows < 2:
         return f"one row at most is judged against a reference, so there is nothing to correct for; {alone}"
     return (
-        f"up to {most} rows against one reference are judged together (Holm): the chance that any pair of equal speeds "
-        f"is called faster or slower is at most 5 %; {alone}"
+        f"up to {max_rows} rows against one reference are judged together (Holm): the chance that any pair of equal "
+        f"speeds is called faster or slower is at most 5 %; {alone}"
     )
 
 

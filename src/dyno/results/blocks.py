@@ -173,11 +173,13 @@ def compare_sustained(
     return SustainedRatio(math.exp(usual + moved), math.exp(usual), has_moved)
 
 
-def list_quiet_rounds(trials: Sequence[TrialResult], boundary: str, least: int = MIN_QUIET_ROUNDS) -> list[list[Round]]:
+def list_quiet_rounds(
+    trials: Sequence[TrialResult], boundary: str, min_rounds: int = MIN_QUIET_ROUNDS
+) -> list[list[Round]]:
     """Return each trial's good rounds that timed the boundary undisturbed by other programs.
 
     They had the processors at one distance from each other: the one that most blocks of all the trials had. Where a
-    trial has fewer than `least` such rounds, all rounds of every trial are returned.
+    trial has fewer than `min_rounds` such rounds, all rounds of every trial are returned.
     """
     timed = [[r for r in t.good if r.find_measurement(_name_tag(boundary), boundary)] for t in trials]
     usual = _find_usual_latencies((r for rounds in timed for r in rounds), boundary)
@@ -185,7 +187,7 @@ def list_quiet_rounds(trials: Sequence[TrialResult], boundary: str, least: int =
     for t, rounds in zip(trials, timed, strict=True):
         delay = _quiet_delay(t, boundary)
         quiet.append([r for r in rounds if _is_undisturbed(r, boundary, delay, usual)])
-    return quiet if min(map(len, quiet)) >= least else timed
+    return quiet if min(map(len, quiet)) >= min_rounds else timed
 
 
 def quiet_medians(t: TrialResult, boundary: str, clock: str = "") -> list[float]:

@@ -63,10 +63,10 @@ LATENCIES = tuple(name for name in QUANTITIES if name.startswith("p"))  # percen
 
 @dataclass(frozen=True)
 class Limit:
-    """The most of a quantity that a trial may take, in SI units, and as it was written."""
+    """The maximum of a quantity for a trial, in SI units and as it was written."""
 
     name: str
-    most: float
+    maximum: float
     text: str
 
     @property
@@ -92,10 +92,10 @@ def _make_limit(name: str, text: str) -> Limit:
         raise UserError(
             f"limit {name}={text} is not a number with a unit ({units}); write e.g. {name}={quantity.example}"
         )
-    most = float(match[1]) * quantity.units[match[2]]
-    if not 0 < most < math.inf:
+    maximum = float(match[1]) * quantity.units[match[2]]
+    if not 0 < maximum < math.inf:
         raise UserError(f"limit {name}={text} must be more than 0, e.g. {name}={quantity.example}")
-    return Limit(name, most, match[1] + match[2])
+    return Limit(name, maximum, match[1] + match[2])
 
 
 def check_settings(wanted: Mapping[str, str], boundaries: Sequence[str], energy: bool) -> None:
@@ -125,7 +125,7 @@ class LimitCheck:
     @property
     def share(self) -> float:
         """The value over the limit."""
-        return self.value / self.limit.most
+        return self.value / self.limit.maximum
 
     @property
     def text(self) -> str:
@@ -161,10 +161,10 @@ def _check_limit(row: Mapping[str, Any], limit: Limit) -> LimitCheck:
         reasons = {"energy": str(row.get("energy_missing") or ""), "size": "the engine reads no file"}
         return LimitCheck(limit, UNMEASURED, reason=reasons.get(limit.name, "").removeprefix("not measured: "))
     samples = _read_number(row, "samples_model") if quantity.percentile else math.inf
-    if quantity.percentile and samples < samples_for(quantity.percentile) and not low > limit.most:
+    if quantity.percentile and samples < samples_for(quantity.percentile) and not low > limit.maximum:
         return LimitCheck(limit, UNDECIDED, value, low, high, int(samples))
     least, most = (value if math.isnan(end) else end for end in (low, high))
-    state = WITHIN if max(value, most) <= limit.most else OVER if min(value, least) > limit.most else UNDECIDED
+    state = WITHIN if max(value, most) <= limit.maximum else OVER if min(value, least) > limit.maximum else UNDECIDED
     return LimitCheck(limit, state, value, low, high)
 
 

@@ -110,7 +110,9 @@ def execute(
         limit_s = 60 * study.minutes if study.until in ADAPTIVE_RULES else math.inf
         rounds = Rounds(run, files, progress, fits, forms, launch, options, study.until not in ADAPTIVE_RULES, limit_s)
         if other_routes and not study.routes:
-            rounds.measure_rounds(todo, most=1)  # a first answer, before other routes to the ONNX file are exported
+            rounds.measure_rounds(
+                todo, max_rounds=1
+            )  # a first answer, before other routes to the ONNX file are exported
             measure = partial(execute, progress=progress)
             with progress.hidden_answers():
                 todo += search.search_routes(study, run.folder, todo, files.make_file, progress, measure)
@@ -155,8 +157,10 @@ class Rounds:
     is_fixed: bool = False
     limit_s: float = math.inf
 
-    def measure_rounds(self, trials: list[Trial], others: Sequence[Trial] = (), *, most: int = sys.maxsize) -> None:
-        """Measure every round of the trials that isn't stored yet, the first `most` at most, one model after the other.
+    def measure_rounds(
+        self, trials: list[Trial], others: Sequence[Trial] = (), *, max_rounds: int = sys.maxsize
+    ) -> None:
+        """Measure every round of the trials that isn't stored yet, up to `max_rounds`, one model after the other.
 
         Interleaved trials also run beside their reference among the `others`. Models are not compared with each other,
         and if a long study is stopped early, some of its models are complete.
@@ -165,11 +169,11 @@ class Rounds:
         for trial in trials:
             models.setdefault(model_key(trial, self.forms), []).append(trial)
         every = [_order_jobs(same_model) for same_model in models.values()]
-        orders = [[job for job in order if job[1] < most] for order in every]
-        later = [trial for order in every for trial, number in order if number >= most]
+        orders = [[job for job in order if job[1] < max_rounds] for order in every]
+        later = [trial for order in every for trial, number in order if number >= max_rounds]
         with self.progress.show_study([trial for order in orders for trial, _ in order], later):
             for (key, same_model), order in zip(models.items(), orders, strict=True):
-                incomplete = [trial for trial in same_model if _is_incomplete(self.run, trial, most)]
+                incomplete = [trial for trial in same_model if _is_incomplete(self.run, trial, max_rounds)]
                 planned = max(trial.plan.rounds for trial in same_model)
                 turns = bool(same_model[0].plan.blocks)
                 beside = [t for t in others if model_key(t, self.forms) == key] if turns else []
@@ -177,7 +181,7 @@ class Rounds:
                 first = self._make_files([*same_model, *beside] if turns and incomplete else incomplete, beside)
                 if turns:
                     todo = [trial for trial in same_model if trial not in first]
-                    for number in range(min(planned, most)):
+                    for number in range(min(planned, max_rounds)):
                         is_new = any(_find_record(self.run, trial, number) is None for trial in incomplete)
                         self._in_turns(todo, number, beside, self.options, [] if number else first)
                         following = [trial for trial in same_model if number + 1 < trial.plan.rounds]
@@ -217,7 +221,7 @@ class Rounds:
                 self.progress.leave_out(trial)
         return [] if is_over else chosen
 
-    def _make_files(self, trials: Sequence[Trial], beside: Sequence[Trial]) -> list[Trial]:
+    def _make_files(self, trials: Sequence[Trial], measured: Sequence[Trial]) -> list[Trial]:
         """Make the trials' files; return the trials that were measured once meanwhile (see the class)."""
         references = [
             ensemble.choose_reference(group, self.fits, self.forms)
@@ -240,21 +244,21 @@ class Rounds:
                 if delay(trial) > delayed or is_late:
                     left = format_count(len(order) - place, "trial")
                     missing = "still without a file" if needs_file else "still to compile"
-                    done += self._measure_ready(ready, beside, done, f"{left} {missing}")
+                    done += self._measure_ready(ready, measured, done, f"{left} {missing}")
                 delayed = max(delayed, delay(trial))
                 self.files.make_files([trial])
                 ready.append(trial)
         return done
 
     def _measure_ready(
-        self, ready: Sequence[Trial], beside: Sequence[Trial], done: Sequence[Trial], reason: str
+        self, ready: Sequence[Trial], measured: Sequence[Trial], done: Sequence[Trial], reason: str
     ) -> list[Trial]:
         """Measure the first round of these trials, but of those that have it, and show the answer; return them."""
-        new = [t for t in ready if t.plan.blocks and t not in beside and _find_record(self.run, t, 0) is None]
+        new = [t for t in ready if t.plan.blocks and t not in measured and _find_record(self.run, t, 0) is None]
         if new:
             self.progress.note(f"{reason}: what is ready is measured once before")
-            stored = [trial for trial in ready if trial not in (*new, *beside, *done)]
-            self._in_turns(new, 0, [*beside, *stored], self.options, done)
+            stored = [trial for trial in ready if trial not in (*new, *measured, *done)]
+            self._in_turns(new, 0, [*measured, *stored], self.options, done)
             self._show_answer(0, is_part=True)
         return new
 
@@ -462,8 +466,8 @@ def _builds_slowly(trial: Trial) -> bool:
     return registry.find(trial.backend).builds_slowly
 
 
-def _is_incomplete(run: Run, trial: Trial, most: int) -> bool:
-    return any(_find_record(run, trial, number) is None for number in range(min(trial.plan.rounds, most)))
+def _is_incomplete(run: Run, trial: Trial, max_rounds: int) -> bool:
+    return any(_find_record(run, trial, number) is None for number in range(min(trial.plan.rounds, max_rounds)))
 
 
 # Extra rounds for undecided pairs, until they are decided or the time is up.

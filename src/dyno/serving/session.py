@@ -119,13 +119,13 @@ def bench_serve(
     return ServingResult(folder)
 
 
-def _count_inputs(most: int) -> int:
+def _count_inputs(max_batch: int) -> int:
     """Return how many inputs are answered and compared.
 
     With three of the largest batches, every smaller power of two occurs as a batch; with four, nearly every one occurs
     full as well. Outputs are stored, so INPUTS limits the fourth batch.
     """
-    return max(Study.compared, 3 * most, min(4 * most, MAX_COMPARED_INPUTS))
+    return max(Study.compared, 3 * max_batch, min(4 * max_batch, MAX_COMPARED_INPUTS))
 
 
 def _run_reference(reference: Study, folder: Path, progress: Progress) -> None:

@@ -426,16 +426,16 @@ def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, I
     return found
 
 
-def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> dict[str, InspectedModel]:
-    """Inspect up to `most` models in parallel; return the successful ones. An interrupt stops all."""
-    shares = deque(_split_processors(most))
+def _side_by_side(study: Study, models: Mapping[str, ModelSpec], max_parallel: int) -> dict[str, InspectedModel]:
+    """Inspect up to `max_parallel` models in parallel; return the successful ones. An interrupt stops all."""
+    shares = deque(_split_processors(max_parallel))
 
     def keep_to_share() -> None:
         """Confine this thread's processes to a share: with threads for all cores, they would wait for each other."""
         os.sched_setaffinity(0, shares.popleft())
 
     inspected = {}
-    with ThreadPoolExecutor(most, initializer=keep_to_share) as pool, stop_jobs_on_error(pool) as tick:
+    with ThreadPoolExecutor(max_parallel, initializer=keep_to_share) as pool, stop_jobs_on_error(pool) as tick:
         pending = {key: pool.submit(inspect_model, model, study, tick) for key, model in models.items()}
         for key, future in pending.items():
             with suppress(UserError):

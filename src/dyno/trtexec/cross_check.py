@@ -279,29 +279,29 @@ def _parse_file_name(path: str) -> str:
     return PureWindowsPath(path).name if "\\" in path else PurePath(path).name
 
 
-def list_gaps(mine: TrialMedians, report: TrtexecReport) -> Iterator[Gap]:
+def list_gaps(dyno: TrialMedians, report: TrtexecReport) -> Iterator[Gap]:
     """Yield the gaps of GPU time, latency and throughput, as far as both sides measured them."""
     theirs = report.compute
-    if mine.model is not None:
-        parts = _split_gpu_gap(mine, report, mine.model - theirs)
-        yield Gap("GPU time (latency/model against GPU Compute Time)", mine.model, theirs, tuple(parts))
-    if report.transfers is not False and report.latency and mine.whole is not None:
+    if dyno.model is not None:
+        parts = _split_gpu_gap(dyno, report, dyno.model - theirs)
+        yield Gap("GPU time (latency/model against GPU Compute Time)", dyno.model, theirs, tuple(parts))
+    if report.transfers is not False and report.latency and dyno.whole is not None:
         latency = report.latency
-        parts = _split_latency_gap(mine, report, mine.whole - latency)
-        yield Gap("Latency (latency/all against Latency)", mine.whole, latency, tuple(parts))
-    if report.rate and mine.rate:
-        period, its = 1 / mine.rate, 1 / report.rate
-        yield Gap("Time per query at full throughput", period, its, tuple(_split_rate_gap(mine, report, period - its)))
+        parts = _split_latency_gap(dyno, report, dyno.whole - latency)
+        yield Gap("Latency (latency/all against Latency)", dyno.whole, latency, tuple(parts))
+    if report.rate and dyno.rate:
+        period, its = 1 / dyno.rate, 1 / report.rate
+        yield Gap("Time per query at full throughput", period, its, tuple(_split_rate_gap(dyno, report, period - its)))
 
 
-def _split_gpu_gap(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
+def _split_gpu_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
     """Split a gap between two GPU times: each cause takes the most that it can account for, in this order."""
     left = gap
     for cause in (_explain_graph, _explain_clocks, _explain_launch):
-        if part := cause(mine, report, left):
+        if part := cause(dyno, report, left):
             left -= part.seconds
             yield part
-    why = "" if abs(left) < CLOSE_SHARE * report.compute or (mine.clock and report.clock) else NO_CLOCKS
+    why = "" if abs(left) < CLOSE_SHARE * report.compute or (dyno.clock and report.clock) else NO_CLOCKS
     yield GapPart(UNEXPLAINED, left, why)
 
 
@@ -310,62 +310,62 @@ def _compute_share(left: float, expected: float) -> float:
     return math.copysign(min(abs(left), abs(expected)), left) if left * expected > 0 else 0.0
 
 
-def _explain_graph(mine: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
+def _explain_graph(dyno: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
     """Return a CUDA graph's part: a graph on one side saves at most the difference of the two enqueue times."""
-    if report.graph is None or report.graph == mine.graph:
+    if report.graph is None or report.graph == dyno.graph:
         return None
-    why = f"only {'Dyno' if mine.graph else 'trtexec'} used one"
-    if mine.enqueue is None or report.enqueue is None:
+    why = f"only {'Dyno' if dyno.graph else 'trtexec'} used one"
+    if dyno.enqueue is None or report.enqueue is None:
         return GapPart(CUDA_GRAPH, 0.0, f"{why}, and without enqueue times its share is unknown")
-    saved = abs(mine.enqueue - report.enqueue)
-    return GapPart(CUDA_GRAPH, _compute_share(left, -saved if mine.graph else saved), why)
+    saved = abs(dyno.enqueue - report.enqueue)
+    return GapPart(CUDA_GRAPH, _compute_share(left, -saved if dyno.graph else saved), why)
 
 
-def _explain_clocks(mine: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
+def _explain_clocks(dyno: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
     """Return the clocks' part: compute-bound work takes longer in proportion as the clock is lower."""
-    if not mine.clock or not report.clock:
+    if not dyno.clock or not report.clock:
         return None
-    expected = report.compute * (report.clock / mine.clock - 1)
-    return GapPart("clocks", _compute_share(left, expected), f"{mine.clock:.0f} MHz here, {report.clock:.0f} MHz there")
+    expected = report.compute * (report.clock / dyno.clock - 1)
+    return GapPart("clocks", _compute_share(left, expected), f"{dyno.clock:.0f} MHz here, {report.clock:.0f} MHz there")
 
 
-def _explain_launch(mine: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
+def _explain_launch(dyno: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
     """Return the launch's part: trtexec launches a query while the one before it runs; Dyno's GPU waits for the launch.
 
     trtexec's start event is reached when the query before ends.
     """
-    if mine.enqueue is None or left <= 0:
+    if dyno.enqueue is None or left <= 0:
         return None
     why = "at most one enqueue, which trtexec hides by queueing ahead"
-    return GapPart("launch", _compute_share(left, mine.enqueue), why)
+    return GapPart("launch", _compute_share(left, dyno.enqueue), why)
 
 
-def _split_latency_gap(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
+def _split_latency_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
     """Yield copies and GPU time as both sides measured them, and the rest, which only the host's clock covers."""
-    if mine.copies is None or mine.compute is None or report.h2d is None or report.d2h is None:
+    if dyno.copies is None or dyno.compute is None or report.h2d is None or report.d2h is None:
         yield GapPart(UNEXPLAINED, gap, "H2D, compute and D2H are not measured on both sides")
         return
-    copies, gpu = mine.copies - report.h2d - report.d2h, mine.compute - report.compute
+    copies, gpu = dyno.copies - report.h2d - report.d2h, dyno.compute - report.compute
     yield GapPart("copies", copies, "H2D and D2H by the GPU's clock")
-    *causes, unexplained = _split_gpu_gap(mine, report, gpu)
+    *causes, unexplained = _split_gpu_gap(dyno, report, gpu)
     yield from causes
     left = gap - copies - gpu
-    if mine.waiting is not None:
-        waiting = _compute_share(left, mine.waiting)
+    if dyno.waiting is not None:
+        waiting = _compute_share(left, dyno.waiting)
         left -= waiting
         yield GapPart("synchronisation", waiting, "the host's launch and spinning wait, which trtexec's sum leaves out")
     yield GapPart(UNEXPLAINED, left + unexplained.seconds, "the host's calls for the copies are in it")
 
 
-def _split_rate_gap(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
+def _split_rate_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
     """Yield the parts of the time per query: that of the slowest stage (compute, or a copy) and its idle time."""
-    compute = min((t for t in (mine.model, mine.compute) if t is not None), default=None)
+    compute = min((t for t in (dyno.model, dyno.compute) if t is not None), default=None)
     if compute is None:
         yield GapPart(UNEXPLAINED, gap, "the record has no GPU time")
         return
     theirs = report.compute
     gpu = compute - theirs
-    copies = max(0.0, max(mine.h2d or 0.0, mine.d2h or 0.0) - compute)
+    copies = max(0.0, max(dyno.h2d or 0.0, dyno.d2h or 0.0) - compute)
     copies -= max(0.0, max(report.h2d or 0.0, report.d2h or 0.0) - theirs)
     yield GapPart("GPU compute", gpu)
     yield GapPart("copies", copies, "trtexec made none" if report.transfers is False else "where they outlast compute")

@@ -200,17 +200,17 @@ class Video:
         return Stage(name, alone, beside, cpu, cpu_under_load, working, empty, blocked, queue)
 
 
-def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float], least: int) -> Interval:
+def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float], min_count: int) -> Interval:
     """Compute an estimate with its 95 % interval from ten sections of consecutive samples, by Student's t.
 
     Consecutive samples resemble each other, so a section counts as one observation (sectioning; Asmussen and Glynn,
     Stochastic Simulation, 2007, III.5; of means: Law, Simulation Modeling and Analysis, 2015, 9.5.3). Without limits
-    where a section has fewer than `least` samples, or its estimate isn't finite.
+    where a section has fewer than `min_count` samples, or its estimate isn't finite.
     """
     value = estimate(samples)
     each = (
         [estimate(part) for part in np.array_split(samples, INTERVAL_SECTIONS)]
-        if len(samples) >= least * INTERVAL_SECTIONS
+        if len(samples) >= min_count * INTERVAL_SECTIONS
         else []
     )
     if not each or not np.isfinite([value, *each]).all():

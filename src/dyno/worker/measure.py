@@ -378,10 +378,10 @@ def throughput_in_lanes(
     return _over_all(begin, done, batch, plan.max_samples)
 
 
-def _over_all(begin: int, done: Sequence[int], batch: int, most: int) -> Sampling:
+def _over_all(begin: int, done: Sequence[int], batch: int, max_batches: int) -> Sampling:
     """Return the throughput of batches done at these times, in ns."""
     rate = batch * len(done) / ((done[-1] - begin) / 1e9)
-    stopped = "samples" if len(done) >= most else "seconds"
+    stopped = "samples" if len(done) >= max_batches else "seconds"
     return Sampling(_compute_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
 
 
@@ -402,13 +402,15 @@ def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan
     return replace(sampling, **_block_fields(numbers, windows))
 
 
-def _run_pipeline(session: Session, feeds: Feeds, seconds: float, least: int, most: int) -> tuple[int, list[int]]:
+def _run_pipeline(
+    session: Session, feeds: Feeds, seconds: float, min_batches: int, max_batches: int
+) -> tuple[int, list[int]]:
     """Return the time of the first batch's start, with every slot free, and of each batch's end, in ns."""
     done: list[int] = []
     slots, turn = session.slots, 0
     begin = now()
     deadline = begin + int(seconds * 1e9)
-    while turn < least or (turn < most and now() < deadline):
+    while turn < min_batches or (turn < max_batches and now() < deadline):
         slot = turn % slots
         if turn >= slots:
             _finish_slot(session, slot, done)

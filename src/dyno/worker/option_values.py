@@ -51,24 +51,28 @@ def flag(value: Option) -> str:
     return "" if isinstance(value, bool) else "true or false"
 
 
-def whole(least: int, most: int | None = None) -> Check:
+def whole(minimum: int, maximum: int | None = None) -> Check:
     """Return a check for a whole number in that range."""
 
     def check_whole(value: Option) -> str:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if is_whole and value in range(least, INTEGER_LIMIT if most is None else most + 1):
+        if is_whole and value in range(minimum, INTEGER_LIMIT if maximum is None else maximum + 1):
             return ""
-        return f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
+        return (
+            f"a whole number of at least {minimum}"
+            if maximum is None
+            else f"a whole number from {minimum} to {maximum}"
+        )
 
     return check_whole
 
 
-def number(least: float, most: float) -> Check:
+def number(minimum: float, maximum: float) -> Check:
     """Return a check for any number in that range."""
 
     def check_number(value: Option) -> str:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
-        return "" if fits else f"a number from {least:g} to {most:g}"
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value <= maximum
+        return "" if fits else f"a number from {minimum:g} to {maximum:g}"
 
     return check_number
 
@@ -119,11 +123,12 @@ def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
             raise UserError(f"{name} is {_format_value(value)}; it must be at most {MAX_EXACT_INTEGER:,}")
 
 
-def check_range(name: str, value: float, least: float, most: float) -> None:
+def check_range(name: str, value: float, minimum: float, maximum: float) -> None:
     """Raise a `UserError` for a number out of the range."""
-    if not least <= value <= most:
+    if not minimum <= value <= maximum:
         raise UserError(
-            f"{name} is {value:,}; it must be " + (f"at least {least:,}" if value < least else f"at most {most:,}")
+            f"{name} is {value:,}; it must be "
+            + (f"at least {minimum:,}" if value < minimum else f"at most {maximum:,}")
         )
 
 
@@ -138,13 +143,13 @@ def _whole_numbers(value: Any) -> Iterator[int]:
         yield from _whole_numbers([*value.values()])
 
 
-def at_least(least: int, kind: type = int, **given: Any) -> list[Any]:
+def at_least(minimum: int, kind: type = int, **given: Any) -> list[Any]:
     """Return the numbers as Python's own; raise a `UserError` for one of another type or below the least."""
     numbers = native(given)
     check_types(numbers, dict.fromkeys(numbers, kind))
     for name, value in numbers.items():
-        if not value >= least:
-            raise UserError(f"{name} is {value}; it must be at least {least}")
+        if not value >= minimum:
+            raise UserError(f"{name} is {value}; it must be at least {minimum}")
     return list(numbers.values())
 
 

@@ -106,18 +106,18 @@ def clean_text(text: object) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
 
-def shorten(text: object, most: int = 300) -> str:
-    """Return the text as one line of at most `most` characters.
+def shorten(text: object, max_length: int = 300) -> str:
+    """Return the text as one line of at most `max_length` characters.
 
     Of a longer one the last sentence that says what is wrong comes first, and the beginning behind it: libraries put
     that sentence behind lists of nodes, types and places.
     """
     line = " ".join(str(text).split())
-    if len(line) <= most:
+    if len(line) <= max_length:
         return line
     sentences = [each for each in SENTENCE_ENDS.split(line) if each]
     sentence = next((each for each in reversed(sentences) if WRONG_VALUE.search(each)), sentences[-1]).strip(" ,;")
-    half = most // 2 - 4
+    half = max_length // 2 - 4
     sentence = sentence if len(sentence) <= half else f"{sentence[: half // 2]} {ELLIPSIS} {sentence[-half // 2 :]}"
     return f"{sentence} ({line[:half].rstrip()} {ELLIPSIS})"
 

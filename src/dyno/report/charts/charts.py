@@ -419,7 +419,7 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
 def _draw_limits(axes: Any, limits: Sequence[Limit]) -> None:
     """Draw the limit on the median latency as a line, where the axis reaches it."""
     for limit in (each for each in limits if each.name == "p50"):
-        at = 1e3 * limit.most
+        at = 1e3 * limit.maximum
         left, right = axes.get_xlim()
         if left < at < right:
             axes.axvline(at, color=INK, lw=1, ls=":", zorder=1)

@@ -653,15 +653,15 @@ def _make_trials_table(run: RunData) -> Table:
         group=group,
         printed=printed,
         below=lambda rows: [*_list_unranked(rows), *_list_disturbed(rows), *_list_unproven(rows, run.limits)],
-        most=MAX_COLUMNS,
+        max_columns=MAX_COLUMNS,
     )
 
 
-def _choose_columns(most: Sequence[limits.Limit]) -> tuple[tuple[Column, ...], tuple[str, ...]]:
+def _choose_columns(wanted_limits: Sequence[limits.Limit]) -> tuple[tuple[Column, ...], tuple[str, ...]]:
     """Return the columns and the names of the printed ones; those with a limit are always printed."""
-    if not most:
+    if not wanted_limits:
         return COLUMNS, PRINTED
-    names = {limit.quantity.column: limit.name for limit in most}
+    names = {limit.quantity.column: limit.name for limit in wanted_limits}
     columns = tuple(
         replace(c, rank=0, title=c.title or f"{names[c.name]} {c.unit}") if c.name in names else c for c in COLUMNS
     )
@@ -727,11 +727,11 @@ def _has_opposite_signs(row: Row, latency_ms: float) -> bool:
     )
 
 
-def _list_unproven(rows: list[Row], most: Sequence[limits.Limit]) -> Iterator[str]:
+def _list_unproven(rows: list[Row], wanted_limits: Sequence[limits.Limit]) -> Iterator[str]:
     """Yield why it is not known whether rows keep their limits."""
     for row in rows:
         judged = row["status"] == "ok" and not str(row["verdict"]).startswith((OUTPUTS_WRONG, INCOMPARABLE))
-        if judged and (text := limits.describe_misses(row, most, (accuracy.UNDECIDED, limits.UNMEASURED))):
+        if judged and (text := limits.describe_misses(row, wanted_limits, (accuracy.UNDECIDED, limits.UNMEASURED))):
             yield f"{row['backend']} {row['precision']}: {text}"
 
 

@@ -400,11 +400,11 @@ class Confusion:
             "taken_for": self.names[most] if wrong[most] else "", "times": int(wrong[most]),
         }  # fmt: skip
 
-    def list_largest(self, most: int = 5) -> list[tuple[str, str, int, int]]:
+    def list_largest(self, max_count: int = 5) -> list[tuple[str, str, int, int]]:
         """Return label, answer, count, and number of images with that label; the most frequent first."""
         wrong = self.counts.copy()
         np.fill_diagonal(wrong, 0)
-        order = np.argsort(-wrong, axis=None, kind="stable")[:most]
+        order = np.argsort(-wrong, axis=None, kind="stable")[:max_count]
         places = [divmod(int(k), wrong.shape[1]) for k in order]
         return [(self.names[i], self.names[j], int(wrong[i, j]), int(self.counts[i].sum())) for i, j in places
                 if wrong[i, j]]  # fmt: skip

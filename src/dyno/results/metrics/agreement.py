@@ -405,19 +405,19 @@ def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> n
     return np.where(np.isnan(worst), 1.0, worst)
 
 
-def _count_unpaired(rows: BoxRows, alone: np.ndarray, others: BoxRows) -> int:
+def _count_unpaired(rows: BoxRows, unpaired: np.ndarray, others: BoxRows) -> int:
     """Count the rows without a partner, except those whose score is at the edge of the scores that either kept.
 
     The edge is the lowest score of all; in images with the largest number of rows, which a limit may have cut, their
     own lowest one. Where most rows would lie at it, all count.
     """
-    if not len(alone):
+    if not len(unpaired):
         return 0
     edge = np.full(len(rows.counts), min(rows.scores.min(initial=1), others.scores.min(initial=1)))
     for image in np.flatnonzero(rows.counts == rows.counts.max(initial=0)):
         edge[image] = max(edge[image], rows.scores[rows.images == image].min(initial=1))
     edge_rows = rows.scores <= THRESHOLD_MARGIN * edge[rows.images]
-    return len(alone) if edge_rows.mean() > 0.5 else int((~edge_rows[alone]).sum())
+    return len(unpaired) if edge_rows.mean() > 0.5 else int((~edge_rows[unpaired]).sum())
 
 
 RANK_COUNT = 10

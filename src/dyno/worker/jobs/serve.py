@@ -101,9 +101,9 @@ def serve_requests(job: Job, journal: Journal) -> None:
     instances.close()
 
 
-def _list_powers(most: int) -> list[int]:
-    """Return 1, 2, 4, … below `most`, and `most` itself."""
-    return [*(2**k for k in range(most.bit_length()) if 2**k < most), most]
+def _list_powers(limit: int) -> list[int]:
+    """Return 1, 2, 4, … below `limit`, and `limit` itself."""
+    return [*(2**k for k in range(limit.bit_length()) if 2**k < limit), limit]
 
 
 def _make_feeds(trial: Trial, session: Session, size: int) -> list[dict[str, np.ndarray]]:
@@ -138,14 +138,20 @@ class _ServeJob:
     """One job: its instances, and what is stored of the rates."""
 
     def __init__(
-        self, trial: Trial, options: ServeOptions, instances: Instances, journal: Journal, least: int, number: int
+        self,
+        trial: Trial,
+        options: ServeOptions,
+        instances: Instances,
+        journal: Journal,
+        min_requests: int,
+        number: int,
     ) -> None:
         self._trial, self._options, self._instances, self._journal = trial, options, instances, journal
         self._seed = trial.data.seed + SEEDS_PER_ROUND * number
         self._rules = BatchingRules(trial.dims.batch, options.max_wait_s, options.queue)
         self._arrays: dict[str, np.ndarray] = {}
         self._facts = ServeFacts(
-            options.quantile, options.bound_s, least, trial.dims.batch, options.max_wait_s, options.queue,
+            options.quantile, options.bound_s, min_requests, trial.dims.batch, options.max_wait_s, options.queue,
             options.instances, len(instances.lanes), instances.rungs, resolution=options.resolution,
             endpoint=options.endpoint,
         )  # fmt: skip
@@ -201,7 +207,7 @@ class _ServeJob:
         """Measure requests per second with full batches on every lane; a sample for each lane and batch."""
         done: list[float] = []
         unanswered: list[Unanswered] = []
-        most, clock = self._rules.most, Clock()
+        most, clock = self._rules.max_batch, Clock()
 
         def time_batches(lane: Lane) -> None:
             began = clock.now()
@@ -298,7 +304,7 @@ class _ServeJob:
             journal.warn(f"a request in vain: {batcher.complaint}")
         values = {"arrival": batcher.times, "began": batcher.began, "ended": batcher.ended, "size": batcher.size,
                   "refused": batcher.refused}  # fmt: skip
-        grows = serve_rates.is_unstable(values["arrival"], values["began"], values["refused"], self._rules.most)
+        grows = serve_rates.is_unstable(values["arrival"], values["began"], values["refused"], self._rules.max_batch)
         latencies = serve_rates.list_latencies(values["arrival"][first:], values["ended"][first:])
         verdict = serve_rates.judge_rate(latencies, facts.percentile, facts.bound_s, facts.least, grows)
         by_loadgen = scenario.read_latency() if scenario else 0.0

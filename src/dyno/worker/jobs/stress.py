@@ -94,9 +94,9 @@ def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[i
     return {name: sizes[name] if name in sizes else (int(name), int(name)) for name in phases}
 
 
-def _stage_images(session: Session, trial: Trial, most: int) -> Arrays:
+def _stage_images(session: Session, trial: Trial, max_batch: int) -> Arrays:
     """Return twice as many images as the largest batch, staged once; batches are slices of them."""
-    dims = replace(trial.dims, batch=2 * most)
+    dims = replace(trial.dims, batch=2 * max_batch)
     model = trial.model
     (feeds,) = input_data.read_batches(trial.data, model.preprocess, session.inputs, dims, 1, model.inputs)
     return session.stage(feeds)

@@ -42,10 +42,10 @@ class MemorySource(Source):
     Their times are those of its average rate; there is no sound.
     """
 
-    def __init__(self, source: Source, most: int, count: int) -> None:
+    def __init__(self, source: Source, max_frames: int, count: int) -> None:
         super().__init__(source.name)
         self.images, self.rate = source.images, source.rate
-        self._held = [(frame.picture, frame.name) for frame in itertools.islice(source.read(), most)]
+        self._held = [(frame.picture, frame.name) for frame in itertools.islice(source.read(), max_frames)]
         self.notes = source.notes
         if not self._held:
             raise UserError(f"{source.name} has no frames")
@@ -115,7 +115,11 @@ class _VideoJob:
         session = self._host = engine.session
         self._ends = self._reach_device()
         model = job.trial.model
-        limits: dict[str, Any] = {"confidence": options.confidence, "iou": options.iou, "max_detections": options.most}
+        limits: dict[str, Any] = {
+            "confidence": options.confidence,
+            "iou": options.iou,
+            "max_detections": options.max_detections,
+        }
         self._reader = BoxReader(_find_task(job.trial), model.classes or 0, model.keypoints, **limits)
         if self._ends is not None:
             change = on_device.drop_low_scores(self._ends.torch, self._reader)
@@ -391,9 +395,9 @@ def _find_task(trial: Trial) -> Detect:
     return task
 
 
-def _make_ticker(journal: Journal, lines: list[_VideoStream], most: int, since: int) -> Callable[[], None]:
+def _make_ticker(journal: Journal, lines: list[_VideoStream], max_frames: int, since: int) -> Callable[[], None]:
     recent: list[tuple[int, int]] = [(since, 0)]
-    expected = len(lines) * (most or lines[0].source.count)
+    expected = len(lines) * (max_frames or lines[0].source.count)
 
     def write_progress() -> None:
         recent.append((now(), sum(line.answered for line in lines)))

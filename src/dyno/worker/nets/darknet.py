@@ -40,7 +40,7 @@ class CfgSection:
         """Return an option, or its default if it isn't set."""
         return self.options.get(name, default)
 
-    def read_number(self, name: str, default: Value, least: float = 0, most: float = 1 << 16) -> Value:
+    def read_number(self, name: str, default: Value, minimum: float = 0, maximum: float = 1 << 16) -> Value:
         """Return an option as a number, a whole one where the default is.
 
         Raises an error if it is no number, or beyond the limits.
@@ -49,8 +49,8 @@ class CfgSection:
         if text is None:
             return default
         value = self._parse_value(name, text, type(default))
-        if not least <= value <= most:
-            raise self.make_error(f"{name}={text} must be between {least:g} and {most:g}")
+        if not minimum <= value <= maximum:
+            raise self.make_error(f"{name}={text} must be between {minimum:g} and {maximum:g}")
         return value
 
     def read_numbers(self, name: str, kind: type[Value]) -> list[Value]:

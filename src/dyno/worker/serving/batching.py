@@ -47,10 +47,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class BatchingRules:
-    """At most `most` requests are a batch, the first of which waits for the others at most `max_wait` seconds; at most
-    `queue` requests wait (0: no limit)."""
+    """Limits of batching: requests per batch, seconds that the first one waits for others, and requests in the queue
+    (0: no limit)."""
 
-    most: int
+    max_batch: int
     max_wait: float = 0.0
     queue: int = 0
 
@@ -102,7 +102,7 @@ class Batcher:
                 if (ready := self._find_ready_time()) <= now:
                     break
                 self._clock.sleep_until(ready)
-            batch = [self._waiting.popleft() for _ in range(min(self._rules.most, len(self._waiting)))]
+            batch = [self._waiting.popleft() for _ in range(min(self._rules.max_batch, len(self._waiting)))]
             self.began[batch] = now
             self.size[batch] = len(batch)
             return batch
@@ -135,7 +135,7 @@ class Batcher:
     def _find_ready_time(self) -> float:
         """Return the time at which the next batch may begin, if no unknown request comes."""
         first = self._due[self._waiting[0] if self._waiting else self._next]
-        last = self._next + self._rules.most - len(self._waiting) - 1  # the request that completes the batch
+        last = self._next + self._rules.max_batch - len(self._waiting) - 1  # the request that completes the batch
         full = self._due[last] if last >= self._next and last < len(self._due) else float("inf")
         return first if last < self._next else min(full, first + self._rules.max_wait)
 
@@ -278,7 +278,7 @@ class BatchFormingSession(Session):
     """
 
     def __init__(self, ladder: Sequence[Rung], dims: Dims) -> None:
-        self._ladder, self._most = ladder, ladder[-1].size
+        self._ladder, self._max_batch = ladder, ladder[-1].size
         whole = ladder[-1].session
         self.inputs, self.outputs, self.stream = whole.inputs, whole.outputs, whole.stream
         self._shapes = {r.size: static_shapes(r.session.inputs, replace(dims, batch=r.size)) for r in ladder}
@@ -307,7 +307,7 @@ class BatchFormingSession(Session):
     def _iter_batches(self) -> Iterator[tuple[int, int]]:
         """Yield each batch's first request and its size; sizes that occurred before only fill the rest."""
         begin = 0
-        while left := self._most - begin:
+        while left := self._max_batch - begin:
             count = next((c for c in self._counts if c <= left), left)
             if count in self._counts:
                 self._counts.remove(count)
@@ -320,10 +320,10 @@ class BatchFormingSession(Session):
         They run as the smallest batch that holds them, filled with the requests that follow.
         """
         rung = next(rung for rung in self._ladder if rung.size >= count)
-        rows, feeds = np.arange(begin, begin + rung.size) % self._most, {}
+        rows, feeds = np.arange(begin, begin + rung.size) % self._max_batch, {}
         for name, array in self._fed.items():
             wanted = self._shapes[rung.size].get(name, array.shape)
-            if array.shape[:1] == (self._most,) and wanted == (rung.size, *array.shape[1:]):
+            if array.shape[:1] == (self._max_batch,) and wanted == (rung.size, *array.shape[1:]):
                 feeds[name] = array[rows]
             elif array.shape == wanted:
                 feeds[name] = array

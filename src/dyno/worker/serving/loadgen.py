@@ -104,10 +104,10 @@ class QueryQueue:
                     return None
                 now = self._clock.now()
                 left = self._times[self._waiting[0]] + self._rules.max_wait - now if self._waiting else None
-                if left is not None and (left <= 0 or self._is_over or len(self._waiting) >= self._rules.most):
+                if left is not None and (left <= 0 or self._is_over or len(self._waiting) >= self._rules.max_batch):
                     break
                 self._changed.wait(left)
-            batch = [self._waiting.popleft() for _ in range(min(self._rules.most, len(self._waiting)))]
+            batch = [self._waiting.popleft() for _ in range(min(self._rules.max_batch, len(self._waiting)))]
             self._records |= dict.fromkeys(batch, (now, np.nan, len(batch)))
             return batch
 

@@ -43,7 +43,7 @@ def count_backlog(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, s
     return int((~(began[:count] <= last) & ~refused[:count]).sum())
 
 
-def is_unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, most: int) -> bool:
+def is_unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, batch: int) -> bool:
     """Return whether requests come faster than they are answered.
 
     A queue whose arrivals and answers are equally fast is a reflected random walk: after n requests its length is the
@@ -52,18 +52,18 @@ def is_unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, mos
     after a half and after three quarters of the requests too: a stall of the machine is over by then.
     """
     return all(
-        count_backlog(arrival, began, refused, share) > MAX_DRIFT_DEVIATIONS * math.sqrt(share * len(arrival)) + most
+        count_backlog(arrival, began, refused, share) > MAX_DRIFT_DEVIATIONS * math.sqrt(share * len(arrival)) + batch
         for share in CHECKED_SHARES
     )
 
 
-def judge_rate(seconds: np.ndarray, q: float, bound: float, least: int, grows: bool) -> str:
+def judge_rate(seconds: np.ndarray, q: float, bound: float, min_requests: int, grows: bool) -> str:
     """Return whether that percentile of the latencies is within the bound; "" without a bound (0)."""
     if grows:
         return UNSTABLE
     if not bound:
         return ""
-    if len(seconds) < least:
+    if len(seconds) < min_requests:
         return TOO_FEW
     return HOLDS if find_percentile(seconds, q) <= bound else OVER
 
@@ -89,22 +89,22 @@ class Arrivals:
         return (len(self.times) - 1) / float(self.times[-1] - self.times[0])
 
 
-def count_requests(rate: float, least: int, seconds: float) -> int:
-    """Return the number of requests expected in `seconds`, or, if that is 0, in ten seconds, at least `least`."""
-    return max(1, round(rate * seconds)) if seconds else max(least, round(rate * USUAL_S))
+def count_requests(rate: float, min_requests: int, seconds: float) -> int:
+    """Return the number of requests expected in `seconds`, or if that is 0 in ten seconds (at least `min_requests`)."""
+    return max(1, round(rate * seconds)) if seconds else max(min_requests, round(rate * USUAL_S))
 
 
-def find_lowest(least: int, seconds: float) -> float:
+def find_lowest(min_requests: int, seconds: float) -> float:
     """Return the lowest rate that brings enough requests in `seconds`, or, if that is 0, in `MAX_RATE_S`."""
-    return (least + 0.1) / (seconds or MAX_RATE_S)  # a tenth more, so that rounding never has one less
+    return (min_requests + 0.1) / (seconds or MAX_RATE_S)  # a tenth more, so that rounding never has one less
 
 
-def draw_arrivals(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
+def draw_arrivals(rate: float, min_requests: int, seconds: float, seed: int) -> Arrivals:
     """Return a Poisson process: independent exponential intervals with the mean 1 / `rate`.
 
     It counts as many as `count_requests` says.
     """
-    count = count_requests(rate, least, seconds)
+    count = count_requests(rate, min_requests, seconds)
     before = round(WARM_UP_SHARE * count)
     gaps = np.random.default_rng(seed).exponential(1 / rate, before + count)
     return Arrivals(np.cumsum(gaps), before)

@@ -104,14 +104,14 @@ class Bench:
         self.first: Frame | None = None
         self.answered: list[Batch] = []
 
-    def run(self, most: int) -> None:
-        """Run the stages on at most `most` first frames (0: `TIMED_FRAMES`, or more with several threads).
+    def run(self, max_frames: int) -> None:
+        """Run the stages on at most `max_frames` first frames (0: `TIMED_FRAMES`, or more with several threads).
 
         `feeds` hold frames afterwards, and `answered` are the last batches, with outputs.
         """
-        reading, most, count = self._source.read(), most or TIMED_FRAMES // CHUNK_FRAMES * self._chunk, 0
+        reading, max_frames, count = self._source.read(), max_frames or TIMED_FRAMES // CHUNK_FRAMES * self._chunk, 0
         until = time.perf_counter() + MAX_SECONDS
-        while count < most and (frames := self._decode_frames(reading, min(self._chunk, most - count))):
+        while count < max_frames and (frames := self._decode_frames(reading, min(self._chunk, max_frames - count))):
             self._run_turn(frames)
             self.first = self.first or frames[0]
             count += len(frames)

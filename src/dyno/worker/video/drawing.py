@@ -32,11 +32,13 @@ class Tracker:
     so. `rate` is the source's, per second (0: unknown). Raises `Unavailable` without the library.
     """
 
-    def __init__(self, name: str, rate: float, least: float) -> None:
+    def __init__(self, name: str, rate: float, min_score: float) -> None:
         kind = getattr(load_library("trackers", "tracking"), TRACKER_NAMES[name])
         taken = inspect.signature(kind.__init__).parameters
         self._period, self._seconds = 1 / (rate or USUAL_RATE), -math.inf
-        self._tracker = kind(frame_rate=1 / self._period, **{key: least for key in TRACKER_THRESHOLDS if key in taken})
+        self._tracker = kind(
+            frame_rate=1 / self._period, **{key: min_score for key in TRACKER_THRESHOLDS if key in taken}
+        )
         self._boxes = load_library("supervision").Detections
         self._sees = "enable_cmc" in taken  # it estimates the camera's motion from the pictures
         self._classes: dict[int, Counter[int]] = {}

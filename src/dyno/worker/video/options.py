@@ -34,7 +34,7 @@ class VideoOptions:
 
     confidence: float = option(0.25, "Lowest score of a box that is kept.", common=True)
     iou: float = option(0.7, "Overlap above which the weaker of two boxes of a class is dropped.")
-    most: int = option(300, "Most boxes of a frame.")
+    max_detections: int = option(300, "Maximum number of boxes per frame.")
     frames: int = option(0, "Stop after this many frames.", "the whole video", common=True)
     streams: int = option(
         1, "Number of concurrent copies of the video through one engine; the first is written as OUT."
@@ -71,7 +71,7 @@ class VideoOptions:
         for name in ("confidence", "iou", "track_confidence"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is {getattr(self, name):g}; it must be between 0 and 1")
-        at_least(1, most=self.most, streams=self.streams)
+        at_least(1, max_detections=self.max_detections, streams=self.streams)
         at_least(0, frames=self.frames, preload=self.preload)
         for name in ("decode", "prepare"):
             if getattr(self, name):

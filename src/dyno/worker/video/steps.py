@@ -84,10 +84,10 @@ class PreparationStage(PipelineStage):
             return ()
         return (self._complete_batch(*self._next_batch()),)
 
-    def _take_full_batches(self, most: int) -> list[Batch]:
-        """Return the batches that are full, and leave at most `most` being filled."""
+    def _take_full_batches(self, max_filling: int) -> list[Batch]:
+        """Return the batches that are full, and leave at most `max_filling` being filled."""
         done = []
-        while self._filling and (len(self._filling) > most or all(each.done() for each in self._filling[0][1])):
+        while self._filling and (len(self._filling) > max_filling or all(each.done() for each in self._filling[0][1])):
             done.append(self._complete_batch(*self._filling.popleft()))
         return done
 
