@@ -223,11 +223,11 @@ def _warm() -> None:
 
     assert registry.list_backends() and registry.list_formats() and registry.get_maker("onnx_export")
     if peak := sys.modules.get("dyno.worker.jobs.stress"):  # else it takes a quarter of a minute
-        peak.SIDES["cpu"] = SIDES
+        peak.PRODUCT_SIDES["cpu"] = SIDES
         peak.measure_peak.__defaults__ = PEAK_S, *peak.measure_peak.__defaults__[1:]
         peak.copy.__defaults__ = (PEAK_S,)
     if alone := sys.modules.get("dyno.worker.video.alone"):
-        alone.FRAMES, alone.CHUNK = ALONE, CHUNK
+        alone.TIMED_FRAMES, alone.CHUNK_FRAMES = ALONE, CHUNK
     if compiler := sys.modules.get("torch._inductor.cpu_vec_isa"):
         # It starts a Python with PyTorch for each, to see that what was compiled can be loaded.
         compiler.subprocess = types.SimpleNamespace(check_call=_load, DEVNULL=subprocess.DEVNULL)

@@ -89,8 +89,8 @@ DYNO = FEW_DIGITS + "app.main()"
 DEMO = f"""{FEW_DIGITS}
 from dyno.cli import demo
 from dyno.study.study import Study
-demo.SIZE = 32
-demo.TRAINING |= {{"epochs": 1, "threads": 1}}
+demo.IMAGE_SIZE = 32
+demo.TRAINING_SETTINGS |= {{"epochs": 1, "threads": 1}}
 demo.BACKENDS = ("onnxruntime@precision=fp32+int8",)
 demo.Study = lambda **asked: Study(**asked | {{"seconds": 0.05, "block": 0.01, "warmup": 0.02, "threads": 1}})
 app.main()

@@ -164,7 +164,7 @@ COUNT = 100
 SLOW = f"""
 import os, sys, time; from pathlib import Path
 from dyno import data as datasets; from dyno.data import decode; from dyno.worker.spec import Preprocess
-decode.FEW_CORES, decode.WORTH_S = 0, 0.0
+decode.THREADS_SUFFICE_CORES, decode.MIN_PROCESS_GAIN_S = 0, 0.0
 os.sched_getaffinity = lambda _: {{0, 1}}
 cache = Path(sys.argv[2])
 options = {{"on_unreadable": "skip", "progress": lambda done, _: time.sleep(3600 * (done > {COUNT // 2}))}}
