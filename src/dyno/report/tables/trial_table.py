@@ -694,7 +694,7 @@ def _list_unranked(rows: list[Row]) -> list[str]:
 
 
 def _list_disturbed(rows: list[Row]) -> Iterator[str]:
-    """Yield lines on rows whose speed-up contradicts the latencies, or whose latency contradicts the other boundary's."""
+    """Yield lines on rows whose speed-up contradicts the latencies, or whose latency contradicts the other boundary."""
     if names := ", ".join(f"{r['backend']} {r['precision']}" for r in rows if ranking.is_speed_lost(r)):
         yield (
             f"{names}: no speed-up, as other programs disturbed the rounds so much that latencies beside each other "
