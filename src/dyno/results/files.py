@@ -72,8 +72,7 @@ def _parse_array(data: bytes) -> np.ndarray:
 def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
     """Read a round's samples; return them with the name of an unreadable array file, else "".
 
-    A missing file isn't an error. samples.npz is read completely; of outputs.npz, which may be large, only the
-    directory.
+    A missing file isn't an error. samples.npz is read whole; of outputs.npz, perhaps large, only the directory.
     """
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for name, only in (("samples.npz", None), ("outputs.npz", ())):

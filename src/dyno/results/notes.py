@@ -100,7 +100,7 @@ class AnchorDevices:
 
     @property
     def speedups(self) -> dict[str, stats.Speedup]:
-        """Speed-up of each place under load beside others over the place alone, judged as one family."""
+        """Speed of each place beside the others relative to the place alone, judged as one family."""
         timed = [d for d in self.devices if d.beside or d.ratios]
         family = [
             stats.pair_evidence([-math.log(ratio) for ratio in d.ratios])

@@ -317,7 +317,7 @@ def is_within_limits(run: RunData) -> bool:
 
 
 def list_winners(run: RunData) -> Iterator[tuple[str, str]]:
-    """Yield where (model and size) and the winner's id, for each ranking that has a winner."""
+    """Yield the model with its size and the winner's id, for each ranking that has a winner."""
     for ranking in rank_goals(run):
         ordered = ranking.fastest
         if len(ordered):
@@ -588,10 +588,10 @@ CLEAR_LEAD = 1.5  # lead over a trial, proven faster, that removes it from conte
 
 
 def list_contenders(run: RunData) -> set[str]:
-    """Return the ids of the trials to continue with when the trials are too slow to measure all.
+    """Return the ids of the trials that get further rounds if there is no time for all.
 
     They are the finalists, and trials that the winner doesn't beat by CLEAR_LEAD. With `--until every-row` and in a
-    comparison, where every row is a question, they are all trials.
+    comparison they are all trials, because every row is a question.
     """
     if run.records.settings.get("until") == EVERY_ROW or any(trial.side for trial in run.trials.values()):
         return {*run.trials}

@@ -103,7 +103,7 @@ class Round:
         return timeline.find_clean(turns if len(turns) == len(taken) else taken, window, self.trace.throttled)
 
     def count_throttled(self, boundary: str) -> tuple[int, int, int]:
-        """Count the latencies taken at a boundary, those taken while the GPU was throttled, and those dropped."""
+        """Count a boundary's latencies: all, taken under a throttled GPU, and dropped."""
         taken = self.raw_samples("latency", boundary)
         hit = len(taken) - int(self._mark_clean(taken, boundary).sum())
         return len(taken), hit, len(taken) - len(self.samples("latency", boundary))
@@ -126,8 +126,7 @@ class Round:
     ) -> set[int]:
         """Return the indices of blocks disturbed by other programs or by moved processors.
 
-        `quiet`: the engine's own delay in its quietest round; `usual`: the accepted range of core-to-core latencies,
-        ns.
+        `quiet`: the engine's own delay in its quietest round; `usual`: accepted core-to-core latencies, ns.
         """
         delayed = find_disturbed(self.facts.delays.get(boundary, ()), quiet)
         moved = [n and not usual[0] < n <= usual[1] for n in self.facts.core_latencies.get(boundary, ())]

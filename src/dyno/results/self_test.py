@@ -224,12 +224,12 @@ class Rate:
 
     @cached_property
     def interval(self) -> stats.Interval:
-        """The share with its limits."""
+        """Share with its limits."""
         return stats.compute_wilson(self.hits, self.count)
 
     @property
     def at_most(self) -> float:
-        """The one-sided upper 95 % limit."""
+        """One-sided upper 95 % limit."""
         return at_most(self.hits, self.count)
 
 

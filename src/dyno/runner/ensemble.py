@@ -225,8 +225,8 @@ def measure(
 ) -> list[Trial]:
     """Measure one round of each comparison, one after the other; return the trials that could not be interleaved.
 
-    Those are single trials, or there is memory for only one process. `options` are added to those of the jobs; `kind`
-    is ROUND, CONFIRMATION or SUSTAINED.
+    Reasons are a single trial, or memory for only one process. `options` are added to those of the jobs; `kind` is
+    ROUND, CONFIRMATION or SUSTAINED.
     """
     alone: list[Trial] = []
     while comparisons:

@@ -301,7 +301,7 @@ class Rounds:
 
         Stored trials join again as rivals: the finalists among `done`, or among all if no further round can follow
         (`is_fixed`). All of them join a new reference. In the first of several rounds of a fixed number, all of `done`
-        join, so that every pair has the same number of rounds.
+        join, so that every pair has as many rounds.
         """
         comparisons: list[ensemble.ComparedTrials] = []
         groups = ensemble.group_trials([*trials, *others, *done], self.forms)
@@ -372,7 +372,7 @@ class Finalists:
     forms: Forms
 
     def measure(self, study: Study) -> None:
-        """Confirm the finalists, then measure them interleaved in turns of `study.sustained_s` without a break."""
+        """Confirm the finalists, then interleave them in unbroken turns of `study.sustained_s` seconds."""
         self._measure_rounds(study.confirmations, CONFIRMATION)
         if seconds := study.sustained_s:
             plan = {"blocks": SUSTAINED_ROUNDS, "block_s": seconds, "seconds": SUSTAINED_ROUNDS * seconds}
@@ -581,7 +581,7 @@ class Files:
         return self.make_file(_of_build(trial.recipe, trial.build(number), trial.backend)) if trial.recipe else None
 
     def make_file(self, recipe: Recipe) -> Artifact | Record:
-        """Return the recipe's file, from the cache if none of its inputs has changed."""
+        """Return the recipe's file, from the cache if all its inputs are unchanged."""
         key = self._substitute_key(recipe)
         if key not in self.results:
             self.results[key] = self._with_fallback(recipe, key)

@@ -88,7 +88,7 @@ def check_weights(study: Study, models: Sequence[str]) -> None:
 def check_device(study: Study) -> None:
     """Raise `UserError` for unusable devices.
 
-    Besides those of `check_kind`, they are missing GPUs, and several devices or a cluster outside `dyno run`.
+    They are the devices refused by `check_kind`, missing GPUs, and several devices or a cluster outside `dyno run`.
     """
     if "," in study.device:
         raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")

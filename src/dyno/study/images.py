@@ -107,8 +107,7 @@ def list_photos(path: str) -> list[Path]:
 def calibrates(study: Study) -> bool:
     """Return whether any configuration in the study needs calibration images; all its trials share the data.
 
-    They are int8 and fp8, configurations with layers kept higher (`keep=N`), and those that a search may add for a
-    budget.
+    They are int8, fp8, configurations with layers kept higher (`keep=N`), and candidates of a budget's search.
     """
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.list_backends()]
     for choice in choices:

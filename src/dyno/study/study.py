@@ -321,8 +321,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
     @property
     def adds_precisions(self) -> bool:
-        """Whether backends also run in this machine's lower precisions: only if none, no backend and no baseline is
-        named."""
+        """Whether this machine's lower precisions are added: only if no precision, backend or baseline is named."""
         return not (self.precisions or self.backends or self.baseline)
 
     @property

@@ -264,9 +264,9 @@ def _check_output(output: Path, source: Path | None) -> None:
 
 
 def store_about(folder: Path, name: str, about: Mapping[str, Any], other: str, lacking: str) -> None:
-    """Store what the folder measures in the file `name`; raise UserError if it measures something else.
+    """Store `about` in the folder's file `name`; UserError if the folder was measured with other values.
 
-    `other` and `lacking` complete the error messages: what the folder is of, and what its run is without.
+    `other` and `lacking` complete the error messages, for other values and for a folder without the file.
     """
     path = folder / name
     stored = read_json(path) if path.is_file() else {}

@@ -238,11 +238,7 @@ def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: st
 
 
 def list_weight_findings(results: Results) -> Iterator[Finding]:
-    """Yield a warning for each model whose file is not computed as stored.
-
-    Causes: float64 computed in float32, averaged weights or several functions in the file, layers that run as in
-    training, a folder without weights, or another reading by OpenVINO.
-    """
+    """Yield warnings on models computed otherwise than stored: other types, weights, functions, modes or readings."""
     models = dict.fromkeys(t.given for t in results if t.good and IN_SINGLE in remarks.list_warnings(t))
     advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
     yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
@@ -256,11 +252,7 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
 
 
 def list_label_findings(results: Results) -> Iterator[Finding]:
-    """Yield warnings on doubtful labels.
-
-    Causes: class names that are numbers sorted as text, boxes that aren't on the objects, and answers that fit the
-    labels in another order.
-    """
+    """Yield warnings on doubtful labels: numeric names sorted as text, misplaced boxes, or another class order."""
     lines = [(t.given, line.removeprefix("data: ")) for t in results if t.good for line in remarks.list_warnings(t)]
     told = dict.fromkeys(f"Labels: {line}." for _, line in lines if line.startswith(TEXT_ORDER))
     told |= dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(AS_READ))

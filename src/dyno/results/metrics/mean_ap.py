@@ -475,7 +475,7 @@ class BoxMeanAveragePrecision(MeanAveragePrecision):
 
 
 class BoxMeanAveragePrecision50(BoxMeanAveragePrecision):
-    """mAP of those boxes at an overlap of 0.5."""
+    """mAP of the boxes of a task with masks or keypoints, at an overlap of 0.5."""
 
     name = "box_mAP50"
     label = "boxes' mAP50"
