@@ -73,7 +73,7 @@ class TrackedRun:
 
     @property
     def files(self) -> Iterator[Path]:
-        """Existing report files of the folder."""
+        """The report and the table of results, if they exist in the folder."""
         return (path for name in ARTIFACT_FILES if (path := self.folder / name).is_file())
 
     @property

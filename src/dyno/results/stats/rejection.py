@@ -116,8 +116,8 @@ def find_center(values: Sequence[float], medians: Sequence[float] = ()) -> Inter
 def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
     """Summarise the samples of several processes: each statistic's geometric mean over undisturbed processes.
 
-    `find_center` selects these processes by their medians; all have equal weight. `count` is the sum and `max` the
-    largest over all processes. A deviation that is 0 in any process is 0.
+    Processes are rejected by their medians, as in `find_center`; the others have equal weight. `count` is the sum and
+    `max` the largest over all processes. A deviation that is 0 in any process is 0.
     """
     if len(rounds) == 1:
         return summarise(rounds[0])
