@@ -27,7 +27,7 @@ def test_other_images_or_options_are_another_training(monkeypatch: pytest.Monkey
 
     usual = folder()
     assert folder() == usual
-    assert folder(TRAINING={"epochs": 9}) != usual
+    assert folder(TRAINING_SETTINGS={"epochs": 9}) != usual
     # As another version of Dyno, or of Pillow, may decode them.
     other = replace(data.prepare_digits(demo.cache_dir() / "datasets", demo.IMAGE_SIZE), sha256="another")
     monkeypatch.setattr(data, "prepare_digits", lambda *_: other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 import signal
@@ -123,6 +124,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of what is imported until `exits` handles it
     from dyno.cli import exits
 
+    gc.set_threshold(50_000)  # the tables of a large run are millions of objects without cycles
     sys.argv[1:] = exits.expand_home(exits.replace_renamed(sys.argv[1:]))
     exits.end(make_app("".join(sys.argv[1:2])))
 

@@ -193,6 +193,14 @@ def list_quiet_rounds(
     return quiet if min(map(len, quiet)) >= min_rounds else timed
 
 
+def find_quiet_rounds(t: TrialResult, boundary: str, min_rounds: int = 1) -> list[Round]:
+    """Return one trial's undisturbed rounds (`list_quiet_rounds`), cached."""
+    key = "quiet rounds", boundary, min_rounds
+    if key not in t.computed:
+        [t.computed[key]] = list_quiet_rounds([t], boundary, min_rounds)
+    return cast("list[Round]", t.computed[key])
+
+
 def quiet_medians(t: TrialResult, boundary: str, clock: str = "") -> list[float]:
     """Return the median latency in seconds of each undisturbed round, by that clock; without any, of all rounds.
 
@@ -200,8 +208,8 @@ def quiet_medians(t: TrialResult, boundary: str, clock: str = "") -> list[float]
     """
     key = "quiet medians", boundary, clock
     if key not in t.computed:
-        [rounds] = list_quiet_rounds([t], boundary, 1)
-        t.computed[key] = t.medians(boundary, clock, {r.folder.name for r in rounds})
+        names = {r.folder.name for r in find_quiet_rounds(t, boundary)}
+        t.computed[key] = t.medians(boundary, clock, names)
     return cast("list[float]", t.computed[key])
 
 

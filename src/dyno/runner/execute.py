@@ -84,12 +84,7 @@ def execute(
     if only is None:  # else part of a checked run
         check_own(folder)
     refuse_other(study, folder)
-    planned = expand(study, only.sources if only else ())
-    if only and (strange := {*only.trials} - {entry.trial.id for entry in planned}):
-        raise UserError(
-            f"{platform.node()} plans other trials than those that are asked for ({len(strange)} differ); all hosts "
-            "need the same Dyno, libraries, models and data, at the same paths"
-        )
+    planned = _plan(study, only)
     run = Run(folder)
     with run.hold_lock():
         planned = prepare(study, run, planned, progress)
@@ -123,6 +118,17 @@ def execute(
             Finalists(run, todo, list_finalists(folder), files, progress, fits, forms).measure(study)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
+
+
+def _plan(study: Study, only: TrialSelection | None) -> list[PlannedTrial]:
+    """Return the study's trials on this host; raise `UserError` if trials of `only` aren't among them."""
+    planned = expand(study, only.sources if only else ())
+    if only and (unplanned := {*only.trials} - {entry.trial.id for entry in planned}):
+        raise UserError(
+            f"{platform.node()} plans other trials than those that are asked for ({len(unplanned)} differ); all hosts "
+            "need the same Dyno, libraries, models and data, at the same paths"
+        )
+    return planned
 
 
 def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progress) -> list[PlannedTrial]:

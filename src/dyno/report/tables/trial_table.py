@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.formatting import MAX_INTERVAL_RATIO, format_count, format_number, format_size, images_tested, is_bounded
 from dyno.report.tables import TableKind
 from dyno.results import correctness, limits, metrics, ranking, remarks, stats
-from dyno.results.blocks import list_quiet_rounds, quiet_medians
+from dyno.results.blocks import find_quiet_rounds, quiet_medians
 from dyno.results.correctness import (
     INCOMPARABLE,
     OTHER_WEIGHTS,
@@ -315,7 +315,8 @@ def read_trials(
     for row in rows if most else ():
         row[LIMIT_COLUMN.name] = limits.name_outcome(limits.check_limits(row, most)) if row["status"] == "ok" else ""
     for row in rows:  # pandas 3 stores them as Arrow strings, which must be UTF-8
-        row |= {k: v.encode("utf-8", "backslashreplace").decode() for k, v in row.items() if isinstance(v, str)}
+        odd = {k: v for k, v in row.items() if isinstance(v, str) and not v.isascii()}
+        row |= {k: v.encode("utf-8", "backslashreplace").decode() for k, v in odd.items()}
     table = _make_frame(rows, has_limits=bool(most))
     if budget:
         _check_budget(budgets, table)
@@ -435,7 +436,7 @@ def _compute_latencies(t: TrialResult) -> dict[str, float]:
     columns: dict[str, float] = {}
     compared = compared_boundary(t)
     for boundary in LATENCIES:
-        [quiet] = list_quiet_rounds([t], boundary, 1)
+        quiet = find_quiet_rounds(t, boundary)
         if sampled := [each for each in t.list_sampled("latency", boundary) if each[0] in quiet]:
             rounds = [samples for _, samples in sampled]
             s = stats.over_rounds(rounds)
@@ -462,19 +463,18 @@ def _compute_percentiles(sampled: Sequence[tuple[Round, np.ndarray]]) -> list[st
 
 def _measure_rate(t: TrialResult) -> stats.Interval:
     """Return inputs per second over the quiet rounds, NaN if other programs disturbed it."""
-    [rounds] = list_quiet_rounds([t], "throughput", 1)
+    rounds = find_quiet_rounds(t, "throughput")
     rate = stats.find_center(by_build((r, v) for r in rounds if (v := r.value("throughput", "throughput"))))
     return stats.Interval(*3 * (math.nan,)) if _find_contradiction(t, "throughput", t.batch / rate.value) else rate
 
 
 def _find_contradiction(t: TrialResult, boundary: str, seconds: float) -> float | None:
-    """Return the latency at another boundary if `seconds`, perhaps disturbed, is over twice as long; else None.
+    """Return the latency at another boundary if `seconds` is over twice as long; else None.
 
-    Only without scheduling delays on record, when every round may have been disturbed. None on a GPU, whose copies may
-    take that long undisturbed.
+    Only if no round at this boundary is known to be quiet. None on a GPU, whose copies may take that long undisturbed.
     """
-    [quiet] = list_quiet_rounds([t], boundary, 0)
-    if t.device.startswith("cuda") or any(r.facts.delays.get(boundary) for r in quiet):
+    is_quiet = any(r.facts.delays.get(boundary) for r in find_quiet_rounds(t, boundary, 0))
+    if t.device.startswith("cuda") or is_quiet:
         return None
     usual = min((median(found) for b in LATENCIES if (found := quiet_medians(t, b))), default=math.nan)
     return usual if seconds > MAX_INTERVAL_RATIO * usual else None

@@ -359,7 +359,7 @@ def list_unscored_findings(run: RunData) -> Iterator[Finding]:
 
 def list_empty_budgets(run: RunData) -> Iterator[Finding]:
     """Yield a warning for each reference whose whole accuracy is within the permitted loss."""
-    references = {t.id: t.given for t in run.references.values()}
+    references = {t.id: t.given for t in run.references.values()} if run.budgets else {}
     for _, row in run.frame[run.frame["trial"].isin(list(references))].iterrows():
         for budget in run.budgets:
             metric = list_metrics()[budget.metric]
