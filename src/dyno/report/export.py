@@ -1,4 +1,4 @@
-"""A table in a format: text for a terminal, Markdown, CSV, JSON or HTML, all from the same `Table`."""
+"""Export of tables: terminal text, Markdown, CSV, JSON or HTML, all from the same `Table`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dyno.table import COUNT, FIRST_KEY, LINK_KEY, TEXT, Column, Row, Table, Tab
 from dyno.worker.record import replace_file
 from dyno.worker.spec import SCHEMA, check_known
 
-MAX_NAME_WIDTH = 32  # characters of a name in a terminal; also the fold width before a column is left out
+MAX_NAME_WIDTH = 32  # characters of a name in a terminal; wider text is folded before a column is dropped
 COLUMN_GAP = 2  # spaces between columns
-WORD_BREAK_DIVISOR = 3  # break words longer than this fraction (one in three) of the width
-PIPED_WIDTH = 120  # characters of a line in a file or a pipe, for tables with a column limit
+WORD_BREAK_DIVISOR = 3  # words longer than width / this are broken
+PIPED_WIDTH = 120  # characters per line in a file or pipe, for tables with a column limit
 MORE_COLUMNS = "more columns: dyno show --columns all"
 
 By = str | Sequence[str]
@@ -31,12 +31,12 @@ By = str | Sequence[str]
 def export(
     tables: Sequence[Table], format: str = "text", by: By = (), about: Mapping[str, Any] | None = None, only: str = ""
 ) -> str:
-    """Return the tables in one of FORMATS, ending with a line end.
+    """Return the tables in one of FORMATS, ending with a newline.
 
-    `csv`, `json` and `html` (a page) hold plain values; csv and json have every column, the others those that are
-    printed, a part for each of the values of the columns `by`. `only` names the columns of any but json; EVERY are all.
-    `about` stands at the beginning of the JSON object, which holds the `columns`, `rows` and `notes` of each of the
-    `tables` by name. UserError for an unknown format or column.
+    `csv`, `json` and `html` (a page) hold plain values. csv and json have every column, other formats the printed ones,
+    in one part per value of the columns `by`. `only` selects columns (EVERY: all) in all formats but json. `about`
+    starts the JSON object, which holds the `columns`, `rows` and `notes` of each table by name. UserError for an
+    unknown format or column.
     """
     check_known("format", format, FORMATS)
     if format == "json":
@@ -45,10 +45,10 @@ def export(
 
 
 def write_parquet(path: Path, table: Table, about: Mapping[str, Any] | None = None) -> None:
-    """Write every column of a table as a Parquet file: int64 for counts, string for words, double for other numbers.
+    """Write all columns of a table as a Parquet file: int64 for counts, string for text, double for other numbers.
 
-    A missing value is null. Each field's metadata has the column's `unit`, `kind` and `meaning`; the schema's has
-    `dyno`, a JSON object as in the format `json`, without columns and rows.
+    Missing values are null. Each field's metadata has the column's `unit`, `kind` and `meaning`. The schema's metadata
+    has `dyno`, a JSON object as in the format `json`, without columns and rows.
     """
     import pyarrow as pa
     import pyarrow.parquet
@@ -68,7 +68,7 @@ def write_parquet(path: Path, table: Table, about: Mapping[str, Any] | None = No
 
 
 def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: str) -> str:
-    """Return the tables in text, Markdown or a page with sentences below them; as CSV without."""
+    """Return the tables as text, Markdown or a page with sentences below them; as CSV without sentences."""
     if format == "html":
         return _format_page(tables, sentences=sentences)
     text = export(tables, format)
@@ -113,7 +113,7 @@ def _convert_value(value: Any) -> Any:
 
 
 def _make_heading(table: Table, part: TablePart, is_only: bool) -> str:
-    """Return the part's heading, preceded by the table's where there are other parts or where it names a statistic."""
+    """Return the part's heading, after the table's title if there are several parts or it names a statistic."""
     if not part.title:
         return table.title
     return part.title if is_only and "statistic" not in table.group else f"{table.title}: {part.title}"
@@ -124,7 +124,7 @@ def _format_markdown(tables: Sequence[Table], by: By, only: str) -> str:
     for table in tables:
         blocks += [f"## {table.name}\n"] if len(tables) > 1 else []
         for part in table.parts(by, only):
-            # Only words are escaped: numbers with their intervals mean nothing in Markdown.
+            # Only text is escaped: numbers with intervals have no meaning in Markdown.
             cells = [
                 [escape_markdown(c.text(r)) if c.kind == TEXT else c.text(r) for c in part.columns] for r in part.rows
             ]
@@ -142,9 +142,9 @@ def _format_page(tables: Sequence[Table], by: By = (), only: str = "", sentences
 
 
 def make_page(title: str, body: str, *, heading: bool = True, graph: str = "") -> str:
-    """Return a page in the report's style around the HTML of its body, with a filter of its tables' rows.
+    """Return a page in the report's style around an HTML body, with a row filter for its tables.
 
-    `heading` is whether the title is shown, and `graph` are the scripts of graphs in the body.
+    `heading` shows the title; `graph` holds the scripts of graphs in the body.
     """
     from markupsafe import Markup
 
@@ -154,7 +154,7 @@ def make_page(title: str, body: str, *, heading: bool = True, graph: str = "") -
 
 
 def render_page(template: str, *, graph: str, **values: Any) -> str:
-    """Render a template of the page with its style and scripts, and the scripts of graphs."""
+    """Render a page template with style and scripts, including the graph scripts."""
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -175,21 +175,21 @@ def _file_of_page(name: str) -> str:
 
 
 def make_list(sentences: Sequence[str]) -> str:
-    """Return sentences as a list in HTML, "" without any."""
+    """Return sentences as an HTML list, "" without any."""
     listed = "".join(f"<li>{html.escape(sentence)}</li>\n" for sentence in sentences)
     return f"<ul>\n{listed}</ul>\n" if listed else ""
 
 
 def make_parts(tables: Sequence[Table], by: By = (), only: str = "") -> str:
-    """Return the tables as HTML that stands in a page."""
+    """Return the tables as HTML for embedding in a page."""
     return "\n".join(page_part(each, part) for each in tables for part in each.parts(by, only))
 
 
 def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
-    """Return one part as HTML, with the sort key of each cell; everything in it is escaped.
+    """Return one part as HTML, with the sort key of each cell; everything is escaped.
 
-    Columns that a narrow terminal omits are `minor`, which a page can hide on a narrow screen. Those beyond the table's
-    limit are hidden until the page's reader picks them.
+    Columns omitted on a narrow terminal are `minor`; a page can hide them on a narrow screen. Columns beyond the
+    table's limit are hidden until the reader selects them.
     """
     columns = part.columns
     hidden = [c for c in columns if c not in _choose_columns(part, MAX_LINE_LENGTH, table.max_columns)]
@@ -212,7 +212,7 @@ def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
 
 
 def _format_classes(column: Column, text: str = "") -> str:
-    """Return classes for the page's style; long lists of words are folded, or later columns would leave the page."""
+    """Return CSS classes; long lists of words are folded to keep later columns on the page."""
     folded = column.kind == TEXT and len(text) > 2 * MAX_NAME_WIDTH and " " in text
     classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0) + ["wide"] * folded)
     return f' class="{classes}"' if classes else ""
@@ -230,7 +230,7 @@ def _format_text(tables: Sequence[Table], by: By, only: str) -> str:
 
 
 def _text_parts(table: Table, by: By, only: str, is_only: bool) -> Iterator[str]:
-    """Yield the table's parts as text; the last one's note says how to see the columns that were left out."""
+    """Yield the table's parts as text; the last part's note tells how to see omitted columns."""
     width, max_columns = formatting.find_width(), 0 if only else table.max_columns
     width = min(width, PIPED_WIDTH) if max_columns else width
     parts, hidden = [*table.parts(by, only)], dict[str, None]()
@@ -247,12 +247,12 @@ def _text_parts(table: Table, by: By, only: str, is_only: bool) -> Iterator[str]
 
 
 def _choose_columns(part: TablePart, width: int, max_columns: int) -> list[Column]:
-    """Return the columns that fit, `max_columns` at most (0: any number): the least important ones go first."""
+    """Return the columns that fit, at most `max_columns` (0: any number); the least important are dropped first."""
     columns, longest = list(part.columns), MAX_NAME_WIDTH if width < MAX_LINE_LENGTH else MAX_LINE_LENGTH
     widest = {}
     for c in columns:
         texts = [clean_text(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)]
-        words = longest if c.kind == TEXT else MAX_LINE_LENGTH  # words can be folded
+        words = longest if c.kind == TEXT else MAX_LINE_LENGTH  # text can be folded
         widest[c.name] = min(max(map(_count_cells, texts)), words)
     while any(c.rank for c in columns) and (
         sum(widest[c.name] + COLUMN_GAP for c in columns) - COLUMN_GAP > width
@@ -263,7 +263,7 @@ def _choose_columns(part: TablePart, width: int, max_columns: int) -> list[Colum
 
 
 def _text_part(title: str, part: TablePart, width: int) -> str:
-    """Return the part as text; where it is too wide, cells are broken between words, or each row becomes a list."""
+    """Return the part as text; if it is too wide, cells are folded between words, or each row becomes a list."""
     longest, columns = MAX_NAME_WIDTH if width < MAX_LINE_LENGTH else MAX_LINE_LENGTH, part.columns
     cells = [[clean_text(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)] for c in columns]
     below = [
@@ -283,14 +283,14 @@ def _text_part(title: str, part: TablePart, width: int) -> str:
 
 
 def _shorten_cell(column: Column, row: Row, max_length: int) -> str:
-    """Return the cell on one line; names are cut, for they can be of any length."""
+    """Return the cell on one line; names, which have any length, are cut."""
     return shorten_text(column.text(row), max_length if column.identity else MAX_LINE_LENGTH)
 
 
 def _choose_widths(columns: Sequence[list[str]], whole: int) -> list[int]:
-    """Return each column's width: its longest word at least; columns that lack least get the remaining space first.
+    """Return each column's width, at least its longest word; columns that lack least get spare space first.
 
-    A word of more than a third of the width is broken. Return [] where the columns don't fit even then.
+    Words longer than a third of the width are broken. Empty if the columns don't fit even then.
     """
     wanted = [max(map(_count_cells, texts)) for texts in columns]
     if sum(wanted) <= whole:
@@ -306,7 +306,7 @@ def _choose_widths(columns: Sequence[list[str]], whole: int) -> list[int]:
 
 
 def _format_row(texts: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    """Return a row of the table: one line, or several where a cell doesn't fit."""
+    """Return a table row: one line, or several if cells are folded."""
     cells = [_fold_text(text, width) for text, width in zip(texts, widths, strict=True)]
     height = max(map(len, cells), default=1)
     padded = [[*lines, *[""] * (height - len(lines))] for lines in cells]
@@ -317,7 +317,7 @@ def _format_row(texts: Sequence[str], widths: Sequence[int], right: Sequence[boo
 
 
 def _format_list(columns: Sequence[list[str]], index: int, is_first: bool) -> str:
-    """Return row `index` as lines of `heading: cell`, without empty cells; row 0 has the headings."""
+    """Return row `index` as lines of `heading: cell`, without empty cells; row 0 is the header."""
     name, *rest = [f"{texts[0]}: {texts[index]}" for texts in columns if texts[index]] or [""]
     name = formatting.wrap_text(name)
     return "\n".join(
@@ -362,17 +362,17 @@ Event = dict[str, Any]
 
 
 def trace_document(events: Iterable[Event], exporter: str, note: str) -> dict[str, Any]:
-    """Return the whole file; the note explains how the times were measured."""
+    """Return the whole trace file; `note` explains how times were measured."""
     return {"traceEvents": list(events), "displayTimeUnit": "ms", "otherData": {"exporter": exporter, "note": note}}
 
 
 def process_event(pid: int, name: str) -> Iterator[Event]:
-    """Yield a process's name, and its place among the others."""
+    """Yield a process's name, and its position among the processes."""
     thread = {"pid": pid, "tid": 1}
     yield {"ph": "M", "name": "process_name", **thread, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", **thread, "args": {"sort_index": pid}}
 
 
 def track_event(pid: int, tid: int, name: str) -> Event:
-    """Return the event that names a track within its process."""
+    """Return the event that names a track of a process."""
     return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}

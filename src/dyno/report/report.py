@@ -1,4 +1,4 @@
-"""The report: one HTML page that needs nothing beside it, with PNG charts and results.csv for other uses."""
+"""The report: one self-contained HTML page, with PNG charts and results.csv for other uses."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from dyno.worker.extras import name_lacking
 from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import UserError
 
-# A run as a notebook shows it: the decisions, the trials and one chart, as plain HTML that needs no script.
+# Notebook cell of a run: decisions, trials and one chart, as plain HTML without scripts.
 
-MAX_GROUPS = 6  # models and sizes in the first chart
+MAX_GROUPS = 6  # groups in the first chart
 BATCH_CHARTS = ("speedup", "latency")  # charts with a panel for each batch
-HEADLINE_CHARTS = ("serve-latency", "video-timeline", *BATCH_CHARTS)  # the first one that can be drawn leads the report
+HEADLINE_CHARTS = ("serve-latency", "video-timeline", *BATCH_CHARTS)  # candidates for the chart at the top, by priority
 
 
 def keep_leading(run: RunData) -> RunData:
-    """Return the run with the rows of its first chart: the smallest batch of the first MOST_GROUPS groups.
+    """Return the run restricted to the rows of its first chart: the smallest batch of the first MAX_GROUPS groups.
 
-    A group is a model, size and device; the verdict begins with its smallest batch. More can't be seen at once.
+    A group is a model, size and device; the verdict starts with its smallest batch. More rows would be illegible.
     """
     groups = run.frame.groupby(["model", "size", "device"], sort=False)
     first = (run.frame["batch"] == groups["batch"].transform("min")) & (groups.ngroup() < MAX_GROUPS)
@@ -55,7 +55,7 @@ def keep_leading(run: RunData) -> RunData:
 
 
 def make_cell(run: RunData) -> str:
-    """Return a fragment of a page, with everything from the run escaped; without matplotlib it has no chart."""
+    """Return an HTML fragment with everything from the run escaped; without matplotlib it has no chart."""
     leaders, summary = tables.list_leading(run)
     if leaders:
         return "\n".join(
@@ -100,20 +100,22 @@ def _write_rows(table: Table) -> Iterator[str]:
         yield from (f"<p><small>{escape(note)}</small></p>" for note in part.notes)
 
 
-# A run's charts, drawn side by side: with many trials each takes matplotlib a second.
+# Charts of a run, drawn in parallel: with many trials, matplotlib takes a second for each.
 
 SMALLEST_BATCH_NOTE = "At the smallest batch; the chart of all is among the charts below."
-PHONE_WIDTH = 3.4  # inches of a chart on a phone, with letters of 12 pixels
-MIN_PARALLEL_TRIALS = 12  # from here on processes draw; fewer charts are drawn before processes would have started
+PHONE_WIDTH = 3.4  # inches of a chart on a phone, with text of 12 pixels
+MIN_PARALLEL_TRIALS = 12  # from here on drawn in parallel; fewer charts are finished before processes have started
 
 
-_one: partial[ChartDrawing | None]  # draws the chart of an index, in a drawing process
+_one: partial[ChartDrawing | None]  # in a drawing process: draws the chart with that index
 
 
 @dataclass(frozen=True)
 class ChartDrawing:
-    """A chart inside the page: its name, its caption, and the <svg> element, which matplotlib has escaped; the chart at
-    the top has a `narrow` one for phones."""
+    """A chart in the page: its name, caption, and <svg> element (escaped by matplotlib).
+
+    The chart at the top has a `narrow` drawing for phones.
+    """
 
     name: str
     caption: str
@@ -124,22 +126,22 @@ class ChartDrawing:
 def draw_charts(run: RunData, folder: Path, prefix: str, name: str) -> list[ChartDrawing]:
     """Draw every chart for which the run has data, and write each to FOLDER as PNG.
 
-    Ids of the drawings begin with `prefix`, and names of files with `name`, where it isn't empty.
+    `prefix` starts the ids in the drawings; `name`, unless empty, starts the file names.
     """
     one = partial(_draw_kind, run, folder, prefix, name)
     count = range(len(charts.list_charts()))
     most = min(len(os.sched_getaffinity(0)), len(count))
-    # Only the thread that forks goes on in a forked process: whatever lock another one held would stay locked there.
+    # A fork copies only the current thread: a lock held by another would stay locked.
     if len(run.frame) >= MIN_PARALLEL_TRIALS and most > 1 and threading.active_count() == 1:
         try:
             return _filter_present(_side_by_side(one, count, most))
-        except BrokenProcessPool:  # one was killed, as for want of memory
+        except BrokenProcessPool:  # a process was killed, e.g. for lack of memory
             pass
     return _filter_present(map(one, count))
 
 
 def draw_headline(run: RunData, drawn: Sequence[ChartDrawing], prefix: str) -> ChartDrawing | None:
-    """Return the chart for the top of the page: one of those drawn, or one of the rows that fit in view; else None."""
+    """Return the chart for the top of the page: one of those drawn, or one of the `keep_leading` rows; else None."""
     first, kinds = keep_leading(run), {kind.name: kind for kind in charts.list_charts()}
     for found in (chart for wanted in HEADLINE_CHARTS for chart in drawn if chart.name == wanted):
         if found.name not in BATCH_CHARTS:
@@ -155,7 +157,7 @@ def draw_headline(run: RunData, drawn: Sequence[ChartDrawing], prefix: str) -> C
 
 
 def file_name(name: str) -> str:
-    """Return the name with the characters replaced that not every file system allows."""
+    """Replace characters that some file systems forbid."""
     return re.sub(r"[^\w.-]+", "_", name)
 
 
@@ -187,19 +189,19 @@ def _side_by_side(one: partial[ChartDrawing | None], count: range, max_processes
     import matplotlib.backends.backend_svg
     import matplotlib.figure  # noqa: F401 - imported once, here
 
-    # What draws is inherited, not sent: before Python 3.11.5 the death of a process while a pipe is full ends nothing.
+    # The function is inherited, not sent: before Python 3.11.5, a process that dies with a full pipe ends nothing.
     with (
         warnings.catch_warnings(),
         ProcessPoolExecutor(max_processes, get_context("fork"), _prepare_process, (one,)) as pool,
     ):
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which survive a fork
+        warnings.simplefilter("ignore", DeprecationWarning)  # libraries' threads survive a fork
         return [*pool.map(_draw_inherited, count)]
 
 
 def _prepare_process(one: partial[ChartDrawing | None]) -> None:
-    """Prepare a process that draws.
+    """Prepare a drawing process.
 
-    It ignores interrupts: they are for the command, which ends its processes; these would print a traceback.
+    It ignores interrupts, because the command handles them and ends its processes; here they would print a traceback.
     """
     global _one
     _one = one
@@ -219,17 +221,17 @@ LEAD_NOTE = (
     "the table shows its status. Each table is in `tables/` as CSV too."
 )
 
-EXPLANATION_MODULE = "dyno.layers.graph_page"  # imported by name: it belongs to a higher layer
+EXPLANATION_MODULE = "dyno.layers.graph_page"  # imported by name, as it belongs to a higher layer
 REQUIRED_MODULES = ("jinja2", "matplotlib")
-MAX_CARDS = 2  # open decisions shown as cards; more are folded lines
+MAX_CARDS = 2  # open decisions shown as cards; the rest are folded
 # badge text of each kind of decision
 STATE_WORDS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no winner"}
 
 
 def write_report(runs: Sequence[RunData], out: Path) -> Path:
-    """Write OUT/report.html, charts/*.png, tables.md and every table as CSV; returns the page's path.
+    """Write OUT/report.html, charts/*.png, tables.md and every table as CSV; return the page's path.
 
-    Several runs become sections of one page. UserError when the folder can't be written, or a library is missing.
+    Several runs become sections of one page. UserError if the folder can't be written, or a library is missing.
     """
     if libraries := list_missing():
         raise UserError(name_lacking(libraries))
@@ -251,7 +253,7 @@ def write_report(runs: Sequence[RunData], out: Path) -> Path:
 
 
 def list_missing() -> list[str]:
-    """Return the libraries that the page and its charts need, and that can't be imported here."""
+    """Return the libraries required for the page and its charts that can't be imported."""
     found = []
     for name in REQUIRED_MODULES:
         try:
@@ -262,10 +264,10 @@ def list_missing() -> list[str]:
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
-    """Return names for several runs: their folders' names, with enough of the paths to distinguish them.
+    """Return names for several runs: their folders' names, with enough of the paths to be unique.
 
-    The files that are named after them differ, too. UserError for a run that is named twice, and for paths that differ
-    only in characters that file names can't have.
+    File names made from them are unique, too. UserError for a run given twice, and for paths that differ only in
+    characters that file names can't have.
     """
     places = [run.records.folder.resolve().parts for run in runs]
     if len(set(places)) < len(places):
@@ -278,7 +280,7 @@ def names_of(runs: Sequence[RunData]) -> list[str]:
 
 
 def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out: Path) -> None:
-    """Write OUT/results.csv, tables.md and tables/*.csv; with several runs the CSV files begin with the run's name."""
+    """Write OUT/results.csv, tables.md and tables/*.csv; for several runs, CSV file names begin with the run's name."""
     refuse_links(out, ("tables",))
     (out / "tables").mkdir(parents=True, exist_ok=True)
     parts, names, on_page = [], names_of(runs), {kind.name for kind in tables.list_kinds() if kind.section}
@@ -286,14 +288,14 @@ def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out
         for table in own_tables:
             file = file_name(f"{name}-{table.name}" if len(runs) > 1 else table.name)
             write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
-        shown = [table for table in own_tables if table.name in on_page]  # others are too long to read
+        shown = [table for table in own_tables if table.name in on_page]  # other tables are too long to read
         parts.append(f"# Tables of {escape_markdown(name)}\n\n{LEAD_NOTE}\n\n{export(shown, 'markdown')}")
     write_text(out / "tables.md", "\n".join(parts))
     write_text(out / "results.csv", export([_all_trials(runs, names)], "csv"))
 
 
 def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
-    """Build a table of the trials of all runs, with the run's name where there are several."""
+    """Build a table of the trials of all runs, with the run's name if there are several."""
     run_tables = [TRIALS.table(run) for run in runs]
     if len(runs) == 1:
         return run_tables[0]
@@ -307,10 +309,9 @@ def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
 def _make_section(
     run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str, several: bool
 ) -> dict[str, Any]:
-    """Return the content of the page about one run, by the names that the template has for it.
+    """Return the page content of one run, by template variable.
 
-    Of a run of another kind than a study, the tables that lead and their `summary` stand in place of its
-    decisions.
+    For a run that isn't a study, its leading tables and their `summary` replace the decisions.
     """
     from markupsafe import Markup
 
@@ -318,7 +319,7 @@ def _make_section(
     leaders, summary = tables.list_leading(run)
     names = {TRIALS.name, *(table.name for table in leaders)}
     read = verdict.read_verdict(run)
-    # Of a single model, size and batch the trials' table has what lies side by side.
+    # With a single model, size and batch, the trials' table already has the side-by-side values.
     left_out = {"", "side"} if len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2 else {""}
     folded = [
         (f"{table.title}: {part.title}" if part.title else table.title, Markup(page_part(table, part, heading="")))
@@ -351,7 +352,7 @@ def _make_section(
 
 
 def _count_findings(findings: Sequence[Finding]) -> str:
-    """Count the findings of each kind: `2 warnings, 1 note`."""
+    """Count findings by kind: `2 warnings, 1 note`."""
     kinds = Counter(each.kind for each in findings)
     return ", ".join(format_count(kinds[kind], kind) for kind in (WARNING, NOTE) if kinds[kind])
 

@@ -1,4 +1,4 @@
-"""The parts of a report as plain data: what the template prints, computed from stored records alone."""
+"""Parts of a report as plain data for the template, computed only from stored records."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from dyno.worker.spec import DataSpec, Plan
 
 NUMBERS = re.compile(r"\d+([.,]\d+)*")
 MAX_LAYER_NAME_LENGTH = 60  # characters of a layer's name; fused layers join the names of all their nodes
-MAX_DETAILS = 300  # trials with a separate section
+MAX_DETAILS = 300  # trials with their own section
 
 
 def describe_machine(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the environment as terms and values; nested tables become one row each."""
+    """Return the environment as terms and values; each nested table becomes one row."""
     return [
         (key.removesuffix("_bytes").replace("_", " "), _format_value(key, v)) for key, v in environment.items() if v
     ]
@@ -45,7 +45,7 @@ def _format_value(key: str, value: Any) -> str:
 
 
 def about_run(results: Results) -> list[str]:
-    """Describe when, on which machine and with which version the run was measured; "" for unknown facts."""
+    """Return date, hardware, Dyno version and number of trials; "" for unknown facts."""
     environment = results.environment
     cores = environment.get("cores")
     return [
@@ -60,7 +60,7 @@ def about_run(results: Results) -> list[str]:
 
 @dataclass(frozen=True)
 class ExplanationSection:
-    """One pair: the names of both, and its chart, tables, sentences and graphs as HTML, or why it can't be read."""
+    """One explained pair: both names, with chart, tables, sentences and graphs as HTML, or why it can't be read."""
 
     title: str
     html: Any
@@ -69,7 +69,7 @@ class ExplanationSection:
 
 @dataclass(frozen=True)
 class Complaint:
-    """A problem of one trial or of several: its kind, their labels, and one line."""
+    """A problem of one or several trials: kind, trial labels, and one line."""
 
     kind: str
     trials: list[str]
@@ -77,9 +77,9 @@ class Complaint:
 
 
 def list_complaints(results: Results) -> list[Complaint]:
-    """Return unreadable files, then failures, then warnings, each kind by its causes, the most frequent first.
+    """Return unreadable files, failures and warnings, grouped by cause, most frequent warnings first.
 
-    Those that differ only in numbers are one cause, with the first one's numbers.
+    Texts that differ only in numbers are one cause, shown with the first one's numbers.
     """
     failed = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
     warnings = [("warning", t.label, " ".join(w.split())) for t in results for w in remarks.list_warnings(t)]
@@ -98,8 +98,7 @@ def _make_complaint(kind: str, group: list[tuple[str, str]]) -> Complaint:
 
 @dataclass(frozen=True)
 class Detail:
-    """One trial's own section: its folder as seen from the page, facts as terms and values, and a table of its rounds
-    as HTML."""
+    """Section of one trial: its folder relative to the page, facts as terms and values, and an HTML table of rounds."""
 
     label: str
     id: str
@@ -110,7 +109,7 @@ class Detail:
 
 
 def list_details(results: Results, page: Path) -> list[Detail]:
-    """Return a section per trial, at most MOST_DETAILS, of a page in the folder `page`."""
+    """Return a section per trial, at most MAX_DETAILS; links are relative to the page's folder, `page`."""
     from markupsafe import Markup
 
     trial_details = []
@@ -174,7 +173,7 @@ def _describe_gpu(t: TrialResult) -> str:
     return ", ".join([*parts, *([f"clock limited by {t.gpu.throttle}"] if t.gpu.throttle else [])])
 
 
-# How a run was measured, how its verdicts were decided, and which configuration its latencies are of.
+# Method of a run: how it was measured and decided, and what its latencies stand for.
 
 INTERVALS = {
     IN_TURNS: "Student's t interval of the rounds' log ratios, paired, each the median over blocks",
@@ -184,7 +183,7 @@ Terms = list[tuple[str, str]]
 
 
 def list_terms(run: RunData) -> Terms:
-    """Return terms and sentences: first how verdicts were decided, then the quantities measured and the method."""
+    """Return terms and sentences: the decisions first, then measured quantities and the method."""
     results = run.records
     trials = results.trials
     plans = [t.spec.plan for t in trials]
@@ -208,7 +207,7 @@ def list_terms(run: RunData) -> Terms:
 
 
 def _explain_decision(run: RunData, plans: Sequence[Plan]) -> Terms:
-    """Explain the verdicts on speed: the pairs, the interval, the margin, the family, and the looks."""
+    """Explain the verdicts on speed: pairs, interval, margin, family, and looks."""
     rows = run.frame[run.frame["measured"] != ""]
     judged = rows[rows["p_value"].notna()]
     pairs = Counter(rows["measured"])
@@ -226,7 +225,7 @@ def _explain_decision(run: RunData, plans: Sequence[Plan]) -> Terms:
 
 
 def _of_builds(run: RunData) -> Terms:
-    """Return a term on the builds over the rounds of engines that are tuned by timing; empty without such engines."""
+    """Return a term on the builds of engines tuned by timing; empty without such engines."""
     most = int(run.frame["builds"].fillna(0).max()) if len(run.frame) else 0
     if most < 2:
         return [("builds", "one of each engine that is tuned by timing: another build may differ")] * most
@@ -271,7 +270,7 @@ def _explain_looks(rule: Rule, rounds: int) -> str:
 
 
 def _explain_level(results: Results, plans: Sequence[Plan]) -> str:
-    """Describe the configuration that a latency is a claim about."""
+    """Describe the configuration that a latency stands for."""
     trials = results.trials
     threads = _join_distinct(t.spec.runtime.threads for t in trials)
     devices = _join_distinct(t.device for t in trials)

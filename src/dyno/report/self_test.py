@@ -1,4 +1,4 @@
-"""Sentences on a self-test: for the command that ran it, and for every run on the same machine."""
+"""Sentences on a self-test, for its own command and for every run on the same machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dyno.results.self_test import (
 from dyno.results.trial_result import Results
 from dyno.table import COUNT, Column, Row, Table, is_missing, limit_cells, limits_of
 
-MAX_FALSE_ALARMS = 0.05  # a false-alarm rate certainly above this makes intervals unreliable
+MAX_FALSE_ALARMS = 0.05  # intervals are unreliable if the false-alarm rate is certainly higher
 SELF_TEST_HINT = "not known: `dyno selftest` tests the instrument on this machine"
 BOUND_NOTE = {
     "process": "The process bounds it: two fresh ones differ, however long they measure. More rounds help.",
@@ -36,12 +36,12 @@ OF_BUILDS = "Builds and processes bound it: fresh ones differ, however long they
 
 
 def show_percent(share: float) -> str:
-    """Format a share: `1.4 %`; beyond the whole, where digits mean nothing, `> 100 %`."""
+    """Format a share: `1.4 %`; above 1, where digits mean nothing, `> 100 %`."""
     return f"{format_number(100 * share, 2)} %" if share <= 1 else "> 100 %"
 
 
 def with_range(value: float, low: float, high: float) -> str:
-    """Format a share with its limits: `1.4 % [1.1, 2]`; without them where they are not known."""
+    """Format a share with its limits: `1.4 % [1.1, 2]`; without them if they are unknown."""
     if math.isnan(low) or math.isnan(high):
         return show_percent(value)
     return f"{show_percent(value)} [{', '.join(show_percent(each).removesuffix(' %') for each in (low, high))}]"
@@ -61,7 +61,7 @@ def grade_self_test(test: SelfTest) -> str:
 
 
 def list_sentences(test: SelfTest) -> list[str]:
-    """Return the self-test's findings as sentences, the grade first."""
+    """Return the self-test's findings as sentences, starting with the grade."""
     bound = OF_BUILDS if test.stored.builds and test.bound_by == "process" else BOUND_NOTE[test.bound_by]
     return [grade_self_test(test), bound, _describe_spread(test), _describe_load(test), *_describe_apart(test),
             *_describe_sessions(test), _describe_equal(test), *_describe_surprises(test)]  # fmt: skip
@@ -97,7 +97,7 @@ class SelfTestDescription(TypedDict):
 
 
 def describe_self_test(test: SelfTest) -> SelfTestDescription:
-    """Return the head of a self-test's tables in JSON; see its type."""
+    """Return the head of a self-test's tables in JSON."""
     stored, spread, alarms = test.stored, test.spread, test.false_alarms()
     return {
         "date": stored.date, "machine": stored.machine, "device": stored.device, "versions": stored.versions,
@@ -165,7 +165,7 @@ def _describe_equal(test: SelfTest) -> str:
 
 
 def _describe_surprises(test: SelfTest) -> list[str]:
-    """Describe where the self-test contradicts Dyno's promises."""
+    """Describe contradictions between the self-test and Dyno's promises."""
     surprises = []
     for one in test.verdicts:
         studies = f"of {one.slower.count} studies of {one.rounds} rounds"
@@ -180,13 +180,13 @@ def _describe_surprises(test: SelfTest) -> list[str]:
 
 
 def _is_unlike(one: Verdicts) -> bool:
-    """Return whether the predicted power lies outside the interval of the observed one."""
+    """Return whether the predicted power is outside the interval of the observed power."""
     seen = one.slower.interval
     return not seen.low <= one.predicted <= seen.high
 
 
 def of_run(results: Results) -> str:
-    """Describe the differences that a run can see, by the self-test that it keeps; "" where it keeps none."""
+    """Describe the differences visible to a run, by its stored self-test; "" without one."""
     summary = results.self_test
     if summary is None:
         return ""
@@ -212,7 +212,7 @@ def of_run(results: Results) -> str:
     )
 
 
-# The tables of a self-test: which differences it sees, and its verdicts on those that are known.
+# Tables of a self-test: visible differences, and verdicts on known differences.
 
 
 def _format_cell(row: Row, name: str) -> str:
@@ -221,7 +221,7 @@ def _format_cell(row: Row, name: str) -> str:
 
 
 def _make_share_columns(name: str, title: str, meaning: str) -> tuple[Column, ...]:
-    """Return a column of shares (0.02 is 2 %) and those of its limits."""
+    """Return a column of shares (0.02 is 2 %) and the columns of its limits."""
     return Column(name, meaning, "1", title=title, cell=lambda row: _format_cell(row, name)), *limits_of(name, "1")
 
 
@@ -245,7 +245,7 @@ VERDICTS = (
 
 
 def make_tables(test: SelfTest) -> list[Table]:
-    """Build the tables of the visible difference by rounds, and of verdicts on equal and slowed-down processes."""
+    """Build the tables of visible differences by rounds, and of verdicts on equal and slowed-down processes."""
     rows = [_make_visible_row(test, rounds) for rounds in POWER_CURVE_ROUNDS]
     every = [
         Table("visible", "The smallest difference that can be seen (80 % power)", "By the rounds of a study.",

@@ -1,4 +1,4 @@
-"""How every chart looks: one colour per backend, one marker and hatch per precision."""
+"""Style of all charts: one colour per backend, one marker and hatch per precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from dyno.results.run_data import RunData
 from dyno.worker.record import replace_file
 
-# Okabe and Ito's palette, told apart by colour-blind readers too.
+# Okabe and Ito's palette, distinguishable for colour-blind readers.
 COLORS = {
     "pytorch": "#0072B2",
     "compile": "#56B4E9",
@@ -44,7 +44,7 @@ BACKEND_STYLES: dict[str, tuple[str, str, Any]] = {
 }
 MARKERS, HATCHES, LINES = ({name: look[k] for name, look in BACKEND_STYLES.items()} for k in range(3))
 INK, FAINT, EDGE, PAPER = "#1c2430", "#d5dae1", "#9aa3af", "#ffffff"
-# What these colours are called in the style of a page, which has others for a dark screen.
+# CSS variables of these colours; a page has other values for a dark screen.
 PAGE_COLORS = {INK: "--ink", FAINT: "--line", EDGE: "--soft", PAPER: "--card", "#000000": "--ink"}
 TOOLTIP_PREFIX = "tip: "  # prefix of ids of artists with a tooltip
 WIDTH, DPI = 8.2, 150  # inches; dots per inch of a PNG
@@ -59,22 +59,21 @@ MATPLOTLIB_SETTINGS = {
 
 
 def choose_color(backend: str) -> str:
-    """Return the backend's colour, the same in every chart and every run."""
+    """Return the backend's colour, the same in every chart and run."""
     return COLORS.get(backend) or SPARE_COLORS[hashlib.sha256(backend.encode()).digest()[0] % len(SPARE_COLORS)]
 
 
 def choose_marker(precision: str) -> str:
-    """Return the precision's marker."""
     return MARKERS.get(precision, "X")
 
 
 def add_tooltip(artist: Any, text: str) -> None:
-    """Give the artist a tooltip with the text in the page's drawing."""
+    """Give the artist a tooltip in the page's SVG."""
     artist.set_gid(TOOLTIP_PREFIX + text)
 
 
 def make_logarithmic(axes: Any, name: str, low: float, high: float) -> None:
-    """Make the axis "x" or "y" logarithmic from `low` to `high`, with ticks at 2 and 5 too where there is room."""
+    """Make axis "x" or "y" logarithmic from `low` to `high`, with ticks at 2 and 5 if there is room."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis = {"x": axes.xaxis, "y": axes.yaxis}[name]
@@ -86,7 +85,7 @@ def make_logarithmic(axes: Any, name: str, low: float, high: float) -> None:
 
 @contextmanager
 def apply_style() -> Iterator[Any]:
-    """Apply Dyno's settings, without matplotlib.pyplot, while the block runs; yields the Figure class."""
+    """Apply Dyno's matplotlib settings in a block, without matplotlib.pyplot; yields the Figure class."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -96,16 +95,16 @@ def apply_style() -> Iterator[Any]:
 
 @contextmanager
 def _any_script() -> Iterator[None]:
-    """Silence warnings of letters that the font lacks: class names come in any script."""
+    """Silence warnings about missing glyphs: class names come in any script."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
 def laid_out(figure: Any) -> Any:
-    """Lay the figure out once for every file that it is written to; return the box of its drawing, in inches.
+    """Lay out the figure once for all output files; return its bounding box, in inches.
 
-    Otherwise each file costs a layout and a drawing to find the size, which is half the time of a report.
+    Otherwise each file needs a layout and a drawing to find the size: half the time of a report.
     """
     import matplotlib as mpl
 
@@ -118,7 +117,7 @@ def laid_out(figure: Any) -> Any:
 
 
 def save(figure: Any, path: Any, box: Any = "tight") -> None:
-    """Write the figure, or its part inside the box, as PNG, 150 dots per inch."""
+    """Write the figure, or its part inside the box, as a PNG of 150 dpi."""
     import matplotlib as mpl
 
     with mpl.rc_context(MATPLOTLIB_SETTINGS), _any_script(), replace_file(path) as f:
@@ -126,9 +125,9 @@ def save(figure: Any, path: Any, box: Any = "tight") -> None:
 
 
 def render_svg(figure: Any, prefix: str, box: Any = "tight", on_paper: bool = False) -> str:
-    """Return the figure as an <svg> element to place inside a page; ids begin with `prefix`, so that none clash.
+    """Return the figure as an <svg> element for a page; `prefix` makes its ids unique.
 
-    It takes the page's colours, unless it is `on_paper`: then it stays dark on white.
+    It uses the page's colours, unless it is `on_paper`: dark on white.
     """
     import matplotlib as mpl
 
@@ -138,13 +137,13 @@ def render_svg(figure: Any, prefix: str, box: Any = "tight", on_paper: bool = Fa
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # a phone may not have the first
+    text = text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # fallback for phones
     text = re.sub(rf'<g id="{TOOLTIP_PREFIX}([^"]*)">', r"<g><title>\1</title>", text)
     if not on_paper:
         text = re.sub(r"(?<=: )#[0-9a-f]{6}\b", _page_color, text)
     text = re.sub(r'(?<=\bid=")', f"{prefix}-", text)
     text = re.sub(r'(?<=href="#)|(?<=url\(#)', f"{prefix}-", text)
-    # A browser scales the drawing by its viewBox; a fixed size in points would not fit a phone.
+    # Browsers scale by the viewBox; a fixed size would not fit a phone.
     return re.sub(r'(<svg[^>]*?) (?:height|width)="[^"]*"(.*?) (?:height|width)="[^"]*"', r"\1\2", text, count=1)
 
 
@@ -153,16 +152,15 @@ def _page_color(match: re.Match[str]) -> str:
     return f"var({name}, {match[0]})" if name else match[0]
 
 
-# A chart that there can be.
+# Declaration of a chart.
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, declared at the top of a module of `report/charts` or by an entry point of the group `dyno.charts`.
+    """A kind of chart, declared at the top of a module of `report/charts` or by an entry point (group `dyno.charts`).
 
-    It has its file's `name`, the `caption` below it, and `draw`, which gives a matplotlib Figure, or None where the run
-    has nothing to draw.
-    The report draws all that apply, in the order of `place`.
+    `name` is its file's name, `caption` the text below it. `draw` returns a matplotlib Figure, or None if the run has
+    no data for it. The report draws all that apply, in the order of `place`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A run's trials in an experiment tracker: MLflow, Weights & Biases or TensorBoard, each through its own library."""
+"""Experiment trackers: a run's trials in MLflow, Weights & Biases or TensorBoard, each through its own library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dyno.table import Row, is_missing
 from dyno.worker.record import refuse_links
 from dyno.worker.spec import UserError, shorten
 
-# Columns of the trials' table by what they are to a tracker; results.csv, an artifact, has the others.
+# Columns of the trials' table by their role in a tracker; the artifact results.csv has the rest.
 PARAMETER_COLUMNS = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options")
 TAG_COLUMNS = ("verdict", "status", "reason", "outputs", "budget", "limit", "ran_as", "trial")
 METRIC_COLUMNS = (
@@ -34,18 +34,18 @@ METRIC_COLUMNS = (
     "speedup", "speedup_low", "speedup_high", "pipeline_ips", "size_mb", "memory_mb", "gpu_memory_mb", "load_s",
     "build_s", "first_call_ms", "energy_j",
 )  # fmt: skip
-ARTIFACT_FILES = ("report.html", "results.csv")  # files of a run folder that are uploaded
-TENSORBOARD_DIR = "tensorboard"  # a run's folder for TensorBoard
-# characters of a parameter (MLflow's limit), and of an id that tells folders apart
+ARTIFACT_FILES = ("report.html", "results.csv")  # uploaded files of a run folder
+TENSORBOARD_DIR = "tensorboard"  # subfolder of a run
+# characters of a parameter (MLflow's limit), and of an id in folder names
 MAX_PARAMETER_LENGTH, SHORT_ID_LENGTH = 500, 6
-# Neither library may send usage data or crash reports on behalf of Dyno; the user's own settings go first.
+# No library may send usage data or crash reports on Dyno's behalf; the user's settings take precedence.
 QUIET_VARIABLES = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
-DEFAULT_DATE = "1970-01-01T00:00:00+00:00"  # date of a run whose first job has none
+DEFAULT_DATE = "1970-01-01T00:00:00+00:00"  # date if the first job has none
 
 
 @dataclass(frozen=True)
 class TrackedTrial:
-    """A trial as trackers take it: `parameters` identify it, `tags` are words on its result, `metrics` its numbers."""
+    """A trial in a tracker's terms: identifying `parameters`, text `tags` on its result, and numeric `metrics`."""
 
     id: str
     name: str
@@ -57,7 +57,7 @@ class TrackedTrial:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as trackers take it: its name, the start of its first job, sentences of its verdict, and its trials."""
+    """A run in a tracker's terms: name, start of its first job, sentences of its verdict, and trials."""
 
     folder: Path
     name: str
@@ -68,12 +68,12 @@ class TrackedRun:
 
     @property
     def id(self) -> str:
-        """The run's id, the same whenever it is logged."""
+        """The run's id, the same each time it is logged."""
         return hashlib.sha256(f"{self.name} {self.began.isoformat()}".encode()).hexdigest()[:16]
 
     @property
     def files(self) -> Iterator[Path]:
-        """The report and the table of results, where they are in the folder."""
+        """The report and the table of results, if they exist in the folder."""
         return (path for name in ARTIFACT_FILES if (path := self.folder / name).is_file())
 
     @property
@@ -82,10 +82,9 @@ class TrackedRun:
 
 
 def log_run(run: RunData, names: Sequence[str]) -> Iterator[str]:
-    """Log a run's trials to each of the trackers, as `study.defaults.TRACKERS` names them; yield where they are now.
+    """Log a run's trials to each tracker in `names` (of `study.defaults.TRACKERS`); yield where they are stored.
 
-    What was logged of the same run before is replaced. UserError for a run that isn't a study's, and where a tracker
-    refuses.
+    Earlier logs of the same run are replaced. UserError for a run that isn't a study, and if a tracker refuses.
     """
     if tables.list_leading(run)[0]:
         raise UserError(f"{run.records.folder} has no trials of a study, which trackers take; omit --log")
@@ -96,13 +95,13 @@ def log_run(run: RunData, names: Sequence[str]) -> Iterator[str]:
             yield WRITERS[name](tracked)
         except UserError:
             raise
-        except Exception as e:  # a server that is away, a project that doesn't exist, a key that is missing
+        except Exception as e:  # server down, unknown project, missing key
             hint = "; WANDB_MODE=offline needs no account" if name == "wandb" else ""
             raise UserError(f"{name} could not log {run.records.folder}: {shorten(clean_text(str(e)))}{hint}") from e
 
 
 def describe_run(run: RunData) -> TrackedRun:
-    """Return a run's trials as trackers take them."""
+    """Return a run in a tracker's terms."""
     verdict = read_verdict(run)
     winners = {decision.candidates[0] for decision in verdict.decisions if len(decision.candidates) == 1}
     started = read_start(run.records) or DEFAULT_DATE
@@ -128,9 +127,9 @@ def _describe_trial(row: Row, trial: TrialResult, run: RunData, is_winner: bool)
 
 
 def _log_to_mlflow(run: TrackedRun) -> str:
-    """Log to an experiment named after the run folder: a run for the study with the report, and one for each trial.
+    """Log to an experiment named after the run folder: a run for the study with the report, and one per trial.
 
-    A trial that was logged before keeps its run, with the new numbers.
+    A trial logged before keeps its run and gets the new numbers.
     """
     from mlflow.tracking import MlflowClient
 
@@ -150,7 +149,7 @@ def _log_to_mlflow(run: TrackedRun) -> str:
 
 
 def _find_mlflow_run(client: Any, experiment: str, ids: Mapping[str, str], name: str) -> str:
-    """Return the id of the run with these tags, which is created if there is none."""
+    """Return the id of the run with these tags; create it if needed."""
     wanted = " and ".join(f"tags.`{key}` = '{ids[key]}'" for key in ("dyno.run", "dyno.trial"))
     found = client.search_runs([experiment], wanted, max_results=1)
     run = found[0] if found else client.create_run(experiment, run_name=name, tags=dict(ids))
@@ -196,7 +195,7 @@ def _log_to_wandb(run: TrackedRun) -> str:
 
 
 def _log_to_tensorboard(run: TrackedRun) -> str:
-    """Write RUN/tensorboard: of each trial its hyperparameters and scalars, in a folder named after it."""
+    """Write RUN/tensorboard: hyperparameters and scalars of each trial, in a folder named after it."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb

@@ -1,4 +1,4 @@
-"""Two trials that measured in turns: their ratio within each block, where both had the same machine."""
+"""Interleaved trials: their ratio within each block, where both ran under the same conditions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dyno.results.rounds import ANY_LATENCY, Round
 from dyno.results.trial_result import TrialResult
 from dyno.worker.jobs.turns import quiet_delay
 
-MIN_QUIET_BLOCKS = 2  # fewer quiet blocks give no quiet-machine figure of a round
+MIN_QUIET_BLOCKS = 2  # fewest quiet blocks for a round's quiet ratio
 MIN_QUIET_ROUNDS = 2
-MIN_UNDISTURBED_BLOCKS = 3  # undisturbed blocks (and half of all) whose median counts as a quiet machine's
+MIN_UNDISTURBED_BLOCKS = 3  # fewest undisturbed blocks (and half of all) for a round's median to count as quiet
 MIN_DRIFT_ROUNDS, MIN_DRIFT_BLOCKS = 3, 4
-CACHE_DISTANCE_RATIO = 2.0  # multiple of the lowest core-to-core latency at which processors share no cache
+CACHE_DISTANCE_RATIO = 2.0  # processors beyond this multiple of the lowest core-to-core latency share no cache
 MIN_DRIFT, DRIFT_ERROR_RATE = 0.02, 0.01  # smallest drift that matters, and the error rate of its interval
 
 
 class RoundRatios(NamedTuple):
-    """The ratios of two trials in one set of fresh processes in which both took turns.
+    """Ratios of two trials in one interleaved set of fresh processes.
 
-    `builds` are the builds of the two that ran, None where neither has several. `logs` holds log(a / b) of each block
-    that counts, float64 [blocks]: where the set `is_quiet`, of the undisturbed ones. It `has_delays` if the system
-    counted what both waited for a processor: without that every set looks quiet.
+    `builds` are the build numbers of both, None if neither has several. `logs` holds log(a / b) per block, float64
+    [blocks]; if the set `is_quiet`, of undisturbed blocks only. `has_delays` tells whether the system counted
+    scheduling delays of both: without them every set looks quiet.
     """
 
     builds: tuple[int, int] | None
@@ -40,16 +40,16 @@ class RoundRatios(NamedTuple):
 def log_ratios(
     a: TrialResult, b: TrialResult, boundary: str, clock: str = "", keep_disturbed: bool = False
 ) -> list[float]:
-    """Return the median log ratio of each set of fresh processes in which both took turns.
+    """Return the median log ratio of each interleaved set of fresh processes.
 
-    Where rounds go through builds of either engine, it is the mean of those for each build. Sets with fewer than two
+    If rounds go through builds of either engine, sets of the same builds are averaged. Sets with fewer than two
     undisturbed blocks are left out, unless only one set would be left.
     """
     return average_rounds(block_ratios(a, b, boundary, clock, keep_disturbed))
 
 
 def are_quiet(sets: Sequence[RoundRatios]) -> bool:
-    """Return whether enough sets are undisturbed that the others are left out."""
+    """Return whether enough sets are undisturbed to leave out the others."""
     return sum(each.is_quiet for each in sets) >= MIN_QUIET_ROUNDS
 
 
@@ -63,11 +63,11 @@ def average_rounds(sets: Sequence[RoundRatios]) -> list[float]:
 def block_ratios(
     a: TrialResult, b: TrialResult, boundary: str, clock: str, keep_disturbed: bool = False, *, settled: bool = False
 ) -> list[RoundRatios]:
-    """Return the ratios of each set of fresh processes in which both took turns.
+    """Return the ratios of each interleaved set of fresh processes.
 
-    a and b are the medians of a block's latencies at the boundary (images per second, where that is throughput). A
-    block is left out where the counters of either process say that other programs disturbed it; its latencies have no
-    part in that. A set in which both accompanied a third trial doesn't count. `settled` is of `Round.block_medians`.
+    a and b are medians of a block's latencies at the boundary (images per second for throughput). Blocks are left out
+    if the counters of either process report a disturbance; latencies play no part in that. Sets in which both trials
+    accompanied a third one don't count. `settled` is passed to `Round.block_medians`.
     """
     tag = _name_tag(boundary)
     rounds_of_b = {r.turns: r for r in b.rounds if r.ok and r.turns}
@@ -96,7 +96,10 @@ def block_ratios(
 
 
 class ApartJobs(NamedTuple):
-    """The jobs in most of whose blocks the processors were `apart`, of how many, and the core-to-core latencies, ns."""
+    """Number of jobs whose processors were mostly far `apart`, out of `jobs`, with core-to-core latencies in ns.
+
+    `latency` is the median of those jobs, `near` the lowest of all.
+    """
 
     apart: int
     jobs: int
@@ -105,7 +108,7 @@ class ApartJobs(NamedTuple):
 
     @property
     def clause(self) -> str:
-        """How far apart the processors were, without an end, to stand in a sentence."""
+        """Clause on the distance of the processors, without a full stop."""
         return (
             f"processors were further apart during {self.apart} of {format_count(self.jobs, 'job')} (a signal from "
             f"one to another and back took {self.latency:.0f} ns in place of {self.near:.0f}), as when a host moves "
@@ -114,7 +117,7 @@ class ApartJobs(NamedTuple):
 
 
 def find_apart_jobs(trials: Iterable[TrialResult]) -> ApartJobs | None:
-    """Return in how many jobs the processors were further apart than in others; None if in none."""
+    """Return the jobs whose processors were further apart than in others; None without any."""
     medians = [latency for t in trials for latency in list_core_latencies(t)]
     near = min(medians, default=0.0)
     apart = [latency for latency in medians if latency > CACHE_DISTANCE_RATIO * near]
@@ -122,17 +125,17 @@ def find_apart_jobs(trials: Iterable[TrialResult]) -> ApartJobs | None:
 
 
 def list_core_latencies(t: TrialResult) -> list[float]:
-    """Return the median core-to-core latency of each good round that knows it, in ns."""
+    """Return the median core-to-core latency of each good round that measured it, in ns."""
     known = ([n for each in r.facts.core_latencies.values() for n in each if n] for r in t.good)
     return [float(np.median(latencies)) for latencies in known if latencies]
 
 
 def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -> stats.Interval | None:
-    """Return how much a / b changes from a round's first block to its last, as a share, with its 99 % interval.
+    """Return the relative change of a / b from a round's first block to its last, with its 99 % interval.
 
-    What slows the whole machine cancels within a block; what is left is an engine that is not warm or heats up. The
-    change of a round is Theil and Sen's slope (Sen 1968), which one odd block can't move, times its blocks; the
-    interval is Student's over rounds. None with fewer than three rounds of four blocks that count.
+    Slow-downs of the whole machine cancel within a block; the rest is an engine that is not warm or heats up. A round's
+    change is Theil and Sen's slope (Sen 1968), robust to single odd blocks, times its blocks; the interval is Student's
+    over rounds. None if fewer than three rounds have four blocks that count.
     """
     rounds = [each.logs for each in block_ratios(a, b, boundary, clock) if len(each.logs) >= MIN_DRIFT_BLOCKS]
     if len(rounds) < MIN_DRIFT_ROUNDS:
@@ -145,7 +148,7 @@ def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -
 
 
 class SustainedRatio(NamedTuple):
-    """The ratio a / b of two trials under sustained load, `usual` that in short turns, and whether it `has_moved`."""
+    """Ratio a / b under sustained load, the `usual` ratio in short turns, and whether they differ (`has_moved`)."""
 
     value: float
     usual: float
@@ -155,11 +158,11 @@ class SustainedRatio(NamedTuple):
 def compare_sustained(
     a: TrialResult, b: TrialResult, boundary: str, clock: str, margin: float
 ) -> SustainedRatio | None:
-    """Compare the ratio a / b under sustained load with that in short turns; None where either wasn't measured.
+    """Compare the ratio a / b under sustained load with that in short turns; None if either wasn't measured.
 
-    In short turns an engine runs a part of the time beside others, so that heat and a power limit hit the sum of all.
-    The ratio has moved if it differs by more than the `margin` and lies outside the 95 % prediction interval of a
-    further round (Student's, from the spread of the rounds); from one round alone there is none.
+    In short turns, engines alternate, so heat and a power limit affect all of them. The ratio `has_moved` if it differs
+    by more than the `margin` and lies outside the 95 % prediction interval of a further round (Student's, from the
+    spread of the rounds). None also with a single round.
     """
     alone_a, alone_b = (replace(t, rounds=t.sustained, companions=[]) for t in (a, b))
     sustained = average_rounds(block_ratios(alone_a, alone_b, boundary, clock, settled=True))
@@ -178,8 +181,8 @@ def list_quiet_rounds(
 ) -> list[list[Round]]:
     """Return each trial's good rounds that timed the boundary undisturbed by other programs.
 
-    They had the processors at one distance from each other: the one that most blocks of all the trials had. Where a
-    trial has fewer than `min_rounds` such rounds, all rounds of every trial are returned.
+    Their processors were at the distance (near or apart) that most blocks of all trials had. If a trial has fewer than
+    `min_rounds` of them, all timed rounds of every trial are returned.
     """
     timed = [[r for r in t.good if r.find_measurement(_name_tag(boundary), boundary)] for t in trials]
     usual = _find_usual_latencies((r for rounds in timed for r in rounds), boundary)
@@ -191,7 +194,7 @@ def list_quiet_rounds(
 
 
 def find_quiet_rounds(t: TrialResult, boundary: str, min_rounds: int = 1) -> list[Round]:
-    """Return a single trial's undisturbed rounds as `list_quiet_rounds` does, found once."""
+    """Return one trial's undisturbed rounds (`list_quiet_rounds`), cached."""
     key = "quiet rounds", boundary, min_rounds
     if key not in t.computed:
         [t.computed[key]] = list_quiet_rounds([t], boundary, min_rounds)
@@ -199,9 +202,9 @@ def find_quiet_rounds(t: TrialResult, boundary: str, min_rounds: int = 1) -> lis
 
 
 def quiet_medians(t: TrialResult, boundary: str, clock: str = "") -> list[float]:
-    """Return the median latency in seconds of each undisturbed round, or of all if there is none, by that clock.
+    """Return the median latency in seconds of each undisturbed round, by that clock; without any, of all rounds.
 
-    Where rounds go through several builds there is one value per build.
+    If rounds go through several builds, one value per build.
     """
     key = "quiet medians", boundary, clock
     if key not in t.computed:
@@ -211,7 +214,7 @@ def quiet_medians(t: TrialResult, boundary: str, clock: str = "") -> list[float]
 
 
 def _is_undisturbed(r: Round, boundary: str, delay: float | None, usual: tuple[float, float]) -> bool:
-    """Return whether other programs disturbed so few of its blocks that the median of all is a quiet machine's."""
+    """Return whether enough blocks are undisturbed for the round's median to be a quiet machine's."""
     count = len(r.facts.delays.get(boundary, ()))
     return count - len(r.disturbed_blocks(boundary, delay, usual)) >= max(min(MIN_UNDISTURBED_BLOCKS, count), count / 2)
 
@@ -221,14 +224,13 @@ def _name_tag(boundary: str) -> str:
 
 
 def _quiet_delay(t: TrialResult, boundary: str) -> float | None:
-    """Return the delay of the trial's quietest round: a round that is disturbed throughout looks even by itself."""
+    """Return the delay of the trial's quietest round; a round disturbed throughout looks quiet by itself."""
     delays = [r.facts.delays.get(boundary, ()) for r in (*t.rounds, *t.companions) if r.ok]
     return min((quiet_delay(each) for each in delays if each), default=None)
 
 
 def _find_usual_latencies(rounds: Iterable[Round], boundary: str) -> tuple[float, float]:
-    """Return the range of core-to-core latencies, ns, in which most blocks were measured: with processors near each
-    other, or apart."""
+    """Return the range of core-to-core latencies, ns, of most blocks: processors near each other, or apart."""
     known = [[n for n in r.facts.core_latencies.get(boundary, ()) if n] for r in rounds]
     near = min((quiet_delay(each) for each in known if each), default=0.0)
     low, high = ANY_LATENCY
@@ -238,5 +240,5 @@ def _find_usual_latencies(rounds: Iterable[Round], boundary: str) -> tuple[float
 
 
 def compare_blocks(a: Mapping[int, float], b: Mapping[int, float], left_out: Collection[int] = ()) -> np.ndarray:
-    """Return log(a / b) of each block that both have and that isn't left out, float64 [blocks]."""
+    """Return log(a / b) of each common block outside `left_out`, float64 [blocks]."""
     return np.array([math.log(a[k] / b[k]) for k in sorted(a.keys() & b.keys()) if k not in left_out])

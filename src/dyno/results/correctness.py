@@ -1,6 +1,6 @@
-"""Are a trial's outputs correct? They are compared with the reference's, by tolerances for each precision.
+"""Correctness of outputs: compared with the reference's outputs, by a tolerance for each precision.
 
-The speed of a graph with other outputs is meaningless: such a trial is in no ranking.
+The speed of a graph with other outputs is meaningless, so such trials are not ranked.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from dyno.worker.numerics.closeness import find_one_sided
 from dyno.worker.numerics.closeness import relative_errors as distances
 from dyno.worker.spec import OTHER_NAMES, PRECISIONS, Trial, UserError, usual_name
 
-# The reference trial of each trial, and whether two trials are comparable.
-#
-# Tables choose references among stored trials, the engine among planned ones, by the same functions.
+# The reference of each trial, and whether two trials are comparable. Tables choose references among stored trials, the
+# engine among planned ones, by the same functions.
 
-REFERENCE_DIR = "reference"  # a run's folder for a reference outside its trials
+REFERENCE_DIR = "reference"  # subfolder of a run for a reference outside its trials
 T = TypeVar("T", Trial, TrialResult)
 BASELINES = ("pytorch", "aoti", "compile", "onnxruntime")  # in order of preference: least changes to the network first
-MIN_ID_LENGTH = 4  # characters of an id that name a trial
+MIN_ID_LENGTH = 4  # shortest prefix of an id
 CHANGING_OUTPUTS, OTHER_WEIGHTS, OTHER_INPUTS = (
     "outputs change from call to call",
     "different weights",
@@ -42,10 +41,10 @@ INCOMPARABLE = "not comparable"  # start of the verdict of an incomparable row
 
 
 def find_references(results: Results, requested: str | None = None) -> dict[str, TrialResult]:
-    """Return the reference of each trial, by trial id: one of the same model, size, batch and device.
+    """Return the reference of each trial, by trial id: a trial of the same model, size, batch and device.
 
-    `requested` (see `matcher`) applies to every group; the default is the group's `first`. A group in which no
-    successful trial fits has no reference. UserError where no group has one.
+    `requested` (see `make_matcher`) applies to every group; the default is the group's `first_trial`. Groups without a
+    matching successful trial have no reference. UserError if no group has one.
     """
     groups: dict[tuple[str, str, int, str, str], list[TrialResult]] = {}
     for t in results.trials:
@@ -61,22 +60,22 @@ def find_references(results: Results, requested: str | None = None) -> dict[str,
 
 
 def _list_candidates(trials: Sequence[TrialResult]) -> list[TrialResult]:
-    """Return the successful trials, last those below fp32 with NaN or infinity (an overflow?)."""
+    """Return the successful trials; those below fp32 with NaN or infinity (overflow) come last."""
     return sorted((t for t in trials if t.good), key=lambda t: not t.finite and t.precision not in ("fp32", "tf32"))
 
 
 def make_matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
-    """Return a function that tells whether a trial may be the requested reference.
+    """Return a predicate for the requested reference.
 
-    It is `BACKEND`, `BACKEND/PRECISION` (also with a colon or a space), either with the backend's options as
-    `@option=value`, or the beginning of the id of one of the `trials`, whose backend, options and precision then count.
+    `requested` is `BACKEND` or `BACKEND/PRECISION` (also with a colon or a space), either with the backend's options as
+    `@option=value`, or a prefix of the id of one of the `trials`; then its backend, options and precision must match.
     """
     for t in trials if len(requested) >= MIN_ID_LENGTH else ():
         if t.id.startswith(requested):
             configuration = t.side, t.variant, t.precision
             return lambda other: (other.side, other.variant, other.precision) == configuration
     precisions = "|".join((*PRECISIONS, *OTHER_NAMES))
-    # The precision stands behind the backend or behind its last option.
+    # The precision follows the backend or its last option.
     match = re.search(rf"[/: ]({precisions})(?=@|$)", requested, re.IGNORECASE)
     precision = usual_name(match[1]) if match else ""
     backend, *options = (requested[: match.start()] + requested[match.end() :] if match else requested).split("@")
@@ -90,10 +89,10 @@ def make_matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
 
 
 def first_trial(trials: Sequence[T], fits: Callable[[T], bool] | None) -> T | None:
-    """Return the reference of trials that are compared with each other, in their order in tables; None without one.
+    """Return the reference among comparable trials, given in the order of tables; None without one.
 
-    It is the first that `fits`; by default the first of `BASELINES` in fp32, with the fewest options, else the first in
-    fp32, or the first.
+    It is the first that `fits`. By default it is the first of `BASELINES` in fp32, with the fewest options, else the
+    first in fp32, else the first.
     """
     if fits:
         return next((t for t in trials if fits(t)), None)
@@ -103,10 +102,10 @@ def first_trial(trials: Sequence[T], fits: Callable[[T], bool] | None) -> T | No
 
 
 def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:
-    """Return the trial that each trial's accuracy is compared with, by trial id: the reference of the first size.
+    """Return the trial to compare each trial's accuracy with, by trial id: the reference at the first size.
 
-    So a budget limits the loss by smaller images as well. With one size, and where the first one has no reference, it
-    is the trial's own reference (`chosen`).
+    So a budget also limits the loss by smaller images. With one size, or without a reference at the first size, it is
+    the trial's own reference (`chosen`).
     """
     sizes = [str(size) for size in results.settings.get("sizes") or ()]
     if len(sizes) < 2:
@@ -119,16 +118,16 @@ def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dic
 
 
 def list_output_sources(results: Results) -> list[TrialResult]:
-    """Return the trials that ran only as a source of outputs to compare the run's with."""
-    with suppress(UserError):  # there is none, or it can't be read
+    """Return the trials that ran only to provide reference outputs."""
+    with suppress(UserError):  # missing or unreadable
         return load_run(results.folder / REFERENCE_DIR).trials
     return []
 
 
 def compared_with(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:
-    """Return the trial whose outputs each trial's are compared with, by trial id.
+    """Return the trial to compare each trial's outputs with, by trial id.
 
-    It is one that ran for that purpose alone, else the trial's reference (`chosen`).
+    It is a trial that ran only for that purpose, else the trial's reference (`chosen`).
     """
     others = {t.group: t for t in list_output_sources(results) if t.good}
     return chosen | {t.id: others[t.group] for t in results if t.group in others}
@@ -137,11 +136,11 @@ def compared_with(results: Results, chosen: dict[str, TrialResult]) -> dict[str,
 def find_mismatch(a: TrialResult, b: TrialResult) -> str:
     """Return the reason why two trials can't be compared, or "".
 
-    Reasons are outputs that change, and weights or inputs with different sha256.
+    Reasons are changing outputs, and weights or inputs with different sha256.
     """
     if a.facts.random_outputs or b.facts.random_outputs:
         return CHANGING_OUTPUTS
-    files = a.form and b.form and a.form != b.form  # files have their own hashes, whatever their weights
+    files = a.form and b.form and a.form != b.form  # files have their own hashes, even with equal weights
     weights = {t.facts.weights_sha256 for t in (a, b)} - {""}
     if len(weights) > 1 and not files:
         return OTHER_WEIGHTS
@@ -149,25 +148,25 @@ def find_mismatch(a: TrialResult, b: TrialResult) -> str:
 
 
 def other_inputs(a: TrialResult, b: TrialResult) -> bool:
-    """Return whether two trials are known to have been fed different values."""
+    """Return whether two trials are known to have had different input values."""
     return len({t.facts.inputs_sha256 for t in (a, b)} - {""}) > 1
 
 
-# outcomes of a row's outputs; the second starts the verdict of a row without a speed
+# outcomes of the output check; OUTPUTS_WRONG also starts the verdict of a row without a speed
 OUTPUTS_AGREE, OUTPUTS_WRONG = "agree", "wrong outputs"
 NOT_FINITE = "the outputs are not finite (NaN or infinity): this engine is wrong, or its precision overflows"
 EXACT_ERROR = 1e-5  # smaller relative errors aren't meaningful
-MAX_FLIPPED_SHARE = 0.3  # share of an input's labels
+MAX_FLIPPED_SHARE = 0.3  # share of the labels of one input
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The tolerance of a precision; errors are |a - b| / |b| in the 2-norm, per input and output (and channel, for
-    detectors), and the largest over the outputs counts.
+    """Tolerance of a precision for relative errors |a - b| / |b| (2-norm, per input and output; largest over outputs).
 
-    Up to `close` outputs agree, beyond `limit` they are wrong. Between the two the task decides: the share of inputs
-    whose class (or of sure detections whose box) changes may be `changed`. Of the inputs, `quantile` must hold it.
-    Of an output's labels (see `is_labels`) the share `labels` may differ.
+    For detectors, also per channel. Up to `close` outputs agree, beyond `limit` they are wrong. In between, the task
+    decides: the share of inputs whose class (or of confident detections whose box) changes may be `changed`. The share
+    `quantile` of the inputs must be within the limits. The share `labels` of an output's labels (see `is_labels`) may
+    differ.
     """
 
     close: float
@@ -188,24 +187,25 @@ TOLERANCES = {
     "fp4": Tolerance(2e-1, 6e-1, 0.20, 0.20, 0.95),
     "int2": Tolerance(3e-1, 8e-1, 0.30, 0.30, 0.95),
 }
-# Of one quantised file in two engines, which round alike: 3 % apart in residual networks, 43 % where one is wrong.
+# One quantised file in two engines, which round alike: 3 % apart in residual networks, 43 % if one is wrong.
 OF_ONE_FILE = Tolerance(1e-1, 2e-1, 0.10, 0.10, 0.95)
 
 
 @dataclass(frozen=True)
 class Correctness:
-    """How far a trial's outputs are from its reference's: the relative `error` (NaN where all outputs are labels), the
-    share of answers that `changed` (None where there are no answers to compare), and the tolerance.
+    """Deviation of a trial's outputs from its reference's, and the tolerance.
 
-    `labels_changed` is the largest share of an output's labels that differ (NaN: none has labels), and `answers` the
-    number of answers. Of `inputs` inputs `far` are beyond the limit, in the output that has most of them. Shares count
-    as beyond what is allowed only where the lower limit of Clopper and Pearson's interval is."""
+    `error` is relative, NaN if all outputs are labels. `changed` is the share of changed answers (None: nothing to
+    compare) out of `answers`. `labels_changed` is the largest share of an output's labels that differ (NaN: no labels).
+    `far` of `inputs` inputs are beyond the limit, in the worst output. A share exceeds its allowance only if the lower
+    limit of Clopper and Pearson's interval does.
+    """
 
     error: float
     changed: float | None
     tolerance: Tolerance
     precision: str
-    mismatch: str = ""  # a mismatch of shapes, boxes or labels, whatever the error
+    mismatch: str = ""  # a mismatch of shapes, boxes or labels, at any error
     labels_changed: float = math.nan
     answers: int = 0
     far: int = 0
@@ -222,7 +222,7 @@ class Correctness:
 
     @property
     def _is_far(self) -> bool:
-        """Whether more inputs are beyond the limit than may be."""
+        """Whether too many inputs are beyond the limit."""
         if not self.inputs:
             return self.error > self.tolerance.limit
         return stats.exceeds(self.far, self.inputs, 1 - self.tolerance.quantile)
@@ -233,12 +233,12 @@ class Correctness:
 
     @property
     def _has_changed(self) -> bool:
-        """Whether more answers changed than may."""
+        """Whether too many answers changed."""
         return stats.exceeds(self._changed_count, self.answers, self.tolerance.changed)
 
     @property
     def doubt(self) -> str:
-        """Why it isn't known whether more inputs or answers are beyond the tolerance than may be; "" where it is."""
+        """Why too few inputs or answers leave the decision open; "" if they don't."""
         if not self.ok or not self.error > self.tolerance.close:
             return ""
         if self.error > self.tolerance.limit:
@@ -255,7 +255,7 @@ class Correctness:
 
     @property
     def reason(self) -> str:
-        """The errors beyond the tolerance, with the tolerance; "" without any."""
+        """Description of errors beyond the tolerance, with the tolerance; "" without any."""
         if self.ok or self.mismatch:
             return self.mismatch
         allowed = self.tolerance
@@ -266,7 +266,7 @@ class Correctness:
 
 
 def name_distance(error: float, labels_changed: float = math.nan) -> str:
-    """Describe how far outputs are from the reference's; `labels_changed` in percent."""
+    """Describe the deviation from the reference's outputs; `labels_changed` in percent."""
     words = []
     if not math.isnan(error):
         words.append(
@@ -281,19 +281,19 @@ def name_distance(error: float, labels_changed: float = math.nan) -> str:
 
 
 def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness | None:
-    """Compare the trial's stored outputs with the reference's, by the widest of the tolerances that apply.
+    """Compare the trial's stored outputs with the reference's, by the widest applicable tolerance.
 
-    They are those of both precisions, and of the types that the reference's layers ran in. None for the reference
-    itself, where either stored no outputs or no values, or where the two are `find_mismatch` (other weights or inputs,
-    or outputs that change). For detectors every channel of an output is checked separately, because boxes are far
-    larger numbers than scores; in eight bits they are taken together.
+    Tolerances are those of both precisions and of the types that the reference's layers ran in. None for the reference
+    itself, if either stored no outputs or no values, or after `find_mismatch`. For detectors, every channel of an
+    output is checked separately, because boxes are much larger numbers than scores; in eight bits, channels are taken
+    together.
     """
     if trial is reference or find_mismatch(trial, reference):
         return None
     own, other, apart = agreement.paired_outputs(trial, reference)
     if not own or not other:
         return None
-    # A module that PyTorch quantised has the precision FP32, and files made of it round elsewhere by a step.
+    # A module quantised by PyTorch has the precision FP32; files made from it round differently by one step.
     ran = read_truth(reference)
     types = [name for name in (ran.types if ran else ()) if name in TOLERANCES]
     precision = max(trial.precision, reference.precision, *types, key=lambda name: TOLERANCES[name].limit)
@@ -332,19 +332,19 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
 
 
 def _run_one_quantised_file(a: TrialResult, b: TrialResult) -> bool:
-    """Return whether both run a file of the user's as it was quantised, so that they share its error."""
+    """Return whether both run the same quantised user file, and so share its error."""
     file = a.spec.model.file
     as_it_is = all(t.precision in QUANTISED_PRECISIONS and not t.made_by.scheme for t in (a, b))
     return bool(file) and file == b.spec.model.file and as_it_is
 
 
 def _have_labels(own: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether both outputs are labels: an engine may give whole numbers as float32 too."""
+    """Return whether both outputs are labels, also as whole numbers in float32."""
     return is_labels(other) or (is_labels(own) and bool((other == np.round(other)).all()))
 
 
 def _compare_not_finite(values: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
-    """Return what is wrong where NaN and infinities are not those of the reference at the same places, else ""."""
+    """Describe NaN and infinities at other places than the reference's; "" without any."""
     one_sided = [(a, b, found) for a, b in values if (found := find_one_sided(a, b)).any()]
     if not one_sided:
         return ""
@@ -364,7 +364,7 @@ def _compare_labels(
 ) -> tuple[float, str]:
     """Return the share of an output's labels that differ, and a description of the fault, else "".
 
-    One label may differ by chance where there are enough; no single input with many labels may have too large a share.
+    One label may differ by chance if there are enough; a single input with many labels may not have too large a share.
     """
     if "f" in (own.dtype.kind, other.dtype.kind):  # floating-point types round large integers
         own, other = own.astype(np.float32), other.astype(np.float32)
@@ -385,16 +385,16 @@ def _compare_labels(
 
 
 def _are_ranked(scores: np.ndarray, indices: np.ndarray) -> bool:
-    """Return whether these are the scores of a top-k's indices, the highest first."""
+    """Return whether `scores` belong to the indices of a top-k, highest first."""
     return bool(scores.shape == indices.shape and scores.ndim == 2 and scores.shape[1] > 1
                 and (scores[:, 1:] <= scores[:, :-1]).all())  # fmt: skip
 
 
 def _are_tied(own: np.ndarray, other: np.ndarray, scores: np.ndarray, limit: float) -> np.ndarray:
-    """Return whether each of a top-k's indices may stand at its rank.
+    """Return whether each index of a top-k may stand at its rank.
 
-    It may where the reference's score of it is as near to that rank's score as the tolerance allows each score. The
-    reference's last score is an upper bound for an index that it doesn't list.
+    It may if the reference's score of it differs from that rank's score by at most the tolerance. For an index that the
+    reference doesn't list, the reference's last score is an upper bound.
     """
     scores = scores.astype(np.float64)
     room = limit * np.sqrt(np.mean(_zero_not_finite(scores) ** 2, axis=1, keepdims=True))
@@ -410,15 +410,12 @@ def _zero_not_finite(array: np.ndarray) -> np.ndarray:
 
 
 def _values_first(array: np.ndarray) -> np.ndarray:
-    """Return predictions as batch x values x anchors; anchors outnumber values in all but the smallest images."""
+    """Return predictions as batch x values x anchors; except in the smallest images, anchors outnumber values."""
     return np.swapaxes(array, 1, 2) if array.ndim == 3 and array.shape[2] < array.shape[1] / 2 else array
 
 
 def _judge_boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctness | None:
-    """Judge by the paired boxes' errors: the share beyond the limit may not exceed that of answers that may change.
-
-    Return None without errors.
-    """
+    """Judge paired boxes by the share of errors beyond the limit, at most `tolerance.changed`; None without errors."""
     if not errors.size:
         return None
     beyond = errors > tolerance.limit
@@ -435,8 +432,7 @@ def _judge_boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Co
 def _compute_changed(
     trial: TrialResult, reference: TrialResult, own: np.ndarray, other: np.ndarray, tolerance: Tolerance
 ) -> tuple[float | None, int]:
-    """Return the share of the reference's answers that the trial doesn't give, None where there are no answers; and how
-    many answers there are."""
+    """Return the share of the reference's answers that changed (None without answers), and the number of answers."""
     if boxes := agreement.compare_boxes(trial, reference):
         own_share = boxes.own_share if boxes.own_share is not None else 0.0
         return 1 - min(boxes.share, own_share), boxes.expected if boxes.share <= own_share else max(boxes.own, 1)
@@ -444,10 +440,10 @@ def _compute_changed(
         return None, 0
     count = min(len(own), len(other))
     a, b = own[:count].astype(np.float64), other[:count].astype(np.float64)
-    # What isn't finite is the same in both: the best of the others counts.
+    # Non-finite values are equal in both: the best finite value counts.
     a, b = (np.where(np.isfinite(b), array, -np.inf) for array in (a, b))
     rows, classes = np.arange(count), a.argmax(axis=1)
-    # A class that lay closer to the first than the tolerance allows each score is a tie, which rounding may decide.
+    # A class is a tie if its score is within the tolerance of the first: rounding may decide.
     with np.errstate(invalid="ignore"):  # a row without a number has no answer
         lead = b.max(axis=1) - b[rows, classes]
     tied = tolerance.limit * np.sqrt(np.mean(_zero_not_finite(b) ** 2, axis=1))

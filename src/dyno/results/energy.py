@@ -1,6 +1,6 @@
-"""Energy of an image: a counter's rate while images went through, less its rate while nothing ran, over images/s.
+"""Energy per image: an energy counter's rate under load, less its idle rate, over images/s.
 
-NVML's counter has the whole card, RAPL's the processors' packages; neither has the rest of the machine.
+NVML's counter covers the whole card, RAPL's the processors' packages; the rest of the machine is not covered.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dyno.results.rounds import Round
 from dyno.results.timeline import Window
 from dyno.results.trial_result import TrialResult, by_build
 
-IDLE_DIR = "idle"  # a run's folder with the machine's telemetry before the first job
+IDLE_DIR = "idle"  # subfolder of a run: telemetry before the first job
 ENERGY_COLUMNS = {"cuda": "gpu_energy", "cpu": "cpu_energy"}  # by kind of device
-MIN_READINGS, MIN_SPAN_S = 5, 1.0  # counter readings, and their span, needed for a rate
-MAX_OTHER_CORES = 0.2  # processors used by other programs on an idle machine
+MIN_READINGS, MIN_SPAN_S = 5, 1.0  # fewest counter readings for a rate, and their shortest span
+MAX_OTHER_CORES = 0.2  # processors that other programs may use on an idle machine
 NOT_ASKED = "not measured: --energy measures it"
 NO_COUNTER = {
     "cuda": "NVML tells no energy of this GPU",
@@ -36,7 +36,7 @@ NO_MORE = "no more power than while idle"
 
 @dataclass(frozen=True)
 class Idle:
-    """The device's power before the first job: `watts`, NaN where unknown, and whether it was `disturbed`."""
+    """Power of the device before the first job: `watts` (NaN: unknown), and whether it was `disturbed`."""
 
     watts: float = math.nan
     disturbed: bool = False
@@ -44,8 +44,10 @@ class Idle:
 
 @dataclass(frozen=True)
 class Energy:
-    """A trial's energy: joules of an image with those of idling taken off, joules with them, mean W, idle W, and the
-    images/s of the same time; or `missing`, why there is none."""
+    """Energy of a trial: joules per image, `net` and `gross` (without and with idle power), mean W, idle W, images/s.
+
+    `missing` is the reason if there is no figure.
+    """
 
     net: stats.Interval
     gross: float = math.nan
@@ -58,7 +60,7 @@ class Energy:
 
 @dataclass(frozen=True)
 class RoundPower:
-    """One round: W while images went through, and images/s."""
+    """Mean power (W) and images/s of one round."""
 
     watts: float
     rate: float
@@ -66,7 +68,7 @@ class RoundPower:
 
 @dataclass(frozen=True)
 class Meter:
-    """The energy of a run's trials; `folder` is the run's."""
+    """Energy meter of a run's trials; `folder` is the run's."""
 
     folder: Path
 
@@ -131,8 +133,8 @@ def _is_shared(r: Round, kind: str) -> bool:
 def estimate_power(stored: dict[str, np.ndarray], counter: str, window: Window = (-math.inf, math.inf)) -> float:
     """Estimate the mean W in the window (seconds of CLOCK_MONOTONIC): the least-squares slope of the counter over time.
 
-    A counter that is updated ten times a second or less often puts an error into each reading, which a difference of
-    two readings would have in full. NaN where there are too few readings.
+    Counters updated at most ten times a second have an error in each reading, which a difference of two readings would
+    have in full. NaN with too few readings.
     """
     at, joules = stored.get("at", np.empty(0)) + stored.get("epoch", 0.0), stored.get(counter)
     if joules is None:

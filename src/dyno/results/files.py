@@ -1,4 +1,4 @@
-"""Read a run's files: records, arrays and notes, with one clear line for what is damaged."""
+"""Reader of a run's files: records, arrays and notes; one clear line for damaged files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ import numpy as np
 from dyno.worker.record import Record, check_schema, read_json, read_record
 from dyno.worker.spec import PRECISIONS, Job, T, UserError, check_known, from_json
 
-# Reading npz files three times as fast as `numpy.load`, which parses every array's header as Python source.
-#
-# A run folder has thousands of small arrays with a handful of different headers, so parsed headers are remembered.
+# Reader of npz files, three times as fast as `numpy.load`, which parses every array's header as Python source. A run
+# folder has thousands of small arrays with few different headers, so parsed headers are cached.
 
 NPY_MAGIC = b"\x93NUMPY"
 NUMERIC_KINDS = "fiub"  # NumPy kinds of real numbers
 TEXT_ARRAYS = ("gpu_name", "gpu_uuid")  # text arrays in telemetry.npz
-LAYERS_ARRAY = "layers"  # the array of samples.npz with a row per sample
-# A classifier's answers: what kinds of types they have, and how many axes.
+LAYERS_ARRAY = "layers"  # array of samples.npz with a row per sample
+# A classifier's answers: NumPy kinds and number of axes.
 RESULT_CLASSES = {
     "topk_index": ("iu", 2),
     "topk_score": ("f", 2),
@@ -38,8 +37,8 @@ RESULT_CLASSES = {
 def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """Read the arrays of an npz file (only `names`, or all), read-only; each member's checksum is verified.
 
-    Raises OSError when the file can't be read and ValueError when it is damaged, holds Python objects, or declares a
-    larger unpacked size than its own, which no file that Dyno wrote does.
+    Raises OSError if the file can't be read. Raises ValueError if it is damaged, holds Python objects, or declares an
+    unpacked size above the file's, which Dyno never writes.
     """
     arrays = {}
     about = path.stat()
@@ -71,9 +70,9 @@ def _parse_array(data: bytes) -> np.ndarray:
 
 
 def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """Read a round's samples; return them with the name of an unreadable array file, "" without one.
+    """Read a round's samples; return them with the name of an unreadable array file, else "".
 
-    A missing file isn't an error. samples.npz is read whole; of outputs.npz, which may be large, only the directory.
+    A missing file isn't an error. samples.npz is read whole; of outputs.npz, perhaps large, only the directory.
     """
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for name, only in (("samples.npz", None), ("outputs.npz", ())):
@@ -89,7 +88,7 @@ def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
 
 
 def read_numbers(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """Read the columns of telemetry.npz, of one length, and its single numbers, without its texts.
+    """Read the columns (of equal length) and single numbers of telemetry.npz, without its texts.
 
     ValueError for any other content. See `read_npz`.
     """
@@ -103,7 +102,7 @@ def read_numbers(path: Path, names: Collection[str] | None = None) -> dict[str, 
 
 
 def read_answers(path: Path) -> dict[str, np.ndarray]:
-    """Read a classifier's answers in outputs.npz, as far as they exist; ValueError where they don't belong together.
+    """Read a classifier's answers in outputs.npz, as far as present; ValueError if they don't fit each other.
 
     See `read_npz`.
     """
@@ -124,18 +123,18 @@ def _parse_header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
     return tuple(shape), fortran, dtype
 
 
-# One file of a run folder, read back; what is wrong with it becomes a line of `problems`, and the rest is shown.
+# Single files of a run folder; faults become a line of `problems`, and the rest is shown.
 
-BLOCKS_DIR = "blocks"  # a block's own folder holds its trials until the block ends
+BLOCKS_DIR = "blocks"  # trials of a block until the block ends
 
 
 def trials_in(run: Path) -> list[Path]:
-    """Return the folders of the run's trials; OSError where the user may not list them."""
+    """Return the folders of the run's trials; OSError if listing is not permitted."""
     return sorted([*(run / "trials").iterdir(), *run.glob(f"{BLOCKS_DIR}/*/trials/*")])
 
 
 def read_table(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    """Read the JSON object in the file, whatever it holds; None without one and where it can't be read."""
+    """Read any JSON object; None if the file is missing or unreadable."""
     try:
         data = read_json(path)
     except FileNotFoundError:
@@ -152,7 +151,7 @@ def read_table(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 
 def read_round(folder: Path, problems: list[str]) -> Record | None:
-    """Read the record in the folder; None without one, and where it is damaged."""
+    """Read the record in the folder; None if it is missing or damaged."""
     try:
         return read_record(folder)
     except UserError as e:
@@ -164,7 +163,7 @@ def read_round(folder: Path, problems: list[str]) -> Record | None:
 
 @dataclass(frozen=True)
 class TypedSettings:
-    """The settings of a study.toml that tables read: a folder from elsewhere may hold values of any type."""
+    """Settings of a study.toml that tables read, typed because foreign folders may hold values of any type."""
 
     budget: dict[str, float] = field(default_factory=dict)
     limit: dict[str, str] = field(default_factory=dict)
@@ -176,7 +175,7 @@ class TypedSettings:
 
 
 def read_settings(text: str) -> dict[str, Any]:
-    """Parse a study.toml as a table; empty where it can't be read or isn't in Dyno's form."""
+    """Parse a study.toml as a table; empty if it can't be read or isn't in Dyno's form."""
     try:
         table = tomllib.loads(text)
         _read_fields(TypedSettings, table)
@@ -186,7 +185,7 @@ def read_settings(text: str) -> dict[str, Any]:
 
 
 def read_job(path: Path, problems: list[str]) -> Job | None:
-    """Read the job of a trial; None without one, and where it is damaged."""
+    """Read the job of a trial; None if it is missing or damaged."""
     job = read_stored(path, Job, problems)
     if job is None:
         return None
@@ -202,9 +201,9 @@ def read_job(path: Path, problems: list[str]) -> Job | None:
 
 
 def read_stored(path: Path, kind: type[T], problems: list[str] | None = None) -> T | None:
-    """Read the JSON object in the file as that dataclass; None without one, and where it is damaged.
+    """Read a JSON object as the dataclass `kind`; None if it is missing or damaged.
 
-    What isn't a field of the dataclass, such as `schema`, isn't read.
+    Keys that are no fields of the dataclass, such as `schema`, are ignored.
     """
     problems = [] if problems is None else problems
     stored = read_table(path, problems)
@@ -223,7 +222,7 @@ def _read_fields(kind: type[T], table: dict[str, Any]) -> T:
 
 
 def _without_nulls(data: Any) -> Any:
-    """Return the value without keys whose value is null, at any depth: null means the same as a missing key."""
+    """Remove keys with null values, at any depth: null means the same as a missing key."""
     if isinstance(data, list):
         return [_without_nulls(item) for item in data]
     if isinstance(data, dict):
@@ -232,10 +231,7 @@ def _without_nulls(data: Any) -> Any:
 
 
 def read_measured(folder: Path, record: Record) -> tuple[Record, dict[str, np.ndarray] | None]:
-    """Return the record and its samples (None: not read).
-
-    Where the measurements can't be read any more, the record is of a failure.
-    """
+    """Return the record and its samples (None: not read); unreadable measurements turn the record into a failure."""
     if record.status != "ok":
         return record, None
     samples, damaged = read_samples(folder)

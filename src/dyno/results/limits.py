@@ -1,7 +1,7 @@
-"""Limits on what a trial may take, `p99=5ms`: how they are read, and whether a trial's row keeps them.
+"""Limits on a trial's resources, `p99=5ms`: parsing, and checks of a trial's row.
 
 A row is within a limit if the whole 95 % interval of its value is, over it if the whole interval is beyond it, else
-undecided; a value without an interval decides by itself. A percentile of too few samples proves nothing.
+undecided. Values without an interval decide alone. A percentile of too few samples proves nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ QUANTITY = re.compile(r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)\s*([A-Za-zµμ]+)")
 
 @dataclass(frozen=True)
 class LimitedQuantity:
-    """A quantity with a limit: its column in the trial table, that column's unit in SI units, the units of a limit,
-    an example, and the share of samples below it where it is a percentile."""
+    """A quantity that can be limited: its column in the trial table, and that column's unit in SI units (`scale`).
+
+    `units` are the units of a limit; `percentile` is the share of samples below it, 0 for other quantities.
+    """
 
     column: str
     scale: float
@@ -63,7 +65,7 @@ LATENCIES = tuple(name for name in QUANTITIES if name.startswith("p"))  # percen
 
 @dataclass(frozen=True)
 class Limit:
-    """The maximum of a quantity for a trial, in SI units and as it was written."""
+    """Maximum of a quantity, in SI units and as written by the user."""
 
     name: str
     maximum: float
@@ -71,7 +73,7 @@ class Limit:
 
     @property
     def quantity(self) -> LimitedQuantity:
-        """The quantity that it limits."""
+        """The limited quantity."""
         return QUANTITIES[self.name]
 
     def __str__(self) -> str:
@@ -79,7 +81,7 @@ class Limit:
 
 
 def make_limits(wanted: Mapping[str, str]) -> tuple[Limit, ...]:
-    """Build limits from a study's table: `{"p99": "5ms"}`; raise `UserError` for an unknown name, number or unit."""
+    """Build limits from a study's table: `{"p99": "5ms"}`; `UserError` for an unknown name, number or unit."""
     return tuple(_make_limit(name, str(text).strip()) for name, text in wanted.items())
 
 
@@ -99,7 +101,7 @@ def _make_limit(name: str, text: str) -> Limit:
 
 
 def check_settings(wanted: Mapping[str, str], boundaries: Sequence[str], energy: bool) -> None:
-    """Raise `UserError` for an invalid limit of a study, and for one on a quantity that it doesn't measure."""
+    """Raise `UserError` for an invalid limit of a study, and for a limit on an unmeasured quantity."""
     for limit in make_limits(wanted):
         if limit.name == "energy" and not energy:
             raise UserError(f"the limit {limit} needs the energy measured; add --energy")
@@ -109,9 +111,9 @@ def check_settings(wanted: Mapping[str, str], boundaries: Sequence[str], energy:
 
 @dataclass(frozen=True)
 class LimitCheck:
-    """Whether a row keeps a limit: WITHIN, OVER, UNDECIDED or UNMEASURED, and its value with its interval in SI units.
+    """State of a row against a limit: WITHIN, OVER, UNDECIDED or UNMEASURED, and the value with its interval, SI units.
 
-    `samples` are the fewest of a round, where too few for the percentile; `reason` says why there is no value.
+    `samples`, if too few for the percentile, is the fewest of a round. `reason` says why there is no value.
     """
 
     limit: Limit
@@ -124,19 +126,19 @@ class LimitCheck:
 
     @property
     def share(self) -> float:
-        """The value over the limit."""
+        """Value divided by the limit."""
         return self.value / self.limit.maximum
 
     @property
     def text(self) -> str:
-        """The value against the limit, in words: `p99 5.6 ms [5.4, 5.8], 12 % over`."""
+        """Comparison of value and limit: `p99 5.6 ms [5.4, 5.8], 12 % over`."""
         name, quantity = self.limit.name, self.limit.quantity
         if self.state == UNMEASURED:
             return f"{name} was not measured" + (f" ({self.reason})" if self.reason else "")
         value = f"{name} {quantity.format_value(self.value)}"
         if self.samples:
             return f"{value} from {self.samples} samples a round, of {samples_for(quantity.percentile)} needed"
-        if not math.isnan(self.high - self.low):  # the upper end is what matters, however wide it is
+        if not math.isnan(self.high - self.low):  # the upper end matters, however wide it is
             value += f" [{quantity.format_value(self.low)}, {quantity.format_value(self.high)}]"
         if self.state == UNDECIDED:
             return f"{value}, not decided against {self.limit.text}"
@@ -183,7 +185,7 @@ def check_frame(frame: pd.DataFrame, limits: Sequence[Limit]) -> None:
 
 
 def name_outcome(checks: Sequence[LimitCheck]) -> str:
-    """Return what a row came to: `within`, else the worst state with the limits it is about; "" without limits."""
+    """Return a row's outcome: `within`, else the worst state with its limits' names; "" without limits."""
     for state in WORST_FIRST:
         if names := [check.limit.name for check in checks if check.state == state]:
             return f"{state} {', '.join(names)}"
@@ -191,14 +193,14 @@ def name_outcome(checks: Sequence[LimitCheck]) -> str:
 
 
 def describe_misses(row: Mapping[str, Any], limits: Sequence[Limit], states: Sequence[str] = WORST_FIRST) -> str:
-    """Describe the limits that a row isn't shown to keep, as far as they are in one of the states; "" without any."""
+    """Describe the limits that a row isn't proven to keep, restricted to `states`; "" without any."""
     return "; ".join(check.text for check in check_limits(row, limits) if check.state in states)
 
 
 def find_closest(rows: pd.DataFrame, limits: Sequence[Limit]) -> pd.Series | None:
-    """Return the row that comes closest to keeping all limits: the one whose worst value is the least beyond its limit.
+    """Return the row closest to keeping all limits: the smallest worst excess; None without rows.
 
-    A row in which a limited quantity was not measured comes after the others. Return None without rows.
+    Rows with unmeasured limited quantities come last.
     """
     if rows.empty:
         return None

@@ -1,4 +1,4 @@
-"""Notes that a run keeps beside its trials: its devices, routes tried, trials with fewer rounds, and placements."""
+"""Notes stored next to a run's trials: devices, routes tried, trials with fewer rounds, and placements."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def _store(path: Path, note: Any) -> None:
     write_json(path, {"schema": SCHEMA, **to_json(note)})
 
 
-# What inspection found out about the models.
+# Facts about models from inspection.
 
 MODELS_FILE = "models.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts(Sparse):
-    """Facts of a model at a size, where known.
+    """Facts of a model at a size, as far as known.
 
-    They are the operations of one image, the parameters, a file's name and the shapes of its inputs and outputs,
-    whether the size and the normalisation of images are guesses, and why the preparation of images couldn't be checked.
+    Operations of one image, parameters, file name, shapes of inputs and outputs, whether image size and normalisation
+    are guesses, and why the image preparation couldn't be checked.
     """
 
     model: str = ""
@@ -46,7 +46,7 @@ class ModelFacts(Sparse):
 
 @dataclass(frozen=True)
 class Models:
-    """The content of models.json."""
+    """Content of models.json."""
 
     models: tuple[ModelFacts, ...] = ()
 
@@ -55,25 +55,26 @@ FactsBySize = dict[tuple[str, str], ModelFacts]
 
 
 def read_models(run: Path, problems: list[str] | None = None) -> FactsBySize:
-    """Read the facts of a run's models by name and size, in the order in which they were given."""
+    """Read the facts of a run's models by name and size, in the order given by the user."""
     stored = read_stored(run / MODELS_FILE, Models, problems) or Models()
     return {(facts.model, facts.size): facts for facts in stored.models}
 
 
 def store_models(run: Path, facts: Iterable[ModelFacts]) -> None:
-    """Write the facts into a run folder, beside what it has of other models and sizes."""
+    """Write the facts into a run folder, keeping facts of other models and sizes."""
     if current := {(one.model, one.size): one for one in facts}:
         _store(run / MODELS_FILE, Models(tuple({**read_models(run), **current}.values())))
 
 
-# What the trial that all devices of a study repeat measured: how they differ, and what they do to each other.
+# Measurements of the anchor trial, which all devices of a study repeat: differences and mutual slow-downs.
 
 
 @dataclass(frozen=True)
 class AnchorDevice:
-    """A device with what the study's anchor trial measured there, a number for each round: its median latencies alone
-    and beside the others of its host, in seconds (no `beside` where it has the host to itself), and, where it measured
-    both in turns in one process, the `ratios` beside / alone.
+    """A device with its anchor trial's measurements, one number per round.
+
+    `alone` and `beside` are median latencies in seconds, without and with load on the host's other devices (`beside` is
+    empty if there are none). If one process measured both interleaved, `ratios` are beside / alone.
     """
 
     place: str = ""
@@ -85,8 +86,11 @@ class AnchorDevice:
 
 @dataclass(frozen=True)
 class AnchorDevices:
-    """The devices of a study, the trial that all repeated, the percent by which two speeds count as equal, whether
-    blocks were measured side by side, and a hash of what was asked for."""
+    """Devices of a study and the anchor trial repeated on all of them.
+
+    `equivalent` is the percent within which speeds count as equal, `side_by_side` whether blocks were measured in
+    parallel, and `key` a hash of the request.
+    """
 
     anchor: str = ""
     devices: tuple[AnchorDevice, ...] = ()
@@ -96,7 +100,7 @@ class AnchorDevices:
 
     @property
     def speedups(self) -> dict[str, stats.Speedup]:
-        """How many times as fast each place that has others beside it is so as alone, judged as one family."""
+        """Speed of each place beside the others relative to the place alone, judged as one family."""
         timed = [d for d in self.devices if d.beside or d.ratios]
         family = [
             stats.pair_evidence([-math.log(ratio) for ratio in d.ratios])
@@ -109,7 +113,7 @@ class AnchorDevices:
 
     @property
     def disturbed(self) -> dict[str, stats.Speedup]:
-        """The places that are slower beside the others than alone, with certainty, and by more than counts as equal."""
+        """Places that are slower beside the others than alone, with certainty and beyond `equivalent`."""
         limit = -stats.Rule(self.equivalent / 100).reach
         return {
             place: found
@@ -119,7 +123,7 @@ class AnchorDevices:
 
     @property
     def slower(self) -> str:
-        """The disturbed places with by how much, in words."""
+        """Slow-downs of the disturbed places, as text."""
         each = ", ".join(
             f"{place} is {percent_slower(one.value):.2g} % slower" for place, one in self.disturbed.items()
         )
@@ -127,8 +131,10 @@ class AnchorDevices:
 
     @property
     def extremes(self) -> tuple[AnchorDevice, AnchorDevice, bool] | None:
-        """The fastest and the slowest alone, and whether they differ beyond the spread between processes, of all pairs
-        judged as one family; None where fewer than two were measured."""
+        """The fastest and the slowest device alone, and whether they differ beyond the spread between processes.
+
+        All pairs are judged as one family; None with fewer than two measured devices.
+        """
         timed = sorted((d for d in self.devices if d.alone), key=estimate_latency)
         pairs = [*combinations(timed, 2)]
         if not pairs:
@@ -138,7 +144,7 @@ class AnchorDevices:
 
 
 def percent_slower(speedup: float) -> float:
-    """Return by how many percent a device with `speedup` times another's speed is slower than it."""
+    """Return the slow-down in percent of a device with `speedup` times another's speed."""
     return 100 * (1 / speedup - 1)
 
 
@@ -166,7 +172,7 @@ def _filter_numbers(stored: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(x) for x in stored if math.isfinite(x) and x > 0)
 
 
-# Which routes to the ONNX file were tried beside the usual one, and what came of each.
+# Alternative routes to the ONNX file, and their outcomes.
 
 ROUTE_KEPT, ROUTE_SLOWER, ROUTE_NOT_FASTER = "kept", "slower than another", "not proven faster"
 ROUTE_WRONG, ROUTE_FAILED = "other outputs", "failed"
@@ -174,8 +180,7 @@ ROUTE_WRONG, ROUTE_FAILED = "other outputs", "failed"
 
 @dataclass(frozen=True)
 class RouteAttempt:
-    """A route by its name, the usual one's latency over its own (0: none was measured), what came of it, and why it
-    failed."""
+    """A route by name, with the usual route's latency over its own (0: not measured), outcome, and cause of failure."""
 
     route: str
     ratio: float
@@ -185,8 +190,10 @@ class RouteAttempt:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The routes that were tried for a configuration of a model: `key` is of the model's content, `configuration` is
-    the backend with its options and the precision, as in tables."""
+    """Routes tried for a configuration of a model.
+
+    `key` identifies the model's content, `configuration` is backend with options and precision, as in tables.
+    """
 
     key: str
     model: str
@@ -196,19 +203,19 @@ class Attempt:
 
     @property
     def kept(self) -> RouteAttempt | None:
-        """The route with separate rows; None where the usual one is as good."""
+        """The route with separate rows; None if the usual one is as good."""
         return next((one for one in self.routes if one.outcome == ROUTE_KEPT), None)
 
 
 @dataclass(frozen=True)
 class Attempts:
-    """The content of routes.json."""
+    """Content of routes.json."""
 
     attempts: tuple[Attempt, ...] = ()
 
 
 def read_attempts(run: Path) -> tuple[Attempt, ...]:
-    """Read the attempts in a run folder; empty where nothing was tried, and where the file is damaged."""
+    """Read the attempts in a run folder; empty if nothing was tried or the file is damaged."""
     return (read_stored(run / ROUTES_FILE, Attempts) or Attempts()).attempts
 
 
@@ -217,37 +224,38 @@ def store(run: Path, attempts: tuple[Attempt, ...]) -> None:
     _store(run / ROUTES_FILE, Attempts(attempts))
 
 
-# Which trials got no further rounds, because the time was short and a winner leads them clearly.
+# Trials without further rounds, because time was short and a winner leads them clearly.
 
 
 @dataclass(frozen=True)
 class DroppedTrials:
-    """The ids of the trials that further rounds left out, and whether planned rounds were not begun, because they would
-    have taken longer than the study may."""
+    """Ids of trials without further rounds, and whether planned rounds were omitted for lack of time (`is_over`)."""
 
     trials: tuple[str, ...] = ()
     is_over: bool = False
 
 
 def read_dropped(run: Path) -> DroppedTrials:
-    """Read which trials were left out; none where all were measured."""
+    """Read which trials were left out; empty if all were measured."""
     return read_stored(run / FEWER_ROUNDS_FILE, DroppedTrials) or DroppedTrials()
 
 
 def store_dropped(run: Path, ids: Collection[str], *, is_over: bool = False) -> None:
-    """Write the ids of the trials that further rounds leave out, and whether time was over for all."""
+    """Write the ids of trials without further rounds, and whether time was over for all."""
     _store(run / FEWER_ROUNDS_FILE, DroppedTrials(tuple(sorted(ids)), is_over))
 
 
-# Where the blocks of a study were measured.
+# Placements of a study's blocks on devices.
 
 PLACEMENTS_DIR = "placements"  # subfolder of a run folder
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A block's placement: the device by name (`cuda:1`), its card, its host, the block's trials, the places
-    whose process it lost, with the reasons, and, once it is `done`, a hash of what was asked for."""
+    """Placement of a block: device name (`cuda:1`), card, host, trials, and places that lost its process, with reasons.
+
+    `done` is a hash of the request once the block has ended.
+    """
 
     block: str = ""
     place: str = ""
@@ -259,28 +267,28 @@ class Placement:
 
     @property
     def warnings(self) -> list[str]:
-        """Remarks on the placement for a row of the block."""
+        """Warnings on the placement for a row of the block."""
         return [f"begun anew on {self.place}, as its process was lost on {lost}" for lost in self.lost]
 
 
 def list_placements(run: Path, problems: list[str] | None = None) -> list[Placement]:
-    """Read where the blocks of a run were begun; empty for a study on one device."""
+    """Read the placements of a run's blocks; empty for a study on one device."""
     found = (read_stored(path, Placement, problems) for path in sorted((run / PLACEMENTS_DIR).glob("*.json")))
     return [placement for placement in found if placement]
 
 
 def read_placement(run: Path, block: str) -> Placement | None:
-    """Read where the block of that id was begun; None before it is."""
+    """Read the placement of the block with that id; None before it begins."""
     return read_stored(run / PLACEMENTS_DIR / f"{block}.json", Placement)
 
 
 def store_placement(run: Path, block: str, placement: Placement) -> None:
-    """Write where the block of that id is begun."""
+    """Write the placement of the block with that id."""
     (run / PLACEMENTS_DIR).mkdir(exist_ok=True)
     _store(run / PLACEMENTS_DIR / f"{block}.json", placement)
 
 
-# The notes by their file.
+# Note types by file.
 
 DEVICES_FILE, ROUTES_FILE, FEWER_ROUNDS_FILE = "devices.json", "routes.json", "fewer-rounds.json"
 NOTE_TYPES: dict[str, type] = {DEVICES_FILE: AnchorDevices, ROUTES_FILE: Attempts, FEWER_ROUNDS_FILE: DroppedTrials}

@@ -1,4 +1,4 @@
-"""Rankings: which trials are compared for speed, and their order; the verdict reports it and a study confirms it."""
+"""Rankings: comparable trials in order of speed, for the verdict and for confirmation rounds."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from dyno.worker.spec import ADAPTIVE_RULES, DEFAULT_ROUNDS, EVERY_ROW
 if TYPE_CHECKING:
     import pandas as pd
 
-# What is worth choosing: the frontier of accuracy and speed, the fastest within the budget, and saturation.
+# Candidates: the Pareto frontier of accuracy and speed, the fastest within the budget, and saturation.
 
 LATENCY, THROUGHPUT = "latency_ms", "throughput_ips"
 RANKED_BY = (
     "trial", "reference", "measured", "boundary", "clock", "status", "outputs", "verdict", "budget", "limit", LATENCY,
     "speedup",
 )  # fmt: skip
-ROW_INDEX = "#place"  # column with a row's index
-SATURATION_SHARE = 0.95  # share of the best throughput from which larger batches gain little (R37)
+ROW_INDEX = "#place"  # temporary column: index of the row in its frame
+SATURATION_SHARE = 0.95  # share of the best throughput; larger batches gain little beyond it (R37)
 SERIES = ("model", "size", "device", "backend", "precision", "runtime", "options")
 
 
 @dataclass(frozen=True)
 class Saturation:
-    """How the throughput of one configuration grows with the batch: where it reaches 95 % of its best."""
+    """Throughput of one configuration over the batch sizes, and the batch that reaches SATURATION_SHARE of the best."""
 
     model: str
     configuration: str
@@ -56,7 +56,7 @@ class Saturation:
 
     @property
     def description(self) -> str:
-        """The batch at which throughput saturates, as text."""
+        """Sentence on the batch at which throughput saturates."""
         if self.batch == self.largest:
             return f"throughput still rises at batch {self.largest}, the largest tried"
         if self.batch == self.best_batch:
@@ -67,30 +67,29 @@ class Saturation:
 
 
 def mark_usable(row: Any) -> Any:
-    """Return whether a row, or each one of a frame, could be chosen: every round succeeded, and no check found wrong
-    outputs."""
+    """Return whether every round of a row, or of each row of a frame, succeeded and no check found wrong outputs."""
     return (row["status"] == "ok") & (row["outputs"] != OUTPUTS_WRONG)
 
 
 def list_usable(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the trials that could be chosen."""
+    """Return the rows of `mark_usable`."""
     return frame[mark_usable(frame)]
 
 
 def read_throughput(frame: pd.DataFrame) -> pd.Series:
-    """Return images per second as measured; where it was not, batch / latency, which is a lower bound for it."""
+    """Return images per second as measured, else batch / latency, a lower bound."""
     return frame[THROUGHPUT].fillna(read_fps(frame))
 
 
 def read_fps(frame: pd.DataFrame) -> pd.Series:
-    """Return images per second of one batch after another: batch / median latency (R34)."""
+    """Return images per second of consecutive batches: batch / median latency (R34)."""
     return frame["batch"].astype(float) * 1e3 / frame[LATENCY]
 
 
 def find_pareto(frame: pd.DataFrame, speed: str, quality: str = "top1") -> pd.DataFrame:
-    """Return the rows that no other row beats at both: fastest first, accuracy strictly rising.
+    """Return the Pareto frontier of speed and accuracy: fastest first, accuracy strictly rising.
 
-    `speed` is LATENCY (less is better) or THROUGHPUT (more is better). Rows without either number are left out.
+    `speed` is LATENCY (less is better) or THROUGHPUT (more is better). Rows that lack either number are left out.
     """
     rows = list_usable(frame).dropna(subset=[speed, quality])
     rows = rows.sort_values([speed, quality], ascending=[speed != THROUGHPUT, False], kind="stable")
@@ -103,7 +102,7 @@ def find_pareto(frame: pd.DataFrame, speed: str, quality: str = "top1") -> pd.Da
 
 
 def keep_within_budget(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return usable rows that are within the accuracy budget with confidence; all of them where there is no budget."""
+    """Return usable rows within the accuracy budget with confidence; without a budget, all usable rows."""
     return _pick(frame, _keep_within_budget)
 
 
@@ -113,10 +112,10 @@ def keep_eligible(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def rank_trials(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
-    """Return the rows that have the speed, fastest first.
+    """Return the rows that have a value of `speed`, fastest first.
 
-    Rows that were all measured in turns with one reference are sorted by their speed-ups, not by latencies, which the
-    machine's own changes of speed affect.
+    If every row was measured interleaved with one common reference, speed-ups decide the order, because latencies
+    follow changes of the machine's speed.
     """
     if speed == LATENCY:
         return _pick(frame, _rank_by_latency)
@@ -127,22 +126,22 @@ def rank_trials(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
 def sort_rows(frame: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataFrame:
     """Return the rows that have a latency, fastest first.
 
-    Of two that measured in turns, the ratio of one to the other decides, over undisturbed rounds if there is one: by
-    their ratios to a reference whose latency jumps, either may seem ahead.
+    For two interleaved trials, their direct ratio decides, from undisturbed rounds if possible. Ratios to a common
+    reference could favour either one when the reference's latency jumps.
     """
     return _pick(frame, lambda rows: _sort_rows(rows, trials))
 
 
 def order_frame(group: pd.DataFrame, trials: Mapping[str, TrialResult]) -> pd.DataFrame:
-    """Return the rows of a group in the order of `order_group`."""
+    """Return the rows of a group, sorted by `order_group`."""
     return _pick(group, lambda rows: order_group(rows, trials))
 
 
 def order_group(rows: Sequence[Row], trials: Mapping[str, TrialResult]) -> list[Row]:
     """Return all rows of one model, size, batch and device in the order of tables and charts.
 
-    Those that may win come first, fastest first; then those that a check, the budget or a limit
-    excludes; then those without a latency.
+    First come possible winners, fastest first; then rows excluded by a check, the budget or a limit; then rows without
+    a latency.
     """
     comparable = [row for row in rows if not row["verdict"].startswith(INCOMPARABLE)]
     ordered = _sort_rows(_keep_eligible(comparable), trials)
@@ -152,11 +151,11 @@ def order_group(rows: Sequence[Row], trials: Mapping[str, TrialResult]) -> list[
     return ordered
 
 
-# Rows as plain values: of the many small groups of a large study, each operation of pandas costs more than the rest.
+# Rows as plain values: on the many small groups of a large study, each pandas operation is slow.
 
 
 def _pick(frame: pd.DataFrame, choose: Callable[[Sequence[Row]], list[Row]]) -> pd.DataFrame:
-    """Return those of a frame's rows that `choose` returns, in its order."""
+    """Return the rows of a frame that `choose` returns, in its order."""
     rows = frame[[name for name in RANKED_BY if name in frame]].to_dict("records")
     return frame.iloc[[row[ROW_INDEX] for row in choose([row | {ROW_INDEX: k} for k, row in enumerate(rows)])]]
 
@@ -178,7 +177,7 @@ def _rank_by_latency(rows: Sequence[Row]) -> list[Row]:
 
 
 def _is_in_turns(rows: Sequence[Row]) -> bool:
-    """Return whether every row is the reference or was measured in turns with it."""
+    """Return whether every row is the reference or was measured interleaved with it."""
     return len({row["reference"] for row in rows}) == 1 and all(
         not is_missing(row["speedup"]) and (row["measured"] == IN_TURNS or row["trial"] == row["reference"])
         for row in rows
@@ -199,13 +198,13 @@ def _sort_rows(rows: Sequence[Row], trials: Mapping[str, TrialResult]) -> list[R
 
 
 def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
-    """Return the smallest batch reaching SATURATED of the best throughput, per configuration with several batches."""
+    """Return the smallest batch near the best throughput, per configuration with several batches."""
     saturations = []
     rows = list_usable(frame).assign(ips=read_throughput(list_usable(frame))).dropna(subset=["ips"])
     for key, series in rows.groupby(list(SERIES), sort=False):
         ordered = series.sort_values("batch")
         is_measured = ordered[THROUGHPUT].notna()
-        if ordered["batch"].nunique() < 2 or is_measured.any() != is_measured.all():  # a bound is no rate
+        if ordered["batch"].nunique() < 2 or is_measured.any() != is_measured.all():  # batch / latency is only a bound
             continue
         best = ordered.loc[ordered["ips"].idxmax()]
         first = ordered[ordered["ips"] >= SATURATION_SHARE * best["ips"]].iloc[0]
@@ -226,12 +225,12 @@ def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
 
 
 def describe_configuration(row: pd.Series) -> str:
-    """Return the same as `configuration` for a sentence, with the precision that it really ran in."""
+    """Return `configuration_of` a row for a sentence, with the precision that actually ran."""
     return configuration_of(row).removesuffix(str(row["precision"])) + name_precision(row)
 
 
 def configuration_of(row: pd.Series) -> str:
-    """Return backend with its options, and precision: a row's name within its group."""
+    """Return backend, options and precision: a row's name within its group."""
     options = f"@{str(row['options']).replace(' ', '@')}" if row["options"] else ""
     runtime = f"@runtime={row['runtime']}" if row["runtime"] != "main" else ""
     return f"{row['backend']}{options}{runtime} {row['precision']}"
@@ -242,10 +241,10 @@ COMPARED_PLACES = 2  # the winner and its runner-up
 
 @dataclass(frozen=True)
 class Ranking:
-    """Trials of one model on one device, at one size, or at every size where an accuracy budget covers all sizes.
+    """Trials of one model on one device, at one size, or at all sizes if an accuracy budget covers them.
 
-    `apart` holds those that can't be compared with their reference: with other weights it is another model.
-    `metric` is the accuracy that is shown, and `trials` are the run's, by id.
+    `apart` holds trials that are incomparable with their reference (other weights make another model). `metric` is the
+    accuracy shown. `trials` maps ids to the run's trials.
     """
 
     where: str
@@ -267,7 +266,7 @@ class Ranking:
 
     @cached_property
     def ahead(self) -> pd.DataFrame:
-        """Trials at the smallest batch that are faster than the first of `fastest`, in the same order."""
+        """Trials at the smallest batch that are faster than the first row of `fastest`, in the same order."""
         rows, fastest = sort_rows(list_usable(self.first), self.trials), self.fastest
         if fastest.empty:
             return rows
@@ -275,7 +274,7 @@ class Ranking:
 
     @property
     def most_images(self) -> pd.DataFrame:
-        """Trials within budget and limits by images per second, most first; empty with one batch: see `fastest`."""
+        """Trials within budget and limits by images per second, highest first; empty if there is only one batch."""
         ranked = rank_trials(keep_eligible(self.group), THROUGHPUT)
         return ranked if self.group["batch"].nunique() > 1 else ranked.iloc[:0]
 
@@ -284,16 +283,16 @@ class Ranking:
         return self.fastest if speed == LATENCY else self.most_images
 
     def find_reference(self, row: pd.Series) -> TrialResult | None:
-        """Return the reference of a row's speed-up: that of its size, or of the first size where all sizes compete."""
+        """Return the reference of a row's speed-up; if all sizes compete, the one at the first size."""
         return self.trials.get(row["budget_reference"] if self.sizes else row["reference"])
 
     def name_row(self, row: pd.Series) -> str:
-        """Return a row's name in the ranking, with the precision it ran in where that isn't the requested one."""
+        """Return a row's name in the ranking, with the precision that actually ran."""
         return describe_configuration(row) + (f" at size {row['size']}" if self.sizes else "")
 
 
 def rank_goals(run: RunData) -> list[Ranking]:
-    """Return every ranking of a run, in the table's order."""
+    """Return all rankings of a run, in the order of the table."""
     all_rankings = []
     for _, models in run.frame.groupby(["model", "device"], sort=False):
         name, sizes = models["model"].iloc[0], models["size"].unique()
@@ -312,13 +311,13 @@ def _make_ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> 
 
 
 def is_within_limits(run: RunData) -> bool:
-    """Return whether every ranking with a trial that could be chosen has one within the budget and the limits."""
+    """Return whether every ranking with usable trials has a trial within the budget and the limits."""
     rankings = [ranking for ranking in rank_goals(run) if len(list_usable(ranking.group))]
     return all(len(ranking.fastest) or len(ranking.most_images) for ranking in rankings)
 
 
 def list_winners(run: RunData) -> Iterator[tuple[str, str]]:
-    """Yield the model and size of each ranking that has a winner, and the winner's id."""
+    """Yield the model with its size and the winner's id, for each ranking that has a winner."""
     for ranking in rank_goals(run):
         ordered = ranking.fastest
         if len(ordered):
@@ -326,9 +325,9 @@ def list_winners(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def list_finalists(run: RunData) -> dict[str, set[str]]:
-    """Return the ids of the trials to confirm, each with the boundaries that it is to be timed at.
+    """Return the ids of the trials to confirm, with the boundaries to time each at.
 
-    They are each winner, its runner-up, and the reference of its speed-up.
+    Finalists are each winner, its runner-up, and the reference of its speed-up.
     """
     found: dict[str, set[str]] = {}
     for ranking in rank_goals(run):
@@ -344,13 +343,15 @@ def list_finalists(run: RunData) -> dict[str, set[str]]:
     return found
 
 
-# CPU contention: other programs' load while a study was measured, and whether a ranking can still be trusted.
+# CPU contention: load by other programs during a study, and its effect on the rankings.
 
 
 @dataclass(frozen=True)
 class Contention:
-    """The number of timed jobs, of disturbed ones, of those that did not measure in turns, the most processors that
-    other programs kept busy, and whether any configurations are compared: a lone one has no rank to lose."""
+    """Counts of timed jobs, of disturbed jobs, and of disturbed jobs that ran uninterleaved (`alone`).
+
+    `processors`: the most that other programs kept busy; `compared`: False for one configuration, which has no rank.
+    """
 
     jobs: int
     disturbed: int
@@ -360,15 +361,15 @@ class Contention:
 
     @property
     def mostly(self) -> bool:
-        """Whether most jobs were disturbed one at a time: the others are too few to rank engines by.
+        """Whether most jobs were disturbed and uninterleaved, so that too few are left to rank engines by.
 
-        In turns what disturbs one job disturbs those that it is compared with, so their ratios stand.
+        A disturbance of interleaved jobs hits all compared engines, so their ratios stand.
         """
         return self.compared and self.alone > self.jobs / 2
 
     @property
     def sentence(self) -> str:
-        """The effect on the measured times, as a sentence."""
+        """Sentence on the effect on measured times."""
         during = f"during {self.disturbed} of {format_count(self.jobs, 'job')}"
         busy = f"other programs kept up to {self.processors:.1f} processors busy {during}"
         if self.mostly:
@@ -385,14 +386,14 @@ class Contention:
         return f"{busy.capitalize()}: {doubt}."
 
 
-MIN_DISTURBED_SHARE = 0.1  # smaller shares of disturbed jobs are outweighed by the rest
+MIN_DISTURBED_SHARE = 0.1  # smaller shares of disturbed jobs can't change a result
 
 
 def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Contention | None:
-    """Return the contention that the records show, or None where it can't matter.
+    """Return the contention that the records show, or None if it is negligible.
 
-    It matters where it disturbed at least a tenth of the timed jobs, or at least half of one trial's rounds. The trials
-    are `compared` with each other, or are of one configuration alone.
+    Contention matters if it disturbed at least a tenth of the timed jobs, or at least half of one trial's rounds.
+    `compared` tells whether the trials are compared with each other.
     """
     timed = [t.good for t in results]
     over = [[r for r in rounds if _measure_excess(r) > 0] for rounds in timed]
@@ -405,18 +406,18 @@ def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Con
 
 
 def _measure_excess(r: Round) -> float:
-    """Return the processors that other programs kept busy, beyond those that a quiet machine may."""
+    """Return the processors kept busy by other programs beyond the round's contention threshold, at least 0."""
     limit = r.facts.contention_threshold
     return 0.0 if limit is None else max(r.facts.others_busy.values(), default=0.0) - limit
 
 
-# How many times faster one trial is than another: paired where they measured in turns, else between processes.
+# Speed-up of one trial over another: paired if they were interleaved, else between processes.
 
 MIN_ROUNDS = 2  # shared rounds needed for a spread
 
 
 def make_rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.Rule:
-    """Return the rule that decides the pairs of a study, from its settings; `equivalent` (percent) overrides theirs."""
+    """Return the study's decision rule from its settings; `equivalent` (percent) overrides theirs."""
     percent = settings.get("equivalent") if equivalent is None else equivalent
     margin = stats.Rule.margin if percent is None else float(percent) / 100
     return stats.Rule(
@@ -429,9 +430,9 @@ def gather_evidence(
 ) -> stats.Evidence | None:
     """Collect the evidence from the rounds of both trials at the boundary, by that clock.
 
-    Where both measured in turns in two rounds or more it is `stats.pair_evidence`, else `stats.collect_evidence`; where
-    rounds go through builds of either engine, a build is one observation, the mean of its rounds. Where rounds went on
-    until decided, only the rounds that both have count: further rounds of others must not change a decision.
+    It is `stats.pair_evidence` for two or more interleaved rounds, else `stats.collect_evidence`. If rounds go through
+    builds of either engine, one observation is a build: the mean of its rounds. In an adaptive study, unpaired
+    comparisons use only rounds that both trials have, so that further rounds of other trials change no decision.
     """
     sets = block_ratios(reference, own, boundary, clock)
     paired = average_rounds(sets)
@@ -455,23 +456,23 @@ def gather_evidence(
 
 
 def of_rounds(compared: stats.Evidence, own: TrialResult, reference: TrialResult, rounds: int) -> stats.Evidence:
-    """Add the number of rounds, and of the builds behind them, to the evidence on two trials."""
-    # It was looked at after every round: those, too, that gave it no ratio, or another of a build.
+    """Add the number of rounds and of engine builds to the evidence on two trials."""
+    # All shared rounds count as looks at the data, also rounds without a ratio or of a repeated build.
     over = max(list_builds(own), list_builds(reference))
     return replace(compared, seen=rounds, builds=over if over > 1 else 0)
 
 
 def list_builds(t: TrialResult) -> int:
-    """Return the number of builds of its engine that were measured, 0 where every build would be the same file."""
+    """Return the number of measured builds of the trial's engine, 0 if every build would be the same file."""
     return len({r.build for r in t.good} - {0}) or t.builds
 
 
 def estimate_speedup(
     own: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
 ) -> stats.Speedup:
-    """Compute reference latency over the own one at the boundary, by that clock, with its interval and verdict.
+    """Compute the speed-up, reference latency / own latency, at the boundary, with its interval and verdict.
 
-    For a pair that is compared by itself, not as one of a family.
+    For a single pair, not one of a family.
     """
     return stats.decide(gather_evidence(own, reference, boundary, clock, rule), rule)
 
@@ -479,9 +480,9 @@ def estimate_speedup(
 def compare_rows(
     own: TrialResult, other: TrialResult, row: pd.Series, of_other: pd.Series, speed: str, rule: stats.Rule | None
 ) -> stats.Evidence | None:
-    """Collect the evidence on how much faster a trial is, by LATENCY or THROUGHPUT; `row` and `of_other` are the rows.
+    """Collect the evidence on the speed-up of `own` over `other`, by LATENCY or THROUGHPUT.
 
-    Where throughput was not measured, it is that of one batch after another.
+    `row` and `of_other` are their table rows. If throughput was not measured, it is that of consecutive batches.
     """
     if speed == LATENCY:
         return gather_evidence(own, other, str(row["boundary"]), str(row["clock"]), rule)
@@ -496,7 +497,7 @@ def compare_rows(
 
 
 def image_costs(rounds: Iterable[Round], row: pd.Series) -> list[float]:
-    """Return the seconds of an image in each of the rounds, or in each build."""
+    """Return the seconds per image of each round, or of each build."""
     rounds = list(rounds)
     if rates := [(r, v) for r in rounds if (v := r.value("throughput", "throughput"))]:
         return by_build((r, 1 / rate) for r, rate in rates)
@@ -506,10 +507,10 @@ def image_costs(rounds: Iterable[Round], row: pd.Series) -> list[float]:
 
 @dataclass(frozen=True)
 class Contest:
-    """A ranking's first row, and the speed-up of that row over each further one, with its evidence.
+    """First row of a ranking, with its speed-up over each further row and the evidence.
 
-    A claim to be the fastest is a claim against each row, so they are one family (multiple comparisons with the best,
-    Hsu 1981; here by Holm's procedure). A pair that the table decides keeps the table's verdict.
+    Being the fastest is a claim against every row, so the comparisons form one family (multiple comparisons with the
+    best, Hsu 1981; here by Holm's procedure). Pairs that the table decides keep the table's verdict.
     """
 
     ranked: pd.DataFrame
@@ -518,28 +519,28 @@ class Contest:
 
     @cached_property
     def rivals(self) -> list[tuple[pd.Series, stats.Speedup]]:
-        """The rows that may be the fastest as well, each with the first row's speed-up over it."""
+        """Rows that may be as fast as the first, each with the first row's speed-up over it."""
         further = (row for _, row in self.ranked.iloc[1:].iterrows())
         return [(row, lead) for row, lead in zip(further, self.leads, strict=True) if lead.verdict != stats.FASTER]
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """The ids of the first row's trial and of those that may be the fastest as well."""
+        """Ids of the first row's trial and of its rivals."""
         return tuple(str(row["trial"]) for row in (self.ranked.iloc[0], *(row for row, _ in self.rivals)))
 
     @property
     def is_one_round(self) -> bool:
-        """Whether every pair has one round alone, which proves nothing."""
+        """Whether every pair has a single round, which proves nothing."""
         return bool(self.leads) and all(lead.verdict == stats.ONE_ROUND for lead in self.leads)
 
     @property
     def is_tied(self) -> bool:
-        """Whether every rival is as fast for practical purposes."""
+        """Whether the first row is practically as fast as every rival."""
         return bool(self.rivals) and all(lead.verdict == stats.EQUIVALENT for _, lead in self.rivals)
 
 
 def compare_first(ranked: pd.DataFrame, speed: str, run: RunData) -> Contest:
-    """Compare the first row of a ranking by LATENCY or THROUGHPUT with every other one."""
+    """Compare the first row of a ranking by LATENCY or THROUGHPUT with all further rows."""
     if ranked.empty:
         return Contest(ranked)
     first, *others = (row for _, row in ranked.iterrows())
@@ -552,14 +553,14 @@ def compare_first(ranked: pd.DataFrame, speed: str, run: RunData) -> Contest:
 
 
 def _read_lead(first: pd.Series, row: pd.Series) -> stats.Speedup | None:
-    """Return the first row's speed-up over another as the table has it; None where neither is the other's reference."""
+    """Return the first row's speed-up over `row` as the table has it; None if neither is the other's reference."""
     if first["reference"] == row["trial"]:
         return read_speedup(first)
     return read_speedup(row).inverse if row["reference"] == first["trial"] else None
 
 
 def is_speed_lost(row: Mapping[str, Any]) -> bool:
-    """Return whether the row has no speed-up, as blocks that other programs disturbed contradict its latency."""
+    """Return whether a row lacks a speed-up because disturbed blocks contradict its latency."""
     return row["verdict"] in (stats.ONE_ROUND, stats.UNDECIDED) and is_missing(row["speedup"])
 
 
@@ -578,7 +579,7 @@ def read_speedup(row: pd.Series) -> stats.Speedup:
     )
 
 
-# What further rounds are for: trials that may be chosen, then pairs that matter and that are undecided.
+# Further rounds: for possible winners first, then for pairs that matter and are undecided.
 
 
 MAX_NARROW_RATIO = 1.15  # ratio of interval end to speed-up; narrower intervals get no further rounds
@@ -587,10 +588,10 @@ CLEAR_LEAD = 1.5  # lead over a trial, proven faster, that removes it from conte
 
 
 def list_contenders(run: RunData) -> set[str]:
-    """Return the ids of the trials that further rounds are for where they are too long to measure all.
+    """Return the ids of the trials that get further rounds if there is no time for all.
 
-    They are the finalists, and the trials that no winner leads clearly (CLEAR). Until every row is decided, and in a
-    comparison, where each row is a question, they are all.
+    They are the finalists, and trials that the winner doesn't beat by CLEAR_LEAD. With `--until every-row` and in a
+    comparison they are all trials, because every row is a question.
     """
     if run.records.settings.get("until") == EVERY_ROW or any(trial.side for trial in run.trials.values()):
         return {*run.trials}
@@ -604,8 +605,10 @@ def list_contenders(run: RunData) -> set[str]:
 
 @dataclass(frozen=True)
 class UndecidedPair:
-    """Two trials, by their ids, and the boundary at which it is undecided which of them is faster; `more` rounds are
-    likely to decide it. Where that is `decided`, the interval of their ratio is wide."""
+    """Ids of two trials, and the boundary at which their order is undecided.
+
+    `more` rounds are likely to decide it. If `decided`, the order is known but the interval of the ratio is wide.
+    """
 
     trials: frozenset[str]
     boundary: str
@@ -614,12 +617,12 @@ class UndecidedPair:
 
 
 def list_pending(run: RunData) -> list[UndecidedPair]:
-    """Return the pairs that another round is for: each winner with its reference, its runner-up, and rivals that lost
-    rounds to other programs. Where the reference is decided, it is also for a narrow interval of the speed-up.
+    """Return the pairs that need another round.
 
-    Until every row is decided, and in a comparison, where each row is a question, it is each trial with its reference.
-    A pair with a failed trial is left out. Where `@rounds=` set a backend's number of rounds, only lost ones are made
-    up for.
+    They are each winner with its reference, its runner-up, and rivals that lost rounds to other programs. A decided
+    reference stays pending while the interval of the speed-up is wide. With `--until every-row`, and in a comparison,
+    every trial is paired with its reference. Pairs with a failed trial are left out. For a backend with its own number
+    of rounds (`@rounds=`), only lost rounds are repeated.
     """
     rows = run.frame[run.frame["status"] == "ok"]
     good, ranked = set(rows["trial"]), [ranking.rank_by(LATENCY) for ranking in rank_goals(run)]
@@ -639,9 +642,9 @@ def list_pending(run: RunData) -> list[UndecidedPair]:
 
 
 def _find_close_pairs(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
-    """Yield the undecided pairs of the winner with rivals of its group: the runner-up, and those short of rounds.
+    """Yield the winner's undecided pairs: with the runner-up, and with rivals of its group that are short of rounds.
 
-    Other rivals get no further rounds: `--until every-row` is for them.
+    Other rivals get further rounds only with `--until every-row`.
     """
     contest = compare_first(ranked, LATENCY, run)
     for place, (lead, found) in enumerate(zip(contest.leads, contest.evidence, strict=True), 1):
@@ -659,10 +662,10 @@ def _find_close_pairs(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedP
 
 
 def _find_wide_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
-    """Yield the winner and its reference if one is faster but the interval of how much is wide.
+    """Yield the winner and its reference if the order is decided but the interval of the speed-up is wide.
 
-    Rounds are added for that up to MOST_FOR_NARROW times the planned number. An interval that allows for looking after
-    every round allows for stopping when it is narrow.
+    The limit is MAX_NARROW_FACTOR times the planned rounds. The interval is valid after every round, so stopping when
+    it is narrow is allowed.
     """
     if ranked.empty:
         return
@@ -677,7 +680,7 @@ def _find_wide_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPai
 
 
 def _shares_rounds(run: RunData, *ids: str) -> bool:
-    """Return whether the trials have the study's number of rounds, not one set for their backend (`@rounds=`)."""
+    """Return whether the trials have the study's number of rounds, not their backend's (`@rounds=`)."""
     own = run.records.settings.get("rounds", DEFAULT_ROUNDS)
     return all(run.trials[id].planned_rounds in (0, own) for id in ids)
 
@@ -685,11 +688,11 @@ def _shares_rounds(run: RunData, *ids: str) -> bool:
 def _is_short(found: stats.Evidence | None, planned: int) -> bool:
     """Return whether a pair lost rounds to other programs and has fewer left than planned.
 
-    They are made up for, as often as there were rounds planned. Which rounds are lost doesn't depend on latencies.
+    Lost rounds are repeated up to the planned number. Their selection doesn't depend on latencies.
     """
     return found is not None and found.disturbed > 0 and found.rounds < planned and found.looked < 2 * planned
 
 
 def _count_rounds(more: float | None) -> int:
-    """Return the number of further rounds, one more than MOST_ROUNDS where it isn't known."""
+    """Return the number of further rounds, stats.MAX_ROUNDS + 1 if unknown."""
     return stats.MAX_ROUNDS + 1 if more is None or math.isnan(more) else int(more)

@@ -11,20 +11,20 @@ from dyno.results import timeline
 from dyno.results.trial_result import TrialResult
 from dyno.worker.facts.engine import OUTSIDE_NOTE
 
-# Sentences on what the GPU's clock and telemetry mean for a trial's numbers.
+# Remarks from the GPU's clock and telemetry.
 
-# shares and seconds of the host's median below which launch gaps aren't mentioned
+# smallest launch gaps to mention: share of the host's median, and seconds
 MIN_GAP_SHARE, MIN_GAP_S = 0.05, 10e-6
-HOST_BOUND_SHARE = 0.9  # share of GPU time: a host that launches for longer keeps the GPU waiting
-OCCUPIED_MEMORY_B = 5e8  # GPU memory in use before the job; a display takes less
+HOST_BOUND_SHARE = 0.9  # share of GPU time: launching longer than this keeps the GPU waiting
+OCCUPIED_MEMORY_B = 5e8  # GPU memory in use before the job; a display uses less
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Medians in seconds: one inference by the host's clock, by the GPU's, the time inside `run`, and the GPU's time of
-    a run `queued` behind another, without its launch (None: unknown).
+    """Median seconds of one inference by the host's clock and by the GPU's, and inside `run` (`enqueue`).
 
-    CUDA events stand before the first kernel and after the last, so gaps between kernels are within `gpu`.
+    `queued` is the GPU's time of a run queued behind another, without its launch (None: unknown). CUDA events enclose
+    the first and last kernel, so `gpu` includes gaps between kernels.
     """
 
     host: float
@@ -39,13 +39,13 @@ class Launch:
 
     @property
     def share(self) -> float:
-        """How much of an inference goes into launching at least: outside the GPU's work, or inside `run`."""
+        """Least share of an inference spent launching: outside the GPU's work, or inside `run`."""
         inside = self.enqueue or 0.0
         return max(self.outside, inside if inside >= HOST_BOUND_SHARE * self.gpu else 0.0) / self.host
 
     @property
     def sentence(self) -> str:
-        """A remark on the cost of launching, or "" when it is too small to matter."""
+        """Remark on the launch overhead, or "" if negligible."""
         if self.enqueue is not None and self.enqueue >= HOST_BOUND_SHARE * self.gpu:
             return (
                 f"launch-bound: run() returns after {_format_time(self.enqueue)}, the GPU needs "
@@ -61,7 +61,7 @@ class Launch:
 
 
 def describe_launch(t: TrialResult) -> Launch | None:
-    """Return the launch times of a trial at latency/model; None without both clocks."""
+    """Return a trial's launch times at latency/model; None unless measured by both clocks."""
     host, gpu = t.medians("model", "host"), t.medians("model", "gpu")
     if not host or not gpu:
         return None
@@ -70,13 +70,13 @@ def describe_launch(t: TrialResult) -> Launch | None:
     return Launch(float(np.median(host)), float(np.median(gpu)), inside, queued)
 
 
-# Copies overlap the model's work on other batches: they bound the throughput only where they take nearly all its time.
+# Copies overlap the model's work on other batches: they bound throughput only if they take nearly all its time.
 COPY_BOUND_SHARE = 0.85  # share of a batch's time at full throughput
 
 
 @dataclass(frozen=True)
 class CopyTimes:
-    """Seconds of a batch: at full throughput, inside the model, and in copies from and to the host's memory."""
+    """Seconds per batch: at full throughput, inside the model, and copying from and to host memory."""
 
     batch: float
     model: float
@@ -89,7 +89,7 @@ class CopyTimes:
 
     @property
     def sentence(self) -> str:
-        """The bound, as a sentence."""
+        """Remark that copies bound the throughput."""
         return (
             f"copies bound the throughput: of {_format_time(self.batch)} a batch, copying inputs and outputs takes "
             f"{_format_time(self.copies)} and the model {_format_time(self.model)}"
@@ -97,7 +97,7 @@ class CopyTimes:
 
 
 def describe_copies(t: TrialResult) -> CopyTimes | None:
-    """Return what copies cost a trial on a GPU; None unless all three boundaries were measured there."""
+    """Return a trial's copy times on a GPU; None unless all three boundaries were measured there."""
     model, whole = t.medians("model", "host"), t.medians("all", "host")
     rates = [rate for r in t.good if (rate := r.value("throughput", "throughput"))]
     if t.device == "cpu" or not (model and whole and rates):
@@ -108,8 +108,10 @@ def describe_copies(t: TrialResult) -> CopyTimes | None:
 
 @dataclass(frozen=True)
 class ThrottleCounts:
-    """Latencies of a boundary over the good rounds: how many were taken, of these under a throttled GPU, of these
-    dropped (not all, when too few would be left of a round), and why the GPU was throttled."""
+    """Counts of a boundary's latencies over good rounds: taken, under a throttled GPU (`hit`), and dropped.
+
+    Throttled samples are kept if too few would be left of a round. `why` is the reason for throttling.
+    """
 
     boundary: str
     taken: int
@@ -128,7 +130,7 @@ class ThrottleCounts:
 
 
 def describe_throttling(t: TrialResult) -> list[ThrottleCounts]:
-    """Return the cost of throttling at each boundary of a trial, where it had any."""
+    """Return the throttled samples at each boundary of a trial that has any."""
     if not any(r.trace is not None and r.trace.throttled for r in t.good):
         return []
     boundaries = (_count_throttled(t, boundary) for boundary in ("model", "all"))
@@ -149,7 +151,7 @@ def _join_reasons(t: TrialResult, boundary: str) -> str:
 
 
 def describe_meanwhile(others: int) -> str:
-    """Describe how many other processes were on the GPU."""
+    """Describe the number of other processes on the GPU."""
     return f"{'another process was' if others == 1 else f'{others} other processes were'} on the GPU meanwhile"
 
 
@@ -167,14 +169,14 @@ def describe_others(t: TrialResult) -> str:
 
 
 def list_gpu_warnings(t: TrialResult) -> list[str]:
-    """Return the causes of doubt in a trial's numbers: throttling, and others on the GPU."""
+    """Return reasons to doubt a trial's numbers: throttling, and other users of the GPU."""
     if t.gpu is None:
         return []
     return [*(each.sentence for each in describe_throttling(t)), *filter(None, [describe_others(t)])]
 
 
 def list_gpu_notes(t: TrialResult) -> list[str]:
-    """Return the explanations of a trial's numbers: launching, copies, a power cap, memory that was taken before."""
+    """Return explanations of a trial's numbers: launching, copies, a power cap, occupied memory."""
     launching, copies = describe_launch(t) if t.device != "cpu" else None, describe_copies(t)
     sentences = [launching.sentence] if launching and launching.sentence else []
     sentences += [copies.sentence] if copies and copies.is_bound else []
@@ -183,7 +185,7 @@ def list_gpu_notes(t: TrialResult) -> list[str]:
     if capped := t.gpu.reasons.get(timeline.POWER_CAP, 0.0):
         sentences.append(f"the GPU's clock was limited by its power cap for {100 * capped:.0f} % of the time")
     first = [r.trace for r in t.good if r.trace is not None and (not r.facts.turns or not r.facts.turns.place)]
-    taken = max((trace.before_memory for trace in first), default=0.0)  # later ones of a set start beside Dyno's own
+    taken = max((trace.before_memory for trace in first), default=0.0)  # later processes of a set see Dyno's own memory
     if taken > OCCUPIED_MEMORY_B:
         sentences.append(f"{show(taken, 'bytes')} of the GPU's memory were in use before the job began")
     return sentences
@@ -194,14 +196,14 @@ def _format_time(seconds: float) -> str:
 
 
 def list_warnings(t: TrialResult) -> list[str]:
-    """Return the warnings of all rounds and of the file's makers, each once, in order."""
+    """Return the distinct warnings of all rounds and of the file's makers, in order."""
     stored = [w for r in t.rounds for w in r.warnings] + [*t.made_by.warnings]
     moved = t.placement.warnings if t.placement else []
     return list(dict.fromkeys([*stored, *moved, *list_gpu_warnings(t)]))
 
 
 def list_notes(t: TrialResult) -> list[str]:
-    """Return explanations of the numbers: the engine's, and INT8's calibration data where it isn't real images."""
+    """Return explanations of the numbers: the engine's, and INT8's calibration data unless it is real images."""
     calibration = t.facts.calibration
     return [*([calibration.note] if calibration and calibration.note else []), *t.facts.notes, *list_gpu_notes(t)]
 

@@ -1,4 +1,4 @@
-"""One round of a trial: its record as stored in the run folder, and the arrays beside it."""
+"""One round of a trial: its record in the run folder, and the arrays stored with it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from dyno.worker.record import Measurement, Record
 LATENCIES = ("model", "all")
 LOADING_STEPS = ("import", "load", "first_call", "build")  # steps that parallel loading slows down
 HOST, GPU = "host", "gpu"
-ANY_LATENCY = (0.0, float("inf"))  # ns between processors
+ANY_LATENCY = (0.0, float("inf"))  # range of core-to-core latencies, ns
 
 
 @dataclass
 class Round:
-    """One process that ran a trial: its record, and the arrays beside it, which are read on first use; `loaded` are
-    samples that were read with the record."""
+    """One process that ran a trial: its record, and arrays that are read on first use.
+
+    `loaded` holds samples that were read with the record.
+    """
 
     folder: Path
     number: int
@@ -52,10 +54,7 @@ class Round:
         return self.record.warnings
 
     def find_measurement(self, tag: str, boundary: str = "", clock: str = "") -> Measurement | None:
-        """Return the measurement of that tag and boundary, or None.
-
-        It is by the GPU's clock where there is one and no `clock` is given.
-        """
+        """Return the measurement with that tag and boundary, or None; without a `clock`, the GPU's is preferred."""
         by_host: Measurement | None = None
         for m in self.record.measurements:
             if m.tag == tag and m.boundary == boundary and clock in ("", m.clock or HOST):
@@ -65,9 +64,9 @@ class Round:
         return by_host
 
     def value(self, tag: str, boundary: str = "") -> float | None:
-        """Return the single value measured under this tag and boundary (SI), or None.
+        """Return the single value measured under this tag and boundary (SI units), or None.
 
-        The seconds of loading count only where no other job loaded at the same time.
+        Loading times of jobs that loaded in parallel are None.
         """
         if tag in LOADING_STEPS and self.facts.turns and self.facts.turns.together > 1:
             return None
@@ -76,16 +75,16 @@ class Round:
         return value if math.isfinite(value) else None
 
     def raw_samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
-        """Return all samples as taken (seconds for a latency, images/s for throughput), float64; empty without."""
+        """Return all samples (seconds for a latency, images/s for throughput) as float64; empty if not measured."""
         measured = self.find_measurement(tag, boundary, clock)
         if measured is None or not measured.samples:
             return np.empty(0)
         return self._samples.get(measured.samples, np.empty(0))
 
     def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
-        """Return the samples that count: `raw_samples`, for latencies without those taken while the GPU was throttled.
+        """Return the samples that count: `raw_samples`, without latencies taken while the GPU was throttled.
 
-        They stay in where too few would be left.
+        If too few would be left, throttled samples stay in.
         """
         taken = self.raw_samples(tag, boundary, clock)
         if tag != "latency":
@@ -97,14 +96,14 @@ class Round:
         window = self.facts.timed.get(boundary)
         if self.trace is None or window is None or not self.trace.throttled:
             return np.ones(len(taken), bool)
-        # The host's samples fill the window; the GPU's, of the same turns, leave out what is between them.
+        # The host's samples fill the window; the GPU's omit the gaps between calls.
         turns = self.raw_samples("latency", boundary, HOST)
         if (numbers := self._find_blocks("latency", boundary, len(taken))) is not None:
             return timeline.clean_blocks(taken, numbers, self.facts.blocks[boundary], self.trace.throttled)
         return timeline.find_clean(turns if len(turns) == len(taken) else taken, window, self.trace.throttled)
 
     def count_throttled(self, boundary: str) -> tuple[int, int, int]:
-        """Count the latencies taken at a boundary, those taken while the GPU was throttled, and those dropped."""
+        """Count a boundary's latencies: all, taken under a throttled GPU, and dropped."""
         taken = self.raw_samples("latency", boundary)
         hit = len(taken) - int(self._mark_clean(taken, boundary).sum())
         return len(taken), hit, len(taken) - len(self.samples("latency", boundary))
@@ -115,7 +114,7 @@ class Round:
         return timeline.read_timeline(self.folder) if self.device.startswith("cuda") else None
 
     def median(self, boundary: str, clock: str = "") -> float | None:
-        """Return the median latency in seconds, None where that boundary wasn't measured (by that clock)."""
+        """Return the median latency in seconds, None if the boundary wasn't measured (by that clock)."""
         key = boundary, clock
         if key not in self._medians:
             samples = self.samples("latency", boundary, clock)
@@ -125,9 +124,9 @@ class Round:
     def disturbed_blocks(
         self, boundary: str, quiet: float | None = None, usual: tuple[float, float] = ANY_LATENCY
     ) -> set[int]:
-        """Return the numbers of the boundary's blocks that other programs disturbed, or with processors moved.
+        """Return the indices of blocks disturbed by other programs or by moved processors.
 
-        `quiet` is the engine's own delay in its quietest round, `usual` the range of core-to-core latencies that count.
+        `quiet`: the engine's own delay in its quietest round; `usual`: accepted core-to-core latencies, ns.
         """
         delayed = find_disturbed(self.facts.delays.get(boundary, ()), quiet)
         moved = [n and not usual[0] < n <= usual[1] for n in self.facts.core_latencies.get(boundary, ())]
@@ -135,16 +134,16 @@ class Round:
 
     @property
     def turns(self) -> str:
-        """The name of the set of processes that this one measured in turns with, "" where it measured alone."""
+        """Name of the set of processes interleaved with this one, "" if it ran uninterleaved."""
         return self.facts.turns.set if self.facts.turns else ""
 
     @property
     def build(self) -> int:
-        """Which build of its engine it ran, 0 where all rounds ran the same one."""
+        """Build number of the engine, 0 if all rounds ran the same build."""
         return self.facts.build or 0
 
     def block_medians(self, tag: str, boundary: str, clock: str = "", *, settled: bool = False) -> Mapping[int, float]:
-        """Return the median of each block's samples that count, by the block's number; empty where it has no blocks.
+        """Return the median of the samples that count of each block, by block index; empty if there are no blocks.
 
         `settled` takes the second half of each block, throttled or not: the speed under sustained load.
         """
@@ -159,7 +158,7 @@ class Round:
     def block_samples(
         self, tag: str, boundary: str, clock: str = "", *, keep_throttled: bool = False
     ) -> dict[int, np.ndarray]:
-        """Return each block's samples that count, by the block's number; empty where it has no blocks."""
+        """Return the samples that count of each block, by block index; empty if there are no blocks."""
         taken = self.raw_samples(tag, boundary, clock)
         numbers = self._find_blocks(tag, boundary, len(taken))
         if numbers is None:
@@ -170,7 +169,7 @@ class Round:
         return {int(k): taken[numbers == k] for k in np.unique(numbers)}
 
     def _find_blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:
-        """Return the block of each of `count` samples, None where they are in none."""
+        """Return the block index of each of `count` samples, None if they are not in blocks."""
         measured = self.find_measurement(tag, boundary, HOST)
         numbers = self._samples.get(f"{measured.samples}_block") if measured is not None else None
         return numbers if numbers is not None and count and len(numbers) == count else None
@@ -180,7 +179,7 @@ class Round:
         return self.read_arrays("samples.npz") if self.loaded is None else self.loaded
 
     def read_arrays(self, file: str, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-        """Read arrays of one of the round's npz files (only `names`, or all); empty if it is missing or damaged."""
+        """Read all arrays, or only `names`, of an npz file of the round; empty if it is missing or damaged."""
         try:
             return read_npz(self.folder / file, names)
         except (OSError, ValueError):  # absent, truncated, or not an npz
@@ -188,14 +187,14 @@ class Round:
 
     @cached_property
     def answers(self) -> dict[str, np.ndarray]:
-        """A classifier's answers: topk_index and topk_score [N, k], label and sample [N], and the classes' names."""
+        """A classifier's answers: topk_index and topk_score [N, k], label and sample [N], and the class names."""
         try:
             return read_answers(self.folder / "outputs.npz")
         except (OSError, ValueError):  # absent or damaged
             return {}
 
     def outputs(self) -> dict[str, np.ndarray]:
-        """Return raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
+        """Return raw model outputs by name, [N, ...], in input order; not cached, as they can be large."""
         arrays = self.read_arrays("outputs.npz")
         return {
             name.removeprefix("output:"): a
@@ -204,6 +203,6 @@ class Round:
         }
 
     def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
-        """Return the rows of an output per batch or input, by name, for outputs whose first axis isn't the inputs."""
+        """Return the rows per batch or input of each named output (its first axis isn't the inputs)."""
         arrays = self.read_arrays("outputs.npz", {f"rows:{name}" for name in names})
         return {name[len("rows:") :]: a for name, a in arrays.items()}

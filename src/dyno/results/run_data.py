@@ -1,4 +1,4 @@
-"""A run, loaded once: what tables, verdict, charts and report of one command are all made from."""
+"""A run, loaded once: the data for tables, verdict, charts and report of one command."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunData:
-    """Stored records with the table of their trials (a row each, as `tables.trial_table` makes it), the accuracy
-    budgets and the reference that the table is compared with, the reference trial of each trial by its id, the rule by
-    which speeds are decided, the trial whose outputs each one's are `compared` with, by its id, and the limits that the
-    fastest must keep."""
+    """Stored records and the table of their trials (a row each, from `tables.trial_table`).
+
+    `references` maps a trial's id to its reference, `compared` to the trial that its outputs are compared with. `rule`
+    decides speeds. The fastest must keep the accuracy `budgets` and the `limits`.
+    """
 
     records: Results
     frame: pd.DataFrame
@@ -40,17 +41,17 @@ class RunData:
 
     @property
     def budget_metrics(self) -> list[str]:
-        """Names of the metrics that the budgets are about."""
+        """Names of the budgets' metrics."""
         return [each.metric for each in self.budgets]
 
     @property
     def budget(self) -> str:
-        """The budgets as text, `top1=0.5, top5=1`; "" without one."""
+        """The budgets as text, `top1=0.5, top5=1`; "" without any."""
         return ", ".join(map(str, self.budgets))
 
     @property
     def conditions(self) -> str:
-        """The budgets and limits that the fastest must keep, as text: `the budget top1=0.5 and the limit p99=5ms`."""
+        """Budgets and limits for the fastest, as text: `the budget top1=0.5 and the limit p99=5ms`."""
         limits = ", ".join(map(str, self.limits))
         parts = [
             f"the budget {self.budget}" if self.budgets else "",

@@ -1,4 +1,4 @@
-"""The figures of a self-test: error rates, the smallest visible difference, what bounds it, and the grade."""
+"""Figures of a self-test: error rates, smallest visible difference, limiting noise, and grade."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from dyno.results import stats
 from dyno.results.stats import CONFIDENCE, Interval, t_quantile
 from dyno.worker.spec import SCHEMA, UserError, from_json
 
-# How likely a difference is seen, and which difference is likely to be: the power of the tests behind "faster".
-#
-# It is worked out for the noise as it was seen, by drawing studies from it (Efron and Tibshirani, An Introduction to
-# the Bootstrap, 1993, chapter 25): on a shared machine a few rounds are far off, and a power from their variance alone,
-# as for normal noise, would be several times too low. Heavy parts of scipy are not imported: `scipy.special` is enough.
+# Power of the tests behind "faster", and the smallest difference that is probably detected. Power is computed for the
+# observed noise, by drawing studies from it (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 25).
+# On a shared machine a few rounds are outliers, and power from their variance alone, as for normal noise, would be
+# several times too low. Of scipy only `scipy.special` is imported; the rest is heavy.
 
 TARGET_POWER = 0.8  # power for the smallest visible difference (the usual one; Cohen 1988)
 # simulated studies; for limits: sets of rounds, and studies per set
 DRAWN_STUDIES, DRAWN_SETS, STUDIES_PER_SET = 4000, 200, 1000
-MIN_ROUNDS_FOR_LIMITS = 10  # fewer rounds give sets that are too similar
+MIN_ROUNDS_FOR_LIMITS = 10  # fewer rounds give too similar sets
 
 
 class Studies:
-    """Studies drawn from a noise: what each of them needs of a true difference to call it by its name.
+    """Studies drawn from a noise: the true difference that each needs to detect it.
 
-    `noise` holds log ratios less their true ones, of which either sign is as likely: which of two equal processes is
-    the first means nothing. With `paired` a study draws `rounds` of them and is judged as one in turns is, else two
-    groups of that many processes, whose difference the noise is; each without disturbed rounds.
+    `noise` holds log ratios less their true values. Both signs are equally likely, because the order of two equal
+    processes is arbitrary. With `paired`, a study draws `rounds` of them and is judged as interleaved; else it draws
+    two groups of that many processes, with the noise as their difference. Disturbed rounds are rejected.
     """
 
     def __init__(
@@ -54,19 +53,19 @@ class Studies:
 
     @property
     def false_alarms(self) -> float:
-        """The share that calls equal processes faster or slower."""
+        """Share of studies that call equal processes faster or slower."""
         return self.seen(0.0) + 1 - float(np.searchsorted(self._called_below, 0.0) / len(self._called_below))
 
     @property
     def smallest(self) -> float:
-        """The smallest slow-down, as a share (0.02 is 2 %), that four studies of five see; never below 0."""
+        """Smallest slow-down, as a share (0.02 is 2 %), detected by four studies of five; at least 0."""
         return max(0.0, math.expm1(float(np.quantile(self._seen_from, TARGET_POWER))))
 
 
 def find_smallest(noise: np.ndarray, rounds: int, paired: bool = True) -> float:
-    """Return the smallest slow-down that `rounds` rounds see; see `Studies`.
+    """Return the smallest slow-down that `rounds` rounds detect (see `Studies`).
 
-    Infinite with one round, NaN with little noise.
+    Infinite with one round, NaN without enough noise.
     """
     if rounds < 2:
         return math.inf
@@ -74,7 +73,7 @@ def find_smallest(noise: np.ndarray, rounds: int, paired: bool = True) -> float:
 
 
 def smallest_with_limits(noise: np.ndarray, rounds: int) -> Interval:
-    """Return the same in turns, with the 95 % interval of sets drawn from the self-test's rounds (rows of `noise`).
+    """Return `find_smallest` for interleaved rounds, with its 95 % bootstrap interval over rounds (rows of `noise`).
 
     NaN limits with few rounds.
     """
@@ -90,7 +89,7 @@ def smallest_with_limits(noise: np.ndarray, rounds: int) -> Interval:
 
 
 def spread_interval(spread: float, freedom: int) -> Interval:
-    """Return a standard deviation with its 95 % interval, from the chi-square distribution, as for normal values."""
+    """Return a standard deviation with its 95 % interval, by the chi-square distribution (normal values)."""
     from scipy.special import chdtri
 
     tail = (1 - CONFIDENCE) / 2
@@ -101,22 +100,22 @@ def spread_interval(spread: float, freedom: int) -> Interval:
 
 
 def at_most(hits: int, count: int) -> float:
-    """Return the one-sided upper 95 % limit of a share (Clopper and Pearson 1934); it holds at any number."""
+    """Return the one-sided upper 95 % limit of a share (Clopper and Pearson 1934), valid for any count."""
     from scipy.special import betaincinv
 
     return 1.0 if hits >= count else float(betaincinv(hits + 1, count - hits, CONFIDENCE))
 
 
-# What a self-test measured, as it is stored: the machine, and for each round the log ratios of its pairs by block.
+# Stored measurements of a self-test: the machine, and each round's log ratios of pairs by block.
 
-MIN_ROUNDS = 2  # rounds needed for a spread
+MIN_ROUNDS = 2  # fewest rounds for a spread
 MAX_LOG_RATIO = 20.0  # no two equal processes differ by a factor of e^20
 MAX_QUANTITY = 1e6  # exceeds any inference time in s and any clock in MHz
 
 
 @dataclass(frozen=True)
 class ProcessPair:
-    """Two processes of one trial that measured in turns, the second slowed down by a share (0: not at all).
+    """Two interleaved processes of one trial, the second slowed down by a share (0: not at all).
 
     `logs` holds log(first / second seconds) of each block.
     """
@@ -126,17 +125,17 @@ class ProcessPair:
 
     @cached_property
     def log(self) -> float:
-        """The pair's log ratio, as studies have it: the median over blocks."""
+        """Log ratio of the pair, as in studies: the median over blocks."""
         return statistics.median(self.logs)
 
 
 @dataclass(frozen=True)
 class TestRound:
-    """A set of fresh processes: its pairs, and what the machine did meanwhile.
+    """A set of fresh processes: its pairs, and the machine's state meanwhile.
 
-    `first_s` is the first process's median latency; `others` is how many processors other programs kept busy while a
-    process measured, `steal` the share of the processors' time that the hypervisor gave to others, and `clock` the
-    clock in MHz that each process ran at (() where the system has no such figure).
+    `first_s` is the first process's median latency. `others` is the number of processors kept busy by other programs,
+    `steal` the share of processor time that the hypervisor gave to others, and `clock` the clock in MHz of each process
+    (() if the system doesn't report it).
     """
 
     __test__ = False  # pytest would take it for a test
@@ -150,12 +149,12 @@ class TestRound:
 
 @dataclass(frozen=True)
 class StoredSelfTest:
-    """A self-test: when, by which Dyno, on which machine and device, of what, and its rounds.
+    """A stored self-test: date, Dyno version, machine, device, measured configuration, and rounds.
 
-    `machine` is what identifies the machine; `versions` the libraries; `configuration` the model and how it was run;
-    `threads`, `seconds` of each process and of each `block` how it was measured, and `study_rounds` the rounds that a
-    study has unless told. With `builds` the two processes of a pair ran different builds of the
-    engine, of their round's own. `sessions` holds the log latency of earlier self-tests of the same kind.
+    `machine` identifies the machine; `versions` are the libraries'; `configuration` is the model and how it ran.
+    `threads` and the `seconds` of each process and `block` define the measurement; `study_rounds` is a study's default
+    number of rounds. With `builds`, the two processes of a pair ran different builds of the engine, made for their
+    round. `sessions` holds the log latencies of earlier self-tests of the same kind.
     """
 
     date: str
@@ -174,13 +173,13 @@ class StoredSelfTest:
     sessions: tuple[float, ...] = ()
 
     def is_like(self, other: StoredSelfTest) -> bool:
-        """Return whether both measured the same, so that their latencies differ by their sessions alone."""
+        """Return whether both measured the same, so that latencies differ only by session."""
         names = ("machine", "device", "configuration", "threads", "versions", "builds")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 def read(content: dict[str, Any]) -> StoredSelfTest | None:
-    """Build the self-test from its JSON; None where it is another program's, a newer Dyno's or damaged."""
+    """Build the self-test from its JSON; None if it is from another program or a newer Dyno, or damaged."""
     try:
         stored = from_json(StoredSelfTest, content)
     except (UserError, TypeError, ValueError, KeyError):
@@ -189,7 +188,7 @@ def read(content: dict[str, Any]) -> StoredSelfTest | None:
 
 
 def _is_whole(stored: StoredSelfTest) -> bool:
-    """Return whether there are enough rounds for a spread, all of the same pairs, with numbers that can be measured."""
+    """Return whether there are enough rounds for a spread, all with the same pairs and plausible numbers."""
     rounds = stored.rounds
     layouts = {tuple(pair.slowdown for pair in one.pairs) for one in rounds}
     if len(rounds) < MIN_ROUNDS or len(layouts) > 1:
@@ -207,39 +206,39 @@ def _is_whole(stored: StoredSelfTest) -> bool:
 
 
 POWER_CURVE_ROUNDS = (3, 5, 10)  # rounds at which the power is printed
-SUMMED_UP = (2, 3, 4, 5, 6, 7, 8, 10, 15, 20)  # rounds for which a run keeps it
-# The grade by the smallest difference that a study of the usual number of rounds sees.
+SUMMED_UP = (2, 3, 4, 5, 6, 7, 8, 10, 15, 20)  # rounds in a run's summary
+# Grades by the smallest difference visible to a study with the default number of rounds.
 GRADES = {"A": 0.01, "B": 0.02, "C": 0.05, "D": 0.10}
 WORST_GRADE = "E"
-# From where on something that was watched may be what the noise comes from.
-# processors; share of their time; relative spread of the clock
+# Thresholds above which a watched quantity may explain the noise: processors; share of their time; relative spread of
+# the clock.
 BUSY_CORES, STOLEN_SHARE, CLOCK_SPREAD = 0.2, 0.01, 0.02
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How often something happened, with Wilson's interval."""
+    """Frequency of an event, with Wilson's interval."""
 
     hits: int
     count: int
 
     @cached_property
     def interval(self) -> stats.Interval:
-        """The share with its limits."""
+        """Share with its limits."""
         return stats.compute_wilson(self.hits, self.count)
 
     @property
     def at_most(self) -> float:
-        """The one-sided upper 95 % limit."""
+        """One-sided upper 95 % limit."""
         return at_most(self.hits, self.count)
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Verdicts of studies of `rounds` rounds on pairs whose second process was slowed down by a share.
+    """Verdicts of studies with `rounds` rounds on pairs whose second process was slowed down by a share.
 
-    The studies are the rounds of the self-test in their order, each used once; `predicted` is how many would call it
-    slower (of equal pairs: slower or faster) going by all the noise seen.
+    Studies are consecutive rounds of the self-test, each used once. `predicted` is the share expected to say slower
+    (for equal pairs: slower or faster), given all observed noise.
     """
 
     slowdown: float
@@ -251,14 +250,14 @@ class Verdicts:
 
     @property
     def false(self) -> Rate:
-        """Wrong verdicts: of equal pairs any, of others `faster`."""
+        """Wrong verdicts: any verdict on equal pairs, `faster` on others."""
         extra = 0 if self.slowdown else self.slower.hits
         return Rate(self.faster.hits + extra, self.faster.count)
 
 
 @dataclass(frozen=True)
 class PairVariances:
-    """Variances of a pair's log ratio by what they come from: fresh processes, and blocks within them."""
+    """Variances of a pair's log ratio by source: fresh processes, and blocks within them."""
 
     process: float
     block: float
@@ -270,10 +269,12 @@ class PairVariances:
 
 @dataclass(frozen=True)
 class SelfTestSummary:
-    """A run's copy of the machine's self-test: the smallest visible slow-downs by the number of rounds, in `turns`
-    and `apart` (one after the other), of processes that measured for `seconds`; `block` is the share of the variance
-    that comes from blocks. `sessions` self-tests of this `machine` differed by `session_spread`, the standard deviation
-    of their log latencies."""
+    """A run's copy of the machine's self-test: smallest visible slow-downs by number of rounds.
+
+    `turns` is for interleaved rounds, `apart` for one after the other; processes measured for `seconds`. `block` is the
+    blocks' share of the variance. `sessions` self-tests of this `machine` have log latencies with the standard
+    deviation `session_spread`.
+    """
 
     date: str
     grade: str
@@ -290,12 +291,11 @@ class SelfTestSummary:
 def find_visible(
     summary: SelfTestSummary, rounds: int, seconds: float, in_turns: bool, level: float = 1 - CONFIDENCE
 ) -> float:
-    """Return the smallest slow-down that a run of `rounds` rounds sees with 80 % power; infinite where it sees none.
+    """Return the smallest slow-down that a run of `rounds` rounds detects with 80 % power; infinite if none.
 
-    `level` is the error that a pair may spend: less than 5 % where several are judged together or at several looks.
-
-    A run that measures for fewer seconds than the self-test did has fewer blocks, so their part of the noise grows;
-    more seconds promise nothing beyond the tested range. NaN where its way of measuring wasn't tested.
+    `level` is the error that a pair may spend: below 5 % if several pairs are judged together or at several looks. A
+    run with fewer seconds than the self-test has fewer blocks, so their part of the noise grows; more seconds promise
+    nothing beyond the tested range. NaN if its way of measuring wasn't tested.
     """
     if rounds < 2:
         return math.inf
@@ -304,7 +304,7 @@ def find_visible(
     nearest = max((count for count in smallest if count <= rounds), default=0)
     if not nearest:
         return math.nan
-    more = math.sqrt(nearest / rounds)  # rounds than were worked out
+    more = math.sqrt(nearest / rounds)  # extrapolation to more rounds than tabled
     shorter = max(1.0, summary.seconds / seconds) if in_turns and seconds > 0 else 1.0
     freedom = (1 if in_turns else 2) * (rounds - 1)
     stricter = _compute_reach(freedom, level) / _compute_reach(freedom, 1 - CONFIDENCE)
@@ -312,14 +312,14 @@ def find_visible(
 
 
 def _compute_reach(freedom: int, level: float) -> float:
-    """Return the standard errors of a difference that a t test at this level sees with 80 % power (noncentral t)."""
+    """Return the standard errors of a difference that a t test at this level detects with 80 % power (noncentral t)."""
     from scipy.special import nctdtrinc
 
     return float(nctdtrinc(freedom, 1 - TARGET_POWER, t_quantile(freedom, level)))
 
 
 class SelfTest:
-    """The figures of a self-test, computed from its stored measurements."""
+    """Figures of a self-test, computed from its stored measurements."""
 
     def __init__(self, stored: StoredSelfTest) -> None:
         self.stored = stored
@@ -327,23 +327,23 @@ class SelfTest:
 
     @property
     def rounds(self) -> Sequence[TestRound]:
-        """The rounds, in the order in which they were measured."""
+        """Rounds in order of measurement."""
         return self.stored.rounds
 
     @cached_property
     def slowdowns(self) -> list[float]:
-        """The shares by which processes were slowed down, 0 among them, in order."""
+        """Slow-downs of processes as shares, including 0, in order."""
         return sorted({pair.slowdown for one in self.rounds for pair in one.pairs})
 
     def list_pairs(self, slowdown: float) -> list[ProcessPair]:
-        """Return the pairs of that slow-down, round after round."""
+        """Return the pairs with that slow-down, in the order of rounds."""
         return [pair for one in self.rounds for pair in one.pairs if pair.slowdown == slowdown]
 
     @cached_property
     def spread(self) -> stats.Interval:
-        """Standard deviation of the log ratio of two processes in turns, pooled over all slow-downs.
+        """Standard deviation of the log ratio of two interleaved processes, pooled over all slow-downs.
 
-        Its interval counts the rounds alone: the pairs of a round may share a process.
+        Its interval counts only rounds: the pairs of a round may share a process.
         """
         groups = [[pair.log for pair in self.list_pairs(slowdown)] for slowdown in self.slowdowns]
         squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in groups)
@@ -352,28 +352,27 @@ class SelfTest:
 
     @cached_property
     def noise(self) -> np.ndarray:
-        """The log ratios of each round less the true ones, float64 [rounds, pairs]."""
+        """Log ratios of each round less the true ones, float64 [rounds, pairs]."""
         return np.array([[pair.log + math.log1p(pair.slowdown) for pair in one.pairs] for one in self.rounds])
 
     @cached_property
     def steps(self) -> np.ndarray:
-        """The log ratios of two processes of which one measured after the other: the firsts of rounds that follow each
-        other, float64 [rounds - 1]."""
+        """Log ratios of uninterleaved processes: first processes of consecutive rounds, float64 [rounds - 1]."""
         return np.diff(np.log([one.first_s for one in self.rounds]))
 
     @cached_property
     def apart(self) -> float:
-        """The spread one after the other."""
+        """Spread of uninterleaved processes."""
         return math.sqrt(float(np.mean(self.steps**2)))
 
     @property
     def sessions(self) -> tuple[float, ...]:
-        """The log latency of each self-test of this kind, this one's last."""
+        """Log latency of each self-test of this kind, this one's last."""
         return (*self.stored.sessions, statistics.median(math.log(one.first_s) for one in self.rounds))
 
     @property
     def session_spread(self) -> float:
-        """The standard deviation of `sessions`; 0 with one."""
+        """Standard deviation of `sessions`; 0 for a single one."""
         return statistics.stdev(self.sessions) if len(self.sessions) > 1 else 0.0
 
     @cached_property
@@ -383,10 +382,10 @@ class SelfTest:
 
     @cached_property
     def levels(self) -> PairVariances:
-        """Sources of the spread in turns.
+        """Sources of the spread of interleaved processes.
 
-        The blocks' part is seen from halves: the difference between a pair's medians over its even and over its odd
-        blocks has four times the variance that blocks alone give the median over all.
+        The blocks' part comes from halves: the difference between a pair's medians over even and over odd blocks has
+        four times the variance that blocks alone give the median over all.
         """
         halves = [
             (statistics.median(pair.logs[::2]) - statistics.median(pair.logs[1::2])) ** 2 / 4
@@ -398,7 +397,7 @@ class SelfTest:
 
     @cached_property
     def verdicts(self) -> list[Verdicts]:
-        """The verdicts of studies of 3, 5 and 10 rounds for each slow-down; where there are rounds for one at least."""
+        """Verdicts of studies of 3, 5 and 10 rounds for each slow-down, if there are rounds for at least one study."""
         return [self._count_verdicts(slowdown, rounds) for slowdown in self.slowdowns for rounds in POWER_CURVE_ROUNDS
                 if len(self.rounds) >= rounds]  # fmt: skip
 
@@ -413,14 +412,14 @@ class SelfTest:
         return Verdicts(slowdown, rounds, slower, faster, Rate(held, len(words)), expected)
 
     def _split_studies(self, slowdown: float, rounds: int) -> list[list[float]]:
-        """Return the log ratios of studies of `rounds` rounds, of the pairs of one slow-down; no two share a round."""
+        """Return the log ratios of disjoint studies of `rounds` rounds, from the pairs of one slow-down."""
         each = [[pair.log for pair in one.pairs if pair.slowdown == slowdown] for one in self.rounds]
         starts = range(0, len(each) - rounds + 1, rounds)
         return [list(logs) for start in starts for logs in zip(*each[start : start + rounds], strict=False)]
 
     @cached_property
     def coverage(self) -> Rate:
-        """How many of the studies of the shortest kind have an interval that holds the true ratio."""
+        """Rate of the shortest studies whose interval holds the true ratio."""
         each = [one.covered for one in self.verdicts if one.rounds == POWER_CURVE_ROUNDS[0]]
         return Rate(sum(one.hits for one in each), sum(one.count for one in each))
 
@@ -430,25 +429,24 @@ class SelfTest:
         return rates[0] if rates else Rate(0, 0)
 
     def find_visible(self, rounds: int) -> stats.Interval:
-        """Return the smallest slow-down (a share) that `rounds` rounds in turns see with 80 % power."""
+        """Return the smallest slow-down (a share) that `rounds` interleaved rounds detect with 80 % power."""
         if rounds not in self._visible:
             self._visible[rounds] = smallest_with_limits(self.noise, rounds)
         return self._visible[rounds]
 
     def visible_apart(self, rounds: int) -> float:
-        """Return the same for `rounds` rounds one after the other."""
+        """Return the smallest slow-down that `rounds` uninterleaved rounds detect with 80 % power."""
         return find_smallest(self.steps, rounds, paired=False)
 
     @cached_property
     def grade(self) -> str:
-        """A letter for what a study of the usual number of rounds sees: A 1 %, B 2 %, C 5 %, D 10 %, else E."""
+        """Grade by what a study of the default number of rounds detects: A 1 %, B 2 %, C 5 %, D 10 %, else E."""
         smallest = self.find_visible(self.stored.study_rounds).value
         return next((letter for letter, limit in GRADES.items() if smallest <= limit), WORST_GRADE)
 
     @cached_property
     def bound_by(self) -> str:
-        """Which noise bounds what can be seen: process, neighbours, clocks, or block where nothing that was watched
-        explains what happens within a process."""
+        """Limiting noise: process, neighbours, clocks, or block if no watched quantity explains it."""
         if self.levels.largest == "process":
             return "process"
         others, steal = (statistics.fmean(getattr(one, name) for one in self.rounds) for name in ("others", "steal"))
@@ -458,7 +456,7 @@ class SelfTest:
 
     @cached_property
     def clock_spread(self) -> float:
-        """Relative standard deviation of the clock between processes; 0 where it isn't known."""
+        """Relative standard deviation of the clock between processes; 0 if unknown."""
         clocks = [clock for one in self.rounds for clock in one.clock if clock > 0]
         return statistics.stdev(clocks) / statistics.fmean(clocks) if len(clocks) > 1 else 0.0
 

@@ -1,4 +1,4 @@
-"""The GPU's telemetry of a round: telemetry.npz cut to the windows in which something was timed."""
+"""GPU telemetry of a round: telemetry.npz restricted to the timed windows."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ CLOCK_REASONS = {
     0x80: "power brake",
     0x100: "display clock",
 }
-# Throttling: too hot, or too little power. A power cap is normal under load.
+# Throttling by heat or lack of power; a power cap is normal under load.
 THROTTLING_BITS = 0x8 | 0x20 | 0x40 | 0x80
 POWER_CAP = CLOCK_REASONS[0x4]
-IDLE_BIT = 0x1  # an idle GPU between two samples
+IDLE_BIT = 0x1  # GPU idle between two samples
 TELEMETRY_ARRAYS = ("at", "epoch", "gpu_before_memory", "gpu_before_processes", "gpu_memory", "gpu_util",
                     "gpu_clock", "gpu_power", "gpu_temperature", "gpu_throttle", "gpu_processes",
                     "gpu_own")  # fmt: skip
 MIN_SAMPLES = 3  # samples needed for a median
-LEADING_SAMPLES = 3  # before the job allocates; NVML's utilisation averages over the past
-MIN_GROWTH_B = 32e6  # growth above the start that shows the job's own memory
-BUSY_PERCENT = 5.0  # percent
+LEADING_SAMPLES = 3  # samples before the job allocates; NVML's utilisation averages over the past
+MIN_GROWTH_B = 32e6  # memory growth that reveals the job's own allocation
+BUSY_PERCENT = 5.0  # utilisation by others, %
 
 Window = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Columns of telemetry.npz, float64 [samples]; `at` in seconds of CLOCK_MONOTONIC, as the windows of a record are.
+    """Columns of telemetry.npz, float64 [samples]; `at` in seconds of CLOCK_MONOTONIC, like a record's windows.
 
     The job began at `epoch`.
     """
@@ -54,18 +54,18 @@ class Trace:
     before_processes: float
 
     def read_column(self, name: str) -> np.ndarray:
-        """Return one column; NaN for each sample when it was not stored."""
+        """Return one column; NaN for each sample if it was not stored."""
         values = self.columns.get(f"gpu_{name}")
         return np.full(len(self.at), math.nan) if values is None else values
 
     @cached_property
     def reasons(self) -> np.ndarray:
-        """The bit mask of each sample, int64; 0 where NVML reported none."""
+        """Bit mask of each sample, int64; 0 if NVML reported nothing."""
         return np.asarray(np.nan_to_num(self.read_column("throttle")), np.int64)
 
     @cached_property
     def throttled(self) -> list[Window]:
-        """Intervals in which the GPU throttled itself (THROTTLED), from the last sample before to the first after."""
+        """Intervals of throttling (THROTTLING_BITS), from the last sample before to the first after."""
         flagged = (self.reasons & THROTTLING_BITS) != 0
         if not flagged.any():
             return []
@@ -74,7 +74,7 @@ class Trace:
         return [(float(ends[first]), float(ends[last + 1])) for first, last in edges.reshape(-1, 2)]
 
     def mark_inside(self, windows: Iterable[Window]) -> np.ndarray:
-        """Return which samples fall into one of the windows, bool [samples]."""
+        """Return which samples lie inside one of the windows, bool [samples]."""
         chosen = np.zeros(len(self.at), bool)
         for begin, end in windows:
             chosen |= (self.at >= begin) & (self.at <= end)
@@ -83,12 +83,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class TelemetrySummary:
-    """One round, or the rounds of a trial together; NaN where it isn't known.
+    """Telemetry of one round, or of a trial's rounds together; NaN if unknown.
 
-    `memory` (B) is the most that was used less what was used before the job; `temperature` (degrees C) the highest.
-    `utilisation` (%), `clock` and `clock_min` (median and lowest SM clock, MHz), `power` (W) and the share of the time
-    for each throttle reason are over what was timed. `others` is the most processes of others seen there,
-    `busy_before` the utilisation (%) by others before the job was on the GPU, `memory_before` (B) what was used then.
+    `memory` (B) is the peak less the use before the job; `temperature` (degrees C) the highest. Over the timed windows
+    are `utilisation` (%), `clock` and `clock_min` (median and lowest SM clock, MHz), `power` (W) and the share of time
+    for each throttle reason. `others` is the most processes of others seen there, `busy_before` the utilisation (%) by
+    others before the job was on the GPU, `memory_before` (B) the use then.
     """
 
     memory: float = math.nan
@@ -104,13 +104,13 @@ class TelemetrySummary:
 
     @property
     def throttle(self) -> str:
-        """The reasons as text, each with its share of the time: `power cap 34 %`."""
+        """Throttle reasons as text, with their shares of time: `power cap 34 %`."""
         ordered = sorted(self.reasons.items(), key=lambda item: -item[1])
         return ", ".join(f"{name} {100 * share:.0f} %" for name, share in ordered)
 
 
 def read_timeline(folder: Path) -> Trace | None:
-    """Read the GPU's part of FOLDER/telemetry.npz; None when there is none."""
+    """Read the GPU columns of FOLDER/telemetry.npz; None without them."""
     try:
         stored = read_numbers(folder / "telemetry.npz", TELEMETRY_ARRAYS)
     except (OSError, ValueError):  # absent, truncated, or not an npz
@@ -124,7 +124,7 @@ def read_timeline(folder: Path) -> Trace | None:
 
 
 def summarise_timeline(trace: Trace, timed: Sequence[Window]) -> TelemetrySummary:
-    """Summarise a round in numbers; without windows only memory and temperature are known."""
+    """Summarise a round; without windows only memory and temperature are known."""
     inside = trace.mark_inside(timed)
     mask = trace.reasons[inside & ~np.isnan(trace.read_column("throttle"))]
     shares = {reason: float(((mask & bit) != 0).mean()) for bit, reason in CLOCK_REASONS.items() if len(mask)}
@@ -143,9 +143,9 @@ def summarise_timeline(trace: Trace, timed: Sequence[Window]) -> TelemetrySummar
 
 
 def join_timelines(rounds: Sequence[TelemetrySummary]) -> TelemetrySummary | None:
-    """Merge rounds of one trial into one summary; None without any.
+    """Merge summaries of a trial's rounds; None without any.
 
-    Extremes stay extremes, the clock is the median, and the rest are means.
+    Extremes stay extremes, the clock is the median, the rest are means.
     """
     if not rounds:
         return None
@@ -175,15 +175,15 @@ def _reduce_finite(statistic: Any, values: np.ndarray) -> float:
 
 
 def most_others(trace: Trace, inside: np.ndarray | slice = slice(None)) -> int:
-    """Return the largest number of other users' compute processes seen on the GPU in those samples."""
+    """Return the largest number of other users' compute processes on the GPU in those samples."""
     return int(np.nan_to_num(_count_others(trace)[inside]).max(initial=0))
 
 
 def _count_others(trace: Trace) -> np.ndarray:
-    """Return the number of compute processes on the GPU besides the job's, at each sample.
+    """Return the number of compute processes on the GPU other than the job's, at each sample.
 
-    In a container NVML's process ids may be of another namespace, so that the job can't be distinguished from others.
-    Then one process counts as the job, once there are more than before it began.
+    In a container, NVML's process ids may be of another namespace, so that the job can't be told from others. Then one
+    process counts as the job as soon as there are more than before it began.
     """
     processes, own = trace.read_column("processes"), trace.read_column("own")
     if np.nan_to_num(own).max(initial=0) > 0:
@@ -193,14 +193,14 @@ def _count_others(trace: Trace) -> np.ndarray:
 
 
 def _busy_before(trace: Trace) -> float:
-    """Return the percent utilisation that others caused before the job took memory; NaN when it took it at once."""
+    """Return the utilisation (%) by others before the job took memory; NaN if it took memory at once."""
     grown = trace.read_column("memory") > trace.before_memory + MIN_GROWTH_B
     quiet = int(np.argmax(grown)) if grown.any() else 0
     return _reduce_finite(np.min, trace.read_column("util")[:quiet]) if quiet >= LEADING_SAMPLES else math.nan
 
 
 def throttle_reasons(trace: Trace, window: Window) -> str:
-    """Return the throttle reasons in or right beside the window, as text."""
+    """Return the throttle reasons inside or next to the window, as text."""
     near = [s for s in trace.throttled if s[0] < window[1] and s[1] > window[0]]
     bits = int(np.bitwise_or.reduce(trace.reasons[trace.mark_inside(near)]))
     return ", ".join(reason for bit, reason in CLOCK_REASONS.items() if bit & THROTTLING_BITS & bits)
@@ -209,7 +209,7 @@ def throttle_reasons(trace: Trace, window: Window) -> str:
 def clean_blocks(
     samples: np.ndarray, numbers: np.ndarray, blocks: Sequence[Sequence[float]], intervals: Sequence[Window]
 ) -> np.ndarray:
-    """Apply `clean` to samples that were taken in blocks, given each sample's block number and each block's window."""
+    """Apply `find_clean` to samples in blocks, given each sample's block index and each block's window."""
     kept = np.ones(len(samples), bool)
     for number, (begin, end) in enumerate(blocks):
         own = numbers == number
@@ -220,8 +220,8 @@ def clean_blocks(
 def find_clean(samples: np.ndarray, window: Window, intervals: Sequence[Window]) -> np.ndarray:
     """Return which samples lie wholly outside the intervals, bool [n].
 
-    Samples are seconds, one after another; their sum is a little less than the window because of the loop's overhead
-    between them, so their ends are spread over the window in proportion.
+    Samples are consecutive durations in seconds. Loop overhead between them makes their sum a little shorter than the
+    window, so their ends are spread over the window in proportion.
     """
     total = float(samples.sum())
     if not intervals or not total:

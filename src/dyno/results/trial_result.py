@@ -1,7 +1,7 @@
-"""Stored records, read back: a run folder becomes trials, each with its rounds and arrays loaded on first use.
+"""Stored records, read back: a run folder becomes trials; each has rounds, and arrays loaded on first use.
 
-Records become dataclasses; of a job, which holds what was requested, only what a table needs is read, because
-`dyno show` opens thousands of them.
+Records become dataclasses. Of a job (the request), only fields that a table needs are read, because `dyno show` opens
+thousands.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from dyno.worker.record import LOCK_FILE, Record, lock_owner
 from dyno.worker.spec import PRECISIONS, Artifact, Job, Trial, UserError, usual_name
 from dyno.worker.tasks import Task
 
-# Files of a run that are forms of one network, so that they belong into one table with one reference.
+# Files of a run that are forms of one network: one table, one reference.
 
 MAX_FILES_NAMED = 3  # files listed in a network's name
-FILE_OPTION = "file"  # option with the file's name
-SAME_WORK = 0.01  # relative difference of counted operations within which two files may be the same network
+FILE_OPTION = "file"  # option that holds the file's name
+SAME_WORK = 0.01  # relative difference of operation counts within one network
 
 
 @dataclass(frozen=True)
 class Form:
-    """A file among its network's files: the network's name, the file as tables show it, and its place.
+    """A file among the files of one network: the network's name, the file's name in tables, and its place.
 
-    In a comparison the two sides are forms of one network, told apart by `option`.
+    The two sides of a comparison are forms of one network, told apart by `option`.
     """
 
     network: str
@@ -53,17 +53,17 @@ class Form:
 
 
 def name_sides(names: Mapping[str, str]) -> dict[str, Form]:
-    """Return the form of each side of a comparison, by its letter; `names` are the models' by side."""
+    """Return the form of each side of a comparison, by its letter; `names` are model names by side."""
     network = " and ".join(dict.fromkeys(names[side] for side in sorted(names)))
     return {side: Form(network, side.upper(), place, "side") for place, side in enumerate(sorted(names))}
 
 
 def find_forms(models: FactsBySize) -> dict[str, Form]:
-    """Return the form of each file that has another of the same network beside it, by the model's name.
+    """Return the form of each file that shares its network with another file, by model name.
 
-    `models` are those of models.json by name and size, in the order in which the files were given. Files count as
-    one network when their inputs and outputs have the same number and shapes, under any names, and when the same number
-    of operations was counted in each; their outputs decide whether they compute the same.
+    `models` are those of models.json by name and size, in the order given by the user. Files are one network if their
+    inputs and outputs agree in number and shapes, under any names, and their operation counts agree. Whether they
+    compute the same is decided later, by their outputs.
     """
     groups: list[list[str]] = []
     sized: dict[str, dict[str, ModelFacts]] = {}
@@ -100,7 +100,7 @@ def _is_alike(a: Mapping[str, ModelFacts], b: Mapping[str, ModelFacts]) -> bool:
 
 
 def _can_fit(a: Any, b: Any) -> bool:
-    """Return whether two lists of shapes may be of the same tensors: a dimension that is free fits any other."""
+    """Return whether two lists of shapes may describe the same tensors; free dimensions (text) fit any other."""
     return len(a) == len(b) and all(
         len(x) == len(y) and all(m == n or isinstance(m, str) or isinstance(n, str) for m, n in zip(x, y, strict=True))
         for x, y in zip(a, b, strict=True)
@@ -112,7 +112,7 @@ def _same_work(a: ModelFacts, b: ModelFacts) -> bool:
 
 
 SELF_TEST_FILE = "self-test.json"  # the self-test's summary in a run folder
-# A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
+# a trial has the status of its worst round; UNFINISHED: no round has a record
 UNFINISHED = "unfinished"
 MEASURING_REASON = "process {} is measuring this run"
 STATUS_SEVERITY = ("ok", UNFINISHED, "skipped", "failed", "timeout", "oom", "crashed")
@@ -120,11 +120,11 @@ STATUS_SEVERITY = ("ok", UNFINISHED, "skipped", "failed", "timeout", "oom", "cra
 
 @dataclass(repr=False)
 class TrialResult:
-    """A trial and all of its rounds; `spec` is the trial as it was planned.
+    """A trial and all of its rounds; `spec` is the trial as planned.
 
-    `confirmations` are rounds after the trial was selected by its `rounds`; no statistic mixes the two. `companions`
-    are further processes of the trial that others measured in turns with; only comparisons with those (`blocks`) use
-    them. `sustained` are rounds in turns of several seconds.
+    `confirmations` are rounds measured after selection by `rounds`; no statistic mixes the two. `companions` are
+    further processes of the trial that other trials were interleaved with; only comparisons with those (`blocks`) use
+    them. `sustained` are interleaved rounds with turns of several seconds.
     """
 
     id: str
@@ -133,9 +133,9 @@ class TrialResult:
     confirmations: list[Round] = field(default_factory=list)
     companions: list[Round] = field(default_factory=list)
     sustained: list[Round] = field(default_factory=list)
-    job_artifact: Artifact | None = None  # the file that the job names
-    run: Path = Path()  # the run folder, which the rounds lie in
-    form: Form | None = None  # a file beside another of the same network
+    job_artifact: Artifact | None = None  # file named in the job
+    run: Path = Path()  # run folder
+    form: Form | None = None  # if the network has several files
     placement: Placement | None = None  # in a study on several devices
     # cache of medians of these rounds
     computed: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
@@ -145,12 +145,12 @@ class TrialResult:
 
     @property
     def model(self) -> str:
-        """The model's name in tables: the network's, where several of its files are compared."""
+        """Model name in tables; if several files of one network are compared, the network's name."""
         return self.form.network if self.form else self.given
 
     @property
     def given(self) -> str:
-        """The model's own name, whatever it is compared with."""
+        """The model's own name, even if the network has several files."""
         return self.spec.model.name
 
     @property
@@ -163,7 +163,6 @@ class TrialResult:
 
     @property
     def task(self) -> Task:
-        """The network's task."""
         return tasks.find_task(self.spec.model.task)
 
     @property
@@ -184,7 +183,7 @@ class TrialResult:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The backend's options, and which file it is where several of one network are compared."""
+        """The backend's options; the file's name as well if several files of one network are compared."""
         return {self.form.option: self.form.file, **self.spec.options} if self.form else self.spec.options
 
     @property
@@ -194,17 +193,17 @@ class TrialResult:
 
     @property
     def pair(self) -> str:
-        """The configuration that both sides of a comparison have, "" outside one."""
+        """The configuration common to both sides of a comparison, "" outside a comparison."""
         return self.configuration.replace(f"@side={self.side.upper()}", "") if self.side else ""
 
     @property
     def group(self) -> tuple[str, str, int, str, str]:
-        """The key that two speeds must share to be compared: model, size, batch, device; in a comparison the pair."""
+        """Key of trials whose speeds are comparable: model, size, batch, device; in a comparison also the pair."""
         return self.model, self.size, self.batch, self.device, self.pair
 
     @property
     def variant(self) -> str:
-        """The backend with its options and its runtime where they aren't the usual ones, as `Trial.variant` has it."""
+        """Backend, options, and a runtime other than `main`, in the format of `Trial.variant`."""
         named = self.options if self.runtime == "main" else {**self.options, "runtime": self.runtime}
         return self.backend + "".join(f"@{key}={value}" for key, value in sorted(named.items()))
 
@@ -223,12 +222,12 @@ class TrialResult:
 
     @property
     def versions(self) -> dict[str, str]:
-        """The versions of the libraries in the trial's process, by name; empty where no round is good."""
+        """Library versions in the trial's process, by name; empty if no round is good."""
         return dict(self.good[0].record.system.get("versions") or {}) if self.good else {}
 
     @property
     def described_versions(self) -> str:
-        """The same as text, with commas."""
+        """Library versions as text, separated by commas."""
         return ", ".join(f"{name} {version}" for name, version in self.versions.items())
 
     @property
@@ -241,7 +240,7 @@ class TrialResult:
 
     @property
     def reason(self) -> str:
-        """Why the trial isn't ok, one line, with the stage it reached and how many rounds are good all the same."""
+        """Why the trial isn't ok, one line, with the stage reached and the number of good rounds."""
         worst = self.worst
         if worst is None:
             return "not measured so far"
@@ -265,7 +264,7 @@ class TrialResult:
 
     @property
     def facts(self) -> Facts:
-        """Facts of the first good round, else of the first round at all."""
+        """Facts of the first good round, else of the first round."""
         rounds = self.good or self.rounds
         return rounds[0].facts if rounds else Facts()
 
@@ -276,7 +275,7 @@ class TrialResult:
 
     @property
     def oddity(self) -> str:
-        """The reason why comparing its outputs proves little, or "": they change by themselves, never, or are NaN."""
+        """Why comparing its outputs proves little, or "": random or constant outputs, or NaN."""
         if self.facts.random_outputs:
             return "its outputs change from call to call, so they can't be compared"
         warnings = [line for each in self.good for line in each.record.warnings]
@@ -289,36 +288,36 @@ class TrialResult:
 
     @property
     def artifact(self) -> Artifact | None:
-        """The file the trial ran, as stored in its job (or its records); None when it needs none."""
+        """The file that the trial ran, from its job or its records; None if it needs no file."""
         return self.job_artifact or next((r.record.artifact for r in self.rounds if r.record.artifact), None)
 
     @property
     def builds(self) -> int:
-        """How many builds of its engine its rounds go through, 0 where every build would be the same file."""
+        """Number of planned builds of its engine, 0 if every build would be the same file."""
         return self.spec.plan.builds
 
     @property
     def planned_rounds(self) -> int:
-        """Number of planned rounds: the study's, or the one set for its backend (`@rounds=`)."""
+        """Number of planned rounds: the study's, or the backend's (`@rounds=`)."""
         return self.spec.plan.rounds
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether the study was stopped before all of the trial's rounds were measured."""
+        """Whether the study was stopped before all of the trial's rounds."""
         return self.status == "ok" and len(self.rounds) < self.planned_rounds
 
     @property
     def made_by(self) -> MakerFacts:
-        """How that file was made; empty without one."""
+        """Maker facts of the artifact; empty without an artifact."""
         return self.artifact.made_by if self.artifact else MakerFacts()
 
     @cached_property
     def answers(self) -> dict[str, np.ndarray]:
-        """The classifier's answers of the first good round that has any."""
+        """A classifier's answers from the first good round that has any."""
         return next((r.answers for r in self.good if r.answers), {})
 
     def stored(self, *names: str) -> dict[str, np.ndarray]:
-        """Return arrays of outputs.npz, of the round that `answers` are of."""
+        """Return arrays of outputs.npz from the round of `answers`."""
         return next((r.read_arrays("outputs.npz", names) for r in self.good if r.answers), {})
 
     def outputs(self) -> dict[str, np.ndarray]:
@@ -326,12 +325,12 @@ class TrialResult:
         return next((outputs for r in self.good if (outputs := r.outputs())), {})
 
     def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
-        """Return the number of rows of each batch or input, for the `outputs` whose first axis isn't the inputs."""
+        """Return the number of rows per batch or input, for `outputs` whose first axis isn't the inputs."""
         return next((rows for r in self.good if (rows := r.output_rows(names))), {})
 
     @cached_property
     def gpu(self) -> timeline.TelemetrySummary | None:
-        """The GPU's timeline in the good rounds; None on a CPU, and where nothing was stored."""
+        """Summary of the GPU's telemetry in the good rounds; None on a CPU or if nothing was stored."""
         traces = [(r.trace, list(r.facts.timed.values())) for r in self.good if r.trace is not None]
         return timeline.join_timelines([timeline.summarise_timeline(trace, timed) for trace, timed in traces])
 
@@ -341,12 +340,12 @@ class TrialResult:
         return statistics.median(values) if values else None
 
     def count(self, tag: str) -> int | None:
-        """Return a count that may differ between builds: the median round's, the lower of two middle ones; or None."""
+        """Return the median count over the good rounds (builds may differ), the lower of two middle ones; or None."""
         counts = [v for r in self.good if (v := r.value(tag)) is not None]
         return int(statistics.median_low(counts)) if counts else None
 
     def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
-        """Return samples of all good rounds together, float64, in SI units.
+        """Return the samples of all good rounds, concatenated, float64, in SI units.
 
         Latencies are by the trial's own clock unless `clock` names another.
         """
@@ -358,28 +357,27 @@ class TrialResult:
         return [samples for _, samples in self.list_sampled(tag, boundary, clock)]
 
     def list_sampled(self, tag: str, boundary: str, clock: str = "") -> list[tuple[Round, np.ndarray]]:
-        """Return each good round that has such samples, with them."""
+        """Return each good round that has samples, with them."""
         clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
         return [(r, s) for r in self.good if (s := r.samples(tag, boundary, clock)).size]
 
     def medians(self, boundary: str, clock: str = "", only: Collection[str] | None = None) -> list[float]:
-        """Return the median latency in seconds of each good round, or of those in the folders `only`.
+        """Return the median latency in seconds of each good round, or of rounds in the folders `only`.
 
-        Where rounds go through several builds there is one value per build. Comparisons between processes are made from
-        these.
+        If rounds go through several builds, one value per build. Comparisons between processes use these values.
         """
         medians = self.round_medians(boundary, clock)
         names = medians.keys() if only is None else medians.keys() & only
         return by_build((r, medians[r.folder.name]) for r in self.good if r.folder.name in names)
 
     def round_medians(self, boundary: str, clock: str = "") -> dict[str, float]:
-        """Return the median latency in seconds of each good round, by the name of its folder."""
+        """Return the median latency in seconds of each good round, by folder name."""
         clock = clock or clock_of(boundary, self)
         return {r.folder.name: m for r in self.good if (m := r.median(boundary, clock)) is not None}
 
 
 def by_build(values: Iterable[tuple[Round, float]]) -> list[float]:
-    """Return the rounds' values, or where rounds go through builds of the engine, each build's geometric mean."""
+    """Return one value per round; if rounds go through builds of the engine, the geometric mean per build."""
     rounds = list(values)
     if not any(r.build for r, _ in rounds):
         return [value for _, value in rounds]
@@ -387,9 +385,9 @@ def by_build(values: Iterable[tuple[Round, float]]) -> list[float]:
 
 
 def clock_of(boundary: str, *trials: TrialResult) -> str:
-    """Return the clock by which these trials' latencies are shown and compared with each other.
+    """Return the clock by which these trials' latencies are shown and compared.
 
-    It is GPU where every round has it, else HOST, so that a time with the launch in it never meets one without.
+    GPU if every timed round has it, else HOST, so that a time with launch overhead is never compared with one without.
     """
     timed = [r for t in trials for r in t.good if r.find_measurement("latency", boundary)]
     return GPU if timed and all(r.find_measurement("latency", boundary, GPU) for r in timed) else HOST
@@ -397,11 +395,11 @@ def clock_of(boundary: str, *trials: TrialResult) -> str:
 
 @dataclass(repr=False)
 class Results:
-    """A run folder: its trials in a stable order, its environment, and what in it could not be read.
+    """A run folder: its trials in a stable order, its environment, and problems of reading it.
 
-    `models` has what was counted of each model at each size (`flops` of one image, `parameters`), by name and size;
-    `peak` is the record of the device's peak, None without; `self_test` the summary of the machine's self-test, None
-    without; `owner` the number of the process that is measuring in the folder now, "" if none is.
+    `models` holds counts per model name and size (`flops` of one image, `parameters`). `peak` is the record of the
+    device's peak and `self_test` the summary of the machine's self-test, None if not run. `owner` is the id of the
+    process that is measuring in the folder, "" if there is none.
     """
 
     folder: Path
@@ -416,11 +414,11 @@ class Results:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """study.toml as a table; empty when there is none, or it can't be read or isn't what Dyno writes."""
+        """study.toml as a table; empty if it is missing, unreadable or not written by Dyno."""
         return read_settings(self.study)
 
     def model_facts(self, t: TrialResult) -> ModelFacts:
-        """Return what is known of the trial's model at its size."""
+        """Return the facts of the trial's model at its size."""
         return self.models.get((t.given, t.size), ModelFacts())
 
     @property
@@ -447,7 +445,7 @@ class Results:
 
     @property
     def failed_additions(self) -> list[TrialResult]:
-        """Failed trials in a precision that Dyno added, whose backend did not fail in the model's own."""
+        """Failed trials in a precision that Dyno added, if the backend didn't fail in the model's own precision."""
         if any(self.settings.get(name) for name in ("backends", "precisions", "baseline")):
             return []
 
@@ -458,7 +456,7 @@ class Results:
         return [t for t in self if fails(t, own=False) and (t.model, t.backend, t.batch, t.size) not in stopped]
 
     def trial(self, id: str) -> TrialResult:
-        """Return the trial with that id, or with an id that begins so; UserError unless it is exactly one."""
+        """Return the trial whose id equals or begins with `id`; UserError unless exactly one matches."""
         matches = [t for t in self.trials if t.id.startswith(id)]
         if len(matches) != 1:
             raise UserError(f"{len(matches) or 'no'} trials in {self.folder} have an id that begins with {id!r}")
@@ -468,8 +466,8 @@ class Results:
 def load_run(run: Path) -> Results:
     """Read a run folder.
 
-    A record that is broken or written by a newer Dyno becomes one line in `problems` and the rest is shown. Raises
-    UserError, one line, when the folder is not a run folder, is empty, or holds nothing that can be read.
+    A record that is broken or written by a newer Dyno becomes one line in `problems`; the rest is shown. Raises
+    UserError, one line, if the folder is not a run folder, is empty, or holds nothing readable.
     """
     run = Path(run)
     if not run.is_dir():
@@ -503,7 +501,7 @@ def load_run(run: Path) -> Results:
         self_test=read_stored(run / SELF_TEST_FILE, SelfTestSummary, problems),
         owner=owner,
     )
-    for name, kind in NOTE_TYPES.items():  # read again where they are used
+    for name, kind in NOTE_TYPES.items():  # validated here, read again where needed
         read_stored(run / name, kind, problems)
     if results.study.strip() and not results.settings:
         problems.append(f"{study} is damaged, or isn't what Dyno writes; its settings are left out")
@@ -512,7 +510,7 @@ def load_run(run: Path) -> Results:
 
 def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
     job: Job | None = None
-    rounds: dict[str, list[Round]] = {kind: [] for kind in "rcts"}  # by the first letter of their folders
+    rounds: dict[str, list[Round]] = {kind: [] for kind in "rcts"}  # by first letter of the folder name
     if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
         problems.append(f"{folder} can't be read (permission denied); it is left out")
     for path in sorted(folder.glob("[rcst][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
@@ -537,13 +535,13 @@ def _make_sort_key(t: TrialResult) -> tuple[Any, ...]:
 
 
 def place_in_group(t: Trial | TrialResult) -> tuple[Any, ...]:
-    """Return the sort key of trials that are compared with each other: backend, PyTorch first, precision, options."""
+    """Return a trial's sort key within its group: backend, PyTorch first; precision; options."""
     precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
     return t.backend != "pytorch", t.backend, precision, t.variant, t.precision, t.id
 
 
 def find_trial(results: Results, choice: str) -> TrialResult:
-    """Find a trial by its id, or by backend and precision; among several batches, the smallest one that ran."""
+    """Find a trial by its id, or by backend and precision; among several batches, the smallest that ran."""
     name, fitting = match_form(results, choice)
     fitting = [t for t in fitting if t.good] or fitting
     matching = [t for t in fitting if t.variant == name] or fitting
@@ -561,7 +559,7 @@ def find_trial(results: Results, choice: str) -> TrialResult:
 
 
 def match_form(results: Results, text: str) -> tuple[str, list[TrialResult]]:
-    """Return the backend, with or without options, that BACKEND/PRECISION names, and the trials that match both."""
+    """Return the backend (with or without options) named by BACKEND/PRECISION, and the matching trials."""
     name, _, precision = text.replace("/", ":").rpartition(":") if "/" in text else (text, "", "")
     name, precision = usual_name(name), usual_name(precision)
     return name, [t for t in results if name in (t.backend, t.variant) and precision in ("", t.precision)]

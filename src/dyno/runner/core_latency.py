@@ -1,11 +1,11 @@
-"""How long a signal takes from one processor to another and back.
+"""Core-to-core latency: the time of a signal from one processor to another and back.
 
-A hypervisor moves a virtual machine's processors between the host's cores. Where two of them no longer share a cache,
-each synchronisation of an engine's threads takes several times as long, for seconds to minutes, and no counter of the
-guest shows it. Seen on two processors of an AMD EPYC: 0.17 and 0.58 µs, by which a network's latency in ONNX Runtime
-differs 1.8-fold, in PyTorch 1.4-fold.
+A hypervisor moves a virtual machine's processors between the host's cores. If two of them no longer share a cache, each
+synchronisation of an engine's threads takes several times as long, for seconds to minutes, and no counter of the guest
+shows it. Seen on two processors of an AMD EPYC: 0.17 and 0.58 µs; a network's latency differs 1.8-fold between them in
+ONNX Runtime, 1.4-fold in PyTorch.
 
-Two processes write to shared memory in turn, each on a separate processor: this one, and one that runs this file.
+Two processes on different processors alternately write to shared memory: this one, and one that runs this file.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-REQUEST_OFFSET, ANSWER_OFFSET, READY_OFFSET = 0, 64, 128  # offsets in the shared memory, each in a separate cache line
+REQUEST_OFFSET, ANSWER_OFFSET, READY_OFFSET = 0, 64, 128  # offsets in the shared memory, each in its own cache line
 LEAVE_SIGNAL = 255
 SIGNALS_PER_REPEAT, REPEATS = 100, 3
-MAX_NEIGHBOURS = 4  # processors that are signalled
-TAKEN_TIMEOUT_S = 0.005  # a processor silent for longer is busy with another program
-MAX_LIFETIME_S = 1  # after which the answering process ends by itself
+MAX_NEIGHBOURS = 4  # processors to signal
+TAKEN_TIMEOUT_S = 0.005  # a processor silent for longer runs another program
+MAX_LIFETIME_S = 1  # the answering process then ends by itself
 
 
 class CoreLatency:
-    """Measure the latency from the first of these processors to the others, when asked to."""
+    """Meter of the latency from the first of these processors to the others."""
 
     def __init__(self, processors: Sequence[int]) -> None:
         self._first, *others = processors
@@ -36,7 +36,7 @@ class CoreLatency:
         self._answering: subprocess.Popen[bytes] | None = None
         if not others:
             return
-        with suppress(OSError, AttributeError):  # a system without such files
+        with suppress(OSError, AttributeError):  # a system without memory files
             shared = os.memfd_create("dyno")
             try:
                 os.ftruncate(shared, mmap.PAGESIZE)
@@ -50,9 +50,9 @@ class CoreLatency:
                 os.close(shared)
 
     def measure(self) -> int:
-        """Return the nanoseconds to the processor that is furthest away and back; 0 where a processor was taken.
+        """Return the round-trip nanoseconds to the furthest processor; 0 if a processor was taken.
 
-        Takes about 0.3 ms for each of at most four others.
+        Takes about 0.3 ms for each of at most MAX_NEIGHBOURS others.
         """
         if self._answering is None:
             return 0
@@ -71,7 +71,7 @@ class CoreLatency:
         assert self._answering is not None and self._answering.stdin is not None
         memory, clock = self._memory, time.perf_counter_ns
         best, deadline = 0, clock() + round(TAKEN_TIMEOUT_S * 1e9)
-        while memory[READY_OFFSET] and clock() < deadline:  # it hasn't left the processor before
+        while memory[READY_OFFSET] and clock() < deadline:  # it is still on the previous processor
             pass
         memory[REQUEST_OFFSET] = memory[ANSWER_OFFSET] = 0
         self._answering.stdin.write(f"{other}\n".encode())
@@ -99,7 +99,7 @@ class CoreLatency:
 
 
 def answer(shared: int) -> None:
-    """Answer each signal in the shared memory, on the processor that a line of the standard input names."""
+    """Answer each signal in the shared memory, on the processors named by lines of standard input."""
     memory = mmap.mmap(shared, mmap.PAGESIZE)
     while line := sys.stdin.readline():
         os.sched_setaffinity(0, [int(line)])

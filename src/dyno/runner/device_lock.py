@@ -1,4 +1,4 @@
-"""One job at a time on a GPU, and on a processor, among all studies of a user."""
+"""Locks for one job at a time on a GPU or processor, among all studies of a user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dyno.store import cache_dir
 from dyno.worker.record import Record, lock
 from dyno.worker.spec import Job, Runtime
 
-NEXT_BYTE = 1 << 20  # byte of the next process, after those of all processors
+NEXT_BYTE = 1 << 20  # byte that the next process locks, after those of all processors
 FLOCK_FORMAT = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 Waiting = Callable[[str], None]
 
@@ -35,7 +35,7 @@ def launch_in_turn(
 ) -> Record:
     """Run `launch` for a timed job while its GPU and processors are locked.
 
-    The wait for the locks doesn't count towards `timeout_s`.
+    Waiting for the locks doesn't count towards `timeout_s`.
     """
     with hold_device(job.runtime, progress.show_waiting), processors_held(job.runtime, progress.show_waiting):
         return launch(job, folder, timeout_s, progress.tick, extra, tool=tool)
@@ -43,10 +43,10 @@ def launch_in_turn(
 
 @contextmanager
 def hold_device(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
-    """Hold the runtime's GPU while the block runs, after a wait for any other dyno that holds it.
+    """Hold the runtime's GPU during the block, after waiting for any other dyno that holds it.
 
-    Two studies side by side would slow each other down unevenly, and a builder that times its kernels beside a running
-    job may pick the wrong ones. `waiting` is called with the process that holds the GPU. Nothing is held for a CPU.
+    Parallel studies would slow each other down unevenly, and a builder that times its kernels beside a running job may
+    pick the wrong ones. `waiting` is called with the process that holds the GPU. Nothing is held for a CPU.
     """
     if not (uuid := _find_uuid(runtime)):
         yield
@@ -57,10 +57,10 @@ def hold_device(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
 
 @contextmanager
 def processors_held(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
-    """Hold the processors that this process may use while the block runs, after a wait for any other dyno on one.
+    """Hold this process's processors during the block, after waiting for any other dyno on one of them.
 
-    The next one has a place in a queue, so that two studies that hold them for short blocks measure in turns. `waiting`
-    is called with the process that holds one. Nothing is held for a job on a GPU, nor where files can't be locked.
+    The next process has a place in a queue, so that two studies that hold them for short blocks alternate. `waiting` is
+    called with the process that holds one. Nothing is held for a job on a GPU, or if files can't be locked.
     """
     if runtime.device != "cpu":
         yield
@@ -78,9 +78,9 @@ def processors_held(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
 
 
 class _Processors:
-    """A byte of a file for each processor, locked by the process that measures there; a lock ends with its process.
+    """Lock file with a byte for each processor, locked by the measuring process; a lock ends with its process.
 
-    The locks are of the whole process: threads that measure at once are those of one study, on processors apart.
+    Locks belong to the whole process: threads that measure at once belong to one study, on different processors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,14 +96,14 @@ class _Processors:
                 try:
                     self._lock_ranges([(NEXT_BYTE, 1)], lambda owner: None)
                     self._lock_ranges(ranges, waiting)
-                except BaseException:  # an interrupt while it waits, in a process that may live on
+                except BaseException:  # an interrupt while waiting, in a process that may live on
                     fcntl.lockf(self._file, fcntl.LOCK_UN)
                     raise
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, NEXT_BYTE)
             self._users += 1
 
     def let_go(self) -> None:
-        """Let the next one take them, unless another thread of this process still measures."""
+        """Release the processors, unless another thread of this process still measures."""
         with self._guard:
             self._users -= 1
             if not self._users:
@@ -113,12 +113,12 @@ class _Processors:
         for first, count in ranges:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
-            except (BlockingIOError, PermissionError):  # POSIX allows either for a range that is locked
+            except (BlockingIOError, PermissionError):  # POSIX allows either for a locked range
                 waiting(self._find_owner(first, count))
                 fcntl.lockf(self._file, fcntl.LOCK_EX, count, first)
 
     def _find_owner(self, first: int, count: int) -> str:
-        """Return the process that holds one of the range; "unknown" once it has let go, or in another container."""
+        """Return the process that holds part of the range; "unknown" once released, or for another container."""
         asked = struct.pack(FLOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
         kind, *_, process = struct.unpack(FLOCK_FORMAT, fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
         return str(process) if kind != fcntl.F_UNLCK and process > 0 else "unknown"
@@ -128,9 +128,9 @@ _processors = cache(_Processors)
 
 
 def _list_ranges(processors: set[int]) -> list[tuple[int, int]]:
-    """Return the runs of numbers without a gap, as (first, count), in ascending order.
+    """Return runs of consecutive numbers as (first, count), ascending.
 
-    Several locks are always taken in the same order, so that no two processes wait for each other.
+    A fixed order of several locks prevents deadlocks.
     """
     numbered = groupby(enumerate(sorted(processors)), key=lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in run] for _, run in numbered]

@@ -1,4 +1,4 @@
-"""Which trials measure in turns together, and where what they measured lies."""
+"""Interleaved rounds: which trials are measured together, and where their results are stored."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from dyno.worker.backend import Backend, Maker
 from dyno.worker.record import OUT_OF_MEMORY, DamagedRecord, Record, read_json, read_record, write_json
 from dyno.worker.spec import BUILD_OPTIONS, PLAN_OPTION, Artifact, Job, Recipe, Runtime, Trial, UserError
 
-# Which failed rounds are measured again: those whose cause may be gone.
+# Retries of failed rounds whose cause may be gone.
 
 MADE_WITH = "made-with.json"
 TIMEOUT_OPTION = "build_timeout_s"
 
 
 def note_retry(folder: Path, trial: Trial, *, unmade: bool = False) -> None:
-    """Store the circumstances of a failure beside the failed round.
+    """Store the circumstances of a failure with the failed round.
 
-    They are the versions of Dyno's code and the trial's libraries, and the timeout in seconds of its file if that was
-    not made.
+    They are the versions of Dyno's code and the trial's libraries, and for an `unmade` file its timeout in seconds.
     """
     write_json(folder / MADE_WITH, _made_with(trial) | ({TIMEOUT_OPTION: trial.plan.build_timeout_s} if unmade else {}))
 
@@ -50,16 +49,16 @@ def _made_with(trial: Trial) -> dict[str, Any]:
 
 
 def clear_failed(run: Run, trials: list[Trial], all_failed: bool) -> list[str]:
-    """Remove failed rounds whose cause may be gone, or with `all_failed` every one, so that they are measured again.
+    """Remove failed rounds whose cause may be gone, or with `all_failed` all of them, to measure them again.
 
-    Returns what was done, in sentences. Successful rounds stay, and so do refused rows.
+    Returns sentences on what was done. Successful rounds and refused rows stay.
     """
     reasons: Counter[str] = Counter()
     for trial in trials:
         for folder in sorted(run.round_folder(trial, 0).parent.glob(f"{ROUND}[0-9]*")):
             try:
                 record = read_record(folder)
-            except UserError:  # damaged (see `clear_damaged`), or another Dyno's, reported where it is needed
+            except UserError:  # damaged (see `clear_damaged`), or from another Dyno, reported elsewhere
                 continue
             if record is None or record.status == "ok" or record.stage == "plan":
                 continue
@@ -70,7 +69,7 @@ def clear_failed(run: Run, trials: list[Trial], all_failed: bool) -> list[str]:
 
 
 def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
-    """Archive rounds whose record, samples or outputs can't be read any more, so that they are measured again.
+    """Archive rounds with an unreadable record, samples or outputs, to measure them again.
 
     Returns a sentence for each.
     """
@@ -95,10 +94,9 @@ def _find_damaged(folder: Path) -> str:
 
 
 def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:
-    """Remove rounds of a video that the user stopped before its end, so that they are measured again.
+    """Remove rounds of a video that the user stopped before its end, to measure them again; return a sentence for each.
 
-    The rate of its first frames is not that of the whole. A live source has no end, so its rounds stay. Returns a
-    sentence for each.
+    The rate of the first frames is not that of the whole video. A live source has no end, so its rounds stay.
     """
     notes = []
     for trial in trials:
@@ -111,7 +109,7 @@ def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:
 
 
 def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
-    """Return why the failure may not happen again, or "" if there is no reason."""
+    """Return why the failure may not recur, else ""."""
     if record.was_killed or record.reason == OUT_OF_MEMORY:
         return record.reason
     before, now = _load_json(folder / MADE_WITH), _made_with(trial)
@@ -141,7 +139,7 @@ def _load_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-FileOf = Callable[[Trial, int], "Artifact | Record | None"]  # the file of a trial's round
+FileOf = Callable[[Trial, int], "Artifact | Record | None"]  # file of a trial's round
 
 
 Forms = Mapping[str, Form]  # models that are files of one network, by name
@@ -149,9 +147,9 @@ NO_FORMS: Forms = {}
 
 
 def model_key(trial: Trial, forms: Forms = NO_FORMS) -> str:
-    """Return the key shared by trials that are measured before the next model begins.
+    """Return the key of trials that are measured before the next model begins.
 
-    It is the model's name, that of the network of which it is a file, or "" for both sides of a comparison.
+    It is the model's name, the network's name for one of its files, or "" for both sides of a comparison.
     """
     name = trial.model.name
     return "" if trial.side else forms[name].network if name in forms else name
@@ -160,7 +158,7 @@ def model_key(trial: Trial, forms: Forms = NO_FORMS) -> str:
 def group_trials(trials: Sequence[Trial], forms: Forms = NO_FORMS) -> list[list[Trial]]:
     """Group the trials that are compared with each other: same model or network, size, batch and device.
 
-    In a comparison a group is one configuration on both sides, whatever the models are called.
+    In a comparison, a group is one configuration on both sides, under any model names.
     """
     by_key: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
@@ -175,7 +173,7 @@ def group_trials(trials: Sequence[Trial], forms: Forms = NO_FORMS) -> list[list[
 def choose_reference(
     trials: Sequence[Trial], fits: Callable[[Trial], bool] | None, forms: Forms = NO_FORMS
 ) -> Trial | None:
-    """Return the trial that the others are compared with, chosen as in tables: one that `fits` the request, if any."""
+    """Return the reference of the trials, chosen as in tables; it `fits` the request, if any."""
 
     def place(trial: Trial) -> tuple[Any, ...]:
         form = forms.get(trial.model.name)
@@ -187,9 +185,9 @@ def choose_reference(
 def make_job(
     trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None = None, kind: str = ROUND
 ) -> Job:
-    """Build the job of a round of the trial, with the build of its engine to run; `options` are added to the job's.
+    """Build the job of a trial's round with its engine's build; `options` are added to the job's.
 
-    Confirmations and companions count from 1: round 0 answers all images, which the trial's own round does.
+    Confirmations and companions count from 1: round 0 answers all images, which only the trial's own round does.
     """
     artifact, build = file_of(trial, number), trial.build(number)
     return Job(
@@ -204,10 +202,10 @@ def make_job(
 
 @dataclass(frozen=True)
 class ComparedTrials:
-    """Trials to measure in turns in one round, with the `reference` that they are compared with and their `rivals`.
+    """Trials to interleave in one round, with their `reference` and `rivals`.
 
-    A reference whose round is stored already measures once more, as a companion, and so does each rival. They are timed
-    at the `boundaries`, or without any at those of their plans.
+    A reference with a stored round measures once more, as a companion, and so does each rival. They are timed at the
+    `boundaries`, by default those of their plans.
     """
 
     trials: Sequence[Trial]
@@ -227,8 +225,8 @@ def measure(
 ) -> list[Trial]:
     """Measure one round of each comparison, one after the other; return the trials that could not be interleaved.
 
-    There is only one then, or memory for only one process. `options` are added to those of the jobs, and `kind` is
-    ROUND or CONFIRMATION.
+    Reasons are a single trial, or memory for only one process. `options` are added to those of the jobs; `kind` is
+    ROUND, CONFIRMATION or SUSTAINED.
     """
     alone: list[Trial] = []
     while comparisons:
@@ -282,7 +280,7 @@ def _build_members(
 ) -> list[InterleavedJob]:
     """Build a job for each trial, the reference first.
 
-    If the reference's round is stored already, it takes part as a companion with round -1, as rivals do.
+    A reference with a stored round takes part as a companion with round -1, as rivals do.
     """
     reference, ids = comparison.reference, {trial.id for trial in comparison.trials}
     if comparison.boundaries:
@@ -306,7 +304,7 @@ def _build_members(
 def _build_companion(
     run: Run, trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None
 ) -> InterleavedJob:
-    free = 0  # number of the next companion
+    free = 0  # index of the next companion
     while run.record(trial, free, COMPANION) is not None:
         free += 1
     companion = make_job(trial, number, file_of, options, COMPANION)
@@ -314,6 +312,6 @@ def _build_companion(
 
 
 def _read_memory(run: Run, trial: Trial) -> int:
-    """Return the bytes that the trial's process took in round 0; 0 if unknown."""
+    """Return the peak bytes of the trial's process in round 0; 0 if unknown."""
     record = run.record(trial, 0)
     return int((record.value("peak_memory") if record else 0) or 0)

@@ -1,4 +1,4 @@
-"""Run a study: for each model its files first, then each trial in several fresh processes, in shuffled rounds."""
+"""Execution of a study: each model's files first, then each trial in several fresh processes, in shuffled rounds."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 
 MAX_READING_S = 5.0  # slower answers are shown only at the end of a run
 SUSTAINED_ROUNDS = 2  # per finalist
-MIN_ROUNDS = 2  # guaranteed to every trial despite --minutes
-FULL_ROUNDS = 3  # rounds for every trial within the minutes; later ones go to possible winners
-PLANNED_ROUNDS_SHARE = 1 / 2  # share of the study's minutes for planned rounds; beyond it trials are dropped
-FIRST_ANSWER_AFTER_S = 30.0  # files in preparation for so long: show a first answer from the ready ones
-Fits = Callable[[Trial], bool] | None  # the reference that was requested; None without one
+MIN_ROUNDS = 2  # rounds of every trial, whatever --minutes
+FULL_ROUNDS = 3  # rounds of every trial within the minutes; later ones go to possible winners
+PLANNED_ROUNDS_SHARE = 1 / 2  # share of the minutes for planned rounds; beyond it trials are dropped
+FIRST_ANSWER_AFTER_S = 30.0  # after this time of making files, a first answer comes from the ready ones
+Fits = Callable[[Trial], bool] | None  # test for the requested reference; None without a request
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in a folder, with a time limit
-RETRY_ROUTE_STATUSES = ("failed", "crashed", "timeout")  # statuses after which the next route is tried
+RETRY_ROUTE_STATUSES = ("failed", "crashed", "timeout")  # statuses that lead to the next route
 MAX_LOG_BYTES = 100_000  # bytes kept of a build's output
 
 
@@ -75,13 +75,13 @@ def execute(
 ) -> None:
     """Measure the parts of the study that the folder doesn't hold yet.
 
-    Of the stored results, only failures whose reason may be gone are retried, or all failures with `retry_failed`. With
-    `only`, other trials are left as they are; raises `UserError` if the study doesn't have these here. `launch` runs
-    the jobs of rounds that are not interleaved (default: `launch_in_turn`), and may turn them into jobs of another
-    kind. With `other_routes`, other routes to the ONNX file are tried after the first round if the study names none.
+    Stored failures are retried if their reason may be gone, or all of them with `retry_failed`. `only` restricts the
+    trials; `UserError` if the study doesn't plan them here. `launch` runs jobs of rounds that are not interleaved
+    (default: `launch_in_turn`), and may change their kind. `other_routes` tries other routes to the ONNX file after the
+    first round, unless the study names routes.
     """
     check_device(study)
-    if only is None:  # otherwise the folder is part of a checked run
+    if only is None:  # else part of a checked run
         check_own(folder)
     refuse_other(study, folder)
     planned = _plan(study, only)
@@ -105,9 +105,7 @@ def execute(
         limit_s = 60 * study.minutes if study.until in ADAPTIVE_RULES else math.inf
         rounds = Rounds(run, files, progress, fits, forms, launch, options, study.until not in ADAPTIVE_RULES, limit_s)
         if other_routes and not study.routes:
-            rounds.measure_rounds(
-                todo, max_rounds=1
-            )  # a first answer, before other routes to the ONNX file are exported
+            rounds.measure_rounds(todo, max_rounds=1)  # a first answer, before exports by other routes
             measure = partial(execute, progress=progress)
             with progress.hidden_answers():
                 todo += search.search_routes(study, run.folder, todo, files.make_file, progress, measure)
@@ -134,7 +132,7 @@ def _plan(study: Study, only: TrialSelection | None) -> list[PlannedTrial]:
 
 
 def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progress) -> list[PlannedTrial]:
-    """Fit the locked folder to the study: see `prepare_folder`, with the rows of trials that are refused."""
+    """Fit the locked folder to the study (`prepare_folder`), and store rows of refused trials."""
     refuse_links(run.folder, RUN_FOLDERS)
     planned, notes = prepare_folder(study, run, planned)
     _store_refusals(run, planned)
@@ -146,12 +144,14 @@ def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progr
 
 @dataclass(frozen=True)
 class Rounds:
-    """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested, and `options`
-    are further ones of the jobs of the planned rounds. What is ready is measured once, and its answer shown, before
-    anything that takes long: an engine that compiles while it loads, one that builds slowly, or a file after BUILDING_S
-    seconds of making files. If the number of rounds `is_fixed`, no pair gets another round in place of one that it
-    lacks. Planned rounds beyond EVERY_TRIAL that would take more than SHARE of `limit_s` seconds leave out trials that
-    no longer contend, and so does an earlier one, after LEAST_ROUNDS, beyond all of it. Then none begins that would."""
+    """Measurement of a study's rounds; `fits` selects the requested reference, and `options` are added to planned jobs.
+
+    Ready trials are measured once, and a first answer shown, before slow steps: engines that compile while they load or
+    build slowly, or files after FIRST_ANSWER_AFTER_S seconds of preparation. If the number of rounds `is_fixed`, no
+    pair gets a further round for a missing one. After MIN_ROUNDS, a round that would exceed `limit_s` seconds in all
+    drops trials that no longer contend; after FULL_ROUNDS, one beyond PLANNED_ROUNDS_SHARE of them does, and a round
+    that would still exceed `limit_s` is not begun.
+    """
 
     run: Run
     files: Files
@@ -166,10 +166,10 @@ class Rounds:
     def measure_rounds(
         self, trials: list[Trial], others: Sequence[Trial] = (), *, max_rounds: int = sys.maxsize
     ) -> None:
-        """Measure every round of the trials that isn't stored yet, up to `max_rounds`, one model after the other.
+        """Measure every missing round of the trials, up to `max_rounds`, one model after the other.
 
-        Interleaved trials also run beside their reference among the `others`. Models are not compared with each other,
-        and if a long study is stopped early, some of its models are complete.
+        Interleaved trials also run beside their reference among the `others`. Models are not compared with each other;
+        if a long study is stopped early, some models are complete.
         """
         models: dict[str, list[Trial]] = {}
         for trial in trials:
@@ -183,7 +183,7 @@ class Rounds:
                 planned = max(trial.plan.rounds for trial in same_model)
                 turns = bool(same_model[0].plan.blocks)
                 beside = [t for t in others if model_key(t, self.forms) == key] if turns else []
-                # In turns, those whose rounds are stored may be measured once more beside others.
+                # Interleaved trials with stored rounds may be measured again beside others.
                 first = self._make_files([*same_model, *beside] if turns and incomplete else incomplete, beside)
                 if turns:
                     todo = [trial for trial in same_model if trial not in first]
@@ -204,7 +204,7 @@ class Rounds:
                         self._show_answer(number, planned)
 
     def _choose_trials(self, trials: Sequence[Trial], number: int, limit_s: float) -> list[Trial]:
-        """Return the trials that round `number` is for: all within the limit, else what may win, or none."""
+        """Return the trials for round `number`: all within the time limit, else possible winners, or none."""
         from dyno.report.tables import trial_table
         from dyno.results import ranking
 
@@ -228,7 +228,7 @@ class Rounds:
         return [] if is_over else chosen
 
     def _make_files(self, trials: Sequence[Trial], measured: Sequence[Trial]) -> list[Trial]:
-        """Make the trials' files; return the trials that were measured once meanwhile (see the class)."""
+        """Make the trials' files; return the trials measured once meanwhile (see `Rounds`)."""
         references = [
             ensemble.choose_reference(group, self.fits, self.forms)
             for group in ensemble.group_trials(trials, self.forms)
@@ -259,7 +259,7 @@ class Rounds:
     def _measure_ready(
         self, ready: Sequence[Trial], measured: Sequence[Trial], done: Sequence[Trial], reason: str
     ) -> list[Trial]:
-        """Measure the first round of these trials, but of those that have it, and show the answer; return them."""
+        """Measure the missing first rounds of these trials and show the answer; return the trials measured."""
         new = [t for t in ready if t.plan.blocks and t not in measured and _find_record(self.run, t, 0) is None]
         if new:
             self.progress.note(f"{reason}: what is ready is measured once before")
@@ -283,7 +283,7 @@ class Rounds:
                 self._measure_alone(trial, number, options)
 
     def _show_answer(self, number: int, planned: int = 0, *, is_part: bool = False) -> None:
-        """Show the study's answer after this round, one of those planned (0: a further round), or a part of it."""
+        """Show the study's answer after this round of the planned ones (0: a further round), or after a part of it."""
         from dyno.report.tables import trial_table
         from dyno.report.verdict import verdict
 
@@ -305,9 +305,9 @@ class Rounds:
     ) -> None:
         """Measure one round of a model's trials, interleaving those that are compared.
 
-        Of those that are `done`, the fastest measure once more beside trials that were not ready with them; if no
-        further round can follow, so do the fastest of the others that have this round. All do beside a new reference,
-        and all that are `done` in the first of several rounds whose number is fixed, so that each pair has as many.
+        Stored trials join again as rivals: the finalists among `done`, or among all if no further round can follow
+        (`is_fixed`). All of them join a new reference. In the first of several rounds of a fixed number, all of `done`
+        join, so that every pair has as many rounds.
         """
         comparisons: list[ensemble.ComparedTrials] = []
         groups = ensemble.group_trials([*trials, *others, *done], self.forms)
@@ -332,10 +332,10 @@ class Rounds:
                 every = done if self.is_fixed and earlier[0].plan.rounds > 1 else ()
                 finalists = list_finalists(self.run.folder)
                 rivals = [trial for trial in earlier if trial in every or trial.id in finalists]
-            elif not earlier and pending == [reference]:  # other trials were measured beside it
+            elif not earlier and pending == [reference]:  # others were measured beside it
                 reference = ensemble.choose_reference([t for t in runnable if t != reference], self.fits, self.forms)
             comparisons.append(ensemble.ComparedTrials(pending, reference, rivals=rivals))
-        # A first answer doesn't wait for the other batches and sizes.
+        # A first answer doesn't wait for other batches and sizes.
         for part in [comparisons] if number else [[comparison] for comparison in comparisons]:
             if part and part[0] is not comparisons[0]:
                 self._show_answer(number, is_part=True)
@@ -343,7 +343,7 @@ class Rounds:
                 self._measure_alone(trial, number, options)
 
     def _measure_alone(self, trial: Trial, number: int, options: Mapping[str, Any]) -> None:
-        """Measure one round of one trial, unless it is stored already or an earlier round showed that it can't run."""
+        """Measure one round of one trial, unless it is stored or an earlier round failed."""
         if (stored := _find_record(self.run, trial, number)) is not None:
             self.progress.done(trial, stored, stored=True)
             return
@@ -364,9 +364,9 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Finalists:
-    """Measures the trials again that the rounds selected, stored apart from those rounds.
+    """Repeated measurement of the selected trials, stored apart from the selecting rounds.
 
-    They are timed where they were selected: `boundaries` has those of each finalist, by its id.
+    `boundaries` holds the boundaries at which each finalist was selected, by id.
     """
 
     run: Run
@@ -378,7 +378,7 @@ class Finalists:
     forms: Forms
 
     def measure(self, study: Study) -> None:
-        """Confirm them as they were selected, then measure them in turns without a break of `study.sustained_s`."""
+        """Confirm the finalists, then interleave them in unbroken turns of `study.sustained_s` seconds."""
         self._measure_rounds(study.confirmations, CONFIRMATION)
         if seconds := study.sustained_s:
             plan = {"blocks": SUSTAINED_ROUNDS, "block_s": seconds, "seconds": SUSTAINED_ROUNDS * seconds}
@@ -391,14 +391,14 @@ class Finalists:
             self.files.make_files(trial for trial, _ in pending)
             for number in sorted({k for _, k in pending}):
                 alone = self._measure_in_turns([t for t, k in pending if k == number], number, kind, options)
-                if kind == CONFIRMATION:  # sustained load without turns says nothing: the machine may have changed
+                if kind == CONFIRMATION:  # uninterleaved sustained load proves nothing: the machine may have changed
                     for trial in alone:
                         self._confirm_alone(trial, number)
 
     def _measure_in_turns(
         self, trials: Sequence[Trial], number: int, kind: str, options: Mapping[str, Any] | None
     ) -> list[Trial]:
-        """Measure one round of those that can be interleaved; return the others."""
+        """Measure one round of trials that can be interleaved; return the others."""
         comparisons: list[ensemble.ComparedTrials] = []
         alone: list[Trial] = []
         for group in ensemble.group_trials(trials, self.forms):
@@ -417,7 +417,7 @@ class Finalists:
         return alone + ensemble.measure(self.run, comparisons, number, self.files.of, self.progress, options, kind)
 
     def _confirm_alone(self, trial: Trial, number: int) -> None:
-        """Measure one confirmation of a trial by itself."""
+        """Measure one uninterleaved confirmation of a trial."""
         artifact = self.files.of(trial, number)
         if isinstance(artifact, Record):
             self.run.store(trial, number, artifact, CONFIRMATION)
@@ -430,7 +430,7 @@ class Finalists:
 
 
 def _store_refusals(run: Run, planned: list[PlannedTrial]) -> None:
-    """Store a row for each trial that will not run."""
+    """Store a row for each refused trial."""
     for entry in planned:
         if entry.refusal:
             stored = run.record(entry.trial, 0)
@@ -439,7 +439,7 @@ def _store_refusals(run: Run, planned: list[PlannedTrial]) -> None:
 
 
 def _copy_truth(run: Run, planned: list[PlannedTrial]) -> None:
-    """Copy a data set's annotations into the run folder, so that the accuracy can be read on any machine."""
+    """Copy data sets' annotations into the run folder, to read the accuracy on any machine."""
     for data in {entry.trial.data for entry in planned if entry.trial.data.folder}:
         source, copy = Path(data.folder) / "truth.json", run.folder / "truth" / f"{data.sha256[:12]}.json"
         if source.is_file() and not copy.exists():
@@ -448,7 +448,7 @@ def _copy_truth(run: Run, planned: list[PlannedTrial]) -> None:
 
 
 def _order_jobs(trials: list[Trial]) -> list[tuple[Trial, int]]:
-    """Return all jobs of these trials by round, each round shuffled with its number as seed: the same everywhere."""
+    """Return all jobs of these trials by round, each round shuffled with its number as seed (reproducible)."""
     order = []
     for number in range(max((trial.plan.rounds for trial in trials), default=0)):
         jobs = [(trial, number) for trial in trials if number < trial.plan.rounds]
@@ -458,7 +458,7 @@ def _order_jobs(trials: list[Trial]) -> list[tuple[Trial, int]]:
 
 
 def _find_record(run: Run, trial: Trial, number: int) -> Record | None:
-    """Return the record of the round, or of an earlier round that failed, unless another program killed that one."""
+    """Return the record of the round, else of an earlier failed round, unless that was killed by another program."""
     records = [run.record(trial, k) for k in range(number + 1)]
     failed = (record for record in records if record is not None and record.status != "ok" and not record.was_killed)
     return records[-1] or next(failed, None)
@@ -476,18 +476,17 @@ def _is_incomplete(run: Run, trial: Trial, max_rounds: int) -> bool:
     return any(_find_record(run, trial, number) is None for number in range(min(trial.plan.rounds, max_rounds)))
 
 
-# Extra rounds for undecided pairs, until they are decided or the time is up.
+# Further rounds for undecided pairs, until they are decided or time is up.
 
-# One round of these trials, of that number, in which these boundaries are timed.
+# Measures one round (by number) of trials at the given boundaries.
 Measure = Callable[[list[Trial], int, tuple[str, ...]], None]
 
 
 def go_on(study: Study, run: Run, trials: Sequence[Trial], forms: Forms, measure: Measure, progress: Progress) -> None:
-    """Measure further rounds of the undecided pairs, one model after the other, within `study.minutes` in all.
+    """Measure further rounds of undecided pairs, one model after the other, within `study.minutes` in all.
 
-    A pair whose estimated rounds don't fit into the time left is left undecided. Only the boundary that a pair is
-    compared at is measured. Earlier measurements count, so the same command again
-    changes nothing, and one with more minutes goes on.
+    Only the boundary of a pair's comparison is measured. A pair whose estimated rounds exceed the time left stays
+    undecided. Earlier measurements count, so repeating the command changes nothing, and more minutes continue.
     """
     models = list(dict.fromkeys(model_key(trial, forms) for trial in trials))
     for place, name in enumerate(models):
@@ -512,15 +511,15 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], forms: Forms, measure
 
 
 def _fits(run: Run, trials: Sequence[Trial], pair: UndecidedPair, left: float) -> bool:
-    """Return whether the rounds that are likely to decide the pair fit into the seconds that are left."""
+    """Return whether the pair's estimated rounds fit into the seconds left."""
     seconds = sum(_last_seconds(run, trial) for trial in trials if trial.id in pair.trials)
     return pair.more * seconds <= left
 
 
 def list_finalists(folder: Path) -> dict[str, set[str]]:
-    """Return the ids of winners, runners-up and references by the rounds of the selection alone, with their boundaries.
+    """Return the ids of winners, runners-up and references by the selecting rounds alone, with their boundaries.
 
-    Because confirmations never enter the selection, an interrupted study finds the same ones when it is run again.
+    Confirmations never enter the selection, so a resumed study finds the same finalists.
     """
     from dyno.report.tables import trial_table
     from dyno.results import ranking
@@ -531,7 +530,7 @@ def list_finalists(folder: Path) -> dict[str, set[str]]:
 def _find_pending(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
     """Return the pairs of these trials that need another round.
 
-    They are read from the folder, so a study that is killed loses nothing.
+    They are read from the folder, so a killed study loses nothing.
     """
     from dyno.report.tables import trial_table
     from dyno.results.ranking import list_pending
@@ -545,13 +544,13 @@ def _list_folders(run: Run, trial: Trial, kind: str) -> list[Path]:
 
 
 def _find_last_round(run: Run, trial: Trial) -> int:
-    """Return the number of the last round that the trial has finished."""
+    """Return the index of the trial's last finished round."""
     folders = _list_folders(run, trial, ROUND)
     return max(int(folder.name.removeprefix(ROUND)) for folder in folders if read_record(folder))
 
 
 def _sum_seconds(run: Run, trials: Sequence[Trial]) -> float:
-    """Return the seconds that the trials' processes have measured, one at a time."""
+    """Return the measuring seconds of the trials' processes, summed."""
     folders = [folder for trial in trials for kind in (ROUND, COMPANION) for folder in _list_folders(run, trial, kind)]
     return sum(record.seconds for folder in folders if (record := read_record(folder)))
 
@@ -562,43 +561,40 @@ def _last_seconds(run: Run, trial: Trial) -> float:
 
 
 class Files:
-    """Makes the files that trials need, each once, or takes them from the cache."""
+    """Maker of the trials' files: each is made once, or taken from the cache."""
 
     def __init__(self, progress: Progress, timeout_s: float = Plan.build_timeout_s) -> None:
         self.progress = progress
-        self.timeout_s = timeout_s  # limit for each job that makes a file
+        self.timeout_s = timeout_s  # limit per job
         self.cache = Cache()
         self.results: dict[str, Artifact | Record] = {}
-        self.built = 0  # files that were made and not found in the cache
+        self.built = 0  # number of files made, not taken from the cache
 
     def make_files(self, trials: Iterable[Trial]) -> None:
-        """Make the files of the trials, each build of an engine that rounds go through."""
+        """Make the files of the trials, including all builds of an engine for its rounds."""
         for trial in trials:
             for number in range(max(1, trial.plan.builds)):
                 self.of(trial, number)
 
     def has_file(self, trial: Trial) -> bool:
-        """Return whether the trial needs no file that is still to be made."""
+        """Return whether no file is left to make for the trial."""
         if trial.recipe is None or self._substitute_key(trial.recipe) in self.results:
             return True
         return self.cache.has(self.cache.make_key(trial.recipe))
 
     def of(self, trial: Trial, number: int) -> Artifact | Record | None:
-        """Return the file for this round of the trial.
-
-        If the file could not be made, return a record with the reason; None if the trial needs no file.
-        """
+        """Return the file for this round of the trial, else a record with the reason; None if it needs no file."""
         return self.make_file(_of_build(trial.recipe, trial.build(number), trial.backend)) if trial.recipe else None
 
     def make_file(self, recipe: Recipe) -> Artifact | Record:
-        """Return the file that this recipe makes, from the cache if all that it depends on is unchanged."""
+        """Return the recipe's file, from the cache if all its inputs are unchanged."""
         key = self._substitute_key(recipe)
         if key not in self.results:
             self.results[key] = self._with_fallback(recipe, key)
         return self.results[key]
 
     def _substitute_key(self, recipe: Recipe) -> str:
-        """Return the recipe's key, combined with the keys of its fallbacks if it has any.
+        """Return the recipe's key, combined with the keys of its fallbacks.
 
         A file of a free batch may be replaced by one of batch 1 in one trial and by one of batch 8 in another.
         """
@@ -620,7 +616,7 @@ class Files:
         if artifact.status not in RETRY_ROUTE_STATUSES or artifact.facts.no_route:
             return artifact
         other = self.make_file(recipe.fallback)
-        # The last route's failure is reported: it has the fixed batch that the others may have proposed.
+        # The last route's failure is reported: it has the fixed batch that earlier ones may have proposed.
         return other if isinstance(other, Record) else self._store_substitute(other, artifact, substitute_key)
 
     def _store_substitute(self, other: Artifact, failed: Record, key: str) -> Artifact:
@@ -633,19 +629,19 @@ class Files:
         return substitute
 
     def _build_file(self, recipe: Recipe, key: str, damage: str) -> Artifact | Record:
-        """Build the file by this recipe, without its fallback."""
+        """Build the recipe's file, without its fallback."""
         parent = self.make_file(recipe.parent) if recipe.parent else None
         if isinstance(parent, Record):
             return parent
         self.progress.show_making(recipe, damage)
         with self.cache.making(key) as folder:
-            # Nothing is timed meanwhile, so making a file may use every core.
+            # Nothing is timed meanwhile, so all cores may be used.
             runtime = replace(recipe.runtime, threads=max(recipe.runtime.threads, system.physical_cores()))
             job = Job("make", runtime, recipe=recipe, artifact=parent)
             timing = {TIMING_VARIABLE: str(self.cache.timing)}
             record = launch_in_turn(job, folder, self.timeout_s, self.progress, timing)
             _warn_of_shared_gpu(folder, record)
-            printed = read_end(folder / LOGS[1], MAX_LOG_BYTES)  # its folder is gone after this
+            printed = read_end(folder / LOGS[1], MAX_LOG_BYTES)  # its folder is deleted next
             failure = Facts(no_route=record.facts.no_route, printed=printed)
         if record.status != "ok":
             longer = "; --build-timeout SECONDS allows more" if record.status == "timeout" else ""
@@ -659,7 +655,7 @@ class Files:
 def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
     """Return the recipe of this build of the backend's engine; unchanged for build 0.
 
-    It builds from scratch, because timings shared with another build would make both alike.
+    It builds from scratch, because shared kernel timings would make builds alike.
     """
     if not build:
         return recipe
@@ -669,12 +665,12 @@ def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
 
 
 def _warn_of_shared_gpu(folder: Path, record: Record) -> None:
-    """Warn if other programs used the GPU while a builder timed its kernels, as it may have picked the wrong ones."""
+    """Warn if other programs used the GPU while a builder timed its kernels, so that its choices may be wrong."""
     trace = timeline.read_timeline(folder)
     others = timeline.most_others(trace) if trace else 0
     if record.artifact is None or not others:
         return
     made_by = record.artifact.made_by
     warning = f"{remarks.describe_meanwhile(others)}: kernels were timed meanwhile and may not be the fastest"
-    made_by = replace(made_by, warnings=tuple(dict.fromkeys((*made_by.warnings, warning))))  # a parent's are among them
+    made_by = replace(made_by, warnings=tuple(dict.fromkeys((*made_by.warnings, warning))))  # including a parent's
     write_record(folder, replace(record, artifact=replace(record.artifact, made_by=made_by)))

@@ -1,5 +1,4 @@
-"""The device's peak rates, measured by a job once for a machine, driver, PyTorch and threads, then cached; and its
-idle power, watched once for a run folder."""
+"""Peak rates of the device, measured once per machine, driver, PyTorch and threads and cached; and its idle power."""
 
 from __future__ import annotations
 
@@ -35,13 +34,13 @@ from dyno.worker.spec import Job, Runtime
 
 TIMEOUT_S = 300.0
 IDLE_S = 3.0
-ENERGY_LOAD_S = 3.0  # full load per trial, for the energy of an image
+ENERGY_LOAD_S = 3.0  # seconds of full load per trial, for its energy per image
 
 
 def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
     """Return the peak in the study's folder: reused if it is good, else from the cache, else measured.
 
-    A measurement that other programs disturbed is stored but not cached. A failure is a record with the reason.
+    A disturbed measurement is stored but not cached. A failure is a record with the reason.
     """
     if (stored := good_record(folder)) is not None:
         return stored
@@ -61,7 +60,7 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
 
 
 def find_ceilings(runtime: Runtime, types: Collection[str], folder: Path, progress: Progress) -> Record:
-    """Measure the highest rates of products in these types and of a copy on the runtime's device, now, in the folder.
+    """Measure the highest rates of products in these types and of a copy on the runtime's device.
 
     A failure is a record with the reason.
     """
@@ -71,7 +70,7 @@ def find_ceilings(runtime: Runtime, types: Collection[str], folder: Path, progre
 
 
 def keep_idle(study: Study, folder: Path, progress: Progress) -> None:
-    """Record telemetry of IDLE_S seconds without any job in the run folder, unless it is already there."""
+    """Record IDLE_S seconds of telemetry without any job in the run folder, unless it is already there."""
     path = folder / IDLE_DIR / "telemetry.npz"
     if path.is_file():
         return

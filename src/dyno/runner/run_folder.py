@@ -1,4 +1,4 @@
-"""A run folder: which studies may share it, and which of its rows are of the models' current files."""
+"""Run folders: which studies may share one, and which rows belong to the models' current files."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from dyno.worker.spec import (
 )
 
 RECORDED_DISTRIBUTIONS = ("numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
-# Settings that may differ when a folder is used again: they change no stored number.
+# Settings that may differ between studies in one folder: they change no stored number.
 REPEATABLE_SETTINGS = (
     "rounds", "timeout", "build_timeout", "budget", "limit", "reference", "confirm", "sustained", "search", "peak",
     "energy", "routes", "equivalent", "minutes", "until",
 )  # fmt: skip
-# What a folder leaves out that was written before these settings had their defaults.
+# Values of settings missing in folders older than these settings' defaults.
 EARLIER_DEFAULTS = {"until": FIXED, "turns": False}
 STUDY_AXES = ("models", "backends", "precisions", "batches", "sizes")  # settings with further values in one folder
 ARCHIVE_DIR, REPLACED_DIR, DAMAGED_DIR = "archive", "replaced", "damaged"
@@ -48,7 +48,7 @@ ARCHIVE_DIR, REPLACED_DIR, DAMAGED_DIR = "archive", "replaced", "damaged"
 
 @dataclass(frozen=True)
 class StoredTrial:
-    """A trial's folder, and the trial as its jobs had it."""
+    """A trial's folder, and the trial as in its jobs."""
 
     folder: Path
     trial: Trial
@@ -59,21 +59,21 @@ class StoredTrial:
 
     @property
     def refused(self) -> str:
-        """The status of a row that was never started, "" of any other."""
+        """Status of a row that was never started, else ""."""
         try:
             record = read_record(self.folder / "r0")
-        except DamagedRecord:  # it is measured again
+        except DamagedRecord:  # measured again
             return ""
         return record.status if record is not None and record.stage == "plan" else ""
 
 
 def hash_question(trial: Trial) -> str:
-    """Return the hash of what a trial measures, however its file is made."""
+    """Return a hash of what a trial measures, independent of how its file is made."""
     return digest(replace(trial, recipe=None))
 
 
 def list_stored(folder: Path) -> list[StoredTrial]:
-    """Return the trials below a folder; unreadable ones are left out, and `load_run` reports them."""
+    """Return the trials below a folder; unreadable ones are left out (`load_run` reports them)."""
     trials = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         for job in sorted(path.glob("[rc][0-9]*/job.json")):
@@ -101,13 +101,13 @@ def is_measured(folder: Path) -> bool:
 def _is_good(record: Path) -> bool:
     try:
         return bool(read_json(record).get("status") == "ok")
-    except (OSError, ValueError):  # a damaged one is reported where it is read
+    except (OSError, ValueError):  # damage is reported by the reader
         return True
 
 
 def list_contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
     """Return the settings that keep two studies from sharing a folder: (name, before, now)."""
-    # Rounds until pairs are decided are judged by the number of rounds before the first look.
+    # Adaptive rounds are judged by the number of rounds before the first look.
     fixed = ("rounds", "until") if before.until in ADAPTIVE_RULES else ()
     free = {*STUDY_AXES, *REPEATABLE_SETTINGS, "runtime"}.difference(fixed)
     names = [f.name for f in fields(Study) if f.name not in free]
@@ -126,12 +126,12 @@ def _same_content(a: str, b: str) -> bool:
 
 
 def _same_kind(a: str, b: str) -> bool:
-    """Return whether both are clusters of the same kind, at any addresses, or neither is a cluster."""
+    """Return whether both name the same kind of cluster (at any address), or neither a cluster."""
     return a.partition("=")[0] == b.partition("=")[0]
 
 
 def describe_differences(settings: Iterable[tuple[str, Any, Any]]) -> str:
-    """Return `was measured with seconds=3, this command says seconds=1`, for these settings."""
+    """Describe these settings: `was measured with seconds=3, this command says seconds=1`."""
     before, now = ([_format_setting(name, pair[i]) for name, *pair in settings] for i in (0, 1))
     return f"was measured with {', '.join(before)}, this command says {', '.join(now)}"
 
@@ -145,7 +145,7 @@ def _format_setting(name: str, value: Any) -> str:
 
 
 def refuse_other(study: Study, folder: Path) -> None:
-    """Raise `UserError` if the folder's numbers were measured with settings that the study contradicts."""
+    """Raise `UserError` if the folder was measured with contradicting settings."""
     before = read_earlier(folder)
     if before is not None and (settings := list_contradictions(before, study)) and is_measured(folder):
         remove = f"dyno runs rm {shlex.quote(str(folder))}"
@@ -155,9 +155,9 @@ def refuse_other(study: Study, folder: Path) -> None:
 
 
 def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple[list[PlannedTrial], list[str]]:
-    """Fit the folder to the study: rows of other code or weights go to its archive, archived ones of these return.
+    """Fit the folder to the study: archive rows of other code or weights, and restore archived rows of current ones.
 
-    Returns the trials, under the names of their models in the folder, and what was done, in sentences.
+    Returns the trials, with the folder's names for their models, and sentences on what was done.
     """
     refuse_other(study, run.folder)
     before, stored_trials = read_earlier(run.folder), list_stored(run.folder / "trials")
@@ -185,7 +185,7 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
 
 
 def _refuse_other_threads(folder: Path, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> None:
-    """Raise `UserError` if the default number of threads has changed: rows of both would have one name."""
+    """Raise `UserError` if the default number of threads has changed, as rows of both would have one name."""
     before = {row.trial.runtime.threads for row in stored_trials}
     now = {entry.trial.runtime.threads for entry in planned}
     if before and now and before.isdisjoint(now) and is_measured(folder):
@@ -196,9 +196,9 @@ def _refuse_other_threads(folder: Path, stored_trials: list[StoredTrial], planne
 
 
 def _join_studies(before: Study, study: Study, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> Study:
-    """Join both studies to one of all combinations.
+    """Join both studies into one with all combinations.
 
-    An axis that only one of the studies leaves open gets the values that it had in its trials.
+    An axis left open by only one of the studies gets the values of its trials.
     """
     trials = [entry.trial for entry in stored_trials], [entry.trial for entry in planned]
     joined: dict[str, Any] = {"runtime": {**before.runtime, **study.runtime}}
@@ -211,7 +211,7 @@ def _join_studies(before: Study, study: Study, stored_trials: list[StoredTrial],
 
 
 def _values_of(axis: str, study: Study, trials: list[Trial]) -> tuple[Any, ...]:
-    """Return the values of an axis that the study leaves open, read from its trials."""
+    """Return the values of an open axis, from the study's trials."""
     own = [t for t in trials if t.model.name in map(model_name, study.models)] or trials
     if axis == "backends":
         return tuple(dict.fromkeys(t.backend for t in own if not t.options))
@@ -226,7 +226,7 @@ def _values_of(axis: str, study: Study, trials: list[Trial]) -> tuple[Any, ...]:
 def _name_models(planned: list[PlannedTrial], stored_trials: list[StoredTrial]) -> list[PlannedTrial]:
     """Return the trials with the folder's names for their models.
 
-    A new model whose name is in use is called by its source.
+    A new model is named by its source if its name is in use.
     """
     names = {old.trial.model.source: old.trial.model.name for old in stored_trials}
     models = {old.trial.model.name: old.trial.model for old in reversed(stored_trials)}
@@ -242,7 +242,7 @@ def _name_models(planned: list[PlannedTrial], stored_trials: list[StoredTrial]) 
 
 
 def _has_moved(old: ModelSpec, new: ModelSpec) -> bool:
-    """Return whether the new model takes the old one's place: its file is gone, or both have the same content."""
+    """Return whether the new model replaces the old one: the old file is gone, or both have the same content."""
     path = _find_file(old)
     gone = (path.suffix == ".py" or registry.format_of(path)) and not path.exists()
     return old.name == new.name and (gone or _identify_content(old) == _identify_content(new))
@@ -254,7 +254,7 @@ def _identify_content(model: ModelSpec) -> tuple[str, ...]:
 
 
 def _archive_rows(run: Run, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> list[str]:
-    """Archive rows of other versions of the models, and those whose trial is measured differently now."""
+    """Archive rows of other versions of the models, and rows whose trial is now measured differently."""
     current = {entry.trial.model.name: entry for entry in planned}
     wanted = {hash_question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
     unplanned = {row.trial.model for row in stored_trials if row.trial.model.name not in current}
@@ -280,9 +280,9 @@ def _archive_rows(run: Run, stored_trials: list[StoredTrial], planned: list[Plan
 
 
 def _what_changed(old: ModelSpec, now: PlannedTrial) -> str:
-    """Return the file in which the planned model differs from the old one, or "" if it doesn't.
+    """Return the file in which the planned model differs from the old one, or "".
 
-    A model that could not be inspected is compared by its file alone.
+    A model that could not be inspected is compared only by its file.
     """
     new = now.trial.model
     if _identify_content(old) == _identify_content(new) if now.uninspected else digest(old) == digest(new):
@@ -306,13 +306,13 @@ def find_overwritten(model: ModelSpec) -> str:
 
 
 def _find_file(model: ModelSpec) -> Path:
-    """Return the file that a model's source names, if it names one."""
+    """Return the file named by a model's source, if any."""
     before, _, after = model.source.rpartition(":")
     return Path(model.file or (after if before in NETWORK_FILES else before))
 
 
 def _restore_rows(run: Run, planned: list[PlannedTrial]) -> list[str]:
-    """Restore the archived rows of the models' current files."""
+    """Restore archived rows of the models' current files."""
     wanted = {hash_question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
     places = {digest(entry.trial.model)[:12] for entry in planned if not entry.uninspected} | {REPLACED_DIR}
     restored: list[str] = []
@@ -336,12 +336,12 @@ def _restore_rows(run: Run, planned: list[PlannedTrial]) -> list[str]:
 
 
 def archive_trial(run: Run, row: Path, name: str) -> None:
-    """Move a trial's folder to the run's folder of that name, from which nothing is taken back."""
+    """Move a trial's folder to the run's folder of that name, for good."""
     _move_folder(row, run.folder / name)
 
 
 def archive_round(run: Run, folder: Path) -> Path:
-    """Move an unreadable round to the archive, where its remains stay; return its new place."""
+    """Move an unreadable round to the archive; return its new place."""
     return _move_folder(folder, run.folder / ARCHIVE_DIR / DAMAGED_DIR / folder.parent.name)
 
 
@@ -350,7 +350,7 @@ def _format_count(count: int) -> str:
 
 
 def _move_folder(folder: Path, destination: Path) -> Path:
-    """Move a folder to `destination`, and return its place; a name in use there gets a number."""
+    """Move a folder to `destination`, numbered if its name is in use; return its new place."""
     destination.mkdir(parents=True, exist_ok=True)
     target, number = destination / folder.name, 2
     while target.exists():
@@ -359,19 +359,19 @@ def _move_folder(folder: Path, destination: Path) -> Path:
     return target
 
 
-# The default run folder of a study: under a readable name, and under another one where that is in use.
+# Default run folder of a study: a readable name, or another one if it is in use.
 
 RUNS_DIR = Path("runs")
 NAMED_SOURCES = (*NETWORK_LIBRARIES, *NETWORK_FILES, "fake", "endpoint")  # sources identified by name alone
 MAX_NAME_LENGTH = 80
-HASH_NAME = re.compile("[0-9a-f]{16,}")  # a folder named by a hash, as for modules in memory
-REFUSED_STUDY_FILES = {"lock"}  # files that a refused study may leave
+HASH_NAME = re.compile("[0-9a-f]{16,}")  # folder named by a hash, as for modules in memory
+REFUSED_STUDY_FILES = {"lock"}  # files left by a refused study
 
 
 def folder_name(models: Sequence[str]) -> str:
-    """Return a folder's name: `resnet18` for torchvision:resnet18, `m` for a/m.onnx, `net-f` for net.py:f.
+    """Return a folder name: `resnet18` for torchvision:resnet18, `m` for a/m.onnx, `net-f` for net.py:f.
 
-    Several models are joined by a hyphen.
+    Several models' names are joined by hyphens.
     """
     return _clean_name("-".join(map(_name_model, models)))
 
@@ -390,10 +390,10 @@ def _clean_name(name: str) -> str:
 
 
 def choose_folder(study: Study, preferred: Path | None = None) -> tuple[Path, str]:
-    """Choose the folder for the study; return it and one line on why it is not the `preferred` one (default runs/NAME).
+    """Choose the study's folder; return it and one line on why it is not the `preferred` one (default runs/NAME).
 
-    A folder fits if it is free, or holds the same models with settings that may share it. The line is "" if the
-    preferred folder is chosen.
+    A folder fits if it is free, or holds the same models with compatible settings. The line is "" for the preferred
+    folder.
     """
     preferred = preferred or RUNS_DIR / folder_name(study.models)
     reason = _in_use(study, preferred)
@@ -408,7 +408,7 @@ def choose_folder(study: Study, preferred: Path | None = None) -> tuple[Path, st
 
 
 def _in_use(study: Study, folder: Path) -> str:
-    """Return why the study can't use the folder, or "" if it can."""
+    """Return why the study can't use the folder, else ""."""
     if not folder.exists():
         return ""
     if not (folder / "study.toml").is_file():
@@ -429,7 +429,7 @@ def _in_use(study: Study, folder: Path) -> str:
 
 
 def _iter_alternatives(study: Study, preferred: Path) -> Iterator[Path]:
-    """Yield other folders, named by what distinguishes the study from the one in `preferred`, then with a number."""
+    """Yield other folders, named by what distinguishes the study from the one in `preferred`, then numbered."""
     try:
         before = read_earlier(preferred)
     except UserError:

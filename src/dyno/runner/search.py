@@ -1,4 +1,4 @@
-"""Searches that add trials: the lowest precision within a budget, and other routes to ONNX."""
+"""Searches that add trials: mixed precisions within a budget, and other routes to ONNX."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ from dyno.worker import registry
 from dyno.worker.record import Record
 from dyno.worker.spec import FIXED, Artifact, DataSpec, ModelSpec, Recipe, Trial, UserError, digest
 
-# Where int8 or fp16 alone fails the budget: the fewest sensitive layers that must stay in a higher precision.
+# Mixed precision if int8 or fp16 fails the budget: the fewest sensitive layers to keep in a higher precision.
 
 
-MeasurePrecisions = Callable[[list[Trial], list[Trial]], None]  # all rounds of the first, compared with the second
+MeasurePrecisions = Callable[
+    [list[Trial], list[Trial]], None
+]  # measures all rounds of the first list, beside the second
 
 
 def search_precisions(study: Study, folder: Path, trials: list[Trial], measure: MeasurePrecisions) -> list[Trial]:
-    """Try mixed precisions for every trial that the budget rules out; returns the trials that were added.
+    """Try mixed precisions for every trial excluded by the budget; return the added trials.
 
-    Each candidate is a trial of the same run with the option `keep`. The search depends on the stored answers alone, so
-    an interrupted one takes the same steps when it is resumed.
+    Each candidate is a trial of the same run with the option `keep`. The search depends only on stored answers, so a
+    resumed search takes the same steps.
     """
     from dyno.report.tables import trial_table
     from dyno.report.verdict import findings
@@ -58,7 +60,7 @@ def search_precisions(study: Study, folder: Path, trials: list[Trial], measure: 
 
 
 def with_kept_layers(study: Study, trial: Trial, layers: int) -> Trial | None:
-    """Return the trial with `layers` layers kept in higher precision; None if its backend or file has none."""
+    """Return the trial with `layers` layers kept in higher precision; None if its backend or file can't."""
     engine = registry.find(trial.backend)
     if KEEP_OPTION not in engine.options:
         return None
@@ -86,7 +88,7 @@ class _PrecisionSearch:
 
     def run(self) -> list[Trial]:
         """Return the measured candidates: those within the budget in all rounds, the best one at all batches."""
-        self.tried: dict[int, float] = {}  # each candidate's chance of a loss beyond the budget
+        self.tried: dict[int, float] = {}  # p-value of a loss beyond the budget, by kept layers
         self._find_fewest()
         holding = self.list_confirmed()
         fewest = min(holding, default=None)
@@ -98,7 +100,7 @@ class _PrecisionSearch:
         return [*good, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
 
     def _find_fewest(self) -> int | None:
-        """Double the layers until the budget holds, then bisect; return None if half of the layers are not enough."""
+        """Double the layers until the budget holds, then bisect; None if half of the layers are not enough."""
         if self._is_within_budget(1):
             return 1
         most = self._count_layers() // 2
@@ -115,7 +117,7 @@ class _PrecisionSearch:
         return high
 
     def list_confirmed(self) -> set[int]:
-        """Return the numbers of layers whose candidates are within the budget, as many as were tried."""
+        """Return the layer counts of candidates within the budget, allowing for the number of candidates tried."""
         return {layers for layers, holds in zip(self.tried, confirm([*self.tried.values()]), strict=True) if holds}
 
     def _is_within_budget(self, layers: int) -> bool:
@@ -123,7 +125,7 @@ class _PrecisionSearch:
         return layers in self.list_confirmed()
 
     def _find_chance(self, layers: int) -> float:
-        """Return the candidate's chance of a loss beyond the budget; one round answers all images."""
+        """Return the candidate's p-value of a loss beyond the budget, from one round (it answers all images)."""
         from dyno.report.tables import trial_table
 
         candidate = self._make_candidate(self.plain, layers)
@@ -147,20 +149,16 @@ class _PrecisionSearch:
         return candidate
 
 
-# Other routes to the ONNX file, tried where they may give the network at hand another graph than the usual one.
-#
-# They run beside the usual one, in a separate folder; the fastest whose outputs are right becomes a trial like any
-# other if its gain is proven, and is measured like any other.
+# Other routes to the ONNX file, if they may give this network another graph than the usual one. They run beside the
+# usual route, in a separate folder. The fastest with correct outputs becomes an ordinary trial if its gain is proven.
 
 ROUTES_DIR = "routes"  # subfolder of a run folder
 SEARCH_BOUNDARY = "model"
-MIN_GAIN = (
-    1.05  # the speed-up that makes another route a separate row; where a round shows it, PROOF rounds have to prove it
-)
+MIN_GAIN = 1.05  # speed-up of a route worth a separate row; if one round shows it, PROOF_ROUNDS must prove it
 PROOF_ROUNDS = 3
 MAX_PROCESS_S = 1.0  # per process
-ONNX_STATIC = "onnx_static"  # the maker of files with fixed shapes
-# precisions that take the route of a floating-point type, in the order of BASE_PRECISIONS
+ONNX_STATIC = "onnx_static"  # maker of files with fixed shapes
+# precisions that use the route of a floating-point type, chosen in the order of BASE_PRECISIONS
 LOWERED_PRECISIONS = ("int8", "fp8")
 BASE_PRECISIONS = ("fp16", "bf16", "fp32", "tf32")
 
@@ -170,7 +168,7 @@ MeasureRoutes = Callable[[Study, Path], None]
 
 @dataclass(frozen=True)
 class Configuration:
-    """A backend with its options in one floating-point type, at one shape of a model, and the routes to try for it."""
+    """A backend with its options in one floating-point type, at one shape of a model, and the routes to try."""
 
     trial: Trial
     routes: tuple[str, ...]
@@ -188,11 +186,11 @@ class Configuration:
         return replace(self.trial, options={**self.trial.options, **(options_of(route) if route else {})})
 
     def describe_place(self, route: str = "") -> tuple[str, str]:
-        """Return the variant and precision that distinguish this route's row from others."""
+        """Return variant and precision, which identify this route's row."""
         return self.choose_trial(route).variant, self.trial.precision
 
     def write_form(self, route: str = "") -> str:
-        """Return the configuration by this route in the notation of `--backend`."""
+        """Format the configuration with this route as for `--backend`."""
         trial = self.choose_trial(route)
         runtime = "" if trial.runtime.name == "main" else trial.runtime.name
         return Choice(trial.backend, trial.options, (trial.precision,), runtime).text
@@ -201,10 +199,10 @@ class Configuration:
 def search_routes(
     study: Study, run: Path, trials: Sequence[Trial], file_of: FileOf, progress: Progress, measure: MeasureRoutes
 ) -> list[Trial]:
-    """Try other routes for a study's trials; returns the trials that were added, by routes that are faster.
+    """Try other routes for a study's trials; return the added trials, with routes that are faster.
 
-    `file_of` makes a file, and `measure` runs a study in a folder. What was tried is stored in the run folder, so that
-    a study that goes on takes the same routes.
+    `file_of` makes a file, `measure` runs a study in a folder. Attempts are stored in the run folder, so that a resumed
+    study takes the same routes.
     """
     done = {(one.key, one.configuration): one for one in read_attempts(run)}
     added: list[Trial] = []
@@ -259,14 +257,14 @@ def _is_open(trial: Trial) -> bool:
 
 
 def _iter_recipes(recipe: Recipe | None) -> Iterator[Recipe]:
-    """Yield a recipe, then those that its file is made from."""
+    """Yield a recipe and its chain of parents."""
     while recipe is not None:
         yield recipe
         recipe = recipe.parent
 
 
 def _make_probe(trial: Trial, own: Sequence[Trial]) -> Trial | None:
-    """Return the trial to try routes on: at the model's first shape, in the floating-point type that decides the route.
+    """Return the trial for testing routes: at the model's first shape, in the type that decides the route.
 
     None for a trial at another shape, because the first shape represents it.
     """
@@ -278,7 +276,7 @@ def _make_probe(trial: Trial, own: Sequence[Trial]) -> Trial | None:
 def _choose_float(trial: Trial, own: Sequence[Trial]) -> str:
     """Return the floating-point type that decides the trial's route.
 
-    A quantised trial takes the first type in FROM in which the study runs its configuration, else fp32.
+    A quantised trial takes the first of BASE_PRECISIONS in which the study runs its configuration, else fp32.
     """
     if trial.precision not in LOWERED_PRECISIONS:
         return trial.precision
@@ -289,7 +287,7 @@ def _choose_float(trial: Trial, own: Sequence[Trial]) -> str:
 def _try_routes(
     study: Study, folder: Path, wanted: Sequence[Configuration], progress: Progress, measure: MeasureRoutes
 ) -> list[Attempt]:
-    """Measure each configuration's routes beside its usual one; return the attempts, none if they can't be planned."""
+    """Measure each configuration's routes beside its usual one; return the attempts, empty if they can't be planned."""
     model, dims = wanted[0].trial.model, wanted[0].trial.dims
     asked = dict.fromkeys(one.write_form(route) for one in wanted for route in ("", *one.routes))
     own = replace(
@@ -314,12 +312,12 @@ def _try_routes(
 
 
 def _find_source(study: Study, model: ModelSpec) -> str:
-    """Return the model's source as the study names it."""
+    """Return the model's source as written in the study."""
     return next(source for source in study.models if model_spec(study, source).source == model.source)
 
 
 def _decide_attempts(wanted: Sequence[Configuration], folder: Path) -> list[Attempt]:
-    """Return the attempts, all routes decided as one family; of each configuration the fastest proven route is kept."""
+    """Return the attempts, with all routes decided as one family; each configuration keeps its fastest proven route."""
     from dyno.report.tables import trial_table
 
     data = trial_table.read_trials(folder)
@@ -358,7 +356,7 @@ def _judge_route(name: str, t: TrialResult | None, speedup: stats.Speedup, outpu
 
 
 def _best_kept(routes: Sequence[RouteAttempt]) -> list[RouteAttempt]:
-    """Return the routes, of which only the fastest to be kept is kept; the others are marked as beaten."""
+    """Return the routes with only the fastest kept one still kept; the others are marked ROUTE_SLOWER."""
     best = max((route for route in routes if route.outcome == ROUTE_KEPT), key=lambda route: route.ratio, default=None)
     return [
         replace(one, outcome=ROUTE_SLOWER) if one.outcome == ROUTE_KEPT and one is not best else one for one in routes

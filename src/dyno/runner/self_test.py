@@ -1,4 +1,4 @@
-"""Self-tests that are kept: one for each machine and device, which studies there take a summary of."""
+"""Stored self-tests, one per machine and device; studies there store a summary."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _read_test(path: Path) -> StoredSelfTest | None:
 
 
 def identify_machine(device: str) -> dict[str, Any]:
-    """Return the facts that identify this machine and device; another machine's self-test is not valid here."""
+    """Return the facts that identify this machine and device; self-tests of other machines are invalid here."""
     about = system.describe()
     host = {"host": platform.node(), "cpu": about["cpu"], "cores": about["cores"], "machine": about["machine"]}
     if device == "cpu":
@@ -40,13 +40,13 @@ def identify_machine(device: str) -> dict[str, Any]:
 
 
 def find_place(device: str) -> Path:
-    """Return the path of the self-test of a device of this host."""
+    """Return the path of a device's self-test on this host."""
     key = hashlib.sha256(f"{platform.node()} {device}".encode()).hexdigest()[:24]
     return cache_dir() / "self-tests" / f"{key}.json"
 
 
 def keep(stored: StoredSelfTest) -> StoredSelfTest:
-    """Keep the self-test in place of an earlier one, and return it with the latency of those that measured the same."""
+    """Store the self-test in place of an earlier one; return it with the latencies of earlier ones of its kind."""
     path = find_place(stored.device)
     earlier = _read_test(path)
     if earlier is not None and earlier.is_like(stored):
@@ -57,7 +57,7 @@ def keep(stored: StoredSelfTest) -> StoredSelfTest:
 
 
 def find(device: str) -> tuple[SelfTest | None, str]:
-    """Return the self-test of this machine and device; without one, also why: "" (never tested) or the fault."""
+    """Return the self-test of this machine and device; if invalid, None and why: "" (never tested) or the fault."""
     path = find_place(device)
     if (stored := _read_test(path)) is None:
         return None, "it can't be read" if path.is_file() else ""
@@ -72,9 +72,9 @@ def find(device: str) -> tuple[SelfTest | None, str]:
 
 
 def list_states() -> list[dict[str, Any]]:
-    """Return the self-test's state of the CPU and of every other device that was tested.
+    """Return the state of the self-test of the CPU and of every other tested device.
 
-    Each has `device`, `grade`, `date` ("" without a valid test) and its `state` in words.
+    Each has `device`, `grade`, `date` ("" without a valid test) and its `state` as text.
     """
     kept = (cache_dir() / "self-tests").glob("*.json")
     devices = sorted(
@@ -99,19 +99,19 @@ def _describe_state(device: str) -> dict[str, Any]:
 
 
 def summarise_self_test(device: str) -> SelfTestSummary | None:
-    """Return what a run on this machine and device keeps of the self-test; None without a valid one."""
+    """Return the self-test's summary for a run on this machine and device; None without a valid self-test."""
     test, _ = find(device)
     return test.summary() if test else None
 
 
 def keep_in(folder: Path, device: str) -> None:
-    """Store the summary of this machine's self-test, if there is one, in the run folder."""
+    """Store the summary of this machine's self-test, if any, in the run folder."""
     if stored := summarise_self_test(device):
         write_json(folder / SELF_TEST_FILE, to_json(stored))
 
 
 def renew(results: Results) -> Results:
-    """Return the results with this machine's latest self-test, if theirs is an earlier one of it."""
+    """Return the results with this machine's latest self-test, if theirs is an earlier one from this machine."""
     for device in {t.device for t in results}:
         here = summarise_self_test(device)
         if here and results.self_test and here.machine == results.self_test.machine:
@@ -120,9 +120,9 @@ def renew(results: Results) -> Results:
 
 
 def attach(results: Results) -> Results:
-    """Return the results, with this machine's self-test if they have none and were measured on this machine.
+    """Add this machine's self-test to results without one that were measured on this machine.
 
-    They lack one if they were measured before it.
+    Results lack a self-test if they are older than it.
     """
     here, there = system.describe(), results.environment
     devices = {t.device for t in results}

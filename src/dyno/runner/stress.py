@@ -1,4 +1,4 @@
-"""`dyno bench stress`: the stress test of a dynamic engine, in a separate process."""
+"""`dyno bench stress`: stress test of a dynamic engine, in a separate process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dyno.worker.facts.job import StressPhase
 from dyno.worker.record import Record, refuse_links
 from dyno.worker.spec import BATCH_AXIS, STRESS_PHASES, Artifact, Job, Trial, UserError
 
-SLOWEST_S = 1.0  # per batch, its check included, before the job counts as hung
+SLOWEST_S = 1.0  # seconds per batch and its check, beyond which the job counts as hung
 DYNAMIC_BACKENDS = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
 DYNAMIC_ENGINES = "ONNX Runtime and TensorRT"
 DYNAMIC_REMEDY = "export or build it with a dynamic batch"
@@ -51,7 +51,7 @@ class StressDescription(TypedDict):
 class StressResult:
     """A stress test: its phases, sentences on them, and an exit code.
 
-    0 if all passed, 1 for a wrong output or growing memory, 3 if it could not be finished.
+    0 if all passed, 1 for a wrong output or growing memory, 3 if it was not finished.
     """
 
     table: Table
@@ -60,7 +60,7 @@ class StressResult:
 
 
 def run(study: Study, phases: list[str], iterations: int, folder: Path) -> Iterator[StressResult]:
-    """Stress-test every trial of the study, and yield what came of each."""
+    """Stress-test every trial of the study, and yield each result."""
     if iterations < 1:
         raise UserError(f"--iterations is {iterations}; it must be at least 1")
     with guard_start(folder):
@@ -102,7 +102,7 @@ def _test_trials(
 
 
 def _check_free(trial: Trial, artifact: Artifact | None) -> None:
-    """Refuse a file with a fixed batch, before a process is started for it."""
+    """Raise UserError for a file with a fixed batch, before a process is started."""
     first = [t.shape[0] for t in artifact.inputs if t.shape] if artifact else []
     if first and all(isinstance(size, int) for size in first):
         raise UserError(

@@ -1,6 +1,6 @@
-"""Trials that measure in turns: all alive, one runs while the others are frozen, in short blocks in shuffled order.
+"""Interleaved jobs: all are alive, and one runs while the others are frozen, in short blocks in shuffled order.
 
-What the machine does to one it then does to all, so that their ratio holds although its speed changes.
+Changes of the machine's speed affect all of them alike, so that their ratio holds.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from dyno.worker.system import list_cores
 T = TypeVar("T")
 POLL_S = 0.05
 MAX_POLL_GAP_S = 1.0  # a longer gap between two polls means that Dyno was suspended (Ctrl-Z)
-MAX_REPEAT_SHARE = 1.0  # repeated blocks, as a share of a boundary's time
+MAX_REPEAT_SHARE = 1.0  # repeated blocks as a share of a boundary's time
 
 
 @dataclass
 class InterleavedJob:
-    """A job that measures in turns: its folder, its round (-1: outside the study), its memory (bytes, 0: unknown).
+    """A job interleaved with others: its folder, round (-1: outside the study), and memory in bytes (0: unknown).
 
-    It is started within the context `where`, which may confine it. The other fields are its state: the `last_message`
-    ("" before the first and after its end), its running time `used_s`, and its `pipes` with the unread `buffer`. Per
-    block, `active_counts` holds the number of jobs that measured at once, and `delays` the share of the block that its
-    threads waited for a processor (this boundary only).
+    It is started in the context `where`, which may confine it. The other fields are its state: `last_message` (""
+    before the first and after its end), running time `used_s`, and `pipes` with the unread `buffer`. Per block,
+    `active_counts` is the number of jobs that measured at once, and `delays` the share of the block that its threads
+    waited for a processor (this boundary only).
     """
 
     job: Job
@@ -90,12 +90,12 @@ def list_single_and_joint_turns(members: Sequence[InterleavedJob]) -> list[list[
 
 @dataclass
 class InterleavedGroup:
-    """Jobs that are compared with each other, the first of them with all others.
+    """Jobs that are compared with each other, above all with the first one.
 
-    `turns` lists which of the live jobs measure together in a block; the turns are then shuffled. Jobs on different
-    devices are `apart`: they start and end at once, those of one round warm up at once, and no job waits for another's
-    memory. The others load one after the other in their first round, which shows how long that takes and how much
-    memory they need. In later rounds on a CPU they import, load and end in parallel. They always warm up in turn.
+    `turns` lists which live jobs measure together in a block; turns are shuffled. Jobs on different devices are
+    `apart`: they start and end at once, without waiting for memory, and jobs of one round warm up at once. Other jobs
+    load one after the other in their first round, which reveals loading time and memory. In later rounds on a CPU they
+    import, load and end in parallel. They always warm up in turn.
     """
 
     members: Sequence[InterleavedJob]
@@ -106,18 +106,18 @@ class InterleavedGroup:
     apart: bool = False
     name: str = field(default_factory=lambda: uuid4().hex[:12])  # id of this set of processes in their records
     alive: list[InterleavedJob] = field(default_factory=list)
-    core_latency: CoreLatency | None = None  # only if the jobs run on this process's processors
-    largest: int = 0  # bytes that a process took
+    core_latency: CoreLatency | None = None  # only for jobs on this process's processors
+    largest: int = 0  # bytes of the largest process
     largest_on_gpu: float = 0.0
     gpu: Gpu | None = None
-    together: int = 1  # jobs that load in parallel, other groups included
+    together: int = 1  # jobs loading in parallel, in all groups
     is_loaded: bool = False
     pids: set[int] = field(default_factory=set)  # processes that began to load
 
     def run(self) -> None:
-        """Measure as many jobs as memory holds, the first among them; `ended` is given each once it has its record.
+        """Measure as many jobs as memory holds, including the first; call `ended` for each job with its record.
 
-        Those that had no room keep none, nor does one that ran out of memory beside others.
+        Jobs without room get no record; neither does a job that ran out of memory beside others.
         """
         runtime = self.members[0].job.runtime
         self.gpu = find_gpu(runtime.device, launcher.make_environment(runtime))
@@ -138,17 +138,17 @@ class InterleavedGroup:
                     tool.close()
 
     def end(self) -> None:
-        """End the processes that are left, without a record."""
+        """End the remaining processes, without records."""
         for member in list(self.alive):
             self._let_go(member)
 
     def loads_in_parallel(self) -> bool:
-        """Return whether the jobs load in parallel: on a CPU, once it is known how much memory each needs."""
+        """Return whether the jobs load in parallel: on a CPU, if every job's memory is known."""
         is_on_cpu = all(member.job.runtime.device == "cpu" for member in self.members)
         return not self.apart and is_on_cpu and all(member.memory for member in self.members)
 
     def _load_members(self) -> None:
-        """Start them in shuffled order until memory is full: those that import at once, then each until it is warm."""
+        """Start jobs in shuffled order until memory is full: import several at once, then load and warm up each."""
         self.together = len(self.members) if self.loads_in_parallel() else 1
         waiting, place = self._shuffle_items("start", self.members), 0
         while waiting:
@@ -160,7 +160,7 @@ class InterleavedGroup:
                     self._start_member(waiting[0], place)
                     together.append(waiting[0])
                     place += 1
-                elif together:  # their need is known once they have loaded
+                elif together:  # their need is known after loading
                     break
                 del waiting[0]
             self._advance_members(together)
@@ -170,7 +170,7 @@ class InterleavedGroup:
                 for member in imported:
                     self._warm_members([member])
             elif self.apart:
-                for number in sorted({member.number for member in imported}):  # those of several rounds share a device
+                for number in sorted({member.number for member in imported}):  # rounds may share a device
                     one_round = [member for member in imported if member.number == number]
                     self._load_engines(one_round)
                     self._warm_members(one_round)
@@ -178,7 +178,7 @@ class InterleavedGroup:
                 self._load_in_turn(imported, waiting)
 
     def _load_in_turn(self, imported: Sequence[InterleavedJob], waiting: Sequence[InterleavedJob]) -> None:
-        """Let one after the other load and warm up, those that have room beside all that have."""
+        """Load and warm up one job after the other, as far as there is room."""
         for number, member in enumerate(imported):
             first_waits = self.members[0] in (*imported[number + 1 :], *waiting)
             if number and not self._has_room([member], 1 + first_waits):
@@ -194,14 +194,14 @@ class InterleavedGroup:
     def _at_once(self) -> int:
         """Return how many jobs import in parallel.
 
-        A job is pinned to as many processors as it has threads, and all jobs to the same ones.
+        All jobs are pinned to the same processors, one per thread.
         """
         if self.apart or self.together > 1:
             return len(self.members)
         return max(1, min(len(os.sched_getaffinity(0)), self.members[0].job.runtime.threads))
 
     def _load_engines(self, members: Sequence[InterleavedJob]) -> None:
-        """Let jobs that have imported load in parallel."""
+        """Load the engines of imported jobs in parallel."""
         for member in members:
             self.pids.add(_find_process(member).pid)
         for member in members:
@@ -211,11 +211,11 @@ class InterleavedGroup:
         self._advance_members(members, GO)
 
     def _warm_members(self, members: Sequence[InterleavedJob]) -> None:
-        """Let jobs that have loaded warm up in parallel."""
+        """Warm up loaded jobs in parallel."""
         self._advance_members([member for member in members if member.last_message], GO)
 
     def _has_room(self, members: Sequence[InterleavedJob], count: int) -> bool:
-        """Return whether `count` processes of the largest member's size fit into the free memory."""
+        """Return whether `count` processes of the largest member's size fit into free memory."""
         need = max(self.largest, *(member.memory for member in members)) or DEFAULT_PROCESS_B
         if self.gpu and self.gpu.free() < HEADROOM * self.largest_on_gpu * count:
             return False
@@ -248,7 +248,7 @@ class InterleavedGroup:
     def _measure_boundary(self) -> None:
         """Measure one boundary's blocks for all live members, then advance each to its next boundary or its end.
 
-        A block in which other programs disturbed a member is measured again by all, within MOST_AGAIN.
+        Blocks in which other programs disturbed a member are repeated by all, within MAX_REPEAT_SHARE.
         """
         plan, boundary = self.alive[0].job.plan, self.alive[0].last_message.removeprefix(READY).strip()
         last = plan.boundaries[-1]
@@ -270,7 +270,7 @@ class InterleavedGroup:
                 self.progress.tick(f"{boundary} in turns, block {number + 1}", begun + spent[number])
                 spent[number] += self._measure_block([member for member in turn if member in self.alive])
         order = self._shuffle_items(f"{boundary} end", self.alive)
-        if boundary == last:  # the first is what others are compared with: its record is on disk first
+        if boundary == last:  # the reference's record is stored first
             order.sort(key=lambda member: member is not self.members[0])
         groups = list_single_turns(order)
         if self.apart:
@@ -282,15 +282,15 @@ class InterleavedGroup:
             self._advance_members(group, END)
 
     def _disturbed_blocks(self) -> set[int]:
-        """Return the numbers of this boundary's blocks in which other programs disturbed any of the members.
+        """Return the indices of this boundary's blocks in which other programs disturbed any member.
 
-        Members that measure in parallel disturb each other, so none of their blocks count as disturbed.
+        Members measuring in parallel disturb each other, so then no block counts as disturbed.
         """
         flags = [find_disturbed(member.delays) for member in self.alive] if self.turns is list_single_turns else []
         return {number for own in flags for number, is_disturbed in enumerate(own) if is_disturbed}
 
     def _measure_block(self, members: Sequence[InterleavedJob]) -> float:
-        """Measure a block with these jobs at once; return the sum of the seconds that they ran."""
+        """Measure a block with these jobs at once; return the sum of their running seconds."""
         before = sum(member.used_s for member in members)
         for member in members:
             member.active_counts.append(len(members))
@@ -306,7 +306,7 @@ class InterleavedGroup:
         return random.Random(f"{self.seed} {what}").sample(list(listed), len(listed))
 
     def _advance_members(self, members: Sequence[InterleavedJob], word: str = "") -> None:
-        """Send the jobs the word and let them run in parallel until each has answered or ended.
+        """Send `word` to the jobs and run them in parallel until each has answered or ended.
 
         No other dyno measures on these processors meanwhile.
         """
@@ -343,7 +343,7 @@ class InterleavedGroup:
                 self.progress.tick(launcher.read_stage(members[-1].folder), members[-1].used_s + elapsed)
 
     def _stop_member(self, member: InterleavedJob, elapsed: float, timed_out: bool) -> None:
-        """Freeze the job if it spoke, else take its record; it ran for so long since it spoke last."""
+        """Freeze the job if it answered, else take its record; `elapsed` is its running time since its last message."""
         started, group = member.started, member.group
         assert started is not None and group is not None
         if member.last_message:
@@ -366,8 +366,8 @@ class InterleavedGroup:
 def load_in_parallel(groups: Sequence[InterleavedGroup]) -> None:
     """Load all groups' jobs at once, on all processors, before the first group measures, if memory holds them.
 
-    A job that compiles keeps one processor busy, and the others would wait for it. Frozen jobs don't disturb. Groups
-    on a GPU, and those whose jobs' memory isn't known yet, load when their turn comes.
+    A compiling job keeps one processor busy while others would wait; frozen jobs don't disturb. Groups on a GPU, and
+    groups with unknown memory, load when it is their turn.
     """
     members = [member for group in groups for member in group.members]
     need = HEADROOM * sum(member.memory for member in members)
@@ -393,7 +393,7 @@ def _find_process(member: InterleavedJob) -> subprocess.Popen[bytes]:
 
 
 def _read_lines(members: Sequence[InterleavedJob]) -> None:
-    """Take down the next line of each job that has one within POLL_S."""
+    """Read the next line of each job that has one within POLL_S."""
     ready, _, _ = select.select([member.pipes[0] for member in members], [], [], POLL_S)
     closed = False
     for member in members:
@@ -404,7 +404,7 @@ def _read_lines(members: Sequence[InterleavedJob]) -> None:
         line, newline, rest = member.buffer.partition(b"\n")
         if newline:
             member.buffer, member.last_message = rest, line.decode()
-    if closed and not any(member.last_message for member in members):  # one is about to end
+    if closed and not any(member.last_message for member in members):  # a job is about to end
         time.sleep(POLL_S)
 
 
@@ -419,7 +419,7 @@ def _close_pipes(member: InterleavedJob) -> None:
 
 
 def _measure_resident(pid: int) -> int:
-    """Return the resident bytes of the process and its children; 0 once it is gone."""
+    """Return the resident bytes of the process and its children; 0 if it is gone."""
     try:
         root = psutil.Process(pid)
         return sum(one.memory_info().rss for one in (root, *root.children(recursive=True)))

@@ -1,4 +1,4 @@
-"""An application's requests: the seconds of each stage, the model's share, and what a faster engine can save."""
+"""Requests of an application: seconds by stage, the model's share, and the possible gain from a faster engine."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from dyno.worker.facts.job import APPLICATION_STAGES, ApplicationFacts
 ARRAYS_FILE = "application.npz"
 PREPROCESS, MODEL, POSTPROCESS, WHOLE = APPLICATION_STAGES
 TRIMMED_SHARE = 0.25  # share of passes cut at each end: disturbed ones are among the longest
-MIN_GAP_SHARE = 0.05  # smaller shares of a request between its stages aren't mentioned
+MIN_GAP_SHARE = 0.05  # smallest share of a request between stages to mention
 
 
 @dataclass(frozen=True)
 class ApplicationRun(CheckedRun):
-    """A trial as the network of an application; `rounds` have the mean seconds of a request by stage, of each round."""
+    """A trial as the network of an application; `rounds` holds each round's mean seconds per request, by stage."""
 
     facts: ApplicationFacts
     rounds: tuple[Mapping[str, float], ...]
@@ -59,12 +59,12 @@ class ApplicationRun(CheckedRun):
 
     @property
     def between(self) -> float:
-        """Seconds of a request that no stage has."""
+        """Seconds of a request outside all stages."""
         return max(0.0, self.find_stage(WHOLE).value - sum(self.find_stage(n).value for n in APPLICATION_STAGES[:-1]))
 
     @cached_property
     def _rest(self) -> Interval:
-        """The share of a request that isn't the model's, by rounds."""
+        """Share of a request outside the model, by rounds."""
         return stats.find_center([1 - each[MODEL] / each[WHOLE] for each in self.rounds])
 
     @property
@@ -75,7 +75,7 @@ class ApplicationRun(CheckedRun):
 
     @property
     def limit(self) -> Interval:
-        """How many times as fast a request gets with a model that takes no time (Amdahl 1967)."""
+        """Speed-up of a request with a model that takes no time (Amdahl 1967)."""
         return Interval(1 / self._rest.value, float(np.maximum(1.0, 1 / self._rest.high)), 1 / self._rest.low)
 
 
@@ -93,9 +93,9 @@ def list_applications(run: RunData) -> list[ApplicationRun]:
 
 
 def _average_stages(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return the mean seconds of each stage over the passes in the middle: `arrays` are [requests, passes].
+    """Return the mean seconds of each stage over the middle passes; `arrays` are [requests, passes].
 
-    All stages have the same passes, so that they add up to the whole.
+    All stages use the same passes, so that they add up to the whole.
     """
     order = np.argsort(arrays[WHOLE].sum(axis=0), kind="stable")
     cut = int(TRIMMED_SHARE * len(order))
@@ -103,11 +103,11 @@ def _average_stages(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     return {name: float(arrays[name][:, middle].mean()) for name in APPLICATION_STAGES}
 
 
-# The table of an application, and the sentences on it.
+# Table of an application, and sentences on it.
 
 
 def list_sentences(run: ApplicationRun) -> list[str]:
-    """Describe the model's share and its limit, the longest stage, the time between stages, and reasons for doubt."""
+    """Describe the model's share and the gain's limit, the longest stage, the time between stages, and doubts."""
     parts = (describe_wrong, _describe_share, _describe_longest, _describe_between, describe_right, describe_company)
     return [sentence for describe in parts for sentence in describe(run)]
 
@@ -179,7 +179,7 @@ def _make_row(run: ApplicationRun) -> Row:
 
 
 def _make_stage_columns(name: str, meaning: str, rank: int) -> tuple[Column, ...]:
-    """Return the columns of a stage's seconds and their limits, which print the value alone."""
+    """Return the columns of a stage's seconds and their limits; only the value is printed."""
     return replace(duration_column(f"{name}_s", meaning, rank=rank), interval=False), *limits_of(f"{name}_s", "s")
 
 

@@ -1,4 +1,4 @@
-"""The commands `dyno bench serve`, requests to an engine, and `dyno bench app`, to an application around one."""
+"""The commands `dyno bench serve` (requests to an engine) and `dyno bench app` (requests to an application)."""
 
 from __future__ import annotations
 

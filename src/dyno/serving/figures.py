@@ -1,4 +1,4 @@
-"""The figures of requests that came at one rate, as pure functions of the stored times."""
+"""Figures of requests at one rate, as pure functions of the stored times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dyno.worker.spec import ENDPOINT_PREFIX
 
 @dataclass(frozen=True)
 class RateMeasurement:
-    """One rate in one round. Arrays have a value for each request, those of warm-up included, in seconds."""
+    """One rate in one round; arrays hold a value per request, including warm-up, in seconds."""
 
     step: ServeStep
     facts: ServeFacts
@@ -39,7 +39,7 @@ class RateMeasurement:
 
     @cached_property
     def latencies(self) -> np.ndarray:
-        """Seconds from when each request was due until it was answered, inf where it never was."""
+        """Seconds from when each request was due until its answer, inf without an answer."""
         return rates.list_latencies(self._choose_counted("arrival"), self._choose_counted("ended"))
 
     @cached_property
@@ -48,39 +48,39 @@ class RateMeasurement:
 
     @property
     def count(self) -> int:
-        """Requests that count."""
+        """Number of requests that count."""
         return len(self.latencies)
 
     @property
     def refused(self) -> int:
-        """Requests that found the queue full, or got no answer of a server."""
+        """Requests that found the queue full, or got no answer from a server."""
         return int(self._choose_counted("refused").sum())
 
     @property
     def unanswered(self) -> int:
-        """Requests that still waited when the last answer came."""
+        """Requests still waiting at the last answer."""
         return self.count - int(self._answered.sum()) - self.refused
 
     @property
     def backlog(self) -> int:
-        """Requests that waited when the last one came."""
+        """Requests waiting at the last arrival."""
         return rates.count_backlog(self.arrays["arrival"], self.arrays["began"], self.arrays["refused"])
 
     @property
     def served(self) -> float:
-        """Requests answered per second, from when those that count began to come until the last answer.
+        """Requests answered per second, from the start of counted arrivals until the last answer.
 
-        Under a rate far too high the server may get no further than to those before them.
+        At a rate far too high, the server may answer only earlier requests.
         """
         first, ended, due = self.step.first, self.arrays["ended"], self.arrays["arrival"]
         since = float(due[first - 1]) if first else 0.0
-        answered = ended[ended > since]  # NaN where there was no answer
-        begins = not first and due[0] == since  # a trace's first request begins the time and comes after no interval
+        answered = ended[ended > since]  # NaN without an answer
+        begins = not first and due[0] == since  # a trace's first request starts the clock, after no interval
         return float((len(answered) - begins) / (answered.max() - since)) if len(answered) else 0.0
 
     @property
     def mean_batch(self) -> float:
-        """Requests per batch."""
+        """Mean requests per batch."""
         sizes = self._choose_counted("size")[self._answered]
         return float(len(sizes) / (1 / sizes).sum()) if len(sizes) else math.nan
 
@@ -99,7 +99,7 @@ class RateMeasurement:
         return float(chosen.mean()) if len(chosen) else math.nan
 
     def find_percentile(self, name: str) -> Interval | None:
-        """Return that percentile of the latencies; None with too few requests, or where it falls on unanswered ones."""
+        """Return the percentile of the latencies; None with too few requests, or if it falls on unanswered ones."""
         if self.count < stats.samples_for(PERCENTILES[name]):
             return None
         q = PERCENTILES[name]
@@ -109,14 +109,16 @@ class RateMeasurement:
         return found if math.isfinite(found.value) else None
 
 
-# The check of the answers to requests, from a run's table of trials.
+# Check of the answers to requests, from a run's table of trials.
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """A trial's outputs against those of the trial called `against`: `word` is the table's ("" where they weren't
-    compared), `error` the relative error, `labels_changed` the percent of labels that differ, `wrong` what is wrong
-    with them, and `missing` why they weren't compared."""
+    """Check of a trial's outputs against those of the trial named `against`.
+
+    `word` is the table's ("" if not compared), `error` the relative error, `labels_changed` the percentage of labels
+    that differ, `wrong` the fault, and `missing` why they weren't compared.
+    """
 
     word: str = ""
     error: float = math.nan
@@ -127,7 +129,7 @@ class Outputs:
 
 
 def list_outputs(run: RunData) -> dict[str, Outputs]:
-    """Return the outputs' check of each trial of the run, by its id."""
+    """Return the output check of each trial of the run, by id."""
     found = {}
     columns = [run.frame[name] for name in ("trial", "outputs", "output_error", "labels_changed", "verdict")]
     for id, word, error, labels, verdict in zip(*columns, strict=True):
@@ -141,7 +143,7 @@ def list_outputs(run: RunData) -> dict[str, Outputs]:
 
 
 def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData) -> str:
-    """Return the reason why the outputs were not compared; "" for the reference itself."""
+    """Return why the outputs were not compared; "" for the reference itself."""
     if trial.spec.model.source.startswith(ENDPOINT_PREFIX):
         return "what the server's model should answer isn't known here; give its file as MODEL"
     if other is None or other is trial:
@@ -152,17 +154,17 @@ def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData
 
 @dataclass(frozen=True)
 class CheckedRun(LoadRun):
-    """A trial under load whose outputs are compared with the reference's."""
+    """A trial under load with a check of its outputs against the reference's."""
 
     outputs: Outputs = field(default_factory=Outputs, kw_only=True)
 
     @property
     def is_ranked(self) -> bool:
-        """Whether it is compared with the reference: its outputs aren't wrong."""
+        """Whether it is compared with the reference: its outputs are not wrong."""
         return not self.outputs.wrong
 
 
-# The requests of a run: the rates that were tried with each trial, and the highest that holds.
+# Requests of a run: rates tried with each trial, and the highest that holds.
 
 ARRAYS_FILE = "serve.npz"
 Checked = TypeVar("Checked", bound=CheckedRun)
@@ -170,7 +172,7 @@ Checked = TypeVar("Checked", bound=CheckedRun)
 
 @dataclass(frozen=True)
 class ServingRun(CheckedRun):
-    """A trial with the rates that were tried in each round."""
+    """A trial with the rates tried in each round."""
 
     facts: tuple[ServeFacts, ...]
     tried: tuple[RateMeasurement, ...]
@@ -181,12 +183,12 @@ class ServingRun(CheckedRun):
 
     @property
     def bounded(self) -> str:
-        """The percentile that has the bound."""
+        """Name of the percentile with the bound."""
         return next(name for name, q in PERCENTILES.items() if q == self.facts[0].percentile)
 
     @cached_property
     def by_round(self) -> list[float]:
-        """The highest rate of each round that holds, 0 where none does."""
+        """Highest rate of each round that holds, 0 if none does."""
         return [max((t.step.rate for t in self._list_holding(k)), default=0.0) if f.highest is None else f.highest
                 for k, f in enumerate(self.facts)]  # fmt: skip
 
@@ -195,15 +197,17 @@ class ServingRun(CheckedRun):
 
     @cached_property
     def highest(self) -> Interval | None:
-        """The highest rate that holds: the geometric mean of the rounds with its 95 % interval; None where there is no
-        bound, or none in a round."""
+        """The highest rate that holds: the rounds' geometric mean with its 95 % interval.
+
+        None without a bound, or if a round has no rate that holds.
+        """
         if not self.facts[0].bound_s or not all(self.by_round):
             return None
         return stats.find_center(self.by_round)
 
     @cached_property
     def at_highest(self) -> RateMeasurement | None:
-        """The rate in a round that is the highest, of the round in the middle; of several at one rate the last."""
+        """Measurement at the highest rate of the median round; of several at that rate, the last."""
         if self.highest is None:
             return None
         middle = sorted(self.by_round)[(len(self.by_round) - 1) // 2]
@@ -212,7 +216,7 @@ class ServingRun(CheckedRun):
 
     @property
     def capacity(self) -> Interval:
-        """Requests per second with full batches: the geometric mean of the rounds with its 95 % interval."""
+        """Requests per second with full batches: the rounds' geometric mean with its 95 % interval."""
         return stats.find_center([f.capacity for f in self.facts])
 
     @property
@@ -242,9 +246,9 @@ def _list_tried(one: Round, facts: ServeFacts, number: int) -> list[RateMeasurem
 
 
 def list_speedups(runs: Sequence[Checked], rule: Rule) -> list[Speedup | None]:
-    """Return how many times faster each is than the reference, with a verdict.
+    """Return the speed-up of each run over the reference, with a verdict.
 
-    The reference is PyTorch, else the first. None for the reference itself, and where either isn't ranked.
+    The reference is PyTorch, else the first. None for the reference itself, and if either isn't ranked.
     """
     if not find_reference(runs).is_ranked:
         return [None] * len(runs)
@@ -254,5 +258,5 @@ def list_speedups(runs: Sequence[Checked], rule: Rule) -> list[Speedup | None]:
 
 
 def find_reference(runs: Sequence[Checked]) -> Checked:
-    """Return the reference of the others; one with wrong outputs only where all have them."""
+    """Return the reference run; one with wrong outputs only if all have them."""
     return videos.find_reference([each for each in runs if not each.outputs.wrong] or runs)

@@ -1,4 +1,4 @@
-"""Send requests to each engine that is compared, or to an application around it, in rounds, and read what that says."""
+"""Sessions of requests to each compared engine, or to an application around it, in rounds."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from dyno.worker.spec import (
     to_json,
 )
 
-# The jobs of requests: how one is launched, with what all of a run have in common.
+# Jobs of requests: their launch, and the settings common to a run.
 
 
 @dataclass(frozen=True)
 class Requests:
-    """The settings of arrivals and batches, and the sha256 of a trace ("" without one), which lies at `path`.
+    """Settings of arrivals and batches, and the `path` and sha256 of a trace ("" without a trace).
 
-    `least` is how many the percentile needs.
+    `least` is the number of requests that the percentile needs.
     """
 
     options: ServeOptions
@@ -65,19 +65,19 @@ class Requests:
         return {"options": {**settings, "trace": Path(self.options.trace).name}, "trace_sha256": self.sha256}
 
     def launch(self, job: Job, folder: Path, timeout_s: float, progress: Progress) -> Record:
-        """Run the job and return its record; the rates decide how long it takes, so it has no timeout."""
+        """Run the job and return its record; the rates decide its duration, so it has no timeout."""
         options = {"settings": to_json(self.options), "least": self.least, "trace": self.path}
         own = dataclasses.replace(job, kind="serve", options={**job.options, **options})
         extra = share_processors(own) if self.options.instances > 1 else {}
         return launch_in_turn(own, folder, math.inf, progress, extra)
 
 
-SERVE_FILE = "serve.json"  # in the run folder: the requests that it measured
-MAX_COMPARED_INPUTS = 512  # inputs compared, unless three batches need more
+SERVE_FILE = "serve.json"  # in the run folder: the measured requests
+MAX_COMPARED_INPUTS = 512  # most inputs to compare, unless three batches need more
 
 
 class ServingResult(LoadResult):
-    """Requests that were sent to one or several engines."""
+    """Results of requests to one or several engines."""
 
 
 def bench_serve(
@@ -90,9 +90,8 @@ def bench_serve(
 ) -> ServingResult:
     """Find how many requests per second each engine answers within a bound, or measure given rates.
 
-    `options` say the bound, when requests come and how they are batched, and `settings` (fields of `Study`) name the
-    engines; `batches` are the largest batches. The run folder is `out`, or a new one below runs/serve. Raises
-    `UserError`, one line.
+    `options` hold the bound, the arrivals and the batching; `settings` (fields of `Study`) name the engines; `batches`
+    are the largest batches. The run folder is `out`, or a new one below runs/serve. Raises `UserError`, one line.
     """
     from dyno.results.stats import samples_for
 
@@ -122,14 +121,14 @@ def bench_serve(
 def _count_inputs(max_batch: int) -> int:
     """Return how many inputs are answered and compared.
 
-    With three of the largest batches, every smaller power of two occurs as a batch; with four, nearly every one occurs
-    full as well. Outputs are stored, so INPUTS limits the fourth batch.
+    With three of the largest batches, every smaller power of two occurs as a batch; with four, nearly every one also
+    occurs full. Outputs are stored, so MAX_COMPARED_INPUTS limits the fourth batch.
     """
     return max(Study.compared, 3 * max_batch, min(4 * max_batch, MAX_COMPARED_INPUTS))
 
 
 def _run_reference(reference: Study, folder: Path, progress: Progress) -> None:
-    """Run the reference on the inputs that the engines got; if it can't run, a note says so."""
+    """Run the reference on the engines' inputs; if it can't run, a note says so."""
     progress.show_step(f"the answers of {reference.backends[0]}, with which the others' are compared")
     try:
         execute(reference, folder, progress, retry_failed=True)
@@ -138,7 +137,7 @@ def _run_reference(reference: Study, folder: Path, progress: Progress) -> None:
 
 
 def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the model (if not local, its name on the server) and the settings with the server as the backend."""
+    """Return the model (its name on the server, unless local) and the settings with the server as the backend."""
     if settings.get("backends"):
         raise UserError("an endpoint takes the place of a backend; omit --backend")
     if expected := registry.find(ENDPOINT_PREFIX.rstrip(":")).values["url"](url):
@@ -151,7 +150,7 @@ def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dic
 
 
 def _check_options(options: ServeOptions, study: Study) -> None:
-    """Raise `UserError` for options that can't work, before anything is started."""
+    """Raise `UserError` for impossible options, before anything is started."""
     most = max(study.batches, default=1)
     if options.queue and options.queue < most:
         raise UserError(f"queue is {options.queue}; it must be at least the largest batch, {most}")
@@ -159,7 +158,7 @@ def _check_options(options: ServeOptions, study: Study) -> None:
         raise UserError(f"engine_batches has {max(options.engine_batches)}; --batch {most} is the most that comes")
 
 
-# An application: its own preprocess and postprocess around each engine.
+# Application: its own preprocess and postprocess around each engine.
 
 APPLICATION_FILE = "application.json"  # in the run folder: the recorded requests
 APPLICATION_ARRAYS_FILE = "application.npz"  # in the run folder: the network's inputs of each request
@@ -168,7 +167,7 @@ MAX_PHOTOS = 32
 
 
 class ApplicationResult(LoadResult):
-    """Requests of an application that one or several engines answered."""
+    """Results of an application's requests with one or several engines."""
 
 
 def bench_app(
@@ -176,9 +175,9 @@ def bench_app(
 ) -> ApplicationResult:
     """Time the requests of an application by stage, with each engine in place of its network.
 
-    `application` is FILE.py:NAME or MODULE:NAME, an object or a function that returns one, with the methods preprocess
+    `application` is FILE.py:NAME or MODULE:NAME: an object, or a function that returns one, with the methods preprocess
     and postprocess, and a `torch.nn.Module` as its model. Requests are paths of images in `data`, or come from
-    NAME_requests() beside it. `settings` (fields of `Study`) name the engines. The run folder is `out`, or a new one
+    NAME_requests() next to it. `settings` (fields of `Study`) name the engines. The run folder is `out`, or a new one
     below runs/app. Raises `UserError`, one line.
     """
     check_types({"application": application, "data": data}, {"application": str, "data": str | Path})
@@ -222,7 +221,7 @@ def bench_app(
 def _record_inputs(
     study: Study, model: ModelSpec, photos: Sequence[Path], folder: Path, progress: Progress
 ) -> ApplicationFacts:
-    """Answer each request once with the network itself; its inputs are in INPUTS_FILE in the job's folder then."""
+    """Answer each request once with the network itself, which leaves its inputs in INPUTS_FILE in the job's folder."""
     progress.show_step("each request once, for the network's inputs")
     runtime = Runtime(threads=study.threads or system.physical_cores())
     job = Job("application", runtime, Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=runtime),

@@ -1,4 +1,4 @@
-"""The tables of requests: a row for each trial, and one for each rate that was tried."""
+"""Tables of requests: a row for each trial, and one for each rate tried."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OTHER_PROGRAMS_WARNING = ": other programs kept "  # start of a rate's warning
 
 
 def describe_company(served: CheckedRun) -> Iterator[str]:
-    """Yield one sentence for all rates and rounds on how busy other programs kept the processors; then warnings."""
+    """Yield a sentence on processors kept busy by other programs, over all rates and rounds; then warnings."""
     busy = [r.facts.others_busy for r in served.trial.good if OTHER_PROGRAMS_WARNING in " ".join(r.warnings)]
     if busy:
         most = max(max(each.values()) for each in busy)
@@ -61,10 +61,10 @@ def describe_company(served: CheckedRun) -> Iterator[str]:
 
 
 def list_sentences(served: ServingRun) -> list[str]:
-    """Describe a trial: wrong outputs, the highest rate that holds, where the time goes there, and rates that failed.
+    """Describe a trial: wrong outputs, the highest rate that holds, waiting and computing there, and failed rates.
 
-    Rates fail where they are too high, or measured for too short a time. The last sentences are on whether the outputs
-    are right, and on other programs.
+    Rates fail if they are too high, or measured for too short a time. The last sentences are on correct outputs and on
+    other programs.
     """
     parts = (_at_server, describe_wrong, _describe_highest, _describe_waiting, _describe_unstable, _describe_short,
              describe_right, describe_company)  # fmt: skip
@@ -94,7 +94,7 @@ def describe_right(served: CheckedRun) -> Iterator[str]:
 
 
 def describe_bound(served: ServingRun) -> str:
-    """Return the bound, `p99 <= 20 ms`, or "" without one."""
+    """Format the bound, `p99 <= 20 ms`; "" without a bound."""
     facts = served.facts[0]
     if not facts.bound_s:
         return ""
@@ -144,7 +144,7 @@ def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
 
 
 def _nothing_holds(served: ServingRun, bound: str, once: bool) -> str:
-    """Describe that no rate holds, with the lowest rate's latency in its worst round, or that nothing is known."""
+    """Describe that no rate holds, with the lowest rate's latency in its worst round, or that this is unknown."""
     least, several = min(t.step.rate for t in served.tried), len({t.step.rate for t in served.tried}) > 1
     found_there = [(t.find_percentile(served.bounded), t) for t in served.tried if t.step.rate == least]
     latency, lowest = max(found_there, key=lambda pair: pair[0].value if pair[0] else np.inf)
@@ -244,7 +244,7 @@ def _make_row(served: ServingRun) -> Row:
     }  # fmt: skip
     if outputs.word:
         row |= {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed}
-    if outputs.wrong:  # it has no other verdict
+    if outputs.wrong:  # no other verdict
         row["verdict"] = outputs.wrong
     return (
         row
@@ -290,7 +290,7 @@ def _rate_row(served: ServingRun, tried: RateMeasurement) -> Row:
 
 
 def _make_count_column(name: str, meaning: str) -> Column:
-    """Return a column of a count that is shown unless it is 0."""
+    """Return a column of a count that is hidden if 0."""
     return Column(name, meaning, kind=COUNT, cell=lambda row: f"{row[name]:,}" if row.get(name) else "", rank=2)
 
 
@@ -350,7 +350,7 @@ RATES = TableKind(
 )  # fmt: skip
 
 
-# Latency against the rate of requests: where an engine's queue begins to grow.
+# Latency over the rate of requests: where an engine's queue begins to grow.
 
 SERVING_HEIGHT = 3.8  # inches
 MEDIAN_OPACITY = 0.35  # opacity of medians
@@ -358,7 +358,7 @@ MEDIAN_NAME = "p50"
 
 
 def draw_latency_by_rate(run: RunData) -> Any:
-    """Draw a line for the bounded percentile of each trial and a pale one for its median; None without any.
+    """Draw a line for each trial's bounded percentile and a pale one for its median; None without any.
 
     Each stable rate of each round is a point.
     """
@@ -370,7 +370,7 @@ def draw_latency_by_rate(run: RunData) -> Any:
         axes = figure.subplots()
         for number, each in enumerate(served):
             kinds = [(e.trial.backend, e.trial.precision) for e in served[: number + 1]]
-            hollow = kinds.count(kinds[-1]) > 1  # it differs from an earlier one by an option alone
+            hollow = kinds.count(kinds[-1]) > 1  # same backend and precision as an earlier one
             if each.bounded != MEDIAN_NAME:
                 _draw_line(axes, each, MEDIAN_NAME, MEDIAN_OPACITY, hollow)
             _draw_line(axes, each, each.bounded, 1.0, hollow)
@@ -383,7 +383,7 @@ def draw_latency_by_rate(run: RunData) -> Any:
 
 
 def _find_points(served: ServingRun, name: str) -> list[tuple[RateMeasurement, float]]:
-    """Return the stable rates that have the percentile, each with its value in seconds, by ascending rate."""
+    """Return the stable rates with a value of the percentile, in seconds, by ascending rate."""
     found = [(t, t.find_percentile(name)) for t in served.tried if not t.step.unstable]
     return sorted(((t, p.value) for t, p in found if p), key=lambda pair: pair[0].step.rate)
 

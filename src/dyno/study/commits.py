@@ -1,4 +1,4 @@
-"""A model as it was at a git commit, `FILE@COMMIT`: its files go into the cache, the checkout is left alone."""
+"""Models at a git commit, `FILE@COMMIT`: files are checked out into the cache, the user's checkout stays as it is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HASH_LENGTH = 12  # hex digits of a short commit id
 def split_commit(source: str) -> tuple[str, str]:
     """Split a source into itself and its commit, "" if it has none.
 
-    Only files have commits, and not if a file has that whole name.
+    Only files have commits. A file whose whole name contains the @ has none.
     """
     before, at, commit = source.rpartition("@")
     file, _, _ = _split_source(before)
@@ -30,16 +30,16 @@ def split_commit(source: str) -> tuple[str, str]:
 
 
 def fix_commit(source: str) -> str:
-    """Return the source with its commit as a hash, so that it means the same after a branch has moved on."""
+    """Return the source with its commit as a hash, which stays valid when a branch moves on."""
     place, commit = split_commit(source)
     return f"{place}@{_resolve_commit(_find_root(_split_source(place)[0]), commit)[:HASH_LENGTH]}" if commit else source
 
 
 def checked_out(source: str) -> str:
-    """Return the source with its file at the commit, in the cache with all other files of that commit.
+    """Return the source with its file at the commit, checked out into the cache with all other files of the commit.
 
-    Files kept by `git lfs` are fetched as git does it; submodules are left out. Raises `UserError` if there is no git,
-    no repository, no such commit or no such file in it.
+    Git LFS files are fetched by git; submodules are left out. Raises `UserError` without git, the repository, the
+    commit or the file.
     """
     place, commit = split_commit(source)
     if not commit:
@@ -54,9 +54,9 @@ def checked_out(source: str) -> str:
 
 
 def find_head() -> str:
-    """Return the commit that is checked out in the current folder, with "+" where its files were changed; "" without.
+    """Return the checked-out commit of the current folder, with "+" if its files were changed; "" without a repository.
 
-    Files that git doesn't know don't count: run folders are among them.
+    Untracked files, such as run folders, don't count.
     """
     with suppress(UserError):
         head = _run_git(Path.cwd(), "rev-parse", "--verify", "--quiet", "HEAD")
@@ -67,13 +67,13 @@ def find_head() -> str:
 
 
 def _split_source(source: str) -> tuple[str, str, str]:
-    """Split `FILE.py:FUNCTION`, or any file, into the file and what follows it."""
+    """Split `FILE.py:FUNCTION`, or any other file, into file, colon and function."""
     file, colon, function = source.rpartition(":")
     return (file, colon, function) if file.endswith(".py") else (source, "", "")
 
 
 def _find_root(file: str) -> Path:
-    """Return the top folder of the repository that the file is, or was, in."""
+    """Return the top folder of the repository that contains or contained the file."""
     folder = Path(file).absolute().parent
     while not folder.is_dir():
         folder = folder.parent
@@ -81,7 +81,7 @@ def _find_root(file: str) -> Path:
     if done.returncode:
         raise UserError(f"{file} is in no git repository that can be read: {_find_last_line(done)}")
     top = Path(done.stdout.strip())
-    # As the user wrote it, where a link leads to the repository.
+    # As the user wrote it, if the path goes through a link.
     return next((each for each in (folder, *folder.parents) if each.resolve() == top.resolve()), top)
 
 
@@ -99,7 +99,7 @@ def _check_out_commit(root: Path, commit: str) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as scratch:
-        # A separate index: the repository's holds what the user has staged.
+        # A separate index, because the repository's holds the user's staged files.
         index = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
         tree = Path(scratch) / "tree"
         tree.mkdir()
@@ -125,7 +125,7 @@ def _find_last_line(done: subprocess.CompletedProcess[str]) -> str:
     return (done.stderr.strip().splitlines() or ["git gave no message"])[-1]
 
 
-# Files of torch.save that are given as a model: which can be run as they are, and what to do with the others.
+# Files of torch.save given as a model: runnable ones, and advice on the others.
 
 CHECKPOINT_SUFFIXES = (".pt", ".pth")
 DARKNET_SUFFIX = ".cfg"
@@ -141,7 +141,7 @@ COMPRESSION_MAGIC = {
 def stored_source(source: str) -> str:
     """Return the source with the prefix for its content: a YOLO checkpoint (best.pt) or a TorchScript program.
 
-    A .cfg is Darknet's. Raises `UserError` for any other file of torch.save; any other source stays as it is.
+    A .cfg is Darknet's. Raises `UserError` for any other file of torch.save; other sources are returned unchanged.
     """
     if Path(source).suffix in (DARKNET_SUFFIX, *CHECKPOINT_SUFFIXES):
         refuse_stand_in(source, "checkpoint")
@@ -158,9 +158,9 @@ def stored_source(source: str) -> str:
 
 
 def refuse_stand_in(text: str, what: str, *, may_be_zip: bool = True) -> None:
-    """Raise a `UserError` if the file is a pointer of Git LFS, a web page or compressed."""
+    """Raise `UserError` if the file is a Git LFS pointer, a web page or compressed."""
     beginning = b""
-    with suppress(OSError), open(text, "rb") as opened:  # reading the whole file gives the reason
+    with suppress(OSError), open(text, "rb") as opened:  # reading the whole file will give the reason
         beginning = opened.read(64)
     if beginning.startswith(b"version https://git-lfs"):
         raise UserError(f"{text} is a pointer of Git LFS and not the {what} itself; get that with git lfs pull")
@@ -172,9 +172,9 @@ def refuse_stand_in(text: str, what: str, *, may_be_zip: bool = True) -> None:
 
 
 def keeps_weights(source: str) -> bool:
-    """Return whether the source is a file with its own weights, which no checkpoint and no library's weights replace.
+    """Return whether the source is a file with its own weights, which no checkpoint or library weights replace.
 
-    Such a file's outputs are often compared with the network under a checkpoint, which must not enter the file.
+    Such a file is often compared with the network under a checkpoint, which must not enter the file.
     """
     file = split_commit(source)[0]
     return (

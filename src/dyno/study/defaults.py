@@ -1,4 +1,4 @@
-"""One model by itself, as `dyno time`, `dyno eval` and `dyno diff` measure it: its settings, and its run folder."""
+"""Defaults for a single model, as in `dyno time`, `dyno eval` and `dyno diff`: its settings, and its run folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dyno.worker.extras import name_lacking
 from dyno.worker.option_values import check_types
 from dyno.worker.spec import ENDPOINT_PREFIX, FIXED, SAVED_SUFFIXES, UserError, check_known, usual_name
 
-# What a command refuses before anything is trained, measured or written.
+# Checks of a command before anything is trained, measured or written.
 
 TEXT_FORMATS = ("text", "markdown", "csv", "json", "html")
 PARQUET_FORMAT = "parquet"
@@ -36,15 +36,15 @@ TRACKERS = ("mlflow", "wandb", "tensorboard")  # also the names of their librari
 
 
 def is_installed(library: str) -> bool:
-    """Return whether a library can be imported; a folder of its name, such as trackers leave behind, is none."""
+    """Return whether a library can be imported; a folder of its name, as left behind by trackers, doesn't count."""
     spec = find_spec(library)
     return spec is not None and spec.origin is not None
 
 
 def find_format(file: str, format: str = "") -> str:
-    """Return the format in which a table is written into the file: by its ending, unless it is given.
+    """Return the format for writing a table into the file: as given, or by the file's suffix.
 
-    Refuse an unknown ending, Parquet without a file, and a missing library.
+    Raises `UserError` for an unknown suffix, Parquet without a file, and a missing library.
     """
     ending = Path(file).suffix
     chosen = format or SUFFIX_FORMATS.get(ending, "" if file else "text")
@@ -61,7 +61,7 @@ def find_format(file: str, format: str = "") -> str:
 
 
 def parse_trackers(text: str) -> list[str]:
-    """Return the names of trackers in a text with commas; refuse an unknown one, and one that isn't installed."""
+    """Parse tracker names separated by commas; `UserError` for an unknown tracker, and for one that isn't installed."""
     names = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names:
         check_known("tracker", name, TRACKERS)
@@ -71,7 +71,7 @@ def parse_trackers(text: str) -> list[str]:
 
 
 def check_threads(study: Study) -> None:
-    """Refuse more threads than this process may use processors: they would wait for each other."""
+    """Raise `UserError` for more threads than processors: they would wait for each other."""
     here = len(os.sched_getaffinity(0))
     if study.threads > here:
         there = "is 1 processor" if here == 1 else f"are {here} processors"
@@ -79,16 +79,16 @@ def check_threads(study: Study) -> None:
 
 
 def check_weights(study: Study, models: Sequence[str]) -> None:
-    """Refuse weights if all models are files with their own weights: they would be ignored."""
+    """Raise `UserError` for weights if all models are files with their own weights, which would ignore them."""
     flag = "weights" if study.weights else "pretrained"
     if (study.weights or study.pretrained) and all(map(keeps_weights, models)):
         raise UserError(f"{models[0]} contains its weights, which {flag} can't replace; omit {flag}")
 
 
 def check_device(study: Study) -> None:
-    """Refuse unusable devices.
+    """Raise `UserError` for unusable devices.
 
-    These are those of `check_kind`, missing GPUs, and several devices if blocks aren't spread over them.
+    They are the devices refused by `check_kind`, missing GPUs, and several devices or a cluster outside `dyno run`.
     """
     if "," in study.device:
         raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")
@@ -103,7 +103,7 @@ def check_device(study: Study) -> None:
 
 
 def check_kind(study: Study) -> None:
-    """Refuse a kind of device on which no backend runs, and one share of the processor alone."""
+    """Raise `UserError` for a kind of device that no backend supports, and for a single share of the processor."""
     if study.device.startswith("cpu:") and "," not in study.device:
         raise UserError(
             f"{study.device} alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1, two shares of its cores"
@@ -114,7 +114,7 @@ def check_kind(study: Study) -> None:
 
 
 def missing_gpu(device: str) -> bool:
-    """Return whether the device is a GPU unknown to NVML and CUDA's driver; raise `UserError` for a bad number."""
+    """Return whether the device is a GPU unknown to NVML and CUDA's driver; raise `UserError` for a bad index."""
     kind, _, index = device.partition(":")
     if kind == "cuda" and index and not index.isdecimal():
         raise UserError(f"device {device!r} has no number after the colon; write cuda:0 for the first GPU")
@@ -132,13 +132,13 @@ def _driver_count() -> int:
 
 
 def check_several(studies: Sequence[Study]) -> None:
-    """Refuse to compare a single configuration."""
+    """Raise `UserError` if there is only one configuration to compare."""
     if sum(map(_count_configurations, studies)) < 2:
         raise UserError("there is only one configuration to compare; give another model or file, or --backend A,B")
 
 
 def _count_configurations(study: Study) -> int:
-    """Return the least number of rows that the study has."""
+    """Return the least number of rows of the study."""
     default = len(study.precisions) or 1
     configurations = sum(len(choice.precisions) or default for choice in map(Choice.parse, study.backends))
     return configurations * _count_values(study.batches) * _count_values(study.sizes)
@@ -161,14 +161,14 @@ QUICK_SETTINGS: dict[str, Any] = {
     "routes": ("usual",),
     "seconds": 0.3,
     "warmup": 0.3,
-    "build_timeout": 180.0,  # not of what measures: an evaluation may take longer
+    "build_timeout": 180.0,  # not for measuring: an evaluation may take longer
 }
-# Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
+# The evaluation itself measures throughput, including reading and ranking; latencies are for orientation.
 EVALUATION_SETTINGS: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
     "sustained": 0,
 }  # fmt: skip
-# A video or requests: their jobs are not interleaved but run one after the other.
+# Video and request jobs are not interleaved but run one after the other.
 OWN_JOBS: dict[str, Any] = {
     "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False, "until": FIXED, "confirm": 0,
     "search": False, "sustained": 0,
@@ -186,9 +186,9 @@ def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any
 
 
 def study_of_own_jobs(model: str, batch: int, settings: Mapping[str, Any]) -> tuple[Study, bool]:
-    """Build the study of a command that runs its own kind of job, and return with it whether it compares engines.
+    """Build the study of a command with its own kind of job; return it, and whether it compares engines.
 
-    The batch is `batch` unless `settings` has another.
+    `batch` is the default batch.
     """
     settings = name_fields(settings)
     study = study_of(model, {**OWN_JOBS, "batches": (batch,)}, settings)
@@ -204,7 +204,7 @@ def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] 
     Raises `UserError` for a missing device, and for several devices.
     """
     study = Study(models=(model,), **{**(usual or {}), **name_fields(settings)})
-    if "device" in settings or study.on:  # whether a file's usual one has to be there, is up to what is done with it
+    if "device" in settings or study.on:  # callers decide whether a file's default device must exist
         check_device(study)
     return study
 
@@ -212,8 +212,8 @@ def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] 
 def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return each of several models with the settings that apply to it.
 
-    A form behind a model, such as openvino/int8, is the first model in that backend and precision. A file has weights,
-    so those in the settings apply to the other models.
+    A form after the first model, such as openvino/int8, is the first model in that backend and precision. Files have
+    their own weights, so weight settings apply only to other models.
     """
     forms = [_parse_form(model) if number else {} for number, model in enumerate(models)]
     sources = [models[0] if form else model for model, form in zip(models, forms, strict=True)]
@@ -225,16 +225,16 @@ def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[
 
 
 def _parse_form(text: str) -> dict[str, Any]:
-    """Return the settings that a form stands for, or none for a model."""
+    """Return the settings of a form; empty for a model."""
     backend, precision = parse_form(text, registry.list_backends()) or ("", "")
     settings = {"backends": backend, "precisions": precision}
     return {name: (value,) for name, value in settings.items() if value}
 
 
 def parse_form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the backend with its options, and the precision ("" for the usual one), of a form such as openvino/bf16.
+    """Return the backend with its options, and the precision ("" for the default), of a form such as openvino/bf16.
 
-    `names` are the names that a form may have; None for a file or any other name, which is a model.
+    `names` are the valid backend names. None for a file or any other name, which is a model.
     """
     backend, _, precision = text.partition("/")
     name, at, options = backend.partition("@")
@@ -253,9 +253,9 @@ def default_runner(model: str) -> tuple[str, str]:
 
 
 def reference_of(study: Study) -> Study | None:
-    """Return the untimed study whose outputs one model's trials are compared with, or None.
+    """Return the untimed study that provides the reference outputs for one model's trials, or None.
 
-    It runs eager PyTorch in fp32, or a file's usual backend. None if that is among the trials, or if no other backend
+    It runs eager PyTorch in fp32, or a file's default backend. None if that is among the trials, or if no other backend
     can run the model.
     """
     (model,) = study.models
@@ -271,7 +271,7 @@ def reference_of(study: Study) -> Study | None:
 
 
 def folder_for(out: str | Path | None, command: str, models: Sequence[str]) -> Path:
-    """Return the folder that the user gave, or the path of a new one."""
+    """Return the folder given by the user, or a new path."""
     check_types({"out": out}, {"out": str | Path | None})
     return Path(out) if out else new_folder(command, models)
 
@@ -281,14 +281,14 @@ def new_folder(command: str, models: Sequence[str]) -> Path:
     name = "-".join(map(model_name, models))[:60]
     first = Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     path, number = first, 1
-    while path.exists():  # another began in the same second
+    while path.exists():  # another one began in the same second
         number += 1
         path = first.with_name(f"{first.name}-{number}")
     return path
 
 
 def each_of(models: Sequence[str], measure: Callable[[int, str], T], needed: int = 0) -> list[T]:
-    """Call `measure` for each model and return the results; a failure is a line on stderr, and the others go on.
+    """Call `measure` for each model and return the results; other models continue after a failure (a line on stderr).
 
     Raises the `UserError` of the first `needed` models, and the first error if every model fails.
     """

@@ -1,4 +1,4 @@
-"""A study's images decoded for a model and a size, with a progress bar, and checked against the model's task."""
+"""Images of a study, decoded for a model and a size with a progress bar, and checked against the model's task."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def prepare_images(
 ) -> DataSpec:
     """Decode the study's images for this model and size; random inputs if it has no images, not even for calibration.
 
-    `outputs` is the model's number of classes (0: unknown). Every image that isn't for training is tested on, except
-    those set aside for calibration if `calibrates(study)` and no others are given. Raises `UserError` if the data is
-    for another task or has other classes.
+    `outputs` is the model's number of classes (0: unknown). All images outside the training split are test images,
+    except those set aside for calibration if `calibrates(study)` and no others are given. Raises `UserError` if the
+    data is for another task or has other classes.
     """
     if not study.data and not study.calibration:
         return DataSpec(count=study.compared, seed=study.seed)
@@ -78,16 +78,16 @@ def prepare_images(
 
 
 def remove_crop(study: Study, model: ModelSpec, inspection: Inspection, size: tuple[int, int]) -> ModelSpec:
-    """Return the model, without the usual enlargement and crop where that is a guess and images have its size already.
+    """Return the model without the guessed enlargement and crop if the images have its size already.
 
-    A few images decide: those of CIFAR-10 are such, which would lose their borders.
+    A few images decide. CIFAR-10's, for example, would lose their borders.
     """
     is_guess = inspection.preprocess_guessed and not model.preprocess.letterbox
     if not is_guess or not all(size) or not study.data or study.data == "digits":
         return model
     try:
         photos = list_photos(study.data)
-    except UserError:  # `prepare_images` says what is wrong, knowing the network's classes
+    except UserError:  # `prepare_images` reports it, knowing the network's classes
         return model
     few = photos[:: max(1, len(photos) // EXAMINED_IMAGES)]
     if any(found != size for found in read_sizes(few, Transform(size, model.preprocess, model.channels))):
@@ -96,7 +96,7 @@ def remove_crop(study: Study, model: ModelSpec, inspection: Inspection, size: tu
 
 
 def list_photos(path: str) -> list[Path]:
-    """Return the files of a data set's test images; raise `UserError` where it isn't one of files."""
+    """Return the files of a data set's test images; `UserError` if it has no files."""
     if path == "digits":
         raise UserError("digits are no files, which an application could open; give a folder of images")
     data_format = dyno_data.format_of(Path(path))
@@ -107,7 +107,7 @@ def list_photos(path: str) -> list[Path]:
 def calibrates(study: Study) -> bool:
     """Return whether any configuration in the study needs calibration images; all its trials share the data.
 
-    These are int8 and fp8, those with some layers kept higher (`keep=N`), and those that a search may add for a budget.
+    They are int8, fp8, configurations with layers kept higher (`keep=N`), and candidates of a budget's search.
     """
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.list_backends()]
     for choice in choices:
@@ -123,7 +123,7 @@ def calibrates(study: Study) -> bool:
 
 
 def warn_unreadable(about: dict[str, Any], console: Console | None) -> None:
-    """Print the names of the images that could not be read and are left out."""
+    """Print the names of unreadable images, which are left out."""
     if unreadable := about.get("unreadable"):
         from dyno.formatting import format_count
         from dyno.jobs.progress import stderr_console
@@ -145,7 +145,7 @@ def _prepare_digits(cache: Path, model: ModelSpec, size: tuple[int, int], output
 
 
 def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> None:
-    """Refuse labels that don't fit the model's task or its number of classes."""
+    """Raise `UserError` for labels that don't fit the model's task or its number of classes."""
     has, classes = about.get("has", []), len(about["classes"])
     needed = tasks.find_task(model.task).needs
     if needed and has and needed not in has:
@@ -182,7 +182,7 @@ def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: i
 
 
 def check_images(study: Study, model: ModelSpec, inspection: Inspection, data: DataSpec) -> None:
-    """Refuse images that Dyno can't prepare as the model wants them, and classes that it numbers otherwise."""
+    """Raise `UserError` for images that Dyno can't prepare for the model, and for classes in another order."""
     if not data.folder:
         return
     if how := inspection.unsupported_images:
@@ -212,7 +212,7 @@ def _simplify_name(name: str) -> str:
 def report_decoding(
     console: Console | None = None, verbs: tuple[str, str] = ("decoding", "decoded")
 ) -> Iterator[Progress]:
-    """Report decoding progress while the block runs: a bar on stderr after 1 s, or without a terminal a final line."""
+    """Report decoding progress during the block: a bar on stderr after 1 s, or without a terminal a final line."""
     shown = _Bar(console, verbs)
     try:
         yield shown
@@ -228,7 +228,7 @@ class _Bar:
 
     def __call__(self, done: int, total: int) -> None:
         if self._first < 0:
-            self._first = done - 1  # those before were decoded by a run that was stopped
+            self._first = done - 1  # earlier ones were decoded by a stopped run
         self._done = done
         if self._bar is None and time.monotonic() - self._began > QUIET_S:
             self._bar = self._show_bar(total)

@@ -1,4 +1,4 @@
-"""A module in memory becomes a file that other processes read, stored by PyTorch itself: no code is pickled."""
+"""Modules in memory, stored as a file for other processes by PyTorch itself: no code is pickled."""
 
 from __future__ import annotations
 
@@ -29,21 +29,19 @@ from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, shorten, to_
 
 Specs = tuple[InputSpec, ...]
 
-DEFAULT_SIZE = 224  # of an image without a description
-MANGLED_NAME = re.compile(rb"___torch_mangle_\d+")  # names of scripted classes differ in each process
+DEFAULT_SIZE = 224  # image size if the module has no description
+MANGLED_NAME = re.compile(rb"___torch_mangle_\d+")  # names of scripted classes differ between processes
 ONE_AT_A_TIME = threading.RLock()  # torch.export can't run in two threads at once
 
 
 def save_module(
     value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, sizes: Sequence[tuple[int, int]]
 ) -> str:
-    """Store the module, or the (module, example inputs) pair, in the cache and return the file, named after its class.
+    """Store the module, or the (module, example inputs) pair, in the cache; return the file, named after its class.
 
-    `sizes` are those of the images that it will be given, () for its own.
-
-    Its folder is named after the content, so that the same module is the same file again. Stored by torch.export if
-    that takes the module and answers alike, else as TorchScript. Raises `UserError` if neither does, or if its inputs
-    are unknown.
+    `sizes` are the image sizes of its inputs, () for its own. The folder is named after the content, so that the same
+    module gives the same file. It is stored by torch.export if that accepts the module and gives the same answers, else
+    as TorchScript. Raises `UserError` if both fail, or if its inputs are unknown.
     """
     with ONE_AT_A_TIME:
         if threading.current_thread() is not threading.main_thread():
@@ -53,9 +51,9 @@ def save_module(
 
 @cache
 def _enter_fake_mode() -> None:
-    """Enter PyTorch's fake mode for the first time in a thread that doesn't end.
+    """Enter PyTorch's fake mode for the first time in a thread that never ends.
 
-    Without a GPU, PyTorch 2.11 keeps memory of the thread that was first; an export after that thread's end is a
+    Without a GPU, PyTorch 2.11 keeps memory of the first thread to enter; an export after that thread's end is a
     segmentation fault.
     """
     import_torch()
@@ -106,19 +104,22 @@ def _save_module(
             verified, _ = modules.verify_inputs(module, model, replace(described, inputs=specs), dims)
         except UserError:
             raise
-        except Exception as e:  # the module is anyone's code: whatever it raises means that it refuses the input
+        except Exception as e:  # any exception of the user's module means that it refuses the input
             other = "" if examples is not None else modules.advise_on_inputs(model)
             hint = modules.advice_on_reason(module, _shorten_error(e), "give") or other
             refused = f"{name} refuses {modules.list_inputs(specs, dims)}: {_shorten_error(e)}"
             raise UserError(f"{refused}; {hint}" if hint else refused) from e
-    with _hold_eval_mode(module):  # again, with the buffers as they were before it was called
+    with _hold_eval_mode(module):  # again, with the original buffers
         return _store_module(module, model, verified, replace(dims, batch=verified.batch), sizes)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How a module is stored: the file's suffix, the name in messages; `make` gives text that identifies the module,
-    how the file is written, and the inputs that the stored module takes."""
+    """A way to store a module: the file's suffix, and its name in messages.
+
+    `make` returns text that identifies the module, a function that writes the file, and the inputs of the stored
+    module.
+    """
 
     suffix: str
     name: str
@@ -151,7 +152,7 @@ def _store_module(
                 return str(path)
         except (MemoryError, OSError):
             raise
-        except Exception as e:  # each has its own families of errors, and all of them mean "try the next"
+        except Exception as e:  # each has its own exceptions, which all mean "try the next"
             reasons.append(f"{storage.name}: {_shorten_error(e)}")
     raise UserError(
         f"{model.name} can't be handed to other processes ({'; '.join(dict.fromkeys(reasons))}); "
@@ -160,7 +161,7 @@ def _store_module(
 
 
 def _list_dims(described: ModuleInputs, dims: Dims, sizes: Sequence[tuple[int, int]]) -> list[Dims]:
-    """Return the dims at which the stored module is compared: at each size one row, and several."""
+    """Return the dims for comparing the stored module: at each size, one row and several."""
     every = dict.fromkeys([(dims.height, dims.width), *(sizes if described.image else ())])
     batches = dict.fromkeys([1, _widen_batch(described.inputs, dims).batch] if described.free else [dims.batch])
     return [Dims(batch, height, width) for height, width in every for batch in batches]
@@ -172,17 +173,14 @@ def _export_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> 
     names = [*modules.signature_of(module).required]
     positional_axes = [_find_free_axes(spec) for spec in specs if not spec.keyword]
     if len(positional_axes) > len(names):
-        raise UserError("forward takes *args")  # the flat program stores *args
+        raise UserError("forward takes *args")  # the flat program supports *args
     shapes = dict(zip(names, positional_axes, strict=False)) | {s.name: _find_free_axes(s) for s in specs if s.keyword}
     program = _export_module(module, tuple(args), keywords, shapes if _has_free_axis(specs) else None)
     return _identify_program(program), _make_writer(program), specs
 
 
 def _flat_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
-    """Export a wrapper that returns a tuple of tensors, for a module with results that torch.export doesn't know.
-
-    A dataclass is such a result.
-    """
+    """Export a wrapper that returns a tuple of tensors, for results unknown to torch.export, e.g. dataclasses."""
     import torch
 
     args, keywords = modules.make_example(model, specs, _widen_batch(specs, dims))
@@ -202,7 +200,7 @@ def _export_module(module: Any, args: tuple[Any, ...], keywords: dict[str, Any],
 
 
 def _identify_program(program: Any) -> str:
-    """Return the code and a hash of the tensors that no state dict has: constants, buffers that aren't persistent."""
+    """Return the code and a hash of tensors outside the state dict: constants and non-persistent buffers."""
     return f"{program.graph_module.code}\n{models.hash_tensors(program.constants)}"
 
 
@@ -213,7 +211,7 @@ def _make_writer(program: Any) -> Callable[..., Any]:
 
 
 def _widen_batch(specs: Specs, dims: Dims) -> Dims:
-    """Return dims with a batch that torch.export doesn't take for a constant."""
+    """Return dims with a batch that torch.export doesn't specialise to a constant."""
     return replace(dims, batch=max(dims.batch, 2)) if _has_free_axis(specs) else dims
 
 
@@ -222,7 +220,7 @@ def _has_free_axis(specs: Specs) -> bool:
 
 
 def _find_free_axes(spec: InputSpec) -> Any:
-    """Return the free axes for torch.export: the batch must be free, the size is free if the module allows it."""
+    """Return the free axes for torch.export: the batch must be free, sizes are free if the module allows it."""
     import torch
 
     if not spec.dtype:
@@ -240,7 +238,7 @@ def _script_module(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> t
 
 
 def _identify_script(script: Any) -> str:
-    """Return hashes of the file's entries, less source lines and the numbers that PyTorch adds to names of classes."""
+    """Return hashes of the file's entries, without source lines and PyTorch's numbers in class names."""
     with zipfile.ZipFile(io.BytesIO(script.save_to_buffer())) as archive:
         entries = [
             (n, archive.read(n)) for n in archive.namelist() if not n.endswith((".debug_pkl", "serialization_id"))
@@ -260,19 +258,19 @@ STORAGE_KINDS = (
 
 
 def _write_file(path: Path, write: Callable[..., Any], description: str) -> None:
-    """Write the file beside its place and rename it into place: another process may read it meanwhile."""
+    """Write the file under a temporary name and rename it, because another process may read it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         part = Path(scratch) / path.name
         write(str(part), {INPUTS_MEMBER: description})
-        saved_modules.load(str(part))  # text among a program's results is written and can't be read
+        saved_modules.load(str(part))  # text in a program's results can be written but not read
         part.replace(path)
 
 
 @contextmanager
 def _hold_eval_mode(module: Any) -> Iterator[None]:
-    """Hold the module in eval mode while the block runs, then restore its modes and buffers: it is the user's."""
-    modes = [(each, each.training) for each in module.modules() if hasattr(each, "training")]  # not if it is frozen
+    """Hold the user's module in eval mode during the block, then restore its modes and buffers."""
+    modes = [(each, each.training) for each in module.modules() if hasattr(each, "training")]  # not for frozen modules
     buffers = [
         (each, name, buffer, buffer.detach().clone(), _read_version(buffer))
         for each in module.modules()
@@ -305,7 +303,7 @@ def _restore_buffers(buffers: Sequence[tuple[Any, str, Any, Any, int]]) -> None:
 
 @contextmanager
 def _silence_torch() -> Iterator[None]:
-    """Silence PyTorch while the block runs: it prints and logs whole graphs that it refuses."""
+    """Silence PyTorch during the block: it prints and logs whole graphs that it refuses."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

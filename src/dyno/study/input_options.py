@@ -1,4 +1,4 @@
-"""The options about a model's inputs: `--shapes` and `--input`, as text, become overrides by input name."""
+"""Parser of the input options `--shapes` and `--input`: text becomes overrides by input name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_overrides(inputs: Iterable[str], input_shapes: Iterable[str]) -> dict[
 
 
 def parse_shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Parse shape and type by input from `NAME:1x3x224x224`, `NAME:batchx128:int64` or, of a scalar, `NAME::int64`."""
+    """Parse shape and type by input from `NAME:1x3x224x224`, `NAME:batchx128:int64` or, for a scalar, `NAME::int64`."""
     by_name: dict[str, dict[str, Any]] = {}
     for text in texts:
         parts = SHAPE_PATTERN.fullmatch(text)
@@ -69,7 +69,7 @@ def _parse_values(text: str) -> dict[str, dict[str, Any]]:
         raise UserError(f"input {text!r} is larger than any number of an input; give one below 2**64")
     if dots and numbers[0] > numbers[1]:
         raise UserError(f"input {text!r} has a range whose end is below its start; write NAME=LOW..HIGH")
-    ends = [int(n) if isinstance(n, bool) else n for n in numbers]  # numbers, as a record stores them
+    ends = [int(n) if isinstance(n, bool) else n for n in numbers]  # numbers, as in a record
     value_range = {"low": ends[0], "high": ends[-1]}
     return {name: value_range if dots else {**value_range, "value": numbers[0]}}
 
@@ -87,7 +87,7 @@ def _read_arrays(path: Path) -> dict[str, dict[str, Any]]:
     """Return the shape, type and place of each array of an .npz file.
 
     The first axis is the batch for arrays as long as the first one, unless the model's file names another (`array` is
-    the shape in numbers).
+    the numeric shape).
     """
     try:
         stored = load_arrays(check_regular(path, "array file"))
@@ -95,7 +95,7 @@ def _read_arrays(path: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{path} can't be read as arrays by input name (numpy.savez): {e}") from e
     if empty := [name for name, a in stored.items() if a.ndim and not len(a)]:
         raise UserError(f"the array {empty[0]!r} in {path} is empty; give one with values")
-    # An infinite value is fine: masks of attention are made of it.
+    # Infinite values are valid, e.g. in attention masks.
     if unusable := [name for name, a in stored.items() if a.dtype.kind == "f" and np.isnan(a).any()]:
         raise UserError(f"the array {unusable[0]!r} in {path} has values that are not numbers (NaN); replace them")
     arrays = {name: (a.shape, str(a.dtype)) for name, a in stored.items()}

@@ -1,4 +1,4 @@
-"""A backend's runtime: the interpreter, environment and device of its jobs, and the libraries it lacks."""
+"""Runtimes of backends: interpreter, environment and device of their jobs, and missing libraries."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ THIS_RUNTIME = Runtime()
 
 
 def list_installed(device: str, named: Collection[str] = ()) -> list[str]:
-    """Return the backends that run on the device and whose libraries this Python has, or that are `named` anyway."""
+    """Return the backends that run on the device and are installed in this Python, or are in `named`."""
     kind = device.split(":")[0]
     fitting = [name for name in registry.list_backends() if kind in registry.find(name).devices]
     return [name for name in fitting if name in named or not find_missing(name)]
 
 
 def find_missing(name: str, runtime: Runtime = THIS_RUNTIME) -> str:
-    """Return the first library that the backend needs and that the runtime lacks, or ""."""
+    """Return the backend's first library that is missing in the runtime, or ""."""
     requires = registry.find(name).requires
     present = find_versions(runtime, requires)
     return next((either.split("|")[0] for either in requires if not present.keys() & set(either.split("|"))), "")
 
 
 def explain_missing(name: str, runtime: Runtime = THIS_RUNTIME) -> str:
-    """Return which library the backend lacks in the runtime and how to get it, in one line, or ""."""
+    """Return the backend's missing library and how to install it, in one line, or ""."""
     library = find_missing(name, runtime)
     if not library:
         return ""
@@ -47,7 +47,7 @@ def explain_missing(name: str, runtime: Runtime = THIS_RUNTIME) -> str:
 
 
 def place_recipe(recipe: Recipe | None, study: Study) -> Recipe | None:
-    """Return the recipe with each step in the interpreter that the study has for its runtime's name."""
+    """Return the recipe with each step in the study's interpreter for its runtime's name."""
     if recipe is None:
         return None
     runtime = recipe.runtime
@@ -63,7 +63,7 @@ def place_recipe(recipe: Recipe | None, study: Study) -> Recipe | None:
 
 
 def runtime_of(study: Study, choice: Choice) -> Runtime:
-    """Return the interpreter, environment and device that the study has for a backend."""
+    """Return the study's interpreter, environment and device for a backend."""
     table = find_runtime(study, choice)
     return Runtime(
         name=choice.runtime or "main",
@@ -73,18 +73,18 @@ def runtime_of(study: Study, choice: Choice) -> Runtime:
     )
 
 
-# Environments with chosen versions of libraries, made by uv in the cache, each once.
+# Environments with chosen library versions, made once by uv in the cache.
 
 INSTALL_TIMEOUT_S = 3600.0  # limit for downloads of several GB
 REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.\-]*(\[[\w,\-]+\])?((==|>=|<=|~=|<|>|!=)[\w.*+!]+,?)*")
-INSTALLED_FILE = "packages.txt"  # marks an environment with everything installed
+INSTALLED_FILE = "packages.txt"  # marks a complete environment
 
 
 def python_with(packages: Sequence[str]) -> str:
-    """Return the interpreter of an environment with these packages, of this Python's version.
+    """Return the interpreter of an environment with these packages, in this Python's version.
 
-    uv takes them from its configured index. Raises `UserError` if uv is missing, or, with uv's message, if the packages
-    can't be installed.
+    uv uses its configured index. Raises `UserError` if uv is missing, or, with uv's message, if the packages can't be
+    installed.
     """
     for package in packages:
         if not REQUIREMENT.fullmatch(package):

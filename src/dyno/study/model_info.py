@@ -1,4 +1,4 @@
-"""A model's identity: its source, weights and code by their hashes, and an inspection in a separate process."""
+"""Identity of a model: source, weights and code by their hashes, and an inspection in a separate process."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ from dyno.worker.spec import (
     make_absolute,
 )
 
-MIN_NAME_SIMILARITY = 0.75  # lower similarities match any of a thousand names
+MIN_NAME_SIMILARITY = 0.75  # lower similarities match some of a thousand names anyway
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights without their network
-# Files of programs that Dyno doesn't read, and what makes an ONNX file of them; GRAPH is a folder of TensorFlow.
+# Formats of other programs that Dyno doesn't read, and how to convert them to ONNX. SAVED_MODEL_FILE marks a TensorFlow
+# folder.
 KERAS, TENSORFLOW, SAVED_MODEL_FILE = "Keras", "TensorFlow", "saved_model.pb"
 OTHER_FORMATS = {
     ".keras": KERAS, ".h5": KERAS, ".hdf5": KERAS, ".pb": TENSORFLOW, ".pdmodel": "PaddlePaddle",
@@ -72,12 +73,12 @@ FORMAT_WRITERS = {
     TENSORFLOW: "write an ONNX file: python -m tf2onnx.convert --saved-model FOLDER --output {stem}.onnx",
     "PaddlePaddle": "write an ONNX file: paddle2onnx --model_dir FOLDER --save_file {stem}.onnx",
 }
-LIBRARY_FOLDER = "site-packages"  # packages there are identified by their version
+LIBRARY_FOLDER = "site-packages"  # packages there are identified by version
 INSPECTION_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "transformers", "onnx", "openvino")
 
 
 class InspectionFailed(UserError):
-    """Model inspection crashed, timed out or ran out of memory."""
+    """Error of a model inspection that crashed, timed out or ran out of memory."""
 
     def __init__(self, name: str, record: Record) -> None:
         self.status, self.reason = record.status, f"model inspection: {record.reason}"
@@ -85,7 +86,7 @@ class InspectionFailed(UserError):
 
 
 def model_spec(study: Study, source: str) -> ModelSpec:
-    """Return the model as the user named it, with the hashes of every file that defines it."""
+    """Return the model as named by the user, with the hashes of all files that define it."""
     named, source = source, stored_source(commits.checked_out(source))
     first, *others = source.partition("(")[0].split(",")
     if others and (":" in first or registry.format_of(first)) and not Path(source).exists():
@@ -112,7 +113,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         return _of_folder(prefix, folder, common)
     if source.endswith(SAVED_SUFFIXES) or source.startswith("saved:"):
         path = _find_file(source.removeprefix("saved:"), "saved module")
-        # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
+        # Dyno's own files are in folders named after their content, independent of PyTorch's writer.
         own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
         sha256 = path.resolve().parent.name if own else sha256_of(path)
         return ModelSpec(source=f"saved:{make_absolute(path)}", source_sha256=sha256, **common)
@@ -124,7 +125,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
 
 
 def _of_folder(prefix: str, name: str, common: dict[str, Any]) -> ModelSpec:
-    """Return the model of a stored folder: a local one with its weights, the hub's with them if asked for."""
+    """Return the model of a Hugging Face or timm folder: a local one with its weights, the hub's only if pretrained."""
     folder = huggingface.locate(prefix, name, common["pretrained"])
     weights = huggingface.weight_files(folder)
     owned = Path(name).is_dir() and bool(weights) and not common.get("weights")
@@ -180,7 +181,7 @@ def _no_model(source: str) -> str:
 
 
 def _name_functions(source: str) -> str:
-    """Return the error message for a Python file without a function: with those that it has."""
+    """Return the error message for a Python file without a function, with the functions that it has."""
     path = Path(source)
     if not path.is_file():
         return f"there is no Python file {source}"
@@ -196,7 +197,7 @@ def _name_functions(source: str) -> str:
 
 
 def _describe_call(function: ast.FunctionDef) -> str:
-    """Return a function's name with the arguments that it needs."""
+    """Return a function's name with its required arguments."""
     given = function.args
     needed = [a.arg for a in given.args[: len(given.args) - len(given.defaults)]]
     needed += [a.arg for a, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value is None]
@@ -204,7 +205,7 @@ def _describe_call(function: ast.FunctionDef) -> str:
 
 
 def no_such(path: str) -> str:
-    """Return the error message for a missing path that should be a model or a run."""
+    """Return the error message for a missing path of a model or run."""
     return (
         f"there is no file or folder {path}; give a model such as torchvision:resnet18, a model's file "
         f"({', '.join(registry.list_suffixes())}) or FILE.py:FUNCTION, or where a run is meant its folder, such as "
@@ -215,8 +216,7 @@ def no_such(path: str) -> str:
 def apply_normalisation(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
     """Return the preprocessing with the study's own mean and std, if given.
 
-    Raises `UserError` if they don't fit the channels; other values that don't fit become 0.5, so that pixels lie in
-    -1..1.
+    Raises `UserError` if they don't fit the channels. Defaults that don't fit become 0.5, so that pixels are in -1..1.
     """
     if study.mean and len(study.mean) != channels:
         raise UserError(
@@ -254,8 +254,8 @@ def _make_absolute(source: str) -> str:
 def _source_sha256(source: str, weights: str) -> str:
     """Return the hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source, with the files it imports.
 
-    Of a library only the module's own file is hashed, because its version identifies it; "" without such a file. A
-    network of timm is also what the configuration beside its weights says.
+    For a library only the module's own file is hashed, because its version identifies the rest; "" without such a file.
+    A timm network is identified by the configuration next to its weights.
     """
     config = Path(weights).parent / huggingface.CONFIG_FILE
     if source.startswith("timm:") and weights and config.is_file():
@@ -265,7 +265,7 @@ def _source_sha256(source: str, weights: str) -> str:
         return sha256_of(Path(name)) if Path(name).is_file() else ""
     if module.endswith(".py"):
         return sha256_with_imports(Path(module))
-    # Finding a module inside a package imports the package, and a user's may be slow to import.
+    # Finding a module inside a package imports the package, which may be slow for a user's.
     file = code_file(module) if "." not in module or module.startswith("dyno.") else None
     if file is None:
         return ""
@@ -278,8 +278,8 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     Returns the model with its own preprocessing, and the inspection's result. Cached. `tick` is as in `launch`.
     """
     if model.source.startswith(("fake:", ENDPOINT_PREFIX)):
-        apply_normalisation(model.preprocess, study, study.channels)  # refuses what doesn't fit
-        # A server's says what it takes where it is used.
+        apply_normalisation(model.preprocess, study, study.channels)  # raises UserError for a misfit
+        # A server describes its inputs when it is used.
         size = (8, 8) if model.source.startswith("fake:") else parse_size(study.sizes[0]) if study.sizes else (0, 0)
         return model, Inspection(size=size)
     options = {
@@ -331,7 +331,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
 
 
 def _refuse_settings(model: ModelSpec, study: Study, inspection: Inspection, channels: int) -> None:
-    """Refuse classes, sizes or channels that the model doesn't have."""
+    """Raise `UserError` for classes, sizes or channels that the model doesn't have."""
     if model.classes and inspection.outputs not in (0, model.classes):
         raise UserError(
             f"{model.name} has {inspection.outputs} classes, not {model.classes}; omit --classes, which shapes the "
@@ -345,12 +345,12 @@ def _refuse_settings(model: ModelSpec, study: Study, inspection: Inspection, cha
 
 
 def _have_changed(files: Mapping[str, str]) -> bool:
-    """Return whether a file that the model's code read has another content now, or is gone."""
+    """Return whether a file read by the model's code has changed or is gone."""
     return any(not Path(name).is_file() or hash_file(name) != sha256 for name, sha256 in files.items())
 
 
 def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
-    """Return the runtime to inspect a model in: this one, or for an engine that of its backend `name`, on its GPU."""
+    """Return the runtime for inspecting a model: this one, or for an engine its backend `name`'s, on its GPU."""
     threads = system.physical_cores()
     if not name:
         return Runtime(threads=threads)
@@ -363,13 +363,13 @@ def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
 
 
 def refuse_sizes(study: Study, model: ModelSpec, inspection: Inspection) -> None:
-    """Raise a `UserError` for sizes of images, and a model that takes none."""
+    """Raise `UserError` for image sizes with a model that takes no image."""
     if study.sizes and not any(inspection.size):
         raise UserError(f"{model.name} takes no image, so a size doesn't apply to it; omit it")
 
 
 def list_sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
-    """Return the (height, width) pairs that the study asks for, or the model's own; (0, 0) if it takes no image.
+    """Return the requested (height, width) pairs, or the model's own; (0, 0) if it takes no image.
 
     Raises `UserError` for a size that the model's file can't take.
     """
@@ -405,16 +405,16 @@ def list_batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
     return study.batches or (fixed or (best if inspection.usual_batch is None else inspection.usual_batch),)
 
 
-# A study's models inspected side by side: nothing is timed, and most of an inspection is spent importing libraries.
+# Parallel inspection of a study's models: nothing is timed, and most time goes into importing libraries.
 
 InspectedModel = tuple[ModelSpec, Inspection]
 
 
 def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, InspectedModel | UserError]:
-    """Inspect each model; return the results, or why a model can't be used, by its key.
+    """Inspect each model; return by key the result, or the error that makes a model unusable.
 
-    Models are inspected in parallel, as many as processors and memory allow, each on its share of the processors. One
-    that fails beside others is inspected again alone, because it may have lacked memory or time.
+    Models are inspected in parallel, as many as processors and memory allow, each on its share of the processors. After
+    a failure beside others, a model is inspected again alone, because it may have lacked memory or time.
     """
     most = min(len(models), len(os.sched_getaffinity(0)), int(read_available() / (HEADROOM * DEFAULT_PROCESS_B)))
     found: dict[str, InspectedModel | UserError] = {**_side_by_side(study, models, most)} if most > 1 else {}
@@ -444,6 +444,6 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], max_parallel: i
 
 
 def _split_processors(count: int) -> list[list[int]]:
-    """Split the processors that this process may use into `count` shares, keeping threads of a core adjacent."""
+    """Split this process's processors into `count` shares, keeping threads of a core adjacent."""
     order = [cpu for core in system.core_threads() for cpu in core]
     return [order[k * len(order) // count : (k + 1) * len(order) // count] for k in range(count)]

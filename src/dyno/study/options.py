@@ -1,4 +1,4 @@
-"""The options of a study, in groups: each field has its help here, for the command line, study files and Python."""
+"""Options of a study, in groups: each field has its help here, for the command line, study files and Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Taken = TypeVar("Taken", contravariant=True)
 if TYPE_CHECKING:
 
     class Field(Generic[Kept, Taken]):
-        """A field that takes more types than it keeps, in the only form that type checkers know: a descriptor."""
+        """A descriptor that accepts more types than it stores, the only such form that type checkers know."""
 
         def __get__(self, study: object, kind: type | None = None) -> Kept: ...
         def __set__(self, study: object, value: Taken) -> None: ...
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 else:
 
     class Field:
-        """As the annotation of a field, the type that is kept: values are checked against it."""
+        """Annotation that stands for the stored type at run time: values are checked against it."""
 
         def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
             return types[0]
 
 
-Models = Field[tuple[str, ...], Any]  # sources, paths, modules, modules with their inputs, functions; one or several
+Models = Field[tuple[str, ...], Any]  # one or several sources, paths, modules, modules with inputs, functions
 Strings = Field[tuple[str, ...], str | Iterable[str]]
 Sizes = Field[tuple[str, ...], str | int | Iterable[str | int]]
 Ints = Field[tuple[int, ...], int | Iterable[int]]
@@ -40,7 +40,7 @@ Floats = Field[tuple[float, ...], float | Iterable[float]]
 Location = Field[str, str | Path]
 
 
-# Of a frozen dataclass mypy forgets what an inherited descriptor gives.
+# mypy loses the type of an inherited descriptor in a frozen dataclass.
 @dataclass_transform()
 def settings(group: type[Group]) -> type[Group]:
     """Make a frozen dataclass of options."""
@@ -252,7 +252,7 @@ class RuntimeOptions:
 
 
 def describe_fields(kind: type) -> str:
-    """Describe each field with its help and its default, in lines for a docstring."""
+    """Describe each field with its help and default, in lines for a docstring."""
     fields = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
     return "\n    ".join(f"{f.name}: {f.metadata['help'].rstrip('.')}{_format_default(f)}." for f in fields)
 

@@ -1,4 +1,4 @@
-"""A study becomes trials: models inspected, images decoded, every combination listed, refusals given a reason."""
+"""Plan of a study: models inspected, images decoded, all combinations listed as trials, refusals with a reason."""
 
 from __future__ import annotations
 
@@ -41,38 +41,40 @@ from dyno.worker.spec import (
     digest,
 )
 
-# A trial that was planned, and a part of a plan.
+# A planned trial, and a part of a plan.
 
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """A trial, and the reason for which it is refused ("" if it isn't)."""
+    """A trial, and the reason for its refusal ("" if it isn't refused)."""
 
     trial: Trial
     refusal: str = ""
     status: str = "skipped"  # status of a refused trial
     model_facts: ModelFacts = field(default_factory=ModelFacts)
     uninspected: bool = False  # the model's inspection failed
-    source: str = ""  # its model, as the study has it
+    source: str = ""  # its model, as in the study
 
 
 @dataclass(frozen=True)
 class TrialSelection:
-    """The requested trials of a study, by their ids; with `sources` all are of these models, as the study
-    has them, and no other is planned."""
+    """The requested trials of a study, by id.
+
+    `sources` are their models as in the study; if given, no other model is planned.
+    """
 
     trials: Collection[str]
     sources: Collection[str] = ()
 
 
-# Routes to an ONNX file as the command line names them: `--routes dynamo,torchscript+static`.
+# Routes to an ONNX file in the command line's notation: `--routes dynamo,torchscript+static`.
 
 ROUTE_OPTIONS = ("exporter", "opset", "static", "fold")  # options that name a route
 ROUTE_PARTS = ("dynamo", "torchscript", "static", "fold", "opsetN")
 ALL_ROUTES = ("dynamo", "torchscript", "dynamo+static+fold", "torchscript+static+fold")
 USUAL_ROUTE = "usual"  # the default route alone
-# Operators that the exporters write alike: a graph of these has the same work to do by every route. What they write
-# in many ways are attention, normalisation, and whatever depends on shapes.
+# Operators that all exporters write alike: a graph of only these is the same by every route. Exporters differ in
+# attention, normalisation, and everything that depends on shapes.
 MERGED_COMBINATIONS = frozenset(
     "Add AveragePool BatchNormalization Clip Concat Constant Conv ConvTranspose Div Elu Flatten Gemm GlobalAveragePool "
     "GlobalMaxPool HardSigmoid HardSwish Identity LeakyRelu MaxPool Mul PRelu ReduceMean Relu Reshape Sigmoid Softmax "
@@ -81,7 +83,7 @@ MERGED_COMBINATIONS = frozenset(
 
 
 def options_of(text: str) -> dict[str, Option]:
-    """Parse a route, `torchscript+opset17+static+fold`, into backend options; raise `UserError` for an unknown one."""
+    """Parse a route, `torchscript+opset17+static+fold`, into backend options; `UserError` for an unknown route."""
     options: dict[str, Option] = {}
     if text == USUAL_ROUTE:
         return options
@@ -99,9 +101,9 @@ def options_of(text: str) -> dict[str, Option]:
 
 
 def add_routes(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False) -> list[Choice]:
-    """Return each backend that reads ONNX by each of the routes (`all`: those that differ most), others unchanged.
+    """Return each backend that reads ONNX once per route (`all`: the most different ones), others unchanged.
 
-    For a `file`, which is exported already, only routes without an exporter apply.
+    For a `file`, which is already exported, only routes without an exporter apply.
     """
     names = [name for route in routes for name in (ALL_ROUTES if route == "all" else (route,))]
     if file:
@@ -121,8 +123,8 @@ def add_routes(choices: list[Choice], routes: tuple[str, ...], *, file: bool = F
 def list_other_routes(made_by: MakerFacts, folds: bool, program: bool = False) -> tuple[str, ...]:
     """Return the routes that may give an engine another graph than the one exported first.
 
-    `folds` tells whether the engine's usual route fixes and folds the shapes anyway, `program` whether the model is one
-    of torch.export: PyTorch can't trace its free batch.
+    `folds` tells whether the engine's usual route fixes and folds shapes anyway, `program` whether the model is a
+    torch.export program: PyTorch can't trace its free batch.
     """
     if made_by.operators.keys() <= MERGED_COMBINATIONS:
         return ()
@@ -132,13 +134,13 @@ def list_other_routes(made_by: MakerFacts, folds: bool, program: bool = False) -
     return (*other, f"{made_by.exporter}+static+fold")
 
 
-# The two sides of a comparison: their trials, distinguished by side and name, and which of them are pairs.
+# Two sides of a comparison: trials distinguished by side and name, and their pairs.
 
 
 def pair_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> list[PlannedTrial]:
-    """Return the trials of both sides, each with its side; two models of the same name are called by their files.
+    """Return the trials of both sides, each with its side; two models of the same name are named by their files.
 
-    Raises `UserError` if no trial of one side has a counterpart on the other.
+    Raises `UserError` if the sides have no pair.
     """
     names: dict[str, set[str]] = {}
     for entry in (entry for planned in sides.values() for entry in planned):
@@ -155,7 +157,7 @@ def pair_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> list[PlannedTrial
 
 
 def rename_model(trial: Trial, name: str) -> Trial:
-    """Return the trial with its model renamed, in the trial and in the files that it needs."""
+    """Return the trial with its model renamed, also in the recipes of its files."""
 
     def rename_recipe(old: Recipe | None) -> Recipe | None:
         if old is None:
@@ -172,7 +174,7 @@ def place_of(model: ModelSpec) -> str:
 
 
 def _check_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> None:
-    """Refuse sides that share no batch and size, or no configuration."""
+    """Raise `UserError` if the sides share no batch and size, or no configuration."""
     a, b = sides.values()
     dims = [{(entry.trial.dims.batch, entry.trial.dims.shown) for entry in side} for side in (a, b)]
     if not dims[0] & dims[1]:
@@ -190,8 +192,8 @@ SEPARATE_STEPS = ("modelopt", "litert_torch")  # steps with their own interprete
 def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
     """Return every trial of the study in a fixed order; raise `UserError` for unusable input before anything runs.
 
-    For a comparison, return the trials of both sides, with at least one pair. With `sources`, return only those of
-    these models, of a study that was planned as a whole before: checks over all models are not repeated.
+    For a comparison, return the trials of both sides, with at least one pair. With `sources`, return only the trials of
+    these models, for a study already planned as a whole: checks over all models are not repeated.
     """
     if sources:
         return _expand_models(study, [source for source in study.models if source in sources])
@@ -207,7 +209,7 @@ def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
 
 def _expand_models(study: Study, sources: Sequence[str]) -> list[PlannedTrial]:
     check_threads(study)
-    # Whose Python is given is meant to run, also where the library isn't in Dyno's own.
+    # Backends with their own Python run even if the library is missing here.
     choices = [Choice.parse(text) for text in study.backends or list_installed(study.device, study.runtime)]
     check_kind(study)
     if not choices:
@@ -277,14 +279,14 @@ def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list
                 is_unasked = study.adds_precisions and (lacks or precision != _own_precision(model))
                 rows = refused if entry.refusal and is_unasked else planned
                 rows.append(replace(entry, model_facts=model_facts))
-    return planned or refused  # a model that nothing here can run has its reasons
+    return planned or refused  # the reasons, for a model that nothing here can run
 
 
 def _of_uninspected(study: Study, source: str, choices: list[Choice], error: UserError) -> list[PlannedTrial]:
-    """Return rows for a model whose inspection failed, so that the study's other models are measured anyway."""
+    """Return rows for a model whose inspection failed, so that the study's other models are still measured."""
     try:
         model = _name_model(study, source, model_spec(study, source))
-    except UserError:  # there is no such file
+    except UserError:  # no such file
         model = _name_model(study, source, ModelSpec(model_name(source), source, channels=study.channels))
     status, reason = (error.status, error.reason) if isinstance(error, InspectionFailed) else ("failed", str(error))
     reason = reason.removeprefix(f"{model.name}: ")
@@ -299,7 +301,7 @@ def _of_uninspected(study: Study, source: str, choices: list[Choice], error: Use
 
 
 def _name_model(study: Study, source: str, model: ModelSpec) -> ModelSpec:
-    """Return the model, named by its whole source if another one has its name: they would share a reference."""
+    """Return the model, named by its whole source if another model has its name: they would share a reference."""
     return replace(model, name=source) if [*map(model_name, study.models)].count(model.name) > 1 else model
 
 
@@ -308,8 +310,8 @@ def _list_configurations(
 ) -> list[tuple[Choice, str]]:
     """Return every backend in each of its precisions.
 
-    Where the study names neither, an fp32 model also runs in fp16 on a GPU, in bf16 on a CPU that computes in it, and
-    in int8 if `data` has calibration images.
+    If the study names neither, an fp32 model also runs in fp16 on a GPU, in bf16 on a CPU with bf16 arithmetic, and in
+    int8 if `data` has calibration images.
     """
     default = study.precisions or (_own_precision(model),)
     if study.adds_precisions and default == ("fp32",):
@@ -330,12 +332,12 @@ def _own_precision(model: ModelSpec) -> str:
 
 
 def _can_read(name: str, model: ModelSpec) -> bool:
-    """Return whether the backend can run the model at all; one that declares no file formats may."""
+    """Return whether the backend can run the model; backends without declared file formats may."""
     return not model.file or registry.find(name).reads(model.file)
 
 
 def _check_reference(reference: str, planned: list[PlannedTrial]) -> None:
-    """Refuse a reference that no trial can be, before anything is measured."""
+    """Raise `UserError` for a reference that fits no trial, before anything is measured."""
     trials = [entry.trial for entry in planned]
     if not any(map(correctness.make_matcher(reference, trials), trials)):
         configurations = sorted({f"{t.backend}/{t.precision}" for t in trials})
@@ -343,14 +345,14 @@ def _check_reference(reference: str, planned: list[PlannedTrial]) -> None:
 
 
 def _check_sizes(study: Study, inspected: dict[str, InspectedModel | UserError]) -> None:
-    """Refuse sizes if no model takes an image; beside one that does, the others run without a size."""
+    """Raise `UserError` for sizes if no model takes an image; if any does, the others run without a size."""
     known = [each for each in inspected.values() if not isinstance(each, UserError)]
     if known and not any(any(inspection.size) for _, inspection in known):
         refuse_sizes(study, *known[0])
 
 
 def _check_builds(study: Study, planned: list[PlannedTrial]) -> None:
-    """Refuse several builds if nothing is built, or of a backend whose own number of rounds is smaller."""
+    """Raise `UserError` for several builds if nothing is built, or if a backend's own number of rounds is smaller."""
     if study.builds == 1:
         return
     if not any(one.trial.plan.builds or _has_builds(one) for one in planned):
@@ -372,7 +374,7 @@ def _has_builds(entry: PlannedTrial) -> bool:
 
 
 def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
-    """Refuse a budget that can't be checked: every trial would seem to be within it."""
+    """Raise `UserError` for a budget that can't be checked: every trial would seem to be within it."""
     task = tasks.find_task(model.task)
     for metric in study.budget:
         if metric not in task.metrics:
@@ -404,7 +406,7 @@ def _build_trial(study: Study, choice: Choice, model: ModelSpec, precision: str,
 
 
 def _check_trial(study: Study, trial: Trial) -> PlannedTrial:
-    """Return the trial with the recipe of its file, or with the reason why it is refused."""
+    """Return the trial with its file's recipe, or with the reason for its refusal."""
     engine = registry.find(trial.backend)
     if refusal := explain_missing(trial.backend, trial.runtime) or engine.refuse(trial):
         return PlannedTrial(trial, refusal)
@@ -413,10 +415,10 @@ def _check_trial(study: Study, trial: Trial) -> PlannedTrial:
 
 
 def _count_builds(study: Study, engine: Backend, trial: Trial) -> int:
-    """Return how many builds of its engine a trial goes through.
+    """Return the number of builds of its engine that a trial goes through.
 
-    That is one if a build was named, else all of the study's, or 0 if the recipe has no build, as for a model that is
-    an engine already.
+    1 if a build was named, else all of the study's; 0 if the recipe has no build, as for a model that already is an
+    engine.
     """
     if BUILD_OPTIONS not in engine.options or BUILD_OPTIONS in trial.options:
         return int(BUILD_OPTIONS in trial.options)

@@ -1,7 +1,7 @@
-"""The study: options or a TOML file become a list of trials that are fair to compare.
+"""The study: options or a TOML file, which become a list of comparable trials.
 
-One study compares runs of the same weights on the same input bytes at the same boundaries; what can't be compared is
-refused with a sentence, as a row.
+One study compares runs of the same weights on the same input bytes at the same boundaries. Incomparable trials become
+rows with a reason.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from dyno.worker.spec import (
 )
 
 MAX_NUMBER = 1e9  # seconds, minutes and percent
-MAX_PIXEL_VALUE = 2.0  # mean and std of an image; those for pixels of 0 to 255 are larger
+MAX_PIXEL_VALUE = 2.0  # mean and std of an image; values for pixels of 0 to 255 are larger
 MAX_ROUNDS, MAX_BATCH, MAX_SIZE = 10_000, 2**31 - 1, 1_000_000  # MAX_SIZE is pixels of a side
-# The least and the most that a whole number may be.
+# Ranges of integer fields.
 FIELD_RANGES = {
     "rounds": (1, MAX_ROUNDS), "builds": (1, MAX_ROUNDS), "confirm": (0, MAX_ROUNDS), "compared": (1, 10_000_000),
     "channels": (1, MAX_SIZE), "classes": (1, MAX_BATCH), "samples": (0, 100_000_000), "threads": (0, 10_000),
     "seed": (0, MAX_EXACT_INTEGER),
 }  # fmt: skip
-# Functions that say nothing of the network that they make.
+# Function names that don't identify a network.
 GENERIC_NAMES = "build build_model create_model get_model load_model main make make_model model".split()
-# Fields for several values, by the name of one.
+# Fields with several values, by singular name.
 SINGULAR_FIELDS = {
     "model": "models",
     "backend": "backends",
@@ -76,7 +76,7 @@ SINGULAR_FIELDS = {
 CAN_INTERLEAVE = hasattr(signal, "SIGSTOP")  # interleaving suspends processes
 DEFAULT_CONFIRMATIONS = 3  # of a winner, if the study has a budget
 DEFAULT_SUSTAINED_S, MAX_SUSTAINED_S = 5.0, 60.0
-MIN_BUILD_S = 60.0  # for a file, despite --minutes
+MIN_BUILD_S = 60.0  # least time for making a file, whatever --minutes
 # fields with several values
 LIST_FIELDS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()
 # fields that may differ between the sides of a comparison
@@ -86,7 +86,7 @@ RESERVED_OPTIONS = ("precision", "runtime", "rounds")  # options that select or 
 
 @dataclass(frozen=True)
 class Choice:
-    """One backend as asked for, `NAME@option=value@…`; `precision`, `runtime` and `rounds` are for Dyno itself."""
+    """A requested backend, `NAME@option=value@…`; `precision`, `runtime` and `rounds` are Dyno's own options."""
 
     name: str
     options: dict[str, Option] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """It as `parse` reads it."""
+        """Notation of the choice, as read by `parse`."""
         given: dict[str, Option] = {**self.options}
         given |= {"precision": "+".join(self.precisions)} if self.precisions else {}
         given |= {"runtime": self.runtime} if self.runtime else {}
@@ -106,7 +106,7 @@ class Choice:
 
     @classmethod
     def parse(cls, text: str) -> Choice:
-        """Read `compile@mode=max-autotune` or `onnxruntime@runtime=old`; a broken option is a `UserError`."""
+        """Parse `compile@mode=max-autotune` or `onnxruntime@runtime=old`; `UserError` for a broken option."""
         name, *parts = text.split("@")
         found: dict[str, str] = {}
         for part in parts:
@@ -166,17 +166,17 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         self._check_options()
 
     def _settle_options(self) -> None:
-        """Fill in open settings: a requested number of rounds is measured, else rounds go on until decided."""
+        """Fill in open settings: a requested number of rounds is fixed, else rounds continue until decided."""
         asked = self.rounds is not None
         least = max(DEFAULT_ROUNDS, self.builds) if isinstance(self.builds, int) else DEFAULT_ROUNDS
         object.__setattr__(self, "rounds", self.rounds if asked else least)
         object.__setattr__(self, "until", self.until or (FIXED if asked else DECIDED))
-        if self.turns is None:  # applies to processes that measure alone
+        if self.turns is None:  # for processes that measure alone
             alone = self.samples or self.interval != Plan.interval
             object.__setattr__(self, "turns", CAN_INTERLEAVE and not alone)
 
     def _convert_baseline(self, name: str, value: Any) -> Any:
-        """Return a value of the baseline as a study file has it."""
+        """Return a value of the baseline as in a study file."""
         check_known("baseline", name, BASELINE_FIELDS)
         return [_name_source(model, self) for model in _make_tuple(value)] if name == "models" else native(value)
 
@@ -231,7 +231,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             raise UserError(f"batch sizes must be whole numbers of at least 1, not {', '.join(map(str, self.batches))}")
         for batch in self.batches:
             check_range("batch", batch, 1, MAX_BATCH)
-        if len(self.mean) != len(self.std):  # an inspection says how many channels there are
+        if len(self.mean) != len(self.std):  # the number of channels is known after an inspection
             raise UserError("mean and std go together, one number for each channel")
         if self.std and not min(self.std) > 0:
             raise UserError(
@@ -298,7 +298,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             raise UserError(f"{path}: {e}" if not changes or _refuses(cls, own, str(e)) else str(e)) from e
 
     def to_table(self) -> dict[str, Any]:
-        """Return the study as a TOML table: everything that isn't at its default."""
+        """Return the study as a TOML table, without values at their defaults."""
         defaults = {f.name: f.default for f in dataclasses.fields(self) if f.default is not dataclasses.MISSING}
         table = {}
         for f in dataclasses.fields(self):
@@ -313,7 +313,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
     @property
     def sides(self) -> dict[str, Study]:
-        """The studies of the two sides of a comparison, `a` the baseline's; of none, this one by the name ""."""
+        """Studies of both sides of a comparison (`a`: the baseline); without one, this study under the name ""."""
         if not self.baseline:
             return {"": self}
         own = dataclasses.replace(self, baseline={})
@@ -321,36 +321,36 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
     @property
     def adds_precisions(self) -> bool:
-        """Whether backends also run in the lower precisions that this machine computes in: not if any is named."""
+        """Whether this machine's lower precisions are added: only if no precision, backend or baseline is named."""
         return not (self.precisions or self.backends or self.baseline)
 
     @property
     def confirmations(self) -> int:
-        """How often winners are measured again after they were selected."""
+        """Number of confirmation rounds of winners."""
         return self.confirm if self.confirm is not None else DEFAULT_CONFIRMATIONS if self.budget else 0
 
     @property
     def build_timeout_s(self) -> float:
-        """Seconds after which making a file is stopped: see `build_timeout`."""
+        """Time limit in seconds for making a file; see `build_timeout`."""
         if self.build_timeout is not None:
             return self.build_timeout
         return max(MIN_BUILD_S, 60 * self.minutes) if self.until in ADAPTIVE_RULES else Plan.build_timeout_s
 
     @property
     def sustained_s(self) -> float:
-        """Seconds of a turn under sustained load, 0 for none: see `sustained`."""
+        """Seconds of a turn under sustained load, 0 for none; see `sustained`."""
         if self.sustained is not None:
             return self.sustained
         return DEFAULT_SUSTAINED_S if self.device != "cpu" and self.until in ADAPTIVE_RULES and self.turns else 0.0
 
     @property
     def searches(self) -> bool:
-        """Whether mixed precisions are looked for where a lowered one fails the budget."""
+        """Whether to search for mixed precisions if a lowered precision fails the budget."""
         return bool(self.budget) if self.search is None else self.search
 
     @property
     def plan(self) -> Plan:
-        """How long each trial is measured; a fixed number of samples switches the other stopping rules off."""
+        """Measurement plan of each trial; a fixed number of samples disables the other stopping rules."""
         fixed = self.samples > 0
         return Plan(
             boundaries=self.boundaries,
@@ -367,7 +367,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
 
 def name_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by the names of fields: `batch` is `batches`, and so on.
+    """Return settings by field name: `batch` becomes `batches`, and so on.
 
     Raises `UserError` if both are given, and for a `size` of two numbers, which elsewhere are height and width.
     """
@@ -393,7 +393,7 @@ Study.__doc__ = (Study.__doc__ or "").format(fields=describe_fields(Study))
 
 
 def _name_source(model: Any, study: Study) -> Any:
-    """Return a model as text: its path, or the file in which a module in memory is stored."""
+    """Return a model as text: its path, or the file that stores a module in memory."""
     if isinstance(model, str) and model.isidentifier() and not Path(model).exists():
         libraries = find_libraries(model)
         return f"{libraries[0]}:{model}" if len(libraries) == 1 else model
@@ -411,7 +411,7 @@ def _name_source(model: Any, study: Study) -> Any:
 
 
 def _name_backend(text: Any) -> Any:
-    """Return a backend with its options, by the names that Dyno knows."""
+    """Return a backend with its options, under Dyno's names."""
     if not isinstance(text, str):  # refused later
         return text
     name, at, options = text.partition("@")
@@ -420,7 +420,7 @@ def _name_backend(text: Any) -> Any:
 
 
 def _in_memory(value: Any) -> bool:
-    """Return whether the value is an `nn.Module` or a program of torch.export, or one with its example inputs.
+    """Return whether the value is an `nn.Module` or a torch.export program, alone or with its example inputs.
 
     PyTorch is not imported for this.
     """
@@ -440,7 +440,7 @@ def _make_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _refuses(study: type[Study], settings: Mapping[str, Any], message: str) -> bool:
-    """Return whether these settings alone are refused with that message."""
+    """Return whether these settings alone cause that error message."""
     try:
         study(**settings)
     except (TypeError, UserError) as e:
@@ -449,7 +449,7 @@ def _refuses(study: type[Study], settings: Mapping[str, Any], message: str) -> b
 
 
 def _format_toml(value: Any) -> str:
-    """Format a value as TOML; text as JSON, which is TOML too but for one control character."""
+    """Format a value as TOML; text as JSON, which is valid TOML except for one control character."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_format_toml(str(key))} = {_format_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -473,7 +473,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_budget(texts: Iterable[str]) -> dict[str, float]:
-    """Parse the points that an engine may lose from `top1=0.5`, several with commas."""
+    """Parse permitted losses in points from `top1=0.5`, separated by commas."""
     found = {}
     for name, points in _parse_pairs("budget", texts, "NAME=POINTS, e.g. top1=0.5").items():
         try:
@@ -484,12 +484,12 @@ def parse_budget(texts: Iterable[str]) -> dict[str, float]:
 
 
 def parse_limits(texts: Iterable[str]) -> dict[str, str]:
-    """Parse limits from the command line: `p99=5ms`, several with commas."""
+    """Parse limits from the command line: `p99=5ms`, separated by commas."""
     return _parse_pairs("limit", texts, "NAME=MOST, e.g. p99=5ms or size=20MB")
 
 
 def _parse_pairs(what: str, texts: Iterable[str], form: str) -> dict[str, str]:
-    """Parse `NAME=VALUE`, several with commas; a name that is given twice is a `UserError`."""
+    """Parse `NAME=VALUE`, separated by commas; `UserError` for a repeated name."""
     found: dict[str, str] = {}
     for text in (part.strip() for each in texts for part in each.split(",") if part.strip()):
         name, is_given, value = (part.strip() for part in text.partition("="))
@@ -502,7 +502,7 @@ def _parse_pairs(what: str, texts: Iterable[str], form: str) -> dict[str, str]:
 
 
 def model_name(source: str) -> str:
-    """Return the model's name in tables and folders: the part behind the colon, or the file's stem."""
+    """Return the model's name in tables and folders: the part after the colon, or the file's stem."""
     if source.partition(":")[0] in NETWORK_FILES:
         return Path(source.partition(":")[2]).stem
     if stored := huggingface.split_folder(source)[1]:
@@ -525,19 +525,19 @@ def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def find_runtime(study: Study, choice: Choice) -> Mapping[str, Any]:
-    """Return the `[runtime.…]` table of a backend: the one it names, else the one named like it, else none."""
+    """Return the `[runtime.…]` table of a backend: the one it names, else the one with its name, else an empty one."""
     if choice.runtime and choice.runtime not in study.runtime:
         raise UserError(f"backend {choice.name!r} asks for runtime {choice.runtime!r}, which the study does not define")
     return study.runtime.get(choice.runtime or choice.name, {})
 
 
-# A function below the decorator that adds a network to its library, perhaps with other decorators in between.
+# A function registered by the library's decorator, possibly with other decorators in between.
 REGISTERED_FUNCTION = re.compile(r"^@register_model\b.*\n(?:@.*\n(?:[ )].*\n)*)*def (\w+)\(", re.M)
 
 
 @cache
 def list_names(library: str) -> frozenset[str]:
-    """Return the names of the library's networks, none where it is not installed."""
+    """Return the names of the library's networks; empty if it is not installed."""
     found = find_spec(library)
     if found is None or not found.origin:
         return frozenset()

@@ -63,7 +63,7 @@ def video(
 
 
 def print_load(result: LoadResult, format: str) -> None:
-    """Print the tables of a load and, for people, the sentences on them."""
+    """Print the tables of a load, and in text formats the sentences on them."""
     from dyno.report.export import export, with_sentences
 
     if result.tables and format in ("text", "markdown", "html"):
@@ -73,7 +73,7 @@ def print_load(result: LoadResult, format: str) -> None:
 
 
 def exit_load(result: LoadResult) -> int:
-    """Print why trials did not finish, and return the exit code."""
+    """Print the reasons of unfinished trials, and return the exit code."""
     from dyno.report.tables import trial_table
 
     for failed in (t for t in result.records if t.status != "ok"):

@@ -1,4 +1,4 @@
-"""The figures of a video that went through one trial's network, as pure functions of the stored times."""
+"""Figures of a video with one trial's network, as pure functions of the stored times."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from dyno.worker.facts.job import VideoFacts
 
 STAGES = ("decode", "preprocess", "inference", "postprocess", "track", "draw", "encode")
 PROCESSORS = "processors"
-SHARED_STAGE = "inference"  # shared by all streams like the processors; other stages exist once per stream
-INTERVAL_SECTIONS = 10  # consecutive frames or requests in one estimate of an interval
+SHARED_STAGE = "inference"  # shared by all streams, like the processors; other stages exist per stream
+INTERVAL_SECTIONS = 10  # sections of consecutive frames or requests in an interval estimate
 PERCENTILES = (0.5, 0.95, 0.99)
 Arrays = Mapping[str, np.ndarray]
 
@@ -33,10 +33,10 @@ Arrays = Mapping[str, np.ndarray]
 class Stage:
     """A stage of the pipeline.
 
-    `alone` is the mean seconds of a frame with nothing beside it and `beside` that in the pipeline, with 95 %
-    intervals; `cpu` the processor time of a frame, alone, and `cpu_under_load` with every processor at work. Shares of
-    the pipeline's time: `working`, `starved` (its queue was empty) and `blocked` (the next one's was full). `queue` is
-    the mean number of items that waited.
+    Mean seconds per frame with 95 % intervals: `alone`, and `beside` the other stages in the pipeline. Processor time
+    per frame: `cpu` alone, and `cpu_under_load` with every processor at work. Shares of the pipeline's time: `working`,
+    `starved` (its queue was empty) and `blocked` (the next queue was full). `queue` is the mean number of waiting
+    items.
     """
 
     name: str
@@ -52,8 +52,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageTimeline:
-    """A stage's pieces of work in the order of their beginning: when each began, ended, and found room behind it, and
-    how many items waited then."""
+    """A stage's pieces of work by start: when each `began`, `ended`, and was `handed` on, and items `waiting` then."""
 
     name: str
     began: np.ndarray
@@ -62,7 +61,7 @@ class StageTimeline:
     waiting: np.ndarray
 
     def find_last(self, times: np.ndarray, limit: float, before: int) -> int:
-        """Return the index below `before` of the latest of these times that is not after the limit; -1 for none."""
+        """Return the index below `before` of the latest time not after the limit; -1 without any."""
         earlier = np.where(times[:before] <= limit, times[:before], -np.inf)
         return int(earlier.argmax()) if len(earlier) and np.isfinite(earlier.max()) else -1
 
@@ -75,7 +74,6 @@ class Bound:
     rate: float
 
     def share(self, reached: float) -> float:
-        """Return the share of the bound that was reached."""
         return reached / self.rate
 
 
@@ -86,7 +84,7 @@ def _find_lowest(rates: Mapping[str, float]) -> Bound:
 
 @dataclass(frozen=True)
 class Video:
-    """One round of a trial's network on a video; meanwhile other programs kept `others` processors busy."""
+    """One round of a trial's network on a video; other programs kept `others` processors busy."""
 
     facts: VideoFacts
     arrays: Arrays
@@ -94,22 +92,22 @@ class Video:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages that there were, in the order of the pipeline."""
+        """Existing stages, in the order of the pipeline."""
         return tuple(self._make_stage(name) for name in STAGES if f"alone_{name}" in self.arrays)
 
     @cached_property
     def rate(self) -> float:
-        """Frames per second from the first one's reading to the closed file, of all streams together."""
+        """Frames per second of all streams together, from the first frame's reading to the closed file."""
         return self.facts.answered / self.facts.seconds
 
     @property
     def inference_rate(self) -> float:
-        """Frames per second of inference by itself."""
+        """Frames per second of inference alone."""
         return 1 / self._find_stage(SHARED_STAGE).alone.value
 
     @property
     def inference_beside(self) -> float:
-        """Frames per second of inference while the other stages run: those over the time in which it had work."""
+        """Frames per second of inference beside the other stages, over the time in which it had work."""
         return self.facts.streams / self._find_stage(SHARED_STAGE).beside.value
 
     def _find_stage(self, name: str) -> Stage:
@@ -117,18 +115,18 @@ class Video:
 
     @property
     def slowest(self) -> Stage:
-        """The stage that allows least, alone."""
+        """The stage with the lowest limit, alone."""
         return self._find_stage(self.by_stage.name)
 
     @cached_property
     def by_stage(self) -> Bound:
-        """The limit of the slowest stage, if all others cost nothing."""
+        """Limit of the slowest stage, if all others cost nothing."""
         return _find_lowest({k: v for k, v in self.find_limits(self.facts.streams).items() if k != PROCESSORS})
 
     def find_limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-        """Return the frames/s that each stage and the processors allow `streams` streams together.
+        """Return the frames/s that each stage and the processors allow for `streams` streams together.
 
-        With `shares`, stages take only that share of their time, and of their processor time.
+        `shares` scale the time and processor time of stages.
         """
         rates = {
             s.name: (1 if s.name == SHARED_STAGE else streams) / (s.alone.value * shares.get(s.name, 1.0))
@@ -138,25 +136,25 @@ class Video:
         return rates | {PROCESSORS: self.facts.processors / seconds if seconds > 0 else math.inf}
 
     def find_percentile(self, q: float, to: str = "known") -> float | None:
-        """Return a percentile of the latencies; None with too few frames. The median needs one frame alone."""
+        """Return a percentile of the latencies; None with too few frames. The median needs only one frame."""
         samples = self.list_latencies(to)
         least = 1 if q == PERCENTILES[0] else stats.samples_for(q)
         return stats.percentile_of(samples, q) if len(samples) >= least else None
 
     @property
     def utilization(self) -> float:
-        """The share of the processors' time in which the pipeline worked."""
+        """Share of the processors' time used by the pipeline."""
         return self.facts.cpu_whole * self.rate / self.facts.processors
 
     @property
     def cpu_under_load(self) -> float:
-        """Processor time of a frame with every processor at work, all stages together, in seconds."""
+        """Processor time per frame of all stages with every processor at work, in seconds."""
         return sum(stage.cpu_under_load for stage in self.stages)
 
     def find_crowding(self, busy: float) -> float:
-        """Return the factor on the processor time of work while `busy` processors are busy.
+        """Return the factor on processor time while `busy` processors are busy.
 
-        It is as measured where all are, and in proportion between that and one.
+        As measured if all are busy; proportional between that and one.
         """
         others = self.facts.processors - 1
         share = min(max((busy - 1) / others, 0.0), 1.0) if others else 0.0
@@ -164,11 +162,11 @@ class Video:
 
     @property
     def bound(self) -> Bound:
-        """The lower of both."""
+        """Lower of the limits of the slowest stage and of the processors."""
         return _find_lowest(self.find_limits(self.facts.streams))
 
     def find_bound(self, name: str, share: float) -> Bound:
-        """Return the bound if that stage took only a `share` of its time, and of its processor time."""
+        """Return the bound if that stage took only a `share` of its time and processor time."""
         return _find_lowest(self.find_limits(self.facts.streams, {name: share}))
 
     def list_latencies(self, to: str) -> np.ndarray:
@@ -179,7 +177,7 @@ class Video:
         return np.asarray(ended[:count] - began[:count])
 
     def read_timeline(self, name: str) -> StageTimeline:
-        """Return the stage's times that the run stored, sorted by their beginnings."""
+        """Return the stored times of the stage, sorted by start."""
         times = [self.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed", "waiting")]
         order = np.argsort(times[0], kind="stable")
         return StageTimeline(name, *(each[order] for each in times))
@@ -203,9 +201,9 @@ class Video:
 def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float], min_count: int) -> Interval:
     """Compute an estimate with its 95 % interval from ten sections of consecutive samples, by Student's t.
 
-    Consecutive samples resemble each other, so a section counts as one observation (sectioning; Asmussen and Glynn,
-    Stochastic Simulation, 2007, III.5; of means: Law, Simulation Modeling and Analysis, 2015, 9.5.3). Without limits
-    where a section has fewer than `min_count` samples, or its estimate isn't finite.
+    Consecutive samples are correlated, so a section counts as one observation (sectioning; Asmussen and Glynn,
+    Stochastic Simulation, 2007, III.5; of means: Law, Simulation Modeling and Analysis, 2015, 9.5.3). NaN limits if a
+    section has fewer than `min_count` samples, or an estimate isn't finite.
     """
     value = estimate(samples)
     each = (
@@ -221,25 +219,25 @@ def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float
 
 
 def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
-    """Compute `scale` times the mean with its interval; fewer than two frames per section give no limits."""
+    """Compute `scale` times the mean with its interval; NaN limits with fewer than two frames per section."""
     return section_interval(samples, lambda part: scale * float(np.mean(part)) if len(part) else math.nan, 2)
 
 
-# The videos of a run: those of each trial, with how fast it is and whether that is more than the reference's.
+# Videos of a run: each trial's videos, speeds, and speed-ups over the reference.
 
 ARRAYS_FILE = "video.npz"
-REFERENCE_BACKEND = "pytorch"  # the other engines are compared with it if present
+REFERENCE_BACKEND = "pytorch"  # preferred reference
 
 
 @dataclass(frozen=True)
 class LoadRun:
-    """A trial and its load: a video, or requests."""
+    """A trial under load: a video, or requests."""
 
     trial: TrialResult
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings of all rounds, each sentence once."""
+        """Distinct warnings of all rounds."""
         return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
 
     @property
@@ -252,12 +250,12 @@ Run = TypeVar("Run", bound=LoadRun)
 
 
 def find_reference(runs: Sequence[Run]) -> Run:
-    """Return the reference of the others: PyTorch, else the first."""
+    """Return the reference run: PyTorch, else the first."""
     return next((each for each in runs if each.trial.backend == REFERENCE_BACKEND), runs[0])
 
 
 def list_speedups(runs: Sequence[Run], rule: Rule) -> list[Speedup | None]:
-    """Return how many times faster each is than the reference, with a verdict; None for the reference."""
+    """Return the speed-up of each run over the reference, with a verdict; None for the reference."""
     first = find_reference(runs)
     others = [each for each in runs if each is not first]
     decided = iter(stats.decide_family([stats.collect_evidence(each.seconds, first.seconds) for each in others], rule))
@@ -266,19 +264,19 @@ def list_speedups(runs: Sequence[Run], rule: Rule) -> list[Speedup | None]:
 
 @dataclass(frozen=True)
 class VideoRun(LoadRun):
-    """A trial's network with the video, once for each round."""
+    """A trial with its videos, one per round."""
 
     videos: tuple[Video, ...]
 
     @cached_property
     def typical(self) -> Video:
-        """The round whose rate is the median: the one that details are shown of."""
+        """The round of median rate, for details."""
         middle = statistics.median_low(video.rate for video in self.videos)
         return next(video for video in self.videos if video.rate == middle)
 
     @cached_property
     def rate(self) -> Interval:
-        """Frames per second end to end: the geometric mean of the rounds with its 95 % interval."""
+        """Frames per second end to end: the rounds' geometric mean with its 95 % interval."""
         return stats.find_center([video.rate for video in self.videos])
 
     @property
@@ -292,34 +290,34 @@ def list_runs(run: RunData) -> list[VideoRun]:
 
 
 def list_videos(trial: TrialResult) -> VideoRun | None:
-    """Return the trial with its videos; None where it answered none."""
+    """Return the trial with its videos; None without any."""
     videos = tuple(
         Video(r.facts.video, read_npz(r.folder / ARRAYS_FILE), r.facts.others_busy.get("video", 0.0))
         for r in trial.good
         if r.facts.video is not None and (r.folder / ARRAYS_FILE).is_file()
     )
     whole = tuple(video for video in videos if not video.facts.stopped)
-    # A rate of the first frames is not one of the whole.
+    # The rate of the first frames is not that of the whole video.
     return VideoRun(trial, whole or videos) if videos else None
 
 
-# The oracle: what several videos would reach through one engine, from the stages measured alone.
-#
-# Every stream has its own stages, except inference, which all share, as they share the processors. What is lowest of
-# their rates bounds the whole (operational analysis; Denning and Buzen, Computing Surveys, 1978); a simulation says how
-# near the whole comes, and how long a frame takes.
+# Prediction for several videos through one engine, from the stages measured alone. Every stream has its own stages;
+# inference and the processors are shared by all. The lowest of their rates bounds the whole (operational analysis;
+# Denning and Buzen, Computing Surveys, 1978). A simulation tells how close to the bound the whole comes, and how long a
+# frame takes.
 
-# A simulation of the pipeline from its stages alone, with bounded queues and shared processors.
-#
-# Work is a fluid: while the stages at work ask for more processors than there are, all get slower alike (processor
-# sharing; Kleinrock, Queueing Systems II, 1976, 4.4), and somewhat sooner, as processors that work at the same time
-# share caches and memory. So one clock of work done ends every piece in turn, and its speed says how long that takes.
+# Simulation of the pipeline from its stages alone, with bounded queues and shared processors. Work is a fluid: if
+# active stages need more processors than there are, all slow down alike (processor sharing; Kleinrock, Queueing Systems
+# II, 1976, 4.4). They slow down somewhat earlier, because busy processors share caches and memory. So a single clock of
+# work done orders the ends of all pieces, and its speed gives their duration.
 
 
 @dataclass(frozen=True)
 class Server:
-    """A stage: seconds of each frame while nothing else slows its processors (used again from the beginning), how many
-    of these it keeps busy meanwhile, and whether all streams share it."""
+    """A stage of the simulation: seconds per frame at full speed (repeated cyclically), and its busy `processors`.
+
+    `shared` stages serve all streams.
+    """
 
     seconds: np.ndarray
     processors: float
@@ -335,8 +333,10 @@ class SimulationResult:
 
 
 class Simulation:
-    """Streams of `frames` frames each through the servers; `known` is the number of the one that ends with boxes, and
-    `crowding` the factor on a stage's time for each number of busy processors."""
+    """Simulation of streams of `frames` frames each through the servers.
+
+    `known` is the index of the server that completes the boxes; `crowding` is the factor on time by busy processors.
+    """
 
     def __init__(
         self, servers: Sequence[Server], known: int, streams: int, frames: int, processors: int, depth: int,
@@ -344,13 +344,13 @@ class Simulation:
     ) -> None:  # fmt: skip
         self._servers, self._known, self._frames = servers, known, frames
         self._processors, self._depth, self._streams, self._crowding = processors, depth, streams, crowding
-        # How many frames of each stream each stage has begun, ended, and handed to the next, in their order.
+        # Frames begun, ended and handed on, by stream and stage, in order.
         self._begun, self._ended, self._handed = ([[0] * len(servers) for _ in range(streams)] for _ in range(3))
         self._free = [True for _ in servers]
-        self._waiting = [deque[int]() for _ in servers]  # streams that wait for a shared server
+        self._waiting = [deque[int]() for _ in servers]  # streams waiting for a shared server
         self._began = np.zeros((streams, frames))
         self._latencies: list[float] = []
-        self._heap: list[tuple[float, int, int]] = []  # the work done at which a piece ends, its stream and its stage
+        self._heap: list[tuple[float, int, int]] = []  # work clock at the end of a piece, its stream and stage
         self._asked = self._done = self._now = 0.0
 
     def run(self) -> SimulationResult:
@@ -366,13 +366,13 @@ class Simulation:
         return SimulationResult(self._streams * self._frames / self._now, np.array(self._latencies))
 
     def _start_frame(self, stream: int, stage: int) -> None:
-        """Begin the next frame that waits for the stage, where there is one and the stage is free."""
+        """Begin the next frame waiting for the stage, if there is one and the stage is free."""
         frame, arrived = self._begun[stream][stage], self._handed[stream][stage - 1] if stage else self._frames
         if frame > self._handed[stream][stage] or frame == arrived:
             return
         self._begun[stream][stage] += 1
         if stage:
-            self._hand_on(stream, stage - 1)  # there is room for the one before
+            self._hand_on(stream, stage - 1)  # room for the previous stage's next frame
         else:
             self._began[stream, frame] = self._now
         if not self._servers[stage].shared:
@@ -402,7 +402,7 @@ class Simulation:
         self._hand_on(stream, stage)
 
     def _hand_on(self, stream: int, stage: int) -> None:
-        """Give an ended frame to the next stage, or keep it until there is room."""
+        """Hand an ended frame to the next stage, or keep it until there is room."""
         last, handed = stage + 1 == len(self._servers), self._handed[stream]
         is_full = not last and handed[stage] - self._begun[stream][stage + 1] >= self._depth
         if is_full or handed[stage] == self._ended[stream][stage]:
@@ -414,14 +414,16 @@ class Simulation:
 
 
 MAX_STREAMS = 32
-BOX_STAGES = ("postprocess", "track")  # a frame's boxes are known after the last of them
+BOX_STAGES = ("postprocess", "track")  # boxes are known after the last of these
 MAX_FRAMES_PER_STREAM, MAX_SIMULATED_FRAMES = 400, 6400  # simulated frames per stream, and in all
 
 
 @dataclass(frozen=True)
 class StreamPrediction:
-    """A prediction for concurrent streams: frames per second of all together, their bound, and the 99th percentile of
-    the seconds from a frame's reading until its boxes are known."""
+    """Prediction for concurrent streams: frames per second of all together, their bound, and p99 latency in seconds.
+
+    Latency is from a frame's reading until its boxes are known.
+    """
 
     streams: int
     rate: float
@@ -435,7 +437,7 @@ class StreamPrediction:
 
 
 def predict_streams(video: Video, streams: int) -> StreamPrediction:
-    """Predict the result of `streams` streams, each like this one and read as fast as it is taken."""
+    """Predict the result of `streams` streams like this one, each read as fast as the pipeline takes it."""
     servers = [_make_server(video, stage) for stage in video.stages]
     known = max(place for place, stage in enumerate(video.stages) if stage.name in BOX_STAGES)
     frames = max(len(video.stages), min(MAX_FRAMES_PER_STREAM, MAX_SIMULATED_FRAMES // streams))
@@ -448,9 +450,9 @@ def predict_streams(video: Video, streams: int) -> StreamPrediction:
 
 
 def _make_server(video: Video, stage: Stage) -> Server:
-    """Return the stage as a server of the simulation; the engine answers one frame after the other, at its throughput.
+    """Return the stage as a simulated server; the engine answers frames one at a time, at its throughput.
 
-    The simulation slows all stages down alike, so these seconds include the stage's own slow-down under full CPU load.
+    The simulation slows all stages alike, so these seconds include the stage's own slow-down under full CPU load.
     """
     in_crowd = stage.cpu_under_load / stage.cpu / video.find_crowding(video.facts.processors) if stage.cpu else 1.0
     handed = video.facts.hand_over if stage is not video.stages[0] else 0.0
@@ -460,6 +462,6 @@ def _make_server(video: Video, stage: Stage) -> Server:
 
 
 def count_fitting(video: Video, rate: float) -> int:
-    """Return how many streams at that rate each fit by the bounds, at most MOST_STREAMS; 0 if not even one fits."""
+    """Return how many streams at that rate each fit by the bounds, at most MAX_STREAMS; 0 if none fits."""
     fits = [k for k in range(1, MAX_STREAMS + 1) if min(video.find_limits(k).values()) / k >= rate]
     return max(fits, default=0)

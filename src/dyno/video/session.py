@@ -1,4 +1,4 @@
-"""Run a video through each engine that is compared, in rounds, and read what that says."""
+"""Sessions of a video through each compared engine, in rounds."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from dyno.worker.video.options import IMAGE_SUFFIXES, OPENING_STAGE, VIDEO_SUFFI
 if TYPE_CHECKING:
     from dyno.table import Table
 
-# The jobs of a video: where each writes, and how one is launched, ended by the user, and read.
+# Jobs of a video: output paths, launch, interruption by the user, and results.
 
 STDIN_SOURCE = "-"
-# OpenMP's threads spin while they wait for each other, and here would take the processors from the other stages: with
-# one more busy thread than processors PyTorch takes seven times as long.
+# OpenMP's threads spin while waiting, and so take processors from other stages: with one busy thread more than
+# processors, PyTorch takes seven times as long.
 SHARED_PROCESSORS = {"OMP_WAIT_POLICY": "passive"}
-SHUTDOWN_TIMEOUT_S = 20.0  # limit for an interrupted job to close its video
+SHUTDOWN_TIMEOUT_S = 20.0  # seconds for an interrupted job to close its video
 
 
 @dataclass(frozen=True)
 class VideoJobSpec:
-    """The settings that all jobs of a video share: the source, the files to write ("" for none), the options.
+    """Settings common to all jobs of a video: source, files to write ("" for none), options.
 
-    With `several` trials each writes to a different name; rounds after the first keep nothing.
+    With `several` trials, each writes to its own name; rounds after the first keep nothing.
     """
 
     source: str
@@ -68,7 +68,6 @@ class VideoJobSpec:
         return tuple(str(path) for path in wanted if path not in made)
 
     def name_output(self, path: str, trial: Trial) -> str:
-        """Return the output path of this trial."""
         if not path or not self.several:
             return path
         whole = Path(path)
@@ -87,9 +86,9 @@ class VideoJobSpec:
         return dataclasses.replace(job, kind="video", options={**job.options, **video})
 
     def launch(self, job: Job, folder: Path, timeout_s: float, progress: Progress) -> Record:
-        """Run the job and return its record; it has no timeout, however long the video is.
+        """Run the job and return its record; videos have any length, so there is no timeout.
 
-        If it is interrupted, it closes its file, and its record is stored before the interrupt goes on.
+        After an interrupt the job closes its file, and its record is stored before the interrupt is raised again.
         """
         own = self.make_job(job, folder)
         pipe = own.options["source"]
@@ -107,7 +106,7 @@ class VideoJobSpec:
 
 
 def share_processors(job: Job) -> dict[str, str]:
-    """Return the environment variables of a job whose threads share processors, except those that the user has set."""
+    """Return environment variables for a job whose threads share processors, unless set by the user."""
     environment = {**os.environ, **dict(job.runtime.env)}
     return {name: value for name, value in SHARED_PROCESSORS.items() if name not in environment}
 
@@ -118,7 +117,7 @@ VIDEO_FILE = "video.json"  # in the run folder: the measured video
 
 @dataclass(frozen=True)
 class LoadResult(Result):
-    """The run folder of one or several engines under load."""
+    """Run folder of one or several engines under load."""
 
     folder: Path
 
@@ -130,19 +129,21 @@ class LoadResult(Result):
 
     @property
     def tables(self) -> list[Table]:
-        """The tables on the load: a row for each engine, then what is behind it."""
+        """Tables on the load: a row for each engine, then details."""
         return self._leading[0]
 
     @property
     def sentences(self) -> list[str]:
-        """For each engine what it reaches, what limits it, and reasons for doubt."""
+        """For each engine its result, its limit, and reasons for doubt."""
         return self._leading[1]
 
 
 @dataclass(frozen=True)
 class VideoResult(LoadResult):
-    """A video that went through one or several engines: its run folder, whether the user stopped it, and the requested
-    files that were not written, because the rounds that write them were measured before."""
+    """Run folder of a video with one or several engines, and whether the user `stopped` it.
+
+    `unwritten` are requested files of rounds that were measured before, and so not written now.
+    """
 
     stopped: bool = False
     unwritten: tuple[str, ...] = ()
@@ -156,7 +157,7 @@ class VideoResult(LoadResult):
         return refused[0] if refused and len(refused) == len(worst) else ""
 
     def save(self, path: Path) -> None:
-        """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
+        """Write the pipeline's trace: a track for each stage and frame of each engine's typical round."""
         from dyno.video import figures, words
 
         write_text(path, json.dumps(words.chrome_trace(figures.list_runs(self.data))) + "\n")
@@ -174,7 +175,7 @@ def bench_video(
     quiet: bool = True,
     **settings: Any,
 ) -> VideoResult:
-    """Answer a video with a detector, in every engine that `settings` (fields of `Study`) name.
+    """Answer a video with a detector, in every engine named by `settings` (fields of `Study`).
 
     `source` is a video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input;
     `output` the annotated video, image or folder ("": nothing is written), and `boxes` a file of JSON lines, one per
@@ -212,7 +213,7 @@ def bench_video(
 
 
 def _make_absolute(source: str | Path) -> str:
-    """Return a path made absolute, because jobs may run elsewhere; anything else unchanged."""
+    """Return a path made absolute, because jobs may run elsewhere; other sources unchanged."""
     text = str(source)
     return str(Path(text).absolute()) if _is_path(text) else text
 
@@ -222,7 +223,7 @@ def _is_path(source: str) -> bool:
 
 
 def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
-    """Raise `UserError` for options that can't work, before anything is started."""
+    """Raise `UserError` for impossible options, before anything is started."""
     if job_spec.source == STDIN_SOURCE and (job_spec.several or study.rounds > 1):
         raise UserError("standard input can be read only once; give one backend and --rounds 1")
     if job_spec.source == STDIN_SOURCE and not job_spec.options.frame_size:
@@ -243,7 +244,7 @@ def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
 
 
 def _check_output(output: Path, source: Path | None) -> None:
-    """Raise `UserError` for a suffix or a folder that can't be written, and for images if `source` has none."""
+    """Raise `UserError` for an unwritable suffix or folder, and for image output if `source` has no images."""
     suffix = output.suffix.lower()
     images = source is not None and (source.is_dir() or source.suffix.lower() in IMAGE_SUFFIXES)
     if images and not suffix:
@@ -263,9 +264,9 @@ def _check_output(output: Path, source: Path | None) -> None:
 
 
 def store_about(folder: Path, name: str, about: Mapping[str, Any], other: str, lacking: str) -> None:
-    """Store what the folder is of, in the file of this name; refuse a folder that is of something else.
+    """Store `about` in the folder's file `name`; UserError if the folder was measured with other values.
 
-    `other` and `lacking` end the sentences of the refusals: what the folder is of, and what its run is without.
+    `other` and `lacking` complete the error messages, for other values and for a folder without the file.
     """
     path = folder / name
     stored = read_json(path) if path.is_file() else {}
@@ -273,5 +274,5 @@ def store_about(folder: Path, name: str, about: Mapping[str, Any], other: str, l
         raise UserError(f"{folder} is {other}; give another --out")
     if (folder / "study.toml").is_file() and not path.is_file():
         raise UserError(f"{folder} is of a run {lacking}; give another --out")
-    with Run(folder).hold_lock():  # makes the folder Dyno's, too
+    with Run(folder).hold_lock():  # also makes the folder Dyno's
         write_json(path, about)

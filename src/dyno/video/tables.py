@@ -1,4 +1,4 @@
-"""The tables of videos: a row for each trial, one for each stage of each, and one for each number of streams."""
+"""Tables of videos: a row for each trial, for each of its stages, and for each number of streams."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _make_stream_row(run: VideoRun, count: int) -> Row:
 
 
 def describe_streams(video: Video, rows: list[Row]) -> list[str]:
-    """Describe the error of the prediction where it was tried, and how many streams fit at the source's rate."""
+    """Describe the prediction's error for the measured number of streams, and how many fit at the source's rate."""
     off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
     sentences = [
         "Predicted from the stages alone, with one engine for all streams and videos that are read as fast as they are "
@@ -194,7 +194,7 @@ STREAM_TABLE = TableKind(
 )  # fmt: skip
 
 
-# The stages of a video's pipeline over time: who works, who waits, and how frames overlap.
+# Timeline of a video's pipeline: working and waiting stages, and overlapping frames.
 
 MAX_DRAWN_TRIALS, DRAWN_FRAMES = 4, 12  # trials drawn, and middle frames of each
 STAGE_HEIGHT = 0.8  # height of a stage's row
@@ -202,9 +202,9 @@ PALETTE = [color for name, color in COLORS.items() if name != "fake"]
 
 
 def draw_timeline(run: RunData) -> Any:
-    """Draw a row for each stage, with a bar for each frame's work in the frame's colour; None if the run has no video.
+    """Draw a row for each stage, with a bar in the frame's colour for its work; None if the run has no video.
 
-    A pale bar follows where the next stage had no room for the frame.
+    A pale bar follows if the next stage had no room for the frame.
     """
     runs = figures.list_runs(run)[:MAX_DRAWN_TRIALS]
     if not runs:
@@ -238,9 +238,9 @@ def _draw_panel(axes: Any, run: VideoRun) -> None:
 
 
 def _choose_window(video: Video) -> tuple[float, float]:
-    """Return the window to draw, in seconds: FRAMES frames around the middle of the video.
+    """Return the window to draw, in seconds: DRAWN_FRAMES frames around the middle of the video.
 
-    It runs from the start of reading its first frame until the result of the last is known.
+    It extends from reading its first frame until the result of the last is known.
     """
     began, known = video.arrays["frame_began"], video.arrays["frame_known"]
     first = max(0, len(began) // 2 - DRAWN_FRAMES // 2)
@@ -256,18 +256,16 @@ TIMELINE = Chart(
 )
 
 
-# The critical path of a video's pipeline: what each stage contributes to the end of the run, by its own times.
-#
-# Followed back from the last piece of work that ended (Kelley & Walker, Critical-Path Planning and Scheduling, 1959):
-# work begins when the stage is free and something lies in its queue, whichever is later; a stage is free when the next
-# one has taken something from a full queue.
+# Critical path of a video's pipeline: each stage's contribution to the run's duration. It is traced back from the last
+# piece of work that ended (Kelley & Walker, Critical-Path Planning and Scheduling, 1959). Work begins when its stage is
+# free and an item is in its queue; a stage is free when the next one has taken an item from a full queue.
 
 HAND_OVER = "between stages"
-NO_ROOM_S = 1e-4  # later than this after its end, a piece of work waited for room
+NO_ROOM_S = 1e-4  # a piece of work handed on later than this waited for room
 
 
 def compute_critical_path(video: Video) -> dict[str, float]:
-    """Return the seconds on the critical path by stage and between stages; they sum to the end of the last work."""
+    """Return the seconds on the critical path by stage and between stages; their sum is the end of the last work."""
     tracks = [video.read_timeline(stage.name) for stage in video.stages]
     found = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
     for name, seconds in _walk_path(tracks):
@@ -276,7 +274,7 @@ def compute_critical_path(video: Video) -> dict[str, float]:
 
 
 def _walk_path(tracks: list[StageTimeline]) -> Iterator[tuple[str, float]]:
-    """Yield the pieces of the path, from its end back to the beginning of the run."""
+    """Yield the pieces of the path, from its end back to the start of the run."""
     place = max((k for k, track in enumerate(tracks) if len(track.ended)), key=lambda k: tracks[k].ended.max())
     piece = int(tracks[place].ended.argmax())
     while True:
@@ -291,9 +289,9 @@ def _walk_path(tracks: list[StageTimeline]) -> Iterator[tuple[str, float]]:
 
 
 def _find_enabler(tracks: list[StageTimeline], place: int, piece: int, begin: float) -> tuple[int, int, float]:
-    """Find the piece of work whose end let this one begin.
+    """Find the piece of work whose end allowed this one to begin.
 
-    Return its stage, its index (-1: the run's beginning), and until when the path is between stages.
+    Returns its stage, its index (-1: the run's start), and the end of the path's part between stages.
     """
     now = begin
     while True:
@@ -309,7 +307,7 @@ def _find_enabler(tracks: list[StageTimeline], place: int, piece: int, begin: fl
         waited = float(own.handed[earlier[1]] - own.ended[earlier[1]]) > NO_ROOM_S
         if not waited or earlier[0] + 1 >= len(tracks):
             return *earlier, now
-        # It waited for room, which the next stage made when it began something: that is what to follow.
+        # It waited for room, which the next stage made by beginning a piece: follow that one.
         following = tracks[earlier[0] + 1]
         taker = following.find_last(following.began, float(own.handed[earlier[1]]), len(following.began))
         if taker < 0 or float(following.began[taker]) >= begin:
@@ -318,7 +316,7 @@ def _find_enabler(tracks: list[StageTimeline], place: int, piece: int, begin: fl
 
 
 def _find_source(before: StageTimeline, track: StageTimeline, piece: int) -> int:
-    """Return the piece of the stage before that the piece works on: the last one of a batch, the batch of a frame."""
+    """Return the previous stage's piece for this one: the last frame of a batch, or the batch of a frame."""
     return math.ceil((piece + 1) * len(before.began) / len(track.began)) - 1
 
 
@@ -328,7 +326,7 @@ def _make_table(run: RunData) -> Table | None:
 
 
 def _iter_rows(label: str, video: Video) -> Iterator[Row]:
-    """Yield a row for each stage and the time between; none with several streams, whose times are the first one's."""
+    """Yield a row for each stage and for the time between; empty with several streams, as times are the first one's."""
     if video.facts.streams > 1:
         return
     found, stages = compute_critical_path(video), {stage.name: stage for stage in video.stages}
@@ -360,7 +358,7 @@ PATH_TABLE = TableKind(
 )  # fmt: skip
 
 
-# Two runs of a video compared end to end and stage by stage, B with A.
+# Comparison of two runs of a video, B with A, end to end and by stage.
 
 END_TO_END = "end to end"
 COMPARISON_TABLE = TableKind("video-comparison", "Videos, B against A",
@@ -381,7 +379,7 @@ Pair = tuple[VideoRun, VideoRun]
 
 
 def make_comparison_table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> Table | None:
-    """Build rows of the videos of the pairs (A's trial, B's); None where no pair has any on both sides."""
+    """Build rows of the videos of the pairs (A's trial, B's); None if no pair has videos on both sides."""
     pairs = [(a, b) for x, y in trials if (a := figures.list_videos(x)) and (b := figures.list_videos(y))]
     if not pairs:
         return None
@@ -398,13 +396,13 @@ def make_comparison_table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> 
 
 
 def _make_shot_key(one: VideoRun) -> tuple[int, ...]:
-    """Return the facts that must be equal in two videos."""
+    """Return the facts that must be equal in comparable videos."""
     facts = one.typical.facts
     return facts.frames, facts.height, facts.width, facts.streams
 
 
 def _iter_stages(pair: Pair) -> Iterator[tuple[Pair, str, list[float], list[float]]]:
-    """Yield the times per frame of each stage that both pipelines have, by round."""
+    """Yield the times per frame of each stage common to both pipelines, by round."""
     a, b = ([{stage.name: stage.beside.value for stage in video.stages} for video in one.videos] for one in pair)
     for name in a[0]:
         if all(name in each for each in (*a, *b)):

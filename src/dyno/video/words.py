@@ -17,11 +17,11 @@ LATENCY_NOTE = (
     "A file is read as fast as the pipeline takes it, so its queues are full and latency is mostly waiting in them; a "
     "live source that is slower than the bound waits less."
 )
-BOUND_REACHED_SHARE = 0.95  # share of the bound at which the pipeline has nothing left to gain
+BOUND_REACHED_SHARE = 0.95  # share of the bound at which there is nothing left to gain
 
 
 def describe_each(runs: Sequence[Run], describe: Callable[[Run], Iterable[str]]) -> list[str]:
-    """Return the sentences of each trial, under its name where there are several."""
+    """Return the sentences of each trial, under its name if there are several."""
     named = [(each, [f"{each.trial.label}:"] if len(runs) > 1 else []) for each in runs]
     return [line for each, name in named for line in (*name, *describe(each))]
 
@@ -33,7 +33,7 @@ def describe_runs(runs: Sequence[VideoRun]) -> list[str]:
 
 
 def list_sentences(video: Video) -> list[str]:
-    """Describe how fast it was, the bound, the effect of changing that, and how long a frame takes."""
+    """Describe speed, bound, effect of changing the bound, and latency per frame."""
     return [
         _describe_rates(video),
         *_describe_set_up(video),
@@ -77,7 +77,7 @@ def _describe_set_up(video: Video) -> Iterator[str]:
 
 def _describe_bounds(video: Video) -> Iterator[str]:
     stage = video.by_stage
-    # The number of the processors over a frame's processor time while all are at work.
+    # Number of processors over the processor time of a frame under full load.
     processors = Bound(PROCESSORS, video.find_limits(video.facts.streams)[PROCESSORS])
     yield (
         f"The slowest stage, {stage.name}, allows {_format_rate(stage.rate)}: {_format_share(stage, video)} of that "
@@ -122,7 +122,7 @@ def _describe_changes(video: Video) -> Iterator[str]:
 
 
 def _explain_loss(video: Video) -> str:
-    """Explain why less than the bound was reached, as far as it is known."""
+    """Explain why the bound was not reached, as far as known."""
     facts = video.facts
     more = facts.cpu_whole / video.cpu_under_load if video.cpu_under_load else 1.0
     why = []
@@ -163,7 +163,7 @@ def _format_processors(video: Video) -> str:
     return format_count(video.facts.processors, "processor")
 
 
-# A video's pipeline as a trace for Perfetto: a track for each stage, and one for each frame.
+# Perfetto trace of a video's pipeline: a track for each stage and each frame.
 
 HOW_MEASURED = (
     "The times of the run itself, as the stages took them: work, and waiting until the next stage had room. A frame "
@@ -172,7 +172,7 @@ HOW_MEASURED = (
 
 
 def chrome_trace(runs: Sequence[VideoRun]) -> dict[str, Any]:
-    """Build a process for each trial's typical round, with a track for each stage and each frame; microseconds."""
+    """Build a process for each trial's typical round, with a track for each stage and frame; microseconds."""
     events = [event for pid, each in enumerate(runs, 1) for event in _iter_events(each, pid)]
     return export.trace_document(events, "dyno", HOW_MEASURED)
 

@@ -48,17 +48,17 @@ from dyno.worker.tasks.postprocess import ImagePlacement
 if TYPE_CHECKING:
     import pandas as pd
 
-# Lines against the batch or the image size: a panel for each of what is neither, a line for each configuration.
+# Lines over batch or image size: a panel per combination of the other keys, a line per configuration.
 
 MAX_PANELS = 12
-MAX_CONFIGURATIONS = 12  # lines or bars of one panel that remain distinguishable
+MAX_CONFIGURATIONS = 12  # distinguishable lines or bars of one panel
 MAX_NAME_LENGTH = 44  # characters of a name on an axis
 
 Panel = tuple[str, "pd.DataFrame"]
 
 
 def scaling_series(run: RunData, axis: str) -> Any:
-    """Draw throughput, and FPS from latency, against batch or image size (R35); None without a panel."""
+    """Draw throughput, and FPS from latency, over batch or image size (R35); None without a panel."""
     rows = ranking.list_usable(run.frame).dropna(subset=[LATENCY])
     unit = f"{name_items(*rows['size'])}/s"
     columns = {THROUGHPUT: f"throughput, {unit}", "fps": f"FPS, batch after batch, {unit}"}
@@ -66,9 +66,9 @@ def scaling_series(run: RunData, axis: str) -> Any:
 
 
 def draw_lines(rows: pd.DataFrame, axis: str, columns: Mapping[str, str]) -> Any:
-    """Draw columns of the rows, each with its label, against the axis; None with nothing to draw.
+    """Draw labelled columns of the rows over the axis; None with nothing to draw.
 
-    Two panels stand side by side: two columns of one group, or two groups.
+    Panels are in two columns: two columns of one group, or two groups, are side by side.
     """
     panels, left = panels_of(list_configurations(rows), axis)
     if not panels:
@@ -91,7 +91,7 @@ def draw_lines(rows: pd.DataFrame, axis: str, columns: Mapping[str, str]) -> Any
 
 
 def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
-    """Return title and rows of each panel with two or more values on the axis, and the number of panels left out."""
+    """Return title and rows of each panel with at least two values on the axis, and the number of panels left out."""
     rows = rows.assign(place=[place_of(v) for v in rows[axis]])
     keys = [k for k in ("model", "size", "batch", "device") if k != axis]
     panels = [(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False) if g["place"].nunique() > 1]
@@ -99,7 +99,7 @@ def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
 
 
 def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
-    """Draw a line for each configuration on an axis that begins at 0, its interval shaded where the column has one."""
+    """Draw a line per configuration on an axis from 0, with a shaded interval if the column has one."""
     for _, series in group.groupby("configuration", sort=False):
         first, ordered = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
         axes.plot(ordered["place"], ordered[column], **choose_stroke(first))
@@ -121,7 +121,7 @@ def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
 
 
 def list_configurations(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the first MOST_CONFIGURATIONS with `configuration` and `twin`, its index among look-alikes."""
+    """Return rows of the first MAX_CONFIGURATIONS, with `configuration` and `twin`, its index among look-alikes."""
     rows = rows.assign(configuration=[configuration_of(r) for _, r in rows.iterrows()])
     rows = rows[rows["configuration"].isin(list(dict.fromkeys(rows["configuration"]))[:MAX_CONFIGURATIONS])]
     alike: dict[tuple[str, str], dict[str, int]] = {}
@@ -133,7 +133,7 @@ def list_configurations(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def choose_stroke(r: Any) -> dict[str, Any]:
-    """Return the line style of a configuration; of two that differ only by an option the second has hollow markers."""
+    """Return a configuration's line style; of two that differ only in options, the second has hollow markers."""
     tone = choose_color(r["backend"])
     inside = {"mfc": "white", "mec": tone, "mew": 1.3} if r["twin"] else {"mec": "white", "mew": 0.6}
     looks = {
@@ -159,7 +159,7 @@ def draw_legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
 
 
 def one_of_each(panels: list[Panel]) -> list[Any]:
-    """Return one row of each configuration drawn, in order."""
+    """Return one row of each drawn configuration, in order."""
     first_rows: dict[str, Any] = {}
     for _, group in panels:
         for _, r in group.iterrows():
@@ -168,14 +168,14 @@ def one_of_each(panels: list[Panel]) -> list[Any]:
 
 
 def place_legend(figure: Any, handles: list[Any], left: int) -> None:
-    """Place the handles below the figure, in as many columns as their names leave room for."""
+    """Place the handles below the figure, in as many columns as their names allow."""
     columns = 4 if max(len(h.get_label()) for h in handles) < 22 else 2
     title = f"{left} more panels are left out; their numbers are in tables.md" if left else None
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.6, title=title)
 
 
 def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
-    """Return a panel's title from the values that all its rows share."""
+    """Return a panel's title from the values common to its rows."""
     named = dict(zip(keys, values, strict=True))
     parts = [shorten_text(named["model"], MAX_NAME_LENGTH)] + [
         f"{k} {named[k]}" for k in ("size", "batch") if k in named and (k, named[k]) != ("size", NO_IMAGE)
@@ -184,7 +184,7 @@ def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
 
 
 def place_of(value: Any) -> float:
-    """Return the position of a batch or a size on its axis; a non-square size is at the square root of its area."""
+    """Return the axis position of a batch or a size; for a non-square size, the square root of its area."""
     height, _, width = str(value).partition("x")
     return math.sqrt(float(height) * float(width)) if width else float(height)
 
@@ -192,14 +192,14 @@ def place_of(value: Any) -> float:
 MAX_BARS = 80  # rows in one figure; results.csv has all
 MAX_ACCURACY_PANELS = 6
 MAX_NAMED = 4
-ROW_HEIGHT = 0.27  # inches of a bar
-LOG_AXIS_RATIO = 10  # ratio of largest to smallest value from which an axis is logarithmic
+ROW_HEIGHT = 0.27  # inches per bar
+LOG_AXIS_RATIO = 10  # largest ratio of values on a linear axis
 
 SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("throughput_low", "throughput_high")}
 
 
 def draw_latency(run: RunData) -> Any:
-    """Draw bars of latency per batch with its interval between processes, a panel per model, size and batch (R15)."""
+    """Draw bars of latency per batch with intervals between processes, a panel per model, size and batch (R15)."""
     rows = run.frame.dropna(subset=[LATENCY])
     value = "latency", lambda r: show(r[LATENCY] * 1e-3, "duration")
     return rows_figure(run, rows, _latency_panel, "latency per batch, ms", *value)
@@ -208,7 +208,7 @@ def draw_latency(run: RunData) -> Any:
 def draw_speedup(run: RunData) -> Any:
     """Draw speed-ups over the reference with their intervals.
 
-    One panel per model, size and batch in which any speed-up has an interval; None without such a panel.
+    One panel per model, size and batch with a bounded speed-up; None without such a panel.
     """
     rows = keep_compared(run.frame.dropna(subset=["speedup"]))
     title = "times as fast as the reference"
@@ -216,7 +216,7 @@ def draw_speedup(run: RunData) -> Any:
 
 
 def keep_compared(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of every reference against which any speed-up has a bound."""
+    """Return the rows of every reference with at least one bounded speed-up against it."""
     told = [r["reference"] for _, r in rows.iterrows() if r["verdict"] != "reference" and is_sure(r)]
     return rows[rows["reference"].isin(told)]
 
@@ -266,7 +266,7 @@ def _plot_point(axes: Any, r: pd.Series, x: float, y: float, **looks: Any) -> No
 
 
 def _describe_row(r: pd.Series) -> str:
-    """Describe a row in words: its configuration with latency, images per second and speed-up."""
+    """Describe a row: its configuration with latency, images per second and speed-up."""
     interval = format_limits(r["latency_ms_low"], r["latency_ms_high"], lambda v: show(v * 1e-3, "duration"))
     words = [f"{configuration_of(r)}, batch {r['batch']}: {show(r[LATENCY] * 1e-3, 'duration')}{interval}"]
     if r[THROUGHPUT] == r[THROUGHPUT]:
@@ -279,7 +279,7 @@ def _describe_row(r: pd.Series) -> str:
 def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
     """Scale the horizontal axis for the values and return its end; `highest` ends the widest interval (NaN: none).
 
-    It begins at 0, or is logarithmic where values differ by more than a factor of LOGARITHMIC.
+    It starts at 0, or is logarithmic if values differ by more than a factor of LOG_AXIS_RATIO.
     """
     low, high = min(values), max(values)
     limit = _choose_axis_end(high, highest)
@@ -292,7 +292,7 @@ def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
 
 
 def _choose_axis_end(value: float, high: float) -> float:
-    """Return the end of an axis: beyond the widest interval, but never so far as to squeeze the values themselves."""
+    """Return the end of an axis: beyond the widest interval, but without squeezing the values."""
     return float(min(max(1.2 * value, 1.05 * high) if high == high else 1.2 * value, 2 * value))
 
 
@@ -302,16 +302,16 @@ def _draw_whisker(axes: Any, low: float, high: float, y: float, limit: float) ->
     left = axes.get_xlim()[0]
     begin, end = (min(max(each, left), limit) for each in (low, high))
     axes.plot([begin, end], [y, y], color=INK, lw=1.1)
-    # An arrow where the interval goes on beyond the axis: an end drawn there would be read as its end.
+    # An arrow marks an interval that continues beyond the axis; a plain end would be read as its limit.
     for place, value in ((begin, low), (end, high)):
         shape = "<" if value < left else ">" if value > limit else "|"
         axes.plot([place], [y], shape, color=INK, ms=5, mew=1.1, clip_on=False)
 
 
 def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading: str, value: Any) -> Any:
-    """Draw panels of rows in the order of the table of trials: names on the left, numbers below a heading on the right.
+    """Draw panels of rows in the order of the trials' table: names on the left, numbers with a heading on the right.
 
-    Return None without rows.
+    None without rows.
     """
     keys = ["model", "size", "batch", "device"]
     groups, left_out = _choose_groups([(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False)])
@@ -349,10 +349,10 @@ def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
 
 
 def draw_accuracy(run: RunData, speed: str = LATENCY) -> Any:
-    """Draw accuracy against latency or throughput with 95 % intervals on both axes and the frontier.
+    """Draw accuracy over latency or throughput with 95 % intervals on both axes and the frontier.
 
-    Sizes share a panel where a budget lets them compete; all batches share one where images per second are compared.
-    None without a panel of at least two accuracies.
+    Sizes share a panel if a budget lets them compete; batches share one if images per second are compared. None without
+    a panel of at least two accuracies.
     """
     panels = [*_accuracy_panels(run, speed)][:MAX_ACCURACY_PANELS]
     if not panels:
@@ -378,12 +378,12 @@ def _accuracy_panels(run: RunData, speed: str) -> Iterator[tuple[str, pd.DataFra
         rows = ranking.list_usable(contest.group).dropna(subset=[speed, metric.column])
         keys = ["model", *([] if contest.sizes else ["size"]), *(["batch"] if speed == LATENCY else []), "device"]
         for values, group in rows.groupby(keys, sort=False):
-            if group[metric.column].nunique() > 1:  # equal accuracies are a line in the table
+            if group[metric.column].nunique() > 1:  # equal accuracies need no chart
                 yield title_of(keys, values), group, metric
 
 
 def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
-    """Return the frontier in words: names beside crowded points would cover them."""
+    """List the frontier's names, which would cover crowded points."""
     unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
     names = [
         " ".join([shorten_text(configuration_of(r), MAX_NAME_LENGTH), *(f"{k} {r[k]}" for k in unequal)])
@@ -403,7 +403,7 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
         low, high = (r[name] for name in SPEED_LIMITS[speed])
         if is_bounded(low, high):
             axes.plot([low, min(high, limit)], [value] * 2, color=tone, lw=1.1, alpha=0.8)
-            if high > limit:  # an end drawn there would be read as the interval's
+            if high > limit:  # a plain end would be read as the interval's limit
                 axes.plot([limit], [value], ">", color=tone, ms=5)
         axes.plot([r[speed]] * 2, metric.interval(r), color=tone, lw=1.1, alpha=0.8)
         ring = {"mec": INK, "mew": 1.6, "ms": 11} if r["trial"] in chosen else {"mec": "white", "mew": 0.8, "ms": 9}
@@ -417,7 +417,7 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
 
 
 def _draw_limits(axes: Any, limits: Sequence[Limit]) -> None:
-    """Draw the limit on the median latency as a line, where the axis reaches it."""
+    """Draw the limit on the median latency as a line, if it is on the axis."""
     for limit in (each for each in limits if each.name == "p50"):
         at = 1e3 * limit.maximum
         left, right = axes.get_xlim()
@@ -478,15 +478,15 @@ THROUGHPUT_SIZE = Chart(
 )
 
 
-# The charts that published comparisons draw: bars for all models, speed-up against size, TFLOPS under the peak.
+# Charts as in published comparisons: bars for all models, speed-up over size, TFLOPS under the peak.
 
-FLAT_LABEL_BARS, UPRIGHT_LABEL_BARS = 12, 30  # bars of a panel whose numbers are horizontal, and vertical
+FLAT_LABEL_BARS, UPRIGHT_LABEL_BARS = 12, 30  # most bars of a panel with horizontal and with vertical numbers
 
 
 def inference_time(run: RunData) -> Any:
-    """Draw grouped bars of the latency of every model on a log axis, one panel per size and batch (R15).
+    """Draw grouped bars of every model's latency on a log axis, one panel per size and batch (R15).
 
-    Panels with one model are left out; None without any panel.
+    Panels with a single model are left out; None without any panel.
     """
     from matplotlib.patches import Patch
 
@@ -535,9 +535,9 @@ def _draw_bars(axes: Any, group: pd.DataFrame) -> None:
 
 
 def draw_speedups(run: RunData, axis: str) -> Any:
-    """Draw the speed-up over the reference against the image size or the batch, with its intervals (R35).
+    """Draw the speed-up over the reference by image size or batch, with its intervals (R35).
 
-    Speed-ups without a bound are not drawn.
+    Unbounded speed-ups are left out.
     """
     rows = keep_compared(ranking.list_usable(run.frame).dropna(subset=["speedup"]))
     rows = rows.loc[[is_sure(r) for _, r in rows.iterrows()]]
@@ -548,7 +548,7 @@ def draw_speedups(run: RunData, axis: str) -> Any:
 
 
 def draw_tflops(run: RunData, axis: str) -> Any:
-    """Draw the achieved TFLOPS against batch or size, under the peaks measured on the device (R36)."""
+    """Draw the achieved TFLOPS over batch or size, under the device's measured peaks (R36)."""
     rows = ranking.list_usable(run.frame).dropna(subset=["tflops"])
     figure = draw_lines(rows, axis, {"tflops": "TFLOPS achieved"})
     if figure is None:
@@ -568,7 +568,7 @@ def draw_tflops(run: RunData, axis: str) -> Any:
 
 
 def _find_main_type(types: str) -> str:
-    """Return the type that most of the arithmetic ran in, from `21 fp32, 3 fp16` or `21 fp32 (94%), 3 fp16 (6%)`."""
+    """Return the type of most arithmetic, from `21 fp32, 3 fp16` or `21 fp32 (94%), 3 fp16 (6%)`."""
     return types.split(",")[0].split()[1] if types else ""
 
 
@@ -599,13 +599,13 @@ TFLOPS_SIZE = Chart(
 )  # fmt: skip
 
 
-# Every round of every trial: how far fresh processes lie apart, which an interval only sums up.
+# Rounds of every trial: the spread of fresh processes behind the interval.
 
-ROUND_SPREAD = 0.5  # height of a row over which its rounds are spread, in time order
+ROUND_SPREAD = 0.5  # part of a row's height for its rounds, in time order
 
 
 def draw_rounds(run: RunData) -> Any:
-    """Draw a dot for the median latency of each round, a row for each trial; None where no trial has several rounds."""
+    """Draw a dot for each round's median latency, a row per trial; None if no trial has several rounds."""
     rows = run.frame[run.frame["rounds"] > 1].dropna(subset=[LATENCY])
     spread = partial(_draw_panel, trials=run.trials)
     value = "slowest over fastest", partial(_format_range, trials=run.trials)
@@ -625,13 +625,13 @@ def _draw_panel(axes: Any, rows: pd.DataFrame, trials: dict[str, TrialResult]) -
 
 
 def _find_medians(r: pd.Series, trials: dict[str, TrialResult]) -> dict[str, float]:
-    """Return the median latency of each round in ms, by the name of the round's folder."""
+    """Return each round's median latency in ms, by folder name."""
     medians = trials[r["trial"]].round_medians(str(r["boundary"]), str(r["clock"]))
     return {name: 1e3 * seconds for name, seconds in medians.items()}
 
 
 def _format_range(r: pd.Series, trials: dict[str, TrialResult]) -> str:
-    """Return the percentage by which the slowest round exceeds the fastest, as text."""
+    """Format the percentage by which the slowest round exceeds the fastest."""
     medians = _find_medians(r, trials).values()
     return show(max(medians) / min(medians) - 1, "percentage", 2)
 
@@ -645,20 +645,20 @@ ROUNDS = Chart(
 )
 
 
-# Which classes a classifier takes for which, as pictures.
+# Confusion matrices as pictures.
 
-MAX_DRAWN = 4  # matrices drawn; each one is stored as CSV
-MAX_NUMBERED = 20  # classes up to which cells show their numbers
+MAX_DRAWN = 4  # matrices drawn; all are stored as CSV
+MAX_NUMBERED = 20  # most classes for numbers in cells
 MAX_LABELLED = 60
-MAX_VECTOR_CELLS = 30  # classes up to which cells are shapes; more make a bitmap
+MAX_VECTOR_CELLS = 30  # most classes for vector cells; more make a bitmap
 MAX_CLASS_LENGTH = 24
 MATRIX_COLOUR, MATRIX_TEXT_COLOUR = "#0072B2", "#fdfdfd"  # text colour: pure white would be dark in a dark theme
 
 
 def draw_matrices(run: RunData) -> Any:
-    """Draw the first MOST_DRAWN distinct matrices, the winners' first, shaded by the share of each label's images.
+    """Draw the first MAX_DRAWN distinct matrices, the winners' first, shaded by the share of each label's images.
 
-    Return None without a matrix.
+    None without a matrix.
     """
     drawn = list(_find_distinct(run))[:MAX_DRAWN]
     if not drawn:
@@ -674,7 +674,7 @@ def draw_matrices(run: RunData) -> Any:
 
 
 def _find_distinct(run: RunData) -> Iterator[tuple[str, Confusion]]:
-    """Yield each distinct matrix with a title, which counts the configurations with the same one."""
+    """Yield each distinct matrix with a title that counts further configurations with it."""
     best = {run.trials[id].configuration for _, id in list_winners(run)}
     alike: dict[tuple[str, str, bytes], list[str]] = {}
     matrices: dict[tuple[str, str, bytes], Confusion] = {}
@@ -709,7 +709,7 @@ def _draw_matrix(axes: Any, matrix: Confusion) -> None:
 
 
 def _make_colormap() -> Any:
-    """Return a colour map from transparent to the full colour, so that the background, white or dark, shows through."""
+    """Return a colour map from transparent to opaque, so that a white or dark background shows through."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgba
 
     return LinearSegmentedColormap.from_list("shares", [to_rgba(MATRIX_COLOUR, 0), to_rgba(MATRIX_COLOUR, 1)])
@@ -733,15 +733,17 @@ CONFUSION = Chart(
 # Images that flip, as pictures.
 
 MAX_STRIPS, MAX_PICTURES = 4, 8  # configurations, and images of each
-PICTURE_SIDE = 96  # pixels at most, so that a page stays small
+PICTURE_SIDE = 96  # most pixels, to keep the page small
 MAX_ANSWER_LENGTH = 14
 BOX_COLOUR = "#ff9d00"  # visible on dark and on light pictures
 
 
 @dataclass(frozen=True)
 class FlipPicture:
-    """An image, uint8 [H, W, C], with words above and below it, and in its pixels the boxes (n x 4) that the reference
-    and the configuration have alone."""
+    """An image, uint8 [H, W, C], with text above and below it, and unmatched boxes (n x 4) in its pixels.
+
+    `boxes` are those of the reference alone, then of the configuration alone.
+    """
 
     pixels: np.ndarray
     above: str
@@ -769,7 +771,7 @@ def draw_flips(run: RunData) -> Any:
 
 
 def _find_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
-    """Yield a title and the pictures of each classifier whose flips are in the cache."""
+    """Yield a title and the pictures of each classifier with flips in the cache."""
     for t in accuracy.choose_trials(run.records):
         reference = run.references.get(t.id)
         flips = accuracy.list_flips(t, reference) if reference is not None and reference is not t else []
@@ -790,7 +792,7 @@ def _find_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
 
 
 def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
-    """Yield a title and the pictures of each detector whose images are in the cache."""
+    """Yield a title and the pictures of each detector with images in the cache."""
     for t in accuracy.choose_trials(run.records, "objects"):
         reference = run.references.get(t.id)
         found = agreement.list_box_flips(t, reference) if reference is not None and reference is not t else None

@@ -24,14 +24,14 @@ from dyno.table import COUNT, TEXT, Column, Row, Table
 from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
 
-# What a round's job did to the machine over time: telemetry.npz as series of quantities on one time axis.
+# Telemetry of a round's job: telemetry.npz as series of quantities on one time axis.
 
-MAX_GAP_STEPS = 2.0  # a longer gap than this multiple of the sampling interval is a pause
+MAX_GAP_STEPS = 2.0  # gaps longer than this multiple of the sampling interval are pauses
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A column as it is drawn and written: its name, its unit, and the column's values in that unit."""
+    """A drawn or exported telemetry column: its name, unit, source column and scale to the unit."""
 
     name: str
     unit: str
@@ -52,8 +52,10 @@ ON_CPU = (Quantity("memory", "GB", "rss", 1e-9), Quantity("busy processors", "",
 
 @dataclass(frozen=True)
 class Series:
-    """A job over time: `seconds` since it began, without the pauses in which others were measured, float64 [looks];
-    `values` by quantity, of the same shape, NaN where nothing is known; `timed` windows by boundary on that axis."""
+    """A job over time: `seconds` since it began, without pauses for other jobs, float64 [samples].
+
+    `values` by quantity have the same shape, NaN if unknown; `timed` windows by boundary are on that axis.
+    """
 
     seconds: np.ndarray
     values: Mapping[Quantity, np.ndarray]
@@ -62,9 +64,9 @@ class Series:
 
 
 def read_over_time(r: Round) -> Series | None:
-    """Read the round's series, of the device that it ran on; None where nothing was stored.
+    """Read the round's series for the device it ran on; None if nothing was stored.
 
-    The GPU's memory is that above the amount used before the job began.
+    GPU memory is relative to the use before the job.
     """
     try:
         stored = read_numbers(r.folder / "telemetry.npz")
@@ -90,7 +92,7 @@ def read_over_time(r: Round) -> Series | None:
 
 
 def list_quantities(series: Iterable[Series]) -> list[Quantity]:
-    """Return the quantities that at least one of the series has, in order."""
+    """Return the quantities of at least one of the series, in order."""
     had = {each for one in series for each in one.values}
     return [each for each in (*ON_GPU, *ON_CPU) if each in had]
 
@@ -104,27 +106,27 @@ Shown = tuple[TrialResult, Series]
 
 
 def over_time(run: RunData) -> Any:
-    """Draw memory, utilisation, power and clock over time (R13), for each model and size in its largest batch.
+    """Draw memory, utilisation, power and clock over time (R13), for each model and size at its largest batch.
 
-    The reference stands first, then the fastest others. None without any.
+    The reference comes first, then the fastest others. None without any.
     """
     found = group_over_time(run)
     return draw_over_time(found) if found else None
 
 
 def group_over_time(run: RunData) -> list[tuple[str, list[Shown]]]:
-    """Return the first GROUPS of trials that were recorded, each with a title; of one trial only on a GPU."""
+    """Return the first MAX_GROUPS groups of recorded trials, each with a title; single trials only on a GPU."""
     groups = ((title, series_of(trials)) for title, trials in _group_trials(run))
     return [(title, shown) for title, shown in groups if len(shown) > 1 or any(t.gpu for t, _ in shown)][:MAX_GROUPS]
 
 
 def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
-    """Return each trial with the series of its first good round that has one."""
+    """Return each recorded trial with the series of its first good round that has one."""
     return [(t, found) for t in trials if (found := next(filter(None, map(read_over_time, t.good)), None)) is not None]
 
 
 def draw_over_time(groups: Sequence[tuple[str, Sequence[Shown]]]) -> Any:
-    """Draw a figure: for each group a panel per quantity with a line per trial, and the timed stretches below."""
+    """Draw a figure: for each group a panel per quantity with a line per trial, and the timed windows below."""
     heights = [
         PANEL_HEIGHT * len(list_quantities(s for _, s in shown)) + STRIP_HEIGHT * len(shown) + 0.9
         for _, shown in groups
@@ -175,7 +177,7 @@ def _draw_group(part: Any, shown: Sequence[Shown]) -> None:
 
 
 def _choose_tones(trials: Sequence[TrialResult]) -> list[str]:
-    """Return a colour for each trial: its backend's, or a spare one where an earlier trial has taken that."""
+    """Return a colour for each trial: its backend's, or a spare one if that is taken."""
     taken: list[str] = []
     for t in trials:
         spare = (tone for tone in (choose_color(t.backend), *SPARE_COLORS) if tone not in taken)
@@ -199,11 +201,10 @@ FILE_SUFFIXES = (".svg", ".png", ".csv")
 
 
 def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
-    """Write the telemetry of the trials' first rounds on one time axis: .svg and .png are drawn, .csv has each sample.
+    """Write the telemetry of the trials' first rounds on one time axis: drawn as .svg or .png, every sample as .csv.
 
-    `choices` are trials by their ids, or as BACKEND/PRECISION; without any, the report's are taken: the reference and
-    the fastest others of each group. Raises `UserError` for a file that can't be written, and if nothing was
-    recorded.
+    `choices` are trials by id or BACKEND/PRECISION; by default those of the report: the reference and the fastest
+    others of each group. Raises `UserError` for a file that can't be written, and if nothing was recorded.
     """
     if path.suffix not in FILE_SUFFIXES:
         raise UserError(f"{path} would be no chart over time; give a name that ends in {', '.join(FILE_SUFFIXES)}")

@@ -14,7 +14,7 @@ from dyno.worker import plugins
 from dyno.worker.spec import UserError, check_known
 
 ENTRY_POINT_GROUP = "dyno.tables"
-# modules of other rooms that declare tables of a run
+# modules of other packages that declare tables of a run
 TABLE_MODULES = (
     "dyno.video.tables",
     "dyno.serving.tables",
@@ -26,13 +26,13 @@ REPORT_SECTIONS = ("tables", "accuracy", "side", "")  # sections of the report, 
 
 
 def list_kinds() -> list[TableKind]:
-    """Return every available table in the report's order: Dyno's own, then those of installed distributions."""
+    """Return every available table in the report's order: Dyno's own, then those of plug-ins."""
     declared = plugins.list_declared((sys.modules[__name__], *TABLE_MODULES), TableKind, ENTRY_POINT_GROUP).values()
     return sorted(declared, key=lambda kind: (REPORT_SECTIONS.index(kind.section), kind.place, kind.name))
 
 
 def make_tables(run: RunData, name: str) -> list[Table]:
-    """Return the run's table of that name, or for `all` every one with rows; UserError for an unknown name."""
+    """Return the run's table of that name, or for `all` every table with rows; UserError for an unknown name."""
     by_name = {kind.name: kind for kind in list_kinds()}
     if name != "all":
         check_known("table", name, (*by_name, "all"))
@@ -41,7 +41,7 @@ def make_tables(run: RunData, name: str) -> list[Table]:
 
 
 def list_leading(run: RunData) -> tuple[list[Table], list[str]]:
-    """Return the tables with rows that lead where the run isn't of a study, and their sentences; empty for a study."""
+    """Return the leading tables with rows of a run that isn't a study, and their sentences; empty for a study."""
     leaders = [(kind, table) for kind in list_kinds() if kind.leads and (table := kind.table(run)).rows]
     return [table for _, table in leaders], [
         line for kind, _ in leaders if kind.sentences for line in kind.sentences(run)
@@ -49,7 +49,7 @@ def list_leading(run: RunData) -> tuple[list[Table], list[str]]:
 
 
 def explain_absence(name: str) -> str:
-    """Return the reason why the table of that name may be empty."""
+    """Return why the table of that name may be empty."""
     return next((kind.nothing for kind in list_kinds() if kind.name == name), "this run has no table with rows")
 
 
@@ -72,20 +72,20 @@ RUN_COLUMNS = tuple(
 
 
 def list_runs(folder: str, runs: Sequence[Sequence[str]]) -> Table:
-    """List the run folders below a folder as a table; each has the cells of RUN_COLUMNS."""
+    """List the run folders below `folder` as a table; each run has the cells of RUN_COLUMNS."""
     rows: list[Row] = [{c.name: cell for c, cell in zip(RUN_COLUMNS, run, strict=True)} for run in runs]
     return Table("runs", f"Runs below {folder}", "Run folders with their winners.", RUN_COLUMNS, rows)
 
 
 @dataclass(frozen=True)
 class TableKind:
-    """A kind of table, declared at the top of a module of `report/tables` or by an entry point of the group
-    `dyno.tables`: its name in `dyno show --table`, a title, and a sentence on what it holds.
+    """A kind of table, declared at the top of a module of `report/tables` or by an entry point (group `dyno.tables`).
 
-    `make` fills it from a run, or returns None where the run has no data for it, which `nothing` says. A table that is
-    not of a run has no `make`; `command` prints it. The report shows it in its `section`, in the order of `place`.
-    `leads` marks the main table of a run that isn't a study, such as a video: `dyno show` prints its tables and the
-    `sentences` on them in place of the trials' and the verdict.
+    `name` is for `dyno show --table`; title and description say what it holds. `make` fills it from a run, or returns
+    None without data; `nothing` then gives the reason. Tables that are not of a run have no `make`; `command` prints
+    them. The report shows it in its `section`, in the order of `place`. `leads` marks the main table of a run that
+    isn't a study, such as a video: `dyno show` then prints it and its `sentences` instead of the trials and the
+    verdict.
     """
 
     name: str
@@ -114,7 +114,7 @@ class TableKind:
 
 
 def _count_inputs(column: Column) -> Column:
-    """Return the column of a run in which some inputs aren't images, by whose number its rates and costs are."""
+    """Replace "image" with "input" in a column's texts, for runs whose inputs are not all images."""
     texts = {name: getattr(column, name).replace("image", "input") for name in ("unit", "title", "meaning")}
     return replace(column, **texts)
 

@@ -1,4 +1,4 @@
-"""Tables of accuracy: with intervals and budget, against the reference, class by class, and how evaluation went."""
+"""Tables of accuracy: intervals and budgets, changes against the reference, classes, and evaluation speed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dyno.worker.numerics.closeness import ATOL, RTOL
 from dyno.worker.spec import UserError
 
 MAX_CLASSES, MAX_COLUMNS = 200, 8  # rows and trials of a class table
-MAX_FLIPS = 200  # images of a configuration in the table of flips
+MAX_FLIPS = 200  # images per configuration in the table of flips
 OF_COLUMN = Column("of", "what is scored: boxes, masks or keypoints", kind=TEXT)
 IMAGES_COLUMN = Column("images", "that the accuracy is from", kind=COUNT)
 PAIRED_COLUMNS = (
@@ -65,12 +65,12 @@ SHIFT_COLUMNS = (
 
 
 def copy_columns(run: RunData, row: Any, names: Iterable[str]) -> Row:
-    """Return these columns of a trial's row, behind its label."""
+    """Return these columns of a trial's row, after its label."""
     return {"label": run.trials[row["trial"]].label, **{name: row[name] for name in names}}
 
 
 def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | None:
-    """Build rows of the trials with such labels: each metric with its interval, and the first metric's change."""
+    """Build rows of trials with such labels: each metric with its interval, and the first metric's change."""
     rows: list[Row] = []
     shown: dict[str, Metric] = {}
     for _, r in run.frame.iterrows():
@@ -105,7 +105,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
 
 
 def _make_classes_table(run: RunData) -> Table | None:
-    """Build rows of the classes: top-1 in each configuration, sorted from the first one's worst class."""
+    """Build rows of classes: top-1 in each configuration, sorted by the first one's accuracy, lowest first."""
     shown = [
         (t, matrix) for t in accuracy.choose_trials(run.records)[:MAX_COLUMNS] if (matrix := accuracy.read_confusion(t))
     ]
@@ -131,7 +131,7 @@ def _make_classes_table(run: RunData) -> Table | None:
 
 
 def _make_flips_table(run: RunData) -> Table | None:
-    """Build rows of the images that a configuration lost or gained against its reference."""
+    """Build rows of images that a configuration lost or gained against its reference."""
     rows: list[Row] = []
     for t, reference in _list_pairs(run, accuracy.choose_trials(run.records)):
         photographs = accuracy.open_photographs(t)
@@ -150,7 +150,7 @@ def _make_flips_table(run: RunData) -> Table | None:
 
 
 def _make_box_flips_table(run: RunData) -> Table | None:
-    """Build rows of the images in which a detector and its reference differ."""
+    """Build rows of images with different detections in a detector and its reference."""
     rows: list[Row] = []
     notes = [f"Of detections with a score of {agreement.SURE_SCORE:g} or more; at most {MAX_FLIPS} images of a trial."]
     for t, reference in _list_pairs(run, accuracy.choose_trials(run.records, "objects")):
@@ -170,7 +170,7 @@ def _make_box_flips_table(run: RunData) -> Table | None:
 
 
 def _average_precision(run: RunData) -> Table | None:
-    """Build rows of the classes: AP50-95 in each configuration."""
+    """Build rows of classes: AP50-95 in each configuration."""
     scored = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MAX_COLUMNS]
     by_trial = {t.id: {name: 100 * ap for name, _, ap in scores.own.by_class()} for t, scores in scored}
     names = list(dict.fromkeys(name for scores in by_trial.values() for name in scores))[:MAX_CLASSES]
@@ -180,7 +180,7 @@ def _average_precision(run: RunData) -> Table | None:
 
 
 def _make_thresholds_table(run: RunData) -> Table | None:
-    """Build rows of least scores: precision, recall and F1 of each detector, and the change of F1, paired."""
+    """Build rows of score thresholds: precision, recall and F1 of each detector, and the paired change of F1."""
     found = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MAX_COLUMNS]
     paired = {t.id: (t, reference) for t, reference in _list_pairs(run, [t for t, _ in found])}
     rows: list[Row] = []
@@ -292,13 +292,13 @@ EVALUATION = TableKind(
 )  # fmt: skip
 
 
-# Outputs against a reference's: of a run's trials against their own, and what `dyno diff` prints.
+# Comparison of outputs: a run's trials with their references, and `dyno diff`.
 
-MAX_PAIRS = 300  # trials whose raw outputs are compared
+MAX_PAIRS = 300  # trials with a comparison of raw outputs
 
 
 def _list_pairs(run: RunData, trials: Iterable[TrialResult] = ()) -> list[tuple[TrialResult, TrialResult]]:
-    """Return each good trial, or each of those, with its reference, unless it is one."""
+    """Return each good trial (of `trials`, or of the run) with its reference, unless it is the reference."""
     pairs = ((t, run.references.get(t.id)) for t in trials or run.records if t.good)
     return [(t, other) for t, other in pairs if other is not None and other is not t][:MAX_PAIRS]
 
@@ -315,7 +315,7 @@ def _make_ranks_table(run: RunData) -> Table:
 
 
 def make_rank_table(by_trial: Sequence[tuple[str, list[Rank]]]) -> Table:
-    """Build the table of the first ten ranks of classifiers, each by its name (R8)."""
+    """Build the table of the first ten ranks of classifiers, by trial name (R8)."""
     rows = [
         {"trial": name, "mae": {r.rank: r.mae for r in own}} | {f"rank_{r.rank}": 100 * r.disagreement for r in own}
         for name, own in by_trial
@@ -335,12 +335,10 @@ def _make_rank_column(number: int) -> Column:
 
 
 def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, Table, list[str]]:
-    """Compare every good trial after the first with the first one; return tables of values and ranks, and failures.
+    """Compare every good trial with the first good one; return tables of values and ranks, and failures.
 
-    The failures are a line for each trial without outputs. UserError with fewer than two good trials, or where their
-    outputs have other shapes or are of other inputs.
-
-    `close` is the share of values with |a - b| <= atol + rtol |b|.
+    Failures are a line for each trial without outputs. `close` is the share of values with |a - b| <= atol + rtol |b|.
+    UserError with fewer than two good trials, or for outputs of different shapes or from different inputs.
     """
     trials = [trial for run in runs for trial in run]
     good = [t for t in trials if t.good]
@@ -380,7 +378,7 @@ def _name_trial(trial: TrialResult) -> str:
 
 
 def _make_row(name: str, reference: str, result: Agreement) -> dict[str, Any]:
-    relative = result.max_rel or (math.nan if result.max_abs else 0.0)  # none where they differ from zeros alone
+    relative = result.max_rel or (math.nan if result.max_abs else 0.0)  # unknown if the reference is zero there
     return {
         "trial": name, "reference": reference, "inputs": result.samples, "values": result.count, "close": result.close,
         "max_abs": result.max_abs, "mean_abs": result.mean_abs, "max_rel": relative,

@@ -1,4 +1,4 @@
-"""The frontier of accuracy against latency and against throughput as a table, with intervals on both axes."""
+"""Frontier of accuracy against latency and throughput as a table, with intervals on both axes."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ FRONTIER = TableKind(
 )  # fmt: skip
 
 
-# After how many images the time to export, build, calibrate and compile has paid for itself.
+# Break-even: the number of images after which export, build, calibration and compilation pay off.
 
-# The column of each maker's seconds; every other maker builds an engine.
+# Column of each maker's seconds; other makers build an engine.
 STEP_COLUMNS = {"onnx_export": "export_s", "onnx_precision": "convert_s", "onnx_modelopt": "convert_s",
                 "onnx_sensitivity": "ranking_s"}  # fmt: skip
 PREPARATION_COLUMNS = ("export_s", "ranking_s", "convert_s", "engine_s", "compile_s")
@@ -101,10 +101,10 @@ BREAKEVEN_NOTE = (
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Seconds of preparation beyond the reference's, seconds gained per image, and how many images make up for them.
+    """Seconds of extra preparation over the reference, seconds gained per image, and the images that make up for them.
 
-    `images` is None where nothing is gained; `high` is infinite where the interval of the speed-up contains 1, and the
-    limits are NaN where there is no interval.
+    `images` is None without a gain. `high` is infinite if the speed-up's interval contains 1; the limits are NaN
+    without an interval.
     """
 
     extra: float
@@ -115,11 +115,11 @@ class BreakEven:
 
     @property
     def text(self) -> str:
-        """When it pays off, in words."""
+        """Break-even point as text."""
         if self.images is None:
             return NEVER_PAYS if not math.isinf(self.high) else GAIN_UNPROVEN
         if self.extra <= 0:
-            return GAIN_UNPROVEN if math.isinf(self.high) else PAYS_AT_ONCE  # nothing to pay off without a gain
+            return GAIN_UNPROVEN if math.isinf(self.high) else PAYS_AT_ONCE  # no break-even without a gain
         if math.isinf(self.high):
             return f"{_format_count(self.images)} images, or never"
         return f"{_format_count(self.images)} images{format_limits(self.low, self.high, _format_count)}"
@@ -129,7 +129,7 @@ def break_even(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Br
     """Compare the trial of a table's row with a reference, per image at the row's boundary; None without latencies.
 
     The interval is that of the speed-up between processes, with the reference's time fixed, so that no limit implies a
-    gain of more than all of it. Preparation is measured once and taken as exact.
+    gain above 100 %. Preparation is measured once and taken as exact.
     """
     boundary, clock = str(row["boundary"]), str(row["clock"])
     costs, reference_costs = ([m / t.batch for m in quiet_medians(t, boundary, clock)] for t in (trial, reference))
@@ -146,13 +146,13 @@ def break_even(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Br
 
 
 def _find_speedup(row: pd.Series, trial: TrialResult, reference: TrialResult) -> stats.Interval | None:
-    """Return the row's own speed-up where it is against that reference, so that it agrees with the verdict.
+    """Return the row's own speed-up if it is against that reference (so it agrees with the verdict), else compute it.
 
-    Otherwise compute it; None where the batches differ: the comparison is per image, not per batch.
+    None for different batches: the comparison is per image, not per batch.
     """
     if row["reference"] == reference.id and not is_missing(row["speedup"]):
         return stats.Interval(row["speedup"], row["speedup_low"], row["speedup_high"])
-    if trial.batch != reference.batch:  # an image of each is compared, not a batch
+    if trial.batch != reference.batch:  # compared per image
         return None
     return ranking.estimate_speedup(trial, reference, str(row["boundary"]), str(row["clock"]))
 
@@ -164,9 +164,9 @@ def _count_images(extra: float, seconds: float, speedup: float) -> float:
 
 
 def read_parts(t: TrialResult) -> dict[str, float]:
-    """Return the seconds of each part of a trial's preparation, by PREPARATION; absent parts are left out.
+    """Return the seconds of each part of a trial's preparation, by PREPARATION_COLUMNS, without absent parts.
 
-    Calibration is a part of the conversion.
+    Calibration counts as conversion.
     """
     seconds: dict[str, float] = {}
     for step in t.made_by.steps:

@@ -1,4 +1,4 @@
-"""The GPU's telemetry for each trial, and how each round was sampled."""
+"""Tables of GPU telemetry per trial, sampling per round, stress tests, energy and memory."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def _make_rounds_table(run: RunData) -> Table:
 
 
 def list_doubts(rows: list[Row]) -> list[str]:
-    """Return a note where a percentile of a round is in parentheses."""
+    """Return a note if any percentile of a round is in parentheses."""
     return [FEW_SAMPLES_NOTE] if any(has_few_samples("p99", row.get("samples")) for row in rows) else []
 
 
 def rounds_of(t: TrialResult) -> list[Row]:
-    """Return a row for each round, boundary and clock that was timed; rounds are numbered from 1."""
+    """Return a row for each round, boundary and clock that was timed; round numbers start at 1."""
     return [
         {"label": t.label, "trial": t.id, "round": r.number + 1, "status": r.status, "boundary": boundary,
          "clock": clock, **_make_sampling_cells(r, boundary, clock)}
@@ -81,7 +81,7 @@ def _format_interval(row: Row) -> str:
 
 
 def _make_percentile_columns(name: str) -> tuple[Column, ...]:
-    """Return columns of a percentile of a round's samples, and of the limits of its exact interval, printed with it."""
+    """Return columns of a percentile of a round's samples and its exact interval, printed together."""
     plain = duration_column(f"{name}_s", "of the samples, with its exact interval")
 
     def format_cell(row: Row) -> str:
@@ -139,11 +139,11 @@ ROUNDS = TableKind(
 )  # fmt: skip
 
 
-# The stress test of an engine that takes several batches: a row per phase.
+# Stress test of an engine with several batch sizes: a row per phase.
 
 
 def make_stress_table(title: str, phases: Mapping[str, StressPhase], samples: Mapping[str, np.ndarray]) -> Table:
-    """Build a row for each phase of a record, by its kind; the latencies are `latency_KIND` in seconds."""
+    """Build a row for each phase of a record; `samples` holds its latencies, `latency_KIND`, in seconds."""
     rows = [_make_stress_row(kind, phase, samples[f"latency_{kind}"]) for kind, phase in phases.items()]
     return STRESS.of(STRESS_COLUMNS, [{"title": title, **row} for row in rows], group=("title",))
 
@@ -184,7 +184,7 @@ STRESS = TableKind(
 )  # fmt: skip
 
 
-# Tables of telemetry: joules of an image, and the memory of a GPU as NVML and as the framework count it.
+# Tables of telemetry: joules per image, and GPU memory by NVML and by the framework.
 
 TABLE_NOTE = (
     "While images go through as fast as they can, from host memory to host memory, after the timing. Of a GPU it is "

@@ -1,7 +1,4 @@
-"""The tables that published comparisons print: side by side, and what changes with the size and the batch.
-
-docs/tables.md says what each one holds.
-"""
+"""Side-by-side tables, as in published comparisons, and tables over sizes and batches (see docs/tables.md)."""
 
 from __future__ import annotations
 
@@ -49,10 +46,9 @@ def make_pivot(
 ) -> Table | None:
     """Build one row per statistic, model, size and batch, with a column per configuration; None without numbers.
 
-    `columns` maps a statistic's name to the frame's column, or to one of `more`, and `shown` is the kind of its
-    numbers. `samples` is the frame's column of the number of samples.
-
-    A trial without a number is printed as its status, which is empty in CSV and JSON.
+    `columns` maps a statistic's name to a column of the frame or of `more`; `shown` is the kind of its numbers,
+    `samples` the frame's column of sample counts. A trial without a number is printed as its status, which is empty in
+    CSV and JSON.
     """
     frame = run.frame.assign(**more)
     columns = {k: c for k, c in columns.items() if frame[c].notna().any()}
@@ -87,7 +83,7 @@ def make_pivot(
         STATISTIC_COLUMN,
         *pick(*KEY_COLUMNS),
         *(
-            # A column has all statistics, of which only some are whole numbers.
+            # A column mixes statistics; only some are whole numbers.
             Column(
                 name,
                 "of this configuration",
@@ -111,7 +107,7 @@ def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
 
 
 def _choose_substitute(row: pd.Series, statistic: str) -> str:
-    """Return the text in place of a number: the trial's status, or the useful limit of an interval that is wide."""
+    """Return the text in place of a number: the trial's status, or the useful limit of a wide interval."""
     low, high = row["speedup_low"], row["speedup_high"]
     if statistic in INTERVAL_COLUMNS and not is_missing(low) and not is_bounded(low, high):
         return short_bound(low, high) if statistic == INTERVAL_COLUMNS[0] else UNCLEAR_WORD
@@ -119,20 +115,20 @@ def _choose_substitute(row: pd.Series, statistic: str) -> str:
 
 
 def _make_sort_key(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
-    """Return the sort key of the columns: PyTorch first, then as in the run."""
+    """Return the sort key of columns: PyTorch first, then in the run's order."""
     names = list(dict.fromkeys(rows["configuration"]))
     return lambda name: (not name.startswith("pytorch"), names.index(name))
 
 
 def _left_out(rows: pd.DataFrame, configurations: list[str]) -> tuple[str, ...]:
-    """Return the configurations without a column, each with the reason for its refusal."""
+    """Return the configurations without a column, with the reason for their refusal."""
     refused = rows[~rows["configuration"].isin(configurations) & (rows["status"] == "skipped")]
     refused = refused.drop_duplicates(["configuration", "reason"])
     return tuple(f"{r['configuration']} was skipped: {r['reason']}" for _, r in refused.iterrows())
 
 
 def _compute_equal(run: RunData) -> list[float | None]:
-    """Return the percentage of output values that agree with the reference's, for each row of the frame."""
+    """Return the percentage of output values close to the reference's, for each row of the frame."""
     shares: list[float | None] = []
     for index, name in enumerate(run.frame["trial"]):
         t, other = run.trials[name], run.references.get(name)
@@ -152,7 +148,7 @@ def _make_kind(
     samples: str = "",
     **more: Callable[[RunData], Any],
 ) -> TableKind:
-    """Return the kind of a `make_pivot`; `more` compute further columns of the frame."""
+    """Return the table kind of a `make_pivot`; `more` compute further columns of the frame."""
 
     def make(run: RunData) -> Table | None:
         return make_pivot(kind, run, columns, shown, samples, **{key: compute(run) for key, compute in more.items()})
@@ -247,7 +243,7 @@ def _make_sizes_table(run: RunData) -> Table | None:
 
 
 def _make_flops_table(run: RunData) -> Table | None:
-    """Build rows of the TFLOPS achieved and their share of the measured peak (R36)."""
+    """Build rows of the achieved TFLOPS and their share of the measured peak (R36)."""
     rows = run.frame[run.frame["tflops"].notna()]
     if not len(rows):
         return None
@@ -297,9 +293,9 @@ def _make_saturation_table(run: RunData) -> Table:
 
 
 def _make_best_table(run: RunData) -> Table | None:
-    """Build rows of the best batch of each configuration and size, in images and in pixels per second (R37).
+    """Build rows of the best batch per configuration and size, in images and in pixels per second (R37).
 
-    Notes name the best of all; None with one size and one batch.
+    Notes name the overall best; None with one size and one batch.
     """
     rows = list_usable(run.frame).assign(ips=read_throughput(list_usable(run.frame))).dropna(subset=["ips"])
     if rows["size"].nunique() < 2 and rows["batch"].nunique() < 2:

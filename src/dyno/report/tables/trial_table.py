@@ -1,4 +1,4 @@
-"""The tidy table that everything else reads: a row per trial, plain numbers, empty where a column doesn't apply."""
+"""The table of trials that everything else reads: a row per trial, plain numbers, empty if a column doesn't apply."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
 
-# The columns of a trial: name, unit, kind and meaning, in the order of results.csv.
+# Columns of a trial: name, unit, kind and meaning, in the order of results.csv.
 
 STATISTICS = {
     "mean": "mean", "median": "median", "p90": "90th percentile", "p95": "95th percentile", "p99": "99th percentile",
@@ -62,12 +62,12 @@ INTERVAL_ENDS = {"low": "lower", "high": "upper"}
 
 
 def format_precision(row: Row) -> str:
-    """Return a row's precision, with the types that it ran in where those differ."""
+    """Return a row's precision, with the actual types if they differ."""
     return name_precision(row) if row.get("precision_ok") else str(row["precision"])
 
 
 def format_outcome(row: Row) -> str:
-    """Return what a row came to, in a few letters: its status, its budget, its limits, or its verdict on speed."""
+    """Return a row's outcome, abbreviated: status, budget, limits, or verdict on speed."""
     if row["status"] != "ok":
         return str(row["status"])
     text = str(row["verdict"]).partition(":")[0]
@@ -91,12 +91,12 @@ def format_outcome(row: Row) -> str:
 
 
 def name_equivalence(percent: float) -> str:
-    """Return the verdict on speeds that differ by less than `percent`."""
+    """Return the verdict on speeds within `percent` of each other."""
     return f"{EQUIVALENT} within ±{percent:g} %"
 
 
 def over_builds(row: Row) -> bool:
-    """Return whether a row's speed-up is over builds, to which a round adds nothing."""
+    """Return whether a row's speed-up is over builds, so that more rounds add nothing."""
     return not is_missing(row.get("builds")) and row["builds"] > 1
 
 
@@ -124,7 +124,7 @@ def _make_latency_columns(boundary: str, where: str) -> tuple[Column, ...]:
 
 
 def has_few_samples(statistic: str, samples: Any) -> bool:
-    """Return whether it is a percentile of too few samples."""
+    """Return whether `statistic` is a percentile from too few samples."""
     return statistic in PERCENTILES and not is_missing(samples) and samples < samples_for(PERCENTILES[statistic])
 
 
@@ -138,7 +138,7 @@ def _make_formatter(column: str, statistic: str, boundary: str) -> Callable[[Row
 
 
 def mark_doubtful(text: str, doubtful: bool) -> str:
-    """Return a number as text, in parentheses where it is doubtful."""
+    """Put a number's text in parentheses if it is doubtful."""
     return f"({text})" if doubtful else text
 
 
@@ -244,7 +244,7 @@ _BY_NAME = {column.name: column for column in COLUMNS}
 
 
 def pick(*names: str) -> tuple[Column, ...]:
-    """Return the trial's columns of these names, for another table that has them."""
+    """Return the trial columns with these names, for use in another table."""
     return tuple(_BY_NAME[name] for name in names)
 
 
@@ -254,9 +254,11 @@ TEXT_COLUMNS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
 
 @dataclass(frozen=True)
 class ComparisonBasis:
-    """A row's basis of comparison: the reference trial (None: there is none), the accuracy budgets, if any, the clock
-    of each boundary that all trials it competes with have (missing: the trial's own), the trial that its
-    accuracy is compared with where that isn't the reference, and whether its outputs are the reference's."""
+    """Basis of comparison of a row: the reference trial (None: no reference), accuracy budgets, and clocks.
+
+    `clocks` has for each boundary the clock common to all competing trials (missing: the trial's own).
+    `accuracy_reference` is the trial to compare accuracy with, if not the reference. `outputs` is the output check.
+    """
 
     reference: TrialResult | None
     budgets: tuple[accuracy.Budget, ...] = ()
@@ -272,14 +274,14 @@ def read_trials(
     equivalent: float | None = None,
     limit: Mapping[str, str] | None = None,
 ) -> RunData:
-    """Read a run folder, or take one already read, with its table: one row per trial, with `COLUMNS`.
+    """Read a run folder (or take one already read) with its table: one row per trial, with `COLUMNS`.
 
-    Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
-    accuracies and their changes in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
-    `correctness.find_references`, `budget` as in `accuracy.make_budgets`; speeds that differ by up to `equivalent`
-    percent count as equivalent; `limit` is what the fastest may take, as in `limits.make_limits`. The default of each
-    is the study's own. `latency_ms` with its limits is the latency over processes that `speedup` compares, at the
-    `boundary` and by the `clock` named. UserError for an invalid reference, budget or limit.
+    Columns named so are in ms (a latency is per batch, over good rounds as in `stats.over_rounds`). Accuracies are in
+    percent, their changes in percentage points, sizes in MB (1e6 bytes). `reference` is as in
+    `correctness.find_references`, `budget` as in `accuracy.make_budgets`, `limit` as in `limits.make_limits`; speeds
+    within `equivalent` percent count as equivalent. Defaults are the study's own. `latency_ms` with its limits is the
+    latency over processes compared by `speedup`, at `boundary` and by `clock`. UserError for an invalid reference,
+    budget or limit.
     """
     results = results if isinstance(results, Results) else load_run(results)
     budgets = accuracy.make_budgets(budget or results.settings.get("budget") or {})
@@ -312,7 +314,7 @@ def read_trials(
     ]
     for row in rows if most else ():
         row[LIMIT_COLUMN.name] = limits.name_outcome(limits.check_limits(row, most)) if row["status"] == "ok" else ""
-    for row in rows:  # pandas 3 makes Arrow's strings of them, which are UTF-8
+    for row in rows:  # pandas 3 stores them as Arrow strings, which must be UTF-8
         odd = {k: v for k, v in row.items() if isinstance(v, str) and not v.isascii()}
         row |= {k: v.encode("utf-8", "backslashreplace").decode() for k, v in odd.items()}
     table = _make_frame(rows, has_limits=bool(most))
@@ -324,18 +326,18 @@ def read_trials(
 
 
 def _make_frame(rows: Sequence[dict[str, Any]], *, has_limits: bool) -> pd.DataFrame:
-    """Return the rows as a frame whose columns have the types of their kinds."""
+    """Return the rows as a frame, with column types by kind."""
     import pandas as pd
 
     columns = (*COLUMNS, LIMIT_COLUMN) if has_limits else COLUMNS
     table = pd.DataFrame.from_records(rows, columns=[c.name for c in columns])
     kinds = {TEXT: object, COUNT: "Int64"}
     types = {c.name: kinds.get(c.kind, float) for c in columns}
-    return table.astype(types).copy()  # the copy defragments the frame, about which pandas warns
+    return table.astype(types).copy()  # the copy defragments the frame and so avoids a pandas warning
 
 
 def _confirm_mixed(trials: Sequence[TrialResult], rows: Sequence[dict[str, Any]]) -> None:
-    """Judge the mixed precisions of one trial in the order in which they were tried: see `accuracy.confirm`."""
+    """Judge the mixed precisions of one trial in the order tried; see `accuracy.confirm`."""
     families: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     started = {t.id: min((r.record.started for r in t.good), default="") for t in trials}
     for t, row in sorted(zip(trials, rows, strict=True), key=lambda pair: started[pair[0].id]):
@@ -348,7 +350,7 @@ def _confirm_mixed(trials: Sequence[TrialResult], rows: Sequence[dict[str, Any]]
 
 
 def _check_budget(budgets: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
-    """Refuse a budget whose metric no trial has; a study's own was checked before it ran."""
+    """Raise UserError for a budget on a metric that no trial has; a study's own was checked before it ran."""
     for budget in budgets:
         if table[metrics.list_metrics()[budget.metric].column].isna().all():
             raise UserError(f"no trial here was measured in {budget.metric}, which the budget {budget} is about")
@@ -378,7 +380,7 @@ def make_trial_row(t: TrialResult, against: ComparisonBasis, compare: bool = Tru
 
 
 def _judge_outputs(against: ComparisonBasis, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns on whether the outputs are correct; a row with wrong outputs has no speed-up.
+    """Return the columns on correctness of outputs; a row with wrong outputs gets no speed-up.
 
     An accuracy within its budget on labelled images outweighs changed classes.
     """
@@ -411,9 +413,8 @@ def _check_precision(t: TrialResult) -> dict[str, Any]:
 def exit_code(table: pd.DataFrame, *, budget: bool = False, unasked: Collection[str] = ()) -> int:
     """Return the exit code of a study.
 
-    0 good, 1 every trial with a budget is over it, 3 some trials did not finish (a skipped one was never started), gave
-    wrong outputs, have no accuracy to be compared with the `budget`, or no trial ran. Those in `unasked`, by their ids,
-    don't count.
+    0: good. 1: every trial with a budget is over it. 3: some trials did not finish (skipped ones were never started),
+    gave wrong outputs, or lack an accuracy for the `budget`, or no trial ran. Trials with ids in `unasked` don't count.
     """
     table = table[~table["trial"].isin(list(unasked))]
     if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
@@ -427,7 +428,7 @@ def exit_code(table: pd.DataFrame, *, budget: bool = False, unasked: Collection[
 
 
 def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> str:
-    """Return the boundary at which a trial (and its reference) have latencies: model before all, "" without one."""
+    """Return the boundary at which a trial (and its reference) have latencies: model before all, "" for neither."""
     return next((b for b in LATENCIES if t.medians(b) and (reference is None or reference.medians(b))), "")
 
 
@@ -452,7 +453,7 @@ def _compute_latencies(t: TrialResult) -> dict[str, float]:
 
 
 def _compute_percentiles(sampled: Sequence[tuple[Round, np.ndarray]]) -> list[stats.Interval]:
-    """Compute percentiles over several processes, those whose medians are undisturbed; of a single one, its own."""
+    """Compute percentiles over several processes with undisturbed medians; for a single process, its own."""
     if len(sampled) == 1:
         return stats.percentile_intervals(sampled[0][1], PERCENTILES.values())
     shares = (0.5, *PERCENTILES.values())
@@ -461,17 +462,16 @@ def _compute_percentiles(sampled: Sequence[tuple[Round, np.ndarray]]) -> list[st
 
 
 def _measure_rate(t: TrialResult) -> stats.Interval:
-    """Return inputs per second over the quiet rounds, NaN where it was lost to other programs."""
+    """Return inputs per second over the quiet rounds, NaN if other programs disturbed it."""
     rounds = find_quiet_rounds(t, "throughput")
     rate = stats.find_center(by_build((r, v) for r in rounds if (v := r.value("throughput", "throughput"))))
     return stats.Interval(*3 * (math.nan,)) if _find_contradiction(t, "throughput", t.batch / rate.value) else rate
 
 
 def _find_contradiction(t: TrialResult, boundary: str, seconds: float) -> float | None:
-    """Return the latency at another boundary, where others may have disturbed every round of this one and it takes over
-    twice as long; None if nothing contradicts it.
+    """Return the latency at another boundary if `seconds` is over twice as long; else None.
 
-    A GPU's copies may take as long without any disturbance.
+    Only if no round at this boundary is known to be quiet. None on a GPU, whose copies may take that long undisturbed.
     """
     is_quiet = any(r.facts.delays.get(boundary) for r in find_quiet_rounds(t, boundary, 0))
     if t.device.startswith("cuda") or is_quiet:
@@ -523,7 +523,7 @@ def _read_energy(t: TrialResult, meter: Meter) -> dict[str, Any]:
 
 
 def _read_evaluation(t: TrialResult) -> dict[str, Any]:
-    """Return images per second of the whole evaluation, and the median time of an image in each stage."""
+    """Return images per second of the whole evaluation, and the median time per image of each stage."""
     columns: dict[str, Any] = {"pipeline_ips": t.value("pipeline")}
     for stage in EVALUATION_STAGES:
         samples = t.samples(stage, "")
@@ -534,9 +534,9 @@ def _read_evaluation(t: TrialResult) -> dict[str, Any]:
 
 
 def build_seconds(t: TrialResult) -> float | None:
-    """Return the seconds of this trial's preparation: the whole chain of files, and compilation inside the process.
+    """Return the seconds of a trial's preparation: the whole chain of files, and compilation inside the process.
 
-    Later rounds may hit the compiler's cache, so only rounds that compiled count, if there are any.
+    Later rounds may hit the compiler's cache, so rounds that really compiled are preferred.
     """
     steps = [step.seconds for step in t.made_by.steps]
     chain = sum(steps) if steps else t.artifact.seconds if t.artifact else None
@@ -547,7 +547,7 @@ def build_seconds(t: TrialResult) -> float | None:
 
 
 def _compute_accuracy(t: TrialResult, against: ComparisonBasis) -> dict[str, Any]:
-    """Return each metric of the trial's task, its change against the reference, and the budget's decision."""
+    """Return each metric of the trial's task, its change against the reference, and the decision on the budget."""
     scores = metrics.list_measured(t)
     if not scores:
         return {}
@@ -593,10 +593,7 @@ def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> d
 def _judge_families(
     trials: Sequence[TrialResult], rows: Sequence[Row], references: Mapping[str, TrialResult], rule: stats.Rule
 ) -> None:
-    """Put speed-up and verdict into each row that may be compared with its reference.
-
-    All rows of a reference are one family.
-    """
+    """Add speed-up and verdict to each row comparable with its reference; all rows of a reference are one family."""
     families: dict[str, list[tuple[Row, stats.Evidence]]] = defaultdict(list)
     for t, row in zip(trials, rows, strict=True):
         if row.get("reference") and not row["verdict"]:
@@ -617,10 +614,10 @@ def _judge_families(
 
 
 def _fit_latencies(s: stats.Speedup, ratio: float) -> stats.Speedup:
-    """Return a speed-up as it can be printed beside the two latencies, of which `ratio` is the ratio.
+    """Return a speed-up consistent with the two printed latencies, which have the given ratio.
 
-    A value more than a factor of two from it comes from blocks that other programs disturbed. The interval stands if it
-    holds the latencies' ratio, which then is the best estimate; else nothing is known but the verdict's doubt.
+    A speed-up more than a factor of two off comes from disturbed blocks. If the interval contains the latencies' ratio,
+    that ratio becomes the estimate; else everything but the doubtful verdict is NaN.
     """
     if not math.isfinite(s.value * ratio) or abs(math.log(s.value / ratio)) <= math.log(MAX_INTERVAL_RATIO):
         return s
@@ -643,7 +640,7 @@ def _make_trials_table(run: RunData) -> Table:
         groups[tuple(row[name] for name in group)].append(row)
     ranks = itertools.count()
     for rows in groups.values():
-        is_comparison = any(run.trials[row["trial"]].side for row in rows)  # each of its pairs is a separate question
+        is_comparison = any(run.trials[row["trial"]].side for row in rows)  # each pair is a separate question
         for place, row in enumerate(rows if is_comparison else ranking.order_group(rows, run.trials)):
             row |= {RANK_KEY: next(ranks), FIRST_KEY: place == 0 and len(rows) > 1 and not is_comparison}
     columns, printed = _choose_columns(run.limits)
@@ -659,7 +656,7 @@ def _make_trials_table(run: RunData) -> Table:
 
 
 def _choose_columns(wanted_limits: Sequence[limits.Limit]) -> tuple[tuple[Column, ...], tuple[str, ...]]:
-    """Return the columns and the names of the printed ones; those with a limit are always printed."""
+    """Return the columns and the names of printed ones; columns with a limit are always printed."""
     if not wanted_limits:
         return COLUMNS, PRINTED
     names = {limit.quantity.column: limit.name for limit in wanted_limits}
@@ -685,19 +682,19 @@ def make_footnote(rows: list[Row], percentiles: Sequence[str] = ("p95",)) -> tup
 
 
 def list_reasons(rows: list[Row]) -> list[str]:
-    """Return why rows failed."""
+    """Return the reasons of failed rows."""
     failed = (r for r in rows if r["status"] not in ("ok", UNFINISHED))
     return [f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in failed]
 
 
 def _list_unranked(rows: list[Row]) -> list[str]:
-    """Return why rows failed, gave wrong outputs, or can't be compared."""
+    """Return the reasons of rows that failed, gave wrong outputs, or can't be compared."""
     words = [r for r in rows if r["status"] == "ok" and ": " in str(r["verdict"])]
     return [*list_reasons(rows), *(f"{r['backend']} {r['precision']}: {r['verdict']}" for r in words)]
 
 
 def _list_disturbed(rows: list[Row]) -> Iterator[str]:
-    """Yield lines on rows whose speed-up doesn't fit the latencies, or whose latency doesn't fit that of the whole."""
+    """Yield lines on rows whose speed-up contradicts the latencies, or whose latency contradicts the other boundary."""
     if names := ", ".join(f"{r['backend']} {r['precision']}" for r in rows if ranking.is_speed_lost(r)):
         yield (
             f"{names}: no speed-up, as other programs disturbed the rounds so much that latencies beside each other "
@@ -718,7 +715,7 @@ def _list_disturbed(rows: list[Row]) -> Iterator[str]:
 
 
 def _has_opposite_signs(row: Row, latency_ms: float) -> bool:
-    """Return whether the printed speed-up and two latencies, 5 % apart or more, name different rows as faster."""
+    """Return whether speed-up and latencies, at least 5 % apart, name different rows as faster."""
     shown = math.log(latency_ms / row["latency_ms"])
     low, high = row["speedup_low"], row["speedup_high"]
     return (
@@ -729,7 +726,7 @@ def _has_opposite_signs(row: Row, latency_ms: float) -> bool:
 
 
 def _list_unproven(rows: list[Row], wanted_limits: Sequence[limits.Limit]) -> Iterator[str]:
-    """Yield why it is not known whether rows keep their limits."""
+    """Yield why it is unknown whether rows keep their limits."""
     for row in rows:
         judged = row["status"] == "ok" and not str(row["verdict"]).startswith((OUTPUTS_WRONG, INCOMPARABLE))
         if judged and (text := limits.describe_misses(row, wanted_limits, (accuracy.UNDECIDED, limits.UNMEASURED))):

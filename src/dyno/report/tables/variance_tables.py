@@ -21,7 +21,7 @@ from dyno.table import COUNT, TEXT, Column, Row, Table
 from dyno.worker.spec import BUILD_OPTIONS
 
 PARTS_PER_ROUND = 10  # equal parts of a round without blocks
-OTHER_LENGTH = 2.0  # a round's length is advised where it differs by at least this factor
+OTHER_LENGTH = 2.0  # least factor between lengths for advice on a round's length
 LATENCY, RATIO = "latency", "ratio to the reference"
 SIGNIFICANCE_LEVEL = 0.05  # significance level of a difference between builds
 PRINTED = (*IDENTITY, "layers", "parameters", "size_mb", "build_s", "latency_ms", "latency_model_ms_p95")
@@ -29,7 +29,7 @@ PRINTED = (*IDENTITY, "layers", "parameters", "size_mb", "build_s", "latency_ms"
 
 @dataclass(frozen=True)
 class BuildSpread:
-    """Whether builds differ in speed: `ratio` is the slowest over the fastest, `p` the chance of it by noise alone."""
+    """Difference between builds: `ratio` is slowest over fastest, `p` its probability by noise alone."""
 
     ratio: float
     p: float
@@ -40,7 +40,7 @@ class BuildSpread:
 
 
 def list_good_builds(results: Results) -> list[TrialResult]:
-    """Return the builds that succeeded and were timed, in order."""
+    """Return the successful, timed builds in order."""
     return sorted((t for t in results if t.good), key=lambda t: int(t.options.get(BUILD_OPTIONS, 0)))
 
 
@@ -54,7 +54,7 @@ def _make_builds_table(run: RunData) -> Table | None:
 
 
 def analyse_spread(builds: Sequence[TrialResult]) -> BuildSpread | None:
-    """Analyse the variance of the processes' log medians between builds (one-way); None with fewer than two of each."""
+    """Analyse the variance of log medians between builds (one-way); None unless two builds have two processes each."""
     groups = [np.log(t.medians("model")) for t in builds if len(t.medians("model")) > 1]
     if len(groups) < 2:
         return None
@@ -72,7 +72,7 @@ def find_fastest(results: Results) -> TrialResult | None:
 
 
 def describe_builds(results: Results) -> list[str]:
-    """Describe how the builds' counts differ, and whether their speeds differ beyond noise."""
+    """Describe differences between the builds' counts, and whether their speeds differ beyond noise."""
     builds = list_good_builds(results)
     if len(builds) < 2:
         return ["fewer than two builds could be timed, so their differences are unknown"]
@@ -122,7 +122,7 @@ def _estimate_levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> 
 
 
 def _split_blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
-    """Return the logarithms of a round's latencies, block by block, or in equal parts where it has no blocks."""
+    """Return the logarithms of a round's latencies by block, or in equal parts if it has no blocks."""
     if blocks := r.block_samples("latency", boundary, clock):
         return [np.log(block) for block in blocks.values()]
     samples = r.samples("latency", boundary, clock)
@@ -134,7 +134,7 @@ def _split_blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
 
 
 def _make_row(t: TrialResult, boundary: str, of: str, levels: stats.VarianceComponents | None) -> list[Row]:
-    """Return the row of a trial's latency or of its ratio; no row where there are too few rounds."""
+    """Return the row of a trial's latency or ratio, as a list; empty with too few rounds."""
     if levels is None:
         return []
     total, (count, blocks, samples) = sum(levels.parts) or 1.0, levels.counts

@@ -1,4 +1,4 @@
-"""Each ranking's decision: a sentence on the winner and its lead, short answers, and the rest to fold out."""
+"""Decision of each ranking: a sentence on the winner and its lead, short answers, and findings to unfold."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from dyno.worker.spec import ADAPTIVE_RULES
 if TYPE_CHECKING:
     import pandas as pd
 
-# Backends that run a precision which a study adds only where it can: where one of them ran, it could be tried.
+# Backends that support a precision not added by default: if one of them ran, the precision could be tried.
 LOWERING_ADVICE = {
     "int8": {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx"},
     "bf16": {"pytorch", "compile", "aoti", "tensorrt", "tensorrt_rtx"},
@@ -51,16 +51,16 @@ LOWERING_ADVICE = {
 RESUME_ADVICE = "the same `dyno run` again goes on"
 REASONS_NOTE = "the reasons are below the table"
 DEFAULT_ROUNDS = 3  # default number of rounds
-MAX_NAMED = 4  # rows of a group named in a sentence
+MAX_NAMED = 4  # rows named in a sentence
 DECIDED = "decided"
 EXCLUDING_LIMITS = OVER, results_limits.UNMEASURED  # `limit` values that exclude a row from the choice
 NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
-MIN_PRINTED_LEAD = 1.005  # lower limit of a lead that prints as 1.00
+MIN_PRINTED_LEAD = 1.005  # a lower limit below this is printed as 1.00
 
 
 @dataclass(frozen=True)
 class Winner:
-    """The first row of a ranking by LATENCY or THROUGHPUT, against its reference and the rows behind it, in words."""
+    """First row of a ranking by LATENCY or THROUGHPUT, with sentences on it, its reference and its rivals."""
 
     ranking: Ranking
     run: RunData
@@ -68,36 +68,35 @@ class Winner:
 
     @cached_property
     def contest(self) -> Contest:
-        """The row against each one behind it."""
+        """The row against all rows behind it."""
         return results_ranking.compare_first(self.ranking.rank_by(self.speed), self.speed, self.run)
 
     @cached_property
     def row(self) -> pd.Series:
-        """Its row of the table."""
+        """The winner's row of the table."""
         return self.ranking.rank_by(self.speed).iloc[0]
 
     @property
     def trial(self) -> TrialResult:
-        """Its trial."""
         return self.run.trials[self.row["trial"]]
 
     @property
     def reference(self) -> TrialResult | None:
-        """The reference of its speed-up, which may be itself."""
+        """Reference of the winner's speed-up, possibly itself."""
         return self.ranking.find_reference(self.row)
 
     @property
     def configuration(self) -> str:
-        """Its name in sentences on one batch."""
+        """The winner's name in sentences on one batch."""
         return self.ranking.name_row(self.row)
 
     @cached_property
     def names(self) -> list[str]:
-        """Its name and those of the rows that may be the best as well."""
+        """Names of the winner and of its rivals."""
         return [self.name_row(row) for row in (self.row, *(row for row, _ in self.contest.rivals))]
 
     def name_row(self, row: pd.Series) -> str:
-        """Return a row's name in a sentence, with its batch where batches compete."""
+        """Return a row's name in a sentence, with its batch if batches compete."""
         return self.ranking.name_row(row) + (f" at batch {row['batch']}" if self.speed == THROUGHPUT else "")
 
     def name_reference(self, reference: TrialResult) -> str:
@@ -106,9 +105,9 @@ class Winner:
 
     @cached_property
     def gain(self) -> Speedup | None:
-        """Its latency's speed-up, as in its row; None where it is the reference, or has no reference.
+        """Speed-up of the winner's latency, as in its row; None for the reference itself or without a reference.
 
-        It is computed again where its reference has another size than the table's.
+        Recomputed if its reference has another size than the table's.
         """
         reference = self.reference
         if self.speed == THROUGHPUT or reference is None or reference.id == self.row["trial"]:
@@ -119,39 +118,39 @@ class Winner:
 
     @property
     def pairs(self) -> list[Speedup]:
-        """Its speed-ups over the reference and over each row behind it."""
+        """Speed-ups over the reference and over each row behind the winner."""
         return [*([self.gain] if self.gain else []), *self.contest.leads]
 
     @property
     def main_pairs(self) -> list[Speedup]:
-        """The speed-ups over the reference and over the runner-up."""
+        """Speed-ups over the reference and over the runner-up."""
         return [*([self.gain] if self.gain else []), *self.contest.leads[:1]]
 
     @property
     def opponents(self) -> list[TrialResult]:
-        """The trials of the reference and of the runner-up, each once."""
+        """Distinct trials of the reference and of the runner-up, other than the winner."""
         others = [self.reference, *(self.run.trials[id] for id in self.contest.ranked["trial"].iloc[1:2])]
         return [*{t.id: t for t in others if t is not None and t is not self.trial}.values()]
 
     @cached_property
     def confirmed(self) -> tuple[Finding, ...]:
-        """Findings of its confirmation."""
+        """Findings of the winner's confirmation."""
         return tuple(self.list_confirmations())
 
     @cached_property
     def is_doubted(self) -> bool:
-        """Whether its confirmation, or a sustained load, speaks against it."""
+        """Whether the confirmation or the sustained load contradicts the winner."""
         overtaken = any(each.has_moved and each.value < 1 for _, each in self.find_sustained())
         return overtaken or any(each.kind == WARNING for each in self.confirmed)
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nothing that it could be compared with."""
+        """Whether there is nothing to compare the winner with."""
         return self.speed == LATENCY and not self.pairs and not self.run.conditions
 
     @cached_property
     def badge(self) -> str:
-        """How sure the decision is, in one or two words."""
+        """Certainty of the decision, in one or two words."""
         if self.is_alone:
             return "not compared"
         tied = self.contest.is_tied or (self.gain is not None and self.gain.verdict == stats.EQUIVALENT)
@@ -165,7 +164,7 @@ class Winner:
         return "close" if any(each.low < MIN_PRINTED_LEAD for each in self.contest.leads) else DECIDED
 
     def describe_reality(self) -> str:
-        """Describe whether it is the fastest beyond noise, how that was measured, and reasons for doubt."""
+        """Describe whether the winner is fastest beyond noise, how that was measured, and reasons for doubt."""
         contest, gain, reference, run = self.contest, self.gain, self.reference, self.run
         if not self.pairs:
             if run.conditions and len(self.ranking.first) > 1:
@@ -181,7 +180,7 @@ class Winner:
             parts.append(f"{how_sure} {_join_first(rivals)}{self._format_needed()}")
         elif not contest.rivals and contest.leads:
             second, lead = contest.ranked.iloc[1], contest.leads[0]
-            # otherwise it repeats the headline's ratio
+            # not repeating the headline's ratio
             if gain is None or reference is None or second["trial"] != reference.id:
                 shown = format_ratio(lead.value, lead.low, lead.high)
                 by = "" if shown == UNCLEAR_WORD else f", by {shown}"
@@ -204,7 +203,7 @@ class Winner:
         return f"undecided after {how}"
 
     def _format_needed(self) -> str:
-        """Return how many more rounds, or builds, would decide the undecided pairs, as text; "" without any."""
+        """Format the number of further rounds, or builds, that would decide the undecided pairs; "" without any."""
         undecided = [lead for _, lead in self.contest.rivals if lead.verdict == stats.UNDECIDED]
         if not undecided:
             return ""
@@ -213,10 +212,9 @@ class Winner:
         return f": {needed} would settle it" if _count_more(hardest) <= MAX_ROUNDS else f": it would take {needed}"
 
     def explain_lower_latency(self) -> Iterator[Finding]:
-        """Explain why the table shows a lower latency than the winner's.
+        """Explain why another row of the table has a lower latency than the winner.
 
-        Between rounds a machine changes its speed, so latencies over different rounds tell less than a ratio within the
-        same ones.
+        A machine's speed changes between rounds, so latencies from different rounds tell less than interleaved ratios.
         """
         lower = self.ranking.fastest[self.ranking.fastest[LATENCY] < self.row[LATENCY]]
         if lower.empty:
@@ -232,7 +230,7 @@ class Winner:
         yield Finding(NOTE, f"{name} has a lower latency, {format_ms(row[LATENCY])}{rounds}, but in turns {compared}.")
 
     def list_drifts(self) -> Iterator[Finding]:
-        """Warn where its ratio to the reference or the runner-up changes by more than 2 % within every round."""
+        """Warn if the ratio to the reference or the runner-up changes by more than 2 % within every round."""
         for other in self.opponents:
             change = blocks.find_drift(self.trial, other, str(self.row["boundary"]), str(self.row["clock"]))
             if change and max(change.low, -change.high) > blocks.MIN_DRIFT:
@@ -242,7 +240,7 @@ class Winner:
                 yield Finding(WARNING, f"{text}: one of them is not warm; give --warmup.")
 
     def describe_correctness(self) -> str:
-        """Describe whether its outputs agree with its reference's, its accuracy, and the precision it ran in."""
+        """Describe the agreement of the winner's outputs with its reference's, its accuracy, and its actual type."""
         parts, row, trial, metric = [], self.row, self.trial, self.ranking.metric
         compared = self.run.compared.get(row["trial"])
         if compared is not None and row["reference"] == row["trial"] == compared.id:
@@ -268,13 +266,13 @@ class Winner:
         return "; ".join(parts)
 
     def _format_change(self) -> str:
-        """Return the change of its accuracy against the reference's as text; "" where it isn't known."""
+        """Format the change of accuracy against the reference; "" if unknown."""
         change = self.ranking.metric.change_in(self.row)
         low, value, high = (format_points(each / 100) for each in change)
         return "" if isnan(change[0]) else f"{value} points [{low}, {high}]"
 
     def advise(self) -> str:
-        """Describe how to decide an undecided result, with the command that writes its file."""
+        """Describe how to settle an undecided result, and the command that exports the winner's file."""
         contest, run, steps = self.contest, self.run, []
         if any(each.verdict == stats.ONE_ROUND for each in self.pairs):
             settings = run.records.settings
@@ -293,10 +291,9 @@ class Winner:
         steps.append(f"{chosen}: dyno export {shlex.quote(str(run.records.folder))}{id}")
         return "; ".join([*steps, *filter(None, [_advise_on_images(self.ranking, run)])])
 
-    # The figures on a decision's card: how fast, how much faster, how sure, how accurate, at what cost.
+    # Figures on a decision's card: latency, speed-up, certainty, accuracy, cost.
 
     def make_card_figures(self) -> tuple[Figure, ...]:
-        """Return its figures."""
         rounds = format_count(int(self.row["rounds"]), "round")
         return (
             _make_latency_figure(self.row),
@@ -330,10 +327,10 @@ class Winner:
         elif row["outputs"]:
             yield Figure("outputs", "unclear" if row.get("outputs_doubt") else "agree", _distance_of(row))
 
-    # Its confirmation by rounds after the selection, which are never mixed with the rounds that selected.
+    # Confirmation by rounds after the selection, never mixed with the selecting rounds.
 
     def list_confirmations(self) -> Iterator[Finding]:
-        """Yield its confirmation, and whether that agrees with the selection."""
+        """Yield the winner's confirmation, and disagreements with the selection."""
         row, trial, reference = self.row, self.trial, self.reference
         if not trial.confirmations:
             return
@@ -355,7 +352,7 @@ class Winner:
         yield from self._find_disagreements(own, gain)
 
     def _find_disagreements(self, own: list[float], gain: Speedup | None) -> Iterator[Finding]:
-        row, ranked, name = self.row, self.contest.ranked, self.configuration  # a warning stands without the notes
+        row, ranked, name = self.row, self.contest.ranked, self.configuration  # warnings are read without the notes
         now = stats.decide_apart(own, _list_costs(self.trial.good, row, self.speed))
         if now.verdict == stats.SLOWER:
             text = f"Measured again, {name} is slower than in the rounds that selected it"
@@ -372,7 +369,7 @@ class Winner:
             is_real = ahead.verdict == stats.SLOWER
             text = f"Measured again, the runner-up {self.ranking.name_row(ranked.iloc[1])} is ahead, "
             text += "and the difference is real" if is_real else "if not beyond noise"
-            # Which of the two is faster was undecided before.
+            # The order of the two was undecided before.
             expected = not is_real and self.contest.leads[0].verdict != stats.FASTER
             yield Finding(NOTE if expected else WARNING, f"{text}: {format_ratio(ahead.value, ahead.low, ahead.high)}.")
 
@@ -383,7 +380,7 @@ class Winner:
         return None if math.isnan(gain.value) else gain
 
     def find_sustained(self) -> list[tuple[TrialResult, blocks.SustainedRatio]]:
-        """Return its ratios to the reference and to the runner-up under sustained load, where it was measured."""
+        """Return the ratios to the reference and to the runner-up under sustained load, if measured."""
         boundary, clock = self._timing
         found = []
         for other in self.opponents:
@@ -394,13 +391,13 @@ class Winner:
 
     @property
     def _timing(self) -> tuple[str, str]:
-        """The boundary and the clock that it is compared by; without a throughput those of its latency."""
+        """Boundary and clock of comparisons; for a throughput without sustained rounds, those of the latency."""
         if self.speed == THROUGHPUT and any(r.facts.blocks.get("throughput") for r in self.trial.sustained):
             return "throughput", ""
         return str(self.row["boundary"]), str(self.row["clock"])
 
     def list_sustained(self) -> Iterator[Finding]:
-        """Yield each of these ratios, as a warning where it differs from that in short turns."""
+        """Yield each ratio under sustained load, as a warning if it differs from that in short turns."""
         boundary, _ = self._timing
         for other, found in self.find_sustained():
             begin, end = next(r.facts.blocks[boundary][0] for r in self.trial.sustained if r.facts.blocks.get(boundary))
@@ -414,7 +411,7 @@ class Winner:
             yield Finding(WARNING, f"{what}, not {found.usual:.2f}x as in short turns{why}.")
 
     def write_headline(self) -> str:
-        """Describe the fastest trial and by how much it is faster, in one sentence."""
+        """Describe the fastest trial and its speed-up in one sentence."""
         run, row, name = self.run, self.row, self.configuration
         time = f"{format_ms(row[LATENCY])} at batch {row['batch']}"
         if self.is_alone:
@@ -431,7 +428,7 @@ class Winner:
         return f"fastest{limit} is {name_set(self.names, self.contest, run)}; {name} takes {time}{against}."
 
     def describe_rate(self) -> str:
-        """Describe the trial with the most images per second, in one sentence."""
+        """Describe the trial with the most images per second in one sentence."""
         row, (name, *_) = self.row, self.names
         rate = f"{format_number(row[THROUGHPUT])}/s"
         several = f"{name_set(self.names, self.contest, self.run)}; {name} reaches {rate}"
@@ -444,7 +441,7 @@ class Winner:
         return text + (f"; {same[0].description}." if same else ".")
 
     def describe_accuracy(self) -> Iterator[Finding]:
-        """Yield its accuracy, and the change against the reference."""
+        """Yield the winner's accuracy, and the change against the reference."""
         metric, row, reference = self.ranking.metric, self.row, self.reference
         if metric.column not in row or isnan(row[metric.column]):
             return
@@ -461,7 +458,7 @@ class Winner:
         yield Finding(NOTE, text + ".")
 
     def describe_preparation(self) -> Iterator[Finding]:
-        """Yield after how many images the time to build pays off against the reference."""
+        """Yield the number of images after which the build time pays off against the reference."""
         reference = self.reference
         if reference is None or reference.id == self.row["trial"]:
             return
@@ -477,13 +474,13 @@ def _compare_pair(row: pd.Series, own: TrialResult, other: TrialResult, run: Run
 
 
 def name_set(names: Sequence[str], contest: Contest, run: RunData) -> str:
-    """Return the rows that may be the best as text: `one of A, B and C (undecided)`."""
+    """Format the rows that may be the best: `one of A, B and C (undecided)`."""
     known = name_equivalence(100 * run.rule.margin).replace(EQUIVALENT, "equal") if contest.is_tied else stats.UNDECIDED
     return f"one of {_join_first(names)} ({known})"
 
 
 def _join_first(names: Sequence[str]) -> str:
-    """Join the first MOST_NAMED names, and say how many more there are."""
+    """Join the first MAX_NAMED names, and append how many more there are."""
     more = [f"{len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
     return join_names([*names[:MAX_NAMED], *more])
 
@@ -502,7 +499,7 @@ def _count_more(pair: Speedup) -> int:
 
 
 def list_rejected(pairs: Sequence[Speedup]) -> Iterator[Finding]:
-    """Yield which pairs leave out disturbed rounds, with their ratio over all rounds."""
+    """Yield a finding for each pair with disturbed rounds left out, with its ratio over all rounds."""
     for pair in pairs:
         if pair.rejected:
             were = "was" if pair.rejected == 1 else "were"
@@ -514,7 +511,7 @@ def list_rejected(pairs: Sequence[Speedup]) -> Iterator[Finding]:
 
 
 def _describe_builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> Iterator[str]:
-    """Yield whether the result holds for one build of an engine or for several, where builds differ from each other."""
+    """Yield whether the result holds for one or several builds of an engine, if its builds differ."""
     counts = [count for t in trials if t is not None and (count := results_ranking.list_builds(t))]
     if 1 in counts:
         yield "of one build: another build may differ"
@@ -529,9 +526,9 @@ def _distance_of(row: pd.Series) -> str:
 
 
 def list_untried(run: RunData) -> str:
-    """List precisions that the study's backends could also run in, each with the option that adds it.
+    """List precisions that the study's backends also support, each with the option that adds it.
 
-    Return "" where the user chose backends or precisions, or gave a file that is in a lower precision already.
+    "" if the user chose backends or precisions, or gave a file in a lower precision.
     """
     settings, trials = run.records.settings, list(run.records)
     if any(settings.get(name) for name in ("backends", "precisions", "baseline")):
@@ -550,9 +547,9 @@ def list_untried(run: RunData) -> str:
 
 
 def _advise_on_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -> str:
-    """Describe how to get the rounds that would decide the pair; without `goes_on` a study itself gives none.
+    """Describe how to get the rounds that would decide the pair.
 
-    Further rounds are for the winner with its reference and with its runner-up.
+    `goes_on` means that a study adds rounds by itself: for the winner with its reference or its runner-up.
     """
     more = _count_more(pair)
     if more > MAX_ROUNDS:
@@ -567,19 +564,19 @@ def _advise_on_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -
 
 
 def awaits_evidence(ranking: Ranking) -> bool:
-    """Return whether a trial ahead of the winner may be within budget and limits, too: more evidence could decide."""
+    """Return whether a trial ahead of the winner may be within budget and limits: more evidence could decide."""
     states = [(row["budget"], read_limit(row)) for _, row in ranking.ahead.iterrows()]
     possible = [each for each in states if each[0] != OVER and not each[1].startswith(EXCLUDING_LIMITS)]
     return any(budget == UNDECIDED or limit.startswith(UNDECIDED) for budget, limit in possible)
 
 
 def read_limit(row: pd.Series) -> str:
-    """Return what a row came to under the limits, as its column has it; "" without limits."""
+    """Return a row's outcome under the limits, from its column; "" without limits."""
     return str(row.get("limit") or "")
 
 
 def describe_lead(ranking: Ranking, row: pd.Series, run: RunData) -> str:
-    """Return whether a row ahead of the winner is faster, or seems so, in words; "" without a winner."""
+    """Describe whether a row ahead of the winner is faster or seems so; "" without a winner."""
     if ranking.fastest.empty:
         return ""
     own, other = run.trials[row["trial"]], run.trials[ranking.fastest.iloc[0]["trial"]]
@@ -587,7 +584,7 @@ def describe_lead(ranking: Ranking, row: pd.Series, run: RunData) -> str:
 
 
 def _advise_on_images(ranking: Ranking, run: RunData) -> str:
-    """Describe how many images would decide whether a faster trial is within the budget; "" where none is undecided."""
+    """Describe how many images would decide whether a faster trial is within the budget; "" if all are decided."""
     rows = [
         row
         for _, row in ranking.ahead.iterrows()
@@ -601,7 +598,7 @@ def _advise_on_images(ranking: Ranking, run: RunData) -> str:
 
 
 def describe_missing_images(row: pd.Series) -> str:
-    """Return the start of a sentence on the images that would decide a row under its budget; "" where none would."""
+    """Return the start of a sentence on the images that would decide a row's budget; "" if no number would."""
     more = row["more_images"]
     estimated = isinstance(more, (int, float)) and not isnan(more)
     return f"about {int(more):,} more images are needed to tell" if estimated else ""
@@ -619,7 +616,7 @@ def _make_latency_figure(winner: pd.Series) -> Figure:
 
 
 def _make_cost_figure(winner: pd.Series) -> Iterator[Figure]:
-    """Yield seconds to make it, and the size of its file and its memory, as far as each is known."""
+    """Yield the preparation time, file size and memory, as far as known."""
     sizes: list[tuple[Any, str]] = [(winner["size_mb"], "MB file"), (winner["memory_mb"], "MB of memory")]
     below = ", ".join(f"{format_number(value)} {what}" for value, what in sizes if not is_missing(value) and value)
     seconds = 0.0 if is_missing(winner["build_s"]) else float(winner["build_s"])
@@ -628,7 +625,7 @@ def _make_cost_figure(winner: pd.Series) -> Iterator[Figure]:
 
 
 def _describe_clock(trial: TrialResult, boundary: str) -> str:
-    """Return the GPU's clock and power under sustained load, beside those in short turns; "" where unknown."""
+    """Describe the GPU's clock and power under sustained load, and its clock in short turns; "" if unknown."""
     rounds = [r for r in trial.sustained if r.trace is not None and r.facts.blocks.get(boundary)]
     summaries = [timeline.summarise_timeline(r.trace, r.facts.blocks[boundary]) for r in rounds if r.trace is not None]
     now, usual = timeline.join_timelines(summaries), trial.gpu
@@ -639,7 +636,7 @@ def _describe_clock(trial: TrialResult, boundary: str) -> str:
 
 
 def _list_costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
-    """Return the seconds of each successful round (or build): per batch, or per input where throughput is compared."""
+    """Return the seconds of each successful round (or build), per batch for latency, per input for throughput."""
     good = [r for r in rounds if r.ok]
     if speed == THROUGHPUT:
         return results_ranking.image_costs(good, row)
@@ -660,14 +657,14 @@ def _format_spread(own: list[float], row: pd.Series, speed: str) -> str:
 
 
 def decide_run(ranking: Ranking, run: RunData) -> Iterator[Decision]:
-    """Yield the fastest at the smallest batch, and with several batches the most images per second."""
+    """Yield the decision on latency at the smallest batch, and with several batches that on images per second."""
     yield _decide_fastest(ranking, run)
     if len(ranking.most_images):
         yield _decide_most_images(Winner(ranking, run, THROUGHPUT))
 
 
 def list_incomparable(ranking: Ranking) -> Iterator[Finding]:
-    """Yield trials that could not be compared with their reference, so that they could not be the fastest."""
+    """Yield the trials that are not ranked because they are not comparable with their reference."""
     reasons: dict[str, list[str]] = {}
     for _, row in ranking.apart.iterrows():
         names = reasons.setdefault(str(row["verdict"]), [])
@@ -678,7 +675,7 @@ def list_incomparable(ranking: Ranking) -> Iterator[Finding]:
 
 
 def list_failed(ranking: Ranking, run: RunData) -> Decision | None:
-    """Return a decision where no trial of the ranking succeeded; None where one did."""
+    """Return a decision that reports that no trial of the ranking succeeded; None if any did."""
     if not results_ranking.list_usable(ranking.group).empty:
         return None
     waiting = int((ranking.group["status"] == UNFINISHED).sum())
@@ -738,7 +735,7 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
 
 
 def _report_no_fit(ranking: Ranking, within: pd.DataFrame, run: RunData, others: tuple[Finding, ...]) -> Decision:
-    """Report that no trial at the smallest batch keeps the limits, which comes closest, and what to do next."""
+    """Report that no trial at the smallest batch keeps the limits, the closest one, and the next step."""
     closest = results_limits.find_closest(within, run.limits)
     assert closest is not None
     name = f"{ranking.name_row(closest)} at batch {closest['batch']}"
@@ -753,7 +750,7 @@ def _name_batch(ranking: Ranking) -> str:
 
 
 def _advise_on_limits(closest: pd.Series, run: RunData) -> str:
-    """Describe the next step where no trial keeps the limits, from the closest row."""
+    """Describe the next step if no trial keeps the limits, from the closest row."""
     checks, settings = results_limits.check_limits(closest, run.limits), run.records.settings
     states = {check.state for check in checks}
     if OVER in states:
@@ -786,7 +783,7 @@ def _describe_latency(winner: pd.Series) -> Iterator[Finding]:
 
 
 def _list_excluded(ranking: Ranking, run: RunData) -> Iterator[Finding]:
-    """Yield faster trials that the budget or a limit kept from being the fastest."""
+    """Yield faster trials excluded by the budget or a limit."""
     budget, metric = run.budget, ranking.metric
     if not run.conditions:
         return
@@ -811,14 +808,14 @@ def _list_excluded(ranking: Ranking, run: RunData) -> Iterator[Finding]:
 
 
 def _describe_misses(row: pd.Series, run: RunData) -> str:
-    """Return how far a row is from keeping its limits, as the end of a sentence; "" where it keeps them."""
+    """Describe how a row misses its limits, as the end of a sentence; "" if it keeps them."""
     misses = results_limits.describe_misses(row, run.limits)
     how = "doesn't keep" if read_limit(row).startswith(OVER) else "is not shown to keep"
     return misses and f"{how} its limits: {misses}"
 
 
 def _list_limited(winner: Winner) -> Iterator[Finding]:
-    """Yield trials with more images per second than the best, which a limit kept from it."""
+    """Yield trials with more images per second than the winner, excluded by a limit."""
     rows = results_ranking.rank_trials(results_ranking.keep_within_budget(winner.ranking.group), THROUGHPUT)
     for _, row in rows.iloc[: [*rows["trial"]].index(winner.row["trial"])].head(MAX_NAMED).iterrows():
         reached = f"{winner.name_row(row)} reaches {format_number(row[THROUGHPUT])}/s"
@@ -839,7 +836,7 @@ def _decide_most_images(winner: Winner) -> Decision:
 
 
 def _describe_copies(best: TrialResult) -> str:
-    """Return how copies bound the throughput and what helps; "" where they don't."""
+    """Describe how copies bound the throughput and what helps; "" if they don't."""
     copies = remarks.describe_copies(best)
     if copies is None or not copies.is_bound:
         return ""

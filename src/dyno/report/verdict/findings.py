@@ -1,4 +1,4 @@
-"""Parts of the verdict: a decision, a sentence about it, and the words for numbers in them."""
+"""Parts of the verdict: decisions, findings, and their wording of numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PROBLEMS_PART = "problems"  # the report's section of warnings and failures
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence and what kind it is: best, note, warning or failure; `part` of the report has more on it."""
+    """A sentence and its kind: best, note, warning or failure; `part` names the report's section with details."""
 
     kind: str
     text: str
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number on a decision's card: what it is, its value, and a line below it."""
+    """A number on a decision's card: its name, value, and a line below it."""
 
     name: str
     value: str
@@ -65,11 +65,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Decision:
-    """One sentence on what wins and by how much, of which model and size (`where`), and its kind as a finding's.
+    """A sentence on the winner and its lead, for one model and size (`where`); `kind` is as in Finding.
 
-    `answers` are short ones, by what they answer: whether it is real, whether it is right, what to do next. `findings`
-    are what else there is to say of it, `figures` its numbers for a card, and `badge` says in a word how sure it is.
-    `candidates` are the trials that may win, by id, and `by` is the speed that decides.
+    `answers` are short, each after its question: whether it is real, whether it is right, what to do next. `findings`
+    are further sentences, `figures` the numbers for a card, and `badge` is its certainty in a word. `candidates` are
+    the ids of trials that may win; `by` is the deciding speed.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class Decision:
 
     @property
     def sentence(self) -> str:
-        """The decision with what it is about."""
+        """The text, after its model and size."""
         return f"{self.where}: {self.text}" if self.where else self.text
 
 
@@ -93,13 +93,13 @@ def format_ms(value: float) -> str:
     return show(value * 1e-3, "duration")
 
 
-# Sentences on a whole run: devices, precisions searched, pixel inputs, routes to ONNX, trials without a score.
+# Sentences on a whole run: devices, precisions searched, pixel inputs, routes to ONNX, trials without accuracy.
 
-# Sentences on a study's devices: how much they differ, and whether they were used in parallel.
+# Sentences on a study's devices: differences, and parallel use.
 
 
 def list_device_findings(results: Results) -> Iterator[Finding]:
-    """Yield a sentence on the devices' difference and one on their parallel use; none for a study on one device."""
+    """Yield a sentence on the devices' differences and one on their parallel use; empty for a study on one device."""
     found = read_devices(results.folder)
     if found is None:
         return
@@ -109,7 +109,7 @@ def list_device_findings(results: Results) -> Iterator[Finding]:
 
 
 def _describe_difference(found: AnchorDevices) -> str:
-    """Describe how far the slowest device is from the fastest, by the anchor trial alone on each."""
+    """Describe the difference between the slowest and the fastest device, by the anchor trial alone on each."""
     if found.extremes is None:
         return ""
     fastest, slowest, real = found.extremes
@@ -120,7 +120,7 @@ def _describe_difference(found: AnchorDevices) -> str:
 
 
 def _describe_company(found: AnchorDevices) -> str:
-    """Describe whether devices worked side by side, and how much slower that was than each device alone."""
+    """Describe whether devices worked in parallel, and the slow-down compared with each device alone."""
     if not found.side_by_side:
         by = f" ({found.anchor}: {_format_slowdowns(found.disturbed)})" if found.disturbed else ""
         return f"Blocks were measured one at a time where devices were slower beside each other than alone{by}."
@@ -140,7 +140,7 @@ def _format_slowdowns(speedups: Mapping[str, stats.Speedup]) -> str:
     return ", ".join(f"{place} by {percent_slower(one.value):.2g} %" for place, one in speedups.items())
 
 
-# Lowered precisions that fail the budget, and the effect of keeping a few of their layers higher.
+# Lowered precisions that fail the budget, and the effect of keeping some layers in a higher precision.
 
 LOWERED_PRECISIONS = ("int8", "fp16")
 HIGHER_PRECISIONS = ("fp32", "tf32")
@@ -148,10 +148,10 @@ MAX_LAYERS_NAMED = 3  # higher-precision layers named in a sentence
 
 
 def list_failing(run: RunData) -> list[str]:
-    """Return ids of the trials whose lowered precision is not within the budget with confidence although it could be.
+    """Return ids of trials whose lowered precision fails the budget or is undecided, although layers could help.
 
-    One per configuration and size, at the smallest batch that ran. Failures that no layer could change are left out:
-    too few images for any trial to be within, or a size at which the higher precisions fail the budget too.
+    One per configuration and size, at the smallest batch that ran. Failures beyond the reach of layers are left out:
+    too few images for any trial to be within, or a size at which higher precisions fail the budget too.
     """
     frame = run.frame
     rows = {row["trial"]: row for _, row in frame.iterrows()}
@@ -179,7 +179,7 @@ def _has_enough_images(row: pd.Series, budgets: Sequence[accuracy.Budget]) -> bo
 
 
 def list_precision_findings(run: RunData) -> Iterator[Finding]:
-    """Yield the layers that were kept higher for each lowered precision, and their cost."""
+    """Yield the layers kept in a higher precision for each lowered precision, and their cost."""
     mixed: dict[Any, list[TrialResult]] = {}
     for t in run.records:
         if KEEP_OPTION in t.options:
@@ -234,12 +234,11 @@ def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: st
     )
 
 
-# Files whose numbers are not computed as they are stored.
+# Files computed differently from what they store.
 
 
 def list_weight_findings(results: Results) -> Iterator[Finding]:
-    """Yield a warning for each model in float64 that is computed in float32, whose file has averaged weights or other
-    functions too, that runs as in training, whose folder has no weights, or that OpenVINO reads otherwise."""
+    """Yield warnings on models computed otherwise than stored: other types, weights, functions, modes or readings."""
     models = dict.fromkeys(t.given for t in results if t.good and IN_SINGLE in remarks.list_warnings(t))
     advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
     yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
@@ -249,12 +248,11 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
     yield from (Finding(WARNING, text) for text in told)
 
 
-# Labels that may be another class's.
+# Labels that may belong to another class.
 
 
 def list_label_findings(results: Results) -> Iterator[Finding]:
-    """Yield a warning where class names are numbers in the order of text, which decides what each label means, and for
-    each model whose boxes aren't on the objects, or whose answers fit the labels in another order."""
+    """Yield warnings on doubtful labels: numeric names sorted as text, misplaced boxes, or another class order."""
     lines = [(t.given, line.removeprefix("data: ")) for t in results if t.good for line in remarks.list_warnings(t)]
     told = dict.fromkeys(f"Labels: {line}." for _, line in lines if line.startswith(TEXT_ORDER))
     told |= dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(AS_READ))
@@ -268,12 +266,12 @@ def list_label_findings(results: Results) -> Iterator[Finding]:
             yield Finding(WARNING, f"{model}: {other}.")
 
 
-# Images whose size or normalisation is a guess, since a file doesn't say how its network was trained.
+# Guessed image sizes and normalisations, for files without such information.
 
 
 def list_pixel_findings(results: Results) -> Iterator[Finding]:
-    """Yield a warning for each model whose images have a guessed size, or were prepared by a guess."""
-    ran = [t for t in results if t.good or t.status == "failed"]  # the guess may be why it failed
+    """Yield a warning for each model with a guessed image size or image preparation."""
+    ran = [t for t in results if t.good or t.status == "failed"]  # perhaps because of the guess
     sized = {t.given: t.size for t in ran if results.model_facts(t).size_guessed}
     for model, size in sized.items():
         yield Finding(
@@ -284,7 +282,7 @@ def list_pixel_findings(results: Results) -> Iterator[Finding]:
 
 
 def describe_guess(t: TrialResult, results: Results) -> str:
-    """Describe what is a guess in how the trial's images were prepared, and what to do; "" without a guess."""
+    """Describe the guesses in the trial's image preparation, and what to do; "" without a guess."""
     facts = results.model_facts(t)
     preprocess = t.spec.model.preprocess
     letterboxed = preprocess.letterbox
@@ -316,11 +314,11 @@ def _join_values(values: Sequence[float]) -> str:
     return ",".join(f"{value:g}" for value in values)
 
 
-# Sentences on the routes to the ONNX file that were tried beside the usual one.
+# Sentences on alternative routes to the ONNX file.
 
 
 def list_route_findings(results: Results) -> Iterator[Finding]:
-    """Yield a sentence for each configuration with a route that was kept, and one on all others that were tried."""
+    """Yield a sentence for each configuration that kept another route, and one on all other routes tried."""
     models = {t.model for t in results}
     tried = [one for one in read_attempts(results.folder) if one.model in models]
     for one in tried:
@@ -345,13 +343,13 @@ def _format_routes(routes: Iterable[RouteAttempt]) -> str:
     return f" ({', '.join(outcomes)})" if outcomes else ""
 
 
-# Outputs from which no accuracy was measured: no class scores for labelled images, or no boxes in a known layout.
+# Outputs without accuracy: no class scores for labelled images, or no boxes in a known layout.
 
 
 def list_unscored_findings(run: RunData) -> Iterator[Finding]:
     """Yield a warning for each model without class scores or boxes.
 
-    With a budget it adds that this was not checked: no trial of the model has failed it.
+    With a budget it adds that the budget was not checked, as no trial of the model can fail it.
     """
     budget = "; the budget was not checked" if run.budgets else ""
     sentences = ((t.given, sentence) for t in run.records if t.good and (sentence := list_unscored(t)))
@@ -360,7 +358,7 @@ def list_unscored_findings(run: RunData) -> Iterator[Finding]:
 
 
 def list_empty_budgets(run: RunData) -> Iterator[Finding]:
-    """Yield a warning for each reference of which everything may be lost within a budget."""
+    """Yield a warning for each reference whose whole accuracy is within the permitted loss."""
     references = {t.id: t.given for t in run.references.values()} if run.budgets else {}
     for _, row in run.frame[run.frame["trial"].isin(list(references))].iterrows():
         for budget in run.budgets:
@@ -373,7 +371,7 @@ def list_empty_budgets(run: RunData) -> Iterator[Finding]:
 
 
 def list_unscored(t: TrialResult) -> str:
-    """Return the trial's warning on outputs that can't be scored, "" without one."""
+    """Return the trial's warning on outputs that can't be scored, else ""."""
     marks = NO_ACCURACY, NO_BOXES
     marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in marks)
-    return next((warning[place:] for warning, place in marked if place >= 0), "")  # the text after its stage
+    return next((warning[place:] for warning, place in marked if place >= 0), "")  # text after the stage

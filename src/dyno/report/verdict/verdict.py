@@ -1,4 +1,4 @@
-"""The verdict in sentences: the first thing in every report and the last thing a study prints."""
+"""The verdict in sentences: the start of every report and the end of a study's output."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ OTHER_NETWORK = (
     " The files were taken for one network, since their inputs and outputs have the same shapes; "
     "if they are different networks, run one command for each."
 )
-MAX_GROUPS = 8  # model and size pairs with sentences; the tables have all
-MAX_REASONS, MAX_REASON_LENGTH = 2, 160  # reasons of failures in one sentence, and characters of one reason
+MAX_GROUPS = 8  # models and sizes with sentences; the tables have all
+MAX_REASONS, MAX_REASON_LENGTH = 2, 160  # failure reasons in one sentence, and characters of each
 NOT_SHOWN = "not shown to be faster than {}"
-MAX_RATIOS = 3  # batches whose ratio one sentence gives
-# Wider precisions that a lowered one should be faster than, in the order of comparison.
+MAX_RATIOS = 3  # batches with their ratio in one sentence
+# Wider precisions for comparison with a lowered one, in order.
 WIDER_TYPES = {
     **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
     **dict.fromkeys(("int8", "fp8", *WEIGHT_PRECISIONS), ("fp32", "fp16", "bf16")),
@@ -56,7 +56,7 @@ WIDER_TYPES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """A run's verdict: rows with `wrong` outputs, a decision for each ranking, and `findings` about the whole run."""
+    """Verdict on a run: rows with `wrong` outputs, a decision for each ranking, and `findings` on the whole run."""
 
     wrong: tuple[Finding, ...]
     decisions: tuple[Decision, ...]
@@ -64,7 +64,7 @@ class Verdict:
 
     @property
     def sentences(self) -> list[str]:
-        """Everything but the next steps, which name a folder, in plain sentences, most important first."""
+        """All sentences but the next steps (they name a folder), most important first."""
         lines = [each.text for each in self.wrong]
         for decision in self.decisions:
             lines += [decision.sentence, *(f"{name}: {text}." for name, text in decision.answers if name != "next")]
@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """The same for a terminal: next steps too, but no notes, which the report has, and details last."""
+        """All lines for a terminal: with next steps, without notes (the report has them), details last."""
         lines = [each.text for each in self.wrong]
         for decision in self.decisions:
             lines += [decision.sentence, *(f"  {name}: {text}" for name, text in decision.answers)]
@@ -90,15 +90,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ProvisionalAnswer:
-    """A running study's verdict: a sentence for each decision, and for the first ranking its `rows`, fastest
-    first, each with configuration, median latency and speed-up as text."""
+    """Verdict of a running study: a sentence for each decision, and the `rows` of the first ranking, fastest first.
+
+    Each row is configuration, median latency and speed-up as text.
+    """
 
     sentences: list[str]
     rows: list[tuple[str, str, str]]
 
 
 def answer_so_far(run: RunData) -> ProvisionalAnswer:
-    """Return the answer from the rounds that are stored so far."""
+    """Return the answer from the rounds stored so far."""
     found = read_verdict(run)
     sentences = [each.text for each in found.wrong] + [each.sentence for each in found.decisions]
     if any(t.side for t in run.records):
@@ -117,7 +119,7 @@ def answer_so_far(run: RunData) -> ProvisionalAnswer:
 
 
 def _describe_sides(run: RunData) -> Iterator[str]:
-    """Yield a sentence for each pair of a comparison; whether other outputs count, its gate decides."""
+    """Yield a sentence for each pair of a comparison; its gate decides whether outputs matter."""
     for _, row in run.frame.iterrows():
         b = run.trials[row["trial"]]
         if b.side == "b" and b.good and row["reference"] not in ("", row["trial"]):
@@ -148,7 +150,7 @@ def read_verdict(run: RunData) -> Verdict:
     unscored = *verdict_findings.list_unscored_findings(run), *verdict_findings.list_empty_budgets(run)
     wrong = *_wrong_outputs(run), *unscored
     slow: list[Finding] = []
-    if contention and contention.mostly:  # an order would be that of the machine's load
+    if contention and contention.mostly:  # the order would reflect the machine's load
         next_step = _describe_next_step(run)
         decided = [Decision(WARNING, "", contention.sentence, (("real", OTHER_PROGRAMS_NOTE), ("next", next_step)))]
         decided += [decision for ranking in shown if (decision := decisions.list_failed(ranking, run)) is not None]
@@ -171,13 +173,13 @@ def read_verdict(run: RunData) -> Verdict:
 
 
 def _describe_next_step(run: RunData) -> str:
-    """Describe the next step where the machine was too busy for a winner."""
+    """Describe the next step if the machine was too busy to name a winner."""
     step, folder = "measure again on a quiet machine", shlex.quote(str(run.records.folder))
     return f"{step}, or choose: dyno export {folder} BACKEND/PRECISION" if list(list_winners(run)) else step
 
 
 def _wrong_outputs(run: RunData) -> Iterator[Finding]:
-    """Yield trials with other outputs than their reference, which are not ranked."""
+    """Yield the trials with wrong outputs, which are not ranked."""
     trials, wrong = run.trials, run.frame[run.frame["outputs"] == OUTPUTS_WRONG]
     for (_, verdict), rows in wrong.groupby(["reference", "verdict"], sort=False):
         group = [trials[id] for id in rows["trial"]]
@@ -193,7 +195,7 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
 
 
 def _has_layer_comparison(t: TrialResult) -> bool:
-    """Return whether the engine ran an export of a module, so that `dyno diff --layers` can compare the layers."""
+    """Return whether the engine ran an exported module, so that `dyno diff --layers` can compare its layers."""
     return bool(t.facts.opset)
 
 
@@ -216,7 +218,7 @@ def _check_precisions(results: Results) -> Iterator[Finding]:
 
 
 def _list_fallbacks(results: Results) -> Iterator[Finding]:
-    """Yield the trials of which most nodes ran elsewhere than on the provider that was asked for."""
+    """Yield the trials with most nodes on another provider than the requested one."""
     named: dict[str, list[TrialResult]] = {}
     for t in results:
         if t.good and t.facts.fallback:
@@ -226,9 +228,9 @@ def _list_fallbacks(results: Results) -> Iterator[Finding]:
 
 
 def _slow_precisions(run: RunData) -> Iterator[Finding]:
-    """Yield lowered precisions that gain nothing over a wider one of the same backend, with the engine's own reasons.
+    """Yield lowered precisions without a gain over a wider one of the same backend, with the engine's own reasons.
 
-    The wider one is fp32; for eight bits that gain something over it, the sixteen-bit ones as well.
+    The wider one is fp32; eight-bit precisions that gain over it are compared with the sixteen-bit ones as well.
     """
     results, rows = run.records, {row["trial"]: row for row in run.frame.to_dict("records")}
     ran = {(t.group, t.variant, t.precision): t for t in results if t.good}
@@ -262,7 +264,7 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
 
 
 class _NoGain(NamedTuple):
-    """A configuration that isn't faster than the `other`: ratios of batches in words, by their relation."""
+    """A configuration that isn't faster than the `other`: ratios by batch as text, by relation."""
 
     name: str
     other: str
@@ -278,7 +280,7 @@ class _NoGain(NamedTuple):
 
 
 def _compare_batches(slow: list[tuple[TrialResult, stats.Speedup]]) -> dict[str, str]:
-    """Return the ratios of a lowered precision to the other one, batch by batch, by their relation."""
+    """Return the ratios of a lowered precision to the other one by relation, as text, in the order of batches."""
     ratios: dict[str, list[str]] = {}
     for t, gain in sorted(slow, key=lambda pair: pair[0].batch):
         shown = format_ratio(gain.value, gain.low, gain.high)
@@ -289,14 +291,14 @@ def _compare_batches(slow: list[tuple[TrialResult, stats.Speedup]]) -> dict[str,
 
 
 def _choose_reason(slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
-    """Return the first reason that the engine gives, with its batch where they differ; "" without one."""
+    """Return the engine's first reason, with its batch if reasons differ; "" without any."""
     reasons = [(t.batch, "; ".join(remarks.list_reasons(t))) for t, _ in sorted(slow, key=lambda pair: pair[0].batch)]
     batch, reason = next(((batch, why) for batch, why in reasons if why), (0, ""))
     return f"at batch {batch}, {reason}" if reason and len({why for _, why in reasons}) > 1 else reason
 
 
 def _join_unexplained(found: list[_NoGain]) -> str:
-    """Return one sentence: what is not shown of the first, `nor` is it of the next."""
+    """Join findings into one sentence, with `nor` between those that are not shown to be faster."""
     alike = [each for each in found if [*each.relations] == [NOT_SHOWN]]
     first = [each.sentence for each in alike[:1]]
     others = [f"{each.name} than {each.other} ({each.relations[NOT_SHOWN]})" for each in alike[1:]]
@@ -314,9 +316,9 @@ def _choose_relation(gain: stats.Speedup) -> str:
 
 
 def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: stats.Rule) -> stats.Speedup | None:
-    """Return the speed-up over the wider precision, where it shows no gain; else None.
+    """Return the speed-up over the wider precision if it shows no gain, else None.
 
-    It is that of the trial's row where that is over the same trial, so that the two agree.
+    It is taken from the trial's row if the row has the same reference, so that both agree.
     """
     if (row["reference"], row["boundary"]) == (wider.id, "model") and not is_missing(row["speedup"]):
         gain = stats.Speedup(row["speedup"], row["speedup_low"], row["speedup_high"], row["verdict"])
@@ -327,7 +329,7 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
 
 
 def _find_waiting_models(results: Results) -> Iterator[Finding]:
-    """Warn of the study's models that have no trial yet: a study that was stopped plans one model after the other."""
+    """Warn of the study's models without trials: a stopped study plans one model after the other."""
     sources = list(dict.fromkeys(map(str, results.settings.get("models", ()))))
     begun = {t.spec.model.source for t in results}
     waiting = [source for source in sources if source not in begun]
@@ -340,7 +342,7 @@ def _find_waiting_models(results: Results) -> Iterator[Finding]:
 
 
 def _describe_failures(results: Results) -> Iterator[Finding]:
-    """Yield how many trials failed and why; those in a precision that Dyno added are a separate note."""
+    """Yield the number of failed trials with reasons; trials in a precision added by Dyno are a separate note."""
     added = results.failed_additions
     notes = {t.id for t in added}
     failed = [t for t in results if t.id not in notes and t.status not in ("ok", "skipped", UNFINISHED)]
@@ -362,7 +364,7 @@ def _describe_failures(results: Results) -> Iterator[Finding]:
 def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
     count, total = Counter(t.status for t in results), len(results.trials)
     yield from _describe_failures(results)
-    if 0 < count[UNFINISHED] < total:  # if all are unfinished, the answer reports it
+    if 0 < count[UNFINISHED] < total:  # if all are unfinished, the decisions report it
         yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     yield from _find_waiting_models(results)
     dropped = read_dropped(results.folder)
@@ -409,7 +411,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
 
 
 def _list_reasons(failed: Iterable[TrialResult]) -> str:
-    """Return the reasons of the first trials that failed for different ones, in words that a line has room for."""
+    """Join the distinct reasons of the first failed trials, shortened to fit a line."""
     of_reason: dict[str, TrialResult] = {}
     for t in failed:
         of_reason.setdefault(t.reason, t)
@@ -419,7 +421,7 @@ def _list_reasons(failed: Iterable[TrialResult]) -> str:
 
 
 def _find_gpu_doubts(results: Results) -> Iterator[Finding]:
-    """Yield doubts about the numbers from the GPU's telemetry and clocks."""
+    """Yield doubts about the numbers, from the GPU's telemetry and clocks."""
     trials = [t for t in results if t.gpu is not None]
     of_trials = format_count(len(trials), "trial")
     if shared := [t for t in trials if remarks.describe_others(t)]:
@@ -464,7 +466,7 @@ def _format_batches(trials: list[TrialResult]) -> str:
     return f"batch {', '.join(map(str, batches))}"
 
 
-# The head of a run's tables in JSON: run, date, machine, study and verdict.
+# Head of a run's tables in JSON: run, date, machine, study and verdict.
 
 
 class DecisionDescription(TypedDict):
@@ -493,7 +495,7 @@ class RunDescription(TypedDict):
 def describe_run(run: RunData) -> RunDescription:
     """Return the run's name, date, machine, study, visible differences, decisions and verdict in sentences.
 
-    `date` is the start of its first job (ISO 8601), `visible` the differences it can see, None where that isn't known.
+    `date` is the start of its first job (ISO 8601), `visible` the differences it can detect, None if unknown.
     """
     records = run.records
     return {
@@ -519,5 +521,5 @@ def _describe_decision(decision: Decision) -> DecisionDescription:
 
 
 def read_start(results: Results) -> str:
-    """Return the start of a run's first job (ISO 8601 with its offset); "" where no record has it."""
+    """Return the start of a run's first job (ISO 8601 with its offset); "" if no record has one."""
     return min((r.record.started for t in results for r in t.rounds if r.record.started), default="")

@@ -22,23 +22,23 @@ ENTRY_POINT_GROUP = "dyno.metrics"
 
 @cache
 def list_metrics() -> dict[str, Metric]:
-    """Return the metrics by name, Dyno's own and those of installed distributions, in the order of display."""
+    """Return all metrics by name, Dyno's and those of installed plug-ins, in display order."""
     found = plugins.list_declared(sys.modules[__name__], Metric, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 
 def list_task_metrics(trial: TrialResult) -> list[Metric]:
-    """Return the metrics that the trial's task names."""
+    """Return the metrics named by the trial's task."""
     return [metric for name, metric in list_metrics().items() if name in trial.task.metrics]
 
 
 def list_measured(trial: TrialResult) -> list[tuple[Metric, MetricValue]]:
-    """Return each metric that the trial has a value of, with the value."""
+    """Return each metric that has a value for the trial, with the value."""
     return [(metric, value) for metric in list_task_metrics(trial) if (value := metric.of(trial)) is not None]
 
 
 def choose_metric(frame: pd.DataFrame, budgets: Iterable[str] = ()) -> Metric:
-    """Return the metric to show for these trials: the first of the `budgets`' metrics, else the first they have."""
+    """Return the metric to show for these trials: the first budget's that they have, else the first they have."""
     every = list(list_metrics().values())
     order = [*(list_metrics()[name] for name in budgets), *every]
     return next((m for m in order if m.column in frame and frame[m.column].notna().any()), every[0])

@@ -1,4 +1,4 @@
-"""Common parts of all metrics of accuracy: which images two trials share, budgets, and the budget's decision."""
+"""Common parts of all accuracy metrics: images shared by two trials, budgets, and the decision on a budget."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 WITHIN, OVER, UNDECIDED = "within", "over", "undecided"
 KEEP_OPTION = "keep"  # option of mixed precision: number of layers in a higher precision
 MAX_CANDIDATES = 10  # candidates of mixed precision for a trial
-MAX_IMAGES = 10_000_000  # "more images" is no advice beyond this
+MAX_IMAGES = 10_000_000  # no advice to use more images beyond this
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Points (percent) of a metric that a trial may lie below the reference."""
+    """Points (percent) of a metric that a trial may lose against the reference."""
 
     metric: str
     points: float
 
     @property
     def limit(self) -> float:
-        """The lowest change that is within it, as a share."""
+        """The largest permitted loss, as a (negative) share."""
         return -self.points / 100
 
     def __str__(self) -> str:
@@ -47,9 +47,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class BudgetDecision:
-    """`within`, `over` or `undecided`; `more` is roughly how many more images would settle it (None: none would).
+    """`within`, `over` or `undecided`; `chance` is the one-sided p-value of a loss beyond the budget.
 
-    `chance` is the one-sided p of a loss beyond the budget.
+    `more` is roughly the number of further images that would settle it, None if no number would.
     """
 
     verdict: str
@@ -58,7 +58,7 @@ class BudgetDecision:
 
 
 def make_budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
-    """Build budgets from a study's table: `{"top1": 0.5}` is at most half a point below the reference.
+    """Build budgets from a study's table; `{"top1": 0.5}` allows a loss of half a point.
 
     UserError for an unknown metric, and for points outside 0 to 100.
     """
@@ -70,25 +70,25 @@ def make_budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
 
 
 def make_series_key(t: TrialResult) -> tuple[Any, ...]:
-    """Return everything that mixed precisions of one trial share, except the batch."""
+    """Return the key shared by the mixed precisions of one trial, except the batch."""
     options = tuple(sorted((k, str(v)) for k, v in t.options.items() if k != KEEP_OPTION))
     return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
 
 
 def has_accuracy(trial: TrialResult) -> bool:
-    """Return whether the trial has an accuracy, by any metric of its task."""
+    """Return whether the trial has a value of any metric of its task."""
     return bool(list_measured(trial))
 
 
 def set_aside(trial: TrialResult) -> int:
-    """Return the number of images of the trial's data that were not tested on because calibration has them."""
+    """Return the number of images reserved for calibration, and so not tested on."""
     return trial.facts.data.set_aside if trial.facts.data else 0
 
 
 def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
-    """Return whether both answered the same photographs under the same numbers, perhaps decoded to two sizes.
+    """Return whether both trials answered the same photographs under the same numbers, at any decoded size.
 
-    By the hash over the photographs that the decoded data set has; where one is missing, by the data's name and labels.
+    Compares the data sets' hash over photographs; if one is missing, the data's name and labels.
     """
     own, their = (t.facts.data or AnsweredImages() for t in (trial, other))
     if own.photographs and their.photographs:
@@ -103,7 +103,7 @@ def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
 
 
 def match_images(own: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return positions of the same images in two trials' answers, by `sample`; by position where that is not stored."""
+    """Return the positions of common images in both trials' answers: by `sample`, or by position if not stored."""
     if "sample" in own and "sample" in other and not np.array_equal(own["sample"], other["sample"]):
         _, here, there = np.intersect1d(own["sample"], other["sample"], return_indices=True)
         return here, there
@@ -113,11 +113,11 @@ def match_images(own: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tu
 
 
 def decide_accuracy(change: Change, budget: Budget) -> BudgetDecision:
-    """Decide whether the loss against the reference stays within the budget, with confidence.
+    """Decide with confidence whether the loss against the reference stays within the budget.
 
-    `within` and `over` only when the whole 95 % interval of the change lies on that side of the budget. Otherwise
-    `undecided`, with the number of further images after which the same rates would settle it. From fewer images than
-    the metric needs, a loss is `within` only if nothing changed at all, and `over` only if twice the interval is.
+    `within` and `over` need the whole 95 % interval of the change on one side of the budget. Otherwise it is
+    `undecided`, with the number of further images that would settle it at the same rates. With fewer images than the
+    metric needs, `within` needs no change at all, and `over` an interval of twice the width.
     """
     verdict, found = judge_difference(change.difference, budget.limit), change.difference
     is_unproven = verdict == WITHIN or judge_difference(change.cautious, budget.limit) != verdict
@@ -130,9 +130,9 @@ def decide_accuracy(change: Change, budget: Budget) -> BudgetDecision:
 
 
 def decide_all(changes: Mapping[str, Change], budgets: Sequence[Budget]) -> BudgetDecision | None:
-    """Return the strictest decision over several budgets: over before undecided before within; None when none applies.
+    """Return the strictest decision over several budgets (over, undecided, within); None if no budget applies.
 
-    `changes` are a trial's by the metric's name.
+    `changes` are a trial's changes by metric name.
     """
     decisions = [decide_accuracy(changes[budget.metric], budget) for budget in budgets if budget.metric in changes]
     order = (WITHIN, UNDECIDED, OVER)
@@ -141,32 +141,32 @@ def decide_all(changes: Mapping[str, Change], budgets: Sequence[Budget]) -> Budg
 
 
 def confirm(chances: Sequence[float]) -> list[bool]:
-    """Return which of several candidates are within a budget, by their `chance` in the order in which they were tried.
+    """Return whether each candidate is within a budget, from their `chance` in the order tried.
 
-    The k-th may spend the share 1 / (k (1 + 1/2 + … + 1/10)) of 2.5 %, so over MOST_TRIED the chance that any one that
-    loses more is called within is at most that of a single trial (Bonferroni's inequality).
+    The k-th candidate may spend the share 1 / (k (1 + 1/2 + … + 1/10)) of 2.5 %. Over MAX_CANDIDATES, the risk of
+    accepting any with a larger loss is at most that of a single trial (Bonferroni's inequality).
     """
     whole = sum(1 / k for k in range(1, MAX_CANDIDATES + 1))
     return [chance <= (1 - CONFIDENCE) / 2 / (k * whole) for k, chance in enumerate(chances, 1)]
 
 
 def judge_difference(difference: Interval, limit: float) -> str:
-    """Return WITHIN where the whole interval is above the limit (a share), OVER where it is below, else UNDECIDED."""
+    """Return WITHIN if the whole interval is above the limit (a share), OVER if it is below, else UNDECIDED."""
     return WITHIN if difference.low >= limit else OVER if difference.high < limit else UNDECIDED
 
 
 def _round_up(count: int) -> int:
-    """Round up to two leading digits: it is an estimate and should look like one."""
+    """Round an estimate up to two leading digits."""
     step: int = 10 ** max(0, len(str(count)) - 2)
     return -(-count // step) * step
 
 
-# Shares of images that are answered right: top-1 and top-5, with Wilson's interval, and Tango's for the change.
+# Shares of correctly answered images: top-1 and top-5, with Wilson's interval, and Tango's for the change.
 
 
 @dataclass(frozen=True)
 class PairedChange(Change):
-    """Of the same images `gained` only the trial has right, and `lost` only the reference; Tango's interval."""
+    """Change over common images: `gained` are correct only in the trial, `lost` only in the reference."""
 
     gained: int
     lost: int
@@ -175,7 +175,7 @@ class PairedChange(Change):
         return paired_chance(self.gained, self.lost, self.images, limit)
 
     def enough(self, limit: float) -> int | None:
-        """Estimate as `Change.enough` does, but with the interval itself, which isn't symmetric."""
+        """Estimate like `Change.enough`, but with the asymmetric interval itself."""
 
         def is_settled(count: int) -> bool:
             scale = count / self.images
@@ -195,14 +195,14 @@ class PairedChange(Change):
 
 
 class HitShare(Metric):
-    """The share of images that `hits` says are answered right."""
+    """Share of images that `hits` marks as correct."""
 
     by = "Wilson's 95 % interval"
     change_by = "Tango's 95 % interval"
 
     @abstractmethod
     def hits(self, trial: TrialResult) -> np.ndarray | None:
-        """Return whether each image is answered right, bool [N] in the order of `sample`; None where it isn't known."""
+        """Return whether each image is answered correctly, bool [N] in the order of `sample`; None if unknown."""
 
     def of(self, trial: TrialResult) -> MetricValue | None:
         hits = self.hits(trial)
@@ -224,7 +224,7 @@ class HitShare(Metric):
 
 
 class TopK(HitShare):
-    """The label is among the first k answers of a classifier."""
+    """Share of images with the label among a classifier's first k answers."""
 
     def __init__(self, k: int) -> None:
         self.k = k
@@ -234,7 +234,7 @@ class TopK(HitShare):
 
 
 class Top1(TopK):
-    """The first answer is the label."""
+    """Share of images with the label as first answer."""
 
     name = column = "top1"
     label = "top-1"
@@ -243,7 +243,7 @@ class Top1(TopK):
 
 
 class Top5(TopK):
-    """The label is among the first five answers; there is none with fewer than five classes."""
+    """Share of images with the label among the first five answers; undefined below five classes."""
 
     name = column = "top5"
     label = "top-5"
@@ -253,7 +253,7 @@ class Top5(TopK):
 
 
 def mark_correct(answers: dict[str, np.ndarray], k: int) -> np.ndarray | None:
-    """Check whether each image's label is among the first k answers, bool [N]; None without labels or k answers."""
+    """Return whether each image's label is among its first k answers, bool [N]; None without labels or k answers."""
     index, label = answers.get("topk_index"), answers.get("label")
     if index is None or label is None or not len(label) or index.shape[1] < k or len(index) != len(label):
         return None
@@ -265,13 +265,15 @@ def mark_correct(answers: dict[str, np.ndarray], k: int) -> np.ndarray | None:
 TOP1, TOP5 = Top1(1), Top5(5)
 
 
-# Images that flip between a trial and its reference, and how far the scores of first answers shift.
+# Images that flip between a trial and its reference, and the shift of first answers' scores.
 
 
 @dataclass(frozen=True)
 class Flip:
-    """An image that either the reference alone has right (`is_lost`) or the trial alone: its row in the decoded data,
-    the class of its label, and the first answers of both with their scores."""
+    """An image that only the reference (`is_lost`) or only the trial answers correctly.
+
+    `image` is its row in the decoded data, `label` the name of its class; then the first answers with scores.
+    """
 
     image: int
     label: str
@@ -283,7 +285,7 @@ class Flip:
 
 
 def list_flips(trial: TrialResult, reference: TrialResult) -> list[Flip]:
-    """Return the lost images, then the gained ones, each by the reference's score, the surest first."""
+    """Return the lost images, then the gained ones, each in descending order of the reference's score."""
     own, other = trial.answers, reference.answers
     hits, others = mark_correct(own, 1), mark_correct(other, 1)
     if hits is None or others is None or not same_photographs(trial, reference):
@@ -307,9 +309,9 @@ def list_flips(trial: TrialResult, reference: TrialResult) -> list[Flip]:
 
 
 def compute_score_shift(trial: TrialResult, reference: TrialResult) -> Interval | None:
-    """Return the mean difference of the first answer's score from the reference's, paired over images.
+    """Return the mean difference between first answers' scores in trial and reference, paired over images.
 
-    It is in the network's own unit, with Student's t interval (NaN of one image); None where a score is missing.
+    In the network's own unit, with Student's t interval (NaN for one image); None if a score is missing.
     """
     own, other = trial.answers, reference.answers
     if "topk_score" not in own or "topk_score" not in other or not same_photographs(trial, reference):
@@ -325,8 +327,10 @@ def compute_score_shift(trial: TrialResult, reference: TrialResult) -> Interval 
 
 
 class Photographs(NamedTuple):
-    """Decoded images: their `names` ([] where they aren't known), `pixels` uint8 [N, C, H, W], and, where they have
-    objects, the height and width of the originals that were letterboxed, [N, 2]."""
+    """Decoded images: `names` ([] if unknown), and `pixels`, uint8 [N, C, H, W].
+
+    `sizes`, if they have objects: height and width of the originals before letterboxing, [N, 2].
+    """
 
     names: list[str]
     pixels: np.ndarray
@@ -339,7 +343,7 @@ class Photographs(NamedTuple):
 def open_photographs(trial: TrialResult) -> Photographs | None:
     """Return the images of the trial's decoded data.
 
-    None where the cache has it no more, or something else in its place.
+    None if the cache no longer has it, or has other data in its place.
     """
     data = trial.spec.data
     folder = Path(data.folder)
@@ -361,8 +365,10 @@ def open_photographs(trial: TrialResult) -> Photographs | None:
 
 @dataclass(frozen=True)
 class Confusion:
-    """`counts[i, j]`: images of class `classes[i]` that were taken for `classes[j]`; classes that occur as neither are
-    left out. `names` are those of `classes`. Of a detector, `counted` are objects."""
+    """Confusion matrix: `counts[i, j]` images of class `classes[i]` were answered as `classes[j]`.
+
+    Classes without any count are left out; `names` belong to `classes`. For a detector, `counted` is objects.
+    """
 
     counts: np.ndarray
     classes: np.ndarray
@@ -376,10 +382,10 @@ class Confusion:
         return pd.DataFrame(self.counts, index=pd.Index(self.names, name="label"), columns=self.names)
 
     def per_class(self) -> pd.DataFrame:
-        """Return a row for each class that has images, the worst first.
+        """Return a row for each class that has images, lowest accuracy first.
 
-        Columns are `class`, `images`, `correct`, `top1`, `top1_low`, `top1_high` (percent, Wilson), and the class that
-        it is mistaken for most often, with the count.
+        Columns are `class`, `images`, `correct`, `top1`, `top1_low`, `top1_high` (percent, Wilson), and the most
+        frequent wrong class (`taken_for`) with its count (`times`).
         """
         import pandas as pd
 
@@ -401,7 +407,7 @@ class Confusion:
         }  # fmt: skip
 
     def list_largest(self, max_count: int = 5) -> list[tuple[str, str, int, int]]:
-        """Return label, answer, count, and number of images with that label; the most frequent first."""
+        """Return label, answer, count, and number of images with that label, most frequent first."""
         wrong = self.counts.copy()
         np.fill_diagonal(wrong, 0)
         order = np.argsort(-wrong, axis=None, kind="stable")[:max_count]
@@ -410,7 +416,7 @@ class Confusion:
                 if wrong[i, j]]  # fmt: skip
 
     def describe_other_order(self) -> str:
-        """Describe a renumbering of the classes that makes significantly more answers right; "" if there is none."""
+        """Describe a class renumbering that makes significantly more answers correct; "" without one."""
         from scipy.optimize import linear_sum_assignment
 
         total, right = int(self.counts.sum()), int(np.trace(self.counts))
@@ -419,7 +425,7 @@ class Confusion:
         if 2 * renumbered < total or compute_wilson(right, total).high >= compute_wilson(renumbered, total).low:
             return ""
         moved = [(int(self.counts[i, j]), i, j) for i, j in zip(rows, columns, strict=True) if i != j]
-        # A bad network's errors fit some order too, but an order that gives several classes few right answers.
+        # A bad network's errors also fit some order, but it gives several classes few correct answers.
         known = self.counts.sum(axis=1) > 0
         scattered = known & (2 * self.counts[rows, columns] < self.counts.sum(axis=1))
         if 3 * scattered.sum() >= known.sum():
@@ -440,7 +446,7 @@ class Confusion:
 
 
 def read_confusion(trial: TrialResult) -> Confusion | None:
-    """Return the trial's confusion matrix over its first answers; None unless it is a classifier on labelled images."""
+    """Return the confusion matrix of first answers; None unless the trial is a classifier on labelled images."""
     answers = trial.answers
     index, label = answers.get("topk_index"), answers.get("label")
     if index is None or label is None or not len(label) or len(index) != len(label) or (label < 0).any():
@@ -451,7 +457,7 @@ def read_confusion(trial: TrialResult) -> Confusion | None:
 def count_confusions(
     label: np.ndarray, first: np.ndarray, class_names: Sequence[str], counted: str = "images"
 ) -> Confusion:
-    """Return the matrix of labels and answers of as many images or objects."""
+    """Count pairs of label and answer, one pair per image or object."""
     classes, places = np.unique(np.concatenate([label, first]), return_inverse=True)
     counts = np.zeros((len(classes), len(classes)), np.int64)
     np.add.at(counts, (places[: len(label)], places[len(label) :]), 1)
@@ -460,14 +466,14 @@ def count_confusions(
 
 
 def _number_duplicates(names: list[str], classes: np.ndarray) -> list[str]:
-    """Add the class number to a name that two classes share."""
+    """Append the class number to names shared by two classes."""
     return [f"{n} ({c})" if names.count(n) > 1 else n for n, c in zip(names, classes.tolist(), strict=True)]
 
 
 def choose_trials(results: Results, labels: str = "classes") -> list[TrialResult]:
-    """Return one trial that answered labelled images of each configuration and size: the batch changes no answer.
+    """Return one trial with labelled answers per configuration and size; batches have the same answers.
 
-    `labels` are "classes" or "objects".
+    `labels` is "classes" or "objects".
     """
     first: dict[tuple[str, str, str], TrialResult] = {}
     for t in results:

@@ -1,4 +1,4 @@
-"""Do two configurations of a model give the same outputs: isclose share, errors, and the table of ten ranks."""
+"""Agreement of two configurations' outputs: isclose share, errors, and the top-10 table."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from dyno.worker.tasks import layouts
 from dyno.worker.tasks.layouts import FinalRows, Lists, ObservedOutputs, Pairs
 from dyno.worker.tasks.postprocess import BoxForm
 
-# Raw outputs of a network with non-maximum suppression inside, read back as rows of boxes of each image.
+# Raw outputs of networks with built-in NMS, read as rows of boxes per image.
 
-BOX_VALUES = 4  # values of a box
-MAX_IMAGES_READ = 100  # images whose rows are read
+BOX_VALUES = 4  # number of values of a box
+MAX_IMAGES_READ = 100  # images to read rows of
 MAX_PLACES = 10_000  # exceeds any number of classes
 
 
 @dataclass(frozen=True)
 class BoxRows:
-    """Rows of several images, in the order in which the network left them.
+    """Box rows of several images, in the network's order.
 
-    `images` int64 n, `boxes` float64 n x 4 (two corners, pixels), `scores` and `labels` float64 n, `rest` what a row
-    has besides (masks, keypoints; float64 n x ...), and all `values` (float64 n x ...) by the output's position.
-    `counts` are the rows of each image.
+    `images` int64 n, `boxes` float64 n x 4 (two corners, pixels), `scores` and `labels` float64 n, `rest` further
+    values of a row (masks, keypoints; float64 n x ...), and all `values` (float64 n x ...) by the output's position.
+    `counts` is the number of rows per image.
     """
 
     images: np.ndarray
@@ -44,11 +44,11 @@ class BoxRows:
 
 
 def read_box_rows(trial: TrialResult) -> BoxRows | None:
-    """Return the first 100 images' boxes of a trial's stored outputs, None where they aren't boxes.
+    """Return the boxes of the first 100 images from a trial's stored outputs, None if the outputs aren't boxes.
 
-    They are in a layout whose rows rounding may put into another order, with any n for each image, or images x n. Rows
-    whose score isn't above 0 only fill up a fixed n. Where the number of rows per image isn't stored, each image has
-    one, and its score is above 0: else they are four numbers and a value of another kind.
+    Accepts layouts whose row order may depend on rounding, with any n per image, or images x n. Rows with a score of 0
+    or less are padding of a fixed n. If the number of rows per image isn't stored, each image must have one row with a
+    score above 0; otherwise they are four numbers and a value of another kind.
     """
     outputs = trial.outputs()
     row_counts = trial.output_rows(outputs)
@@ -59,7 +59,7 @@ def read_box_rows(trial: TrialResult) -> BoxRows | None:
     fit, form, size, arrays = chosen
     found = fit.layout.decode(fit, arrays, 0)
     scores = found.best_scores().astype(np.float64)
-    if len(scores) != counts.sum():  # the first of seven values is no number of an image
+    if len(scores) != counts.sum():  # the first of seven values is not an image index
         return None
     labels = found.scores.argmax(0) if found.labels is None else found.labels + _batch_places(tables[fit.names[0]])
     boxes = form.convert_boxes(found.boxes.T, size).astype(np.float64)
@@ -80,9 +80,9 @@ def read_box_rows(trial: TrialResult) -> BoxRows | None:
 def _choose_layout(
     trial: TrialResult, tables: Mapping[str, np.ndarray]
 ) -> tuple[layouts.Fit, BoxForm, tuple[int, int], dict[str, np.ndarray]] | None:
-    """Choose the layout of all rows as if they were of one image, with the boxes' form and the image's size.
+    """Choose the layout of all rows as if from one image, with the boxes' form and the image's size.
 
-    None without a layout whose rows may be in any order.
+    None without a layout that allows any row order.
     """
     arrays = {name: table[None].copy() for name, table in tables.items()}
     for array in arrays.values():
@@ -105,7 +105,7 @@ def _choose_layout(
 
 
 def _batch_places(table: np.ndarray) -> np.ndarray | int:
-    """Return offsets that separate labels of a batch's images, if the first of seven columns is the image; else 0."""
+    """Return label offsets per image of a batch if the first of seven columns is the image index, else 0."""
     if (
         table.shape[-1] != len(layouts.BATCH_ROW)
         or table.dtype == bool
@@ -119,7 +119,7 @@ def _batch_places(table: np.ndarray) -> np.ndarray | int:
 def _make_tables(
     outputs: Mapping[str, np.ndarray], counts: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return each output as rows of one or more columns, and the rows of each image; nothing if outputs disagree."""
+    """Return each output as rows of one or more columns, and the rows per image; empty if outputs disagree."""
     tables, row_counts = dict[str, np.ndarray](), list[np.ndarray]()
     fixed = not counts and _is_fixed(outputs)
     for name, array in outputs.items():
@@ -130,7 +130,7 @@ def _make_tables(
             images, rows = array.shape[:2]
             tables[name] = array.reshape(images * rows, math.prod(array.shape[2:]))
             row_counts.append(np.full(images, rows))
-        elif array.dtype.kind not in "iu":  # otherwise it is the number of boxes, which the scores have too
+        elif array.dtype.kind not in "iu":  # integers are the number of boxes, known from the scores
             return {}, np.zeros(0, np.int64)
     if not row_counts or any(not np.array_equal(rows, row_counts[0]) for rows in row_counts):
         return {}, np.zeros(0, np.int64)
@@ -138,33 +138,33 @@ def _make_tables(
 
 
 def _is_fixed(outputs: Mapping[str, np.ndarray]) -> bool:
-    """Return whether an output has a fixed number of boxes for every image."""
+    """Return whether an output has the same number of boxes for every image."""
     return any(a.ndim == 3 and (a.shape[2] == BOX_VALUES or len(layouts.LAST_ROW) <= a.shape[2] < a.shape[1])
                for a in outputs.values())  # fmt: skip
 
 
 def _has_corners(boxes: np.ndarray) -> bool:
-    """Return whether the rows are two corners each, the smaller one first."""
+    """Return whether each row is two corners, the smaller one first."""
     return bool(np.all(boxes[:, 2:] >= boxes[:, :2]))
 
 
-# Do two configurations of a detector find the same objects: how many of one's confident detections the other has.
+# Agreement of two detectors: the share of confident detections that the other one has too.
 
-SURE_SCORE = 0.25  # score from which detections are usually shown
-# the other engine's score may be this low: scores near the threshold are no lost objects
+SURE_SCORE = 0.25  # usual score threshold for display
+# lowest score of a counterpart: scores near the threshold are no lost objects
 DOUBTFUL_SCORE = SURE_SCORE / 2
-MIN_OVERLAP = 0.5  # intersection over union of boxes of one object
+MIN_OVERLAP = 0.5  # lowest IoU of boxes of one object
 MIN_SIDE_SHARE = 0.01  # share of the farthest edge of all boxes
-THRESHOLD_MARGIN = 1.01  # multiple of the lowest kept score; rounding decides whether rows below it are kept
+THRESHOLD_MARGIN = 1.01  # multiple of the lowest kept score, below which rounding decides what is kept
 DETECTION_ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "sample")
 
 
 @dataclass(frozen=True)
 class BoxAgreement:
-    """Sure detections of a trial and of its reference on the images that both have seen, and how many the other has.
+    """Counts of confident detections of a trial and its reference on common images.
 
-    `matched` of the reference's `expected` are found again by the trial, `confirmed` of the trial's `own` by the
-    reference.
+    The trial finds `matched` of the reference's `expected` detections; the reference finds `confirmed` of the trial's
+    `own`.
     """
 
     expected: int
@@ -174,20 +174,20 @@ class BoxAgreement:
 
     @property
     def share(self) -> float:
-        """Share of the reference's detections that the trial finds again."""
+        """Share of the reference's detections found by the trial."""
         return self.matched / self.expected
 
     @property
     def own_share(self) -> float | None:
-        """Share of the trial's detections that the reference has too; None where the trial has none."""
+        """Share of the trial's detections found by the reference; None if the trial has no detections."""
         return self.confirmed / self.own if self.own else None
 
 
 def judge_boxes(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> BoxAgreement | None:
-    """Match the `detection_*` arrays of two trials; None where the reference has no sure detection.
+    """Match the `detection_*` arrays of two trials; None if the reference has no confident detection.
 
-    Found again is a detection of score >= 0.25 for which the other has one of score >= 0.125, of the same class in the
-    same image, with an intersection over union >= 0.5. Each counts once: the surest choose first, the nearest box.
+    A detection with score >= 0.25 is matched by one of score >= 0.125, of the same class in the same image, with IoU >=
+    0.5. Matches are one to one: in descending order of score, each takes the free box of largest overlap.
     """
     images = _list_images(own, reference)
     a, b = _choose_confident(own, images), _choose_confident(reference, images)
@@ -199,7 +199,7 @@ def judge_boxes(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarra
 
 
 def compare_boxes(trial: TrialResult, reference: TrialResult) -> BoxAgreement | None:
-    """Return `agree` of two stored trials; None as well without detections (classifiers), and on other photographs."""
+    """Apply `judge_boxes` to two stored trials; None without detections (classifiers), and for other photographs."""
     own, other = _read_detections(trial), _read_detections(reference)
     return judge_boxes(own, other) if own and other and same_photographs(trial, reference) else None
 
@@ -212,7 +212,7 @@ def _read_detections(trial: TrialResult) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class _ConfidentDetections:
-    """The surest first; `places` tells image and class apart."""
+    """Detections in descending order of score; `places` holds image and class."""
 
     places: np.ndarray
     boxes: np.ndarray
@@ -220,7 +220,7 @@ class _ConfidentDetections:
 
 
 def _list_images(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the numbers of the images that both have seen: `sample`, or those with a detection where it is missing."""
+    """Return the indices of common images: by `sample`, else all images with a detection."""
     one, other = (a.get("sample") for a in (own, reference))
     if one is not None and other is not None:
         return np.intersect1d(one, other)
@@ -238,11 +238,11 @@ def _choose_confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _
 
 
 def _match_sure(detections: _ConfidentDetections, others: _ConfidentDetections) -> np.ndarray:
-    """Return the row of the other's detection that each sure one is found again in, -1 without one."""
+    """Return the row of each confident detection's match in `others`, -1 without a match."""
     free: dict[tuple[int, ...], list[int]] = {}
     for row, place in enumerate(map(tuple, others.places.tolist())):
         free.setdefault(place, []).append(row)
-    partners = np.full(int((detections.scores >= SURE_SCORE).sum()), -1)  # the surest come first
+    partners = np.full(int((detections.scores >= SURE_SCORE).sum()), -1)  # highest scores first
     for row in range(len(partners)):
         candidates = free.get(tuple(detections.places[row].tolist()))
         if not candidates:
@@ -256,8 +256,10 @@ def _match_sure(detections: _ConfidentDetections, others: _ConfidentDetections) 
 
 @dataclass(frozen=True)
 class BoxFlip:
-    """An image whose sure detections differ: its row in the decoded data, and the boxes (float64 n x 4) that the
-    reference or the trial has alone; `renamed` pairs of these are of one object in different classes."""
+    """An image with different confident detections: its row in the decoded data, and unmatched boxes (float64 n x 4).
+
+    `reference` and `own` are unmatched boxes of each; `renamed` counts pairs of these with different classes.
+    """
 
     image: int
     reference: np.ndarray
@@ -275,13 +277,13 @@ class BoxFlip:
 
 @dataclass(frozen=True)
 class BoxFlips:
-    """The images that a trial and its reference have both seen, and those of them that differ, the most first."""
+    """Number of common images, and the images with different detections, most differences first."""
 
     images: int
     flips: list[BoxFlip]
 
     def describe(self) -> str:
-        """Return the counts in words, with Wilson's 95 % interval of the share of images."""
+        """Describe the counts, with Wilson's 95 % interval of the share of images."""
         share = compute_wilson(len(self.flips), self.images)
         lost, gained, renamed = (sum(getattr(f, name) for f in self.flips) for name in ("lost", "gained", "renamed"))
         percent = f"{100 * share.value:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
@@ -290,7 +292,7 @@ class BoxFlips:
 
 
 def list_box_flips(trial: TrialResult, reference: TrialResult) -> BoxFlips | None:
-    """Match the sure detections of both as `judge_boxes` does; None without detections or on other photographs."""
+    """Match confident detections as in `judge_boxes`; None without detections or for other photographs."""
     own, other = _read_detections(trial), _read_detections(reference)
     if not own or not other or not same_photographs(trial, reference):
         return None
@@ -307,7 +309,7 @@ def list_box_flips(trial: TrialResult, reference: TrialResult) -> BoxFlips | Non
 
 
 def _count_renamed(a: _ConfidentDetections, own: np.ndarray, b: _ConfidentDetections, others: np.ndarray) -> int:
-    """Count the pairs of these rows that overlap by half and differ in class, as many as can be formed."""
+    """Return the largest number of pairs of these rows that overlap by half and differ in class."""
     from scipy.optimize import linear_sum_assignment
 
     overlaps = np.array([_compute_overlap(a.boxes[row], b.boxes[others]) for row in own]).reshape(len(own), len(others))
@@ -316,7 +318,7 @@ def _count_renamed(a: _ConfidentDetections, own: np.ndarray, b: _ConfidentDetect
 
 
 def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Compute the IoU of a box (left, top, right, bottom) with each of `others`; 0 where neither has an area."""
+    """Compute the IoU of a box (left, top, right, bottom) with each of `others`; 0 if neither has an area."""
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     shared = sides.clip(0).prod(axis=1)
     areas = (others[:, 2:] - others[:, :2]).clip(0).prod(axis=1) + (box[2:] - box[:2]).clip(0).prod()
@@ -326,12 +328,12 @@ def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Rows of boxes that two networks with non-maximum suppression inside left, paired whatever their order.
+    """Box rows of two networks with built-in NMS, paired in any order.
 
-    `own` and `reference` have each output by its position: the pairs, then rows that only the reference has, then rows
-    that only the trial has, with NaN for what isn't there. `errors` has a number per row that counts: how far its box
-    (as a share of its longer side), its score (of the highest) and its other values (2-norm) are apart, and 1 without
-    a partner.
+    `own` and `reference` have each output by its position: the pairs, then rows of the reference alone, then rows of
+    the trial alone, with NaN for missing rows. `errors` has one number per row that counts: the largest of the
+    differences in box (relative to its longer side), score (relative to the highest) and other values (2-norm); 1
+    without a partner.
     """
 
     images: int
@@ -341,11 +343,10 @@ class PairedRows:
 
 
 def pair_rows(trial: TrialResult, reference: TrialResult) -> PairedRows | None:
-    """Pair the boxes of two trials' raw outputs, None where those aren't boxes after suppression.
+    """Pair the boxes of two trials' raw outputs, None if they aren't boxes after NMS.
 
-    They are a set: an engine may return boxes of equal scores in any order. Partners have one label in one image and
-    overlap by half, so that the sum of overlaps is maximal (Kuhn, 1955). A row without a partner doesn't count where
-    its score is within 1 % of the lowest that was kept.
+    Boxes are a set: engines may order equal scores differently. Partners share image and label and overlap by half; the
+    sum of overlaps is maximal (Kuhn, 1955). Unpaired rows with a score within 1 % of the lowest kept don't count.
     """
     own, other = read_box_rows(trial), read_box_rows(reference)
     if own is None or other is None:
@@ -367,7 +368,7 @@ def pair_rows(trial: TrialResult, reference: TrialResult) -> PairedRows | None:
 
 
 def _pair_boxes(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row numbers of the pairs in each."""
+    """Return the paired row indices of both."""
     from scipy.optimize import linear_sum_assignment
 
     margin = _least_side(other) * np.array([-1, -1, 1, 1])  # boxes cut off at the image's edge may have no area
@@ -376,7 +377,7 @@ def _pair_boxes(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
     for image, label in np.unique(np.stack([other.images, other.labels], axis=1), axis=0).tolist():
         a, b = (np.flatnonzero((rows.images == image) & (rows.labels == label)) for rows in (own, other))
         overlaps = np.stack([_compute_overlap(box, ours[a]) for box in theirs[b]])
-        # Of boxes that lie on each other the scores say which is which.
+        # Scores tell coinciding boxes apart.
         nearness = 1 - np.abs(other.scores[b][:, None] - own.scores[a][None, :])
         there, here = linear_sum_assignment(np.nan_to_num(overlaps + 1e-3 * nearness), maximize=True)
         overlapping = overlaps[there, here] >= MIN_OVERLAP
@@ -385,12 +386,12 @@ def _pair_boxes(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _least_side(rows: BoxRows) -> float:
-    """Return the least length that a box's side counts as, in the boxes' own unit: pixels, or shares of the image."""
+    """Return the smallest length that a box's side counts as, in the boxes' unit: pixels, or shares of the image."""
     return float(max(MIN_SIDE_SHARE * np.abs(rows.boxes).max(initial=0), np.finfo(np.float64).tiny))
 
 
 def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> np.ndarray:
-    """Compute the largest error of each pair, every value as a share of its size."""
+    """Compute the largest relative error of each pair."""
     boxes = other.boxes[b]
     side = np.maximum((boxes[:, 2:] - boxes[:, :2]).max(axis=1, initial=0), _least_side(other))
     errors = [
@@ -406,10 +407,10 @@ def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> n
 
 
 def _count_unpaired(rows: BoxRows, unpaired: np.ndarray, others: BoxRows) -> int:
-    """Count the rows without a partner, except those whose score is at the edge of the scores that either kept.
+    """Count rows without a partner, except rows at the lowest kept score of either network.
 
-    The edge is the lowest score of all; in images with the largest number of rows, which a limit may have cut, their
-    own lowest one. Where most rows would lie at it, all count.
+    That edge is the lowest score of all; in images with the largest number of rows, which a limit may have cut, their
+    own lowest score. If most rows are at the edge, all rows count.
     """
     if not len(unpaired):
         return 0
@@ -425,14 +426,14 @@ RANK_COUNT = 10
 
 @dataclass(frozen=True)
 class Agreement(Closeness):
-    """Differences between A's values and B's (the reference) over all outputs of `inputs` inputs."""
+    """Differences between A's values and B's (the reference) over all outputs of `samples` inputs."""
 
     samples: int = 0
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One row of the top-10 table: mean absolute error of the score, and share of inputs whose class there differs."""
+    """A row of the top-10 table: the scores' mean absolute error, and the share of inputs with another class there."""
 
     rank: int
     mae: float
@@ -442,7 +443,7 @@ class Rank:
 def judge_agreement(
     own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], rtol: float = RTOL, atol: float = ATOL
 ) -> Agreement:
-    """Compare outputs by name, each [N, ...]; UserError when names or shapes differ, N apart (the shorter counts)."""
+    """Compare outputs by name, each [N, ...]; UserError for different names or shapes. The shorter N counts."""
     if set(own) != set(reference) or not own:
         raise UserError(f"outputs differ in name: {', '.join(own) or 'none'} against {', '.join(reference) or 'none'}")
     found = compare_all([_cut_arrays(name, own[name], reference[name]) for name in reference], rtol, atol)
@@ -460,24 +461,24 @@ def _cut_arrays(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np
 def read_agreement(
     trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float | None = None
 ) -> Agreement | None:
-    """Return the agreement of two stored trials over common inputs; None when either lacks outputs of that shape.
+    """Return the agreement of two stored trials over common inputs; None if either lacks outputs of that shape.
 
-    By default `atol` is ATOL, or that share of the reference's largest value where it is below 1: outputs around 1e-29
-    would all be close by 1e-8, whatever their signs.
+    The default `atol` is ATOL, scaled by the reference's largest value if that is below 1: outputs around 1e-29 would
+    all be close by 1e-8, whatever their signs.
     """
     if atol is None:
         atol = ATOL * min(1.0, find_largest(reference))
     try:
         return compare_outputs(trial, reference, rtol, atol)
-    except UserError:  # other shapes: that trial's row has the reason
+    except UserError:  # other shapes: the trial's row has the reason
         return None
 
 
 def compare_outputs(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL) -> Agreement:
-    """Compare as `of` does; UserError where there is nothing to compare.
+    """Compare like `read_agreement`; UserError if there is nothing to compare.
 
-    Outputs are matched by position, since files name them as they like. Boxes that the network has suppressed itself
-    are paired first, and one without a partner counts as close to nothing.
+    Outputs are matched by position, as names differ between files. Boxes of networks with built-in NMS are paired
+    first; a box without a partner is close to nothing.
     """
     if rows := pair_rows(trial, reference):
         return replace(judge_agreement(rows.own, rows.reference, rtol, atol), samples=rows.images)
@@ -497,19 +498,17 @@ def compare_outputs(trial: TrialResult, reference: TrialResult, rtol: float = RT
 
 
 def find_largest(trial: TrialResult) -> float:
-    """Return the largest finite |value| of the outputs that aren't labels; 0 where there is no such value."""
+    """Return the largest finite |value| of outputs other than labels; 0 without any."""
     values = (np.abs(output[np.isfinite(output)]) for output in trial.outputs().values() if not is_labels(output))
     return max((float(each.max(initial=0.0)) for each in values), default=0.0)
 
 
 def paired_outputs(trial: TrialResult, reference: TrialResult) -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    """Return the raw outputs of both, and the share of the batches or inputs that were left out.
+    """Return the raw outputs of both, and the share of batches or inputs left out.
 
-    They are paired by name where both have the same names (a given engine lists its outputs in an order that may be
-    another), else by position.
-
-    Left out are those for which one trial produced another number of rows than the other. A network may return any
-    number of rows, as `nonzero` does: such outputs can be compared row by row only where both have the same number.
+    Outputs are paired by name if both have the same names (a given engine may list its outputs in another order), else
+    by position. A network may return any number of rows, like `nonzero`. Batches or inputs with different numbers of
+    rows are left out.
     """
     own, other = trial.outputs(), reference.outputs()
     if set(own) == set(other):
@@ -544,8 +543,10 @@ def _by_position(outputs: Iterable[np.ndarray]) -> Iterator[tuple[str, np.ndarra
 
 
 def compare_answers(trial: TrialResult, reference: TrialResult) -> list[Rank]:
-    """Compute the top-10 table of two trials; empty where they list the same outputs in another order, since the first
-    that may be class scores is ranked."""
+    """Compute the top-10 table of two trials.
+
+    Empty if they list the same outputs in another order, because the first output that may be class scores is ranked.
+    """
     ranked = compare_ranks(trial.answers, reference.answers)
     own, other = (list(t.outputs()) if ranked else [] for t in (trial, reference))
     return ranked if own == other or set(own) != set(other) else []

@@ -25,14 +25,15 @@ from dyno.worker.record import parse_json, save_arrays
 from dyno.worker.spec import UserError
 from dyno.worker.system import cache_dir
 
-# Average precision from matches: what COCOeval accumulates, in arrays, so that it can be done again without some
-# images.
+# Average precision from matches: COCOeval's accumulation on arrays, repeatable without some images.
 
 
 @dataclass(frozen=True)
 class Matches:
-    """All detections of one class, the surest first: `right` and `ignored` bool [thresholds, n], the `group` of images
-    that each is from [n]; `wanted` is how many objects each group of images has, and `score` float64 [n]."""
+    """All detections of one class in descending order of score: `right` and `ignored` bool [thresholds, n].
+
+    `group` [n] is the image group of each detection, `wanted` the objects per image group, and `score` float64 [n].
+    """
 
     right: np.ndarray
     ignored: np.ndarray
@@ -60,10 +61,10 @@ def collect_matches(
 
 
 def compute_average_precision(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.ndarray:
-    """Compute average precision at each threshold, less one group of images; NaN where no object is left.
+    """Compute average precision at each threshold, optionally `without` one image group; NaN if no object is left.
 
     The mean over `recalls` of the best precision at that recall or a higher one (Everingham et al. 2010, with COCO's
-    101 points); `ignored` detections count neither as right nor as wrong.
+    101 points). `ignored` detections count neither as right nor as wrong.
     """
     wanted = m.wanted.sum() - (m.wanted[without] if without is not None else 0)
     right, ignored = m.right, m.ignored
@@ -87,10 +88,10 @@ SCORE_THRESHOLDS = np.arange(1, 20) / 20  # thresholds of precision, recall and 
 
 
 def count_matches(m: Matches) -> np.ndarray:
-    """Count right and wrong detections of at least each of LEAST_SCORES, and objects, by group of images.
+    """Count right and wrong detections above each of SCORE_THRESHOLDS, and objects, by image group.
 
-    At the first overlap; float64 [scores, groups, 3]. A detection's match depends on surer ones alone, so leaving out
-    the less sure ones changes none.
+    At the first overlap; float64 [scores, groups, 3]. A match depends only on detections with higher scores, so leaving
+    out lower scores changes no match.
     """
     counts = np.zeros((len(SCORE_THRESHOLDS), len(m.wanted), 3))
     right, wrong = m.right[0], ~m.right[0] & ~m.ignored[0]
@@ -102,14 +103,16 @@ def count_matches(m: Matches) -> np.ndarray:
 
 
 # Accuracy of detectors from stored detections: mAP50 and mAP50-95 for boxes, masks and keypoints, with intervals.
-#
-# Matching is pycocotools' COCOeval; the intervals are by a delete-a-group jackknife over images (Kott 2001, "The
-# Delete-a-Group Jackknife", Journal of Official Statistics 17), for which the matches are accumulated again without
-# each group and nothing is matched again.
+# Matching is pycocotools' COCOeval. Intervals are by a delete-a-group jackknife over images (Kott 2001, "The
+# Delete-a-Group Jackknife", Journal of Official Statistics 17): matches are accumulated again without each group, but
+# not matched again.
 
 KIND_WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
 JACKKNIFE_GROUPS = 20  # image groups of the jackknife
-CONFUSED_MAP50, MIN_OVERLAP = 0.5, 0.5  # mAP50 that suggests another class numbering, and the overlap of matching boxes
+CONFUSED_MAP50, MIN_OVERLAP = (
+    0.5,
+    0.5,
+)  # mAP50 below which class numbers are suspect; overlap of a match
 SCORES_VERSION = 2  # version of the stored scores
 DETECTION_ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "mask_counts",
                     "mask_lengths", "detection_keypoints", "sample")  # fmt: skip
@@ -117,8 +120,10 @@ DETECTION_ARRAYS = ("detection_image", "detection_box", "detection_score", "dete
 
 @dataclass(frozen=True)
 class Scores:
-    """Average precision of one trial as shares: `each` [1 + groups, classes, thresholds], first with all images, then
-    without each group; NaN for a class without objects. `counts` are those of `count_matches`, over all classes."""
+    """Average precision of one trial: `each` [1 + groups, classes, thresholds], for all images, then less each group.
+
+    Shares; NaN for a class without objects. `counts` is the sum of `count_matches` over classes.
+    """
 
     each: np.ndarray
     names: tuple[str, ...]
@@ -137,7 +142,7 @@ class Scores:
 
     @cached_property
     def rates(self) -> dict[str, np.ndarray]:
-        """Precision, recall and F1 at an overlap of 0.5, over all objects; [LEAST_SCORES, 1 + groups] as in `each`."""
+        """Precision, recall and F1 at an overlap of 0.5, over all objects, [SCORE_THRESHOLDS, 1 + groups]."""
         whole = self.counts.sum(axis=1, keepdims=True)
         right, wrong, wanted = np.moveaxis(np.concatenate([whole, whole - self.counts], axis=1), 2, 0)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -166,7 +171,7 @@ class MeanAP:
 
 
 def jackknife_ap(values: np.ndarray) -> Interval:
-    """Return the first value with its 95 % interval (Student's t) from those without each group; none for one group."""
+    """Return the first value with its 95 % interval (Student's t) from those without each group; NaN for one group."""
     whole, parts = float(values[0]), values[1:]
     if len(parts) < 2:
         return Interval(whole, math.nan, math.nan)
@@ -183,7 +188,7 @@ def read_detections(trial: TrialResult) -> MeanAP | None:
 
 
 def _mean_ap(trial: TrialResult) -> MeanAP | None:
-    kind = trial.task.coco  # "" of a classifier
+    kind = trial.task.coco  # "" for a classifier
     place = next((r for r in trial.good if r.number == 0), None) if kind else None
     truth = truth_file(place.folder, trial) if place else None
     if place is None or truth is None or not truth.is_file():
@@ -193,19 +198,21 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
         return None
     stored = _ScoreCache(arrays, truth)
     own = stored.scores(kind)
-    if np.isnan(own.each).all():  # there is no object
+    if np.isnan(own.each).all():  # no object
         return None
     return MeanAP(kind, own, own if kind == "bbox" else stored.scores("bbox"))
 
 
 def read_any_confusion(trial: TrialResult) -> Confusion | None:
-    """Return how a trial confuses the classes of images, or of objects that a detector finds; None without labels."""
+    """Return the trial's confusion matrix over images, or over objects for a detector; None without labels."""
     return read_object_confusion(trial) if trial.task.coco else read_confusion(trial)
 
 
 def read_object_confusion(trial: TrialResult) -> Confusion | None:
-    """Return how the classes of the objects are confused, whose boxes the trial finds; None without detections or
-    ground truth, where most objects aren't found, or where mAP50 is high."""
+    """Return the class confusions of detected objects.
+
+    None without detections or ground truth, if most objects aren't found, or if mAP50 is high.
+    """
     found = read_detections(trial)
     place = next((r for r in trial.good if r.number == 0), None)
     truth = truth_file(place.folder, trial) if place else None
@@ -215,8 +222,10 @@ def read_object_confusion(trial: TrialResult) -> Confusion | None:
 
 
 def confuse_objects(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any]) -> Confusion | None:
-    """Return the classes of objects against those of the surest detections that overlap them by half; None where most
-    have none."""
+    """Count object classes against the classes of the best detections that overlap them by half.
+
+    None if most objects have no such detection.
+    """
     mask = load_library("pycocotools.mask", "mAP")
     seen = {int(i) for i in arrays["sample"]}
     wanted = [a for a in truth["annotations"] if not a.get("iscrowd") and a["image_id"] in seen]
@@ -244,7 +253,7 @@ def _image_of(annotation: Mapping[str, Any]) -> int:
 
 
 def truth_file(round_folder: Path, trial: TrialResult) -> Path | None:
-    """Return the path of the ground truth of the trial's data in the run folder; None without a data set."""
+    """Return the path of the data's ground truth in the run folder; None without a data set."""
     sha = trial.spec.data.sha256
     return round_folder.parents[2] / "truth" / f"{sha[:12]}.json" if sha else None
 
@@ -262,7 +271,7 @@ class _ScoreCache:
             return Scores(stored["each"], tuple(map(str, stored["names"])), int(stored["images"]), stored["counts"])
         except (OSError, ValueError, KeyError, TypeError):
             computed = score_detections(self._arrays, _parse_truth(self._truth), kind)
-        # In the order in which the cache gives it back, so that sums over it have the same rounding.
+        # Same memory order as from the cache, so that sums are rounded alike.
         computed = replace(computed, each=np.ascontiguousarray(computed.each))
         with contextlib.suppress(OSError):  # without a cache, compute
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -289,16 +298,15 @@ def _parse_truth(content: bytes) -> dict[str, Any]:
 def score_detections(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str) -> Scores:
     """Compute average precision by COCOeval's matching.
 
-    Overlap 0.50 to 0.95, objects of all sizes, the 100 surest detections of each class in an image (20 for keypoints).
-
-    `arrays` as in outputs.npz, `truth` as COCO has it, `kind` bbox, segm or keypoints. Keypoints other than COCO's 17
+    Overlap 0.50 to 0.95, objects of all sizes, the 100 best detections of each class in an image (20 for keypoints).
+    `arrays` as in outputs.npz, `truth` in COCO's format, `kind` bbox, segm or keypoints. Keypoints other than COCO's 17
     have a tolerance of 1/K each, as in ultralytics.
     """
     images = [int(i) for i in arrays["sample"]]
     evaluation = _evaluate_detections(arrays, truth, kind, images)
     parameters = evaluation.params
     count = min(JACKKNIFE_GROUPS, len(images))
-    # Images lie in some order; a fixed shuffle keeps that order's pattern out of the groups.
+    # A fixed shuffle keeps patterns in the images' order out of the groups.
     shuffled = np.random.default_rng(0).permutation(len(images))
     groups = {image: int(place % count) for image, place in zip(sorted(images), shuffled, strict=True)}
     by_class, counts = [], np.zeros((len(SCORE_THRESHOLDS), count, 3))
@@ -317,7 +325,7 @@ def score_detections(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any],
 def _evaluate_detections(
     arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str, images: list[int]
 ) -> Any:
-    """Return a COCOeval that has matched every detection."""
+    """Return a COCOeval after matching all detections."""
     COCO = load_library("pycocotools.coco", "mAP").COCO
     COCOeval = load_library("pycocotools.cocoeval").COCOeval
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
@@ -338,7 +346,7 @@ def _evaluate_detections(
 
 
 def _count_points(truth: Mapping[str, Any]) -> int:
-    """Return the number of keypoints of each object; UserError where it isn't the same for all."""
+    """Return the number of keypoints per object; UserError if objects differ."""
     lengths = {len(a["keypoints"]) // 3 for a in truth["annotations"] if a.get("keypoints")}
     if len(lengths) != 1:
         raise UserError(f"the ground truth's objects have {sorted(lengths) or 'no'} keypoints; they need one number")
@@ -346,7 +354,7 @@ def _count_points(truth: Mapping[str, Any]) -> int:
 
 
 def _number_objects(truth: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return the ground truth with ids from 1 on, since COCOeval takes a match with object 0 for none."""
+    """Return the ground truth with ids from 1, because COCOeval ignores matches with object 0."""
     objects = [{"iscrowd": 0, **a, "id": n} for n, a in enumerate(truth["annotations"], 1)]
     if kind == "keypoints":
         objects = [a for a in objects if a.get("keypoints")]
@@ -379,7 +387,7 @@ def _list_detections(
 
 
 def compute_f1_changes(trial: TrialResult, reference: TrialResult) -> list[Interval] | None:
-    """Compute F1 less the reference's at each of LEAST_SCORES, paired: both lose the same images in each group."""
+    """Compute the change of F1 at each of SCORE_THRESHOLDS, paired: both lose the same images in each group."""
     own, other = read_detections(trial), read_detections(reference)
     if own is None or other is None or own.kind != other.kind or not same_photographs(trial, reference):
         return None
@@ -389,13 +397,13 @@ def compute_f1_changes(trial: TrialResult, reference: TrialResult) -> list[Inter
 
 
 class JackknifedChange(Change):
-    """A change of mAP with the jackknife's interval, which is too narrow below about 300 images."""
+    """Change of mAP with the jackknife's interval, which is too narrow below about 300 images."""
 
     least_images = 300
 
 
 class MeanAveragePrecision(Metric):
-    """mAP over overlaps from 0.5 to 0.95, by masks or keypoints where the task is about those."""
+    """mAP over overlaps from 0.5 to 0.95, by masks or keypoints if the task has them."""
 
     name = "mAP"
     label = "mAP50-95"
@@ -406,11 +414,11 @@ class MeanAveragePrecision(Metric):
     place = 2
 
     def scores(self, result: MeanAP) -> Scores:
-        """Return the scores that the value is the mean of."""
+        """Return the scores to average."""
         return result.own
 
     def average_scores(self, scores: Scores) -> np.ndarray:
-        """Return the value from all images, then without each group of them, [1 + groups]."""
+        """Return the value from all images, then without each image group, [1 + groups]."""
         return scores.map50_95
 
     def of(self, trial: TrialResult) -> MetricValue | None:
@@ -449,7 +457,7 @@ class MeanAveragePrecision50(MeanAveragePrecision):
 
 
 class BoxMeanAveragePrecision(MeanAveragePrecision):
-    """mAP of the boxes that belong to masks or keypoints."""
+    """mAP of the boxes of a task with masks or keypoints."""
 
     name = "box_mAP"
     label = "boxes' mAP50-95"
@@ -467,7 +475,7 @@ class BoxMeanAveragePrecision(MeanAveragePrecision):
 
 
 class BoxMeanAveragePrecision50(BoxMeanAveragePrecision):
-    """The same at an overlap of 0.5."""
+    """mAP of the boxes of a task with masks or keypoints, at an overlap of 0.5."""
 
     name = "box_mAP50"
     label = "boxes' mAP50"

@@ -1,4 +1,4 @@
-"""All that Dyno knows of a measure of accuracy, in one object."""
+"""Definition of an accuracy metric: one object holds all that Dyno knows of it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INTERVAL_SUFFIXES = {"_low": "lower", "_high": "upper"}
 
 @dataclass(frozen=True)
 class MetricValue:
-    """A trial's value, a share from 0 to 1 with its 95 % interval (NaN: not known), and the number of `images`.
+    """A trial's value: a share from 0 to 1 with its 95 % interval (NaN: unknown), and the number of `images`.
 
-    `of` says what is scored where the label leaves it open: masks, keypoints.
+    `of` names what is scored if the label leaves it open: masks, keypoints.
     """
 
     interval: Interval
@@ -31,9 +31,9 @@ class MetricValue:
 
 @dataclass(frozen=True)
 class Change:
-    """A trial's value less its reference's, as a share with its 95 % interval, from images that both answered.
+    """A trial's value minus its reference's, as a share with its 95 % interval, over common images.
 
-    With fewer images than `least_images` the interval is too narrow to show that a loss is within a budget.
+    With fewer images than `least_images` the interval is too narrow to prove that a loss is within a budget.
     """
 
     least_images: ClassVar[int] = 0
@@ -43,14 +43,14 @@ class Change:
 
     @property
     def cautious(self) -> Interval:
-        """The interval that shows a loss: twice as wide with fewer images than `least_images`."""
+        """Interval for proving a loss: twice as wide with fewer images than `least_images`."""
         value, low, high = self.difference.value, self.difference.low, self.difference.high
         return (
             Interval(value, 2 * low - value, 2 * high - value) if self.images < self.least_images else self.difference
         )
 
     def chance(self, limit: float) -> float:
-        """Return the chance of so good a result or a better one, if the change were `limit`, from the interval."""
+        """Return the probability of this result or a better one if the true change were `limit`, from the interval."""
         from scipy.special import ndtr, ndtri
 
         value, reach = self.difference.value, self.difference.value - self.difference.low
@@ -59,9 +59,9 @@ class Change:
         return float(ndtr(ndtri((1 - CONFIDENCE) / 2) * (value - limit) / reach))
 
     def enough(self, limit: float) -> int | None:
-        """Estimate how many images would put the whole interval on one side of `limit`, None where no number would.
+        """Estimate the number of images that puts the whole interval on one side of `limit`, None if no number does.
 
-        By an interval whose width falls with the square root of the images.
+        Assumes that the width falls with the square root of the number of images.
         """
         gap = abs(self.difference.value - limit)
         if not gap or math.isnan(self.difference.low):
@@ -70,14 +70,14 @@ class Change:
 
 
 class Metric(ABC):
-    """A measure of accuracy, declared at the top of a module of `results/metrics` or by an entry point of the group
-    `dyno.metrics`. A trial has those that its task names; a larger value is better.
+    """A measure of accuracy; a larger value is better.
 
-    `name` is as in a budget and in the task's `metrics`, `label` as in a sentence and a heading. `column` holds its
-    value in the table of trials, which `meaning` explains; `by` names its interval, `change_by` that of the change
-    against the reference. `printed` are endings of the columns that people see in the table of trials: "" for the
-    value, `_diff` for the change; on a narrow terminal a value of a high `rank` goes early. Of several metrics that a
-    run has, its accuracy is shown by the one of the lowest `place`.
+    Declared at the top of a module of `results/metrics` or by an entry point of the group `dyno.metrics`; a trial has
+    the metrics named by its task. `name` is as in a budget and in the task's `metrics`, `label` as in a sentence and a
+    heading. `column` is its column in the table of trials, explained by `meaning`; `by` names its interval, `change_by`
+    that of the change against the reference. `printed` are suffixes of the columns printed in that table: "" for the
+    value, `_diff` for the change. On a narrow terminal, columns with a high `rank` are dropped first. A run's accuracy
+    is shown by its metric with the lowest `place`.
     """
 
     name: str = ""
@@ -92,29 +92,29 @@ class Metric(ABC):
 
     @abstractmethod
     def of(self, trial: TrialResult) -> MetricValue | None:
-        """Return the trial's value; None where it has none, as without labels."""
+        """Return the trial's value; None if it has none, e.g. without labels."""
 
     @abstractmethod
     def change(self, trial: TrialResult, reference: TrialResult) -> Change | None:
-        """Compare the trial with the reference on the images both answered, None where there are none."""
+        """Compare the trial with the reference on common images, None without any."""
 
     def unchanged(self, images: int) -> Interval:
-        """Return the change's interval for a trial that answers all `images` as its reference does."""
+        """Return the interval of the change if all `images` are answered as by the reference."""
         return Interval(0.0, 0.0, 0.0)
 
     @property
     def diff(self) -> str:
-        """The column of the change against the reference, in points."""
+        """Column name of the change against the reference, in points."""
         return f"{self.column}_diff"
 
     @property
     def value_column(self) -> Column:
-        """The column of the value with its interval, for people."""
+        """Printed column of the value with its interval."""
         return Column(self.column, f"with {self.by}", "%", PERCENT, f"{self.label} %", interval=True)
 
     @property
     def change_columns(self) -> tuple[Column, ...]:
-        """The columns of the change and its limits."""
+        """Columns of the change and its limits."""
         meaning = f"{self.column} against the reference's, paired"
         head = Column(self.diff, meaning, "points", POINTS, "change, points", 6, True)
         limits = (f"{end} limit of {self.change_by} of {self.diff}" for end in INTERVAL_SUFFIXES.values())
@@ -125,7 +125,7 @@ class Metric(ABC):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of a trial: value, change, and the limits of both."""
+        """Columns of a trial: value, change, and the limits of both."""
         head = Column(self.column, self.meaning, "%", PERCENT, f"{self.label} %", self.rank)
         limits = (Column(self.column + end, f"{words} limit of {self.by} of {self.column}", "%", PERCENT)
                   for end, words in INTERVAL_SUFFIXES.items())  # fmt: skip
@@ -133,19 +133,19 @@ class Metric(ABC):
 
     @property
     def printed_columns(self) -> tuple[str, ...]:
-        """The columns printed in the table of trials."""
+        """Columns printed in the table of trials."""
         return tuple(self.column + end for end in self.printed)
 
     def interval(self, row: pd.Series) -> tuple[float, float]:
-        """Return the limits of the value in percent, from a row of the table of trials; NaN where they aren't known."""
+        """Return the limits of the value in percent, from a row of the table of trials; NaN if unknown."""
         return float(row.get(f"{self.column}_low", math.nan)), float(row.get(f"{self.column}_high", math.nan))
 
     def change_in(self, row: pd.Series) -> tuple[float, float, float]:
-        """Return lower limit, change and upper limit in points, from the same row; NaN where there is none."""
+        """Return lower limit, change and upper limit in points, from a row of the table of trials; NaN if missing."""
         low, value, high = (float(row.get(f"{self.diff}{end}", math.nan)) for end in ("_low", "", "_high"))
         return low, value, high
 
 
 def in_percent(name: str, interval: Interval) -> dict[str, float]:
-    """Return a share with its limits as cells of the columns NAME, NAME_low and NAME_high, in percent."""
+    """Return a share and its limits as cells of the columns NAME, NAME_low and NAME_high, in percent."""
     return {name: 100 * interval.value, f"{name}_low": 100 * interval.low, f"{name}_high": 100 * interval.high}

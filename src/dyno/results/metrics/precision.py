@@ -1,4 +1,4 @@
-"""Precision truth: the types that layers really ran in, beside the requested precision."""
+"""Precision truth: the types that layers actually ran in, compared with the requested precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dyno.worker.facts.engine import PRECISION_TYPES, WEIGHT_PRECISIONS, format_
 if TYPE_CHECKING:
     import pandas as pd
 
-# Engines' names of types, under the precision that they stand for.
+# Engines' names of types, by precision.
 ALIASES = {
     "fp32": ("float32", "fp32", "f32", "float", "torch.float32"),
     "tf32": ("tf32", "tensorfloat32"),
@@ -36,8 +36,8 @@ PRECISION_OF_ALIAS = {alias: precision for precision, aliases in ALIASES.items()
 class Truth:
     """Compute layers by the precision they ran in, most arithmetic first, and the share that ran as requested.
 
-    `work` has each precision's share of the arithmetic; where that isn't known it is empty, and `share` is of the
-    layers. `ok`, `refuted` and `sentence` are the judgement of `engine.precision_truth`.
+    `work` has each precision's share of the arithmetic, empty if unknown; `share` then counts layers. `ok`, `refuted`
+    and `sentence` are the judgement of `engine.precision_truth`.
     """
 
     share: float
@@ -54,12 +54,12 @@ class Truth:
 
     @property
     def answer(self) -> str:
-        """Whether it ran in the requested type, in a word."""
+        """Whether it ran in the requested type: YES, NO or UNCONFIRMED."""
         return YES if self.ok else NO if self.refuted else UNCONFIRMED
 
     @property
     def words(self) -> str:
-        """Whether it ran in the requested type, with the share of a mixed engine."""
+        """Clause on whether it ran in the requested type, with the share of a mixed engine."""
         if self.answer == UNCONFIRMED:
             return "whether it ran in the requested type is not confirmed"
         mixed = 0 < self.share < 1
@@ -73,7 +73,7 @@ class Truth:
 
 
 def read_truth(t: TrialResult) -> Truth | None:
-    """Return the stored facts about the types that compute layers ran in, None when there are none."""
+    """Return the stored types of compute layers, with their judgement; None without any."""
     counts, operations = (_by_precision(t, found) for found in (t.facts.layers_by_type, t.facts.operations_by_type))
     if not counts and t.facts.precision_truth is None:
         return None
@@ -82,7 +82,7 @@ def read_truth(t: TrialResult) -> Truth | None:
     types = dict(sorted(counts.items(), key=lambda item: -counted.get(item[0], 0)))
     work = {name: count / total for name, count in operations.items()}
     judged = t.facts.precision_truth
-    if judged is None:  # a plug-in's engine, which only counted its layers
+    if judged is None:  # a plug-in's engine that only counted its layers
         layers, work_done = ({PRECISION_TYPES.get(k, k): n for k, n in each.items()} for each in (counts, operations))
         judged = precision_truth(t.precision, layers, t.backend, work_done)
     share = counted.get(t.precision, 0) / total if total else 0.0
@@ -90,18 +90,18 @@ def read_truth(t: TrialResult) -> Truth | None:
 
 
 def _by_precision(t: TrialResult, by_type: Mapping[str, int]) -> dict[str, int]:
-    """Return numbers by an engine's names of types as numbers by precision."""
+    """Map counts by an engine's type names to counts by precision."""
     counts: dict[str, int] = {}
     for name, number in by_type.items():
         precision = PRECISION_OF_ALIAS.get(str(name).lower(), str(name))
-        # TF32 is how FP32 data is multiplied, so an engine that lists data types has float32 for both.
+        # TF32 multiplies FP32 data, so an engine that lists data types reports float32 for both.
         precision = "tf32" if precision == "fp32" and t.precision == "tf32" else precision
         counts[precision] = counts.get(precision, 0) + int(number)
     return counts
 
 
 def name_precision(row: Row | pd.Series) -> str:
-    """Return a row's precision, with the truth beside it where the engine did something else or reported nothing."""
+    """Return a row's precision, with the actual types if the engine deviated or reported nothing."""
     precision, types = str(row["precision"]), str(row["ran_as"])
     share = 0.0 if is_missing(row["asked_share"]) else row["asked_share"]
     if row["precision_ok"] == YES:
@@ -113,15 +113,16 @@ def name_precision(row: Row | pd.Series) -> str:
     return f"{precision} ({ran})"
 
 
-# Arithmetic: operations per image, TFLOPS achieved, and their share of the peak that was measured on the device (R36).
-#
-# A share is of the peak in the type that most of the trial's arithmetic really ran in, not in the requested one.
+# Arithmetic: operations per image, achieved TFLOPS, and the share of the device's measured peak (R36). The peak is that
+# of the type most of the trial's arithmetic actually ran in, not of the requested type.
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The best matrix product seen in one type: operations/s, the side of its square matrices, and on a GPU the SM
-    clock meanwhile in MHz (NaN elsewhere)."""
+    """The best matrix product in one type: operations/s, the side of its square matrices, and the SM clock.
+
+    `clock` in MHz, measured meanwhile on a GPU, else NaN.
+    """
 
     type: str
     flops_per_s: float
@@ -130,7 +131,7 @@ class Peak:
 
 
 def find_peaks(results: Results) -> dict[str, Peak]:
-    """Return the run's measured peaks by type; empty where none were requested or could be measured."""
+    """Return the run's measured peaks by type; empty if not requested or not measurable."""
     if results.peak is None:
         return {}
     device = next((t.device for t in results.trials), "cpu")
@@ -146,7 +147,7 @@ def find_peaks(results: Results) -> dict[str, Peak]:
 
 
 def explain_missing_work(results: Results) -> str:
-    """Return the reason why the peak is unknown, in one sentence; "" where it is known."""
+    """Return the reason why the peak is unknown, in one sentence; "" if it is known."""
     if results.peak is None:
         return "No peak was measured; the same command with --peak measures it."
     if results.peak.status != "ok":
@@ -155,7 +156,7 @@ def explain_missing_work(results: Results) -> str:
 
 
 def ran_in(t: TrialResult) -> str:
-    """Return the type that most of the arithmetic ran in, "" where the engine doesn't report it."""
+    """Return the type of most of the arithmetic, "" if the engine doesn't report it."""
     precision_truth = read_truth(t)
     return next(iter(precision_truth.types), "") if precision_truth else ""
 

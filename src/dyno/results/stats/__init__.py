@@ -1,6 +1,6 @@
-"""Statistics as pure functions over samples: summaries, intervals, and whether A is faster than B.
+"""Statistics as pure functions over samples: summaries, intervals, and decisions on which trial is faster.
 
-Heavy parts of scipy are not imported: `scipy.special` holds every distribution that is needed here.
+Of scipy only `scipy.special` is imported: it holds every distribution used here, and the rest is heavy.
 """
 
 from dyno.results.stats.decisions import ALPHA as ALPHA

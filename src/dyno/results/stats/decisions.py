@@ -1,7 +1,7 @@
-"""Whether A is faster than B: faster, slower, equivalent, or undecided and how many more rounds would settle it.
+"""Decisions on a pair: faster, slower, equivalent, or undecided and how many more rounds would settle it.
 
 One interval decides each pair: above 1 it is faster, below slower, within the margin equivalent (two one-sided tests,
-Schuirmann 1987), else undecided. So no verdict contradicts the interval beside it.
+Schuirmann 1987), else undecided. So no verdict contradicts the interval printed with it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from dyno.results.stats import rejection
 from dyno.results.stats.evidence import ONE_AFTER_ANOTHER, Evidence, collect_evidence, pair_evidence
 from dyno.results.stats.intervals import CONFIDENCE, Interval, t_quantile
 
-# Looking again after every round without crying wolf more often: how much of the error each look may spend.
+# Sequential testing: the share of the error that each look may spend.
 
 
 def share_error(rounds: int, first: int) -> float:
-    """Return the share of the error that the look after `rounds` rounds may spend.
+    """Return the share of the error that the look after `rounds` rounds may spend; 1 if `first` is 0 (a single look).
 
-    Where `first` is 0 the only look spends all of it.
-
-    The first look comes after `first` rounds, and every further round counts as one, whether anybody looked or not, so
-    that a run may be read or stopped at any time. Successive looks share nearly all their rounds, so the shares sum to
-    more than 1: that they keep the error is simulated (benchmarks/critical_values.py), for an error of 5 to 0.05 % and
-    200 further rounds. Half goes to the first look, where the few degrees of freedom make a small share most expensive;
-    the others fall with the logarithm of the rounds, as boundaries for any number of looks must (Darling and Robbins
-    1967).
+    The first look comes after `first` rounds, and every further round counts as a look, so that a run may be read or
+    stopped at any time. Successive looks share nearly all their rounds, so the shares sum to more than 1. Simulation
+    confirms that they keep the error (benchmarks/critical_values.py), for an error of 5 to 0.05 % and 200 further
+    rounds. Half goes to the first look, where few degrees of freedom make a small share most expensive. Later shares
+    fall with the logarithm of the rounds, as boundaries for any number of looks must (Darling and Robbins 1967).
     """
     if not first:
         return 1.0
@@ -37,20 +34,18 @@ def share_error(rounds: int, first: int) -> float:
     return 0.22 / (1 + math.log(rounds / first)) ** 3
 
 
-# How many more rounds would settle what is undecided.
+# Rounds needed to settle an undecided pair.
 
 TARGET_POWER = 0.8
-MAX_ROUNDS = 100  # more rounds are no advice
+MAX_ROUNDS = 100  # no advice to measure more rounds than this
 MAX_STANDARD_ERRORS = 50.0  # standard errors from 0 at which power is 1
 
 
 def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> int:
-    """Return how many more rounds decide the pair with 80 % power, if its true difference and spread are those seen.
+    """Return how many more rounds decide the pair with 80 % power, if its true difference and spread are as observed.
 
-    At most MOST_ROUNDS, and MOST_ROUNDS + 1 where those are not enough.
-
-    `reach` is the log ratio up to which speeds are equivalent, `level` the error of the pair's claim over all looks,
-    `first` as in `share_error`.
+    At most MAX_ROUNDS; MAX_ROUNDS + 1 if they are not enough. `reach` is the log ratio up to which speeds are
+    equivalent, `level` the error of the pair's claim over all looks, `first` as in `share_error`.
     """
 
     def compute_power(more: int) -> float:
@@ -60,9 +55,9 @@ def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> i
 
 
 def predict_power(evidence: Evidence, rounds: int, reach: float, level: float, first: int) -> float:
-    """Return the probability that `rounds` in all decide the pair, if its true difference and spread are those seen.
+    """Return the probability that `rounds` in all decide the pair, if its true difference and spread are as observed.
 
-    It covers the t test and the two one-sided ones, by the noncentral t distribution. Both succeed together only where
+    Covers the t test and the two one-sided tests, by the noncentral t distribution. Both can only succeed together if
     the interval is so narrow that one of them always does.
     """
     from scipy.special import nctdtr
@@ -91,10 +86,10 @@ FASTER, SLOWER, EQUIVALENT, UNDECIDED, ONE_ROUND = (
 
 @dataclass(frozen=True)
 class Rule:
-    """How pairs are decided: speeds whose ratio lies within 1 / (1 + margin) and 1 + margin count as equivalent.
+    """Decision rule for pairs: ratios between 1 / (1 + margin) and 1 + margin are equivalent.
 
-    Where rounds went on until pairs were decided, `first` is the number of rounds before the first look, else 0. With
-    `looks` above 1 the error is divided by them: a gate judges its pairs twice at most.
+    In an adaptive study, `first` is the number of rounds before the first look, else 0. `looks` divides the error: a
+    gate judges its pairs at most twice.
     """
 
     margin: float = 0.02
@@ -113,11 +108,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Speedup(Interval):
-    """How many times faster A is than B (reference seconds / own seconds), that in words, and how the two measured.
+    """Speed-up of A over B (reference seconds / own seconds), its verdict, and how both were measured.
 
-    `p` is the p-value of "no difference", adjusted for the family and for looks (NaN with one round). `more` is how
-    many more rounds would settle an undecided pair, MOST_ROUNDS + 1 for more than that; where it is over `builds`, how
-    many more builds. `rejected` disturbed rounds are left out; with them the value is `unfiltered`.
+    `p` is the p-value of "no difference", adjusted for the family and for looks (NaN with one round). `more` rounds
+    would settle an undecided pair (MAX_ROUNDS + 1: more than that); with `builds`, `more` counts builds. `rejected`
+    disturbed rounds are left out; with them the value is `unfiltered`.
     """
 
     verdict: str
@@ -130,12 +125,12 @@ class Speedup(Interval):
 
     @property
     def decided(self) -> bool:
-        """Whether more rounds are of no use."""
+        """Whether more rounds are useless."""
         return self.verdict in (FASTER, SLOWER, EQUIVALENT)
 
     @property
     def inverse(self) -> Speedup:
-        """How many times faster B is than A."""
+        """Speed-up of B over A."""
         verdict = {FASTER: SLOWER, SLOWER: FASTER}.get(self.verdict, self.verdict)
         value, low, high, unfiltered = (1 / each if each else math.inf for each in (
             self.value, self.high, self.low, self.unfiltered))  # fmt: skip
@@ -143,17 +138,17 @@ class Speedup(Interval):
 
 
 def decide(evidence: Evidence | None, rule: Rule | None = None) -> Speedup:
-    """Decide one pair that is compared by itself, at 5 %."""
+    """Decide a single pair, at 5 %."""
     return decide_family([evidence], rule)[0]
 
 
 def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -> list[Speedup]:
     """Decide pairs that are read together, such as the rows of a table against one reference.
 
-    With 95 % confidence no pair of equal speeds is called faster or slower (Holm 1979), and with 95 % confidence none
+    With 95 % confidence, no pair of equal speeds is called faster or slower (Holm 1979). With 95 % confidence, no pair
     that differs by the margin or more is called equivalent (Bonferroni). A faster or slower pair has the interval of
-    the step at which Holm's procedure found it, all others have the simultaneous one, so each covers its ratio in 95 %
-    of studies at least. With looks, that holds over all of them.
+    its step in Holm's procedure, all others the simultaneous one, so each covers its ratio in at least 95 % of studies.
+    With several looks, that holds over all of them.
     """
     rule = rule or Rule()
     judged = [e for e in family if e is not None and not e.single]
@@ -163,12 +158,12 @@ def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -
 
 
 def decide_apart(own: Sequence[float], reference: Sequence[float], rule: Rule | None = None) -> Speedup:
-    """Decide (`decide`) on two trials that measured apart: one median latency per round of each, in seconds."""
+    """Decide (`decide`) on two uninterleaved trials: one median latency per round of each, in seconds."""
     return decide(collect_evidence(own, reference), rule)
 
 
 def paired_speedup(logs: Sequence[float], rule: Rule | None = None) -> Speedup:
-    """Decide (`decide`) on two trials that measured in turns: log(reference / own seconds) of each round."""
+    """Decide (`decide`) on two interleaved trials: log(reference / own seconds) of each round."""
     return decide(pair_evidence(logs), rule)
 
 
@@ -179,7 +174,7 @@ def _make_unjudged(e: Evidence | None) -> Speedup:
 
 
 def _judge_pair(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
-    """Judge a pair of `count` by its adjusted p-value and the level of its Holm step (0: not rejected)."""
+    """Judge one of `count` pairs by its adjusted p-value and the level of its Holm step (0: not rejected)."""
     simultaneous = ALPHA / count
     spent = rule.share(e.looked) * (level or simultaneous)
     half = e.half_width(spent)
@@ -209,5 +204,5 @@ def _apply_holm(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _compute_ratio(log: float) -> float:
-    """Return the ratio of a log, capped: with few rounds a limit may be too large for a float."""
+    """Return the ratio of a log, capped to the range of floats (limits from few rounds may be huge)."""
     return math.exp(min(log, 700.0))

@@ -1,4 +1,4 @@
-"""Evidence of rounds on a pair of trials: a mean log ratio with its standard error, paired by round or not."""
+"""Evidence on a pair of trials from its rounds: a mean log ratio and its standard error, paired by round or not."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dyno.results.stats.intervals import t_quantile
 from dyno.results.stats.summaries import compute_std
 
 ONE_AFTER_ANOTHER, IN_TURNS, IN_TWO_SESSIONS = "one after the other", "in turns", "in two sessions"
-MIN_P, MAX_P = 1e-12, 0.99  # limits of p for trials measured apart with rejected rounds
-# Two or three rounds hardly estimate their own spread: a usual one counts as if it had been seen in further rounds.
-PRIOR_SPREAD, PRIOR_FREEDOM = 0.2, 2  # prior for log ratios of undisturbed rounds: spread, and its degrees of freedom
+MIN_P, MAX_P = 1e-12, 0.99  # limits of p for uninterleaved trials with rejected rounds
+# Two or three rounds estimate their spread poorly, so a prior spread counts like that of further rounds.
+PRIOR_SPREAD, PRIOR_FREEDOM = 0.2, 2  # of log ratios of undisturbed rounds; degrees of freedom
 PRIOR_ERROR_SHARE = {2: 0.5, 3: 0.25}  # by rounds: share of the error that the test with the prior spread may use
 
 
 @dataclass(frozen=True)
 class Group:
-    """The rounds of one of two trials that measured apart: the mean of their logs, without `rejected` ones."""
+    """Rounds of one of two uninterleaved trials: the mean of their logs, without `rejected` rounds."""
 
     rounds: int
     rejected: int
     mean: float
-    spread: float  # the standard deviation of the logs
+    spread: float  # standard deviation of the logs
 
     @property
     def freedom(self) -> int:
@@ -35,27 +35,26 @@ class Group:
 
     @property
     def variance(self) -> float:
-        """The variance of the mean."""
+        """Variance of the mean."""
         return self.spread**2 / (self.freedom + 1)
 
     def variance_at(self, level: float) -> float:
-        """Return the variance that gives Student's interval the width that the rejection needs at this level."""
+        """Return the variance that widens Student's interval as the rejection requires at this level."""
         factor = rejection.critical_value(self.rounds, self.rejected, level) / t_quantile(self.freedom, level)
         return self.variance * factor**2
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The mean of log(reference seconds / own seconds) over `rounds` rounds (above 0 is faster), its standard `error`
-    and Student's degrees of `freedom`; NaN with a single round.
+    """Mean of log(reference seconds / own seconds) over `rounds` rounds (above 0 is faster).
 
-    `spread` is the deviation of a round's log ratio and `parts` how many degrees of freedom each further round brings:
-    what is needed to tell how the error falls. `seen` is after how many rounds it may have been looked at, where that
-    is more. With `builds` above 0 a round in all this is a build, the mean of its rounds. `rejected` of the rounds
-    are far from the others and left out of mean and error; None where none may be. `disturbed` are further ones that
-    don't count, because other programs took the processors then. `unfiltered` is the mean of all. Rounds that are
-    `undisturbed`, if they are very few, are also tested with a usual spread. Trials that measured apart have a group
-    of rounds each.
+    `error` is its standard error and `freedom` Student's degrees of freedom, NaN with a single round. `spread`, the
+    deviation of a round's log ratio, and `parts`, the degrees of freedom per further round, predict how the error
+    falls. `seen` is the number of rounds looked at, if larger. With `builds` above 0, a round here is a build (the mean
+    of its rounds). `rejected` outlying rounds are left out of mean and error; None if rejection is not allowed.
+    `disturbed` further rounds don't count, because other programs took the processors. `unfiltered` is the mean of all.
+    Very few rounds that are `undisturbed` are also tested with the prior spread. Uninterleaved trials have a group of
+    rounds each.
     """
 
     difference: float
@@ -94,7 +93,7 @@ class Evidence:
         return min(1.0, p / (1 - share), usual / share)
 
     def half_width(self, level: float) -> float:
-        """Return half the width of the interval whose error is `level`."""
+        """Return half the width of the interval with the error `level`."""
         if not self.error:
             return 0.0
         if self.rejected is None:
@@ -129,28 +128,28 @@ class Evidence:
 
     @property
     def _moderated_error(self) -> float:
-        """The standard error with the usual spread beside the own one (moderated t: Smyth 2004)."""
+        """Standard error from own and prior spread (moderated t: Smyth 2004)."""
         freedom = self.freedom + PRIOR_FREEDOM
         variance = (self.freedom * self.spread**2 + PRIOR_FREEDOM * PRIOR_SPREAD**2) / freedom
         return math.sqrt(variance / self.rounds)
 
     @property
     def looked(self) -> int:
-        """After how many rounds it is looked at."""
+        """Number of rounds at this look."""
         return max(self.rounds, self.seen)
 
     @property
     def single(self) -> bool:
-        """Whether there is a ratio but nothing to judge it by."""
+        """Whether the ratio has no error estimate."""
         return not self.freedom > 0
 
 
 def pair_evidence(logs: Sequence[float], are_rounds: bool = True) -> Evidence | None:
-    """Return the evidence on two trials that measured in turns; None without rounds.
+    """Return the evidence on two interleaved trials; None without rounds.
 
-    `logs` holds for each round (a fresh process of each) the median over blocks of log(reference / own seconds), so the
-    machine's effect on both in a round cancels. Disturbed rounds are rejected, unless `logs` are means of several
-    rounds each.
+    `logs` holds for each round (a fresh process of each) the median over blocks of log(reference / own seconds), so
+    that the machine's effect on both cancels. Disturbed rounds are rejected, unless `logs` are means of several rounds
+    each.
     """
     if not len(logs):
         return None
@@ -167,9 +166,9 @@ def pair_evidence(logs: Sequence[float], are_rounds: bool = True) -> Evidence | 
 
 
 def collect_evidence(own: Sequence[float], reference: Sequence[float], are_rounds: bool = True) -> Evidence | None:
-    """Collect the evidence from two trials that measured apart: both hold one median latency per round, in seconds.
+    """Collect the evidence from two uninterleaved trials: one median latency per round of each, in seconds.
 
-    Standard error and degrees of freedom are Welch's (1947) and Satterthwaite's (1946); None without rounds of either.
+    Standard error and degrees of freedom are Welch's (1947) and Satterthwaite's (1946); None if either has no rounds.
     Disturbed rounds of each trial are rejected, unless the medians are means of several rounds each.
     """
     if not len(own) or not len(reference):
@@ -198,21 +197,21 @@ def collect_evidence(own: Sequence[float], reference: Sequence[float], are_round
 def _combine(means: Sequence[tuple[float, int]]) -> tuple[float, float]:
     """Return the standard error of a difference of means and its degrees of freedom (Satterthwaite 1946).
 
-    Each mean has its variance and degrees of freedom.
+    `means` holds the variance and degrees of freedom of each mean.
     """
     total = sum(variance for variance, _ in means)
     return math.sqrt(total), total**2 / sum(variance**2 / freedom for variance, freedom in means)
 
 
-MIN_SESSIONS = 3  # sessions of a machine needed for a variance between them
+MIN_SESSIONS = 3  # fewest sessions of a machine for a variance between them
 
 
 def between_sessions(e: Evidence, sessions: int, spread: float) -> Evidence:
-    """Return the evidence on trials of two sessions of a machine, of which `sessions` differed by `spread`.
+    """Return the evidence on trials of two sessions of a machine, from the `spread` of `sessions` earlier ones.
 
-    Each trial's mean has its session's deviation besides its rounds': a session is the highest level, and one
+    Each trial's mean has its session's deviation in addition to its rounds': a session is the highest level, and one
     observation (Kalibera and Jones 2013). `spread` is the standard deviation of a session's log latency; degrees of
-    freedom are Satterthwaite's (1946). With fewer than LEAST_SESSIONS nothing is known, and nothing is judged.
+    freedom are Satterthwaite's (1946). With fewer than MIN_SESSIONS sessions nothing is judged (NaN).
     """
     if e.single or sessions < MIN_SESSIONS or not spread > 0:
         return replace(e, error=math.nan, freedom=math.nan, groups=(), measured=IN_TWO_SESSIONS)

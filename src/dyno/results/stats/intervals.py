@@ -1,4 +1,4 @@
-"""Intervals: of a median and a percentile within a process, of a mean over processes, of shares."""
+"""Intervals: of medians and percentiles within a process, and of shares."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dyno.results.stats.summaries import take_quantile
 
 CONFIDENCE = 0.95
 ROUNDING_ERROR = 1e-12
-MAX_SAMPLES = 1_000_000  # more samples are no advice
-AUTOCORRELATION_WINDOW = 5  # autocorrelation times after which correlations are noise
+MAX_SAMPLES = 1_000_000  # no advice to take more samples than this
+AUTOCORRELATION_WINDOW = 5  # lags beyond this multiple of the autocorrelation time are noise
 FLOOR_CONFIDENCE = 0.99  # confidence of MLPerf's early stopping
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its interval; `low` and `high` are NaN where the data can't give one."""
+    """An estimate with its interval; `low` and `high` are NaN if the data can't give one."""
 
     value: float
     low: float
@@ -30,9 +30,9 @@ class Interval:
 def median_interval(samples: np.ndarray) -> Interval:
     """Compute the percentile bootstrap interval of the median within one process, exactly instead of by resampling.
 
-    `samples` are in the order of time; a resample has as many as they are worth (`independent_counts`). The chance that
-    its median is at most the k-th smallest sample is a binomial tail (Maritz and Jarrett 1978), so the limit of endless
-    resamples costs one pass. Needs three samples; fewer give NaN limits.
+    `samples` are in time order; a resample has their effective size (`independent_counts`). The probability that its
+    median is at most the k-th smallest sample is a binomial tail (Maritz and Jarrett 1978), so the limit of infinitely
+    many resamples costs one pass. Fewer than three samples give NaN limits.
     """
     from scipy.special import bdtr
 
@@ -43,8 +43,8 @@ def median_interval(samples: np.ndarray) -> Interval:
     [worth] = independent_counts(samples, [take_quantile(x, 0.5)])
     size = max(3, round(worth))
     k = np.arange(1, n + 1)
-    # This many of the resample at or below x[k-1] put its median there; of an even count's two middle ones the lower
-    # serves the lower limit and the upper the upper, so that the interval is no narrower than asked.
+    # Number of resampled values at or below x[k-1] that put the median there. For an even count, the lower middle value
+    # gives the lower limit and the upper one the upper, so that the interval is no narrower than requested.
     lower, upper = (1.0 - bdtr(need - 1, size, k / n) for need in ((size + 1) // 2, size // 2 + 1))
     tail = (1 - CONFIDENCE) / 2
     low, high = int(np.searchsorted(lower, tail)), int(np.searchsorted(upper, 1 - tail))
@@ -52,17 +52,17 @@ def median_interval(samples: np.ndarray) -> Interval:
 
 
 def percentile_intervals(samples: np.ndarray, shares: Collection[float]) -> list[Interval]:
-    """Compute percentiles (0.99: the 99th) within one process, with intervals of two order statistics.
+    """Compute percentiles (0.99: the 99th) within one process, with intervals from two order statistics.
 
-    `samples` are in the order of time. The number of independent samples below the true percentile is binomial whatever
-    their distribution (David and Nagaraja 2003, 7.1); dependent ones count as the independent ones that they are worth.
-    A limit is NaN where there are too few samples for one.
+    `samples` are in time order. The number of independent samples below the true percentile is binomial for any
+    distribution (David and Nagaraja 2003, 7.1); dependent samples count with their effective size. Limits are NaN if
+    there are too few samples.
     """
     x = np.sort(samples)
     if not len(x):
         return [Interval(math.nan, math.nan, math.nan) for _ in shares]
     values = [take_quantile(x, q) for q in (0.5, *shares)]
-    # slow blocks affect every percentile: none has more independent samples than the median
+    # slow blocks affect every percentile: its effective sample size is at most the median's
     middle, *worth = independent_counts(samples, values)
     return [_bound_percentile(x, q, max(1, round(min(middle, own)))) for q, own in zip(shares, worth, strict=True)]
 
@@ -76,16 +76,16 @@ def _bound_percentile(ordered: np.ndarray, q: float, count: int) -> Interval:
 
 
 def independent_counts(samples: np.ndarray, limits: Sequence[float]) -> list[float]:
-    """Return how many independent samples tell as much of the share up to each limit as these, in the order of time.
+    """Return the effective sample size for the share of samples up to each limit; samples are in time order.
 
-    It is n / tau, with tau the integrated autocorrelation time of being below the limit, summed up to the first
-    lag of at least five tau (Sokal 1997, "Monte Carlo Methods in Statistical Mechanics", 3.3).
+    It is n / tau, with tau the integrated autocorrelation time of being below the limit, summed up to the first lag of
+    at least five tau (Sokal 1997, "Monte Carlo Methods in Statistical Mechanics", 3.3).
     """
     below = (samples <= np.asarray(limits)[:, None]).astype(float)
     below -= below.mean(axis=1, keepdims=True)
     varies, n = below.any(axis=1), len(samples)
     correlation = np.fft.irfft(np.abs(np.fft.rfft(below[varies], 2 * n)) ** 2)[:, :n]
-    times = 2 * np.cumsum(correlation / correlation[:, :1], axis=1) - 1  # by the lag that ends the sum
+    times = 2 * np.cumsum(correlation / correlation[:, :1], axis=1) - 1  # by the last lag of the sum
     enough = np.arange(n) >= AUTOCORRELATION_WINDOW * times
     ends = np.where(enough.any(axis=1), enough.argmax(axis=1), times.argmax(axis=1))
     counts = np.full(len(below), float(n))
@@ -95,11 +95,11 @@ def independent_counts(samples: np.ndarray, limits: Sequence[float]) -> list[flo
 
 @lru_cache(maxsize=1024)
 def _find_ranks(n: int, q: float) -> tuple[int, int]:
-    """Return the limits of a percentile as ranks among n ordered samples, counted from 1; 0 or n + 1: no limit."""
+    """Return the limits of a percentile as 1-based ranks among n ordered samples; 0 or n + 1: no limit."""
     from scipy.special import bdtr
 
     tail = (1 - CONFIDENCE) / 2
-    below = bdtr(np.arange(n), n, q)  # the chance that at most k samples are below the percentile
+    below = bdtr(np.arange(n), n, q)  # probability of at most k samples below the percentile
     return int(np.searchsorted(below, tail, side="right")), int(np.searchsorted(below, 1 - tail)) + 1
 
 
@@ -110,14 +110,14 @@ def percentile_of(samples: np.ndarray, q: float) -> float:
 
 @lru_cache
 def samples_for(q: float) -> int:
-    """Return the fewest samples that tell anything of a percentile: 64 for the 90th, 662 for the 99th.
+    """Return the fewest samples that bound a percentile: 64 for the 90th, 662 for the 99th.
 
-    With 99 % confidence two of them lie beyond it, which is MLPerf Inference's floor for ending a run early (its rules,
-    "early stopping", with one query over the limit allowed for).
+    With 99 % confidence two of them lie beyond it: MLPerf Inference's floor for early stopping (its rules, "early
+    stopping", with one query over the limit allowed).
     """
     from scipy.special import bdtr
 
-    # of 7 expected samples beyond it, at most one is seen with a chance below 1 %
+    # with 7 samples expected beyond it, the probability of at most one is below 1 %
     counts = np.arange(2, math.ceil(7 / (1 - q)) + 2)
     return int(counts[np.argmax(bdtr(1, counts, 1 - q) <= 1 - FLOOR_CONFIDENCE)])
 
@@ -137,13 +137,13 @@ def exceeds(hits: int, count: int, share: float) -> bool:
     """Return whether more than a share are hits, with 95 % confidence, by Clopper and Pearson's lower limit (1934)."""
     from scipy.special import bdtrc
 
-    # probability of at least as many hits for the true share
+    # probability of at least `hits` hits if the share were true
     chance = float(bdtrc(hits - 1, count, share)) if hits else 1.0
     return hits > share * count and chance <= 1 - CONFIDENCE + ROUNDING_ERROR
 
 
 def estimate_needed(hits: int, count: int, share: float) -> int:
-    """Estimate how many samples with this part of hits would show that more than the share are hits."""
+    """Estimate the number of samples with this rate of hits that would prove more than the share."""
     low, high = count, 2 * count
     while not exceeds(round(high * hits / count), high, share):
         low, high = high, 2 * high
@@ -158,10 +158,10 @@ def estimate_needed(hits: int, count: int, share: float) -> int:
 def paired_difference(gained: float, lost: float, count: float) -> Interval:
     """Compute the difference of two shares over the same samples, with Tango's score interval (1998).
 
-    `gained` samples are right in A only, `lost` in the reference only, of `count`; the value is (gained - lost) /
+    Of `count` samples, `gained` are right in A only, `lost` in the reference only; the value is (gained - lost) /
     count. The limits are the differences whose score test, with the nuisance parameter at its restricted maximum
-    likelihood, is not rejected. Unlike Wald's interval it keeps its coverage when few pairs differ, and when none does
-    its width is that of the evidence (z^2 / (n + z^2) to each side) instead of zero.
+    likelihood, is not rejected. Unlike Wald's interval it keeps its coverage when few pairs differ. If no pair differs,
+    it extends z^2 / (n + z^2) to each side instead of having width zero.
     """
     if not count:
         return Interval(math.nan, math.nan, math.nan)
@@ -176,14 +176,14 @@ def paired_difference(gained: float, lost: float, count: float) -> Interval:
 
 
 def paired_chance(gained: float, lost: float, count: float, limit: float) -> float:
-    """Return the chance of so small a loss or a smaller one, if the difference were the limit: Tango's one-sided p."""
+    """Return the probability of this loss or a smaller one if the difference were `limit`: Tango's one-sided p."""
     from scipy.special import ndtr
 
     return float(ndtr(-_compute_tango(gained, lost, count, limit)))
 
 
 def _compute_tango(gained: float, lost: float, count: float, difference: float) -> float:
-    """Compute the score statistic of the hypothesis that the shares differ by `difference`; it falls as that grows."""
+    """Compute the score statistic for the hypothesis that the shares differ by `difference`; decreasing in it."""
     a = 2 * count
     b = -gained - lost + (2 * count - gained + lost) * difference
     c = -lost * difference * (1 - difference)
@@ -196,7 +196,7 @@ def _compute_tango(gained: float, lost: float, count: float, difference: float) 
 
 
 def _find_root(falling: Callable[[float], float], low: float, high: float) -> float:
-    """Find the root of a falling function by bisection to 1e-7, finer than any share of countable images."""
+    """Find the root of a decreasing function by bisection to 1e-7, finer than any share of countable images."""
     while high - low > 1e-7:
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > 0 else (low, middle)

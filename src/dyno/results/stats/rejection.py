@@ -1,8 +1,8 @@
-"""Summarise rounds without the disturbed ones, and judge them by critical values that allow for the rejection.
+"""Summaries of rounds without disturbed rounds, and critical values that allow for the rejection.
 
-A round far from the median of all is left out; t is formed of the rest. Leaving out the farthest makes the rest look
-more alike than they are, so its critical values come from simulated normal rounds (benchmarks/critical_values.py),
-separately for each number of rounds left out. A tenth of the error is spent on studies with a rejection.
+Rounds far from the median are left out, and t is formed from the rest. Leaving out the farthest makes the rest look
+more alike than they are, so the critical values come from simulated normal rounds (benchmarks/critical_values.py),
+separately for each number of rejected rounds. A tenth of the error is spent on studies with a rejection.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dyno.results.stats.summaries import Summary, compute_std, summarise
 
 REJECTION_DEVIATIONS = 10.0  # robust standard deviations from the median
 MAD_TO_DEVIATION = 1.4826  # standard deviation over median absolute deviation of normal values
-MIN_ROUNDS, MAX_TABLED_ROUNDS = 4, 16  # fewest rounds of which one may be rejected, and most rounds in the table
+MIN_ROUNDS, MAX_TABLED_ROUNDS = 4, 16  # fewest rounds that allow a rejection, and most rounds in the table
 REJECTION_ERROR_SHARE = 0.1  # error share of studies with a rejection
-PLAIN_ERROR_SHARE = 1 - REJECTION_ERROR_SHARE  # error share of studies without one
+PLAIN_ERROR_SHARE = 1 - REJECTION_ERROR_SHARE  # error share of studies without a rejection
 T_GRID = tuple(2.0**k for k in range(14))  # tabled values of |t|
 
 
 def most_rejected(count: int) -> int:
-    """Return how many of `count` rounds may be rejected: a quarter, at least one of four or more."""
+    """Return the largest number of rounds to reject of `count`: a quarter, but at least one of four or more."""
     return max(1, count // 4) if count >= MIN_ROUNDS else 0
 
 
@@ -40,7 +40,7 @@ def keep_undisturbed(values: np.ndarray) -> np.ndarray:
 
 
 def find_rejected(values: np.ndarray) -> list[int]:
-    """Return the places of the values that are rejected."""
+    """Return the indices of rejected values."""
     each = values.tolist()
     middle = median(each)
     distances = [abs(value - middle) for value in each]
@@ -50,10 +50,10 @@ def find_rejected(values: np.ndarray) -> list[int]:
 
 
 def judge_studies(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of each study's rounds without the rejected ones, and half the width of its interval.
+    """Return each study's mean without rejected rounds, and half the width of its interval.
 
-    `values` is float64 [studies, rounds] of two rounds or more; both results are float64 [studies]. The error of an
-    interval is `level`.
+    `values` is float64 [studies, rounds] with at least two rounds; both results are float64 [studies]. `level` is the
+    error of an interval.
     """
     means, errors, rejected = _summarise_studies(values)
     count = values.shape[1]
@@ -62,10 +62,10 @@ def judge_studies(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndar
 
 
 def judge_apart(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return each study's difference between two trials that measured apart, and half the width of its interval.
+    """Return each study's difference between two uninterleaved trials, and half the width of its interval.
 
-    `values` is float64 [2, studies, rounds] of two rounds or more; the results are as those of `judge_studies`. Of each
-    trial disturbed rounds are rejected; the interval is that of `evidence.collect_evidence`.
+    `values` is float64 [2, studies, rounds] with at least two rounds; results are as in `judge_studies`. Disturbed
+    rounds of each trial are rejected; the interval is that of `evidence.collect_evidence`.
     """
     from scipy.special import stdtrit
 
@@ -97,9 +97,9 @@ def _summarise_studies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def find_center(values: Sequence[float], medians: Sequence[float] = ()) -> Interval:
-    """Return the geometric mean of positive values, one of each process, without disturbed ones, and its 95 % interval.
+    """Return the geometric mean of positive values, one per process, without disturbed ones, and its 95 % interval.
 
-    The disturbed ones are told by `medians`, one of each process, as in `over_rounds`; without them by the values. One
+    Disturbed processes are found by `medians`, one per process, as in `over_rounds`; without them, by the values. One
     process gives NaN limits: its own samples tell nothing about the next process.
     """
     if not values:
@@ -114,23 +114,23 @@ def find_center(values: Sequence[float], medians: Sequence[float] = ()) -> Inter
 
 
 def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
-    """Summarise the samples of several processes: the geometric mean of each statistic over the undisturbed ones.
+    """Summarise the samples of several processes: each statistic's geometric mean over undisturbed processes.
 
-    Those are the ones that `find_center` keeps of the medians, and each counts the same. `count` is the sum over all,
-    and `max` the largest of all. A deviation that is 0 in any process is 0.
+    Processes are rejected by their medians, as in `find_center`; the others have equal weight. `count` is the sum and
+    `max` the largest over all processes. A deviation that is 0 in any process is 0.
     """
     if len(rounds) == 1:
         return summarise(rounds[0])
     each = np.array([astuple(summarise(samples)) for samples in rounds])
     disturbed = find_rejected(np.log([np.median(samples) for samples in rounds]))
     kept = np.delete(each, disturbed, axis=0)
-    with np.errstate(divide="ignore"):  # a deviation may be 0, and is then
+    with np.errstate(divide="ignore"):  # a deviation may be 0
         means = Summary(*np.exp(np.log(kept).mean(axis=0)).tolist())
     return replace(means, count=sum(map(len, rounds)), max=max(float(samples.max()) for samples in rounds))
 
 
 def p_value(t: float, count: int, rejected: int) -> float:
-    """Return the two-sided p-value of |t| over `count` rounds of which some were rejected."""
+    """Return the two-sided p-value of |t| over `count` rounds, `rejected` of them left out."""
     plain = student_p(t, count - rejected - 1)
     if count < MIN_ROUNDS:
         return plain
@@ -161,10 +161,10 @@ def student_p(t: float, freedom: float) -> float:
 
 
 def _after_rejection(t: float, count: int, rejected: int) -> tuple[float, float]:
-    """Return the chance of rejecting `rejected` of `count` undisturbed rounds, and a factor on the tail of |t| then.
+    """Return the probability of rejecting `rejected` of `count` undisturbed rounds, and the factor on the tail of |t|.
 
-    The factor is how much likelier a larger |t| is than by Student's t. It is interpolated between the table's values
-    and, beyond them, towards Bonferroni's bound over the choices of rejected rounds, which it never exceeds.
+    The factor is how much likelier a larger |t| is than by Student's t. It is interpolated between tabled values and,
+    beyond them, towards Bonferroni's bound over the choices of rejected rounds, which it never exceeds.
     """
     row = _read_table()[count if count <= MAX_TABLED_ROUNDS else MAX_TABLED_ROUNDS - (MAX_TABLED_ROUNDS - count) % 2]
     chance, factors = row[min(rejected, len(row)) - 1]

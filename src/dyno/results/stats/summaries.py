@@ -1,4 +1,4 @@
-"""Summaries of samples: of one process, and of several, each of which counts the same."""
+"""Summaries of samples: of one process, and of several processes with equal weight."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def summarise(samples: np.ndarray) -> Summary:
 
 
 def over_units(values: Sequence[tuple[Hashable, float]]) -> list[float]:
-    """Return the mean of each unit's values, in the order in which units first appear.
+    """Return the mean of each unit's values, in order of first appearance.
 
-    A unit is the largest thing that was drawn anew, such as the build of an engine: its values share the effect of that
+    A unit is the highest level drawn independently, such as the build of an engine: its values share the effect of that
     draw, so only their mean is an independent observation.
     """
     units: dict[Hashable, list[float]] = {}
@@ -65,14 +65,16 @@ def compute_std(x: np.ndarray) -> float:
     return float(x.std(ddof=1)) if len(x) > 1 else 0.0
 
 
-# Where the spread comes from: rounds (processes), blocks within a round, samples within a block.
+# Sources of the spread: rounds (processes), blocks within a round, samples within a block.
 
 
 @dataclass(frozen=True)
 class VarianceComponents:
-    """Variances of log values between rounds, between blocks of a round and between samples of a block (0 where that
-    level adds nothing), and how many of each there are: rounds, blocks of a round, samples of a block; and
-    the variance between builds, None where not every build has rounds to compare it with."""
+    """Variances of log values between rounds, between blocks of a round and between samples of a block.
+
+    A level that adds nothing is 0. `counts` are rounds, blocks per round and samples per block. `builds` is the
+    variance between builds, None unless every build has several rounds.
+    """
 
     rounds: float
     blocks: float
@@ -82,16 +84,15 @@ class VarianceComponents:
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
-        """The share of each level in the variance of a round's mean: builds, rounds, blocks, samples."""
+        """Shares of builds, rounds, blocks and samples in the variance of a round's mean."""
         _, blocks, samples = self.counts
         return self.builds or 0.0, self.rounds, self.blocks / blocks, self.samples / (blocks * samples)
 
     def best_blocks(self, round_cost: float, block_cost: float) -> float:
         """Return the number of blocks per round that gives the narrowest interval in a given time.
 
-        `round_cost` and `block_cost` are the seconds that starting a round and a block take. Infinite where rounds
-        themselves don't differ (Kalibera and Jones 2013, arXiv 2007.10899: the root of the ratio of costs times that of
-        variances).
+        `round_cost` and `block_cost` are the seconds to start a round and a block. Infinite if rounds themselves don't
+        differ (Kalibera and Jones 2013, arXiv 2007.10899: the root of the ratio of costs times that of variances).
         """
         within = self.blocks + self.samples / self.counts[2]
         if not self.rounds:
@@ -102,10 +103,10 @@ class VarianceComponents:
 def estimate_levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()) -> VarianceComponents | None:
     """Estimate variance components of nested data, by analysis of variance.
 
-    `logs` holds for each round each block's samples, `builds` the build that it ran. Builds are a level where there are
-    two or more, of two rounds or more each. A level is its mean square less the contribution of the levels below it, at
-    least 0 (Searle, Casella and McCulloch 1992). None with fewer than two rounds. A round that is one block has nothing
-    between blocks.
+    `logs` holds the samples of each block per round, `builds` the build of each round. Builds are a level if there are
+    at least two, with at least two rounds each. A component is its level's mean square less the contribution of lower
+    levels, at least 0 (Searle, Casella and McCulloch 1992). None with fewer than two rounds. Rounds of one block add
+    nothing between blocks.
     """
     if len(logs) < 2 or not all(len(each) and all(b.size for b in each) for each in logs):
         return None
@@ -134,6 +135,6 @@ def estimate_levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hasha
 
 
 def _pool_variance(groups: Sequence[np.ndarray]) -> float:
-    """Return the variance within groups; 0 where no group has two values."""
+    """Return the variance within groups; 0 if no group has two values."""
     free = sum(len(g) - 1 for g in groups)
     return float(sum(((g - g.mean()) ** 2).sum() for g in groups)) / free if free else 0.0
