@@ -189,7 +189,7 @@ class LayerOptions:
 
 
 options.PANELS[LayerOptions] = "Layers"
-# Options of `dyno diff` by the names of their fields: as they are written, and what to give instead.
+# Options of `dyno diff` that --layers rejects, by field: flag and replacement
 INSTEAD = {
     "backends": ("--backend", "forms behind the model, such as openvino/int8"),
     "precisions": ("--precision", "forms behind the model, such as openvino/int8"),
@@ -200,7 +200,7 @@ INSTEAD = {
 def diff_layers(
     overrides: options.Overrides, models: Sequence[str], out: str, rtol: float, atol: float, least: float, format: str
 ) -> int:
-    """Print the layers and the finding: 1 when the share of close output values is below `least`."""
+    """Print the layers and findings; return 1 if the share of close output values is below `least`."""
     from dyno.layers import agreement as layers_agreement
     from dyno.report.export import export
 
