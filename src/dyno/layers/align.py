@@ -1,4 +1,4 @@
-"""Forms of one model aligned: which modules became which nodes, and which nodes became which layer of an engine."""
+"""Alignment of a model's forms: modules with nodes, and nodes with the layers of an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causes of the difference in time between two forms of a model: regions taken apart, each part with one cause."""
+"""Causes of the time difference between two forms of a model: regions split into parts with one cause each."""
 
 from __future__ import annotations
 

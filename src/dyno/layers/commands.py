@@ -1,4 +1,4 @@
-"""Commands on the inside of a network: inspect, profile, explain, cold-start, diff --layers."""
+"""Commands on a network's layers: inspect, profile, explain, cold-start, diff --layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hardware counters of kernels by the modules that launched them, as a table, and what they say in a sentence each."""
+"""Hardware counters of kernels, by the modules that launched them, as a table and in sentences."""
 
 from __future__ import annotations
 

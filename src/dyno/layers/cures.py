@@ -1,4 +1,4 @@
-"""Prescriptions that may make an engine faster, as data: the causes that call for each, and its variant of B."""
+"""Prescriptions that may make an engine faster: their causes, their variants of B, and the trial of these."""
 
 from __future__ import annotations
 

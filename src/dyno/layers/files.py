@@ -1,4 +1,4 @@
-"""The inside of a model as files that other tools open, by the ending of a file's name."""
+"""Layers of a model as files for other tools; the suffix chooses the tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of a model as a command names them, read one after the other with the graphs behind engines."""
+"""Forms of a model: parsed from a command's arguments and read, with the graphs behind engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers as calls inside calls: each one under the modules around it, with its seconds in every repeat."""
+"""Timelines of layers as nested calls, written as graphs, notes and traces for other tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inside of a model as one HTML page that is readable without a network."""
+"""Layers of a model as one HTML page that works offline."""
 
 from __future__ import annotations
 
