@@ -49,7 +49,7 @@ SAVED_FORMATS = {
 
 
 class ExplanationDescription(TypedDict):
-    """Head of an explanation's tables in JSON; `attributed` and `named` are missing without a proven difference."""
+    """The head of an explanation's tables in JSON: `attributed` and `named` are missing without a proven difference."""
 
     reasons: list[Reason]
     a: str
