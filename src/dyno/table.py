@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TEXT, NUMBER, COUNT, PERCENT, POINTS, RATIO, FINE = KINDS = (
     "text", "number", "count", "percent", "points", "ratio", "fine ratio",
 )  # fmt: skip
-TITLE_COLUMNS = ("model", "form", "statistic", "label", "title")  # columns whose values need no label in a heading
+TITLE_COLUMNS = ("model", "form", "statistic", "label", "title")  # columns with values that need no label in a heading
 MAX_SUGGESTIONS = 3  # columns suggested for a misspelt one
 
 # Further keys of a row: its printed position, bold print, and the link of its first cell.

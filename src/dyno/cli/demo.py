@@ -65,7 +65,7 @@ def _list_backends() -> tuple[str, ...]:
 
 
 def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
-    """Train, then compare PyTorch, ONNX Runtime and OpenVINO at batches 1 and 8; returns the exit code."""
+    """Train, then compare PyTorch, ONNX Runtime and OpenVINO at batches 1 and 8; return the exit code."""
     if rounds is not None and rounds < 1:  # checked before the training, not after it
         raise UserError(f"rounds is {rounds}; it must be at least 1")
     if not minutes > 0:

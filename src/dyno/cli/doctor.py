@@ -33,7 +33,7 @@ from dyno.worker.spec import Job, Runtime
 from dyno.worker.tasks import Task
 
 TIMEOUT_S = 120.0
-ENGINE_EXTRAS = ("torch", "onnx", "openvino")  # extras whose libraries decide the available engines
+ENGINE_EXTRAS = ("torch", "onnx", "openvino")  # extras with the libraries of engines
 ALL_EXTRAS = (*ENGINE_EXTRAS, "report", "data", "video")  # extras included in `all`
 REFRESH_INTERVAL_S = 0.25  # updates of the line on a terminal
 # Types that plug-ins may provide, by group of entry points.

@@ -1,4 +1,4 @@
-"""COCO's format: one JSON file with images, categories and annotations, beside the folder of the images.
+"""COCO's format: one JSON file with images, categories and annotations, next to the folder of the images.
 
 The format is https://cocodataset.org/#format-data; categories become classes in the order of their ids.
 """
@@ -105,7 +105,7 @@ def choose_file(folder: Path, needs: str) -> Path:
 
 @dataclass
 class _File:
-    """An annotation file whose tables have been checked."""
+    """An annotation file with checked tables."""
 
     path: Path
     images: list[dict[str, Any]]

@@ -119,7 +119,7 @@ WHITE_IS_ZERO = 0
 ROTATED_ORIENTATIONS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 MAX_REASON_LENGTH = 300  # JSON of a reason must fit into a pipe
 MAX_THREADS = 8  # sixteen were slower than eight, as threads wait for the interpreter's lock
-EXAMINED_IMAGES = 20  # images whose bit depth is checked
+EXAMINED_IMAGES = 20  # images checked for their bit depth
 THREADS_SUFFICE_CORES = 4  # up to this number of cores, threads are as fast as processes
 MIN_PROCESS_GAIN_S = 1.5  # decoding time in threads that justifies starting processes
 PADDING_GREY = 114  # padding of a letterboxed image
@@ -348,7 +348,7 @@ def register_formats() -> None:
 
 
 def find_library_version(distribution: str) -> str:
-    """Return the version of a library that shapes the pixels; raise `Unavailable` with what to install."""
+    """Return the version of a library that shapes the pixels; raise `Unavailable` with an install command."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError as e:

@@ -242,7 +242,7 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
 
 
 def _find_disturbed(found: AnchorDevices, places: Sequence[Place]) -> set[str]:
-    """Return the machines whose devices disturb each other."""
+    """Return the machines with devices that disturb each other."""
     return {place.machine for place in places if place.name in found.disturbed}
 
 

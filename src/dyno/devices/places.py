@@ -60,7 +60,7 @@ class Place:
 
 
 class RunningBlock(ABC):
-    """The process that measures trials of one block into `folder`, here or on another host, whose files it then has."""
+    """The process that measures a block's trials into `folder`; files from another host are mirrored there."""
 
     def __init__(self, folder: Path, place: Place) -> None:
         self.folder, self.place = folder, place
@@ -136,7 +136,7 @@ def split_devices(device: str) -> list[str]:
 
 
 def parse_places(device: str, threads: int = 0) -> list[Place]:
-    """Return the places of a study's devices, whose jobs have `threads` threads (0: unspecified).
+    """Return the places of a study's devices, for jobs with `threads` threads (0: unspecified).
 
     Raises `UserError` for a missing device, a name given twice, or devices of two kinds.
     """

@@ -218,7 +218,6 @@ class BlockScheduler:
 
 
 def _is_same_place(place: Place, begun: Placement | None) -> bool:
-    """Return whether a block was begun at the place, with the same name and card."""
     return begun is not None and (place.name, place.card) == (begun.place, begun.card)
 
 

@@ -1,4 +1,4 @@
-"""NVML's readings of the GPU that a job runs on, from outside the job; no setting of the GPU is ever changed."""
+"""NVML's readings of a job's GPU, from outside the job; settings of the GPU are never changed."""
 
 from __future__ import annotations
 

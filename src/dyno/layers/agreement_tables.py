@@ -1,4 +1,4 @@
-"""Layers of an engine against a reference's, and where the error comes from, as tables."""
+"""Tables of an engine's layer errors against a reference, and of the causes of its output error."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
 def _find_ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
     """Return the nodes that end an engine's layer: their output is an output of the layer.
 
-    Outputs named after the layer don't tell, and are ignored.
+    Outputs named after the layer are ignored: such an engine doesn't name its tensors.
     """
     written = (port.name for layer in engine if not layer.skipped for port in layer.outputs if port.name != layer.name)
     return {tensors[name] for name in written if name in tensors}

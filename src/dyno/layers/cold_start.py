@@ -201,7 +201,7 @@ class ColdStartReader(forms.FormReader):
     runs_all = True
 
     def read_trial(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
-        """Add the trial and its file to those to start, once per trial."""
+        """Add the trial and its file to the forms to start, once per trial."""
         if trial.id not in {other.id for other, _ in self.trials}:
             self.trials.append((trial, artifact))
 

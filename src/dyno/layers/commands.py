@@ -17,7 +17,7 @@ from dyno.worker.spec import UserError
 if TYPE_CHECKING:
     from dyno.table import Table
 
-# The command `dyno inspect`: look inside a model, in one form or in several side by side.
+# `dyno inspect`: the layers of a model, in one form or in several side by side.
 
 Save = Annotated[
     list[Path],
@@ -65,7 +65,7 @@ def print_tables(tables: Sequence[Table], left_out: Sequence[str], format: str) 
     raise typer.Exit(exits.left_out(left_out))
 
 
-# The command `dyno profile`: how long each layer of a model takes.
+# `dyno profile`: the time of each layer of a model.
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def profile(
     raise typer.Exit(exits.left_out(profiled.left_out))
 
 
-# The command `dyno explain`: why one engine is faster than another.
+# `dyno explain`: why one engine is faster than another.
 
 WHAT = (
     "A model and two forms of it, such as onnxruntime openvino/int8; a run folder and two of its trials; two models as "
@@ -153,7 +153,7 @@ def explain(
     print(explained.tried.export(format) if at_once and explained.tried else explained.export(format), end="")
 
 
-# The command `dyno bench cold-start`: from the start of a process to the first answer.
+# `dyno bench cold-start`: from the start of a process to the first answer.
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def cold_start(overrides: options.Overrides, models: ModelAndForms, format: opti
     print_tables([starts.table], starts.left_out, format)
 
 
-# `dyno diff --layers`: which layer of an engine is off, and which few make most of the error.
+# `dyno diff --layers`: the first layer that disagrees, and the few that make most of the error.
 
 
 @dataclass(frozen=True)

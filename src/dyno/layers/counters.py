@@ -66,7 +66,7 @@ class Kernel:
     blocks: float = _make_figure("launch__grid_size")
     threads: float = _make_figure("launch__block_size")
     registers: float = _make_figure("launch__registers_per_thread")
-    sms: float = _make_figure("launch__sm_count", requested=False)  # comes by itself, but not with every version
+    sms: float = _make_figure("launch__sm_count", requested=False)  # reported by some versions, unrequested
 
 
 METRICS = {each.name: each.metadata for each in fields(Kernel) if each.metadata}

@@ -32,7 +32,7 @@ from dyno.worker import registry
 from dyno.worker.spec import FIXED, Option, UserError
 
 MIN_CAUSE_SHARE = 0.05  # share of B's time below which a cause gets no prescription
-# causes whose whole time B would save; of other causes only the time beyond A's counts
+# causes that B might avoid altogether; of other causes only the time beyond A's counts
 OVERHEAD_CAUSES = (causes.STAYED, causes.SPLIT, causes.CONVERSION, causes.CALLS, causes.WAITING, causes.BETWEEN)
 ONNX_BACKENDS = ("onnxruntime", "openvino", "tensorrt", "tensorrt_rtx")
 TENSORRT_BACKENDS = ("tensorrt", "tensorrt_rtx")
@@ -42,8 +42,8 @@ TENSORRT_BACKENDS = ("tensorrt", "tensorrt_rtx")
 class Prescription:
     """Change of an engine: further `options`, or another `backend` or `precision`.
 
-    It applies to engines of these `backends`, `precisions` (empty: any) and kinds of `devices`, whose options have a
-    value in `only` (None: not set), if one of the `causes` costs time. `boundary` is the latency that it may improve.
+    It applies to engines of these `backends`, `precisions` (empty: any) and kinds of `devices` with options in `only`
+    (None: not set), if one of the `causes` costs time. `boundary` is the latency that it may improve.
     """
 
     text: str
@@ -244,7 +244,7 @@ def try_cures(
     """Try the variants that the waterfall from A to B suggests: measure A, B and each variant interleaved.
 
     `study` has the model, the data and the measurement settings; `rounds` is the number of rounds. A prescription is
-    kept if its variant is proven faster than B, all of them as one family, and its outputs are right.
+    kept if its variant is proven faster than B (tested as one family) with right outputs.
     """
     a, b = ((side.choice, side.precision) for side in sides[-2:])
     title = _format_choice(*b)

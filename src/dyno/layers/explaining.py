@@ -155,13 +155,13 @@ def explain(
 ) -> ExplanationResult:
     """Explain why B is faster or slower than A, with a waterfall in µs from A's latency to B's by parts of the model.
 
-    `explain(model, a, b)` takes two forms of a model as `dyno.profile` does, `explain(a, b)` two models or files as
-    they are, `explain(run, a, b)` two trials of a run folder by BACKEND/PRECISION or id, and `explain(file)` a pair
-    stored by `ExplanationResult.save`, for which nothing is measured. Both are profiled in `rounds` processes each, in
-    turn, with `runs` profiled runs in each. `top` parts are listed (0: all). `save` names files to write, which are
-    checked first (see `ExplanationResult.save`). With `prescriptions`, variants of B that may be faster are then
-    measured beside it (see `ExplanationResult.tried`). That may take long, so the result so far is saved before, and
-    passed to `first`. `settings` are fields of `dyno.Study`. Raises `UserError` if layers have no times.
+    `explain(model, a, b)` takes two forms of a model like `dyno.profile`; `explain(a, b)` two models or files as they
+    are; `explain(run, a, b)` two trials of a run folder, by BACKEND/PRECISION or id; `explain(file)` a pair stored by
+    `ExplanationResult.save`, without measuring. Both sides are profiled alternately in `rounds` processes each, with
+    `runs` profiled runs per process. `top` parts are listed (0: all). `save` names files to write (see
+    `ExplanationResult.save`), checked first. With `prescriptions`, variants of B that may be faster are then measured
+    with it (see `ExplanationResult.tried`). As that may take long, the result so far is saved before, and passed to
+    `first`. `settings` are fields of `dyno.Study`. Raises `UserError` if layers have no times.
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)
     (runs,), (top,) = at_least(5, runs=runs), at_least(0, top=top)
@@ -202,7 +202,7 @@ def _find_pair(
     if len(sides) == 2 and isinstance(model, (str, Path)) and Path(model).is_dir():
         return _of_run(Path(model), sides, rounds, runs, settings, progress)
     study = one_model(model, settings)
-    if len(sides) == 1:  # both in the form that they already have
+    if len(sides) == 1:  # both models in their own form
         asked = [forms.request_own_form(source) for source in (study.models[0], Study(models=tuple(sides)).models[0])]
     else:
         asked = forms.list_forms(study, sides)

@@ -25,7 +25,7 @@ NUMBER = re.compile(r"\d+(\.\d+)?")
 @dataclass(frozen=True)
 class PairSide:
     """One side of a pair: the indices of its form, graph and module (None: there is none), its requested precision, and
-    its times by process. `stored` is the run's median latency of it in seconds."""
+    its times by process. `stored` is its median latency in the run, in seconds (None: not from a run)."""
 
     form: int
     precision: str

@@ -1,4 +1,4 @@
-"""Layers as tables: of one form, of several side by side, and of the conversions that an engine put in."""
+"""Tables of layers: of one form, of several forms side by side, and of conversions inserted by engines."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def find_origins(found: FormSet, k: int) -> list[tuple[list[str], list[str]]]:
 
 
 def invert_link(link: align.Link) -> dict[int, list[int]]:
-    """Return the upper form's counterparts of each lower layer; outer modules only where the pair is sure."""
+    """Return the upper form's counterparts of each lower layer; for outer modules only sure pairs."""
     by_lower: dict[int, list[int]] = {}
     for upper, own in sorted(link.pairs.items()):
         for lower in own:

@@ -161,7 +161,7 @@ def make_waterfall(pair: FormPair) -> Waterfall:
 
 
 def _make_estimates(processes: Sequence[Times]) -> Estimates:
-    rng = np.random.default_rng(SEED)  # the same rounds are drawn for both sides
+    rng = np.random.default_rng(SEED)  # equal seed, so that both sides draw the same rounds
     medians = np.hstack([_resample_medians(samples, rng) for samples in _list_samples(processes)])
     latency, layers, sums, working = medians[:, 0], medians[:, 1:-2], medians[:, -2], medians[:, -1]
     watched = float(layers[0].sum())

@@ -1,4 +1,4 @@
-"""Writing a pack: a run's records, samples and verdict in one file that names no folder, user or host."""
+"""Writing of packs: a run's records, samples and verdict in one file that names no folder, user or host."""
 
 from __future__ import annotations
 

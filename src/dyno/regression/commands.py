@@ -1,4 +1,4 @@
-"""The command `dyno compare`: two stored runs, two sides that are measured here, or versions of a library."""
+"""`dyno compare`: two stored runs, two sides measured here, or versions of a library."""
 
 from __future__ import annotations
 

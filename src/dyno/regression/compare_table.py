@@ -175,7 +175,7 @@ def other_machine(a: Results, b: Results) -> str:
 def _apply_gate(
     row: dict[str, Any], a: TrialResult, b: TrialResult, rules: GateRules, elsewhere: str
 ) -> dict[str, Any]:
-    """Return the row with the gate's decision, and the reason where that is undecided."""
+    """Return the row with the gate's decision, and the reason if undecided."""
     high = row["ratio_high"]
     if not rules.gate or STATUS in row["failed"]:
         return row

@@ -1,4 +1,4 @@
-"""`dyno compare`: two stored runs, or two sides that are measured here, in turns where possible; and the verdict."""
+"""`dyno compare`: verdict on two stored runs, or on two sides measured here, interleaved if possible."""
 
 from __future__ import annotations
 
@@ -205,8 +205,8 @@ def compare(
 def measure_missing(study: Study, folder: Path, rules: GateRules, progress: Progress) -> Comparison:
     """Measure the parts of the comparison that the folder lacks, and judge it.
 
-    Pairs that fail a gate, or are undecided, get as many fresh rounds again and are judged by all rounds: false alarms
-    are then no likelier than in a comparison with twice the rounds.
+    Pairs that fail a gate, or are undecided, get the same number of fresh rounds again and are judged by all rounds:
+    false alarms are then no likelier than in a comparison with twice the rounds.
     """
     if rules.gate and study.rounds < 2:
         raise UserError("one round can't show how much rounds differ, so slower=… needs --rounds 2 or more")

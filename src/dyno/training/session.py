@@ -1,4 +1,4 @@
-"""Train a classifier on your own images, evaluate it, and optionally measure the trained weights as engines."""
+"""Training of a classifier on your own images, its evaluation, and optional measurement of the weights as engines."""
 
 from __future__ import annotations
 
