@@ -22,7 +22,7 @@ DEQUANTISE_OPERATOR = "DequantizeLinear"
 class Flow:
     """Data flow between the layers of one form, by tensor names.
 
-    `constant` holds layers that depend on no input; it is empty unless the form is `complete`: it lists all inputs.
+    `constant`: layers that depend on no input's values; empty unless the form lists all inputs (`complete`).
     """
 
     def __init__(self, layers: Sequence[Layer], *, complete: bool = True) -> None:

@@ -139,7 +139,7 @@ class _TimedForm:
         return self.layers[k].moves or self.layers[k].type.rpartition(".")[2] in CONVERTERS
 
     def find_reader(self, k: int) -> int | None:
-        """Return the first reader's index of layer `k`, looking through conversions; None if only outputs follow."""
+        """Return the index of layer `k`'s first reader beyond conversions; None if only outputs follow."""
         for later in range(k + 1, len(self.layers)):
             written = {port.name for port in self.layers[k].outputs}
             if written & {port.name for port in self.layers[later].inputs}:

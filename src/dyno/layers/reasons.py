@@ -23,8 +23,8 @@ VERSION = re.compile(r" \d+(\.\d+)+\S*")
 
 @dataclass(frozen=True)
 class Reason:
-    """A sentence and its content: the key of its cause or one of the words above, the parts of the model concerned, and
-    the difference in seconds with its interval (None: the sentence has no difference)."""
+    """A sentence and what it says: the key of its cause, or one of the words above, the parts of the model that it is
+    about, and the seconds of the difference with their interval, None where it is about none."""
 
     key: str
     text: str

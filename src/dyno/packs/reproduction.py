@@ -1,4 +1,4 @@
-"""Reproduction of a pack's study on this machine: does the same engine win, and do the ratios agree?"""
+"""Reproduction of a pack's study on this machine: whether the same engine wins, and the ratios agree."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from dyno.worker.spec import Runtime, UserError
 #
 # Terms are from NVIDIA's "Command-Line Programs" (section trtexec). Enqueue Time is the host's time to queue a query;
 # H2D Latency, GPU Compute Time and D2H Latency are the GPU's, by events; Latency is the sum of these three; Throughput
-# is queries over the host's time. trtexec queues one query ahead; Dyno starts a query after the end of the previous one,
+# is queries over the host's time. trtexec queues one query ahead; Dyno starts a query after the previous one has ended,
 # and `latency/all` is the host's time from memory to memory.
 
 ENQUEUE_BOUND_SHARE = 0.8  # share of GPU Compute Time from which trtexec warns about Enqueue Time
