@@ -1,6 +1,6 @@
 """Dyno, a dynamometer for inference engines: `Study(...).run()` measures, `load(folder)` reads what was measured.
 
-This file is also imported inside workers, under other Pythons: it imports nothing until a name is asked for.
+This file is also imported inside workers, under other Pythons: it imports nothing until a name is used.
 """
 
 from __future__ import annotations

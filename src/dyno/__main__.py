@@ -1,4 +1,4 @@
-"""`python -m dyno`: the command line where no `dyno` is on the path."""
+"""`python -m dyno`: the command line if `dyno` is not on the path."""
 
 from dyno.cli.app import main
 

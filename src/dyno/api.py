@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from dyno.table import Table
     from dyno.winner import ExportResult
 
-# A study's stored result, as Python users see it.
+# A study's stored result, for Python users.
 
 OUT = str | Path | None  # type of where a result is written
 
 
 class Result:
-    """The content of a run folder, read once, at its first use; nothing is measured."""
+    """Content of a run folder, read once on first use, without measuring."""
 
     def __init__(self, folder: str | Path) -> None:
         check_types({"folder": folder}, {"folder": str | Path})
@@ -45,7 +45,7 @@ class Result:
 
     @cached_property
     def data(self) -> RunData:
-        """The records with their table: what tables, verdict, charts and report are made from."""
+        """Records with their table, the source of tables, verdict, charts and report."""
         from dyno.report.tables import trial_table
 
         return trial_table.read_trials(self.records)
@@ -55,14 +55,14 @@ class Result:
         return self.data.frame.copy()
 
     def table(self, name: str = "trials") -> Table:
-        """Return the table of this name, as `dyno show --table NAME`: its rows, its notes, and `to_pandas()`."""
+        """Return the table of this name, like `dyno show --table NAME`: its rows, its notes, and `to_pandas()`."""
         from dyno.report import tables
 
         (table,) = tables.make_tables(self.data, name)
         return table
 
     def warnings(self, trial: str = "") -> list[str]:
-        """Return the warnings of a trial, by its id (default: of every trial), each once."""
+        """Return the distinct warnings of a trial, by its id (default: of all trials)."""
         check_types({"trial": trial}, {"trial": str})
         from dyno.results import remarks
 
@@ -70,7 +70,7 @@ class Result:
         return list(dict.fromkeys(warning for t in chosen for warning in remarks.list_warnings(t)))
 
     def confusion(self, trial: str = "") -> pd.DataFrame:
-        """Return how often images of each label (row) got each class (column).
+        """Return the number of images by label (row) and predicted class (column).
 
         `trial` is the id of a trial (default: the first).
         """
@@ -92,9 +92,9 @@ class Result:
         return first
 
     def export(self, trial: str = "", out: str | Path | None = None) -> ExportResult:
-        """Write the winner's file, or that of a trial (its id, or BACKEND/PRECISION), with a script that runs it.
+        """Write the winner's file, or a trial's (by id or BACKEND/PRECISION), with a script; return both paths.
 
-        As `dyno export`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns the paths of both.
+        As in `dyno export`: `out` is the file (default: MODEL-BACKEND-PRECISION here).
         """
         from dyno import winner
 
@@ -102,7 +102,7 @@ class Result:
         return winner.export_winner(self.data, trial, Path(out) if out else None)
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""
+        """Write report.html, charts and results.csv into the folder (default: the run's own); return the page."""
         from dyno.report.report import write_report
         from dyno.store import check_own
 
@@ -113,21 +113,21 @@ class Result:
         return write_report([self.data], folder)
 
     def log_to(self, trackers: str) -> list[str]:
-        """Log the trials to mlflow, wandb or tensorboard (several with commas), as `dyno show --log`; say where."""
+        """Log the trials to mlflow, wandb or tensorboard (with commas), like `dyno show --log`; return their places."""
         from dyno.report import tracking
 
         return [*tracking.log_run(self.data, parse_trackers(trackers))]
 
     @property
     def verdict(self) -> str:
-        """The decision in sentences: which trial is fastest, how sure, still right, and what next."""
+        """Decision in sentences: the fastest trial, its certainty, its correctness, and the next step."""
         from dyno.report.verdict import verdict
 
         return "\n".join(verdict.read_verdict(self.data).lines)
 
     @property
     def winner(self) -> TrialResult | None:
-        """The fastest trial, or the first of those that may be; None without one, or with several models."""
+        """Fastest trial, or the first candidate for it; None without one, or with several models."""
         from dyno.results.ranking import list_winners
 
         ids = [id for _, id in list_winners(self.data)]
@@ -156,7 +156,7 @@ def load(folder: str | Path) -> Result:
     return result
 
 
-# `dyno.Study`, which has a method `run`, and `dyno.run`.
+# `dyno.run`, and `dyno.Study` with its method `run`.
 
 
 def run(study: StudyData, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False) -> Result:

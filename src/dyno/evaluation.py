@@ -39,8 +39,8 @@ def evaluate(
 ) -> Result:
     """Measure the accuracy and speed of one model on the images of a data set; return the stored result.
 
-    `settings` are fields of `Study`; by default the model runs in the default backend of its file format, in one round
-    of batches of 8; a file has its own, or 1. The run folder is `out`, or a new one below runs/eval.
+    `settings` are fields of `Study`. By default the model runs in its file format's default backend, in one round of
+    batches of 8 (a file: its own batch, else 1). The run folder is `out`, or a new one below runs/eval.
     `Result.confusion` and `Result.per_class` describe single classes. Raises `UserError`, one line.
     """
     settings = name_fields(settings)
@@ -51,9 +51,9 @@ def evaluate(
 
 
 def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> int:
-    """Print the tables of evaluated runs and a section for each trial, write their classes; return the exit code.
+    """Print the tables of evaluated runs and a section per trial, write confusions; return the exit code.
 
-    Raises `UserError` if no trial of a model gave scores or boxes that can be read: what it is asked for is missing.
+    Raises `UserError` if no trial of a model has readable scores or boxes: the requested accuracy is missing.
     """
     from dyno.report.export import export
     from dyno.report.tables import trial_table
@@ -79,7 +79,7 @@ def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> in
     return trial_table.exit_code(table.to_pandas())
 
 
-# What `dyno eval` prints on each trial below the table: accuracy, classes, latencies, stages and size.
+# Sections of `dyno eval` on each trial, below the table: accuracy, classes, latencies, stages and size.
 
 STATISTICS = ("mean", "median", "p90", "p95", "p99", "max")
 LISTED_WORST = 5  # classes and confusions named
@@ -92,7 +92,7 @@ def describe_evaluation(
 ) -> str:
     """Describe a trial in a separate section as text or Markdown; `per_class` lists every class instead of the worst.
 
-    `of_run` are warnings beside the trial's own.
+    `of_run` are warnings in addition to the trial's own.
     """
     matrix = mean_ap.read_any_confusion(trial)
     other = matrix.describe_other_order() if matrix else ""
@@ -165,7 +165,7 @@ def _describe_classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
 
 
 def _iter_tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]:
-    """Yield the rows of each table, its heading first, and the note below one."""
+    """Yield the rows of each table, after its heading, and the note below a table."""
     latencies = [
         [f"latency, {b}, ms", *_format_latency(trial, b)] for b in LATENCIES if trial.samples("latency", b).size
     ]
@@ -182,7 +182,7 @@ def _iter_tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]
 
 
 def ap_rows(scores: MeanAP) -> Rows:
-    """Return the average precision of each class, a heading first."""
+    """Return the average precision of each class, after a heading."""
     rows = [[name, f"{100 * ap50:.2f}", f"{100 * ap:.2f}"] for name, ap50, ap in scores.own.by_class()]
     return [["class", "AP50 %", "AP50-95 %"], *rows]
 

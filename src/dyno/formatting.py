@@ -17,7 +17,7 @@ from dyno.worker.system import can_draw
 
 MAX_LINE_LENGTH = 100_000  # characters of a line in a file or a pipe
 DURATION_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-MAX_INTERVAL_RATIO = 2.0  # a wider interval is printed as its useful limit alone
+MAX_INTERVAL_RATIO = 2.0  # largest ratio of limits; of wider intervals only the useful limit is printed
 UNCLEAR_WORD = "unclear"
 FORMULA_PREFIXES = ("=", "+", "-", "@")  # prefixes that a spreadsheet evaluates as a formula
 TRAILING_COMMAND = re.compile(r"(?<=: )dyno .+$")  # a command at the end of a sentence
@@ -27,18 +27,18 @@ BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def find_width() -> int:
-    """Return the characters per line: COLUMNS where it is set, the terminal's, or UNLIMITED in a file or a pipe."""
+    """Return the characters per line: COLUMNS, the terminal's width, or MAX_LINE_LENGTH in a file or a pipe."""
     told = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
     return shutil.get_terminal_size().columns if told else MAX_LINE_LENGTH
 
 
 def format_bold(text: str) -> str:
-    """Return the text in bold for a terminal, unchanged for a file or a pipe, or where NO_COLOR is set."""
+    """Return the text in bold for a terminal; unchanged for a file or a pipe, or with NO_COLOR."""
     return f"\x1b[1m{text}\x1b[0m" if can_draw(sys.stdout) and not os.environ.get("NO_COLOR") else text
 
 
 def wrap_text(text: str) -> str:
-    """Wrap the text between words into lines that fit; further lines are indented by two more than the first.
+    """Wrap the text between words into lines that fit; later lines are indented by two more than the first.
 
     A command at its end stays in one piece, to be copied.
     """
@@ -109,7 +109,7 @@ def is_bounded(low: float, high: float) -> bool:
 
 
 def format_limits(low: float, high: float, shown: Callable[[float], str]) -> str:
-    """Return ` [1.9, 2.3]` to stand behind a value, ` [at least 1.9]` of a wide interval, "" without one."""
+    """Return a suffix for a value: ` [1.9, 2.3]`, ` [at least 1.9]` for a wide interval, "" without one."""
     if math.isnan(low) or math.isnan(high):
         return ""
     if is_bounded(low, high):
@@ -118,7 +118,7 @@ def format_limits(low: float, high: float, shown: Callable[[float], str]) -> str
 
 
 def format_ratio(value: float, low: float, high: float) -> str:
-    """Return `2.10x [1.90, 2.30]`, `2.10x` without an interval, of a wide one its limit alone, and UNCLEAR of NaN."""
+    """Return `2.10x [1.90, 2.30]`, `2.10x` without an interval, the limit of a wide one, and UNCLEAR_WORD for NaN."""
     if value != value:
         return UNCLEAR_WORD
     if low == low and not is_bounded(low, high):
@@ -127,19 +127,19 @@ def format_ratio(value: float, low: float, high: float) -> str:
 
 
 def describe_time(shown: str, time: str = "time") -> str:
-    """Return what B takes of A's `time`, by their ratio as `format_ratio` shows it."""
+    """Return a clause on B's `time` against A's, with the ratio as formatted by `format_ratio`."""
     return (
         f"the ratio of B's {time} to A's is {UNCLEAR_WORD}" if shown == UNCLEAR_WORD else f"B takes {shown} A's {time}"
     )
 
 
 def in_brackets(shown: str) -> str:
-    """Return ` (2.10x)` to stand behind a sentence; "" where the ratio is UNCLEAR."""
+    """Return ` (2.10x)` as the end of a sentence; "" for UNCLEAR_WORD."""
     return "" if shown == UNCLEAR_WORD else f" ({shown})"
 
 
 def format_bound(low: float, high: float, least: str = "at least ", most: str = "at most ") -> str:
-    """Return the useful limit of a ratio's wide interval: `at least 3.10x`, `at most 0.40x`, or UNCLEAR."""
+    """Return the useful limit of a ratio's wide interval: `at least 3.10x`, `at most 0.40x`, or UNCLEAR_WORD."""
     if low > 1 or (low >= 1 / MAX_INTERVAL_RATIO and high > MAX_INTERVAL_RATIO):
         return f"{least}{_round_down(low):.2f}x"
     if high < 1 or high <= MAX_INTERVAL_RATIO:
@@ -148,12 +148,12 @@ def format_bound(low: float, high: float, least: str = "at least ", most: str = 
 
 
 def short_bound(low: float, high: float) -> str:
-    """Return the same for a cell of a table: `≥3.10x`."""
+    """Return `format_bound` for a table's cell: `≥3.10x`."""
     return format_bound(low, high, "≥", "≤")
 
 
 def _round_down(value: float) -> float:
-    """Round down to hundredths, so that a limit that is printed still holds."""
+    """Round down to hundredths, so that a printed limit still holds."""
     return math.floor(value * 100) / 100
 
 
@@ -172,7 +172,7 @@ def format_points(share: float) -> str:
 
 
 def images_tested(count: int, set_aside: int) -> str:
-    """Describe how many images an accuracy is based on, and why not on all: `42,872 of 43,000 images: 128 were …`."""
+    """Describe the images behind an accuracy, and those left out: `42,872 of 43,000 images: 128 were …`."""
     if not set_aside:
         return format_count(count, "image")
     were = "was" if set_aside == 1 else "were"
@@ -190,15 +190,15 @@ def format_count(count: int, what: str) -> str:
 
 
 def shorten_text(text: object, max_length: int) -> str:
-    """Return plain text of at most `max_length` characters; an ellipsis replaces the end that is cut off."""
+    """Return plain text of at most `max_length` characters; an ellipsis replaces the rest."""
     clean = clean_text(text)
     return clean if len(clean) <= max_length else clean[: max_length - 1] + "…"
 
 
 def csv_cell(value: Any) -> Any:
-    """Return a value for a cell of a CSV file; numbers stay as they are.
+    """Return a value for a cell of a CSV file; numbers are unchanged.
 
-    Text that a spreadsheet would take for a formula gets an apostrophe in front, and control characters become spaces.
+    Text that a spreadsheet would evaluate as a formula gets an apostrophe in front; control characters become spaces.
     """
     if not isinstance(value, str):
         return value
@@ -214,25 +214,25 @@ def escape_markdown(text: object) -> str:
 
 
 def format_bullet(text: object) -> str:
-    """Return a sentence as an item of a Markdown list; an indented one is an item below the one before."""
+    """Return a sentence as a Markdown list item; an indented sentence is nested below the previous item."""
     return f"{read_indentation(str(text))}- {escape_markdown(text)}"
 
 
-NO_IMAGE = "0"  # the size of a trial whose inputs aren't images, which is not shown
+NO_IMAGE = "0"  # size of a trial without image inputs; not shown
 
 
 def format_size(size: str, before: str = ", size ") -> str:
-    """Return the size after the words in `before`, or "" where inputs aren't images."""
+    """Return the size after `before`; "" if inputs aren't images."""
     return "" if size == NO_IMAGE else f"{before}{size}"
 
 
 def name_items(*sizes: str) -> str:
-    """Return what a throughput counts at these sizes: images, or inputs where some aren't images."""
+    """Return the unit of a throughput at these sizes: images, or inputs if some aren't images."""
     return "inputs" if NO_IMAGE in sizes else "images"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool]) -> str:
-    """Build a table of cells that are Markdown already, padded for reading in a terminal; it ends with a line end."""
+    """Build a table from cells in Markdown, padded for reading in a terminal; it ends with a line break."""
     lines = [list(head), *map(list, rows)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     rule = ["-" * (w - 1) + ":" if side else "-" * w for w, side in zip(widths, right, strict=True)]

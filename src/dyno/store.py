@@ -25,7 +25,7 @@ from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, Unfinished, 
 
 cache_dir = system.cache_dir
 SLURM_DIR = "slurm"  # messages between Slurm jobs and the host that started them, during a study
-# What Dyno writes into a run folder; whatever else lies there is somebody's own.
+# Dyno's files and folders in a run folder; all others are the user's.
 RUN_FOLDERS = (
     "trials", "archive", "charts", "tables", "truth", "peak", "idle", "blocks", "anchors", "placements", "routes",
     "reference", "explained", "stress", "tensorboard", SLURM_DIR,
@@ -34,19 +34,19 @@ RUN_FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",
     "fewer-rounds.json", "serve.json", "video.json", "results.csv", "tables.md", "report.html", LOCK_FILE,
 )  # fmt: skip
-# Files of a folder in which nothing was planned yet.
+# Files of a folder before anything was planned.
 UNMEASURED_FILES = {"serve.json", "video.json", "application.json", "application.npz", LOCK_FILE}
-# files of a folder whose study was cut short
+# files of a folder with an interrupted study
 UNFINISHED_FILES = {*UNMEASURED_FILES, "trials", "stress", "data", SLURM_DIR, "study.toml.part"}
 TRAINING_FILE, REPORT_FILE = "training.json", "report.html"
 REPORT_TITLE = b"<title>Dyno: "  # near the beginning of each report
-# What a round's folder is called: one that selects, one after the selection, one that others took turns with, or one
-# under sustained load.
+# Prefixes of round folders: selection, confirmation after the selection, companion of interleaved trials, sustained
+# load.
 ROUND, CONFIRMATION, COMPANION, SUSTAINED = "r", "c", "t", "s"
 
 
 def good_record(folder: Path) -> Record | None:
-    """Return the record of a job that ended well; None without one, or if it is damaged or of another Dyno."""
+    """Return the record of a successful job; None without one, or if it is damaged or from another Dyno."""
     try:
         record = read_record(folder)
     except UserError:
@@ -55,12 +55,12 @@ def good_record(folder: Path) -> Record | None:
 
 
 def find_remembered(kind: str, key: str) -> Path:
-    """Return the cache folder that keeps a job of this kind by its key: see `remember`."""
+    """Return the cache folder of a job of this kind, by its key: see `remember`."""
     return cache_dir() / kind / key
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder. Raises a single `OSError` if the disk is full, where shutil lists an error for every file."""
+    """Copy a folder; raise a single `OSError` on a full disk, for which shutil lists an error per file."""
     try:
         shutil.copytree(source, target)
     except shutil.Error as e:
@@ -69,7 +69,7 @@ def copy_folder(source: Path, target: Path) -> None:
 
 
 def remember(job: Path, kind: str, key: str) -> None:
-    """Keep the folder of a job that ended well in the cache, whole or not at all."""
+    """Store the folder of a successful job in the cache, whole or not at all."""
     place = find_remembered(kind, key)
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=place.parent, ignore_cleanup_errors=True) as scratch:
@@ -80,23 +80,23 @@ def remember(job: Path, kind: str, key: str) -> None:
 
 
 class Run:
-    """The folder of one study: its study file, and each round's job folder."""
+    """Folder of one study: its study file, and a job folder per round."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def round_folder(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
-        """Return the folder of this round of the trial, or of another kind of measurement (kind)."""
+        """Return the folder of this round of the trial; `kind` is the prefix of its name."""
         return self.folder / "trials" / trial.id / f"{kind}{number}"
 
     def record(self, trial: Trial, number: int, kind: str = ROUND) -> Record | None:
-        """Return the stored record of this round, or None if it was not finished."""
+        """Return the stored record of this round; None if it was not finished."""
         return read_record(self.round_folder(trial, number, kind))
 
     def create_round(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
-        """Create an empty folder for this round: files of an interrupted job are removed."""
+        """Create an empty folder for this round; remove files of an interrupted job."""
         folder = self.round_folder(trial, number, kind)
-        if not self.folder.is_dir():  # made anew, it would hold a part of a study
+        if not self.folder.is_dir():  # a new folder would hold only a part of the study
             raise self._make_error()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -110,7 +110,7 @@ class Run:
 
     @contextmanager
     def hold_lock(self, *, removing: bool = False) -> Iterator[None]:
-        """Hold the folder for one study and refuse a second; raise `Unfinished` if the folder was removed meanwhile."""
+        """Lock the folder for one study, refusing a second; raise `Unfinished` if the folder was removed meanwhile."""
 
         def raise_busy(owner: str) -> None:
             advice = "wait for it" if removing else "wait for it or give another --out"
@@ -120,7 +120,7 @@ class Run:
             held = (self.folder / LOCK_FILE).stat()
             try:
                 yield
-            except (OSError, UserError) as e:  # a damaged run: reading it reports no run
+            except (OSError, UserError) as e:  # reading a removed run raises `UserError` too
                 if self._is_there(held):
                     raise
                 raise self._make_error() from e
@@ -146,9 +146,9 @@ def is_run(folder: Path) -> bool:
 
 
 def check_own(folder: Path) -> None:
-    """Raise a `UserError` for a folder with files that Dyno did not write: among them might be some of the same names.
+    """Raise `UserError` for a folder with files that Dyno did not write, as some may have the names of Dyno's.
 
-    Dyno's are folders of runs, of trainings and of reports, and those that a killed command had just begun.
+    Dyno's folders are those of runs, trainings and reports, and those just begun by a killed command.
     """
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if not names or is_run(folder) or _is_training(folder) or _is_report(folder):
@@ -175,7 +175,7 @@ def _is_report(folder: Path) -> bool:
 
 
 def _is_lock(path: Path) -> bool:
-    """Return whether the file is a lock of Dyno's: it has a process's number, or is empty if that was killed first."""
+    """Return whether the file is a lock of Dyno's: it has a process id, or is empty if the process was killed first."""
     if path.is_symlink() or not path.is_file():
         return False
     content = path.read_bytes()[:20].strip()
@@ -184,10 +184,9 @@ def _is_lock(path: Path) -> bool:
 
 @contextmanager
 def guard_start(folder: Path) -> Iterator[None]:
-    """Guard the start of work in a folder while the block runs; refuse a folder with other files.
+    """Guard the start of work in a folder during the `with` block; refuse a folder with other files.
 
-    If the block raises `UserError`, a folder that was made for it is removed, so that a mistyped command leaves
-    nothing.
+    If the block raises `UserError`, a newly made folder is removed, so that a mistyped command leaves nothing.
     """
     check_own(folder)
     new = not folder.exists()
@@ -200,7 +199,7 @@ def guard_start(folder: Path) -> Iterator[None]:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file with its companions: an OpenVINO .xml's .bin, the weights beside a graph or index."""
+    """Return the sha256 of a file with its companions: an OpenVINO .xml's .bin, a graph's or an index's weights."""
     hashed, kind = hashlib.sha256(), registry.format_of(path)
     for part in (path, *(kind.companions(path) if kind else list_shards(path))):
         if part.is_file():
@@ -213,7 +212,7 @@ def sha256_of(path: Path) -> str:
 def beside_its_parts(path: Path, sha256: str) -> Path:
     """Return the file; if it or a companion file is a link, return a copy of all of them in the cache.
 
-    Engines look for companion files beside the target of a link, or refuse linked ones: onnx does, hard links too.
+    Engines look for companion files next to the target of a link, or refuse links; onnx refuses hard links too.
     """
     kind = registry.format_of(path)
     parts = [path, *(kind.companions(path) if kind else ())]
@@ -239,9 +238,9 @@ def _is_like(own: Path, real: Path) -> bool:
 
 
 def check_writable(path: Path, *, making: bool = False) -> None:
-    """Raise `UserError` if no file can be created there; with `making`, its folders may be missing until it is written.
+    """Raise `UserError` if no file can be created there; with `making`, its folders may be missing.
 
-    Tested by an empty file beside it, because permissions alone don't decide.
+    It is tested with a temporary file, because permissions alone don't decide.
     """
     beside = path.absolute().parent
     while making and not beside.exists():
@@ -255,7 +254,7 @@ def check_writable(path: Path, *, making: bool = False) -> None:
 
 
 def copy(source: Path, out: Path) -> None:
-    """Copy a file with its companions to `out`, whole or not at all: what fails keeps earlier files."""
+    """Copy a file with its companions to `out`, whole or not at all: a failure keeps earlier files."""
     out.parent.mkdir(parents=True, exist_ok=True)
     kind = registry.format_of(source)
     try:
@@ -265,12 +264,12 @@ def copy(source: Path, out: Path) -> None:
             for part in beside.parent.iterdir():
                 part.replace(out.with_name(part.name))
     except OSError as e:
-        e.filename = str(out) if source.exists() else str(source)  # a full disk would be called that of the source
+        e.filename = str(out) if source.exists() else str(source)  # else a full disk would be reported for the source
         raise
 
 
 def code_file(module: str) -> Path | None:
-    """Return a module's own file, or None; located without running the module, but its parent packages are run."""
+    """Return a module's own file, or None; its parent packages are imported, but not the module."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -279,13 +278,13 @@ def code_file(module: str) -> Path | None:
 
 
 def module_sha256(module: str) -> str:
-    """Return the sha256 of a module's own file, or "" if it has none."""
+    """Return the sha256 of a module's own file; "" without one."""
     file = code_file(module)
     return sha256_of(file) if file else ""
 
 
 def find_versions(runtime: Runtime, distributions: tuple[str, ...]) -> dict[str, str]:
-    """Return the installed version of each distribution (`a|b`: of either) where the runtime's jobs run."""
+    """Return the installed version of each distribution (`a|b`: of either) in the Python of the runtime's jobs."""
     if not runtime.python and not runtime.env:
         return system.find_versions(distributions)
     return dict(_versions_there(runtime.python, tuple(sorted(runtime.env.items())), distributions))
@@ -295,12 +294,12 @@ def find_versions(runtime: Runtime, distributions: tuple[str, ...]) -> dict[str,
 def _versions_there(
     python: str, env: tuple[tuple[str, str], ...], distributions: tuple[str, ...]
 ) -> tuple[tuple[str, str], ...]:
-    code = (  # a file in the current folder, which -c puts first on the path, may be named like what is imported
+    code = (  # -c puts the current folder first on the path, where a file may shadow an import
         "import sys\nif sys.path[0]=='': del sys.path[0]\n"
         "import json\nfrom importlib import metadata as m\nfound={}\nfor n in sys.argv[1:]:\n"
         " try: found[n]=m.version(n)\n except m.PackageNotFoundError: pass\nprint(json.dumps(found))"
     )
-    # A PYTHONPATH of ours would lend another interpreter our distributions, which its jobs will not see.
+    # Our PYTHONPATH would show another interpreter our distributions, which its jobs don't see.
     ours = system.PYTHON_VARIABLES if python else ()
     clean = {name: value for name, value in os.environ.items() if name not in ours}
     names = [one for either in distributions for one in either.split("|")]
@@ -319,7 +318,7 @@ def _versions_there(
 
 @lru_cache(maxsize=8)
 def gpu_identity(device: str) -> str:
-    """Return the GPU's model and driver, for which an engine is built; "" if NVML has no such GPU."""
+    """Return the GPU's model and driver, on which built engines depend; "" if NVML has no such GPU."""
     gpu = find_gpu(device, os.environ)
     if gpu is None:
         return ""
@@ -333,9 +332,7 @@ def gpu_identity(device: str) -> str:
 def worker_code_sha256(*outside: str) -> str:
     """Return the sha256 of the worker's source, which draws weights, exports, converts and builds.
 
-    Other code makes other files.
-
-    `list_plugin_modules` are modules of plug-ins, whose own file counts as well, but not what it imports.
+    `outside` are modules of plug-ins: their own files count as well, but not their imports.
     """
     total = hashlib.sha256()
     folder = Path(system.__file__).parent
@@ -347,24 +344,24 @@ def worker_code_sha256(*outside: str) -> str:
 
 
 def list_plugin_modules(*declared: object) -> list[str]:
-    """Return the modules of those objects that come from a plug-in."""
+    """Return the modules of the objects that come from a plug-in."""
     places = {type(each).__module__ for each in declared}
     return sorted(place for place in places if not place.startswith("dyno."))
 
 
 def _list_recipes(recipe: Recipe | None) -> list[Recipe]:
-    """Return the recipe, after those that its file is made from."""
+    """Return the recipe, after its parents."""
     return [*_list_recipes(recipe.parent), recipe] if recipe else []
 
 
 def _at_any_threads(recipe: Recipe) -> Recipe:
-    """Return the recipe without its and its parents' threads: making a file takes all cores, unlike its engine."""
+    """Return the recipe without its and its parents' threads: making a file uses all cores, unlike its engine."""
     parent = _at_any_threads(recipe.parent) if recipe.parent else None
     return replace(recipe, runtime=replace(recipe.runtime, threads=0), parent=parent)
 
 
 class Cache:
-    """Made files by everything that shaped them: recipe, weights, calibration data, code, versions, processor, GPU."""
+    """Cache of made files by everything that shaped them: recipe, weights, data, code, versions, processor, GPU."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or cache_dir()) / "artifacts"
@@ -373,7 +370,7 @@ class Cache:
     def make_key(self, recipe: Recipe) -> str:
         """Return the hash of recipe, makers' code, libraries' versions, PyTorch's kernels, and the processor or GPU.
 
-        A parent's makers shape the file as well, so they count too.
+        Makers of parents count too, as they shape the file as well.
         """
         device, chain = recipe.runtime.device, _list_recipes(recipe)
         steps = [registry.get_maker(one.maker) for one in chain]
@@ -392,7 +389,7 @@ class Cache:
         return (self.folder / key).is_dir()
 
     def find(self, key: str) -> tuple[Artifact | None, str]:
-        """Return the file stored under this key; without one, also why: "" (never built) or the fault."""
+        """Return the file stored under this key and "", or None and the reason: "" (never built) or the fault."""
         try:
             record = read_record(self.folder / key)
         except UserError:
@@ -409,7 +406,7 @@ class Cache:
 
     @contextmanager
     def making(self, key: str) -> Iterator[Path]:
-        """Hold a folder to make the file in; it joins the cache if the block ends with a good record there."""
+        """Hold a folder for making the file; it joins the cache if the block ends with a good record in it."""
         with self._hold_scratch(key) as scratch:
             folder = scratch / key
             folder.mkdir()
@@ -424,9 +421,9 @@ class Cache:
 
     @contextmanager
     def _hold_scratch(self, key: str) -> Iterator[Path]:
-        """Hold a temporary folder while the block runs; stale ones of killed processes are removed first."""
+        """Hold a temporary folder during the `with` block; stale folders of killed processes are removed first."""
         with ExitStack() as held:
-            with lock(self.folder / ".lock"):  # none is swept before its maker holds it
+            with lock(self.folder / ".lock"):  # so that no folder is removed before its maker locks it
                 for left in self.folder.glob(".*.*"):
                     with suppress(UserError, OSError), lock(left / LOCK_FILE, _raise_held):
                         shutil.rmtree(left, ignore_errors=True)

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 TEXT, NUMBER, COUNT, PERCENT, POINTS, RATIO, FINE = KINDS = (
     "text", "number", "count", "percent", "points", "ratio", "fine ratio",
 )  # fmt: skip
-TITLE_COLUMNS = ("model", "form", "statistic", "label", "title")  # columns whose values need no label in a heading
+TITLE_COLUMNS = ("model", "form", "statistic", "label", "title")  # columns with values that need no label in a heading
 MAX_SUGGESTIONS = 3  # columns suggested for a misspelt one
 
-# Of a row beside its columns: its place in print, whether it is set in bold, and where its first cell links to.
+# Further keys of a row: its printed position, bold print, and the link of its first cell.
 RANK_KEY, FIRST_KEY, LINK_KEY = "#rank", "#first", "#link"
-CELL_KEY, BELOW_KEY = "#cell ", "#below"  # keys of a pickled table row: printed cells, and notes below
+CELL_KEY, BELOW_KEY = "#cell ", "#below"  # keys of a pickled row: printed cells, and notes below
 ALL_COLUMNS = "all"  # name for all columns meant to be read
 
 Row = dict[str, Any]
@@ -58,12 +58,12 @@ KIND_FORMATS: dict[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its `name` in CSV and JSON, a `heading` for people, one of KINDS, the unit, and what it means.
+    """One column: its `name` in CSV and JSON, its `title` for people, one of KINDS, the unit, and its meaning.
 
-    An `identity` is a part of a row's name, printed where rows differ in it. An `interval` is printed behind the value,
-    from the row's NAME_low and NAME_high. A narrow terminal omits the columns with the highest `rank` first, and never
-    those of rank 0. With a `hint` the number is printed as `formatting.show` does; `cell` formats the printed text from
-    the whole row instead.
+    An `identity` is part of a row's name, printed if rows differ in it. An `interval` is printed after the value, from
+    the row's NAME_low and NAME_high. A narrow terminal omits columns of the highest `rank` first, and never those of
+    rank 0. With a `hint` the number is formatted by `formatting.show`; `cell` formats the printed text from the whole
+    row instead.
     """
 
     name: str
@@ -79,16 +79,16 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """The title, else the name with its unit."""
+        """Title, or the name with its unit."""
         return self.title or (f"{self.name}, {self.unit}" if self.unit else self.name)
 
     @property
     def right(self) -> bool:
-        """Whether its cells stand on the right, as numbers do."""
+        """Whether its cells are aligned to the right, like numbers."""
         return self.kind != TEXT
 
     def text(self, row: Row) -> str:
-        """Return the printed cell of a row, "" for a missing value."""
+        """Return the printed cell of a row; "" for a missing value."""
         if self.cell is not None:
             return self.cell(row)
         value: Any = row.get(self.name)
@@ -110,7 +110,7 @@ class Column:
 
 @dataclass(frozen=True)
 class TablePart:
-    """One printed table: a heading, the columns that hold anything, the rows, and its own notes."""
+    """One printed table: a heading, the non-empty columns, the rows, and its own notes."""
 
     title: str
     columns: list[Column]
@@ -122,9 +122,9 @@ class TablePart:
 class Table:
     """A table with its content.
 
-    CSV and JSON hold every column. A terminal shows those named in `printed` (empty: all), up to `max_columns` (0: no
-    limit), in one part for each combination of values in the `group` columns. `below` makes the notes of a part;
-    `notes` follow the last one. A row may hold further values for its cells, and under RANK_KEY a position that
+    CSV and JSON hold every column. A terminal shows the columns in `printed` (empty: all), up to `max_columns` (0: no
+    limit), in one part per combination of values in the `group` columns. `below` makes the notes of a part; `notes`
+    follow the last part. A row may hold further values for its cells, and under RANK_KEY a printed position that
     differs from the order in CSV and JSON.
     """
 
@@ -148,10 +148,10 @@ class Table:
         return str(frame[list(self.printed or frame)].to_html(index=False))
 
     def parts(self, by: str | Sequence[str] = (), only: str = "") -> Iterator[TablePart]:
-        """Yield the parts to print, grouped by other columns (comma-separated, or a sequence) where `by` names some.
+        """Yield the parts to print, grouped by the columns in `by` (comma-separated or a sequence), if any.
 
-        `only` names the columns to print, with commas; "" or EVERY are those in `printed`. UserError for a column that
-        doesn't exist.
+        `only` names the columns to print, with commas; "" and ALL_COLUMNS are those in `printed`. Raises `UserError`
+        for an unknown column.
         """
         requested = [k.strip() for k in by.split(",")] if isinstance(by, str) and by else list(by)
         keys = requested or list(self.group)
@@ -164,7 +164,7 @@ class Table:
             yield TablePart(_make_title(keys, values), columns, rows, own)
 
     def find_columns(self, only: str) -> list[Column]:
-        """Return the columns that `only` names, with commas; none for "" and EVERY."""
+        """Return the columns named in `only`, with commas; [] for "" and ALL_COLUMNS."""
         names = [k.strip() for k in only.split(",")] if only and only != ALL_COLUMNS else []
         self._check_columns(names)
         return [column for name in names for column in self.columns if column.name == name]
@@ -181,7 +181,7 @@ class Table:
         return {values: sorted(rows, key=lambda row: row.get(RANK_KEY, 0)) for values, rows in grouped.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields with what the functions in them say, since most are closures, which can't be pickled."""
+        """Return the fields with the results of functions in their place: most are closures, which can't be pickled."""
         columns = tuple(replace(c, cell=itemgetter(CELL_KEY + c.name)) if c.cell else c for c in self.columns)
         rows = [row | {CELL_KEY + c.name: c.text(row) for c in self.columns if c.cell} for row in self.rows]
         if self.below:
@@ -192,13 +192,13 @@ class Table:
         return vars(self) | {"columns": columns, "rows": rows, "below": self.below and _read_notes}
 
     def _choose_columns(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
-        """Return the printed columns, without those grouped by, and without identities in which all rows agree."""
+        """Return the printed columns, without the grouping ones, and without identities equal in all rows."""
         chosen = [by_name[name] for name in self.printed or by_name if name not in keys]
         left = [c for c in chosen if not c.identity or len({str(r.get(c.name)) for r in self.rows}) > 1]
         return left if any(c.identity or c.kind == TEXT for c in left) else chosen
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return every column as a DataFrame: whole numbers as Int64, words as objects, all others as float."""
+        """Return every column as a DataFrame: counts as Int64, text as objects, all others as float."""
         import pandas as pd
 
         frame = pd.DataFrame(self.rows, columns=[c.name for c in self.columns], dtype=object)
@@ -231,7 +231,7 @@ def join_tables(tables: Sequence[Table]) -> Table:
 
 
 def limit_cells(name: str, interval: Interval | Speedup | None, scale: float = 1.0) -> Row:
-    """Return the cells of a number and its limits, in a unit that is 1 / `scale` of theirs; {} for None."""
+    """Return the cells of a number and its limits, multiplied by `scale`; {} for None."""
     if interval is None:
         return {}
     ends = {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
@@ -245,7 +245,7 @@ def limits_of(name: str, unit: str, kind: str = NUMBER) -> tuple[Column, Column]
 
 
 def with_limits(column: Column) -> tuple[Column, ...]:
-    """Return the column, which prints its interval, and those of its limits."""
+    """Return the column, with its interval printed, and the columns of its limits."""
     return replace(column, interval=True), *limits_of(column.name, column.unit, column.kind)
 
 
@@ -255,17 +255,17 @@ TRIAL_COLUMN = Column("trial", "the trial's id", kind=TEXT)
 
 
 def compare_cells(speedup: Speedup | None, is_reference: bool) -> Row:
-    """Return the cells of a speed-up and its verdict: 1 for the reference itself, none where neither is known."""
+    """Return the cells of a speed-up and its verdict: 1 for the reference itself, {} if unknown."""
     if is_reference:
         return {"speedup": 1.0, "verdict": "reference"}
     return {**limit_cells("speedup", speedup), "verdict": speedup.verdict} if speedup else {}
 
 
 def duration_column(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
-    """Return a column of seconds that prints a duration, and the limits behind it where they are known."""
+    """Return a column of seconds, printed as a duration with its limits, if known."""
     return Column(name, meaning, "s", NUMBER, title or name.removesuffix("_s"), rank, interval=True, hint="duration")
 
 
 def keep_printed(columns: Sequence[Column]) -> tuple[str, ...]:
-    """Return the columns for people: without limits, which stand behind their value, and without the trial's id."""
+    """Return the columns for people: without limits, which follow their value, and without the trial's id."""
     return tuple(c.name for c in columns if not c.name.endswith(("_low", "_high")) and c.name != "trial")

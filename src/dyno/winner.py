@@ -30,7 +30,7 @@ TIMEOUT_S = 3600.0
 class ExportResult:
     """An exported winner: the trial's id and label, its file (for a module its weights), the script, and notes.
 
-    `bytes` is of the file with what belongs to it, such as an IR's .bin.
+    `bytes` is the size of the file with its companions, such as an IR's .bin.
     """
 
     trial: str
@@ -42,7 +42,7 @@ class ExportResult:
 
 
 def export_winner(run: RunData, choice: str = "", out: Path | None = None) -> ExportResult:
-    """Write a trial's file to `out` and a script that runs it beside that, with the same name and .py.
+    """Write a trial's file to `out`, and next to it a script that runs it, with the same name and .py.
 
     `choice` is a trial's id or its beginning, or BACKEND/PRECISION; "" is the verdict's winner. `out` is by default
     MODEL-BACKEND-PRECISION in the current folder. A file missing from the cache is built again. Raises `UserError`.
@@ -109,7 +109,7 @@ def _list_caveats(results: Results, choice: str) -> list[str]:
 
 
 def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:
-    """Return the measured file, of several builds the fastest, with notes; if missing or changed, it is built again.
+    """Return the measured file (the fastest of several builds) with notes; build it again if missing or changed.
 
     None for a module.
     """
@@ -168,7 +168,7 @@ def _choose_path(out: Path, suffix: str) -> Path:
 
 
 def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
-    """Refuse to write over the model itself, or over a script of another origin."""
+    """Refuse to overwrite the model itself, or a script of another origin."""
     if artifact and file.exists() and file.samefile(artifact.path):
         raise UserError(f"{file} is the file that was measured; give another with -o")
     if script.exists():
@@ -179,7 +179,7 @@ def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
 
 
 def _format_heading(trial: TrialResult, results: Results, latency_ms: float) -> str:
-    """Return the script's first line: which trial it is and how fast it was, as the table has it (NaN: unknown)."""
+    """Return the script's first line: the trial and its latency, as in the table (NaN: unknown)."""
     versions = trial.good[0].record.system.get("versions", {})
     library = next((f" ({name} {v})" for name, v in versions.items() if name != "numpy"), "")
     latency = "" if latency_ms != latency_ms else f": {show(latency_ms * 1e-3, 'duration')}"

@@ -1,4 +1,4 @@
-"""The command line: which command is which function, and the overview of them, which loads no library."""
+"""Command line: the table of commands and their functions, and their overview, which imports no library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMAND_GROUPS = {
     "runs": "List runs, or remove them.",
     "data": "Train on class folders, or sort images into them.",
 }
-# Headings of the overview, each with its commands: the function of each, or that of each command of a group.
+# Commands by heading of the overview: a command's function, or the functions of a group's commands.
 COMMANDS: dict[str, dict[str, str | dict[str, str]]] = {
     "Measure": {
         "run": "dyno.cli.commands:run",
@@ -69,9 +69,9 @@ MAX_WIDTH = 80
 
 
 def write_overview() -> str:
-    """Return the help of `dyno` alone: what it is for, examples, and each command with its first sentence.
+    """Return the help of `dyno` alone: its purpose, examples, and each command with its first sentence.
 
-    Sentences are read from the modules' text, since to import the modules takes three times as long as the rest.
+    Sentences are read from the modules' source, as importing the modules takes three times as long as the rest.
     """
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH) - 2
     parts = ["Usage: dyno [OPTIONS] COMMAND [ARGS]...", f"  {SUMMARY}", _write_section("Examples", EXAMPLES)]
@@ -107,7 +107,7 @@ def _read_docstring(at: str) -> str:
 
 
 def make_app(only: str = "") -> typer.Typer:
-    """Build the application: with the named command alone, or with every one, which imports the modules of all."""
+    """Build the application with the named command alone, or with all commands, which imports all their modules."""
     from dyno.cli import application
 
     named = {heading: {only: commands[only]} for heading, commands in COMMANDS.items() if only in commands}
@@ -121,7 +121,7 @@ def main() -> None:
             print(write_overview(), end="", flush=True)
             return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of what is imported until `exits` handles it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback during imports, before `exits` handles it
     from dyno.cli import exits
 
     gc.set_threshold(50_000)  # the tables of a large run are millions of objects without cycles

@@ -1,4 +1,4 @@
-"""The application: help by groups of options, and the commands that `app` lists, each a call into a module."""
+"""typer's application: the commands listed in `app`, each a call into a module, and help by groups of options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dyno.cli.options import ACCURACY, EFFORT, WHAT, WHERE
 from dyno.study.defaults import DEMO_MINUTES
 from dyno.worker.spec import DEFAULT_ROUNDS, UserError
 
-# Help has these groups in this order, a command's other groups behind "Options"; an example where all of it is shown.
+# Order of the groups in help; a command's other groups follow "Options". Examples need all their options shown.
 PANEL_ORDER = ("Arguments", "Options", "", WHAT, ACCURACY, EFFORT, WHERE)
 GROUP_EXAMPLES = {
     WHAT: "--backend pytorch,onnxruntime --batch 1,8",
@@ -32,7 +32,7 @@ GROUP_EXAMPLES = {
 }
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 HELP_ALL = "--help-all"
-# Commands that measure, which have --verbose.
+# Commands that measure: they have --verbose.
 MEASURING_COMMANDS = "run time eval compare demo video serve cold-start stress reproduce profile explain diff".split()
 MAX_SUMMARY_LENGTH = 80  # characters of a command's summary
 
@@ -40,18 +40,18 @@ Functions = Mapping[str, "str | Mapping[str, str]"]
 
 
 class LongHelp:
-    """Options by group in the help of a command or a group of them: the common ones, all with `--help-all`."""
+    """Mixin for help with options by group: common options only, all with `--help-all`."""
 
     callback: Any
     get_params: Any
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """See click's; `--help-all` is one of the names of its option for help."""
+        """Parse as click does, and note `--help-all`, which is a name of the help option."""
         ctx.meta[HELP_ALL] = HELP_ALL in args
         return super().parse_args(ctx, args)  # type: ignore[misc]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """See click's."""
+        """Write the options by group."""
         rare = () if ctx.meta.get(HELP_ALL) else getattr(self.callback, "rare", ())
         groups: dict[str, list[Any]] = {}
         parameters: list[Any] = self.get_params(ctx)
@@ -91,21 +91,21 @@ def _describe(parameter: Any, ctx: Any) -> tuple[str, str]:
 
 
 class Commands(LongHelp, typer.core.TyperGroup):
-    """A group of commands; an unknown name is answered with what may have been meant, an old one with the new one.
+    """Group of commands; for an unknown name the error suggests the nearest command.
 
-    `write_help` returns the help where that isn't the list of the group's commands.
+    `write_help` returns the help, if that isn't the list of the group's commands.
     """
 
     write_help: Callable[[], str] | None = None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """See click's; a `UserError` for an unknown command."""
+        """Resolve as click does, but raise `UserError` for an unknown command."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             raise UserError(exits.no_command(args[0], self.list_commands(ctx), ctx.command_path))
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """See click's."""
+        """Write the help, by `write_help` if there is one."""
         if self.write_help is None:
             super().format_help(ctx, formatter)
             return
@@ -114,7 +114,7 @@ class Commands(LongHelp, typer.core.TyperGroup):
             super().format_options(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """See click's."""
+        """Write the commands; with `--help-all` the options too."""
         with formatter.section("Commands"):
             rows = self.commands.items()
             formatter.write_dl(
@@ -166,7 +166,7 @@ def doctor(overrides: options.Overrides, format: options.Format = "text") -> Non
 
 
 def make_app(listed: Mapping[str, Functions], about: Mapping[str, str], write_help: Callable[[], str]) -> typer.Typer:
-    """Build the application of the listed functions by heading, with the help of groups and of the whole."""
+    """Build the application from functions by heading, with the help of each group and of the whole."""
     whole = type("Application", (Commands,), {"write_help": staticmethod(write_help)})
     app = typer.Typer(
         name="dyno",
@@ -190,7 +190,7 @@ def make_app(listed: Mapping[str, Functions], about: Mapping[str, str], write_he
 
 
 def _take_schema(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that has `--format` the option `--schema`, which prints the JSON Schema of its JSON."""
+    """Give a command that has `--format` the option `--schema`, which prints the schema of its JSON."""
     if "format" not in inspect.signature(command).parameters:
         return command
 

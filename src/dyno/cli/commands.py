@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from dyno.results.run_data import RunData
 
 MAX_PROBLEMS = 5  # unreadable files named in a message
-UNFINISHED = 3  # exit code where some of the models could not be measured
-CHART_SUFFIXES = (".svg", ".png", ".html")  # endings of files with a history as a chart
-PROBE_S, MIN_BUSY_CORES = 2.0, 0.5  # seconds of looking for other programs; the fewest busy processors that matter
+UNFINISHED = 3  # exit code if some models could not be measured
+CHART_SUFFIXES = (".svg", ".png", ".html")  # suffixes of charts of a history
+PROBE_S, MIN_BUSY_CORES = 2.0, 0.5  # seconds of a check for other programs; smallest reported number of busy processors
 POLL_INTERVAL_S, MAX_WAIT_S = 10.0, 600.0  # seconds between polls; longest wait for a quiet machine
-# Defaults that go by the kind of file.
+# Defaults that depend on the kind of file.
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
-# Options of the commands that measure each model in one configuration at a time.
+# Options of commands that measure one configuration per model.
 MODEL_OPTIONS = f"{options.MODEL_FIELDS} {options.IMAGE_FIELDS} {options.RUNTIME_FIELDS}"
 TIMING_OPTIONS = (
     f"{options.CONFIGURATION_FIELDS} {MODEL_OPTIONS} {options.EFFORT_FIELDS} boundaries timeout build_timeout"
@@ -92,9 +92,9 @@ def run(
 
 
 def look_for_others(wait: bool) -> None:
-    """Print how many processors are busy before a study measures, or wait until they are free for `MAX_WAIT_S` at most.
+    """Print the number of busy processors before a study, or wait up to `MAX_WAIT_S` until they are free.
 
-    Off a terminal nothing is looked at without `wait`: the records have what disturbed each job.
+    Without a terminal or `wait` nothing is checked: the records have each job's disturbances.
     """
     if not (wait or sys.stderr.isatty()):
         return
@@ -114,7 +114,7 @@ def look_for_others(wait: bool) -> None:
 
 
 def _build_study(overrides: Overrides, models: Sequence[str]) -> Study:
-    """Build the study that the command line describes: a TOML file with options on top, or models and options."""
+    """Build the study from the command line: a TOML file with options on top, or models and options."""
     files = [model for model in models if model.endswith(".toml")]
     if not files:
         return Study(models=tuple(models), **overrides)
@@ -142,7 +142,7 @@ def _find_folder(study: Study, models: Sequence[str], out: str) -> Path:
 
 
 def _list_plan(study: Study) -> None:
-    """List the trials and why any is refused."""
+    """List the trials, with the reasons for refusals."""
     from rich.table import Table
 
     from dyno.devices import places, spread
@@ -163,7 +163,7 @@ def _list_plan(study: Study) -> None:
         t = entry.trial
         file = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
         row = (t.id, t.variant, t.precision, str(t.dims.batch), t.dims.shown, "refused" if entry.refusal else file)
-        # A model may be called what rich takes for markup.
+        # A model's name may look like rich's markup.
         table.add_row(*(escape(clean_text(cell)) for cell in ((t.model.name, *row) if len(models) > 1 else row)))
         if entry.refusal:
             refused.setdefault(entry.refusal, []).append(f"{t.variant} {t.precision}")
@@ -181,7 +181,7 @@ def _list_plan(study: Study) -> None:
 
 
 def _at_most(study: Study, trials: Sequence[Trial]) -> str:
-    """Return a sentence with an upper bound on how long the study measures."""
+    """Return a sentence with an upper bound on the measuring time."""
     from dyno.formatting import show
 
     rounds = sum(trial.plan.rounds for trial in trials)
@@ -213,7 +213,7 @@ def run_study(study: Study, folder: Path, *, retry_failed: bool = False, format:
 
 
 def show_stopped(folder: Path, format: str = "text") -> None:
-    """Print the answer so far of a study that was interrupted, if any round of it is stored."""
+    """Print the preliminary answer of an interrupted study, if it has a stored round."""
     try:
         run = _read_run(folder)
     except UserError:
@@ -223,7 +223,7 @@ def show_stopped(folder: Path, format: str = "text") -> None:
 
 
 def _format_answer(run: RunData, format: str) -> str:
-    """Return the trials with the verdict, in JSON as data and in CSV and HTML without, as `dyno show` prints them."""
+    """Return the trials and the verdict as `dyno show` prints them (in JSON as data; in CSV and HTML no verdict)."""
     from dyno.formatting import format_bullet, wrap_text
     from dyno.report.export import export
     from dyno.report.tables.trial_table import TRIALS
@@ -237,7 +237,7 @@ def _format_answer(run: RunData, format: str) -> str:
 
 
 def finish(folder: Path, format: str = "text") -> int:
-    """Print the trials and the verdict of a study that has just ended, write its report, and return its exit code."""
+    """Print the trials and the verdict of an ended study, write its report, and return its exit code."""
     from dyno.report import report as page
     from dyno.report import tables
     from dyno.report.tables import trial_table
@@ -245,13 +245,13 @@ def finish(folder: Path, format: str = "text") -> int:
 
     run = _read_run(folder)
     answer = (_describe_visible(run) if format == "text" else "") + _format_answer(run, format)
-    try:  # first of all: the reader of the pipe may be gone
+    try:  # first of all, as the reader of a pipe may be gone
         if libraries := page.list_missing():
             page.write_tables([run], [tables.make_tables(run, "all")], folder)
             last = f"no report: {name_lacking(libraries)}"
         else:
             last = f"report: {page.write_report([run], folder)}"
-    except (UserError, OSError):  # the disk may be full: the answer needs none
+    except (UserError, OSError):  # the disk may be full, but the answer can be printed
         print(answer, end="")
         raise
     print(answer, end="")
@@ -263,7 +263,7 @@ def finish(folder: Path, format: str = "text") -> int:
 
 
 def _read_run(folder: Path, overrides: Overrides | None = None) -> RunData:
-    """Read the run with its table, and with this machine's self-test if it has none stored."""
+    """Read the run with its table; attach this machine's self-test if the run has none stored."""
     from dyno.report.tables import trial_table
     from dyno.results.trial_result import load_run
     from dyno.runner import self_test
@@ -276,7 +276,7 @@ def _read_run(folder: Path, overrides: Overrides | None = None) -> RunData:
 
 
 def _describe_visible(run: RunData) -> str:
-    """Return which differences the run can detect, if the machine's self-test has measured that, and an empty line."""
+    """Return the smallest detectable differences and an empty line; "" without a self-test of the machine."""
     from dyno.report import self_test as report_self_test
 
     sentence = report_self_test.of_run(run.records)
@@ -284,7 +284,7 @@ def _describe_visible(run: RunData) -> str:
 
 
 def _log(folder: Path, trackers: str, overrides: Overrides | None = None) -> None:
-    """Log a stored run to the trackers, and print on standard error where it is now."""
+    """Log a stored run to the trackers, and print its new places on standard error."""
     if names := parse_trackers(trackers):
         from dyno.report import tracking
 
@@ -354,7 +354,7 @@ def _take_one(runs: Sequence[Path], option: str) -> Path:
 
 
 def _show_history(runs: Sequence[Path], out: str, format: str, by: str, columns: str, overrides: Overrides) -> None:
-    """Print the trials of several runs, each with its changes from run to run; without a format draw them."""
+    """Print the trials of several runs, with their changes from run to run; without a format draw them."""
     from dyno.regression import history
     from dyno.report.export import export, write_parquet
 
@@ -371,7 +371,7 @@ def _show_history(runs: Sequence[Path], out: str, format: str, by: str, columns:
 
 
 def _show_run(run: Path, out: str, format: str, by: str, table: str, columns: str, overrides: Overrides) -> None:
-    """Print a table of a stored run, or `all` of them; without a name what leads, or the trials with the verdict."""
+    """Print a table of a stored run, or `all`; without a name the leading tables, or the trials with the verdict."""
     from dyno.formatting import format_bullet, wrap_text
     from dyno.report import tables
     from dyno.report.export import export, write_parquet
@@ -399,7 +399,7 @@ def _show_run(run: Path, out: str, format: str, by: str, table: str, columns: st
 
 
 def _put_text(text: str, out: str) -> None:
-    """Print the text, or write it into the file `out` and say so; a file that is written already is only named."""
+    """Print the text, or write it to the file `out` and name the file; "" if the file is already written."""
     if not out:
         print(text, end="")
         return
@@ -459,18 +459,18 @@ def report(
     path = page.write_report(readable, folder)
     print(path)
     if show and is_terminal():
-        with suppress(webbrowser.Error):  # no browser here: the path is printed
+        with suppress(webbrowser.Error):  # without a browser the path is printed
             webbrowser.open(path.resolve().as_uri())
     raise typer.Exit(left_out(map(str, problems)))  # 3 if one of several can't be read
 
 
 def is_terminal() -> bool:
-    """Return whether somebody sees what is printed."""
+    """Return whether standard output is a terminal."""
     return sys.stdout.isatty()
 
 
 def _measure_models(overrides: Overrides, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
-    """Measure each model under its file format's backend, or the ones asked for; returns each run folder."""
+    """Measure each model with its format's backend or the requested ones; return the run folders."""
     from dyno import api
 
     folder, each = Path(out) if out else new_folder(command, models), each_with(models, overrides)
@@ -479,11 +479,11 @@ def _measure_models(overrides: Overrides, models: Sequence[str], out: str, comma
         source, settings = each[number]
         return api.run(study_of(source, defaults, settings), _choose_folder(folder, models, number)).folder
 
-    return each_of(models, measure_model, needed=1 if command == "diff" else 0)  # the one that all are compared with
+    return each_of(models, measure_model, needed=1 if command == "diff" else 0)  # `diff` needs the first model
 
 
 def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
-    """Return the run folder of one of several models; a number keeps files of the same name apart."""
+    """Return the run folder of one of several models; a number distinguishes files of the same name."""
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number]).replace('/', '-')}"
 
 

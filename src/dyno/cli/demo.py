@@ -32,16 +32,16 @@ BACKENDS = (
     "pytorch@precision=fp32",
     "onnxruntime@precision=fp32+int8",
     "openvino@precision=fp32+bf16+int8",  # bf16 only on a processor that computes in it: see `_list_backends`
-    # `compile` and `aoti` compile for two minutes on two cores, as long as all that is here measures.
+    # Without `compile` and `aoti`: they compile for two minutes on two cores, as long as all these measure.
 )
-# The boundaries that the tables show: a third, "all", would take a third of the measuring. Three confirmations would
-# take another sixth; intervals allow for the selection without them. Processes differ more than their blocks, so that
-# short ones are enough (the table `variance` advises 0.3 s).
+# Only the boundaries shown in the tables: "all" would take a third of the measuring time. Three confirmations would
+# take a sixth; without them, intervals allow for the selection. Processes differ more than their blocks, so that short
+# blocks are enough (the table `variance` advises 0.3 s).
 EFFORT_SETTINGS: dict[str, Any] = {"seconds": 0.5, "warmup": 0.2, "boundaries": ("model", "throughput"), "confirm": 0}
 
 
 def train_once() -> TrainingResult:
-    """Return the digits network, trained once and then taken from the cache; wait for another demo that trains it."""
+    """Return the digits network, trained once and then cached; wait for another demo that trains it."""
     shaped_by = [
         model_spec(Study(models=(DEMO_MODEL,), channels=1), DEMO_MODEL),
         data.prepare_digits(cache_dir() / "datasets", IMAGE_SIZE).sha256,
@@ -60,12 +60,12 @@ def _say_waiting(owner: str) -> None:
 
 
 def _list_backends() -> tuple[str, ...]:
-    """Return the demo's backends; bf16 is left out where it is emulated, which took a fifth of the demo's time."""
+    """Return the demo's backends; emulated bf16 is left out, as it took a fifth of the demo's time."""
     return BACKENDS if system.has_arithmetic("bf16") else tuple(each.replace("+bf16", "") for each in BACKENDS)
 
 
 def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
-    """Train, then compare PyTorch, ONNX Runtime and OpenVINO at batches 1 and 8; returns the exit code."""
+    """Train, then compare PyTorch, ONNX Runtime and OpenVINO at batches 1 and 8; return the exit code."""
     if rounds is not None and rounds < 1:  # checked before the training, not after it
         raise UserError(f"rounds is {rounds}; it must be at least 1")
     if not minutes > 0:

@@ -33,10 +33,10 @@ from dyno.worker.spec import Job, Runtime
 from dyno.worker.tasks import Task
 
 TIMEOUT_S = 120.0
-ENGINE_EXTRAS = ("torch", "onnx", "openvino")  # extras whose libraries decide the available engines
-ALL_EXTRAS = (*ENGINE_EXTRAS, "report", "data", "video")  # the extras that `all` has
+ENGINE_EXTRAS = ("torch", "onnx", "openvino")  # extras with the libraries of engines
+ALL_EXTRAS = (*ENGINE_EXTRAS, "report", "data", "video")  # extras included in `all`
 REFRESH_INTERVAL_S = 0.25  # updates of the line on a terminal
-# What plug-ins may bring, by the group of entry points.
+# Types that plug-ins may provide, by group of entry points.
 KINDS: dict[str, type] = {
     **registry.ENTRY_POINT_GROUPS, tasks.ENTRY_POINT_GROUP: Task, metrics.ENTRY_POINT_GROUP: Metric,
     snippets.ENTRY_POINT_GROUP: Script, tables.ENTRY_POINT_GROUP: TableKind, charts.ENTRY_POINT_GROUP: Chart,
@@ -70,10 +70,10 @@ COLUMNS = tuple(
 
 
 def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Probe every backend in every interpreter and return one row for each.
+    """Probe every backend in every interpreter and return a row for each.
 
-    A row has name, python, status, version, devices, detail or reason. A plug-in that can't be used has a row too, with
-    the status `broken`.
+    A row has backend, python, status, version, devices and detail. An unusable plug-in has a row with the status
+    `broken`.
     """
     threads = system.physical_cores()
     places = [(name, Runtime(threads=threads)) for name in registry.list_backends()]
@@ -82,7 +82,7 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         places += [
             (backend, runtime) for backend in ([name] if name in registry.list_backends() else registry.list_backends())
         ]
-    # Side by side: nothing is timed here, and most of a probe is spent importing a library.
+    # In parallel, as nothing is timed, and a probe mostly imports a library.
     with (
         tempfile.TemporaryDirectory() as scratch,
         ThreadPoolExecutor(threads) as pool,
@@ -97,7 +97,7 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _show_progress(probes: Mapping[Future[dict[str, Any]], str]) -> None:
-    """Say on standard error which probes are still running: one line on a terminal, elsewhere one per answer."""
+    """Show the running probes on standard error: one line on a terminal, elsewhere a line per answer."""
     console, began = stderr_console(), time.monotonic()
     waiting = set(probes)
     with console.status("") as status:
@@ -133,7 +133,7 @@ def _format_detail(probe: Probe, of: Mapping[str, Any]) -> str:
 
 
 def _iter_broken() -> Iterator[dict[str, Any]]:
-    """Yield a row for each entry point that provides nothing that Dyno can use."""
+    """Yield a row per entry point without anything that Dyno can use."""
     for group, kind in KINDS.items():
         for name, reason in plugins.list_broken(group, kind).items():
             detail = f"an entry point of {group} that {reason}"
@@ -141,7 +141,7 @@ def _iter_broken() -> Iterator[dict[str, Any]]:
 
 
 def _describe_libraries() -> Iterator[str]:
-    """Yield the installed libraries of engines and files, and which usual ones to install, with one command for all."""
+    """Yield a sentence on the installed libraries, and one on missing ones with a command to install them."""
     wanted = {name: extra for name, extra in extras.EXTRAS.items() if extra in ALL_EXTRAS}
     groups = {"onnxruntime": extras.ONNX_RUNTIME_BUILDS, "opencv-python": "opencv-python|opencv-python-headless"}
     found = {name: system.find_versions((groups.get(name, name),)) for name in wanted}
@@ -154,7 +154,7 @@ def _describe_libraries() -> Iterator[str]:
 
 
 def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
-    """Print the rows; 0 when at least one backend works, 3 when none does."""
+    """Print the rows; return 0 if at least one backend works, else 3."""
     rows = examine(others)
     tests = self_test.list_states()
     about = {"self_tests": tests}

@@ -24,7 +24,7 @@ from dyno.worker.extras import EXTRAS, find_distribution, name_lacking
 from dyno.worker.record import one_line, write_text
 from dyno.worker.spec import Unavailable, Unfinished, UserError, check_utf8, clean_text
 
-# What to do next, in one line: which extra brings a library, and which command was meant.
+# Renamed and misspelt commands and options: advice in one line.
 
 RENAMED = {
     "agree": "diff", "bisect": "compare --bisect", "build": "export", "calibrate": "selftest", "list": "runs list",
@@ -39,7 +39,7 @@ TYPE_NAMES = {"int_parsing": "a whole number", "int_from_float": "a whole number
 
 
 def replace_renamed(words: Sequence[str]) -> list[str]:
-    """Return the command line with the new name of a renamed command, which is printed on standard error."""
+    """Return the command line with the new name of a renamed command; print it on standard error."""
     new = RENAMED.get("".join(words[:1]))
     if new is None:
         return [*words]
@@ -48,7 +48,7 @@ def replace_renamed(words: Sequence[str]) -> list[str]:
 
 
 def expand_home(words: Sequence[str]) -> list[str]:
-    """Return the command line with the home folder for `~` in `--out=~/runs`, where a shell leaves it."""
+    """Return the command line with `~` expanded in words like `--out=~/runs`, which a shell leaves unchanged."""
     home = os.environ.get("HOME", "~")
     return [word.replace("=~/", f"={home}/", 1) if word.startswith("--") else word for word in words]
 
@@ -118,26 +118,26 @@ OS_ERRORS = {
     errno.EAGAIN: NO_PROCESS,
     errno.EMFILE: NO_FILE,
 }
-# How libraries word what a limit of this process makes of them.
+# Advice by the wording of libraries' errors at a limit of this process.
 LIMIT_ADVICE = {
     "can't start new thread": NO_PROCESS,
     "failed to map segment": NO_MEMORY,
     "cannot allocate memory": NO_MEMORY,
     "no usable temporary directory": "temporary files can't be written; free space, or give their folder in TMPDIR",
 }
-_USAGE: Any = typer.BadParameter.__base__  # UsageError of the click that typer brings with it
+_USAGE: Any = typer.BadParameter.__base__  # UsageError of typer's own click
 
 
 class _Stream(io.FileIO):
-    """Standard output or error whose reader may go away: the rest of the output is dropped, and the command goes on.
+    """Standard output or error that survives the loss of its reader: the rest of the output is dropped.
 
-    Standard output that can't be written to is an error, standard error is not: no message could be read there.
+    A failure to write standard output is an error; for standard error it isn't, as no message could be read there.
     """
 
     lost = False
 
     def write(self, content: Any, /) -> int:
-        """See io's."""
+        """Write the content, or drop it once the reader is lost."""
         if self.lost:
             return len(content)
         try:
@@ -151,9 +151,9 @@ class _Stream(io.FileIO):
 
 
 def _outlive_readers() -> None:
-    """Have a closed or broken stdout or stderr cost neither files nor the exit code, and names of no encoding neither.
+    """Replace the standard streams, so that closed or broken ones, or unencodable names, don't end the command.
 
-    A closed one is opened as nothing, or the next file that is opened would get what is printed.
+    A closed stream is opened as the null device: otherwise the next opened file would receive the output.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -161,7 +161,7 @@ def _outlive_readers() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
         stream = getattr(sys, name)
-        if number and stream is getattr(sys, f"__{name}__"):  # not where a test reads it
+        if number and stream is getattr(sys, f"__{name}__"):  # unless a test has replaced it
             encoding = stream.encoding if stream else "utf-8"
             raw = _Stream(number, "w", closefd=False)
             through = number == 2 or raw.isatty()
@@ -174,10 +174,10 @@ def end(app: typer.Typer) -> None:
     _outlive_readers()
     with suppress(OSError):  # reported where the folder is needed
         os.environ.update(system.missing_variables(os.environ))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # this process needs no more; without one it is interrupted
-    os.environ["MPLBACKEND"] = "agg"  # charts are files; a user's own setting may be of a screen that isn't here
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a HOME that can't be written to
-    for each in (signal.SIGINT, signal.SIGTERM):  # `timeout` and schedulers: end as after Ctrl-C
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # enough here; OpenBLAS raises SIGINT if it can't start more
+    os.environ["MPLBACKEND"] = "agg"  # charts are files; the user's own setting may need a display
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns if HOME isn't writable
+    for each in (signal.SIGINT, signal.SIGTERM):  # `timeout` and schedulers send SIGTERM: end as after Ctrl-C
         if signal.getsignal(each) == signal.SIG_DFL:
             signal.signal(each, signal.default_int_handler)
     try:
@@ -202,7 +202,7 @@ def end(app: typer.Typer) -> None:
     except (KeyboardInterrupt, typer.Abort):
         print("dyno: stopped" + _describe_leftovers(sys.argv[1:]), file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except Exception as e:  # the border: an exit code of 1 would be read as a regression
+    except Exception as e:  # any other error, as its exit code 1 would mean a regression
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
         line = _describe_error(e)
@@ -214,7 +214,7 @@ def end(app: typer.Typer) -> None:
 
 
 def _describe_error(e: Exception) -> str:
-    """Return one line on an error that no command expects: a remedy, or where its details are."""
+    """Return one line on an unexpected error: a remedy, or the place of its details."""
     if isinstance(e, ModuleNotFoundError) and find_distribution(str(e.name)) in EXTRAS:
         return name_lacking([str(e.name)])
     if isinstance(e, MemoryError):
@@ -232,7 +232,7 @@ def _describe_error(e: Exception) -> str:
 
 
 def _keep_details(e: Exception) -> str:
-    """Store the traceback in the cache and return where it is, or how to see it if it can't be stored."""
+    """Store the traceback in the cache; return its place, or how to print it if it can't be stored."""
     try:
         path = system.cache_dir() / "last-error.log"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ def _keep_details(e: Exception) -> str:
 
 
 def _check_memory() -> None:
-    """Refuse a limit on memory with which libraries hang or end the process while they are imported."""
+    """Refuse a memory limit at which libraries hang or end the process while they are imported."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
     if allowed != resource.RLIM_INFINITY and allowed < MIN_MEMORY_B:
         raise UserError(
@@ -253,7 +253,7 @@ def _check_memory() -> None:
 
 
 def _check_folder() -> None:
-    """Refuse a current folder that was removed, in which jobs end while they import their libraries."""
+    """Refuse a removed current folder, in which jobs fail while importing their libraries."""
     try:
         os.getcwd()  # noqa: PTH109 - Path.cwd() is the same call
     except FileNotFoundError as e:
@@ -263,7 +263,7 @@ def _check_folder() -> None:
 def _check_words(words: Sequence[str]) -> None:
     """Refuse names with undecodable bytes, and empty words.
 
-    An empty option would silently be left at its default, so that `--weights "$UNSET"` measured random weights.
+    An empty option would silently keep its default: `--weights "$UNSET"` would measure random weights.
     """
     for before, word in zip(("", *words), words, strict=False):
         check_utf8(word)
@@ -274,7 +274,7 @@ def _check_words(words: Sequence[str]) -> None:
 
 
 def _describe_leftovers(words: Sequence[str]) -> str:
-    """Return what an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
+    """Return what an interrupted command leaves; most commands begin a new folder each time, or store nothing."""
     if _continues(words):
         return f"; {RESULTS_STORED}, the same command continues from there"
     if "".join(words[:1]) in READ_ONLY:
@@ -287,7 +287,7 @@ def _continues(words: Sequence[str]) -> bool:
 
 
 def left_out(lines: Iterable[str]) -> int:
-    """Print on standard error the requested parts that are missing; return the exit code for that."""
+    """Print the missing requested parts on standard error; return the exit code for them."""
     code = 0
     for line in lines:
         print("dyno: left out: " + clean_text(line), file=sys.stderr)

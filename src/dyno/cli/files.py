@@ -1,4 +1,4 @@
-"""`dyno export`, packs and `dyno data imagenet-val`: a study's file, a run as a file, a folder of images."""
+"""Commands that write files: `dyno export`, packs, and `dyno data imagenet-val`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class ExportOptions:
     settings: tuple[str, ...] = option((), "NAME=VALUE of the backend, e.g. optimization=5.", flags="--option")
 
 
-# What only an ONNX file has, and what only an engine: fields and their flags.
+# Options of ONNX files only, and of engines only: fields and flags.
 ONLY_ONNX = {"target": "--target", "opset": "--opset"}
 ONLY_ENGINES = {
     "backend": "--backend", "low": "--min", "opt": "--opt", "high": "--max", "settings": "--option",
@@ -174,7 +174,7 @@ def _print_export(written: ExportedFile, builds: Table | None, format: str) -> N
 
 
 def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, object]) -> ExportedFile:
-    """Write the file of a run's trial (its winner), and a script beside it that runs it as it was measured."""
+    """Write the file of a run's trial (its winner), and a script next to it that runs it as measured."""
     from dyno import winner
     from dyno.report.tables import trial_table
 
@@ -258,7 +258,7 @@ def _export_engine(
         raise UserError(
             f"{engine.name} chooses {precision} when it runs a file, not when it makes one; omit --precision"
         )
-    has_batch = on_gpu or file_format.on_device  # an IR takes any
+    has_batch = on_gpu or file_format.on_device  # an IR takes any batch
     if shapes and not on_gpu:
         raise UserError(f"{engine.name}'s files have no range of batches; omit --min, --opt, --max and --shapes")
     if static and not has_batch:
@@ -285,14 +285,14 @@ def _parse_shape(text: str) -> tuple[str, int, tuple[str]]:
 
 
 def _parse_batch(batch: str) -> int:
-    """Return the batch to export with, 0 for a dynamic one."""
+    """Return the batch to export with; 0 if dynamic."""
     if batch != "dynamic" and (not batch.isdecimal() or int(batch) < 1):
         raise UserError(f"batch {batch!r} must be 'dynamic' or a whole number of at least 1")
     return 0 if batch == "dynamic" else int(batch)
 
 
 def _build_trial(study: Study, precision: str, batch: int) -> Trial:
-    """Build a trial of the model at this batch; raise `UserError` for a free batch (0) of a module with a fixed one."""
+    """Build a trial of the model at this batch; raise `UserError` if it is free (0) but the module's is fixed."""
     from dyno.study.images import prepare_images
     from dyno.study.model_info import inspect_model, list_sizes, model_spec
 
@@ -329,7 +329,7 @@ def _make_file(recipe: Recipe | None, out: Path) -> ExportedFile:
 
 
 def _format_summary(artifact: Artifact, built: int) -> str:
-    """Return the file's size, inputs, outputs and the steps that made it: the last `built` now, others earlier."""
+    """Format the file's size, inputs, outputs and making steps; all but the last `built` steps were cached."""
     steps = artifact.made_by.steps
     cached = len(steps) - built
     listed = ", ".join(
@@ -348,10 +348,10 @@ EXPORT_ROUNDS = 3
 def _compare_builds(
     study: Study, engine: Backend, options: Mapping[str, Option], batch: int, repeat: int, out: Path
 ) -> Exported:
-    """Build `repeat` times, each from nothing, time every build in fresh processes, write the fastest to `out`.
+    """Build `repeat` times from scratch, time every build in fresh processes, write the fastest to `out`.
 
     The table has a row per build (layers, parameters, size, seconds, latency), and whether builds differ beyond noise.
-    The records stay beside `out`, in a folder with the suffix .builds.
+    The records stay next to `out`, in a folder with the suffix .builds.
     """
     from dyno.api import run
     from dyno.report.tables import variance_tables

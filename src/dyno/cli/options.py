@@ -33,7 +33,7 @@ PANELS: dict[type, str] = {
     study_options.RuntimeOptions: WHERE,
     study_options.ClusterOptions: WHERE,
 }
-# Options of a study that several commands have, by the names of their fields.
+# Fields of a study that are options of several commands.
 CONFIGURATION_FIELDS = "backends precisions batches sizes"
 MODEL_FIELDS = "shapes inputs weights pretrained classes channels mean std task seed"
 IMAGE_FIELDS = "data calibration unreadable"
@@ -41,7 +41,7 @@ EFFORT_FIELDS = "rounds builds seconds warmup samples interval"
 RUNTIME_FIELDS = "device threads runtime"
 # commands on several forms of a model
 FORM_FIELDS = f"sizes {MODEL_FIELDS} {IMAGE_FIELDS} builds build_timeout {RUNTIME_FIELDS}"
-# Fields with a value for each time that the option is written.
+# Fields of repeatable options, with a value per use.
 REPEATABLE = ("shapes", "inputs", "budget", "limit", "runtime", "settings", "add", "sheet", "baseline_python")
 
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL|STUDY.toml")]
@@ -60,10 +60,10 @@ NewOut = Annotated[
 
 
 def _parse_format(format: str) -> str:
-    """Raise `UserError` for an unknown format, before anything is measured."""
+    """Return the format; raise `UserError` for an unknown one, before measuring."""
     check_known("format", format, TEXT_FORMATS)
     if format == "html":
-        import_module("jinja2")  # fail before anything is measured
+        import_module("jinja2")  # fail before measuring
     return format
 
 
@@ -73,7 +73,7 @@ Format = Annotated[
 
 
 def _parse_log(log: str) -> str:
-    """Raise `UserError` for an unknown tracker, or one that isn't installed, before anything is measured."""
+    """Return the trackers; raise `UserError` for an unknown one or a missing library, before measuring."""
     parse_trackers(log)
     return log
 
@@ -98,15 +98,15 @@ Options = TypeVar("Options")
 
 
 class Overrides(dict[str, Any]):
-    """The options that the user gave to a command, by the names of the fields, without defaults."""
+    """Options given by the user to a command, by field name, without defaults."""
 
 
 def accept_options(*declared: type | str, rare: str = "", show_all: bool = False, **defaults: Any) -> Callable[[F], F]:
-    """Give a command the options that it declares: all fields of a dataclass, or a `Study`'s fields by name.
+    """Give a command the options that it declares: all fields of a dataclass, or fields of `Study` by name.
 
-    The command gets what the user wrote as `overrides`, and its own parameters as usual. Only `--help-all` shows its
-    own `rare` parameters and, unless `show_all`, fields that aren't common. `defaults` are what help shows where the
-    command's default isn't the field's; `...` makes an option required.
+    The command gets the user's options as `overrides`, and its own parameters as usual. Only `--help-all` shows its own
+    `rare` parameters and, unless `show_all`, fields that aren't common. `defaults` are the command's own, for help, if
+    they differ from the field's; `...` makes an option required.
     """
     options = [option for each in declared for option in _list_options(each)]
     rare_fields = {option.name for option in options if not (show_all or option.about.get("common"))}
@@ -138,7 +138,7 @@ def accept_options(*declared: type | str, rare: str = "", show_all: bool = False
 
 
 def takes_verbose(command: F) -> F:
-    """Give a command that measures the option `--verbose`, which is the display's."""
+    """Give a measuring command the option `--verbose`, which sets `Progress.is_verbose`."""
 
     @functools.wraps(command)
     def call_command(*args: Any, verbose: bool, **values: Any) -> None:
@@ -153,7 +153,7 @@ def takes_verbose(command: F) -> F:
 
 
 def add_flag(call_command: Any, command: F, name: str, option: Any) -> F:
-    """Give the function that calls a command the command's parameters, and one for a rare flag."""
+    """Give the wrapper `call_command` the command's parameters, and one for a rare flag."""
     signature = inspect.signature(command, eval_str=True)
     parameters = [*signature.parameters.values(), _make_parameter(name, Annotated[bool, option], False)]
     rare = {*getattr(command, "rare", ()), name}
@@ -169,7 +169,7 @@ def _make_parameter(name: str, annotation: Any, default: Any = inspect.Parameter
 def is_given(ctx: typer.Context, name: str) -> bool:
     """Return whether the user gave the option, even if its value equals the default."""
     source = ctx.get_parameter_source(name)
-    # By name: typer brings its own click, whose enumeration is another object than click's.
+    # Compared by name, as typer's own click has another enumeration than click.
     return source is not None and source.name == "COMMANDLINE"
 
 
@@ -187,7 +187,7 @@ def _strip_none(hint: Any) -> Any:
 
 
 class _Option:
-    """A field of a dataclass as an option: typer's parameter for it, and how its text is read."""
+    """A dataclass's field as an option: typer's parameter for it, and the parser of its text."""
 
     def __init__(self, field: dataclasses.Field[Any], hint: Any, kind: type) -> None:
         self.name, self.default, self.about, self.hint = field.name, field.default, field.metadata, hint
@@ -197,7 +197,7 @@ class _Option:
         self.flag, *self.aliases = flags.split()
 
     def make_parameter(self, default: Any) -> inspect.Parameter:
-        """Return typer's parameter; `default` overrides the field's, and a text describes one that is decided later."""
+        """Return typer's parameter; `default` overrides the field's, and a text describes a default decided later."""
         described = default if isinstance(default, str) else self.about.get("usual", "") if default is None else ""
         value = self.default if default is None else default
         kind, help, metavar = _strip_none(self.hint), self.about["help"], None
@@ -223,7 +223,7 @@ class _Option:
         if typing.get_origin(self.hint) is not tuple or self.name in REPEATABLE:
             return value
         item = typing.get_args(self.hint)[0]
-        parts = (part.strip() for text in value for part in text.split(","))  # A,B and written twice are alike
+        parts = (part.strip() for text in value for part in text.split(","))  # A,B is like the option given twice
         return tuple(self._parse_item(item, part) for part in parts if part)
 
     def _parse_item(self, kind: type, text: str) -> Any:
@@ -236,13 +236,13 @@ class _Option:
 
 
 def take_options(kind: type[Options], overrides: Overrides) -> Options:
-    """Take the fields of a command's own dataclass out of the options that the user gave."""
+    """Take the fields of a command's own dataclass out of the user's options."""
     names: Any = vars(kind)["__dataclass_fields__"]
     return kind(**{name: overrides.pop(name) for name in names if name in overrides})
 
 
 def parse_pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:
-    """Return `[runtime]` tables from `BACKEND=/path/to/python`."""
+    """Return `[runtime]` tables from texts like `BACKEND=/path/to/python`."""
     named = (parse_interpreter(text, flag, "BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10") for text in texts)
     return {name: {"python": path} for name, path in named}
 

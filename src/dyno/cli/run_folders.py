@@ -57,7 +57,7 @@ def runs_below(folder: Path) -> Iterator[Path]:
 
 
 def why_no_run(folder: Path) -> str:
-    """Return why the folder is not a run folder, or "" if it is one."""
+    """Return why the folder is not a run folder; "" if it is one."""
     from dyno.store import is_run
 
     if folder.is_symlink():
@@ -103,7 +103,7 @@ def _make_row(run: Path) -> tuple[str, str, str, str]:
 
 
 def _find_fastest(data: RunData) -> str:
-    """Return the winner of the run's first ranking with a good trial, and how many more may be; "" if none is good."""
+    """Return the winner of the first ranking with a good trial, and its number of rivals; "" without one."""
     from dyno.formatting import format_number
     from dyno.results import ranking as results_ranking
     from dyno.results.ranking import LATENCY

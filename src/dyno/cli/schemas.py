@@ -12,7 +12,7 @@ from dyno.table import TEXT, Column
 from dyno.worker.spec import SCHEMA
 
 Schema = dict[str, Any]
-Tables = Mapping[str, Sequence[Column]]  # columns by the table's name; without any, they depend on what is measured
+Tables = Mapping[str, Sequence[Column]]  # columns by the table's name; empty: they depend on the measurement
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 JSON_TYPES: dict[Any, str | list[str]] = {
@@ -24,7 +24,7 @@ CELL_SCHEMA: Schema = {"type": ["string", "number", "boolean", "null"]}
 COLUMN_PROPERTIES = {name: {"type": "string"} for name in ("name", "unit", "kind", "meaning")}
 
 
-# Tables whose columns depend on what is inspected.
+# Tables with columns that depend on the inspected model.
 DYNAMIC_FIELDS: dict[str, tuple[str, ...]] = {
     "inspect": ("layers", "aligned", "conversions"),
     "profile": ("profile", "reconciliation", "critical-path", "ceilings", "counters"),
@@ -92,7 +92,7 @@ def _describe_commands() -> dict[str, Schema]:
 
 
 def describe_type(kind: Any) -> Schema:
-    """Return the schema of a type: of plain values, lists, mappings, dataclasses and typed dictionaries of them."""
+    """Return the schema of a type: of plain values, lists, mappings, dataclasses and typed dictionaries."""
     if kind in JSON_TYPES:
         return {"type": JSON_TYPES[kind]}
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -111,9 +111,9 @@ def describe_type(kind: Any) -> Schema:
 
 
 def describe_tables(tables: Tables, about: Any = None, *, always: bool = False) -> Schema:
-    """Return the schema of a document of tables by name, behind what a type says `about` them.
+    """Return the schema of a document of tables by name, after the fields of the type `about`.
 
-    Without `always`, the document of some calls is of the tables alone.
+    Without `always`, some documents have only the tables.
     """
     head = describe_type(about) if about else {"properties": {}, "required": []}
     described = {name: _describe_table(columns) for name, columns in tables.items()}

@@ -1,8 +1,8 @@
 """Data sets: images decoded once into a memory-mapped uint8 array that every backend reads.
 
-A data set is a folder: images.npy (uint8, N x C x H x W), labels.npy (int64, -1 where there is none), one int64 index
-array per split (test.npy, calibration.npy, train.npy as far as they exist) and meta.json. Every split is ordered so
-that any beginning of it holds the classes in their proportions.
+A data set is a folder: images.npy (uint8, N x C x H x W), labels.npy (int64, -1: no label), an int64 index array per
+split (test.npy, calibration.npy, train.npy, if present) and meta.json. Any prefix of a split holds the classes in
+proportion.
 """
 
 from __future__ import annotations
@@ -87,25 +87,25 @@ def load(
 ) -> DataSpec:
     """Decode the images in a folder, in any known format, to `size` (height, width).
 
-    For a classifier the shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight
-    to the size), as torchvision does it on PIL images: with antialiasing and without JPEG's reduced-scale decoding,
-    which would change the pixels. As in torchvision's ImageFolder, EXIF orientation is not applied; unlike there,
-    16-bit grey keeps its upper 8 bits and doesn't go white. With `objects` (boxes, masks, keypoints) each image is
-    rotated by its EXIF orientation and letterboxed, as ultralytics' LetterBox does it, within a grey level.
+    For a classifier the shorter side is scaled to `size * preprocess.resize`, then the centre is cropped (resize 0:
+    scaled straight to the size), as in torchvision on PIL images: with antialiasing and without JPEG's reduced-scale
+    decoding, which would change pixels. As in torchvision's ImageFolder, EXIF orientation is not applied; unlike there,
+    16-bit grey keeps its upper 8 bits and doesn't turn white. With `objects` (boxes, masks, keypoints) images are
+    rotated by EXIF orientation and letterboxed like ultralytics' LetterBox, to within a grey level.
 
-    Calibration images are never test images: a number is taken from the training images; if there are none, and only
-    with `set_aside`, from the test images (at most a fifth of them; meta.json has the number as `set_aside`). A path is
-    a folder of calibration images. With `train` every training image is decoded too, calibration ones among them, and
-    listed in train.npy. Copies of test images are left out of both. `outputs` is the model's number of classes, and
-    `needs` (masks, keypoints) chooses between two annotation files of COCO. `progress` is called with the number of
-    images done and in all.
+    Calibration images are never test images. A number of them is taken from the training images; without these, and
+    only with `set_aside`, from the test images (at most a fifth; meta.json has the number as `set_aside`). A path is a
+    folder of calibration images. With `train` all training images are decoded, including those for calibration, and
+    listed in train.npy. Copies of test images are left out of both. `outputs` is the model's number of classes; `needs`
+    (masks, keypoints) chooses between two annotation files of COCO. `progress` is called with the numbers of images
+    done and in total.
 
-    With objects sizes.npy has the height and width of the originals and truth.json COCO's ground truth of the test
-    images, in original pixels; images alone have neither. Annotations are checked when the images are decoded.
+    With objects sizes.npy has the height and width of the originals, and truth.json COCO's ground truth of the test
+    images, in original pixels (not for images alone). Annotations are checked when images are decoded.
 
-    The cache key is made from the images' content and the transform. Images that can't be read are refused together,
-    counted and named; with "skip" they are left out and listed in meta.json, and images missing from COCO's file are
-    left out with a warning. Raises `UserError`, one line each.
+    The cache key depends on the images' content and the transform. Unreadable images raise one error with their number
+    and names; with "skip" they are left out and listed in meta.json, and images that are listed but missing are left
+    out with a warning. Raises `UserError`, one line each.
     """
     if isinstance(calibration, int) and calibration < 0:
         raise UserError(f"the number of calibration images can't be {calibration}")
@@ -134,10 +134,10 @@ def calibration_alone(
     channels: int = 3,
     objects: bool = False,
 ) -> DataSpec:
-    """Decode all images below the folder, without labels, as test and calibration images in one.
+    """Decode all images below the folder, without labels, as both test and calibration images.
 
-    They serve for calibration, timing and comparing outputs; accuracy can't be measured. Decoded as in `load`, with
-    `objects` for a network that gives boxes.
+    They serve for calibration, timing and comparing outputs; accuracy can't be measured. Decoding is as in `load`;
+    `objects` is for a network that detects objects.
     """
     preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
     transform = Transform(size, preprocess, channels, upright=objects)

@@ -18,7 +18,7 @@ Annotation = dict[str, Any]
 
 @dataclass
 class Labels:
-    """Annotations of a data set as COCO writes them, by row; `keypoints`: how many there are and the values of each."""
+    """Annotations of a data set in COCO's form, by row; `keypoints`: their number and the number of values of each."""
 
     photos: list[Photo]
     sizes: Sizes
@@ -33,7 +33,7 @@ class Labels:
         self.by_row.setdefault(row, []).append(annotation)
 
     def decide_kinds(self) -> Annotations:
-        """Decide what the data set has: boxes, and masks or keypoints if every object has them."""
+        """Return the annotations with their kinds: boxes, masks if every object has one, keypoints if declared."""
         annotations = [annotation for all_of_row in self.by_row.values() for annotation in all_of_row]
         if all(annotation.get("iscrowd") for annotation in annotations):  # mAP ignores crowds
             raise UserError(
@@ -61,7 +61,7 @@ class Labels:
         return Annotations(about, self._build_truth)
 
     def _build_truth(self, kept: np.ndarray) -> dict[str, Any]:
-        """Return COCO's ground truth of the test images: an image's id is its row, a category's id its class."""
+        """Return COCO's ground truth of the test images; ids are rows of images and indices of classes."""
         images: list[Annotation] = []
         annotations: list[Annotation] = []
         for place, row in enumerate(kept.tolist()):

@@ -1,4 +1,4 @@
-"""Decoded data sets on disk, keyed by everything that shapes them: written beside, then renamed into place."""
+"""Cache of decoded data sets on disk, keyed by everything that shapes them; complete ones are renamed into place."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ META_TYPES = {
     "bytes": int,
     "unreadable": list,
 }
-STALE_S = 7 * 24 * 3600  # a killed run can be resumed for so long
+STALE_S = 7 * 24 * 3600  # time for which a killed run can be resumed
 
 
 @dataclass(frozen=True)
 class Content:
-    """The parts of a data set. `rows` gives an image, or why it can't be read, for each row from a given one on.
+    """Content of a data set to be stored.
 
-    `columns` has an array of as many rows for each further file, `labels` among them. `check` takes the reasons by
-    row; it raises, or returns them as the lines that meta.json lists. `beside` makes further JSON files by name from
-    the rows that were kept. `names` are the photographs' (empty: they have none), for people: they change no hash.
+    `rows` yields an image, or the reason if unreadable, for each row from an index on. `columns` has an array with an
+    entry per row for each further file, including `labels`. `check` takes the reasons by row; it raises, or returns
+    lines for meta.json. `beside` makes further JSON files, by name, from the kept rows. `names` of photographs (empty:
+    unnamed) are for people and change no hash.
     """
 
     rows: Source
@@ -64,19 +65,19 @@ class Content:
 
 
 def make_key(*parts: Any) -> str:
-    """Return the key of the data set with these parts: a sha256 over their JSON."""
+    """Return the key of a data set with these parts: the beginning of a sha256 over their JSON."""
     return hashlib.sha256(json.dumps([CACHE_VERSION, *parts], sort_keys=True).encode()).hexdigest()[:24]
 
 
 @functools.cache
 def hash_code() -> str:
-    """Return the sha256 of Dyno's readers of images and labels: others may read the same files otherwise."""
+    """Return the sha256 of Dyno's readers of images and labels, as other versions may read files differently."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def find_folder(cache: Path, key: str) -> Path | None:
-    """Find the data set's folder; None if it has to be written, or if a file is missing or cut short."""
+    """Find the data set's folder; None if it is missing, or if a file is missing or truncated."""
     folder = Path(cache) / key
     try:
         about = read_meta(folder)
@@ -92,7 +93,7 @@ def find_folder(cache: Path, key: str) -> Path | None:
 
 
 def _has_numbers(path: Path, many: int, below: int | None = None) -> bool:
-    """Return whether the file holds `many` whole numbers, with `below` indices from 0 to `below` - 1."""
+    """Return whether the file holds `many` integers, each from 0 to `below` - 1 if given."""
     found = load_array(path)
     whole = found.shape == (many,) and found.dtype.kind == "i"
     return whole and (below is None or not many or bool(found.min() >= 0 and found.max() < below))
@@ -105,9 +106,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def write_folder(cache: Path, key: str, content: Content) -> Path:
-    """Store the data set under its key and return its folder; raises `UserError` on a full disk or an unwritable cache.
+    """Store the data set under its key and return its folder; raise `UserError` on a full disk or an unwritable cache.
 
-    Only one process does this at a time, and another waits for its result. A run that was killed is resumed.
+    Only one process writes at a time, and others wait for its result. A killed run is resumed.
     """
     needed = len(content.columns["labels"]) * int(np.prod(content.shape))
     with _explain_file_errors(cache, needed):
@@ -169,14 +170,14 @@ def _fill_folder(folder: Path, journal: Path, content: Content) -> None:
 
 
 def _into_place(folder: Path, target: Path) -> Path:
-    if target.exists():  # it is damaged
+    if target.exists():  # damaged
         target.rename(folder.with_name("damaged"))
     folder.rename(target)
     return target
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Remove parts left by killed processes, in which nothing has been written for a week."""
+    """Remove parts left by killed processes if they have not changed for a week."""
     for part in cache.glob(".part-*"):
         with suppress(OSError):
             touched = max(path.stat().st_mtime for path in (part, *part.rglob("*")))
@@ -186,7 +187,7 @@ def _remove_abandoned(cache: Path) -> None:
 
 @contextmanager
 def _explain_file_errors(cache: Path, needed: int = 0) -> Iterator[None]:
-    """Turn file system errors about the cache into one line for the user."""
+    """Turn file system errors of the cache into one line for the user."""
     try:
         yield
     except OSError as e:
@@ -197,10 +198,10 @@ def _explain_file_errors(cache: Path, needed: int = 0) -> Iterator[None]:
 
 
 def hash_contents(paths: list[Path], cache: Path, folder: Path) -> list[str]:
-    """Return the sha256 of every file, "" for one that can't be read.
+    """Return the sha256 of every file; "" for an unreadable file.
 
     An index keeps 50,000 images cheap: a file with unchanged inode, size, modification and change time is not read
-    again, unless it had changed less than two seconds before it was hashed.
+    again, unless it changed less than two seconds before it was hashed.
     """
     index = Path(cache) / "hashes" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]}.json"
     cached = _read_index(index)
@@ -208,7 +209,7 @@ def hash_contents(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     with ThreadPoolExecutor(count_threads()) as pool:
         found = pool.map(lambda part: [_make_entry(path, cached.get(str(path))) for path in part], parts)
         entries = [entry for part in found for entry in part]
-    # Entries of other files stay: with and without its training images, a folder is listed differently.
+    # Entries of other files stay, as a folder may be listed with or without its training images.
     gone = {str(path) for path, entry in zip(paths, entries, strict=True) if not entry}
     fresh = {str(path): entry for path, entry in zip(paths, entries, strict=True) if entry}
     fresh = {**{path: entry for path, entry in cached.items() if path not in gone}, **fresh}
@@ -219,7 +220,7 @@ def hash_contents(paths: list[Path], cache: Path, folder: Path) -> list[str]:
 
 
 def _read_index(path: Path) -> dict[str, list[Any]]:
-    """Read the index's entries that have the right types: see `_make_entry`."""
+    """Read the index's entries that have valid types: see `_make_entry`."""
     try:
         stored = read_json(path)
     except (OSError, ValueError):
@@ -229,7 +230,7 @@ def _read_index(path: Path) -> dict[str, list[Any]]:
 
 
 def _make_entry(path: Path, cached: list[Any] | None) -> list[Any] | None:
-    """Return [inode, size, mtime, ctime, time of hashing, sha256] of a file, times in ns; None if it can't be read."""
+    """Return [inode, size, mtime, ctime, time of hashing, sha256] of a file, times in ns; None if unreadable."""
     try:
         now = path.stat()
         if not stat.S_ISREG(now.st_mode):

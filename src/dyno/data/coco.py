@@ -1,4 +1,4 @@
-"""COCO's format: one JSON file with images, categories and annotations, beside the folder of the images.
+"""COCO's format: one JSON file with images, categories and annotations, next to the folder of the images.
 
 The format is https://cocodataset.org/#format-data; categories become classes in the order of their ids.
 """
@@ -40,7 +40,7 @@ MAX_COORDINATE = 1e12  # larger values are corrupt
 
 
 class Coco(DataFormat):
-    """An annotation file, or the folder that has such files, or annotations/ with them; `needs` chooses between two."""
+    """An annotation file, or a folder that contains such files or annotations/; `needs` chooses between two files."""
 
     name = "coco"
     described = "COCO's format"
@@ -69,9 +69,9 @@ COCO = Coco()
 
 
 def _find_files(folder: Path) -> list[Path]:
-    """Return the files in annotations/, under any name, else those with COCO's names or content.
+    """Return the files in annotations/, under any name, else files with COCO's names or content.
 
-    The latter lie in the folder itself, or one in each split's folder, as Roboflow writes them.
+    The latter are in the folder itself, or one in each split's folder, as from Roboflow.
     """
     for places in (("annotations",), ("",), (*SPLIT_FOLDERS, "train")):
         every = sorted(file for place in places for file in (folder / place).glob("*.json"))
@@ -83,7 +83,7 @@ def _find_files(folder: Path) -> list[Path]:
 
 
 def choose_file(folder: Path, needs: str) -> Path:
-    """Choose the folder's annotation file that has what the task needs; raise `UserError` if several do, or none."""
+    """Choose the folder's annotation file for the task; raise `UserError` if several fit, or if no file has objects."""
     every = _find_files(folder)
     files = [file for file in every if not file.name.startswith(OTHER_ANNOTATIONS)]
     if not files:
@@ -105,7 +105,7 @@ def choose_file(folder: Path, needs: str) -> Path:
 
 @dataclass
 class _File:
-    """An annotation file whose tables have been checked."""
+    """An annotation file with checked tables."""
 
     path: Path
     images: list[dict[str, Any]]
@@ -118,10 +118,10 @@ class _File:
         return [clean_name(str(category["name"])) for category in self.categories]
 
     def leave_out_roots(self, outputs: int) -> None:
-        """Leave out categories without annotations that only group others, or are the background.
+        """Leave out unannotated categories that only group others or are the background.
 
-        This applies if the network has one class for each of the rest; any other category keeps its number, though it
-        is in no image.
+        This applies only if the network has one class for each remaining category. Any other category keeps its number,
+        even if it is in no image.
         """
         used = {annotation.get("category_id") for annotation in self.annotations}
         groups = Counter(str(category.get("supercategory")) for category in self.categories)
@@ -171,7 +171,7 @@ class _File:
                 )
 
     def _check_coordinates(self) -> None:
-        """Refuse boxes in shares of the image, and corners in place of a corner and its sides."""
+        """Refuse boxes given as shares of the image or as two corners."""
         boxed = [a for a in self.annotations if _is_number_list(a.get("bbox")) and len(a["bbox"]) == 4]
         if boxed and all(min(a["bbox"]) >= 0 and max(a["bbox"]) <= 1 for a in boxed):
             raise UserError(f"{self.path.name}: all boxes lie within 0 and 1, as shares of the image; give pixels")
@@ -185,7 +185,7 @@ class _File:
             raise UserError(f"{self.path.name}: by their areas all boxes are two corners; give [x, y, width, height]")
 
     def _find_keypoints(self) -> list[str]:
-        """Return the keypoint names of the first category; raise `UserError` if others have more or fewer."""
+        """Return the first category's keypoint names; raise `UserError` if other categories have more or fewer."""
         used = {annotation.get("category_id") for annotation in self.annotations if annotation.get("keypoints")}
         named = {c["name"]: [str(n) for n in c["keypoints"]] for c in self.categories if c.get("keypoints")}
         named = {c["name"]: named[c["name"]] for c in self.categories if c["id"] in used and c["name"] in named}
@@ -196,7 +196,7 @@ class _File:
 
 
 def _read_file(file: Path) -> _File:
-    if file.exists() and not file.is_file():  # a pipe would be waited for
+    if file.exists() and not file.is_file():  # reading a pipe would block
         raise UserError(f"annotation file {file} is not a regular file; give a file")
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
@@ -213,7 +213,7 @@ def _read_file(file: Path) -> _File:
         for number, item in enumerate(entries):
             if not isinstance(item, dict) or any(key not in item for key in needed):
                 raise UserError(f"{file}: entry {number} of {part!r} lacks {' or '.join(needed) or 'its fields'}")
-            # pandas writes whole numbers as 1.0 where a column has gaps.
+            # pandas writes integers as 1.0 in columns with gaps.
             item.update({k: int(v) for k in ID_FIELDS if isinstance(v := item.get(k), float) and v.is_integer()})
     if not parts["images"] or not parts["categories"]:
         raise UserError(f"{file} lists no {'images' if not parts['images'] else 'categories'}")
@@ -232,13 +232,13 @@ def _read_file(file: Path) -> _File:
         raise UserError(f"{file} lists {twice} twice; list each image once, with one image_id for all its annotations")
     if any(not isinstance(category.get("keypoints", []), list) for category in parts["categories"]):
         raise UserError(f"{file}: the keypoints of a category are not a list of names")
-    # Images too are in the order of their ids: pycocotools ranks detections of one score by it.
+    # Images are sorted by id too, as pycocotools ranks detections of equal score by it.
     images, categories = (sorted(parts[part], key=lambda item: item["id"]) for part in ("images", "categories"))
     return _File(file, images, categories, parts["annotations"])
 
 
 def _choose_calibration(folder: Path, shown: Path, wanted: int, seed: int) -> list[Photo]:
-    """Take calibration images from the training images beside the folder, whose annotations aren't needed for that."""
+    """Take calibration images from the training folder next to `folder`; annotations aren't needed."""
     for split in SPLIT_FOLDERS:
         beside = folder.with_name(folder.name.replace(split, "train"))
         if split in folder.name and beside.is_dir() and (paths := find_images(beside)):
@@ -282,7 +282,7 @@ def _check_object(
 
 
 def _check_mask(mask: Any, size: tuple[int, int], where: str) -> Any:
-    """Return the mask: polygons, or a run-length encoding of the image's own size; raise `UserError` for others."""
+    """Return the mask: polygons, or a run-length encoding of the image's size; raise `UserError` for others."""
     if isinstance(mask, dict):
         counts = mask.get("counts")
         runs = _unpack_runs(counts) if isinstance(counts, str) else counts if isinstance(counts, list) else []
@@ -296,10 +296,10 @@ def _check_mask(mask: Any, size: tuple[int, int], where: str) -> Any:
 
 
 def _unpack_runs(text: str) -> list[int]:
-    """Unpack the run lengths of COCO's packed text; [-1] if it is invalid: an evaluation was seen to hang on one.
+    """Unpack the run lengths of COCO's packed text; [-1] if invalid, as such a text made an evaluation hang.
 
-    Each letter has five bits and a continuation bit; from the fourth length on, the difference to the one before the
-    last is stored.
+    Each letter has five bits and a continuation bit. From the fourth length on, the difference from the second last
+    length is stored.
     """
     runs: list[int] = []
     value = shift = 0
@@ -318,10 +318,9 @@ def _unpack_runs(text: str) -> list[int]:
 
 
 def _compute_area(annotation: Annotation) -> float:
-    """Return the square pixels that the object covers, for files without areas.
+    """Return the object's area in square pixels, for files without areas.
 
-    That is the area of its polygons or of its run lengths; of its box if the run lengths are packed text, or without a
-    mask.
+    It is the area of polygons or of run lengths; of the box for packed run lengths or without a mask.
     """
     mask = annotation.get("segmentation")
     if isinstance(mask, list):
@@ -332,7 +331,7 @@ def _compute_area(annotation: Annotation) -> float:
 
 
 def _is_number_list(values: Any) -> TypeGuard[list[float]]:
-    """Return whether these are finite numbers, without whole numbers too large for a float."""
+    """Return whether these are finite numbers of a plausible size."""
     return isinstance(values, list) and all(
         isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < MAX_COORDINATE for v in values
     )

@@ -1,4 +1,4 @@
-"""A format of data sets on disk: how it is recognised, and which images, labels and objects it lists."""
+"""Formats of data sets on disk: how they are detected, and how they list images, labels and objects."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dyno.data.photos import CALIBRATION_IMAGES, Listing, is_image, is_system, n
 from dyno.worker import plugins
 from dyno.worker.spec import UserError
 
-# Files of labels that lie among images, in layouts that are read and in those that are not: none is overlooked.
+# Detection of label files among images, in supported and unsupported layouts, so that labels aren't overlooked.
 
-HEAD_BYTES, FIRST_KEY_BYTES = 1 << 18, 1 << 12  # bytes read of a file; bytes that show a JSON file's first key
-MAX_SUBFOLDERS = 20  # subfolders searched of a folder
+HEAD_BYTES, FIRST_KEY_BYTES = 1 << 18, 1 << 12  # bytes read per file; bytes that contain a JSON file's first key
+MAX_SUBFOLDERS = 20  # subfolders searched per folder
 MAX_DEPTH = 3  # levels searched below the data folder
 COCO_KEYS = re.compile(r'\s*\{\s*"(info|licenses|images|annotations|categories|type)"\s*:')
 TOKEN_SEPARATORS = re.compile(r"[\s,;:\"'\[\]{}/\\]+")
@@ -25,7 +25,7 @@ LABEL_NAME = re.compile(r"label|annot|target|truth|ground", re.IGNORECASE)
 DOCUMENT_NAME = re.compile(r"readme|licen[sc]e|copying|requirements", re.IGNORECASE)
 TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".xml")
 ARRAY_SUFFIXES = (".mat", ".npy", ".npz", ".parquet", ".tfrecord", ".record")
-# Names of folders that hold a part of a data set, such as `train`, `trainannot` or `SegmentationClass`, not a class.
+# Names of folders for parts of a data set, not classes, such as `train`, `trainannot` or `SegmentationClass`.
 SPLIT_NAME = re.compile(
     r"((train(ing)?|val(id|idation)?|test(ing)?|ima?ge?s?|jpe?g|png|data|labels?|annot(ation)?s?|masks?|gts?"
     r"|ground_?truth|segmentation(class|object)?s?)[ _-]?)+",
@@ -37,7 +37,7 @@ SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "testi
 
 @dataclass(frozen=True)
 class LabelFile:
-    """A file of labels, what it is, and whether its labels are of objects in the images."""
+    """A file of labels, a description of its content, and whether it labels objects in the images."""
 
     path: Path
     what: str
@@ -45,9 +45,9 @@ class LabelFile:
 
 
 def find_labels(folder: Path) -> LabelFile | None:
-    """Return a file of labels in the folder or near its top, of objects if there is one.
+    """Return a label file in the folder or near its top, preferably of objects; None without one.
 
-    Of large folders only a part is searched.
+    Large folders are searched in part.
     """
     listed = _list_files(folder)
     names = {name for files in listed.values() for name in files if is_image(name)}
@@ -79,7 +79,7 @@ def is_yolo(file: Path) -> bool:
 
 
 def refuse_labels(folder: Path, is_class_folders: bool) -> None:
-    """Refuse a folder that would be read without its labels, or whose parts would be read as classes."""
+    """Refuse a folder with labels that would be ignored, or with parts that would be read as classes."""
     found = find_labels(folder)
     parts = list_folders(folder)
     layout = is_class_folders and bool(parts) and all(map(SPLIT_NAME.fullmatch, parts)) and not _has_classes(folder)
@@ -111,7 +111,7 @@ def _suggest_remedy(found: LabelFile) -> str:
 
 
 def warn_labels(folder: Path) -> list[str]:
-    """Return a warning if a file of labels lies among class folders, whose names are the labels."""
+    """Return a warning if a label file lies among class folders: the folders' names are the labels."""
     found = find_labels(folder)
     if found is None:
         return []
@@ -119,19 +119,19 @@ def warn_labels(folder: Path) -> list[str]:
 
 
 def _has_classes(folder: Path) -> bool:
-    """Return whether the folder's splits hold folders that may be classes."""
+    """Return whether the folder's splits contain folders that may be classes."""
     splits = [part for part in list_folders(folder) if part.lower() in SPLIT_NAMES]
     return any(not SPLIT_NAME.fullmatch(name) for split in splits for name in list_folders(folder / split))
 
 
 def list_folders(folder: Path) -> list[str]:
-    """Return the names of a folder's folders in order."""
+    """Return the names of the folder's subfolders, sorted."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not is_system(entry.name))
 
 
 def _list_files(folder: Path) -> dict[Path, list[str]]:
-    """Return the names of the files in each folder, those nearest to the top first."""
+    """Return the names of the files in each folder, nearest to the top first."""
     listed: dict[Path, list[str]] = {}
     level = [folder]
     for _ in range(MAX_DEPTH):
@@ -146,7 +146,7 @@ def _list_files(folder: Path) -> dict[Path, list[str]]:
 
 
 def _recognise_file(file: Path, stems: set[str], known: set[str], images: int) -> LabelFile | None:
-    """Return the file as labels: `stems` are of the images beside it, `known` names and stems of all `images`."""
+    """Return the file if it has labels. `stems` are of images next to it, `known` names and stems of all `images`."""
     suffix = file.suffix.lower()
     if suffix in ARRAY_SUFFIXES:
         return (
@@ -174,7 +174,7 @@ def _recognise_file(file: Path, stems: set[str], known: set[str], images: int) -
 
 
 def _read_head(file: Path, count: int = HEAD_BYTES) -> str:
-    if not file.is_file():  # a pipe would be waited for
+    if not file.is_file():  # reading a pipe would block
         return ""
     try:
         with file.open("rb") as opened:
@@ -190,10 +190,10 @@ ENTRY_POINT_GROUP = "dyno.data"
 class ScanRequest:
     """A request for a listing of images.
 
-    `calibration` is the number of calibration images to take from others; `train`: training images too. The model
-    detects `objects` and `needs` masks or keypoints besides boxes, or it classifies into `outputs` classes (0: not
-    known). `set_aside`: test images will serve for calibration where there are no training images. `skip_missing`:
-    images that are listed and not there are left out, with a warning.
+    `calibration` is the number of calibration images to choose. With `train` training images are listed too. The model
+    detects `objects` and `needs` masks or keypoints as well as boxes, or it classifies into `outputs` classes (0:
+    unknown). `set_aside`: test images may serve for calibration if there are no training images. `skip_missing`: images
+    that are listed but missing are left out, with a warning.
     """
 
     calibration: int = CALIBRATION_IMAGES
@@ -209,8 +209,8 @@ class ScanRequest:
 class DataFormat(ABC):
     """A format of data sets.
 
-    `described` is its name in messages, and `suffixes` are of files that may be given in place of the folder. `labels`
-    is what its labels are: `classes` of images, `objects` in them, or none (""). A `fallback` is used only where no
+    `described` is its name in messages. `suffixes` are those of files accepted in place of a folder. `labels` is the
+    kind of its labels: `classes` of images, `objects` in them, or "" without labels. A `fallback` is used only if no
     other format fits.
     """
 
@@ -226,19 +226,19 @@ class DataFormat(ABC):
 
     @abstractmethod
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        """List its images; raises `UserError`, one line."""
+        """List its images; raise `UserError` with one line."""
 
 
 @cache
 def list_formats() -> dict[str, DataFormat]:
-    """Return every format of data sets by its name."""
+    """Return all formats of data sets by name."""
     return plugins.list_declared(sys.modules[__package__], DataFormat, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
 
 
 def format_of(path: Path) -> DataFormat:
-    """Return the format of the data set at the path: a plug-in's before Dyno's own.
+    """Return the format of the data set at the path; plug-ins take precedence over Dyno's own.
 
-    Raises `UserError` when two fit, or none, or when only a format fits that would overlook labels.
+    Raises `UserError` if two formats fit, if no format fits, or if only a format fits that would overlook labels.
     """
     path, every_format = Path(path), list_formats().values()
     if not path.exists():

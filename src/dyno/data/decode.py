@@ -1,4 +1,4 @@
-"""From an image file to pixels: what torchvision's Resize and CenterCrop do to PIL images, in parallel."""
+"""Decoding of image files to pixels, in parallel, as torchvision's Resize and CenterCrop do it on PIL images."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dyno.worker.extras import install
 from dyno.worker.inputs.specs import fit_geometry, size_before_crop
 from dyno.worker.spec import Preprocess, Unavailable, UserError, check_known, to_json
 
-# Many images decoded by processes, in order, through memory that they share.
+# Decoding by several processes, in order, through shared memory.
 
 PROCESS_MODULE = "dyno.data.decoding_process"
 INDEX_BYTES = 8
@@ -32,16 +32,16 @@ MAX_SLOTS = 4096  # all indices must fit into a pipe
 
 
 class DecoderDied(Exception):
-    """The processes ended before all was decoded."""
+    """Error: the processes ended before all images were decoded."""
 
 
 def decode_rows(
     paths: Sequence[Path], transform: list[Any], shape: tuple[int, ...], start: int, processes: int, slots: int
 ) -> Iterator[DecodedRow]:
-    """Yield each file's pixels, or why it can't be read, in order from `start` on, with its seconds and seal.
+    """Yield each file's pixels, or the reason if unreadable, in order from `start` on, with its seconds and seal.
 
-    `transform` holds the arguments of a `Transform`; `slots` is the number of images that shared memory holds in
-    transit. Raises `DecoderDied`, and OSError if such memory or processes can't be had.
+    `transform` holds the arguments of a `Transform`; `slots` is the number of images in transit in shared memory.
+    Raises `DecoderDied`, and OSError if shared memory or processes are unavailable.
     """
     slots = min(slots, MAX_SLOTS)
     size = int(np.prod(shape))
@@ -69,7 +69,7 @@ def decode_rows(
     try:
         with open(results, "rb") as lines:
             assert process.stdin is not None
-            with suppress(BrokenPipeError), process.stdin:  # it ended already; there will be no line
+            with suppress(BrokenPipeError), process.stdin:  # the process has ended; there will be no line
                 process.stdin.write(json.dumps(order).encode())
             yield from _in_order(pixels, ask, lines, range(start, len(paths)))
     finally:
@@ -83,12 +83,12 @@ def decode_rows(
 
 
 def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterator[DecodedRow]:
-    """Have as many decoded at a time as there are slots; a slot is used again once its row has left it."""
+    """Yield the rows in order, with one image in flight per slot; a slot is reused once its row is yielded."""
     asked, ready = iter(wanted), dict[int, DecodedRow]()
 
     def ask_for_next() -> None:
         if (index := next(asked, None)) is not None:
-            with suppress(BrokenPipeError):  # they died: the lines end
+            with suppress(BrokenPipeError):  # the processes died, so the lines end
                 os.write(ask, index.to_bytes(INDEX_BYTES, "little"))
 
     for _ in range(len(pixels)):
@@ -101,7 +101,7 @@ def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterat
             done, seconds, seal, reason = json.loads(line)
             ready[done] = DecodedRow(reason or pixels[done % len(pixels)], seconds, seal)
         next_one = ready.pop(index)
-        if not isinstance(next_one.row, str):  # the receiver may keep it
+        if not isinstance(next_one.row, str):  # copied, as the receiver may keep it
             next_one = next_one._replace(row=next_one.row.copy())
         ask_for_next()
         yield next_one
@@ -109,7 +109,7 @@ def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterat
 
 Progress = Callable[[int, int], None]
 
-# The formats that Pillow may open, whatever a file is called: others run foreign programs (EPS) or hold no photographs.
+# Formats that Pillow may open, by content: others run foreign programs (EPS) or hold no photographs.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 IN_FLIGHT_BYTES = 64 << 20
@@ -118,17 +118,17 @@ PHOTOMETRIC, EXTRA_SAMPLES, SAMPLE_FORMAT = 262, 338, 339  # tags of a TIFF
 WHITE_IS_ZERO = 0
 ROTATED_ORIENTATIONS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 MAX_REASON_LENGTH = 300  # JSON of a reason must fit into a pipe
-MAX_THREADS = 8  # sixteen were slower than eight: threads wait at the interpreter's lock
-EXAMINED_IMAGES = 20  # images whose bit depth is checked
-THREADS_SUFFICE_CORES = 4  # up to here threads use the processors as well as processes
+MAX_THREADS = 8  # sixteen were slower than eight, as threads wait for the interpreter's lock
+EXAMINED_IMAGES = 20  # images checked for their bit depth
+THREADS_SUFFICE_CORES = 4  # up to this number of cores, threads are as fast as processes
 MIN_PROCESS_GAIN_S = 1.5  # decoding time in threads that justifies starting processes
 PADDING_GREY = 114  # padding of a letterboxed image
 
 
 class Transform:
-    """The conversion of images to uint8 of `shape` (channels, height, width); `identity` is all that shapes pixels.
+    """Conversion of images to uint8 of `shape` (channels, height, width); `identity` has all that shapes pixels.
 
-    `upright` rotates it first by its EXIF orientation.
+    With `upright` images are first rotated by their EXIF orientation.
     """
 
     def __init__(self, size: tuple[int, int], preprocess: Preprocess, channels: int, upright: bool = False) -> None:
@@ -168,11 +168,10 @@ class Transform:
         return np.ascontiguousarray(pixels.reshape(height, width, channels).transpose(2, 0, 1))
 
     def _letterbox_image(self, image: Any) -> np.ndarray:
-        """Letterbox the image: scale its longer side to the size's, with grey evenly on both sides.
+        """Letterbox the image: fit it into the size without distortion, with grey evenly on both sides.
 
-        Each pixel is interpolated between its four neighbours as in OpenCV's INTER_LINEAR, because detectors are
-        trained on that: Pillow's own resize averages over more when it shrinks, which changes pixels by tens of grey
-        levels.
+        Pixels are interpolated between four neighbours as in OpenCV's INTER_LINEAR, which detectors are trained on.
+        Pillow's own resize averages over more pixels when shrinking, which changes them by tens of grey levels.
         """
         from PIL import Image
 
@@ -201,7 +200,7 @@ class Transform:
             return (str(e).replace(str(path), path.name) or type(e).__name__)[:MAX_REASON_LENGTH]
 
     def read_size(self, path: Path) -> tuple[int, int] | None:
-        """Read the image's height and width, before any transform, from the file's header; None if it can't be read."""
+        """Read the original image's height and width from the file's header; None if it can't be read."""
         from PIL import Image
 
         try:
@@ -213,7 +212,7 @@ class Transform:
 
 
 def _check_samples(image: Any) -> None:
-    """Raise ValueError for a TIFF of which Pillow would show other values."""
+    """Raise ValueError for a TIFF that Pillow would decode to wrong values."""
     tags = getattr(image, "tag_v2", {})
     if 2 in np.atleast_1d(tags.get(SAMPLE_FORMAT, 1)) and image.mode == "L":
         raise ValueError("pixels are signed numbers, which have no known range")
@@ -240,10 +239,10 @@ def _convert_mode(image: Any, channels: int) -> Any:
 def decode_images(
     paths: list[Path], transform: Transform, progress: Progress | None = None, start: int = 0
 ) -> Iterator[DecodedRow]:
-    """Yield each file's pixels, or why it can't be read, in order from `start` on, with the seconds of one thread.
+    """Yield each file's pixels, or the reason if unreadable, in order from `start` on, with one thread's seconds.
 
-    Threads and processes decode the same pixels. Threads begin, because Pillow decodes and resizes outside the
-    interpreter's lock; if there are more cores than they keep busy and much is left to do, processes take over.
+    Threads and processes decode the same pixels. Threads begin, as Pillow decodes and resizes outside the interpreter's
+    lock; processes take over if there are many cores and much is left to do.
     """
     report = progress or (lambda done, total: None)
     cores = len(os.sched_getaffinity(0))
@@ -262,7 +261,7 @@ def _iter_rows(paths: list[Path], transform: Transform, start: int, cores: int) 
     left = len(paths) - done
     if left and left * seconds / (done - start) > MIN_PROCESS_GAIN_S * MAX_THREADS:
         slots = _count_in_flight(cores, transform)
-        with suppress(DecoderDied, OSError):  # an image kills its decoder, there is too little memory: threads go on
+        with suppress(DecoderDied, OSError):  # threads continue if a decoder was killed or memory is short
             for row in decode_rows(paths, transform.made_of, transform.shape, done, cores, slots):
                 done += 1
                 yield row
@@ -270,7 +269,7 @@ def _iter_rows(paths: list[Path], transform: Transform, start: int, cores: int) 
 
 
 def _count_in_flight(workers: int, transform: Transform) -> int:
-    """Return how many images are decoded ahead of the requested one."""
+    """Return the number of images decoded ahead of the requested one."""
     many = max(2 * workers, IN_FLIGHT_BYTES // int(np.prod(transform.shape)))
     return min(many, 64 * workers)
 
@@ -291,21 +290,21 @@ def _decode_in_threads(paths: list[Path], transform: Transform, start: int) -> I
 
 
 def count_threads() -> int:
-    """Return how many threads to work on images with."""
+    """Return the number of threads for work on images."""
     return min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 
 def read_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int] | None]:
-    """Return each file's height and width, None if they can't be read."""
+    """Return each file's height and width; None for an unreadable file."""
     register_formats()
     with ThreadPoolExecutor(count_threads()) as pool:
         return list(pool.map(transform.read_size, paths))
 
 
 def warn_left_out(paths: list[Path]) -> list[str]:
-    """Return warnings on what is read of images in part: the upper bits of 16, the first page, three bands of more.
+    """Return warnings on images read in part: the upper 8 of 16 bits, the first page, the first bands.
 
-    A few images of each suffix are looked at. 16-bit images of 10 to 14 bits, as scanners and cameras have them, are
+    A few images of each suffix are checked. 16-bit images with 10 to 14 bits in use, as from scanners and cameras, are
     dark; a single bright pixel doesn't change that.
     """
     from PIL import Image
@@ -330,7 +329,7 @@ def warn_left_out(paths: list[Path]) -> list[str]:
 
 
 def _find_unread(image: Any) -> list[str]:
-    """Name the part that is read of an image with further bands, or pages of the same size (others are previews)."""
+    """Name the only part read of an image with more bands, or more pages of its size (others are previews)."""
     extra, size = np.atleast_1d(getattr(image, "tag_v2", {}).get(EXTRA_SAMPLES, ())), image.size
     bands = "first band" if image.getbands()[0] == "L" else "first three bands"
     found = [f"the {bands}"] if len(extra) > 1 or 0 in extra else []
@@ -342,14 +341,14 @@ def _find_unread(image: Any) -> list[str]:
 
 
 def register_formats() -> None:
-    """Let Pillow register its decoders now: the first of several threads to open an image would do it for all."""
+    """Register Pillow's decoders now: else the first of several threads to open an image would do it for all."""
     from PIL import Image
 
     Image.init()
 
 
 def find_library_version(distribution: str) -> str:
-    """Return the version of a library that shapes the pixels; raise `Unavailable` with what to install."""
+    """Return the version of a library that shapes the pixels; raise `Unavailable` with an install command."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError as e:

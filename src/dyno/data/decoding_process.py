@@ -1,6 +1,6 @@
-"""A process that decodes images for another one, in forked copies of itself that take one image after the other.
+"""A process that decodes images for another process, in forked workers that take one image at a time.
 
-python -m dyno.data.decoding_process reads an order on standard input, imports once what decoding needs, and forks.
+python -m dyno.data.decoding_process reads an order from standard input, imports the libraries once, and forks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dyno.worker.spec import Preprocess, from_json
 
 
 def main() -> int:
-    """Decode until no more is asked for; return exit code 1 if a process died of an image."""
+    """Decode until the requests end; return exit code 1 if a worker died of an image."""
     order: dict[str, Any] = json.load(sys.stdin)
     register_formats()
     children = set()
@@ -32,7 +32,7 @@ def main() -> int:
             try:
                 decode_requests(order)
             finally:
-                os._exit(0)  # nothing of the parent's is to be ended twice
+                os._exit(0)  # without the parent's exit handlers
         children.add(child)
     while children:
         child, status = os.wait()
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def decode_requests(order: dict[str, Any]) -> None:
-    """Take the index of a path from one pipe, lay pixels into its slot of the memory, and say so in another pipe."""
+    """Read indices of paths from one pipe, write pixels into their slots, and report each in another pipe."""
     size, preprocess, channels, upright = order["transform"]
     transform = Transform(tuple(size), from_json(Preprocess, preprocess), channels, upright)
     memory = np.frombuffer(mmap.mmap(order["memory"], 0), np.uint8).reshape(order["slots"], *transform.shape)
@@ -57,7 +57,7 @@ def decode_requests(order: dict[str, Any]) -> None:
         if not isinstance(row, str):
             memory[index % order["slots"]] = row
         line = [index, done.seconds, done.seal, row if isinstance(row, str) else ""]
-        os.write(order["results"], json.dumps(line).encode() + b"\n")  # whole: it is short enough for a pipe
+        os.write(order["results"], json.dumps(line).encode() + b"\n")  # in one piece, as it is short enough for a pipe
 
 
 if __name__ == "__main__":

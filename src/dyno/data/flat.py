@@ -1,7 +1,7 @@
-"""ImageNet's validation images as they are downloaded, in one folder, sorted into class folders.
+"""Sorting of ImageNet's validation images, downloaded into one folder, into class folders.
 
-A file's label is the synset in its name, or comes from a table. Tables by place need care: the ids 1..1000 of the
-challenge's own development kit are in the order of its meta.mat, not of the synsets.
+A file's label is the synset in its name, or comes from a table. Class numbers need care: the ids 1..1000 of the
+challenge's development kit are in the order of its meta.mat, not of the synsets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dyno.data.photos import DEFAULT_COUNT, SYNSET, is_image, list_synsets
 from dyno.worker.spec import UserError, check_known
 
 Transfer = Literal["link", "copy", "move"]
-CLASS_ORDERS = ("synset", "synset-0", "synset-1")  # sorted synsets: from 0 or 1, as the numbers show, or as given
+CLASS_ORDERS = ("synset", "synset-0", "synset-1")  # numbering of sorted synsets: from 0 or 1 as detected, or as given
 SYNSET_SUFFIX = re.compile(r"_(n\d{8})$")
 PARTIAL_SUFFIX = ".part"
 
@@ -38,7 +38,7 @@ class SortCounts:
 
     @property
     def images(self) -> int:
-        """Images in their class folder now."""
+        """Number of images in their class folder now."""
         return self.placed + self.there
 
 
@@ -52,14 +52,14 @@ def sort_images(
 ) -> SortCounts:
     """Put every image of the folder into `out/val/<synset>/`, as a hard link, a copy or moved there.
 
-    Files that are there already stay as they are, so that a run that was stopped can be resumed. Raises `UserError` for
-    a folder, a table or a file that can't be used; images without a label are listed, not placed.
+    Files already there stay as they are, so that an interrupted run can be resumed. Raises `UserError` for an unusable
+    folder, table or file; images without a label are listed, not placed.
     """
     if order:
         check_known("order", order, CLASS_ORDERS)
     target = out / "val"
     before = {path.name: path.parent.name for path in target.glob("n*/*") if is_image(path.name)}
-    names = sorted({*_list_images(folder), *before})  # images already moved count too where labels follow positions
+    names = sorted({*_list_images(folder), *before})  # images already moved count too, for labels by position
     if not names:
         raise UserError(f"no images in {folder}; give the folder that holds the .JPEG files themselves")
     label_of = _from_table(labels, names, order) if labels else {name: _from_name(name) for name in names}
@@ -82,7 +82,7 @@ def _list_images(folder: Path) -> list[str]:
 
 
 def _check_labels(label_of: dict[str, str], before: dict[str, str], target: Path) -> None:
-    """Check, before anything is placed, that every label is a class and none contradicts the files in the target."""
+    """Raise `UserError`, before placing anything, for a label that is no class or contradicts the target's files."""
     classes = list_synsets()
     for name, label in label_of.items():
         if label and label not in classes:
@@ -99,7 +99,7 @@ def _from_name(name: str) -> str:
 
 
 def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
-    """Read each image's synset from a table: Kaggle's CSV, lines of a name and a synset, or one label each in order."""
+    """Read each image's synset from a table: Kaggle's CSV, lines of name and synset, or one label per line in order."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
@@ -129,7 +129,7 @@ def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
 
 
 def _by_name(names: list[str], table: dict[str, str]) -> dict[str, str]:
-    """Return each image's label by a table whose names may lack the suffix."""
+    """Return each image's label by name; the table's names may lack the suffix."""
     stems = {Path(name).stem if is_image(name) else name: label for name, label in table.items()}
     return {name: stems.get(Path(name).stem, "") for name in names}
 
@@ -174,7 +174,7 @@ def _place_file(source: Path, target: Path, transfer: Transfer) -> bool:
         if source.exists() and not source.samefile(target):
             if source.stat().st_size != target.stat().st_size:
                 raise UserError(f"{target} is another file than {source}; remove one of them")
-            if transfer == "move":  # stopped between copying and removing
+            if transfer == "move":  # an earlier run stopped between copying and removing
                 source.unlink()
         return False
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -38,9 +38,8 @@ SPLIT_NAME = re.compile(r"(^|[^a-z])(train|test|val|valid|validation|fold|split)
 class ClassFolders(DataFormat):
     """`DIR/<class>/…` or `DIR/{train,test|val|valid|validation}/<class>/…` (the first of these).
 
-    A label is the class folder's place in the folders' order by Unicode code point; train/ decides the order where
-    there is one. Where the model has 1,000 classes and each folder is named by a synset of ImageNet's 1,000
-    classes, it is the place among those.
+    A label is the class folder's index in Unicode code point order, in train/ if it exists. If the model has 1,000
+    classes and all folders are named by synsets of ImageNet's 1,000 classes, it is the index among those.
     """
 
     name = "classes"
@@ -77,9 +76,9 @@ UNLABELLED_IMAGES = UnlabelledImages()
 
 
 def scan_folder(folder: Path, wanted: ScanRequest) -> Listing:
-    """List the images of an existing folder; raises `UserError` when it has no class folders or an empty one.
+    """List the images of an existing folder, by class folder if it has any; raise `UserError` for an empty one.
 
-    Where training images are wanted, all of train/ are listed, and those for calibration are marked among them.
+    With `wanted.train` all images of train/ are listed, and those for calibration are marked among them.
     """
     try:
         test_root, train_root = _find_roots(folder)
@@ -105,7 +104,7 @@ def scan_folder(folder: Path, wanted: ScanRequest) -> Listing:
 
 
 def list_calibration_folder(folder: Path) -> Listing:
-    """List the images of a calibration folder if there are no others to test on."""
+    """List the images of a calibration folder as test images too, for lack of other images."""
     photos = [replace(photo, split="test", calibrates=True) for photo in list_calibration_photos(folder)]
     warning = "outputs are compared on the calibration images themselves; give --data for others"
     return Listing(
@@ -114,7 +113,7 @@ def list_calibration_folder(folder: Path) -> Listing:
 
 
 def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: list[Photo]) -> Listing:
-    """List the photos with labels by the order of their folders, or by their place among ImageNet's 1,000 classes."""
+    """List the photos with labels by folder order, or by index among ImageNet's classes if `standard`."""
     name, about = clean_name(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
     if not standard:
         if wrong_order := warn_number_order(classes):
@@ -133,7 +132,7 @@ def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
 
 
 def _warn_loose(folder: Path) -> list[str]:
-    """Return a warning if images lie beside the class folders."""
+    """Return a warning if images lie outside the class folders."""
     loose = [path for root in {folder, *filter(None, _find_roots(folder))} for path in root.iterdir()]
     loose = sorted(path for path in loose if is_image(path.name) and not is_system(path.name) and path.is_file())
     are = "1 image is left out: it is" if len(loose) == 1 else f"{len(loose):,} images are left out: they are"
@@ -141,7 +140,7 @@ def _warn_loose(folder: Path) -> list[str]:
 
 
 def _find_roots(folder: Path) -> tuple[Path, Path | None]:
-    """Return the folders that hold the class folders of the test images and of the training images."""
+    """Return the parent folders of the class folders of test images and of training images (None: no train/)."""
     names = list_folders(folder)
     places = {name.casefold(): folder / name for name in names if list_folders(folder / name)}
     train = next((places[name] for name in TRAINING_SPLITS if name in places), None)

@@ -1,4 +1,4 @@
-"""Image files with their labels and splits, whatever the layout of their folder, and the decoded rows they become."""
+"""Image files with labels and splits, for any folder layout, and their decoding into a data set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dyno.worker.extras import install
 from dyno.worker.spec import TEXT_ORDER, DataSpec, Unavailable, UserError, make_absolute
 
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
-# Images too, of formats that aren't read.
+# Suffixes of image formats that aren't read.
 UNREADABLE_SUFFIXES = {
     ".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".dng", ".dcm", ".tga", ".exr", ".hdr", ".psd", ".pbm",
 }  # fmt: skip
@@ -35,9 +35,9 @@ OnUnreadable = Literal["refuse", "skip"]
 
 @dataclass(frozen=True)
 class Photo:
-    """One image file: `name` is its printable path below the data folder, `label` its class's index or -1.
+    """One image file: `name` is its printable path below the data folder, `label` its class index or -1.
 
-    `split` is where it belongs: test, train or calibration; `calibrates`: a training image that is for calibration too.
+    `split` is test, train or calibration; `calibrates` marks a training image that also serves for calibration.
     """
 
     path: Path
@@ -49,21 +49,21 @@ class Photo:
 
 @dataclass(frozen=True)
 class Annotations:
-    """Objects in the images: `about` goes into meta.json, `truth` makes truth.json from the rows that were kept."""
+    """Objects in the images: `about` goes into meta.json, `truth` makes truth.json from the kept rows."""
 
     about: dict[str, Any]
     truth: Callable[[np.ndarray], dict[str, Any]]
 
 
-Sizes = list[tuple[int, int] | None]  # height and width of each image, None where they can't be read
+Sizes = list[tuple[int, int] | None]  # height and width of each image; None: unreadable
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Images with their splits; `own_calibration`: calibration images are from a separate folder.
+    """Images with their splits; `own_calibration`: calibration images come from a separate folder.
 
-    `classes` are shown, one for each label. `about` goes into meta.json. Where labels are not by image, `annotate`
-    reads them, and `sources` are the files that it reads. `sized`: the originals' sizes are kept all the same.
+    `classes` are printable names, one per label. `about` goes into meta.json. `annotate` reads labels other than one
+    class per image, from the files `sources`. `sized`: sizes of the originals are kept even without annotations.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Listing:
 class DecodeOptions:
     """Settings of decoding, and the cache folder of the decoded images.
 
-    `set_aside`: how many test images may become calibration images where the listing has no calibration images.
+    `set_aside` is the largest number of test images for calibration if the listing has no calibration images.
     """
 
     cache: Path
@@ -101,7 +101,7 @@ def decode_listing(listing: Listing, folder: Path, options: DecodeOptions) -> Da
     listing, shas = _without_test_copies(listing, hashes[:count])
     identity = [(p.split, p.name, p.label, p.calibrates, sha) for p, sha in zip(listing.photos, shas, strict=True)]
     aside = listing.about.get("set_aside", 0)
-    # Only where there are some: other data sets keep their key.
+    # Added only if present, so that other data sets keep their key.
     marks = [*([aside] if aside else []), *listing.about.get("warnings", [])]
     key = store.make_key(
         listing.classes,
@@ -121,7 +121,7 @@ def decode_listing(listing: Listing, folder: Path, options: DecodeOptions) -> Da
             "made_by": made_by,
             **options.transform.identity,
         }
-        # With and without images set aside the rows are the same, so that what both were tested on can be compared.
+        # Equal with and without images set aside, so that results on the common test images can be compared.
         test_identity = [("test" if aside else split, *rest) for split, *rest in identity]
         meta_fields["photographs"] = store.make_key(listing.classes, test_identity)
         data_folder = store.write_folder(
@@ -164,7 +164,7 @@ def name_below(path: Path, folder: Path) -> str:
 
 
 def find_images(root: Path) -> list[Path]:
-    """Find image files below the folder at any depth, in order; hidden files and those of the system are left out."""
+    """Find image files below the folder at any depth, in order; hidden and system files are left out."""
     paths: list[Path] = []
     above = {os.fspath(root): {place.resolve() for place in (root, *root.parents)}}  # each folder's resolved ancestors
     for parent, folders, files in os.walk(root, followlinks=True):
@@ -187,7 +187,7 @@ def warn_unread_formats(root: Path) -> list[str]:
 
 
 def warn_number_order(names: list[str]) -> list[str]:
-    """Return a warning if class names are numbers that are sorted as text: timm, for one, sorts them as numbers."""
+    """Return a warning if class names are numbers sorted as text: timm, for example, sorts them as numbers."""
     if not all(name.isdecimal() for name in names) or names == sorted(names, key=int):
         return []
     k = next(k for k, name in enumerate(sorted(names, key=int)) if name != names[k])
@@ -208,14 +208,14 @@ def is_system(name: str) -> bool:
 
 
 class AmbiguousImages(UserError):
-    """A file of labels names images that lie in several places alike."""
+    """Error: a file of labels names images that exist in several places."""
 
 
 def find_image_folder(file: Path, names: list[str]) -> tuple[Path, str]:
-    """Return the folder in which most of the first images lie that a file of labels names, and the suffix they lack.
+    """Return the folder with most of the first images in a file of labels, and the suffix that the names lack.
 
-    The usual places come first. Of other folders beside the file that have as many, the one that shares a word with the
-    file's name is taken (train.csv, train_images/). Raises `AmbiguousImages` if that doesn't decide.
+    Usual places take precedence. Among other folders next to the file with equal numbers, one that shares a word with
+    the file's name is taken (train.csv, train_images/). Raises `AmbiguousImages` if that doesn't decide.
     """
     split = file.stem.rpartition("_")[2]
     usual = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", "data", split)]
@@ -243,7 +243,7 @@ def find_image_folder(file: Path, names: list[str]) -> tuple[Path, str]:
         tied = [place for place in tied if words & set(WORD.findall(place[0].name.lower()))] or tied
     name = next(name for name in first if any((base / (name + suffix)).is_file() for base, suffix in tied))
     found = [path for base, suffix in tied if (path := base / (name + suffix)).is_file()]
-    others = [path for path in found if not path.samefile(found[0])]  # letters of any case may be the same
+    others = [path for path in found if not path.samefile(found[0])]  # the file system may ignore case
     if others:
         both = " and ".join(name_below(path, file.parent) for path in (found[0], others[0]))
         raise AmbiguousImages(f"image {name} of {file.name} may be {both}; write it in {file.name} as one of them")
@@ -251,7 +251,7 @@ def find_image_folder(file: Path, names: list[str]) -> tuple[Path, str]:
 
 
 def without_missing(photos: list[Photo], folder: Path, file: Path, skip: bool) -> tuple[list[Photo], str]:
-    """Return the images that are there and a warning on the others; refuse those unless they may be skipped."""
+    """Return the existing images and a warning on missing ones; raise `UserError` unless these may be skipped."""
     lost = [photo.name for photo in photos if not photo.path.is_file()]
     if not lost:
         return photos, ""
@@ -264,7 +264,7 @@ def without_missing(photos: list[Photo], folder: Path, file: Path, skip: bool) -
 
 
 def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
-    """Set test images aside for calibration if there are no others: no class's only image, and at most a fifth."""
+    """Set test images aside for calibration if there are no others: at most a fifth, no class's only image."""
     test = listing.photos
     if listing.own_calibration or any(photo.split != "test" for photo in test):
         return listing
@@ -280,7 +280,7 @@ def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
 
 
 def list_calibration_photos(folder: Path) -> list[Photo]:
-    """List all images of a calibration folder, in class folders or not; their labels don't matter."""
+    """List all images of a calibration folder, in class folders or not, without labels."""
     if not folder.is_dir():
         raise UserError(f"no calibration folder {folder}")
     paths = find_images(make_absolute(folder))
@@ -291,7 +291,7 @@ def list_calibration_photos(folder: Path) -> list[Photo]:
 
 
 def sample_calibration(paths: list[Path], folder: Path, count: int, seed: int) -> list[Photo]:
-    """Take that number of training images, whose labels don't matter, for calibration."""
+    """Choose `count` training images at random for calibration, without labels."""
     order = np.random.default_rng(seed).permutation(len(paths))[:count]
     return [Photo(paths[i], name_below(paths[i], folder), -1, "calibration") for i in sorted(order)]
 
@@ -303,7 +303,7 @@ def calibrate_on(listing: Listing, folder: Path) -> Listing:
 
 
 def _without_test_copies(listing: Listing, hashes: list[str]) -> tuple[Listing, list[str]]:
-    """Leave out other images that are copies of test images: nothing is trained or calibrated on test images."""
+    """Leave out copies of test images from other splits, so that test images are not trained or calibrated on."""
     photos = listing.photos
     tested = {sha for photo, sha in zip(photos, hashes, strict=True) if photo.split == "test" and sha}
     keep = [i for i, photo in enumerate(photos) if photo.split == "test" or hashes[i] not in tested]
@@ -363,7 +363,7 @@ def _split_photos(photos: list[Photo], seed: int) -> dict[str, np.ndarray]:
 
 
 def _check_classes(listing: Listing, unreadable: dict[int, str], example: str) -> None:
-    """Refuse a split of which a class is unreadable altogether."""
+    """Refuse a split with a class that is entirely unreadable."""
     for split in ("test", "train"):
         wanted = {photo.label for photo in listing.photos if photo.split == split}
         readable = [photo for i, photo in enumerate(listing.photos) if i not in unreadable]
@@ -389,9 +389,9 @@ SYNSET = re.compile(r"n\d{8}")
 
 @lru_cache(maxsize=1)
 def list_synsets() -> dict[str, str]:
-    """Return the first name of each of the 1,000 classes by its synset, in order; raise `Unavailable` without timm.
+    """Return the first name of each of ImageNet's 1,000 classes by synset, in order; raise `Unavailable` without timm.
 
-    The lists that come with timm are read as files: importing timm would load torch for a table of names.
+    timm's lists are read as files: importing timm would load torch.
     """
     spec = importlib.util.find_spec("timm")
     folders = [Path(place) / "data" / "_info" for place in (spec.submodule_search_locations or [])] if spec else []
@@ -405,10 +405,10 @@ def list_synsets() -> dict[str, str]:
 
 
 def are_known_synsets(names: list[str]) -> bool:
-    """Return whether these are all synsets of the standard classes; nothing is read unless they look like synsets."""
+    """Return whether all names are synsets of ImageNet's classes; the list is read only if they look like synsets."""
     return bool(names) and all(SYNSET.fullmatch(name) for name in names) and set(names) <= list_synsets().keys()
 
 
 def describe_synset(synset: str) -> str:
-    """Return the class's name beside its synset: two of the 1,000 are called crane."""
+    """Return the class's name with its synset: two of the 1,000 are called crane."""
     return f"{list_synsets()[synset]} ({synset})"

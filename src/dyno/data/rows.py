@@ -1,7 +1,7 @@
-"""Decoded images written one after the other beside a journal of them, so that a killed run resumes where it stopped.
+"""Decoded images written in sequence with a journal, so that a killed run resumes where it stopped.
 
-The journal has a line for each row: the seconds it took, and the seal of its pixels or why it can't be read. The
-journal is checked against the stored rows before anything is added; the first row that isn't whole ends it.
+The journal has a line per row: its seconds, and the seal of its pixels or the reason if unreadable. It is checked
+against the stored rows before any are added; the first incomplete row ends it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-Row = np.ndarray | str  # an image, or why it can't be read
+Row = np.ndarray | str  # an image, or the reason if unreadable
 
 
 class DecodedRow(NamedTuple):
-    """A row, the seconds that one thread spent on it, and a hash of its pixels, "" where there are none."""
+    """A row, the seconds that one thread spent on it, and a hash of its pixels ("" if unreadable)."""
 
     row: Row
     seconds: float
     seal: str
 
 
-Source = Callable[[int], Iterable[DecodedRow]]  # the rows from that one on
+Source = Callable[[int], Iterable[DecodedRow]]  # yields the rows from an index on
 
 
 def seal_row(row: Row, seconds: float) -> DecodedRow:
-    """Return the row with its seal, computed by the decoding thread: one thread to seal all would hold up sixteen.
+    """Return the row with its seal, computed in the decoding thread: a single thread to seal all rows would hold it up.
 
-    Blake2b takes half of sha256's time if the processor has no instruction for that.
+    Blake2b takes half of sha256's time on processors without an instruction for the latter.
     """
     return DecodedRow(
         row, seconds, "" if isinstance(row, str) else hashlib.blake2b(row.data, digest_size=32).hexdigest()
@@ -43,7 +43,7 @@ def seal_row(row: Row, seconds: float) -> DecodedRow:
 
 @dataclass
 class RowFileState:
-    """The state of images.npy: a sha256 of its rows' seals, its number of rows, why others are missing, seconds."""
+    """State of images.npy: sha256 of its rows' seals, number of rows, reasons for missing rows, seconds."""
 
     sha: Any = field(default_factory=hashlib.sha256)
     kept: int = 0
@@ -52,7 +52,7 @@ class RowFileState:
 
     @property
     def done(self) -> int:
-        """Rows that were tried."""
+        """Number of rows tried."""
         return self.kept + len(self.unreadable)
 
     def add(self, decoded: DecodedRow) -> None:
@@ -66,9 +66,9 @@ class RowFileState:
 
 
 def write_rows(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows: Source) -> RowFileState:
-    """Write `count` rows of `shape` to images.npy, resuming after the rows that a killed run left there.
+    """Write `count` rows of `shape` to images.npy, resuming after the rows of a killed run.
 
-    Plain writes, because writing to mapped memory on a full disk would kill the process.
+    Plain writes are used, because writing to mapped memory on a full disk would kill the process.
     """
     written = RowFileState()
     for path in (images, journal):
@@ -92,7 +92,7 @@ def write_rows(images: Path, journal: Path, shape: tuple[int, ...], count: int, 
 
 
 def make_header(count: int, shape: tuple[int, ...]) -> bytes:
-    """Return the .npy header; numpy pads it so that its length doesn't depend on the first axis."""
+    """Return the .npy header; numpy pads it to a length independent of the first axis."""
     beginning = io.BytesIO()
     about = {"descr": "|u1", "fortran_order": False, "shape": (count, *shape)}
     np.lib.format.write_array_header_1_0(beginning, about)
@@ -100,7 +100,7 @@ def make_header(count: int, shape: tuple[int, ...]) -> bytes:
 
 
 def _count_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], written: RowFileState) -> None:
-    """Count the rows that both files have whole, and cut both behind them."""
+    """Count the rows that are complete in both files, and truncate both after them."""
     whole = pixels.tell(), 0
     for decoded in _iter_rows(pixels, lines, shape):
         written.add(decoded)

@@ -1,4 +1,4 @@
-"""A table of labels: a CSV file with a row for each image, its path and its class."""
+"""Tables of labels: CSV files with a row per image, its path and its class."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dyno.data.photos import (
 )
 from dyno.worker.spec import UserError, add_noun
 
-# Names of columns as they are compared: in small letters, without spaces, dots, dashes and underscores.
+# Normalised names of columns: lower case, without spaces, dots, dashes and underscores.
 PATH_COLUMNS = (
     "path", "filepath", "imagepath", "imgpath", "relativepath", "filename", "file", "image", "img", "imagename",
     "imgname", "imageid", "name", "id",
@@ -45,9 +45,9 @@ CLASS_NUMBER = re.compile(r"\d+(\.0+)?")
 
 
 class LabelTable(DataFormat):
-    """A CSV file of `path,label` with or without a header, or the folder of images in which the only one lies.
+    """A CSV file of `path,label` with or without a header, or a folder of images with one such file.
 
-    Labels that are whole numbers are the network's classes; names are numbered in their order, as class folders are.
+    Integer labels are the network's classes; names are numbered in sorted order, like class folders.
     """
 
     name = "table"
@@ -58,7 +58,7 @@ class LabelTable(DataFormat):
     def fits(self, path: Path) -> bool:
         """Return whether the path is a table, or a folder with one.
 
-        Such a folder has no class folders, or the table's images all lie in one folder.
+        The folder must have no class folders, or all images of the table must lie in one folder.
         """
         if not path.is_dir():
             return path.suffix.lower() in self.suffixes
@@ -93,8 +93,8 @@ LABEL_TABLE = LabelTable()
 
 @dataclass(frozen=True)
 class _LabelRows:
-    """Each image's name, label and split; `classes` are named in their order where a column is one of them, `texts`
-    name the labels where one column has the names of another's numbers."""
+    """Name, label and split of each image. `classes` are the names of one-hot columns, in order; `texts` are names of
+    numeric labels, from another column."""
 
     names: list[str]
     labels: list[str]
@@ -104,9 +104,9 @@ class _LabelRows:
 
 
 def _are_in_one_folder(file: Path) -> bool:
-    """Return whether all images of the table lie in one folder beside it: then that is no class.
+    """Return whether all images of the table lie in one folder next to it, which is no class folder.
 
-    It may be one if the table names it and has one label alone.
+    It may be a class folder if the table's paths contain it and there is only one label.
     """
     table = _read_table(file)
     folder, suffix = find_image_folder(file, table.names)
@@ -117,7 +117,7 @@ def _are_in_one_folder(file: Path) -> bool:
 
 
 def _warn_unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
-    """Return a warning on images beside the listed ones that the table leaves out."""
+    """Return a warning on images in the folder that the table doesn't list."""
     listed = {photo.path for photo in photos}
     others = [path for path in folder.iterdir() if is_image(path.name) and path not in listed]
     are = "1 image is" if len(others) == 1 else f"{len(others):,} images are"
@@ -142,7 +142,7 @@ def _find_tables(folder: Path) -> list[Path]:
 
 
 def _read_table(file: Path) -> _LabelRows:
-    """Read the table, whose columns are recognised by their names or contents."""
+    """Read the table; its columns are recognised by name or content."""
     try:
         content = file.read_bytes()
         text = content.decode("utf-16" if content[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig")
@@ -169,13 +169,13 @@ def _read_table(file: Path) -> _LabelRows:
 
 
 def _is_path(rows: list[list[str]], column: int | None) -> bool:
-    """Return whether the first rows name images: in this column, or in any."""
+    """Return whether the first rows have names of images: in this column, or in any (None)."""
     cells = [row if column is None else row[column : column + 1] for row in rows[:SAMPLED_ROWS]]
     return bool(cells) and all(any(map(is_image, row)) for row in cells)
 
 
 def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[list[str]], begin: int) -> _LabelRows:
-    """Choose the columns of paths, labels and splits; several columns of 0 and 1 are classes."""
+    """Choose the columns of paths, labels and splits; several columns of 0 and 1 are one-hot classes."""
     named = [header.index(name) for name in PATH_COLUMNS if name in header]
     paths = next((c for c in [*named, *range(len(header))] if _is_path(body, c)), named[0] if named else None)
     if paths is None:
@@ -208,7 +208,7 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
 
 
 def _find_numbers(body: list[list[str]], label: int, columns: list[int]) -> tuple[list[str], list[str]]:
-    """Return each row's label, and its name where another column has just one for each number: numbers decide."""
+    """Return each row's label, and its name: of two columns that match one to one, the numbers are the labels."""
     labels = [row[label] for row in body]
     is_number = all(map(CLASS_NUMBER.fullmatch, labels))
     for other in ([row[c] for row in body] for c in columns if c != label):
@@ -219,7 +219,7 @@ def _find_numbers(body: list[list[str]], label: int, columns: list[int]) -> tupl
 
 
 def _number_labels(file: Path, table: _LabelRows, outputs: int) -> tuple[list[int], list[str], bool]:
-    """Return each image's class, the classes' names, and whether they are ImageNet's 1,000."""
+    """Return each image's class index, the class names, and whether they are ImageNet's 1,000 classes."""
     labels, named = table.labels, table.classes
     if all(re.fullmatch(r"-?\d+(\.0+)?", label) for label in labels) and (below := min(labels, key=float))[0] == "-":
         raise UserError(f"{file} has class {below}; classes are numbered from 0: leave out rows without a class")
@@ -243,7 +243,7 @@ def _number_labels(file: Path, table: _LabelRows, outputs: int) -> tuple[list[in
 
 
 def _split_photos(photos: list[Photo], wanted: ScanRequest) -> list[Photo]:
-    """Return the images to test on, those of one split, and those to calibrate on, which come from the others."""
+    """Return the test images, of one split, and the calibration images, from the training split."""
     tested = next((split for split in TEST_SPLITS if any(photo.split == split for photo in photos)), None)
     if tested is None:
         raise UserError(

@@ -1,7 +1,7 @@
-"""YOLO's format: a text file of labels for each image, in labels/ where the image is in images/.
+"""YOLO's format: a text file of labels per image, in labels/ for an image in images/.
 
-data.yaml names the classes and the places of the images; see https://docs.ultralytics.com/datasets/. Without it,
-folders named images and labels are read.
+data.yaml has the names of the classes and the places of the images; see https://docs.ultralytics.com/datasets/. Without
+it, folders named images and labels are read.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from dyno.worker.spec import UserError, add_noun, make_absolute
 
 # A line of a YOLO label file: a class and a box, a polygon, or a box and keypoints, as shares of the image's sides.
 
-MAX_CLASSES = 9_999  # label files without a list of names
-BODY_SHARE = 0.53  # body share of a person's box (mean in COCO); keypoints without masks are scaled by it
+MAX_CLASSES = 9_999  # largest class number in label files without a list of names
+BODY_SHARE = 0.53  # a body's mean share of its box in COCO: scales the area of keypoints without masks
 
 
 def find_label_file(image: Path) -> Path:
-    """Return the path of an image's label file: labels/ instead of the last images/ above it, else beside it.
+    """Return the path of an image's label file: labels/ in place of the last images/, else next to the image.
 
-    For a link, the label file of its target is tried too.
+    For a link, the target's label file is tried too.
     """
     label = _label_place(image)
     if not label.is_file() and (real := _label_place(image.resolve())).is_file():
@@ -64,7 +64,7 @@ def read_labels(
     folder: Path,
     warnings: Sequence[str],
 ) -> Annotations:
-    """Read the label files of the test images; an image without one is background. `warnings` come before its own."""
+    """Read the label files of the test images; an image without one is background. `warnings` precede new ones."""
     names = [f"point {i}" for i in range(keypoints[0])] if keypoints else []
     labels = Labels(photos, sizes, classes, keypoints, names, warnings=list(warnings))
     kinds: dict[str, str] = {}
@@ -95,7 +95,7 @@ def read_labels(
 
 
 def count_classes(files: list[Path]) -> int:
-    """Return one more than the highest class in the files; errors in them are reported when they are read."""
+    """Return the highest class in the files plus one; invalid lines are reported when they are read."""
     firsts = ((file, line.split()[0]) for file in files for _, line in _read_lines(file))
     highest, file = max(((int(first), file) for file, first in firsts if first.isdecimal()), default=(0, Path()))
     if highest > MAX_CLASSES:
@@ -160,13 +160,13 @@ def _parse_pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int]
 
 
 TEST_SPLITS = ("val", "valid", "validation", "test")  # splits with test images
-SAMPLED_IMAGES = 20  # images of a folder whose label files are searched
-NON_LABEL_FILES = ("classes.txt",)  # files of labelling tools beside the labels
+SAMPLED_IMAGES = 20  # images per folder checked for label files
+NON_LABEL_FILES = ("classes.txt",)  # files that labelling tools store with the labels
 
 
 @dataclass(frozen=True)
 class _Description:
-    """The data set as data.yaml describes it, or as its folders do where there is none."""
+    """A data set's description: by data.yaml, or by its folders."""
 
     folder: Path
     names: list[str] = field(default_factory=list)
@@ -174,8 +174,8 @@ class _Description:
     test: list[Path] = field(default_factory=list)
     train: list[Path] = field(default_factory=list)
     sources: list[Path] = field(default_factory=list)
-    lost: str = ""  # why training images can't calibrate
-    moved: str = ""  # the folder that data.yaml names and that isn't there
+    lost: str = ""  # warning that training images can't calibrate
+    moved: str = ""  # warning that data.yaml's folder is missing
 
 
 class Yolo(DataFormat):
@@ -187,7 +187,7 @@ class Yolo(DataFormat):
     labels = "objects"
 
     def fits(self, path: Path) -> bool:
-        """Return whether there is a data.yaml, or label files where YOLO looks for them (also beside images alone)."""
+        """Return whether there is a data.yaml, or label files in YOLO's places (also next to images alone)."""
         if not path.is_dir():
             return path.suffix in self.suffixes
         if any(path.glob("data.y*ml")):
@@ -197,7 +197,7 @@ class Yolo(DataFormat):
         return any(file is not None for file in first_labels) or _has_labels(path)
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        """List its images; missing training images are a warning where calibration images were to be taken."""
+        """List its images; missing training images are a warning if calibration images are requested."""
         description = (
             _from_folders(path) if path.is_dir() and _find_yaml(path) is None else _from_yaml(_find_yaml(path) or path)
         )
@@ -229,7 +229,7 @@ YOLO = Yolo()
 
 
 def _read_names(files: list[Path], count: int) -> tuple[list[str], list[Path]]:
-    """Return `count` class names and their file: the first that has `count` lines; without one, numbers and no file."""
+    """Return `count` class names and their file: the first one with `count` lines; else numbers and no file."""
     for file in filter(Path.is_file, files):
         names = [clean_name(line.strip()) for line in file.read_text("utf-8-sig", "replace").splitlines()]
         names = [name for name in names if name]
@@ -239,7 +239,7 @@ def _read_names(files: list[Path], count: int) -> tuple[list[str], list[Path]]:
 
 
 def _has_labels(folder: Path) -> bool:
-    """Return whether any of the first images directly in the folder has a label file."""
+    """Return whether one of the first images directly in the folder has a label file."""
     first = sorted(file for file in folder.iterdir() if is_image(file.name) and not is_system(file.name))[
         :SAMPLED_IMAGES
     ]
@@ -305,10 +305,10 @@ def _parse_shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _find_root(file: Path, about: dict[str, Any]) -> tuple[Path, str]:
-    """Return the base of the paths in data.yaml, and a warning where it isn't the folder that `path` names.
+    """Return the base of the paths in data.yaml, and a warning if the folder in its `path` is missing.
 
-    `path` may be relative to the file's folder, or to the working directory, as ultralytics reads it. Where it is
-    missing, as in a data set that was moved, the file's folder is the base.
+    `path` may be relative to the file's folder or, as in ultralytics, to the working directory. If it is missing, as in
+    a moved data set, the file's folder is the base.
     """
     own, path = make_absolute(file.parent), about.get("path")
     if not path:
@@ -321,15 +321,14 @@ def _find_root(file: Path, about: dict[str, Any]) -> tuple[Path, str]:
 
 
 def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
-    """List the images of a split: of a folder, of a text file that lists them, or of several of those.
+    """List the images of a split: a folder, a text file that lists them, or several of these.
 
-    Returned with the fault if an entry doesn't exist or there are no images, else "".
+    The second value is the problem if an entry or all images are missing, else "".
     """
     paths: list[Path] = []
     entries, wrong = entries if isinstance(entries, list) else [entries], ""
     for entry in entries:
-        # Exports of some tools write ../valid/images or NAME/valid/images for the images in the folder NAME, and those
-        # on Windows backslashes.
+        # Some tools write ../valid/images or NAME/valid/images for images in the folder NAME, or backslashes (Windows).
         names = [str(entry), str(entry).replace("\\", "/")]
         names += [name.removeprefix(above) for name in names for above in ("../", f"{root.name}/")]
         places = [root / name for name in names]
@@ -357,7 +356,7 @@ def _in_text(file: Path, root: Path) -> list[Path]:
 
 
 def _from_folders(folder: Path) -> _Description:
-    """Find the images in images/val or val/images, with labels beside; all of images/ if there are no splits."""
+    """Find the images in images/val or val/images, with labels in parallel; in images/ if there are no splits."""
     folder = make_absolute(folder)
 
     def images_of(*splits: str) -> list[Path]:
@@ -377,7 +376,7 @@ def _from_folders(folder: Path) -> _Description:
 
 
 def _check_orphans(folder: Path, labels: dict[Path, Path]) -> None:
-    """Refuse label files whose image is missing; `labels` has the label file of each image."""
+    """Refuse label files without an image; `labels` has the label file of each image."""
     places = {label.parent: image.parent for image, label in labels.items() if "labels" in label.parts}
     for place, beside in sorted(places.items()):
         pictured = {image.stem for image in beside.iterdir() if is_image(image.name)}

@@ -1,4 +1,4 @@
-"""Blocks: what is compared with each other, and so measured on one device; and the trial that all devices repeat.
+"""Blocks of trials that are compared, so measured on one device, and the anchor trial that all devices repeat.
 
 python -m dyno.devices.blocks FOLDER is the process of one block; it reads block.json there.
 """
@@ -30,43 +30,43 @@ from dyno.worker.spec import SCHEMA, Trial, UserError, digest
 
 @dataclass(frozen=True)
 class Block:
-    """All trials of one model, batch and size: what measures in turns together, and never on two devices."""
+    """All trials of one model, batch and size: they are measured interleaved, always on one device."""
 
     trials: tuple[Trial, ...]
-    source: str  # their model, as the study has it
+    source: str  # their model's source in the study
 
     @property
     def id(self) -> str:
-        """The hash of what its trials have in common, the same when a study gets more backends or precisions."""
+        """Hash of what its trials share; it stays the same when a study gets more backends or precisions."""
         first = self.trials[0]
         return digest([first.model.name, first.dims])[:12]
 
     @property
     def part(self) -> TrialSelection:
-        """Its part of the study's plan."""
+        """The block's selection from the study's plan."""
         return TrialSelection([trial.id for trial in self.trials], [self.source])
 
     @property
     def label(self) -> str:
-        """The block in words, as in a progress line."""
+        """Short name for progress lines."""
         dims = self.trials[0].dims
         return f"{self.trials[0].model.name} b{dims.batch} {dims.shown}".rstrip()
 
 
 def split_blocks(planned: Sequence[PlannedTrial]) -> list[Block]:
-    """Return the blocks of the trials that can run, in their order; each trial is in exactly one."""
+    """Return the blocks of the trials that can run, in order; each trial is in exactly one."""
     sources = {entry.trial.id: entry.source for entry in planned}
     groups = ensemble.group_trials([entry.trial for entry in planned if not entry.refusal])
     return [Block(tuple(group), sources[group[0].id]) for group in groups]
 
 
 def find_anchor(planned: Sequence[PlannedTrial]) -> PlannedTrial | None:
-    """Return the trial repeated on every device of a study: the reference of its first block; None without a block."""
+    """Return the trial repeated on every device: the reference of the study's first block; None without a block."""
     trial = next((ensemble.choose_reference(block.trials, None) for block in split_blocks(planned)), None)
     return next((entry for entry in planned if entry.trial == trial), None)
 
 
-# A block's process: what it is asked for, and the process on this host from outside.
+# A block's process from outside: its request, its start on this host and its end.
 
 BLOCK_FILE, REQUEST_FILE = "block.json", "request.toml"
 SHUTDOWN_TIMEOUT_S = 10.0  # grace period after an interrupt
@@ -75,7 +75,7 @@ SHUTDOWN_TIMEOUT_S = 10.0  # grace period after an interrupt
 def start_process(
     folder: Path, study: Study, part: TrialSelection, place: Place, *, retry_failed: bool
 ) -> RunningBlock:
-    """Start measuring that part of the study at the place, into the folder, which may hold some of it already."""
+    """Start measuring the selection at the place, into the folder, which may already hold some of it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / REQUEST_FILE, replace(study, device=place.device).to_toml())
     order = {
@@ -103,7 +103,7 @@ class BlockProcess(RunningBlock):
 
 
 def start_block(folder: Path, env: Mapping[str, str], cwd: str | None = None) -> subprocess.Popen[bytes]:
-    """Start the process that measures what the folder's order asks for; it dies with its caller."""
+    """Start the process that measures the folder's request; it dies with its caller."""
     write_json(folder / BLOCK_FILE, {**read_json(folder / BLOCK_FILE), "driver": os.getpid()})
     with open(folder / LOG_FILE, "ab") as log:
         return subprocess.Popen(
@@ -114,7 +114,7 @@ def start_block(folder: Path, env: Mapping[str, str], cwd: str | None = None) ->
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt it, and kill it if it doesn't end."""
+    """Interrupt the process; kill it if it doesn't end."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
     try:
@@ -124,11 +124,11 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-# In that process: confined to its place, it measures the block's trials into a separate run folder.
+# A block's process from inside: confined to its place, it measures the trials into a separate run folder.
 
 
 def main(folder: Path) -> int:
-    """Measure the trials that the folder's block.json asks for and the folder lacks; return the exit code."""
+    """Measure the trials requested in the folder's block.json that the folder lacks; return the exit code."""
     order: dict[str, Any] = read_json(folder / BLOCK_FILE)
     system.die_with_parent(order["driver"])
     if order["cores"]:

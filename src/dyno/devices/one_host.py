@@ -1,4 +1,4 @@
-"""Differences between a study's devices by the anchor trial, and whether they disturb each other."""
+"""Comparison of a study's devices by the anchor trial, and test whether they disturb each other."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from dyno.study.study import Study
 from dyno.worker.record import Record, read_json, write_json
 from dyno.worker.spec import DEFAULT_ROUNDS, FIXED, SCHEMA, Job, Plan, Trial, UserError, digest
 
-# The anchor trial on devices of this host, in turns: each alone, and all of them at once, in the same processes.
+# The anchor trial interleaved on this host's devices, in the same processes: each alone, and all at once.
 
-ANCHOR_ROUNDS = 3  # fresh processes: Student's t of two rounds is 12.7, of three 4.3
-BLOCKS_PER_KIND = 5  # blocks alone, and blocks beside the other devices
+ANCHOR_ROUNDS = 3  # rounds in fresh processes: Student's t is 12.7 for two, 4.3 for three
+BLOCKS_PER_KIND = 5  # blocks alone, and blocks with all devices at once
 BLOCK_S, MAX_STEP_S = 0.1, 0.5  # length of a block; limit for one pass over all devices
-MAX_ATTEMPTS = 2  # of a round: a process may die for other reasons than its device
+MAX_ATTEMPTS = 2  # attempts per round: a process may die for other reasons than its device
 SLOW_FACTOR = 4  # a trial slower than this multiple of the planned time has three blocks of each kind
-LossReasons = dict[str, str]  # place -> why the anchor could not be measured there
+LossReasons = dict[str, str]  # place -> reason why the anchor could not be measured there
 
 
 def plan_anchor(trial: Trial, count: int) -> Trial:
-    """Return the anchor with the plan for `count` devices, however the study's own trials are timed."""
+    """Return the anchor with its own plan for `count` devices, in place of the study's rounds and duration."""
     block_s = min(BLOCK_S, MAX_STEP_S / count)
     own = Plan(
         ("model",), trial.plan.warmup_s, SLOW_FACTOR * 2 * BLOCKS_PER_KIND * block_s, rounds=ANCHOR_ROUNDS,
@@ -53,10 +53,10 @@ def plan_anchor(trial: Trial, count: int) -> Trial:
 
 
 def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, progress: Progress) -> LossReasons:
-    """Measure those of `rounds` rounds that the folder doesn't hold yet; return the failed places with the reason.
+    """Measure those of `rounds` rounds that the folder lacks; return the failed places with reasons.
 
-    After a failed round no other is begun. The processes of all rounds start at once if there is enough memory, because
-    starting them takes most of the time; rounds that fail are retried by themselves.
+    A failed round ends the measurement. The processes of all rounds start at once if there is enough memory, because
+    starting them takes most of the time; failed rounds are retried one by one.
     """
     lost: LossReasons = {}
     with progress.show_study([]):
@@ -91,10 +91,10 @@ def read(folder: Path, places: Sequence[Place], rounds: int) -> list[AnchorDevic
 def summarise_rounds(
     place: str, card: str, rounds: Sequence[tuple[Mapping[int, float], Sequence[int]]]
 ) -> AnchorDevice:
-    """Build the device from processes that measured in turns.
+    """Build the device's figures from interleaved processes.
 
-    Each has the median seconds of its blocks by number, and the number of devices that measured in each block, one or
-    all. Two consecutive blocks are one of each kind.
+    Each process has the median seconds of its blocks by number, and the number of devices that measured in each block:
+    one or all. Two consecutive blocks are one of each kind.
     """
     alone, beside, ratios = [], [], []
     for medians, company in rounds:
@@ -116,13 +116,13 @@ def file_name(place: Place) -> str:
 def _measure_rounds(
     trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequence[int], progress: Progress
 ) -> LossReasons:
-    """Measure these rounds in fresh processes, in parallel; return the places that failed, with the reason.
+    """Measure these rounds in fresh processes, in parallel; return the failed places with reasons.
 
-    A round counts once the process of every device has ended well.
+    A round counts only if the processes of all devices succeed.
     """
     with ExitStack() as stack:
         files = {}
-        # Always in one order, so that no two processes wait for each other.
+        # Locked in a fixed order, against deadlocks.
         for place in sorted(places, key=lambda place: place.card):
             with confine_to(place):
                 stack.enter_context(hold_device(trial.runtime, progress.show_waiting))
@@ -135,7 +135,7 @@ def _measure_rounds(
         for number, own in rounds.items():
             for place in places:
                 file = files[place.name]
-                # Rounds of a job count from 1 here: in round 0 it would answer all images.
+                # Rounds of a job count from 1 here, as round 0 would evaluate all images.
                 job = Job("run", trial.runtime, trial, number + 1, artifact=None if isinstance(file, Record) else file)
                 own_folder, where = _name_anchor_folder(folder, place, number), partial(confine_to, place)
                 own.append(InterleavedJob(job, own_folder, number, where=where))
@@ -159,7 +159,7 @@ def _each_round(members: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]
 
 
 def _find_failure(member: InterleavedJob) -> str:
-    """Return why the member's process has no result, or "" if it has one."""
+    """Return why the member's process has no result; "" if it has one."""
     record = member.record
     if record is None:
         return "it was not started"
@@ -193,18 +193,18 @@ ANCHORS = "anchors"
 
 @dataclass(frozen=True)
 class StudyPlaces:
-    """The places that a study goes on with, and the machines on which blocks are measured one at a time."""
+    """Places that a study continues with, and the machines that measure one block at a time (`in_turn`)."""
 
     places: Sequence[Place]
     in_turn: Collection[str] = ()
 
 
 def measure_devices(study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> StudyPlaces:
-    """Measure the anchor trial at each place alone and beside the others, unless the folder has that.
+    """Measure the anchor trial at each place alone and with the others, unless the folder has the result.
 
-    Places of this host do that in turns, in the same processes; a place where it can't be measured is left out, unless
-    that is so at all. Blocks may be measured side by side on a machine where no place is slower beside its others than
-    alone, beyond the spread between rounds and by what doesn't count as equal.
+    Places of this host are interleaved in the same processes. A place where the anchor fails is left out, unless it
+    fails at all places. Blocks run one at a time on a machine if a place is slower with the others than alone, beyond
+    the spread between rounds and the margin of equivalence.
     """
     own = replace(
         study, device=places[0].device, rounds=DEFAULT_ROUNDS, until=FIXED, boundaries=("model",), budget={}, limit={},
@@ -220,7 +220,7 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
     if (stored := read_devices(folder)) and stored.key == asked:
         return StudyPlaces(places, _find_disturbed(stored, places))
     progress.show_step(f"{trial.label} on each device alone and on all at once, for what they do to each other")
-    own_folder = folder / ANCHORS / key[:12]  # named by these devices and the devices beside them
+    own_folder = folder / ANCHORS / key[:12]  # named by the set of devices
     if in_turns:
         rows = _in_turns(trial, own_folder, places, study.equivalent, progress)
         if isinstance(rows, dict):
@@ -242,17 +242,17 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
 
 
 def _find_disturbed(found: AnchorDevices, places: Sequence[Place]) -> set[str]:
-    """Return the machines whose devices disturb each other."""
+    """Return the machines with devices that disturb each other."""
     return {place.machine for place in places if place.name in found.disturbed}
 
 
 def _in_turns(
     trial: Trial, folder: Path, places: Sequence[Place], equivalent: float, progress: Progress
 ) -> list[AnchorDevice] | LossReasons:
-    """Measure the anchor interleaved at places of this host; return the devices, or the places where that failed.
+    """Measure the anchor interleaved at places of this host; return the devices, or the failed places with reasons.
 
-    If a place is slower beside the others, a study takes several times as long; because another program may have caused
-    it, as many processes are measured again, and all of them decide.
+    A place slowed down by others makes a study take several times as long. Another program may have caused it, so the
+    same number of rounds is measured again, and all rounds decide.
     """
     for rounds in (ANCHOR_ROUNDS, 2 * ANCHOR_ROUNDS):
         if lost := measure(trial, folder, places, rounds, progress):
@@ -268,7 +268,7 @@ def _in_turns(
 def _drop_places(
     lost: LossReasons, study: Study, folder: Path, places: Sequence[Place], progress: Progress
 ) -> StudyPlaces:
-    """Go on without the places where the anchor could not be measured; with all if the trial itself is at fault."""
+    """Continue without the places where the anchor failed; with all places if it failed everywhere."""
     rest = [place for place in places if place.name not in lost]
     for name, why in lost.items():
         progress.note(f"{name}: the trial that all devices repeat could not be measured ({why})")
@@ -284,7 +284,7 @@ def _measure_apart(
 ) -> list[AnchorDevice]:
     """Measure the anchor at places of a cluster.
 
-    Each place first runs alone on its host, in parallel on all hosts; then all places that share a host run at once.
+    First each place runs alone on its host, in parallel with other hosts; then all places of a host run at once.
     """
     hosts: dict[str, list[Place]] = {}
     for place in places:

@@ -1,5 +1,4 @@
-"""Places: the devices that a study is spread over, each as the environment and processors of what runs there, and the
-process that measures a block of the study at one of them."""
+"""Places: a study's devices, each with the environment and processors of its processes, and their running blocks."""
 
 from __future__ import annotations
 
@@ -22,27 +21,27 @@ from dyno.worker.spec import Unfinished, UserError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 LOG_FILE = "block.log"
-BAD_INPUT = 2  # exit code of a block's process
+BAD_INPUT = 2  # exit code of a block's process for bad input
 
 
 class Host(Protocol):
-    """The host of a place, if it isn't this one; `gone`: nothing can be started there any more."""
+    """Another host, with a place of the study; `gone`: nothing can be started there any more."""
 
     gone: bool
 
     def begin(self, folder: Path, place: Place) -> RunningBlock:
-        """Start measuring what the folder's order asks for."""
+        """Start measuring the folder's request."""
         ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """One device by the user's name for it, and how a process is confined to it.
+    """A device under the user's name for it, with the settings that confine a process to it.
 
-    `device` is its name in there: a GPU is the only one that the process sees. `cores` are the logical processors that
-    it may use, empty for all. `card` is the GPU's model, driver and UUID, or the processor's model and share. Each
-    backend gets `threads` threads, 0 for one per physical core that the process may use. `machine` is the
-    name of its host, and `host` what begins a block there, None for this one.
+    `device` is its name inside the process, which sees no other GPU. `cores` are the logical processors that it may use
+    (empty: all). `card` is the GPU's model, driver and UUID, or the processor's model and share. `threads` is the
+    number of threads per backend (0: one per physical core that the process may use). `machine` is its host's name;
+    `host` begins blocks there (None: this host).
     """
 
     name: str
@@ -56,12 +55,12 @@ class Place:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing can be begun there any more."""
+        """Whether nothing can be started there any more."""
         return self.host is not None and self.host.gone
 
 
 class RunningBlock(ABC):
-    """The process that measures trials of one block into `folder`, here or on another host, whose files it then has."""
+    """The process that measures a block's trials into `folder`; files from another host are mirrored there."""
 
     def __init__(self, folder: Path, place: Place) -> None:
         self.folder, self.place = folder, place
@@ -70,7 +69,7 @@ class RunningBlock(ABC):
     @property
     @abstractmethod
     def code(self) -> int | None:
-        """Its exit code, that of the signal that killed it as a negative number; None while it runs."""
+        """Exit code; minus the signal's number if a signal killed it; None while it runs."""
 
     @abstractmethod
     def end(self) -> None:
@@ -82,7 +81,7 @@ class RunningBlock(ABC):
 
     @property
     def lost(self) -> str:
-        """How it died before its work was done; "" where it ended by itself. A `UserError` where it had bad input."""
+        """Reason for its death before its work was done; "" if it ended by itself. Raises `UserError` for bad input."""
         code = self.code or 0
         if code == 0:
             return ""
@@ -95,7 +94,7 @@ class RunningBlock(ABC):
         return f"exit code {code}: {last}"
 
     def pass_on(self, progress: Progress) -> None:
-        """Print the whole lines that it has written since."""
+        """Print the complete lines that it has written since the last call."""
         text = (self.folder / LOG_FILE).read_bytes()
         end = text.rfind(b"\n") + 1
         for line in text[self._read : end].decode("utf-8", "replace").splitlines():
@@ -105,7 +104,7 @@ class RunningBlock(ABC):
 
 @contextmanager
 def confine_to(place: Place) -> Iterator[None]:
-    """Confine processes started while the block runs to the place, as the processes of its blocks are."""
+    """Confine processes started in the `with` block to the place, like the processes of its blocks."""
     cores, before = os.sched_getaffinity(0), {name: os.environ.get(name) for name in place.env}
     os.environ.update(place.env)
     try:
@@ -127,7 +126,7 @@ def set_variables(values: Mapping[str, str | None]) -> None:
 
 
 def is_several(study: Study) -> bool:
-    """Return whether the study is spread over devices rather than measured by this process."""
+    """Return whether the study is spread over devices or a cluster rather than measured by this process."""
     return bool(study.on) or len(split_devices(study.device)) > 1
 
 
@@ -137,7 +136,7 @@ def split_devices(device: str) -> list[str]:
 
 
 def parse_places(device: str, threads: int = 0) -> list[Place]:
-    """Return the places of a study's devices, whose jobs have `threads` threads (0: unspecified).
+    """Return the places of a study's devices, for jobs with `threads` threads (0: unspecified).
 
     Raises `UserError` for a missing device, a name given twice, or devices of two kinds.
     """
@@ -154,7 +153,7 @@ def parse_places(device: str, threads: int = 0) -> list[Place]:
 def _list_gpus(listed: list[str], threads: int) -> list[Place]:
     """Return the GPUs, each with a share of the physical cores if a share has enough cores for the threads.
 
-    Jobs pin themselves to the first processors that they may use; without shares these would be the same for all.
+    Jobs pin themselves to the first processors that they may use; without shares all jobs would use the same ones.
     """
     cores = system.core_threads()
     each = len(cores) // len(listed)
@@ -171,7 +170,7 @@ def list_share(cores: Sequence[Sequence[int]], each: int, k: int) -> tuple[int, 
 
 
 def _make_gpu_place(name: str) -> Place:
-    """Return the GPU of this name as a place, whose processes see no other GPU."""
+    """Return the GPU of this name as a place; its processes see no other GPU."""
     if missing_gpu(name):
         raise UserError(f"there is no {name} here: neither NVML nor CUDA's driver sees such a GPU; omit it")
     number = int(name.partition(":")[2] or 0)
@@ -207,7 +206,7 @@ def describe_share(model: str, cores: Sequence[int]) -> str:
 
 
 def list_left(places: Sequence[Place]) -> list[Place]:
-    """Return the places that can still begin a block; raise `Unfinished` if there are none."""
+    """Return the places that can still begin a block; raise `Unfinished` if all are gone."""
     there = [place for place in places if not place.gone]
     if not there:
         raise Unfinished("every device of the study was lost; the same command again goes on with what is missing")
@@ -215,7 +214,7 @@ def list_left(places: Sequence[Place]) -> list[Place]:
 
 
 def at_one(study: Study, places: Sequence[Place]) -> Study:
-    """Return the study as each place's process measures it."""
-    here = len(os.sched_getaffinity(0))  # it is planned here
+    """Return the study as measured by the process of each place."""
+    here = len(os.sched_getaffinity(0))  # of this process, which makes the plan
     few = min(here, *(place.threads for place in places))
     return replace(study, device=places[0].device, threads=study.threads or few, on="")

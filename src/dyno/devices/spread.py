@@ -1,4 +1,4 @@
-"""A study spread over devices: each block is measured on one of them, by the engine in a separate process."""
+"""Studies spread over devices: each block is measured on one device, in a separate process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dyno.study.plan import expand
 from dyno.study.study import Study
 from dyno.worker.spec import UserError, check_known, digest
 
-MAX_LOSSES = 3  # a block whose process died so often stays unmeasured
-OTHER_DEVICES_DIR = "archive/elsewhere"  # rows of devices that a later command doesn't have
-OF_ONE_DEVICE = ("peak", "energy", "baseline")  # settings that are about a single device
+MAX_LOSSES = 3  # deaths of its process after which a block stays unmeasured
+OTHER_DEVICES_DIR = "archive/elsewhere"  # rows of devices that a later command lacks
+OF_ONE_DEVICE = ("peak", "energy", "baseline")  # settings for a single device
 
 
 def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False) -> None:
-    """Measure whatever the folder doesn't hold yet, as `execute` does, on one device or spread over several."""
+    """Measure the missing part of the study like `execute`, on one device or spread over several."""
     if not places.is_several(study):
         execute(study, folder, progress, retry_failed=retry_failed, other_routes=not study.baseline)
         return
@@ -52,14 +52,14 @@ def _parse_cluster(study: Study) -> tuple[str, str]:
     kind, _, spec = study.on.partition("=")
     if kind:
         check_known("cluster", kind, ("ray", "slurm"))
-    if "=" in study.on and not spec:  # an address that is an empty variable should not mean another cluster
+    if "=" in study.on and not spec:  # an address from an empty variable must not mean another cluster
         advice = "write ray=HOST:PORT or slurm=4, or ray for the one of this host"
         raise UserError(f"--cluster {study.on} names nothing; {advice}")
     return kind, spec
 
 
 def _found_places(study: Study, folder: Path, progress: Progress) -> AbstractContextManager[list[Place]]:
-    """Hold the places over which the study is spread, while the block runs."""
+    """Return a context manager for the places over which the study is spread."""
     kind, spec = _parse_cluster(study)
     if kind == "slurm":
         return slurm_cluster.slurm_places(spec, study.device, folder, progress)
@@ -67,7 +67,7 @@ def _found_places(study: Study, folder: Path, progress: Progress) -> AbstractCon
 
 
 def expected_places(study: Study) -> AbstractContextManager[list[Place]]:
-    """Hold the places that a plan needs, while the block runs: the same as in a study, but no job is started."""
+    """Return a context manager for the places that a plan needs: those of a study, but no job is started."""
     kind, spec = _parse_cluster(study)
     if kind == "ray":
         return ray_cluster.hold_places(spec, study.device)
@@ -93,7 +93,7 @@ def _run_blocks(study: Study, folder: Path, found: list[Place], progress: Progre
 
 @dataclass
 class BlockScheduler:
-    """Blocks on their way to the places and back; `losses` are the places that each lost, with the reason."""
+    """Scheduler of blocks on places; `losses` has the lost places of each block, with reasons."""
 
     run: Run
     own: Study  # the study as each process measures it
@@ -106,7 +106,7 @@ class BlockScheduler:
     losses: dict[str, list[str]] = field(default_factory=dict)
 
     def measure(self, waiting: list[Block]) -> None:
-        """Measure the blocks, each at the place where it was begun, else at the free place that has had the fewest."""
+        """Measure the blocks, each at the place where it was begun, else at the free place with the fewest blocks."""
         waiting = list(waiting)
         try:
             while waiting or self.running:
@@ -120,7 +120,7 @@ class BlockScheduler:
     def _start_blocks(self, waiting: list[Block]) -> None:
         if not self.running:  # otherwise a running block reports why its place is lost
             places.list_left(self.places)
-        # Of each place so far, so that none stays idle if blocks run one at a time.
+        # Blocks per place so far, so that no place stays idle if blocks run one at a time.
         begun = Counter(placement.place for placement in list_placements(self.run.folder))
         for place in sorted(self.places, key=lambda place: begun[place.name]):
             busy = {one.place.machine for _, one in self.running.values()}
@@ -132,12 +132,12 @@ class BlockScheduler:
                 self._begin_block(block, place)
 
     def _begun_at(self, block: Block) -> str:
-        """Return the place that the block belongs to, or "" if it can go anywhere."""
+        """Return the place that the block belongs to; "" if it can go anywhere."""
         begun = read_placement(self.run.folder, block.id)
         return next((place.name for place in self.places if not place.gone and _is_same_place(place, begun)), "")
 
     def _begin_block(self, block: Block, place: Place) -> None:
-        """Start the block's process, with the block's rows that the run folder has already."""
+        """Start the block's process, with the block's rows that the run folder already has."""
         folder = _name_folder(self.run, block)
         begun = read_placement(self.run.folder, block.id)
         if begun and not _is_same_place(place, begun):
@@ -153,7 +153,7 @@ class BlockScheduler:
         self.running[place.name] = block, one
 
     def _set_aside(self, block: Block, place: str) -> None:
-        """Archive the block's rows of a device that this command hasn't: all rounds of a block are of one device."""
+        """Archive the block's rows of a device that this command lacks: all rounds of a block are of one device."""
         rows = [self.run.folder / "trials" / trial.id for trial in block.trials]
         rows += (_name_folder(self.run, block) / "trials").glob("*")
         if rows := [row for row in rows if row.is_dir()]:
@@ -165,7 +165,7 @@ class BlockScheduler:
         shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
 
     def _take_ended(self) -> list[Block]:
-        """Take the results of the processes that ended; the blocks whose process was lost."""
+        """Take the results of the ended processes; return the blocks to start anew."""
         lost = []
         for name, (block, one) in list(self.running.items()):
             one.pass_on(self.progress)
@@ -181,7 +181,7 @@ class BlockScheduler:
         return lost
 
     def _record_loss(self, block: Block, place: Place, reason: str) -> list[Block]:
-        """Return the block, to start anew elsewhere as its rounds must be of one device; none after MOST_LOSSES."""
+        """Record the loss; return the block, to start anew on one device, or nothing after MAX_LOSSES losses."""
         losses = self.losses.setdefault(block.id, [])
         losses.append(f"{place.name}: {reason}")
         if len(losses) >= MAX_LOSSES:
@@ -218,7 +218,6 @@ class BlockScheduler:
 
 
 def _is_same_place(place: Place, begun: Placement | None) -> bool:
-    """Return whether a block was begun at the place: at the same name and card."""
     return begun is not None and (place.name, place.card) == (begun.place, begun.card)
 
 
@@ -231,7 +230,7 @@ def _hash_request(block: Block, study: Study) -> str:
 
 
 def _is_done(run: Run, block: Block, study: Study) -> bool:
-    """Return whether the folder has all of the block already."""
+    """Return whether the run folder has the whole block, measured for this request."""
     present = all((run.folder / "trials" / trial.id).is_dir() for trial in block.trials)
     begun = read_placement(run.folder, block.id)
     return present and begun is not None and begun.done == _hash_request(block, study)

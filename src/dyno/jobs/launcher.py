@@ -1,4 +1,4 @@
-"""Start one job in its own process, watch it, end it when its time is over, and record how it ended."""
+"""Launcher of jobs: each is started in its own process, watched, killed at its time limit, and its end recorded."""
 
 from __future__ import annotations
 
@@ -38,17 +38,22 @@ WORKER_MAIN = Path(__file__).parents[1] / "worker" / "main.py"
 POLL_S = 0.05
 TOOL_SHUTDOWN_S = 30.0  # time for a wrapping tool (a profiler) to write its files
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-OF_THIS_PROCESS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # errors that no other program would end
+OF_THIS_PROCESS = (
+    errno.EAGAIN,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+)  # errors of this process: another program could not start either
 LAST_LINES_B = 10_000
 LOGS = ("stdout.log", "stderr.log")
 KEPT_HEAD_B, KEPT_TAIL_B = 1 << 18, 3 << 18  # bytes kept of each log
 COPY_CHUNK_B = 1 << 20  # bytes copied at once
-TRUNCATION_MARK = "\n[Dyno left out about {:,} bytes here]\n"  # output during the count isn't counted
-MAX_SWEEPS = 20  # repeated: processes may start others while they are killed
+TRUNCATION_MARK = "\n[Dyno left out about {:,} bytes here]\n"  # approximate, as output continues
+MAX_SWEEPS = 20  # repeated, as processes may start others while they are killed
 TF32_VARIABLE = "NVIDIA_TF32_OVERRIDE"  # environment variable that switches TF32 off
 # environment variable of a job and its children: id of this process's jobs, and the job's own
 JOB_VARIABLE = "DYNO_JOB"
-# What a shell does that outlives this process: where that was killed, it kills what its jobs left.
+# Script of a shell that outlives this process: if this process was killed, it kills the rest of its jobs.
 SWEEP = """
 exec 3<&0
 (
@@ -60,13 +65,13 @@ exec 3<&0
 ) &
 """
 
-UNCOMPILED_KINDS = ("train", "take")  # jobs without compilation, in folders of the user
+UNCOMPILED_KINDS = ("train", "take")  # kinds of jobs without compilation, in folders of the user
 
 Tick = Callable[[str, float], None]
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user's interrupt, after which the job ended well; `record` is the job's."""
+    """The user's interrupt after a job that ended well; `record` is the job's."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -74,7 +79,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def make_environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Build the job's environment: equal threads for every BLAS and OpenMP, telemetry off, the runtime's own on top."""
+    """Build the job's environment: equal threads for all BLAS and OpenMP, no telemetry, the runtime's own on top."""
     env = dict(os.environ if base is None else base)
     if runtime.python:
         env = {key: value for key, value in env.items() if key not in system.PYTHON_VARIABLES}
@@ -88,12 +93,12 @@ def make_environment(runtime: Runtime, base: Mapping[str, str] | None = None) ->
 
 
 def _choose_compiler_cache(kind: str, folder: Path) -> dict[str, str]:
-    """Return a compiler cache that the rounds of one trial share, so that the first build of a study is always cold."""
+    """Return a compiler cache shared by the rounds of one trial, so that a study's first build is always cold."""
     return {} if kind in UNCOMPILED_KINDS else {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
 
 
 def _forbid_tf32(job: Job) -> dict[str, str]:
-    """Return the variable that keeps NVIDIA's libraries from computing fp32 in TF32, for a job in fp32.
+    """Return the variable that keeps NVIDIA's libraries from using TF32, for a job in fp32.
 
     An engine may use TF32 by default, and ONNX Runtime's TensorRT provider has no option against it.
     """
@@ -113,13 +118,13 @@ def launch(
     patience_s: float = 0.0,
     tool: Sequence[str] = (),
 ) -> Record:
-    """Run the job in the folder and return its record; a crash, a hang or an out-of-memory kill is a record too.
+    """Run the job in the folder and return its record; a crash, a hang or an out-of-memory kill gives a record too.
 
-    `tick` is called about twenty times a second with the job's stage and its seconds so far; `extra` is added to the
-    job's environment, and the job has the files `inherited` open. An interrupt kills it; with `patience_s` it is passed
-    on to the job, which has so long to end well: the interrupt then goes on as `Interrupted`, with the job's record.
-    `tool` are the words of a command that starts the job's process and watches it, such as a profiler; when the time
-    is over it is interrupted first, so that it can write what it has.
+    `tick` is called about twenty times a second with the job's stage and elapsed seconds. `extra` is added to the job's
+    environment, and the job inherits the open files `inherited`. An interrupt kills the job. With `patience_s` the job
+    is interrupted instead and has that many seconds to end well; then `Interrupted` is raised with its record. `tool`
+    is a command that starts and watches the job's process, such as a profiler; at the time limit it is interrupted
+    first, so that it can write its data.
     """
     started = start(job, folder, extra, inherited, tool=tool)
     try:
@@ -140,7 +145,7 @@ def launch(
 
 @contextmanager
 def stop_jobs_on_error(pool: ThreadPoolExecutor) -> Iterator[Tick]:
-    """Yield a `tick` for jobs that the pool's threads launch: an error in the block, or an interrupt, kills them."""
+    """Yield a `tick` for jobs launched by the pool's threads: an error or interrupt in the block kills them."""
     stopped = Event()
 
     def check_stopped(stage: str, seconds: float) -> None:
@@ -156,19 +161,19 @@ def stop_jobs_on_error(pool: ThreadPoolExecutor) -> Iterator[Tick]:
 
 
 def _interrupt_job(started: JobProcess, patience_s: float) -> Record | None:
-    """Interrupt the job and return its record if it ends well within `patience_s` seconds, else None."""
+    """Interrupt the job; return its record if it ends well within `patience_s` seconds, else None."""
     with suppress(ProcessLookupError):
         os.kill(started.process.pid, signal.SIGINT)
     try:
         started.process.wait(patience_s)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # or the user's patience is at an end
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second interrupt by the user
         return None
     record = read_record(started.folder)
     return record if record is not None and record.status == "ok" else None
 
 
 def _let_end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the process and all that it started, as a terminal does, and give them a while to end."""
+    """Interrupt the process and its children, as a terminal does, and give them time to end."""
     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGINT)
         process.wait(TOOL_SHUTDOWN_S)
@@ -176,7 +181,7 @@ def _let_end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True)
 class JobProcess:
-    """A job that runs, or that has ended and wasn't looked at yet; `kills` is how many the kernel had killed before."""
+    """A job that runs, or has ended unexamined; `kills` is the kernel's number of out-of-memory kills before it."""
 
     job: Job
     folder: Path
@@ -194,12 +199,12 @@ def start(
     mates: Collection[int] = (),
     tool: Sequence[str] = (),
 ) -> JobProcess:
-    """Start the job's process in the folder, with `extra` in its environment and these files open.
+    """Start the job's process in the folder, with `extra` in its environment and the open files `inherited`.
 
-    `mates` are the processes that it takes turns with; `tool` is as in `launch`.
+    `mates` are the processes that are interleaved with it; `tool` is as in `launch`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Files of an earlier job must not pass for this one's.
+    # Files of an earlier job must not be taken for this one's.
     for stale in ("record.json", "partial.json", "stage", *LOGS):
         (folder / stale).unlink(missing_ok=True)
     write_json(folder / "job.json", check_readable(job))
@@ -233,7 +238,7 @@ def start(
 
 
 def abandon(started: JobProcess) -> None:
-    """Kill the job with all that it started, whether it runs, is stopped or has ended."""
+    """Kill the job with all its processes, whether it runs, is stopped or has ended."""
     _kill_group(started.process)
     _kill_strays(started.id)
     trim_logs(started.folder, max_bytes=KEPT_HEAD_B + KEPT_TAIL_B + len(TRUNCATION_MARK))
@@ -255,7 +260,7 @@ def finish(started: JobProcess, timeout_s: float, timed_out: bool) -> Record:
 
 
 def _watch_process(process: subprocess.Popen[bytes], folder: Path, timeout_s: float, tick: Tick | None) -> bool:
-    """Wait for the process; True when its time ran out first."""
+    """Wait for the process; return True if it reaches the time limit."""
     begin = time.monotonic()
     while True:
         try:
@@ -271,14 +276,14 @@ def _watch_process(process: subprocess.Popen[bytes], folder: Path, timeout_s: fl
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    # The group outlives its leader when a library left a child behind, so it is killed in every case.
+    # A library's child may outlive the group's leader, so the group is always killed.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _kill_strays(id: str) -> None:
-    """Kill processes of the job that left its group, and those that they start meanwhile."""
+    """Kill processes of the job that left its group, and their new children."""
     for _ in range(MAX_SWEEPS):
         found = list(_find_processes(id.encode()))
         for pid in found:
@@ -290,7 +295,7 @@ def _kill_strays(id: str) -> None:
 
 
 def _find_processes(text: bytes) -> Iterator[int]:
-    """Yield the ids of other processes with the text in the environment that they were started with."""
+    """Yield the ids of other processes with the text in their initial environment."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if text in path.read_bytes() and int(path.parent.name) != os.getpid():
@@ -299,7 +304,7 @@ def _find_processes(text: bytes) -> Iterator[int]:
 
 @lru_cache(maxsize=1)
 def _id_of_jobs() -> str:
-    """Return the id of this process's jobs; from now on a shell waits for this process's end, to sweep after it."""
+    """Return the id of this process's jobs; from the first call on, a shell waits to clean up after this process."""
     id = uuid4().hex
     read, write = os.pipe()
     with suppress(OSError):
@@ -313,7 +318,7 @@ def _id_of_jobs() -> str:
 
 
 def _dismiss_shell(write: int) -> None:
-    """Tell the shell that there is nothing to sweep: all jobs have ended."""
+    """Tell the shell that there is nothing to kill: all jobs have ended."""
     with suppress(OSError):
         os.write(write, b"\n")
 
@@ -340,7 +345,7 @@ def _trim_log(f: BinaryIO) -> None:
     tail = f.read(KEPT_TAIL_B)
     f.seek(KEPT_HEAD_B)
     end = KEPT_HEAD_B + f.write(TRUNCATION_MARK.format(left_out).encode() + tail)
-    while os.fstat(f.fileno()).st_size > size:  # a job's last line, the reason of its end, often comes meanwhile
+    while os.fstat(f.fileno()).st_size > size:  # a job's last line, the reason for its end, often arrives here
         f.seek(size)
         more = f.read(COPY_CHUNK_B)
         size += len(more)
@@ -352,7 +357,7 @@ def _trim_log(f: BinaryIO) -> None:
 
 
 def read_end(path: Path, max_bytes: int) -> str:
-    """Return the last bytes of a file as text; "" without one."""
+    """Return the last `max_bytes` bytes of a file as text; "" without the file."""
     try:
         with open(path, "rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - max_bytes))
@@ -362,7 +367,7 @@ def read_end(path: Path, max_bytes: int) -> str:
 
 
 def read_stage(folder: Path) -> str:
-    """Return the stage of the job in the folder, or its last one."""
+    """Return the current or last stage of the job in the folder."""
     try:
         return (folder / "stage").read_text(encoding="utf-8")
     except OSError:
@@ -370,9 +375,9 @@ def read_stage(folder: Path) -> str:
 
 
 def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s: float, oom_killed: bool) -> Record:
-    """Build a record for a job that wrote none: its measurements until then, and how it ended.
+    """Build a record for a job without one: its measurements so far, and how it ended.
 
-    A trial whose engine crashed or hung as it was closed has all its measurements, and counts.
+    A trial that crashed or hung while closing its engine has all its measurements, and counts.
     """
     stage = read_stage(folder)
     record = Record("crashed", trial=job.trial.id if job.trial else "", round=job.round)
@@ -403,7 +408,7 @@ def _last_line(path: Path) -> str:
 
 
 def _kernel_kills() -> int:
-    """Return how many processes the kernel has killed since boot because memory ran out."""
+    """Return the number of processes that the kernel has killed since boot for lack of memory."""
     try:
         text = Path("/proc/vmstat").read_text()
     except OSError:

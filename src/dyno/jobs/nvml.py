@@ -1,4 +1,4 @@
-"""NVML's readings of the GPU that a job runs on, from outside the job; no setting of the GPU is ever changed."""
+"""NVML's readings of a job's GPU, from outside the job; settings of the GPU are never changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 Query = Callable[[], float]
 
-# PCIe throughput is left out: NVML measures it while the caller waits, 20 ms a direction.
+# PCIe throughput is left out: NVML blocks the caller for 20 ms per direction to measure it.
 NVML_COLUMNS = (
     "gpu_memory", "gpu_util", "gpu_clock", "gpu_memory_clock", "gpu_power", "gpu_energy", "gpu_temperature",
     "gpu_throttle", "gpu_processes", "gpu_own",
@@ -20,7 +20,7 @@ NVML_COLUMNS = (
 
 
 class Gpu:
-    """One NVML device; `sample` reads it, and what NVML doesn't report is NaN."""
+    """One NVML device; `sample` reads it, with NaN for unreported values."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -29,7 +29,7 @@ class Gpu:
         self.uuid = _read_text(partial(nvml.nvmlDeviceGetUUID, handle), nvml)
         self._queries: tuple[Query, ...] = (
             self._choose_query(
-                # The second version leaves out what the driver keeps for itself; an old driver has the first alone.
+                # Version 2 excludes memory reserved by the driver; old drivers have only version 1.
                 lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used,
                 lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
             ),
@@ -46,15 +46,15 @@ class Gpu:
         )
 
     def sample(self, own: Collection[int]) -> tuple[float, ...]:
-        """Return the values of COLUMNS now.
+        """Return the current values of NVML_COLUMNS.
 
-        They are B, %, MHz, MHz, W, J since the driver was loaded, degrees C, NVML's bit mask of reasons, compute
-        processes, and how many of these are among `own`.
+        The units are B, %, MHz, MHz, W, J since the driver was loaded, degrees C, NVML's bit mask of reasons, number of
+        compute processes, and number of those among `own`.
         """
         return (*(self._query_value(query) for query in self._queries), *self._count_processes(own))
 
     def free(self) -> float:
-        """Return the free bytes of the GPU's memory, or NaN if they aren't reported."""
+        """Return the free bytes of the GPU's memory; NaN if unreported."""
         return self._query_value(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
 
     def close(self) -> None:
@@ -75,15 +75,15 @@ class Gpu:
             return math.nan
 
     def _choose_query(self, *queries: Query) -> Query:
-        """Return the first of several queries that is answered; decided once, so that a column has one meaning."""
+        """Return the first query that is answered; chosen once, so that a column has one meaning."""
         return next((query for query in queries if not math.isnan(self._query_value(query))), queries[-1])
 
 
 def find_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
     """Find the GPU that a job with this environment knows as `cuda:N`; None for a CPU, or without NVML or the GPU.
 
-    CUDA_VISIBLE_DEVICES is honoured (numbers, UUIDs and beginnings of UUIDs). Numbers count in the order of the PCI
-    bus, as in NVML; CUDA counts the fastest first, which is another order if GPUs of several kinds are mixed.
+    CUDA_VISIBLE_DEVICES is honoured (numbers, UUIDs and prefixes of UUIDs). Numbers follow the PCI bus, as in NVML;
+    CUDA counts the fastest first, which differs if GPUs of several kinds are mixed.
     """
     kind, _, number = device.partition(":")
     if kind != "cuda" or not (number or "0").isdigit():
@@ -104,7 +104,7 @@ def find_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
 
 
 def _find_handle(nvml: Any, number: int, visible: str | None) -> Any:
-    """Return NVML's handle of the job's device; raise LookupError if the job sees no such device."""
+    """Return NVML's handle of the job's device; raise LookupError if the job can't see it."""
     if visible is None:
         return nvml.nvmlDeviceGetHandleByIndex(number)
     chosen = visible.split(",")[number].strip()
@@ -127,14 +127,14 @@ def _read_text(query: Callable[[], Any], nvml: Any) -> str:
     return text.decode() if isinstance(text, bytes) else str(text)
 
 
-# How much memory new processes can take.
+# Memory for new processes.
 
 HEADROOM = 1.5  # free memory needed to start another process, as a multiple of the largest so far
 DEFAULT_PROCESS_B = 1 << 30  # assumed need of a process before any was measured
 
 
 def read_available() -> int:
-    """Return the bytes that new processes can take: those of the machine, or the rest of the container's limit."""
+    """Return the bytes available to new processes: the machine's, or the rest of the container's limit."""
     free = int(psutil.virtual_memory().available)
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -1,4 +1,4 @@
-"""Progress of a study: the jobs that run now, those left, and the remaining time."""
+"""Progress of a study: current jobs, jobs left, and the remaining time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dyno.worker.spec import Recipe, Trial, clean_text
 from dyno.worker.system import can_draw
 
 MAX_SHOWN_TRIALS = 6
-MAX_ANSWER_ROWS = 12  # rows of the answer so far
-LONG_S = 60.0  # files that take longer get a line with their time
+MAX_ANSWER_ROWS = 12  # rows of the preliminary answer
+LONG_S = 60.0  # time from which a file gets a line with its duration
 STATUS_COLOURS = {"ok": "green", "skipped": "yellow"}
 
 
 class Progress:
-    """Live lines on a terminal; elsewhere a line for each round and for what went wrong; nothing when quiet.
+    """Live lines on a terminal; elsewhere a line per round and per problem; nothing when quiet.
 
-    Where `is_verbose` is set, each job and each file has a line elsewhere too.
+    With `is_verbose`, each job and each file has a line elsewhere too.
     """
 
     is_verbose: ClassVar[bool] = False
@@ -44,22 +44,22 @@ class Progress:
         self.seconds: dict[str, float] = {}
         self.lines: list[Text] = []
         self.answer: list[RenderableType] = []
-        self.printed: list[str] = []  # the answer's last sentences in a file
-        # time to read the run for an answer; the first, which imports modules too, is measured apart
+        self.printed: list[str] = []  # the last sentences printed without a terminal
+        # seconds to read the run for an answer; the first reading, which also imports modules, is excluded
         self.answer_s: float | None = None
         self.job: Trial | None = None
         self.now = ""
         self.step = ""
         self.stage = ""
-        self.is_building = False  # whether files are still to be made, which takes an unknown time
+        self.is_building = False  # whether files are being made, which takes an unknown time
         self.is_sharing = False  # whether another study measures on the same processors
         self.since = time.monotonic()
 
     @contextmanager
     def show_study(self, jobs: list[Trial], later: Sequence[Trial] = ()) -> Iterator[None]:
-        """Show the study while the block runs; `jobs` is the trial of each job, in the order they come.
+        """Show the study during the `with` block; `jobs` is the trial of each job, in order.
 
-        The jobs that come `later`, after the block, count in the remaining time.
+        The jobs in `later`, after the block, count in the remaining time.
         """
         self.left, self.later = list(jobs), list(later)
         self.total = len(self.left)
@@ -74,7 +74,7 @@ class Progress:
 
     @contextmanager
     def pause_estimate(self) -> Iterator[None]:
-        """Show no remaining time while the block makes files."""
+        """Show no remaining time during the `with` block, which makes files."""
         self.is_building = True
         try:
             yield
@@ -83,7 +83,7 @@ class Progress:
 
     @contextmanager
     def hidden_answers(self) -> Iterator[None]:
-        """Show no answers while the block runs: they are those of a study inside this one."""
+        """Show no answers during the `with` block: they belong to a study inside this one."""
         before, self.answer_s = self.answer_s, math.inf
         try:
             yield
@@ -91,7 +91,7 @@ class Progress:
             self.answer_s = before
 
     def show_making(self, recipe: Recipe, wrong: str = "") -> None:
-        """Show that a file is being made; `wrong` is the reason why the cached one was not used."""
+        """Show that a file is being made; `wrong` is the reason for not using the cached one."""
         what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         batch = f"b{recipe.dims.batch}" if recipe.dims.batch else ""
         words = (what, recipe.model.name, recipe.format, recipe.precision, batch, recipe.dims.shown)
@@ -101,24 +101,24 @@ class Progress:
         self._log_work()
 
     def report_duration(self) -> None:
-        """Say how long a file took that took long."""
+        """Print the duration of a file that took LONG_S or more."""
         if (seconds := time.monotonic() - self.since) >= LONG_S:
             self._print_line(Text(f"{self.now}: {_format_clock(seconds)} minutes", "dim"))
 
     def show_step(self, what: str) -> None:
-        """Show that a step begins which is neither a file nor a trial."""
+        """Show the start of a step that is neither a file nor a trial."""
         self._begin_work(what)
         self._log_work()
 
     def note(self, line: str) -> None:
-        """Show a note to the user, which stays when the next step begins."""
+        """Show a note to the user; it stays when the next step begins."""
         self._print_line(Text(clean_text(line), "yellow"))
 
     def show_answer(self, title: str, sentences: list[str], rows: list[tuple[str, str, str]]) -> None:
-        """Show the study's answer so far.
+        """Show the study's preliminary answer.
 
-        On a terminal it stands above the progress, with a table of (configuration, median latency, speed-up); elsewhere
-        it is one line with the remaining time, which doesn't repeat the sentences of the line before.
+        On a terminal it is above the progress, with a table of (configuration, median latency, speed-up). Elsewhere it
+        is one line with the remaining time; unchanged sentences are not repeated.
         """
         lines = [Text(f"{clean_text(title)}: {clean_text(sentence)}", "bold") for sentence in sentences]
         if self.live is None:
@@ -136,11 +136,11 @@ class Progress:
         self.answer = [table, *lines, Text()]
 
     def relay(self, place: str, line: str) -> None:
-        """Show a line of another process, which measures at this place."""
+        """Show a line of another process, which measures at the place."""
         self._print_line(Text.assemble((f"{clean_text(place)} ", "dim"), clean_text(line)))
 
     def start(self, trial: Trial, number: int, what: str = "round") -> None:
-        """Show that a job begins: the round (or confirmation) of this number, counted from 0."""
+        """Show the start of a job: the round (or confirmation) with this number, counted from 0."""
         step = f"{what} {number + 1} of {trial.plan.rounds}"
         self._begin_work(f"{trial.label}  {step}")
         self.job, self.step = trial, step
@@ -150,13 +150,13 @@ class Progress:
         self.stage = clean_text(stage)
 
     def show_waiting(self, owner: str) -> None:
-        """Show that the job waits for another process; without a terminal as a line, or it would look like a hang."""
+        """Show that the job waits for another process; without a terminal as a line, lest it look like a hang."""
         self.stage = f"waiting for process {clean_text(owner)}, another dyno on this device"
         if self.live is None:
             self._print_line(Text(": ".join(filter(None, (self.now, self.stage)))))
 
     def report_sharing(self, owner: str) -> None:
-        """Tell the user once that another process's blocks are interleaved with these."""
+        """Tell the user once that blocks are interleaved with another process's."""
         if not self.is_sharing:
             self.is_sharing = True
             self.note(
@@ -164,7 +164,7 @@ class Progress:
             )
 
     def leave_out(self, trial: Trial) -> None:
-        """Expect no further jobs of a trial."""
+        """Drop the further jobs of a trial."""
         self.left = [job for job in self.left if job != trial]
 
     def done(self, trial: Trial, record: Record, *, stored: bool = False, seconds: float | None = None) -> None:
@@ -173,8 +173,8 @@ class Progress:
             self.left.remove(trial)
         if stored:
             return
-        if self.step:  # otherwise the job was not started: its file is missing
-            # Start of the process and import included.
+        if self.step:  # otherwise the job did not start, as its file is missing
+            # Includes the start of the process and imports.
             self.seconds[trial.id] = time.monotonic() - self.since if seconds is None else seconds
         width = len(str(self.total))
         text = Text.assemble(
@@ -193,7 +193,7 @@ class Progress:
         self.job, self.step = None, ""
 
     def _log_work(self) -> None:
-        """Print what begins, which a terminal shows below the lines, in a verbose log."""
+        """Print the step that begins, in a verbose log; a terminal shows it below the lines."""
         if self.live is None and self.is_verbose:
             self._print_line(Text(self.now))
 
@@ -206,7 +206,7 @@ class Progress:
             self.lines = [*self.lines[-MAX_SHOWN_TRIALS:], line]
 
     def estimate_remaining(self) -> float | None:
-        """Estimate the seconds until the study ends from the jobs that have ended.
+        """Estimate the seconds until the study ends from the ended jobs.
 
         None before the first one has ended, and while files are made.
         """
@@ -228,7 +228,7 @@ class Progress:
         grid.add_row(
             ProgressBar(self.total, finished, width=30),
             f"{finished}/{self.total} jobs",
-            # 0:00 might stay for minutes
+            # 0:00 might be shown for minutes
             f"about {_format_clock(remaining)} left" if remaining and remaining >= 1 else "",
         )
         coming = self.left[1:] if self.job else self.left
@@ -238,7 +238,7 @@ class Progress:
 
 
 def stderr_console(*, quiet: bool = False) -> Console:
-    """Return a rich console for standard error, where FORCE_COLOR alone draws no bars: they would fill a file."""
+    """Return a rich console for standard error; FORCE_COLOR alone draws no bars, as they would fill a file."""
     return Console(stderr=True, quiet=quiet, force_terminal=None if can_draw(sys.stderr) else False)
 
 
@@ -248,7 +248,7 @@ def _format_clock(seconds: float) -> str:
 
 
 def _list_options(recipe: Recipe) -> list[str]:
-    """Return the options that the file is made with, including its parents', as OPTION=VALUE."""
+    """Return the file's options, including its parents', as OPTION=VALUE."""
     steps: list[Recipe] = [recipe]
     while (parent := steps[0].parent) is not None:
         steps.insert(0, parent)

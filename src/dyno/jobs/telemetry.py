@@ -1,4 +1,4 @@
-"""Telemetry of the machine while a job runs, sampled from outside the job so that it survives the job."""
+"""Telemetry of the machine during a job, sampled from outside the job so that it survives the job."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import psutil
 from dyno.jobs import nvml
 from dyno.worker.record import save_arrays
 
-# RAPL's counters of the processors' energy, below /sys/class/powercap; often root alone may read them.
+# RAPL's energy counters of the processors, below /sys/class/powercap; often readable by root only.
 
 POWERCAP = Path("/sys/class/powercap")
 
 
 @dataclass
 class Package:
-    """One socket's counter: its file, where it starts again, its last value (all in uJ), and how often it started."""
+    """One socket's counter: its file, its range and last value (in uJ), and the number of its overflows."""
 
     file: Path
     size: int
@@ -32,7 +32,7 @@ class Package:
     overflows: int = 0
 
     def joules(self) -> float:
-        """Return the counter's value in joules, corrected for overflows, of which one may happen between two calls."""
+        """Return the counter's value in joules, corrected for overflows (at most one between two calls)."""
         now = int(self.file.read_text())
         self.overflows += now < self.last
         self.last = now
@@ -40,13 +40,13 @@ class Package:
 
 
 class Rapl:
-    """The counters of all sockets together; memory is not in them, nor is a graphics card."""
+    """Sum of all sockets' counters, without memory and graphics cards."""
 
     def __init__(self, packages: list[Package]) -> None:
         self._packages = packages
 
     def joules(self) -> float:
-        """Return the joules since some moment in the past; NaN without a counter, or if one can no longer be read."""
+        """Return the joules since some moment in the past; NaN without a readable counter."""
         try:
             return sum(package.joules() for package in self._packages) if self._packages else math.nan
         except (OSError, ValueError):
@@ -54,7 +54,7 @@ class Rapl:
 
 
 def find_rapl(root: Path | None = None) -> Rapl:
-    """Find the sockets' counters that this process may read: all or none, because a part would pass for the whole.
+    """Find the sockets' counters if all are readable: a part would be taken for the whole.
 
     Processors of Intel and AMD have the same files.
     """
@@ -74,16 +74,16 @@ def _read_package(zone: Path) -> Package:
 PERIOD_S, GPU_PERIOD_S = 0.25, 0.1
 HOST_COLUMNS = ("at", "rss", "cpu", "others", "frequency", "cpu_energy")
 QUIET_STAGES = ("time", "run for the energy")  # prefixes of stages that measure on a quiet machine
-SHUTDOWN_TIMEOUT_S = 5.0  # limit for the last sample: a driver that hangs must not block the study
+SHUTDOWN_TIMEOUT_S = 5.0  # limit for the last sample, as a hanging driver must not block the study
 
 
 class Telemetry:
-    """Samples a job's process tree, the whole machine and the job's GPU from `watch` until `stop`.
+    """Sampler of a job's process tree, the whole machine and the job's GPU, from `watch` to `stop`.
 
-    Columns: `at` (s since `epoch`, which is CLOCK_MONOTONIC's), `rss` (B, the tree's), `cpu` (processors the tree kept
-    busy), `others` (processors kept busy by everything else), `frequency` (MHz), `cpu_energy` (J of the whole
-    processors since some moment). A job on `cuda:N` adds `nvml.COLUMNS` and, from before the job began,
-    `gpu_before_memory`, `gpu_before_util` and `gpu_before_processes`. What the system doesn't report is NaN.
+    Columns: `at` (s since `epoch`, which is CLOCK_MONOTONIC's), `rss` (B, the tree's), `cpu` (processors kept busy by
+    the tree), `others` (processors kept busy by everything else), `frequency` (MHz), `cpu_energy` (J of all processors
+    since some moment). A job on `cuda:N` adds `nvml.NVML_COLUMNS` and, from before the job began, `gpu_before_memory`,
+    `gpu_before_util` and `gpu_before_processes`. Unreported values are NaN.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Telemetry:
         mates: Collection[int] = (),
         read_stage: Callable[[], str] = str,
     ) -> None:
-        """`environment` is the job's; made before the job is started, so that the GPU is seen without it.
+        """Prepare for a job with this `environment`, before its start, so that the GPU is seen without it.
 
-        `mates` are the processes that take turns with the job: frozen while it runs, they aren't others. More of them
-        may come meanwhile, and from then on the GPU's memory isn't the job's alone: it is NaN. `read_stage` returns
-        the job's stage: in TIMED_STAGES no new children are looked for, which would disturb what is measured.
+        `mates` are the processes interleaved with the job: frozen while it runs, they don't count as others. If more of
+        them start later, the GPU's memory is no longer the job's alone and becomes NaN. `read_stage` returns the job's
+        stage: in QUIET_STAGES new children aren't searched for, which would disturb the measurement.
         """
         self._mates, self._mates_before = mates, frozenset(mates)
         self._read_stage = read_stage
@@ -109,18 +109,18 @@ class Telemetry:
         self._epoch = time.monotonic()
         self._rows: list[tuple[float, ...]] = []
         self._ended, self._frozen = threading.Event(), threading.Event()
-        self._whole = True  # whether the job ran all the time since the last look
-        self._importing = 0  # samples before the job began to load, if that is known
+        self._whole = True  # whether the job has run without a pause since the last sample
+        self._importing = 0  # samples before the job began to load, if known
         self._thread: threading.Thread | None = None
 
     def watch(self, pid: int) -> None:
-        """Begin to sample the process and its children."""
+        """Start sampling the process and its children."""
         self._epoch = time.monotonic()
         self._thread = threading.Thread(target=self._sample_process, args=(pid,), daemon=True)
         self._thread.start()
 
     def pause(self) -> None:
-        """Stop sampling while the job is frozen: it is idle, and others are measured meanwhile."""
+        """Stop sampling while the job is frozen: it is idle, and others are measured."""
         self._frozen.set()
         self._whole = False
 
@@ -129,15 +129,15 @@ class Telemetry:
         self._frozen.clear()
 
     def note_loading(self) -> None:
-        """Note that the frozen job has imported its libraries and loads next; store the GPU's state before that.
+        """Note that the frozen job has imported its libraries and loads next; sample the GPU's state before that.
 
-        The GPU's memory until then, which the job did not use, becomes NaN.
+        The GPU's memory until then becomes NaN, as the job did not use it.
         """
         self._importing, self._mates_before = len(self._rows), frozenset(self._mates)
         self._before = self._gpu.sample(()) if self._gpu else ()
 
     def stop(self, path: Path) -> None:
-        """End the sampling and store the columns as an npz file."""
+        """Stop sampling and store the columns as an npz file."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(SHUTDOWN_TIMEOUT_S)
@@ -196,26 +196,26 @@ def _busy_seconds() -> float:
 
 
 def count_busy(seconds: float) -> float:
-    """Return the mean number of busy processors over `seconds`, of those that this process may use."""
+    """Return the mean number of busy processors over `seconds`, among those that this process may use."""
     shares: list[float] = psutil.cpu_percent(seconds, percpu=True)
     return sum(shares[n] for n in os.sched_getaffinity(0) if n < len(shares)) / 100
 
 
 class ProcessTree:
-    """A process and its children, of which only those found by the last `find_children` are measured."""
+    """A process and its children; only those found by the last `find_children` are measured."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._known: list[psutil.Process] = []
 
     def find_children(self) -> None:
-        """Find the children there are now. It reads all of /proc: 5 ms of a processor with 130 processes."""
+        """Find the current children. It reads all of /proc: 5 ms of a processor with 130 processes."""
         with suppress(psutil.Error):
             root = psutil.Process(self._pid)
             self._known = [root, *root.children(recursive=True)]
 
     def measure(self) -> tuple[float, float, set[int]]:
-        """Return the resident bytes, processor seconds and ids; 0 and an empty set for a process that has ended."""
+        """Return resident bytes, processor seconds and ids; 0 and an empty set for an ended process."""
         rss = cpu = 0.0
         pids: set[int] = set()
         for process in self._known:

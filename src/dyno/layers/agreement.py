@@ -32,8 +32,8 @@ NODE_BY_NODE = Choice("onnxruntime", {"optimization": "disable"})  # runs a grap
 
 @dataclass(frozen=True)
 class LayerAgreement:
-    """Engines compared with the first model, layer by layer; values are close by `rtol` and `atol`; `top` rows of each
-    are listed in one of ORDERS. `left_out` names the forms that can't be made or compared, with the reason."""
+    """Engines compared with the first model, layer by layer. `rtol` and `atol` are the tolerances of close values;
+    `top` rows per engine are listed in one of ORDERS. `left_out` lists the forms that failed, with reasons."""
 
     compared: tuple[EngineComparison, ...]
     rtol: float = RTOL
@@ -44,13 +44,13 @@ class LayerAgreement:
 
     @cached_property
     def tables(self) -> list[Table]:
-        """A row for each layer of each engine, and one for each engine with the layers that make its error."""
+        """Two tables: a row per compared layer, and a row per engine with its findings."""
         rows = agreement_tables.list_compared_layers(self.compared, self.order, self.top)
         return [rows, agreement_tables.list_findings(self.compared, self.rtol, self.atol)]
 
     @property
     def close(self) -> float:
-        """The smallest share of output values that are close in any unmodified engine; 0 for other shapes."""
+        """Smallest share of close output values over the unmodified engines; 0 if output shapes differ."""
         return min(each.errors.unmodified.close if each.errors.unmodified else 0.0 for each in self.compared)
 
     def to_pandas(self) -> pd.DataFrame:
@@ -70,13 +70,13 @@ def diff_layers(
     quiet: bool = True,
     **settings: Any,
 ) -> LayerAgreement:
-    """Compare every layer of a model in other forms with the same layer of the first, to find where they diverge.
+    """Compare other forms of a model with the first one layer by layer, to find where they diverge.
 
-    `model` is a module or an ONNX file, and `others` are forms of it as in `dyno.inspect`, such as `openvino/int8`, or
-    other ONNX files of the same graph. Tensors are compared on `compared` inputs, from the data if `settings`, fields
-    of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Forms that can't be
-    made or compared are left out. Raises `UserError` if no form is left, if one has no graph, and for graphs that have
-    no tensors in common.
+    `model` is a module or an ONNX file. `others` are forms of it as in `dyno.inspect`, such as `openvino/int8`, or
+    other ONNX files of the same graph. Tensors are compared on `compared` inputs. `settings` are fields of
+    `dyno.Study`; inputs come from its data, if given. `top` rows per engine are listed (0: all), in one of ORDERS.
+    Forms that can't be made or compared are left out. Raises `UserError` if no form is left, if a form has no graph, or
+    if no graphs share tensors.
     """
     batch, compared = at_least(1, batch=batch, compared=compared)
     (top,), (rtol, atol) = at_least(0, top=top), at_least(0, float, rtol=rtol, atol=atol)
@@ -95,7 +95,7 @@ def diff_layers(
 
 
 def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
-    """Return the form with the engine that runs it; raise `UserError` for one whose graph can't be cut."""
+    """Return the form with its engine; raise `UserError` if that engine can't run parts of a graph."""
     if later and side.choice.name == forms.MODULE_FORM:
         raise UserError(f"{model_name(side.source)} is a PyTorch module, and layers are compared with those of a "
                         "graph; give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
@@ -109,7 +109,7 @@ def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
     if is_engine:
         raise UserError(f"{side.source} is not an ONNX graph, whose tensors are compared; give the ONNX file that it "
                         f"was made from, and {engine} behind it")  # fmt: skip
-    # a file behind the first runs as ever, a form of the first as it is written
+    # a later file runs with default options, the first file and its forms node by node
     if side.choice.name == forms.ONNX_FORM:
         as_ever = later and not side.named and not side.precision
         return replace(side, choice=Choice(NODE_BY_NODE.name) if as_ever else NODE_BY_NODE)
@@ -117,7 +117,7 @@ def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
 
 
 class _FormComparer(forms.FormReader):
-    """Reads forms and the graphs behind them, then compares their values."""
+    """Reader of forms and their graphs that then compares their values."""
 
     runs_all = True  # a module gets the same inputs
 
@@ -125,16 +125,16 @@ class _FormComparer(forms.FormReader):
         super().__init__(study, batch, progress)
         self._jobs, self._folder, self._runs = 0, folder, runs
         self._graph_files: dict[int, Artifact] = {}
-        self._stored: dict[int, Path] = {}  # by the index of the reference's graph
+        self._stored: dict[int, Path] = {}  # folders by the index of the reference's graph
         self._float = -1
 
     def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
-        """Return a module's own layers; an engine's layers are those of its graph."""
+        """Return a module's own layers, or an empty form for an engine, as its graph has the layers."""
         of_module = trial.backend == forms.MODULE_FORM
         return super().read_form(trial, None) if of_module else LayerGraph(form=LAYERS, library=trial.backend)
 
     def give_title(self, form: LayerGraph, trial: Trial) -> LayerGraph:
-        """Return the form with its title; that of a graph that runs node by node says so, in place of options."""
+        """Return the form with its title; "node by node" replaces the options of an unoptimised graph."""
         if form.form == LAYERS and Choice(trial.backend, trial.options) == NODE_BY_NODE:
             form, trial = replace(form, library="node by node"), replace(trial, options={})
         return super().give_title(form, trial)
@@ -149,7 +149,7 @@ class _FormComparer(forms.FormReader):
         return index
 
     def compare_all(self, rtol: float, atol: float) -> list[EngineComparison]:
-        """Compare each engine with the first; those that can't be compared are left out, unless all fail."""
+        """Compare each engine with the first; leave out failures, but raise the first one if all fail."""
         found, errors = [], list[forms.NoForm]()
         for place in range(1, len(self.shown)):
             try:
@@ -162,7 +162,7 @@ class _FormComparer(forms.FormReader):
         return found
 
     def compare_engine(self, place: int, rtol: float, atol: float) -> EngineComparison:
-        """Compare the engine at this place in the requested order with the first."""
+        """Compare the engine at index `place` of the requested forms with the first."""
         (trial, artifact), (first, _) = self.trials[place], self.trials[0]
         graph = self.graph_of[self.shown[place]]
         against = self._find_reference_graph(trial, graph)
@@ -197,7 +197,7 @@ class _FormComparer(forms.FormReader):
         return self._float
 
     def _store_reference(self, first: Trial, graph: int) -> Path:
-        """Return the folder of the reference's tensors by their names in the graph, stored once per graph."""
+        """Return the folder of the reference's tensors, named as in the graph; store them once per graph."""
         if graph not in self._stored:
             file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
             if of_module := first.backend == forms.MODULE_FORM:

@@ -1,4 +1,4 @@
-"""Layers of an engine against a reference's, and where the error comes from, as tables."""
+"""Tables of an engine's layer errors against a reference, and of the causes of its output error."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dyno.report.tables import TableKind
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import Difference, Layer, LayerError, LayerErrors, LayerGraph, Port
 
-# Which tensor of a graph each call of a module's part became.
+# Matching of a module's calls with a graph's tensors.
 
-ModuleCall = tuple[str, int, str]  # a part's name, which of its calls, and the tensor's name in the graph
+ModuleCall = tuple[str, int, str]  # name of a submodule, index of its call, name of the graph's tensor
 
 
 def list_tensors(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
-    """Return the calls whose result is one tensor of the graph: the last call and tensor of a region, if of one shape.
+    """Return the last call of each region with the region's last tensor, if their shapes match.
 
-    A module around others counts where it computes its result itself, such as a sum: then no part of it reads it.
+    A module with submodules counts only if its own code computes the tensor (such as a sum): no submodule reads it.
     """
     forms = (module, graph)
     link = align.link_layers(forms, 0, 1)
@@ -39,7 +39,7 @@ def list_tensors(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
 
 
 def _find_readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
-    """Return the modules of the nodes that read each tensor, behind its quantisation where it is quantised."""
+    """Return the modules of each tensor's readers, looking through quantisation nodes."""
     readers: dict[str, set[str]] = defaultdict(set)
     for layer in reversed(layers):
         behind = (
@@ -51,7 +51,7 @@ def _find_readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
 
 
 def _find_last_tensor(forms: Sequence[LayerGraph], region: Region) -> Port | None:
-    """Return the only tensor that the nodes write and none reads, quantisation apart; None unless there is just one."""
+    """Return the region's only unread tensor, ignoring quantisation nodes; None unless there is exactly one."""
     nodes = [forms[1].layers[k] for k in region.members[1]]
     nodes = [node for node in nodes if node.type not in QUANTISE_OPERATORS]
     read = {port.name for node in nodes for port in node.inputs}
@@ -62,20 +62,20 @@ def _find_last_tensor(forms: Sequence[LayerGraph], region: Region) -> Port | Non
 def _find_result_call(
     module: LayerGraph, link: align.Link, region: Region, last: Port, readers: Mapping[str, set[str]]
 ) -> int | None:
-    """Return the call whose result the tensor is: the last part's, else that of a module which computes it itself."""
+    """Return the index of the region's last call if it computes the tensor `last` itself, else None."""
     ran = [k for k in region.list_members(0) if not module.layers[k].skipped and module.layers[k].outputs]
     if not ran or module.layers[ran[-1]].outputs[0].shape != last.shape:
         return None
     call, name = ran[-1], module.layers[ran[-1]].name
-    around = call in link.outer  # its own operators may not be its last ones
+    around = call in link.outer  # its own operators may not come last
     inside = any(reader == name or reader.startswith(f"{name}." if name else "") for reader in readers[last.name])
     return None if around and inside else call
 
 
-# What the layer errors of an engine say, in sentences.
+# Findings from an engine's layer errors, as sentences.
 
-MIN_COMPARED_SHARE = 0.5  # comparing fewer of the reference's layers is reported
-# an error below the first share of its former size has fallen, below the second in part
+MIN_COMPARED_SHARE = 0.5  # a smaller compared share of the reference's layers is reported
+# remaining shares below which an error counts as fallen, or as fallen in part
 FALLEN_SHARE, PARTLY_FALLEN_SHARE = 0.5, 0.8
 MIN_MENTIONED_SHARE = 0.1  # smaller shares of the remaining error aren't mentioned
 MAX_SUSPECTS_NAMED = 4  # suspects named in a sentence
@@ -83,8 +83,8 @@ MAX_SUSPECTS_NAMED = 4  # suspects named in a sentence
 
 @dataclass(frozen=True)
 class EngineComparison:
-    """One engine against the reference: their names, the graph with the engine's layers, their errors, and the
-    precision that decides, with the largest error at which it agrees."""
+    """Comparison of an engine with the reference. `graph` holds the engine's layers, `errors` their errors. Outputs
+    agree up to an error of `limit`, the tolerance of `precision`."""
 
     name: str
     reference: str
@@ -95,12 +95,12 @@ class EngineComparison:
 
     @cached_property
     def nodes(self) -> dict[str, Layer]:
-        """The node of the graph that writes each tensor."""
+        """Node of the graph by output tensor."""
         return {port.name: layer for layer in self.graph.layers for port in layer.outputs}
 
     @cached_property
     def first(self) -> LayerError | None:
-        """The first layer, in the graph's order, whose output error exceeds the limit; None without one."""
+        """First layer, in the graph's order, with an output error above the limit; None if all agree."""
         return next((layer for layer in self.errors.layers if not layer.total.error <= self.limit), None)
 
     @property
@@ -110,16 +110,16 @@ class EngineComparison:
 
     @cached_property
     def compared(self) -> list[str]:
-        """The layers that were compared."""
+        """Names of the compared layers."""
         return self.name_layers(layer.tensor for layer in self.errors.layers)
 
     @cached_property
     def suspects(self) -> list[str]:
-        """The few layers that make most of the error."""
+        """Names of the few layers that make most of the error."""
         return self.name_layers(self.errors.suspects)
 
     def name_layer(self, tensor: str) -> str:
-        """Return the layer that writes the tensor: its node and the modules that it came from, else the tensor."""
+        """Return the name of the tensor's layer: its node and modules, or the tensor's name without a node."""
         node = self.nodes.get(tensor)
         if not tensor or node is None:
             return tensor
@@ -127,12 +127,12 @@ class EngineComparison:
         return f"{node.name} ({', '.join(names)})" if names else node.name
 
     def name_layers(self, tensors: Iterable[str]) -> list[str]:
-        """Return the layers that write the tensors, in order; one with several outputs is one layer."""
+        """Return the names of the tensors' layers in order, each layer once."""
         return [*dict.fromkeys(map(self.name_layer, tensors))]
 
     @property
     def verdict(self) -> str:
-        """Whether the engine, cut around the suspects alone, confirms them as the cause; "" where there are none."""
+        """Result of the test with the graph cut around the suspects alone; "" without suspects."""
         errors = self.errors
         if errors.unmodified is None or errors.cut is None or errors.substituted is None:
             return "not tested" if errors.suspects else ""
@@ -144,10 +144,7 @@ class EngineComparison:
         return "confirmed in part" if substituted < PARTLY_FALLEN_SHARE * cut else "not confirmed"
 
     def sentences(self) -> Iterator[str]:
-        """Yield whether outputs agree, where they diverge first, which layers cause it, and whether a test confirms it.
-
-        The test runs the engine without marked outputs.
-        """
+        """Yield sentences: agreement of outputs, first divergence, suspects, and their test without marked tensors."""
         runs, layers = format_count(self.errors.runs, "run"), format_count(len(self.compared), "layer")
         parts = f", marked in {self.errors.parts} parts" if self.errors.parts > 1 else ""
         size = _describe_difference(self.errors.unmodified)
@@ -263,7 +260,7 @@ def _format_error(error: float) -> str:
 
 
 def _is_gone(before: float, after: float, limit: float) -> bool:
-    """Return whether an error is more than halved, or now within the limit by more than a hair's breadth."""
+    """Return whether an error has more than halved, or fallen by over 20 % to within the limit."""
     return after < FALLEN_SHARE * before or (after <= limit < before and after < PARTLY_FALLEN_SHARE * before)
 
 
@@ -279,10 +276,9 @@ FINDINGS = TableKind("layer-findings", "Where the error comes from", "The first 
 
 
 def list_compared_layers(compared: Sequence[EngineComparison], order: str, top: int) -> Table:
-    """Build a row for each compared tensor: in the graph's order, or by `error`, the largest own error first.
+    """Build a row per compared tensor, in graph order, or by `error` with the largest own error first.
 
-    Of more than `top` tensors (0: all), only those with the largest own errors, the first that disagrees and the
-    suspects have rows.
+    Rows are the `top` largest own errors (0: all), the first tensor that disagrees, and the suspects.
     """
     rows = [row for each in compared for row in _build_rows(each, order, top)]
     return LAYER_ERRORS.of(COLUMNS, rows, group=("engine",), printed=PRINTED_COLUMNS)
@@ -322,12 +318,12 @@ def _build_row(each: EngineComparison, layer: LayerError, errors: Mapping[str, f
 
 
 def keep_finite(value: float | None) -> float | None:
-    """Return the value where it is finite, else None; a separate column counts the values that aren't."""
+    """Return a finite value, else None; a separate column counts the non-finite values."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def list_findings(compared: Sequence[EngineComparison], rtol: float, atol: float) -> Table:
-    """Build a row for each engine, with the finding in sentences below."""
+    """Build a row per engine, with its findings as notes below the table."""
     notes = [f"{each.name}: {line}" if len(compared) > 1 else line for each in compared for line in each.sentences()]
     notes.append(
         f"error: |a - b| / |b| in the 2-norm, of the input where it is largest; close: |a - b| <= {atol:g} + {rtol:g} "

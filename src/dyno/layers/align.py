@@ -1,4 +1,4 @@
-"""Forms of one model aligned: which modules became which nodes, and which nodes became which layer of an engine."""
+"""Alignment of a model's forms: modules with nodes, and nodes with the layers of an engine."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from itertools import product
 
 from dyno.worker.facts.job import MODULES, NODES, Layer, LayerGraph
 
-# Where a layer belongs that nothing names: by what flows into it and out of it.
+# Placement of unnamed layers by data flow.
 
 Claims = dict[int, set[int]]  # index of a layer -> indices of its counterparts in another form
-# What a node's name, a tensor's name, or the flow between named ones says; and what is computed before the first run.
+# evidence for a counterpart: a node's or tensor's name, data flow between named layers, computation ahead of the runs
 BY_NAME, BY_FLOW, BY_CONSTANT = "named", "flow", "constant"
 SHAPE_OPERATORS = {"Shape", "Size"}  # operators whose results depend on shapes alone
 DEQUANTISE_OPERATOR = "DequantizeLinear"
 
 
 class Flow:
-    """Who reads whom among the layers of one form, by the names of tensors.
+    """Data flow between the layers of one form, by tensor names.
 
-    `constant` are those that read nothing that changes, of a form that names all that its layers read.
+    `constant`: layers that depend on no input's values; empty unless the form lists all inputs (`complete`).
     """
 
     def __init__(self, layers: Sequence[Layer], *, complete: bool = True) -> None:
@@ -50,10 +50,10 @@ def extend_claims(
     helpers: Sequence[int],
     fits: Callable[[int, int], bool] = lambda node, layer: True,
 ) -> Claims:
-    """Return the claims with those added of the engine's layers `helpers`, which name no node.
+    """Return the claims extended by `helpers`, the engine's layers that name no node.
 
-    An unclaimed node between two claimed ones belongs to the unnamed layers between their counterparts, where the node
-    `fits` that layer.
+    An unclaimed node between two claimed nodes belongs to the helpers between their counterparts, if the node `fits`
+    them.
     """
     named = {layer: {layer} for own in claims.values() for layer in own}
     above, below = _find_neighbours(graph, claims)
@@ -74,13 +74,12 @@ def extend_claims(
 def place_layers(
     layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow, ends: Collection[int] = ()
 ) -> tuple[Claims, dict[int, str]]:
-    """Return the claims with those of unclaimed layers added, and how each was found.
+    """Return the claims completed for unclaimed layers, and the evidence for each.
 
-    A layer between two with a common counterpart has it too. In an engine's fused layers, a product comes first, so it
-    belongs to the next layer that has a counterpart (a convolution to the ReLU behind its batch norm); so does a
-    dequantisation, and a layer that only constants decide. Any other layer comes last, and belongs to the last of the
-    counterparts of its inputs, except of inputs in `ends`, which are known to end their counterpart. The layers are in
-    an order in which they can run.
+    A layer between two layers with a common counterpart shares it. An engine's fused layer begins with its product (a
+    convolution before batch norm and ReLU), so a product joins the next layer with a counterpart; so does a
+    dequantisation or a constant layer. Any other layer joins the last counterpart of its inputs, except inputs in
+    `ends`, which are known to end their counterpart. `layers` must be in execution order.
     """
     placements = {index: set(own) for index, own in claims.items() if own}
     how = dict.fromkeys(placements, BY_NAME)
@@ -97,7 +96,7 @@ def place_layers(
     for index in forwards:
         if index not in placements and index not in flow.constant:
             place_layer(index, above[index] & below[index])
-    behind = dict[int, set[int]]()  # readers of an unclaimed final layer, up to the next product
+    behind = dict[int, set[int]]()  # counterparts of the readers of unclaimed layers, up to the next product
     for index in backwards:
         if index not in placements:
             reached = find_claims(flow.after[index])
@@ -105,7 +104,7 @@ def place_layers(
                 place_layer(index, reached)
                 continue
             reached |= {one for reader in flow.after[index] for one in behind.get(reader, ())}
-            # An engine's layer may begin with these, and rarely ends with one.
+            # An engine's layer may begin with a product or dequantisation, and rarely ends with it.
             if layers[index].flops or layers[index].type == DEQUANTISE_OPERATOR:
                 place_layer(index, {min(reached)} if reached else set())
             else:
@@ -124,16 +123,16 @@ def place_layers(
 
 
 def _find_neighbours(flow: Flow, claims: Mapping[int, set[int]]) -> tuple[list[set[int]], list[set[int]]]:
-    """Return each layer's counterparts, those of the nearest claimed layers before it, and of those behind it."""
+    """Return, per layer, the counterparts of the nearest claimed layers upstream and downstream."""
     return _find_nearest(flow.before, claims, flow.forwards), _find_nearest(flow.after, claims, flow.backwards)
 
 
 def _find_nearest(
     edges: Sequence[Sequence[int]], claims: Mapping[int, set[int]], order: Sequence[int]
 ) -> list[set[int]]:
-    """Return each layer's counterparts, those of the nearest claimed layers along the edges.
+    """Return, per layer, the counterparts of the nearest claimed layers along the edges.
 
-    `order` visits the neighbours along the edges first.
+    `order` must visit a layer's neighbours along the edges first.
     """
     reached: list[set[int]] = [set() for _ in edges]
     for index in order:
@@ -142,7 +141,7 @@ def _find_nearest(
     return reached
 
 
-# What engines add to the name of a node, or of the tensor that it writes.
+# Suffixes that engines add to names of nodes and tensors.
 ADDED_SUFFIXES = ("/WithoutBiases", "_nchwc", "_quant")
 TOKEN_NUMBER = re.compile(r"_token_\d+$")
 FUSION_SUFFIX = re.compile(r"(/\w*Fusion\w*/?)+$")
@@ -151,10 +150,10 @@ WRAPPER_PREFIX = "model."  # prefix of names in exports of modules with describe
 
 @dataclass(frozen=True)
 class FormSet:
-    """Forms of a model, known by their indices.
+    """Forms of a model, identified by index.
 
-    The ONNX graphs from which engines were made are among them, and align layers: `graph_of` has the index of each
-    engine's graph, `module_of` that of a form's module, where there is one.
+    They include the engines' ONNX graphs, through which layers are aligned: `graph_of` maps an engine to its graph,
+    `module_of` a form to its module, if known.
     """
 
     forms: Sequence[LayerGraph]
@@ -164,10 +163,10 @@ class FormSet:
 
 @dataclass(frozen=True)
 class Link:
-    """Two forms aligned: the counterparts in `lower` of each layer of `upper`, and how each was found.
+    """Alignment of two forms: counterparts in `lower` of each layer of `upper`, with the evidence (`how`).
 
-    `sure` are the pairs that names tell. `outer` are calls of modules that consist of others: what they do besides is
-    spread over what their parts do.
+    `sure` holds the pairs found by name. `outer` holds calls of modules with submodules: their own operations lie
+    between those of the submodules.
     """
 
     upper: int
@@ -180,36 +179,36 @@ class Link:
 
 @dataclass(frozen=True)
 class Region:
-    """Layers that belong together: their indices in each form.
+    """Group of corresponding layers: their indices in each form.
 
-    `around` are modules around parts of it, by index in their form; each is a member of one region only.
+    `around` holds the indices of enclosing modules per form; each is a member of one region only.
     """
 
     members: tuple[tuple[int, ...], ...]
     around: tuple[tuple[int, ...], ...]
 
     def list_members(self, form: int) -> list[int]:
-        """Return the members of a form and the modules around them, in order."""
+        """Return the indices of the form's members and enclosing modules, in order."""
         return sorted({*self.members[form], *self.around[form]})
 
     def list_layers(self, forms: Sequence[LayerGraph], form: int) -> list[Layer]:
-        """Return its layers in that form."""
+        """Return the region's layers in this form."""
         return [forms[form].layers[i] for i in self.members[form]]
 
     def sum_added(self, forms: Sequence[LayerGraph], form: int) -> int:
-        """Return the parameters that its layers add to those of the form."""
+        """Return the number of parameters that the region adds to the form."""
         return sum(layer.added for layer in self.list_layers(forms, form))
 
 
 def link_layers(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
-    """Align the forms with these indices: modules with nodes, or nodes with nodes or an engine's layers."""
+    """Align two forms, given by index: modules with nodes, or nodes with nodes or an engine's layers."""
     if forms[upper].form == MODULES:
         return _align_modules(forms, upper, lower)
     return _align_nodes(forms, upper, lower)
 
 
 def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
-    """Align by the nodes that a layer names, then by the tensors that it writes, then by data flow between those."""
+    """Align by node names, then by names of output tensors, then by data flow."""
     graph, engine = forms[upper].layers, forms[lower].layers
     names = {layer.name: k for k, layer in enumerate(graph)}
     tensors = {port.name: k for k, layer in enumerate(graph) for port in layer.outputs}
@@ -219,7 +218,7 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     for index, layer in enumerate(engine):
         nodes = [_find_index(name, names, tensors) for name in layer.nodes or (layer.name,)]
         nodes += [_find_index(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
-        if not layer.moves and nodes == [None] * len(nodes):  # a conversion has the tensor's name, if anything has
+        if not layer.moves and nodes == [None] * len(nodes):  # a conversion behind it may have the tensor's name
             nodes = [_find_index(moved[port.name], tensors) for port in layer.outputs if port.name in moved]
         for node in nodes:
             if node is not None:
@@ -227,7 +226,9 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     inner, outer = Flow(graph), Flow(engine)
     named = set().union(*claims.values())
     unnamed = [k for k, layer in enumerate(engine) if k not in named and not layer.moves]
-    names_types = any(layer.computes_in for layer in engine)  # then it also says which layers have no product
+    names_types = any(
+        layer.computes_in for layer in engine
+    )  # an engine that reports types also reports which layers have no product
 
     def can_hold(node: int, layer: int) -> bool:
         return bool(engine[layer].computes_in) or not (names_types and graph[node].flops)
@@ -241,19 +242,18 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
 
 
 def _find_ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
-    """Return the nodes whose result a layer writes unchanged, so that no later node is in that layer.
+    """Return the nodes that end an engine's layer: their output is an output of the layer.
 
-    This holds for engines that name their tensors, not for those that name tensors after layers.
+    Outputs named after the layer are ignored: such an engine doesn't name its tensors.
     """
     written = (port.name for layer in engine if not layer.skipped for port in layer.outputs if port.name != layer.name)
     return {tensors[name] for name in written if name in tensors}
 
 
 def _extend_pairs(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
-    """Return the pairs, extended by the engine's layers that have no node yet.
+    """Return the pairs extended by the engine's layers without a node.
 
-    Such a layer belongs to the nodes of the only layer with nodes that reads it (OpenVINO's LSTM also writes states
-    that nothing reads).
+    Such a layer gets the nodes of its only reader with nodes (OpenVINO's LSTM also writes states that nothing reads).
     """
     nodes_of = _invert_claims(pairs)
     for layer in reversed(unnamed):
@@ -264,14 +264,14 @@ def _extend_pairs(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence
 
 
 def _find_index(name: str, *tables: Mapping[str, int]) -> int | None:
-    """Return the name's index in the first table that has it, with or without an engine's additions to it, or None."""
+    """Return the index of a name, with or without an engine's suffixes, in the first table that has it; else None."""
     stem = TOKEN_NUMBER.sub("", FUSION_SUFFIX.sub("", name))
     stems = [name, stem, *(stem.removesuffix(added) for added in ADDED_SUFFIXES if stem.endswith(added))]
     return next((table[each] for each in stems for table in tables if each in table), None)
 
 
 def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
-    """Align by the modules that a node names; the nodes of a module called several times are divided in order."""
+    """Align by the module names of nodes; the nodes of a module with several calls are divided in order."""
     calls, graph = forms[upper].layers, forms[lower].layers
     by_name: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(calls):
@@ -285,7 +285,7 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     claims: Claims = defaultdict(set)
     for name, by_call in nodes.items():
         calls_of = by_name.get(name, [])
-        first = 0 if len(by_call) > 1 else None  # the first call has no number if later ones have one
+        first = 0 if len(by_call) > 1 else None  # the first call is unnumbered if later calls are numbered
         for number, indices in by_call.items():
             which = first if number is None else number
             chosen = calls_of if which is None else calls_of[which : which + 1]
@@ -293,7 +293,7 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
                 claims[counterpart].add(one)
     sure = frozenset((call, node) for node, own in claims.items() for call in own)
     claims, how = place_layers(graph, claims, Flow(graph))
-    if "" not in by_name:  # work of the model's code outside its submodules
+    if "" not in by_name:  # the model's own code, outside its submodules
         alone = {k for k, node in enumerate(graph) if node.modules == ("",)}
         claims = {k: called for k, called in claims.items() if k not in alone}
     pairs = _invert_claims(claims)
@@ -304,15 +304,15 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     leaves = {place: pairs[k] for place, k in enumerate(ran) if k in pairs}
     whole, _ = place_layers([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
     kept = {k: own for k, own in pairs.items() if k in outer} | {ran[place]: own for place, own in whole.items()}
-    # A call is found by its name where one of the nodes that claim it was, else by data flow.
+    # A call counts as found by name if any of its nodes was, else by data flow.
     named = {call for node, own in claims.items() if how.get(node) == BY_NAME for call in own}
     return Link(upper, lower, kept, {call: BY_NAME if call in named else BY_FLOW for call in kept}, sure, outer)
 
 
 def _parse_call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
-    """Return a module's name as its calls have it, and the call's index where the name has one: `relu_1` is the second.
+    """Return the module's name in its calls, and the call's index if the name has one: `relu_1` is the second.
 
-    `known` maps each name of a module to that of its calls; a module that stands in several places has several names.
+    `known` maps every name of a module to its name in calls; a shared module has several names.
     """
     for text in (name, name.removeprefix(WRAPPER_PREFIX)):
         if text in known:
@@ -324,7 +324,7 @@ def _parse_call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
 
 
 def _pair_calls(calls: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]:
-    """Pair calls with nodes: an equal number of nodes for each call, in order, else every call with every node."""
+    """Pair calls with nodes: equally many nodes per call, in order, or all with all if they don't divide evenly."""
     if calls and len(nodes) % len(calls) == 0:
         each = len(nodes) // len(calls)
         return [(call, node) for k, call in enumerate(calls) for node in nodes[k * each : (k + 1) * each]]
@@ -355,7 +355,7 @@ def find_regions(forms: Sequence[LayerGraph], links: Sequence[Link]) -> list[Reg
 
     def rank_doubt(pair: tuple[tuple[int, int], tuple[int, int], bool]) -> tuple[bool, bool]:
         (upper, node), (lower, layer), sure = pair
-        # Of what is guessed, first that a layer that multiplies is a product.
+        # Sure pairs come first, then guesses that pair a product with a multiplying layer.
         return not sure, not (forms[upper].layers[node].flops and forms[lower].layers[layer].computes_in)
 
     for one, other, sure in sorted(pairs, key=rank_doubt):
@@ -376,7 +376,7 @@ def find_regions(forms: Sequence[LayerGraph], links: Sequence[Link]) -> list[Reg
 
 
 class _Groups:
-    """Layers of all forms in groups that grow together: a layer is (form, index)."""
+    """Disjoint sets of the layers of all forms; a layer is (form, index)."""
 
     def __init__(self, forms: Sequence[LayerGraph]) -> None:
         every = [(form, k) for form, inside in enumerate(forms) for k in range(len(inside.layers))]
@@ -391,10 +391,10 @@ class _Groups:
         return layer
 
     def join(self, layer: tuple[int, int], other: tuple[int, int], sure: bool) -> None:
-        """Make one group of both layers' groups.
+        """Merge the groups of both layers.
 
-        Where that isn't sure, a group that has its place stays as it is: a node may be guessed to be in this layer of
-        one engine, and be known to be in that one of another.
+        A guess (not `sure`) is dropped if each group already has a layer of the other one's form: it may contradict
+        what is known from another engine.
         """
         a, b = self.find_root(layer), self.find_root(other)
         if a == b or (not sure and other[0] in self._forms[a] and layer[0] in self._forms[b]):
@@ -406,7 +406,7 @@ class _Groups:
 def _find_own_regions(
     links: Sequence[Link], root: Callable[[tuple[int, int]], tuple[int, int]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Return for each module around others the regions in which its own code runs, in the order of its nodes."""
+    """Return, per module with submodules, the regions of its own code, in the order of its nodes."""
     regions_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for each in links:
         for upper in sorted(each.outer):
@@ -420,14 +420,14 @@ def _find_own_regions(
 def _sort_regions(
     forms: Sequence[LayerGraph], root: Callable[[tuple[int, int]], tuple[int, int]], around: Collection[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return the regions in the order of the first form, those it lacks behind their neighbour in a later one.
+    """Return the regions in the order of the first form; regions that it lacks follow their neighbour in a later form.
 
-    Modules `around` others end after them, so the regions of their operations take another form's place.
+    Modules in `around` end after their submodules, so another form places the regions of their own operations.
     """
-    first: tuple[int, int] = (-1, -1)  # stands before all
+    first: tuple[int, int] = (-1, -1)  # start of the order
     behind: dict[tuple[int, int], list[tuple[int, int]]] = {first: []}
     for form, inside in enumerate(forms):
-        previous, beside = first, Counter[tuple[int, int]]()  # regions of this form, counted by neighbours
+        previous, beside = first, Counter[tuple[int, int]]()  # regions inserted from this form, by neighbour
         last = {root((form, k)): k for k in range(len(inside.layers)) if (form, k) not in around}
         early = Flow(inside.layers).constant if form else set()  # shape computations run before all others
         for k in range(len(inside.layers)):
@@ -449,7 +449,7 @@ def _sort_regions(
 
 
 def find_pivots(found: FormSet) -> list[Link]:
-    """Return the links between all forms: modules and engines with their graphs, and every graph with the first one."""
+    """Return the links of all forms: graphs and modules with the first graph, engines with their own (or the first)."""
     forms, graph_of = found.forms, found.graph_of
     graphs = [k for k, each in enumerate(forms) if each.form == NODES]
     links = [link_layers(forms, graphs[0], k) for k in graphs[1:]] if graphs else []

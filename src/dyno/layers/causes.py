@@ -1,4 +1,4 @@
-"""Causes of the difference in time between two forms of a model: regions taken apart, each part with one cause."""
+"""Causes of the time difference between two forms of a model: regions split into parts with one cause each."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dyno.worker.facts.job import MODULES, Layer
 
 @dataclass(frozen=True)
 class Cause:
-    """Why parts of a model take another time in B than in A: a key for programs, a title for people.
+    """Cause of a time difference between A and B: a key for programs, a title for people.
 
-    `region` says whether its time was measured and has a name; the others are what is left over.
+    `region` is true for measured layers with a name, false for remainders.
     """
 
     key: str
@@ -46,16 +46,16 @@ WHOLE = Cause("whole", "all of it", region=False)
 CAUSES = (NARROWER, WIDER, STAYED, PROVIDER, KERNEL, SAME, FUSED, SPLIT, CONVERSION, CALLS, UNALIGNED)
 
 CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "FakeQuantize")
-PROVIDER_ENGINE = "ONNX Runtime"  # engine whose tactics are execution providers
+PROVIDER_ENGINE = "ONNX Runtime"  # engine with execution providers as tactics
 FULL_PRECISIONS = ("", "fp32", "tf32")  # precisions without types narrower than float32
 
 
 @dataclass(frozen=True)
 class CausePart:
-    """Layers of A and of B, by index, whose difference has one cause; together all parts have each layer once.
+    """Layers of A and B, by index, with one cause for their difference in time; each layer is in one part only.
 
-    `names` are the model's modules, or nodes, that they are; `types` those that they compute in, "" where that isn't
-    known; `before` is what reads a conversion.
+    `names` are their modules or nodes. `types` are the compute types of A and B ("": unknown). `before` is the reader
+    of a conversion.
     """
 
     cause: Cause
@@ -67,12 +67,12 @@ class CausePart:
 
 
 def split_regions(pair: FormPair) -> list[CausePart]:
-    """Return the pair's layers as parts, region by region in the model's order."""
+    """Split the pair's layers into parts, region by region in the model's order."""
     return _RegionSplitter(pair).list_all_parts()
 
 
 def link_forms(pair: FormPair) -> list[Link]:
-    """Align the forms by the graphs behind them; without a direct one, align two modules by their calls' names."""
+    """Align the forms through their graphs; without a graph, align modules by their calls and other forms directly."""
     links = align.find_pivots(pair.form_set)
     reached = {each.upper for each in links} | {each.lower for each in links}
     if {pair.a.form, pair.b.form} <= reached:
@@ -85,7 +85,7 @@ def link_forms(pair: FormPair) -> list[Link]:
 
 
 def _link_calls(pair: FormPair) -> Link:
-    """Align two modules: each call with the call of the same part."""
+    """Align two modules by the names and numbers of their calls."""
     places = [{call: k for k, call in enumerate(pair.forms[side.form].count_calls())} for side in pair.sides]
     found = {k: {places[1][call]} for call, k in places[0].items() if call in places[1]}
     sure = frozenset((k, other) for k, own in found.items() for other in own)
@@ -93,9 +93,9 @@ def _link_calls(pair: FormPair) -> Link:
 
 
 def merge_own_code(found: Sequence[Region], form: int) -> list[Region]:
-    """Merge, for each module, the regions in which only its own code runs, between calls of its parts, into one.
+    """Merge each module's regions of own code, between calls of its submodules, into one.
 
-    The time of that code is one figure; it is there and not with one of the parts.
+    The module's own time is a single figure, which the merged region gets.
     """
     outer = {k for region in found for k in region.around[form]}
     own: dict[int, list[Region]] = {}
@@ -122,7 +122,7 @@ def _replace_members(region: Region, form: int, members: Sequence[int]) -> Regio
 
 @dataclass
 class _TimedForm:
-    """One side: its layers with their median times and names, which of them run, and which only convert."""
+    """One side of the pair: its layers with their names, median times in seconds, and whether each one ran."""
 
     side: PairSide
     layers: Sequence[Layer]
@@ -139,7 +139,7 @@ class _TimedForm:
         return self.layers[k].moves or self.layers[k].type.rpartition(".")[2] in CONVERTERS
 
     def find_reader(self, k: int) -> int | None:
-        """Return the first layer behind `k` that isn't a conversion itself; None where only outputs follow."""
+        """Return the index of layer `k`'s first reader beyond conversions; None if only outputs follow."""
         for later in range(k + 1, len(self.layers)):
             written = {port.name for port in self.layers[k].outputs}
             if written & {port.name for port in self.layers[later].inputs}:
@@ -149,19 +149,19 @@ class _TimedForm:
         return None
 
     def weigh(self, k: int) -> tuple[int, float]:
-        """Return the key by which the main layer of a region is chosen: operations, then time."""
+        """Return the sort key for the main layer of a region: operations, then time."""
         return (self.layers[k].flops or int(bool(self.layers[k].computes_in)), float(self.seconds[k]))
 
     def list_names(self, chosen: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of these layers, in order."""
+        """Return the names of the layers `chosen`, in order."""
         return tuple(
             dict.fromkeys(name for k in chosen for name in self.names[k] or [self.layers[k].name or WHOLE_MODEL])
         )
 
     def type_of(self, chosen: Sequence[int]) -> str:
-        """Return the type that these layers compute in; "" where it isn't known.
+        """Return the compute type of the layers `chosen`; "" if unknown.
 
-        The slowest layer decides, among those that multiply where there are any.
+        The slowest multiplying layer decides, or the slowest layer if no layer multiplies.
         """
         multiply = [k for k in chosen if self.layers[k].computes_in]
         typed = [k for k in multiply or chosen if computed_in(self.layers[k])]
@@ -169,13 +169,13 @@ class _TimedForm:
 
 
 def computed_in(layer: Layer) -> str:
-    """Return the type that a layer multiplies in, else that of its output; "" for indices and unknown types."""
+    """Return a layer's compute type, else its output type; "" for indices and unknown types."""
     kind = layer.computes_in or (layer.outputs[0].dtype if layer.outputs else "")
     return kind if kind.startswith(("float", "bfloat", "int8", "uint8")) else ""
 
 
 class _RegionSplitter:
-    """Takes regions apart."""
+    """Splitter of regions into parts with one cause each."""
 
     def __init__(self, pair: FormPair) -> None:
         self._pair = pair
@@ -191,7 +191,7 @@ class _RegionSplitter:
         return self._merge_conversions(found)
 
     def _merge_conversions(self, found: Sequence[CausePart]) -> list[CausePart]:
-        """Merge two parts where both sides have the same conversion before the same layer."""
+        """Merge two conversions, one of A and one of B, with equal type, shape and reader into one part."""
         places: dict[tuple[object, ...], list[int]] = {}
         kept: list[CausePart] = []
         for part in found:
@@ -222,9 +222,9 @@ class _RegionSplitter:
         return [*moving, *self._compare_layers(a, b, region)]
 
     def _find_call_part(self, a: Sequence[int], b: Sequence[int]) -> CausePart | None:
-        """Return the part of a model's code outside its parts, mostly the time of calling them; None without any.
+        """Return the part of the model's own code, mostly the overhead of calls to submodules; None without own code.
 
-        Where the region holds nothing else, the other form's layers are its counterparts.
+        If the region holds nothing else, the other form's layers are its counterparts.
         """
         roots = [
             [k for k in own if form.modules and not form.layers[k].name] for form, own in ((self.a, a), (self.b, b))
@@ -259,17 +259,15 @@ class _RegionSplitter:
     def _choose_main(self, form: _TimedForm, own: Sequence[int], other: _TimedForm, count: int) -> list[int]:
         """Return the `count` main layers, one for each layer of the other form.
 
-        Where the other form is a module, which may be code of any length, they are all layers that it became.
+        If only the other form is a module, all layers are main: a module may be code of any length.
         """
         if other.modules and not form.modules:
             return sorted(own)
         return sorted(sorted(own, key=form.weigh, reverse=True)[:count])
 
     def _make_lone_part(self, a: Sequence[int], b: Sequence[int], region: Region) -> CausePart:
-        """Return the part of a region that one side lacks: nothing runs for it there where the region is identified.
-
-        Otherwise its counterpart is unknown.
-        """
+        """Return the part of a region that one side lacks: fused or split if the region is identified, else
+        unaligned."""
         form, own = (self.a, a) if a else (self.b, b)
         others = [k for k in range(len(region.members)) if k != form.side.form and region.members[k]]
         other = self.b if a else self.a
@@ -298,18 +296,18 @@ class _RegionSplitter:
 
     @property
     def _libraries(self) -> list[str]:
-        """Whose layers they are, without versions."""
+        """Library of each side, without its version."""
         return [PROVIDER_ENGINE if t.startswith(PROVIDER_ENGINE) else t.partition(" ")[0] for t in self._pair.titles]
 
 
 def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:
     form = pair.forms[side.form]
     names = name_modules(pair.form_set, side.form)
-    # Of each layer the median over processes of the median over repeats.
+    # Time per layer: median over processes of the median over repeats.
     seconds = np.array(np.median([np.median(each.layers, axis=0) for each in side.processes], axis=0))
     return _TimedForm(side, form.layers, names, seconds, modules=form.form == MODULES)
 
 
 def by_cause(parts: Sequence[CausePart]) -> Mapping[Cause, list[int]]:
-    """Return the indices of the parts of each cause, in the order of CAUSES."""
+    """Group the indices of the parts by cause, in the order of CAUSES."""
     return {cause: own for cause in CAUSES if (own := [k for k, part in enumerate(parts) if part.cause == cause])}

@@ -29,7 +29,7 @@ from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, check_know
 if TYPE_CHECKING:
     import pandas as pd
 
-# Cold starts of a model's forms: from the start of a process to the first answer, by part, beside each other.
+# Cold starts of a model's forms, part by part, in one table.
 
 COLD_START = TableKind("cold-start", "Cold start",
                        "What passes from the start of a process to the first answer of an engine, part by part.",
@@ -63,12 +63,12 @@ COLUMNS = (
 PRINTED = keep_printed(COLUMNS)
 TABLE_NOTE = "Parts, in ms, are those of the round in the middle, and with the rest they sum to its first answer."
 MAX_PARTS_NAMED = 2  # parts named in a sentence
-MIN_UNCOMPILED_SHARE = 0.1  # share of uncompiled modules that is reported: a program's own few files don't matter
+MIN_UNCOMPILED_SHARE = 0.1  # smallest share that is reported: a program's own few files don't matter
 
 
 @dataclass(frozen=True)
 class ColdStartSamples:
-    """A form's cold starts, a process each, in the order of rounds; `files` says where its files were: WARM or COLD."""
+    """A form's cold starts, one process per round. `files` is the place of its files at the start: WARM or COLD."""
 
     title: str
     files: str
@@ -86,7 +86,7 @@ class ColdStartSamples:
 
     @property
     def middle(self) -> ColdStart:
-        """The round whose first answer is the median, the later one of two."""
+        """Round with the median first answer; of two, the slower one."""
         return sorted(self.rounds, key=lambda one: one.first_answer)[len(self.rounds) // 2]
 
     def describe(self) -> str:
@@ -98,7 +98,7 @@ class ColdStartSamples:
         return f"{self.title}, files {self.files}: most of it is {named}; a later call takes 1/{times} of it."
 
     def describe_uncompiled(self) -> str:
-        """Return a sentence on libraries without byte-code and the remedy; "" where they have it."""
+        """Return a sentence on libraries without byte-code, with the remedy; "" if only a few modules lack it."""
         if found := without_byte_code(self.middle.modules, self.middle.uncompiled):
             ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
             return f"{self.title}, files {self.files}: {found}; {ends}."
@@ -107,17 +107,17 @@ class ColdStartSamples:
 
 @dataclass(frozen=True)
 class ColdStarts:
-    """The cold starts of forms of a model: `starts` has those of each form and place of its files, `left_out` names the
-    forms that can't be made or don't answer, with the reason."""
+    """Cold starts of a model's forms: `starts` has an entry per form and place of its files. `left_out` lists the forms
+    that can't be made or don't answer, with reasons."""
 
     starts: tuple[ColdStartSamples, ...]
     left_out: tuple[str, ...] = ()
 
     @property
     def table(self) -> Table:
-        """A row for each form and place of its files.
+        """A row per form and place of its files.
 
-        Each is compared with the first form of the same place, all as one family.
+        Each is compared with the first form of the same place, in one family of tests.
         """
         first = {one.files: one for one in reversed(self.starts)}
         evidence = [
@@ -131,7 +131,7 @@ class ColdStarts:
 
     @property
     def sentences(self) -> list[str]:
-        """The longest part before the first answer, how a later call compares, and which starts compile libraries."""
+        """Sentences per form: its longest parts, a comparison with a later call, libraries without byte-code."""
         return [*(one.describe() for one in self.starts), *filter(None, (o.describe_uncompiled() for o in self.starts))]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -140,7 +140,7 @@ class ColdStarts:
 
 
 def without_byte_code(modules: int, uncompiled: int) -> str:
-    """Describe how many of a process's modules have no byte-code; "" where only a few have none."""
+    """Describe how many of a process's modules lack byte-code; "" for shares up to MIN_UNCOMPILED_SHARE."""
     if uncompiled <= MIN_UNCOMPILED_SHARE * modules:
         return ""
     return f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
@@ -196,19 +196,19 @@ def bench_cold_start(
 
 
 class ColdStartReader(forms.FormReader):
-    """Makes what forms run, and reads nothing."""
+    """Reader that makes the forms' files without inspecting them."""
 
     runs_all = True
 
     def read_trial(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
-        """Add the trial and its file to those to start, once per trial."""
+        """Add the trial and its file to the forms to start, once per trial."""
         if trial.id not in {other.id for other, _ in self.trials}:
             self.trials.append((trial, artifact))
 
 
 @dataclass
 class _StartedForm:
-    """A form that answers: what starts it, and the files that a start reads."""
+    """A form that answers: its title, trial and file, and all files that a start reads."""
 
     title: str
     trial: Trial
@@ -219,7 +219,7 @@ class _StartedForm:
 def _start_forms(
     trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress
 ) -> tuple[list[_StartedForm], list[str]]:
-    """Return the forms that answer an unmeasured start, and why the others don't; raise `UserError` if all fail."""
+    """Return the forms that answer an unmeasured start, and the errors of the others; raise `UserError` if all fail."""
     several = len({trial.model.name for trial, _ in trials}) > 1
     found, errors = [], list[UserError]()
     for trial, artifact in trials:

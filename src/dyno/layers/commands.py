@@ -1,4 +1,4 @@
-"""Commands on the inside of a network: inspect, profile, explain, cold-start, diff --layers."""
+"""Commands on a network's layers: inspect, profile, explain, cold-start, diff --layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dyno.worker.spec import UserError
 if TYPE_CHECKING:
     from dyno.table import Table
 
-# The command `dyno inspect`: look inside a model, in one form or in several side by side.
+# `dyno inspect`: the layers of a model, in one form or in several side by side.
 
 Save = Annotated[
     list[Path],
@@ -65,7 +65,7 @@ def print_tables(tables: Sequence[Table], left_out: Sequence[str], format: str) 
     raise typer.Exit(exits.left_out(left_out))
 
 
-# The command `dyno profile`: how long each layer of a model takes.
+# `dyno profile`: the time of each layer of a model.
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def profile(
     raise typer.Exit(exits.left_out(profiled.left_out))
 
 
-# The command `dyno explain`: why one engine is faster than another.
+# `dyno explain`: why one engine is faster than another.
 
 WHAT = (
     "A model and two forms of it, such as onnxruntime openvino/int8; a run folder and two of its trials; two models as "
@@ -153,7 +153,7 @@ def explain(
     print(explained.tried.export(format) if at_once and explained.tried else explained.export(format), end="")
 
 
-# The command `dyno bench cold-start`: from the start of a process to the first answer.
+# `dyno bench cold-start`: from the start of a process to the first answer.
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def cold_start(overrides: options.Overrides, models: ModelAndForms, format: opti
     print_tables([starts.table], starts.left_out, format)
 
 
-# `dyno diff --layers`: which layer of an engine is off, and which few make most of the error.
+# `dyno diff --layers`: the first layer that disagrees, and the few that make most of the error.
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class LayerOptions:
 
 
 options.PANELS[LayerOptions] = "Layers"
-# Options of `dyno diff` by the names of their fields: as they are written, and what to give instead.
+# Options of `dyno diff` that --layers rejects, by field: flag and replacement
 INSTEAD = {
     "backends": ("--backend", "forms behind the model, such as openvino/int8"),
     "precisions": ("--precision", "forms behind the model, such as openvino/int8"),
@@ -200,7 +200,7 @@ INSTEAD = {
 def diff_layers(
     overrides: options.Overrides, models: Sequence[str], out: str, rtol: float, atol: float, least: float, format: str
 ) -> int:
-    """Print the layers and the finding: 1 when the share of close output values is below `least`."""
+    """Print the layers and findings; return 1 if the share of close output values is below `least`."""
     from dyno.layers import agreement as layers_agreement
     from dyno.report.export import export
 

@@ -1,4 +1,4 @@
-"""Hardware counters of kernels by the modules that launched them, as a table, and what they say in a sentence each."""
+"""Hardware counters of kernels, by the modules that launched them, as a table and in sentences."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from dyno.worker.facts.job import MODULES, LayerGraph
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Trial, UserError
 
-# What NVIDIA's ncu (Nsight Compute) prints as CSV (`--csv --page raw --print-units base --nvtx`), read.
+# Parser of the CSV of NVIDIA's ncu (Nsight Compute): `--csv --page raw --print-units base --nvtx`.
 #
-# Of each kernel there is a line with its metrics and the NVTX ranges in which it was launched; see the Nsight Compute
+# Each kernel has a line with its metrics and the NVTX ranges of its launch; see the Nsight Compute
 # CLI manual, https://docs.nvidia.com/nsight-compute/NsightComputeCli/. Read with ncu 2025.3.
 
 UNIT_FACTORS = {"ns": 1e-9, "nsecond": 1e-9}  # seconds per base unit of ncu
@@ -38,19 +38,18 @@ NVTX_RANGE = re.compile(r"[^:]*:(.*?):(?:none:none|\w+:.*):(?:none:none|\w+:0x[0
 
 
 def _make_figure(metric: str, requested: bool = True) -> Any:
-    """Declare a figure by ncu's name of the metric; `ncu --query-metrics` and the Profiling Guide say what it is."""
+    """Declare a figure by ncu's name of its metric; `ncu --query-metrics` and the Profiling Guide describe it."""
     return field(default=math.nan, metadata={"metric": metric, "requested": requested})
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel and its figures; NaN is one that ncu didn't tell.
+    """A kernel and its figures; NaN is a figure that ncu didn't report.
 
-    `ranges` are the names of the NVTX ranges around its launch, the innermost last. `sm`, `memory`, `dram` and `tensor`
-    are percent of the peak over the kernel's time: of the SMs' busiest unit, of the busiest part of the memory
-    (caches included), of DRAM alone, and of the cycles in which the tensor cores worked. `warps` are percent of those
-    that the SMs could hold while they worked, `l2` percent of the L2 cache's accesses that hit; `sms` is how many SMs
-    the GPU has, and `waves` how often its blocks fill them.
+    `ranges` are the names of the NVTX ranges around its launch, the innermost last. In percent of peak over the
+    kernel's time: `sm` is the SMs' busiest unit, `memory` the busiest part of the memory (caches included), `dram` DRAM
+    alone, `tensor` the active cycles of the tensor cores. `warps` is the achieved occupancy and `l2` the L2 hit rate,
+    both in percent. `sms` is the GPU's number of SMs; `waves` is how many times the blocks fill them.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Kernel:
     blocks: float = _make_figure("launch__grid_size")
     threads: float = _make_figure("launch__block_size")
     registers: float = _make_figure("launch__registers_per_thread")
-    sms: float = _make_figure("launch__sm_count", requested=False)  # comes by itself, but not with every version
+    sms: float = _make_figure("launch__sm_count", requested=False)  # reported by some versions, unrequested
 
 
 METRICS = {each.name: each.metadata for each in fields(Kernel) if each.metadata}
@@ -75,8 +74,7 @@ METRICS = {each.name: each.metadata for each in fields(Kernel) if each.metadata}
 
 @dataclass(frozen=True)
 class NcuReport:
-    """The kernels in the order of their launches, what ncu called errors, and why there are no more kernels ("": all
-    are there)."""
+    """Kernels in launch order, ncu's errors, and the reason why kernels are missing ("": complete)."""
 
     kernels: tuple[Kernel, ...]
     errors: tuple[str, ...] = ()
@@ -93,7 +91,7 @@ def read_ncu(text: str) -> NcuReport:
 
 
 def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:
-    """Yield the kernels below a line of headings and one of units."""
+    """Yield the kernels from the lines below the headings and the units."""
     if len(lines) < 2:
         return
     heads, *rest = (next(csv.reader([line])) for line in lines[:2])
@@ -103,7 +101,7 @@ def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:
         cells = next(csv.reader([line]))
         if len(cells) != len(heads) and ranges is not None:
             cells = _split_line(line, ranges, len(heads))
-        if len(cells) != len(heads):  # ncu was ended within it
+        if len(cells) != len(heads):  # ncu ended within this line
             continue
         row = dict(zip(heads, cells, strict=True))
         figures = {name: _parse_figure(row, units, about["metric"]) for name, about in METRICS.items()}
@@ -112,13 +110,13 @@ def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:
 
 
 def _split_line(line: str, ranges: int, count: int) -> list[str]:
-    """Split a line into cells where ncu left quotes inside its ranges unescaped, as it does with those of JSON."""
+    """Split a line into cells although ncu left quotes, such as those of JSON, unescaped in the ranges."""
     cells = line.removeprefix('"').removesuffix('"').split('","', ranges)
     return [*cells[:-1], *cells[-1].rsplit('","', count - ranges - 1)]
 
 
 def _parse_ranges(cell: str) -> tuple[str, ...]:
-    """Return the names in a cell, from outermost to innermost: the message where there is one, else the range."""
+    """Return the messages of a cell's ranges, the outermost first; a range without a message has its own name."""
     texts = re.findall(r'"(.+?)"(?="|  "|\s*$)', cell.replace('""', '"'))
     found = (NVTX_RANGE.fullmatch(text) for text in texts)
     return tuple(match[2] or match[1] for match in found if match)
@@ -127,15 +125,15 @@ def _parse_ranges(cell: str) -> tuple[str, ...]:
 def _parse_figure(row: Mapping[str, str], units: Mapping[str, str], metric: str) -> float:
     try:
         return float(row[metric].replace(",", "")) * UNIT_FACTORS.get(units[metric], 1.0)
-    except (KeyError, ValueError):  # a metric that this GPU hasn't got, or "n/a"
+    except (KeyError, ValueError):  # metric that this GPU lacks, or "n/a"
         return math.nan
 
 
-# From here on a part of the GPU, in percent of its peak, bounds a kernel: below it ncu's own rule SOLBottleneck speaks
-# of latency. A grid with fewer blocks than SMs is small by ncu's LaunchConfiguration; so is half a wave here, while
-# SOLBottleneck says it of any grid below a wave, although one of 0.99 fills the GPU.
+# Percent of peak from which a part of the GPU bounds a kernel; below it, ncu's rule SOLBottleneck reports latency.
+# A grid is small with fewer blocks than SMs (ncu's LaunchConfiguration) or with at most half a wave. SOLBottleneck's
+# limit is a whole wave, although 0.99 waves fill the GPU.
 BUSY_PERCENT, MAJORITY = 60.0, 0.5
-# Up to here the tensor cores did nothing: of FP32 kernels without an instruction for them ncu counted up to 1.01 %.
+# Largest percentage of idle tensor cores: ncu counted up to 1.01 % in FP32 kernels without tensor instructions.
 IDLE_PERCENT = 2.0
 BOUND_BY_DRAM, BOUND_BY_CACHES, COMPUTE_BOUND, LATENCY_BOUND = (
     "bound by DRAM",
@@ -175,9 +173,9 @@ TABLE_NOTE = (
 
 
 def make_counters_table(found: FormSet, reports: Mapping[int, NcuReport], order: str, top: int) -> Table:
-    """Build rows for the `top` kernels (0: all) of each form by time, or as they ran (`graph`), and one for the rest.
+    """Build rows for each form's `top` slowest kernels (0: all), by time or as run (`graph`), and one for the rest.
 
-    `reports` has those of the form with that index.
+    `reports` has the kernels by index of the form.
     """
     forms, rows, notes = found.forms, list[Row](), [TABLE_NOTE]
     for k, report in reports.items():
@@ -188,7 +186,7 @@ def make_counters_table(found: FormSet, reports: Mapping[int, NcuReport], order:
 
 
 def find_owners(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:
-    """Return the layer of each kernel: the innermost of its ranges that has a layer's name; None without one."""
+    """Return the layer index of each kernel, by the innermost range with a layer's name; None if unknown."""
     rows: dict[str, int] = {}
     for k, (name, number) in enumerate(form.count_calls()):
         rows.setdefault(range_name(name, number + 1) if form.form == MODULES else name, k)
@@ -245,7 +243,7 @@ def _sum_seconds(kernels: Sequence[Kernel]) -> float:
 
 
 def find_bound(kernel: Kernel) -> str:
-    """Return the resource that bounds the kernel, "" where its counters don't tell."""
+    """Return the resource that bounds the kernel; "" if its counters don't tell."""
     if kernel.memory >= BUSY_PERCENT and not kernel.sm > kernel.memory:
         return BOUND_BY_DRAM if kernel.dram >= kernel.memory else BOUND_BY_CACHES
     if kernel.sm >= BUSY_PERCENT:
@@ -273,7 +271,7 @@ def describe_bound(kernel: Kernel) -> str:
 
 
 def describe_counters(report: NcuReport, owners: Sequence[int | None]) -> list[str]:
-    """Summarise the kernels of one form in sentences, first of all where only a part of them was seen."""
+    """Summarise one form's kernels in sentences; a truncated report is mentioned first."""
     kernels = report.kernels
     sentences = [_describe_bounds(kernels), _describe_tensor_cores(kernels)]
     if report.cut_short:
@@ -286,7 +284,7 @@ def describe_counters(report: NcuReport, owners: Sequence[int | None]) -> list[s
 
 
 def _describe_bounds(kernels: Sequence[Kernel]) -> str:
-    """Return the shares of the time by the resource that bounds it, the largest first."""
+    """Describe the shares of the time by limiting resource, the largest first."""
     total = _sum_seconds(kernels) or 1.0
     shares: dict[str, float] = {}
     for kernel in kernels:
@@ -315,7 +313,7 @@ def _describe_tensor_cores(kernels: Sequence[Kernel]) -> str:
 
 PROFILER = "ncu"
 TIMEOUT_S = 900.0
-# What ncu says (the beginning of its sentences, which go on with links) and what is to be done about it.
+# Parts of ncu's error messages, with cause and remedy
 FAILURE_CAUSES = {
     "ERR_NVGPUCTRPERM": "this user may not read the GPU's counters (ERR_NVGPUCTRPERM); run as root, give a container "
     "--cap-add=SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
@@ -339,9 +337,9 @@ def find_tool() -> str:
 
 
 def build_command(tool: str, log: Path) -> list[str]:
-    """Return ncu's part of the command line: it counts between the start and the stop of CUDA's profiler.
+    """Return ncu's part of the command line; ncu counts between the start and the stop of CUDA's profiler.
 
-    It leaves the GPU's clocks as they are, and empties the caches before each kernel, so that its runs are alike.
+    The GPU's clocks are left alone. Caches are emptied before each kernel, so that its repeats are alike.
     """
     metrics = [about["metric"] for about in METRICS.values() if about["requested"]]
     return [tool, "--clock-control", "none", "--cache-control", "all", "--profile-from-start", "off", "--nvtx",
@@ -352,9 +350,9 @@ def build_command(tool: str, log: Path) -> list[str]:
 def count_kernels(
     tool: str, trial: Trial, artifact: Artifact | None, progress: Progress, timeout_s: float = TIMEOUT_S
 ) -> NcuReport:
-    """Read the hardware counters of the kernels in one inference of the trial's engine, without other jobs on its GPU.
+    """Read the hardware counters of one inference of the trial's engine, with no other job on its GPU.
 
-    If ncu fails or times out, the counters read until then are returned with the reason; raises `UserError` with the
+    If ncu fails or times out, the counters read until then are returned with the reason. Raises `UserError` with the
     reason if there are no counters.
     """
     progress.show_step(f"counters of {trial.label} under {PROFILER}")
@@ -382,7 +380,7 @@ def judge_counts(record: Record, report: NcuReport, timeout_s: float) -> NcuRepo
 
 
 def _find_reason(record: Record, errors: Sequence[str], timeout_s: float) -> str:
-    """Return why not all kernels were counted; ncu's reason comes before the job's, which ncu may have ended."""
+    """Return why kernels are missing; ncu's reason comes before the job's, as ncu may have ended the job."""
     known = next((cause for sign, cause in FAILURE_CAUSES.items() if any(sign in error for error in errors)), "")
     if known:
         return known

@@ -1,4 +1,4 @@
-"""Prescriptions that may make an engine faster, as data: the causes that call for each, and its variant of B."""
+"""Prescriptions that may make an engine faster: their causes, their variants of B, and the trial of these."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from dyno.table import RATIO, TEXT, Column, Table, keep_printed, limit_cells, wi
 from dyno.worker import registry
 from dyno.worker.spec import FIXED, Option, UserError
 
-MIN_CAUSE_SHARE = 0.05  # cheaper causes get no prescription
-# What B would be rid of without them; of the other causes only what B takes longer than A counts.
+MIN_CAUSE_SHARE = 0.05  # share of B's time below which a cause gets no prescription
+# causes that B might avoid altogether; of other causes only the time beyond A's counts
 OVERHEAD_CAUSES = (causes.STAYED, causes.SPLIT, causes.CONVERSION, causes.CALLS, causes.WAITING, causes.BETWEEN)
 ONNX_BACKENDS = ("onnxruntime", "openvino", "tensorrt", "tensorrt_rtx")
 TENSORRT_BACKENDS = ("tensorrt", "tensorrt_rtx")
@@ -40,11 +40,10 @@ TENSORRT_BACKENDS = ("tensorrt", "tensorrt_rtx")
 
 @dataclass(frozen=True)
 class Prescription:
-    """A change of an engine: `options` beside its own, or another `backend` or `precision` in place of the engine's.
+    """Change of an engine: further `options`, or another `backend` or `precision`.
 
-    It is for engines of these `backends` in these `precisions` (none: any) on these kinds of `devices`, whose options
-    have one of the values in `only` (None: not set), where one of the `causes` costs time. What it gains is seen at
-    `boundary`.
+    It applies to engines of these `backends`, `precisions` (empty: any) and kinds of `devices` with options in `only`
+    (None: not set), if one of the `causes` costs time. `boundary` is the latency that it may improve.
     """
 
     text: str
@@ -59,7 +58,7 @@ class Prescription:
     boundary: str = "model"
 
     def fits(self, backend: str, precision: str, device: str, options: Mapping[str, Option]) -> bool:
-        """Return whether the prescription is for such an engine and asks for another precision, if it asks for one."""
+        """Return whether the prescription applies to an engine, and changes its precision if it asks for one."""
         of_these = backend in self.backends and (not self.precisions or precision in self.precisions)
         so_set = all(options.get(name) in values for name, values in self.only.items())
         return of_these and so_set and device.partition(":")[0] in self.devices and precision != self.precision
@@ -112,7 +111,7 @@ PRESCRIPTIONS = (
 
 @dataclass(frozen=True)
 class IndicatedPrescription:
-    """A prescription, the cause that costs most of those that call for it, and what that costs in seconds."""
+    """A prescription, the most expensive of the causes that it may cure, and that cause's cost in seconds."""
 
     prescription: Prescription
     cause: Cause
@@ -122,9 +121,9 @@ class IndicatedPrescription:
 def choose_prescriptions(
     waterfall: Waterfall, backend: str, precision: str, device: str, options: Mapping[str, Option]
 ) -> list[IndicatedPrescription]:
-    """Return the prescriptions for B, an engine of that backend and options, the most expensive cause first.
+    """Return the prescriptions for B, an engine with this configuration, the most expensive cause first.
 
-    What copies cost is known once they are measured (NaN): the waterfall is of the model alone.
+    The cost of copies is NaN until they are measured, as the waterfall covers the model alone.
     """
     costs = {step.cause: _estimate_saving(waterfall, step) for step in waterfall.causes}
     least = MIN_CAUSE_SHARE * waterfall.gap.b
@@ -145,7 +144,7 @@ def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
     return sum(max(0.0, part.difference.value) for part in parts)
 
 
-# What came of prescriptions, as a table and in sentences.
+# Outcomes of prescriptions, as a table and in sentences.
 
 PRESCRIPTION_TABLE = TableKind("prescriptions", "Prescriptions",
                                "What was tried to make B faster, and what came of it.",
@@ -154,8 +153,8 @@ PRESCRIPTION_TABLE = TableKind("prescriptions", "Prescriptions",
 
 @dataclass(frozen=True)
 class Outcome:
-    """A prescription as `--backend` has its engine, how many times as fast as B it was (None: not measured), what is
-    known of its outputs, whether they are right, and why it has no speed."""
+    """Outcome of a prescription. `engine` is its configuration as in `--backend`, `speedup` B's latency over its own
+    (None: not measured), `outputs` the state of its outputs, `reason` why it has no speed ("": it has)."""
 
     called: IndicatedPrescription
     engine: str
@@ -166,12 +165,12 @@ class Outcome:
 
     @property
     def kept(self) -> bool:
-        """Whether it is proven: faster than B, and right."""
+        """Whether the variant is proven faster than B, with right outputs."""
         return self.speedup is not None and self.speedup.verdict == FASTER and self.right
 
     @property
     def verdict(self) -> str:
-        """Its outcome in a few words."""
+        """Outcome in a few words."""
         return self.reason or (self.speedup.verdict if self.speedup else "")
 
 
@@ -187,13 +186,13 @@ COLUMNS = (
 )
 
 
-# Prescriptions tried: each variant of an engine is a trial beside it, in turns, and kept where it is proven.
+# Trial of prescriptions: each variant is measured interleaved with its engine, and kept if it is proven faster.
 
 
 @dataclass(frozen=True)
 class PrescriptionResult:
-    """Outcomes of the prescriptions for B; `folder` is the run folder with their trials, None where none was called
-    for."""
+    """Outcomes of the prescriptions for B. `folder` is the run folder with their trials; None if no prescription was
+    indicated."""
 
     title: str
     outcomes: tuple[Outcome, ...]
@@ -201,7 +200,7 @@ class PrescriptionResult:
 
     @property
     def table(self) -> Table:
-        """A row for each prescription that B was tried with."""
+        """A row per prescription tried."""
         rows = [
             {"prescription": one.called.prescription.text, "called_by": one.called.cause.title,
              "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limit_cells("speedup", one.speedup),
@@ -216,7 +215,7 @@ class PrescriptionResult:
 
     @property
     def sentences(self) -> list[str]:
-        """How many helped, and the best of them."""
+        """Number of prescriptions that helped, and the best of them."""
         if not self.outcomes:
             return [f"Nothing of what costs {self.title} time calls for a prescription."]
         kept = [(one.speedup, one) for one in self.outcomes if one.kept and one.speedup]
@@ -233,7 +232,7 @@ class PrescriptionResult:
 
 
 def check_cures(model: Any, sides: Sequence[Any]) -> None:
-    """Raise `UserError` if no variant of B can be made: there is no module, or A and B aren't two forms of it."""
+    """Raise `UserError` unless the arguments are a module and two forms of it, so that variants of B can be made."""
     if len(sides) != 2 or not isinstance(model, str) or registry.format_of(model) is not None or Path(model).is_dir():
         raise UserError("--try makes variants of an engine from its module; give the module and two forms of it: "
                         "torchvision:resnet18 onnxruntime onnxruntime/int8")  # fmt: skip
@@ -245,7 +244,7 @@ def try_cures(
     """Try the variants that the waterfall from A to B suggests: measure A, B and each variant interleaved.
 
     `study` has the model, the data and the measurement settings; `rounds` is the number of rounds. A prescription is
-    kept if its variant is proven faster than B, all of them as one family, and its outputs are right.
+    kept if its variant is proven faster than B (tested as one family) with right outputs.
     """
     a, b = ((side.choice, side.precision) for side in sides[-2:])
     title = _format_choice(*b)
@@ -281,7 +280,7 @@ def try_cures(
 def _decide_outcomes(
     pairs: Sequence[tuple[IndicatedPrescription, str, TrialResult | None]], beside: TrialResult, data: RunData
 ) -> tuple[Outcome, ...]:
-    """Return the outcome of each variant, all decided as one family."""
+    """Return the outcome of each variant, all tested as one family."""
     rows = {row["trial"]: row for row in data.frame.to_dict("records")}
     evidence = [
         ranking.gather_evidence(t, beside, one.prescription.boundary, rule=data.rule)
@@ -304,7 +303,7 @@ def _add_copies(called: IndicatedPrescription, beside: TrialResult) -> Indicated
 
 
 def _judge_trial(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool, str]:
-    """Return the state of the trial's outputs, whether they are right, and why it has no speed."""
+    """Return the state of the trial's outputs, whether they are right, and the reason for a missing speed."""
     if t is None:
         return "", False, "no such engine was planned"
     outputs = str(rows[t.id]["outputs"] or "")

@@ -37,7 +37,7 @@ from dyno.worker.spec import UserError, to_json
 if TYPE_CHECKING:
     import pandas as pd
 
-DEFAULT_ROUNDS, DEFAULT_RUNS, DEFAULT_TOP = 5, 50, 20  # processes of each side; profiled runs in each; parts listed
+DEFAULT_ROUNDS, DEFAULT_RUNS, DEFAULT_TOP = 5, 50, 20  # processes per side; profiled runs per process; parts listed
 JSON_SUFFIX = ".json"
 PAGE_SUFFIX = ".html"
 SAVED_FORMATS = {
@@ -61,8 +61,8 @@ class ExplanationDescription(TypedDict):
 
 @dataclass(frozen=True)
 class ExplanationResult:
-    """Two forms, and why their latencies differ; nothing here measures. `top` parts are listed (0: all); `tried` has
-    the results of prescriptions, if they were tried."""
+    """Explanation why the latencies of two forms differ, without measuring. `top` parts are listed (0: all); `tried`
+    has the results of prescriptions, if they were tried."""
 
     pair: FormPair
     top: int = DEFAULT_TOP
@@ -70,17 +70,17 @@ class ExplanationResult:
 
     @cached_property
     def waterfall(self) -> Waterfall:
-        """The steps from A to B, as numbers."""
+        """Steps from A's latency to B's, as numbers."""
         return make_waterfall(self.pair)
 
     @cached_property
     def reasons(self) -> list[Reason]:
-        """Sentences to act on, each with the evidence for it."""
+        """Actionable sentences, each with its evidence."""
         return reasons.list_reasons_why(self.waterfall)
 
     @cached_property
     def tables(self) -> list[Table]:
-        """A row for each cause, and one for each part of the model; then one for each prescription that was tried."""
+        """A row per cause; a row per part of the model; a row per prescription, if any was tried."""
         tried = [self.tried.table] if self.tried and self.tried.outcomes else []
         return [*list_waterfall_tables(self.waterfall, self.top), *tried]
 
@@ -114,7 +114,7 @@ class ExplanationResult:
 
     @property
     def html(self) -> str:
-        """The chart, the tables and the sentences: a part of a page."""
+        """The chart, the tables and the sentences as an HTML fragment."""
         return graph_page.make_explained_fragment(self.waterfall, self.tables, self.sentences)
 
     def export(self, format: str = "text") -> str:
@@ -131,7 +131,7 @@ class ExplanationResult:
 
 
 def check_saved(path: Path) -> None:
-    """Raise `UserError` for a file that can't be saved."""
+    """Raise `UserError` for a file with an unknown suffix, a missing library or no write permission."""
     if path.suffix not in SAVED_FORMATS:
         known = ", ".join(f"{ending} ({what})" for ending, what in SAVED_FORMATS.items())
         raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
@@ -155,20 +155,20 @@ def explain(
 ) -> ExplanationResult:
     """Explain why B is faster or slower than A, with a waterfall in µs from A's latency to B's by parts of the model.
 
-    `explain(model, a, b)` takes two forms of a model as `dyno.profile` does, `explain(a, b)` two models or files as
-    they are, `explain(run, a, b)` two trials of a run folder by BACKEND/PRECISION or id, and `explain(file)` a pair
-    stored by `ExplanationResult.save`, for which nothing is measured. Both are profiled in `rounds` processes each, in
-    turn, with `runs` profiled runs in each. `top` parts are listed (0: all). `save` names files to write, which are
-    checked first (see `ExplanationResult.save`). With `prescriptions`, variants of B that may be faster are then
-    measured beside it (see `ExplanationResult.tried`). That may take long, so the result so far is saved before, and
-    passed to `first`. `settings` are fields of `dyno.Study`. Raises `UserError` if layers have no times.
+    `explain(model, a, b)` takes two forms of a model like `dyno.profile`; `explain(a, b)` two models or files as they
+    are; `explain(run, a, b)` two trials of a run folder, by BACKEND/PRECISION or id; `explain(file)` a pair stored by
+    `ExplanationResult.save`, without measuring. Both sides are profiled alternately in `rounds` processes each, with
+    `runs` profiled runs per process. `top` parts are listed (0: all). `save` names files to write (see
+    `ExplanationResult.save`), checked first. With `prescriptions`, variants of B that may be faster are then measured
+    with it (see `ExplanationResult.tried`). As that may take long, the result so far is saved before, and passed to
+    `first`. `settings` are fields of `dyno.Study`. Raises `UserError` if layers have no times.
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)
     (runs,), (top,) = at_least(5, runs=runs), at_least(0, top=top)
     paths = files.list_paths(save)
     for path in paths:
         check_saved(path)
-    # A model with a colon is a source, and no path.
+    # A model with a colon is a source, not a path.
     if len(sides) == 2 and isinstance(model, (str, Path)) and ":" not in str(model) and not Path(model).exists():
         raise UserError(no_such(str(model)))
     progress = Progress(quiet=quiet)
@@ -202,7 +202,7 @@ def _find_pair(
     if len(sides) == 2 and isinstance(model, (str, Path)) and Path(model).is_dir():
         return _of_run(Path(model), sides, rounds, runs, settings, progress)
     study = one_model(model, settings)
-    if len(sides) == 1:  # both in the form that they already have
+    if len(sides) == 1:  # both models in their own form
         asked = [forms.request_own_form(source) for source in (study.models[0], Study(models=tuple(sides)).models[0])]
     else:
         asked = forms.list_forms(study, sides)
@@ -218,10 +218,10 @@ def _find_pair(
 def _of_run(
     folder: Path, names: Sequence[Any], rounds: int, runs: int, settings: dict[str, Any], progress: Progress
 ) -> FormPair:
-    """Profile two trials of a run now, with their own options and files, beside the run's own medians."""
+    """Profile two trials of a run with their own options and files; add the run's medians and store the pair there."""
     if settings:
         raise UserError(f"{', '.join(settings)} can't be given for a run: its trials say how they are measured")
-    refuse_links(folder, [pairs.PAIRS_DIR])  # before anything is measured: pairs are stored there
+    refuse_links(folder, [pairs.PAIRS_DIR])  # before measuring, as pairs are stored there
     records = load_run(folder)
     found = [find_trial(records, str(name)) for name in names]
     if failed := next((each for each in found if not each.good), None):
@@ -244,17 +244,17 @@ def _of_run(
     a, b = (find_center(quiet_medians(each, "model")).value for each in found)
     whole = replace(pair, a=replace(pair.a, stored=a), b=replace(pair.b, stored=b), notes=tuple(notes))
     path = pairs.name_file(folder, *(each.id for each in found))
-    with suppress(OSError):  # a run that can't be written to goes without
+    with suppress(OSError):  # a read-only run stores no pair
         path.parent.mkdir(exist_ok=True)
         pairs.write_pair(path, whole)
     return whole
 
 
 class PairProfiler(profiling.FormProfiler):
-    """Profiles two forms in several processes each, in turn."""
+    """Profiler of two forms, in several processes each, interleaved."""
 
     def build_pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> FormPair:
-        """Return the pair of forms that were read, with the times of all rounds.
+        """Return the pair of forms read, with the times of all rounds.
 
         `sources` and `precisions` are each side's source and requested precision.
         """
@@ -268,10 +268,9 @@ class PairProfiler(profiling.FormProfiler):
         return FormPair(forms.number_titles(self.forms, by_form), sides[0], sides[1], sources[0])
 
     def repeat_rounds(self, rounds: int) -> list[tuple[Times, ...]]:
-        """Return the times of each form by process: the first ones, then those of further rounds.
+        """Return the times of each form by process: the first round, then further rounds.
 
-        Each round profiles the forms in the opposite order of the round before. Raises `UserError` if a form has other
-        layers in another process.
+        Each round reverses the order of the forms. Raises `UserError` if a form's layers differ between processes.
         """
         found = [[times] for times in self.times]
         for number in range(1, rounds):
@@ -283,10 +282,10 @@ class PairProfiler(profiling.FormProfiler):
 
 
 def reorder_times(first: LayerGraph, inside: LayerGraph, times: Times) -> Times:
-    """Return the times of a form in another process, with its layers in the order of the first process.
+    """Return the times of a form in another process, in the layer order of the first process.
 
-    Engines number the conversions that they insert anew each time, so these are identified by the layers that write
-    their inputs. Raises `UserError` if the layers differ.
+    Engines number inserted conversions anew in each process, so conversions are identified by the writers of their
+    inputs. Raises `UserError` if the layers differ.
     """
     places = {key: k for k, key in enumerate(_make_keys(inside))}
     keys = _make_keys(first)
@@ -296,7 +295,7 @@ def reorder_times(first: LayerGraph, inside: LayerGraph, times: Times) -> Times:
 
 
 def _make_keys(form: LayerGraph) -> list[tuple[str, str, int]]:
-    """Return a key for each layer that identifies it in another process."""
+    """Return a key per layer that is stable across processes."""
     writers = {port.name: layer for layer in form.layers for port in layer.outputs}
     seen: Counter[tuple[str, str]] = Counter()
     keys = []

@@ -1,4 +1,4 @@
-"""The inside of a model as files that other tools open, by the ending of a file's name."""
+"""Layers of a model as files for other tools; the suffix chooses the tool."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from dyno.worker.spec import Job, UserError
 if TYPE_CHECKING:
     import pandas as pd
 
-# The roofline chart: each layer's arithmetic against its operations per byte, under the measured ceilings.
+# Roofline chart: each layer's arithmetic against its operations per byte, under the measured ceilings.
 
 MARGIN_FACTOR = 2.0  # distance of the edge from the outermost layer, as a factor
-MAX_AREA, MIN_AREA = 420.0, 6.0  # points² of a layer with all of the time, and with none
+MAX_AREA, MIN_AREA = 420.0, 6.0  # points² for a layer with all the time, and with no time
 
 
 def draw_roofline(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings) -> Any | None:
-    """Draw the roofline as a matplotlib figure; None where no layer multiplies.
+    """Draw the roofline as a matplotlib figure; None if no layer multiplies.
 
-    A point's area is the layer's share of the time. Layers without products aren't in it: they have no operations.
+    A point's area is the layer's share of the time. Layers without products are left out, as they have no operations.
     """
     work = {k: count_work(found, k, each.precision) for k, each in times.items()}
     points = {k: own for k, each in times.items() if (own := _compute_points(each, work[k]))}
@@ -66,7 +66,7 @@ def draw_roofline(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings
 
 
 def _compute_points(each: Times, work: Sequence[LayerWork]) -> list[tuple[float, float, float]]:
-    """Return operations per byte, TFLOPS and share of the time of each layer that multiplies."""
+    """Return operations per byte, TFLOPS and share of the time of each multiplying layer."""
     seconds = np.median(each.layers, axis=0)
     return [
         (one.flops / one.bytes, one.flops / seconds[i] / 1e12, float(seconds[i] / seconds.sum()))
@@ -96,11 +96,11 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class FormsResult(FormSet):
-    """Forms of a model; `shown` has the indices of the requested ones.
+    """Forms of a model; `shown` has the indices of the requested forms.
 
-    `graphs` has each graph's file, and `module_of` the modules that are shown too. `left_out` names the forms that
-    can't be made, read or timed, with the reason. Where layers were timed, `times` has their times by the index of the
-    form, and `ceilings` has those of the device, if requested.
+    `graphs` has each graph's file by index; `module_of` has only modules that are shown. `left_out` lists the forms
+    that can't be made, read or timed, with reasons. If layers were timed, `times` has their times by index of the form,
+    and `ceilings` the device's ceilings (None: not requested).
     """
 
     shown: tuple[int, ...] = ()
@@ -112,14 +112,14 @@ class FormsResult(FormSet):
 
     @property
     def tables(self) -> list[Table]:
-        """The tables to print; the first has the layers."""
+        """The tables to print; the first one lists the layers."""
         raise NotImplementedError
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write a file for another tool, or one for each of several ONNX graphs; return the written files.
+        """Write a file for another tool, or a file per ONNX graph; return the written files.
 
-        Its suffix chooses the tool: see docs/layer-files.md. Raises `UserError` for an unknown one, and OSError if the
-        file can't be written.
+        The suffix chooses the tool: see docs/layer-files.md. Raises `UserError` for an unknown suffix, and OSError if
+        the file can't be written.
         """
         path, lines = Path(path), make_timelines(self)
         kind = find_kind(path, bool(self.times))
@@ -138,8 +138,8 @@ class FormsResult(FormSet):
 
 @dataclass(frozen=True)
 class OutputFileKind:
-    """One kind of file: what opens it, what makes its text (None: an ONNX graph or a chart), whether it is one of
-    times, and whether it is the chart that needs the device's ceilings."""
+    """Kind of file: the program that opens it, the function for its text (None: an ONNX graph or a chart), and whether
+    it needs times of layers (`timed`) or the device's ceilings (`rated`)."""
 
     opens: str
     text: Callable[[FormsResult, list[Timeline]], str] | None
@@ -165,14 +165,14 @@ FILE_KINDS: dict[str, OutputFileKind] = {
 
 
 def list_paths(save: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Return the files that `save` names: one or several."""
+    """Return the paths in `save`: one or several."""
     return [Path(path) for path in ([save] if isinstance(save, (str, Path)) else save)]
 
 
 def find_kind(path: Path, timed: bool) -> OutputFileKind:
     """Return the kind of a file by its suffix.
 
-    Raises `UserError` for an unknown suffix, and for a file of times if nothing is `timed`.
+    Raises `UserError` for an unknown suffix, or if the kind needs times and nothing is `timed`.
     """
     kind = next((kind for ending, kind in FILE_KINDS.items() if path.name.endswith(ending)), None)
     if kind is not None and (timed or not kind.timed):
@@ -184,7 +184,7 @@ def find_kind(path: Path, timed: bool) -> OutputFileKind:
 
 
 def check(paths: Sequence[Path], sides: Sequence[FormRequest], timed: bool, rated: bool = False) -> None:
-    """Raise `UserError`, before anything is read, for a file that can't be written or made from these forms."""
+    """Raise `UserError` for a file that can't be written or made from these forms. Nothing is read or measured yet."""
     for path in paths:
         kind = find_kind(path, timed)
         if kind is FILE_KINDS[PAGE_SUFFIX]:
@@ -208,7 +208,7 @@ def _has_graph(side: FormRequest) -> bool:
 
 
 def save_all(found: FormsResult, paths: Sequence[Path], quiet: bool) -> None:
-    """Write the files, and unless `quiet` print the programs that open them."""
+    """Write the files; unless `quiet`, print the programs that open them."""
     for path in paths:
         for written in found.save(path):
             if not quiet:
@@ -216,7 +216,7 @@ def save_all(found: FormsResult, paths: Sequence[Path], quiet: bool) -> None:
 
 
 def check_library(name: str) -> None:
-    """Raise `UserError`, before anything is measured, if the library that draws or lays out is missing."""
+    """Raise `UserError`, before measuring, if a library for drawing or layout is missing."""
     if importlib.util.find_spec(name) is None:
         raise UserError(name_lacking([name]))
 
@@ -239,7 +239,7 @@ def make_timelines(found: FormsResult) -> list[Timeline]:
 
 
 def _write_graphs(found: FormsResult, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
-    """Write each graph, annotated with the forms made from it; file names from the second on have a number."""
+    """Write each graph, annotated with the forms made from it; number the file names from the second on."""
     written: list[Path] = []
     for graph, file in found.graphs.items():
         made = {k: line for k, line in lines.items() if found.graph_of.get(k) == graph}

@@ -1,4 +1,4 @@
-"""Forms of a model as a command names them, read one after the other with the graphs behind engines."""
+"""Forms of a model: parsed from a command's arguments and read, with the graphs behind engines."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TIMEOUT_S = 1800.0
 
 
 class NoForm(UserError):
-    """One form can't be made of its model, or can't be read; the others may."""
+    """Error: one form of a model can't be made or read; other forms may be."""
 
 
 @dataclass(frozen=True)
 class FormRequest:
-    """One form that the user requested: of which model, whose ("onnx": its graph), and in which precision ("": that of
-    its file). `named` is one of the first model's by its name, others are models as they are."""
+    """Requested form: a model's source, an engine ("onnx": the graph itself), and a precision ("": the file's own).
+    `named` is true for a form of the first model given by name, false for a model in its own form."""
 
     source: str
     choice: Choice
@@ -46,14 +46,14 @@ class FormRequest:
 
 @dataclass(frozen=True)
 class GraphFile:
-    """The present path of an ONNX graph's file, and the backend that reads it."""
+    """The path of an ONNX graph's file, and the runtime that reads it."""
 
     path: str
     runtime: Runtime
 
 
 def list_forms(study: Study, others: Sequence[Any]) -> list[FormRequest]:
-    """Return the study's model as it is, then the others: forms of it, or other models as they are."""
+    """Return the study's model in its own form, then the others: its named forms, or other models in theirs."""
     source = study.models[0]
     found = [
         request_own_form(source),
@@ -83,7 +83,7 @@ def _list_form_names() -> tuple[str, ...]:
 
 
 def _parse_form(text: str, source: str) -> FormRequest | None:
-    """Return a form of the first model, or None for text that names another model."""
+    """Return the named form of the first model; None if the text names another model."""
     found = defaults.parse_form(text, _list_form_names())
     if found is None:
         named = text.partition("/")[0]
@@ -95,14 +95,14 @@ def _parse_form(text: str, source: str) -> FormRequest | None:
         raise UserError(f"there is no PyTorch module in {source}; give the model that it was exported from first")
     if precision:
         check_known("precision", precision, PRECISIONS)
-    own = "" if registry.format_of(source) else "fp32"  # a file's own precision is known once it was read
+    own = "" if registry.format_of(source) else "fp32"  # a file's own precision is known only after reading it
     return FormRequest(source, choice, precision or own, named=True)
 
 
 class FormReader:
-    """Reads one form after the other, and the graphs behind engines.
+    """Reader of forms one after the other, with the graphs behind engines.
 
-    With `runs_all`, a module and an engine that the user built are inspected for a run, like any other form.
+    With `runs_all`, a module or an engine file is inspected for a run, like any other form.
     """
 
     runs_all = False
@@ -116,12 +116,12 @@ class FormReader:
         self.graphs: dict[int, GraphFile] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
         self.left_out: list[str] = []  # one reason for each missing form
-        self.trials: list[tuple[Trial, Artifact | None]] = []  # trials that engines ran, each with its file
+        self.trials: list[tuple[Trial, Artifact | None]] = []  # trials read, each with its file
 
     def read_all(self, sides: Sequence[FormRequest]) -> list[FormRequest]:
-        """Read these forms, and return those that can be; the others are `left_out`, unless it is all of them.
+        """Read these forms and return the readable ones; list the others in `left_out`. Raise an error if all fail.
 
-        That the parts of a first one can't be watched goes without saying where others were asked for.
+        An unwatchable first form is dropped silently if others were requested.
         """
         kept, errors = [], list[UserError]()
         for place, side in enumerate(sides):
@@ -139,7 +139,7 @@ class FormReader:
         return kept
 
     def read(self, side: FormRequest) -> None:
-        """Read that form, and the graph that it was made from."""
+        """Read the form, and the graph that it was made from."""
         study = replace(self._study, models=(side.source,))
         model = model_spec(study, side.source)
         runtime = replace(runtime_of(study, side.choice), threads=study.threads or system.physical_cores())
@@ -155,7 +155,7 @@ class FormReader:
         if self.runs_all:
             self.read_engine(replace(study, device=runtime.device) if on_device else study, side, trial)
         elif side.choice.name == MODULE_FORM:
-            # The module is read without a look at its inputs before.
+            # The module is read without inspecting its inputs first.
             asked = {"sizes": [list(parse_size(size)) for size in study.sizes],
                      "overrides": input_options.parse_overrides(study.inputs, study.shapes)}  # fmt: skip
             self._add_form(self._launch_job(trial, None, asked), "")
@@ -165,7 +165,7 @@ class FormReader:
             self.read_engine(study, side, trial)
 
     def describe(self, sides: Sequence[FormRequest]) -> dict[str, Any]:
-        """Return the fields of a `FormsResult`; `sides` were read, in this order."""
+        """Return the fields of a `FormsResult`; `sides` are the forms read, in this order."""
         sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
         return {
             "forms": number_titles(self.forms, sources), "shown": tuple(self.shown), "graph_of": self.graph_of,
@@ -174,7 +174,7 @@ class FormReader:
         }  # fmt: skip
 
     def module_of(self, sources: Mapping[int, str]) -> dict[int, int]:
-        """Map each form to the index of its module, if that is shown too; `sources` are those of the shown forms."""
+        """Map each form to the index of its module, if that is shown too; `sources` maps shown forms to models."""
         modules = {source: k for k, source in sources.items() if self.forms[k].form == MODULES}
         return {k: modules[source] for k, source in sources.items() if source in modules}
 
@@ -183,7 +183,7 @@ class FormReader:
         return self._launch_job(trial, artifact)
 
     def read_engine(self, study: Study, side: FormRequest, trial: Trial) -> None:
-        """Read the form that an engine makes of the model, after making its file, and the graph of that file."""
+        """Make the file of an engine's form; read the form and the graph behind it."""
         model, inspection = inspect_model(trial.model, study)
         size = list_sizes(study, inspection)[0]
         batch = inspection.batch or self._batch
@@ -208,12 +208,12 @@ class FormReader:
         self.read_trial(trial, recipe, artifact)
 
     def read_trial(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
-        """Read the form that the trial runs, made by the recipe, and the graph behind it."""
+        """Read the trial's form, made by the recipe, and the graph behind it."""
         form = self._add_form(self.give_title(self.read_form(trial, artifact), trial), "")
         self.trials.append((trial, artifact))
         behind = self._find_onnx_file(recipe, artifact)
         if behind is not None:
-            with suppress(NoForm):  # the engine's own layers are known without it
+            with suppress(NoForm):  # the engine's own layers don't need it
                 self.graph_of[form] = self.find_graph(trial, behind)
 
     def give_title(self, form: LayerGraph, trial: Trial) -> LayerGraph:
@@ -223,7 +223,7 @@ class FormReader:
         return replace(form, library=" ".join((form.library, *lowered, *options)))
 
     def _make_recipe(self, study: Study, trial: Trial) -> Recipe | None:
-        if trial.backend == ONNX_FORM:  # the file that engines of any batch share, where there is one
+        if trial.backend == ONNX_FORM:  # the file shared by engines of any batch, if there is one
             fixed, free = (registry.list_formats()[ONNX_FORM].recipe(replace(trial, dims=replace(trial.dims, batch=n)))
                            for n in (trial.dims.batch, 0))  # fmt: skip
             return replace(free, fallback=fixed) if free else None
@@ -239,7 +239,7 @@ class FormReader:
         return artifact
 
     def _find_onnx_file(self, recipe: Recipe | None, artifact: Artifact | None) -> Artifact | None:
-        """Return the ONNX file that the engine was made from, or that it reads."""
+        """Return the ONNX file that the engine reads or was made from; None without one."""
         while recipe is not None and artifact is not None:
             if artifact.format == ONNX_FORM:
                 return artifact
@@ -250,7 +250,7 @@ class FormReader:
         return None
 
     def find_graph(self, trial: Trial, file: Artifact) -> int:
-        """Return the index of the form of the engine's graph, which is read once."""
+        """Return the index of the engine's graph; each file is read once."""
         if file.sha256 not in self._graphs:
             form = self._read_graph_form(trial, file)
             self.graphs[len(self.forms)] = _make_graph_file(trial, file)
@@ -259,7 +259,7 @@ class FormReader:
         return self._graphs[file.sha256]
 
     def _read_graph_form(self, trial: Trial, file: Artifact | None) -> LayerGraph:
-        """Return the form of an ONNX file (None: the trial's model), whichever Python the engine has."""
+        """Return the form of an ONNX file (None: the trial's model), read in Dyno's own Python."""
         return self.give_title(self._launch_job(replace(trial, backend="", runtime=_make_runtime(trial)), file), trial)
 
     def _add_form(self, form: LayerGraph, graph: str) -> int:
@@ -275,7 +275,7 @@ class FormReader:
             return self.run_job(job, Path(scratch) / "job")[1]
 
     def run_job(self, job: Job, folder: Path) -> tuple[Record, LayerGraph]:
-        """Run the job in the folder and return its record and its form; raise `NoForm` if there is no form."""
+        """Run the job in the folder; return its record and form, or raise `NoForm` without a form."""
         record = launch_in_turn(job, folder, TIMEOUT_S, self._progress)
         assert job.trial is not None
         if record.status != "ok" or record.facts.inside is None:
@@ -284,16 +284,16 @@ class FormReader:
 
 
 def no_form(trial: Trial, reason: str) -> NoForm:
-    """Return the error for a form that can't be made, in one line that names it.
+    """Return the error for a form that can't be made, in one line.
 
-    A fault of a PyTorch module affects all its forms, so such an error names the model alone.
+    It names a PyTorch module's model alone, as the module's faults affect all its forms.
     """
     form = "" if trial.backend == MODULE_FORM else f" {trial.variant if trial.backend else ONNX_FORM} {trial.precision}"
     return NoForm(f"{trial.model.name}{form}: {reason}")
 
 
 def number_titles(forms: Sequence[LayerGraph], sources: Mapping[int, str]) -> tuple[LayerGraph, ...]:
-    """Return the forms with distinct titles: numbered, and with the model's name if there are several models."""
+    """Return the forms with unique titles: numbered, and with the model's name if there are several models."""
     titles: Counter[str] = Counter()
     named = list(forms)
     for k, source in sources.items():
@@ -306,7 +306,7 @@ def number_titles(forms: Sequence[LayerGraph], sources: Mapping[int, str]) -> tu
 
 
 def _reword_error(side: FormRequest, error: UserError) -> UserError:
-    """Return the error, worded for a user who gave a module in memory if Dyno stored it as a program."""
+    """Return the error, reworded for a module given in memory, which Dyno stored as a program."""
     if cache_dir() not in Path(side.source).parents:
         return error
     name = model_name(side.source)
@@ -315,7 +315,7 @@ def _reword_error(side: FormRequest, error: UserError) -> UserError:
 
 
 def _make_runtime(trial: Trial) -> Runtime:
-    """Return the runtime that reads ONNX files: this Python, because an engine's own may lack onnx."""
+    """Return the runtime that reads ONNX files: this Python, as an engine's own may lack onnx."""
     return Runtime(threads=trial.runtime.threads)
 
 

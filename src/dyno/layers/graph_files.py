@@ -1,4 +1,4 @@
-"""Layers as calls inside calls: each one under the modules around it, with its seconds in every repeat."""
+"""Timelines of layers as nested calls, written as graphs, notes and traces for other tools."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from dyno.report import export
 from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph, Port
 
 CONVERSIONS_NAME = "(conversions)"
-MODULE_SEPARATOR = "."  # between the parts of a module's name
+MODULE_SEPARATOR = "."  # separator in a module's name
 
 
 @dataclass(frozen=True)
 class TimelineStep:
-    """One layer that runs, under the modules that are around all of it.
+    """One layer that runs, below the modules around it.
 
-    `index` is its place in the form. `stack` has full names, outermost first: of modules, then of the layer itself,
-    unless a module's call is the layer. One that no module is known for is under its operator. `modules` are what it
-    came from.
+    `index` is the layer's index in the form. `stack` has full names, outermost first: modules, then the layer, unless
+    the layer is a module's call. A layer without known modules is grouped by operator. `modules` are its origins.
     """
 
     index: int
@@ -40,9 +39,9 @@ class TimelineStep:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The steps of one form in the order in which they run; `seconds` [repeats, steps] is empty where none was timed.
+    """Steps of one form in execution order; `seconds` [repeats, steps] is empty for an untimed form.
 
-    A repeat is the mean of `runs_each` runs. With `own` the seconds of a step are those without its parts' steps.
+    A repeat is the mean of `runs_each` runs. With `own`, a step's seconds exclude its submodules' steps.
     """
 
     title: str
@@ -65,7 +64,7 @@ class Timeline:
         return {name: text for name, text in {**own, **ran, **moves, **self.describe_time(at)}.items() if text}
 
     def describe_time(self, at: int) -> dict[str, str]:
-        """Return the step's median and its share of all layers' medians, as text; {} where nothing was timed."""
+        """Return the step's median and its share of the medians' sum, as text; {} if nothing was timed."""
         if not len(self.seconds):
             return {}
         median, total = float(self.medians[at]), float(self.medians.sum()) or 1.0
@@ -74,7 +73,7 @@ class Timeline:
 
 
 def build_timelines(found: FormSet, times: Mapping[int, Times], shown: Sequence[int]) -> list[Timeline]:
-    """Build the timelines of the forms `shown` (indices); `times` has the times of those that were timed."""
+    """Build the timelines of the forms `shown` (indices); `times` has the times of the timed forms."""
     timelines = []
     for k in shown:
         form, origin, timed = found.forms[k], find_origins(found, k), times.get(k)
@@ -103,7 +102,7 @@ def _make_step(form: LayerGraph, index: int, modules: list[str]) -> TimelineStep
 
 
 def _find_shared_modules(modules: Sequence[str]) -> tuple[str, ...]:
-    """Return the full names of the modules around all of these; of a single module, itself included."""
+    """Return the full names of the modules around all of these; a single module is its own last one."""
     if not modules or WHOLE_MODEL in modules:
         return ()
     paths = [name.split(MODULE_SEPARATOR) for name in modules]
@@ -112,7 +111,7 @@ def _find_shared_modules(modules: Sequence[str]) -> tuple[str, ...]:
 
 
 def format_output(layer: Layer) -> str:
-    """Return shape, type and layout of the first output."""
+    """Return the shape, type and layout of the first output; "" without outputs."""
     if not layer.outputs:
         return ""
     port = layer.outputs[0]
@@ -121,7 +120,7 @@ def format_output(layer: Layer) -> str:
 
 @dataclass(frozen=True)
 class Mark:
-    """The beginning of a call or its end (`ends`), in nanoseconds; `step` is the step that the call is, at its end."""
+    """The beginning or the end (`ends`) of a call, in nanoseconds; the end mark of a step has its number in `step`."""
 
     name: str
     at: int
@@ -130,9 +129,9 @@ class Mark:
 
 
 def iter_marks(steps: Sequence[TimelineStep], nanoseconds: Sequence[int], begin: int) -> Iterator[Mark]:
-    """Yield the calls of one repeat in the order of their begins and ends.
+    """Yield the beginnings and ends of one repeat's calls, in order.
 
-    Steps begin where the one before them ended, and a call around steps lasts from its first to its last one.
+    Each step begins at the end of the previous one; a call around steps lasts from its first to its last step.
     """
     calling: list[str] = []
     at = begin
@@ -146,19 +145,19 @@ def iter_marks(steps: Sequence[TimelineStep], nanoseconds: Sequence[int], begin:
     yield from (Mark(name, at, ends=True) for name in reversed(calling))
 
 
-# Layers as graphs for Model Explorer, and their times as the data that colours its nodes.
+# Layers as graphs for Model Explorer, and their times as its node data (colours).
 #
-# The classes of https://github.com/google-ai-edge/model-explorer, `graph_builder.py` and `node_data_builder.py`, as
-# JSON.
+# JSON of the classes in `graph_builder.py` and `node_data_builder.py`,
+# https://github.com/google-ai-edge/model-explorer.
 
-# by the median, from the lowest to the highest time
+# colours of the lowest and the highest median
 COLOUR_SCALE = ({"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#e69f00"})
 
 
 def build_explorer_graphs(forms: Sequence[LayerGraph], timelines: Sequence[Timeline], name: str) -> dict[str, Any]:
-    """Build a collection with a graph for each form; the timeline at the same index belongs to it.
+    """Build a collection with a graph per form; `timelines` has the form's timeline at the same index.
 
-    A node is a layer, its namespace the modules around it; an edge is a tensor that one writes and another reads.
+    A node is a layer, its namespace the modules around it, an edge a tensor from its writer to a reader.
     """
     drawn = [_build_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
     return {"label": name, "graphs": drawn}
@@ -185,7 +184,7 @@ def _build_output(name: str, port: Port) -> dict[str, Any]:
 
 
 def _list_modules(step: TimelineStep) -> list[str]:
-    """Return the modules around the layer by the last part of their names; a module's call is not a separate group."""
+    """Return the short names of the modules around the layer; a module's call is not a separate group."""
     around = step.stack[1:-1]
     if not step.modules:  # a group by operator
         return [*around]
@@ -197,7 +196,7 @@ def _list_pairs(about: dict[str, str]) -> list[dict[str, str]]:
 
 
 def build_node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Return each form's layer medians in microseconds, with a colour gradient from none to the most."""
+    """Return each form's layer medians in microseconds, with a colour gradient from zero to the largest."""
     return {
         timeline.title: {
             "results": {
@@ -210,7 +209,7 @@ def build_node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
     }
 
 
-# What became of each node of an ONNX graph, as notes at the node: its layer, the types it ran in, and its time.
+# Notes on each node of an ONNX graph: its layers in the engines, their types and times.
 
 UNITS = ("µs", "%")
 NO_TIME = "no layer is known for it: folded, or not run by itself"
@@ -218,15 +217,15 @@ NO_TIME = "no layer is known for it: folded, or not run by itself"
 
 @dataclass
 class Note:
-    """The notes on one node: a line for each layer that it became, and its facts by name."""
+    """Notes on one node: a line per layer that it became, and its facts by name."""
 
     lines: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
 
     def add(self, title: str, about: Mapping[str, str], nodes: int) -> None:
-        """Add a layer of the form of that title, which stands for `nodes` nodes.
+        """Add a layer that stands for `nodes` nodes, from the form with this title.
 
-        Facts of a form's further layers are behind those of its first.
+        Facts of a form's further layers are appended to those of its first.
         """
         stands = {"stands for": format_count(nodes, "node")} if nodes > 1 else {}
         for name, text in {**about, **stands}.items():
@@ -242,10 +241,10 @@ class Note:
 def list_node_notes(
     forms: Sequence[LayerGraph], graph: int, timelines: Mapping[int, Timeline], module: int | None = None
 ) -> list[Note]:
-    """Build a note for each node of the graph.
+    """Build a note per node of the graph.
 
-    It describes the forms in `timelines` that were made from the graph, and the `module` that the graph was made from.
-    A layer that stands for several nodes has its whole time at each of them, with their number.
+    It describes the forms in `timelines` that were made from the graph, and the `module` behind the graph. A layer that
+    stands for several nodes has its whole time, and their number, at each of them.
     """
     notes_of = [Note() for _ in forms[graph].layers]
     for k, timeline in timelines.items():
@@ -274,11 +273,10 @@ HOW_TIMED = (
 
 
 def chrome_trace(timelines: Sequence[Timeline], exporter: str) -> dict[str, Any]:
-    """Build a trace in the trace event format: a process for each form, with the repeats in sequence.
+    """Build a trace in the trace event format: a process per form, with the repeats in sequence.
 
-    Modules are around the layers that came from them. Times are microseconds, to the nanosecond. Begins and ends are
-    separate events: readers add up begin and duration of an event, and a rounded sum no longer fits into the call
-    around it.
+    Modules are around their layers. Times are in microseconds, to the nanosecond. Begin and end are separate events:
+    readers add an event's begin and duration, and the rounded sum may exceed the call around it.
     """
     events = [event for pid, each in enumerate(timelines, 1) for event in _iter_events(each, pid)]
     return export.trace_document(events, exporter, HOW_TIMED)
@@ -301,7 +299,7 @@ def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
 
 
 def build_speedscope_profile(timelines: Sequence[Timeline], name: str, exporter: str) -> dict[str, Any]:
-    """Build a speedscope file: a profile for each form, in which every layer is a sample below the modules around it.
+    """Build a speedscope file: a profile per form, with a sample per layer below the modules around it.
 
     A sample's weight is the layer's median in microseconds.
 

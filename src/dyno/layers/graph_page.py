@@ -1,4 +1,4 @@
-"""The inside of a model as one HTML page that is readable without a network."""
+"""Layers of a model as one HTML page that works offline."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from dyno.table import Table
 from dyno.worker.facts.job import MODULES, LayerGraph
 from dyno.worker.spec import UserError
 
-# The layers of one or two forms as graphs in a page: a box for each layer, coloured by its share of the time.
+# Graphs of one or two forms in a page: a box per layer, coloured by its share of the time.
 #
-# Drawn by Cytoscape.js and laid out by dagre (both MIT), which lie in the page: it loads nothing. What is drawn is
-# JSON.
+# Cytoscape.js draws them and dagre lays them out (both MIT). The page holds both scripts and the graphs as JSON, and
+# loads nothing.
 
 SCRIPTS = ("cytoscape.min.js", "cytoscape-dagre.min.js", "layer_graph.js")
 GRAPH_STYLE, TREE_STYLE = "layer_graph.css", "tree_map.css"
@@ -37,9 +37,9 @@ NO_PARTS: Mapping[int, int] = MappingProxyType({})
 
 
 def draw_graph(form: LayerGraph, timeline: Timeline, parts: Mapping[int, int] = NO_PARTS) -> dict[str, Any]:
-    """Build a form's graph for the page: a node for each step of its timeline, an edge from each one to its readers.
+    """Build a form's graph for the page: a node per step of its timeline, and an edge to each reader.
 
-    `parts` has the part of the model of each layer of the form: a number that the graphs beside it share.
+    `parts` maps layers to parts of the model; the numbers are shared with the graph next to it.
     """
     total, most = float(timeline.medians.sum()), float(timeline.medians.max(initial=0.0))
     nodes: list[dict[str, Any]] = []
@@ -57,7 +57,7 @@ def draw_graph(form: LayerGraph, timeline: Timeline, parts: Mapping[int, int] = 
 
 
 def _find_edges(form: LayerGraph, shown: set[int]) -> list[tuple[int, int]]:
-    """Return pairs of layers of which the second reads the output of the first, directly or through hidden layers."""
+    """Return pairs of layers, writer and reader, connected directly or through hidden layers."""
     flow = Flow(form.layers)
     sources: list[list[int]] = []
     for index in flow.forwards:
@@ -69,14 +69,14 @@ def _find_edges(form: LayerGraph, shown: set[int]) -> list[tuple[int, int]]:
 
 
 def _find_return_edges(form: LayerGraph, read: set[int]) -> list[tuple[int, int]]:
-    """Return edges from calls whose results no other call reads to the call around them, whose own code uses them."""
+    """Return edges from calls with unread results to the call around them, as its own code uses the results."""
     around = {layer.name: index for index, layer in enumerate(form.layers)}
     pairs = ((index, around.get(layer.name.rpartition(".")[0])) for index, layer in enumerate(form.layers))
     return [(index, call) for index, call in pairs if call is not None and index not in read and index != call]
 
 
 def draw_graphs(graphs: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the graphs side by side, laid out when they are opened. The page needs `graph_scripts` once."""
+    """Draw the graphs side by side, laid out when opened. The page needs `graph_scripts` once."""
     shown = [each for each in graphs if each["nodes"] and len(each["nodes"]) <= MAX_LAYERS]
     if not shown:
         return ""
@@ -94,7 +94,7 @@ def draw_graphs(graphs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def graph_scripts() -> str:
-    """Return the style and scripts that a page with such figures needs once, at its end."""
+    """Return the style and scripts for graphs; a page needs them once, at its end."""
     elements = "\n".join(f"<script>\n{_read_file(name)}</script>" for name in SCRIPTS)
     return f"<style>{_read_file(GRAPH_STYLE)}</style>\n{elements}"
 
@@ -103,10 +103,10 @@ def _read_file(name: str) -> str:
     return (resources.files("dyno.layers") / "graph" / name).read_text(encoding="utf-8")
 
 
-# The tree map of a form: modules inside modules, each as large as its share of the time.
+# Tree map of a form: nested modules, each as large as its share of the time.
 
 PAGE_WIDTH, PAGE_HEIGHT = 1200.0, 560.0  # layout size in pixels; a browser scales it
-HEADING_HEIGHT, BORDER = 20.0, 2.0  # pixels of a module's heading, and of the border around its layers
+HEADING_HEIGHT, BORDER = 20.0, 2.0  # pixels of a module's heading and border
 MIN_WIDTH, MIN_HEIGHT = 34.0, 44.0  # smaller modules stay closed
 PALETTE = tuple(
     COLORS[name] for name in ("onnxruntime", "compile", "openvino", "torch_tensorrt", "tensorrt", "pytorch")
@@ -117,7 +117,7 @@ OWN_LAYERS = "itself"
 
 @dataclass
 class TreeMapNode:
-    """A module, or a layer where it has no parts; `seconds` includes those of its parts, `type` is a layer's."""
+    """A module, or a layer if it has no parts; `seconds` include the parts' seconds, `type` is a layer's operator."""
 
     name: str
     seconds: float = 0.0
@@ -127,7 +127,7 @@ class TreeMapNode:
 
 
 def build_tree(timeline: Timeline) -> TreeMapNode:
-    """Build the tree of the model's parts; a module's own code, beside its parts, is a part named `itself`."""
+    """Build the tree of the model's parts; a module's own code is a part named `itself`."""
     root = TreeMapNode("(model)")
     by_name: dict[tuple[str, ...], TreeMapNode] = {(): root}
     for at, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
@@ -147,7 +147,7 @@ def build_tree(timeline: Timeline) -> TreeMapNode:
 def _simplify_node(node: TreeMapNode) -> TreeMapNode:
     """Drop the parts that took no time, and merge a node with its only part: the result has both names."""
     node.parts = [_simplify_node(part) for part in node.parts if part.seconds > 0]
-    if all(part.name == OWN_LAYERS for part in node.parts):  # several calls of one that has no parts
+    if all(part.name == OWN_LAYERS for part in node.parts):  # several calls of a module without parts
         node.parts = [replace(part, name=part.type) for part in node.parts]
     if len(node.parts) != 1:
         return node
@@ -157,7 +157,7 @@ def _simplify_node(node: TreeMapNode) -> TreeMapNode:
 
 
 def draw_tree_maps(timelines: Sequence[Timeline]) -> str:
-    """Return the tree map of each form as self-contained HTML; hovering over a box shows all that is known of it."""
+    """Return the tree map of each form as self-contained HTML; hovering over a box shows its details."""
     drawn = "\n".join(_draw_figure(timeline) for timeline in timelines)
     return f"<style>{_read_file(TREE_STYLE)}</style>\n{drawn}"
 
@@ -189,10 +189,10 @@ def _write_entry(name: str, seconds: float, total: float, color: str) -> str:
 def lay_out_boxes(
     nodes: Sequence[TreeMapNode], width: float, height: float
 ) -> Iterator[tuple[TreeMapNode, dict[str, float]]]:
-    """Yield the nodes, largest first, each with its near-square place in an area of `width` by `height` pixels.
+    """Yield the nodes, largest first, each with its near-square box in an area of `width` by `height` pixels.
 
-    A place has the corner `x`, `y` and the lengths `dx`, `dy` in pixels. Bruls, Huizing and van Wijk, "Squarified
-    treemaps" (2000), by the library squarify.
+    A box has the corner `x`, `y` and the lengths `dx`, `dy` in pixels. Method: Bruls, Huizing and van Wijk, "Squarified
+    treemaps" (2000); library: squarify.
     """
     import squarify
 
@@ -204,7 +204,7 @@ def lay_out_boxes(
 def _draw_area(
     nodes: Sequence[TreeMapNode], around: str, width: float, height: float, total: float, kinds: Mapping[str, str]
 ) -> str:
-    """Draw the nodes inside the module `around` them, whose area is `width` by `height` pixels."""
+    """Draw the nodes inside the module `around` them, in an area of `width` by `height` pixels."""
     drawn = []
     for node, place in lay_out_boxes(nodes, width, height):
         share = f"{show(node.seconds, 'duration')}, {100 * node.seconds / total:.1f} %"
@@ -230,16 +230,16 @@ def profile_fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> 
 
 
 def profile_html(name: str, forms: Sequence[LayerGraph], timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
-    """Return the whole page of times by layer: `fragment`, and a graph of the form of each timeline."""
+    """Return the whole page of times by layer: the fragment, and the graph of each form."""
     graphs = [draw_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
     figures = "\n".join(draw_graphs([each]) for each in graphs)
     body = f"{profile_fragment(timelines, tables)}\n{figures}"
     return make_page(f"Time by layer: {name}", body, graph=graph_scripts())
 
 
-# The explanation why one form of a model is faster than another, as a section and as a separate page.
+# Explanation of a pair as a section and as a separate page.
 
-ID_PREFIX = "waterfall"  # prefix of ids in a chart, as a page may hold several
+ID_PREFIX = "waterfall"  # prefix of a chart's ids, unique on a page with several charts
 
 
 def draw_explained_chart(waterfall: Waterfall, prefix: str = ID_PREFIX) -> str:
@@ -256,7 +256,7 @@ def make_explained_fragment(
 
 
 def draw_explained_graphs(waterfall: Waterfall) -> str:
-    """Draw the layers of both forms side by side, by their times in the waterfall; selecting one shows its counterpart.
+    """Draw the layers of both forms side by side, coloured by time; selecting one shows its counterpart.
 
     The page needs `graph_scripts` once.
     """
@@ -280,13 +280,13 @@ def make_explained_page(waterfall: Waterfall, tables: Sequence[Table], sentences
     return make_page(f"From {a} to {b}", f"{fragment}\n{graphs}", graph=graph_scripts())
 
 
-# The pairs of a run that `dyno explain RUN A B` explained, as parts of its page.
+# Pairs explained by `dyno explain RUN A B`, as sections of the run's page.
 
 LISTED_PARTS = 20  # parts of the model listed
 
 
 def explained_section(results: Results, prefix: str) -> list[ExplanationSection]:
-    """Return the stored pairs whose trials the run still has; `prefix` begins the ids in their charts."""
+    """Return the sections of stored pairs that are still in the run; `prefix` begins the ids in their charts."""
     from markupsafe import Markup
 
     names = {trial.id: f"{trial.configuration}, {trial.model} at batch {trial.batch}" for trial in results}

@@ -24,8 +24,8 @@ NUMBER = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True)
 class PairSide:
-    """One of the two: the index of its form, of its graph and of its module (None: there is none), the precision that
-    was asked for, and its times by process. `stored` is the median latency in seconds that a run has of it."""
+    """One side of a pair: the indices of its form, graph and module (None: there is none), its requested precision, and
+    its times by process. `stored` is its median latency in the run, in seconds (None: not from a run)."""
 
     form: int
     precision: str
@@ -37,9 +37,9 @@ class PairSide:
 
 @dataclass(frozen=True)
 class FormPair:
-    """A and B; the other forms are the graphs behind them, by which their layers are aligned.
+    """A and B; `forms` also holds the graphs through which their layers are aligned.
 
-    `source` is what the user named, `notes` are sentences on what was measured.
+    `source` is the user's name of the model, `notes` are sentences on the measurement.
     """
 
     forms: tuple[LayerGraph, ...]
@@ -50,12 +50,12 @@ class FormPair:
 
     @property
     def sides(self) -> tuple[PairSide, PairSide]:
-        """Both."""
+        """A and B."""
         return self.a, self.b
 
     @property
     def titles(self) -> tuple[str, str]:
-        """The names of both."""
+        """Titles of A and B."""
         return self.forms[self.a.form].library, self.forms[self.b.form].library
 
     @property
@@ -67,18 +67,18 @@ class FormPair:
 
 
 def name_file(folder: Path, a: str, b: str) -> Path:
-    """Return the file in a run folder for the pair of the trials with these ids."""
+    """Return the path in a run folder for the pair of the trials with these ids."""
     return folder / PAIRS_DIR / f"{a}{ID_SEPARATOR}{b}.json"
 
 
 def list_stored_pairs(folder: Path) -> list[tuple[Path, str, str]]:
-    """Return the files of pairs in a run folder, each with the ids of its two trials."""
+    """Return the pair files in a run folder, each with the ids of its two trials."""
     files = sorted((folder / PAIRS_DIR).glob(f"*{ID_SEPARATOR}*.json"))
     return [(file, *file.stem.split(ID_SEPARATOR, 1)) for file in files]  # type: ignore[misc]
 
 
 def write_pair(path: Path, pair: FormPair) -> None:
-    """Store the pair; times are kept to the nanosecond."""
+    """Store the pair, with times rounded to the nanosecond."""
     content = {"schema": SCHEMA, "kind": FILE_KIND, "source": pair.source, "notes": list(pair.notes),
                "forms": to_json(pair.forms), "a": _convert_side(pair.a), "b": _convert_side(pair.b)}  # fmt: skip
     write_json(path, content)
@@ -103,7 +103,7 @@ GPU_ARRAYS = ("latency", "enqueue", "busy", "calls")
 
 
 def read_pair(path: Path) -> FormPair:
-    """Read the stored pair; UserError for a file without one or a damaged file."""
+    """Read a stored pair; raise `UserError` for a file without one or a damaged file."""
     data = read_json(path)
     if data.get("kind") != FILE_KIND:
         raise UserError(f"{path} holds no explained pair; `dyno explain MODEL A B --save FILE.json` writes one")
@@ -122,7 +122,7 @@ def read_pair(path: Path) -> FormPair:
 def _read_side(data: Mapping[str, Any]) -> PairSide:
     processes = []
     for each in data["processes"]:
-        gpu = each.get("gpu")  # None: on a CPU, or stored before this was kept
+        gpu = each.get("gpu")  # None: on a CPU, or in a file of an older version
         launches = LaunchTimes(**_read_seconds(gpu, GPU_ARRAYS), kernels=np.array(gpu["kernels"])) if gpu else None
         processes.append(Times(**_read_seconds(each, ARRAY_NAMES), warnings=tuple(each["warnings"]), gpu=launches))
     return PairSide(**{**data, "processes": tuple(processes)})
@@ -133,7 +133,7 @@ def _read_seconds(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
 
 
 def _find_problem(pair: FormPair) -> str:
-    """Describe where times and layers don't fit, "" where they do; IndexError for a form that doesn't exist."""
+    """Describe a mismatch of times and layers; "" without one. Raise IndexError for a missing form."""
     for side in pair.sides:
         layers = len(pair.forms[side.form].layers)
         if not side.processes or any(each.layers.shape[1:] != (layers,) for each in side.processes):
@@ -151,7 +151,7 @@ def _find_problem(pair: FormPair) -> str:
 
 
 def list_pair_warnings(side: PairSide) -> list[str]:
-    """Return the warnings of the side's processes, with the number of processes that had each.
+    """Return the warnings of the side's processes, with the number of processes per warning.
 
     Warnings that differ only in numbers are listed once.
     """

@@ -30,15 +30,15 @@ from dyno.worker.option_values import at_least
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
 
-DEFAULT_RUNS, DEFAULT_TOP = 50, 20  # profiled runs; rows of a form listed
+DEFAULT_RUNS, DEFAULT_TOP = 50, 20  # profiled runs; listed rows per form
 
 
 class InspectionResult(FormsResult):
-    """Forms of a model, whose layers are listed or aligned."""
+    """Forms of a model with their layers, listed or aligned."""
 
     @cached_property
     def tables(self) -> list[Table]:
-        """The layers of one form, or several side by side and the conversions that engines put in."""
+        """The layers of one form, or several forms side by side and the conversions inserted by engines."""
         if len(self.shown) == 1:
             return [tables.list_layers(self.forms[self.shown[0]])]
         aligned = tables.align_forms(self, self.shown)
@@ -55,11 +55,11 @@ def inspect(
 ) -> InspectionResult:
     """List the layers of a model, beside those of other models or of its other forms.
 
-    `model` is anything that a study takes: the calls of a module's parts are listed, the nodes of an ONNX file, or the
-    layers of an engine. Each of `others` is such a model, or a form of the first: `onnx`, or a backend as in a study
-    with a precision behind a slash, `openvino` or `onnxruntime@optimization=basic/int8`. `save` names files to write,
-    whose names are checked first (see `InspectionResult.save`). `settings` are fields of `dyno.Study`. Forms that
-    can't be made or read are left out; raises `UserError` if no form is left.
+    `model` is any model that a study takes: the listed layers are calls of a module's submodules, nodes of an ONNX
+    file, or layers of an engine. `others` are further models, or forms of the first: `onnx`, or a backend as in a study
+    with an optional precision, such as `openvino` or `onnxruntime@optimization=basic/int8`. `save` names files to write
+    (see `InspectionResult.save`), checked first. `settings` are fields of `dyno.Study`. Forms that can't be made or
+    read are left out; raises `UserError` if no form is left.
     """
     (batch,) = at_least(1, batch=batch)
     study = one_model(model, settings)
@@ -79,8 +79,8 @@ def inspect(
 class ProfileResult(FormsResult):
     """Forms of a model with the times of their layers.
 
-    `records` are those of the jobs, in the order of `times`; none has a latency. If requested, `counters` has the
-    hardware counters of each form's kernels, by the index of the form. `top` layers are listed, in one of ORDERS.
+    `records` are the jobs' records in the order of `times`; they have no latency. `counters` has the hardware counters
+    of each form's kernels by index of the form, if requested. `top` layers are listed, in one of ROW_ORDERS.
     """
 
     records: tuple[Record, ...] = ()
@@ -90,8 +90,8 @@ class ProfileResult(FormsResult):
 
     @cached_property
     def tables(self) -> list[Table]:
-        """The layers of each form with their times, and how much of the latency they explain; on a GPU the critical
-        path, if its functions were seen; the ceilings, if they were measured."""
+        """Times of each form's layers, and the share of the latency that they explain; then, if measured, the critical
+        path (GPU), the ceilings and the hardware counters."""
         paths = {self.forms[k].library: each.path for k, each in self.times.items() if each.functions}
         listed = (self.order, self.top)
         return [
@@ -104,7 +104,7 @@ class ProfileResult(FormsResult):
 
     @property
     def html(self) -> str:
-        """A tree map of the time by module for each form, then the tables: a part of a page."""
+        """A tree map of each form's time by module, then the tables, as an HTML fragment."""
         return graph_page.profile_fragment(files.make_timelines(self), self.tables)
 
 
@@ -124,15 +124,14 @@ def profile(
 ) -> ProfileResult:
     """Measure how long each layer of a model takes: as a module in PyTorch, and in each of its other forms.
 
-    `model` and `others` are as in `dyno.inspect`. An ONNX file or an IR is profiled in the backend that usually runs
-    it, or, if it is the first and forms of it are given, only in these. In one process per form the latency is measured
-    first, then `runs` profiled runs. `top` layers are listed (0: all) in one of ORDERS. `save` names files to write,
-    whose names are checked first (see `ProfileResult.save`). With `roofline` the device's ceilings are measured too,
-    and the layers are rated by them and by those of the data sheet (`sheet`: texts such as `fp16=989` in TFLOPS,
-    `memory=4800` in GB/s). With `counters` NVIDIA's ncu reads hardware counters of the kernels in another run of each
-    form, on a GPU. `settings` are fields of `dyno.Study`; `warmup` and `seconds` are those of the latency. On a GPU
-    `Times.gpu` tells how long it was idle. Forms that can't be made or timed are left out; raises `UserError` if no
-    form is left, or if layers have no times.
+    `model` and `others` are as in `dyno.inspect`. An ONNX file or an IR is profiled in its usual backend; if it comes
+    first and forms of it are given, only in these. One process per form measures the latency first, then `runs`
+    profiled runs. `top` layers are listed (0: all) in one of ROW_ORDERS. `save` names files to write (see
+    `ProfileResult.save`), checked first. With `roofline` the device's ceilings are measured too; the layers are rated
+    by them and by the data sheet's (`sheet`: texts such as `fp16=989` in TFLOPS, `memory=4800` in GB/s). With
+    `counters` (GPU only), NVIDIA's ncu reads the kernels' hardware counters in another run of each form. `settings` are
+    fields of `dyno.Study`; `warmup` and `seconds` apply to the latency. On a GPU `Times.gpu` has its idle time. Forms
+    that can't be made or timed are left out; raises `UserError` if no form is left, or if layers have no times.
     """
     (batch,), (runs,), (top,) = at_least(1, batch=batch), at_least(5, runs=runs), at_least(0, top=top)
     check_known("order", order, ROW_ORDERS)
@@ -161,7 +160,7 @@ def profile(
 
 
 def choose_engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
-    """Return the forms with the usual backend of each file; if forms of the first file are requested, only these."""
+    """Return the forms with each file's usual backend; without the first file if only its named forms are requested."""
     first, *others = requested
     only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
     chosen = []
@@ -176,9 +175,9 @@ def _is_file(side: forms.FormRequest) -> bool:
 
 
 def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
-    """Raise `UserError` for a form whose layers can't be timed on the device, or for `counters` on a CPU.
+    """Raise `UserError` for a form without layer times on the device, or for `counters` on a CPU.
 
-    An engine file runs on the device of its format if `device` is the CPU.
+    An engine file runs on its format's device if `device` is the CPU.
     """
     file_format = registry.format_of(side.source)
     if file_format and file_format.on_device and device == "cpu":
@@ -197,7 +196,7 @@ def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
 
 
 class FormProfiler(forms.FormReader):
-    """Reads forms while they are timed."""
+    """Reader of forms that also times their layers."""
 
     runs_all = True
 
@@ -212,7 +211,7 @@ class FormProfiler(forms.FormReader):
 
     def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form after storing its times, all from one process."""
-        # First: where it can't count, nothing was measured in vain.
+        # Counters come first: if they fail, no time is wasted on measuring.
         counted = [hardware.count_kernels(self._tool, trial, artifact, self._progress)] if self._tool else []
         job = Job("profile", trial.runtime, replace(trial, plan=self._plan), artifact=artifact,
                   options={"runs": self._runs})  # fmt: skip
@@ -230,7 +229,7 @@ class FormProfiler(forms.FormReader):
         return inside
 
     def measure_ceilings(self, study: Study, sheet: Rates) -> Ceilings:
-        """Measure with PyTorch the ceilings of the device that all forms ran on, for their layers' data types."""
+        """Measure with PyTorch the ceilings of the forms' common device, for their layers' data types."""
         device, *others = self._devices
         if others:
             raise UserError("the forms ran on several devices, which have no common ceilings; profile them one by one")
@@ -250,6 +249,6 @@ class FormProfiler(forms.FormReader):
 
 
 def _read_clock(folder: Path, *windows: timeline.Window) -> float:
-    """Return the GPU's median SM clock in MHz while the job in the folder timed something; NaN without a GPU."""
+    """Return the GPU's median SM clock in MHz within the job's timed windows; NaN without a GPU."""
     trace = timeline.read_timeline(folder)
     return timeline.summarise_timeline(trace, windows).clock if trace else math.nan

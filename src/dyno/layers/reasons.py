@@ -1,4 +1,4 @@
-"""Why B is faster or slower than A, in sentences; each is an object that says what it rests on."""
+"""Sentences on why B is faster or slower than A, each with its evidence."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Reason:
 
 
 def list_reasons_why(waterfall: Waterfall) -> list[Reason]:
-    """Return sentences on the difference, on its causes from the largest on, and on how much of it they explain.
+    """Return sentences on the difference, on its causes (largest first), and on the share they explain.
 
-    A cause whose interval holds 0 has no sentence, nor has one of less than 5 % of the difference (of A's latency where
-    no difference is shown).
+    Causes are left out if their interval contains 0, or if they are under 5 % of the difference (of A's latency if no
+    difference is proven).
     """
     writer = _ReasonWriter(waterfall)
     return [
@@ -48,7 +48,7 @@ def list_reasons_why(waterfall: Waterfall) -> list[Reason]:
 
 
 class _ReasonWriter:
-    """Makes the sentences of a waterfall."""
+    """Writer of a waterfall's sentences."""
 
     def __init__(self, waterfall: Waterfall) -> None:
         self._w, self._gap = waterfall, waterfall.gap
@@ -71,7 +71,7 @@ class _ReasonWriter:
         return _make_reason(GAP, text, self._gap)
 
     def find_strangers(self) -> Iterator[Reason]:
-        """Yield a reason where the two have no layer in common, so that the causes below compare nothing."""
+        """Yield a reason if the two have no common layer, so that the causes below compare nothing."""
         parts = self._w.parts
         if any(part.a and part.b for part in parts) or not any(part.a for part in parts):
             return
@@ -86,7 +86,7 @@ class _ReasonWriter:
             yield _make_reason(step.cause.key, text, step, self._list_names(step))
 
     def explain_largest(self) -> Iterator[Reason]:
-        """Yield the part with the largest difference, where that alone is a large share of the whole."""
+        """Yield the part with the largest difference, if it is a large share of the whole."""
         steps = [s for s in self._w.steps if s.parts and s.cause.region and s.proven]
         largest = max(steps, key=lambda s: abs(s.difference.value), default=None)
         if largest is None or abs(largest.difference.value) < self._large or len(steps) < 2:
@@ -98,7 +98,7 @@ class _ReasonWriter:
         yield _make_reason(ALONE, f"{text}{_format_seconds(largest.b)} in {self._b}.", largest, part.names)
 
     def explain_types(self) -> Iterator[Reason]:
-        """Yield why a narrower type isn't faster: layers that didn't take it, and layers that it made slower."""
+        """Yield why a narrower type isn't faster: layers that kept a wider type, or became slower."""
         precision = self._w.pair.b.precision
         stayed = [s for s in self._w.steps if s.cause == causes.STAYED]
         if stayed and sum(s.b for s in stayed) >= MIN_MENTIONED_SHARE * self._gap.b:
@@ -118,7 +118,7 @@ class _ReasonWriter:
             yield _make_reason(NOT_FASTER, f"{text}, most of it in {_join_names(names[:1])}.", whole, names)
 
     def sum_attributed(self) -> Iterator[Reason]:
-        """Yield how much of the difference the layers explain."""
+        """Yield the share of the difference that the layers explain."""
         if not self._gap.proven:
             return
         also = " and launch gaps" if self._w.on_gpu else ""
@@ -130,7 +130,7 @@ class _ReasonWriter:
         yield Reason(ATTRIBUTED, "; ".join([text, *rest]) + ".")
 
     def state_excess(self) -> Iterator[Reason]:
-        """Yield how much watching slowed each side's layers, where that is noteworthy."""
+        """Yield each side's slow-down of layers by profiling, if it is considerable."""
         for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
             if side.excess >= MIN_MENTIONED_SHARE * side.latency[0]:
                 longer = f"took {side.excess / side.latency[0]:.0%} longer than its latency"
@@ -181,14 +181,14 @@ class _ReasonWriter:
         return sorted(step.parts, key=lambda k: -abs(self._w.steps[k].difference.value))
 
     def _format_types(self, parts: Sequence[CausePart], side: int) -> str:
-        """Return the commonest types of layers: `16 Convolution, 3 Add`."""
+        """Format the most common types of layers: `16 Convolution, 3 Add`."""
         layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
         kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
         more = f" and {format_count(len(kinds) - MAX_NAMES, 'more kind')}" if len(kinds) > MAX_NAMES else ""
         return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(MAX_NAMES)) + more
 
     def _format_kinds(self, parts: Sequence[CausePart]) -> str:
-        """Return the types in which most of the parts compute in A and in B."""
+        """Format the most common compute types of the parts in A and in B."""
         kinds = Counter(part.types for part in parts)
         before, after = max(kinds, key=lambda each: kinds[each], default=("", ""))
         return f"{before} in {self._a}, {after} in {self._b}"
@@ -208,7 +208,7 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _format_percent(share: float) -> str:
-    """Format a share of the difference as percent, without a sign in front of 0."""
+    """Format a share of the difference as percent; 0 has no sign."""
     return f"{share if abs(share) >= ZERO_SHARE else 0.0:.1%}"
 
 

@@ -14,7 +14,7 @@ from dyno.table import PERCENT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import MODULES, CopyRate, Layer, LayerGraph, PeakOfType, Port
 from dyno.worker.spec import UserError
 
-# The highest rates of a device: of arithmetic by type, and of memory; measured ones, and those of a data sheet.
+# Ceilings of a device: peak rates of arithmetic by type and of memory, measured and from a data sheet.
 
 CEILINGS = TableKind("ceilings", "Ceilings", "The highest rates that were measured on this device.",
                      command="dyno profile")  # fmt: skip
@@ -49,9 +49,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured peak rates: matrix products by type, and a copy; `warnings` name the disturbances.
+    """Measured peak rates: matrix products by type, and a copy; `warnings` name disturbances.
 
-    `sheet` has the data sheet's, as far as it was given, and `clocks` the SM clock in MHz by type and of the copy.
+    `sheet` has the rates given from a data sheet, and `clocks` the SM clock in MHz by type and of the copy.
     """
 
     products: Mapping[str, PeakOfType]
@@ -62,12 +62,12 @@ class Ceilings:
 
     @property
     def rates(self) -> Rates:
-        """The measured ones."""
+        """Measured rates."""
         found = {name: one.flops_per_s for name, one in self.products.items() if one.flops_per_s}
         return Rates(found, self.copy.bytes_per_s)
 
     def table(self) -> Table:
-        """Build a row for each ceiling; a type that the device or PyTorch lacks has the reason as its remark."""
+        """Build a row per ceiling; a type unsupported by the device or PyTorch has the reason as its remark."""
         rows: list[Row] = [
             {"ceiling": f"matrix product, {name}", "tflops": (one.flops_per_s or math.nan) / 1e12,
              "of": f"{one.side} x {one.side}" if one.side else "", "remark": one.missing,
@@ -89,7 +89,7 @@ class Ceilings:
 
 
 def parse_data_sheet(texts: Sequence[str]) -> Rates:
-    """Parse texts such as `fp16=989` (TFLOPS) and `memory=4800` (GB/s) into rates; UserError for any other."""
+    """Parse texts such as `fp16=989` (TFLOPS) and `memory=4800` (GB/s) into rates; raise `UserError` for others."""
     found: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -109,7 +109,7 @@ def parse_data_sheet(texts: Sequence[str]) -> Rates:
     return Rates(found, memory)
 
 
-# What a layer does: its operations, its bytes, and the type of its arithmetic.
+# Work of a layer: operations, bytes, and type of arithmetic.
 
 # precision of each ceiling
 CEILING_PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "int8", "uint8": "int8"}
@@ -118,14 +118,14 @@ ARITHMETIC = "arithmetic"
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Operations and bytes of one layer, and the type of its arithmetic ("": unknown); None for what isn't known."""
+    """Operations and bytes of one layer (None: unknown), and the type of its arithmetic ("": unknown)."""
 
     flops: int | None
     bytes: int | None
     kind: str = ""
 
     def find_least(self, rates: Rates) -> tuple[float, str] | None:
-        """Return the least seconds that the rates allow, and the ceiling that decides; None where that isn't known."""
+        """Return the least seconds that the rates allow, and the limiting ceiling; None if unknown."""
         if self.flops is None or rates.memory is None or (self.bytes is None and not self.flops):
             return None
         moving = (self.bytes or 0) / rates.memory
@@ -139,7 +139,7 @@ class LayerWork:
 
 
 def count_work(found: FormSet, k: int, precision: str) -> list[LayerWork]:
-    """Count the work of each layer of form `k`; an engine's operations are those of the nodes of its graph."""
+    """Count the work of each layer of form `k`; an engine's operations come from the nodes of its graph."""
     form, graph = found.forms[k], found.graph_of.get(k)
     if form.form == MODULES or graph is None:
         counts = [layer.flops for layer in form.layers]
@@ -153,15 +153,14 @@ def count_work(found: FormSet, k: int, precision: str) -> list[LayerWork]:
 
 
 def list_types(form: LayerGraph, precision: str) -> set[str]:
-    """Return the ceilings' types in which layers of the form compute."""
+    """Return the types of ceilings that layers of the form compute in."""
     return {_find_type(layer, form.form == MODULES, precision) for layer in form.layers} - {""}
 
 
 def _count_node_flops(forms: Sequence[LayerGraph], k: int, graph: int) -> list[int | None]:
-    """Count the operations of each layer: a node's count once, at the first of its layers with a known computing type.
+    """Count the operations of each layer: a node's count goes to its first layer with a known compute type.
 
-    Where no layer of a node has one, the operations of those layers aren't known, nor those of the computing layers
-    without a node.
+    If a node has no such layer, the operations of its layers, and of all computing layers without a node, are unknown.
     """
     layers = forms[k].layers
     computing = [i for i, layer in enumerate(layers) if layer.computes_in and not layer.moves]
@@ -178,9 +177,9 @@ def _count_node_flops(forms: Sequence[LayerGraph], k: int, graph: int) -> list[i
 
 
 def count_moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
-    """Return the bytes of the layer's inputs, weights and outputs, each once; None where a shape is unknown.
+    """Return the bytes of the layer's inputs, weights and outputs, each once; None if a shape is unknown.
 
-    `written` are the outputs of all layers by name, which may know more of an input than its reader does.
+    `written` has all layers' outputs by name: a writer may know more of a tensor than its reader.
     """
     ports = {(port.name or str(k)): written.get(port.name, port) for k, port in enumerate(layer.inputs)}
     tensors = [*ports.values(), *layer.outputs]
@@ -192,15 +191,15 @@ def count_moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
 
 
 def _find_type(layer: Layer, is_module: bool, precision: str) -> str:
-    """Return the ceiling's type: an engine's declared computing type, or the output type of a module."""
+    """Return the ceiling's type: an engine's declared compute type, or a module's output type."""
     named = layer.computes_in or (layer.outputs[0].dtype if is_module and layer.outputs else "")
     kind = CEILING_PRECISIONS.get(named, "")
     return "tf32" if kind == "fp32" and precision == "tf32" else kind
 
 
-# Layers under the ceilings: how near each comes to them, which one bounds it, and in words what that means.
+# Layers under the ceilings: share of the roof reached, limiting ceiling, and explanations.
 
-NEAR_ROOF_PERCENT = 50.0  # from this share of the roof the nearer ceiling explains most of the time
+NEAR_ROOF_PERCENT = 50.0  # percent of the roof from which the nearer ceiling explains most of the time
 NEITHER = "neither"
 CEILINGS_DISTURBED = "ceilings disturbed"
 MAYBE_CACHED = "may be in the cache"
@@ -238,16 +237,16 @@ ABOVE_ROOF_REASONS = {
 
 @dataclass(frozen=True)
 class RooflineRating:
-    """The work of each layer of one form, under the ceilings; `flops` are all operations, of whichever layer."""
+    """The work of one form's layers, under the ceilings; `flops` are the form's operations, also unattributed ones."""
 
     work: Sequence[LayerWork]
     ceilings: Ceilings
     flops: int | None = None
 
     def make_cells(self, chosen: Collection[int], seconds: float) -> Row:
-        """Return the cells of COLUMNS for these layers together, which took `seconds`.
+        """Return the cells of RATED_COLUMNS for these layers together, which took `seconds`.
 
-        The roof of several is the sum over those with a known one, so it is never too high.
+        The roof of several layers is the sum of the known roofs, so it is never too high.
         """
         if not seconds:
             return {}
@@ -273,7 +272,7 @@ class RooflineRating:
         return cells
 
     def sentence(self, seconds: Sequence[float]) -> str:
-        """Describe how much of the layers' time, by layer, each ceiling bounds; "" where no layer has a time."""
+        """Describe each ceiling's share of the layers' time; "" if no layer has a time. `seconds` are per layer."""
         shares = dict.fromkeys((ARITHMETIC, MEMORY_CEILING, NEITHER, ""), 0.0)
         for i, time in enumerate(seconds):
             shares[self.make_cells([i], time).get("bound", "")] += time / (sum(seconds) or 1.0)
@@ -285,7 +284,7 @@ class RooflineRating:
         return ", ".join([parts[0], *(part.replace("of the time in layers ", "") for part in parts[1:])]) + unknown
 
     def _compute_reached(self, chosen: Collection[int], seconds: float, rates: Rates) -> float | None:
-        """Return the sum of the known least times, in percent of the seconds; None where none is known."""
+        """Return the sum of the known least times, in percent of the seconds; None if all are unknown."""
         least = self._list_least(chosen, rates)
         return 100 * sum(time for time, _ in least) / seconds if least else None
 
@@ -293,7 +292,7 @@ class RooflineRating:
         return [each for i in chosen if (each := self.work[i].find_least(rates)) is not None]
 
     def _find_bound(self, chosen: Collection[int], reached: float) -> str:
-        """Return the ceiling that accounts for most of the least times, if these are near the seconds."""
+        """Return the ceiling that accounts for most of the least times, or NEITHER if these are too short."""
         if reached < NEAR_ROOF_PERCENT:
             return NEITHER
         least = self._list_least(chosen, self.ceilings.rates)
@@ -323,6 +322,6 @@ def rate_layers(found: FormSet, k: int, precision: str, ceilings: Ceilings) -> R
 
 
 def list_roofline_notes(rows: Iterable[Row]) -> list[str]:
-    """Explain the words in these rows of COLUMNS."""
+    """Explain the words in these rows of RATED_COLUMNS."""
     found = dict.fromkeys(row["above"] for row in rows if row.get("above"))
     return [RATED_NOTE, *(f"Above the roof, {name}: {ABOVE_ROOF_REASONS[name]}." for name in found)]

@@ -1,4 +1,4 @@
-"""Layers as tables: of one form, of several side by side, and of the conversions that an engine put in."""
+"""Tables of layers: of one form, of several forms side by side, and of conversions inserted by engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dyno.report.tables import TableKind
 from dyno.table import COUNT, TEXT, Column, Row, Table
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
-# Totals of a form, and why two forms of one model have different numbers of parameters.
+# Totals of a form, and reasons for different numbers of parameters.
 
 TYPE_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
               "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip
@@ -23,26 +23,26 @@ NORM_LAYERS = ("BatchNorm", "BatchNormalization")
 
 
 def count_activation_bytes(layer: Layer) -> int | None:
-    """Return the bytes of the layer's outputs; None where a shape or type is unknown, or known only at run time."""
+    """Return the bytes of the layer's outputs; None if a shape or type is unknown before running."""
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in layer.outputs):
         return None
     return sum(math.prod(port.shape) * TYPE_BYTES.get(port.dtype, 1) for port in layer.outputs)
 
 
 def is_norm(layer: Layer) -> bool:
-    """Return whether it is a batch normalisation, in inference a multiplication and an addition per channel."""
+    """Return whether the layer is a batch normalisation: in inference, a multiply-add per channel."""
     return any(name in layer.type for name in NORM_LAYERS)
 
 
 def describe_totals(found: FormSet, shown: Sequence[int], regions: Sequence[Region]) -> list[str]:
-    """Explain why the number of parameters of each form shown differs from that of the one before it."""
+    """Explain why each form's number of parameters differs from that of the form shown before it."""
     forms = found.forms
     counted = [k for k in shown if forms[k].parameters]
     lines = []
     for first, k in pairwise(counted):
         apart = forms[first].parameters - forms[k].parameters
         if apart:
-            # In an engine's graph batch norms are folded, and weights are not padded.
+            # An engine's graph has folded batch norms, but no padded weights.
             reasons = list(_find_reasons(forms, first, k, regions, found.graph_of.get(k, k)))
             lines.append(
                 f"{forms[k].library} has {abs(apart):,} {'fewer' if apart > 0 else 'more'} parameters than "
@@ -54,7 +54,7 @@ def describe_totals(found: FormSet, shown: Sequence[int], regions: Sequence[Regi
 def _find_reasons(
     forms: Sequence[LayerGraph], first: int, other: int, regions: Sequence[Region], graph: int
 ) -> Iterator[str]:
-    """Yield the reasons: folded batch norms, padded weights, weights shared by layers, and where the rest is."""
+    """Yield the reasons: folded batch norms, padded weights, shared weights, and the place of the rest."""
     left = forms[first].parameters - forms[other].parameters
     differences = {id(r): r.sum_added(forms, first) - r.sum_added(forms, other) for r in regions}
     folded = [r for r in regions if r.members[graph] and _is_folded(forms, first, graph, r)]
@@ -72,7 +72,7 @@ def _find_reasons(
     if filled := sum(differences.pop(id(r)) for r in padded):
         yield f"{abs(filled):,} zeros fill up blocks of channels in its layout{'' if filled < 0 else ' no longer'}"
         left -= filled
-    # By names: what a module does itself may be spread over several regions, and of its calls another may be the first.
+    # By name: a module's own code may be spread over regions, and its calls may come in another order.
     whole, sharing = Counter[str](), Counter[str]()
     for r in regions:
         name = _choose_name(forms, r, first, other)
@@ -94,7 +94,7 @@ def _find_reasons(
 
 
 def _describe_place(whole: Mapping[str, int]) -> str:
-    """Describe where most of the difference is, as far as one part can be named for it."""
+    """Describe the place of most of the difference, if one part can be named for it."""
     apart = {name: abs(count) for name, count in whole.items() if count}
     if not apart:
         return ""
@@ -107,19 +107,19 @@ def _describe_place(whole: Mapping[str, int]) -> str:
 
 
 def _is_folded(forms: Sequence[LayerGraph], first: int, other: int, region: Region) -> bool:
-    """Return whether the region has a batch norm in the first form and none in the other, which folded it."""
+    """Return whether the first form has a batch norm in the region that the other form has folded."""
     before, after = (any(map(is_norm, region.list_layers(forms, form))) for form in (first, other))
     return before and not after
 
 
 def _is_blocked(forms: Sequence[LayerGraph], region: Region, first: int, other: int) -> bool:
-    """Return whether one of the forms stores the region's tensors in blocks of channels, which pads the weights."""
+    """Return whether a form stores the region's tensors in blocks of channels, which pads the weights."""
     every = (*region.list_layers(forms, first), *region.list_layers(forms, other))
     return any(port.format == BLOCKED_LAYOUT for layer in every for port in layer.outputs)
 
 
 def _choose_name(forms: Sequence[LayerGraph], region: Region, *order: int) -> str:
-    """Return the module around the region's parts, else its first layer: a module's name, else that of these forms."""
+    """Return the name of the region's enclosing module, else of its first layer, preferring modules' names."""
     order = (*(k for k, each in enumerate(forms) if each.form == MODULES), *order)
     around = [forms[form].layers[k] for form in order for k in region.around[form]]
     names = (layer.name for layer in (*around, *(each for form in order for each in region.list_layers(forms, form))))
@@ -159,7 +159,7 @@ CONVERSIONS = TableKind("conversions", "Conversions", "Layers that only change t
                         command="dyno inspect")  # fmt: skip
 WHOLE_MODEL = "(model)"
 QUANTISE_OPERATORS = ("QuantizeLinear", "DequantizeLinear")
-MAX_PRINTED_NAMES = 3  # names printed for a region; CSV and JSON have all
+MAX_PRINTED_NAMES = 3  # printed names per region; CSV and JSON have all
 
 COUNT_COLUMNS = (
     Column("parameters", "weights of the layer itself", kind=COUNT, rank=2),
@@ -169,7 +169,7 @@ COUNT_COLUMNS = (
 
 
 def list_layers(form: LayerGraph) -> Table:
-    """Build the table of a single form."""
+    """Build the layer table of a single form."""
     rows: list[Row] = []
     for layer in form.layers:
         output = layer.outputs[0] if layer.outputs else Port("")
@@ -206,12 +206,12 @@ def _choose_remark(layer: Layer) -> str:
 
 
 def format_shape(port: Port) -> str:
-    """Format a shape as 1x64x56x56; an unknown dimension is ?."""
+    """Format a shape as 1x64x56x56, with ? for an unknown dimension."""
     return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
 
 def align_forms(found: FormSet, shown: Sequence[int]) -> Table:
-    """Build a table of the forms `shown` (indices), a row for each region; the others help to align them."""
+    """Build a table of the forms `shown` (indices), with a row per region; other forms only help to align them."""
     forms, links = found.forms, align.find_pivots(found)
     regions = [
         r for r in align.find_regions(forms, links)
@@ -243,7 +243,7 @@ def _choose_letter(position: int) -> str:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return a region's first few names, later ones without the parent shared with the first."""
+    """Format a region's first few names; later names drop the parent that they share with the first."""
     first, *others = names or [""]
     parent = "" if "/" in first else first.rpartition(".")[0]
     shown = [each.removeprefix(parent) if parent and each.startswith(f"{parent}.") else each
@@ -253,7 +253,7 @@ def format_names(names: Sequence[str]) -> str:
 
 
 def make_names_cell(name: str) -> Callable[[Row], str]:
-    """Return a function that formats a row's names in that column."""
+    """Return a function that formats a row's names in the column `name`."""
     return lambda row: format_names(row[f"{name}_names"])
 
 
@@ -270,7 +270,7 @@ def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region)
         row[f"parameters_{name}"] = region.sum_added(forms, k) or None
         present += [k] if row[name] else []
     last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
-    # A graph has each operation where it is; a module around others has its own in one place.
+    # A graph has each operation in its place; a module with submodules has all its own ones in one place.
     order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
     counted = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
     flops = sum(each.flops or 0 for each in region.list_layers(forms, counted)) if counted is not None else 0
@@ -282,7 +282,7 @@ def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region)
 
 
 def _list_names(forms: Sequence[LayerGraph], region: Region, form: int) -> list[str]:
-    """Return the region's names in the form, quantisation last, or (model) where only the model's own code acts."""
+    """Return the region's names in the form, quantisation last, or (model) for the model's own code alone."""
     layers = sorted(
         (forms[form].layers[i] for i in region.list_members(form)), key=lambda layer: layer.type in QUANTISE_OPERATORS
     )
@@ -294,7 +294,7 @@ def _list_names(forms: Sequence[LayerGraph], region: Region, form: int) -> list[
 
 
 def _describe_change(forms: Sequence[LayerGraph], there: Sequence[int], last: int, region: Region) -> str:
-    """Describe fusions, folded batch norms and layers in one form only; `there` are the forms that have the region."""
+    """Describe fusions, folded batch norms and layers in one form only; `there` are the forms with the region."""
     before, after = ([forms[k].layers[i] for i in region.list_members(k)] for k in (there[0], there[-1]))
     if len(there) == 1:
         if all(layer.moves for layer in after):
@@ -315,7 +315,7 @@ def _describe_change(forms: Sequence[LayerGraph], there: Sequence[int], last: in
 
 
 def describe_coverage(forms: Sequence[LayerGraph], link: align.Link) -> str:
-    """Describe how the layers of the upper form found their counterparts, and how many have none."""
+    """Describe the evidence for the upper form's counterparts, and the number of unaligned layers."""
     upper, lower = forms[link.upper], forms[link.lower]
     total, count = sum(not layer.skipped for layer in upper.layers), Counter(link.how.values())
     alone = total - count.total()
@@ -328,7 +328,7 @@ def describe_coverage(forms: Sequence[LayerGraph], link: align.Link) -> str:
 
 
 def describe_conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> Table:
-    """Build a row for each layer of the engines that only changes types or layouts: its neighbours, and both types."""
+    """Build a row per conversion layer of the engines: its neighbours, and both types and layouts."""
     rows: list[Row] = []
     for k in shown:
         form = forms[k]

@@ -1,4 +1,4 @@
-"""How long layers take, by the modules that they came from, and how much of the latency that explains."""
+"""Times of layers by their original modules, and the share of the latency that they explain."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dyno.results.stats import Interval, median_interval
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table, limit_cells
 from dyno.worker.facts.job import MODULES, NODES, Function, Layer, LayerGraph, Port
 
-# Whether a GPU works or waits for the host while one run of a model goes on.
+# Launch times: whether the GPU works or waits for the host during a run.
 
-# share without work: from the first the trial is launch-bound, up to the second it is busy
+# idle shares of the latency: launch-bound from the first, busy up to the second
 LAUNCH_BOUND_SHARE, BUSY_SHARE = 0.5, 0.2
 LAUNCH_COLUMNS = (
     Column("queueing_ms", "median time of the host inside run()", "ms", title="queueing, ms", rank=4),
@@ -37,8 +37,8 @@ LAUNCH_COLUMNS = (
 class LaunchTimes:
     """Launch times of one form, in seconds per run.
 
-    Without profiling: `latency` by the GPU's clock, and `enqueue` of the host inside `run`. With profiling: `busy` of
-    the GPU, `calls` of the host in CUDA's functions, and the number of kernels (empty if the engine doesn't report it).
+    Without profiling: `latency` by the GPU's clock, and `enqueue`, the host's time inside `run`. With profiling: `busy`
+    time of the GPU, `calls`, the host's time in CUDA functions, and the number of kernels (empty if unreported).
     """
 
     latency: np.ndarray
@@ -48,11 +48,11 @@ class LaunchTimes:
     kernels: np.ndarray
 
     def measure_idle(self, latency: float) -> float:
-        """Return the share of the latency (seconds) in which the GPU did no work; a watched run's clock may differ."""
+        """Return the idle share of the GPU in the latency (seconds), at least 0: a profiled run's clock may differ."""
         return max(0.0, 1 - float(np.median(self.busy)) / latency)
 
     def cells(self, latency: float) -> Row:
-        """Return the cells of COLUMNS."""
+        """Return the cells of LAUNCH_COLUMNS."""
         cells: Row = {"queueing_ms": 1e3 * float(np.median(self.enqueue))} if self.enqueue.size else {}
         if self.busy.size:
             cells |= {
@@ -62,7 +62,7 @@ class LaunchTimes:
         return cells
 
     def sentence(self, latency: float) -> str:
-        """Describe whether the run is launch-bound; without a record of the kernels the two clocks alone decide."""
+        """Describe whether the run is launch-bound: by the kernels if recorded, else by the two clocks alone."""
         if self.busy.size:
             return self._describe_kernels(latency)
         if not self.latency.size:
@@ -85,7 +85,7 @@ class LaunchTimes:
 
 
 def read_launches(samples: dict[str, np.ndarray]) -> LaunchTimes | None:
-    """Build the GPU's part from the arrays of a job of kind `profile`; None for one on a CPU."""
+    """Build the GPU's times from the arrays of a `profile` job; None for a job on a CPU."""
     names = ("unprofiled_model_gpu", "enqueue", "gpu_busy", "cuda_calls", "kernels")
     if not any(name in samples for name in names):
         return None
@@ -113,14 +113,14 @@ TABLE_NOTE = (
 )
 
 
-MAX_SLOWDOWN = 1.1  # a profiled run slower than this factor has another critical path
+MAX_SLOWDOWN = 1.1  # factor from which a slower profiled run may have another critical path
 IN_WORDS = {"host": "the host outside of CUDA", "CUDA call": "calls of CUDA", "GPU": "the GPU"}
 
 
 @dataclass(frozen=True)
 class Path:
-    """The functions of a form's watched runs, how many times as long those took as the others, and the share of an
-    unwatched run in which the GPU did no work."""
+    """Functions of a form's profiled runs. `slowed` is the time of those runs over the others', `idle` the GPU's idle
+    share of an unprofiled run."""
 
     functions: Sequence[Function]
     slowed: float = 1.0
@@ -128,7 +128,7 @@ class Path:
 
     @property
     def sentences(self) -> list[str]:
-        """How the path is divided; where watching made the runs longer, what that leaves open of the host's share."""
+        """Division of the path, and, if profiling slowed the runs, the bounds of the host's share."""
         shares: dict[str, float] = {}
         whole = sum(one.path for one in self.functions) or 1.0
         for one in self.functions:
@@ -147,7 +147,7 @@ class Path:
 
 
 def make_path_table(paths: Mapping[str, Path], top: int) -> Table:
-    """Build rows for the `top` functions (0: all) of each form by the time on its path, and one for the rest."""
+    """Build rows for each form's `top` functions (0: all) by time on the critical path, and one for the rest."""
     rows: list[Row] = []
     for form, path in paths.items():
         each = path.functions
@@ -187,10 +187,9 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one form: of runs with nothing switched on, of runs that were watched, and of its layers [repeats,
-    layers of the form]; `warnings` say what disturbed them, and `gpu` is what a GPU did meanwhile, whose SM clock
-    behind the latency is `clock` in MHz (NaN: unknown). `backend` and `precision` are those of the trial, `functions`
-    those of the host and the GPU, where they were seen."""
+    """Seconds of one form: unprofiled and profiled runs, and its layers [repeats, layers of the form]. `warnings` name
+    disturbances. `gpu` has the GPU's times (None: none), and `clock` the SM clock behind the latency in MHz (NaN:
+    unknown). `backend` and `precision` are the trial's; `functions` are those of the host and the GPU, if recorded."""
 
     unprofiled: np.ndarray
     profiled: np.ndarray
@@ -204,17 +203,17 @@ class Times:
 
     @property
     def latency(self) -> float:
-        """Median seconds of a run without profiling."""
+        """Median seconds of an unprofiled run."""
         return float(np.median(self.unprofiled))
 
     @property
     def path(self) -> Path:
-        """The critical path through its watched runs."""
+        """Critical path through the profiled runs."""
         idle = self.gpu.measure_idle(self.latency) if self.gpu and self.gpu.busy.size else 0.0
         return Path(self.functions, float(np.median(self.profiled)) / self.latency, idle)
 
     def list_ran(self, form: LayerGraph) -> list[int]:
-        """Return the indices of the form's layers, without those that have no time and don't run."""
+        """Return the indices of the form's layers, without skipped layers that took no time."""
         medians = np.median(self.layers, axis=0)
         return [i for i, layer in enumerate(form.layers) if medians[i] > 0 or not layer.skipped]
 
@@ -222,9 +221,9 @@ class Times:
 def profile_table(
     found: FormSet, times: Mapping[int, Times], order: str, top: int, ceilings: Ceilings | None = None
 ) -> Table:
-    """Build rows for the `top` layers (0: all) of each form by time, or as they run (`graph`), and one for the rest.
+    """Build rows for each form's `top` layers (0: all), by time or as run (`graph`), and one for the rest.
 
-    A layer's time is its median over the repeats; shares are of the sum of these. With `ceilings` each layer is rated
+    A layer's time is its median over the repeats; shares refer to the sum of these. With `ceilings` each layer is rated
     by them.
     """
     forms, rows, notes = found.forms, list[Row](), list[str]()
@@ -240,7 +239,7 @@ def profile_table(
 def _build_rows(
     form: LayerGraph, names: Sequence[list[str]], each: Times, order: str, top: int, rated: RooflineRating | None
 ) -> list[Row]:
-    """Build the rows of one form, without layers that have no time and don't run."""
+    """Build the rows of one form, without skipped layers that took no time."""
     seconds, ran = each.layers, each.list_ran(form)
     medians = np.median(seconds, axis=0)
     slowest = sorted(ran, key=lambda i: -medians[i])
@@ -261,10 +260,7 @@ def _build_rows(
 
 
 def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.ndarray) -> Row:
-    """Build the row of one layer with its interval, or of several as the sum of their medians, so that all rows add up.
-
-    A sum has no interval.
-    """
+    """Build the row of one layer with its interval, or of several as the sum of their medians, without interval."""
     value = float(np.median(seconds, axis=0).sum())
     interval = median_interval(seconds[:, 0]) if seconds.shape[1] == 1 else Interval(value, math.nan, math.nan)
     return {
@@ -277,17 +273,17 @@ def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.nda
 
 
 def name_modules(found: FormSet, k: int) -> list[list[str]]:
-    """Return the modules that each layer of form `k` came from, in the order of their calls.
+    """Return the module names of each layer of form `k`, in the order of their calls.
 
-    Where no module is known these are the nodes of the graph; a conversion that the engine inserted has neither.
+    Without known modules they are the graph's nodes; a conversion inserted by the engine has no names.
     """
     return [modules or nodes for modules, nodes in find_origins(found, k)]
 
 
 def find_origins(found: FormSet, k: int) -> list[tuple[list[str], list[str]]]:
-    """Return the modules that each layer of form `k` came from, in the order of their calls, and the graph's nodes.
+    """Return the original modules of each layer of form `k`, in the order of their calls, and the graph's nodes.
 
-    Both are empty for a conversion that the engine inserted.
+    Both are empty for a conversion inserted by the engine.
     """
     forms, graph, owner = found.forms, found.graph_of.get(k), found.module_of.get(k)
     form = forms[k]
@@ -308,14 +304,14 @@ def find_origins(found: FormSet, k: int) -> list[tuple[list[str], list[str]]]:
     origin_of = []
     for i, layer in enumerate(form.layers):
         own = nodes.get(i, ()) if not layer.moves else ()
-        runs = [node for node in own if node not in constant] or own  # parts may share what shapes decide
+        runs = [node for node in own if node not in constant] or own  # submodules may share constant nodes
         modules = dict.fromkeys(name for node in runs for name in list_modules(node))
         origin_of.append(([*modules], [forms[pivot].layers[node].name for node in own]))
     return origin_of
 
 
 def invert_link(link: align.Link) -> dict[int, list[int]]:
-    """Return the upper form's counterparts of each lower layer; those of modules around others only where sure."""
+    """Return the upper form's counterparts of each lower layer; for outer modules only sure pairs."""
     by_lower: dict[int, list[int]] = {}
     for upper, own in sorted(link.pairs.items()):
         for lower in own:
@@ -325,9 +321,9 @@ def invert_link(link: align.Link) -> dict[int, list[int]]:
 
 
 def reconcile(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings | None = None) -> Table:
-    """Build a line for each form: the unwatched latency, the sum of its layers, and the remainder.
+    """Build a row per form: the unprofiled latency, the sum of its layers, and the remainder.
 
-    With `ceilings` it also rates the latency under them.
+    With `ceilings` the latency is also rated by them.
     """
     forms, rows, bounds = found.forms, list[Row](), list[str]()
     for k, each in times.items():

@@ -1,8 +1,8 @@
-"""From the latency of A to that of B in steps, a step for each cause and each part, with intervals; it closes exactly.
+"""Waterfall from A's latency to B's: a step per cause and per part, with intervals; it closes exactly.
 
-A layer's time is the median over processes of its median over repeats, as is the latency. Where a form's layers add up
-to more than its latency, watching slowed them, and all are scaled down alike (`scale_layers`); what they leave of it is
-a separate step. So all steps add up to the difference of the latencies.
+A layer's time is the median over processes of its median over repeats; so is the latency. If a form's layers add up to
+more than its latency, profiling slowed them, and all are scaled by one factor (`scale_layers`). The rest of the latency
+is a separate step, so that all steps add up to the difference of the latencies.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ZERO_S = 1e-12  # shorter times are rounding errors
 
 @dataclass(frozen=True)
 class WaterfallStep:
-    """Seconds in A and in B of what has one cause, and the difference with its interval; `parts` are its places in the
-    waterfall's parts."""
+    """A difference with one cause: seconds in A and in B, and the difference with its interval. `parts` are indices of
+    the waterfall's parts."""
 
     cause: Cause
     a: float
@@ -45,20 +45,20 @@ class WaterfallStep:
 
     @property
     def proven(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """Whether the interval excludes zero."""
         return self.difference.low > 0 or self.difference.high < 0
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Seconds of one side, first the estimate and behind it resamples of it [1 + resamples]: of the latency, of each
-    layer [1 + resamples, layers], and of what the layers leave of the latency.
+    """Seconds of one side: index 0 is the estimate, the others are its resamples.
 
-    `watched` is what the layers add up to by themselves. Where that is more than the latency, `layers` are scaled down
-    alike, and of `even` the same was taken off each; else both are the same.
-    `interrupted` is by how much the layers of a watched run take longer together than their medians add up to: an
-    interruption hits any layer, each in few runs, and some layer in every run. `waiting` is what is left of the
-    latency in which a GPU, whose kernels were seen, ran none. `between` is the rest.
+    `latency` is [1 + resamples]; `layers` is [1 + resamples, layers]. `watched` is the sum of the layers as measured.
+    If it exceeds the latency, `layers` are scaled down by one factor, and `even` are the layers each reduced by the
+    same time; otherwise both are equal. The rest of the latency has three parts. `interrupted` is the excess of the
+    layers' sum in a profiled run over the sum of their medians: an interruption hits each layer in few runs, but some
+    layer in every run. `waiting` is the time without a kernel on a GPU with recorded kernels. `between` is the
+    remainder.
     """
 
     latency: np.ndarray
@@ -71,15 +71,15 @@ class Estimates:
 
     @property
     def excess(self) -> float:
-        """Seconds by which watching slowed the layers, as far as it shows."""
+        """Seconds by which profiling visibly slowed the layers."""
         return max(0.0, self.watched - float(self.latency[0]))
 
 
 @dataclass(frozen=True)
 class Waterfall:
-    """The steps from A to B: `steps` has one for each part, `causes` one for each cause; both add up to `gap`.
+    """Steps from A to B: `steps` by part and `causes` by cause; each list adds up to `gap`.
 
-    `left_out` has the numbers of the rounds that other programs disturbed.
+    `left_out` has the indices of rounds disturbed by other programs.
     """
 
     pair: FormPair
@@ -90,22 +90,22 @@ class Waterfall:
 
     @cached_property
     def gap(self) -> WaterfallStep:
-        """The whole: the latencies with nothing switched on."""
+        """Difference of the unprofiled latencies."""
         return _make_step(WHOLE, self.a.latency, self.b.latency)
 
     @cached_property
     def steps(self) -> list[WaterfallStep]:
-        """A step for each part, then `remainders`."""
+        """A step per part, then `remainders`."""
         return [self.step(part.cause, (k,)) for k, part in enumerate(self.parts)] + self.remainders
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the kernels of a GPU were seen on either side."""
+        """Whether kernels of a GPU were recorded on either side."""
         return any(each.waiting.any() for each in (self.a, self.b))
 
     @cached_property
     def remainders(self) -> list[WaterfallStep]:
-        """The latency outside the layers."""
+        """Steps for the latency outside the layers."""
         return [
             _make_step(INTERRUPTED, self.a.interrupted, self.b.interrupted),
             *([_make_step(WAITING, self.a.waiting, self.b.waiting)] if self.on_gpu else []),
@@ -114,13 +114,13 @@ class Waterfall:
 
     @cached_property
     def causes(self) -> list[WaterfallStep]:
-        """A step for each cause, in the order of CAUSES, then `remainders`."""
+        """A step per cause, in the order of CAUSES, then `remainders`."""
         return [self.step(cause, own) for cause, own in causes.by_cause(self.parts).items()] + self.remainders
 
     def step(self, cause: Cause, places: Sequence[int]) -> WaterfallStep:
-        """Return the step of these parts together.
+        """Return the common step of the parts with these indices.
 
-        Where watching slowed layers, the interval covers both ways of correcting for it.
+        If profiling slowed layers, the interval covers both ways of correcting for it.
         """
         a, b = [k for p in places for k in self.parts[p].a], [k for p in places for k in self.parts[p].b]
         step = _make_step(cause, self.a.layers[:, a].sum(axis=1), self.b.layers[:, b].sum(axis=1), tuple(places))
@@ -131,27 +131,27 @@ class Waterfall:
         return replace(step, difference=Interval(step.difference.value, low, high))
 
     def share(self, seconds: float) -> float:
-        """Return the difference as a share of the gap; NaN where the gap is 0."""
+        """Return the seconds as a share of the gap; NaN if the gap is 0."""
         whole = self.gap.difference.value
         return seconds / whole if whole else math.nan
 
     @property
     def named(self) -> float:
-        """The share of the gap that is in named parts; more than 1 where other steps go the other way."""
+        """Share of the gap in named parts; above 1 if other steps have the opposite sign."""
         return self.share(sum(step.difference.value for step in self.causes if step.cause.region))
 
     @property
     def attributed(self) -> float:
-        """How much of the gap the named parts explain: all but what they miss it by."""
+        """Share of the gap that the named parts explain: 1 minus their absolute error, at least 0."""
         return max(0.0, 1 - abs(1 - self.named)) if self.named == self.named else math.nan
 
 
 def make_waterfall(pair: FormPair) -> Waterfall:
     """Build the pair's steps, with intervals by percentile bootstrap (1,000 resamples).
 
-    With one process a side its repeats are resampled, which tells nothing about another process. With several, rounds
-    are resampled, each with its process of A and of B, but for disturbed rounds: those whose ratio of latencies
-    `find_rejected` rejects.
+    With one process per side its repeats are resampled; this tells nothing about other processes. With several, rounds
+    are resampled, each with its process of A and of B. Rounds with a ratio of latencies rejected by `find_rejected`
+    count as disturbed, and are left out.
     """
     sides = np.array([[np.median(each.unprofiled) for each in side.processes] for side in pair.sides])
     left_out = find_rejected(np.log(sides[1] / sides[0]))
@@ -161,13 +161,13 @@ def make_waterfall(pair: FormPair) -> Waterfall:
 
 
 def _make_estimates(processes: Sequence[Times]) -> Estimates:
-    rng = np.random.default_rng(SEED)  # the same rounds are drawn for both sides
+    rng = np.random.default_rng(SEED)  # equal seed, so that both sides draw the same rounds
     medians = np.hstack([_resample_medians(samples, rng) for samples in _list_samples(processes)])
     latency, layers, sums, working = medians[:, 0], medians[:, 1:-2], medians[:, -2], medians[:, -1]
     watched = float(layers[0].sum())
     layers, even = scale_layers(latency, layers), lower_layers(latency, layers)
     left = np.maximum(0.0, latency - layers.sum(axis=1))
-    left[left < ZERO_S] = 0.0  # rounding, where the layers were scaled down
+    left[left < ZERO_S] = 0.0  # rounding errors of scaled layers
     interrupted = np.clip(sums - layers.sum(axis=1), 0.0, left)
     interrupted[interrupted < ZERO_S] = 0.0  # rounding errors
     waiting = np.clip(latency - working, 0.0, left - interrupted)
@@ -175,12 +175,11 @@ def _make_estimates(processes: Sequence[Times]) -> Estimates:
 
 
 def _list_samples(processes: Sequence[Times]) -> list[np.ndarray]:
-    """Return samples with a column for the latency, each layer, the layers' sum, and the time in which a GPU worked.
+    """Return samples with a column for the latency, each layer, the layers' sum, and the GPU's busy time.
 
-    Of one process they are its repeats, which are resampled quantity by quantity; of several one array of their
-    medians, with a row for each process.
+    One process gives three arrays of repeats, resampled separately; several give one array of medians with a row each.
     """
-    # Where no kernels were seen, no GPU waits: it works for ever.
+    # Without recorded kernels no GPU waits, so its busy time is infinite.
     busy = [t.gpu.busy if t.gpu and t.gpu.busy.size else np.array([np.inf]) for t in processes]
     each = [(t.unprofiled[:, None], np.column_stack([t.layers, t.layers.sum(axis=1)]), own[:, None])
             for t, own in zip(processes, busy, strict=True)]  # fmt: skip
@@ -190,24 +189,24 @@ def _list_samples(processes: Sequence[Times]) -> list[np.ndarray]:
 
 
 def _resample_medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the medians of the rows, and of resamples of the rows [1 + resamples, columns]."""
+    """Return the medians of the rows and of resamples of the rows [1 + resamples, columns]."""
     count = len(samples)
     drawn = [samples] + [samples[rng.integers(count, size=count)] for _ in range(RESAMPLES)]
     return np.array([np.median(each, axis=0) for each in drawn])
 
 
 def scale_layers(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
-    """Return the layers' seconds [draws, layers], scaled by one factor where their sum exceeds the latency [draws]."""
+    """Return the layers' seconds [draws, layers], scaled by one factor if their sum exceeds the latency [draws]."""
     factors = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), ZERO_S))
     found: np.ndarray = layers * factors[:, None]
     return found
 
 
 def lower_layers(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
-    """Return the layers' seconds [draws, layers], lowered where their sum exceeds the latency [draws].
+    """Return the layers' seconds [draws, layers], lowered if their sum exceeds the latency [draws].
 
-    The same time is taken off each layer, enough for them to add up to the latency; no layer falls below 0. It is the
-    projection onto a simplex (Duchi et al., ICML 2008, figure 1).
+    Each layer loses the same time, but stays at 0 or more, so that the sum equals the latency. It is the projection
+    onto a simplex (Duchi et al., ICML 2008, figure 1).
     """
     if not layers.size:
         return layers
@@ -222,12 +221,12 @@ def _make_step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ..
     tail = 50 * (1 - CONFIDENCE)
     apart = b - a
     ends = [float(apart[0]), *map(float, np.percentile(apart[1:], [tail, 100 - tail]))]
-    # sums of floats are never equal
+    # sums of floats are rarely equal
     value, low, high = (seconds if abs(seconds) >= ZERO_S else 0.0 for seconds in ends)
     return WaterfallStep(cause, float(a[0]), float(b[0]), Interval(value, low, high), places)
 
 
-# The waterfall from A to B as tables: a row for each cause, and one for each part of the model.
+# Waterfall tables: a row per cause, and a row per part of the model.
 
 WATERFALL = TableKind("waterfall", "From A to B", "The steps from the latency of A to that of B, a row for each cause.",
                       command="dyno explain")  # fmt: skip
@@ -267,7 +266,7 @@ TIME_COLUMNS = (
 
 
 def list_waterfall_tables(waterfall: Waterfall, top: int) -> list[Table]:
-    """Build tables of the causes and of the `top` parts (0: all) with the largest differences, the rest in one row."""
+    """Build a table of causes, and one of the `top` parts (0: all) by difference with the rest in one row."""
     return [by_cause(waterfall), by_part(waterfall, top)]
 
 
@@ -315,7 +314,7 @@ def _make_time_cells(waterfall: Waterfall, step: WaterfallStep) -> Row:
 
 
 def _compute_share(waterfall: Waterfall, seconds: float) -> float | None:
-    """Return the seconds as percent of the difference; None where no difference is shown."""
+    """Return the seconds as percent of the difference; None if no difference is proven."""
     return 100 * waterfall.share(seconds) + 0.0 if waterfall.gap.proven else None
 
 
@@ -349,7 +348,7 @@ def _make_row(waterfall: Waterfall, k: int) -> Row:
     row: Row = {"modules": " ".join(part.names), "modules_names": list(part.names), "cause": part.cause.title}
     if part.before:
         row["modules_names"] = [f"{part.names[0]} before {part.before}"]
-    elif part.names == (WHOLE_MODEL,):  # several parts may have no other name
+    elif part.names == (WHOLE_MODEL,):  # several parts may share this name
         own = part.a or part.b
         form = waterfall.pair.forms[waterfall.pair.sides[0 if part.a else 1].form]
         row["modules_names"] = [
@@ -363,23 +362,23 @@ def _make_row(waterfall: Waterfall, k: int) -> Row:
 
 
 def _format_counts(names: Sequence[str]) -> str:
-    """Return the names, each with its count: `2 Mul, Conv`."""
+    """Format the names with their counts: `2 Mul, Conv`."""
     counts = Counter(names).items()
     return ", ".join(f"{f'{n} ' if n > 1 else ''}{name.rpartition('.')[2]}" for name, n in counts)
 
 
-# The waterfall from A to B as a chart: both latencies, and between them a bar for each cause.
+# Waterfall chart: both latencies, and a bar per cause between them.
 
-ROW_HEIGHT, MARGIN_HEIGHT = 0.34, 0.9  # inches of a bar, and above and below the bars
+ROW_HEIGHT, MARGIN_HEIGHT = 0.34, 0.9  # inches per bar, and above and below the bars
 MAX_NAME_LENGTH = 52  # characters of a name on the axis
-# shorter, longer, and time outside the layers
+# colours of shorter, longer, and outside the layers
 SHORTER_COLOUR, LONGER_COLOUR, REST_COLOUR = "#009E73", "#D55E00", "#8A8A8A"
 
 
 def draw_waterfall(waterfall: Waterfall) -> Any:
     """Draw a matplotlib Figure: microseconds from A's latency (above) to B's, green where B takes less.
 
-    Hatched steps aren't layers of the model; whiskers are the 95 % intervals of a step's own difference.
+    Hatched steps aren't layers of the model; whiskers are the 95 % intervals of each step's difference.
     """
     steps = [step for step in waterfall.causes if step.a or step.b]
     with apply_style() as figure_class:

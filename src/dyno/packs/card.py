@@ -1,6 +1,6 @@
-"""A card of a run for a model's README: its verdict in Markdown, and a badge drawn as SVG.
+"""Card of a run for a model's README: its verdict in Markdown, and a badge in SVG.
 
-Both are written from the verdict's own decisions and from rows of its table; nothing is computed a second time.
+Both are written from the verdict's decisions and the rows of its table, without computing anything again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 PACK_SUFFIX = ".pack.zip"
 CARD_SUFFIX, BADGE_SUFFIX = ".card.md", ".svg"
-SURE_COLOUR, DOUBTFUL_COLOUR, NEUTRAL_COLOUR = "#2e7d32", "#9a6700", "#6e7781"  # colours of a badge by certainty
+SURE_COLOUR, DOUBTFUL_COLOUR, NEUTRAL_COLOUR = "#2e7d32", "#9a6700", "#6e7781"  # colours of badges by certainty
 STATE_COLOURS = {decisions.DECIDED: SURE_COLOUR, "close": SURE_COLOUR, "not compared": NEUTRAL_COLOUR}
 STATE_WORDS = {"open": "undecided", "tie": "equal"}  # badge text for several possible winners
 BADGE_LABEL = "dyno"
@@ -50,13 +50,13 @@ RIGHT_ALIGNED = (False, True, False, True, True, True)
 
 
 def card_paths(file: Path) -> tuple[Path, Path]:
-    """Return the paths of the card and the badge beside a pack."""
+    """Return the paths of the card and the badge next to a pack."""
     stem = file.name.removesuffix(PACK_SUFFIX) if file.name.endswith(PACK_SUFFIX) else file.stem
     return file.with_name(f"{stem}{CARD_SUFFIX}"), file.with_name(f"{stem}{BADGE_SUFFIX}")
 
 
 def write_card(run: RunData, study: Study, file: Path) -> tuple[Path, Path]:
-    """Write the card and the badge of a run beside its pack; return their paths."""
+    """Write the card and the badge of a run next to its pack; return their paths."""
     card, badge = card_paths(file)
     verdict = read_verdict(run).decisions
     text, colour = _describe_badge(verdict, run)
@@ -81,7 +81,7 @@ def _write_verdict(run: RunData, verdict: Sequence[Decision]) -> Iterator[str]:
 
 
 def _write_proof(run: RunData, study: Study, file: Path) -> Iterator[str]:
-    """Yield how the run was measured, and the hash of its pack."""
+    """Yield the run's method and versions, the hash of its pack, and commands to repeat and verify it."""
     versions = (run.records.environment.get("versions") or {}).items()
     about = {
         "Measured": ", ".join(filter(None, about_run(run.records))),
@@ -99,7 +99,7 @@ def _write_proof(run: RunData, study: Study, file: Path) -> Iterator[str]:
 
 
 def _list_fastest(run: RunData) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each model, size, device and batch: what is fastest there, or what may be."""
+    """Yield a row per model, size, device and batch: the fastest configuration, or the candidates."""
     several = run.frame["device"].nunique() > 1
     for ranking in rank_goals(run):
         for batch, rows in ranking.group.groupby("batch", sort=True):
@@ -127,7 +127,7 @@ def _format_gain(row: pd.Series) -> str:
 
 
 def _describe_badge(verdict: Sequence[Decision], run: RunData) -> tuple[str, str]:
-    """Return a badge's text and colour, from the first decision: the speed-up and the winner, or why there is none."""
+    """Return a badge's text and colour from the first decision: speed-up and winner, or the lack of a winner."""
     decision = verdict[0] if verdict else None
     if decision is None or not decision.candidates:
         return "no winner", NEUTRAL_COLOUR
@@ -145,7 +145,7 @@ def _describe_badge(verdict: Sequence[Decision], run: RunData) -> tuple[str, str
 
 
 def draw_badge(text: str, colour: str) -> str:
-    """Draw a badge with this text and colour as SVG: no font of a certain width is needed, as its text is fitted."""
+    """Draw a badge as SVG; its text is fitted, so that the font's width doesn't matter."""
     widths = [round(len(each) * LETTER_WIDTH) + 2 * BADGE_MARGIN for each in (BADGE_LABEL, text)]
     title, total = html.escape(f"{BADGE_LABEL}: {text}"), sum(widths)
     parts = [
@@ -166,7 +166,7 @@ def draw_badge(text: str, colour: str) -> str:
 
 
 def write_command(study: Study) -> str:
-    """Return the command line of a study that has no two sides."""
+    """Return the command line of a study without two sides."""
     words = ["dyno", "run", *study.models]
     for field in dataclasses.fields(study):
         value = getattr(study, field.name)

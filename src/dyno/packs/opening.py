@@ -1,4 +1,4 @@
-"""Opening a pack, which may come from anywhere: what one may hold, and how large it may be."""
+"""Opening of untrusted packs: allowed contents and limits of size."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dyno.worker.record import read_json
 from dyno.worker.spec import UserError, shorten
 
 PACK_FORMAT, PACK_SCHEMA = "dyno pack", 1
-# members: the head, the verdict, the run's folder
+# members of a pack: the head, the verdict, the run's folder
 HEAD_MEMBER, VERDICT_MEMBER, RUN_MEMBER = "pack.json", "verdict.json", "run"
 STUDY_FILE = "study.toml"
 MAX_BYTES, MAX_MEMBERS, MAX_DIRECTORY_BYTES, MAX_DEPTH = 1 << 30, 20_000, 4 << 20, 64
 MAX_MEMBER_BYTES = {".npz": 256 << 20, ".json": 8 << 20, ".toml": 64 << 10, "samples.npz": 32 << 20}
-MAX_TEXT_BYTES = 64 << 20  # all JSON files together: parsed, they take many times the memory
+MAX_TEXT_BYTES = 64 << 20  # all JSON files together; parsed, they take many times the memory
 BLOCK_BYTES = 1 << 20
 # the last record of a zip file
 END_SIGNATURE, END_BYTES, ZIP64_SIGNATURE, ZIP64_BYTES = b"PK\x05\x06", 22, b"PK\x06\x07", 20
@@ -35,7 +35,7 @@ TOML_STRING = re.compile(r"""(?!\"{3}|'{3})(?:"(?:\\.|[^"\\\n])*"|'[^'\n]*')|#.*
 
 @dataclass(frozen=True)
 class OpenPack:
-    """An unpacked pack: what it is of, the verdict stored in it, and the folder of its run."""
+    """An unpacked pack: its head, its stored verdict, and the folder of its run."""
 
     about: dict[str, Any]
     verdict: dict[str, Any]
@@ -44,10 +44,10 @@ class OpenPack:
 
 @contextmanager
 def open_pack(file: str | Path) -> Iterator[OpenPack]:
-    """Unpack a pack into a temporary folder for the time of the block.
+    """Unpack a pack into a temporary folder during the `with` block.
 
-    Raises `UserError` for anything that isn't a pack, is damaged, has another schema or is larger than a pack may be.
-    Sizes are counted as they are read; nothing that the file says about itself is relied on.
+    Raises `UserError` for a file that is no pack, is damaged, has another schema or exceeds the limits. Sizes are
+    counted while reading; the file's own statements are not trusted.
     """
     file = Path(file)
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,12 +61,12 @@ def open_pack(file: str | Path) -> Iterator[OpenPack]:
             verdict = read_json(folder / VERDICT_MEMBER)
             for path in sorted(folder.rglob("*.npz")):
                 _check_zip(path)
-                arrays = read_npz(path).values()  # no Python objects, and not larger than the file
+                arrays = read_npz(path).values()  # read without Python objects, so not larger than the file
                 if any(max(a.shape, default=0) > max(a.size, MAX_MEMBERS) for a in arrays):
                     raise ValueError(f"{path} has an empty array of a huge shape")
             for path in sorted(folder.rglob("*.json")):
                 _check_values(read_json(path))
-            # A key of many parts takes the parser time by its square; Dyno writes none, and no text of many lines.
+            # Dyno writes no keys of many parts, on which the parser takes quadratic time, and no multi-line texts.
             study = TOML_STRING.sub("", (folder / RUN_MEMBER / STUDY_FILE).read_text(encoding="utf-8"))
             if re.search(r"['\"]|(?:\.[\w\s-]*){9}", study):
                 raise ValueError(f"{STUDY_FILE} has a key or a text that Dyno doesn't write")
@@ -83,12 +83,12 @@ def open_pack(file: str | Path) -> Iterator[OpenPack]:
 
 
 def find_limit(path: Path) -> int:
-    """Return the bytes that a file of this name may have in a pack."""
+    """Return the largest size in bytes of a file with this name in a pack."""
     return MAX_MEMBER_BYTES.get(path.name, MAX_MEMBER_BYTES[path.suffix])
 
 
 def _check_zip(file: Path) -> None:
-    """Raise `UserError` unless the file ends as a zip file with a small directory."""
+    """Raise `UserError` unless the file has the end of a zip file with a small directory."""
     about = file.stat()
     not_pack = f"{file} is not a pack; give a file that `dyno pack` wrote"
     if not stat.S_ISREG(about.st_mode):
@@ -133,14 +133,14 @@ def _unpack(packed: zipfile.ZipFile, folder: Path, file: Path) -> None:
 
 
 def walk_json(value: Any, depth: int = 0) -> Iterator[tuple[Any, int]]:
-    """Yield the value of JSON and each value inside it, outer ones first, with the number of brackets around it."""
+    """Yield a JSON value and all values inside it, outer ones first, with their depth of brackets."""
     yield value, depth
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         yield from walk_json(item, depth + 1)
 
 
 def _check_values(value: Any) -> None:
-    """Raise a ValueError for values that Dyno doesn't write and that later steps would stumble over."""
+    """Raise ValueError for values that Dyno doesn't write and that later steps can't handle."""
     for item, depth in walk_json(value):
         if depth > MAX_DEPTH:
             raise ValueError("its brackets are nested too deeply")
@@ -149,7 +149,7 @@ def _check_values(value: Any) -> None:
 
 
 def refuse_code(run: Path, what: str) -> None:
-    """Raise `UserError` if a file of the run names a Python module as MODULE:NAME, which reading it would import."""
+    """Raise `UserError` if a file of the run names Python code as MODULE:NAME: reading it would import that."""
     study = tomllib.loads((run / STUDY_FILE).read_text(encoding="utf-8"))
     named = [*map(str, study.get("backends") or ()), str(study.get("task") or "")]
     named = [text.partition("@")[0] for text in named]

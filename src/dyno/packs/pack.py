@@ -1,4 +1,4 @@
-"""Writing a pack: a run's records, samples and verdict in one file that names no folder, user or host."""
+"""Writing of packs: a run's records, samples and verdict in one file that names no folder, user or host."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from dyno.study.study import Study
 from dyno.worker.record import read_json, replace_file, save_arrays, write_json, write_text
 from dyno.worker.spec import UserError, to_json
 
-# What the verdict is computed from; other files of a run folder are logs, and tables that can be made again.
+# Files and folders behind the verdict; others in a run folder are logs, or tables that can be made again.
 PACKED_FILES = ("environment.json", MODELS_FILE, SELF_TEST_FILE, *NOTE_TYPES)
 PACKED_FOLDERS = ("trials", "truth", "peak", "idle", "anchors", "blocks", PLACEMENTS_DIR, "routes", "reference")
 JOB_FILES = ("job.json", "record.json", "samples.npz", "outputs.npz", "telemetry.npz")  # files of a job
-# Personal names: what a stranger need not know of the machine.
+# Redaction of private names and paths.
 HIDDEN_ROOTS = (
     "Users Volumes bin boot data dev etc home lib lib64 media mnt opt private proc root run scratch srv sys tmp usr "
     "var work workspace"
 ).split()
 # keys with a path as value
 PATH_KEYS = {"source", "path", "folder", "weights", "python", "data", "calibration", "models", "file"}
-# UUIDs, as of GPUs, and MAC addresses.
+# UUIDs, such as GPUs', and MAC addresses.
 IDENTIFIER = re.compile(
     r"(?i)(?:GPU-|MIG-)*\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b[0-9a-f]{2}(?:[:-][0-9a-f]{2}){5}\b"
 )
 
 
 class Redaction:
-    """Removes folders, identifiers of devices, the user's name and those of hosts (not with `names`) from texts."""
+    """Redaction of folders, device identifiers, the user's name and hosts' names (unless `names`) in texts."""
 
     def __init__(self, folders: Sequence[Path], hosts: Sequence[str] = (), *, names: bool = False) -> None:
         roots = {*HIDDEN_ROOTS, *(path.name for path in Path("/").iterdir() if path.is_dir())}
@@ -68,12 +68,12 @@ class Redaction:
         self.with_host = names
 
     def redact_value(self, value: Any, key: str = "") -> Any:
-        """Return the value of JSON with every text in it redacted."""
+        """Return a JSON value with all its texts redacted."""
         if isinstance(value, str):
             return self._redact_text(value, key)
         if isinstance(value, Mapping):
             kept = {name: item for name, item in value.items() if name != "host" or self.with_host}
-            # A user may be called like a field, but a field has no slash.
+            # Fields are kept, as a user's name may equal one; but fields have no slash, colon or dash.
             names = {name: self._redact_text(name, "") if re.search("[/:-]", name) else name for name in map(str, kept)}
             return {names[str(name)]: self.redact_value(item, str(name)) for name, item in kept.items()}
         if isinstance(value, (list, tuple)):
@@ -94,15 +94,15 @@ class Redaction:
 def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = False, card: bool = False) -> Path:
     """Write a run with its samples and its verdict into one file, and return its path (default: NAME.pack.zip).
 
-    No folder, user or host is named in it; `with_names` keeps the host's name. `card` also writes a card in Markdown
-    and a badge beside it, `NAME.card.md` and `NAME.svg`. Raises `UserError` for a folder that is not a run or is too
-    large, and for a file that doesn't end in .zip.
+    It names no folder, user or host; `with_names` keeps the host's name. `card` also writes a card in Markdown and a
+    badge next to it, `NAME.card.md` and `NAME.svg`. Raises `UserError` for a folder that is no run or is too large, and
+    for a file that doesn't end in .zip.
     """
     folder = Path(run)
     results = self_test.attach(load_run(folder))
     folders = [folder.absolute(), folder.resolve(), Path.cwd(), Path.home()]
     notes = (read_table(path, []) or {} for path in sorted((folder / PLACEMENTS_DIR).glob("*.json")))
-    # On which blocks of the run were measured; of a damaged note, too, which is copied as it is.
+    # Hosts of the run's blocks; also from damaged notes, which are copied unchanged.
     hosts = [host for note in notes if isinstance(host := note.get("host"), str) and host]
     redaction = Redaction(folders, hosts, names=with_names)
     name = redaction.redact_value(results.name)
@@ -130,7 +130,7 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
 
 
 def _copy_run(folder: Path, copied: Path, results: Results, redaction: Redaction) -> None:
-    """Copy what the verdict is computed from, redacted."""
+    """Copy the files behind the verdict, redacted."""
     copied.mkdir(parents=True)
     study = read_earlier(folder)
     if study is None:
@@ -171,7 +171,7 @@ def _list_files(folder: Path) -> Iterator[Path]:
 
 
 def _describe_pack(run: Path, name: str, with_names: bool) -> dict[str, Any]:
-    """Return what the pack is of: the run's name, versions, and the hashes of models, data and the run's files."""
+    """Return the pack's head: the run's name, versions, and hashes of models, data and the run's files."""
     models, data = {}, {}
     for t in load_run(run):
         model, images = t.spec.model, t.spec.data
@@ -184,7 +184,7 @@ def _describe_pack(run: Path, name: str, with_names: bool) -> dict[str, Any]:
 
 
 def _write_zip(folder: Path, file: Path) -> None:
-    """Write the files of the folder as a zip file whose bytes depend on their content alone."""
+    """Write the folder's files as a zip file with reproducible bytes."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = {path: path.stat().st_size for path in paths}
     too_large = any(size > opening.find_limit(path) for path, size in sizes.items())

@@ -1,4 +1,4 @@
-"""The study of a pack, measured again on this machine: does the same engine win, and do the ratios agree?"""
+"""Reproduction of a pack's study on this machine: whether the same engine wins, and the ratios agree."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dyno.worker import registry
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.spec import DECIDED, UserError, shorten
 
-LIBRARY_SOURCE = re.compile(r"(torchvision|timm|fake):[\w.]+")  # sources whose code is installed, not in a file
+LIBRARY_SOURCE = re.compile(r"(torchvision|timm|fake):[\w.]+")  # sources with installed code, not in a file
 FUNCTION_NAME = re.compile(r"[^\W\d]\w*(\([\w .,=+-]*\))?")
 PLAIN_VALUE = re.compile(r"[\w.:+-]*")  # option value that is no path
-BUILT_IN = "digits"  # data that comes with Dyno
-# Settings of a study that are taken from a pack, which may come from anywhere: no paths, commands or addresses.
+BUILT_IN = "digits"  # data set included in Dyno
+# Settings taken from an untrusted pack: no paths, commands or addresses.
 KEPT_FIELDS = (
     "precisions batches sizes routes reference shapes pretrained classes channels mean std task seed unreadable "
     "compared budget limit search rounds builds seconds warmup samples interval confirm boundaries turns block until "
@@ -45,7 +45,7 @@ Key = tuple[str, ...]
 class RatioPair:
     """A configuration's speed-up over its reference in the pack and here, each as (low, value, high).
 
-    `agrees` is whether the intervals overlap, None where one of them has no limits.
+    `agrees` is whether the intervals overlap; None if one of them has no limits.
     """
 
     where: str
@@ -73,7 +73,7 @@ class RatioPair:
 
 @dataclass(frozen=True)
 class RankingPair:
-    """The candidates for the fastest in the pack and here, the winner first."""
+    """Candidates for the fastest in the pack and here, the winner first."""
 
     where: str
     by: str
@@ -82,7 +82,7 @@ class RankingPair:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the winner of one is a candidate of the other; None where one has none, or both have several."""
+        """Whether one side's winner is the other's candidate; None if a side has no candidate or both have several."""
         if not (self.pack and self.here) or min(len(self.pack), len(self.here)) > 1:
             return None
         return self.pack[0] in self.here or self.here[0] in self.pack
@@ -131,9 +131,9 @@ class ReproductionDescription(TypedDict):
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A pack's study measured again: rankings, ratios, and what differs between both machines.
+    """A pack's study measured again: rankings, ratios, and differences between the machines.
 
-    `unavailable` and `failed` have a reason for each configuration that can't run here, or that didn't finish.
+    `unavailable` and `failed` have the reasons for configurations that can't run here, or that didn't finish.
     """
 
     folder: Path
@@ -145,7 +145,7 @@ class Reproduction:
 
     @property
     def outcome(self) -> str:
-        """One of reproduced, not reproduced, unfinished, and undecided where nothing can be compared."""
+        """ "reproduced", "not reproduced", "unfinished", or "undecided" if nothing can be compared."""
         answers = [*(pair.agrees for pair in self.rankings), *(pair.agrees for pair in self.ratios)]
         if False in answers:
             return "not reproduced"
@@ -153,12 +153,12 @@ class Reproduction:
 
     @property
     def exit_code(self) -> int:
-        """0 reproduced, 1 not reproduced, 3 unfinished or undecided."""
+        """0 if reproduced, 1 if not reproduced, 3 if unfinished or undecided."""
         return {"reproduced": 0, "not reproduced": 1}.get(self.outcome, 3)
 
     @property
     def sentences(self) -> list[str]:
-        """The outcome in sentences."""
+        """Sentences on the outcome, each pair, and the differences."""
         lines = [f"{self.outcome}: {self._describe_counts()}."]
         lines += [pair.sentence for pair in self.rankings] + [pair.sentence for pair in self.ratios]
         lines += [f"{name} didn't finish here: {reason}." for name, reason in self.failed.items()]
@@ -208,10 +208,10 @@ def reproduce(
 ) -> Reproduction:
     """Verify a pack, run its study on this machine, and compare both.
 
-    Nothing of the pack is executed: `model` are your own files of its models, and `data` your folder of its images;
-    both are checked by hash. `minutes` limits how long is measured, `out` is the run folder. `confirm` gets a sentence
-    on what would be run, and returns whether to run it. Raises `UserError` for a pack that can't be read, is not
-    verified, or needs a file that is not here.
+    Nothing in the pack is executed: `model` are your own files of its models, and `data` your folder of its images;
+    both are checked by hash. `minutes` limits the measuring time, `out` is the run folder. `confirm` gets a sentence on
+    the planned run, and returns whether to start it. Raises `UserError` for a pack that can't be read, is not verified,
+    or needs a file that is not here.
     """
     file = Path(file)
     with open_pack(file) as opened:
@@ -239,13 +239,13 @@ def _choose_folder(study: Study, opened: OpenPack) -> Path:
     return choose_folder(study, RUNS_DIR / f"{safe}-reproduced")[0]
 
 
-# The study of a pack, with the files that are here.
+# A pack's study with this machine's files.
 
 
 def _make_study(
     opened: OpenPack, packed: Results, given: Sequence[str | Path], data: str | Path
 ) -> tuple[Study, dict[str, str]]:
-    """Return the pack's study for this machine, and why configurations are left out, by name."""
+    """Return the pack's study for this machine, and the reasons for configurations left out, by name."""
     table = Study.from_toml(opened.run / "study.toml").to_table()
     if others := sorted(table.keys() - {*KEPT_FIELDS, *REPLACED_FIELDS}):
         named = join_names(others)
@@ -268,8 +268,8 @@ def _make_study(
 
 
 def _find_models(packed: Results, sources: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
-    """Return the source of each model here: a library's name, or the user's file of the same content."""
-    hashes = dict[str, list[str]]()  # files of several folders may have one name
+    """Return the source of each model here: a library's name, or the user's file with the same content."""
+    hashes = dict[str, list[str]]()  # lists, as files in several folders may have one name
     for model in (t.spec.model for t in packed):
         known = hashes.setdefault(_shorten_source(model.source), [])
         known += [] if model.source_sha256 in known else [model.source_sha256]
@@ -311,7 +311,7 @@ def _hash_source(text: str) -> str:
 
 
 def _choose_backends(table: Mapping[str, Any], packed: Results) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the backends to run, with their options, and why others are left out."""
+    """Return the backends to run, with their options, and the reasons for others left out."""
     texts = table.get("backends") or _name_backends(packed, bool(table.get("precisions")))
     kept, unavailable = [], {}
     for text in texts:
@@ -340,7 +340,7 @@ def _is_known(backend: str) -> bool:
 
 
 def _name_backends(packed: Results, precisions_given: bool) -> list[str]:
-    """Return the backends of a study that left them open, each with the precisions that it ran in."""
+    """Return the backends of a study that didn't name any, each with the precisions that it ran in."""
     ran: dict[str, list[str]] = {}
     for t in packed:
         if t.good and not t.options:
@@ -349,7 +349,7 @@ def _name_backends(packed: Results, precisions_given: bool) -> list[str]:
 
 
 def _check_data(study: Study, packed: Results) -> None:
-    """Raise `UserError` if the images here are others than those of the pack."""
+    """Raise `UserError` if the images here differ from the pack's."""
     if not study.data:
         return
     expected = {t.spec.data.sha256 for t in packed} - {""}
@@ -362,7 +362,7 @@ def _check_data(study: Study, packed: Results) -> None:
         raise UserError(f"{study.data} has {other}; give theirs with --data")
 
 
-# Both runs, compared.
+# Comparison of both runs.
 
 
 def _make_key(t: TrialResult) -> Key:
@@ -406,7 +406,7 @@ def _read_limits(row: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def _pair_rankings(packed: RunData, ours: RunData) -> Iterator[RankingPair]:
-    """Yield the decisions of both about the same model, size and measure; the winner of each must have run in both."""
+    """Yield both runs' decisions on the same model, size and measure; each winner must have run in both."""
     ran = [{_make_key(t) for t in run.records if t.status == "ok"} for run in (packed, ours)]
     here = {subject: trials for subject, _, trials in _list_decisions(ours)}
     for subject, where, trials in _list_decisions(packed):

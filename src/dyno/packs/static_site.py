@@ -1,6 +1,6 @@
-"""`dyno site`: a folder of packs as a static site, a table of their verdicts with a report of each.
+"""`dyno site`: a folder of packs as a static site, with a table of their verdicts and a report of each.
 
-Packs may come from anywhere: nothing of them is executed, what they say is escaped, and a broken one is a row.
+Packs are untrusted: their content is never executed and always escaped, and a broken pack is a row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dyno.worker.spec import UserError, clean_text, shorten
 
 INDEX_PAGE, REPORTS_DIR = "index.html", "packs"
 JOB_FOLDER_LINK = re.compile(r" · its jobs[^<]*<a [^>]*>[^<]*</a>")  # link to the unpacked folder, which is temporary
-MAX_PACKS, MAX_TRIALS = 1000, 500  # packs of a site; trials of a run whose report is drawn
+MAX_PACKS, MAX_TRIALS = 1000, 500  # packs per site; trials of a run with a report
 COLUMNS = (
     Column("pack", "file, which links to its report", kind=TEXT),
     Column(
@@ -48,9 +48,9 @@ SITE_NOTE = "Each verdict was computed again from its pack's samples. It holds o
 
 
 def write_site(packs: str | Path, out: str | Path) -> Table:
-    """Write OUT/index.html with a row for each pack in a folder, and a report for each that can be read.
+    """Write OUT/index.html with a row per pack in a folder, and a report per readable pack; return the table.
 
-    Returns the table; `problem` is why a pack has no verdict or no report. UserError for a folder without packs.
+    `problem` is the reason for a missing verdict or report. Raises `UserError` for a folder without packs.
     """
     packs, out = Path(packs), Path(out)
     if libraries := list_missing():
@@ -69,7 +69,7 @@ def write_site(packs: str | Path, out: str | Path) -> Table:
 
 
 def _name_reports(files: list[Path]) -> Iterator[str]:
-    """Yield a name of a folder for each pack, of plain characters and different from all others."""
+    """Yield a unique folder name of plain characters for each pack."""
     taken: set[str] = set()
     for file in files:
         base = file_name(file.name.removesuffix(PACK_SUFFIX)).strip(".").lower() or "pack"

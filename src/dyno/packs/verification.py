@@ -1,4 +1,4 @@
-"""The verdict of a run as data, and the check that a pack's verdict follows from the samples in it."""
+"""A run's verdict as data, and the check that a pack's verdict follows from its samples."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dyno.store import sha256_of
 from dyno.worker.record import parse_json
 from dyno.worker.spec import UserError, shorten
 
-MAX_RELATIVE_ERROR = 1e-9  # difference of one computation on two processors
+MAX_RELATIVE_ERROR = 1e-9  # tolerance for the same computation on two processors
 MAX_SHOWN = 5  # differences listed
 
 
 def read_results(results: Results) -> RunData:
-    """Return the run with its table, and with no self-test but the stored one."""
+    """Return the run with its table, using only the stored self-test."""
     from dyno.report.tables import trial_table
 
     return trial_table.read_trials(results)
 
 
 def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
-    """Return the verdict of a run as data, decisions, sentences and rows, without the name of its folder."""
+    """Return a run's verdict as data (decisions, sentences and rows), without its folder's name."""
     from dyno.report.export import export
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict.verdict import describe_run
@@ -39,7 +39,7 @@ def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
     text = export([TRIALS.table(run)], "json", about=describe_run(run))
     for name in (shlex.quote(str(folder)), str(folder)):  # a sentence names the folder in the next command
         written = re.escape(json.dumps(name, ensure_ascii=False)[1:-1])
-        if "/" not in name:  # it may be any word of the verdict: in a command alone
+        if "/" not in name:  # it may equal any word of the verdict, so only in commands
             written = rf"(?P<command>dyno [^;:]* ){written}(?![\w./-])"
         text = re.sub(written, lambda found: found.groupdict().get("command", "") + RUN_MEMBER.upper(), text)
     document = parse_json(text)
@@ -48,7 +48,7 @@ def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
 
 
 def hash_files(run: Path) -> dict[str, str]:
-    """Return the hash of each file of a run folder, by its path in it."""
+    """Return the hash of each file in a run folder, by relative path."""
     return {path.relative_to(run).as_posix(): sha256_of(path) for path in sorted(run.rglob("*")) if path.is_file()}
 
 
@@ -62,7 +62,7 @@ class VerificationDescription(TypedDict):
 
 @dataclass(frozen=True)
 class Verification:
-    """The numbers of the verdict that were computed again, and what differs: files of the run, parts of the verdict."""
+    """Number of recomputed numbers in the verdict, and the differences: files of the run, parts of the verdict."""
 
     numbers: int
     differences: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Verification:
 
     @property
     def sentences(self) -> list[str]:
-        """The outcome, or the first differences."""
+        """Sentences on the outcome, or on the first differences."""
         if not self.differences:
             return [f"verified: {format_count(self.numbers, 'number')} of the verdict follow from the samples"]
         more = len(self.differences) - MAX_SHOWN
@@ -87,7 +87,7 @@ class Verification:
 
 
 def verify(file: str | Path) -> Verification:
-    """Compute the verdict of a pack again from the samples in it, and compare it with the one stored in it.
+    """Compute the verdict of a pack again from its samples, and compare it with the stored one.
 
     Raises `UserError` for a file that is no pack, or can't be read. See `open_pack`.
     """
@@ -96,13 +96,13 @@ def verify(file: str | Path) -> Verification:
 
 
 def verify_opened(opened: OpenPack, file: Path) -> Verification:
-    """Verify a pack that is open: see `verify`."""
+    """Verify an open pack: see `verify`."""
     try:
         computed = describe_verdict(read_results(load_run(opened.run)), opened.run)
     except UserError as e:
         why = str(e).replace(f"{opened.run}/", "").replace(str(opened.run), "the run")
         raise UserError(f"{file} is a damaged pack: {why}") from e
-    except Exception as e:  # its values may be anything
+    except Exception as e:  # as its values may be anything
         raise UserError(f"{file} is a damaged pack: no verdict can be computed from it ({type(e).__name__})") from e
     computed = json.loads(json.dumps(computed))
     packed, found = opened.about["files"], hash_files(opened.run)

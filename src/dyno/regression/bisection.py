@@ -27,7 +27,7 @@ GOOD, BAD, SKIPPED, UNDECIDED = "good", "bad", "skipped", "undecided"
 
 @dataclass(frozen=True)
 class Criterion:
-    """The test for a bad version: the condition of the gate, its default, its words, and the column that decides."""
+    """Test for a bad version: the gate's condition, its default, its verb for sentences, and the deciding column."""
 
     condition: str
     fail_on: str
@@ -45,7 +45,7 @@ CRITERIA = {
 
 @dataclass(frozen=True)
 class BisectionStep:
-    """One version: the outcome, its reason, and the comparison with the first one where there is one."""
+    """One version: its outcome, the reason, and its comparison with the first version (None: not compared)."""
 
     name: str
     outcome: str
@@ -54,7 +54,7 @@ class BisectionStep:
 
     @property
     def line(self) -> str:
-        """The step in one line."""
+        """The step as one line of text."""
         rows = self.comparison.rows if self.comparison else []
         ratio = ", ".join(f"{RATIO_SHOWN.text(r)} the latency" for r in rows if RATIO_SHOWN.text(r))
         reasons = [explain_failure(r) for r in rows if r["failed"] not in ("", SLOWER)]
@@ -63,8 +63,8 @@ class BisectionStep:
 
 @dataclass(frozen=True)
 class Bisection:
-    """The steps in order, and the result: `good` and `bad` are the last good and the first bad version, "" for none;
-    `between` are the skipped ones in between, `undecided` is why there is no answer."""
+    """Steps in order, and the result: `good` and `bad` are the last good and first bad version ("": unknown). `between`
+    lists skipped versions between them; `undecided` is the reason for a missing answer."""
 
     steps: tuple[BisectionStep, ...]
     first: str
@@ -76,17 +76,17 @@ class Bisection:
 
     @property
     def exit_code(self) -> int:
-        """0 none is worse, 1 the first bad version was found, 3 undecided."""
+        """0 without a bad version, 1 with a first bad version, 3 if undecided."""
         return 3 if self.undecided else 1 if self.bad else 0
 
     @cached_property
     def changed(self) -> list[str]:
-        """The facts of the engine that differ between the last good and the first bad version."""
+        """Facts of the engine that differ between the last good and the first bad version."""
         trials = [self._find_trial(self.good), self._find_trial(self.bad)]
         return list_changes(trials[0], trials[1]) if trials[0] and trials[1] else []
 
     def _find_trial(self, name: str) -> TrialResult | None:
-        """Return the trial under this version; the first version's comes from its comparison with the first bad one."""
+        """Return the version's trial; the first version's comes from its comparison with the first bad one."""
         step = next((s for s in self.steps if s.name == (self.bad if name == self.first else name)), None)
         if step is None or step.comparison is None or step.comparison.result is None:
             return None
@@ -124,14 +124,14 @@ def bisect(
 ) -> Bisection:
     """Find the first version of a library, in order, under which a model is worse than under the first version.
 
-    `by` is what is judged: speed, accuracy on labelled images (`data`), or agreement of outputs; `fail_on` is the limit
-    (slower=5%, less-accurate=0.5), and `least` the share of output values that agree, 0.999 if not given.
+    `by` is the criterion: speed, accuracy on labelled images (`data`), or agreement of outputs. `fail_on` is the limit
+    (slower=5%, less-accurate=0.5), and `least` the share of output values that agree (default: 0.999).
 
     Give either `library` with `versions`, which uv installs into separate environments together with the packages in
     `add`, or `pythons`, which maps names to interpreters. Each version is compared with the first one as in
-    `dyno.compare`, in a binary search, which assumes that all versions are good up to some version and bad from there
-    on. Versions that can't be installed or run are skipped. `settings` are fields of `dyno.Study`. Run folders lie
-    below `out`, or below a new folder in runs/bisect.
+    `dyno.compare`, in a binary search: all versions are assumed good up to some version and bad from there on. Versions
+    that can't be installed or run are skipped. `settings` are fields of `dyno.Study`. Run folders lie below `out`, or
+    below a new folder in runs/bisect.
     """
     settings = name_fields(settings)
     check_known("criterion", by, CRITERIA)
@@ -161,7 +161,7 @@ def bisect(
 
 
 def _choose_backend(source: str, library: str, chosen: Sequence[str]) -> str:
-    """Return the backend that runs the model with the library: the chosen one, else the default, else any."""
+    """Return the backend for the model: the chosen one, else the default, or the first that needs the library."""
     if len(chosen) > 1:
         raise UserError(f"bisect runs one backend, not {', '.join(chosen)}")
     default, _ = default_runner(commits.split_commit(source)[0])
@@ -175,7 +175,7 @@ def _choose_backend(source: str, library: str, chosen: Sequence[str]) -> str:
 
 @dataclass
 class BisectionSearch:
-    """A binary search over versions, of which the first is good."""
+    """Binary search over versions; the first runnable one counts as good."""
 
     model: str
     backend: str
@@ -193,7 +193,7 @@ class BisectionSearch:
         return replace(self._try_versions(), by=self.by)
 
     def _try_versions(self) -> Bisection:
-        """Try versions until the first bad one is known, or none is left to try."""
+        """Try versions until the first bad one is known or all are tried."""
         names = list(self.interpreters)
         while names and (reason := self._check_version(names[0])):
             self._record_step(BisectionStep(names.pop(0), SKIPPED, reason))
@@ -240,7 +240,7 @@ class BisectionSearch:
         return self._record_step(_judge_version(name, first, comparison, CRITERIA[self.by].column))
 
     def _check_version(self, name: str) -> str:
-        """Return why the version can't be run, or "" if it can."""
+        """Return why the version can't be run; "" if it can."""
         if name in self.pythons:
             return ""
         try:
@@ -260,7 +260,7 @@ class BisectionSearch:
 
 
 def _judge_version(name: str, first: str, comparison: Comparison, column: str) -> BisectionStep:
-    """Return a version's step, judged by its comparison; one that failed is skipped."""
+    """Return a version's step, judged by its comparison; a failed trial means skipped or undecided."""
     rows = comparison.rows
     if failed := next((r for r in rows if r["status_a"] != "ok"), None):
         return BisectionStep(name, UNDECIDED, f"{first} is {failed['status_a']}", comparison)

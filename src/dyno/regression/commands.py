@@ -1,4 +1,4 @@
-"""The command `dyno compare`: two stored runs, two sides that are measured here, or versions of a library."""
+"""`dyno compare`: two stored runs, two sides measured here, or versions of a library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dyno.regression.comparison import Comparison
 
 GATE_PANEL = "Gate"
-# Options that both sides of a comparison have.
+# Options shared by both sides of a comparison.
 SHARED_OPTIONS = (
     f"{options.CONFIGURATION_FIELDS} {options.MODEL_FIELDS} {options.IMAGE_FIELDS} {options.EFFORT_FIELDS} boundaries "
     f"block timeout build_timeout {options.RUNTIME_FIELDS}"
@@ -108,9 +108,9 @@ def compare(
 
 
 def check_files(junit: str, summary: str) -> None:
-    """Raise `UserError`, before anything is measured, for a file that can't be written.
+    """Raise `UserError`, before measuring, for a file that can't be written.
 
-    A summary is appended to an existing file, so no temporary file is created beside it.
+    A summary is appended to an existing file, so no temporary file is created for it.
     """
     from dyno.store import check_writable
 
@@ -132,7 +132,7 @@ def _refuse_beside_bisect(given: Sequence[str], overrides: options.Overrides) ->
 
 
 def _bisect(model: str, asked: BisectOptions, fail_on: str, out: str, overrides: options.Overrides) -> int:
-    """Find and print the first bad version; return 1 with it, 0 if there is none, 3 if undecided."""
+    """Find and print the first bad version; return 0 without one, 1 with one, 3 if undecided."""
     from dyno.regression import bisection
 
     result = bisection.bisect(
@@ -161,14 +161,14 @@ def _parse_interpreters(text: str) -> dict[str, str]:
     return interpreters
 
 
-# What `dyno compare` prints and writes.
+# Output of `dyno compare`.
 
 
 def write_output(comparison: Comparison, format: str, junit: str, summary: str) -> int:
-    """Write the files, print the table and the sentences; the exit code."""
+    """Write the files, print the table and the sentences; return the exit code."""
     from dyno.report.export import export
 
-    if junit:  # first of all: the reader of the pipe may be gone
+    if junit:  # first of all, as the reader of a pipe may be gone
         comparison.junit(junit)
     if summary:
         comparison.summary(summary)

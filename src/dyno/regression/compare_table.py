@@ -1,7 +1,7 @@
-"""Two runs compared with each other, trial by trial: what became slower, less accurate, different, or stopped working.
+"""Comparison of two runs, trial by trial: speed, accuracy, outputs, status.
 
-All pairs are one family, as the rows of other tables are: with 95 % confidence no pair of equal speeds is called faster
-or slower, however many pairs there are. `tolerance` keeps small slow-downs that are real from failing a gate.
+All pairs are one family: with 95 % confidence no pair of equal speeds is called faster or slower, however many pairs
+there are. `tolerance` keeps small real slow-downs from failing a gate.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MISSING = "missing"  # status of a trial that is missing in B's run
 VOLATILE_FACTS = ("load_average",)  # facts that change within minutes on one machine
 MACHINE_FACTS = ("cpu", "cpu_flags", "cores", "machine", "gpu")  # facts that identify a machine
 TOO_FEW_ROUNDS = "too few rounds for this spread"
-Checked = Mapping[str, str]  # AGREE or why outputs are wrong, by the trial's id
+Checked = Mapping[str, str]  # AGREE, "" (unchecked) or the verdict of wrong outputs, by trial id
 MAX_DIFFERENCES = 6  # differences between machines in one line
 COPIED_COLUMNS = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
                   "ran_as", "asked_share", "precision_ok", "builds")  # fmt: skip
@@ -104,10 +104,10 @@ def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Tabl
     """Compare each trial that both runs have, B against A: one row of COLUMNS per trial, in A's order.
 
     `ratio` is B's latency over A's (above 1 is slower) with the interval of `stats.decide_family`, from the spread
-    between processes; `accuracy` and `top1_diff` (points) come from the images both answered, `close` is the share of
-    B's output values close to A's. A trial whose outputs are wrong in its own run (`outputs`, `outputs_a`) has no
-    ratio, and its verdict is the reason. `failed` names the conditions of the rules that the row breaks. The table's
-    `notes` are sentences on possible explanations of a difference. UserError when nothing can be compared.
+    between processes. `accuracy` and `top1_diff` (points) come from the images that both answered; `close` is the share
+    of B's output values close to A's. A trial with wrong outputs in its own run (`outputs`, `outputs_a`) has no ratio;
+    its verdict is the reason. `failed` names the conditions of the rules that the row breaks. The table's `notes` are
+    possible explanations of a difference. Raises `UserError` if nothing can be compared.
     """
     rules = rules or GateRules()
     shared = pair_trials(a, b)
@@ -124,9 +124,9 @@ def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Tabl
 
 
 def compare_sides(run: Results, rules: GateRules) -> Table:
-    """Build the table of `compare` for the two sides of a comparison that was measured as one study.
+    """Build the table of `compare` for the two sides of a comparison measured as one study.
 
-    Outputs are compared with the other side's. UserError for a run folder without a comparison.
+    Outputs are compared with the other side's. Raises `UserError` for a run folder without a comparison.
     """
     a, b = (replace(run, trials=[t for t in run if t.side == side]) for side in "ab")
     if not pair_trials(a, b):
@@ -155,9 +155,9 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
 
 
 def known_sessions(a: Results, b: Results) -> tuple[int, float]:
-    """Return how many self-tests of the runs' machine were kept, and how much their log latencies spread.
+    """Return the number of stored self-tests of the runs' machine, and the spread of their log latencies.
 
-    (0, 0.0) where the runs don't name one machine: those of another say nothing.
+    (0, 0.0) if the runs don't name the same machine.
     """
     tests = [run.self_test for run in (a, b) if run.self_test and run.self_test.machine]
     if len(tests) < 2 or tests[0].machine != tests[1].machine:
@@ -166,7 +166,7 @@ def known_sessions(a: Results, b: Results) -> tuple[int, float]:
 
 
 def other_machine(a: Results, b: Results) -> str:
-    """Return the facts that distinguish the machines of two runs, "" where it seems to be the same."""
+    """Return the facts that distinguish the machines of two runs; "" if they seem to be the same."""
     before, now = _flatten_values(a.environment), _flatten_values(b.environment)
     changed = [n for n in MACHINE_FACTS if before.get(n) and now.get(n) and before[n] != now[n]]
     return "; ".join(f"{n} {before[n]} against {now[n]}" for n in changed)
@@ -175,7 +175,7 @@ def other_machine(a: Results, b: Results) -> str:
 def _apply_gate(
     row: dict[str, Any], a: TrialResult, b: TrialResult, rules: GateRules, elsewhere: str
 ) -> dict[str, Any]:
-    """Return the row with the gate's decision, and the reason where that is undecided."""
+    """Return the row with the gate's decision, and the reason if undecided."""
     high = row["ratio_high"]
     if not rules.gate or STATUS in row["failed"]:
         return row
@@ -205,7 +205,7 @@ def _apply_gate(
 
 
 def _check_outputs(run: Results) -> Checked:
-    """Return how each trial's outputs compare with its run's reference: AGREE, the verdict of wrong outputs, or ""."""
+    """Return each trial's agreement with its run's reference: AGREE, the verdict of wrong outputs, or ""."""
     try:
         rows = trial_table.read_trials(run).frame.to_dict("records")
     except UserError:  # the study's reference failed: nothing was checked, and that trial's row has the reason
@@ -216,8 +216,8 @@ def _check_outputs(run: Results) -> Checked:
 def pair_trials(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]:
     """Return the trials of both runs, as (A's, B's), in A's order.
 
-    The same id is the same trial. An id also includes the plan and the data, so the others are paired by name, where
-    each run has one of that name.
+    Trials are paired by id. An id includes the plan and the data, so the remaining trials are paired by name, if it is
+    unique in both runs.
     """
     ids = {t.id: t for t in b}
     own_ids = {t.id for t in a}
@@ -248,7 +248,7 @@ def _some_trials(run: Results) -> str:
 def compare_trial(
     a: TrialResult, b: TrialResult, rules: GateRules, checked: tuple[str, str], judged: dict[str, Any]
 ) -> dict[str, Any]:
-    """Compare one trial of B with the same of A, as a dict of COLUMNS; columns that don't apply are "", None or NaN.
+    """Compare a trial of A with its counterpart in B, as a dict of COLUMNS; unused columns are "", None or NaN.
 
     `checked` has the entries of `_check_outputs` for A and for B, `judged` the columns of `_compare_speeds` and
     `_compare_accuracies` for the pair.
@@ -257,7 +257,7 @@ def compare_trial(
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
         name: own[name] for name in COPIED_COLUMNS if name in own
     }
-    if b.side:  # a pair is of both sides
+    if b.side:  # a pair belongs to both sides
         columns["options"] = columns["options"].removeprefix(f"side={b.side.upper()}").strip()
     rounds = {"rounds_a": len(a.good), "rounds_b": len(b.good)}
     columns |= {"status_a": a.status, "trial_a": a.id, "trial_b": b.id, **rounds}
@@ -271,7 +271,7 @@ def compare_trial(
 
 
 def _make_missing_row(a: TrialResult, rules: GateRules) -> dict[str, Any]:
-    """Return the row of a trial of A that B's run doesn't have: an engine that is gone is no pass."""
+    """Return the row of a trial missing in B's run: it fails, or is undecided under a gate."""
     own = trial_table.make_trial_row(a, trial_table.ComparisonBasis(None))
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS}
     columns |= {name: own[name] for name in IDENTITY if name in own} | {"device": own["device"]}
@@ -283,7 +283,7 @@ def _make_missing_row(a: TrialResult, rules: GateRules) -> dict[str, Any]:
 
 
 def explain_refusal(a: TrialResult, b: TrialResult) -> str:
-    """Return the reason why two trials can't be compared (different weights, data, inputs or boundaries), or ""."""
+    """Return why two trials can't be compared (different weights, data, inputs or boundaries); "" if they can."""
     weights = [t.facts.weights_sha256 for t in (a, b)]
     if not (all(weights) or a.side) and _identify_weights(a) != _identify_weights(b):
         return OTHER_WEIGHTS
@@ -303,7 +303,7 @@ def explain_refusal(a: TrialResult, b: TrialResult) -> str:
 
 
 def _identify_weights(t: TrialResult) -> str:
-    """Return an identifier of the weights before a run: a checkpoint's or file's content, or how they are drawn."""
+    """Return an identifier of the weights before a run: hash of a checkpoint or file, else "pretrained" or the seed."""
     model = t.spec.model
     content = model.source_sha256 if model.file else ""
     return model.weights_sha256 or content or ("pretrained" if model.pretrained else f"seed {model.seed}")
@@ -315,13 +315,13 @@ def _compare_speeds(
     rule: stats.Rule,
     known: tuple[int, float],
 ) -> list[dict[str, Any]]:
-    """Return the columns on speed of each pair: those that may be compared are judged as one family.
+    """Return the columns on speed of each pair; comparable pairs are judged as one family.
 
-    Two sessions are compared by what is `known` of the machine's, as `known_sessions` returns it.
+    Pairs from two sessions are compared by the machine's `known` spread, as `known_sessions` returns it.
     """
     rows: list[dict[str, Any]] = []
     family: list[stats.Evidence | None] = []
-    unjudged: dict[int, str] = {}  # verdicts where no interval is known, by the pair's place
+    unjudged: dict[int, str] = {}  # verdicts without an interval, by index of the pair
     for (a, b), outputs in zip(shared, checked, strict=True):
         boundary = "" if explain_refusal(a, b) else trial_table.compared_boundary(b, a)
         clock = clock_of(boundary, a, b)
@@ -354,15 +354,15 @@ def _compare_speeds(
 
 
 def _list_times(t: TrialResult) -> set[tuple[str, float]]:
-    """Return when each good round began and how long it took, which no two rounds have in common but copies."""
+    """Return start and duration of each good round: a key that only copies of a round share."""
     return {(r.record.started, r.record.seconds) for r in t.good}
 
 
 def _are_two_sessions(a: TrialResult, b: TrialResult) -> bool:
-    """Return whether all rounds of one trial were over before the other's began, in another run.
+    """Return whether all rounds of one trial ended before the other's began, in another run.
 
-    Rounds of one run share the state of the machine, its neighbours and its temperature, so their spread says nothing
-    about another run's: a session is the highest level (Kalibera and Jones 2013).
+    Rounds of one run share the machine's state, neighbours and temperature, so their spread tells nothing about another
+    run: a session is the highest level (Kalibera and Jones 2013).
     """
     if a.run == b.run:
         return False
@@ -374,8 +374,7 @@ def _are_two_sessions(a: TrialResult, b: TrialResult) -> bool:
 
 
 def _find_window(t: TrialResult) -> tuple[float, float] | None:
-    """Return when the first of the trial's good rounds began and the last ended, in seconds since 1970; None where a
-    record doesn't say."""
+    """Return the first start and the last end of the trial's good rounds, in seconds since 1970; None if unknown."""
     try:
         spans = [(datetime.fromisoformat(r.record.started).timestamp(), r.record.seconds) for r in t.good]
     except ValueError:
@@ -386,7 +385,7 @@ def _find_window(t: TrialResult) -> tuple[float, float] | None:
 def judge_family(family: Sequence[stats.Evidence | None], rule: stats.Rule) -> list[tuple[stats.Speedup, str]]:
     """Return A's speed-up over B for each pair, and the verdict on B.
 
-    "Slower" is the claim that the ratio is above 1 + the margin, so Holm's steps for it are taken from there.
+    "Slower" claims a ratio above 1 + the margin, so Holm's steps for it start from there.
     """
     shifted = [e and replace(e, difference=e.difference - rule.reach) for e in family]
     both = zip(stats.decide_family(family, rule), stats.decide_family(shifted, rule), strict=True)
@@ -400,7 +399,7 @@ def _choose_verdict(s: stats.Speedup, beyond: stats.Speedup, margin: float) -> s
 
 
 def _compare_outputs(a: str, b: str) -> dict[str, Any]:
-    """Return the columns on outputs: a row with wrong outputs is neither faster nor slower."""
+    """Return the columns on outputs; wrong outputs replace the verdict on speed."""
     columns: dict[str, Any] = {"outputs_a": a.partition(":")[0], "outputs": b.partition(":")[0]}
     if OUTPUTS_WRONG not in columns.values():
         return columns
@@ -410,9 +409,9 @@ def _compare_outputs(a: str, b: str) -> dict[str, Any]:
 
 
 def _compare_accuracies(shared: Sequence[tuple[TrialResult, TrialResult]], loss: float) -> list[dict[str, Any]]:
-    """Return the columns on accuracy of each pair: those that may be compared are judged as one family."""
+    """Return the columns on accuracy of each pair; comparable pairs are judged as one family."""
     rows: list[dict[str, Any]] = []
-    judged: dict[int, Change] = {}  # by row
+    judged: dict[int, Change] = {}  # changes by index of the row
     for a, b in shared:
         rows.append({})
         for columns, change in () if explain_refusal(a, b) else _compare_accuracy(a, b):
@@ -425,9 +424,9 @@ def _compare_accuracies(shared: Sequence[tuple[TrialResult, TrialResult]], loss:
 
 
 def judge_accuracies(changes: Sequence[stats.Interval], loss: float) -> list[str]:
-    """Return the verdict on each change of accuracy, a share with its 95 % interval; all are one family (Holm 1979).
+    """Return the verdict on each change of accuracy, a share with its 95 % interval, as one family (Holm 1979).
 
-    B is less accurate where its interval, stretched by Holm's steps, lies wholly below -`loss`, a share.
+    B is less accurate if its interval, stretched by Holm's steps, lies wholly below -`loss`, a share.
     """
     chances = [_find_chance(change, loss) for change in changes]
     verdicts = [NO_CHANGE] * len(changes)
@@ -439,9 +438,9 @@ def judge_accuracies(changes: Sequence[stats.Interval], loss: float) -> list[str
 
 
 def _find_chance(change: stats.Interval, loss: float) -> float:
-    """Return the two-sided p of a change below -`loss` or above 0, from how far its 95 % interval must be stretched.
+    """Return the two-sided p of a change below -`loss` or above 0, by stretching its 95 % interval.
 
-    1 where the value is within, and without limits.
+    It is 1 for a value within these limits, or without an interval.
     """
     from scipy.special import ndtr, ndtri
 
@@ -453,7 +452,7 @@ def _find_chance(change: stats.Interval, loss: float) -> float:
 
 
 def _compare_accuracy(a: TrialResult, b: TrialResult) -> Iterator[tuple[dict[str, Any], Change]]:
-    """Yield the columns of each metric that both have, with the change; the first one judges."""
+    """Yield the columns and the change of each metric that both trials have; the first one is judged."""
     before = {metric.name: value for metric, value in metrics.list_measured(a)}
     for metric, own in metrics.list_measured(b):
         change = metric.change(b, a)
@@ -475,7 +474,7 @@ def _has_failed(condition: str, r: Row, rules: GateRules, both_ran: bool) -> boo
         return bool(r["accuracy"] == LOST)
     if condition == WRONG_OUTPUTS:
         return bool(both_ran and r["outputs"] == OUTPUTS_WRONG and r["outputs_a"] != OUTPUTS_WRONG)
-    # Outputs of another shape, or none at all, have no share; that isn't agreement.
+    # Missing outputs, or outputs of another shape, have no share and don't agree.
     return both_ran and not (r.get("close") or 0.0) >= rules.least
 
 
@@ -510,7 +509,7 @@ def _find_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, t
 
 
 def _flatten_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """Flatten nested tables by their innermost name, everything as one line of text; unknown values are left out."""
+    """Flatten nested tables by their innermost names, with values as one line of text; drop unknown values."""
     flat: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -521,5 +520,5 @@ def _flatten_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def floor_percent(share: float) -> str:
-    """Format a share in percent to two places, rounded down so that only a whole one reads as 100."""
+    """Format a share in percent to two places, rounded down so that only 1 reads as 100."""
     return f"{math.floor(1e4 * share + 1e-9) / 100:.2f}"

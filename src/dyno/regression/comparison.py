@@ -1,4 +1,4 @@
-"""`dyno compare`: two stored runs, or two sides that are measured here, in turns where possible; and the verdict."""
+"""`dyno compare`: verdict on two stored runs, or on two sides measured here, interleaved if possible."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ROUNDS = 5
 DEFAULTS: dict[str, Any] = {"rounds": DEFAULT_ROUNDS, "boundaries": ("model",)}
-# Fields of a study that a comparison doesn't take: its limit and its number of rounds are the gate's.
+# Fields of a study that a comparison doesn't take: the gate sets its limit and its number of rounds.
 REFUSED_OPTIONS = (
     "budget", "limit", "search", "confirm", "sustained", "reference", "peak", "energy", "routes", "baseline", "until",
     "minutes", "equivalent",
@@ -68,9 +68,8 @@ RULE_NAMES = tuple(f.name for f in dataclasses.fields(GateRules) if f.name != "g
 
 @dataclass(frozen=True)
 class Comparison:
-    """B compared with A: `table` has a row for each pair of trials, `folder` is the run folder of what was measured for
-    it, None where two stored runs were compared. For two runs of a video, `video` compares them end to end and by
-    stage."""
+    """B compared with A: `table` has a row per pair of trials. `folder` is the run folder with its measurements (None:
+    two stored runs). For two runs of a video, `video` compares them end to end and by stage."""
 
     table: Table
     folder: Path | None = None
@@ -78,27 +77,27 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        """The table's rows, each a dict."""
+        """Rows of the table, as dicts."""
         return self.table.rows
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what else may explain a difference."""
+        """Sentences on other explanations of a difference."""
         return self.table.notes
 
     @property
     def verdicts(self) -> list[str]:
-        """The comparison in sentences, the most important first."""
+        """Sentences on the comparison, the most important first."""
         return [*list_comparison(self.table, stored=self.folder is None), *self._sides]
 
     @property
     def exit_code(self) -> int:
-        """0 no regression, 1 a condition failed, 3 undecided."""
+        """0 without a regression, 1 if a condition failed, 3 if undecided."""
         return exit_code(self.table)
 
     @cached_property
     def result(self) -> Result | None:
-        """The result measured for it, with its tables and its report; None where two stored runs were compared."""
+        """The measured result, with its tables and its report; None for two stored runs."""
         return Result(self.folder) if self.folder else None
 
     def to_pandas(self) -> pd.DataFrame:
@@ -131,18 +130,18 @@ class Comparison:
         write_text(Path(path), Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n")
 
     def summary(self, path: str | Path) -> None:
-        """Append a summary in Markdown, for a pull request, as `$GITHUB_STEP_SUMMARY` takes it."""
+        """Append a summary in Markdown for a pull request, in the format of `$GITHUB_STEP_SUMMARY`."""
         title = f"### Dyno: {HEADINGS[self.exit_code]} in {format_count(len(self.rows), 'pair')}"
         text = "\n".join(
             [title, "", export([self.table], "markdown").strip(), "", *map(format_bullet, self.verdicts), "", ""]
         )
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:  # other steps of the same build have written there
+        with open(path, "a", encoding="utf-8") as file:  # other steps of the build write there too
             file.write(text)
 
     @property
     def _sides(self) -> list[str]:
-        """The identity of A and B, and other differences between them."""
+        """Identity of A and B, and other differences between them."""
         if self.folder is None or (study := read_earlier(self.folder)) is None or self.result is None:
             return []
         a, b = (_describe_side(side) for side in study.sides.values())
@@ -174,12 +173,12 @@ def compare(
 ) -> Comparison:
     """Compare B with A, trial by trial: speed, accuracy, outputs, status.
 
-    `a` and `b` are two run folders (or `Result`s), or anything that a study takes as a model; models are measured here,
+    `a` and `b` are two run folders (or `Result`s), or any models that a study takes; models are measured here,
     interleaved. A run folder together with a model, or two run folders with `remeasure`, are measured again as well. If
     `a` and `b` are one model, `baseline_python` has the interpreters of A, {"onnxruntime": {"python": PATH}}, or
-    `commits` the git commits of A and B, "main..HEAD". A single run folder that a comparison was measured into is read
-    again. `settings` are fields of `dyno.Study` and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs.
-    The run folder is `out`, or a new one below runs/compare. Raises `UserError` if nothing can be compared.
+    `commits` the git commits of A and B, "main..HEAD". The single run folder of an earlier comparison is read again.
+    `settings` are fields of `dyno.Study` and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs. The run
+    folder is `out`, or a new one below runs/compare. Raises `UserError` if nothing can be compared.
     """
     settings = name_fields(settings)
     rules = GateRules(**{name: settings.pop(name) for name in RULE_NAMES if name in settings})
@@ -204,10 +203,10 @@ def compare(
 
 
 def measure_missing(study: Study, folder: Path, rules: GateRules, progress: Progress) -> Comparison:
-    """Measure those parts of the comparison that the folder lacks, and judge it.
+    """Measure the parts of the comparison that the folder lacks, and judge it.
 
-    Pairs that fail a gate, or are undecided, are measured again in as many fresh rounds, and judged by all of them: a
-    false alarm is then no likelier than in a comparison of twice the rounds.
+    Pairs that fail a gate, or are undecided, get the same number of fresh rounds again and are judged by all rounds:
+    false alarms are then no likelier than in a comparison with twice the rounds.
     """
     if rules.gate and study.rounds < 2:
         raise UserError("one round can't show how much rounds differ, so slower=… needs --rounds 2 or more")
@@ -224,7 +223,7 @@ def measure_missing(study: Study, folder: Path, rules: GateRules, progress: Prog
 
 
 def _load_run(source: Any) -> Results | None:
-    """Return the stored run that the user gave, or None for anything else."""
+    """Return the stored run at `source`; None for anything else."""
     if isinstance(source, Result):
         return source.records
     if isinstance(source, (str, Path)) and Path(source).is_dir():
@@ -239,7 +238,7 @@ def _build_study(
     span: str,
     settings: Mapping[str, Any],
 ) -> Study:
-    """Build the study of the two sides that the user names."""
+    """Build the study of the two requested sides."""
     runs = [_load_run(source) for source in sources]
     first, last = _build_side(sources[0]), _build_side(sources[-1])
     if len(sources) == 1 and not (baseline_python or span):
@@ -265,7 +264,7 @@ def _build_study(
 
 
 def _build_side(source: Any) -> Study:
-    """Return one side as a separate study: that of the stored run, or the model with the defaults of a comparison."""
+    """Return one side as a study: the stored run's, or the model's with the defaults of a comparison."""
     run = _load_run(source)
     if run is None:
         (source,) = Study(models=(source,)).models
@@ -312,7 +311,7 @@ WIDENED_NOTE = "Measured in two sessions: intervals contain what differs between
 def list_comparison(table: Table, stored: bool = True) -> list[str]:
     """Describe the comparison: wrong outputs, counts of verdicts, and each failed trial with the reason.
 
-    Then how it was measured (`stored`: as two runs), and the smallest slow-down that it would have caught.
+    Then the way of measuring (`stored`: as two runs), and the smallest slow-down that it would have caught.
     """
     rows = table.rows
     counts = Counter(describe_outcome(r).partition(":")[0] for r in rows)
@@ -361,12 +360,12 @@ def _describe_power(rows: list[Row]) -> list[str]:
 
 
 def describe_where(r: Row) -> str:
-    """Return the trial of a row, in a few words."""
+    """Return a short name of the row's trial."""
     return f"{clean_text(r['model'])} {clean_text(configuration_of(r))} b{r['batch']} {r['size']}"
 
 
 def explain_failure(r: Row) -> str:
-    """Return the reason why a row fails."""
+    """Return the reason for a row's failure."""
     return "; ".join(_explain_failure(condition, r) for condition in r["failed"].split(", "))
 
 
@@ -386,13 +385,13 @@ def _explain_failure(condition: str, r: Row) -> str:
 
 
 def explain_undecided(r: Row) -> str:
-    """Return the reason why a row is undecided, "" if it isn't."""
+    """Return the reason why a row is undecided; "" if it is decided."""
     reason = r["verdict"] if r["verdict"].startswith((INCOMPARABLE, OUTPUTS_WRONG)) else ""
     return str(r["undecided"] or reason)
 
 
 def exit_code(table: Table) -> int:
-    """Return 1 where a condition failed, 3 where a row is undecided, incomparable or wrong, or no pair ran, else 0."""
+    """Return 1 if a condition failed, 3 if a row is undecided, incomparable or wrong, or no pair ran, else 0."""
     if any(r["failed"] for r in table.rows):
         return REGRESSION
     return UNDECIDED if any(map(explain_undecided, table.rows)) or not any(map(_has_run, table.rows)) else GOOD

@@ -1,4 +1,4 @@
-"""Several runs as one table: each trial's latency from run to run, and what changed with it."""
+"""History of several runs: each trial's latency from run to run, and the facts that changed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
 
 HASH_LENGTH = 8  # characters of a hash
-MACHINE_FACTS = ("cpu", "gpu", "cores", "governor")  # facts of the environment that may change latencies
-AT_COMMIT = re.compile(r"(.+)@([^@/\s()]+)")  # a model's name and the commit that it was measured at
-MAX_STEPS_NAMED = 3  # steps named
+MACHINE_FACTS = ("cpu", "gpu", "cores", "governor")  # facts of the environment that may affect latencies
+AT_COMMIT = re.compile(r"(.+)@([^@/\s()]+)")  # a model's name and its commit
+MAX_STEPS_NAMED = 3  # steps named in sentences
 MAX_NAME_LENGTH = 24  # characters of a run's name below the chart
 COLUMNS = (
     *pick(*IDENTITY),
@@ -66,8 +66,8 @@ def read_history(*folders: str | Path) -> Table:
 def make_history(runs: Sequence[RunData]) -> Table:
     """Return the trials of all runs as a table, by configuration and date; its notes name the largest steps.
 
-    A `step` is a trial's latency over that in the run before that has it, at the same boundary and clock; it is missing
-    where one of both failed or gave wrong outputs. UserError for a run that is named twice, and without a common trial.
+    A `step` is a trial's latency over that of its previous measurement at the same boundary and clock; failed trials
+    and wrong outputs have no step. Raises `UserError` for a run that is named twice, or without a common trial.
     """
     dated = sorted(zip(names_of(runs), runs, strict=True), key=lambda pair: read_start(pair[1].records))
     series: dict[tuple[str, ...], list[tuple[Row, dict[str, str]]]] = {}
@@ -77,7 +77,7 @@ def make_history(runs: Sequence[RunData]) -> Table:
         count = Counter(map(_make_key, cells))
         for row in cells:
             trial, key = run.trials[row["trial"]], _make_key(row)
-            key = key if count[key] == 1 else (*key, trial.id)  # identical rows are matched by id alone
+            key = key if count[key] == 1 else (*key, trial.id)  # rows with equal keys are matched by id
             facts = _read_facts(trial, row, run, near)
             own = {"run": name, "#place": place, "date": format_moment(read_start(run.records)), "model": key[0]}
             own |= {column: facts.get(column, "") for column in ("commit", "dyno")}
@@ -92,13 +92,13 @@ def make_history(runs: Sequence[RunData]) -> Table:
 
 
 def _make_key(row: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Return what a trial is called in every run: its identity, without the commit of its model."""
+    """Return a trial's key across runs: its identity, without the commit of its model."""
     model = AT_COMMIT.fullmatch(str(row["model"]))
     return (model[1] if model else str(row["model"]), *(str(row[name]) for name in IDENTITY if name != "model"))
 
 
 def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData, near: float) -> dict[str, str]:
-    """Return the facts whose change may explain another latency, by name; `near` is the least core-to-core latency."""
+    """Return facts that may explain a changed latency, by name; `near` is the least core-to-core latency."""
     model, environment = trial.spec.model, run.records.environment
     commit = AT_COMMIT.fullmatch(str(row["model"]))
     facts = {
@@ -115,14 +115,14 @@ def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData, near: 
 
 
 def _name_distance(latencies: Sequence[float], near: float) -> str:
-    """Return how far apart the processors were, "" where no core-to-core latency is known."""
+    """Return how far apart the processors were; "" without a core-to-core latency."""
     if not latencies:
         return ""
     return "far apart" if median(latencies) > CACHE_DISTANCE_RATIO * near else "near each other"
 
 
 def _add_steps(series: Sequence[tuple[Row, dict[str, str]]]) -> Iterator[Row]:
-    """Yield the rows of one trial, each with its step from the last one that was measured, and with what changed."""
+    """Yield one trial's rows, each with its step from the last measured row and the facts that changed."""
     last: tuple[Row, dict[str, str]] | None = None
     for row, facts in series:
         if not _has_speed(row):
@@ -147,12 +147,12 @@ def _has_speed(row: Row) -> bool:
 
 
 def _is_seen(before: Row, row: Row) -> bool:
-    """Return whether a step is larger than both runs can see: their intervals don't overlap."""
+    """Return whether a step exceeds both runs' uncertainty: their intervals don't overlap."""
     return bool(row["latency_ms_low"] > before["latency_ms_high"] or row["latency_ms_high"] < before["latency_ms_low"])
 
 
 def _list_steps(rows: Sequence[Row], runs: Mapping[str, RunData]) -> Iterator[str]:
-    """Yield a sentence on each of the largest steps up whose intervals don't overlap, and on what they prove."""
+    """Yield a sentence on each of the largest slow-downs with disjoint intervals, and on what they prove."""
     slower = [row for row in rows if row.get("#seen") and row["step"] > 1]
     for row in sorted(slower, key=lambda row: row["step"], reverse=True)[:MAX_STEPS_NAMED]:
         name = " ".join(str(row[key]) for key in ("model", "backend", "options", "precision") if row[key])
@@ -176,7 +176,7 @@ def _list_steps(rows: Sequence[Row], runs: Mapping[str, RunData]) -> Iterator[st
     yield f"Runs of different sessions prove no cause; measured side by side: dyno compare {first} {then} --remeasure"
 
 
-# The same as a chart: which commit made it slow?
+# History as a chart.
 
 
 def write_chart(table: Table, path: Path) -> None:
@@ -193,10 +193,10 @@ def write_chart(table: Table, path: Path) -> None:
 
 
 def draw_history(table: Table) -> Any:
-    """Draw each configuration's latency from run to run, with its interval, in a panel for each model, size and batch.
+    """Draw each configuration's latency from run to run, with its interval, in a panel per model, size and batch.
 
-    Runs are named by their commit where they have one. A ring marks a step up or down that is larger than both runs
-    can see. UserError where no run has a latency.
+    Runs are named by their commit, if known. A ring marks a step with disjoint intervals. Raises `UserError` if no run
+    has a latency.
     """
     import pandas as pd
 

@@ -1,4 +1,4 @@
-"""Which changes fail a comparison, and how large they may be."""
+"""Rules of the gate: changes that fail a comparison, and their limits."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (
 )  # fmt: skip
 DEFAULT_TOLERANCE = 0.02
 FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS, WRONG_OUTPUTS)
-MAX_TOLERANCE = 10.0  # the largest limit: eleven times as long
+MAX_TOLERANCE = 10.0  # largest accepted limit: eleven times as long
 
 
 @dataclass(frozen=True)
 class GateRules:
-    """Which changes fail the comparison, and how large they may be.
+    """Changes that fail a comparison, with their limits.
 
-    `tolerance` is the relative slow-down that is still accepted: "slower" needs the whole interval beyond it. Written
-    as "slower=2%", which sets the tolerance, it is a gate: what is neither clearly beyond nor clearly within the limit
-    is undecided. `loss` is the accepted loss of accuracy as a share, written in points: "less-accurate=0.5" accepts
-    half a point. `least` is the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a|
-    (by default atol is 1e-8, or that share of A's largest value where it is below 1);
-    giving it asks for the condition "disagree". With `any_outputs` speed is judged even where B's outputs are wrong.
-    UserError for anything else.
+    `tolerance` is the accepted relative slow-down: "slower" needs the whole interval beyond it. "slower=2%" sets the
+    tolerance and makes it a gate: a result neither clearly beyond nor clearly within the limit is undecided. `loss` is
+    the accepted loss of accuracy as a share, written in points: "less-accurate=0.5" accepts half a point. `least` is
+    the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a| (by default atol is 1e-8,
+    or that share of A's largest value if it is below 1); it adds the condition "disagree". With `any_outputs` speed is
+    judged even if B's outputs are wrong. Raises `UserError` for anything else.
     """
 
     fail_on: tuple[str, ...] = FAIL_ON
@@ -86,12 +85,12 @@ class GateRules:
 
 
 def format_slowdown(share: float) -> str:
-    """Format a relative slow-down; beyond the largest limit its digits mean nothing (two rounds may give 1e40)."""
+    """Format a relative slow-down; beyond the largest limit its digits are meaningless (two rounds may give 1e40)."""
     return f"{100 * share:.1f} %" if share <= MAX_TOLERANCE else f"more than {100 * MAX_TOLERANCE:,.0f} %"
 
 
 def parse_percent(text: str) -> float:
-    """Return the share for a text such as `2%`; UserError for anything but a percentage of 0 to 1000."""
+    """Return the share for a text such as `2%`; raise `UserError` for anything but a percentage of 0 to 1000."""
     number = text.strip().removesuffix("%")
     try:
         value = float(number) / 100
@@ -103,7 +102,7 @@ def parse_percent(text: str) -> float:
 
 
 def parse_points(text: str) -> float:
-    """Return the share for a loss in points such as `0.5`; UserError for anything but 0 to 100."""
+    """Return the share for a loss in points such as `0.5`; raise `UserError` for anything but 0 to 100."""
     try:
         value = float(text)
     except ValueError:
@@ -113,17 +112,17 @@ def parse_points(text: str) -> float:
     return value / 100
 
 
-# What a comparison with these rounds and this spread would have caught.
+# Power of a comparison with these rounds and this spread.
 
 TARGET_POWER = 0.8
 
 
 def smallest_slowdown(error: float, freedom: float, level: float, tolerance: float) -> float:
-    """Return the smallest relative slow-down that would fail in 80 % of such comparisons; NaN where that is unknown.
+    """Return the smallest relative slow-down that fails with a probability of 80 %; NaN if unknown.
 
-    `error` is the standard error of the mean log ratio with `freedom` degrees of freedom. A comparison fails where the
-    interval of 1 - `level` lies wholly above 1 + `tolerance`: the slow-down is the one at which the t statistic, which
-    then has a noncentral t distribution, exceeds its critical value with that probability.
+    `error` is the standard error of the mean log ratio with `freedom` degrees of freedom. A comparison fails if the
+    interval of 1 - `level` lies wholly above 1 + `tolerance`. At the smallest slow-down the t statistic, with its
+    noncentral t distribution, exceeds the critical value with that probability.
     """
     from scipy.special import nctdtrinc
 
@@ -133,9 +132,9 @@ def smallest_slowdown(error: float, freedom: float, level: float, tolerance: flo
     return (1 + tolerance) * math.exp(error * float(nctdtrinc(freedom, 1 - TARGET_POWER, critical))) - 1
 
 
-# What else differs between two trials that are compared: facts that may explain their speeds.
+# Other differences between two compared trials: facts that may explain their speeds.
 
-UNKNOWN = "unknown"  # layers that can't be profiled, as TorchScript's
+UNKNOWN = "unknown"  # value for layers that can't be profiled, such as TorchScript's
 
 
 def list_changes(a: TrialResult, b: TrialResult) -> list[str]:

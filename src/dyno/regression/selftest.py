@@ -1,4 +1,4 @@
-"""`dyno.selftest`: the instrument tests itself on this machine, on processes whose difference is known."""
+"""`dyno.selftest`: test of Dyno's measurements on this machine, with processes of known difference."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ from dyno.worker.option_values import check_types, native
 from dyno.worker.record import Record
 from dyno.worker.spec import DEFAULT_ROUNDS, SLOWDOWN_OPTION, Artifact, Job, Trial, UserError
 
-TEST_MODEL = "dyno.worker.nets.digits:resnet18"  # the demo's network with random weights: small and reproducible
+TEST_MODEL = "dyno.worker.nets.digits:resnet18"  # the demo's network with random weights
 OF_MODEL: dict[str, Any] = {"channels": 1, "sizes": ("64",)}
 TEST_BACKENDS = ("onnxruntime", "tensorrt", "openvino", "pytorch")  # the first one installed for the device
 TEST_SETTINGS: dict[str, Any] = {"seconds": 0.8, "warmup": 0.3, "timeout": 120.0}
-MIN_STUDY_ROUNDS = POWER_CURVE_ROUNDS[0]  # fewer are no study
-MAX_BUILDS = 10**6  # more than any self-test makes: no build comes twice
+MIN_STUDY_ROUNDS = POWER_CURVE_ROUNDS[0]  # fewest rounds of a self-test
+MAX_BUILDS = 10**6  # more than any self-test makes, so that no build is used twice
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The processes of a round, by the share that each is slowed down by, and which two of them make a pair."""
+    """Processes of a round, by the share that slows each one down, and their pairs by index."""
 
     slowdowns: tuple[float, ...]
     pairs: tuple[tuple[int, int], ...]
 
 
-# Each against the first, as trials of a study are against their reference.
+# Each is compared with the first, as trials of a study are with their reference.
 AGAINST_THE_FIRST = Layout((0.0, 0.0, 0.01, 0.02, 0.05), ((0, 1), (0, 2), (0, 3), (0, 4)))
 
 
 class CalibrationResult(SelfTest):
-    """A self-test of this machine, which prints as its sentences."""
+    """A self-test of this machine that prints as its sentences."""
 
     def __str__(self) -> str:
         return "\n".join(list_sentences(self))
@@ -76,14 +76,14 @@ def selftest(
     quiet: bool = False,
     **fields: Any,
 ) -> SelfTest:
-    """Test the instrument on this machine for `minutes`, or until there are `rounds` of them (0: no limit).
+    """Test Dyno's measurements on this machine for `minutes`, or for at most `rounds` rounds (0: no limit).
 
     In each round fresh processes of one trial are measured interleaved: equal ones, and some that are slowed down by 1,
-    2 and 5 %. With `rebuild` each round builds the engine twice, once for the first process and once for the others, so
-    that the difference between builds is part of the noise. `model` is a source as in `Study` (default: a small network
-    of Dyno's), `fields` are others of `Study`. The result has the figures; studies on this machine keep a summary of
-    it, unless `keep` is False or it is of rebuilt engines. Raises `UserError` if the minutes are too few, if the trial
-    does not run, or if builds of its engine don't differ.
+    2 and 5 %. With `rebuild` each round builds the engine twice, for the first process and for the others, so that the
+    difference between builds is part of the noise. `model` is a source as in `Study` (default: a small network of
+    Dyno's), `fields` are other fields of `Study`. The result has the figures; studies on this machine keep a summary of
+    it, unless `keep` is False or engines are rebuilt. Raises `UserError` if the minutes are too few, if the trial does
+    not run, or if builds of its engine don't differ.
     """
     minutes, rounds = native((minutes, rounds))
     check_types({"minutes": minutes, "rounds": rounds}, {"minutes": float, "rounds": int})
@@ -120,14 +120,14 @@ def _build_study(model: str, backend: str, device: str, fields: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class _Engines:
-    """The files that the processes of a round load: one for all, or builds of the round's own."""
+    """Files that a round's processes load: one file for all rounds, or two builds per round."""
 
     trial: Trial
     files: Files
     builds: bool
 
     def of(self, number: int) -> tuple[Artifact | None, Artifact | None]:
-        """Return the file of the round's first process and that of the others; None if the trial needs no file."""
+        """Return the file of the round's first process and the file of the others; None if the trial needs no file."""
         if not self.builds:
             return self._build_file(0), self._build_file(0)
         return self._build_file(2 * number), self._build_file(2 * number + 1)
@@ -162,7 +162,7 @@ def _too_short(minutes: float, least_s: float) -> UserError:
 def _iter_rounds(
     engines: _Engines, layout: Layout, minutes: float, max_rounds: int, progress: Progress
 ) -> Iterator[TestRound]:
-    """Yield rounds of fresh processes until the time is up or there are `max_rounds` of them (0: no limit)."""
+    """Yield rounds of fresh processes until the time is up or `max_rounds` are done (0: no limit)."""
     began, longest, number = time.monotonic(), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
         while number < MIN_STUDY_ROUNDS or time.monotonic() - began + longest <= minutes * 60:
@@ -187,7 +187,7 @@ def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, 
     first, others = engines.of(number)
     for index, share in enumerate(layout.slowdowns):
         artifact = others if index else first
-        # Counted from 1: round 0 of a trial also evaluates, which isn't needed here.
+        # Counted from 1, as round 0 of a trial also evaluates.
         own = Job("run", trial.runtime, trial, artifact=artifact, round=number + 1, options={SLOWDOWN_OPTION: share})
         members.append(InterleavedJob(own, place / str(index), number))
         members[-1].folder.mkdir(parents=True)
@@ -223,7 +223,7 @@ def _compute_stolen_share(before: Any) -> float:
 
 
 def _read_clocks(measured: Sequence[Round]) -> tuple[float, ...]:
-    """Return the mean clock of each process in MHz (the GPU's if it ran on one), or () if the system reports none."""
+    """Return the mean clock of each process in MHz (the GPU's if it ran on one); () if the system reports none."""
     clocks = []
     for process in measured:
         name = "gpu_clock" if process.device.startswith("cuda") else "frequency"

@@ -1,4 +1,4 @@
-"""Train a classifier on your own images, evaluate it, and optionally measure the trained weights as engines."""
+"""Training of a classifier on your own images, its evaluation, and optional measurement of the weights as engines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from dyno.api import Result
 
-# The images of a training: their layout, which are held out for testing, decoded with room to crop.
+# Images of a training: layout, hold-out split, and decoding with room to crop.
 
 HOLDOUT_SHARE = 0.2
 RESIZE_FACTOR = 8 / 7  # 256 pixels for a crop of 224, unless the model resizes further
@@ -67,8 +67,8 @@ CROPPING_AUGMENTATIONS = ("light", "standard")
 def find_source(data: str, holdout: float | None, out: Path, seed: int) -> str:
     """Return a folder with train/ and test/ (or val/): the given one, or one of links to its images below `out`.
 
-    A folder of classes alone is split class by class, `holdout` of each for testing; the same images and seed give the
-    same split. `digits` stays as it is. Raises `UserError`.
+    A folder of classes alone is split class by class, with the share `holdout` of each for testing; the same images and
+    seed give the same split. `digits` is returned unchanged. Raises `UserError`.
     """
     folder = Path(data)
     if data == "digits":
@@ -120,7 +120,7 @@ def _split_images(root: Path, share: float, seed: int) -> dict[str, Path]:
 
 
 def _link_folder(split: dict[str, Path], where: Path, out: Path) -> Path:
-    """Return the folder of links, created if missing; refuse a different one under a training that has begun."""
+    """Return the folder of links, created if missing; refuse to change it once a training has begun."""
     wanted = {place: os.fspath(path) for place, path in split.items()}
     if where.is_dir():
         links = [path for path in where.rglob("*") if path.is_symlink()]
@@ -146,8 +146,8 @@ def decode_split(
 ) -> tuple[DataSpec, DataSpec]:
     """Decode the training images, larger than `size` (height, width) if the augmentation crops, and the test images.
 
-    The test images are decoded as for any other command, so that accuracies can be compared; after the others, which
-    are read together with them, so that all unreadable images are named together.
+    Test images are decoded as for any other command, so that accuracies can be compared. Training images come first:
+    they are read together with the test images, so that all unreadable images are named together.
     """
     if study.data == "digits":
         test = prepare_images(study, model, size, console=console)
@@ -169,14 +169,14 @@ def decode_split(
 
 
 def list_classes(training: DataSpec) -> list[str]:
-    """Return the names of the classes; raise `UserError` if there is only one."""
+    """Return the names of the classes; raise `UserError` for a single class."""
     names: list[str] = dyno_data.read_meta(training)["classes"]
     if len(names) < 2:
         raise UserError(f"there is a single class, {names[0]!r}; a classifier needs two or more")
     return names
 
 
-# The console output of a training: a line per epoch while it runs, its curves as a chart afterwards.
+# Output of a training: a console line per epoch, and its curves as a chart afterwards.
 
 HISTORY_FILE, CURVES_FILE = "history.csv", "curves.png"
 TRAINING_STAGES = ("epoch", "evaluate")  # prefixes of stages after all checks
@@ -194,7 +194,7 @@ def show_history(folder: Path) -> tuple[Row, ...]:
 
 
 class TrainingView:
-    """Lines on the console: one per epoch, and on a terminal a bar below them; nothing when quiet."""
+    """Console output: a line per epoch, and on a terminal a bar below them; nothing when quiet."""
 
     def __init__(self, folder: Path, epochs: int, *, quiet: bool = False, console: Console | None = None) -> None:
         self.folder, self.epochs, self.quiet = folder, epochs, quiet
@@ -207,10 +207,10 @@ class TrainingView:
 
     @contextmanager
     def running(self, opening: str = "") -> Iterator[None]:
-        """Show the training while the block runs.
+        """Show the training during the `with` block.
 
-        What is trained, and how many epochs were done before, is printed once nothing can be refused any more, so that
-        a refusal is one line.
+        The opening lines (what is trained, epochs done before) are printed once all checks have passed, so that a
+        refusal is one line.
         """
         done = show_history(self.folder)
         self._shown = len(done)
@@ -300,8 +300,8 @@ OF_STUDY = ("weights", "pretrained", "channels", "mean", "std", "unreadable", "t
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A finished training: its folder, its best weights, their top-1 and top-5 on the test images (percent) and their
-    epoch, a row per epoch, and what was measured with the engines that `then` named."""
+    """A finished training: its folder, its best weights with their top-1 and top-5 on the test images (percent) and
+    their epoch, a row per epoch, and the measurement of the engines in `then`."""
 
     folder: Path
     weights: Path
@@ -320,7 +320,7 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Everything that defines a training: the study of the untrained model, the model, size, images, settings."""
+    """Definition of a training: the study of the untrained model, the model, size, images, settings."""
 
     study: Study
     model: ModelSpec
@@ -352,21 +352,20 @@ def train(
     advise: bool = True,
     **settings: Any,
 ) -> TrainingResult:
-    """Train `model` (a source as of `Study`) on a folder of class folders, or `digits`, and evaluate the best weights.
+    """Train `model` (a source as in `Study`) on a folder of class folders, or `digits`, and evaluate the best weights.
 
-    `settings` are the fields of `TrainOptions` (epochs, batch, optimizer, lr…), and of `Study` those in OF_STUDY
+    `settings` are the fields of `TrainOptions` (epochs, batch, optimizer, lr…), and the fields of `Study` in OF_STUDY
     (weights, pretrained, channels, mean, std, unreadable, threads, runtime). Everything is stored in `out` (default
-    `runs/train-NAME`); a training that was stopped resumes after its last finished epoch when it is started again, and
-    with `resume` it is an error if there is none. `holdout` is the share of a folder without test/ that is tested on.
-    `then` names backends in which the trained weights are measured, besides PyTorch. With `advise` the commands that
-    measure them are printed. Raises `UserError`.
+    `runs/train-NAME`). A stopped training resumes after its last finished epoch; with `resume` a missing one is an
+    error. `holdout` is the test share for a folder without test/. `then` names backends, in addition to PyTorch, that
+    measure the trained weights. With `advise` the commands for that are printed. Raises `UserError`.
     """
     settings = native(settings)
     given: dict[str, Any] = {name: settings.pop(name) for name in OF_STUDY if name in settings}
     kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
     check_types({**settings, "data": data, "out": out, "holdout": holdout}, kinds)
     chosen = make_options(settings)
-    given["backends"] = then or "pytorch"  # one backend may be enough
+    given["backends"] = then or "pytorch"  # a single name is accepted
     study = Study(models=(model,), sizes=(str(size),) if size else (), seed=chosen.seed, data=str(data),
                   device=chosen.device, **given)  # fmt: skip
     for choice in map(Choice.parse, study.backends):
@@ -382,7 +381,7 @@ def train(
         plan = _plan_training(study, chosen, holdout, folder, view)
         record, now = _run_job(plan, folder, view)
     found = record.facts.training
-    assert found is not None  # every job of this kind that ended well leaves it
+    assert found is not None  # present after every successful job of this kind
     result = TrainingResult(
         folder, folder / found.weights, found.top1, found.top5, found.best_epoch, show_history(folder)
     )
@@ -393,7 +392,7 @@ def train(
 def _plan_training(
     study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView
 ) -> TrainingPlan:
-    """Inspect the model, list and decode the images: every check before a training begins."""
+    """Inspect the model, list and decode the images; all checks are made before a training begins."""
     source = study.models[0]
     if registry.format_of(source):
         raise UserError(f"{source} can't be trained; give the PyTorch model it was exported from")
@@ -409,7 +408,7 @@ def _plan_training(
 
 
 def _run_job(plan: TrainingPlan, folder: Path, view: TrainingView) -> tuple[Record, bool]:
-    """Run the job and store its outcome beside the weights; return its record, and False if it was done before."""
+    """Run the job and store its outcome next to the weights; return its record, and False if it was done before."""
     names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
     opening = (
         f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count_images(plan.training)} images of "
@@ -436,7 +435,7 @@ def _run_job(plan: TrainingPlan, folder: Path, view: TrainingView) -> tuple[Reco
 
 
 def _find_record(job: Job, folder: Path) -> Record | None:
-    """Return the record of the very same training if its weights are still there, else None.
+    """Return the record of the same training if its weights are still there, else None.
 
     Raises `UserError` if the record is damaged.
     """
@@ -522,7 +521,7 @@ def next_command(command: str, plan: TrainingPlan, weights: Path) -> str:
 
 
 def _measure_engines(plan: TrainingPlan, result: TrainingResult, quiet: bool) -> Result:
-    """Measure the trained weights under PyTorch and the backends, in the folder `engines`."""
+    """Measure the trained weights with PyTorch and the other backends, in the folder `engines`."""
     others = tuple(name for name in plan.study.backends if name != "pytorch")
     study = replace(
         plan.study, backends=("pytorch", *others), weights=str(result.weights), pretrained=False,

@@ -1,7 +1,7 @@
-"""The trtexec commands that time an engine, or build it, as Dyno did.
+"""Commands of trtexec that time or build an engine as Dyno did.
 
-Options are those of NVIDIA's documentation: "Command-Line Programs" of TensorRT 8.6 and 10, "Migrating trtexec Usage"
-for what 10 and 11 dropped, and "Best Practices" of TensorRT for RTX, whose tool is `tensorrt_rtx`.
+Options are from NVIDIA's documentation: "Command-Line Programs" of TensorRT 8.6 and 10, "Migrating trtexec Usage" for
+options dropped in 10 and 11, and "Best Practices" of TensorRT for RTX with its tool `tensorrt_rtx`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dyno.trtexec.log import has_defaults_of_11
 from dyno.worker.spec import Dims, UserError
 
 FP16, BF16, INT8, FP8 = "--fp16", "--bf16", "--int8", "--fp8"
-# Weakly typed builds: what each precision switches on. INT8 alone would leave FP32 as its only alternative.
+# Flags of weakly typed builds by precision. INT8 alone would leave FP32 as its only alternative.
 PRECISION_FLAGS = {"fp16": (FP16,), "bf16": (BF16,), "int8": (INT8, FP16), "fp8": (FP8, FP16)}
 EXTERNAL_TACTICS = ("CUBLAS", "CUBLAS_LT", "CUDNN")  # tactic sources that TensorRT 8 may call and Dyno disables
 PERCENTILE_LIST = "90,95,99"
@@ -23,12 +23,12 @@ TIMES_FILE = "times.json"
 
 
 def name_tool(trial: TrialResult) -> str:
-    """Return the program's name: TensorRT for RTX has its own."""
+    """Return the program's name, which differs for TensorRT for RTX."""
     return "tensorrt_rtx" if is_rtx(trial) else "trtexec"
 
 
 def is_rtx(trial: TrialResult) -> bool:
-    """Return whether the engine is one of TensorRT for RTX."""
+    """Return whether the engine is from TensorRT for RTX."""
     return "rtx" in trial.backend
 
 
@@ -38,7 +38,7 @@ def choose_graph_flag(trial: TrialResult) -> str:
 
 
 def read_version(trial: TrialResult) -> str:
-    """Return TensorRT's version in the job's record, "" where it isn't stored."""
+    """Return TensorRT's version from the job's record; "" if it isn't stored."""
     for one in trial.rounds:
         versions = one.record.system.get("versions") or {}
         if name := next((name for name in versions if name.startswith("tensorrt")), ""):
@@ -47,12 +47,12 @@ def read_version(trial: TrialResult) -> str:
 
 
 def find_engine(trial: TrialResult) -> str:
-    """Return the path of the engine that was run: the artifact's, else the file the user named."""
+    """Return the path of the engine that ran: the artifact's, else the user's file."""
     return trial.artifact.path if trial.artifact else trial.spec.model.file
 
 
 def read_shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that were fed, by input; empty where the record has neither shapes nor a described file."""
+    """Return the input shapes by name; empty if the record has neither shapes nor a described file."""
     dims = trial.spec.dims
     given = {name: dims.resolve(shape) for name, shape in dims.shapes.items()}
     described = {t.name: t.shape for t in (trial.artifact.inputs if trial.artifact else ())}
@@ -74,9 +74,9 @@ def is_dynamic(trial: TrialResult) -> bool:
 
 
 def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES_FILE) -> list[str]:
-    """Return the arguments of the command that times the same engine in the same way; `boundary` is `model` or `all`.
+    """Return the arguments of the command that times the engine as Dyno did; `boundary` is `model` or `all`.
 
-    UserError where the record names no engine file.
+    Raises `UserError` if the record names no engine file.
     """
     path = find_engine(trial)
     if not path:
@@ -103,10 +103,10 @@ def make_spec(shapes_by_input: Mapping[str, Sequence[int]]) -> str:
 
 
 def read_build(trial: TrialResult) -> list[str]:
-    """Return the arguments of the command that builds such an engine; [] where Dyno didn't build it.
+    """Return the arguments of the command that builds the engine; [] if Dyno didn't build it.
 
-    Where the types are in the graph, the ONNX file is the converted one, which lies in Dyno's cache: it gets the name
-    of the file that `dyno export --precision PRECISION --target tensorrt` writes.
+    If the types are in the graph, the ONNX file is the converted one from Dyno's cache; it is named as by `dyno export
+    --precision PRECISION --target tensorrt`.
     """
     made_by, model = trial.made_by, trial.spec.model
     if not made_by.typed:
@@ -135,9 +135,9 @@ def read_build(trial: TrialResult) -> list[str]:
 def _list_precision_flags(trial: TrialResult, major: int) -> list[str]:
     """Return the flags for the engine's types: builder flags, unless the types are in the graph.
 
-    They always are for RTX and from TensorRT 11 on, which have no such flags.
+    RTX and TensorRT 11 and later always have them in the graph.
     """
-    exact = ["--noTF32"] if trial.precision != "tf32" else []  # Dyno allows it only where it was requested
+    exact = ["--noTF32"] if trial.precision != "tf32" else []  # Dyno allows it only on request
     if major >= 11:
         return exact
     if trial.made_by.typed == "strongly" and major == 10:
@@ -147,7 +147,7 @@ def _list_precision_flags(trial: TrialResult, major: int) -> list[str]:
 
 
 def _choose_profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the engine's first profile; none for a static ONNX file, for which trtexec takes no shapes."""
+    """Return the engine's first profile; {} for a static ONNX file, as trtexec then takes no shapes."""
     if not profiles:
         return {}
     recipe = trial.spec.recipe

@@ -1,4 +1,4 @@
-"""The cross-check with trtexec: a trial in its terms, the command that repeats it, and both results side by side."""
+"""Cross-check with trtexec: a trial in its terms, commands that repeat it, and both results side by side."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from dyno.trtexec import command, log
 from dyno.trtexec.log import TrtexecReport, has_defaults_of_11
 from dyno.worker.spec import Runtime, UserError
 
-# Dyno's numbers of a trial in trtexec's terms.
+# A trial's numbers in trtexec's terms.
 #
-# The terms are those of NVIDIA's "Command-Line Programs" (section trtexec): Enqueue Time is the host's time to queue a
-# query; H2D Latency, GPU Compute Time and D2H Latency are the GPU's, by events; Latency is the sum of these three;
-# Throughput is queries over the host's time. trtexec keeps one query queued ahead; Dyno starts one when the one before
-# has ended, and `latency/all` is the host's time from memory to memory.
+# Terms are from NVIDIA's "Command-Line Programs" (section trtexec). Enqueue Time is the host's time to queue a query;
+# H2D Latency, GPU Compute Time and D2H Latency are the GPU's, by events; Latency is the sum of these three; Throughput
+# is queries over the host's time. trtexec queues one query ahead; Dyno starts a query after the previous one has ended,
+# and `latency/all` is the host's time from memory to memory.
 
 ENQUEUE_BOUND_SHARE = 0.8  # share of GPU Compute Time from which trtexec warns about Enqueue Time
 
 
 @dataclass(frozen=True)
 class TrialMedians:
-    """Medians over the samples of all good rounds, in seconds; None where nothing was measured.
+    """Medians over the samples of all good rounds, in seconds; None: not measured.
 
-    `model` is `latency/model` by the GPU's clock, `model_host` and `whole` (`latency/all`) are by the host's. `rate` is
-    in queries/s, a query being one batch. `clock` is the GPU's in MHz while `latency/model` was sampled.
+    `model` is `latency/model` by the GPU's clock; `model_host` and `whole` (`latency/all`) are by the host's. `rate` is
+    in queries/s, with one batch per query. `clock` is the GPU's in MHz while `latency/model` was sampled.
     """
 
     model: float | None
@@ -55,17 +55,17 @@ class TrialMedians:
 
     @property
     def copies(self) -> float | None:
-        """Both directions together."""
+        """Sum of the copies in both directions."""
         return None if self.h2d is None or self.d2h is None else self.h2d + self.d2h
 
     @property
     def latency(self) -> float | None:
-        """trtexec's Latency: H2D, compute and D2H added up."""
+        """trtexec's Latency: the sum of H2D, compute and D2H."""
         return None if self.copies is None or self.compute is None else self.copies + self.compute
 
     @property
     def waiting(self) -> float | None:
-        """The host's share beyond the GPU's time: the launching call and the wait for the end."""
+        """Host's time beyond the GPU's: the launching call and the wait for the end."""
         return None if self.model is None or self.model_host is None else max(0.0, self.model_host - self.model)
 
 
@@ -100,23 +100,23 @@ def _find_clock(trial: TrialResult) -> float | None:
 
 
 def find_clock(trace: timeline.Trace | None, window: timeline.Window | None) -> float | None:
-    """Return the median of the GPU's clock in MHz in the window; None where it wasn't sampled there."""
+    """Return the median GPU clock in MHz in the window; None without samples."""
     clock = timeline.summarise_timeline(trace, [window]).clock if trace and window else math.nan
     return None if math.isnan(clock) else clock
 
 
 def format_ms(seconds: float) -> str:
-    """Format seconds as milliseconds to a microsecond, or finer where the number is small."""
+    """Format seconds as milliseconds to a microsecond, or finer for small numbers."""
     return f"{1e3 * seconds:.3f} ms" if abs(seconds) >= 1e-5 else f"{1e3 * seconds:.4f} ms"
 
 
 def signed_ms(seconds: float) -> str:
-    """Format seconds as `format_ms` does, with a sign."""
+    """Format seconds like `format_ms`, with a sign."""
     return ("+" if seconds >= 0 else "−") + format_ms(abs(seconds))
 
 
 def explain_terms(trial: TrialResult) -> list[str]:
-    """Explain the trial's numbers in trtexec's terms, sentence by sentence, with those that weren't measured."""
+    """Explain the trial's numbers in trtexec's terms, in sentences that also name missing measurements."""
     measured = read_medians(trial)
     flag, version = command.choose_graph_flag(trial), command.read_version(trial)
     return [
@@ -193,9 +193,9 @@ def _describe_run_mode(measured: TrialMedians, flag: str, without: str) -> str:
     )
 
 
-# Where a difference between Dyno's numbers and trtexec's comes from: each gap split into causes, or refused.
+# Causes of gaps between Dyno's and trtexec's numbers.
 
-CLOSE_SHARE = 0.02  # two runs of one tool differ by about as much
+CLOSE_SHARE = 0.02  # about the difference between two runs of one tool
 UNEXPLAINED, CUDA_GRAPH = "unexplained", "CUDA graph"
 EVENT_RESOLUTION_S = 5e-8  # a tenth of the resolution of CUDA events
 NO_CLOCKS = "clocks are not known on both sides; a log doesn't hold the one it ran at"
@@ -215,7 +215,7 @@ class GapPart:
 
 @dataclass(frozen=True)
 class Gap:
-    """Two medians of one quantity in seconds, and the parts that their difference falls into."""
+    """Two medians of one quantity in seconds, and the parts of their difference."""
 
     what: str
     ours: float
@@ -243,7 +243,7 @@ class Gap:
 
 
 def compare_results(trial: TrialResult, report: TrtexecReport) -> list[str]:
-    """Compare trtexec's numbers with the trial's: each gap split into its parts, or one sentence on why not."""
+    """Compare trtexec's numbers with the trial's: each gap split into parts, or one sentence on why not."""
     if refusal := list_differences(trial, report):
         return [refusal]
     differences = list(list_gaps(read_medians(trial), report))
@@ -253,7 +253,7 @@ def compare_results(trial: TrialResult, report: TrtexecReport) -> list[str]:
 
 
 def list_differences(trial: TrialResult, report: TrtexecReport) -> str:
-    """Return the reason why the two measured different things, one sentence; "" when they seem alike from the file."""
+    """Return why the two measured different things, in one sentence; "" if they seem comparable."""
     engine = command.find_engine(trial)
     if report.onnx and not report.engine:
         return (
@@ -275,12 +275,12 @@ def list_differences(trial: TrialResult, report: TrtexecReport) -> str:
 
 
 def _parse_file_name(path: str) -> str:
-    """Return the file's name, from a path of any system."""
+    """Return the file's name from a path of any operating system."""
     return PureWindowsPath(path).name if "\\" in path else PurePath(path).name
 
 
 def list_gaps(dyno: TrialMedians, report: TrtexecReport) -> Iterator[Gap]:
-    """Yield the gaps of GPU time, latency and throughput, as far as both sides measured them."""
+    """Yield the gaps of GPU time, latency and throughput that both sides measured."""
     theirs = report.compute
     if dyno.model is not None:
         parts = _split_gpu_gap(dyno, report, dyno.model - theirs)
@@ -295,7 +295,7 @@ def list_gaps(dyno: TrialMedians, report: TrtexecReport) -> Iterator[Gap]:
 
 
 def _split_gpu_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
-    """Split a gap between two GPU times: each cause takes the most that it can account for, in this order."""
+    """Split a gap between two GPU times: each cause in turn takes the most that it can account for."""
     left = gap
     for cause in (_explain_graph, _explain_clocks, _explain_launch):
         if part := cause(dyno, report, left):
@@ -306,12 +306,12 @@ def _split_gpu_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> Ite
 
 
 def _compute_share(left: float, expected: float) -> float:
-    """Return the part of the rest that the cause can account for, 0 where it points the other way."""
+    """Return the part of the rest that the cause can account for; 0 if it has the opposite sign."""
     return math.copysign(min(abs(left), abs(expected)), left) if left * expected > 0 else 0.0
 
 
 def _explain_graph(dyno: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
-    """Return a CUDA graph's part: a graph on one side saves at most the difference of the two enqueue times."""
+    """Return a CUDA graph's part: a graph on one side saves at most the difference of both enqueue times."""
     if report.graph is None or report.graph == dyno.graph:
         return None
     why = f"only {'Dyno' if dyno.graph else 'trtexec'} used one"
@@ -322,7 +322,7 @@ def _explain_graph(dyno: TrialMedians, report: TrtexecReport, left: float) -> Ga
 
 
 def _explain_clocks(dyno: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
-    """Return the clocks' part: compute-bound work takes longer in proportion as the clock is lower."""
+    """Return the clocks' part: the time of compute-bound work is inversely proportional to the clock."""
     if not dyno.clock or not report.clock:
         return None
     expected = report.compute * (report.clock / dyno.clock - 1)
@@ -330,9 +330,9 @@ def _explain_clocks(dyno: TrialMedians, report: TrtexecReport, left: float) -> G
 
 
 def _explain_launch(dyno: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
-    """Return the launch's part: trtexec launches a query while the one before it runs; Dyno's GPU waits for the launch.
+    """Return the launch's part: trtexec launches a query during the previous one; Dyno's GPU waits for the launch.
 
-    trtexec's start event is reached when the query before ends.
+    trtexec's start event is reached when the previous query ends.
     """
     if dyno.enqueue is None or left <= 0:
         return None
@@ -341,7 +341,7 @@ def _explain_launch(dyno: TrialMedians, report: TrtexecReport, left: float) -> G
 
 
 def _split_latency_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
-    """Yield copies and GPU time as both sides measured them, and the rest, which only the host's clock covers."""
+    """Yield copies and GPU time as measured by both sides, and the rest, covered only by the host's clock."""
     if dyno.copies is None or dyno.compute is None or report.h2d is None or report.d2h is None:
         yield GapPart(UNEXPLAINED, gap, "H2D, compute and D2H are not measured on both sides")
         return
@@ -358,7 +358,7 @@ def _split_latency_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) ->
 
 
 def _split_rate_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
-    """Yield the parts of the time per query: that of the slowest stage (compute, or a copy) and its idle time."""
+    """Yield the parts of the time per query: the slowest stage (compute or a copy) and its idle time."""
     compute = min((t for t in (dyno.model, dyno.compute) if t is not None), default=None)
     if compute is None:
         yield GapPart(UNEXPLAINED, gap, "the record has no GPU time")
@@ -386,13 +386,13 @@ def _find_notes(trial: TrialResult, report: TrtexecReport) -> Iterator[str]:
         yield f"trtexec warns: {warning}"
 
 
-LOAD_TIMEOUT_S = 300.0  # besides warm-up and timing: an engine of some GB, a slow disk
+LOAD_TIMEOUT_S = 300.0  # in addition to warm-up and timing: for an engine of some GB on a slow disk
 
 
 def cross_check(trials: Sequence[TrialResult], trtexec_file: Path | None = None) -> list[str]:
     """Return sentences that cross-check each TensorRT trial with trtexec.
 
-    Each trial is explained in trtexec's terms, followed by the commands that should give the same. `trtexec_file` is a
+    Each trial is explained in trtexec's terms, followed by the commands that should reproduce it. `trtexec_file` is a
     log or exported times to compare with; without one, trtexec is run if it is on the PATH. Raises `UserError` for a
     file that trtexec didn't write, and without trials.
     """
@@ -408,7 +408,7 @@ def cross_check(trials: Sequence[TrialResult], trtexec_file: Path | None = None)
 
 
 def is_engine(trial: TrialResult) -> bool:
-    """Return whether the trial ran a TensorRT engine file, which trtexec can run too."""
+    """Return whether the trial ran a TensorRT engine file, so that trtexec can run it too."""
     return bool(trial.good) and trial.artifact is not None and trial.artifact.format == "engine"
 
 
@@ -426,7 +426,7 @@ def list_command_lines(trial: TrialResult) -> list[str]:
 
 
 def _run_all(trial: TrialResult) -> Iterator[str]:
-    """Compare with a run per boundary; a failure of trtexec is a sentence, as Dyno's own numbers are still valid."""
+    """Compare with a run per boundary; a failure of trtexec is a sentence, as Dyno's numbers remain valid."""
     tool = command.name_tool(trial)
     if shutil.which(tool) is None:
         yield f"{tool} is not on the PATH; run the command where it is, and give its log or times.json with --trtexec."
@@ -440,9 +440,9 @@ def _run_all(trial: TrialResult) -> Iterator[str]:
 
 
 def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
-    """Run the command of `timing` and read its log, with the GPU's clock sampled meanwhile; UserError when it fails.
+    """Run the command of `command.read_timing` and read its log; sample the GPU's clock. Raise `UserError` on failure.
 
-    It holds the GPU lock, as Dyno's own jobs do.
+    It holds the GPU's lock, like Dyno's own jobs.
     """
 
     def print_waiting(owner: str) -> None:

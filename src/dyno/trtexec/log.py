@@ -1,6 +1,6 @@
-"""trtexec's measurements, read from its log or from the times it exports.
+"""trtexec's measurements, read from its log or its exported times.
 
-Forms and definitions are those of NVIDIA's TensorRT documentation ("Command-Line Programs", section trtexec, and
+Forms and definitions are from NVIDIA's TensorRT documentation ("Command-Line Programs", section trtexec, and
 "Performance Benchmarking"), releases 8.6 and 10. A query is one inference of the whole batch.
 """
 
@@ -34,13 +34,13 @@ METRIC_NAMES = {
     "GPU Compute Time": "compute",
     "D2H Latency": "d2h",
 }
-# The flag against the default of what a log lists: up to TensorRT 10, and from 11 on.
+# Flag that reverses the default of a listed option: up to TensorRT 10, and from 11 on.
 SWITCH_NAMES = {
     "CUDA Graph": ("useCudaGraph", "noCudaGraph"),
     "Data transfers": ("noDataTransfers", "includeDataTransfers"),
     "Spin-wait": ("useSpinWait", "noSpinWait"),
 }
-# The two messages of trtexec when it could not record the requested graph.
+# trtexec's messages if it could not record the requested graph.
 NO_GRAPH = ("--useCudaGraph flag has been ignored", "graph capture on the stream has failed")
 ENGINE_FLAGS = ("loadEngine", "saveEngine")
 LOG_ADVICE = "give the log that trtexec prints, or the file it writes with --exportTimes"
@@ -54,12 +54,12 @@ def has_defaults_of_11(version: str) -> bool:
 
 @dataclass(frozen=True)
 class TrtexecReport:
-    """One run of trtexec; what the file doesn't contain is None, or empty.
+    """One run of trtexec; None or empty: not in the file.
 
     Times are medians over all queries, in seconds. `rate` is queries/s. `graph`, `transfers` (host-device copies) and
-    `spin` (spin-wait) are how it was run, `streams` how many inferences were in flight side by side. `onnx` is set
-    where it built the engine itself. `clock`, the GPU's in MHz, is known only from sampling: the rates in a log are the
-    GPU's limits, not the run's.
+    `spin` (spin-wait) are modes of the run, `streams` is the number of parallel inferences. `onnx` is set if trtexec
+    built the engine itself. `clock`, the GPU's in MHz, is known only from sampling: rates in a log are the GPU's
+    limits, not the run's.
     """
 
     compute: float
@@ -82,7 +82,7 @@ class TrtexecReport:
 
 
 def read_log(path: Path) -> TrtexecReport:
-    """Read the log or the exported times in the file; UserError for any other."""
+    """Read the log or the exported times in the file; raise `UserError` for other files."""
     try:
         data = check_regular(path, "log").read_bytes()
         text = data.decode("utf-16" if data.startswith(UTF16_MARKS) else "utf-8-sig")
@@ -145,7 +145,7 @@ def _parse_medians(lines: Iterable[str], name: str) -> Iterable[tuple[str, float
 
 
 def _parse_number(text: Any, name: str) -> float:
-    """Parse a finite number that isn't negative; UserError for any other."""
+    """Parse a finite, non-negative number; raise `UserError` for others."""
     try:
         value = float(text)
     except (TypeError, ValueError):
@@ -156,7 +156,7 @@ def _parse_number(text: Any, name: str) -> float:
 
 
 def _find_rate(lines: list[str], name: str) -> float | None:
-    """Return queries/s; None for an implicit batch of TensorRT 8, of which trtexec counts each image as a query."""
+    """Return queries/s; None for an implicit batch of TensorRT 8, as trtexec then counts each image as a query."""
     if _find_echo(lines, "Batch") not in ("", "1", "Explicit"):
         return None
     matches = (re.fullmatch(r"Throughput: (\S+) qps", line) for line in lines)
@@ -164,12 +164,12 @@ def _find_rate(lines: list[str], name: str) -> float | None:
 
 
 def _find_echo(lines: Iterable[str], key: str) -> str:
-    """Return the log's line about an option, less its key; "" where there is none."""
+    """Return the log's line on an option, without its key; "" if it is missing."""
     return next((line[len(key) + 1 :].strip() for line in lines if line.startswith(key + ":")), "")
 
 
 def _read_run_options(flags: Mapping[str, str], lines: list[str], version: str) -> dict[str, Any]:
-    """Return the options of the run: from the log's own list first, then from the command line."""
+    """Return the options of the run, from the log's list or else from the command line."""
 
     def is_enabled(key: str) -> bool | None:
         answer = _find_echo(lines, key)
@@ -194,7 +194,7 @@ def _read_run_options(flags: Mapping[str, str], lines: list[str], version: str) 
 
 
 def _find_shapes(lines: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Return the input shapes: of the created bindings, else those of `--shapes`."""
+    """Return the input shapes, from the created bindings or else from `--shapes`."""
     bound = (BINDING_LINE.match(line) for line in lines)
     from_bindings = {match[1]: _parse_dims(match[2]) for match in bound if match}
     from_flags = re.findall(r"([^,]+):([\dx]+)(?:,|$)", flags.get("shapes", ""))
@@ -216,7 +216,7 @@ def _format_version(code: str | None) -> str:
 
 
 def _parse_times(text: str, name: str) -> TrtexecReport:
-    """Parse exported times: one object per query. The file has neither shapes nor engine nor flags."""
+    """Parse exported times: an object per query, without shapes, engine or flags."""
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -241,7 +241,7 @@ def _parse_times(text: str, name: str) -> TrtexecReport:
 
 
 def _read_column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray | None:
-    """Return the seconds per query of one part: its duration, or from start and end; None where the file lacks it."""
+    """Return the seconds per query of one part, from its duration or start and end; None if the file lacks it."""
     title = key.capitalize()
     spans = {"enq": "enqueueMs"}.get(key, f"{key}Ms"), f"start{title}Ms", f"end{title}Ms"
     if all(spans[0] in row for row in rows):
@@ -254,7 +254,7 @@ def _read_column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray 
 
 
 def _compute_exported_rate(rows: list[dict[str, Any]]) -> float | None:
-    """Compute queries/s from the first copy in to the last copy out, as trtexec does; None without those times."""
+    """Compute queries/s from the first copy in to the last copy out, like trtexec; None without those times."""
     first, last = rows[0].get("startH2dMs"), rows[-1].get("endD2hMs")
     if not isinstance(first, (int, float)) or not isinstance(last, (int, float)) or last <= first:
         return None

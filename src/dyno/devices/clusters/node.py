@@ -1,7 +1,7 @@
-"""The program on a cluster's node: it starts a block's process there, and sends back the files that it writes.
+"""Program on a cluster's node: it starts a block's process there and sends back the files that it writes.
 
-A cluster only places and moves: what measures is the process that measures on one host too, in an environment like
-that of the host where the command was given.
+A cluster only places and moves blocks. The measuring process is the same as on one host, in an environment like that of
+the host where the command was given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dyno.worker import system
 from dyno.worker.record import LOCK_FILE, write_bytes
 from dyno.worker.spec import UserError
 
-# Clusters and their sites set these for what they start. A block has them as the host has where the command was given.
+# Clusters and their sites set these for their processes. A block gets the values of the host of the command.
 FORWARDED_VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY",
     "KMP_AFFINITY",
@@ -40,15 +40,15 @@ Files = dict[str, bytes]  # contents by path below the block's folder
 
 
 def carry_environment(device: str) -> dict[str, str | None]:
-    """Return the environment variables that a block of the device takes over from here; None for one that isn't set."""
+    """Return this host's environment variables for a block of the device; None for an unset variable."""
     names = (*FORWARDED_VARIABLES, places.VISIBLE_DEVICES) if device == "cpu" else FORWARDED_VARIABLES
     return {name: os.environ.get(name) for name in names}
 
 
 @dataclass(frozen=True)
 class NodeDescription:
-    """A node: its host's name, Dyno's version, the card of the device that it has for a block, the GPU's number on the
-    host ("" for a CPU), and the logical processors of each physical core that it may use."""
+    """A node: host name, Dyno's version, card of its device for a block, number of the GPU on the host ("" for a CPU),
+    and the usable logical processors of each physical core."""
 
     host: str
     version: str
@@ -59,8 +59,8 @@ class NodeDescription:
 
 @dataclass(frozen=True)
 class FolderUpdate:
-    """Changes in a block's folder since the last poll: the changed files, the names of all files, and
-    the process's exit code (None while it runs)."""
+    """Changes in a block's folder since the last poll: changed files, names of all files, and the process's exit code
+    (None while it runs)."""
 
     changed: Files
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ class FolderUpdate:
 class Node:
     """One device of one node; its methods are called from the host where `dyno run` was started.
 
-    `nice` says what to do where the cluster has its processes give way to others, and may not undo that.
+    `nice` is advice for a cluster that lowers its processes' priority and may not undo it.
     """
 
     def __init__(self, nice: str = "") -> None:
@@ -81,7 +81,7 @@ class Node:
         self._sent: dict[str, tuple[int, int]] = {}
 
     def describe(self, device: str) -> NodeDescription:
-        """Return the node's description: its host, version, card and cores."""
+        """Return the node's description for the device `cpu` or `cuda`."""
         host, cores = platform.node(), tuple(tuple(core) for core in system.core_threads())
         if device == "cpu":
             return NodeDescription(host, __version__, system.describe()["cpu"], "", cores)
@@ -89,9 +89,9 @@ class Node:
         return NodeDescription(host, __version__, places.parse_places("cuda:0")[0].card, visible, cores)
 
     def begin(self, files: Files, env: Mapping[str, str], own: Mapping[str, str | None], cwd: str) -> None:
-        """Start the block whose folder has these files, with `env` besides, and `own` as the user has these variables.
+        """Start the block with these files in its folder, `env` added, and the user's own variables `own`.
 
-        Paths in the study are relative to `cwd`, where this host has that.
+        Paths in the study are relative to `cwd`, if this host has that folder.
         """
         self.end()
         self._folder, self._held = _own_folder()
@@ -108,7 +108,7 @@ class Node:
     def read_news(self) -> FolderUpdate:
         """Return the changes since the last call."""
         assert self._folder is not None and self._process is not None
-        code = self._process.poll()  # before the files are read: a process that ended has written all of them
+        code = self._process.poll()  # before reading files: an ended process has written all of them
         stamps = _list_stamps(self._folder)
         changed = [name for name, stamp in stamps.items() if self._sent.get(name) != stamp]
         self._sent = stamps
@@ -126,9 +126,9 @@ class Node:
 
 
 def _own_folder() -> tuple[Path, int]:
-    """Create a folder and lock it while this process lives; return it with the open file of the lock.
+    """Create a folder and lock it while this process lives; return it with the descriptor of its lock.
 
-    Folders left here by killed processes are removed first.
+    Folders left by killed processes are removed first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):  # in use, or owned by another user
@@ -160,7 +160,7 @@ def _list_stamps(folder: Path) -> dict[str, tuple[int, int]]:
     for path in sorted(folder.rglob("*")):
         try:
             status = path.stat()
-        except FileNotFoundError:  # it was there a moment ago
+        except FileNotFoundError:  # just removed
             continue
         if path.is_file() and path.name != LOCK_FILE:
             found[path.relative_to(folder).as_posix()] = (status.st_mtime_ns, status.st_size)
@@ -168,7 +168,7 @@ def _list_stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_files(folder: Path, names: Iterable[str]) -> Files:
-    """Return these files of the folder, without those that have disappeared meanwhile."""
+    """Return these files of the folder; files that have just disappeared are left out."""
     files = {}
     for name in names:
         with suppress(FileNotFoundError):
@@ -177,9 +177,9 @@ def read_files(folder: Path, names: Iterable[str]) -> Files:
 
 
 def write_files(files: Files, folder: Path) -> None:
-    """Write the files into the folder; none can reach beyond.
+    """Write the files into the folder; raise `UserError` for a path that leaves it.
 
-    This process may be killed meanwhile: a file is there whole or not at all, and a record after what it is of.
+    This process may be killed at any time: files are written atomically, records after the files that they describe.
     """
     for name in sorted(files, key=lambda name: Path(name).name == RECORD_FILE):
         path = folder / name
@@ -190,43 +190,43 @@ def write_files(files: Files, folder: Path) -> None:
 
 
 def mirror(news: FolderUpdate, folder: Path) -> None:
-    """Update the folder to the node's: write changed files, and remove those that are gone there."""
+    """Update the folder to the node's state: write changed files and remove deleted ones."""
     write_files(news.changed, folder)
     for name in _list_stamps(folder).keys() - set(news.names):
         (folder / name).unlink(missing_ok=True)
 
 
-# Blocks on other hosts: each one's folder here follows the one there, whatever carries questions and answers.
+# Blocks on other hosts: their folders here mirror those there, over any transport of calls and answers.
 
 POLL_INTERVAL_S = 1.0  # each poll reads the block's files
-NODE_TIMEOUT_S = 60.0  # a node that doesn't answer for so long is lost
+NODE_TIMEOUT_S = 60.0  # time without an answer after which a node is lost
 GONE_EXIT_CODE = 70
 
 
 class NodeLost(Exception):
-    """Why there will be no answer from a node."""
+    """Error: a node will not answer; the message is the reason."""
 
 
 class NodeSilent(NodeLost):
-    """It did not answer in time."""
+    """Error: a node did not answer in time."""
 
 
 class RemoteHost(ABC):
-    """A device on another host, where a `Node` answers one call after another; `gone` once nothing can be asked."""
+    """A device on another host, with a `Node` that answers one call at a time; `gone` once it can't be called."""
 
     def __init__(self) -> None:
         self.gone = False
 
     @abstractmethod
     def ask(self, call: str, *given: Any) -> None:
-        """Have that method of the node called; an answer that is still to come to an earlier call is forgotten."""
+        """Call this method of the node; a pending answer to an earlier call is dropped."""
 
     @abstractmethod
     def answer(self) -> tuple[Any] | None:
-        """Return the answer to the last call, or None until it has arrived; raise `NodeLost` if it never will."""
+        """Return the answer to the last call; None until it arrives. Raise `NodeLost` if it never will."""
 
     def call(self, call: str, *given: Any, within: float) -> Any:
-        """Call the method and return its answer; raise `NodeLost` if there is none, also after `within` seconds."""
+        """Call the method and return its answer; raise `NodeLost` without one, or after `within` seconds."""
         self.ask(call, *given)
         until = time.monotonic() + within
         while (answer := self.answer()) is None:
@@ -236,12 +236,12 @@ class RemoteHost(ABC):
         return answer[0]
 
     def begin(self, folder: Path, place: Place) -> RunningBlock:
-        """Send the block's folder there, and start."""
+        """Send the block's folder there, and start the block."""
         return RemoteBlock(folder, place, self)
 
 
 class RemoteBlock(RunningBlock):
-    """A block's process on another host; its folder here follows the one there."""
+    """A block's process on another host; its folder here mirrors the folder there."""
 
     def __init__(self, folder: Path, place: Place, host: RemoteHost) -> None:
         super().__init__(folder, place)
@@ -277,7 +277,7 @@ class RemoteBlock(RunningBlock):
                 self._host.call("end", within=NODE_TIMEOUT_S)
 
     def _read_answer(self) -> None:
-        """Take the answer to the last question if there is one, and ask the next when it is time."""
+        """Take the answer to the last call if it has arrived; send the next call when it is due."""
         now = time.monotonic()
         if not self._waits:
             if now - self._asked < POLL_INTERVAL_S:
@@ -291,7 +291,7 @@ class RemoteBlock(RunningBlock):
             return
         self._waits = False
         news: FolderUpdate | None = answer[0]
-        if news is not None:  # begun, and this isn't an answer to that
+        if news is not None:  # None is the answer to `begin`
             mirror(news, self.folder)
             if news.code is not None:
                 self.end()
@@ -299,7 +299,7 @@ class RemoteBlock(RunningBlock):
 
 
 def check_device(device: str) -> None:
-    """Raise `UserError` for a single device of a host."""
+    """Raise `UserError` for a device other than `cpu` or `cuda`, such as a single one of a host."""
     if device not in ("cpu", "cuda"):
         raise UserError(f"on a cluster every device of a kind takes part; give --device cpu or cuda, not {device!r}")
 
@@ -326,7 +326,7 @@ def make_core_place(about: NodeDescription, own: Sequence[tuple[int, ...]], host
 
 
 def number_names(places: Sequence[Place]) -> list[Place]:
-    """Return the places with distinct names: the second one of a name is NAME#2."""
+    """Return the places with unique names: the second place of a name is NAME#2."""
     names, named = Counter[str](), []
     for place in places:
         names[place.name] += 1

@@ -1,4 +1,4 @@
-"""A Ray cluster as places: one for each GPU of its nodes, or one for each node's processors."""
+"""A Ray cluster as places: one per GPU, or one per node for its processors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ CONNECT_TIMEOUT_S = 10.0  # limit for a connection to the head node
 LAST_PORT = 2**16 - 1
 LOCAL_ADDRESSES = ("", "auto", "local")  # addresses of this host's own cluster
 NICENESS_ADVICE = "; set RAY_worker_niceness=0 before `ray start`"
-# Of a cluster that is started here: no usage statistics are sent, and measuring processes keep their priority.
+# Variables for a cluster started here: no usage statistics, and measuring processes keep their priority.
 RAY_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
 @contextmanager
 def hold_places(address: str, device: str) -> Iterator[list[Place]]:
-    """Hold the places of the cluster for a device, `cpu` or `cuda`, while the block runs.
+    """Hold the cluster's places for a device, `cpu` or `cuda`, during the `with` block.
 
-    `address` is a head node's (HOST:PORT or ray://…), "" for the cluster of this host; if there is none, Ray is started
-    here and ended afterwards. Raises `UserError`, one line.
+    `address` is a head node's (HOST:PORT or ray://…), or "" for this host's cluster; without one, Ray is started here
+    and ended afterwards. Raises `UserError`, one line.
     """
     nodes.check_device(device)
     os.environ |= {**RAY_VARIABLES, **os.environ}
@@ -57,7 +57,7 @@ def hold_places(address: str, device: str) -> Iterator[list[Place]]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise `UserError` for a malformed or unreachable address, for which Ray would retry for minutes."""
+    """Raise `UserError` for a malformed or unreachable address: Ray would retry for minutes."""
     if address in LOCAL_ADDRESSES:
         return
     scheme, _, place = address.rpartition("://")
@@ -105,12 +105,12 @@ def _list_alive() -> dict[str, dict[str, Any]]:
     """Return the nodes that Ray considers alive, by their identifiers."""
     import ray
 
-    cluster: Any = ray  # its list of nodes has no types
+    cluster: Any = ray  # untyped list of nodes
     return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
 
 
 def _describe_node(host: RayHost, node: dict[str, Any], device: str) -> NodeDescription | None:
-    """Return the node's description; None if it was already dead, which Ray notices late.
+    """Return the node's description; None if it had died, which Ray notices late.
 
     Raises `UserError` if it can't take part.
     """
@@ -129,9 +129,9 @@ def _describe_node(host: RayHost, node: dict[str, Any], device: str) -> NodeDesc
 
 
 def _choose_processors(about: NodeDescription, count: int, taken: Counter[str], host: RayHost) -> Place:
-    """Return a node's processors: all physical cores of its host, or as many as Ray counts if those are fewer.
+    """Return a node's processors: all physical cores of its host, or Ray's count of them if that is lower.
 
-    Two nodes of one host share no core while there are enough.
+    Two nodes of one host share no core if there are enough.
     """
     first = taken[about.host]
     own = about.cores[first : first + count] if count < len(about.cores) else about.cores
@@ -142,7 +142,7 @@ def _choose_processors(about: NodeDescription, count: int, taken: Counter[str], 
 
 
 class RayHost(RemoteHost):
-    """An actor of Ray that has a device."""
+    """A Ray actor that holds a device."""
 
     def __init__(self, actor: Any) -> None:
         super().__init__()
@@ -163,5 +163,5 @@ class RayHost(RemoteHost):
             raise NodeLost("it does not answer any more") from e
         except ray.exceptions.RayActorError as e:
             raise NodeLost(" ".join(str(e).split())) from e
-        except ray.exceptions.RayError as e:  # raised there: a trace, and what is wrong at its end
+        except ray.exceptions.RayError as e:  # raised on the node: a trace with the error at its end
             raise NodeLost(str(e).strip().splitlines()[-1]) from e

@@ -1,4 +1,4 @@
-"""A Slurm cluster as places: each is a job that holds one device for as long as the study lasts."""
+"""A Slurm cluster as places: each is a job that holds one device during the study."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from dyno.worker.extras import load_library
 from dyno.worker.record import refuse_links
 from dyno.worker.spec import UserError, check_known, clean_text
 
-# What `--cluster slurm=…` says: how many jobs, of which kind.
+# Parser of `--cluster slurm=…`: number and kind of jobs.
 
 CLUSTER_EXAMPLE = "--cluster slurm=4,partition=gpu,time=60"
-# Options of sbatch that are handed on as they are.
+# Options passed to sbatch unchanged.
 OF_SBATCH = (
     "partition", "account", "qos", "constraint", "gres", "mem", "cpus-per-task", "nodelist", "exclude", "reservation",
 )  # fmt: skip
@@ -44,7 +44,7 @@ CLUSTER_KINDS = ("slurm", "local")
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """How many jobs of Slurm, or of this host; minutes by name, and sbatch's options."""
+    """Number of jobs, in Slurm or on this host; minutes by name, and sbatch's options."""
 
     jobs: int = 1
     cluster: str = CLUSTER_KINDS[0]
@@ -57,7 +57,7 @@ class SlurmRequest:
 
 
 def parse(spec: str) -> SlurmRequest:
-    """Parse the words after `slurm=`, e.g. `4,partition=gpu`; raise `UserError`, one line, for invalid ones."""
+    """Parse the text after `slurm=`, e.g. `4,partition=gpu`; raise `UserError`, one line, if it is invalid."""
     items = [item.strip() for item in spec.split(",")] if spec.strip() else []
     jobs = items.pop(0) if items and "=" not in items[0] else "1"
     if not _is_count(jobs):
@@ -88,10 +88,10 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and int(text) > 0
 
 
-# A job of Slurm as a host: asked through files, and taken for lost when it or Slurm says so, or nothing is heard.
+# A Slurm job as a host: called through files, and lost if it or Slurm reports its end, or if it stays silent.
 
 JOB_NAME = "dyno"
-HEARTBEAT_TIMEOUT_S = 120.0  # without a heartbeat of the command a job ends
+HEARTBEAT_TIMEOUT_S = 120.0  # time without a heartbeat of the command after which a job ends
 QUEUE_POLL_INTERVAL_S = 10.0  # silence of a job before Slurm is asked about it, and interval between questions
 COMMAND_TIMEOUT_S = 60.0  # limit for a command of Slurm
 WAITING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -99,7 +99,7 @@ ALIVE_STATES = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "S
 
 
 class SlurmHost(RemoteHost):
-    """A job and its device; `local` where it is a process on this host, as submitit has it without Slurm."""
+    """A job and its device; `local` for a process on this host, as submitit runs it without Slurm."""
 
     def __init__(self, job: Any, mail: Mail, device: str, *, local: bool) -> None:
         super().__init__()
@@ -130,12 +130,12 @@ class SlurmHost(RemoteHost):
 
     @property
     def dead(self) -> bool:
-        """Whether it is a process on this host that has ended; what became of Slurm's jobs, Slurm says."""
+        """Whether it is an ended process on this host; for other jobs Slurm is asked."""
         return self.local and bool(self.job.done())
 
     @property
     def ended(self) -> bool:
-        """Whether it has nothing more to do, also where it never started."""
+        """Whether it has nothing more to do, also if it never started."""
         return self.dead if self.local else self.about is None or self.mail.read(LEFT) is not None
 
     def ask(self, call: str, *given: Any) -> None:
@@ -156,8 +156,8 @@ class SlurmHost(RemoteHost):
         return found
 
     def _check_job(self) -> None:
-        """See whether the job is still there; raises `NodeLost`."""
-        dead = self.dead  # read before its last message is searched
+        """Raise `NodeLost` if the job has ended."""
+        dead = self.dead  # read before looking for its last message
         if left := self.mail.read(LEFT):
             raise self._end_job(left[0])
         if dead:
@@ -169,7 +169,7 @@ class SlurmHost(RemoteHost):
                 raise self._end_job(f"Slurm says that it is {state.lower()}")
 
     def _end_job(self, why: str) -> NodeLost:
-        """End the job, whether it still exists or not, and return the error."""
+        """End the job, even if it no longer exists, and return the error."""
         self.gone = True
         with suppress(OSError):
             (self.mail.folder / STOP).touch()
@@ -177,10 +177,10 @@ class SlurmHost(RemoteHost):
         return NodeLost(f"{self.name}: {why}" + ("" if self.about else f" ({self.last_words()})"))
 
     def cancel(self) -> None:
-        """Take the job from Slurm."""
+        """Cancel the job."""
         if not self.local:
             cancel([self.id])
-        elif not self.dead:  # submitit's own way is an interrupt, on which its process prints where it was
+        elif not self.dead:  # submitit would interrupt it, and its process print a trace
             with suppress(ProcessLookupError):
                 os.kill(int(self.id), signal.SIGTERM)
 
@@ -194,7 +194,7 @@ class SlurmHost(RemoteHost):
 
 
 def cancel(ids: Sequence[str]) -> None:
-    """Cancel the jobs in Slurm; submitit's own method prints scancel's messages on those that have ended."""
+    """Cancel the jobs in Slurm; submitit's own method prints scancel's messages on ended jobs."""
     if ids:
         with suppress(OSError, subprocess.SubprocessError):
             command = ["scancel", "--quiet", f"--name={JOB_NAME}", *ids]
@@ -202,14 +202,14 @@ def cancel(ids: Sequence[str]) -> None:
 
 
 def is_over(state: str) -> bool:
-    """Return whether a job in this state is over; "" is an unknown state."""
+    """Return whether this state means that a job is over; "" is an unknown state."""
     return state not in ("", *WAITING_STATES, *ALIVE_STATES)
 
 
 def read_states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
-    """Return Slurm's state of each job with its reason; `FORGOTTEN` for an unknown job, empty if Slurm doesn't answer.
+    """Return Slurm's state of each job with its reason; `FORGOTTEN` for an unknown job, {} if Slurm doesn't answer.
 
-    Asked of `squeue`, because `sacct` knows nothing on clusters without accounting, and never why a job waits.
+    `squeue` is asked, as `sacct` needs accounting and never tells why a job waits.
     """
     ids = [host.id for host in hosts]
     command = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r"]
@@ -226,28 +226,28 @@ def read_states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
     return {one: found.get(one, ("FORGOTTEN", "")) for one in ids}
 
 
-# Waiting for Slurm jobs to start: messages meanwhile, and the jobs that the study goes on without.
+# Waiting for Slurm jobs to start, with messages; jobs that fail to start are left out.
 
 POLL_S = 0.2
 MINUTE_S = 60.0
 
 
 class Queue:
-    """Jobs on their way to a node."""
+    """Jobs that wait for a node."""
 
     def __init__(self, jobs: Sequence[SlurmHost], progress: Progress) -> None:
         self.jobs, self.progress = jobs, progress
         self._waiting = list(jobs)
         self._states: dict[str, tuple[str, str]] = {}
         self._asked = self._first = 0.0
-        self._awaited = dict[str, float]()  # since when a job by its id, which isn't in the queue, is awaited
+        self._awaited = dict[str, float]()  # time since when a job outside the queue is awaited, by id
         self._why, self._said = "", list[str]()
 
     def wait_for_start(self, wait_s: float) -> list[SlurmHost]:
-        """Wait until each job has started or never will, and return those that have started.
+        """Wait until each job has started or failed to start, and return the started ones.
 
-        After the first start, the others have `wait_s` seconds; and as many has each job that is no longer in Slurm's
-        queue, or about which Slurm doesn't answer. Raises `UserError` if no job starts.
+        After the first start, other jobs have `wait_s` seconds. So has each job that left Slurm's queue, or has no
+        state from Slurm. Raises `UserError` if no job starts.
         """
         while self._waiting:
             if not self._waiting[0].local and time.monotonic() - self._asked > QUEUE_POLL_INTERVAL_S:
@@ -262,7 +262,7 @@ class Queue:
         return found
 
     def _look_at(self, host: SlurmHost, wait_s: float) -> None:
-        """See whether the job has started, or never will."""
+        """Check whether the job has started, or never will."""
         now, (state, reason) = time.monotonic(), self._states.get(host.id, ("", ""))
         try:
             if answer := host.answer():
@@ -270,7 +270,7 @@ class Queue:
                 self._first = self._first or now
                 self._waiting.remove(host)
                 return
-        except NodeLost as e:  # it says why
+        except NodeLost as e:  # with the reason
             self._leave_out(host, str(e))
             return
         if state in WAITING_STATES:
@@ -292,7 +292,7 @@ class Queue:
         self.progress.note(f"{why}; the study goes on without it")
 
     def _show_reasons(self) -> None:
-        """Show what the jobs are waiting for, as Slurm reports it, whenever that changes."""
+        """Show why the jobs wait, as reported by Slurm, whenever that changes."""
         words = []
         for host in self._waiting:
             state, reason = self._states.get(host.id, ("", ""))
@@ -309,7 +309,7 @@ SHUTDOWN_TIMEOUT_S = 20.0  # grace period for jobs to end by themselves
 
 
 def count_expected(spec: str, device: str) -> list[Place]:
-    """Return the expected places, as far as a plan needs to know them, without starting a job."""
+    """Return the expected places with the facts that a plan needs, without starting a job."""
     nodes.check_device(device)
     parse(spec)
     return [Place("slurm", "cuda:0" if device == "cuda" else "cpu", "", threads=system.physical_cores())]
@@ -317,9 +317,9 @@ def count_expected(spec: str, device: str) -> list[Place]:
 
 @contextmanager
 def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> Iterator[list[Place]]:
-    """Hold a place for each job that has started while the block runs; then end the jobs.
+    """Hold a place for each started job during the `with` block; then end the jobs.
 
-    `folder` is the study's run folder, used by no other program, on a file system that the nodes share. Raises
+    `folder` is the study's run folder, on a file system shared by the nodes, not used by another program. Raises
     `UserError`, one line.
     """
     nodes.check_device(device)
@@ -328,7 +328,7 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
     refuse_links(base.parent, [SLURM_DIR])
     try:
         _end_earlier(base)
-        base.mkdir(parents=True, exist_ok=True)  # a job that ends may have written once more while it was removed
+        base.mkdir(parents=True, exist_ok=True)  # an ending job may have written once more during removal
         mail = Path(tempfile.mkdtemp(prefix="jobs-", dir=base))
     except OSError as e:
         raise UserError(f"{base} can't be made: {e.strerror}; remove what is there, or give another --out") from e
@@ -346,21 +346,21 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
 
 
 def _end_earlier(base: Path) -> None:
-    """End the jobs of a command that died: running jobs end without its files, and others leave the queue."""
+    """End the jobs of a command that died: running jobs end without their files, others leave the queue."""
     found = [path.read_text(errors="replace").strip() for path in base.glob(f"*/*/{ID_FILE}") if path.is_file()]
-    cancel([one for one in found if one.isascii() and one.isdecimal()])  # a folder from elsewhere may hold anything
+    cancel([one for one in found if one.isascii() and one.isdecimal()])  # a copied folder may hold anything
     shutil.rmtree(base, ignore_errors=True)
 
 
 @contextmanager
 def _keep_beating(mail: Path) -> Iterator[None]:
-    """Give a sign of life, while the block is entered."""
+    """Send heartbeats during the `with` block."""
     over = Event()
 
     def write_beats() -> None:
         count = 0
         while not over.is_set():
-            with suppress(OSError):  # a full disk, or a file system that is away for a moment
+            with suppress(OSError):  # a full disk, or an outage of the file system
                 Mail(mail).send(DRIVER, 0, count := count + 1)
             over.wait(HEARTBEAT_INTERVAL_S)
 
@@ -385,7 +385,7 @@ def _submit_job(submitit: Any, wanted: SlurmRequest, device: str, mail: Path, nu
     else:
         executor = _make_executor(submitit, wanted, device, mail / "logs")
     try:
-        # This command may be in a job of Slurm itself, which its jobs aren't.
+        # This command may run inside a Slurm job; its own jobs must not inherit that environment.
         with submitit.helpers.clean_env(), _interrupts_ignored() if wanted.local else nullcontext():
             job = executor.submit(slurm_job.main, str(folder), setting)
     except submitit.core.utils.FailedJobError as e:
@@ -398,9 +398,9 @@ def _submit_job(submitit: Any, wanted: SlurmRequest, device: str, mail: Path, nu
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ignore interrupts while the block runs, so that processes started in it outlive a Ctrl-C.
+    """Ignore interrupts during the `with` block, so that processes started in it survive Ctrl-C.
 
-    A terminal sends Ctrl-C to all processes there; this command then ends its jobs in order.
+    A terminal sends Ctrl-C to all its processes; this command then ends its jobs in order.
     """
     if current_thread() is not main_thread():
         yield
@@ -413,16 +413,16 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _reserve_share(wanted: SlurmRequest, device: str, number: int) -> dict[str, Any]:
-    """Return what a job on this host reserves: a share of the processors, or a GPU."""
+    """Return the reservation of a job on this host: a share of the processors, or a GPU."""
     if device == "cuda":
         return {"visible": devices.parse_places(f"cuda:{number}")[0].env[devices.VISIBLE_DEVICES]}
-    devices.parse_places(",".join(f"cpu:{k}" for k in range(wanted.jobs)))  # a `UserError` where there are fewer
+    devices.parse_places(",".join(f"cpu:{k}" for k in range(wanted.jobs)))  # raises `UserError` if there are fewer
     return {"share": [number, wanted.jobs]}
 
 
 def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path) -> Any:
     try:
-        # In place of the shell: Slurm kills what is left of a job as soon as its shell has ended, which a signal does.
+        # It replaces the shell: a signal would end the shell, and then Slurm kills the rest of the job.
         executor = submitit.SlurmExecutor(logs, python=f"exec {shlex.quote(sys.executable)}")
     except RuntimeError as e:
         raise UserError(
@@ -430,8 +430,8 @@ def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path)
             "give the command on a host of the cluster, or try it with --cluster slurm=2,cluster=local"
         ) from e
     own = {"gres": "gpu:1"} if device == "cuda" else {} if "cpus-per-task" in wanted.sbatch else {"exclusive": True}
-    # Without srun: where a version has it so, its step gets other processors than the job. A job that Slurm would start
-    # a second time is lost to the study by then.
+    # Without srun: in some versions its step gets other processors than the job. Without requeue: the study has lost a
+    # job by the time that Slurm starts it again.
     executor.update_parameters(
         job_name=JOB_NAME, time=wanted.minutes["time"], use_srun=False,
         additional_parameters={"no-requeue": True, **own, **wanted.sbatch},
@@ -456,12 +456,12 @@ def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
                     f"{other.name} and {host.name} have the same processors of {about.host}: Slurm binds none to a "
                     "job there; leave cpus-per-task out, so that each has a host for itself"
                 )
-    # The jobs of one host in their own order: the next command's may start in another.
+    # Sorted, as the jobs of the next command may start in another order.
     return nodes.number_names(sorted(places, key=lambda place: (place.name, place.cores)))
 
 
 def _end_jobs(jobs: Sequence[SlurmHost], mail: Path) -> None:
-    """End all jobs: those that have started by themselves, with their processes, and the others through Slurm."""
+    """End all jobs: started ones end by themselves, with their processes, others through Slurm."""
     with suppress(OSError):
         (mail / STOP).touch()
     until = time.monotonic() + SHUTDOWN_TIMEOUT_S

@@ -1,7 +1,7 @@
 """A Slurm job that holds one device and runs blocks that arrive as files, until a file asks it to end.
 
-A cluster has a file system in common. Each job has a folder of a study's run folder; questions of the host where
-`dyno run` was started lie there, and this job's answers.
+The nodes share a file system. Each job has a folder in the study's run folder, for the calls of the host where `dyno
+run` was started and for this job's answers.
 """
 
 from __future__ import annotations
@@ -26,19 +26,25 @@ HEARTBEAT_INTERVAL_S = 2.0  # heartbeats of the command
 REFRESH_S = 1.0
 # files: the command's heartbeat, the job's start, the request to stop
 DRIVER, STARTED, STOP = "driver", "begun", "over"
-ASK, ANSWER, LEFT = "ask", "answer", "left"  # kinds of messages; the last has the reason why a job ended
-OF_LAUNCHERS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SUBMITIT_")  # variables that a study on one host hasn't
+ASK, ANSWER, LEFT = "ask", "answer", "left"  # kinds of messages; the last one has the reason for a job's end
+OF_LAUNCHERS = (
+    "SLURM_",
+    "SLURMD_",
+    "SRUN_",
+    "SBATCH_",
+    "SUBMITIT_",
+)  # prefixes of variables that a study on one host lacks
 
 
 class Mail:
-    """A folder in which numbered messages lie, pickled as submitit's own are: the driver makes it for itself alone."""
+    """A folder of numbered messages, pickled like submitit's own; the driver makes it private to its user."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._refreshed = 0.0
 
     def send(self, kind: str, number: int, message: Any) -> None:
-        """Lay a message there, whole or not at all; unlike results it needn't outlive a crash of the machine."""
+        """Store a message atomically; unlike results, it needn't survive a crash of the machine."""
         beside = self.folder / f".{kind}.part"
         beside.write_bytes(pickle.dumps(message))
         os.replace(beside, self._name(kind, number))
@@ -47,21 +53,21 @@ class Mail:
         return self.folder / f"{kind}-{number}"
 
     def receive(self, kind: str, number: int) -> tuple[Any] | None:
-        """Take and return the message of this number; None if it hasn't arrived."""
+        """Remove and return the message with this number; None if it hasn't arrived."""
         if (found := self.read(kind, number)) is not None:
             self._name(kind, number).unlink()
         return found
 
     def read(self, kind: str, number: int = 0) -> tuple[Any] | None:
-        """Return the message of this number, which stays; None if it hasn't arrived."""
+        """Return the message with this number, and keep it; None if it hasn't arrived."""
         self._refresh_folder()
         try:
             return (pickle.loads(self._name(kind, number).read_bytes()),)
-        except OSError:  # also where a network's file system sees it being replaced
+        except OSError:  # also while a network file system sees it being replaced
             return None
 
     def _refresh_folder(self) -> None:
-        """Have a network's file system look anew: it may remember for half a minute that a file isn't there."""
+        """Make a network file system look again: it may remember for 30 s that a file is missing."""
         if time.monotonic() - self._refreshed > REFRESH_S:
             self._refreshed = time.monotonic()
             with suppress(OSError):
@@ -69,11 +75,11 @@ class Mail:
 
 
 def main(folder: str, setting: dict[str, Any]) -> None:
-    """Serve in that folder as the job's only task.
+    """Serve in this folder as the job's only task.
 
-    `setting` has `silent_s`, after how many seconds without a sign of life the driver counts as dead; of jobs on the
-    driver's own host also `driver`, its process; `share`, which one of how many shares of the processors this is; and
-    `visible`, the GPU to see.
+    `setting` has `silent_s`, the seconds without a heartbeat after which the driver counts as dead. For jobs on the
+    driver's own host it also has `driver`, the process id; `share`, the number and count of shares of the processors;
+    and `visible`, the GPU to use.
     """
     for name in list(os.environ):
         if name.startswith(OF_LAUNCHERS):
@@ -87,14 +93,14 @@ def main(folder: str, setting: dict[str, Any]) -> None:
     pilot = Pilot(Path(folder), setting["silent_s"], setting.get("driver", 0))
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, pilot.interrupt)
-    signal.signal(signal.SIGINT, lambda *_: None)  # a terminal's, for the command; one that ignores would be inherited
-    with suppress(FileExistsError):  # Slurm started the job a second time, and its study goes on without it
+    signal.signal(signal.SIGINT, lambda *_: None)  # a terminal's, meant for the command; children would inherit SIG_IGN
+    with suppress(FileExistsError):  # Slurm started the job again, and the study continues without it
         (pilot.mail.folder / STARTED).touch(exist_ok=False)
         pilot.serve()
 
 
 class Pilot:
-    """One job's end of the line."""
+    """Server in a job: it answers the driver's calls."""
 
     def __init__(self, folder: Path, silent_s: float, driver: int) -> None:
         self.mail = Mail(folder)
@@ -105,11 +111,11 @@ class Pilot:
         self._since = time.monotonic()
 
     def interrupt(self, number: int, _frame: object) -> None:
-        """Handle a signal: Slurm sends one to end a job."""
+        """Handle a signal, which Slurm sends to end a job."""
         self._signal = signal.Signals(number).name
 
     def serve(self) -> None:
-        """Answer until it is over; then the block's process ends, too."""
+        """Answer calls until the job must end; then end the block's process."""
         number, why = 0, "it was interrupted"
         try:
             while not (over := self._find_reason()):
@@ -130,7 +136,7 @@ class Pilot:
             self._node.end()
 
     def _find_reason(self) -> str:
-        """Return why the job is to end, or "" while it isn't."""
+        """Return why the job must end; "" if it continues."""
         if self._signal:
             return f"it was ended by {self._signal}: cancelled, preempted, or out of its time"
         if not self.mail.folder.is_dir() or any((f / STOP).exists() for f in (self.mail.folder, self._common)):
