@@ -1,17 +1,17 @@
-"""Dyno's latency/model against clocks that share no code with it, on the same file: a ratio within 1 % is wanted.
+"""Dyno's latency/model against independent clocks on the same file; the ratio should lie within 1 %.
 
     python benchmarks/anchors.py [--rounds 12] [--model resnet18|digits] [--out FILE.csv]
 
-A plain loop that imports only onnxruntime and numpy times an ONNX file, OpenVINO's own benchmark_app an IR, and
-torch.utils.benchmark.Timer a module. In each round Dyno and its anchor are two fresh processes, alive at once, with the
-same threads on the same cores. They take turns of BLOCK_S, the other being stopped, as fresh processes one after the
-other differ by half on a virtual machine. The interval is of Student's t over the rounds' log ratios. ResNet-18 at 224
-and a digits network at 64 run at batch 1, in FP32.
+The anchor of an ONNX file is a plain loop that imports only onnxruntime and numpy; of an IR, OpenVINO's benchmark_app;
+of a module, torch.utils.benchmark.Timer. In each round Dyno and its anchor run in two fresh processes, with the same
+threads on the same cores. They alternate in blocks of BLOCK_S, the idle process being stopped: fresh processes that
+run one after the other differ by half on a virtual machine. The interval is Student's t over the rounds' log ratios.
+ResNet-18 at 224 and a digits network at 64 run at batch 1, in FP32.
 
-benchmark_app takes OpenVINO's clock inside infer(), which leaves out the call from Python and releasing its results.
-Dyno counts the call, because a program in Python pays for it. So Dyno's process also reads OpenVINO's clock in a loop
-of infer() on the session that it timed: `inside` compares that with benchmark_app, and the difference between the two
-ratios is the call. ONNX Runtime's wheel has neither onnxruntime_perf_test nor the headers for a loop in C++.
+benchmark_app reads OpenVINO's clock inside infer(), which excludes the call from Python and the release of results.
+Dyno counts the call, because a Python program pays for it. So Dyno's process also reads OpenVINO's clock in a loop of
+infer() on the timed session: `inside` compares that with benchmark_app, and the difference between the two ratios is
+the call. ONNX Runtime's wheel has neither onnxruntime_perf_test nor the headers for a loop in C++.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODELS = {
 }
 ENGINES = {"openvino": "benchmark_app", "onnxruntime": "plain loop", "pytorch": "Timer"}
 WARM_UP_S, BLOCK_S, BLOCKS, WANTED = 1.0, 0.3, 12, 0.01
-APP_S = 2 * WARM_UP_S + BLOCKS * BLOCK_S  # of benchmark_app, which is stopped by turns and so runs for longer
+APP_S = 2 * WARM_UP_S + BLOCKS * BLOCK_S  # seconds of benchmark_app, extended by its stops between blocks
 PLAIN_LOOP = """
 import sys, time, statistics, numpy, onnxruntime
 path, threads, warm_up, block = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
@@ -68,13 +68,13 @@ for _ in sys.stdin:
 
 
 def make_trial(name: str, engine: str) -> Trial:
-    """Return the trial of a model in an engine, in FP32 at batch 1 with a thread for each core."""
+    """Return the trial of a model in an engine, in FP32 at batch 1 with one thread per core."""
     model, size = MODELS[name]
     return Trial(model, engine, "fp32", Dims(1, size, size), runtime=Runtime(threads=system.physical_cores()))
 
 
 def make_files(name: str, folder: Path) -> dict[str, Artifact | None]:
-    """Write the model's ONNX file and its IR; return the file of each engine."""
+    """Write the model's ONNX file and its IR; return each engine's file."""
     model, size = MODELS[name]
     onnx = get_maker("onnx_export").make(export_recipe(model, Dims(0, size, size), Runtime()), None, folder)
     (folder / "ir").mkdir()
@@ -84,7 +84,7 @@ def make_files(name: str, folder: Path) -> dict[str, Artifact | None]:
 
 
 def answer_with_dyno(name: str, engine: str, file: Artifact | None) -> None:
-    """Time a block by Dyno's loop for each line of the standard input, and one by OpenVINO's clock where it is used."""
+    """Time a block in Dyno's loop per line of standard input; in OpenVINO also a block by its own clock."""
     system.pin(system.physical_cores())
     trial = make_trial(name, engine)
     session = find(engine).load(trial, file)
@@ -106,7 +106,7 @@ def answer_with_dyno(name: str, engine: str, file: Artifact | None) -> None:
 
 
 def answer_with_timer(name: str) -> None:
-    """Time a block by PyTorch's own timer for each line of the standard input, on the module that Dyno loads."""
+    """Time a block with PyTorch's Timer per line of standard input, on the module that Dyno loads."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -125,7 +125,7 @@ def answer_with_timer(name: str) -> None:
 
 
 class Clock:
-    """A process that times a block when it is asked to, and waits otherwise."""
+    """A process that times one block per request and otherwise waits."""
 
     def __init__(self, command: list[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -139,7 +139,7 @@ class Clock:
         return [float(word) for word in self._read().split()]
 
     def end(self) -> None:
-        """Let the process end."""
+        """Close standard input and wait for the process to end."""
         self._process.communicate()
 
     def _read(self) -> str:
@@ -150,9 +150,9 @@ class Clock:
 
 
 class BenchmarkApp:
-    """OpenVINO's benchmark_app, which runs while Dyno waits and is stopped while Dyno runs.
+    """OpenVINO's benchmark_app, running while Dyno waits and stopped while Dyno runs.
 
-    One latency of each block contains a stop, which the median of all doesn't show.
+    One latency per block contains a stop, which the median over all latencies hides.
     """
 
     def __init__(self, name: str, file: Artifact) -> None:
@@ -173,14 +173,14 @@ class BenchmarkApp:
         self._process.send_signal(signal.SIGSTOP)
 
     def time_block(self) -> list[float]:
-        """Let it run for a block; it prints its median at its end."""
+        """Let the process run for one block; return nothing, as it prints its median only at its end."""
         self._process.send_signal(signal.SIGCONT)
         time.sleep(BLOCK_S)
         self._process.send_signal(signal.SIGSTOP)
         return []
 
     def end(self) -> float:
-        """Return the median that it prints, in seconds."""
+        """Return the printed median, in seconds."""
         self._process.send_signal(signal.SIGCONT)
         text, _ = self._process.communicate()
         value, unit = re.findall(r"Median:\s+([\d.]+) (ms|us)", text)[-1]
@@ -188,7 +188,7 @@ class BenchmarkApp:
 
 
 def measure_round(name: str, engine: str, file: Artifact | None) -> dict[str, float]:
-    """Time one round in turns: the medians over blocks of both sides in seconds, and of the log of their ratios."""
+    """Time one round in turns; return each side's median over blocks (s) and the log of their ratio."""
     trial = make_trial(name, engine)
     job = [sys.executable, __file__, "--job", json.dumps(["dyno", name, engine, to_json(file) if file else None])]
     dyno = Clock(job)
@@ -223,7 +223,7 @@ def measure_round(name: str, engine: str, file: Artifact | None) -> dict[str, fl
 
 
 def interval(logs: list[float]) -> tuple[str, str]:
-    """Return the mean ratio with its 95 % interval, and whether that lies within the limit, outside it or across."""
+    """Return the mean ratio with its 95 % interval, and "within 1 %", "off" or "undecided"."""
     mean, half = statistics.mean(logs), float("inf")
     if len(logs) > 1:
         half = float(stats.t.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / len(logs) ** 0.5
@@ -234,7 +234,7 @@ def interval(logs: list[float]) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Print a row for each model and engine; 1 where a ratio isn't shown to be within the limit."""
+    """Print a row for each model and engine; return 1 unless every ratio is shown to be within the limit."""
     parser = argparse.ArgumentParser(description="Dyno's latency against independent clocks.")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--model", choices=MODELS, action="append")
@@ -257,7 +257,7 @@ def main() -> int:
 
 
 def report(found: dict[tuple[str, str], list[dict[str, float]]], out: Path | None) -> int:
-    """Print the table and write the medians; 1 where a ratio isn't shown to be within the limit."""
+    """Print the table and write the medians; return 1 unless every ratio is shown to be within the limit."""
     bad = 0
     for (name, engine), rows in found.items():
         anchor = statistics.median(row["anchor"] for row in rows)

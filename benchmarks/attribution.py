@@ -34,14 +34,14 @@ NETWORKS = (
     "timm:convnext_tiny", "timm:swin_tiny_patch4_window7_224",
 )  # fmt: skip
 PAIRS = ("pytorch:onnxruntime", "onnxruntime:onnxruntime/int8")
-LIMIT_S = 900.0  # for one pair
-LEAST_S = 60.0  # with less time left no pair is begun
-WANTED = 0.95  # of the difference
+LIMIT_S = 900.0  # limit for one pair
+LEAST_S = 60.0  # no pair starts with less time left
+WANTED = 0.95  # share of the difference
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One pair of forms of one network, and the file that keeps it."""
+    """One pair of forms of a network, and its result file."""
 
     network: str
     a: str
@@ -56,7 +56,7 @@ class Asked:
 
 
 def measure(asked: Asked, photos: Path, options: argparse.Namespace) -> str:
-    """Explain the pair in a separate process; its last line where it fails, else ""."""
+    """Explain the pair in a separate process; return "", or the last line printed if it failed."""
     words = ["explain", asked.network, asked.a, asked.b, "--threads", "1", "--rounds", str(options.rounds),
              "--calibration", str(photos), "--save", str(asked.file), "--format", "json"]  # fmt: skip
     words += ["--try"] * options.attempt
@@ -90,12 +90,12 @@ def row(asked: Asked) -> dict[str, str]:
 
 
 def percent(share: float) -> str:
-    """A share with its sign; nothing is no minus."""
+    """Format a share as a percentage with its sign, without negative zero."""
     return f"{100 * share + 0.0:.1f} %".replace("-0.0 ", "0.0 ")
 
 
 def _tried(file: Path) -> dict[str, str]:
-    """How many prescriptions were measured, and the fastest of those that were kept."""
+    """Return the number of prescriptions measured and kept, and the fastest kept one."""
     if not file.is_file():
         return {}
     rows = json.loads(file.read_text(encoding="utf-8"))["tables"].get("prescriptions", {}).get("rows", [])
@@ -106,7 +106,7 @@ def _tried(file: Path) -> dict[str, str]:
 
 
 def pairs(options: argparse.Namespace) -> Iterator[Asked]:
-    """All that are asked for, network by network."""
+    """Yield every requested pair, network by network."""
     for network in options.networks.split(","):
         for pair in options.pairs.split(","):
             a, _, b = pair.partition(":")
@@ -114,7 +114,7 @@ def pairs(options: argparse.Namespace) -> Iterator[Asked]:
 
 
 def main() -> None:
-    """Measure what isn't stored until the time is up, then print the table."""
+    """Measure the pairs that aren't stored until the time is up, then print the table."""
     options = _arguments()
     photos, end = options.store.absolute() / "photos", time.monotonic() + 60 * options.minutes
     photos.mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,11 @@
     python benchmarks/beside.py --demos 8 --cores 2                           each on two processors, several at once
     python benchmarks/beside.py --device cuda:0 -- dyno run …                 beside another process of the GPU, too
 
-The programs come in bursts of 0.2 to 20 s, on one processor or on all of this process's, and take about 30 % of the
-time. Each burst computes, copies memory, or writes files and reads them; on a GPU it multiplies matrices. Of each
-demo a row says which configuration won at batch 1, its speed-up over the reference with the interval, how long the
-command took, and whether it decided within its time; the last lines count in how many the winner was among the best of
-the first demo, the interval was within 15 % and the decision came within 5 minutes.
+The programs run in bursts of 0.2 to 20 s, on one or all of this process's processors, for about 30 % of the time. A
+burst computes, copies memory, or writes and reads files; on a GPU it multiplies matrices. Each demo's row names the
+winner at batch 1, its speed-up over the reference with the interval, the command's duration, and whether a decision
+came within its time. The last lines count the demos whose winner was among the best of the first demo, whose interval
+was within 15 %, and whose decision came within 5 minutes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from dyno.results import ranking
 from dyno.results.ranking import LATENCY
 from dyno.results.stats import FASTER
 
-SHARE = 0.3  # of the time in which a program runs
-SHORTEST_S, LONGEST_S = 0.2, 20.0  # of a burst; log-uniform between them
+SHARE = 0.3  # share of the time in which a program runs
+SHORTEST_S, LONGEST_S = 0.2, 20.0  # length of a burst, log-uniform between them
 MEAN_S = (LONGEST_S - SHORTEST_S) / math.log(LONGEST_S / SHORTEST_S)
 MEMORY_MB, FILE_MB = 128, 32
 NARROW, SOON_S = 1.15, 300.0
@@ -53,7 +53,7 @@ KINDS = ("compute", "memory", "disk")
 
 @dataclass(frozen=True)
 class Burst:
-    """A program that runs from `begin` to `end`, in seconds since the beginning, on these processors."""
+    """A program on some processors; `begin` and `end` are seconds since the start."""
 
     begin: float
     end: float
@@ -62,7 +62,7 @@ class Burst:
 
 
 def bursts(seed: int, share: float, cores: list[int]) -> Iterator[Burst]:
-    """Draw bursts for ever; they take the share of the time."""
+    """Yield bursts for ever; together they fill `share` of the time."""
     draw, now = random.Random(seed), 0.0
     while True:
         now += draw.expovariate(share / ((1 - share) * MEAN_S))
@@ -73,7 +73,7 @@ def bursts(seed: int, share: float, cores: list[int]) -> Iterator[Burst]:
 
 
 def work(kind: str, until: float, scratch: Path) -> None:
-    """Keep a processor busy until then (by the monotonic clock)."""
+    """Keep a processor busy until the monotonic time `until`."""
     noise = np.random.default_rng(0).integers(0, 256, MEMORY_MB << 20, np.uint8)
     while time.monotonic() < until:
         if kind == "compute":
@@ -88,7 +88,7 @@ def work(kind: str, until: float, scratch: Path) -> None:
 
 
 def play_on_gpu(device: str, seed: int, share: float) -> None:
-    """Multiply matrices on the GPU, in bursts by a seed, endlessly."""
+    """Multiply matrices on the GPU for ever, in the seed's bursts."""
     import torch
 
     matrix, start = torch.randn(4096, 4096, device=device), time.monotonic()
@@ -101,7 +101,7 @@ def play_on_gpu(device: str, seed: int, share: float) -> None:
 
 
 def play(core: int, seed: int, share: float, cores: list[int], scratch: Path) -> None:
-    """Play the bursts of a processor, for ever."""
+    """Run one processor's bursts for ever."""
     os.sched_setaffinity(0, cores)
     start = time.monotonic()
     for burst in bursts(seed, share, cores):
@@ -112,7 +112,7 @@ def play(core: int, seed: int, share: float, cores: list[int], scratch: Path) ->
 
 @contextmanager
 def company(share: float, seed: int = 0, device: str = "") -> Iterator[None]:
-    """Play a person's programs while the block runs, and one on the device; none for a share of 0."""
+    """Run a person's programs during the block, with `device` also one on a GPU; a share of 0 runs none."""
     cores = sorted(os.sched_getaffinity(0)) if share else []
     with tempfile.TemporaryDirectory() as scratch:
         players = [
@@ -133,7 +133,7 @@ def company(share: float, seed: int = 0, device: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a demo ended: the winner at batch 1, those that may be as fast, its speed-up, and the seconds it took."""
+    """A demo's outcome: the winner at batch 1, its equals, its speed-up, and the duration in seconds."""
 
     winner: str
     equals: frozenset[str]
@@ -149,7 +149,7 @@ class Verdict:
 
 
 def read(folder: Path, seconds: float) -> Verdict:
-    """Read how the demo in the folder ended."""
+    """Return the outcome of the demo in the folder."""
     run = trial_table.read_trials(folder)
     rows = next(iter(ranking.rank_goals(run))).rank_by(LATENCY)
     ordered = rows.to_dict("records")
@@ -164,7 +164,7 @@ def read(folder: Path, seconds: float) -> Verdict:
 
 
 def demo(share: float, seed: int, keep: Path | None = None, *flags: str) -> Verdict | str:
-    """Run the demo beside the programs; return its last line where it failed. `keep` is a folder for its records."""
+    """Run the demo beside the programs; return its last line if it failed. `keep` is a folder for its records."""
     with tempfile.TemporaryDirectory() as scratch, company(share, seed):
         begin = time.monotonic()
         command = [sys.executable, "-m", "dyno", "demo", "--out", "demo", *flags]
@@ -178,7 +178,7 @@ def demo(share: float, seed: int, keep: Path | None = None, *flags: str) -> Verd
 
 
 def keep_to(groups: multiprocessing.Queue[list[int]]) -> None:
-    """Keep this process, and what it starts, to processors that no other one has."""
+    """Pin this process and its children to a group of processors that no other process has."""
     os.sched_setaffinity(0, groups.get())
 
 
@@ -192,8 +192,8 @@ def row(number: int, one: Verdict | str) -> list[str]:
 
 
 def measure(asked: argparse.Namespace) -> list[Verdict | str]:
-    """Run the demos, as many at once as there are groups of processors."""
-    print(demo(0.0, 0, None, "--quick"), file=sys.stderr, flush=True)  # trains; the others find the files in the cache
+    """Run the demos, one at a time on each group of processors."""
+    print(demo(0.0, 0, None, "--quick"), file=sys.stderr, flush=True)  # trains; later demos find the files in the cache
     processors = sorted(os.sched_getaffinity(0))
     width = asked.cores or len(processors)
     groups = [processors[k : k + width] for k in range(0, len(processors) - width + 1, width)]

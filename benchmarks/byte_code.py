@@ -1,7 +1,7 @@
-"""Time that stored byte-code saves each job where libraries have none: a whole job, and a cache that is writable or
-not, in alternation.
+"""Time that stored byte-code saves a job whose libraries have none: whole jobs with a writable and an unusable cache,
+in alternation.
 
-Prints the ratio of the medians: the job with stored byte-code over the one that compiles its libraries.
+Prints the ratio of the medians: the job with stored byte-code over the job that compiles its libraries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROUNDS = 5
 
 
 def job(folder: Path, cache: Path) -> float:
-    """Wall time of a whole job of ResNet-18 in PyTorch that times nothing, with that cache."""
+    """Return the wall time of a whole ResNet-18 job in PyTorch with this cache; the job times nothing."""
     os.environ["DYNO_CACHE"] = str(cache)
     model = ModelSpec("resnet18", "torchvision:resnet18")
     trial = Trial(model, "pytorch", "fp32", Dims(1, 32, 32), runtime=Runtime(threads=1), plan=Plan(boundaries=()))
@@ -31,13 +31,13 @@ def job(folder: Path, cache: Path) -> float:
 
 
 def main() -> int:
-    """Print the figures; 1 when stored byte-code saves nothing."""
+    """Print the figures; return 1 if stored byte-code saves nothing."""
     stored, compiled = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as scratch:
         os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": f"{scratch}/none"}
         no_cache = Path(scratch) / "file"
         no_cache.touch()
-        for i in range(-1, ROUNDS):  # the first only stores byte-code
+        for i in range(-1, ROUNDS):  # the first iteration only stores byte-code
             stored.append(job(Path(scratch) / f"stored{i}", Path(scratch) / "cache"))
             compiled.append(job(Path(scratch) / f"compiled{i}", no_cache))
     ratio = statistics.median(stored[1:]) / statistics.median(compiled[1:])

@@ -3,9 +3,8 @@
     python benchmarks/conditions.py [--only NAME]
 
 A quiet machine must raise no warning. The quota is a real control group. Unequal cores and heat are files in a folder
-mounted over /sys/devices/system/cpu in a namespace of the command alone; both need root. Products in TF32 and bfloat16
-inside an FP32 engine are PyTorch's own, of factors that are rounded before. Not injected here: reasons of a GPU to
-throttle.
+mounted over /sys/devices/system/cpu in the command's own namespace; both need root. Products in TF32 and bfloat16
+inside an FP32 engine are PyTorch's own, with factors rounded beforehand. Not injected: a GPU's throttle reasons.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from dyno.worker import system
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 NETWORK = "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU())\n"
 HEAT = "thermal_throttle/core_throttle_count"
-Wrap = Callable[[list[str]], list[str]]  # a command into one that runs under the condition
+Wrap = Callable[[list[str]], list[str]]  # wraps a command so that it runs under the condition
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition with the pattern of its warning, and what injects it into a command."""
+    """A condition, the pattern of its warning, and the context that injects it into a command."""
 
     name: str
     warning: str
@@ -53,7 +52,7 @@ def leave_quiet(_: Path) -> Iterator[Wrap]:
 
 @contextmanager
 def limit_processors(_: Path) -> Iterator[Wrap]:
-    """Let the command keep half a processor busy, by a control group of either version."""
+    """Limit the command to half a processor by a control group, version 1 or 2."""
     versions = {"cpu": {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "50000"}, "": {"cpu.max": "50000 100000"}}
     version = next(name for name in versions if (system.CGROUPS_DIR / name / "cgroup.procs").is_file())
     group = system.CGROUPS_DIR / version / f"dyno-conditions-{os.getpid()}"
@@ -86,7 +85,7 @@ def burn_last_processor(_: Path) -> Iterator[Wrap]:
 
 
 def fake_processors(folder: Path, name: str, values: list[int]) -> Wrap:
-    """Write a file of each processor, and return what shows the command this folder as the system's."""
+    """Write a file per processor; return a wrapper that shows the command this folder as the system's."""
     for cpu, value in enumerate(values):
         file = folder / f"cpu{cpu}" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -97,13 +96,13 @@ def fake_processors(folder: Path, name: str, values: list[int]) -> Wrap:
 
 @contextmanager
 def mix_cores(folder: Path) -> Iterator[Wrap]:
-    """Let every second core have half the capacity."""
+    """Give every second core half the capacity."""
     yield fake_processors(folder, "cpu_capacity", [1024 >> cpu % 2 for cpu in range(os.cpu_count() or 1)])
 
 
 @contextmanager
 def overheat(folder: Path) -> Iterator[Wrap]:
-    """Count a lowered clock ten times a second."""
+    """Raise the count of thermal throttling ten times a second."""
     wrap, ended = fake_processors(folder, HEAT, [0] * (os.cpu_count() or 1)), threading.Event()
 
     def count() -> None:
@@ -140,7 +139,7 @@ torch.nn.functional.conv2d = torch.conv2d = round_factors(torch.conv2d)
 
 
 def round_products(bits: int) -> Callable[[Path], AbstractContextManager[Wrap]]:
-    """Return a context in which PyTorch multiplies with that many bits, without any record of it."""
+    """Return a context in which PyTorch multiplies with `bits` bits and reports nothing."""
 
     @contextmanager
     def inject(folder: Path) -> Iterator[Wrap]:
@@ -186,14 +185,14 @@ def collect_warnings(condition: Condition) -> list[str]:
 
 
 def is_as_expected(condition: Condition, warnings: list[str]) -> bool:
-    """Return whether the condition raised its warning, or a quiet machine no warning."""
+    """Return whether the condition raised its warning, or the quiet machine raised none."""
     if condition.warning:
         return any(re.search(condition.warning, text) for text in warnings)
     return not any(re.search(other.warning, text) for other in CONDITIONS if other.warning for text in warnings)
 
 
 def main() -> int:
-    """Print a row for each condition; 1 where one isn't as expected."""
+    """Print a row for each condition; return 1 if any is not as expected."""
     parser = argparse.ArgumentParser(description="Injected conditions and the warnings they raise.")
     parser.add_argument("--only", choices=[each.name for each in CONDITIONS])
     only = parser.parse_args().only

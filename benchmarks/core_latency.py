@@ -2,9 +2,9 @@
 
     python benchmarks/core_latency.py [--minutes 4] [--threads 2]
 
-Twice a second: a signal from one processor to another and back, then a small network in eager PyTorch and in ONNX
-Runtime, 0.1 s each. On a virtual machine whose host moves its processors the signals form two groups; prints both, and
-their ratio. Where there is one group alone, the processors stayed where they were.
+Twice a second: a signal from one processor to another and back, then 0.1 s each of a small network in eager PyTorch
+and in ONNX Runtime. On a virtual machine whose host moves its processors, the signals form two groups; prints both
+groups and their ratio. A single group means that the processors stayed in place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dyno.worker.system import list_cores
 
 
 def median_latency(run: Callable[[], Any], seconds: float = 0.1) -> float:
-    """Return the median seconds of a run."""
+    """Call `run` repeatedly; return its median duration in seconds."""
     found, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
         begin = time.perf_counter()

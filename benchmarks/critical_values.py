@@ -19,8 +19,8 @@ from dyno.results.stats import rejection, t_quantile
 from dyno.results.stats.decisions import share_error
 
 FILE = Path(rejection.__file__).with_suffix(".json")
-SPREAD, HIT = 0.02, 0.8  # of a round's log ratio, and the mean effect of a disturbance on it
-LEAST_TAIL = 50  # simulated studies beyond a value of t, for its exceedance to be taken
+SPREAD, HIT = 0.02, 0.8  # standard deviation of a round's log ratio, and the mean effect of a disturbance on it
+LEAST_TAIL = 50  # simulated studies beyond a value of t that are needed to estimate its exceedance
 
 
 def reject_each(studies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -44,8 +44,8 @@ def reject_each(studies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def simulate_row(count: int, studies: int, rng: np.random.Generator) -> list[dict[str, object]]:
-    """For each number of rejected rounds its probability, and on the grid of t how much likelier a larger |t| is than
-    Student's t says; undisturbed normal rounds."""
+    """Return for each number of rejected rounds its probability, and on the grid of t how much likelier a larger |t| is
+    than under Student's t; rounds are normal and undisturbed."""
     at_once = 500_000
     parts = [reject_each(rng.standard_normal((at_once, count), np.float32)) for _ in range(studies // at_once)]
     t, rejected = (np.concatenate([part[k] for part in parts]) for k in (0, 1))
@@ -58,13 +58,13 @@ def simulate_row(count: int, studies: int, rng: np.random.Generator) -> list[dic
             if beyond < LEAST_TAIL:
                 break
             factors.append(float(f"{beyond / len(own) / (2 * stdtr(count - number - 1, -value)):.4g}"))
-        # Three hits more than seen: the upper limit where there are none.
+        # Three hits more than seen: the upper limit for zero hits.
         row.append({"chance": float(f"{(len(own) + 3) / len(t):.4g}"), "factors": factors})
     return row
 
 
 def write_table(studies: int) -> None:
-    """Write the table for all numbers of rounds that it has."""
+    """Write the table for every number of rounds."""
     rng = np.random.default_rng(20261126)
     table: dict[str, list[dict[str, object]]] = {}
     for count in range(rejection.MIN_ROUNDS, rejection.MAX_TABLED_ROUNDS + 1):
@@ -74,13 +74,13 @@ def write_table(studies: int) -> None:
 
 
 def disturb(shape: tuple[int, int], chance: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw log ratios of equal speeds, in units of their spread, some of them disturbed by an exponential effect."""
+    """Draw log ratios of equal speeds in units of their spread; disturbances add an exponential effect."""
     hits = rng.random(shape) < chance
     return rng.standard_normal(shape) + hits * rng.exponential(HIT / SPREAD, shape)
 
 
 def judge(studies: np.ndarray, level: float, is_robust: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the interval of each study's mean, low and high, by the rule or by Student's t alone."""
+    """Return the low and high ends of each study's interval, by the rejection rule or Student's t alone."""
     count = studies.shape[1]
     if not is_robust:
         half = t_quantile(count - 1, level) * studies.std(1, ddof=1) / np.sqrt(count)
@@ -94,7 +94,7 @@ def judge(studies: np.ndarray, level: float, is_robust: bool) -> tuple[np.ndarra
 
 
 def compare_rules(cases: Sequence[tuple[int, float]], studies: int) -> None:
-    """Print for each case false alarms and the width of the interval, for the rule and for Student's t."""
+    """Print false alarms and interval widths of each case, for the rejection rule and for Student's t."""
     rng = np.random.default_rng(7)
     print("rounds  level  disturbed  rule       false alarms  median width  90 % of widths below")
     for count, level in cases:
@@ -119,8 +119,8 @@ def draw_looks(first: int, more: int, effect: float, rng: np.random.Generator) -
 
 
 def compare_looks(studies: int, more: int = 200) -> None:
-    """Print what share of the error all looks together spend, and when studies of a difference are decided, beside
-    shares of 1 / (k (k + 1)) for look k, which sum to 1 (Bonferroni)."""
+    """Print the share of the error that all looks together spend, and the rounds until a difference is decided. The
+    other rule spends 1 / (k (k + 1)) at look k, which sums to 1 (Bonferroni)."""
     rng = np.random.default_rng(11)
     rules = {"Bonferroni": lambda n, first: 1 / ((n - first + 1) * (n - first + 2)), "as used": share_error}
     print(

@@ -1,7 +1,7 @@
 """Reading the decoded-image cache against decoding the same JPEGs again, side by side: at least ten times as fast.
 
-Photographs that come with scikit-image are tiled into a few hundred JPEGs of 500 x 375 pixels (the usual size in
-ImageNet). Rounds alternate, and both sides end in the same thing: every image once, as an array in memory, in batches.
+Photographs from scikit-image are tiled into a few hundred JPEGs of 500 x 375 pixels (the usual size in ImageNet).
+Rounds alternate, and both sides produce the same result: every image once, as an array in memory, in batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WANTED = 10.0
 
 
 def tile(folder: Path) -> None:
-    """Write COUNT different crops of the photographs, a class folder per photograph."""
+    """Write COUNT different crops of the photographs, in one class folder per photograph."""
     sources = {name: getattr(photographs, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")}
     rng = np.random.default_rng(0)
     for name, pixels in sources.items():
@@ -39,7 +39,7 @@ def tile(folder: Path) -> None:
 
 
 def decode_again(paths: list[Path]) -> int:
-    """Decode and resize every image with all cores, in batches; returns a checksum."""
+    """Decode and resize every image with all cores, in batches; return a checksum."""
     rows = (one.row for one in decode_images(paths, Transform(SIZE, Preprocess(), 3)))
     total = 0
     while batch := list(islice(rows, BATCH)):
@@ -48,7 +48,7 @@ def decode_again(paths: list[Path]) -> int:
 
 
 def read_cache(folder: Path) -> int:
-    """Read every image from the memory-mapped array, in batches; returns the same checksum."""
+    """Read every image from the memory-mapped array, in batches; return the same checksum."""
     pixels = np.load(folder / "images.npy", mmap_mode="r")
     total = 0
     for start in range(0, len(pixels), BATCH):
@@ -57,14 +57,14 @@ def read_cache(folder: Path) -> int:
 
 
 def seconds(work: Callable[[], int]) -> tuple[float, int]:
-    """Time the work takes, and what it returned."""
+    """Return the duration of the work in seconds, and its result."""
     start = time.perf_counter()
     result = work()
     return time.perf_counter() - start, result
 
 
 def main() -> int:
-    """Print the table; exit code 1 when the cache is less than ten times as fast."""
+    """Print the table; return 1 if the cache is less than ten times as fast."""
     with tempfile.TemporaryDirectory() as name:
         photos = Path(name, "photos")
         tile(photos)

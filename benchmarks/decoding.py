@@ -31,7 +31,7 @@ WIDTH, HEIGHT, SIZE = 500, 375, (224, 224)
 
 
 def photographs(folder: Path, count: int) -> list[Path]:
-    """Write N different JPEGs."""
+    """Write `count` different JPEGs; return their paths."""
     photo = Image.fromarray(data.astronaut()).resize((2 * WIDTH, 2 * HEIGHT), Image.Resampling.LANCZOS)
     rng, paths = np.random.default_rng(0), [folder / f"{i:05}.jpg" for i in range(count)]
     for path in paths:
@@ -41,13 +41,13 @@ def photographs(folder: Path, count: int) -> list[Path]:
 
 
 def processor_seconds() -> float:
-    """Of this process and of its children that have ended."""
+    """Return the processor seconds of this process and of its ended children."""
     used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def run(name: str, count: int, rows: Iterable[DecodedRow]) -> str:
-    """Print a line of the table; a hash of all pixels."""
+    """Print a line of the table; return a hash of all pixels."""
     before, began, sha = processor_seconds(), time.perf_counter(), hashlib.sha256()
     for row in rows:
         sha.update(row.seal.encode())
@@ -59,7 +59,7 @@ def run(name: str, count: int, rows: Iterable[DecodedRow]) -> str:
 
 
 def main() -> int:
-    """Print the table; exit code 1 where pixels differ."""
+    """Print the table; return 1 if pixels differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--images", type=int, default=1500)

@@ -52,17 +52,17 @@ MODELS = (
     "torchvision:mnasnet0_5,torchvision:regnet_y_400mf,timm:resnet10t,timm:mobilenetv3_small_050"
 )
 MANY, ONE = "many", "one"
-SHARE = 0.9  # of N times the speed of one device
-GOOD = 0, 3  # exit codes after which a study was measured; 3: not every trial ended well
+SHARE = 0.9  # required share of N times the speed of one device
+GOOD = 0, 3  # exit codes of a study that was measured; 3: some trials failed
 
 
 def half(asked: argparse.Namespace, which: str, found: list[Place]) -> float:
-    """The seconds that the study took on all devices or on the first; run now unless they are stored."""
+    """Return the study's seconds on all devices or on the first; measure them unless they are stored."""
     stored = asked.out / f"{which}.json"
     if stored.is_file():
         return float(read_json(stored)["seconds"])
     folder, cache = asked.out / which, asked.out / f"cache-{which}"
-    for part in (folder, cache):  # a part of a study says nothing of how long the whole takes
+    for part in (folder, cache):  # a partial study doesn't tell the duration of the whole
         shutil.rmtree(part, ignore_errors=True)
     alone = found[0]
     cpu = alone.device == "cpu"
@@ -98,12 +98,12 @@ def half(asked: argparse.Namespace, which: str, found: list[Place]) -> float:
 
 
 def rounds(folder: Path) -> dict[str, list[float]]:
-    """The median latencies (s) of each trial's rounds, by its id; without trials that did not end well."""
+    """Return the median latencies (s) of each successful trial's rounds, by trial id."""
     return {t.id: t.medians("model") for t in load_run(folder) if t.status == "ok" and t.medians("model")}
 
 
 def apart(pairs: Iterable[tuple[float, float]]) -> tuple[int, str, str]:
-    """How many pairs there are, and the median and 95th percentile of their |log ratio|, in percent."""
+    """Return the number of pairs, and the median and 95th percentile of their |log ratio|, in percent."""
     logs = np.abs([np.log(a / b) for a, b in pairs])
     if not logs.size:
         return 0, "", ""
@@ -112,7 +112,7 @@ def apart(pairs: Iterable[tuple[float, float]]) -> tuple[int, str, str]:
 
 
 def report(asked: argparse.Namespace, seconds: dict[str, float]) -> None:
-    """Print what both halves say of each other."""
+    """Print the comparison of both halves."""
     count = len(split_devices(asked.device_list))
     ratio, limit = seconds[MANY] / seconds[ONE], 1 / (SHARE * count)
     print(f"{count} devices: {seconds[MANY]:.1f} s; the first alone: {seconds[ONE]:.1f} s")
@@ -134,7 +134,7 @@ def report(asked: argparse.Namespace, seconds: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Both halves, or the one that is asked for; figures once both are there."""
+    """Measure both halves or the requested one; report when both are stored."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device-list", default="cpu:0,cpu:1")
     parser.add_argument("--models", default=MODELS)

@@ -48,7 +48,7 @@ from dyno.worker.record import write_json
 
 WIDTH, HEIGHT = 500, 375
 SOURCES = ("astronaut", "chelsea", "coffee", "rocket")
-FEW = 8  # images for which the network is inspected
+FEW = 8  # images for the network's inspection
 WANTED = {"first": 1.0, "later": 3.0, "gpu": 0.9}
 WEIGHTS = """
 import sys
@@ -91,7 +91,7 @@ print(json.dumps({"loop": time.perf_counter() - begin, "images": len(data), "top
 
 @dataclass
 class Side:
-    """Seconds of one of the three, one value per round."""
+    """Seconds of one of the three sides, one value per round."""
 
     command: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
@@ -99,9 +99,9 @@ class Side:
 
 
 def photographs(folder: Path, count: int) -> None:
-    """Write `count` different JPEGs, a class folder per photograph, the same for the same count.
+    """Write `count` different JPEGs in one class folder per photograph; equal counts give equal images.
 
-    They are FOLDER/val; FOLDER/train has one more of each, so that Dyno takes no calibration images out of those.
+    They lie in FOLDER/val. FOLDER/train has one image more per class, so that calibration takes none of the former.
     """
     from PIL import Image, ImageEnhance
     from skimage import data
@@ -126,7 +126,7 @@ def photographs(folder: Path, count: int) -> None:
 
 
 def run(command: Sequence[str], env: dict[str, str], side: Side) -> str:
-    """Run the command, keep its wall and processor time, return what it printed last."""
+    """Run the command, append its wall and processor time to the side, return its last printed line."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -138,7 +138,7 @@ def run(command: Sequence[str], env: dict[str, str], side: Side) -> str:
 
 
 def plain(photos: Path, weights: Path, args: argparse.Namespace, side: Side) -> dict[str, Any]:
-    """One run of the plain loop."""
+    """Run the plain loop once."""
     words = (str(photos / "val"), args.model, str(weights), args.device, str(args.batch), str(args.threads))
     found: dict[str, Any] = json.loads(run((sys.executable, "-c", PLAIN, *words), dict(os.environ), side))
     side.loop.append(found["loop"])
@@ -148,7 +148,7 @@ def plain(photos: Path, weights: Path, args: argparse.Namespace, side: Side) -> 
 def evaluate(
     photos: Path, weights: Path, place: Path, args: argparse.Namespace, side: Side
 ) -> trial_result.TrialResult:
-    """One `dyno eval` into a new run folder."""
+    """Run `dyno eval` once into a new run folder."""
     out = place / f"run-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "dyno", "eval", f"torchvision:{args.model}", "--data", str(photos),
                "--weights", str(weights), "--batch", str(args.batch),
@@ -162,7 +162,7 @@ def evaluate(
 
 
 def same(found: dict[str, Any], trial: trial_result.TrialResult) -> str:
-    """How near the two accuracies are, in images."""
+    """Return both counts of right top-1 answers, as text."""
     from dyno.results.metrics.accuracy import TOP1
 
     hits = TOP1.hits(trial)
@@ -171,17 +171,17 @@ def same(found: dict[str, Any], trial: trial_result.TrialResult) -> str:
 
 
 def seconds(sides: dict[str, Side]) -> str:
-    """The last round's, so that an interrupted run has printed something."""
+    """Return each side's seconds in the last round, as text, so that an interrupted run has printed something."""
     return ", ".join(f"{name} {side.loop[-1]:.2f} s of {side.command[-1]:.1f}" for name, side in sides.items())
 
 
 def on_gpu(trial: trial_result.TrialResult) -> tuple[float, float]:
-    """Images a second of the pipeline, and those that the time of the model alone allows."""
+    """Return the pipeline's images per second, and the rate that the model's latency alone allows."""
     return trial.value("pipeline") or 0.0, trial.batch / float(np.median(trial.samples("latency", "model")))
 
 
 def main() -> int:
-    """Print the table; exit code 1 when a target is missed."""
+    """Print the table; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("images", 2000), ("batch", 32), ("rounds", 2), ("threads", len(os.sched_getaffinity(0)))):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -211,7 +211,7 @@ def main() -> int:
 
 
 def report(args: argparse.Namespace, sides: dict[str, Side], rates: tuple[float, float]) -> int:
-    """The table, and the targets that are missed."""
+    """Print the table and the missed targets; return 1 if there is any."""
     print(f"{args.images} JPEGs, {args.model} {args.precision} on {args.device}, batch {args.batch}, {args.threads} "
           f"threads, {args.backend}; medians of {args.rounds} alternating rounds; ratios are plain / Dyno")  # fmt: skip
     ratios: dict[str, dict[str, float]] = {}

@@ -49,7 +49,7 @@ PARTS = "kills disk together clock readonly mutations".split()
 
 
 def subjects(campaign: Campaign, kinds: str = "") -> list[Subject]:
-    """Every kind of file that can be made here, those whose name holds one of the kinds where these are given."""
+    """Return every kind of file that can be made here; with `kinds`, those with a matching name."""
     found: list[Subject] = []
     for make in (stored.subjects, data.subjects, models.subjects):
         found += _made(make, campaign)
@@ -65,14 +65,14 @@ def _made(make: Callable[[Campaign], Iterator[Subject]], campaign: Campaign) -> 
 
 
 def mutations(campaign: Campaign, count: int, beside: int, kinds: str, *, started: bool) -> str:
-    """Mutated files, in commands that are forked and watched; what it came to, in a sentence."""
+    """Run forked, watched commands on mutated files; return the outcome in a sentence."""
     campaign.watch = Watch(campaign.folder, started=True)
     os.environ |= {
         **SILENCING_VARIABLES,
         **{name: campaign.watch.env.get(name, "") for name in ("PYTHONPATH", "LD_PRELOAD")},
     }
     with bounded_memory():
-        server = preloaded.Server()  # what that imports is not watched
+        server = preloaded.Server()  # imports of that process are not watched
     try:
         campaign.server = "" if started else server.path
         return mutate(campaign, subjects(campaign, kinds), count, beside)
@@ -81,7 +81,7 @@ def mutations(campaign: Campaign, count: int, beside: int, kinds: str, *, starte
 
 
 def main() -> int:
-    """Every part that is asked for; 1 where anything was wrong."""
+    """Run the requested parts; return 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--mutations", type=int, default=10_000)

@@ -28,14 +28,14 @@ from dyno.worker.sessions.gpu import Stopwatch
 from dyno.worker.spec import Dims, ModelSpec, Plan, Runtime, Trial, Unavailable, UserError
 
 BLOCKS, BLOCK_S, WARMUP_S = 8, 0.3, 1.0
-RUNS = 50  # in a row
+RUNS = 50  # consecutive launches
 WANTED = 1.01
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def checked(result: Any) -> Any:
-    """Return the results of a driver call; its error ends the benchmark."""
+    """Return a driver call's results; raise RuntimeError for a CUDA error."""
     error, *found = result
     if int(error):
         raise RuntimeError(f"CUDA error {int(error)}")
@@ -43,7 +43,7 @@ def checked(result: Any) -> Any:
 
 
 class Bare:
-    """An engine, a context, its memory and one recorded graph; no part of Dyno."""
+    """An engine with its context, memory and one recorded graph, without any part of Dyno."""
 
     def __init__(self, engine: Path, batch: int, product: str, device: int) -> None:
         from cuda.bindings import driver
@@ -64,7 +64,7 @@ class Bare:
         self.graph = self._recorded()
 
     def _place(self, trt: Any, batch: int) -> None:
-        """Shapes (a free batch is `batch`, 0 for the profile's own), memory, and random inputs."""
+        """Set shapes (`batch` for a free dimension, 0: the profile's), allocate memory, and fill random inputs."""
         names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
         fed = [name for name in names if self.engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
         for name in fed:
@@ -85,7 +85,7 @@ class Bare:
             self.context.set_tensor_address(name, int(address))
 
     def _recorded(self) -> Any:
-        for _ in range(2):  # TensorRT sets up what a graph can't hold in the first run of a shape
+        for _ in range(2):  # The first run of a shape does TensorRT's set-up, which a graph can't hold.
             self.context.execute_async_v3(int(self.stream))
         checked(self.cuda.cuStreamSynchronize(self.stream))
         mode = self.cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -94,7 +94,7 @@ class Bare:
         return checked(self.cuda.cuGraphInstantiate(checked(self.cuda.cuStreamEndCapture(self.stream)), 0))
 
     def loop(self, seconds: float) -> tuple[list[float], list[float]]:
-        """Seconds of each inference by the GPU's clock and by the host's."""
+        """Return the seconds of each inference, by the GPU's clock and by the host's."""
         record, launch, synchronize = self.cuda.cuEventRecord, self.cuda.cuGraphLaunch, self.cuda.cuStreamSynchronize
         gpu: list[float] = []
         host: list[float] = []
@@ -110,7 +110,7 @@ class Bare:
         return gpu, host
 
     def loop_busy(self, seconds: float) -> list[float]:
-        """Seconds of an inference by the GPU's clock where the stream is never idle: means of RUNS in a row."""
+        """Return the GPU seconds of an inference on a busy stream: means over RUNS consecutive launches."""
         found: list[float] = []
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
@@ -124,7 +124,7 @@ class Bare:
         return found
 
     def close(self) -> None:
-        """Free the graph and the memory; the context and the engine go with their last reference."""
+        """Free the graph and the memory; the last references free the context and the engine."""
         self.cuda.cuGraphExecDestroy(self.graph)
         del self.context, self.engine
         for address in self._memory:
@@ -132,7 +132,7 @@ class Bare:
 
 
 def random(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Seeded values that suit the type: whole numbers up to 255, else standard normal ones; never zeros."""
+    """Return seeded values of the type: integers below 128, booleans, or standard normal floats."""
     generator = np.random.default_rng(0)
     if np.dtype(dtype).kind in "iub":
         return generator.integers(0, 2 if np.dtype(dtype).kind == "b" else 128, shape).astype(dtype)
@@ -141,7 +141,7 @@ def random(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 @contextmanager
 def session(engine: Path, shapes: Shapes, product: str, device: str) -> Iterator[TensorRTSession]:
-    """Dyno's session over the engine, with these input shapes."""
+    """Yield Dyno's session over the engine, with these input shapes."""
     batch = next(iter(shapes.values()))[0]
     model, dims = ModelSpec(engine.stem, f"file:{engine}"), Dims(batch, 0, 0, shapes={**shapes})
     made = TensorRTSession(Trial(model, product, "fp32", dims, runtime=Runtime(device=device)), None, product)
@@ -152,7 +152,7 @@ def session(engine: Path, shapes: Shapes, product: str, device: str) -> Iterator
 
 
 def compare(engine: Path, batch: int, product: str, device: str) -> float:
-    """Print the medians of both loops; the ratio of the GPU's."""
+    """Print both loops' medians; return the ratio of the GPU medians."""
     bare = Bare(engine, batch, product, int(device.partition(":")[2] or 0))
     plan = Plan(warmup_s=WARMUP_S, seconds=BLOCK_S, min_samples=10**9, max_samples=10**9)
     ours: list[list[float]] = [[], []]
@@ -197,14 +197,14 @@ def compare(engine: Path, batch: int, product: str, device: str) -> float:
 
 
 def alternate(first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Run the two in turns, each as often the earlier one as the later."""
+    """Run both in turns; each comes first equally often."""
     for turn in range(BLOCKS):
         for block in (first, second) if turn % 2 else (second, first):
             block()
 
 
 def arguments(text: str) -> argparse.Namespace:
-    """The command line that both GPU benchmarks share."""
+    """Parse the command line shared by the GPU benchmarks."""
     parser = argparse.ArgumentParser(description=text.partition("\n")[0])
     parser.add_argument("engines", nargs="*", type=Path, help="engine files")
     parser.add_argument("--batch", default="0", help="batches of dynamic engines, e.g. 1,256 (default: the profile's)")
@@ -216,7 +216,7 @@ def arguments(text: str) -> argparse.Namespace:
 def each(
     text: str, measured: Callable[[Path, int, str, str], float], judged: Callable[[list[float]], tuple[str, bool]]
 ) -> int:
-    """Measure every engine at every batch, print the verdict; 0 good, 1 not as wanted, 2 it couldn't be measured."""
+    """Measure every engine at every batch and print the verdict; return 0 good, 1 limit missed, 2 not measurable."""
     given = arguments(text)
     if not given.engines:
         print("no engine files were given, so nothing was measured; see --help")

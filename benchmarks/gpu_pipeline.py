@@ -50,7 +50,7 @@ def share(engine: Path, batch: int, product: str, device: str) -> float:
 
 
 def measured(made: TensorRTSession, feeds: Sequence[Arrays], batch: int) -> dict[str, float]:
-    """Images/s by name: medians over the turns."""
+    """Return the median rates over the turns, in images/s by name."""
     watch = Stopwatch(made.stream)
     measure.warm_up(measure.make_step(made, "model", feeds, watch), WARM)
     measure.warm_up(measure.make_step(made, "all", feeds), WARM)
@@ -59,7 +59,7 @@ def measured(made: TensorRTSession, feeds: Sequence[Arrays], batch: int) -> dict
     found: dict[str, list[float]] = {"throughput": [], "compute": [], "h2d": [], "d2h": []}
     for _ in range(TURNS):
         rate = measure.measure_throughput(made, feeds, batch, THROUGHPUT).value
-        # A step anew each time: the throughput before has left another batch bound.
+        # A new step each turn: the throughput before has left another batch bound.
         gpu = measure.measure_latency(measure.make_step(made, "model", feeds, watch), LATENCY, watch).gpu
         assert rate is not None and gpu is not None
         found["throughput"].append(rate)
@@ -78,7 +78,7 @@ class Copies:
         self._to_device, self._watch = to_device, Stopwatch(int(self._stream))
 
     def seconds(self) -> float:
-        """Per batch, over COPIES of them."""
+        """Return the seconds per batch, averaged over COPIES copies."""
         self._watch.start()
         for turn in range(COPIES):
             for place, array in zip(self._places, self._batches[turn % len(self._batches)], strict=True):

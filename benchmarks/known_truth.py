@@ -3,12 +3,12 @@
     python benchmarks/known_truth.py [--studies 400] [--spread 0.003,0.01,0.02] [--calm] [--short]
     python benchmarks/known_truth.py --real --minutes 4 --store FOLDER [--beside]
 
-Latencies are drawn; all that follows is the code of `dyno run`: which rows need further rounds, whether those fit into
-the default number of minutes, speed-ups with their intervals, what is fastest, and the difference that a run says it
-can see. In a tenth of the rounds another program slows one row down, and the counters of the system don't show it
-(--calm: in none). With --short only contenders are measured after three rounds. Each rate has its exact 95 % limits
-(Clopper and Pearson 1934). With --real the rows are processes of one engine, of which some are slowed down by known
-shares. With --store the outcomes stay in a folder, and the same command goes on. With --csv the rows join a file.
+Latencies are drawn; everything else is the code of `dyno run`: the rows that need further rounds, whether those fit
+into the default number of minutes, speed-ups with their intervals, the fastest row, and the smallest visible
+difference that a run reports. In a tenth of the rounds another program slows one row down, unseen by the system's
+counters (--calm: in none). With --short only contenders are measured after three rounds. Each rate has its exact 95 %
+limits (Clopper and Pearson 1934). With --real the rows are processes of one engine, some slowed down by known shares.
+With --store the outcomes stay in a folder, and the same command continues. With --csv the rows join a file.
 """
 
 from __future__ import annotations
@@ -71,36 +71,36 @@ from dyno.worker.spec import (
     to_json,
 )
 
-# How many times as fast as the first each row is; VISIBLE stands for the difference that the run says it can see.
+# Speed of each row relative to the first; VISIBLE stands for the smallest visible difference that the run reports.
 VISIBLE = math.nan
 CASES = {
     "seven different": (1.0, 1.0, 1.02, 1.05, 1.5, 3.0, 13.0),
     "seven equal": (1.0,) * 7,
     "one visible": (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, VISIBLE),
 }
-BLOCKS, BLOCK_NOISE = 20, 0.02  # of a process, and the spread of a block's log ratio
-DRIFT = 0.05  # of the machine, from round to round, which changes all rows alike
-DISTURBED, DISTURBANCE = 0.1, 0.8  # share of rounds, and the mean of the exponential that one row's log is raised by
-# Real studies: by how much each process is slowed down, and how long it measures.
+BLOCKS, BLOCK_NOISE = 20, 0.02  # standard deviation of a process, and of a block's log ratio
+DRIFT = 0.05  # standard deviation of the machine between rounds, common to all rows
+DISTURBED, DISTURBANCE = 0.1, 0.8  # share of disturbed rounds, and the mean of the exponential added to one row's log
+# Real studies: the slow-down of each process, and its measuring time.
 SLOWDOWNS = (0.05, 0.05, 0.02, 0.0)
 REAL: dict[str, Any] = {"seconds": 0.5, "warmup": 0.2, "timeout": 120.0, "minutes": 1.0}
 ALONE, BESIDE = "the machine as it is", "beside a person's programs"
-JOB_S = 4.0  # of a process, which starts, loads and measures
-LATENCY_S = 0.01  # of the first row
+JOB_S = 4.0  # duration of a process: start, load, measurement
+LATENCY_S = 0.01  # latency of the first row
 SHORT = 2.5  # minutes of a study that leaves rows out after three of its rounds
-SET = 32  # studies that are simulated and kept together
-TEST_ROUNDS, TEST_SLOWDOWNS = 30, (0.0, 0.0, 0.01, 0.02, 0.05)  # of the self-test: about ten minutes
+SET = 32  # studies that are simulated and stored together
+TEST_ROUNDS, TEST_SLOWDOWNS = 30, (0.0, 0.0, 0.01, 0.02, 0.05)  # rounds of the self-test: about ten minutes
 
 
 @dataclass(frozen=True)
 class Machine:
-    """How latencies vary: `spread` is that of a round's log ratio between processes, `disturbed` a share of rounds."""
+    """Latency variation: `spread` between processes of a round's log ratio, `disturbed` a share of rounds."""
 
     spread: float
     disturbed: float
 
     def draw_round(self, rows: int, draw: np.random.Generator) -> np.ndarray:
-        """Return how far the log latency of each row and block is from the true one, float64 [rows, BLOCKS]."""
+        """Return the log error of each row's and block's latency, float64 [rows, BLOCKS]."""
         logs = draw.normal(0, DRIFT) + draw.normal(0, BLOCK_NOISE / math.sqrt(2), (rows, BLOCKS))
         logs += draw.normal(0, self.spread / math.sqrt(2), (rows, 1))
         if draw.random() < self.disturbed:
@@ -122,12 +122,11 @@ class Machine:
 class StudyOutcome:
     """The outcome of one study.
 
-    `rounds` are those of the row with the most; the study is `decided`
-    if it asked for no further round. `wrong_row` and
-    `wrong_equal` say whether the table has a wrong direction or a wrong "equivalent", `wrong_winner` whether a row was
-    called faster than one that is as fast, `missed_winner` whether the fastest row is not among those named. `covered`
-    has for each printed interval whether it holds the truth; `verdicts` are the rows' in words. `visible` is the
-    difference that the run said it can see after its first rounds (NaN: none), and `seen` whether the row with that
+    `rounds` is the largest number of rounds of a row; the study is `decided` if it asked for no further round.
+    `wrong_row` and `wrong_equal`: the table has a wrong direction or a wrong "equivalent". `wrong_winner`: a row was
+    called faster than an equally fast one. `missed_winner`: the fastest row is not among those named. `covered` says
+    for each printed interval whether it holds the truth; `verdicts` are the rows' in words. `visible` is the smallest
+    visible difference that the run reported after its first rounds (NaN: none), and `seen` whether the row with that
     difference was then called faster.
     """
 
@@ -144,7 +143,7 @@ class StudyOutcome:
 
 
 class KnownStudy:
-    """Write a study whose rows have given speed-ups over the first one."""
+    """A study whose rows have known speed-ups over the first one."""
 
     def __init__(self, folder: Path, study: Study, trials: Sequence[Trial], ratios: Sequence[float]) -> None:
         self.run, self.study, self.trials, self.ratios = Run(folder), study, trials, list(ratios)
@@ -156,7 +155,7 @@ class KnownStudy:
         raise NotImplementedError
 
     def execute(self) -> StudyOutcome:
-        """Measure as `dyno run` does by default, and compare the result with the truth."""
+        """Measure by the defaults of `dyno run`, and compare the result with the truth."""
         trials = self.trials
         for number in range(DEFAULT_ROUNDS):
             if number == FULL_ROUNDS and self.study.minutes == SHORT:
@@ -192,7 +191,7 @@ class KnownStudy:
 
 
 class SimulatedStudy(KnownStudy):
-    """A study whose processes don't run: their latencies are drawn."""
+    """A study with drawn latencies instead of running processes."""
 
     def __init__(
         self, folder: Path, ratios: Sequence[float], machine: Machine, seed: Sequence[int], minutes: float
@@ -225,7 +224,7 @@ class SimulatedStudy(KnownStudy):
         write_record(folder, record)
 
     def execute(self) -> StudyOutcome:
-        """See `KnownStudy.execute`; VISIBLE becomes the difference that the run can see after its first rounds."""
+        """See `KnownStudy.execute`; VISIBLE becomes the smallest visible difference after the first rounds."""
         state, is_open = self.draw.bit_generator.state, [math.isnan(ratio) for ratio in self.ratios]
         if not any(is_open):
             return super().execute()
@@ -236,7 +235,7 @@ class SimulatedStudy(KnownStudy):
         self.ratios = [
             (1 + visible if visible_from else 2.0) if is_open[k] else ratio for k, ratio in enumerate(self.ratios)
         ]
-        self.draw.bit_generator.state = state  # the same rounds, of a row that is so fast
+        self.draw.bit_generator.state = state  # the same rounds, with that row's speed
         for number in range(DEFAULT_ROUNDS):
             self.measure(self.trials, number)
         seen = self.read_verdicts(read_trials(self.run.folder))[-1] == FASTER
@@ -245,7 +244,7 @@ class SimulatedStudy(KnownStudy):
 
 
 class RealStudy(KnownStudy):
-    """A study of processes of one engine, of which some are slowed down by known shares."""
+    """A study of processes of one engine, some slowed down by known shares."""
 
     def __init__(self, folder: Path, slowdowns: Sequence[float]) -> None:
         study = Study(models=(TEST_MODEL,), backends=("onnxruntime",), precisions=("fp32",), batches=(1,),
@@ -308,7 +307,7 @@ def exact(hits: int, count: int) -> str:
 
 
 def outcome_row(case: str, how: str, outcomes: Sequence[StudyOutcome]) -> dict[str, str]:
-    """Return the table's row for the studies of one case whose latencies come about in one way."""
+    """Return the table's row for the studies of one case and one source of latencies."""
 
     def rate(is_hit: Callable[[StudyOutcome], bool], among: Sequence[StudyOutcome] = outcomes) -> str:
         return exact(sum(map(is_hit, among)), len(among))
@@ -334,7 +333,7 @@ def outcome_row(case: str, how: str, outcomes: Sequence[StudyOutcome]) -> dict[s
 def list_outcomes(
     path: Path, count: int, ends: float, measure: Callable[[Sequence[int]], Iterable[StudyOutcome]]
 ) -> list[StudyOutcome]:
-    """Return the outcomes that are kept in a file, and further ones that are then kept, until the time is over."""
+    """Return the outcomes stored in a file, and store further ones until the time is over."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     outcomes = [from_json(StudyOutcome, json.loads(line)) for line in lines[:count]]
@@ -363,7 +362,7 @@ def simulate(asked: argparse.Namespace, folder: Path, ends: float) -> Iterator[d
 
 
 def measure_real(asked: argparse.Namespace, folder: Path, ends: float) -> Iterator[dict[str, str]]:
-    """Yield a row of real studies, as the machine is or beside a person's programs."""
+    """Yield a row of real studies, on the machine as it is or beside a person's programs."""
     how = BESIDE if asked.beside else ALONE
 
     def measure(numbers: Sequence[int]) -> Iterator[StudyOutcome]:

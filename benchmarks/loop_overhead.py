@@ -1,7 +1,7 @@
-"""Dyno's latency/model against a bare loop over the very same session: ratio of medians at most 1.02.
+"""Dyno's latency/model against a bare loop over the same session: the ratio of medians is at most 1.02.
 
-ResNet-18 at 224, batch 1, and the narrow digits network at 64 (the harder case: the shorter the run, the larger any
-overhead). Blocks of Dyno's loop and of the bare one alternate in one process, so both see the same machine.
+ResNet-18 at 224, batch 1, and the narrow digits network at 64 (the harder case: overhead weighs more in a short run).
+Blocks of Dyno's loop and of the bare loop alternate in one process, so both see the same machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WANTED = 1.02
 
 
 def bare(name: str, session: Any, feed: dict[str, np.ndarray]) -> Callable[[], None]:
-    """One inference as a user writes it by hand, on the session that Dyno's loop drives."""
+    """Return a bare inference call, as a user writes it by hand, on the session of Dyno's loop."""
     if name == "onnxruntime":
         inner = session._session
         return lambda: inner.run(None, feed)
@@ -39,7 +39,7 @@ def bare(name: str, session: Any, feed: dict[str, np.ndarray]) -> Callable[[], N
 
 
 def by_hand(once: Callable[[], None]) -> list[float]:
-    """A plain loop for as long as Dyno's."""
+    """Return the latencies of a plain loop that runs as long as Dyno's."""
     times, end = [], time.perf_counter() + BLOCK.seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
@@ -67,7 +67,7 @@ def compare(name: str, model: ModelSpec, size: int, onnx: Artifact) -> float:
 
 
 def main() -> int:
-    """Print the ratios; 1 when one is above the limit."""
+    """Print the ratios; return 1 if one is above the limit."""
     system.pin(system.physical_cores())
     ratios = []
     for model, size in MODELS:

@@ -33,7 +33,7 @@ from dyno.formatting import format_number, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Convolutions, transformers, hybrids; then what detects and segments.
+# Convolutions, transformers and hybrids; then detectors and segmenters.
 CLASSIFIERS = (
     "torchvision:alexnet vgg11_bn resnet18 resnet50 resnext50_32x4d wide_resnet50_2 densenet121 googlenet "
     "squeezenet1_1 shufflenet_v2_x1_0 mobilenet_v2 mobilenet_v3_small mobilenet_v3_large mnasnet1_0 "
@@ -50,11 +50,11 @@ OTHERS = (
 KEPT = ("model", "backend", "options", "precision", "batch", "status", "outputs", "output_error", "answers_changed",
         "ran_as", "route", "latency_ms", "verdict", "reason")  # fmt: skip
 FEW_CROPS = 32
-LEAST_S = 30.0  # with less time left than this no network is begun; also for a study to end
+LEAST_S = 30.0  # seconds that must be left to start a network, and for a study to end
 
 
 def networks() -> list[str]:
-    """Every source in the lists above."""
+    """Return every source in the lists above."""
     found = []
     for line in (*CLASSIFIERS, *OTHERS):
         library, _, names = line.partition(":")
@@ -63,7 +63,7 @@ def networks() -> list[str]:
 
 
 def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[str, str]]:
-    """The rows of one network; one row with a reason where the study gave none."""
+    """Return the rows of one network, or a single row with the reason if the study gave no rows."""
     name = source.replace(":", "-")
     folder, cache = (
         asked.out.resolve() / "runs" / name,
@@ -76,7 +76,7 @@ def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[s
     command += ["--until", "rounds", "--confirm", "0", "--sustained", "0"]
     command += [word for python in asked.python for word in ("--python", python)]
     command += ["--size", str(asked.size)] if asked.size else []
-    threads = min(asked.threads, len(os.sched_getaffinity(0)))  # of this job, not of the machine
+    threads = min(asked.threads, len(os.sched_getaffinity(0)))  # seconds of this job, not of the machine
     command += ["--threads", str(threads)] if threads else []
     environment = {
         **os.environ,
@@ -87,7 +87,7 @@ def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[s
     try:
         last = (study.communicate(timeout=limit)[1].strip().splitlines() or [f"exit code {study.returncode}"])[-1]
     except subprocess.TimeoutExpired:
-        study.send_signal(signal.SIGINT)  # ends its jobs, and keeps what they measured
+        study.send_signal(signal.SIGINT)  # the study ends its jobs and keeps their measurements
         try:
             study.communicate(timeout=LEAST_S)
         except subprocess.TimeoutExpired:  # a shell's background job ignores the signal
@@ -96,7 +96,7 @@ def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[s
         if limit < asked.limit:
             return []
         last = f"no end after {limit:.0f} s"
-    if not any(folder.glob("trials/*/*/record.json")):  # none, or ended before its first
+    if not any(folder.glob("trials/*/*/record.json")):  # no run, or ended before its first
         return [{"model": source.partition(":")[2], "status": "failed", "reason": last}]
     from dyno.report.tables import trial_table
 
@@ -105,7 +105,7 @@ def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[s
 
 
 def cell(row: dict[str, str]) -> str:
-    """One trial in the table: its error and time, or how it ended."""
+    """Format a trial for the table: its error and time, or its status."""
     if row["status"] != "ok":
         return row["status"]
     error = "" if row["output_error"] in ("", "nan") else f" ({float(row['output_error']):.0e})"
@@ -115,13 +115,13 @@ def cell(row: dict[str, str]) -> str:
 
 
 def way(row: dict[str, str], batches: int) -> str:
-    """The column of a trial: its backend with options and precision, and its batch where there are several."""
+    """Return the column of a trial: backend with options, precision, and the batch if there are several."""
     options = f" ({row['options']})" if row["options"] not in ("", "nan") else ""
     return f"{row['backend']}{options} {row['precision']}" + (f" b{row['batch']}" if batches > 1 else "")
 
 
 def table(rows: Iterable[dict[str, str]]) -> str:
-    """A line for each network and a column for each backend and precision, then what failed and why."""
+    """Return a table with a line per network and a column per backend and precision, then the failures with reasons."""
     rows = list(rows)
     batches = len({r["batch"] for r in rows if r.get("backend")})
     ways = list(dict.fromkeys(way(r, batches) for r in rows if r.get("backend")))
@@ -140,7 +140,7 @@ def table(rows: Iterable[dict[str, str]]) -> str:
 
 
 def main() -> int:
-    """Run what OUT lacks, network by network; 0 when the table is whole."""
+    """Measure the networks that OUT lacks, one by one; return 0 when the table is complete."""
     asked = _arguments()
     asked.out.mkdir(parents=True, exist_ok=True)
     _photos(asked.out / "photos")
@@ -161,7 +161,7 @@ def main() -> int:
         if (left := end - began) < LEAST_S:
             return
         job = free.get()
-        # Workers take the first cores that they may use: each job, a thread here, has separate adjacent cores.
+        # Workers take the first cores of their affinity: each job, a thread here, gets separate adjacent cores.
         share = len(cores) // asked.jobs
         os.sched_setaffinity(0, cores[job * share : (job + 1) * share] or cores)
         own = measure(source, asked, min(asked.limit, left))
@@ -198,7 +198,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _photos(folder: Path) -> None:
-    """A few of the crops that studies/photos.py makes."""
+    """Write some of the crops of studies/photos.py."""
     if folder.is_dir():
         return
     subprocess.run([sys.executable, ROOT / "studies" / "photos.py", folder], check=True)

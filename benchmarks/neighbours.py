@@ -33,7 +33,7 @@ BOUNDARY = "model"
 
 
 def measure_pair(study: Study, pair: list[str], folder: Path) -> tuple[TrialResult, TrialResult]:
-    """Run the study; return the trials of the pair, in its order."""
+    """Run the study; return the trials of the pair, in the pair's order."""
     execute(study, folder, Progress())
     trials = {trial.backend: trial for trial in load_run(folder)}
     return trials[pair[0]], trials[pair[1]]
@@ -55,7 +55,7 @@ def describe(logs: list[float]) -> str:
 
 
 def describe_move(logs: list[float], first: list[float]) -> str:
-    """Return by how many percent the ratio moved from the first case, with Welch's 95 % interval."""
+    """Return the ratio's change from the first case in percent, with Welch's 95 % interval."""
     found = stats.ttest_ind(logs, first, equal_var=False).confidence_interval()
     moved = float(np.mean(logs) - np.mean(first))
     return " ".join(f"{100 * math.expm1(value):+.2f}" for value in (moved, found.low, found.high))

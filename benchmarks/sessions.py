@@ -32,7 +32,7 @@ from dyno.runner.execute import execute
 
 ROUNDS, SECONDS = 4, 0.5
 BACKENDS = "onnxruntime", "openvino"
-Session = list[list[np.ndarray]]  # for each round each block's samples, as logs
+Session = list[list[np.ndarray]]  # per round: the samples of each block, as logs
 
 
 def measure_session(folder: Path) -> None:
@@ -51,12 +51,12 @@ def read_latencies(trial: TrialResult) -> Session:
 
 
 def read_ratios(a: TrialResult, b: TrialResult) -> Session:
-    """Return the log ratios of the blocks that both measured in turns, a sample each."""
+    """Return the log ratios of the blocks that both measured in turns, one value per pair of samples."""
     return [[np.array([log]) for log in each.logs] for each in block_ratios(a, b, "model", "host")]
 
 
 def describe_levels(name: str, sessions: Sequence[Session]) -> tuple[str, ...] | None:
-    """Return a row of the table: the standard deviation that each level adds, in percent."""
+    """Return a row of the table: the standard deviation added by each level, in percent."""
     pairs = [(number, each) for number, session in enumerate(sessions) for each in session]
     found = stats.estimate_levels([each for _, each in pairs], [number for number, _ in pairs])
     if found is None or found.builds is None:
@@ -81,7 +81,7 @@ def report(store: Path) -> None:
 
 
 def main() -> None:
-    """Measure the sessions that are asked for, and report."""
+    """Measure the requested sessions, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--times", type=int, default=20)

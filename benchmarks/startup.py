@@ -1,9 +1,9 @@
-"""Dyno's own cost: `dyno --help`, `dyno show` on 1,000 stored trials, `dyno report` on 100 of four sizes, and a
-job beyond importing its library.
+"""Dyno's own cost: `dyno --help`, `dyno show` on 1,000 stored trials, `dyno report` on 100 of four sizes, and a job
+beyond importing its library.
 
-Each is set beside the least that the same thing could cost, in alternation: an empty Python for the commands, and for
-the job a Python that imports the same library and runs the same number of inferences. All find their bytecode, as what
-is installed does.
+Each alternates with the least that the same work could cost: an empty Python for the commands; for the job, a Python
+that imports the same library and runs the same number of inferences. All find their bytecode, as installed programs
+do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Plan, Runtime, Tens
 
 ROUNDS = 7
 LIMITS = {"dyno --help": 0.3, "dyno show, 1,000 trials": 2.0, "dyno report, 100 trials": 10.0}
-JOB_LIMIT = 0.3  # seconds beyond the library
+JOB_LIMIT = 0.3  # seconds beyond the import of the library
 DYNO = (sys.executable, "-m", "dyno")
 INNER = """import onnxruntime, numpy
 session = onnxruntime.InferenceSession({path!r})
@@ -35,14 +35,14 @@ session.run(None, {{'x': numpy.zeros((1, 4), 'float32')}})
 
 
 def seconds(command: Sequence[str]) -> float:
-    """Wall time of a command that must succeed."""
+    """Return the wall time of a command that must succeed."""
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
 def stored(folder: Path, sizes: Sequence[int], trials: int) -> Path:
-    """Write a run folder with N trials of each image size, of one round, with samples as a study leaves them."""
+    """Write a run folder with `trials` trials per image size, each of one round, with samples as in a study."""
     rng = np.random.default_rng(0)
     model = ModelSpec("network", "torchvision:resnet18")
     for size, i in itertools.product(sizes, range(trials)):
@@ -62,7 +62,7 @@ def stored(folder: Path, sizes: Sequence[int], trials: int) -> Path:
 
 
 def tiny_onnx(folder: Path) -> Artifact:
-    """An ONNX file with one addition, so that a job is nothing but its own cost."""
+    """Write an ONNX file with one addition, so that a job costs nothing but its own overhead."""
     import onnx
     from onnx import TensorProto, helper
 
@@ -75,7 +75,7 @@ def tiny_onnx(folder: Path) -> Artifact:
 
 
 def job(artifact: Artifact, folder: Path) -> float:
-    """Wall time of a whole job that times nothing: start, load, first call, record."""
+    """Return the wall time of a whole job without timing: start, load, first call, record."""
     model = ModelSpec("tiny", f"file:{artifact.path}")
     trial = Trial(model, "onnxruntime", "fp32", Dims(1, 1, 1), runtime=Runtime(threads=1), plan=Plan(boundaries=()))
     start = time.perf_counter()
@@ -85,7 +85,7 @@ def job(artifact: Artifact, folder: Path) -> float:
 
 
 def main() -> int:
-    """Print the figures; 1 when one is above its limit."""
+    """Print the figures; return 1 if one is above its limit."""
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = f"{scratch}/bytecode"
@@ -96,7 +96,7 @@ def main() -> int:
         commands = dict(zip(LIMITS, words, strict=True))
         empty, jobs, bare = [], [], []
         times: dict[str, list[float]] = {name: [] for name in commands}
-        for i in range(-1, ROUNDS):  # the first only writes bytecode
+        for i in range(-1, ROUNDS):  # the first iteration only writes bytecode
             empty.append(seconds((sys.executable, "-c", "pass")))
             for name, own in commands.items():
                 times[name].append(seconds((*DYNO, *own)))

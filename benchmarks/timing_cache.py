@@ -24,7 +24,7 @@ WANTED = 5.0
 
 
 def build_seconds(study: Study, files: Files, number: int) -> tuple[float, TimingUse]:
-    """Seconds that TensorRT took for build `number`, and what it tells of its timing cache."""
+    """Return TensorRT's seconds for build `number`, and its report on the timing cache."""
     (planned,) = expand(replace(study, backends=(f"{study.backends[0]}@build={number}",)))
     if planned.refusal or planned.trial.recipe is None:
         print(f"not measured: {planned.refusal}")
@@ -36,7 +36,7 @@ def build_seconds(study: Study, files: Files, number: int) -> tuple[float, Timin
 
 
 def main() -> int:
-    """Print both times and their ratio; 1 when it misses the limit."""
+    """Print both times and their ratio; return 1 if it misses the limit."""
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("model", nargs="?", default="torchvision:resnet18")
     args.add_argument("--precision", default="fp16")

@@ -39,7 +39,7 @@ CLASSES = 4
 
 
 def decoded(count: int, size: int) -> train_data.Split:
-    """Crops of scikit-image's photographs, somewhat larger than `size`, in a memory-mapped file as Dyno's cache."""
+    """Return crops of scikit-image's photographs, somewhat larger than `size`, memory-mapped as in Dyno's cache."""
     rng = np.random.default_rng(0)
     side = round(size * 8 / 7)
     sources = [getattr(photographs, name)() for name in ("astronaut", "chelsea", "coffee", "rocket")]
@@ -76,7 +76,7 @@ class Plain(torch.utils.data.Dataset):  # type: ignore[misc]  # torch is Any to 
 
 
 def plain_epochs(split: train_data.Split, size: int, options: TrainOptions, loop: Loop) -> Iterator[int]:
-    """A plain loop without an end; yields the images of each batch once its step was asked for."""
+    """Run a plain loop for ever; yield the number of images of each batch after its step is queued."""
     workers = options.workers
     loader = torch.utils.data.DataLoader(
         Plain(split, size), options.batch, shuffle=True, drop_last=True, num_workers=workers,
@@ -101,7 +101,7 @@ def plain_epochs(split: train_data.Split, size: int, options: TrainOptions, loop
 
 
 def dyno_epochs(split: train_data.Split, size: int, options: TrainOptions, loop: Loop) -> Iterator[int]:
-    """Dyno's own parts as `training.loop.Training._train_epoch` drives them, without an end."""
+    """Run Dyno's parts for ever, as `training.loop.Training._train_epoch` drives them; yield images per batch."""
     read = train_data.BatchReader(
         split, PREPROCESS, options, train_data.make_augmentation(options.augment, (size, size))
     )
@@ -124,7 +124,7 @@ def seconds(steps: Iterator[int], batches: int, wait: Callable[[], None]) -> tup
 
 
 def described(own: list[float], plain: list[float]) -> str:
-    """Both speeds and their ratio, with the range over the blocks."""
+    """Format both speeds and their ratio, with the range over the blocks."""
     ratios = sorted(theirs / ours for ours, theirs in zip(own, plain, strict=True))
     return (
         f"dyno {1 / statistics.median(own):,.1f} images/s, plain {1 / statistics.median(plain):,.1f}; "
@@ -133,7 +133,7 @@ def described(own: list[float], plain: list[float]) -> str:
 
 
 def compare(given: argparse.Namespace) -> float:
-    """Print both speeds; the ratio of Dyno's images per second to the plain loop's."""
+    """Print both speeds; return the ratio of Dyno's images per second to the plain loop's."""
     options = TrainOptions(
         epochs=1000, batch=given.batch, optimizer="sgd", augment="light", workers=given.workers, device=given.device,
         mixed_precision=given.mixed_precision,
@@ -169,7 +169,7 @@ def compare(given: argparse.Namespace) -> float:
 
 
 def main() -> int:
-    """0 when Dyno's loop is fast enough."""
+    """Return 0 if Dyno's loop is fast enough."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="torchvision:resnet18")

@@ -3,10 +3,10 @@
     python benchmarks/turns.py [--rounds 20] [--seconds 2] [--blocks 0.02,0.1,0.3]
         [--backend pytorch --model torchvision:resnet18 --device cuda:0] [--python tensorrt=PATH]
 
-Both are one network from the same file, so that every difference is noise: unless another is named, a small one in ONNX
-Runtime on a CPU. In each round each way to measure starts two fresh processes; the ways follow in shuffled order, so
-that they meet the same hours. A process is timed for the same seconds in each way. Prints the standard deviation of
-the log ratios over rounds, and what turns do to the latency itself: its median ratio to that one after the other.
+Both processes run the same network from the same file, so every difference is noise; the default is a small network in
+ONNX Runtime on a CPU. In each round every method starts two fresh processes; the methods follow in shuffled order, so
+that they share the same hours. A process is timed for the same seconds in each method. Prints the standard deviation
+of the log ratios over rounds, and the effect of turns on the latency: its median ratio to the latency without turns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAMES = "a", "b"
 
 
 def network(path: Path) -> None:
-    """Store two convolutions of a 32 x 32 image as ONNX: under a millisecond on one core."""
+    """Write two convolutions of a 32 x 32 image as ONNX: under a millisecond on one core."""
     import torch
     from torch import nn
 
@@ -54,7 +54,7 @@ def network(path: Path) -> None:
 
 
 def job(model: str, asked: argparse.Namespace, block: float | None) -> Job:
-    """The job of one process."""
+    """Return the job of one process."""
     pythons = dict(pair.split("=", 1) for pair in asked.python)
     study = Study(
         models=(model,), backends=(asked.backend,), precisions=(asked.precision,), device=asked.device, threads=1,
@@ -64,12 +64,12 @@ def job(model: str, asked: argparse.Namespace, block: float | None) -> Job:
     trial: Trial = expand(study)[0].trial
     made = Files(Progress(quiet=True)).make_file(trial.recipe) if trial.recipe else None
     assert made is None or isinstance(made, Artifact), made
-    # Round 1: round 0 evaluates, which is not needed here.
+    # Round 1: round 0 would also evaluate.
     return Job("run", trial.runtime, replace(trial, plan=replace(trial.plan, timeout_s=600)), 1, artifact=made)
 
 
 def ratio(one: Job, folder: Path, seed: str) -> dict[str, float]:
-    """The log ratio of two processes' latencies, by what it is made from, and the wall seconds that it took."""
+    """Return the log ratio of two processes' latencies by statistic, and the wall seconds spent."""
     since = time.monotonic()
     order = random.Random(seed).sample(NAMES, 2)
     assert one.trial is not None

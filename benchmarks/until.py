@@ -1,4 +1,4 @@
-"""Studies that go on until they are decided, drawn from the rounds of a self-test in their order."""
+"""Studies that continue until they are decided, drawn from a self-test's rounds in their order."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dyno.results import stats
 
 @dataclass(frozen=True)
 class StudyOutcome:
-    """The outcome of a study, and its number of rounds."""
+    """A study's verdict and its number of rounds."""
 
     verdict: str
     rounds: int
 
 
 def studies(logs: Sequence[float], first: int, most: int, rule: stats.Rule | None = None) -> list[StudyOutcome]:
-    """Run one study after the other, without shared rounds, as `dyno run --until decided` judges a single pair.
+    """Run consecutive studies without shared rounds, judged as `dyno run --until decided` judges a single pair.
 
-    `logs` holds log(first / second seconds) of each round; a study looks after `first` rounds and after every further
-    one, and ends undecided after `most`. Rounds left over at the end, of a study still undecided, are not a study.
+    `logs` holds log(first / second seconds) of each round. A study looks after `first` rounds and after every further
+    one, and ends undecided after `most`. An undecided study cut short by the last round is not counted.
     """
     margin = (rule or stats.Rule()).margin
     ended, began = [], 0

@@ -41,18 +41,18 @@ from dyno.results.self_test import Rate, SelfTest, Verdicts, read
 from dyno.results.stats import EQUIVALENT, FASTER, SLOWER, UNDECIDED
 from dyno.worker.spec import DEFAULT_ROUNDS, to_json
 
-# Two equal pairs that share no process, and one pair for each slow-down.
+# Two equal pairs without a common process, and one pair for each slow-down.
 LAYOUT = Layout((0.0, 0.0, 0.0, 0.0, 0.02, 0.05), ((0, 1), (2, 3), (0, 4), (2, 5)))
-# Three pairs that share no process: an equal one, and two in which the second process is slowed down.
+# Three pairs without a common process: an equal one, and two whose second process is slowed down.
 UNTIL_PAIRS = ((0, 1), (2, 3), (4, 5))
-UNTIL_S = 2.0  # of each process and round, as `dyno run` has them
+UNTIL_S = 2.0  # seconds of each process and round, as in `dyno run`
 SHORT: dict[str, Any] = {"rounds": 3, "seconds": 0.2, "warmup": 0.1}
 ALONE, BESIDE = "the machine as it is", "beside a person's programs"
 
 
 @dataclass(frozen=True)
 class ConditionSelfTest:
-    """A self-test, under which condition it ran, how long a round took, and the load average at its end."""
+    """A self-test with its condition, the duration of a round (s), and the load average at its end."""
 
     backend: str
     condition: str
@@ -62,14 +62,14 @@ class ConditionSelfTest:
 
     @classmethod
     def read(cls, path: Path) -> ConditionSelfTest:
-        """One that `store` wrote."""
+        """Return a self-test that `store` wrote."""
         about = json.loads(path.read_text(encoding="utf-8"))
         stored = read(about.pop("stored"))
         assert stored is not None, f"{path} is not a self-test of this Dyno"
         return cls(test=SelfTest(stored), **about)
 
     def store(self, folder: Path) -> None:
-        """Keep it in the folder, under a name that no copy beside this one has."""
+        """Write it to the folder, under a name unique among concurrent copies."""
         about = {"backend": self.backend, "condition": self.condition, "round_s": self.round_s, "load": self.load}
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{self.backend}-{'beside' if self.condition == BESIDE else 'alone'}-{os.getpid()}.json"
@@ -78,13 +78,13 @@ class ConditionSelfTest:
 
 
 def pooled(rates: Iterable[Rate]) -> Rate:
-    """The rate over all copies."""
+    """Return the rate over all copies."""
     rates = list(rates)
     return Rate(sum(one.hits for one in rates), sum(one.count for one in rates))
 
 
 def verdict_rows(copies: list[ConditionSelfTest]) -> list[dict[str, str]]:
-    """Rows of the first table: verdicts of studies of N rounds on a difference, over copies of a condition."""
+    """Return rows of the first table: verdicts of N-round studies of a difference, over a condition's copies."""
     by_kind: dict[tuple[float, int], list[Verdicts]] = {}
     for copy in copies:
         for one in copy.test.verdicts:
@@ -107,12 +107,12 @@ def _verdict_row(about: ConditionSelfTest, ones: list[Verdicts]) -> dict[str, st
 
 
 def ranged(rate: Rate) -> str:
-    """A share with its interval."""
+    """Format a share with its interval."""
     return with_range(rate.interval.value, rate.interval.low, rate.interval.high)
 
 
 def noise_row(copy: ConditionSelfTest) -> dict[str, str]:
-    """A row of the second table: the noise of one self-test."""
+    """Return a row of the second table: one self-test's noise."""
     test = copy.test
     return {
         "backend": copy.backend, "measured": copy.condition, "rounds": str(len(test.rounds)),
@@ -125,10 +125,10 @@ def noise_row(copy: ConditionSelfTest) -> dict[str, str]:
 
 
 def ending_rows(copies: list[ConditionSelfTest], minutes: float) -> list[dict[str, str]]:
-    """Rows of the third table: how studies of two processes end that go on until they are decided."""
+    """Return rows of the third table: endings of two-process studies that continue until decided."""
     rows = []
     for slowdown in copies[0].test.slowdowns:
-        ended = [(one.verdict, one.rounds, one.rounds * copy.round_s / 3 / 60) for copy in copies  # a third: its pair's
+        ended = [(one.verdict, one.rounds, one.rounds * copy.round_s / 3 / 60) for copy in copies  # 3 pairs
                  for logs in _pairs(copy.test, slowdown)
                  for one in studies(logs, DEFAULT_ROUNDS, int(minutes * 60 / (copy.round_s / 3)))]  # fmt: skip
         if not ended:
@@ -145,13 +145,13 @@ def ending_rows(copies: list[ConditionSelfTest], minutes: float) -> list[dict[st
 
 
 def _pairs(test: SelfTest, slowdown: float) -> list[list[float]]:
-    """The log ratios of every pair of that slow-down, round after round."""
+    """Return the log ratios of every pair with that slow-down, round after round."""
     each = [[pair.log for pair in one.pairs if pair.slowdown == slowdown] for one in test.rounds]
     return [list(logs) for logs in zip(*each, strict=True)]
 
 
 def quantiles(values: list[float], style: str) -> str:
-    """The median and the largest of the values."""
+    """Format the median and the largest of the values."""
     return f"{statistics.median(values):{style}}, {max(values):{style}}" if values else ""
 
 
@@ -161,7 +161,7 @@ def printed(rows: list[dict[str, str]]) -> None:
 
 
 def measured(asked: argparse.Namespace) -> Iterator[ConditionSelfTest]:
-    """A self-test for each backend and condition."""
+    """Yield a self-test for each backend and condition."""
     fields: dict[str, Any] = {"seconds": UNTIL_S} if asked.until else {}
     fields |= {"threads": asked.threads} if asked.threads else {}
     fields |= SHORT if asked.short else {}
@@ -182,7 +182,7 @@ def measured(asked: argparse.Namespace) -> Iterator[ConditionSelfTest]:
 
 
 def main() -> None:
-    """Measure, or read what was measured, and print."""
+    """Measure or read stored self-tests, and print the tables."""
     asked = _arguments()
     tests = [ConditionSelfTest.read(path) for path in sorted(asked.read.glob("*.json"))] if asked.read else []
     for test in measured(asked) if not asked.read else ():

@@ -5,22 +5,22 @@
     python benchmarks/video.py --device cuda:0 [--engines tensorrt@input=uint8] [--batch 32] [--python tensorrt=PATH]
         [--prepare host,device] [--decode host,device]
 
-The loop is what tutorials show: OpenCV reads a frame, letterboxes it, ONNX Runtime answers it with as many threads,
-OpenCV suppresses boxes, draws them and writes the frame, one after the other. Both run the same ONNX file on the same
-video of 960 x 540 and write MPEG-4; the loop has all threads on a frame, `dyno bench video` one on each of as many
-frames.
-In each round both run in fresh processes, in shuffled order. Only the reading to the closed file counts, not the start
-of either. Memory is compared with that of half-way through the video, so give more frames to see whether it is flat.
+The loop follows tutorials: OpenCV reads and letterboxes a frame, ONNX Runtime infers with the same number of threads,
+OpenCV runs NMS, draws the boxes and writes the frame, one step after the other. Both run the same ONNX file on the
+same 960 x 540 video and write MPEG-4. The loop spends all threads on one frame, `dyno bench video` one thread on each
+of that number of frames. In each round both run in fresh processes, in shuffled order. The time runs from the first
+read to the closed file and excludes start-up. Memory is compared with its value half-way through the video, so give
+more frames to see whether it is flat.
 
-With `--predictions` there is no loop: ten configurations run (sizes of the network, with and without an output, batches
-in flight, streams, engines), and the rate that the stages alone predict is compared with the one that was reached. Two
-factors make an error: how many times the processor time a frame took that was counted on, and how much of the
-processors' time the pipeline used.
+With `--predictions` there is no loop: ten configurations run (network sizes, with and without an output, batches in
+flight, streams, engines), and the rate predicted from the stages alone is compared with the achieved rate. Two factors
+make up an error: the processor time per frame relative to its estimate, and the pipeline's share of the processors'
+time.
 
-With `--device` there is no loop either: a GPU should never wait. Each engine answers frames that were decoded into
-memory before, and the rate end to end is compared with that of inference alone; then it answers the video, without an
-output, and the rate is compared with that of a loop that decodes the file in the same way and does nothing else. The
-video is that of the others, several times over.
+With `--device` there is no loop either: a GPU should never wait. Each engine first infers on frames decoded into
+memory, and the end-to-end rate is compared with that of inference alone. Then it infers on the video without an
+output, and the rate is compared with that of a loop that only decodes the file in the same way. The video is the same
+one, repeated several times.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 CONFIDENCE, IOU, GREY = 0.25, 0.7, 114
-PRELOADED, FROM_MEMORY = 256, 40  # frames in memory, and how often they are answered
-OVER = 10  # times that a video is repeated for a GPU, so that filling and emptying the pipeline is nothing
-# Size of the network, engine, streams of video, and the codec of what is written ("": nothing is).
+PRELOADED, FROM_MEMORY = 256, 40  # frames in memory, and repetitions of them
+OVER = 10  # repetitions of a video for a GPU, so that filling and emptying the pipeline is negligible
+# Network size, engine, streams of video, and the output's codec ("": no output).
 CONFIGURATIONS = (
     (96, "onnxruntime@streams=2", 1, "mpeg4"),
     (128, "onnxruntime@streams=2", 1, "mpeg4"),
@@ -62,7 +62,7 @@ CONFIGURATIONS = (
 
 
 def loop(video: str, model: str, output: str, *, threads: int) -> dict[str, float]:
-    """The plain loop; its frames and seconds."""
+    """Run the plain loop; return its frames and seconds."""
     import cv2
     import onnxruntime
 
@@ -98,7 +98,7 @@ def loop(video: str, model: str, output: str, *, threads: int) -> dict[str, floa
 
 
 def detections(rows: np.ndarray, scale: float) -> list[tuple[float, float, float, float, int, float]]:
-    """Boxes of a frame: left, top, width, height, class and score."""
+    """Return a frame's boxes: left, top, width, height, class and score."""
     import cv2
 
     scores = rows[4:].max(0)
@@ -113,8 +113,8 @@ def detections(rows: np.ndarray, scale: float) -> list[tuple[float, float, float
 def pipeline(
     video: str, model: str, output: str, folder: str, *, threads: int, engine: str = "", streams: int = 1
 ) -> dict[str, float]:
-    """`dyno bench video`; its frames and seconds, how much of its bound it reached, how its memory grew, how far its
-    prediction was off, and both factors of that."""
+    """Run `dyno bench video`; return frames, seconds, the share of its bound, memory growth, the prediction's error,
+    and both factors of that error."""
     import dyno
     from dyno.video import figures
     from dyno.worker.video.options import VideoOptions
@@ -133,15 +133,15 @@ def pipeline(
 
 
 def growing(path: Path, seconds: float) -> float:
-    """MiB by which the process tree was larger at the end of the video, which took so long, than half-way."""
+    """Return the process tree's growth in MiB from half-way to the end of the video, which took `seconds`."""
     with np.load(path) as stored:
         at, held = stored["at"], stored["rss"]
-    video = held[:-1][at[:-1] >= at[-1] - seconds]  # the last sample is of a process that ends
+    video = held[:-1][at[:-1] >= at[-1] - seconds]  # the last sample is taken as the process ends
     return float(video[-1] - video[len(video) // 2]) / 2**20 if len(video) > 3 else math.nan
 
 
 def measured(kind: str, *words: str) -> dict[str, Any]:
-    """Run one of the two in a separate process."""
+    """Run one benchmark function in a separate process; return its result."""
     done = subprocess.run([sys.executable, __file__, "--only", kind, *words], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -150,7 +150,7 @@ def measured(kind: str, *words: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the rates of both and their ratio, by round, or how far predictions are off."""
+    """Print both rates and their ratio by round, or the errors of predictions."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--frames", type=int, default=600)
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def exported(model: str, size: str, scratch: str) -> str:
-    """The ONNX file of the network for images of that size, made where it isn't there yet."""
+    """Return the network's ONNX file for images of that size; export it if it is missing."""
     path = f"{scratch}/network-{size}.onnx"
     if not Path(path).exists():
         export = [sys.executable, "-m", "dyno", "export", model, "-o", path, "--batch", "1", "--size", size]
@@ -189,7 +189,7 @@ def exported(model: str, size: str, scratch: str) -> str:
 
 
 def on_a_device(chosen: argparse.Namespace, scratch: str, video: str) -> None:
-    """How well a GPU is fed, from memory and from a file."""
+    """Print how well a GPU is fed, from memory and from a file."""
     film = repeated(video, f"{scratch}/film.mp4")
     for decode in chosen.decode.split(","):
         decoder = "the GPU's decoder" if decode == "device" else "FFmpeg"
@@ -209,7 +209,7 @@ def on_a_device(chosen: argparse.Namespace, scratch: str, video: str) -> None:
 
 
 def repeated(video: str, film: str) -> str:
-    """The video several times over, as it is encoded."""
+    """Write the encoded video several times over; return the file."""
     import av
 
     with av.open(film, "w") as out:
@@ -229,13 +229,13 @@ def repeated(video: str, film: str) -> str:
 
 
 def decoding(video: str, gpu: str) -> dict[str, float]:
-    """Frames per second of a loop that decodes the file as `dyno bench video` does, and does nothing else."""
+    """Return the frames per second of a loop that only decodes the file, as `dyno bench video` does."""
     from dyno.worker.video.opening import open_source, prepare_libraries
     from dyno.worker.video.options import VideoOptions
 
     prepare_libraries()
     source = open_source(video, VideoOptions(), gpu)
-    next(iter(source.read()))  # a GPU's decoder takes a while to start
+    next(iter(source.read()))  # a GPU's decoder is slow to start
     began = time.perf_counter()
     count = sum(1 for _ in source.read())
     return {"fps": count / (time.perf_counter() - began)}
@@ -243,7 +243,7 @@ def decoding(video: str, gpu: str) -> dict[str, float]:
 
 def device(video: str, folder: str, preload: str, frames: str, model: str, size: str, engine: str, gpu: str,
            batch: str, python: str, prepare: str, decode: str) -> dict[str, Any]:  # fmt: skip
-    """`dyno bench video` without an output; what it reached, and what inference alone does."""
+    """Run `dyno bench video` without an output; return its rate and that of inference alone."""
     import dyno
     from dyno.video import figures
     from dyno.worker.video.options import VideoOptions
@@ -261,7 +261,7 @@ def device(video: str, folder: str, preload: str, frames: str, model: str, size:
 
 
 def rounds(chosen: argparse.Namespace, scratch: str, video: str, threads: str) -> None:
-    """The loop and `dyno bench video`, in shuffled order in each round."""
+    """Run the loop and `dyno bench video` in each round, in shuffled order."""
     rates: dict[str, list[float]] = {"loop": [], "pipeline": []}
     shares, growths, errors = list[float](), list[float](), list[float]()
     model = exported(chosen.model, chosen.size, scratch)
@@ -288,7 +288,7 @@ def rounds(chosen: argparse.Namespace, scratch: str, video: str, threads: str) -
 
 
 def predictions(chosen: argparse.Namespace, scratch: str, video: str, threads: str) -> None:
-    """How far the prediction of each configuration is off."""
+    """Print the error of each configuration's prediction."""
     errors = []
     for number, (size, engine, streams, codec) in enumerate(CONFIGURATIONS):
         model, output = exported(chosen.model, str(size), scratch), f"{scratch}/out.mp4" if codec else ""
@@ -303,12 +303,12 @@ def predictions(chosen: argparse.Namespace, scratch: str, video: str, threads: s
 
 
 def shown_factors(found: dict[str, float]) -> str:
-    """Both factors of an error, as words."""
+    """Format both factors of an error."""
     return f"{found['cpu']:.2f}x the processor time, {100 * found['used']:.0f} % of the processors used"
 
 
 def environment() -> dict[str, str]:
-    """The checkout's own `dyno` for processes."""
+    """Return the environment of processes that use the checkout's own `dyno`."""
     import os
 
     return {**os.environ, "PYTHONPATH": str(ROOT / "src")}

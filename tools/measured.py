@@ -32,37 +32,37 @@ from dyno.formatting import format_number, markdown_table
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, str]
 MATRIX = "matrix-cpu"
-MOST_WORDS = 1200  # of a page's own text
+MOST_WORDS = 1200  # characters of a page's own text
 BLOCK = re.compile(r"(<!-- (table [^>]*|runs) -->\n).*?(<!-- end -->)", re.S)
 NUMBER = re.compile(r"(\*\*)?[-+]?[\d,.]+(e-?\d+)?( ?(x|s|ms|%))?\*{0,2}")
 
 
 class Book:
-    """The pages of one folder and the files that their tables are made of."""
+    """The pages of one folder and the data files of their tables."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.read: dict[str, list[Row]] = {}
 
     def rows(self, name: str) -> list[Row]:
-        """The rows of data/NAME.csv."""
+        """Return the rows of data/NAME.csv."""
         if name not in self.read:
             with (self.folder / "data" / f"{name}.csv").open(newline="", encoding="utf-8") as file:
                 self.read[name] = list(csv.DictReader(file))
         return self.read[name]
 
     def pages(self) -> list[Path]:
-        """Every page with its generated parts."""
+        """Return every page with generated parts."""
         return sorted(self.folder.glob("*.md"))
 
     def page(self, path: Path) -> str:
-        """The page's text with its tables as the files have them."""
+        """Return the page's text with its tables regenerated."""
         text = path.read_text(encoding="utf-8")
         used = [run for _, spec, _ in BLOCK.findall(text) if spec != "runs" for run in self.runs_of(spec)]
         return BLOCK.sub(lambda m: f"{m[1]}\n{self.block(m[2], used)}\n\n{m[3]}", text)
 
     def block(self, spec: str, used: list[str]) -> str:
-        """Return the text of one marker; `used` are the runs of the page."""
+        """Return the text of one marker; `used` are the page's runs."""
         if spec == "runs":
             return self.commands(used)
         _, name, *options = spec.split()
@@ -79,19 +79,19 @@ class Book:
         return plain(rows)
 
     def chosen(self, name: str, keys: Row) -> list[Row]:
-        """The rows of a file that `where` keeps."""
+        """Return the rows of a file that `where` selects."""
         column, _, value = keys.get("where", "").partition(":")
         return [row for row in self.rows(name) if not column or row[column] == value]
 
     def runs_of(self, spec: str) -> list[str]:
-        """The runs that a table's figures come from, each once."""
+        """Return the runs behind a table's figures, each once."""
         _, name, *options = spec.split()
         rows = self.chosen(name, dict(option.split("=", 1) for option in options))
         names = [f"matrix-{row['machine']}" if name == MATRIX else row.get("run", "") for row in rows]
         return list(dict.fromkeys(one for names_ in names for one in names_.split()))
 
     def commands(self, used: list[str]) -> str:
-        """Machine, date and command of the runs, and the machines in words."""
+        """Return the runs' machines in words, then each run's machine, date and command."""
         known = {row["run"]: row for row in self.rows("runs")}
         machines = {row["machine"]: row["what it is"] for row in self.rows("machines")}
         runs = [known[name] for name in dict.fromkeys(used) if name in known]
@@ -103,7 +103,7 @@ class Book:
         return "\n".join(lines)
 
     def matrix(self, rows: list[Row]) -> str:
-        """A line for each network, a column for each backend and precision, then what is wrong or failed and why."""
+        """Return a line per network with a column per backend and precision, then the problems with their reasons."""
         ways = ways_of(rows)
         notes = self.rows(f"{MATRIX}-notes")
         lines: dict[str, list[str]] = {}
@@ -129,7 +129,7 @@ class Book:
         return "\n".join([*parts, "", f"Of the list in benchmarks/matrix.py not run yet: {missing}."])
 
     def add(self, path: Path, machine: str, date: str, without: list[str]) -> None:
-        """Put the rows of a matrix.csv in place of what there is of the same networks."""
+        """Replace the rows of the networks in a matrix.csv by its rows."""
         with path.open(newline="", encoding="utf-8") as file:
             new = [{"machine": machine, "date": date, **row} for row in csv.DictReader(file)]
         new = [row for row in new if row["model"] not in without]
@@ -143,7 +143,7 @@ class Book:
             writer.writerows(rows)
 
     def problems(self) -> Iterator[str]:
-        """Pages that aren't what the files say or are too long, figures without a command, unused files."""
+        """Yield outdated or overlong pages, figures without a command, and unused files."""
         used: set[str] = set()
         runs: set[str] = {f"matrix-{row['machine']}" for row in self.rows(MATRIX)}
         known = {row["run"]: row for row in self.rows("runs")}
@@ -175,12 +175,12 @@ class Book:
 
 
 def run_line(runs: list[str]) -> str:
-    """The line under a table that names its runs."""
+    """Return the line under a table that names its runs."""
     return f"Run{'s' * (len(runs) > 1)}: {', '.join(f'`{one}`' for one in runs)}."
 
 
 def plain(rows: list[Row]) -> str:
-    """The rows as they are, numbers to the right."""
+    """Return the rows as a table, with numbers right-aligned."""
     columns = list(rows[0])
     right = [
         column != "run" and all(NUMBER.fullmatch(row[column]) for row in rows if row[column]) for column in columns
@@ -192,7 +192,7 @@ def plain(rows: list[Row]) -> str:
 
 
 def pivot(rows: list[Row], index: list[str], columns: list[str], cell: str) -> str:
-    """One line for each value of `index`, one column for each value of `columns`, both in the file's order."""
+    """Return a line per value of `index` and a column per value of `columns`, both in the file's order."""
     heads = list(dict.fromkeys(" ".join(row[c] for c in columns).strip() for row in rows))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
@@ -203,19 +203,19 @@ def pivot(rows: list[Row], index: list[str], columns: list[str], cell: str) -> s
 
 
 def way_of(row: Row) -> str:
-    """Backend and precision of a row of the matrix."""
+    """Return the backend and precision of a row of the matrix."""
     return f"{row['backend']} {row['precision']}".strip()
 
 
 def ways_of(rows: list[Row]) -> list[str]:
-    """Backends and precisions in which any network was tried, in the matrix's own order."""
+    """Return the backends and precisions tried with any network, in the matrix's order."""
     order = [f"{b} {p}" for b in ("pytorch", "onnxruntime", "openvino") for p in ("fp32", "fp16", "int8")]
     tried = {way_of(row) for row in rows if row["status"] != "skipped"}
     return [way for way in order if way in tried]
 
 
 def outcome(row: Row) -> str:
-    """How a row of the matrix ended, in a word or two."""
+    """Return the outcome of a row of the matrix, in a word or two."""
     if row["status"] != "ok":
         return row["status"]
     if row["outputs"] == "wrong outputs":
@@ -226,7 +226,7 @@ def outcome(row: Row) -> str:
 
 
 def cell(row: Row) -> str:
-    """One trial of the matrix: its time and error, or how it ended."""
+    """Format a trial of the matrix: its time and error, or its status."""
     if row["status"] != "ok":
         return row["status"]
     error = "" if row["output_error"] in ("", "nan") else f" ({float(row['output_error']):.0e})"
@@ -235,13 +235,13 @@ def cell(row: Row) -> str:
 
 
 def why(row: Row) -> str:
-    """The row's own words for what is wrong."""
+    """Return the row's own reason, or its output error."""
     said = row["reason"] if row["status"] != "ok" else row["verdict"]
     return said or f"wrong outputs: off by {float(row['output_error']):.1g} of their size"
 
 
 def is_older(row: Row, note: Row) -> bool:
-    """Whether a note on rows of before a day is on this one."""
+    """Return whether the row is older than the day of the note."""
     return bool(note["before"]) and note["model"] == row["model"] and row["date"] < note["before"]
 
 
@@ -255,7 +255,7 @@ def cause(row: Row, notes: list[Row]) -> str:
 
 
 def reasons(bad: list[Row], notes: list[Row]) -> Iterator[str]:
-    """A line for each network and cause: which rows, what they say, and what is known of it."""
+    """Yield a line for each network and cause: its rows, their messages, and the known cause."""
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in bad:
         said = found.setdefault((row["model"], cause(row, notes)), {})
@@ -266,7 +266,7 @@ def reasons(bad: list[Row], notes: list[Row]) -> Iterator[str]:
 
 
 def summary(rows: list[Row]) -> str:
-    """How many networks ended how, by backend and precision."""
+    """Return the number of networks per outcome, by backend and precision."""
     counts = {way: Counter(outcome(row) for row in rows if way_of(row) == way) for way in ways_of(rows)}
     ends = [end for end in ("reference", "right", "wrong") if any(count[end] for count in counts.values())]
     ends += sorted({end for count in counts.values() for end in count} - set(ends))
@@ -275,12 +275,12 @@ def summary(rows: list[Row]) -> str:
 
 
 def own_text(text: str) -> str:
-    """A page's text without what is generated and without code."""
+    """Return a page's text without generated parts and code."""
     return re.sub(r"^    .*$", "", BLOCK.sub("", text), flags=re.M)
 
 
 def main() -> int:
-    """Write the pages, or with --check say what is not as it should be."""
+    """Write the pages, or with --check print the problems."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit code 1 where something is not as it should be"

@@ -1,7 +1,7 @@
-"""The pictures of the documentation, made anew: python tools/pictures.py [FOLDER]
+"""Generate the documentation's pictures: python tools/pictures.py [FOLDER]
 
-FOLDER is docs/images if it is left out. Needs Chromium for the graph, and the extras that the tests need. What is
-measured for a picture is short, and no figure in it is a result.
+FOLDER defaults to docs/images. Needs Chromium for the graph, and the tests' extras. Measurements for a picture are
+short, and no figure in it is a result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ body > *:not(.layer-graph) { display: none; }
 
 
 def graph(out: Path, scratch: Path) -> None:
-    """ResNet-18 in PyTorch and in ONNX Runtime, layer beside layer."""
+    """Draw ResNet-18 in PyTorch and in ONNX Runtime, layer beside layer."""
     page = scratch / "pair.html"
     dyno.explain("torchvision:resnet18", "pytorch", "onnxruntime", rounds=1, runs=10, threads=1, seconds=0.3,
                  sizes=("128",), save=[page])  # fmt: skip
@@ -44,7 +44,7 @@ def graph(out: Path, scratch: Path) -> None:
 
 
 def video(out: Path, scratch: Path) -> None:
-    """A frame with its box, and the stages over time."""
+    """Draw a frame with its box, and the stages over time."""
     clip = moving_photos.write(scratch / "clip.mp4", moving_photos.pictures(FRAMES, HEIGHT, WIDTH))
     (scratch / "marker.py").write_text(moving_photos.MARKER_NET, encoding="utf-8")
     words = ["bench", "video", clip, "boxes.mp4", "--model", "marker.py:net", "--task", "detect", "--classes", "1",
@@ -56,7 +56,7 @@ def video(out: Path, scratch: Path) -> None:
     shutil.copy(next((scratch / "run/charts").glob("*video-timeline*.png")), out / "video-timeline.png")
 
 
-# Lines of the verdict in the README as the picture breaks them, each with parts of it and what these say.
+# Lines of the verdict in the README as the picture breaks them, each with its parts and their labels.
 READ = (
     ("", "resnet18 at size 64: fastest within the budget top1=1 is onnxruntime int8,",
      {"resnet18 at size 64": "model, image size", "budget top1=1": "allowed loss: 1 point",
@@ -75,17 +75,17 @@ READ = (
     ("", "ran in the requested type", {"the requested type": "the engine says so: INT8"}),
     ("next: ", "take it: dyno export runs/demo", {"dyno export runs/demo": "what to type now"}),
 )  # fmt: skip
-LETTER, LINE = 9.0, 50  # pixels of a letter and of a line with its labels
+LETTER, LINE = 9.0, 50  # pixels of a letter, and of a line with its labels
 TONES = ("#0072b2", "#b26a00", "#0b7a55")
 
 
 def verdict(out: Path, scratch: Path) -> None:
-    """The README's verdict with a label at each part."""
+    """Draw the README's verdict with a label at each part."""
     (out / "verdict.svg").write_text(draw_verdict((ROOT / "README.md").read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def draw_verdict(readme: str) -> str:
-    """Return the picture of how to read the verdict; ValueError for words that the README's verdict hasn't."""
+    """Return the picture of how to read the verdict; raise ValueError for words missing from the README."""
     printed = " ".join(readme.split())
     drawn = []
     for row, (head, text, labels) in enumerate(READ):
@@ -113,7 +113,7 @@ def draw_verdict(readme: str) -> str:
 
 
 def trimmed(picture: Path, out: Path) -> None:
-    """Without the plain border."""
+    """Write the picture without its plain border."""
     with Image.open(picture) as opened:
         whole = opened.convert("RGB")
     plain = Image.new("RGB", whole.size, whole.getpixel((whole.width - 1, whole.height - 1)))

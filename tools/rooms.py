@@ -1,4 +1,4 @@
-"""The rooms of the source and what each may import: the table that the gate holds the code to, and its page.
+"""Rooms of the source and their permitted imports: the table that a gate enforces, and its page.
 
 python tools/rooms.py          # write the generated part of docs/architecture.md
 python tools/rooms.py --check  # exit code 1 where the page isn't what the code is
@@ -16,13 +16,13 @@ SRC = ROOT / "src"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
 
-# What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
+# Parts of the worker that the host may use: shared data, backends' declarations, and the hash of a model's own code.
 BORDER = (
     "facts spec inspection record backend registry tasks plugins system extras jobs.turns training.options "
     "video.options serving.options serving.rates option_values nets.local_code"
 )
 
-# Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
+# Room -> rooms that it may import, within its own tree; imports never point upwards, not even inside functions.
 HOST = {
     "formatting": "",
     "table": "formatting",
@@ -83,7 +83,7 @@ WORKER = {
     "numerics backends tasks measure evaluation video serving journal",
     "main": "facts spec record backend registry system training snippets jobs journal",
 }
-# What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
+# Further worker modules for single rooms of the host: pure functions that both sides must do alike.
 PURE = "facts spec record option_values extras plugins system tasks jobs.turns numerics.closeness serving.rates"
 BESIDES = {
     "dyno.results": PURE,
@@ -94,7 +94,7 @@ BESIDES = {
     "dyno.layers": f"{BORDER} numerics.closeness",
     "dyno.regression": f"{BORDER} numerics.closeness",
     "dyno.data": "facts.json_values spec record extras plugins inputs.specs",
-    # `dyno doctor` names what is broken of every kind that a plug-in may bring.
+    # `dyno doctor` lists the broken plug-ins of every kind.
     "dyno.cli": f"{BORDER} snippets nets.huggingface",
     "dyno.study": f"{BORDER} nets.models nets.saved_modules nets.checkpoint nets.huggingface inputs.specs "
     "inputs.modules sessions.torch_support",
@@ -106,7 +106,7 @@ def _named(root: str, rooms: str) -> tuple[str, ...]:
 
 
 def may_import() -> dict[str, tuple[str, ...]]:
-    """Room -> prefixes of what it may import of dyno; the longest prefix of a module decides."""
+    """Return for each room the dyno prefixes that it may import; a module's longest prefix decides."""
     rules = {"dyno.__main__": ("dyno.cli",), "dyno": (*_named("dyno", "api evaluation results"), "dyno.worker.spec")}
     rules["dyno"] += _named("dyno", "layers video serving training regression packs")
     for room, below in HOST.items():
@@ -121,7 +121,7 @@ def may_import() -> dict[str, tuple[str, ...]]:
 
 
 def rooms() -> Iterator[tuple[str, Path]]:
-    """Each room's dotted name and its folder or file."""
+    """Yield each room's dotted name and its folder or file."""
     for root, names in (("dyno", HOST), ("dyno.worker", WORKER)):
         for name in names:
             place = SRC.joinpath(*root.split("."), *name.split("."))
@@ -129,7 +129,7 @@ def rooms() -> Iterator[tuple[str, Path]]:
 
 
 def what_it_is(place: Path) -> str:
-    """The first sentence of the room's docstring."""
+    """Return the first paragraph of the room's docstring."""
     file = place / "__init__.py" if place.is_dir() else place
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n")[0].split())
@@ -146,7 +146,7 @@ def _list(root: str, names: dict[str, str]) -> Iterator[str]:
 
 
 def generated() -> str:
-    """The picture and the lists."""
+    """Return the picture and the lists."""
     arrows = [
         f"  {room} --> {below}" for room, names in HOST.items() for below in _nearest(names) if "." not in room + below
     ]
@@ -158,13 +158,13 @@ def generated() -> str:
 
 
 def _nearest(names: str) -> list[str]:
-    """Of the rooms below, those that aren't reached by way of another one of them."""
+    """Return the rooms below that no other one of them imports."""
     below = names.split()
     return [one for one in below if not any(one in HOST.get(other, "").split() for other in below)]
 
 
 def main() -> int:
-    """Write the page's generated part, or with --check say whether it is up to date."""
+    """Write the page's generated part, or with --check return 1 if it is outdated."""
     text = PAGE.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
     page = f"{head}{BEGIN}\n\n{generated()}\n\n{END}{rest.partition(END)[2]}"

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs that make the documentation's site out of what the repository has: `mkdocs build --strict`.
+"""Hooks of mkdocs that build the documentation's site from the repository: `mkdocs build --strict`.
 
 The first page is the README. The references are made from the code: commands from what `--help-all` prints, Python from
 docstrings, keys of a study file from its options, tables and columns from their descriptions, and JSON files from the
@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md",
          "CHANGELOG.md": "changelog.md"}  # fmt: skip
-NOTES = sorted((ROOT / "benchmarks/results").glob("*.md"))  # to which docs/results.md links; not in the menu
+NOTES = sorted((ROOT / "benchmarks/results").glob("*.md"))  # linked from docs/results.md, not in the menu
 PAGES |= {note.relative_to(ROOT).as_posix(): f"results/{note.name}" for note in NOTES}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
-WIDTH = "86"  # columns of help: what a code block shows on a screen of 1,280 px without scrolling
-SHIM = "https://unpkg.com/iframe-worker/shim"  # by which the search works in pages that are opened from a folder
+WIDTH = "86"  # columns of help that a code block shows on a screen of 1,280 px without scrolling
+SHIM = "https://unpkg.com/iframe-worker/shim"  # lets the search work in pages opened from a folder
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -46,7 +46,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Return the page with links that lead to pages of the site, wherever in the repository its text is from."""
+    """Return the page with its links pointing to the site's pages."""
     return linked(markdown, page.file.src_uri)
 
 
@@ -65,7 +65,7 @@ def _with_own_shim(html: str, folder: str) -> str:
 
 
 def linked(markdown: str, page: str) -> str:
-    """Return the text of a page of the site with its links relative to where it is now."""
+    """Return the text of a page with its links relative to its place on the site."""
     sources = {shown: source for source, shown in PAGES.items()}
     folder = posixpath.dirname(sources.get(page, f"docs/{page}"))
 
@@ -113,14 +113,14 @@ def _leaves(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
 
 
 def python() -> str:
-    """Return the names of the package, by where each is defined."""
+    """Return the public names of the package, each by the module that defines it."""
     import dyno
 
     lines = ["# Python", "", "What `import dyno` has. [From Python](../python.md) shows how these go together.", ""]
     for name in dyno.__all__:
         one = getattr(dyno, name)
         place = f"{one.__module__}.{one.__qualname__}"
-        if one is dyno.Study:  # whose docstring is made of its fields, which mkdocstrings doesn't see
+        if one is dyno.Study:  # its docstring is made of its fields, which mkdocstrings doesn't see
             lines += [f"::: {place}", "    options:", "      members: false", "", *_fields(one)]
             lines += [f"::: {place}.run", "    options:", "      heading_level: 3", ""]
         else:
@@ -206,7 +206,7 @@ def records() -> str:
 
 
 def _parts_of(*kinds: Any) -> list[Any]:
-    """Return the dataclasses and all that their fields are made of, each once, in reading order."""
+    """Return the dataclasses and all types of their fields, each once, in reading order."""
     found: dict[Any, None] = {}
 
     def add(kind: Any) -> None:
@@ -234,7 +234,7 @@ def _described(kind: Any) -> Iterator[str]:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    """Return the default of a field, "" for an empty one and "required" for none."""
+    """Return a field's default, "" for an empty one and "required" if there is no default."""
     if field.default is dataclasses.MISSING:
         return "required" if field.default_factory is dataclasses.MISSING else ""
     plain = isinstance(field.default, str | int | float) and field.default != ""

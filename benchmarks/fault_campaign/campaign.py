@@ -1,4 +1,4 @@
-"""What a campaign has at hand: commands under watch, and a list of what was found wrong."""
+"""The state of a fault campaign: watched commands, and a list of failures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import Any
 import preloaded
 from watched import Watch
 
-LIMIT_S = 300.0  # a command that takes longer hangs
-MOST_MEMORY = 6 << 30  # bytes that a process may write to: a file that asks for more must not end the machine
+LIMIT_S = 300.0  # a command that takes longer counts as hanging
+MOST_MEMORY = 6 << 30  # bytes that a process may allocate, so that a greedy file can't exhaust the machine's memory
 CODES = (0, 1, 2, 3)
 INTERNAL = re.compile(
     r"\b(Attribute|Type|Key|Index|Name|Assertion|UnboundLocal|Recursion|ZeroDivision|Unicode\w*)Error\b"
@@ -36,10 +36,10 @@ threads = 1
 
 @dataclass
 class Campaign:
-    """What is under test, by chance that can be repeated, and what was found wrong.
+    """Commands under test, a seeded random generator, and the failures found.
 
     With `server`, the socket of `tests/preloaded.py`, commands and their jobs are forked from a process that has the
-    libraries imported. `expected` is what commands start, unpickle and run when their files are whole.
+    libraries imported. `expected` is what commands start, unpickle and run on whole files.
     """
 
     folder: Path
@@ -52,22 +52,22 @@ class Campaign:
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         self._reading = threading.Lock()
-        self.marker = self.folder / "executed"  # what a planted file leaves where its code is run
+        self.marker = self.folder / "executed"  # created when a planted file's code runs
 
     def environment(self, cache: Path | None = None) -> dict[str, str]:
-        """Of commands: a separate cache, and the watch."""
+        """Return the environment of commands: a separate cache, and the watch."""
         own = {"DYNO_CACHE": str(cache or self.folder / "cache"), "COLUMNS": "200"}
         return {**os.environ, **(self.watch.env if self.watch else {}), **own}
 
     def start(self, *words: object, **how: Any) -> subprocess.Popen[str]:
-        """The command line in a process that is started, not forked: one to be killed or bounded."""
+        """Start the command line as a new process (not forked), to be killed or limited."""
         how.setdefault("env", self.environment())
         command = [sys.executable, "-m", "dyno", *map(str, words)]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, cwd=self.folder, text=True, errors="replace", **pipes, **how)
 
     def run(self, what: str, *words: object, cache: Path | None = None) -> tuple[int, str, str]:
-        """The command line, to its end: exit code and what it printed; see `ended`."""
+        """Run the command line to its end; return exit code and output, see `ended`."""
         if not self.server:
             return self.ended(self.start(*words, env=self.environment(cache)), what)
         try:
@@ -78,13 +78,13 @@ class Campaign:
         return self.judged(what, done.returncode, done.stdout, done.stderr)
 
     def prepare(self, *words: object, cache: Path | None = None) -> None:
-        """A command whose files are to be changed; one that doesn't end well ends the campaign."""
+        """Run a command that makes files for later changes; raise RuntimeError if it fails."""
         code, _, err = self.run("in preparation", *words, cache=cache)
         if code:
             raise RuntimeError(f"dyno {' '.join(map(str, words))} ends with exit code {code}: {err}")
 
     def ended(self, process: subprocess.Popen[str], what: str) -> tuple[int, str, str]:
-        """Exit code and what it printed; a hang, a traceback or a death by a signal is kept as wrong."""
+        """Wait for the process; return exit code and output. A hang, a traceback or death by a signal is recorded."""
         try:
             out, err = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -95,7 +95,7 @@ class Campaign:
         return self.judged(what, process.returncode, out, err)
 
     def judged(self, what: str, code: int, out: str, err: str) -> tuple[int, str, str]:
-        """The same; how a command must not end is kept as wrong."""
+        """Return exit code and output; record a forbidden ending in `wrong`."""
         last = (err.strip().splitlines() or [""])[-1]
         if "Traceback" in out + err or code not in CODES:
             self.wrong.append(f"{what}: exit code {code}: {last}")
@@ -112,23 +112,23 @@ class Campaign:
         return code, out, err
 
     def kept(self) -> Path:
-        """The folder for files that broke something."""
+        """Return the folder for files that caused a failure."""
         folder = self.folder / "wrong"
         folder.mkdir(exist_ok=True)
         return folder
 
     def noted(self) -> set[str]:
-        """What was looked up, started, unpickled and run since it was last asked, less what changes from run to run."""
+        """Return the watched events since the last call, without the parts that vary between runs."""
         found = set()
         for path in self.watch.notes() if self.watch else ():
             with self._reading, suppress(FileNotFoundError):
-                taken = path.rename(path.with_name(path.name + ".read"))  # its writer opens it anew for each line
+                taken = path.rename(path.with_name(path.name + ".read"))  # the writer reopens it for each line
                 kind = path.name.rpartition(".")[2]
                 found |= {f"{kind}: {_lasting(line)}" for line in taken.read_text(errors="replace").splitlines()}
         return found
 
     def unexpected(self, what: str) -> None:
-        """What has happened beyond the expected is kept as wrong."""
+        """Record events beyond the expected ones in `wrong`."""
         self.wrong += [f"{what}: {line}" for line in sorted(self.noted() - self.expected)]
 
 
@@ -138,7 +138,7 @@ def _lasting(line: str) -> str:
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """What is started meanwhile may write to so much memory."""
+    """Limit the memory of processes started within the block to MOST_MEMORY bytes."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, before[1]))
     try:

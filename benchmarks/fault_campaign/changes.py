@@ -1,4 +1,4 @@
-"""What is done to a file: bytes of any, values of those whose format is known, and code that must never run."""
+"""Mutations of files: bytes of any file, values of known formats, and planted code that must never run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LITERALS = [
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:
-    """The content cut, doubled in part, with brackets in it, made of other bytes, or with some bytes changed."""
+    """Return the content truncated, doubled in part, with brackets inserted, replaced, or with some bytes changed."""
     kind = chance.randrange(6)
     at = chance.randrange(len(content) + 1)
     if kind == 0:
@@ -51,7 +51,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 
 
 def retyped(content: bytes, chance: random.Random) -> bytes:
-    """A JSON document in which one value, anywhere, is another one, or is gone."""
+    """Return a JSON document with one value, anywhere, replaced or removed."""
     document = json.loads(content)
     places: list[tuple[Any, Any]] = []
 
@@ -71,14 +71,14 @@ def retyped(content: bytes, chance: random.Random) -> bytes:
 
 
 def retold(content: bytes, chance: random.Random) -> bytes:
-    """A text in which one word or number is another one."""
+    """Return a text with one word or number replaced."""
     words = list(re.finditer(rb"[\w.+-]+", content))
     word = chance.choice(words)
     return content[: word.start()] + chance.choice(TOKENS) + content[word.end() :]
 
 
 def reset(content: bytes, chance: random.Random) -> bytes:
-    """A TOML file in which one key has another value, or another name."""
+    """Return a TOML file with one key's value or name changed."""
     lines = content.decode().splitlines()
     at = chance.choice([number for number, line in enumerate(lines) if " = " in line])
     key, _, value = lines[at].partition(" = ")
@@ -87,7 +87,7 @@ def reset(content: bytes, chance: random.Random) -> bytes:
 
 
 def rearranged(content: bytes, chance: random.Random) -> bytes:
-    """An .npz file in which one array has other values, another type or shape, holds objects, or is gone."""
+    """Return an .npz file with one array removed, or with other values, type, shape or objects."""
     with np.load(io.BytesIO(content)) as stored:
         arrays: dict[str, Any] = dict(stored)
     name = chance.choice(sorted(arrays))
@@ -115,14 +115,14 @@ def rearranged(content: bytes, chance: random.Random) -> bytes:
 
 
 class Payload:
-    """An object whose pickle runs a command where it is read."""
+    """An object whose pickle runs a command when it is loaded."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.system, ("touch executed",)
 
 
 def planted(content: bytes, chance: random.Random) -> bytes:
-    """A pickle that runs a command, bare or in place of the pickle in a file of torch.save."""
+    """Return a pickle that runs a command, bare or in place of the pickle in a torch.save file."""
     pickled = pickle.dumps({"weight": Payload()}, protocol=chance.choice((0, 2, 4)))
     if chance.random() < 0.3 or not zipfile.is_zipfile(io.BytesIO(content)):
         return pickled
@@ -134,7 +134,7 @@ def planted(content: bytes, chance: random.Random) -> bytes:
 
 
 def inside_zip(content: bytes, chance: random.Random) -> bytes:
-    """A zip file of which one file, chosen anew, is mutated; its checksums are right again."""
+    """Return a zip file with one member mutated; its checksums are valid."""
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as source, zipfile.ZipFile(made, "w") as target:
         names = source.namelist()
@@ -146,7 +146,7 @@ def inside_zip(content: bytes, chance: random.Random) -> bytes:
 
 
 def reheaded(content: bytes, chance: random.Random) -> bytes:
-    """A .safetensors file whose header is retyped, or tells a wrong length."""
+    """Return a .safetensors file with a retyped header or a wrong header length."""
     length = int.from_bytes(content[:8], "little")
     header = retyped(content[8 : 8 + length], chance)
     told = len(header) if chance.random() < 0.7 else chance.choice((0, 1, 1 << 40, (1 << 64) - 1))
@@ -154,11 +154,11 @@ def reheaded(content: bytes, chance: random.Random) -> bytes:
 
 
 def regraphed(content: bytes, chance: random.Random) -> bytes:
-    """An ONNX file in which one field, anywhere, has another value, is gone or is there twice."""
+    """Return an ONNX file with one field, anywhere, changed, removed or duplicated."""
     import onnx
 
     model = onnx.load_from_string(content)
-    fields: list[tuple[Any, Any]] = []  # messages with one of their fields
+    fields: list[tuple[Any, Any]] = []  # pairs of a message and one of its fields
 
     def collect(message: Any) -> None:
         for field, value in message.ListFields():
@@ -187,6 +187,6 @@ def regraphed(content: bytes, chance: random.Random) -> bytes:
         options: list[Any] = others.get(type(value), numbers)
         try:
             setattr(message, field.name, chance.choice(options))
-        except ValueError:  # out of the range of the field's type
+        except ValueError:  # beyond the range of the field's type
             message.ClearField(field.name)
     return bytes(model.SerializeToString())

@@ -1,4 +1,4 @@
-"""Studies, images and labels: what a user hands to a study."""
+"""User data of a study: study files, images and labels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MORE = 'precisions = ["fp32"]\nbatches = [1]\nsizes = [8]\nmean = [0.5]\nstd = [
 
 
 def subjects(campaign: Campaign) -> Iterator[Subject]:
-    """Study files, images of each format, and the labels of each format of data sets."""
+    """Yield study files, images of each format, and the labels of each data set format."""
     folder = campaign.folder / "data"
     folder.mkdir()
     study = folder / "study.toml"
@@ -73,7 +73,7 @@ def _labels(folder: Path) -> Iterator[Subject]:
 
 
 def _flat(folder: Path) -> Iterator[Subject]:
-    """ImageNet's images in one folder, with a list of their classes."""
+    """Write ImageNet's images into one folder, with a list of their classes."""
     from PIL import Image
 
     flat, sorted_into = folder / "flat", folder / "sorted"

@@ -1,4 +1,4 @@
-"""Model files and weights, each timed for a moment by what reads it."""
+"""Model files and weights, each read and timed briefly by a command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.fault_campaign.mutations import Subject
 from benchmarks.fault_campaign.stored import SHORT, write_onnx
 
 NET = "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, 4))\n"
-TOGETHER = 5  # files of a command
+TOGETHER = 5  # number of files of a command
 LOG = """[I] === Performance summary ===
 [I] Throughput: 900.5 qps
 [I] Latency: min = 1.0 ms, max = 2.0 ms, mean = 1.1 ms, median = 1.1 ms, percentile(90%) = 1.2 ms
@@ -34,7 +34,7 @@ LOG = """[I] === Performance summary ===
 
 
 def subjects(campaign: Campaign) -> Iterator[Subject]:
-    """Files of engines, checkpoints, and what is given beside a model."""
+    """Yield engine files, checkpoints, and the files that accompany a model."""
     folder = campaign.folder / "models"
     made = folder / "out"
 
@@ -59,7 +59,7 @@ def subjects(campaign: Campaign) -> Iterator[Subject]:
 
 
 def unrunnable(campaign: Campaign) -> Iterator[Subject]:
-    """TensorRT's engines and trtexec's logs where there is no TensorRT: nothing but a line, whatever they hold."""
+    """Yield TensorRT engines and trtexec logs for a machine without TensorRT: any content must end in one line."""
     made = campaign.folder / "models" / "out"
     file = campaign.folder / "models" / "m.engine"
     file.write_bytes(b"ftrt" + bytes(range(256)) * 40)
@@ -72,7 +72,7 @@ def unrunnable(campaign: Campaign) -> Iterator[Subject]:
 
 
 def _beside(folder: Path, made: Path) -> Iterator[Subject]:
-    """External weights, arrays for described inputs and arrival times."""
+    """Yield external weights, arrays for described inputs, and arrival times."""
     import onnx
 
     outside = write_onnx(folder / "outside.onnx")

@@ -1,4 +1,4 @@
-"""Files in which something is wrong, read by commands: each of these ends by itself, in order or in a line."""
+"""Mutated files read by commands: each command must end by itself, successfully or with one line."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Words = Sequence[Any]
 
 @dataclass
 class Subject:
-    """One kind of file, with as many of it as a command reads, and the commands that do (`reads`).
+    """A kind of file, the files that one command reads, and the commands that read them (`reads`).
 
-    Of the commands the first is run in each turn, and one of the others in every fourth. `made` is what they leave
-    behind: it is removed, so that each command begins anew. `share` is how many files the kind has to others' one.
+    Each turn runs the first command; every fourth turn also another one. `made` lists the commands' output, removed so
+    that each command starts afresh. `share` is the kind's number of files relative to other kinds.
     """
 
     kind: str
@@ -35,8 +35,8 @@ class Subject:
     changes: Sequence[Change]
     share: int = 1
     made: Sequence[Path] = ()
-    kept: Path | None = None  # a folder that commands change, and that is put back after each
-    cache: Path | None = None  # of its commands, in place of the campaign's
+    kept: Path | None = None  # a folder that commands change, restored after each
+    cache: Path | None = None  # cache of its commands, in place of the campaign's
     ended: Counter[str] = field(default_factory=Counter)
     turns: int = 0
     seconds: float = 0.0
@@ -44,24 +44,24 @@ class Subject:
     def __post_init__(self) -> None:
         self.whole = {path: path.read_bytes() for path in self.files}
         self._copy = self.kept.with_name(f"{self.kept.name}.kept") if self.kept else None
-        if self.kept and self._copy and not self._copy.exists():  # which kinds of files may share
+        if self.kept and self._copy and not self._copy.exists():  # a copy that several kinds of files may share
             shutil.copytree(self.kept, self._copy)
 
     def commands(self, files: Sequence[Path]) -> Sequence[Words]:
-        """The commands that read these files; fixed ones read them all."""
+        """Return the commands that read these files; a fixed list reads all files."""
         return self.reads(files) if callable(self.reads) else self.reads
 
     def of_turn(self, files: Sequence[Path], turn: int) -> list[Words]:
-        """The first of the commands, and in every fourth turn another one."""
+        """Return the first command, and in every fourth turn another one."""
         first, *others = self.commands(files)
         return [first, others[turn // 4 % len(others)]] if others and turn % 4 == 0 else [first]
 
     def place(self, folder: Path) -> str:
-        """The folder there that all of it lies in: kinds of one place are read one after the other."""
+        """Return the folder below `folder` that holds the subject; subjects of one folder run one after the other."""
         return self.files[0].relative_to(folder).parts[0]
 
     def put_back(self) -> None:
-        """Everything as it was before."""
+        """Restore all files and remove the commands' output."""
         for path in self.made:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         if self.kept and self._copy:
@@ -72,8 +72,8 @@ class Subject:
 
 
 def learn(campaign: Campaign, subjects: Iterable[Subject]) -> list[Subject]:
-    """Run every command on whole files: what it starts, unpickles and runs is expected. A kind that whole files of
-    don't end well is wrong, and left out."""
+    """Run every command on whole files: what it starts, unpickles and runs is expected. Return the subjects that end
+    well; record the others in `wrong`."""
     learnt, good = set[str](), list[Subject]()
     for subject in subjects:
         before = len(campaign.wrong)
@@ -90,7 +90,7 @@ def learn(campaign: Campaign, subjects: Iterable[Subject]) -> list[Subject]:
 
 
 def mutate(campaign: Campaign, subjects: Sequence[Subject], count: int, beside: int = 1) -> str:
-    """Change each file in one place, run `beside` commands at a time, and count how they end, in a sentence."""
+    """Change each file in one place, run `beside` commands at a time, and return counts of their endings."""
     shares = sum(subject.share for subject in subjects)
     wanted = {subject.kind: -(-count * subject.share // shares) for subject in subjects}
     busy, choosing = set[str](), threading.Lock()
@@ -120,10 +120,10 @@ def mutate(campaign: Campaign, subjects: Sequence[Subject], count: int, beside: 
 
 
 def _turn(campaign: Campaign, subject: Subject, most: int) -> None:
-    """Change one file, or some of several, and have them read; where that ends badly, or early, each alone."""
+    """Change and read one file, or some of several; after a bad or early end, read each changed file alone."""
     turn, subject.turns = subject.turns, subject.turns + 1
     chance = random.Random(f"{campaign.seed} {subject.kind} {turn}")
-    count = min(most, 1 + len(subject.files) // 2)  # what is whole keeps a command from ending before the rest is read
+    count = min(most, 1 + len(subject.files) // 2)  # whole files keep a command from ending before it has read the rest
     chosen = chance.sample(list(subject.files), min(count, len(subject.files)))
     changed = {path: chance.choice(subject.changes)(subject.whole[path], chance) for path in chosen}
     if len(changed) > 1:
@@ -136,7 +136,7 @@ def _turn(campaign: Campaign, subject: Subject, most: int) -> None:
         subject.ended[END[max(codes)]] += 1
 
 
-BAD = 99  # after the exit codes
+BAD = 99  # beyond the exit codes
 END = {
     0: "ended well", 1: "over the budget", 2: "one line and exit code 2", 3: "failed rows and exit code 3",
     BAD: "wrong",
@@ -144,7 +144,7 @@ END = {
 
 
 def _read(campaign: Campaign, subject: Subject, changed: dict[Path, bytes], words: Words, turn: int) -> int:
-    """The command's exit code, or `BAD`, whose files are kept."""
+    """Return the command's exit code, or `BAD` with its files kept."""
     for path, content in changed.items():
         path.write_bytes(content)
     begin = time.monotonic()

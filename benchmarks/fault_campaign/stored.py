@@ -1,4 +1,4 @@
-"""What Dyno stored and reads again: run folders, the cache, self-tests, explained pairs."""
+"""Files that Dyno stores and reads again: run folders, the cache, self-tests, explained pairs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMES = [1.01e-3, 1.02e-3, 1.03e-3]
 
 
 def subjects(campaign: Campaign) -> Iterator[Subject]:
-    """Every kind of file in a run folder, read by what shows it; then what a study or a job reads back."""
+    """Yield every kind of file in a run folder, then the files that a study or a job reads back."""
     run = campaign.folder / "stored" / "run"
     shutil.copytree(ROOT / "tests/golden/run", run)
     _more(run, campaign.folder / "stored")
@@ -61,7 +61,7 @@ def _status(record: Path) -> str:
 
 
 def _more(run: Path, beside: Path) -> None:
-    """Files that the stored run lacks, and three more of each of its trials, at other batches."""
+    """Add the files that the stored run lacks, and three copies of each trial at other batches."""
     for trial in sorted((run / "trials").iterdir()):
         for copy, letter in enumerate("abc", 1):
             other = trial.with_name(f"{letter}{trial.name[1:]}")
@@ -93,7 +93,7 @@ def _more(run: Path, beside: Path) -> None:
 
 
 def _continued(campaign: Campaign) -> Iterator[Subject]:
-    """A study that goes on in a folder where something is wrong."""
+    """Yield the files of a study that continues in a damaged folder."""
     run = campaign.folder / "continued" / "run"
     again = [*FAKE, "--out", run]
     campaign.prepare(*again)
@@ -108,7 +108,7 @@ def _continued(campaign: Campaign) -> Iterator[Subject]:
 
 
 def _kept(campaign: Campaign) -> Iterator[Subject]:
-    """What the cache keeps: a self-test, and a pair that was explained."""
+    """Yield cached files: a self-test and an explained pair."""
     place = campaign.folder / "kept"
     place.mkdir()
     cache = place / "cache"
@@ -138,7 +138,7 @@ def _kept(campaign: Campaign) -> Iterator[Subject]:
 
 
 def _self_test() -> StoredSelfTest:
-    """A self-test as a machine keeps it."""
+    """Return a self-test as a machine stores it."""
     pairs = (ProcessPair(0.0, (0.001, -0.001, 0.002)), ProcessPair(0.02, (0.021, 0.019, 0.02)))
     rounds = tuple(TestRound(1e-3, pairs, 0.1, 0.0, (3000.0, 3000.0)) for _ in range(5))
     versions = {"numpy": "2.0"}
@@ -157,7 +157,7 @@ def _self_test() -> StoredSelfTest:
 
 
 def write_onnx(path: Path, size: int = 8) -> Path:
-    """A small ONNX file of a convolution and a classifier, of batch 2."""
+    """Write a small ONNX file of a convolution and a classifier, at batch 2."""
     import numpy as np
     from onnx import TensorProto, helper, numpy_helper, save
 

@@ -1,4 +1,4 @@
-"""What happens around a study: kills, a full disk, a second study, a clock that is set back, folders that are kept."""
+"""Faults around a study: kills, a full disk, concurrent studies, a clock set back, read-only folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.fault_campaign.campaign import STUDY, Campaign
 
 from dyno.results.files import read_npz
 
-# The C library's clock goes back a year at that second of the monotonic one, for the process and all that it starts.
+# Sets the C library's clock back a year at a given second of the monotonic clock, for a process and its children.
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -57,7 +57,7 @@ DROP_FROM_BOUNDING_SET = 24  # prctl's PR_CAPBSET_DROP
 
 
 def good(run: Path) -> dict[str, bytes]:
-    """Records of the run that ended well, by their place."""
+    """Return the run's successful records, by relative path."""
     found = {}
     for path in run.glob("trials/*/r*/record.json"):
         content = path.read_bytes()
@@ -67,8 +67,8 @@ def good(run: Path) -> dict[str, bytes]:
 
 
 def not_whole(run: Path) -> Iterator[str]:
-    """What a finished study lacks: each of two trials has three rounds that ended well, with samples that can be
-    read."""
+    """Yield the defects of a finished study: two trials should have three successful rounds each, with readable
+    samples."""
     records = good(run)
     if len(records) != 6:
         yield f"{run.name}: {len(records)} of 6 rounds are there"
@@ -79,7 +79,7 @@ def not_whole(run: Path) -> Iterator[str]:
 
 
 def kills(campaign: Campaign, count: int) -> str:
-    """Kill parents and workers at random moments; what it came to, in a sentence."""
+    """Kill parents and workers at random moments; return the outcome in a sentence."""
     whom: Counter[str] = Counter()
     number = 0
     study = campaign.folder / "study.toml"
@@ -110,7 +110,7 @@ def kills(campaign: Campaign, count: int) -> str:
 
 
 def _strike(campaign: Campaign, process: subprocess.Popen[str], whole_s: float) -> str:
-    """Wait for a random moment of a study that takes so long, and kill the command or a worker; who it was."""
+    """Wait for a random moment within `whole_s`, kill the command or a worker, and return the victim's name."""
     parent, of_a_worker = psutil.Process(process.pid), campaign.chance.random() < 0.5
     time.sleep(campaign.chance.uniform(0, whole_s))
     while process.poll() is None:
@@ -126,7 +126,7 @@ def _strike(campaign: Campaign, process: subprocess.Popen[str], whole_s: float) 
 
 
 def full_disk(campaign: Campaign, powers: Iterable[int] = range(0, 18, 2)) -> str:
-    """Every power of two at which a file may stop to grow; what it came to, in a sentence."""
+    """Limit the size of files to each power of two in turn; return the outcome in a sentence."""
     ended: Counter[int] = Counter()
     words = ["run", campaign.folder / "study.toml", "--rounds", 1, "--out"]
     for power in powers:
@@ -145,14 +145,14 @@ def full_disk(campaign: Campaign, powers: Iterable[int] = range(0, 18, 2)) -> st
 
 def _limited(most: int) -> Callable[[], None]:
     def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails with EFBIG then, as a full disk's does
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write then fails with EFBIG, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
     return limit
 
 
 def two_studies(campaign: Campaign, times: int = 3) -> str:
-    """The same study, and another one, into one folder at the same moment: one measures, the others are refused."""
+    """Start the same study twice, and another, in one folder at once: one measures, the others must be refused."""
     other = campaign.folder / "other.toml"
     other.write_text(STUDY.replace("latency_ms=0.2", "latency_ms=0.3"))
     refused = 0
@@ -174,7 +174,7 @@ def two_studies(campaign: Campaign, times: int = 3) -> str:
 
 
 def clock_set_back(campaign: Campaign) -> str:
-    """The clock goes back a year in the middle of a study, whose earlier files are of the future then."""
+    """Set the clock back a year in mid-study, so that earlier files lie in the future."""
     source, shim = campaign.folder / "clock.c", campaign.folder / "clock.so"
     source.write_text(CLOCK)
     compiler = shutil.which("gcc") or shutil.which("cc")
@@ -204,7 +204,7 @@ def clock_set_back(campaign: Campaign) -> str:
 
 
 def read_only(campaign: Campaign) -> str:
-    """Folders that may not be written to: what reads goes on, what writes ends in a line."""
+    """Run commands on read-only folders: readers must succeed, writers must end with one line."""
     run, place = campaign.folder / "kept_run", campaign.folder / "closed"
     study = campaign.folder / "study.toml"
     campaign.prepare("run", study, "--out", run)
@@ -235,7 +235,7 @@ def read_only(campaign: Campaign) -> str:
 
 
 def _obey_permissions() -> None:
-    """Take from root what makes it ignore them."""
+    """Drop the capabilities by which root ignores permissions."""
     if os.geteuid() == 0:
         for capability in CAPABILITIES_TO_IGNORE_PERMISSIONS:
             ctypes.CDLL(None).prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
