@@ -1,4 +1,4 @@
-"""Outputs beyond a precision's tolerance: what is wrong, and what is only rounding."""
+"""Outputs beyond a precision's tolerance: wrong results told apart from rounding."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def _run(folder: Path, *ways: Way) -> Results:
 
 
 def _change(trial: TrialResult, change: Any) -> None:
-    """Rewrite what a trial's rounds stored: by a function of it, to an array, or to several outputs by name."""
+    """Rewrite the outputs stored by a trial's rounds: by a function, to an array, or to several named outputs."""
     for path in [stored.folder / "outputs.npz" for stored in trial.rounds]:
         arrays = dict(np.load(path))
         new = change(arrays["output:output"]) if callable(change) else change
@@ -35,7 +35,7 @@ def _change(trial: TrialResult, change: Any) -> None:
 
 
 def _judge(folder: Path, precision: str, own: Any, reference: Any = lambda a: a, finite: bool = False) -> Correctness:
-    """How the changed outputs of an engine agree with its reference's; with `finite` records say which are finite."""
+    """Return the agreement of an engine's changed outputs with its reference's; `finite` records which are finite."""
     for trial, change in zip(_run(folder, Way("onnxruntime", precision, 0.001)), (reference, own), strict=True):
         _change(trial, change)
         for path in [stored.folder / "record.json" for stored in trial.rounds] if finite else ():
@@ -75,7 +75,7 @@ def test_one_input_that_takes_another_branch_is_enough_in_fp32(tmp_path: Path) -
 
 def test_the_task_decides_between_the_two_limits(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    # Noise of a fifth of the outputs' size that leaves every class where it is, then noise that moves them.
+    # Noise of a fifth of the outputs' size that keeps every class, then noise that changes classes.
     noise = lambda a: (a * (1 + 0.25 * rng.choice([-1, 1], (len(a), 1)))).astype(np.float32)  # noqa: E731
     held = _judge(tmp_path / "run", "int8", noise)
     assert held.ok and 0.1 < held.error < 0.6 and held.changed == 0
@@ -105,7 +105,7 @@ def test_changed_classes_count_beside_equal_infinities(tmp_path: Path) -> None:
     def mask(a: np.ndarray) -> np.ndarray:
         return np.where(np.arange(10) == 3, np.float32(-np.inf), a - 29)
 
-    def swap(a: np.ndarray) -> np.ndarray:  # the best class of each second input and the next one
+    def swap(a: np.ndarray) -> np.ndarray:  # swaps the best class of each second input with the next class
         a = mask(a)
         best = a[::2].argmax(axis=1)
         a[::2][np.arange(len(best)), best] -= 0.3 * np.abs(a[:, 4:]).max()
@@ -149,7 +149,7 @@ def test_rows_are_compared_only_where_both_left_as_many(tmp_path: Path) -> None:
     assert more is not None and more.mismatch == "other numbers of rows for 25.0% of the inputs (fp32 allows 1%)"
     assert fewer is not None and not fewer.ok
     counts *= 0
-    assert held(lambda n: n) is None  # no values: nothing was compared
+    assert held(lambda n: n) is None  # without values nothing was compared
 
 
 def test_the_wider_of_two_tolerances_counts(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_reference_that_ran_in_eight_bits_has_the_tolerance_of_eight_bits(tmp_
 def test_two_engines_share_the_error_of_a_file_that_was_quantised_before(
     tmp_path: Path, scheme: str, error: float, ok: bool
 ) -> None:
-    """OpenVINO is 43 % off with MobileNetV2 as ONNX Runtime quantises it; what Dyno quantises differs by engine."""
+    """OpenVINO is 43 % off on MobileNetV2 as quantised by ONNX Runtime; files quantised by Dyno differ by engine."""
     ways = [Way("onnxruntime", "int8", 0.001), Way("openvino", "int8", 0.001)]
     results = load_run(synthetic.write_run(tmp_path, ways))
     _change(results.trials[1], lambda a: a * np.float32(1 + error))
@@ -197,7 +197,7 @@ def test_trials_of_other_weights_are_not_called_wrong(tmp_path: Path) -> None:
 def _class_maps(
     folder: Path, precision: str, change: Callable[[np.ndarray], None], dtype: str = "int64"
 ) -> Correctness:
-    """How a class map of 40 classes is judged whose copy, as the other engine left it, was changed in place."""
+    """Judge a class map of 40 classes against a copy changed in place, as if by another engine."""
     reference = np.random.default_rng(1).integers(0, 40, (12, 64, 64)).astype(dtype)
     own = reference.copy()
     change(own)
@@ -214,7 +214,7 @@ def _class_maps(
     ],
 )  # fmt: skip
 def test_one_changed_answer_condemns_no_engine(tmp_path: Path, inputs: int, changed: int, ok: bool) -> None:
-    """Of an engine in FP32 1 % of the answers may change; one of 32 is 3 %, and in 27 % of studies is chance."""
+    """In FP32 1 % of the answers may change: one answer of 32 is 3 %, and happens by chance in 27 % of studies."""
     reference = np.random.default_rng(1).normal(size=(inputs, 10)).astype(np.float32)
     first, second = np.argsort(-reference, axis=1)[:, :2].T
     rows = np.arange(inputs)
@@ -232,7 +232,7 @@ def test_one_changed_answer_condemns_no_engine(tmp_path: Path, inputs: int, chan
 @pytest.mark.parametrize("inputs", [1, 8, 32, 100, 1000])
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
 def test_an_engine_at_the_limit_is_rarely_condemned_and_a_wrong_one_is(inputs: int, precision: str) -> None:
-    """At most 5 % of studies, exactly; by the share that changed it were 27 to 60 % of those with 32 inputs."""
+    """At most 5 % of studies, exactly; judged by the changed share it was 27 to 60 % of studies with 32 inputs."""
     tolerance = TOLERANCES[precision]
     middle, beyond = (tolerance.close + tolerance.limit) / 2, 2 * tolerance.limit
     of_answers = [Correctness(middle, k / inputs, tolerance, precision, answers=inputs, inputs=inputs)
@@ -260,7 +260,7 @@ def test_a_doubt_says_how_many_are_needed() -> None:
 
 
 def _next_class(rows: int, columns: int) -> Callable[[np.ndarray], None]:
-    """Another class for the pixels of a corner of each map, beside the first in its number."""
+    """Return a change that raises the class number by one in a corner of each map."""
 
     def change(a: np.ndarray) -> None:
         a[:, :rows, :columns] += 1
@@ -301,7 +301,7 @@ def test_labels_beyond_the_whole_numbers_of_float32_are_compared_exactly(tmp_pat
 
 
 def test_whole_numbers_that_pytorch_gave_as_float32_are_labels(tmp_path: Path) -> None:
-    """A tenth of them is another one, by less than a thousandth of its size; large ones are rounded by float32."""
+    """A tenth differ, by less than a thousandth of their size; float32 rounds large numbers."""
     labels = 2**25 + 1 + np.arange(12 * 40).reshape(12, 40) % 7
     for name, own in (("same", labels), ("other", labels + 100 * (np.arange(40) % 10 == 0))):
         held = _judge(tmp_path / name, "fp32", own, labels.astype(np.float32))

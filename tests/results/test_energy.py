@@ -1,4 +1,4 @@
-"""Energy of an image and memory by who counts it, from telemetry with known contents."""
+"""Energy of an image and memory, each by its counter, from telemetry with known contents."""
 
 import json
 import math
@@ -18,18 +18,18 @@ from synthetic import Way
 from synthetic_card import Card
 
 RATE, IDLE_W = 50.0, 40.0
-WATTS = (140.0, 150.0, 145.0)  # of the rounds, while images go through
+WATTS = (140.0, 150.0, 145.0)  # watts of the rounds, while images run
 
 
 @dataclass
 class Machine:
-    """A run with one trial that also ran for its energy, as its files have it."""
+    """A stored run with one trial that also measured its energy."""
 
     folder: Path
     counter: str = "cpu_energy"
 
     def write(self, watts: tuple[float, ...] = WATTS, others: float = 0.0) -> None:
-        """Each round: 5 s at half the power, then 3 s at full load."""
+        """Write each round: 5 s at half the power, then 3 s at full load."""
         at = np.arange(0.25, 8.0, 0.25)
         for number, each in enumerate(watts):
             joules = np.where(at < 5, each / 2 * at, each / 2 * 5 + each * (at - 5))

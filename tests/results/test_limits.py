@@ -1,4 +1,4 @@
-"""Limits: which trial wins under them, what isn't shown to keep them, and what is said where nothing does."""
+"""Limits: the winner under them, trials not shown to keep them, and the message when no trial does."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ from dyno.results.trial_result import load_run
 from synthetic import Way
 
 GOLDEN = Path(__file__).parents[1] / "golden/run"
-ENOUGH = 700  # samples of a round, of the 662 that a 99th percentile needs
+ENOUGH = 700  # samples of a round; a 99th percentile needs 662
 
 
 def judged(path: Path, *ways: Way, limit: dict[str, str], samples: int = ENOUGH, **more: Any) -> RunData:
@@ -34,7 +34,7 @@ def outcomes(run: RunData) -> dict[str, str]:
 
 
 def percentile(run: RunData, way: Way, q: float) -> float:
-    """In milliseconds, over rounds, from the stored samples alone."""
+    """Return the percentile in milliseconds over rounds, from the stored samples alone."""
     files = sorted((run.records.folder / "trials" / way.trial.id).glob("r*/samples.npz"))
     return 1e3 * float(np.exp(np.mean([np.log(np.percentile(np.load(f)["latency_model"], q)) for f in files])))
 
@@ -53,7 +53,7 @@ def test_units_are_those_of_the_quantity(text: dict[str, str], most: float) -> N
 
 
 def test_the_fastest_is_the_fastest_of_those_within(tmp_path: Path) -> None:
-    """A is the fastest by its median, and its file is the larger one."""
+    """A is the fastest by its median, and has the larger file."""
     ways = Way("pytorch", seconds=0.020), Way("a", seconds=0.005), Way("b", "int8", 0.008)
     run = judged(tmp_path, *ways, limit={"size": "2MB", "p99": "15ms"})
     assert outcomes(run) == {"pytorch fp32/1": "over size, p99", "a fp32/1": "over size", "b int8/1": "within"}

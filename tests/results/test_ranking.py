@@ -1,4 +1,4 @@
-"""Rankings, the frontier, the fastest within the budget, saturation, and no winner where others disturbed most jobs."""
+"""Rankings, the frontier, the fastest within the budget, saturation, and no winner where most jobs were disturbed."""
 
 import json
 import math
@@ -31,7 +31,7 @@ BIG, SMALL = 64, 32
 
 
 def sized(path: Path, *, flips: float = 0.0, first: int = BIG, count: int = 900) -> Results:
-    """Two sizes of one network; the smaller one is twice as fast."""
+    """Write two sizes of one network; the smaller size is twice as fast."""
     ways = [
         Way("pytorch", seconds=0.010, size=BIG),
         Way("a", seconds=0.006, size=BIG),
@@ -126,7 +126,7 @@ def test_columns_of_another_task_serve_as_well(tmp_path: Path) -> None:
 
 
 def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their speed-ups over a reference that jumps, b would be first, but in turns a is faster than b."""
+    """By speed-ups over an unsteady reference b would be first, but in turns a is faster than b."""
     ways = [Way(name, seconds=0.001, size=BIG) for name in ("pytorch", "a", "b")]
     run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=40)))
     (contest,) = rank_goals(run)
@@ -152,7 +152,7 @@ def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, mon
 
 @pytest.mark.parametrize("speed", [LATENCY, THROUGHPUT])
 def test_trials_that_measured_apart_are_compared_with_processors_at_one_distance(tmp_path: Path, speed: str) -> None:
-    """By itself each would keep another distance: two of five rounds near and four of five."""
+    """Alone, each trial would keep another distance: near in two of five rounds, and in four of five."""
     ways = [Way(name, seconds=0.001, batch=batch, statuses=("ok",) * 5) for name, batch in (("a", 1), ("b", 8))]
     folder = synthetic.write_run(tmp_path / "run", ways, samples=40)
     near = {ways[0].trial.id: 2, ways[1].trial.id: 4}
@@ -180,7 +180,7 @@ def test_trials_that_measured_apart_are_compared_with_processors_at_one_distance
 
 
 def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that changes its speed between rounds makes medians over other rounds incomparable."""
+    """On a machine whose speed changes between rounds, medians over different rounds can't be compared."""
     ways = [Way(name, seconds=ms / 1e3, size=BIG) for name, ms in (("pytorch", 10.0), ("a", 1.05), ("b", 1.0))]
     run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=40)))
     (contest,) = rank_goals(run)
@@ -233,7 +233,7 @@ def test_only_trials_that_ended_well_can_be_chosen(demo: Results) -> None:
 
 
 def saturating(path: Path, batches: tuple[int, ...], fixed: float) -> pd.DataFrame:
-    """Latency per batch of b images is fixed + b, so throughput b / (fixed + b) saturates."""
+    """Write trials whose latency at batch b is fixed + b, so that throughput b / (fixed + b) saturates."""
     ways = [
         Way("a", batch=b, seconds=0.001 * (fixed + b) / (0.3 + 0.7 * b), spread=0.0, statuses=("ok",)) for b in batches
     ]
@@ -258,7 +258,7 @@ def test_a_best_below_the_largest_is_said_once() -> None:
 
 
 def test_a_batch_without_a_rate_says_nothing_of_saturation(tmp_path: Path) -> None:
-    """Where other programs disturbed its throughput, batch / latency is only a lower bound for it."""
+    """After disturbed throughput, batch / latency is only a lower bound of the rate."""
     frame = saturating(tmp_path, (1, 8, 32), fixed=1)
     assert ranking.find_saturation(frame.assign(throughput_ips=[100.0, math.nan, math.nan])) == []
     assert len(ranking.find_saturation(frame.assign(throughput_ips=math.nan))) == 1
@@ -280,7 +280,7 @@ def test_trials_in_turns_are_in_the_order_of_their_ratios(demo: Results, monkeyp
         measured=["", stats.IN_TURNS, stats.IN_TURNS],
     )  # fmt: skip
     assert [*ranking.rank_trials(frame)["trial"]] == ["c", "b", "a"]
-    monkeypatch.setattr(ranking, "block_ratios", lambda *_: [])  # of two that measured with the reference alone
+    monkeypatch.setattr(ranking, "block_ratios", lambda *_: [])  # as if two trials had measured only with the reference
     assert [*ranking.sort_rows(frame, dict.fromkeys("abc"))["trial"]] == ["c", "b", "a"]
     assert [*ranking.rank_trials(frame.assign(measured=["", stats.IN_TURNS, stats.ONE_AFTER_ANOTHER]))["trial"]] == [
         "b",
@@ -358,7 +358,7 @@ def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
 
 
 def test_a_lone_configuration_has_no_winner_to_withhold(tmp_path: Path) -> None:
-    """At however many batches."""
+    """Holds at any number of batches."""
     text = "\n".join(said(run(tmp_path, BUSY)))
     assert "way0 fp32 takes 10." in text and "winner" not in text
     assert "during 3 of 3 jobs: those latencies may differ from a quiet machine's; measure again on one." in text

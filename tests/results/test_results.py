@@ -1,4 +1,4 @@
-"""Run folders as they are found: whole, damaged, unfinished, newer, or none; and what devices did to each other."""
+"""Run folders as found on disk: whole, damaged, unfinished, newer, or missing; and devices slowed by each other."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_a_log_is_named_within_the_run_folder_whatever_that_is_called(tmp_path: 
     run = synthetic.write_run(tmp_path / name, ways)
     first, second = sorted(run.glob("trials/*"))
     (run / "blocks/b0/trials").mkdir(parents=True)
-    second = second.rename(run / "blocks/b0/trials" / second.name)  # of a block that has not ended
+    second = second.rename(run / "blocks/b0/trials" / second.name)  # a block that has not ended
     for trial in (first, second):
         (trial / "r0/stderr.log").write_text("what the engine said")
     logs = {t.id: t.log for t in load_run(run)}
@@ -103,7 +103,7 @@ def test_rounds_of_an_older_dyno_alone_are_an_error(run: Path) -> None:
 
 
 def test_missing_samples_are_told(run: Path, call: Any) -> None:
-    """A run copied without them "had no latency measured"."""
+    """Without samples, a copied run "had no latency measured"."""
     missing = sorted(run.glob("trials/*/r*/samples.npz"))
     for path in missing:
         path.unlink()
@@ -168,7 +168,7 @@ def test_damaged_arrays_are_missing_arrays(run: Path) -> None:
     (folder / "outputs.npz").unlink()
     trial = load_run(run).trial(folder.parent.name)
     assert len(trial.medians("model")) == 2
-    assert trial.answers  # another round has them
+    assert trial.answers  # taken from another round
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ ROUNDS = 3
 
 
 def found(rng: np.random.Generator, effects: tuple[float, ...], noise: float = 0.003) -> AnchorDevices:
-    """Devices that are slower beside the others by these logarithms; processes differ by 2 %, their ratios by noise."""
+    """Build devices slowed down beside others by these logs; processes differ by 2 %, their ratios by noise."""
     rows = []
     for k, effect in enumerate(effects):
         alone = 0.005 * np.exp(0.02 * rng.standard_normal(ROUNDS))
@@ -305,7 +305,7 @@ def said(run: Path, what: AnchorDevices) -> str:
 
 
 def test_blocks_of_both_kinds_are_paired_by_where_they_lie() -> None:
-    """A machine that slows down from block to block is in neither ratio, and a throttled block has no partner."""
+    """Drift from block to block enters neither ratio, and a throttled block has no partner."""
     seconds = {0: 1.0, 1: 1.1, 2: 2.2, 3: 2.0, 4: 4.0, 5: 4.4, 6: 9.0}
     one = summarise_rounds("cpu:0", "card", [(seconds, [1, 2, 2, 1, 1, 2, 1, 2]), ({0: 1.0}, [1, 2])])
     assert one.ratios == pytest.approx([1.1]) and len(one.alone) == len(one.beside) == 1
@@ -328,7 +328,7 @@ def test_a_real_disturbance_is_seen_and_a_small_one_counts_as_equal(tmp_path: Pa
 
 @pytest.mark.parametrize("count", [2, 8])
 def test_noise_is_rarely_taken_for_a_difference(count: int) -> None:
-    """Of equal devices 5 % of studies may find one slower, however many there are; also where noise is large."""
+    """At most 5 % of studies of equal devices find a slower device, for any number of devices and large noise."""
     rng = np.random.default_rng(count)
     drawn = [found(rng, (0.0,) * count, noise=0.05) for _ in range(400)]
     assert sum(bool(one.disturbed) for one in drawn) <= 0.05 * 400

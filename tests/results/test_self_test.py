@@ -1,4 +1,4 @@
-"""What a self-test says of simulated machines whose noise is known, and that the power it tells is real."""
+"""Self-tests of simulated machines with known noise, and the reality of the reported power."""
 
 import copy
 import math
@@ -26,9 +26,9 @@ def simulated(
     rounds: int = 60, process: float = 0.004, block: float = 0.0, drift: float = 0.1, blocks: int = 9, bias: float = 0,
     wrong: float = 0.0, seed: int = 0, **more: Any,
 ) -> SelfTest:  # fmt: skip
-    """A machine by the standard deviations of its noise: of a process, of a block, and of the machine between rounds.
+    """Simulate a machine by the standard deviations of its noise: process, block, and the machine between rounds.
 
-    `bias` is what every second process is slower by, and `wrong` how much more a slow-down is than it should be.
+    `bias` slows down every second process; `wrong` is the relative error of a slow-down.
     """
     rng = np.random.default_rng(seed)
     found = []
@@ -52,7 +52,7 @@ def test_the_noise_is_told_by_its_levels() -> None:
     assert quiet.levels.block == 0 and quiet.bound_by == "process"
     assert quiet.apart == pytest.approx(0.1 * math.sqrt(2), rel=0.15), "what turns take out of the comparison"
     both = simulated(rounds=300, process=0.002, block=0.02)
-    # A median of nine has a variance of 1.57 ninths of one's.
+    # A median of nine has 1.57 / 9 of a single value's variance.
     assert both.levels.block == pytest.approx(2 * 0.02**2 * 1.57 / 9, rel=0.35)
     assert both.levels.process < both.levels.block
     assert both.bound_by == "block"
@@ -85,7 +85,7 @@ def test_studies_of_a_steady_machine_do_as_promised() -> None:
 
 
 def test_outliers_are_taken_as_they_are() -> None:
-    """A round in ten that is far off hides less than its variance says."""
+    """A far-off round in ten hides less than its variance suggests."""
     calm = simulated(rounds=300, process=0.002).stored
     rounds = [
         replace(one, pairs=tuple(replace(pair, logs=tuple(x + 0.3 for x in pair.logs)) for pair in one.pairs))
@@ -106,7 +106,7 @@ def test_outliers_are_taken_as_they_are() -> None:
 )  # fmt: skip
 def test_the_grade_is_what_three_rounds_see(spread: float, grade: str) -> None:
     found = simulated(process=spread / math.sqrt(2), rounds=400)
-    # What the noncentral t distribution needs for normal noise.
+    # Factors of the noncentral t distribution for normal noise.
     assert found.find_visible(3).value == pytest.approx(math.expm1(3.264 * spread), rel=0.15)
     assert found.find_visible(3).low < found.find_visible(3).value < found.find_visible(3).high
     assert found.grade == grade
@@ -186,7 +186,7 @@ def _find_reach(freedom: int, level: float) -> float:
 
 
 STUDIES = 3000
-NORMAL = {3: 3.264, 5: 1.682, 10: 0.996}  # spreads that are seen with 80 % power, by the noncentral t distribution
+NORMAL = {3: 3.264, 5: 1.682, 10: 0.996}  # spreads visible with 80 % power, by the noncentral t distribution
 
 
 @pytest.mark.parametrize("rounds", [3, 5, 10])
@@ -195,7 +195,7 @@ NORMAL = {3: 3.264, 5: 1.682, 10: 0.996}  # spreads that are seen with 80 % powe
 def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, paired: bool, tails: str) -> None:
     rng = np.random.default_rng(rounds)
     noise = 0.01 * (rng.standard_t(3, 4000) if tails == "heavy" else rng.normal(0, 1, 4000))
-    if tails == "bursts":  # other programs slow a process down in 4 % of the rounds; a study leaves those out
+    if tails == "bursts":  # other programs slow a process down in 4 % of the rounds, which a study leaves out
         noise += (rng.random(4000) < 0.04) * rng.exponential(0.8, 4000)
     found = self_test.Studies(noise, rounds, paired)
     noise = np.concatenate([noise, -noise])
@@ -212,7 +212,7 @@ def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, pa
         assert difference < 0.02 * NORMAL[rounds], "with the disturbed rounds it would be tens of percent"
     share = sum(one.verdict == stats.SLOWER for one in said) / STUDIES
     assert share == pytest.approx(self_test.TARGET_POWER, abs=0.04)
-    assert 0.01 < found.false_alarms < 0.07  # heavy tails make a t test timid
+    assert 0.01 < found.false_alarms < 0.07  # heavy tails make a t test conservative
 
 
 def test_limits_hold_what_more_rounds_would_find() -> None:

@@ -1,4 +1,4 @@
-"""Rounds that go through builds of an engine: equal engines whose builds differ aren't called faster or slower."""
+"""Rounds over several builds of an engine: equal engines with unequal builds are called neither faster nor slower."""
 
 import csv
 from collections import Counter
@@ -34,12 +34,12 @@ from logged import Log
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 A, B = "drawn_engine:Engine@kind=a@latency_ms=0.1", "drawn_engine:Engine@kind=b@latency_ms=0.1"
-# Seconds of a build over those of the mean one. The builds of both kinds are the same four, drawn in another order.
+# Seconds of each build relative to the mean build: the same four values in another order.
 DRAWN = {"a": (0.93, 1.04, 0.99, 1.05), "b": (1.05, 0.99, 1.04, 0.93)}
 
 
 def launch(job: Job, folder: Path, *rest: Any) -> Record:
-    """Make files as ever; of a round write what it would have measured: its build's seconds, and its own noise."""
+    """Make files as usual; for a round, write the build's seconds with the round's noise instead of measuring."""
     if job.trial is None:
         return launch_in_turn(job, folder, *rest)
     assert job.artifact is not None
@@ -58,7 +58,7 @@ def launch(job: Job, folder: Path, *rest: Any) -> Record:
 
 
 def builds_of(log: Log) -> list[Any]:
-    """Kind, build and timing cache of each engine that was made."""
+    """Return kind, build and timing cache of each engine made."""
     made = [recipe.options for recipe, _ in log.files]
     return [(options["kind"], options.get("build"), options.get("timing_cache")) for options in made]
 
@@ -87,7 +87,7 @@ def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Any) ->
     other = four.frame.iloc[1]
     assert (other["verdict"], other["builds"], other["rounds"]) == (stats.UNDECIDED, 4, 8)
     assert other["speedup"] == pytest.approx(1, abs=0.002) and other["speedup_high"] > 1.05
-    assert other["latency_ms_high"] - other["latency_ms_low"] > 1  # Student's t over four builds that spread by 5 %
+    assert other["latency_ms_high"] - other["latency_ms_low"] > 1  # Student's t over four builds with a spread of 5 %
     assert [r.facts.build for r in four.records.trials[0].rounds] == [1, 2, 3, 4] * 2
     said = " ".join(verdict.read_verdict(four).lines)
     assert "over 4 builds" in said and "one build" not in said
@@ -109,8 +109,8 @@ def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Any) -> None:
 
 
 def test_rounds_until_decided_go_on_through_the_builds(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dyno.runner.execute._fits", lambda *_: True)  # more builds than six minutes hold would decide
-    run, log = measured("decided", builds=4, rounds=4, until="decided", minutes=6.0)  # of jobs of half a minute
+    monkeypatch.setattr("dyno.runner.execute._fits", lambda *_: True)  # more builds than fit the minutes would decide
+    run, log = measured("decided", builds=4, rounds=4, until="decided", minutes=6.0)  # jobs of half a minute
     assert [r.facts.build for r in run.records.trials[0].rounds] == [1, 2, 3, 4, 1, 2] and len(log.files) == 8
     row = run.frame.iloc[1]
     assert row["verdict"] == stats.UNDECIDED and "more build" in " ".join(verdict.list_sentences(run))
@@ -121,9 +121,9 @@ def test_the_fastest_build_is_taken(measured: Any, tmp_path: Path, monkeypatch: 
         (folder / "script.py").write_text("")
         return Record("ok", "done", facts=Facts(files=("script.py",)))
 
-    monkeypatch.setattr("dyno.winner.launch", script)  # no script is known for this backend
+    monkeypatch.setattr("dyno.winner.launch", script)  # this backend has no script
     run, _ = measured("taken", builds=4)
-    fastest = {"a": 1, "b": 4}  # as they are drawn
+    fastest = {"a": 1, "b": 4}  # the fastest builds of DRAWN
     for trial in run.records:
         kind = trial.spec.options["kind"]
         taken = export_winner(run, trial.id, tmp_path / kind)

@@ -1,4 +1,4 @@
-"""Winners are measured again after the selection, beside the rounds that selected them, once, whatever happens."""
+"""Winners are measured again after the selection, once in any case, and stored beside the selecting rounds."""
 
 import json
 import shutil
@@ -17,12 +17,12 @@ from refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
-# The third takes longer than a run of the others that is taken off the processor once.
+# The third takes longer than a run of the others interrupted once by the scheduler.
 THREE = tuple(f"fake@latency_ms={ms}" for ms in (0.5, 1.5, 30.0))
 
 
 def run(study: Study, folder: Path) -> list[tuple[float, int]]:
-    """Latency and round of each job that began."""
+    """Run the study; return latency and round of each started job."""
     execute(study, folder, log := Log())
     return [(float(trial.options["latency_ms"]), number) for number, trial in log.began]
 
@@ -34,7 +34,7 @@ def stored(folder: Path) -> dict[str, int]:
 def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # whatever else runs here
+    monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # ignores other programs on this machine
     study = fake_study(backends=(*THREE, "fake@latency_ms=40.0"), rounds=2, confirm=2, reference="fake@latency_ms=40.0")
     began = run(study, tmp_path)
     assert sorted(began[:8]) == [(ms, k) for ms in (0.5, 1.5, 30.0, 40.0) for k in (0, 1)]
@@ -85,7 +85,7 @@ def test_what_was_selected_in_turns_is_confirmed_in_turns(fake_study: Any, tmp_p
 
 @pytest.mark.parametrize("turns", [False, True])
 def test_a_confirmation_is_timed_where_its_trial_was_selected(fake_study: Any, tmp_path: Path, turns: bool) -> None:
-    """The smallest batch has the lowest latency; as a run takes as long at any, the largest has the most images."""
+    """The smallest batch has the lowest latency; a run takes equally long at any, so the largest has most images/s."""
     study = fake_study(backends=THREE[:2], confirm=1, turns=turns, block=0.005, batches=(1, 16),
                        boundaries=("model", "throughput"))  # fmt: skip
     run(study, tmp_path)
@@ -116,7 +116,7 @@ def list_sustained(folder: Path) -> list[str]:
 def test_a_ratio_that_heat_changes_is_contradicted_under_sustained_load(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heat: float
 ) -> None:
-    monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # whatever else runs here
+    monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # ignores other programs on this machine
     backends = (f"fake@latency_ms=0.5@heat={heat}", "fake@latency_ms=1.5", "fake@latency_ms=9")
     study = fake_study(
         backends=backends, reference=backends[1], turns=True, rounds=3, block=0.02, sustained=0.8, boundaries=("model",)

@@ -26,13 +26,13 @@ def answering() -> list[psutil.Process]:
 
 
 def measure(latency: CoreLatency) -> int:
-    """The first figure that no other program prevented."""
+    """Return the first measurement not prevented by other programs, 0 after 200 attempts."""
     return next((found for _ in range(200) if (found := latency.measure() or time.sleep(0.05) or 0)), 0)
 
 
 @needs_two
 def test_a_signal_takes_nanoseconds_and_the_processors_stay(latency: CoreLatency) -> None:
-    """Cores are 20 ns to some hundred apart, and each of Python's two loops adds some 50 ns."""
+    """Cores are 20 ns to some hundred ns apart, and each of Python's two loops adds about 50 ns."""
     allowed = os.sched_getaffinity(0)
     assert 20 < measure(latency) < 20_000
     assert os.sched_getaffinity(0) == allowed

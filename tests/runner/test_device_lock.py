@@ -1,4 +1,4 @@
-"""Jobs that time something have a GPU for themselves among all of a user's studies."""
+"""Timing jobs have a GPU to themselves among all of a user's studies."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ CUDA = Runtime(threads=1, device="cuda:0")
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GPU that jobs are told of, as far as its lock; the file of that lock."""
+    """A GPU known to jobs by its lock; yields the lock's file."""
     card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
     monkeypatch.setattr(device_lock, "find_gpu", lambda device, environment: card if device == "cuda:0" else None)
     return cache_dir() / "gpus" / "GPU-of-a-test.lock"
@@ -91,7 +91,7 @@ def test_two_jobs_are_not_timed_at_once(tmp_path: Path) -> None:
     assert first_end < second_begin
 
 
-# A process that holds the processors for blocks of a twentieth of a second and writes down when.
+# Holds the processors for blocks of a twentieth of a second and records when.
 HOLDER = """
 import sys, time
 from dyno.runner.device_lock import processors_held

@@ -1,4 +1,4 @@
-"""Studies end with every trial measured once, whatever happens: kills, failures, damaged files, two at once."""
+"""Studies end with every trial measured once, despite kills, failures, damaged files and concurrent studies."""
 
 import json
 import os
@@ -36,18 +36,18 @@ def run(study: Study, folder: Path) -> Log:
 
 
 def rebuild_reasons(log: Log) -> list[str]:
-    """Why each file was made again, or ""."""
+    """Return the reason why each file was made again, or ""."""
     return [wrong for _, wrong in log.files]
 
 
 def records(folder: Path) -> dict[str, tuple[int, str]]:
-    """Modification time and text of every record, by its path."""
+    """Return modification time and text of every record, by path."""
     found = sorted((folder / "trials").glob("*/*/record.json"))
     return {str(f.relative_to(folder)): (f.stat().st_mtime_ns, f.read_text()) for f in found}
 
 
 def statuses(folder: Path) -> dict[str, list[str]]:
-    """Status of each trial's rounds by its backend's options."""
+    """Return the statuses of each trial's rounds, by the option `fail` or the precision."""
     found: dict[str, list[str]] = {}
     for path in sorted((folder / "trials").glob("*/*/record.json")):
         job = json.loads(path.with_name("job.json").read_text())
@@ -77,7 +77,7 @@ def test_other_settings_are_refused(fake_study: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every job ends well without having run."""
+    """Jobs that succeed without running."""
 
     def end(job: Any, folder: Path, *_: Any) -> Record:
         made = Record("ok", trial=job.trial.id, round=job.round)
@@ -142,7 +142,7 @@ def test_the_folder_says_what_it_holds(fake_study: Any, tmp_path: Path) -> None:
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """`dyno run` on four fake trials of two rounds, in a separate process."""
+    """Start `dyno run` on four fake trials of two rounds, in a separate process."""
     usual = "run fake:net --channels 1 --backend fake@latency_ms=1 --batch 1,2,3,4 --rounds 2 --seconds 0.05"
     command = [sys.executable, "-m", "dyno", *usual.split(), "--warmup", "0.05", "--threads", "1", *words]
     return subprocess.Popen(
@@ -150,28 +150,28 @@ def started(folder: Path, *words: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell that runs the tests in the background passes on that interrupts are ignored.
+        # A shell that runs the tests in the background passes on its ignored interrupts.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
 def jobs_in(folder: Path) -> list[psutil.Process]:
-    """Processes that work on a job below the folder."""
+    """Return the processes that work on a job below the folder."""
     return [p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in w for w in p.info["cmdline"] or ())]
 
 
 def test_kill_nine_at_any_moment_loses_nothing(tmp_path: Path) -> None:
-    """Killed in the middle of the first job, then later and later; the last run finishes what is left."""
+    """Killed in the first job, then ever later; the last run finishes the rest."""
     folder = tmp_path / "run"
     seen: dict[str, tuple[int, str]] = {}
     for kill in range(4):
         dyno = started(folder)
         target = len(seen) + 1
         until(lambda: (folder / "trials").is_dir() and len(list(folder.glob("trials/*/r*"))) >= target)  # noqa: B023
-        time.sleep(0.12 * kill)  # from the fork of the worker over its imports to its measurements
+        time.sleep(0.12 * kill)  # from the worker's fork through its imports to its measurements
         os.kill(dyno.pid, signal.SIGKILL)
         dyno.communicate()
-        until(lambda: not jobs_in(folder))  # else an orphan goes on
+        until(lambda: not jobs_in(folder))  # an orphan would continue
         now = records(folder)
         assert seen.items() <= now.items(), "a finished record was touched"
         seen = now
@@ -247,14 +247,14 @@ class Reader(Fake):
 
 @pytest.fixture
 def cache(tmp_path: Path, importable: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fresh cache, and a backend outside Dyno whose file is made in two steps."""
+    """A fresh cache, and a backend outside Dyno with a file made in two steps."""
     importable("maker_for_tests", MAKER)
     monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache/artifacts"
 
 
 def made_of(path: Path) -> tuple[str, int]:
-    """Precision of a cached file and the number of steps that led to it."""
+    """Return a cached file's precision and its number of steps."""
     record = read_record(path.parent)
     assert record is not None and record.artifact is not None
     return record.artifact.precision, len(record.artifact.made_by.steps)
@@ -305,7 +305,7 @@ def test_a_record_of_a_newer_dyno_is_not_measured_over(fake_study: Any, tmp_path
     assert path.read_text() == newer
 
 
-# Last: from here on, jobs of this file are forked.
+# Last: later jobs of this file are forked.
 
 
 @pytest.mark.usefixtures("preloaded")

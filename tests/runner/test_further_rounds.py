@@ -1,4 +1,4 @@
-"""Rounds go on for what is undecided and for nothing else, within the time, and a killed study goes on where it was."""
+"""Only undecided trials get further rounds, within the time, and a killed study continues where it stopped."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ from dyno.worker.record import Measurement, Record, read_json, write_json, write
 from dyno.worker.spec import DEFAULT_ROUNDS, Job, Trial, UserError, from_json, to_json
 from refusals import refuses
 
-# The reference, one clearly slower, and one so like the reference that no run of this length tells them apart.
+# The reference, a clearly slower trial, and one too similar to tell apart in runs of this length.
 REFERENCE, CLEAR, LIKE = "fake@latency_ms=2", "fake@latency_ms=9", "fake@latency_ms=2@noise=0.1"
 FIRST = 2
 
 
 def launch(job: Job, folder: Path, *rest: Any) -> Record:
-    """What a job would have measured: seconds by the trial's options that differ from round to round as scripted."""
+    """Write a measured job: seconds by the trial's options, varied from round to round as scripted."""
     assert job.trial is not None
     options, number = job.trial.options, job.round
     odd = options.get("noise", 0.001) * (-1) ** (number + number // 2)
@@ -44,7 +44,7 @@ def launch(job: Job, folder: Path, *rest: Any) -> Record:
 
 
 class Stopped(Progress):
-    """Notes what begins and what is said, and ends the study at the job that would begin one round too many."""
+    """Records started rounds and notes, and ends the study at a job of round `rounds`."""
 
     def __init__(self, rounds: int = 1000) -> None:
         super().__init__(quiet=True)
@@ -64,7 +64,7 @@ class Stopped(Progress):
 @pytest.fixture
 def study(fake_study: Any) -> Any:
     def make(**fields: Any) -> Study:
-        # With no margin to speak of nothing is equivalent.
+        # With a negligible margin nothing is equivalent.
         usual = {"rounds": FIRST, "until": "decided", "minutes": 1e6, "equivalent": 1e-9, "reference": REFERENCE}
         return fake_study(**{"backends": (REFERENCE, LIKE, CLEAR), **usual, **fields})
 
@@ -72,7 +72,7 @@ def study(fake_study: Any) -> Any:
 
 
 def rounds(folder: Path) -> dict[str, list[str]]:
-    """The rounds that each trial has, by its backend and options."""
+    """Return each trial's rounds, by its backend and options."""
     return {trial.variant: sorted(r.folder.name for r in trial.rounds) for trial in load_run(folder)}
 
 
@@ -102,7 +102,7 @@ def test_rounds_go_on_for_what_is_undecided(study: Any, tmp_path: Path, scripted
     execute(study(minutes=6.0, boundaries=both), tmp_path, progress := Stopped())
     assert not progress.began, "a round that fits is not begun where it is likely to decide nothing"
     with pytest.raises(KeyboardInterrupt):
-        execute(study(boundaries=both), tmp_path, progress := Stopped(6))  # with more minutes it goes on
+        execute(study(boundaries=both), tmp_path, progress := Stopped(6))  # with more minutes it continues
     assert progress.began == {4: 2, 5: 2}
     execute(study(equivalent=500.0, boundaries=both), tmp_path, progress := Stopped())
     assert not progress.began and not progress.said, "with that margin everything is decided"
@@ -169,7 +169,7 @@ def test_where_time_is_short_further_planned_rounds_leave_out_what_no_longer_con
     assert count_rounds() == {REFERENCE: 3, LIKE: 3, CLEAR: 2}
     assert "3 of 3 trials have 2 rounds only: --minutes are over" in say() and "Not all rounds" not in say()
     assert measure(1e-6) == {"left": 0}, "the same command changes nothing"
-    # Of 2.6 times what eight rounds took, five of all would take more than half.
+    # Five rounds of all would take more than half of 2.6 times the eight rounds' duration.
     seconds = sum(r.record.seconds for t in load_run(tmp_path) for r in t.rounds)
     assert measure(2.6 * seconds / 60)["left"] == 0
     assert count_rounds() == {REFERENCE: 5, LIKE: 5, CLEAR: 3}
@@ -183,7 +183,7 @@ def test_without_it_nothing_more_is_measured(study: Any, tmp_path: Path, scripte
     execute(study(until="rounds"), tmp_path, progress := Stopped())
     assert progress.began == {0: 3, 1: 3}
     assert trial_table.read_trials(tmp_path).rule.first == 0
-    # The first look may be followed by others, but what was looked at often is never again judged as if it were not.
+    # Further looks may follow the first, but repeated looks are never again judged as a single look.
     with pytest.raises(KeyboardInterrupt):
         execute(study(), tmp_path, Stopped(FIRST))
     refuses("until=decided, this command says until=rounds", execute, study(until="rounds"), tmp_path, Stopped())
@@ -230,7 +230,7 @@ def test_a_backend_keeps_to_rounds_of_its_own(study: Any, tmp_path: Path, script
 
 
 def test_a_folder_of_before_goes_on(study: Any, tmp_path: Path, scripted: None) -> None:
-    """Once no more than the rounds were measured unless asked, one after the other, and study.toml didn't say so."""
+    """Earlier versions measured only the requested rounds, without turns, and study.toml didn't say so."""
     execute(study(until="rounds"), tmp_path, Stopped())
     path = tmp_path / "study.toml"
     path.write_text(path.read_text().replace('until = "rounds"\n', "").replace("turns = false\n", ""))
@@ -243,7 +243,7 @@ def test_a_folder_of_before_goes_on(study: Any, tmp_path: Path, scripted: None) 
     assert not progress.began and 'until = "decided"' in path.read_text()
 
 
-FIRST_LOOK = tuple(f"r{number}" for number in range(DEFAULT_ROUNDS))  # of a study that does not say how many
+FIRST_LOOK = tuple(f"r{number}" for number in range(DEFAULT_ROUNDS))  # of a study without a number of rounds
 COMMAND = "run fake:net --boundaries model --seconds 0.15 --block 0.05 --warmup 0.02 --threads 1 --out run".split()
 
 
@@ -254,7 +254,7 @@ def ran(folder: Path) -> set[tuple[str, ...]]:
 @pytest.mark.usefixtures("unreported")
 @pytest.mark.usefixtures("preloaded")
 def test_a_clear_difference_ends_at_the_first_look(call: Any, tmp_path: Path) -> None:
-    """Thousandfold, because no neighbour makes one run of two so much slower in one of five rounds."""
+    """The factor is a thousand, as no disturbance slows one of two runs so much in one of five rounds."""
     code, _, err = call(
         *COMMAND, "--backend", "fake@latency_ms=0.1,fake@latency_ms=100", "--reference", "fake@latency_ms=0.1"
     )
@@ -270,7 +270,7 @@ def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Any, tmp_path: P
     code, _, err = call(*COMMAND, *backends, "--equivalent", "1e-9", "--minutes", "0.001")
     assert code == 0 and "net: 2 trials are left in pairs that 0.001 minutes could not decide" in err
     assert ran(tmp_path) == {FIRST_LOOK[:3]}
-    code, _, err = call(*COMMAND, *backends, "--equivalent", "1e6")  # a factor of ten thousand
+    code, _, err = call(*COMMAND, *backends, "--equivalent", "1e6")  # margin: a factor of ten thousand
     assert code == 0 and "could not decide" not in err and ran(tmp_path) == {FIRST_LOOK}
     frame = trial_table.read_trials(tmp_path / "run").frame
     assert sorted(frame["verdict"]) == [stats.EQUIVALENT, "reference"]

@@ -1,4 +1,4 @@
-"""What is measured once for a machine: its peak and its idle power; and `dyno bench stress` on a real dynamic file."""
+"""Machine properties measured once: peak and idle power; and `dyno bench stress` on a real dynamic file."""
 
 import json
 import threading
@@ -28,7 +28,7 @@ GOOD = Record("ok", "done", facts=Facts(peak={"fp32": PeakOfType(1e11, 512)}))
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Record]:
-    """What each peak's job will leave; taken from the front as jobs run. The cache is the test's own."""
+    """Results of the peak jobs, consumed in order as jobs run; the cache is the test's own."""
     left: list[Record] = []
 
     def launch(job: Job, folder: Path, *_: Any) -> Record:
@@ -81,7 +81,7 @@ def test_a_study_goes_on_without_it_and_may_ask_for_it_later(
 
 
 class Clock(threading.local):
-    """The clock of what looks at the machine, and when each thread has looked at it last."""
+    """The clock of the telemetry, with each thread's last reading."""
 
     at = 0.0
 
@@ -93,7 +93,7 @@ class Clock(threading.local):
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor that draws 30 W, whatever it does, up to the time of each look; looks are frequent."""
+    """A processor with a constant 30 W up to each reading; readings are frequent."""
     clock, constant, begin = Clock(), telemetry.Rapl([]), time.monotonic()
     monkeypatch.setattr(telemetry, "time", clock)
     monkeypatch.setattr(constant, "joules", lambda: 30 * (clock.at - begin))
@@ -108,7 +108,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_planned_round_also_runs_at_full_load(fake_study: Any, tmp_path: Path, turns: bool) -> None:
     backends = ("fake@latency_ms=2", "fake@latency_ms=4")
     study = fake_study(energy=True, backends=backends, turns=turns, rounds=2, until="rounds", batches=(5,))
-    for _ in range(2):  # the second time nothing is left to do
+    for _ in range(2):  # the second time everything is known
         execute_module.execute(study, tmp_path / "run", Progress(quiet=True))
     with np.load(tmp_path / "run" / "idle" / "telemetry.npz") as stored:
         assert stored["at"][-1] >= 1.0 and stored["cpu_energy"].min() > 0
@@ -122,7 +122,7 @@ def test_each_planned_round_also_runs_at_full_load(fake_study: Any, tmp_path: Pa
             assert 0 < sustained.images_per_s <= 5 / (0.002 if "2" in t.variant else 0.004)
             stored = dict(np.load(r.folder / "telemetry.npz"))
             assert energy.estimate_power(stored, "cpu_energy", sustained.window) == pytest.approx(30)
-    # Always the same power is no more than while idle; a busy machine is said first.
+    # Constant power is no more than idle power; a busy machine is reported first.
     assert set(trial_table.read_trials(found).frame["energy_missing"]) <= {
         energy.NO_MORE,
         energy.OTHERS_BUSY,
@@ -172,7 +172,7 @@ def test_a_file_has_usual_batches_unless_its_batch_is_fixed(dyno: Any, onnx: Pat
     rows = [line.split()[:3] for line in usual.stdout.splitlines()]
     assert usual.returncode == 0 and ["min", "1", "5"] in rows and ["max", "8", "5"] in rows
     fixed = dyno("bench", "stress", onnx.with_name("fixed.onnx"), "--phases", "2,3", "--size", 16, cwd=tmp_path)
-    assert fixed.returncode == 2 and "takes only batch 2" in fixed.stderr  # before anything runs
+    assert fixed.returncode == 2 and "takes only batch 2" in fixed.stderr  # before any job runs
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")

@@ -1,4 +1,4 @@
-"""A run folder over its days: it grows, its files change and come back, and what contradicts it is refused by name."""
+"""A run folder over time: it grows, its files change and return, and contradictory settings are refused by name."""
 
 import json
 import re
@@ -36,7 +36,7 @@ FAKE = ["--backend", "fake@latency_ms=0.1", *SHORT]
 
 
 def net(path: Path, factor: float = 2.0, name: str = "input", width: int = 8, graph: str = "g") -> Path:
-    """y = factor * x on images of 1 x 1 x 8 x width with a free batch."""
+    """Write y = factor * x on images of 1 x 1 x 8 x width with a free batch."""
     pytest.importorskip("onnx")
     text = f"(float[n, 1, 8, {width}] {name}) => (float[n, 1, 8, {width}] y) {{ y = Mul({name}, factor) }}"
     model = onnx_text.model(text, ir=9, factor=np.float32(factor))
@@ -94,7 +94,7 @@ def test_what_contradicts_is_named(call: Any, refused: Any) -> None:
 def test_rows_of_other_processors_have_no_place_beside_those_of_the_same_name(
     call: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after `taskset`, or on another machine."""
+    """The other processors may come from `taskset` or another machine."""
     words = ["run", "fake:net", "--channels", 1, *FAKE[:-2], "--out", "r"]
     monkeypatch.setattr(system, "physical_cores", lambda: 1)
     assert call(*words)[0] == 0
@@ -273,7 +273,7 @@ def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Any, monke
 
 
 def test_two_files_of_one_network_are_one_table(call: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dyno.worker.system.has_arithmetic", lambda _: False)  # else bf16 has rows, too
+    monkeypatch.setattr("dyno.worker.system.has_arithmetic", lambda _: False)  # else bf16 would have rows, too
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
     pytest.importorskip("ncnn")

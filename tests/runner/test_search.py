@@ -1,4 +1,4 @@
-"""Searches: layers that stay in float where int8 fails the budget, and other routes to a file that is faster."""
+"""Searches: layers kept in float where int8 fails the budget, and other routes to a faster file."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
     assert made_by.kept[0].op == "Conv" and made_by.kept[0].sqnr_db < 10
     assert made_by.ranked == 4
     assert [step.maker for step in made_by.steps][-2:] == ["onnx_sensitivity", "onnx_precision"]
-    monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # whatever else runs here
+    monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # ignores other programs on this machine
     loaded = trial_result.load_run(tmp_path / "run")
     said = "\n".join(verdict.list_sentences(trial_table.read_trials(loaded)))
     assert f"with 1 of 4 layers in a higher precision ({made_by.kept[0].node}) it is within" in said
@@ -52,7 +52,7 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
 
 
 def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int | None, list[int]]:
-    """The steps and the result of a search where N layers are needed."""
+    """Return the result and the steps of a search in which `needed` layers are needed."""
     found = search._PrecisionSearch(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
     found.tried = {}
 
@@ -88,7 +88,7 @@ def test_the_fewest_layers_are_found_by_doubling_and_halving(
 
 
 def test_a_choice_among_many_is_no_likelier_wrong_than_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,000 images, and a loss of just the budget, a point, however many layers are kept."""
+    """2,000 images lose exactly the budget, a point, however many layers are kept."""
     rng, images, limit = np.random.default_rng(0), 2000, -0.01
     chances: dict[int, float] = {}
     monkeypatch.setattr(search._PrecisionSearch, "_find_chance", lambda self, layers: chances[layers])
@@ -138,7 +138,7 @@ def test_a_budget_switches_both_on() -> None:
 
 
 ROUTES = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --size 16 --boundaries model".split()
-# What a tracer sees has a tenth of the work, and gives the same outputs; or, of `wrong`, others.
+# When traced, a net does a tenth of the work with the same outputs; a net of `wrong` changes them.
 NETS = """
 import torch
 from torch import nn

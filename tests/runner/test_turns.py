@@ -60,7 +60,7 @@ def run(study: Study, folder: Path) -> None:
 
 
 def stored(folder: Path, pattern: str = "r*") -> dict[tuple[str, str], dict[str, Any]]:
-    """The records by the trial's options and the round's folder."""
+    """Return the records by the trial's options and the round's folder."""
     found = {}
     for path in sorted((folder / "trials").glob(f"*/{pattern}/record.json")):
         options = json.loads(path.with_name("job.json").read_text())["trial"]["options"]
@@ -80,7 +80,7 @@ def test_a_first_answer_comes_with_the_first_batch(study: Any, tmp_path: Path) -
 def test_what_is_ready_is_measured_before_the_last_file_is_made(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third trial's file takes long: the two others give an answer, and measure beside it later."""
+    """The third trial's file is slow: the two others give an answer first, and measure beside it later."""
     made: list[str] = []
     late = "fake@latency_ms=1"
     monkeypatch.setattr("dyno.runner.execute.FIRST_ANSWER_AFTER_S", 0.0)
@@ -109,7 +109,7 @@ def test_what_is_ready_is_measured_before_the_last_file_is_made(
 def test_a_file_that_takes_long_to_build_is_made_after_the_first_answer(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is known beforehand, so no time passes, and files of other trials come first."""
+    """A slow build is known beforehand, so no time passes, and other trials' files come first."""
     made: list[int] = []
     slowly, quickly = "fake@latency_ms=1", "fake@latency_ms=3"
     monkeypatch.setattr("dyno.runner.execute._builds_slowly", lambda trial: trial.options["latency_ms"] == 1)
@@ -131,7 +131,7 @@ def test_a_file_that_takes_long_to_build_is_made_after_the_first_answer(
 def test_fixed_rounds_answer_before_a_long_build_and_lack_no_pair(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
 ) -> None:
-    """Of the five, one is built slowly; the slowest of the others is no finalist that one round alone needs."""
+    """One of five is built slowly; the slowest of the others (5 ms) is no finalist, so one round doesn't pair them."""
     events: list[Any] = []
     monkeypatch.setattr("dyno.runner.execute._builds_slowly", lambda trial: trial.options["latency_ms"] == 1)
     monkeypatch.setattr(Files, "has_file", lambda _, trial: trial.options["latency_ms"] != 1 or 1 in events)
@@ -142,7 +142,7 @@ def test_fixed_rounds_answer_before_a_long_build_and_lack_no_pair(
     backends = (SLOW, "fake@latency_ms=1", FAST, *(f"fake@latency_ms={ms}" for ms in (3, 5)))
     study = study(*backends, rounds=rounds, reference=SLOW)
     execute(study, tmp_path / "run", Progress(console=Console(file=StringIO())))
-    assert events[:6] == [4, 2, 3, 5, ("in round 1", None), 1]  # how long a build takes isn't known
+    assert events[:6] == [4, 2, 3, 5, ("in round 1", None), 1]  # the build's duration isn't known
     assert [title for title, _ in events[6:]] == ["after round 1 of 2"][: rounds - 1]
     result = {t.options["latency_ms"]: t for t in load_run(tmp_path / "run")}
     paired = {ms: len(log_ratios(result[1], result[ms], "model", keep_disturbed=True)) for ms in (2, 3, 4, 5)}
@@ -151,7 +151,7 @@ def test_fixed_rounds_answer_before_a_long_build_and_lack_no_pair(
 
 
 def test_each_delay_has_an_answer_before_it(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One trial is ready, one compiles while it loads, one is built slowly: what is ready is shown before each."""
+    """One trial is ready, one compiles in loading, one is built slowly: ready results are shown before each delay."""
     events: list[Any] = []
     monkeypatch.setattr("dyno.runner.execute._compiles", lambda trial: trial.options["latency_ms"] == 2)
     monkeypatch.setattr("dyno.runner.execute._builds_slowly", lambda trial: trial.options["latency_ms"] == 1)
@@ -192,7 +192,7 @@ def test_fixed_rounds_measure_a_late_trial_beside_the_fastest_too(study: Any, tm
 def test_what_compiles_while_it_loads_is_measured_after_the_first_answer(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three trials one compiles, so the two others answer first; the reference doesn't wait."""
+    """One of three trials compiles, so the two others answer first; the reference doesn't wait."""
     monkeypatch.setattr("dyno.runner.execute._compiles", lambda trial: trial.options["latency_ms"] == compiling)
     compiling = 4
     printed, folder = StringIO(), tmp_path / "run"
@@ -271,7 +271,7 @@ def test_later_rounds_load_in_parallel_and_warm_up_in_turn(
 
 
 class Frozen(Progress):
-    """Measures what those that have no turn do while one has its."""
+    """Measures the processor time that waiting members use during another member's turn."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(quiet=True)
@@ -281,7 +281,7 @@ class Frozen(Progress):
         """See `Progress.tick`."""
         if "in turns" in stage and not self.ticks_used:
             workers = [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
-            until(lambda: all(p.status() == psutil.STATUS_STOPPED for p in workers), 300)  # as a signal has been sent
+            until(lambda: all(p.status() == psutil.STATUS_STOPPED for p in workers), 300)  # once the signal has arrived
             before = [_ticks(p.pid) for p in workers]
             time.sleep(self.span)
             self.ticks_used = [_ticks(p.pid) - b for p, b in zip(workers, before, strict=True)]
@@ -333,13 +333,13 @@ LATE = Late()
 
 @pytest.fixture
 def late(importable: Any) -> str:
-    """A backend that crashes or hangs after N timed runs, as a separate module."""
+    """A backend in a separate module that crashes or hangs after N timed runs."""
     importable("late_backend", BACKENDS)
     return "late_backend:LATE"
 
 
 def test_a_crash_in_a_block_is_one_row(study: Any, tmp_path: Path, late: str) -> None:
-    # A block has two runs at least, of which one doesn't count, and there are three blocks however long they take.
+    # A block has at least two runs, the first uncounted, and there are three blocks regardless of duration.
     run(study(SLOW, FAST, f"{late}@latency_ms=2@after=3"), tmp_path / "run")
     records = stored(tmp_path / "run")
     assert {key[0]: r["status"] for key, r in records.items()} == {"4": "ok", "2": "ok", "3": "crashed"}
@@ -352,7 +352,7 @@ def test_a_crash_in_a_block_is_one_row(study: Any, tmp_path: Path, late: str) ->
 def test_who_runs_out_of_memory_beside_others_is_tried_by_itself(
     study: Any, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Started last, so that others are alive by then.
+    # Started last, while the others are alive.
     monkeypatch.setattr(
         turns.InterleavedGroup, "_shuffle_items", lambda self, what, members: sorted(members, key=_memory_bound)
     )
@@ -369,7 +369,7 @@ def _memory_bound(member: turns.InterleavedJob | list[turns.InterleavedJob]) -> 
 
 
 class Card:
-    """A GPU on which each process that has loaded takes 4 of 10 GB."""
+    """A GPU with 10 GB, of which each loaded process takes 4."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
@@ -396,7 +396,7 @@ def test_the_memory_of_a_gpu_bounds_how_many_are_alive(
     monkeypatch.setattr(turns, "find_gpu", lambda *_: card)
     monkeypatch.setattr(nvml, "read_available", lambda: 1e12)
     run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
-    # 10 - 4 is what a second one needs, 1.5 times 4; 10 - 8 is not.
+    # A second process needs 6, 1.5 times 4: 10 - 4 is enough, 10 - 8 is not.
     assert max(card.loaded) == 2 and {r["status"] for r in stored(tmp_path).values()} == {"ok"}
     assert max(card.imported) == processors, "importing takes no room there"
     assert stored(tmp_path, "t*"), "the reference measured beside the one that had no room"
@@ -416,7 +416,7 @@ def test_what_is_added_later_takes_turns_with_its_reference(study: Any, tmp_path
 def test_a_hang_is_one_row_and_only_its_own_time_counts(
     study: Any, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Hours pass for the conductor once it hangs, however long all take to get there.
+    # Hours pass for the conductor once a member hangs, however long the others take until then.
     def monotonic() -> float:
         return time.monotonic() + 1e4 * any(tmp_path.glob("run/trials/*/r0/hangs"))
 
@@ -470,7 +470,7 @@ def test_killing_the_parent_leaves_no_process(tmp_path: Path) -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):  # it may end between the two questions
+    with suppress(psutil.NoSuchProcess):  # it may end between the two calls
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
@@ -508,7 +508,7 @@ def test_memory_bounds_how_many_are_alive(study: Any, tmp_path: Path, monkeypatc
         advance(self, members, word)
 
     monkeypatch.setattr(turns.InterleavedGroup, "_advance_members", seen)
-    # A machine with room for two processes: each has what the others of its group have left.
+    # A machine with room for two processes: each has the rest of its group's memory.
     monkeypatch.setattr(turns.InterleavedGroup, "_has_room", lambda self, member, count: len(self.alive) + count <= 2)
     run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
     assert max(alive) == 2
@@ -545,7 +545,7 @@ def test_what_makes_no_sense_in_turns_is_refused(study: Any) -> None:
 def test_disturbed_blocks_are_measured_again_by_all(
     delays: tuple[float, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three blocks of 0.05 s were planned for each of two members; of those in place of others as many have room."""
+    """Three blocks of 0.05 s are planned for each of two members, so at most three may be repeated."""
     plan = Plan(("model",), seconds=0.15, blocks=3, block_s=0.05)
     job = SimpleNamespace(plan=plan, trial=SimpleNamespace(plan=plan, label=""))
     members: Any = [turns.InterleavedJob(job, Path(), 0, last_message="ready model") for _ in range(2)]  # type: ignore[arg-type]
@@ -570,7 +570,7 @@ def test_disturbed_blocks_are_measured_again_by_all(
 def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counter: str, moved: int
 ) -> None:
-    """By the counters alone: what is left is the median of the blocks' ratios as NumPy has it."""
+    """Judged by the counters alone: the rest gives the median of the blocks' ratios, as in NumPy."""
     monkeypatch.setattr(turns, "find_disturbed", lambda delays: [False] * len(delays))
     run(study(rounds=4, seconds=0.5, boundaries=("model", "throughput")), tmp_path)
     quiet = {0: 0.0, 1: 0.0, 2: 0.0}
@@ -578,7 +578,7 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
         record = json.loads(path.read_text())
         count = len(record["facts"]["blocks"]["model"])
         is_slow = json.loads(path.with_name("job.json").read_text())["trial"]["options"]["latency_ms"] == 4
-        # Of the slow trial are disturbed: round 1's second block, all but two of round 2, and all but one of round 3.
+        # Disturbed in the slow trial: round 1's second block, all but two of round 2, all but one of round 3.
         hit = [quiet, {1: 0.3}, dict.fromkeys(range(2, count), 0.5), dict.fromkeys(range(1, count), 0.5)]
         delays = hit[record["round"]] if is_slow else {}
         usual, rare = (580, 170) if moved == 6 else (170, 580)
@@ -608,13 +608,13 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
     everything = log_ratios(slow, fast, "model", keep_disturbed=True)
     assert everything == pytest.approx([np.median(each) for each in logs])
     sentences = " ".join(list_sentences(read_trials(load_run(tmp_path))))
-    # Round 1 has one such block of many, rounds 2 and 3 of the slow trial have almost all.
+    # Round 1 has one such block of many; in rounds 2 and 3 of the slow trial almost all are.
     text = f"The processors were further apart during {moved} of 8 jobs (a signal from one to another and back took 580"
     assert (text in sentences) == bool(moved)
 
 
 def test_one_undisturbed_round_of_five_gives_latencies_and_the_best_estimate(study: Any, tmp_path: Path) -> None:
-    """Others disturb the slow trial far more, so that the mean of all rounds' ratios is many times the real one."""
+    """The slow trial is far more disturbed, so the mean of all rounds' ratios is many times the real ratio."""
     run(study(rounds=5, seconds=0.3, boundaries=BOUNDARIES), tmp_path)
     noise = np.random.default_rng(0)
     for path in tmp_path.glob("trials/*/r*/record.json"):
@@ -650,8 +650,8 @@ def test_one_undisturbed_round_of_five_gives_latencies_and_the_best_estimate(stu
 def test_rounds_that_other_programs_took_are_made_up_for(
     study: Any, tmp_path: Path, lost: tuple[int, ...], is_short: bool
 ) -> None:
-    """Four equal engines: the runner-up gets rounds, and every rival while rounds are missing; without a quiet one all
-    rounds count, and none is missing."""
+    """Four equal engines: the runner-up gets rounds, and every rival while rounds are missing. Without any quiet round
+    all rounds count, and none is missing."""
     found = _run_equal(study(*(f"fake@latency_ms={2 + k / 100}" for k in range(4)), rounds=3), tmp_path, lost)
     winner, runner_up, *others = rank_goals(found)[0].fastest["trial"]
     asked = {id for pair in list_pending(found) if winner in pair.trials for id in pair.trials}
@@ -672,7 +672,7 @@ def test_a_backend_with_rounds_of_its_own_gets_others_for_lost_ones_alone(
 
 
 def _run_equal(equal: Study, folder: Path, lost: tuple[int, ...]) -> RunData:
-    """Measure equal engines, of whose rounds other programs took the `lost` ones."""
+    """Measure equal engines and mark the rounds `lost` as disturbed by other programs."""
     run(replace(equal, seconds=0.3, until="rounds"), folder)
     rng = np.random.default_rng(1)
     for trial in load_run(folder):
@@ -691,7 +691,7 @@ def _run_equal(equal: Study, folder: Path, lost: tuple[int, ...]) -> RunData:
 
 @pytest.mark.parametrize("cold", [0.0, 0.3])
 def test_an_engine_that_is_not_warm_is_a_warning(study: Any, tmp_path: Path, cold: float) -> None:
-    """Its latencies begin 30 % too high and fall from block to block, in every round."""
+    """Its latencies start 30 % too high and fall from block to block, in every round."""
     run(study(rounds=4, seconds=0.5), tmp_path)
     rng = np.random.default_rng(0)
     for trial in load_run(tmp_path):
@@ -704,7 +704,7 @@ def test_an_engine_that_is_not_warm_is_a_warning(study: Any, tmp_path: Path, col
             np.savez(each.folder / "samples.npz", **arrays)
             path = each.folder / "record.json"
             record = json.loads(path.read_text())
-            record["facts"]["delays"] = {}  # on a busy machine blocks would be left out
+            record["facts"]["delays"] = {}  # a busy machine would leave blocks out
             path.write_text(json.dumps(record))
     fast, slow = sorted(load_run(tmp_path), key=lambda trial: trial.options["latency_ms"])
     change = find_drift(fast, slow, "model")
@@ -712,7 +712,7 @@ def test_an_engine_that_is_not_warm_is_a_warning(study: Any, tmp_path: Path, col
     text = " ".join(list_sentences(read_trials(load_run(tmp_path))))
     warning = f"gets slower against {slow.configuration}, by {change.value:.0%} from the first block to the last"
     assert (warning in text) == bool(cold)
-    # The cold one's blocks fall from 1.3 to 1.03 in ten, so the ratio rises by 26 %; by Theil and Sen's line by less.
+    # The cold trial's ten blocks fall from 1.3 to 1.03: the ratio rises by 26 %, by the Theil-Sen line by less.
     assert (0.1 < change.value < 0.26) if cold else abs(change.value) < 0.02
 
 
@@ -768,7 +768,7 @@ ASKED = (
 
 
 def in_tables(folder: Path, trials: tuple[Trial, ...], requested: str) -> dict[str, str]:
-    """The reference of each trial in a stored run of them, by id."""
+    """Store a run of the trials; return each trial's reference, by id."""
     for trial in trials:
         place = folder / "trials" / trial.id / "r0"
         place.mkdir(parents=True)
@@ -778,7 +778,7 @@ def in_tables(folder: Path, trials: tuple[Trial, ...], requested: str) -> dict[s
 
 
 def in_turns(trials: tuple[Trial, ...], requested: str) -> dict[str, str]:
-    """The reference of each trial where they measure in turns, by id."""
+    """Return each trial's reference where the trials measure in turns, by id."""
     mixed = Random(1).sample(trials, len(trials))
     fits = correctness.make_matcher(requested, mixed) if requested else None
     chosen = [(group, ensemble.choose_reference(group, fits)) for group in ensemble.group_trials(mixed)]

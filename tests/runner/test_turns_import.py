@@ -1,4 +1,4 @@
-"""What is compared imports its libraries side by side and loads one after the other, whatever happens meanwhile."""
+"""Compared trials import their libraries in parallel and load one after the other, whatever happens meanwhile."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from dyno.study.plan import expand
 from dyno.worker.jobs.turns import IMPORTED
 from dyno.worker.spec import Job, Runtime
 
-# `importing` and `loading` are how many must have come as far at one time, else the process waits for ever.
+# `importing` and `loading` processes must have come that far at one time, else the process waits for ever.
 BACKENDS = """
 import os, time
 from pathlib import Path
@@ -55,7 +55,7 @@ SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
 
 @pytest.fixture
 def marks(importable: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the processes of a scripted backend, `met_backend:MET`, say when they imported and loaded."""
+    """A folder in which the processes of the scripted backend `met_backend:MET` record imports and loads."""
     folder = importable("met_backend", BACKENDS) / "marks"
     folder.mkdir()
     monkeypatch.setenv("MARKS", str(folder))
@@ -64,7 +64,7 @@ def marks(importable: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def processors(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Set how many processes may import at once, regardless of the number of processors."""
+    """A function that sets how many processes may import at once, whatever the number of processors."""
     return lambda number: monkeypatch.setattr(InterleavedGroup, "_at_once", lambda _: number)
 
 
@@ -81,7 +81,7 @@ def met(latency_ms: int, **options: int) -> str:
 
 
 def run(study: Study, folder: Path) -> dict[str, dict[str, Any]]:
-    """The records by the first option of their trials."""
+    """Run the study; return its records by their trials' first option."""
     execute(study, folder, Progress(quiet=True))
     found = {}
     for path in (folder / "trials").glob("*/r0/record.json"):
@@ -91,7 +91,7 @@ def run(study: Study, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def windows(marks: Path, what: str) -> dict[str, tuple[float, float]]:
-    """When each process did it, by its latency."""
+    """Return the start and end of `what` in each process, by its latency."""
     found = {}
     for path in marks.glob(f"{what}.*"):
         began, ended = map(float, path.read_text().split())
@@ -147,10 +147,10 @@ def test_an_import_that_hangs_is_one_row(
         stop(self, member, elapsed, timed_out)
 
     monkeypatch.setattr(InterleavedGroup, "_stop_member", stopped)
-    # Hours pass for the conductor once the two others have imported, however long that takes here.
+    # Hours pass for the conductor once the two others have imported, however long that takes.
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + 1e4 * (len(imported) == 2))
     monkeypatch.setattr(turns, "time", clock)
-    monkeypatch.setattr(turns, "MAX_POLL_GAP_S", math.inf)  # else it would be time for which Dyno was stopped
+    monkeypatch.setattr(turns, "MAX_POLL_GAP_S", math.inf)  # else it would count as time in which Dyno was stopped
     records = run(study(SLOW, FAST, "fake@fail=hang@at=import@latency_ms=1", timeout=1200.0), tmp_path / "run")
     assert {name: (r["status"], r["stage"]) for name, r in records.items()} == {
         "4": ("ok", "done"), "2": ("ok", "done"), "hang": ("timeout", "import"),
@@ -172,7 +172,7 @@ def test_who_has_imported_needs_its_room(
     study: Any, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processors(3)
-    # Room for two of unknown size, and for many of the size that is then measured.
+    # Room for two processes of unknown size, and for many of the measured size.
     monkeypatch.setattr(nvml, "read_available", lambda: 2 * nvml.HEADROOM * nvml.DEFAULT_PROCESS_B + 1)
     monkeypatch.setattr(InterleavedGroup, "_shuffle_items", lambda self, what, listed: list(listed))
     together: list[tuple[int, bool]] = []
@@ -215,7 +215,7 @@ def test_players_apart_import_and_load_at_once(study: Any, tmp_path: Path, marks
 
 
 def _groups(study: Study, folder: Path, ended: list[str]) -> list[InterleavedGroup]:
-    """Two groups of two jobs whose memory is known."""
+    """Return two groups of two jobs with known memory."""
     members = [
         InterleavedJob(Job("run", e.trial.runtime, e.trial, 1), folder / e.trial.id, 0, memory=1 << 20)
         for e in expand(study)

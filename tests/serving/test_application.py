@@ -19,7 +19,7 @@ from dyno.worker.facts.job import APPLICATION_STAGES, ApplicationFacts
 from refusals import refuses
 
 QUICK = ("--seconds", 0.3, "--warmup", 0.05)
-# Stages that sleep; postprocess fails unless the engine gave what NumPy computes, in the module's own form.
+# Sleeping stages; postprocess fails unless the engine returned NumPy's result in the module's form.
 SLEEPING = """
 import time
 import numpy as np
@@ -120,7 +120,7 @@ def net(tmp_path: Path, preloaded: str) -> Path:
 
 @pytest.mark.parametrize("name", ["pipeline", "Pipeline"])
 def test_the_share_is_that_of_the_known_seconds(name: str, net: Path, call: Any) -> None:
-    """50 + 40 + 10 ms: the model is 40 %, and at most 1.67x. A sleep may take longer, by milliseconds beside others."""
+    """50 + 40 + 10 ms: the model is 40 %, so at most 1.67x. A sleep may take milliseconds longer beside others."""
     pytest.importorskip("onnxruntime")
     (net / "net.py").write_text(SLEEPING + "\nPipeline_requests = pipeline_requests\n")
     words = ("app", f"net.py:{name}", "--backend", "pytorch,onnxruntime", "--rounds", 2, *QUICK, "-o", "run")
@@ -201,7 +201,7 @@ def test_other_bad_input_is_one_line(net: Path, refused: Any) -> None:
 
 
 def run_of(*rounds: tuple[float, float, float, float], backend: str = "pytorch", **more: Any) -> ApplicationRun:
-    """A trial's rounds, each as the seconds of preprocess, model, postprocess and the whole request."""
+    """Build a trial from rounds, each given as the seconds of preprocess, model, postprocess and the whole request."""
     trial = cast(Any, SimpleNamespace(id=backend, label=backend, backend=backend, good=()))
     named = tuple(dict(zip(APPLICATION_STAGES, each, strict=True)) for each in rounds)
     return ApplicationRun(trial, ApplicationFacts(4), named, **more)
@@ -219,7 +219,7 @@ def test_the_limit_is_amdahl_s() -> None:
 
 
 def test_the_share_s_interval_is_that_of_the_rounds() -> None:
-    """By hand: logarithms of the rest 0.7, 0.68, 0.72, their mean and Student's t with two degrees of freedom."""
+    """By hand: the rest's logarithms 0.7, 0.68, 0.72, their mean and Student's t with two degrees of freedom."""
     run = run_of((0.06, 0.3, 0.2, 1.0), (0.06, 0.32, 0.2, 1.0), (0.06, 0.28, 0.2, 1.0))
     logs = np.log([0.7, 0.68, 0.72])
     half = 4.302653 * logs.std(ddof=1) / np.sqrt(3)
@@ -243,7 +243,7 @@ def test_wrong_outputs_have_no_speed_up() -> None:
 
 
 def test_disturbed_passes_are_left_out_of_every_stage_alike() -> None:
-    """Two requests in eight passes, one of which took ten times as long."""
+    """Two requests in eight passes, one of them ten times as long."""
     slow = np.array([1, 1, 10, 1, 1, 1, 1, 1])
     seconds = {"preprocess": 0.1, "model": 0.2, "postprocess": 0.1, "request": 0.5}
     arrays = {name: np.outer([1, 3], each * slow) for name, each in seconds.items()}

@@ -1,4 +1,4 @@
-"""The figures of requests: percentiles with intervals, what is said of a rate, and of a trial."""
+"""Figures of requests: percentiles with intervals, and the descriptions of a rate and of a trial."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,7 @@ from dyno.worker.serving.rates import find_percentile
 def tried(
     seconds: np.ndarray, verdict: str = "yes", rate: float = 100.0, first: int = 0, **facts: Any
 ) -> RateMeasurement:
-    """Requests at regular times that took so long (NaN: never answered), half of it in the queue, two by two."""
+    """Build requests at regular times from latencies (NaN: unanswered), half of each in the queue, in pairs."""
     arrival = np.arange(1, len(seconds) + 1) / rate
     answered = np.isfinite(seconds)
     arrays = {
@@ -35,13 +35,13 @@ def test_what_a_request_s_time_is_made_of() -> None:
 
 def test_a_server_that_gets_only_to_the_warm_up_is_as_fast_as_it_answers() -> None:
     number = np.arange(1, 1001)
-    ended = np.where(number <= 50, number / 20, np.nan)  # 20 a second, of a thousand that come
+    ended = np.where(number <= 50, number / 20, np.nan)  # 20 a second, of a thousand arriving
     arrays = {"arrival": number / 1000, "began": ended - 0.05, "ended": ended}
     assert RateMeasurement(ServeStep(1000.0, "unstable", 100), ServeFacts(), arrays).served == pytest.approx(20)
 
 
 def test_of_a_trace_no_more_are_served_than_come() -> None:
-    """Three requests in two seconds are one per second, and so are their answers but for the last one's latency."""
+    """Three requests in two seconds are one per second, as are their answers but for the last latency."""
     due = np.arange(3.0)
     arrays = {"arrival": due, "began": due, "ended": due + 0.5, "size": np.ones(3), "refused": np.zeros(3, bool)}
     assert RateMeasurement(ServeStep(1.0, "too few requests", 0), ServeFacts(), arrays).served == pytest.approx(2 / 2.5)
@@ -63,7 +63,7 @@ def test_a_percentile_that_falls_on_unanswered_requests_has_no_value() -> None:
 
 
 def test_an_interval_of_sections_covers_the_percentile_of_independent_requests() -> None:
-    """Of 400 sets about 95 % must; the chance that fewer than 350 do is below one in a million."""
+    """About 95 % of 400 sets must hold it; fewer than 350 have a probability below one in a million."""
     rng = np.random.default_rng(0)
     truth = -np.log(0.1)
     found = [

@@ -37,7 +37,7 @@ needs_client = pytest.mark.skipif(
 
 @pytest.fixture
 def bench(call: Any) -> Any:
-    """`dyno bench serve` of the server's model for a short time: (standard output, standard error)."""
+    """`dyno bench serve` on the server's model for a short time; returns standard output and standard error."""
 
     def run(url: str, *words: object, model: str = kserve_server.MODEL, code: int = 0) -> tuple[str, str]:
         _, out, errors = call("bench", "serve", model, "--endpoint", url, *words, *SHORT, code=code)

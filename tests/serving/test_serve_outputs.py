@@ -1,4 +1,4 @@
-"""`dyno bench serve` compares every engine's answers with a reference's before it ranks them."""
+"""`dyno bench serve` compares every engine's answers with a reference's before ranking."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ SMALL = ("net.py:net", "--size", 16, "--batch", 4, "--rounds", 1, *QUICK)
 
 @pytest.fixture(autouse=True)
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(planted_backends.__file__).parent))  # of jobs, which have that backend
+    monkeypatch.setenv("PYTHONPATH", str(Path(planted_backends.__file__).parent))  # jobs find that backend
     (tmp_path / "net.py").write_text(planted_backends.NET)
 
 

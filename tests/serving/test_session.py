@@ -48,7 +48,7 @@ def test_given_rates_are_measured_and_shown_again(call: Any, tmp_path: Path) -> 
     rows = json.loads(out)["tables"]["serve-rates"]["rows"]
     assert code == 0 and [row["rate"] for row in rows] == [50, 1000]
     assert rows[0]["p99_s"] is None and rows[0]["p50_s"] >= 0.01 <= rows[0]["compute_s"]
-    # The hundred that don't count come first, and are answered within two seconds on a slow machine, too.
+    # The hundred uncounted requests come first, and are answered within two seconds even on a slow machine.
     assert rows[1]["served"] < 500 and rows[1]["mean_batch"] > 3, "400, and the batch that ends first"
     _, out, _ = call("report", "run", code=0)
     assert (tmp_path / "run/charts/serve-latency.png").is_file()
@@ -177,7 +177,7 @@ def test_a_search_that_is_too_short_says_so(call: Any, tmp_path: Path) -> None:
 
 
 def test_a_bound_that_a_lone_request_misses_is_not_searched_for(call: Any, tmp_path: Path) -> None:
-    """At lower and lower rates: each takes the longer the lower it is."""
+    """A search at ever lower rates would take ever longer."""
     words = ("--backend", "fake@latency_ms=50", "--batch", 1, "--p50", "1ms")
     _, out, _ = call("bench", "serve", *FAKE, *words, code=0)
     (found,) = facts(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What can't be is refused in one line before anything is trained, measured or written."""
+"""Impossible studies are refused in one line before anything is trained, measured or written."""
 
 import os
 from collections.abc import Callable
@@ -24,7 +24,7 @@ MANY = len(os.sched_getaffinity(0)) + 1
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process may be started, and no network trained."""
+    """Forbid starting processes and training networks."""
 
     def start(*arguments: Any, **named: Any) -> Any:
         raise AssertionError("a process was started")

@@ -1,4 +1,4 @@
-"""A study's data fits the model or is refused in one line; decoding that takes a while shows how far it is."""
+"""A study's data fits the model or is refused in one line; slow decoding shows its progress."""
 
 import io
 import json
@@ -73,7 +73,7 @@ def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
 
 
 def test_what_helps_fits_the_model_and_the_folder(tmp_path: Path) -> None:
-    """A file keeps its classes, only a network of ImageNet's 1,000 knows synsets, and classes may lie deeper."""
+    """A file keeps its classes, only networks of ImageNet's 1,000 classes know synsets, and classes may lie deeper."""
     folder = photos(tmp_path / "pets", "cat", "dog")
     about = {"classes": ["cat", "dog"], "label_source": "folders"}
 

@@ -1,4 +1,4 @@
-"""A module in memory is a model: stored under its content, found again, run by processes that don't have its code."""
+"""A module in memory is a model: stored by its content, found again, and run by processes without its code."""
 
 import subprocess
 import sys
@@ -59,7 +59,7 @@ def test_the_same_module_is_the_same_file_and_stays_as_it_was() -> None:
 
 
 class Scaled(nn.Module):  # type: ignore[misc, name-defined]
-    """Differs from others in what no state dict has."""
+    """A module with differences outside its state dict."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_threads_may_each_have_a_study() -> None:
 
 @pytest.mark.slow
 def test_a_thread_may_store_a_module_after_another_that_did_ended(tmp_path: Path) -> None:
-    """PyTorch alone ends with a segmentation fault here where there is no GPU."""
+    """Without a GPU, PyTorch alone ends with a segmentation fault here."""
     program = """
 import threading, torch, dyno
 
@@ -165,7 +165,7 @@ def test_what_runs_elsewhere_answers_as_the_module_does(nets: Any, name: str, tm
         "tokens": {"input_ids": rng.integers(0, 50, (4, 12)), "attention_mask": np.ones((4, 12), np.int64)},
         "data": {"x": rng.standard_normal((4, 3, 8, 8), np.float32)},
         "lstm": {"input": rng.standard_normal((4, 7, 6), np.float32)},
-        # Its layers take their ranges from the whole batch, of which one input is far larger.
+        # Layers take their ranges from the whole batch, with one far larger input.
         "quantised": {"input": rng.standard_normal((4, 3, 8, 8), np.float32) * np.float32([[[[1]]], [[[8]]]] * 2)},
         "script": {"x": rng.standard_normal((4, 12), np.float32)},
     }[name]
@@ -214,7 +214,7 @@ def test_paths_are_taken_wherever_text_is(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):  # type: ignore[misc, name-defined]
-    """Changes one buffer in place, and puts another in the place of the second."""
+    """A module that changes one buffer in place, and replaces the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_a_program_or_frozen_script_is_a_model() -> None:
 
 
 class Alone(nn.Module):  # type: ignore[misc, name-defined]
-    """Answers a single row otherwise, which torch.export takes for a batch of several."""
+    """A module with another answer for a single row, which torch.export assumes to equal that of a batch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 3 if x.shape[0] == 1 else x * 2
@@ -294,7 +294,7 @@ def test_what_is_stored_answers_as_the_module_does_at_one_row_and_at_every_size(
     for rows in (1, 2):
         assert torch.equal(saved_modules.load(path)(torch.ones(rows, 3)), Alone()(torch.ones(rows, 3)))
     net = Halves().eval()
-    for sizes in (["8"], ["8", "5"]):  # the first is stored as a program, which then lies there
+    for sizes in (["8"], ["8", "5"]):  # the first is stored as a program, found by the second
         (path,) = Study(models=net, sizes=sizes).models
     for size in (8, 5):
         assert torch.equal(saved_modules.load(path)(torch.ones(2, 3, size, size)), net(torch.ones(2, 3, size, size)))

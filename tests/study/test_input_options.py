@@ -1,4 +1,4 @@
-"""What is said of inputs on the command line: shapes with types, ranges, constants and files of arrays."""
+"""Inputs on the command line: shapes with types, ranges, constants and files of arrays."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def test_arrays_say_their_shapes_and_are_known_by_their_content(tmp_path: Path) 
     found = overrides(inputs=[str(path)])
     assert found["ids"]["shape"] == ["batch", 3] and found["ids"]["dtype"] == "int64"
     assert found["table"]["shape"] == [2, 5] and found["table"]["dtype"] == "float32"
-    np.savez(path, ids=np.zeros((4, 3), np.int64), table=np.full((2, 5), -np.inf))  # as a mask of attention is
+    np.savez(path, ids=np.zeros((4, 3), np.int64), table=np.full((2, 5), -np.inf))  # like an attention mask
     assert overrides(inputs=[str(path)])["ids"]["feeds_sha256"] != found["ids"]["feeds_sha256"]
     for damaged in (b"no arrays", path.read_bytes()[:-9], path.read_bytes().replace(b"NUMPY", b"NUMPI")):
         path.write_bytes(damaged)

@@ -1,4 +1,4 @@
-"""Models of a study are inspected side by side, and each stays its own: what one does is nothing to the others."""
+"""A study's models are inspected in parallel and independently of each other."""
 
 import os
 import signal

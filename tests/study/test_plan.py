@@ -1,4 +1,4 @@
-"""Studies become trials: every combination, each refusal with its reason, ids that mean the same tomorrow."""
+"""Studies become trials: every combination, each refusal with its reason, and stable ids."""
 
 import gzip
 import shutil
@@ -172,7 +172,7 @@ def test_our_path_lends_nothing_to_another_interpreter(tmp_path: Path, monkeypat
 
 
 def test_the_golden_id(fake_study: Any) -> None:
-    """Runs stored earlier are found again by this; when it must change, say so in the changelog."""
+    """Earlier runs are found by this id; a change must be announced in the changelog."""
     (one,) = trials(fake_study(backends=("fake@latency_ms=2",), batches=(4,), seconds=0.5, warmup=0.25))
     assert one.id == GOLDEN
 
@@ -254,7 +254,7 @@ def named(path: Path) -> ModelSpec:
 
 
 def test_a_pointer_or_a_page_in_place_of_a_file_is_named(tmp_path: Path) -> None:
-    """As a clone without Git LFS and a download behind a login leave them."""
+    """Clones without Git LFS and downloads behind a login leave such files."""
     pointer, page = tmp_path / "net.onnx", tmp_path / "net.safetensors"
     pointer.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 97\n")
     page.write_text("\n<!DOCTYPE html><html></html>")

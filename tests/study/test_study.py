@@ -1,4 +1,4 @@
-"""A study from flags, TOML or Python says what is wrong with it in one line, before anything runs."""
+"""A study from flags, TOML or Python reports its errors in one line, before anything runs."""
 
 import dataclasses
 import inspect
@@ -105,7 +105,7 @@ def test_wrong_fields_are_one_line(fields: dict[str, Any], message: str) -> None
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    """A study file can hold them: `repr` of NumPy's isn't TOML."""
+    """A study file can hold them, although the `repr` of NumPy's isn't TOML."""
     fields: dict[str, Any] = {
         "batches": np.array([1, 8]), "rounds": np.int64(3), "seconds": np.float64(0.5), "turns": np.bool_(False),
         "warmup": np.float32(0.5), "sizes": [np.int64(64)], "budget": {"top1": np.float64(1)},
@@ -167,7 +167,7 @@ def test_a_study_comes_back_from_its_own_toml(tmp_path: Path) -> None:
     study = Study.from_toml(tmp_path / "s.toml")
     (tmp_path / "t.toml").write_text(study.to_toml())
     assert Study.from_toml(tmp_path / "t.toml") == study
-    # What was left open is written out, so that a stored study says what was measured.
+    # Defaults are written out, so that a stored study documents its measurement.
     assert Study(models=("fake:net",)).to_table() == {
         "models": ["fake:net"], "rounds": 5, "until": "decided", "turns": True,
     }  # fmt: skip

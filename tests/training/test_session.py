@@ -1,4 +1,4 @@
-"""`dyno data train` from the command line: any class names, a kill half-way, the weights as an engine, bad input."""
+"""`dyno data train` on the command line: any class names, a kill half-way, the weights as an engine, bad input."""
 
 import io
 import json
@@ -38,7 +38,7 @@ QUICK = [*SMALL, "--augment", "shift", "--lr", "0.005", "--batch", "16"]
 
 
 def draw(folder: Path, name: str, digit: int, first: int, count: int) -> None:
-    """`count` of scikit-learn's digits as PNG files of a class."""
+    """Write `count` of scikit-learn's digits as PNG files of a class."""
     from sklearn.datasets import load_digits
 
     grey, labels = load_digits(return_X_y=True)
@@ -59,7 +59,7 @@ def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def parted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in train/ and val/."""
+    """The three classes in train/ and val/, with 30 and 20 images each."""
     folder = tmp_path_factory.mktemp("data") / "parted"
     for digit, name in enumerate(NAMES):
         draw(folder / "train", name, digit, 0, 30)
@@ -79,7 +79,7 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Any, tm
     assert told["settings"]["weight_decay"] == 0.01 and told["system"]["versions"]["torch"]
     assert Path("run/curves.png").read_bytes().startswith(b"\x89PNG")
     rows = session.show_history(Path("run"))
-    assert max(row["top1"] for row in rows) == told["result"]["top1"] > 70  # chance is 33
+    assert max(row["top1"] for row in rows) == told["result"]["top1"] > 70  # chance is 33 %
 
     measured = dyno.load("run/engines").to_pandas().set_index("backend")
     assert dict(measured["status"]) == {"pytorch": "ok", "onnxruntime": "ok"}
@@ -148,7 +148,7 @@ def test_the_digits_reach_98_percent(tmp_path: Path) -> None:
 
 
 def test_the_larger_cache_of_a_colour_network(flat: Path, tmp_path: Path) -> None:
-    """A torchvision network at its own size, cropped out of larger cached images."""
+    """A torchvision network at its own size takes crops of larger cached images."""
     result = dyno.train(
         flat, model="torchvision:mobilenet_v3_small", size="32x40", epochs=1, augment="standard", threads=1,
         out=tmp_path, holdout=0.5, workers=1, quiet=True,
@@ -171,7 +171,7 @@ def test_a_split_is_the_same_each_time_and_loses_nothing(flat: Path, tmp_path: P
     third = Path(session.find_source(str(flat), 0.25, tmp_path / "c", 1))
     assert sorted(p.relative_to(third).as_posix() for p in third.rglob("*.png")) != places[0]
     assert session.find_source(str(flat), 0.25, tmp_path / "a", 0) == str(one)
-    moved = Path(session.find_source(str(flat), 0.5, tmp_path / "a", 0))  # nothing was trained there yet
+    moved = Path(session.find_source(str(flat), 0.5, tmp_path / "a", 0))  # without an earlier training there
     assert len(list((moved / "test" / NAMES[0]).iterdir())) == 20
 
 
@@ -290,7 +290,7 @@ def test_what_is_trained_is_said_when_nothing_is_refused_any_more(tmp_path: Path
 
 
 def test_all_images_that_can_not_be_read_are_named_at_once(tmp_path: Path) -> None:
-    """More to train on than are taken for calibration, which every command reads."""
+    """More training images than the calibration set, which every command reads."""
     grey = Image.new("L", (4, 4))
     for part, count in (("train", 80), ("val", 2)):
         for name in "ab":

@@ -1,4 +1,4 @@
-"""The commands name the same engine, shapes, flags and times as the trial."""
+"""The commands repeat the trial's engine, shapes, flags and times."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def test_a_dynamic_engine_at_latency_model(tmp_path: Path) -> None:
     ("changes", "boundary", "has", "lacks"),
     [
         ({}, "all", "trtexec", "--noDataTransfers"),
-        ({"shape": (8, 3, 64, 64)}, "model", "trtexec", "--shapes"),  # of a static engine
+        ({"shape": (8, 3, 64, 64)}, "model", "trtexec", "--shapes"),  # a static engine
         ({"graph": False}, "model", "trtexec", "--useCudaGraph"),
         ({"version": "11.0.0"}, "all", "--includeDataTransfers", "--use"),  # it spins and replays a graph by default
         ({"version": "11.0.0"}, "model", "trtexec", "--noDataTransfers"),
@@ -43,7 +43,7 @@ def test_a_record_without_an_engine_is_refused(tmp_path: Path) -> None:
 
 
 def read_build(folder: Path, made_by: dict[str, object], **changes: object) -> list[str]:
-    """The words of the command that builds the engine of a trial, of which a builder keeps `made_by`."""
+    """Return the words of the command that builds a trial's engine, from its builder's facts."""
     made = {"route": "flags", "typed": "weakly", "versions": {"tensorrt": "8.6.1"}, **made_by}
     return command.read_build(engine_run.trial(folder, made_by=made, **changes))
 
@@ -56,7 +56,7 @@ RANGES = {"x": [[1, 3, 8, 8], [4, 3, 8, 8], [8, 3, 8, 8]], "y": [[1, 2], [4, 2],
     [
         ("fp32", "8.6.1", "weakly", ["--noTF32"]),
         ("tf32", "8.6.1", "weakly", []),
-        ("fp16", "8.6.1", "strongly", ["--noTF32", "--fp16"]),  # 8.6 knows no strongly typed networks
+        ("fp16", "8.6.1", "strongly", ["--noTF32", "--fp16"]),  # 8.6 has no strongly typed networks
         ("int8", "8.6.1", "weakly", ["--noTF32", "--int8", "--fp16"]),
         ("fp32", "10.13.0", "strongly", ["--noTF32", "--stronglyTyped"]),
         ("fp16", "10.13.0", "strongly", ["--noTF32", "--stronglyTyped"]),

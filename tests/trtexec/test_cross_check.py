@@ -1,4 +1,4 @@
-"""The cross-check with trtexec: a gap falls into parts that add up to it, and unlike things are refused."""
+"""The cross-check with trtexec: a gap splits into parts that add up to it, and unlike things are refused."""
 
 import dataclasses
 import threading
@@ -22,7 +22,7 @@ LOGS = Path(__file__).parent
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder, and a PATH with nothing on it."""
+    """A run folder, and an empty PATH."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     engine_run.write(tmp_path / "run", engine_run.MEDIANS)
@@ -30,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tool(run: Path, script: str) -> Path:
-    """Put a `trtexec` on the PATH; what it was called with is kept in the file `words` beside the run."""
+    """Put a `trtexec` on the PATH that writes its arguments to the file `words` beside the run; return that file."""
     path = run.parent / "bin" / "trtexec"
     path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> "{run.parent}/words"\n{script}\n', encoding="utf-8")
     path.chmod(0o755)
@@ -38,7 +38,7 @@ def tool(run: Path, script: str) -> Path:
 
 
 def trials(run: Path) -> list[TrialResult]:
-    """The run's trials that trtexec can repeat."""
+    """Return the run's trials that trtexec can repeat."""
     return [trial for trial in load_run(run).trials if cross_check.is_engine(trial)]
 
 
@@ -64,7 +64,7 @@ def test_trtexec_on_the_path_is_run_for_each_boundary_and_read(run: Path) -> Non
     assert "trtexec was run for latency/model:" in text and "trtexec was run for latency/all:" in text
     assert any("trtexec 0.170 ms: +0.0010 ms (+0.6 %); they agree" in line for line in text)
     called = words.read_text().splitlines()
-    assert called.count("--loadEngine=/cache/net b8.engine") == 2  # one word, its blank and all
+    assert called.count("--loadEngine=/cache/net b8.engine") == 2  # one word, blank included
     assert called.count("--noDataTransfers") == 1
 
 
@@ -125,7 +125,7 @@ US = 1e-6
 
 
 def report(**changes: Any) -> TrtexecReport:
-    """What trtexec would say of the trial if it did everything as Dyno does, launches hidden."""
+    """Return trtexec's report of the trial if it did everything as Dyno does, with hidden launches."""
     same: dict[str, Any] = {"compute": 171 * US, "latency": 217 * US, "enqueue": 12 * US, "h2d": 40 * US}
     same |= {"d2h": 6 * US, "rate": 1 / (180 * US), "graph": True, "transfers": True, "spin": True}
     same |= {"engine": "x/net b8.engine", "shapes": {"input": (8, 3, 64, 64)}, "device": "NVIDIA Example"}
@@ -138,7 +138,7 @@ def trial(tmp_path: Path) -> TrialResult:
 
 
 def parts(trial: TrialResult, given: TrtexecReport, which: str) -> dict[str, float]:
-    """Microseconds by name of the gap whose title begins so; checked to add up to it."""
+    """Return the parts of the gap whose title begins with `which`, in microseconds by name; check their sum."""
     (gap,) = [g for g in cross_check.list_gaps(cross_check.read_medians(trial), given) if g.what.startswith(which)]
     assert sum(p.seconds for p in gap.parts) == pytest.approx(gap.seconds, abs=1e-12)
     return {p.name: round(p.seconds / US, 3) for p in gap.parts}
@@ -181,9 +181,9 @@ def test_equal_numbers_agree(trial: TrialResult) -> None:
 
 
 NO_COPIES = {"transfers": False, "h2d": 0.0, "d2h": 0.0}
-# By what each shows: how the trial differs, how trtexec does, which gap, its parts in microseconds, and words.
+# By case: the trial's changes, trtexec's changes, the gap, its parts in microseconds, and words.
 PARTS: dict[str, tuple[dict[Any, float], dict[str, Any], dict[str, Any], str, dict[str, float], str]] = {
-    # 262 - 207 = 55: copies 10 longer; compute 176 - 171 = 5 is launch; waiting 15; 25 stay.
+    # 262 - 207 = 55: copies 10 longer; compute 176 - 171 = 5 is launch; waiting 15; 25 remain.
     "latency falls into copies, launch and synchronisation": (
         {}, {}, {"h2d": 30 * US, "latency": 207 * US}, "Latency",
         {"copies": 10, "launch": 5, "synchronisation": 15, "unexplained": 25}, "",
@@ -254,7 +254,7 @@ def test_unlike_things_are_refused_in_a_sentence(trial: TrialResult, changes: di
     "changes",
     [
         {"engine": "C:\\engines\\net b8.engine"},
-        {"engine": "net b8.engine", "onnx": "net.onnx"},  # built, saved under this name and timed
+        {"engine": "net b8.engine", "onnx": "net.onnx"},  # built, saved by this name and timed
         {"shapes": {}, "device": "", "engine": ""},
     ],
 )

@@ -15,7 +15,7 @@ OLD, NEW = ((LOGS / f"{release}.log").read_text(encoding="utf-8") for release in
 
 
 def row(start: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """One query as `--exportTimes` writes it, in ms: 0.04 in, 0.17 on the GPU, 0.01 out."""
+    """Return one query as `--exportTimes` writes it, in ms: 0.04 in, 0.17 on the GPU, 0.01 out."""
     times = {"startEnqMs": start, "endEnqMs": start + 0.02, "startH2dMs": start, "endH2dMs": start + 0.04}
     times |= {"startComputeMs": start + 0.04, "endComputeMs": start + 0.21, "startD2hMs": start + 0.21}
     times |= {"endD2hMs": start + 0.22, "h2dMs": 0.04, "computeMs": 0.17, "d2hMs": 0.01, "latencyMs": 0.22}
@@ -38,13 +38,13 @@ def test_a_log_of_release_10() -> None:
     found = log.parse_log(NEW)
     assert found.compute == pytest.approx(170e-6)
     assert (found.graph, found.transfers, found.spin) == (True, False, True)
-    assert found.engine == "engines/net b8.engine"  # it has no build options, so this is from the command line
+    assert found.engine == "engines/net b8.engine"  # without build options, so taken from the command line
     assert found.version == "10.13.0"
     assert found.warnings == ()
 
 
 def test_a_verbose_log_explains_its_metrics_below_the_summary() -> None:
-    """As in logs of 8.2 and 10.10: lines with a metric's name, and none of its times."""
+    """Logs of 8.2 and 10.10 contain lines with a metric's name and none of its times."""
     end = "[01/02/2026-03:04:10] [I] Explanations of the performance metrics are printed in the verbose logs.\n"
     names = ["Total Host Walltime", "GPU Compute Time", "Throughput", "Enqueue Time", "H2D Latency", "Latency"]
     below = "".join(f"[01/02/2026-03:04:10] [V] {name}: what it is of a query.\n" for name in names)
@@ -52,7 +52,7 @@ def test_a_verbose_log_explains_its_metrics_below_the_summary() -> None:
 
 
 def test_bindings_with_their_type_give_the_shapes() -> None:
-    """As in logs of 10.16 and 11."""
+    """Checked with logs of 10.16 and 11."""
     text = NEW.replace("8x3x64x64 is created", "8x3x64x64 and type fp32 is created").replace("--shapes=input", "--y=")
     assert log.parse_log(text).shapes == {"input": (8, 3, 64, 64)}
 
@@ -63,7 +63,7 @@ def test_streams_have_their_old_name_up_to_8_5() -> None:
 
 
 def test_images_of_an_implicit_batch_are_no_queries() -> None:
-    """As in logs of 8.4: with --batch=16 each query counts sixteen times."""
+    """In logs of 8.4 with --batch=16 each query counts sixteen times."""
     text = OLD.replace("Batch: Explicit", "Batch: 16").replace("Throughput: 4500", "Throughput: 72000")
     assert log.parse_log(text).rate is None and log.parse_log(text).compute == pytest.approx(211e-6)
     assert log.parse_log(OLD.replace("Batch: Explicit", "Batch: 1")).rate == 4500

@@ -1,4 +1,4 @@
-"""Bounds, shares, waiting, predictions and critical paths of videos whose times are known."""
+"""Bounds, shares, waiting, predictions and critical paths of videos with known times."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ SECONDS = {"decode": 0.002, "preprocess": 0.001, "inference": 0.010, "postproces
 def video(
     seconds: dict[str, float] | None = None, *, processors: int = 8, period: float = 0.010, count: int = 100
 ) -> Video:
-    """A pipeline in steady state: a frame each `period`, of which each stage works its seconds, one after the other."""
+    """Build a steady pipeline: a frame each `period`; its stages work their seconds one after the other."""
     seconds = seconds or SECONDS
     arrays: dict[str, np.ndarray] = {}
     at = period * np.arange(count)
@@ -48,7 +48,7 @@ def test_few_processors_bound_the_sum_of_all() -> None:
 
 
 def crowded(found: Video, factor: float, inference: float = 0.0) -> Video:
-    """The same under full CPU load: `factor` times the processor time, `inference` seconds of it for inference."""
+    """Return the video under full CPU load: `factor` times the processor time, `inference` seconds of it inference."""
     return replace(found, facts=replace(found.facts, crowding=factor, cpu_inference=inference))
 
 
@@ -56,10 +56,10 @@ def test_processors_that_slow_each_other_down_allow_less() -> None:
     found = crowded(video(processors=2), 1.5)
     assert found.bound.name == PROCESSORS and found.bound.rate == pytest.approx(2 / (1.5 * 0.014))
     assert found.find_crowding(1) == 1 and found.find_crowding(1.5) == 1.25 and found.find_crowding(7) == 1.5
-    # One processor answers all the time, and is slowed down while the other one works, of which it has four tenths.
+    # One processor always infers, slowed down while the other one works, which is 0.4 of the time.
     assert figures.predict_streams(found, 4).rate == pytest.approx(80, rel=0.02)
     assert "1.50 times the processor time" in " ".join(words.list_sentences(found))
-    steady = crowded(video(processors=2), 1.5, inference=0.010)  # the engine is no slower in a crowd
+    steady = crowded(video(processors=2), 1.5, inference=0.010)  # load doesn't slow the engine
     assert steady.cpu_under_load == pytest.approx(1.5 * 0.004 + 0.010)
     assert figures.predict_streams(steady, 4).rate > 1.1 * figures.predict_streams(found, 4).rate
     decoding = crowded(video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=2), 1.5)
@@ -88,12 +88,12 @@ def test_streams_share_the_engine_and_the_processors() -> None:
     stages = {"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}
     alone = predicted(stages, 1)
     assert (alone.bound, alone.rate) == ("decode", pytest.approx(100, rel=0.01))
-    assert alone.p99 == pytest.approx(0.0121, rel=0.01)  # nothing waits behind the slowest
+    assert alone.p99 == pytest.approx(0.0121, rel=0.01)  # nothing waits for the slowest stage
     assert predicted(stages, 4).rate == pytest.approx(400, rel=0.01)
     many = predicted(stages, 32)
     assert (many.bound, many.rate) == ("inference", pytest.approx(500, rel=0.02))
     assert many.each == many.rate / 32
-    assert many.p99 == pytest.approx(32 * 6 / 500, rel=0.2)  # of each: one is decoded, four wait, one is at the engine
+    assert many.p99 == pytest.approx(32 * 6 / 500, rel=0.2)  # each stream: one decoded, four waiting, one at the engine
     few = predicted(stages, 8, processors=2)
     assert (few.bound, few.rate) == (PROCESSORS, pytest.approx(2 / 0.0121, rel=0.02))
     found = video(stages, processors=64)
@@ -103,7 +103,7 @@ def test_streams_share_the_engine_and_the_processors() -> None:
 def test_handing_on_counts_in_the_prediction_alone() -> None:
     found = video(processors=1, period=0.028)
     handing = replace(found, facts=replace(found.facts, hand_over=0.001))
-    assert figures.predict_streams(handing, 2).rate == pytest.approx(1 / 0.017, rel=0.02)  # to three stages
+    assert figures.predict_streams(handing, 2).rate == pytest.approx(1 / 0.017, rel=0.02)  # handed to three stages
     assert handing.bound.rate == found.bound.rate
     assert found.utilization == pytest.approx(0.5)
     assert "the stages kept 50.0 % of the processors' time busy" in " ".join(words.list_sentences(found))
@@ -119,7 +119,7 @@ def test_bounds_of_several_streams_count_their_stages() -> None:
 def test_a_stage_behind_the_slowest_waits_and_one_before_is_held_up() -> None:
     slow_end = Simulation([Server(np.array([0.001]), 1.0), Server(np.array([0.01]), 1.0)], 0, 1, 200, 8, depth=3).run()
     assert slow_end.rate == pytest.approx(100, rel=0.02)
-    np.testing.assert_allclose(slow_end.latencies, 0.001)  # known before it has to wait
+    np.testing.assert_allclose(slow_end.latencies, 0.001)  # known before the stage waits
     shared = [Server(np.array([0.001]), 1.0), Server(np.array([0.02]), 1.0, shared=True)]
     for streams_at_once in (1, 3):  # one engine
         found = Simulation(shared, 1, streams_at_once, 200, 8, depth=3).run()
@@ -151,8 +151,8 @@ COUNT = 200
 
 
 def pipeline(*seconds: float, depth: int = 4, wake: float = 0.0, first: float = 0.0) -> Video:
-    """Stages that work so long on each frame, with room for `depth` frames before each, whose threads take `wake` to
-    begin; nothing happens before `first`."""
+    """Simulate stages with these seconds per frame, room for `depth` frames before each, and threads that need `wake`
+    to begin; nothing happens before `first`."""
     began, ended, handed = (np.zeros((len(seconds), COUNT)) for _ in range(3))
     for k in range(COUNT):
         for s, each in enumerate(seconds):
@@ -160,7 +160,7 @@ def pipeline(*seconds: float, depth: int = 4, wake: float = 0.0, first: float = 
             began[s, k] = max(came, handed[s, k - 1] if k else 0.0) + wake
             ended[s, k] = began[s, k] + each
             handed[s, k] = ended[s, k]
-        for s in range(len(seconds) - 1):  # room: the next stage has begun the frame `depth` before
+        for s in range(len(seconds) - 1):  # room: the next stage has begun frame k - `depth`
             if k >= depth:
                 handed[s, k] = max(ended[s, k], began[s + 1, k - depth])
                 began[s + 1, k] = max(handed[s, k], handed[s + 1, k - 1]) + wake

@@ -1,4 +1,4 @@
-"""`dyno bench video` from its input to its output: frames, order, boxes, sound, and what it says of its speed."""
+"""`dyno bench video` from input to output: frames, order, boxes, sound, and reported speed."""
 
 import csv
 import io
@@ -27,13 +27,13 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def places(boxes: list[dict[str, Any]]) -> list[int]:
-    """Where the best box of each frame lies, as the marker's place; every frame has one."""
+    """Return the marker's place by each frame's only box."""
     assert all(len(line["boxes"]) == 1 for line in boxes)
     return [round(line["boxes"][0]["box"][0] / videos.CELL) for line in boxes]
 
 
 def has_box(frame: np.ndarray, place: int) -> bool:
-    """Whether a box is drawn around that place: its label is orange, where the marker is red."""
+    """Return whether a box is drawn around that place: its label is orange, the marker red."""
     left = place * videos.CELL
     return bool(frame[4:12, left + 2 : left + 28, 1].mean() > 60)
 
@@ -89,7 +89,7 @@ def test_engines_are_compared_in_rounds(run: Any, call: Any, clip: Path, tmp_pat
     for name in ("pytorch-fp32", "onnxruntime-fp32"):
         assert len(videos.read(tmp_path / f"out-{name}.mp4")[0]) == COUNT
         assert places(videos.boxes(tmp_path / f"b-{name}.jsonl")) == expected(COUNT)
-    assert not list(tmp_path.glob("run/**/scratch*"))  # the second round keeps nothing
+    assert not list(tmp_path.glob("run/**/scratch*"))  # the second round keeps no files
     whole, stages, streams = (list(csv.DictReader(io.StringIO(part))) for part in out.split("\n\n"))
     assert [row["rounds"] for row in whole] == ["2", "2"]
     assert {row["frames"] for row in whole} == {str(COUNT)}
@@ -150,7 +150,7 @@ def test_a_run_of_a_video_is_shown_like_any_other(run: Any, call: Any, clip: Pat
     ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
     assert [event["id"] for event in begins] == list(range(COUNT))
     assert all(event["args"] == {"boxes": 1} and event["ts"] < ends[event["id"]] for event in begins)
-    for tid in range(1, 5):  # pieces of one track follow each other, so every end is of what began last
+    for tid in range(1, 5):  # pieces of a track are sequential, so every end belongs to the last begin
         own = [event for event in events if event.get("tid") == tid and event["ph"] in "BE"]
         assert [event["ph"] for event in own] == ["B", "E"] * (len(own) // 2)
         assert all(a["ts"] <= b["ts"] for a, b in itertools.pairwise(own))
@@ -254,7 +254,7 @@ def test_objects_keep_their_identity(call: Any, tmp_path: Path, method: str) -> 
         "--confidence", 0.6, "--iou", 0.2, "--track", method, "--json", "b.jsonl", "--backend", "onnxruntime", *QUICK,
         "-o", "run", "--format", "json", code=0,
     )  # fmt: skip
-    names: dict[bool, set[int]] = {True: set(), False: set()}  # of the square on top and of the other one
+    names: dict[bool, set[int]] = {True: set(), False: set()}  # thread ids of the square on top and of the other square
     for k, line in enumerate(videos.boxes(tmp_path / "b.jsonl")):
         assert len(line["boxes"]) == (1 if k in hidden else 2)
         for box in line["boxes"]:

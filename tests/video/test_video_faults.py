@@ -1,4 +1,4 @@
-"""Videos that are damaged, odd or end too early, disks that are full, users who stop: one clear line, and a playable
+"""Damaged, odd or truncated videos, full disks, and interrupts: each ends with one clear line, and leaves a playable
 file."""
 
 import functools
@@ -33,20 +33,20 @@ WORDS = (*NET, *QUICK, "-o", "run")
 
 @pytest.fixture(scope="session")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short video with a picture every half second at which a player can begin."""
+    """A short video with a key frame every half second."""
     path = tmp_path_factory.mktemp("clip") / "clip.mkv"
     return videos.write(path, videos.pictures(COUNT), sound=True, options={"g": "12"})
 
 
 @pytest.fixture
 def run(run: Any) -> Any:
-    """`dyno bench video` with the detector that finds the marker, into the folder `run`."""
+    """`dyno bench video` with the detector of the marker, into the folder `run`."""
     return lambda *words, **more: run(*words, "-o", "run", **more)
 
 
 @pytest.fixture
 def refused(run: Any) -> Any:
-    """The one line that bad input ends with."""
+    """A command that fails on bad input; returns its error line."""
     return lambda *words, code=2: one_line(run(*words, code=code)[2])
 
 
@@ -64,7 +64,7 @@ def facts(tmp_path: Path) -> VideoFacts:
 
 
 def one_line(errors: str) -> str:
-    """The line that a failure ends with, in which no library speaks."""
+    """Return the line of a failure, after checking that no traceback is printed."""
     (line,) = [line for line in errors.splitlines() if line.startswith("dyno: ")]
     assert "Traceback" not in errors
     return line
@@ -96,7 +96,7 @@ def test_damage_inside_is_counted_and_left_out(run: Any, clip: Path, tmp_path: P
     [
         ("empty.mp4", b"", "is empty", 2),
         ("text.mp4", b"no video at all, but words " * 100, "is not a video that FFmpeg can read", 2),
-        ("photo.png", b"no image", "can't be read as an image", 3),  # which is read like any frame of a video
+        ("photo.png", b"no image", "can't be read as an image", 3),  # read like any frame of a video
     ],
 )
 def test_what_is_no_video(run: Any, tmp_path: Path, name: str, content: bytes, says: str, ends: int) -> None:
@@ -118,7 +118,7 @@ def test_sound_alone_is_no_video(refused: Any, clip: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv"])
 def test_cover_art_is_not_the_video(run: Any, tmp_path: Path, suffix: str) -> None:
-    """In an MP4 it is said to be a cover; in the other file it is a stream of one frame like any other."""
+    """In an MP4 it is marked as a cover; in the other file it is a one-frame stream like any other."""
     source = videos.write(tmp_path / f"plain{suffix}", videos.pictures(20), sound=True, still=suffix == ".mkv")
     if suffix == ".mp4":
         source = videos.with_cover(source, tmp_path / "cover.mp4")
@@ -149,7 +149,7 @@ def test_a_song_with_a_cover_is_no_video(refused: Any, tmp_path: Path) -> None:
 
 
 def with_square(left: int, top: int, width: int, height: int) -> list[np.ndarray]:
-    """Frames of 288 x 384 with a red rectangle."""
+    """Return frames of 288 x 384 with a red rectangle."""
     frame = np.full((288, 384, 3), 40, np.uint8)
     frame[top : top + height, left : left + width] = (255, 0, 0)
     return [frame] * 8
@@ -157,8 +157,8 @@ def with_square(left: int, top: int, width: int, height: int) -> list[np.ndarray
 
 @pytest.mark.parametrize(("suffix", "prepare"), [(".mp4", "host"), (".webm", "host"), (".avi", "device")])
 def test_pixels_that_are_not_square_keep_their_shape(call: Any, tmp_path: Path, suffix: str, prepare: str) -> None:
-    """At 2:1 a picture of 384 x 288 is shown as 768 x 288, half of which lies in the rows 72 to 216 of the network's
-    384 x 288: there a rectangle of 32 x 64 is the square of 32 that the network finds."""
+    """At 2:1 a frame of 384 x 288 is shown as 768 x 288; at half that size it fills rows 72 to 216 of the network's
+    384 x 288, where a rectangle of 32 x 64 becomes the network's square of 32."""
     (tmp_path / "rows.py").write_text(videos.ROWS_NET)
 
     def wide(stream: Any) -> None:
@@ -198,7 +198,7 @@ def test_a_recording_that_was_never_finished_is_said_to_be_so(refused: Any, tmp_
 
 def test_a_header_that_is_cut_is_said_to_be_so(refused: Any, tmp_path: Path) -> None:
     content = videos.write(tmp_path / "whole.mp4", videos.pictures(5)).read_bytes()
-    (tmp_path / "cut.mp4").write_bytes(content[: content.index(b"mdhd")])  # its track has no kind yet
+    (tmp_path / "cut.mp4").write_bytes(content[: content.index(b"mdhd")])  # the track's kind is still unknown
     assert "has neither pictures nor sound: it is cut short" in refused("cut.mp4")
 
 
@@ -245,7 +245,7 @@ def test_another_resolution_in_the_middle(run: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def going(clip: Path) -> Iterator[str]:
-    """The URL of the clip on a server that hangs up in the middle."""
+    """The URL of the clip on a server that hangs up half-way."""
 
     class Half(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -275,11 +275,11 @@ def test_a_source_that_is_not_there(run: Any) -> None:
 
 
 def test_a_full_disk(clip: Path, tmp_path: Path) -> None:
-    """As a limit on the size of files, which a writer sees as a full disk."""
+    """A limit on the size of files acts like a full disk for the writer."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     videos.write(tmp_path / "long.mp4", videos.pictures(400))
     command = [sys.executable, "-m", "dyno", "bench", "video", "long.mp4", "out.mkv", *map(str, WORDS)]
-    command += ["--codec", "mjpeg"]  # of a size that no scene changes much
+    command += ["--codec", "mjpeg"]  # frame size independent of the scene
 
     def limited() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -294,7 +294,7 @@ def test_a_full_disk(clip: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def interrupted(tmp_path: Path) -> subprocess.Popen[bytes]:
-    """`dyno bench video`, sent an interrupt after its first frames, while its standard input still waits for more."""
+    """`dyno bench video` interrupted after its first frames, with open standard input."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     command = [sys.executable, "-m", "dyno", *"bench video - out.mp4 --frame-size 384x288".split(), *map(str, WORDS)]
     process = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -302,9 +302,9 @@ def interrupted(tmp_path: Path) -> subprocess.Popen[bytes]:
     assert process.stdin is not None
     for frame in videos.pictures(200):
         process.stdin.write(frame.tobytes())
-    process.stdin.flush()  # and it stays open, so the job waits for more
+    process.stdin.flush()  # stays open, so the job waits for more
     until = time.monotonic() + 600
-    # All may be answered before this looks once.
+    # All frames may be answered before the first check.
     while not any(re.match("frame [1-9]", path.read_text()) for path in tmp_path.glob("run/trials/*/r0/stage")):
         assert time.monotonic() < until and process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.05)
@@ -315,7 +315,7 @@ def interrupted(tmp_path: Path) -> subprocess.Popen[bytes]:
 def test_an_interrupt_leaves_a_playable_file_and_the_video_is_measured_again(
     interrupted: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    assert interrupted.wait(600) == 130  # with its standard input open
+    assert interrupted.wait(600) == 130  # with open standard input
     out, _ = interrupted.communicate()
     found = places(tmp_path / "out.mp4")
     assert found and found == expected(len(found))
@@ -330,6 +330,6 @@ def test_an_interrupt_leaves_a_playable_file_and_the_video_is_measured_again(
 
 
 def test_an_interrupt_counts_where_the_source_ends_with_it(interrupted: subprocess.Popen[bytes]) -> None:
-    """As in a shell's pipe, whose other programs are interrupted too: the job may have ended before it is signalled."""
+    """A shell's pipe interrupts all of its programs: the job may have ended before its signal."""
     _, errors = interrupted.communicate(timeout=600)
     assert interrupted.returncode == 130, errors

@@ -1,4 +1,4 @@
-"""Accuracy, paired differences and the budget on answers with known counts, and which classes are confused."""
+"""Accuracy, paired differences and the budget on answers with known counts, and confused classes."""
 
 from pathlib import Path
 
@@ -127,7 +127,7 @@ def test_the_promised_images_settle_it(gained: int, lost: int, points: float) ->
 @pytest.mark.parametrize("images", [32, 100, 300])
 @pytest.mark.parametrize(("points", "both"), [(0.5, 0.02), (5, 0.02), (10, 0.05)])
 def test_a_loss_that_is_the_budget_is_rarely_within_however_few_images(images: int, points: float, both: float) -> None:
-    """At most 2.5 % of 4,000 studies in which `both` of the images change either way besides."""
+    """At most 2.5 % of 4,000 studies reach either verdict; `both` of the images also change each way."""
     chances = [points / 100 + both, both, 1 - points / 100 - 2 * both]
     counts = np.random.default_rng(0).multinomial(images, chances, 4000)[:, :2]
     pairs, studies = np.unique(counts, axis=0, return_counts=True)
@@ -139,7 +139,7 @@ def test_a_loss_that_is_the_budget_is_rarely_within_however_few_images(images: i
 
 
 def test_candidates_of_one_search_share_the_error() -> None:
-    """The k-th may spend 1 / (k (1 + 1/2 + … + 1/10)) of 2.5 %: 0.85 %, 0.43 %, 0.28 %."""
+    """The k-th candidate may spend 1 / (k (1 + 1/2 + … + 1/10)) of 2.5 %: 0.85 %, 0.43 %, 0.28 %."""
     assert accuracy.confirm([0.0085, 0.0085, 0.0028, 0.0]) == [True, False, True, True]
     assert sum(0.025 / (k * sum(1 / n for n in range(1, 11))) for k in range(1, 11)) == pytest.approx(0.025)
 
@@ -207,9 +207,9 @@ def test_answers_in_another_order_of_classes_are_told() -> None:
 
 
 def test_a_badly_trained_network_has_no_other_order() -> None:
-    """Three classes' errors often fit one better: here two classes share an answer, and the order spoils one of them.
+    """A permutation often fits three classes' errors better: here two share an answer, and the order spoils one.
 
-    One of many renumbered classes may be hard.
+    A single class of many renumbered classes may be hard.
     """
     for counts in ([[3, 0, 27], [9, 0, 21], [0, 29, 1]], [[11, 19, 0], [29, 1, 0], [29, 1, 0]]):
         assert accuracy.Confusion(np.array(counts), np.arange(3), ["a", "b", "c"]).describe_other_order() == ""

@@ -1,4 +1,4 @@
-"""Agreement of outputs and of boxes: the isclose share, errors, what is not finite, and objects in any order."""
+"""Agreement of outputs and of boxes: the isclose share, errors, values that are not finite, objects in any order."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_close_share_is_numpys_isclose(a: np.ndarray, b: np.ndarray) -> None:
 
 
 def ranked(scores: np.ndarray, k: int) -> dict[str, np.ndarray]:
-    """The first k classes of each row, as the worker stores them."""
+    """Return the first k classes of each row, as the worker stores them."""
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k].astype(np.int32)
     return {"topk_index": order, "topk_score": np.take_along_axis(scores, order, axis=1)}
 
@@ -45,7 +45,7 @@ def test_values_that_are_not_finite_are_counted_and_never_close() -> None:
     found = agreement.judge_agreement({"o": a}, {"o": np.array([[1.0, np.inf, 1.0, -np.inf]])})
     assert found.nonfinite == 2
     assert found.reference_nonfinite == 2
-    assert found.close == 0.5  # 1 = 1 and the same infinity
+    assert found.close == 0.5  # equal are the ones and the infinities
     assert np.isfinite([found.max_abs, found.mean_abs, found.max_rel]).all()
 
 
@@ -69,7 +69,7 @@ def test_ranks_by_hand() -> None:
     assert reference["topk_index"].tolist() == [[1, 2, 0], [0, 1, 2]]
     first, second, third = agreement.compare_ranks(own, reference)
     assert (first.mae, first.disagreement) == (0, 0)
-    assert second.mae == pytest.approx(0.05)  # 0.6 in place of 0.5, in one of two inputs
+    assert second.mae == pytest.approx(0.05)  # 0.6 instead of 0.5, in one of two inputs
     assert second.disagreement == third.disagreement == 0.5
     assert agreement.compare_ranks({}, reference) == []
 
@@ -114,7 +114,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def detection_arrays(*found: tuple[int, int, float, tuple[float, float, float, float]], images: int = 3) -> Arrays:
-    """Detections given as image, class, score and box (left, top, right, bottom)."""
+    """Build detections from image, class, score and box (left, top, right, bottom)."""
     return {
         "detection_image": np.array([f[0] for f in found], np.int64),
         "detection_class": np.array([f[1] for f in found], np.int32),
@@ -150,7 +150,7 @@ def test_missed_objects_lower_the_share_and_not_the_own_share() -> None:
 
 @pytest.mark.parametrize(("shift", "share"), [(0.2, 1.0), (0.4, 0.0)])
 def test_a_box_must_overlap_by_half(shift: float, share: float) -> None:
-    """Shifted by a fifth of its width a box shares 0.8 / 1.2 with what it was, by two fifths 0.6 / 1.4."""
+    """A box shifted by a fifth of its width has an IoU of 0.8 / 1.2 with the original, by two fifths 0.6 / 1.4."""
     truth = detected.truth()
     both = agreement.judge_boxes(detected.found(truth, shift=shift), detected.found(truth))
     assert both is not None and both.share == both.own_share == share

@@ -1,4 +1,4 @@
-"""mAP is COCOeval's, perfect detections have all of it, and intervals and budgets follow from the images."""
+"""mAP equals COCOeval's, perfect detections reach 1, and intervals and budgets follow from the images."""
 
 import contextlib
 import io
@@ -25,7 +25,7 @@ KINDS = ("bbox", "segm", "keypoints")
 
 
 def coco(arrays: Arrays, truth: Truth, kind: str, images: list[int]) -> np.ndarray:
-    """COCOeval's own accumulated precision [thresholds, recalls, classes] on these images, objects of all sizes."""
+    """Return COCOeval's accumulated precision [thresholds, recalls, classes] on these images, all object sizes."""
     evaluation = mean_ap._evaluate_detections(arrays, truth, kind, images)
     with contextlib.redirect_stdout(io.StringIO()):
         evaluation.accumulate()
@@ -49,7 +49,7 @@ def test_perfect_detections_have_all_of_it(truth: Truth, kind: str) -> None:
 
 
 def test_boxes_that_overlap_by_two_thirds_count_up_to_0_65(truth: Truth) -> None:
-    """Shifted by a fifth, a box shares 0.8 / 1.2 with its object."""
+    """A box shifted by a fifth of its width has an IoU of 0.8 / 1.2 with its object."""
     found = mean_ap.score_detections(detected.found(truth, shift=0.2), truth, "bbox")
     assert found.map50[0] == pytest.approx(1)
     assert found.map50_95[0] == pytest.approx(0.4), "0.50, 0.55, 0.60 and 0.65 of ten thresholds"
@@ -58,7 +58,7 @@ def test_boxes_that_overlap_by_two_thirds_count_up_to_0_65(truth: Truth) -> None
 
 
 def test_classes_in_another_order_are_told(truth: Truth, tmp_path: Path) -> None:
-    """Only where boxes are found: not of a network that finds nothing, nor of one that mistakes classes at random."""
+    """No such note on a network without detections, nor on one that mistakes classes at random."""
     right = detected.found(truth)
     ways = {
         "permuted": {**right, "detection_class": (right["detection_class"] + 1) % 3},
@@ -77,7 +77,7 @@ def test_classes_in_another_order_are_told(truth: Truth, tmp_path: Path) -> None
 
 
 def test_points_of_other_numbers_have_a_tolerance_of_one_by_k(truth: Truth) -> None:
-    """OKS of points that are all d off is exp(-d² / (2 s² (2/K)²)), s² the object's area."""
+    """OKS of points that are all off by d is exp(-d² / (2 s² (2/K)²)); s² is the object's area."""
     found = mean_ap.score_detections(detected.found(truth, shift=0.25), truth, "keypoints")
     right = []
     for a in truth["annotations"]:
@@ -104,14 +104,14 @@ def test_the_same_as_cocoeval_with_and_without_a_group(truth: Truth, kind: str) 
 
 
 def overlap(a: list[float], b: list[float]) -> float:
-    """The intersection over the union of two boxes, as corners."""
+    """Return the intersection over union of two boxes given as corners."""
     w, h = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     shared = max(w, 0) * max(h, 0)
     return shared / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared)
 
 
 def count_by_hand(arrays: Arrays, truth: Truth, least: float, images: set[int]) -> tuple[int, int, int]:
-    """Right and wrong detections and objects: each detection, the surest first, takes the best object that is left."""
+    """Count right and wrong detections and objects: each detection, by score, takes the best remaining object."""
     left = [a for a in truth["annotations"] if a["image_id"] in images]
     wanted, right, wrong = len(left), 0, 0
     for n in np.argsort(-arrays["detection_score"], kind="stable"):
@@ -158,7 +158,7 @@ def test_nothing_found_and_an_empty_class(truth: Truth) -> None:
 
 
 def test_the_jackknife_of_a_mean_is_the_t_interval() -> None:
-    """For a mean over groups of one size, deleting groups gives Student's interval of the groups' means."""
+    """Over groups of equal size, the delete-a-group jackknife gives Student's interval of the groups' means."""
     from scipy import stats
 
     x = np.random.default_rng(0).normal(0.5, 0.1, 20)

@@ -1,5 +1,5 @@
-"""The four verdicts, and what is promised of them, on simulated studies: processes that differ, on a machine that
-drifts from round to round, which both of a pair share where they measure in turns."""
+"""The four verdicts and their promises on simulated studies: processes differ, and the machine drifts between rounds, a
+drift that both members of a pair share when they measure in turns."""
 
 import math
 from dataclasses import replace
@@ -15,16 +15,16 @@ from dyno.results.stats import rejection
 from dyno.results.stats.decisions import more_rounds, share_error
 
 MEDIANS = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6)
-DRIFT, PROCESS = 0.06, 0.02  # standard deviations of logs: of the machine between jobs, and of a process
+DRIFT, PROCESS = 0.06, 0.02  # standard deviations of logs: the machine between jobs, a process
 RULE = stats.Rule()
 DIFFERENT = stats.FASTER, stats.SLOWER
 STUDIES = 2000
-NOISE = 3 * math.sqrt(0.05 * 0.95 / STUDIES)  # of a share of 5 % in STUDIES studies, three standard errors
+NOISE = 3 * math.sqrt(0.05 * 0.95 / STUDIES)  # three standard errors of a share of 5 % in STUDIES studies
 
 
 def in_turns(seed: int, studies: int, rounds: int, *speedups: float, process: float = PROCESS) -> np.ndarray:
-    """Log ratios [studies, trials, rounds] of trials with given speed-ups over the reference: its process is in all of
-    them, the machine's drift in none."""
+    """Return log ratios [studies, trials, rounds] of trials with given speed-ups over the reference. All include the
+    reference's process, none the machine's drift."""
     rng = np.random.default_rng(seed)
     drift = DRIFT * rng.standard_normal((studies, 1, rounds))
     processes = process * rng.standard_normal((studies, len(speedups) + 1, rounds))
@@ -42,14 +42,14 @@ def test_speedup_is_welchs_interval(own: list[float], reference: list[float]) ->
     a, b = np.log(own), np.log(reference)
     assume(a.var(ddof=1) > 1e-9 and b.var(ddof=1) > 1e-9)
     assume(not found.rejected)
-    # Of four rounds or more one might have been rejected, which a tenth of the error is kept for.
+    # One of four or more rounds might have been rejected; a tenth of the error is reserved for that.
     spent = 0.9 if max(len(own), len(reference)) >= 4 else 1.0
     expected = scipy_stats.ttest_ind(b, a, equal_var=False)
     limits = expected.confidence_interval(1 - 0.05 * spent)
     assume(max(abs(x) for x in limits) < 600)
     assert (found.low, found.high) == pytest.approx(np.exp(limits), rel=1e-6)
     assert found.p == pytest.approx(min(1.0, expected.pvalue / spent), rel=1e-6)
-    if len(own) == len(reference):  # what a round of both adds to the degrees of freedom
+    if len(own) == len(reference):  # each round of both adds to the degrees of freedom
         evidence = stats.collect_evidence(own, reference)
         assert evidence is not None and evidence.parts * (len(own) - 1) == pytest.approx(expected.df)
 
@@ -61,7 +61,7 @@ def test_a_disturbed_round_of_trials_that_measured_apart_is_left_out() -> None:
     assert found.value == pytest.approx(undisturbed.value)
     assert found.unfiltered == pytest.approx(np.exp(np.log(reference).mean() - np.log(own).mean()))
     assert found.low < undisturbed.low < undisturbed.high < found.high, "what was left out is uncertain too"
-    still = stats.decide_apart([1.0] * 5, reference)  # all that is uncertain is the reference, as in one sample
+    still = stats.decide_apart([1.0] * 5, reference)  # only the reference is uncertain, as in one sample
     half = scipy_stats.sem(np.log(reference[:4])) * rejection.critical_value(5, 1, 0.05)
     assert math.log(still.high / still.low) / 2 == pytest.approx(half)
     assert stats.decide_apart(own, [2.0, 2.02, 1.98]).rejected == 0, (
@@ -115,7 +115,7 @@ def test_verdicts() -> None:
     assert stats.paired_speedup([0.0, 0.0]).verdict == stats.EQUIVALENT
 
 
-LOGS = st.floats(-0.2, 0.2).map(lambda log: round(log, 15))  # not 5e-210: no two latencies have that ratio
+LOGS = st.floats(-0.2, 0.2).map(lambda log: round(log, 15))  # not 5e-210: real latencies never have that ratio
 
 
 @given(
@@ -159,7 +159,7 @@ def test_intervals_cover_what_they_should() -> None:
 
 
 def test_equal_trials_of_a_table_are_seldom_called_different() -> None:
-    """Over a family of eight, two of them really faster: any false claim at all."""
+    """Over a family of eight, two of them really faster: any false claim counts."""
     truths = (1.0,) * 6 + (1.2, 1.5)
     studies = in_turns(2, STUDIES, 5, *truths)
     rows = [[s.verdict for s in stats.decide_family([stats.pair_evidence(row) for row in study])] for study in studies]
@@ -179,7 +179,7 @@ def test_trials_at_the_margin_are_seldom_called_equivalent(process: float) -> No
 
 
 def until_decided(studies: np.ndarray, first: int, rule: stats.Rule) -> list[tuple[str, int]]:
-    """The verdict and the rounds of each study, looked at after `first` rounds and after every further one."""
+    """Return each study's verdict and rounds; it looks after `first` rounds and after every further one."""
     found = []
     for logs in studies:
         looks = ((stats.paired_speedup(logs[:n], rule), n) for n in range(first, len(logs) + 1))
@@ -190,12 +190,12 @@ def until_decided(studies: np.ndarray, first: int, rule: stats.Rule) -> list[tup
 
 @pytest.mark.parametrize("first", [2, 3, 5])
 def test_twenty_looks_keep_the_error(first: int) -> None:
-    rule = stats.Rule(margin=1e-6, first=first)  # so that no study ends as equivalent
+    rule = stats.Rule(margin=1e-6, first=first)  # no study ends as equivalent
     same = in_turns(5, 800, first + 19, 1.0)[:, 0]
     wrong = share_of([v for v, _ in until_decided(same, first, rule)], *DIFFERENT)
     noise = 3 * math.sqrt(0.05 * 0.95 / 800)
     assert wrong <= 0.05 + noise
-    peeking = stats.Rule(margin=1e-6)  # the whole 5 % at each look
+    peeking = stats.Rule(margin=1e-6)  # spends the whole 5 % at each look
     assert share_of([v for v, _ in until_decided(same, first, peeking)], *DIFFERENT) > 0.1, "what it is there for"
 
 
@@ -206,7 +206,7 @@ def test_twenty_looks_keep_the_error_of_an_equivalence_and_of_a_family() -> None
     assert share_of([v for v, _ in until_decided(margin, 3, rule)], stats.EQUIVALENT) <= 0.05 + noise
     wrong = 0
     for study in in_turns(7, 300, 15, 1.0, 1.0, 1.0, 1.1, process=0.01):
-        left, rounds = [True] * 4, [3] * 4  # a decided one stops, the others go on
+        left, rounds = [True] * 4, [3] * 4  # a decided study stops, the others continue
         while any(left) and max(rounds) < 15:
             rows = stats.decide_family(
                 [stats.pair_evidence(row[:n]) for row, n in zip(study, rounds, strict=True)], rule
@@ -221,7 +221,7 @@ def test_twenty_looks_keep_the_error_of_an_equivalence_and_of_a_family() -> None
 @pytest.mark.parametrize("first", [3, 5, 20])
 @pytest.mark.parametrize("level", [0.05, 0.005])
 def test_all_looks_together_spend_most_of_the_error_and_no_more(first: int, level: float) -> None:
-    """Student's t of normal rounds at each of 60 looks, with scipy's own quantiles; 60,000 studies."""
+    """Compare Student's t of normal rounds at each of 60 looks with scipy's quantiles; 60,000 studies."""
     rounds = np.random.default_rng(first).standard_normal((60_000, first + 60))
     crossed = np.zeros(len(rounds), bool)
     for n in range(first, first + 61):
@@ -265,7 +265,7 @@ def test_more_than_a_hundred_rounds_are_no_advice() -> None:
 
 
 def power_of(count: int, effect: float, studies: int = 200) -> tuple[float, float]:
-    """How often a speed-up of that log is found in studies of N rounds: by Welch, and in turns."""
+    """Return the share of studies with `count` rounds that find a log speed-up of `effect`: by Welch, in turns."""
     rng = np.random.default_rng(count)
     process, drift = (s * rng.standard_normal((2, studies, count)) for s in (PROCESS, DRIFT))
     own, reference = np.exp(process + drift - [[[effect]], [[0.0]]])
@@ -284,7 +284,7 @@ def test_turns_see_what_drift_hides(count: int) -> None:
 
 @pytest.mark.parametrize("sessions", [3, 5, 10])
 def test_two_sessions_of_one_speed_rarely_get_a_direction(sessions: int) -> None:
-    """Sessions spread by 1 %, rounds by 0.3 %: five rounds each, and self-tests of ten rounds in other sessions."""
+    """Sessions spread by 1 %, rounds by 0.3 %: five rounds each; self-tests have ten rounds in other sessions."""
     rng = np.random.default_rng(sessions)
 
     def measure(count: int, rounds: int) -> np.ndarray:
@@ -313,7 +313,7 @@ def test_fewer_than_three_sessions_tell_nothing() -> None:
 @pytest.mark.parametrize("rounds", [2, 3])
 @pytest.mark.parametrize("spread", [0.01, 0.1, 0.3])
 def test_few_undisturbed_rounds_of_equal_engines_are_rarely_called_different(rounds: int, spread: float) -> None:
-    """Two or three rounds are also tested with a usual spread, at most as often wrongly as promised."""
+    """Two or three rounds are also tested with a usual spread: false claims stay within the promise."""
     studies = np.random.default_rng(3).normal(0, spread, (4000, rounds))
     found = [replace(stats.pair_evidence(logs), undisturbed=True).p_value for logs in studies]  # type: ignore[type-var]
     for level in (0.05, 0.01):
@@ -321,7 +321,7 @@ def test_few_undisturbed_rounds_of_equal_engines_are_rarely_called_different(rou
 
 
 def test_a_large_difference_shows_after_two_undisturbed_rounds() -> None:
-    """14-fold, as eager PyTorch beside a compiler: with Student's t of two rounds alone there is no bound."""
+    """At 14-fold, as eager PyTorch beside a compiler, Student's t of two rounds alone gives no bound."""
     logs = [2.56, 2.71]
     alone = stats.pair_evidence(logs)
     assert alone is not None

@@ -1,4 +1,4 @@
-"""Summaries and intervals against scipy's own, against known answers, and by their promised coverage."""
+"""Summaries and intervals against scipy's and known answers, and their promised coverage."""
 
 import math
 import statistics
@@ -77,7 +77,7 @@ def test_median_interval_needs_three_samples() -> None:
 @pytest.mark.parametrize("q", [0.5, 0.9, 0.95, 0.99])
 def test_percentile_intervals_are_the_narrowest_that_keep_each_tail(q: float) -> None:
     n = 800
-    x = 1.0 + np.argsort(np.argsort(np.arange(n) * (5**0.5 - 1) / 2 % 1))  # its rank, so evenly spread that all count
+    x = 1.0 + np.argsort(np.argsort(np.arange(n) * (5**0.5 - 1) / 2 % 1))  # ranks, evenly spread so that all count
     found = stats.percentile_intervals(x, [q])[0]
     below = scipy_stats.binom(n, q)
     assert below.cdf(found.low - 1) <= 0.025 < below.cdf(found.low)
@@ -94,7 +94,7 @@ def test_percentile_intervals_cover_where_samples_are_skewed() -> None:
 @pytest.mark.parametrize("block", [1, 100])
 @pytest.mark.parametrize("memory", [0.0, 0.9])
 def test_intervals_cover_where_samples_depend_on_the_last(memory: float, block: int) -> None:
-    """Autoregressive noise, and a shift by block: taken as independent, 42 % and 29 % of the intervals hold 0."""
+    """With autoregressive noise and shifts by block, intervals that assume independence hold 0 in 42 % and 29 %."""
     rng = np.random.default_rng(0)
     hits = np.zeros(2)
     for _ in range(300):
@@ -124,7 +124,7 @@ def test_wilson_is_scipys(counts: tuple[int, int]) -> None:
 
 
 def test_a_disturbed_round_moves_no_latency() -> None:
-    """Eager PyTorch took 1.5 ms in six rounds and 15.8 ms in the one in which other programs had the processors."""
+    """Eager PyTorch took 1.5 ms in six rounds, and 15.8 ms in a round while other programs held the processors."""
     medians = [1.52e-3, 1.50e-3, 15.8e-3, 1.53e-3, 1.51e-3, 1.49e-3, 1.52e-3]
     found = stats.find_center(medians)
     assert found.value == pytest.approx(statistics.geometric_mean(m for m in medians if m < 0.01))
@@ -143,7 +143,7 @@ def test_center_covers_the_true_latency() -> None:
 
 
 def score(gained: int, lost: int, n: int, d: float) -> float:
-    """The score statistic with the nuisance parameter found by a numerical maximum of the likelihood."""
+    """Return the score statistic; the nuisance parameter maximises the likelihood numerically."""
 
     def against(p: float) -> float:
         rest = 1 - 2 * p - d
@@ -181,7 +181,7 @@ def test_no_discordant_pair_still_has_a_width() -> None:
 
 @pytest.mark.parametrize(("gain", "loss"), [(0.002, 0.008), (0.0, 0.005), (0.02, 0.02)])
 def test_paired_difference_covers_rare_differences(gain: float, loss: float) -> None:
-    """Where Wald's interval fails: a few discordant pairs in 360."""
+    """Wald's interval fails here: a few discordant pairs in 360."""
     drawn = np.random.default_rng(7).multinomial(360, [gain, loss, 1 - gain - loss], 1500)
     found = [stats.paired_difference(int(g), int(lost), 360) for g, lost, _ in drawn]
     assert sum(i.low <= gain - loss <= i.high for i in found) / len(found) > 0.94
@@ -193,7 +193,7 @@ BF16 = (1.05, 1.07, 1.40, 1.08, 1.05, 1.06, 1.05, 1.05)
 
 
 def simulate(studies: int, rounds: int, chance: float, seed: int) -> np.ndarray:
-    """Draw log ratios of equal speeds; some rounds are disturbed, all in one direction, by 0.8 in the mean."""
+    """Draw log ratios of equal speeds; disturbances all point in one direction and average 0.8."""
     rng = np.random.default_rng(seed)
     hits = rng.random((studies, rounds)) < chance
     return 0.02 * rng.standard_normal((studies, rounds)) + hits * rng.exponential(0.8, (studies, rounds))
@@ -201,7 +201,7 @@ def simulate(studies: int, rounds: int, chance: float, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("family", [1, 13])
 def test_one_disturbed_round_of_seven_does_not_undo_six(family: int) -> None:
-    """At the third look and beside twelve more pairs."""
+    """Holds at the third look, and with twelve more pairs."""
     evidence = [stats.pair_evidence(np.log(OPENVINO))] * family
     for speedup in stats.decide_family(evidence, stats.Rule(first=5)):
         assert speedup.verdict == stats.FASTER and speedup.rejected == 1
@@ -236,7 +236,7 @@ def test_false_alarms_keep_their_level(rounds: int, level: float, chance: float)
 
 
 def test_intervals_stay_narrow_where_a_tenth_of_rounds_is_disturbed() -> None:
-    """Four of five are at most a fifth as wide in the logarithm as Student's, seven rounds each."""
+    """Four of five are at most a fifth as wide in the logarithm as Student's, with seven rounds each."""
     drawn = simulate(600, 7, 0.1, seed=3)
     own = [stats.paired_speedup(study) for study in drawn]
     plain = scipy_stats.sem(drawn, axis=1) * scipy_stats.t.ppf(0.975, 6)

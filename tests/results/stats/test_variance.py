@@ -1,4 +1,4 @@
-"""Where the spread comes from, and what is promised of verdicts over builds, on simulated studies."""
+"""Components of variance, and the promises of verdicts over builds, on simulated studies."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ import pytest
 
 from dyno.results import stats
 
-TRUTH = 0.02, 0.01, 0.05  # deviations: rounds, blocks, samples
+TRUTH = 0.02, 0.01, 0.05  # standard deviations: rounds, blocks, samples
 
 
 def nested(rng: np.random.Generator, rounds: int, blocks: int, samples: int) -> list[list[np.ndarray]]:
-    """Log values with those deviations; blocks differ in how many samples they hold."""
+    """Draw log values with the deviations TRUTH; blocks hold different numbers of samples."""
     made = []
     for each in TRUTH[0] * rng.standard_normal(rounds):
         sizes = rng.integers(samples // 2, 2 * samples, blocks)
@@ -53,7 +53,7 @@ def test_one_block_a_round_has_nothing_between_blocks() -> None:
 
 
 def test_the_best_length_of_a_round_is_the_best() -> None:
-    """Against a search: the variance of the mean for a given time over every number of blocks."""
+    """Compare with a search: the variance of the mean in a fixed time, over every number of blocks."""
     found = stats.VarianceComponents(4e-4, 1e-4, 25e-4, (5, 10.0, 20.0))
     start, block = 2.0, 0.1
     best = found.best_blocks(start, block)
@@ -66,14 +66,14 @@ def test_the_best_length_of_a_round_is_the_best() -> None:
     assert math.isinf(stats.VarianceComponents(0.0, 1e-4, 0.0, (2, 5.0, 1.0)).best_blocks(start, block))
 
 
-BUILD, PROCESS = 0.03, 0.005  # standard deviations of logs: of a build, and of a process that runs it
+BUILD, PROCESS = 0.03, 0.005  # standard deviations of logs: a build, and a process that runs it
 STUDIES = 2000
-NOISE = 3 * math.sqrt(0.05 * 0.95 / STUDIES)  # of a share of 5 % in STUDIES studies, three standard errors
+NOISE = 3 * math.sqrt(0.05 * 0.95 / STUDIES)  # three standard errors of a share of 5 % in STUDIES studies
 DIFFERENT = stats.FASTER, stats.SLOWER
 
 
 def studies(seed: int, builds: int, rounds: int, speedup: float = 1.0, build: float = BUILD) -> np.ndarray:
-    """Log ratios [studies, rounds] of two engines; round r runs build r mod builds of both."""
+    """Return log ratios [studies, rounds] of two engines; round r runs build r mod `builds` of both."""
     rng = np.random.default_rng(seed)
     drawn = build * rng.standard_normal((STUDIES, builds, 2))
     seconds = drawn[:, np.arange(rounds) % builds] + PROCESS * rng.standard_normal((STUDIES, rounds, 2))
@@ -81,7 +81,7 @@ def studies(seed: int, builds: int, rounds: int, speedup: float = 1.0, build: fl
 
 
 def over_builds(logs: Sequence[float], builds: int) -> stats.Evidence:
-    """What the rounds say, as `ranking.gather_evidence` has it: a build is one observation."""
+    """Return the rounds' evidence as `ranking.gather_evidence` builds it: each build is one observation."""
     found = stats.pair_evidence(stats.over_units([(number % builds, log) for number, log in enumerate(logs)]))
     assert found is not None
     return replace(found, seen=len(logs), builds=builds)
@@ -95,7 +95,7 @@ def share(logs: np.ndarray, judge: Callable[[np.ndarray], stats.Speedup], *which
 def test_equal_engines_are_not_called_different(builds: int, rounds: int) -> None:
     logs = studies(builds, builds, rounds)
     assert share(logs, lambda each: stats.decide(over_builds(each, builds)), *DIFFERENT) <= 0.05 + NOISE
-    if rounds > builds:  # taken for rounds of their own, the rounds of a build are too sure of themselves
+    if rounds > builds:  # treated as independent, the rounds of a build are overconfident
         assert share(logs, stats.paired_speedup, *DIFFERENT) > 0.1
 
 
@@ -111,7 +111,7 @@ def test_intervals_cover_the_truth(builds: int, rounds: int) -> None:
 
 
 def test_looking_after_every_round_through_the_builds() -> None:
-    """Rounds add none, but the means of builds change with each, so that each look spends its share."""
+    """Rounds add no build, but change the builds' means, so each look spends its share."""
     rule, first, most = stats.Rule(first=3), 3, 12
 
     def ever(logs: np.ndarray, rule: stats.Rule) -> float:
