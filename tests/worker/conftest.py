@@ -1,4 +1,4 @@
-"""A small network that really tells digits apart, as an ONNX file, with the data it was and was not trained on."""
+"""A small ONNX network that classifies digits, with its training and test data."""
 
 import hashlib
 import warnings
@@ -23,21 +23,21 @@ THREADS = 2
 
 @dataclass(frozen=True)
 class Digits:
-    """scikit-learn's digits decoded as Dyno does it, and a network trained on them."""
+    """scikit-learn's digits decoded as in Dyno, and a network trained on them."""
 
     data: DataSpec
     model: ModelSpec
     artifact: Artifact
 
     def trial(self, backend: str, precision: str = "fp32", batch: int = 1, **options: Any) -> Trial:
-        """A trial of the network on its test images."""
+        """Return a trial of the network on its test images."""
         runtime = Runtime(threads=THREADS)
         return Trial(
             self.model, backend, precision, Dims(batch, SIZE, SIZE), options=options, data=self.data, runtime=runtime
         )
 
     def images(self, split: str = "test") -> tuple[np.ndarray, np.ndarray]:
-        """Normalised images of the split and their labels."""
+        """Return the split's normalised images and their labels."""
         folder = Path(self.data.folder)
         index = np.load(folder / f"{split}.npy")
         pixels = np.load(folder / "images.npy")[index].astype(np.float32)
@@ -45,7 +45,7 @@ class Digits:
 
     @staticmethod
     def outputs(session: Session, images: np.ndarray, slot: int = 0) -> dict[str, np.ndarray]:
-        """What the session makes of one batch."""
+        """Return the session's outputs of one batch."""
         session.bind({"input": images}, slot)
         session.run(slot)
         session.wait(slot)
@@ -53,7 +53,7 @@ class Digits:
 
     @staticmethod
     def described(path: Path, batch: int | str = "batch", precision: str = "fp32") -> Artifact:
-        """The file as the exporter describes it."""
+        """Return the file's artifact, as the exporter describes it."""
         content = path.read_bytes()
         inputs = (Tensor("input", "float32", (batch, 1, SIZE, SIZE)),)
         made_outputs = (Tensor("output", "float32", (batch, 10)),)
@@ -75,7 +75,7 @@ class Digits:
             )  # fmt: skip
 
     def accuracy(self, session: Session, batch: int) -> float:
-        """Share of test images that the session gets right."""
+        """Return the share of test images that the session classifies correctly."""
         images, labels = self.images()
         whole = len(images) // batch * batch
         scores = [self.outputs(session, images[i : i + batch])["output"].copy() for i in range(0, whole, batch)]
@@ -115,7 +115,7 @@ def static_file(digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def onnx_file(tmp_path: Path) -> Callable[..., Path]:
-    """Write the ONNX file of a text and weights."""
+    """A function that writes an ONNX file from a text and weights."""
     return lambda text, **weights: onnx_text.write(tmp_path / "made.onnx", text, ir=10, **weights)
 
 

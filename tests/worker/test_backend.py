@@ -1,4 +1,4 @@
-"""Backends are found by name, or brought along as `module:Class`."""
+"""Backends are found by name, or loaded as `module:Class`."""
 
 import importlib
 import subprocess
@@ -44,7 +44,7 @@ def test_makers_are_found_and_not_listed() -> None:
 
 
 def test_a_new_file_is_a_new_backend(tmp_path: Path) -> None:
-    """No registry: one more file in the folder, and the name is known."""
+    """There is no registry: one more file in the folder makes the name known."""
     (tmp_path / "brand_new.py").write_text(
         "from dyno.worker.backends.fake import Fake\nclass New(Fake):\n    name = 'brandnew'\nNEW = New()\n"
     )
@@ -125,14 +125,14 @@ class Colour:
 
 @dataclass
 class Place:
-    """A package of colours, and where distributions are installed."""
+    """A package of colours, and the folder of installed distributions."""
 
     package: ModuleType
     kind: type
     site: Path
 
     def install(self, name: str, entry_points: str, code: str) -> None:
-        """A distribution as pip leaves one."""
+        """Install a distribution as pip does."""
         (self.site / f"{name}.py").write_text(code)
         info = self.site / f"{name}-1.0.dist-info"
         info.mkdir()
@@ -157,7 +157,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     (package / "__init__.py").write_text("")
     (package / "warm.py").write_text("from colour_kind import Colour\nRED = Colour('red', 'own')\nOTHER = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for cached in ("_load_group", "_read_entry_points"):  # each test installs others
+    for cached in ("_load_group", "_read_entry_points"):  # each test installs other distributions
         monkeypatch.setattr(plugins, cached, getattr(plugins, cached).__wrapped__)
     kind = importlib.import_module("colour_kind").Colour
     yield Place(importlib.import_module("colours"), kind, tmp_path)
@@ -184,7 +184,7 @@ def test_what_cannot_be_loaded_hides_nothing_and_is_named(place: Place) -> None:
 
 
 EVERY = [*registry.list_backends(), "fake"]
-# Text of no fixed form: tactic sources by name, and what hardware an engine is compatible with.
+# Free text: tactic sources by name, and an engine's hardware compatibility.
 FREE = {"tactics", "hardware_compatible"}
 
 

@@ -1,4 +1,4 @@
-"""What a worker does with a job: measurements, facts and warnings end in the record, whatever happens."""
+"""Jobs in a worker: measurements, facts and warnings reach the record in any case."""
 
 import errno
 import shutil
@@ -46,7 +46,7 @@ def done(job: Job, folder: Path) -> Record:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, name: str, made: Backend | Maker) -> None:
-    """Let the registry know this backend or maker, beside the ones in the folder."""
+    """Register this backend or maker in addition to those in the folder."""
     lookup = "_load_makers" if isinstance(made, Maker) else "_load_backends"
     known = {**getattr(registry, lookup)(), name: made}
     monkeypatch.setattr(registry, lookup, lambda: known)
@@ -255,7 +255,7 @@ def test_outputs_that_follow_the_number_of_calls_are_a_warning(
     assert done(Job("run", trial=fake_trial()), tmp_path).facts.random_outputs is None
     monkeypatch.setattr(FakeSession, "fetch", aging)
     record = done(Job("run", trial=fake_trial()), tmp_path)
-    assert record.facts.random_outputs and record.facts.random_outputs > 0.01  # of two in a row: 0.005
+    assert record.facts.random_outputs and record.facts.random_outputs > 0.01  # consecutive calls differ by 0.005
     assert any("the outputs change from call to call: two on one input" in warning for warning in record.warnings)
 
 

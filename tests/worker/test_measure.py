@@ -1,4 +1,4 @@
-"""The timing loop against sessions whose times are known."""
+"""The timing loop against sessions with known times."""
 
 import gc
 import threading
@@ -20,7 +20,7 @@ FEEDS = [{"input": np.full((2, 1), i, np.float32)} for i in range(3)]
 
 
 class Clock:
-    """A clock that only moves when told to: no test waits, and none depends on how busy the machine is."""
+    """A clock moved only by the tests: no test waits or depends on the machine's load."""
 
     def __init__(self) -> None:
         self.ns = 0
@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Scripted(Session):
-    """Takes `seconds` per run, notes what it is asked to do."""
+    """A session that takes `seconds` per run and records its calls."""
 
     def __init__(self, seconds: float = 0.0, slots: int = 1, sleep=time.sleep) -> None:
         self.seconds, self.slots, self.sleep = seconds, slots, sleep
@@ -64,12 +64,12 @@ class Scripted(Session):
 
 
 class Asynchronous(Scripted):
-    """`run` returns at once; the work of a slot is over `seconds` later, and only `wait` knows."""
+    """A session whose `run` returns at once; a slot's work ends `seconds` later, and only `wait` notices."""
 
     def __init__(self, seconds: float, slots: int = 1) -> None:
         super().__init__(seconds, slots)
         self.ends: dict[int, threading.Timer] = {}
-        self.in_flight: list[int] = []  # at the end of each wait, the one that was waited for included
+        self.in_flight: list[int] = []  # at the end of each wait, including the awaited slot
 
     def run(self, slot=0):
         assert slot not in self.ends, "the slot is still busy"
@@ -179,8 +179,8 @@ def test_half_width_is_the_widest_side_of_the_order_statistics() -> None:
 
 @pytest.mark.parametrize("count", [30, 101, 1000])
 def test_half_width_covers_the_median_as_often_as_it_says(count: int) -> None:
-    """Exact coverage of the order statistics that are taken, from the binomial distribution."""
-    # Evenly spaced values show which order statistics bound the interval.
+    """Compute the exact coverage of the chosen order statistics from the binomial distribution."""
+    # Evenly spaced values reveal the order statistics that bound the interval.
     wide = measure.half_width(list(np.arange(count) + 1e6)) * (np.median(np.arange(count)) + 1e6)
     reach = round(float(wide))
     middle = (count - 1) / 2
@@ -222,7 +222,7 @@ def test_throughput_keeps_every_slot_in_flight(slots: int) -> None:
     found = measure.measure_throughput(session, FEEDS, 2, replace(PLAN, seconds=0.3))
     assert not session.ends, "a batch was left in flight"
     assert found.value is not None and 0 < found.value <= slots * 2 / 0.0199, "no slot can do more than that"
-    # How fast it is depends on what else the machine does; that no slot was idle does not.
+    # Speed depends on the machine's load; the absence of idle slots does not.
     filled, drained = session.in_flight[: 1 - slots or None], session.in_flight[1 - slots :] if slots > 1 else []
     assert set(filled) == {slots} and drained == list(range(slots - 1, 0, -1))
     assert {call for call in session.calls if call.startswith("bind")} == {f"bind{k}" for k in range(slots)}
@@ -232,7 +232,7 @@ def test_throughput_in_lanes_has_each_lane_answer_and_counts_them_all() -> None:
     both, lanes, answered = threading.Barrier(2), list[int](), list[int]()
 
     def answer(feed: dict[str, np.ndarray]) -> None:
-        both.wait(60)  # neither lane goes on without the other
+        both.wait(60)  # neither lane continues without the other
         lanes.append(threading.get_ident())
         answered.append(int(feed["input"][0, 0]))
 
@@ -282,7 +282,7 @@ def test_a_failure_leaves_the_garbage_collector_on() -> None:
 
 
 def test_a_halt_does_not_end_a_block(clock: Clock) -> None:
-    """The process may be stopped at any moment, for longer than a block lasts."""
+    """The process may be stopped at any moment, for longer than a block."""
     halted = iter([False, True] + [False] * 100)
     plan = replace(PLAN, block_s=0.05, blocks=3)
     found = measure.measure_latency(lambda: clock.sleep(9.0 if next(halted) else 0.01), plan, blocks=[0, 1])
@@ -298,7 +298,7 @@ def test_a_halt_does_not_end_a_block(clock: Clock) -> None:
 
 
 class Gpu(Scripted):
-    """A GPU's stream and its stopwatch on a clock of the test: launching keeps the host, the work follows in order."""
+    """A GPU's stream and stopwatch on a test clock: a launch occupies the host, the work follows in order."""
 
     def __init__(self, clock: Clock, launch: float, work: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Records are written whole or not at all, and read back as they were."""
+"""Records are written whole or not at all, and read back unchanged."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ USUAL: dict[Any, list[Any]] = {
 
 
 def any_value(kind: Any, rng: random.Random, odd: float = 0.0) -> Any:
-    """A value of the annotation, drawn; with the probability `odd` each part of it is of any other type."""
+    """Draw a value of the annotation; each part has any other type with the probability `odd`."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if rng.random() < odd:
         return rng.choice(ODD)
@@ -157,7 +157,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 
 
 def test_what_takes_a_file_s_place_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[int] = []  # the size as each file is flushed, then as it is renamed
+    done: list[int] = []  # sizes as each file is flushed, then as it is renamed
     monkeypatch.setattr(module.os, "fsync", lambda number: done.append(os.fstat(number).st_size))
     monkeypatch.setattr(module.os, "replace", lambda part, _: done.append(part.stat().st_size))
     write_json(tmp_path / "a.json", {})

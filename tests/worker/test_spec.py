@@ -1,4 +1,4 @@
-"""Specs travel as JSON and come back the same; an id depends on what is measured and on nothing else."""
+"""Specs survive JSON unchanged; an id depends only on the measured properties."""
 
 import dataclasses
 import json
@@ -174,7 +174,7 @@ def test_labels_say_what_is_unusual() -> None:
 
 
 def test_of_a_long_message_the_sentence_that_helps_comes_first() -> None:
-    """As ONNX Runtime has it: behind all inputs of a node, and behind the places of an inference error."""
+    """In ONNX Runtime it follows all inputs of a node, or the places of an inference error."""
     inputs = ", ".join(f'"layer_{k}.weight": tensor(float)' for k in range(30))
     shortened = shorten(
         f'Invalid model. In Node, ("n", Op) : ({inputs}) -> ("y") , Error Unrecognized attribute: k for Op'

@@ -1,4 +1,4 @@
-"""What is said of the machine, and the threads a job may use."""
+"""Facts of the machine, and the threads available to a job."""
 
 import importlib
 import json
@@ -69,7 +69,7 @@ def test_physical_cores_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_container_s_share_of_the_processors(
     of_process: str, files: dict[str, str], quota: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight threads under `--cpus=1.5` took 5 ms in the median and 27 in the mean, without a word."""
+    """Unnoticed, eight threads under `--cpus=1.5` took 5 ms in the median and 27 in the mean."""
     (tmp_path / "cgroup").write_text(of_process)
     for name, text in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def test_a_container_s_share_of_the_processors(
 
 
 def write_processors(folder: Path, name: str, values: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the system's folder of processors have a file of each with these values, and this process use them all."""
+    """Write each processor's value to a file in a fake system folder; let this process use all processors."""
     for cpu, value in enumerate(values):
         file = folder / f"cpu{cpu}" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def test_a_clock_lowered_against_heat_is_counted(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def tenth_of_a_processor() -> Iterator[Path]:
-    """A control group that may keep a tenth of a processor busy: less than a busy machine leaves it."""
+    """A control group limited to a tenth of a processor: less than a busy machine leaves it."""
     versions = {"cpu": {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "10000"}, "": {"cpu.max": "10000 100000"}}
     group = Path()
     for version, limits in versions.items():
@@ -165,7 +165,7 @@ def test_peak_memory_is_the_highest_so_far_and_not_the_parent_s() -> None:
         "from dyno.worker.system import peak_memory as peak; a = peak(); b = bytearray(50_000_000); "
         "b = None; print(a, peak())"
     )
-    held = bytearray(300_000_000)  # of the parent: a fork starts with as much
+    held = bytearray(300_000_000)  # memory of the parent: a fork starts with as much
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=1200)
     before, after = map(int, done.stdout.split())
     assert 5e6 < before < len(held) / 2
@@ -202,7 +202,7 @@ def test_the_launcher_s_own_work_is_known() -> None:
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    while child.poll() is None:  # busy, as a launcher that samples is
+    while child.poll() is None:  # busy, like a sampling launcher
         pass
     assert float(child.stdout.read()) >= 0.05
 
@@ -259,12 +259,12 @@ def test_a_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.
 def test_no_more_processors_are_busy_than_there_are(
     others: float, busy: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system counts in ticks of 10 ms, so that in a short time more seem to be."""
+    """The system counts in ticks of 10 ms, so short times may show more."""
     monkeypatch.setattr(system, "shared_processors", lambda: {0, 1, 2, 3})
     contention = system.CpuContention()
     monkeypatch.setattr(contention, "_measure_interval", lambda: (others, 0.0, 1.0))
     assert contention.count_busy() == busy
-    blocks = iter([(1.5, 0.25, 1.0), (0.5, 0.75, 1.0)])  # of others, withheld, and how long it took
+    blocks = iter([(1.5, 0.25, 1.0), (0.5, 0.75, 1.0)])  # busy time of others, withheld time, and duration
     monkeypatch.setattr(contention, "_measure_interval", lambda: next(blocks))
     assert [*contention.count_during([0, 1])] == [0, 1] and (contention.count_busy(), contention.count_withheld()) == (
         1.0,
@@ -296,7 +296,7 @@ def test_work_on_processors_that_a_job_may_not_use_does_not_disturb_it(
 
 
 def test_waiting_for_a_processor_is_counted() -> None:
-    """This process and another that spins share one processor: either waits about half of the time."""
+    """This process and a spinning one share a processor: each waits about half of the time."""
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("this kernel counts no delays")
     shared = min(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""AOTInductor: packages of modules and of other programs, told from exported programs, and what their code says."""
+"""AOTInductor: packages of modules and other programs, told apart from exported programs, and facts in their code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ with torch.no_grad():
     results = net(x)
     torch.save([x, results["logits"], results["pooled"][0]], sys.argv[1] + "/expected.pt")
 """
-# The check of an input as the compiler writes it, and the code around it, shortened.
+# The compiler's check of an input with the code around it, shortened.
 CHECK = """
 AOTI_NOINLINE static void check_input_0(
     AtenTensorHandle* input_handles
@@ -84,7 +84,7 @@ extern "C" void cpp_fused_addmm_1(const float* in) { micro_gemm(in);
 
 
 def written(path: Path, dtype: str = "float32", largest: int = 15, stride: int = 72, **metadata: str) -> Path:
-    """A package with the code alone, as far as Dyno reads it."""
+    """Write a package with only the code that Dyno reads."""
     facts = {"AOTI_DEVICE_KEY": "cpu", **metadata}
     cpp = {"float32": "float"}.get(dtype, dtype)
     source = CHECK.format(dtype=dtype, largest=largest, stride=stride) + RUN.format(dtype=dtype, cpp=cpp)
@@ -104,7 +104,7 @@ def made(folder: Path, *words: str) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a program and a package of it, made without Dyno; where g++ can, libstdc++ is in the package."""
+    """A folder with a program and its package, made without Dyno; libstdc++ is in the package if g++ can do so."""
     if not (compiler := shutil.which("g++")):
         pytest.skip("g++ is not installed")
     folder = tmp_path_factory.mktemp("other")
@@ -152,7 +152,7 @@ def test_a_package_is_told_from_a_program_by_its_content(tmp_path: Path) -> None
 def test_a_given_package_has_one_precision_one_device_and_one_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aot_inductor, "probe_processor", lambda: 0.0)  # which compiles for seconds
+    monkeypatch.setattr(aot_inductor, "probe_processor", lambda: 0.0)  # avoids seconds of compilation
     path = written(tmp_path / "n.pt2")
     trial = Trial(replace(MODEL, source=f"file:{path}", precision="fp32"), "aoti", "fp32", Dims(2, 8, 9))
     assert AOTI.refuse(trial) == ""

@@ -1,4 +1,4 @@
-"""`pytorch@graph=true`: refused on a CPU; a replay is checked on other inputs before anything is timed."""
+"""`pytorch@graph=true`: refused on a CPU; a replay is checked on other inputs before timing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trial(tmp_path: Path) -> Any:
 
 
 class Recorded:
-    """In place of a CUDA graph: a replay computes again and writes into the tensors of the recording, or doesn't."""
+    """A stand-in for a CUDA graph: with `follows` a replay computes again into the recorded tensors."""
 
     def __init__(self, call: Any, follows: bool) -> None:
         self.call, self.follows = call, follows
@@ -161,7 +161,7 @@ except UserError as e:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_module_that_looks_at_values_is_refused(trial: Any) -> None:
-    """In its own process, as every job: after a recording that broke off, PyTorch draws no random numbers any more."""
+    """Runs in its own process, as every job does: after an aborted recording PyTorch draws no more random numbers."""
     if not torch.cuda.is_available():
         pytest.skip("PyTorch sees no GPU here")
     command = [sys.executable, "-c", LOAD, trial("looks").model.source, "cuda:0"]

@@ -1,4 +1,4 @@
-"""ExecuTorch: what is refused here, and programs that are made and run in a Python that has it."""
+"""ExecuTorch: refusals here, and programs that are made and run in a Python that has it."""
 
 import os
 import sys

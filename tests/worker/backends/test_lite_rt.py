@@ -1,4 +1,4 @@
-"""LiteRT: files of layers whose results are computed here, and modules that litert-torch converts."""
+"""LiteRT: files of layers with results computed here, and modules that litert-torch converts."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def library() -> Any:
 
 
 def tflite(schema: Any, path: Path, io: str = "float32", weights: str = "float32", batch: int = 3) -> str:
-    """A layer y = x W' and its remainder modulo 2, which XNNPACK lacks. Integers: x / 0.25, W / 0.5, y / 0.5 + 3."""
+    """Write a layer y = x W' and its remainder modulo 2, not in XNNPACK. Integers: x / 0.25, W / 0.5, y / 0.5 + 3."""
     import flatbuffers
 
     scales = {"x": (0.25, 0), "w": (0.5, 0), "y": (0.5, 3), "two": (0.5, 3), "z": (0.5, 3)}
@@ -49,7 +49,7 @@ def tflite(schema: Any, path: Path, io: str = "float32", weights: str = "float32
             tensor.quantization = schema.QuantizationParametersT()
             tensor.quantization.scale, tensor.quantization.zeroPoint = [[each] for each in scales[name]]
         if name == "w" and weights == "float16":
-            tensor.name, tensor.type = "wide", schema.TensorType.FLOAT32  # what the layer reads; another widens it
+            tensor.name, tensor.type = "wide", schema.TensorType.FLOAT32  # read by the layer, widened from w
         elif name in values:
             tensor.buffer = len(model.buffers)
             model.buffers.append(schema.BufferT())
@@ -137,7 +137,7 @@ def test_the_range_of_a_quantised_image_says_how_it_is_normalised(
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("xnnpack", [True, False])
 def test_it_computes_and_says_what_the_delegate_ran(library: Any, tmp_path: Path, xnnpack: bool, batch: int) -> None:
-    path = tflite(library, tmp_path / "net.tflite", batch=batch)  # with 1 the batch is free
+    path = tflite(library, tmp_path / "net.tflite", batch=batch)  # a batch of 1 is free
     session = load(trial_of(path, xnnpack=xnnpack), tmp_path)
     found, expected = answer_feeds(session, {"x": X}), X @ WEIGHTS.T.astype(np.float32)
     assert session.inputs[0].shape == (3, 4)
@@ -171,7 +171,7 @@ def test_quantised_inputs_and_outputs_are_floats_outside(library: Any, tmp_path:
     session.run()
     stored = np.clip(np.rint(X / 0.25), -128, 127) * 0.25 @ (WEIGHTS * 0.5).T
     expected = (np.clip(np.rint(stored / 0.5) + 3, -128, 127) - 3) * 0.5
-    np.testing.assert_allclose(session.fetch()["y"], expected, atol=0.5)  # a step: halves are rounded either way
+    np.testing.assert_allclose(session.fetch()["y"], expected, atol=0.5)  # one step, as halves are rounded either way
     assert session.facts().layers_by_type == {"int8": 1} and session.facts().precision_truth.ok
 
 
@@ -191,7 +191,7 @@ def test_a_file_with_weights_in_fp16_is_called_so(library: Any, tmp_path: Path) 
 
 
 def test_a_file_that_mixes_types_ran_in_its_own(library: Any, tmp_path: Path) -> None:
-    """A float file of which fewer than half of the layers have weights in int8 (here its only one)."""
+    """A float file with int8 weights in fewer than half of its layers (here in its only layer)."""
     trial = trial_of(tflite(library, tmp_path / "net.tflite", "float32", "int8"), "int8", "int8")
     made = registry.get_maker("litert").make(LITERT.recipe(trial), None, tmp_path)
     truth = LITERT.load(replace(trial, precision="fp32", model=replace(trial.model, precision="fp32")), made).facts()
@@ -243,7 +243,7 @@ def test_files_are_made_where_the_converter_is() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_a_python_that_can_make_no_files_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a study whose rows are all skipped."""
+    """Reported before a study with nothing but skipped rows."""
     monkeypatch.setitem(sys.modules, "litert_torch", None)
     assert "--python litert_torch=PATH" in LITERT.probe().detail
     monkeypatch.setattr(lite_rt, "find_spec", lambda name: name)
@@ -302,7 +302,7 @@ def test_a_module_is_converted(
     facts = session.facts()
     assert facts.layers_by_type == {"int8" if options else "float32": 2}
     assert not [kind for kind in lite_rt.KEPT_FLOAT if kind in " ".join(facts.notes)]  # left to LiteRT's own kernels
-    if precision == "fp16":  # two bytes for each of 216 + 2880 weights; computing is as wide as before
+    if precision == "fp16":  # two bytes for each of 216 + 2880 weights; computation stays in float32
         module = models.load(trial.model, trial.dims).half().float()
         with torch.inference_mode():
             rounded = module(torch.from_numpy(x)).numpy()

@@ -1,4 +1,4 @@
-"""ncnn: graphs with weights written here, whose results NumPy computes, and modules that pnnx converts."""
+"""ncnn: graphs with weights written here and results by NumPy, and modules that pnnx converts."""
 
 import platform
 import subprocess
@@ -21,7 +21,7 @@ WEIGHTS = np.array([[1, 2, -3, 4], [-5, 6, 7, 8]], np.float32)
 BIAS = np.array([0.5, -1], np.float32)
 X = np.array([[0.5, 1, -1, 2], [3, 0, 0.25, -0.5]], np.float32)
 PARAM = "7767517\n2 2\nInput given 0 1 data 0=4\nInnerProduct layer 1 1 data scores 0=2 1=1 2=8{}\n"
-FLOATS, INT8 = 0, 0x000D4B38  # how weights are stored, before them in the file
+FLOATS, INT8 = 0, 0x000D4B38  # storage of the weights, written before them in the file
 NET = """
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def library() -> Any:
 
 @pytest.fixture
 def batch(library: Any) -> int:
-    """Two, or one with a version of ncnn that runs one image at a time."""
+    """Two, or one if this version of ncnn runs one image at a time."""
     return 2 if hasattr(library.Mat, "batch") else 1
 
 
@@ -77,7 +77,7 @@ def nets(tmp_path: Path) -> Path:
 
 
 def write_graph(folder: Path, kind: int = FLOATS) -> Path:
-    """A fully connected layer; in eight bits its weights are stored times 10, and its input is rounded to 1 / 32."""
+    """Write a fully connected layer; INT8 stores its weights times 10 and rounds its input to 1 / 32."""
     path = folder / "graph.param"
     path.write_text(PARAM.format(" 8=1" if kind == INT8 else ""))
     weights = WEIGHTS.tobytes() if kind == FLOATS else (WEIGHTS * 10).astype(np.int8).tobytes()
@@ -175,7 +175,7 @@ def test_a_module_answers_as_in_pytorch(nets: Path, tmp_path: Path, batch: int, 
     for name, value in zip(("output", "output_1"), expected.values(), strict=True):
         np.testing.assert_allclose(found[name], value.numpy(), rtol=off, atol=off)
     truth = session.facts().precision_truth
-    is_x86 = platform.machine() in ("x86_64", "AMD64")  # where no layer keeps its results in fp16
+    is_x86 = platform.machine() in ("x86_64", "AMD64")  # no layer keeps its results in fp16 there
     ran = {"fp32": True, "bf16": batch == 2, "fp16": not is_x86}  # versions without batches have no bf16 there
     assert truth.ok == ran[precision], truth.sentence
     with pytest.raises(UserError, match="'ids' has numbers beyond it"):
@@ -183,7 +183,7 @@ def test_a_module_answers_as_in_pytorch(nets: Path, tmp_path: Path, batch: int, 
 
 
 def outputs_of(folder: str) -> dict[str, str]:
-    """What the table says of each backend's outputs."""
+    """Return the table's judgement of each backend's outputs."""
     frame = trial_table.read_trials(Path(folder)).frame
     return dict(zip(frame["backend"], frame["outputs"], strict=True))
 

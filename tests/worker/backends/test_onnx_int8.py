@@ -1,4 +1,4 @@
-"""INT8 from files as other exporters write them: every layer that should be quantised is, and outputs stay close."""
+"""INT8 from files as other exporters write them: every quantisable layer is quantised, and outputs stay close."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ def quantised(digits: Any, parent: Artifact, folder: Path, target: str) -> Artif
 
 
 def raw(path: Path, out: Path) -> Path:
-    """The network as some exporters write it: weights in Constant nodes, a batch norm behind every convolution."""
+    """Rewrite the network as some exporters do: weights in Constant nodes, a batch norm after every convolution."""
     model, h = onnx.load(path), onnx.helper
     nodes = [h.make_node("Constant", [], [t.name], value=t) for t in model.graph.initializer]
     for node in model.graph.node:
@@ -83,7 +83,7 @@ def test_such_a_file_runs_in_int8(digits: Any, tmp_path: Path, backend: str) -> 
 
 
 def test_an_operator_of_the_library_s_own_is_no_end_of_the_quantisation(digits: Any, tmp_path: Path) -> None:
-    """ONNX's shape inference knows no types behind it, without which its neighbours would stay in float or fail."""
+    """ONNX's shape inference knows no types behind it; without them its neighbours would stay in float or fail."""
     model = onnx.load(digits.artifact.path)
     relu = next(node for node in model.graph.node if node.op_type == "Relu")
     relu.op_type, relu.domain = "Gelu", "com.microsoft"

@@ -1,4 +1,4 @@
-"""ONNX Runtime: right answers at every batch and precision, the truth about types, and bad files in one line."""
+"""ONNX Runtime: right answers at every batch and precision, true types, and bad files reported in one line."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def test_streams_are_slots_that_work_at_the_same_time(digits: Any) -> None:
     images, _ = digits.images()
     session = load(digits, batch=2, streams=2)
     assert session.slots == 2
-    for turn in range(3):  # the same slots again and again, never another's images
+    for turn in range(3):  # repeated use of the slots, never with another slot's images
         parts = [images[4 * turn + 2 * slot : 4 * turn + 2 * slot + 2].copy() for slot in (0, 1)]
         for slot in (0, 1):
             session.bind({"input": parts[slot]}, slot)
@@ -87,7 +87,7 @@ def test_the_feed_may_be_forgotten_by_its_owner(digits: Any) -> None:
     session = load(digits, batch=4)
     expected = digits.outputs(session, images[:4])["output"].copy()
     session.bind({"input": images[:4].copy()})
-    for _ in range(20):  # would be written where the feed lay, had the session not kept it
+    for _ in range(20):  # allocations that would overwrite the feed if the session hadn't kept it
         np.full((4, 1, 8, 8), np.nan, np.float32)
     session.run()
     np.testing.assert_array_equal(session.fetch()["output"], expected)
@@ -106,7 +106,7 @@ def test_facts_tell_layers_types_providers_and_settings(digits: Any) -> None:
 
 
 def test_a_provider_that_takes_no_node_is_the_cpu_s_speed(digits: Any) -> None:
-    """The usual build has one for a service in the cloud, which takes nothing of this network."""
+    """The usual build has a provider for a cloud service, which takes no node of this network."""
     if "AzureExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("this build of ONNX Runtime has no second provider")
     session = load(digits, provider="azure")
@@ -146,7 +146,7 @@ def test_a_provider_that_nothing_has_is_an_error_before_anything_runs(
 
 
 class Library:
-    """ONNX Runtime as far as plug-ins go: a registered one finds a device or none."""
+    """The plug-in interface of ONNX Runtime: a registered plug-in finds one device or none."""
 
     __version__ = "1.30.0"
 
@@ -202,7 +202,7 @@ def test_fp16_on_a_cpu_without_such_kernels_is_said(digits: Any, tmp_path: Path)
     recipe = Recipe("onnx_precision", "onnx", "fp16", digits.model, Dims(0, 8, 8))
     session = load(digits, OnnxPrecision().make(recipe, digits.artifact, tmp_path), "fp16")
     truth = session.facts().precision_truth
-    # Which is right depends on the CPU; the sentence must agree with the counts either way.
+    # The outcome depends on the CPU; the sentence must agree with the counts in both cases.
     assert truth.ok == (truth.share.get("float16", 0) >= 0.5)
     assert digits.accuracy(session, 1) > 0.95
 
@@ -258,7 +258,7 @@ def test_an_input_that_is_an_output_too(onnx_file: Any) -> None:
 
 
 def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Any) -> None:
-    # The library places `where`; `looped` is of unknown rank, and described like a scalar.
+    # The library places `where`; `looped` is of unknown rank, described like a scalar.
     path = onnx_file("""(float[1, 4] x) => (int64[2, found] where, float[1, 4] relu, float sum, float[] looped) {
         where = NonZero(x)
         relu = Relu(x)
@@ -281,7 +281,7 @@ def test_memory_that_runs_out_is_a_memory_error(onnx_file: Any) -> None:
         huge = ConstantOfShape(size) sum = ReduceSum<keepdims = 0>(huge) output = Add(x, sum)
     }""", size=np.array([1 << 44]))  # fmt: skip
 
-    def load_and_run() -> None:  # old versions compute constants when they load them
+    def load_and_run() -> None:  # old versions compute constants at load time
         session = OnnxRuntime().load(file_trial(path), None)
         session.bind({"x": np.zeros((1, 2), np.float32)})
         session.run()

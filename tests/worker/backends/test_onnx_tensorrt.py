@@ -1,4 +1,4 @@
-"""What is written for TensorRT is accepted: TensorRT-RTX builds it, in the types that the file asks for."""
+"""Files written for TensorRT are accepted: TensorRT-RTX builds them in the requested types."""
 
 import importlib.util
 from dataclasses import replace
@@ -20,7 +20,7 @@ needs_builder = pytest.mark.skipif(not importlib.util.find_spec(NAME), reason="t
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The recipe's file with all that it is made from, each once."""
+    """A function that returns a recipe's file and makes each file on the way once."""
     kept: dict[str, Artifact] = {}
 
     def make(recipe: Recipe | None) -> Artifact:
@@ -42,7 +42,7 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
     folder = tmp_path_factory.mktemp("noise")
     np.save(folder / "images.npy", np.random.default_rng(0).integers(0, 256, (8, 3, 64, 64), dtype=np.uint8))
     np.save(folder / "labels.npy", np.arange(8) % 2)
-    for split in ("calibration", "test"):  # exports are compared with the module on the latter
+    for split in ("calibration", "test"):  # exports are compared with the module on the test split
         np.save(folder / f"{split}.npy", np.arange(8))
     return DataSpec("noise", str(folder), "n015e", count=8)
 

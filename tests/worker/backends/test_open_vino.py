@@ -1,4 +1,4 @@
-"""OpenVINO: the precision that was asked for and no other, an IR on the way, and not a word to anyone."""
+"""OpenVINO: exactly the requested precision, an IR on the way, and no telemetry."""
 
 import hashlib
 import shutil
@@ -52,7 +52,7 @@ def capabilities() -> list[str]:
 
 
 def test_a_signal_after_several_uses_does_not_end_the_process() -> None:
-    """OpenVINO lends the main thread a signal stack; one that was unmapped kills the process with the next signal."""
+    """OpenVINO lends the main thread a signal stack; after its unmapping the next signal would kill the process."""
     code = (
         "import gc, os, signal; from dyno.worker.backends.open_vino import OpenVino\n"
         "for _ in range(3): OpenVino().probe(); gc.collect()\n"
@@ -97,7 +97,7 @@ def test_fp32_is_float32_on_every_cpu(digits: Any, fp32: Artifact) -> None:
 
 
 def test_an_ir_that_openvino_converted_itself(digits: Any, tmp_path: Path) -> None:
-    """Its output has no name, and `save_model` stores its weights in FP16 unless told otherwise."""
+    """Its output has no name, and `save_model` stores FP16 weights by default."""
     import openvino as ov
     import torch
 
@@ -154,7 +154,7 @@ def test_int8_runs_in_int8_and_is_as_accurate_within_a_point(digits: Any, fp32: 
 
 
 def test_int8_is_right_on_a_network_that_asymmetric_activations_break(digits: Any, tmp_path: Path) -> None:
-    """With zero points that aren't 0, OpenVINO's outputs for this network are more than 100 % off."""
+    """With zero points other than 0, OpenVINO's outputs for this network are more than 100 % off."""
     import torch
     from torchvision.models import mobilenet_v3_small
 
@@ -217,7 +217,7 @@ def test_an_ir_is_a_model_too_but_not_without_its_weights(digits: Any, fp32: Art
 
 
 def test_a_path_with_commas_is_one_path(static_file: Path, tmp_path: Path) -> None:
-    """As a trainer's sweeps name folders; OpenVINO's converter takes it for a list."""
+    """Trainers' sweeps name folders that way; OpenVINO's converter takes such a path for a list."""
     path = tmp_path / "lr=0.1,bs=32/net,v2.onnx"
     path.parent.mkdir()
     shutil.copy(static_file, path)
@@ -297,7 +297,7 @@ def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Pat
     home.mkdir()
     out.mkdir()
     command = [sys.executable, "-c", SILENT, str(root / "src"), digits.artifact.path, str(out)]
-    env = {"HOME": str(home), "ORT_DISABLE_TELEMETRY": "1"}  # as every job has it: the IR is compared with ONNX Runtime
+    env = {"HOME": str(home), "ORT_DISABLE_TELEMETRY": "1"}  # as in every job: the IR is compared with ONNX Runtime
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200, env=env)
     assert done.stdout.strip() == "[]"
     assert list(home.iterdir()) == []
@@ -320,7 +320,7 @@ def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(onnx_file
     session.run()
     session.wait()
     np.testing.assert_allclose(session.fetch()["y"], [4, 8, 12])
-    facts = session.facts()  # what lies in the branches isn't reported
+    facts = session.facts()  # layers in the branches aren't reported
     assert facts.layers_by_type.keys() == {"unknown"} and facts.precision_truth is not None
     assert not facts.precision_truth.ok and not facts.precision_truth.refuted
 
@@ -335,7 +335,7 @@ def test_a_layer_of_less_than_a_microsecond_runs(counted: str, kernel: str, runs
 
 
 def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Any) -> None:
-    """OpenVINO makes two layers of an LSTM of two directions, and calls them by a running number."""
+    """OpenVINO splits a bidirectional LSTM into two layers, named by a running number."""
     text = """(float[64, 1, 64] x) => (float[64, 2, 1, 64] y) {
         y = LSTM<hidden_size = 64, direction = "bidirectional">(x, w, r)
     }"""
@@ -347,7 +347,7 @@ def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Any
 
 
 def test_an_input_that_is_an_output_too(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
-    """OpenVINO's converter gives such a graph another input, which nothing would feed."""
+    """OpenVINO's converter gives such a graph another input without a feed."""
     ends = "(float[batch, 1, 8, 8] x) => (float[batch, 1, 8, 8] y, float[batch, 1, 8, 8] x)"
     path = onnx_file(ends + "{ y = Relu(x) }")
     session = load(digits, ir(digits, tmp_path, replace(digits.artifact, path=str(path))))

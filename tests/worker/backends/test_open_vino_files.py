@@ -1,4 +1,4 @@
-"""An IR says what the ONNX file said that it was made of."""
+"""An IR repeats what its ONNX file says about its origin."""
 
 import json
 from pathlib import Path
@@ -96,7 +96,7 @@ SOFTMAX = "(float[n, 3, 4] x) => (float[n, 3, 4] y) { y = Softmax<axis=1>(x) }"
     ids=["ReduceL1", "ReduceMax", "Softmax-11", "Softmax-13"],
 )
 def test_what_openvino_computes_otherwise_has_a_warning(call: Any, text: str, opset: int, warning: str) -> None:
-    """It ignores the axes of ReduceL1 until opset 17, and that Softmax is over all axes from its own until opset 13."""
+    """It ignores the axes of ReduceL1 before opset 18, and that Softmax spans all axes from its own before opset 13."""
     onnx_text.write("m.onnx", text, opset=opset)
     x = np.random.default_rng(0).standard_normal((1, 3, 4), np.float32)
     (right,) = pytest.importorskip("onnxruntime").InferenceSession("m.onnx").run(None, {"x": x})
@@ -111,7 +111,7 @@ def test_what_openvino_computes_otherwise_has_a_warning(call: Any, text: str, op
 
 
 def test_an_ir_of_any_number_of_axes_is_refused(call: Any, tmp_path: Path) -> None:
-    """As OpenVINO converts a scripted module without an example; fed with a number, it would be timed all the same."""
+    """OpenVINO writes one for a scripted module without an example; fed with a number, it would still be timed."""
     x = openvino.opset13.parameter(openvino.PartialShape.dynamic(), float, name="x")
     openvino.save_model(openvino.Model([openvino.opset13.relu(x)], [x], "m"), tmp_path / "m.xml")
     _, _, err = call("run", "m.xml", code=2)

@@ -1,4 +1,4 @@
-"""Precision truth by arithmetic: a network whose one INT8 layer is most of the work, and the reverse."""
+"""Precision truth by arithmetic: a network with most of the work in its one INT8 layer, and the reverse."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dyno.worker.backends.open_vino import OpenVino
 from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial
 
 LARGE, SMALL = ["large"], ["small", "smaller", "smallest"]
-# A multiply-add is two operations: places x channels x (kernel x channels before). All channels are multiples of 16
-# as ONNX Runtime fills others up to 8 or 16, by what the processor has.
+# A multiply-add is two operations: places x channels x (kernel x input channels). All channels are multiples of 16:
+# ONNX Runtime pads other counts to 8 or 16, depending on the processor.
 OF_LARGE = 2 * (8 * 8) * 64 * (25 * 8)
 OF_SMALL = 2 * ((8 * 8) * 16 * (1 * 64) + (4 * 4) * 16 * (9 * 16) + 4 * (16 * 4 * 4))
 SHARE = OF_LARGE / (OF_LARGE + OF_SMALL)  # 1638400 of 1845248
@@ -23,7 +23,7 @@ SHARE = OF_LARGE / (OF_LARGE + OF_SMALL)  # 1638400 of 1845248
 
 @pytest.fixture(scope="module")
 def quantise(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Write the network with these nodes in INT8."""
+    """Quantise these nodes of the network to INT8."""
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
     class Values(CalibrationDataReader):

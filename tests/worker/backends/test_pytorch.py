@@ -1,4 +1,4 @@
-"""PyTorch's sessions compute what the module computes, in the type asked for, and fail in one line."""
+"""PyTorch's sessions compute the module's results in the requested type, and fail in one line."""
 
 import re
 import shutil
@@ -117,7 +117,7 @@ def outputs(session: Session, feed: dict[str, np.ndarray] | None = None) -> dict
 
 
 def reference(asked: Trial, x: np.ndarray) -> np.ndarray:
-    """The module's output computed in float64."""
+    """Return the module's output computed in float64."""
     with torch.inference_mode():
         result: np.ndarray = models.load(asked.model, asked.dims).double()(torch.from_numpy(x).double()).numpy()
     return result
@@ -152,7 +152,7 @@ def test_eager_computes_in_the_type_asked_for(precision, error, channels_last):
     assert list(got) == ["output"]
     assert got["output"].dtype == np.float32
     assert worst < error
-    assert precision == "fp32" or worst > 1e-5  # it was not float32 in disguise
+    assert precision == "fp32" or worst > 1e-5  # not float32 in disguise
     facts = session.facts()
     kind = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
     assert facts.layers_by_type == {kind: 21}
@@ -210,7 +210,7 @@ def test_bind_copies_so_that_the_caller_may_reuse_its_array():
 
 def test_threads_and_tf32_are_set_as_the_trial_says():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    torch.set_float32_matmul_precision("medium")  # on a CPU this would mean bfloat16
+    torch.set_float32_matmul_precision("medium")  # would mean bfloat16 on a CPU
     session = find("pytorch").load(trial(runtime=Runtime(threads=1)), None)
     assert torch.get_num_threads() == session.facts().threads == 1
     assert torch.get_float32_matmul_precision() == "highest"
@@ -365,9 +365,9 @@ def test_complex_weights_keep_their_imaginary_part(nets):
 
 
 def test_what_the_compiler_builds_is_asked_once_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor compiles and starts a Python for each instruction set, in every process: half of a cold compile."""
+    """Inductor compiles a probe and starts a Python per instruction set in every process: half of a cold compile."""
     cpu_vec_isa = pytest.importorskip("torch._inductor.cpu_vec_isa")
-    pytest.importorskip("torch._inductor.codecache")  # which keeps the function that it finds when it is imported
+    pytest.importorskip("torch._inductor.codecache")  # keeps the function found at its import
     asked, can_build = [], {"avx": True, "amx": False}
 
     def check_build(isa: Any, code: str) -> bool:

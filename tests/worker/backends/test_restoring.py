@@ -1,4 +1,4 @@
-"""PyTorch: inputs that a module writes into are restored before each run, and torch 2.2 serves as the newest does.
+"""PyTorch: inputs overwritten by a module are restored before each run, and torch 2.2 works like the newest version.
 
 DYNO_TORCH22_PYTHON names an interpreter that has torch 2.2, torchvision 0.17 and numpy 1.26.
 """
@@ -104,7 +104,7 @@ MODELS = (
 def run(
     python: str, folder: Path, model: ModelSpec, backend: str = "pytorch", precision: str = "fp32", threads: int = 1
 ) -> Record:
-    """The trial as a separate job in that interpreter."""
+    """Run the trial as a separate job in that interpreter."""
     runtime = Runtime(python=python, threads=threads)
     trial = Trial(model, backend, precision, Dims(2, 64, 64), data=DataSpec(count=2), runtime=runtime, plan=PLAN)
     folder.mkdir()
@@ -132,7 +132,7 @@ def test_the_same_seed_gives_the_same_weights_and_outputs(tmp_path: Path, model:
 @pytest.mark.skipif(not PYTHON, reason="DYNO_TORCH22_PYTHON names no interpreter with torch 2.2")
 @pytest.mark.slow
 def test_many_threads_give_the_same_weights(tmp_path: Path) -> None:
-    # Some of its convolutions in float64 are wrong by eight threads and more.
+    # With eight threads and more, some of its float64 convolutions are wrong.
     one, many = (run(PYTHON, tmp_path / str(n), MODELS[0], threads=n).facts.weights_sha256 for n in (1, 16))
     assert one == many
 

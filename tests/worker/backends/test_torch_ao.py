@@ -1,4 +1,4 @@
-"""torchao's INT8, FP8 and INT4: what is refused, what is calibrated, and what really ran."""
+"""torchao's INT8, FP8 and INT4: refusals, calibration, and the operators that really ran."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_what_ran_in_int8_is_seen(scheme: str, kinds: set[str], asked: Any, tmp_
     (got,), (right,) = session.fetch().values(), eager.fetch().values()
     off = np.abs(got - right).max() / np.abs(right).max()
     assert 0 < off < 0.2, "quantised, and still the same network"
-    if artifact:  # also on a processor whose sums are narrow
+    if artifact:  # also on processors with narrow accumulators
         quantised = torch.export.load(artifact.path).module()(torch.from_numpy(x))[0].detach().numpy()
         assert np.abs(got - quantised).max() < 0.02 * np.abs(quantised).max()
     facts = session.facts()

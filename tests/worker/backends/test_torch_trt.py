@@ -1,7 +1,7 @@
-"""Torch-TensorRT's refusals need no library; what it computes, and what a call of it costs, needs a GPU.
+"""Torch-TensorRT's refusals need no library; its results and the cost of a call need a GPU.
 
-DYNO_TORCH_TENSORRT_PYTHON names an interpreter that has torch_tensorrt (default: this one) and DYNO_TORCH_TENSORRT_LIBS
-the LD_LIBRARY_PATH it wants.
+DYNO_TORCH_TENSORRT_PYTHON names an interpreter that has torch_tensorrt (default: this one), and
+DYNO_TORCH_TENSORRT_LIBS its LD_LIBRARY_PATH.
 """
 
 import functools
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # before a stand-in for tensorrt is there, which it would ask
+import torch._dynamo  # imported before a stand-in for tensorrt exists, as it would look that up
 
 from dyno.worker import main
 from dyno.worker.backends import torch_trt
@@ -119,7 +119,7 @@ def test_what_is_missing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Library:
-    """torch_tensorrt as far as its arguments go: those of 2.2's front ends, or of 2.11's."""
+    """The front ends of torch_tensorrt with the arguments of 2.2 or of 2.11."""
 
     __version__ = "0"
     Input: Any = dict
@@ -175,7 +175,7 @@ def test_each_version_is_asked_in_its_own_words(tensorrt: Any, monkeypatch: pyte
     assert old.asked["module"] is module and old.asked["verbosity"] == "all"
     config = tensorrt.IBuilderConfig()
     config.profiling_verbosity = "names"
-    assert config.profiling_verbosity == "names"  # as it was before
+    assert config.profiling_verbosity == "names"  # restored
 
     new = Library(new=True)
     torch_trt.compile_module(new, module, x, "tf32", {**dynamo, "profile": "1:2:4"})
@@ -231,13 +231,13 @@ def test_engines_are_found_as_attributes_and_in_the_graph_itself() -> None:
 
     inside, written = Engine(), Engine()
     part = torch.nn.Identity()
-    part.engine = inside  # as TorchTensorRTModule keeps it
+    part.engine = inside  # the attribute of TorchTensorRTModule
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     graph.output(graph.call_module("part", (x,)))
     program = torch.fx.GraphModule({"part": part}, graph)
     assert list_engines(program) == [inside]
-    with program.graph.inserting_after(x):  # as 2.2 writes it into an exported program
+    with program.graph.inserting_after(x):  # the form in which 2.2 writes it into an exported program
         program.graph.create_node("call_function", print, ((x,), written))
     exported = types.SimpleNamespace(graph_module=program)
     assert {id(found) for found in list_engines(exported)} == {id(inside), id(written)}
@@ -246,7 +246,7 @@ def test_engines_are_found_as_attributes_and_in_the_graph_itself() -> None:
 
 @functools.lru_cache(maxsize=1)
 def _why_not() -> str:
-    """Why the tests on the GPU can't run, or ""."""
+    """Return why the tests on the GPU can't run, or ""."""
     done = subprocess.run(
         [PYTHON, "-c", "import torch_tensorrt"], env={**os.environ, **LIBS}, capture_output=True, text=True
     )
@@ -262,7 +262,7 @@ def there() -> None:
 
 
 def run(folder: Path, asked: Trial | None, kind: str = "run") -> Record:
-    """The job in the interpreter that has the library."""
+    """Run the job in the interpreter that has the library."""
     runtime = replace(GPU, python=PYTHON, env=LIBS)
     plan = Plan(boundaries=("model", "throughput"), warmup_s=0.2, seconds=0.3)
     if asked:
@@ -276,7 +276,7 @@ def run(folder: Path, asked: Trial | None, kind: str = "run") -> Record:
 
 
 def worst(folder: Path, asked: Trial) -> float:
-    """Largest difference from float64, as a share of the largest value."""
+    """Return the largest difference from float64, as a share of the largest value."""
     shape = (2, asked.model.channels, asked.dims.height, asked.dims.width)
     tensors = (Tensor("input", "float32", shape),)
     fed = list(read_batches(asked.data, asked.model.preprocess, tensors, asked.dims, 2))

@@ -1,4 +1,4 @@
-"""Every image goes through once, in order, whatever the batch; outputs are a row for each input, on any axis."""
+"""Every image is evaluated once, in order, at any batch; outputs have a row per input, on any axis."""
 
 import threading
 import time
@@ -142,7 +142,7 @@ WEIGHTS = np.random.default_rng(0).standard_normal((4, 5)).astype(np.float32)
 
 
 class Net(Session):
-    """A function of the one input."""
+    """A session that applies a function to its one input."""
 
     def __init__(self, function: Any, shape: tuple[int, ...], outputs: tuple[Tensor, ...] = ()) -> None:
         self.inputs, self.outputs, self.function = (Tensor("x", "float32", shape),), outputs, function
@@ -228,7 +228,7 @@ def test_rows_that_change_with_others_where_the_axis_is_assumed_are_a_warning() 
 @pytest.mark.parametrize("kept", [3, 5, 7])
 @pytest.mark.parametrize("declared", [(), (("batch", 5),)], ids="assumed, declared".split(", "))
 def test_inputs_beyond_a_length_that_is_fixed_inside_the_model_are_not_answered(kept: int, declared: Any) -> None:
-    """As in files that Ultralytics wrote with NMS: they fill up with zeros beyond the batch of their export."""
+    """Files exported by Ultralytics with NMS do this: beyond the exported batch they fill up with zeros."""
     net = Net(lambda x: {"y": scores(x) * (np.arange(len(x)) < kept)[:, None]}, (8, 4))
     with pytest.raises(UserError, match="of a batch of 8 some inputs are ignored"):
         find_rows(net, shaped_trial(8, *declared), 8)
@@ -241,7 +241,7 @@ def test_random_outputs_prove_nothing() -> None:
 
 
 def test_the_rows_of_a_later_axis_are_stacked_in_the_order_of_the_inputs() -> None:
-    """Of 7 inputs in batches of 3: what is stored is what each gives alone."""
+    """Seven inputs in batches of 3: the stored outputs equal those of each input alone."""
 
     def net(x: np.ndarray) -> dict[str, np.ndarray]:
         seen.append(np.array(x))
@@ -260,7 +260,7 @@ BATCH = 4
 
 
 class Counting(BatchSource):
-    """Batch n is n in every place."""
+    """A source with n in every place of batch n."""
 
     def __init__(self, parts: int = 1, seconds: float = 0.0) -> None:
         self.parts, self.seconds = parts, seconds
@@ -276,7 +276,7 @@ class Counting(BatchSource):
 
 
 class Late(Session):
-    """Reads its input some time after `run`, in its own thread, as a GPU would; outputs lie in its slot."""
+    """A session that reads its input later in its own thread, like a GPU; outputs lie in its slot."""
 
     def __init__(self, slots: int, seconds: float = 0.002) -> None:
         self.slots, self.seconds = slots, seconds
@@ -339,7 +339,7 @@ def test_every_batch_once_and_in_order(session: Late, small: bool, count: int, m
 
 
 class Passing(Late):
-    """Its output is its input, where that lies."""
+    """A session that returns its input's own memory as output."""
 
     def fetch(self, slot=0):
         return {"output": self.bound[slot]}
@@ -352,7 +352,7 @@ def test_an_output_may_be_the_input_itself(slots: int, small: bool, monkeypatch:
     session, kept = Passing(slots, seconds=0), list[float]()
 
     def keep(number: int, fetched: dict[str, np.ndarray]) -> None:
-        time.sleep(0.002)  # so that a buffer that was given back too soon is filled anew by now
+        time.sleep(0.002)  # time for a prematurely released buffer to be refilled
         kept.append(float(fetched["output"].mean()))
 
     result = Pipeline(session, Counting()).run(10, keep, first)
@@ -389,7 +389,7 @@ def test_warm_up_fills_the_pipeline_and_counts_for_nothing(session: Late) -> Non
 
 @pytest.mark.parametrize("session", [2], indirect=True)
 def test_reading_running_and_ranking_overlap(session: Late) -> None:
-    meeting = threading.Barrier(3)  # run one after the other, the three would never meet
+    meeting = threading.Barrier(3)  # in sequence, the three would never meet
 
     class Reading(Counting):
         def fill(self, feed, number, part):
@@ -435,7 +435,7 @@ def test_an_error_in_any_thread_ends_the_run(session: Late) -> None:
 
 
 class Threaded(Linear):
-    """Linear, with threads that can be limited where `can_limit`."""
+    """Linear with threads; `can_limit` makes them limitable."""
 
     def __init__(self, can_limit: bool) -> None:
         super().__init__(2)

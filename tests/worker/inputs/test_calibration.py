@@ -1,4 +1,4 @@
-"""INT8 of networks that take no image is calibrated on what describes their inputs, and the record says on what."""
+"""INT8 of networks without an image input is calibrated on their described inputs, and the record names the source."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ X = InputSpec("x", "float32", ("batch", WIDTH), -2.0, 2.0)
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """y = x W + scale: a layer with weights, and two inputs of which none is an image."""
+    """y = x W + scale: a layer with weights, and two inputs that are not images."""
     weights = np.random.default_rng(0).standard_normal((WIDTH, 4)).astype(np.float32)
     inputs = f"(float[batch, {WIDTH}] x, float[batch, 4] scale)"
     text = inputs + " => (float[batch, 4] y) { z = MatMul(x, w) y = Add(z, scale) }"
@@ -38,7 +38,7 @@ def trial(file: Path, *specs: InputSpec, backend: str = "onnxruntime", **options
 
 
 def quantised(asked: Trial, folder: Path) -> tuple[Artifact, float]:
-    """The file, and the width of the range that x was found to have."""
+    """Return the quantised file, and the width of x's calibrated range."""
     recipe = convert_recipe(asked, asked.backend)
     made = OnnxPrecision().make(recipe, make_artifact(asked.model.file, 0.0, MakerFacts()), folder)
     graph = onnx.load(made.path).graph
@@ -65,7 +65,7 @@ def test_the_rows_of_an_array_are_what_is_seen_and_no_more_than_there_are(file: 
     said = made.made_by.calibration
     assert (said.samples, said.data_sha256) == (5, "f" * 64) and set(said.inputs.values()) == {"feeds.npz"}
     assert "calibrated on 5 rows, all that feeds.npz has" in made.made_by.warnings
-    assert quantised(trial(file, *both, samples=1), tmp_path)[1] < 11  # 0 is in every range
+    assert quantised(trial(file, *both, samples=1), tmp_path)[1] < 11  # every range includes 0
     mixed, _ = quantised(trial(file, both[0], InputSpec("scale", "float32", ("batch", 4))), tmp_path)
     assert mixed.made_by.calibration.inputs == {"x": "feeds.npz", "scale": "random"}
 

@@ -1,4 +1,4 @@
-"""What models are fed: real images as they are, or random numbers that are the same every time."""
+"""Input data of models: real images unchanged, or reproducible random numbers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -135,5 +135,5 @@ def test_the_fingerprint_is_of_names_and_bytes() -> None:
     a, b = np.arange(4, dtype=np.float32), np.arange(4, dtype=np.float32)[::-1]
     assert hash_feeds([{"x": a, "y": b}]) == hash_feeds([{"y": np.ascontiguousarray(b), "x": a}])
     assert hash_feeds([{"x": a, "y": b}]) != hash_feeds([{"x": a, "z": b}])
-    assert hash_feeds([{"x": a}]) == hash_feeds([{"y": a}])  # files name their only input as they like
+    assert hash_feeds([{"x": a}]) == hash_feeds([{"y": a}])  # the name of a file's only input is arbitrary
     assert hash_feeds([{"x": a}]) != hash_feeds([{"x": b}])

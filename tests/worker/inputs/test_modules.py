@@ -1,4 +1,4 @@
-"""What a module takes is read off examples, its signature and a run of it; what it is fed lies in that range."""
+"""A module's inputs are derived from examples, its signature and a test run; fed values stay in that range."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def test_the_user_s_range_goes_before_the_embedding_s() -> None:
 
 
 def test_offsets_of_an_embedding_bag_are_not_drawn() -> None:
-    """PyTorch may run for ever on offsets that don't ascend."""
+    """PyTorch may run for ever on offsets that aren't ascending."""
     examples = (torch.arange(12), torch.tensor([0, 4, 8]))
     refuses(r"'offsets' are the offsets of an EmbeddingBag, which", described, nn.EmbeddingBag(50, 8), examples)
     (ids,) = described(nn.EmbeddingBag(50, 8), torch.arange(12).reshape(3, 4)).inputs
@@ -88,7 +88,7 @@ def test_a_constant_keyword_reaches_forward() -> None:
 
 
 class Voice(nn.Module):
-    """Speaks the tokens of each row, no two times alike, and one row alone at another pace each time."""
+    """A voice for each row's tokens that varies from call to call; a lone row also varies in pace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
 
 
 def test_a_saved_module_that_refuses_says_why_and_what_to_save(tmp_path: Path) -> None:
-    """As `yolo export format=torchscript half=True` writes it."""
+    """Files of `yolo export format=torchscript half=True` are like this."""
     half = torch.nn.Linear(8, 4).half()
     torch.jit.script(half).save(tmp_path / "net.pt")
     torch.export.save(torch.export.export(half, (torch.randn(1, 8).half(),)), tmp_path / "net.pt2")

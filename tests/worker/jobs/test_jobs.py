@@ -133,7 +133,7 @@ def test_the_batch_of_a_program_goes_before_the_usual_one_of_dyno_eval(call: Any
 
 
 ONE = "x.reshape(1, 3, -1).mean(-1) if len(x) == 1 else x.reshape(1, 3, 64)"
-LARGE = "x.mean((2, 3)) + torch.empty(2**60 if len(x) > 1 else 1).sum()"  # no memory for two images
+LARGE = "x.mean((2, 3)) + torch.empty(2**60 if len(x) > 1 else 1).sum()"  # too large for the memory with two images
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_module_that_refuses_two_images_is_of_one_but_for_want_of_memory(
 
 
 def test_what_torchscript_refuses_is_said_with_its_reason(tmp_path: Path) -> None:
-    """Its message begins with a traceback."""
+    """Its own message begins with a traceback."""
     path = tmp_path / "net.torchscript"
     torch.jit.script(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(27, 4))).save(path)
     trial = Trial(ModelSpec("net", f"saved:{path}"), "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime())
@@ -164,7 +164,7 @@ def test_what_torchscript_refuses_is_said_with_its_reason(tmp_path: Path) -> Non
 
 
 class Silent(_ServeJob):
-    """Answers at the first `answered` rates, and then at none."""
+    """A serve job that answers at the first `answered` rates, then at none."""
 
     def __init__(self, answered: int, options: ServeOptions) -> None:
         self._options, self._facts, self._seed = options, ServeFacts(least=10, capacity=100), 0
@@ -205,11 +205,11 @@ def test_a_server_that_answers_nothing_fails(options: ServeOptions) -> None:
         Silent(0, options).measure_rates("")
 
 
-AGES = 1e6  # seconds, for which the conductor lets the worker wait
+AGES = 1e6  # seconds that the conductor lets the worker wait
 
 
 class Slow:
-    """A conductor that answers from a list, and whose answers take ages by the worker's clock."""
+    """A conductor with listed answers that take ages by the worker's clock."""
 
     def __init__(self, words: list[str]) -> None:
         self.words, self.heard, self.waited = words, list[str](), 0.0

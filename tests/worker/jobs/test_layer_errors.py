@@ -1,4 +1,4 @@
-"""Where an engine parts from a reference: planted wrong layers, in files and in engines, and what only fusing shows."""
+"""The layer where an engine departs from a reference: errors planted in files and engines, and errors of fusion."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,12 +19,12 @@ from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Runtime, 
 from refusals import refuses
 
 onnx = pytest.importorskip("onnx")
-FP32 = (1e-3, 1e-3, 1e-8)  # limits: of the error, relative and absolute of close values
+FP32 = (1e-3, 1e-3, 1e-8)  # limits: error, then relative and absolute closeness of values
 
 
 def network(scale: float = 1.0) -> Any:
-    """Two convolutions, a difference of branches, a pool and a product, all named; `scale` multiplies a middle tensor
-    and is divided out again."""
+    """Build two convolutions, a difference of branches, a pool and a product, all named; `scale` multiplies a middle
+    tensor and is divided out again."""
     rng = np.random.default_rng(0)
     arrays = {
         "w1": rng.standard_normal((8, 3, 3, 3)) / 5, "w2": rng.standard_normal((8, 8, 3, 3)) / 8,
@@ -50,7 +50,7 @@ def scaled(model: Any, weight: str, factor: float) -> Any:
 
 
 class Changing(OnnxRuntime):
-    """ONNX Runtime that changes whatever graph it is given."""
+    """ONNX Runtime that changes every given graph."""
 
     def change(self, graph: Any) -> None:
         raise NotImplementedError
@@ -65,7 +65,7 @@ class Changing(OnnxRuntime):
 
 
 class WrongConvolution(Changing):
-    """Its kernel for the second convolution is wrong."""
+    """A backend with a wrong kernel for the second convolution."""
 
     def change(self, graph: Any) -> None:
         for node in [node for node in graph.node if node.name.startswith("conv2")]:
@@ -75,7 +75,7 @@ class WrongConvolution(Changing):
 
 
 class HalfTensor(Changing):
-    """It keeps one tensor in FP16, whatever its size."""
+    """A backend that keeps one tensor in FP16 at any size."""
 
     def change(self, graph: Any) -> None:
         make, kinds = onnx.helper.make_node, onnx.TensorProto
@@ -87,7 +87,7 @@ class HalfTensor(Changing):
 
 
 class WrongFusion(Changing):
-    """Wrong where it fuses: the second convolution's ReLU is lost, unless the tensor between them is an output."""
+    """A backend that loses the second convolution's ReLU in fusion, unless the tensor between them is an output."""
 
     def change(self, graph: Any) -> None:
         outputs = {value.name for value in graph.output}
@@ -99,7 +99,7 @@ class WrongFusion(Changing):
 
 @pytest.fixture
 def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Compare two graphs: the first in ONNX Runtime node by node, the second in a backend."""
+    """A function that compares two graphs: the first in ONNX Runtime node by node, the second in a backend."""
 
     def run(first: Any, second: Any, backend: Backend = ONNX_RUNTIME, **settings: Any) -> LayerErrors:
         paths = []
@@ -151,7 +151,7 @@ def test_a_changed_weight_is_found_and_confirmed(compare: Any, backend: Backend)
     found = compare(network(), scaled(network(), "w3", 1.5), backend)
     assert found.suspects == ("c3",) == (first(found),)
     errors = own(found)
-    assert errors.pop("c3") == pytest.approx(0.5, rel=1e-3) and max(errors.values()) < 1e-5  # others inherit
+    assert errors.pop("c3") == pytest.approx(0.5, rel=1e-3) and max(errors.values()) < 1e-5  # the others inherit it
     assert found.unmodified and found.cut and found.substituted
     assert found.unmodified.error > 0.05 and found.cut.error == pytest.approx(found.unmodified.error, rel=1e-3)
     assert found.substituted.error < 1e-5
@@ -176,7 +176,7 @@ def test_a_wrong_kernel_of_an_engine_is_found(compare: Any) -> None:
 def test_what_only_fusing_makes_wrong_vanishes_when_marked_and_is_found_by_cuts(compare: Any) -> None:
     found = compare(network(), network(), WrongFusion())
     assert found.unmodified and found.unmodified.error > 0.05 and found.marked and found.marked.error < 1e-5
-    assert max(layer.total.error for layer in found.layers) < 1e-5  # nothing to see where everything is marked
+    assert max(layer.total.error for layer in found.layers) < 1e-5  # marking every tensor hides the error
     assert found.boundary == ("c2", "r2") and found.suspects == ("c2", "r2")
     assert found.cut and found.cut.error == pytest.approx(found.unmodified.error, rel=1e-3)
     assert found.substituted and found.substituted.error < 1e-5
@@ -195,7 +195,7 @@ def test_an_overflow_is_found_where_it_begins(compare: Any) -> None:
 
 
 def test_an_overflow_that_only_marking_shows(compare: Any) -> None:
-    """ONNX Runtime has no such kernels in FP16 on a CPU: it goes on in FP32 until a tensor is marked."""
+    """ONNX Runtime has no such FP16 kernels on a CPU: it continues in FP32 until a tensor is marked."""
     from onnxconverter_common import float16
 
     found = compare(network(3e4), float16.convert_float_to_float16(network(3e4), 1e-8, 65504.0, keep_io_types=True))
@@ -221,7 +221,7 @@ def test_fewer_runs_where_tensors_would_fill_the_memory(compare: Any, monkeypatc
 
 
 def test_a_branch_of_the_graph_itself(compare: Any) -> None:
-    """The graphs inside an If read tensors from around it, and are cut out with them."""
+    """Subgraphs of an If read tensors from the outer graph, and are cut out with them."""
 
     def with_branch(value: float) -> Any:
         model = network()
@@ -263,7 +263,7 @@ def test_another_network_whose_tensors_have_the_same_names_is_refused(compare: A
 
 
 def test_few_counterparts_are_counted(compare: Any) -> None:
-    """Tensors without a counterpart belong to the next one that has it."""
+    """Tensors without a counterpart belong to the next tensor that has one."""
     other = scaled(network(), "w2", 1.5)
     kept = {"x", "c1", "y"}
     for node in other.graph.node:
@@ -296,14 +296,14 @@ def test_suspects_are_few(compare: Any) -> None:
 
 
 def test_a_tensor_that_its_readers_make_up_for_is_left_out(compare: Any) -> None:
-    """As in a graph whose layers were scaled against each other before quantisation."""
+    """As in a graph whose layers were rescaled against each other before quantisation."""
     found = compare(network(), scaled(scaled(network(), "up", 4.0), "down", 0.25))
     assert found.mismatched == 2 and {"u", "v"}.isdisjoint(layer.tensor for layer in found.layers)
     assert max(own(found).values()) < 1e-5 and found.unmodified and found.unmodified.error < 1e-5
 
 
 def test_a_relu_that_quantising_took_away_is_no_error(compare: Any) -> None:
-    """A quantiser leaves it to the clamping at 0, and gives the convolution the name of its output."""
+    """A quantiser absorbs it into the clamping at 0, and gives the convolution its output's name."""
     quantised = network()
     make, nodes = onnx.helper.make_node, [*quantised.graph.node]
     names = {node.name: node for node in nodes}

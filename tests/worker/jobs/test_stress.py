@@ -1,4 +1,4 @@
-"""The stress test finds outputs that depend on the batch and memory that grows; the peak is measured in every type."""
+"""The stress test finds outputs that depend on the batch, and memory growth; the peak is measured in every type."""
 
 import time
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ TRIAL = Trial(ModelSpec("net", "fake:net", channels=1), "fake", "fp32", Dims(0, 
 
 
 class Doubler(Session):
-    """y = 2 x; wrong by `error` at batch `bad`, and `leak` bytes of device memory lost at every run."""
+    """y = 2 x, wrong by `error` at batch `bad`; every run leaks `leak` bytes of device memory."""
 
     inputs = (Tensor("input", "float32", ("batch", 1, 4, 4)),)
     outputs = (Tensor("output", "float32", ("batch", 1, 4, 4)),)

@@ -1,4 +1,4 @@
-"""The nodes of ONNX graphs: shapes, weights, operations, and the modules that they came from."""
+"""Nodes of ONNX graphs: shapes, weights, operations, and their source modules."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ FLOAT = TensorProto.FLOAT
 
 
 def stored(path: Path, nodes: list[Any], weights: dict[str, Any], shape: tuple[Any, ...] = (1, 3, 8, 8)) -> str:
-    """An ONNX file of these nodes from `x` to `y`."""
+    """Write an ONNX file of these nodes from `x` to `y`."""
     onnx.save(onnx_text.of_nodes(nodes, {"x": shape}, {"y": None}, weights, domains=["mine"]), path)
     return str(path)
 
@@ -138,7 +138,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two inputs and two outputs, a part under two names, one called twice, one never, a buffer and a constant."""
+    """Two inputs and two outputs; parts with two names, called twice or never; a buffer and a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,8 +171,8 @@ def test_a_program_has_the_rows_of_its_module(tmp_path: Path) -> None:
         assert one.name in other.modules
         same = [(r.parameters, r.flops, r.skipped, [p.shape for p in r.outputs]) for r in (one, other)]
         assert same[0] == same[1]
-        assert one.type == other.type or one.name == "unused"  # of what never ran a program has no class
-    assert "constant" in dict(found.named_buffers())  # so that it goes to a GPU with the weights
+        assert one.type == other.type or one.name == "unused"  # a program knows no class of parts that never ran
+    assert "constant" in dict(found.named_buffers())  # goes to a GPU with the weights
 
 
 def test_attention_is_counted_as_in_its_module(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_module_that_writes_into_its_input_has_parts(tmp_path: Path) -> None:
 
 
 def test_operators_of_libraries_are_looked_for(tmp_path: Path) -> None:
-    """In another process, which imports no library before."""
+    """Runs in another process without earlier imports of the libraries."""
     (tmp_path / "save.py").write_text(
         "import torch, torchvision\n\n"
         "@torch.library.custom_op('strange::twice', mutates_args=())\n"

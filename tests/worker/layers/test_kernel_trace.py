@@ -1,4 +1,4 @@
-"""Kernels of a trace and the calls that launched them: a trace as a GPU's is, in small, and real ones."""
+"""Kernels of a trace and their launching calls: a small trace as from a GPU, and real traces."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def within(name: str, begin: float, end: float, number: int) -> dict[str, Any]:
 def launched(
     kind: str, name: str, at: float, begin: float, microseconds: float, operator: int, correlation: int
 ) -> list[dict[str, Any]]:
-    """The host's call and the GPU's work, which begins later."""
+    """Return the host's call and the GPU's later work."""
     numbers = {"External id": operator, "correlation": correlation}
     call = "cudaLaunchKernel" if kind == "kernel" else "cudaMemcpyAsync"
     placed = {"device": 0, "context": 1, "stream": 7, **numbers}
@@ -41,20 +41,20 @@ def launched(
 
 
 def one_run(begin: float, first: int) -> list[dict[str, Any]]:
-    """The model calls `a`, which calls `b` twice; what `a` does itself, and the model, runs a kernel besides."""
+    """Build a run: the model calls `a`, which calls `b` twice; `a` and the model also run kernels themselves."""
     names = [("dyno run", 0, 100), ("dyno call ", 1, 90), ("dyno call a", 2, 60), ("dyno call b", 5, 20),
              ("dyno call b", 30, 40)]  # fmt: skip
     ranges = [within(name, begin + low, begin + high, first + k) for k, (name, low, high) in enumerate(names)]
     operators = [event("cpu_op", "aten::x", begin + at, 4, **{"External id": first + 10 + k, "Ev Idx": 0})
                  for k, at in enumerate((6, 31, 50, 70))]  # fmt: skip
     works = [
-        # The clocks of the host's calls and of the ranges differ by some microseconds: operators tell the owner.
+        # The clocks of host calls and ranges differ by microseconds, so operators identify the owner.
         launched("kernel", CONV, begin + 22, begin + 40, 10, first + 10, first),
         launched("kernel", CONV, begin + 33, begin + 50, 6, first + 11, first + 1),
-        launched("kernel", ADD, begin + 51, begin + 55, 3, first + 12, first + 2),  # overlaps the one before
+        launched("kernel", ADD, begin + 51, begin + 55, 3, first + 12, first + 2),  # overlaps the kernel before
         launched("gpu_memcpy", "Memcpy DtoD (Device -> Device)", begin + 71, begin + 80, 4, first + 13, first + 3),
     ]
-    own = launched("kernel", ADD, begin + 86, begin + 95, 1, 0, first + 4)  # by no operator that is known
+    own = launched("kernel", ADD, begin + 86, begin + 95, 1, 0, first + 4)  # launched by an unknown operator
     waits = [event("cuda_runtime", "cudaStreamSynchronize", begin + 91, 8, cbid=131, correlation=first + 5)]
     seen_by_gpu = [event("gpu_user_annotation", "dyno call b", begin + 40, 10, **{"External id": first + 3})]
     return [*ranges, *operators, *(e for work in works for e in work), *own, *waits, *seen_by_gpu]
@@ -104,7 +104,7 @@ def test_a_short_name_of_a_kernel(name: str, short: str) -> None:
     assert engine.shorten_kernel(name) == short
 
 
-# Batch 1 in FP16: PyTorch's eager calls, and torch.compile with a CUDA graph; one run of each, its clock from 0.
+# Batch 1 in FP16: PyTorch's eager calls, and torch.compile with a CUDA graph; one run each, with its clock from 0.
 TRACES = Path(__file__).parent / "data/h200-resnet18.json.gz"
 
 
@@ -118,7 +118,7 @@ def run(end: float) -> dict[str, Any]:
 
 
 def path(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Microseconds on the path by name."""
+    """Return microseconds on the critical path by name; check that they add up to the run."""
     found = {one.name: 1e6 * one.path for one in kernel_trace.list_functions(events, 0) if one.path}
     (whole,) = [e["dur"] for e in events if e["name"] == "dyno run"]
     assert sum(found.values()) == pytest.approx(whole), found

@@ -1,4 +1,4 @@
-"""The calls of a module's parts: shapes, operations, times, ranges around them, and the kernels that they start."""
+"""Calls of a module's parts: shapes, operations, times, ranges around them, and launched kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ IMAGE = torch.zeros(1, 3, 224, 224)
 
 
 def checked(net: Any, *args: Any) -> Any:
-    """What was read of the net, whose sums are PyTorch's own."""
+    """Read the net; check its totals against PyTorch's."""
     found = module.read(net, *args)
     count = sum(p.numel() for p in net.parameters())
     assert found.parameters == count == sum(layer.added for layer in found.layers)
@@ -34,7 +34,7 @@ def test_resnet18_has_the_rows_of_the_reference() -> None:
     assert (first.name, first.type, first.parameters) == ("conv1", "Conv2d", 9408)
     assert first.outputs[0].shape == (1, 64, 112, 112) and first.outputs[0].dtype == "float32"
     assert first.flops == 2 * 64 * 112 * 112 * 3 * 7 * 7
-    assert relu.inputs[0].name == found.layers[1].outputs[0].name  # which it overwrites
+    assert relu.inputs[0].name == found.layers[1].outputs[0].name  # overwritten in place
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224"])
@@ -50,7 +50,7 @@ def test_the_sums_of_a_yolo_are_pytorch_s() -> None:
 
 
 class Residual(nn.Module):
-    """A part that is called twice, one that does nothing, one that is never called, and its own sum."""
+    """A residual sum with parts that are called twice, never, or do nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_calls_are_told_apart_and_nothing_is_lost() -> None:
     assert [layer.name for layer in found.layers] == ["0.conv", "0.relu", "0.drop", "0.relu", "0", "1", "0.unused"]
     assert rows["0.drop"].skipped and rows["0.unused"].skipped and not rows["0.unused"].outputs
     assert rows["0"].parameters == 7 and not rows["0"].skipped
-    # The sum is behind the second ReLU, which reads what the first one wrote, through the dropout.
+    # The sum follows the second ReLU, which reads the first one's output through the dropout.
     first, second = found.layers[1], found.layers[3]
     assert second.inputs[0].name == first.outputs[0].name
 
@@ -77,7 +77,7 @@ def test_a_shared_weight_counts_once() -> None:
     other.weight = one.weight
     found = checked(nn.Sequential(one, other), torch.zeros(1, 4))
     assert [layer.added for layer in found.layers] == [20, 4]
-    assert [layer.parameters for layer in found.layers] == [20, 20]  # each reads its weight
+    assert [layer.parameters for layer in found.layers] == [20, 20]  # each part reads its weight
 
 
 def test_a_part_that_is_called_again_reads_its_weights_again() -> None:
@@ -128,14 +128,14 @@ def test_a_module_of_one_part_is_a_row_of_its_own() -> None:
 
 
 def test_a_call_has_what_its_parts_don_t_have() -> None:
-    # The model calls a, then b, which calls a again; b has no row, so that its own 4 ns are the model's.
+    # The model calls a, then b, which calls a again; b has no row, so the model gets b's own 4 ns.
     marks = [(None, 0), (None, 1), ("a", 11), (None, 20), (None, 22), ("a", 25), ("b", 27), ("", 30)]
     rows = {("a", 0): 0, ("a", 1): 1, ("", 0): 2}
     assert module.sum_own_seconds(marks, rows, 3) == pytest.approx([10e-9, 3e-9, 17e-9])
 
 
 class Calls(nn.Module):
-    """A part that is called twice, one that is never called, and a sum."""
+    """A part called twice, a part never called, and a sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ Notes = list[tuple[str, str]]
 
 
 class Twice(nn.Module):
-    """A part that is called twice, one that only calls others, and its own operation."""
+    """A part called twice, a part that only calls others, and an operation of the module itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def test_every_layer_that_runs_has_its_range(made: Callable[[], tuple[Any, Any]]
         module.run_ranges(net, lambda: net(x))
     open_ranges: list[str] = []
     kernels = []
-    for kind, name in noted:  # as if one kernel were launched at the end of each call
+    for kind, name in noted:  # one kernel launched at the end of each call
         if kind == "push":
             open_ranges.append(name)
         elif kind == "pop":
@@ -248,7 +248,7 @@ def once() -> None:
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, float]) -> Any:
-    """As on a GPU: each operator of that name launches a kernel that takes a given number of microseconds."""
+    """Simulate a GPU: each operator named in `kernels` launches a kernel of so many microseconds."""
     traced = module.trace_kernels
 
     def with_kernels(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Modules whose way depends on values are refused with their line; shapes may decide what they like."""
+"""Modules whose path depends on values are refused with the line; decisions on shapes are allowed."""
 
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno
     photos = nets.with_name("photos")
     photos.mkdir()
     rng = np.random.default_rng(0)
-    for k in range(6):  # dark and bright ones: each takes another branch
+    for k in range(6):  # dark and bright images take different branches
         pixels = rng.integers(0, 60, (32, 32, 3)) + (190 if k % 2 else 0)
         Image.fromarray(pixels.astype(np.uint8)).save(photos / f"{k}.png")
     words = ("--data", photos, "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02,
@@ -103,7 +103,7 @@ def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_shortcut_that_an_export_does_not_take_may_read_values(asks: bool) -> None:
-    """As transformers' attention masks do: they are left out where they hide nothing, but not in an export."""
+    """transformers' attention masks do so: left out if they hide nothing, but not in an export."""
     import torch
 
     class Masked(torch.nn.Module):
@@ -114,7 +114,7 @@ def test_a_shortcut_that_an_export_does_not_take_may_read_values(asks: bool) -> 
 
     example = (torch.randn(2, 4), torch.ones(2, 4))
     if asks:
-        assert check_control_flow(torch, Masked(), example) is False  # not known, so the graph is compared
+        assert check_control_flow(torch, Masked(), example) is False  # unknown, so the graph is compared
         assert not torch.compiler.is_exporting()
     else:
         with pytest.raises(NoRoute, match=r"mask\.all\(\)"):

@@ -1,4 +1,4 @@
-"""An exported graph does what the module does at every batch, or there is none."""
+"""An exported graph equals its module at every batch, or the export fails."""
 
 import json
 from dataclasses import replace
@@ -115,7 +115,7 @@ def make(folder: Path, model: ModelSpec = DIGITS, dims: Dims = FREE, **options: 
 
 
 def same(artifact: Artifact, model: ModelSpec, batch: int, size: int) -> None:
-    """The file gives the module's outputs on input that the export has not seen."""
+    """Check that the file gives the module's outputs on input unknown to the export."""
     x = np.random.default_rng(9).standard_normal((batch, model.channels, size, size), dtype=np.float32)
     session = onnxruntime.InferenceSession(artifact.path, providers=["CPUExecutionProvider"])
     with torch.inference_mode():
@@ -165,7 +165,7 @@ def test_the_other_exporter_takes_over(tmp_path, nets):
 
 
 def test_a_program_of_torch_export_is_traced_too(tmp_path):
-    """It can't change its mode, which tracing asked of it."""
+    """It can't change its mode, which tracing used to require."""
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(), torch.nn.ReLU())
     torch.export.save(torch.export.export(net.eval(), (torch.randn(2, 3, 8, 8),)), tmp_path / "net.pt2")
     model = ModelSpec("net", f"saved:{tmp_path / 'net.pt2'}")
@@ -300,8 +300,8 @@ def test_names_lose_the_wrapper_but_for_those_that_are_taken(tmp_path: Path) -> 
     ]  # fmt: skip
     nodes = [
         helper.make_node("Mul", ["x", "model.scale"], ["m"], "/model/Mul"),
-        helper.make_node("Add", ["m", "scale"], ["h"], "/Mul"),  # the wrapper's own
-        helper.make_node("Abs", ["h"], ["a"], "/model/model/Mul"),  # whose new name is that of one which stays
+        helper.make_node("Add", ["m", "scale"], ["h"], "/Mul"),  # added by the wrapper
+        helper.make_node("Abs", ["h"], ["a"], "/model/model/Mul"),  # its new name belongs to a node that stays
         helper.make_node("Abs", ["h"], ["b"], "/model/Abs"),
         helper.make_node("Abs", ["h"], ["c"], "/model/model/Abs"),
         helper.make_node("If", ["yes"], ["y"], "/model/fc/If", then_branch=branches[0], else_branch=branches[1]),

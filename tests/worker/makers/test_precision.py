@@ -1,4 +1,4 @@
-"""Lower precisions as files: accurate, of the scheme the target wants, and traceable to what shaped them."""
+"""Lower precisions as files: accurate, in the target's scheme, and traceable to their origin."""
 
 import os
 from collections import Counter
@@ -33,7 +33,7 @@ def recipe(digits: Any, precision: str = "int8", target: str = "onnxruntime", **
 
 
 def make(digits: Any, folder: Path, *args: Any, **options: Any) -> tuple[Artifact, Counter[int], Any]:
-    """The file, how many tensors each zero-point type has, and the graph."""
+    """Make the file; return it with its number of tensors by zero-point type, and its graph."""
     made = OnnxPrecision().make(recipe(digits, *args, **options), digits.artifact, folder)
     model = onnx.load(made.path)
     points = Counter(t.data_type for t in model.graph.initializer if t.name.endswith("zero_point"))
@@ -41,7 +41,7 @@ def make(digits: Any, folder: Path, *args: Any, **options: Any) -> tuple[Artifac
 
 
 def of_file(path: Path, asked: Recipe, digits: Any, folder: Path) -> Artifact:
-    """What is made of an ONNX file."""
+    """Make the recipe's file from an ONNX file."""
     (folder / "made").mkdir()
     return OnnxPrecision().make(asked, replace(digits.artifact, path=str(path)), folder / "made")
 
@@ -151,7 +151,7 @@ def test_seven_bit_weights_where_the_cpu_would_overflow(
 def test_calibration_keeps_to_the_processors_that_it_may_use(
     digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ONNX Runtime's own choice is a thread on every core of the machine, whatever this process may use."""
+    """ONNX Runtime's default is a thread on every core of the machine, regardless of the affinity."""
 
     def threads() -> dict[int, set[int]]:
         return {int(t.name): os.sched_getaffinity(int(t.name)) for t in Path("/proc/self/task").iterdir()}
@@ -214,7 +214,7 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file
         [last] output = Mul(three, small)
     }""", big=np.float32([60000.0]), small=np.float32([1e-4]))  # fmt: skip
     asked = recipe(digits, "fp16")
-    bright = replace(asked.model, preprocess=Preprocess((0.5,), (0.1,)))  # pixels from -5 to 5
+    bright = replace(asked.model, preprocess=Preprocess((0.5,), (0.1,)))  # pixel values from -5 to 5
     made = of_file(path, replace(asked, model=bright), digits, tmp_path)
     assert made.made_by.warnings[0].endswith("exceed what FP16 holds: up, down, down_too")
     graph = onnx.shape_inference.infer_shapes(onnx.load(made.path)).graph
@@ -226,7 +226,7 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file
 
 
 def test_weights_that_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
-    """A batch norm of PP-OCRv4 has such weights, and values within FP16's range behind it."""
+    """A batch norm of PP-OCRv4 has such weights, followed by values within FP16's range."""
     path = onnx_file(ENDS + """{
         [tiny] small = Mul(input, little)
         [scale] one = Mul(small, big)
@@ -238,7 +238,7 @@ def test_weights_that_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file: Any,
 
 
 def test_a_graph_inside_a_node_reads_what_was_computed_before(onnx_file: Any) -> None:
-    """Casts are added behind the softmax, of which the converter's own order of nodes doesn't see the reader."""
+    """Casts are added behind the softmax, and the converter's order of nodes misses its reader."""
     path = onnx_file(f"""{ENDS} {{
         share = Softmax(input)
         output = If(flag) <then_branch = yes () => (float[batch, 1, 8, 8] a) {{ a = Abs(share) }},
@@ -249,7 +249,7 @@ def test_a_graph_inside_a_node_reads_what_was_computed_before(onnx_file: Any) ->
 
 
 def test_an_output_that_is_described_twice_is_converted(onnx_file: Any) -> None:
-    """A detector that a package ships lists its output among the inner values, too."""
+    """A detector from a package lists its output among the inner values, too."""
     model = onnx.load(onnx_file(f"{ENDS} {{ output = Softmax(input) }}"))
     model.graph.value_info.extend([*model.graph.input, *model.graph.output])
     converted, _ = half_precision.convert_mixed(model, set(), [])
@@ -258,7 +258,7 @@ def test_an_output_that_is_described_twice_is_converted(onnx_file: Any) -> None:
 
 
 def test_weights_of_nodes_in_fp32_are_not_rounded_where_the_graph_describes_them(onnx_file: Any) -> None:
-    """PyTorch's exporter with dynamo lists the weights among the inner values."""
+    """PyTorch's dynamo exporter lists the weights among the inner values."""
     path = onnx_file(f"{ENDS} {{ [mask] output = Where(flag, input, least) }}",
                      flag=np.bool_(False), least=np.float32([-3e38]))  # fmt: skip
     model = onnx.load(path)

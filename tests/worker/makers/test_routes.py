@@ -1,4 +1,4 @@
-"""Routes to an ONNX file: the usual one first, others where it fails, each by name where the user asks."""
+"""Routes to an ONNX file: the usual route first, others if it fails, and any single route by name."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatc
     assert "made by another route (torchscript opset 18), because the usual one ended as failed" in str(
         made.made_by.warnings
     )
-    again = Files(Progress(quiet=True)).make_file(bad)  # kept: the route that fails isn't tried again
+    again = Files(Progress(quiet=True)).make_file(bad)  # cached: the failing route isn't tried again
     assert isinstance(again, Artifact) and again.sha256 == made.sha256
 
 
@@ -166,7 +166,7 @@ def test_other_routes_where_the_graph_may_differ(
 
 
 def test_a_program_of_torch_export_is_not_traced_for_speed() -> None:
-    """PyTorch refuses its free batch ("JIT Tracing of SymInts"): each such route was a failed row after ten seconds."""
+    """PyTorch refuses its free batch ("JIT Tracing of SymInts"): each such route cost a failed row and ten seconds."""
     made_by = MakerFacts(operators={"MatMul": 1}, exporter="dynamo")
     assert list_other_routes(made_by, folds=False, program=True) == ("dynamo+static+fold",)
     assert list_other_routes(made_by, folds=True, program=True) == ()

@@ -1,4 +1,4 @@
-"""Layers ranked by what they cost in a lower type, and what `keep` makes of the ranking."""
+"""Layers ranked by their cost in a lower type, and the use of the ranking by `keep`."""
 
 import importlib.util
 import os
@@ -177,7 +177,7 @@ def test_its_files_are_right_and_build(digits: Any, tmp_path: Path, precision: s
 
     pytest.importorskip("tensorrt_rtx")
     model = replace(digits.model, precision=precision)
-    mixed = {"allow_mixed": True}  # it leaves convolutions of few channels, as most here are, in FP16 rather than FP8
+    mixed = {"allow_mixed": True}  # leaves convolutions of few channels, most of them here, in FP16 rather than FP8
     trial = Trial(model, "tensorrt_rtx", precision, Dims(4, 8, 8), mixed, runtime=Runtime(device="cuda:0"))
     recipe = find("tensorrt_rtx").recipe(trial)
     assert recipe is not None

@@ -14,7 +14,7 @@ from dyno.worker.onnx_graph.file import read_io
 
 
 class Rounding(nn.Module):
-    """The identity by way of numbers so large that FP32 loses its last digits."""
+    """The identity through numbers so large that FP32 loses its last digits."""
 
     def __init__(self, by: float = 1e5) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Scaled(nn.Module):
 
 
 def graph(module: nn.Module, path: Path) -> Path:
-    """The module's ONNX file for any batch."""
+    """Export the module to ONNX with a free batch."""
     names = {
         "input_names": ["input"],
         "output_names": ["output"],
@@ -74,7 +74,7 @@ def test_rounding_is_no_excuse_for_a_wrong_graph(tmp_path):
 
 
 def test_outputs_that_rounding_decides_are_not_called_wrong(tmp_path):
-    """A graph of another number of values is wrong whatever rounding does."""
+    """A graph with another number of values is wrong regardless of rounding."""
     path = graph(Scaled(1.05), tmp_path / "more.onnx")
     with pytest.raises(
         UndecidedGraph, match=r"^the module's own output in FP32 is off by .* from FP64, where the largest"
@@ -86,7 +86,7 @@ def test_outputs_that_rounding_decides_are_not_called_wrong(tmp_path):
 
 
 def suppressing(order: np.ndarray, shift: float, path: Path) -> Path:
-    """A graph that leaves the rows of its input as boxes, labels and scores in that order, boxes moved by `shift`."""
+    """Write a graph that reorders its input's rows into boxes, labels and scores, with boxes moved by `shift`."""
     graph = parser.parse_graph("""rows (float[n, 6] input) => (float[m, 4] boxes, int64[m] labels, float[m] scores) {
         ordered = Gather<axis = 0>(input, order)
         corners, label, score = Split<axis = 1>(ordered, widths)
@@ -105,13 +105,13 @@ def suppressing(order: np.ndarray, shift: float, path: Path) -> Path:
 def test_boxes_are_compared_as_a_set(tmp_path):
     rng = np.random.default_rng(0)
     rows = rng.uniform(0, 100, (200, 6)).astype(np.float32)
-    rows[:, 4], rows[:, 5] = rng.integers(0, 9, 200), 0.5  # one score for all, so that any order is right
+    rows[:, 4], rows[:, 5] = rng.integers(0, 9, 200), 0.5  # equal scores, so any order is right
     outputs = {"boxes": rows[:, :4], "labels": rows[:, 4].astype(np.int64), "scores": rows[:, 5]}
     boxes = ExportSource(None, (), tuple(outputs), (Case(1, {"input": rows}, outputs),), False, rows=True)
     everything = rng.permutation(200)
     path = suppressing(everything, 0, tmp_path / "mixed.onnx")
     assert verify_graph(path, read_io(str(path))[1], boxes).boxes_apart == 0
-    path = suppressing(everything[:199], 0, tmp_path / "one.onnx")  # at a threshold rounding may lose one
+    path = suppressing(everything[:199], 0, tmp_path / "one.onnx")  # rounding at a threshold may lose one box
     assert verify_graph(path, read_io(str(path))[1], boxes).boxes_apart == 1
     for order, shift, said in [(everything, 2, "400 of 400 boxes"), (everything[:190], 0, "10 of 390 boxes")]:
         path = suppressing(order, shift, tmp_path / "wrong.onnx")

@@ -1,4 +1,4 @@
-"""Darknet's networks answer as OpenCV's own reader of the same files says, and broken files are one clear line."""
+"""Darknet's networks give the results of OpenCV's own reader, and broken files end in one clear line."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ if not hasattr(cv2.dnn, "readNetFromDarknet"):
 
 @pytest.fixture(scope="module")
 def photograph() -> np.ndarray:
-    """A real image of the networks' size, float32 [1, 3, 64, 96] from 0 to 1."""
+    """Return a real image of the networks' size, float32 [1, 3, 64, 96] from 0 to 1."""
     data = pytest.importorskip("skimage.data")
     return cv2.dnn.blobFromImage(data.astronaut()[100:228, 100:292], 1 / 255, (96, 64))
 
@@ -39,7 +39,7 @@ def test_outputs_are_opencv_s(name: str, photograph: np.ndarray, tmp_path: Path)
     if name == "classifier":
         np.testing.assert_allclose(outputs, np.reshape(expected[0], (1, -1)), rtol=1e-4, atol=1e-5)
         return
-    # OpenCV's rows: cell after cell with all anchors of each, and scores of 0 where they are tiny. Ours: by anchor.
+    # OpenCV's rows: by cell with all anchors of each, and tiny scores set to 0. Dyno's rows: by anchor.
     heads = [each.reshape(-1, 3, each.shape[1]).transpose(1, 0, 2).reshape(-1, each.shape[1]) for each in expected]
     rows, values = np.concatenate(heads), outputs[0].T
     assert values.shape == (len(rows), 4 + CLASSES)
@@ -50,7 +50,7 @@ def test_outputs_are_opencv_s(name: str, photograph: np.ndarray, tmp_path: Path)
 
 
 def test_a_dilated_convolution_is_pytorch_s(tmp_path: Path) -> None:
-    """OpenCV leaves `dilation` out, so it is compared with the definition."""
+    """OpenCV ignores `dilation`, so the test compares with the definition."""
     text = NET + section("convolutional", filters=4, size=3, pad=1, dilation=3, activation="linear")
     cfg, weights = write(tmp_path, "dilated", text)
     net, x = module(cfg, weights), torch.randn(1, 3, 64, 96)

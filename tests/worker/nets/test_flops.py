@@ -1,4 +1,4 @@
-"""Operations are those one counts by hand, and the same for a module and for the file exported from it."""
+"""Operations equal a count by hand, and are the same for a module and its exported file."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ FLOAT = TensorProto.FLOAT
 
 
 def stored(path: Path, nodes: list[Any], weights: dict[str, tuple[int, ...]], shape: tuple[Any, ...]) -> str:
-    """An ONNX file of these nodes from `x` to `y`."""
+    """Write an ONNX file of these nodes from `x` to `y`."""
     ones = {name: np.ones(s, np.float32) for name, s in weights.items()}
     onnx.save(onnx_text.of_nodes(nodes, {"x": shape}, {"y": None}, ones, domains=["own"]), path)
     return str(path)
@@ -27,11 +27,11 @@ def stored(path: Path, nodes: list[Any], weights: dict[str, tuple[int, ...]], sh
     ("first", "second", "result", "length"),
     [
         ((4, 3), (3, 5), (4, 5), 3),
-        ((2, 4, 3), (5, 3), (2, 4, 5), 3),  # the second as OpenVINO stores it
+        ((2, 4, 3), (5, 3), (2, 4, 5), 3),  # the second transposed, as OpenVINO stores it
         ((2, 4, 3), (), (2, 4, 5), 3),  # packed weights
         ((3, 4), (3, 5), (4, 5), 3),  # the first transposed
         ((5, 1, 2, 3), (5, 1, 2, 3), (1, 2, 5, 5), 3),  # the batch moved, as in ONNX Runtime's FusedMatMul
-        ((6, 3), (2, 3, 5), (2, 6, 5), 3),  # the first without a batch
+        ((6, 3), (2, 3, 5), (2, 6, 5), 3),  # no batch in the first
         ((4, 3), (7, 5), (4, 5), 0),
         ((4, 0), (), (4, 5), 0),
         ((3,), (3, 5), (5,), 0),
@@ -99,7 +99,7 @@ def test_a_shape_that_cannot_be_inferred_gives_no_count_and_leaves_nothing_behin
 
 @pytest.mark.parametrize("name", ["squeezenet1_1", "shufflenet_v2_x0_5"])
 def test_a_network_and_its_export_count_the_same(tmp_path: Path, name: str) -> None:
-    """The second takes half of its channels by arithmetic on shapes, which ONNX's own inference doesn't follow."""
+    """The second takes half of its channels by shape arithmetic, beyond ONNX's own inference."""
     from torchvision import models
 
     net, image = getattr(models, name)().eval(), torch.zeros(1, 3, 64, 64)
@@ -184,12 +184,12 @@ def test_a_fused_product_sums_over_the_axis_that_it_transposes() -> None:
 
 
 def test_a_part_of_a_shape_is_no_more_than_that_part() -> None:
-    """PyTorch's exporter asks a shape for the batch alone, to make a recurrent layer's first state."""
+    """PyTorch's exporter reads only the batch of a shape, for a recurrent layer's first state."""
     lengths = {"two": 2, "five": 5, "rest": -1, "width": 8}
     weights = {name: np.array([n]) for name, n in lengths.items()}
     nodes = [
         helper.make_node("Shape", ["x"], ["batch"], start=0, end=1),
-        helper.make_node("Div", ["batch", "two"], ["half"]),  # which ONNX's own inference doesn't follow
+        helper.make_node("Div", ["batch", "two"], ["half"]),  # beyond ONNX's own inference
         helper.make_node("Concat", ["half", "five", "width"], ["state_shape"], axis=0),
         helper.make_node("Expand", ["w", "state_shape"], ["state"]),
         helper.make_node("MatMul", ["state", "m"], ["y"]),
@@ -201,7 +201,7 @@ def test_a_part_of_a_shape_is_no_more_than_that_part() -> None:
 
 
 def test_what_one_inference_knows_of_shapes_the_other_goes_on_with(tmp_path: Path) -> None:
-    """ONNX's stops at Tile by a number that nodes compute, ONNX Runtime's at ReduceL2, as in timm's xcit."""
+    """ONNX's inference stops at Tile by a computed number, ONNX Runtime's at ReduceL2, as in timm's xcit."""
     nodes = [
         helper.make_node("Shape", ["x"], ["batch"], start=0, end=1),
         helper.make_node("Concat", ["batch", "one"], ["times"], axis=0),

@@ -1,4 +1,4 @@
-"""Networks of transformers, from folders that `save_pretrained` wrote: small, with random weights."""
+"""Networks of transformers in folders written by `save_pretrained`: small, with random weights."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def vit(folders: Path, tmp_path: Path) -> Callable[..., None]:
-    """A copy of the image classifier with settings changed in one of its files, and images of five classes."""
+    """A function that copies the image classifier and changes settings in a file; with images of five classes."""
 
     def change(file: str, **settings: Any) -> None:
         shutil.copytree(folders / "vit", tmp_path / "vit")
@@ -199,7 +199,7 @@ def test_processors_as_others_write_them(
 
 
 def test_a_processor_among_others_in_one_file_counts(folders: Path, tmp_path: Path) -> None:
-    """So do those of transformers 5 save it that have a tokenizer too; the library reads that file first."""
+    """transformers 5 saves it this way for networks with a tokenizer, and the library reads that file first."""
     shutil.copy(folders / "vit/config.json", tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "image_mean": [0.9] * 3}))
     several = tmp_path / "processor_config.json"
@@ -309,7 +309,7 @@ def test_a_model_of_timm_is_named_as_one(call: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_configuration_that_timm_stored_beside_its_weights_counts(refused: Any, call: Any, tmp_path: Path) -> None:
-    """It says how images are prepared; the library's own says what its published weights were trained on."""
+    """It describes the preparation of images; the library's own describes the training of its published weights."""
     timm = pytest.importorskip("timm")
     from timm.models._hub import save_for_hf
 
@@ -455,7 +455,7 @@ def test_an_adapter_is_not_left_out(folders: Path, refused: Any, tmp_path: Path,
 
 
 def test_a_folder_without_weights_is_warned_of(folders: Path, call: Any, tmp_path: Path) -> None:
-    """Nothing in it says that somebody forgot them, and a file of TensorFlow's isn't read."""
+    """Nothing in it shows that weights are missing, and TensorFlow's file isn't read."""
     (tmp_path / "vit").mkdir()
     for name in ("config.json", "preprocessor_config.json"):
         shutil.copy(folders / "vit" / name, tmp_path / "vit" / name)
@@ -468,7 +468,7 @@ def test_a_folder_without_weights_is_warned_of(folders: Path, call: Any, tmp_pat
 
 def test_a_networks_own_class_names_count(vit: Any, call: Any, refused: Any) -> None:
     vit("config.json", id2label=dict(enumerate("abced")))
-    call("export", "vit", "-o", "vit.onnx", code=0)  # the file keeps them
+    call("export", "vit", "-o", "vit.onnx", code=0)  # the file keeps the class names
     for model, backend in (("vit", "pytorch"), ("vit.onnx", "onnxruntime")):
         said = refused("run", model, "--backend", backend, "--data", "pets", "--dry-run")
         assert "'d' is class 3 of pets and class 4 of vit" in said

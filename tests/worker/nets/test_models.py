@@ -1,4 +1,4 @@
-"""Sources are told apart, weights are the ones asked for, and nothing in a checkpoint is ever run."""
+"""Sources are told apart, the requested weights are loaded, and nothing in a checkpoint is ever run."""
 
 import argparse
 import hashlib
@@ -302,12 +302,12 @@ def test_code_in_a_checkpoint_is_never_run(new_format, tmp_path):
     torch.save({"state_dict": Trap(mark)}, path, _use_new_zipfile_serialization=new_format)
     assert "runs code when it is read" in refusal(spec(channels=1, weights=str(path)))
     assert not mark.exists()
-    torch.load(path, weights_only=False)  # the trap is a real one
+    torch.load(path, weights_only=False)  # the trap works
     assert mark.exists()
 
 
 class BuiltIn:
-    """Calls a function that pickles without a module to its name."""
+    """An object that pickles as a call of a built-in function, without its module's name."""
 
     def __reduce__(self):
         return print, ("ran",)
@@ -351,7 +351,7 @@ def test_a_zip_of_another_program_is_not_called_damaged(tmp_path):
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_an_index_of_parts_is_read_whole(kind, tmp_path, trained):
-    """Its hash is of the parts too: others under the same index are other weights."""
+    """Its hash covers the parts: other weights under the same index are other weights."""
     state = trained.state_dict()
     parts = {f"model-{i + 1}-of-2.{kind}": dict(list(state.items())[i::2]) for i in range(2)}
     for file, tensors in parts.items():
@@ -434,7 +434,7 @@ def test_what_its_function_compiled_runs_eagerly(tmp_path: Path) -> None:
 
 
 def test_a_program_or_frozen_script_is_a_model_of_a_function_and_of_a_file(tmp_path: Path) -> None:
-    """Neither has modes to be switched between."""
+    """Neither has modes to switch between."""
     (tmp_path / "nets.py").write_text(
         "import torch\n\n"
         "def net(): return torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.BatchNorm2d(2)).eval()\n"
@@ -452,7 +452,7 @@ def test_a_program_or_frozen_script_is_a_model_of_a_function_and_of_a_file(tmp_p
 
 
 def test_weights_that_are_no_parameters_any_more_are_counted() -> None:
-    """Frozen TorchScript has them as constants, layers that PyTorch quantised packed: both had 0 parameters."""
+    """Frozen TorchScript has them as constants, PyTorch's quantised layers have them packed: both had 0 parameters."""
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5)).eval()
     script = torch.jit.script(net)
     packed = torch.ao.quantization.quantize_dynamic(net, {torch.nn.Linear}, torch.qint8)
@@ -519,7 +519,7 @@ def through(library, name): return library(name)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with modules; what is imported from there is forgotten afterwards."""
+    """A folder with modules; imports from it are undone afterwards."""
     pytest.importorskip("torch")
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     (tmp_path / "beside_pack").mkdir()

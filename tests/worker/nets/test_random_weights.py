@@ -1,4 +1,4 @@
-"""Random networks have no silent parts and keep activations where a trained one's are, the same on every machine."""
+"""Random networks have no silent parts, and activations as in trained networks, the same on every machine."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from dyno.worker.nets import models
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.spec import Dims, ModelSpec
 
-LARGEST = 65504.0  # of float16
+LARGEST = 65504.0  # largest float16
 
 
 def largest(module: nn.Module) -> float:
-    """The largest number that any layer gives for noise."""
+    """Return the largest output of any layer on noise."""
     seen = [0.0]
 
     def look(_: nn.Module, given: Any, out: Any) -> None:
@@ -30,7 +30,7 @@ def largest(module: nn.Module) -> float:
 
 def small() -> nn.Sequential:
     torch.manual_seed(0)
-    # The second norm's means are zero but for rounding, which depends on the order of a sum.
+    # The second norm's means are zero but for rounding, which depends on the order of summation.
     return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Conv2d(64, 96, 1), nn.BatchNorm2d(96))
 
 
@@ -69,7 +69,7 @@ def test_each_norm_gives_unit_variance_and_is_as_it_was_otherwise():
 
 
 class Block(nn.Module):
-    """A residual branch beside the way around it, the way around first in the sum, in place as torchvision has it."""
+    """A residual block; the shortcut comes first in the sum, added in place as in torchvision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_a_small_error_stays_small_through_residual_branches(monkeypatch):
 
 
 def error(module: nn.Module) -> float:
-    """How many times larger an error of the input is in the output, both as shares of what varies there."""
+    """Return the growth of an input error through the module, each error relative to what varies there."""
     draw = torch.Generator().manual_seed(2)
     x, off = (torch.randn(2, 3, 48, 48, generator=draw, dtype=torch.float64) for _ in range(2))
     with torch.no_grad():
@@ -107,7 +107,7 @@ def error(module: nn.Module) -> float:
 
 
 class Only(nn.Module):
-    """Takes images of one size alone."""
+    """A network for images of one size only."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_a_function_s_own_network_is_never_touched():
 
 
 class Scaled(nn.Module):
-    """A block as ConvNeXt has it, a batch norm that begins at 0, and a head that does."""
+    """A ConvNeXt-like block; its batch norm and its head begin at 0."""
 
     def __init__(self) -> None:
         super().__init__()

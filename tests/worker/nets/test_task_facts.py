@@ -1,4 +1,4 @@
-"""A file says what it is for, and where it doesn't the length of its predictions says the rest."""
+"""A file's task comes from its metadata, else from the length of its predictions."""
 
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,11 @@ def test_metadata_of_others_is_no_harm(tmp_path: Path) -> None:
         ("detect", [(1, 8400, 84)], {"classes": 80}, (80, ())),
         ("detect", [(1, 25200, 85)], {}, (80, ())),
         ("detect", [(1, 25200, 6)], {}, (1, ())),
-        ("detect", [(1, 8400, 85)], {}, (None, ())),  # 80 with objectness, or 81: values say
+        ("detect", [(1, 8400, 85)], {}, (None, ())),  # 80 classes with objectness, or 81: values decide
         ("detect", [(1, 8400, 85)], {"classes": 80}, (80, ())),
         ("detect", [(1, 300, 6)], {}, (None, ())),
         ("detect", [("n", 4), ("n",), ("n",)], {}, (None, ())),
-        ("detect", [(1, 84, 8400)], {"metadata": 3}, (3, ())),  # they contradict each other, so no boxes are read
+        ("detect", [(1, 84, 8400)], {"metadata": 3}, (3, ())),  # contradictory, so no boxes are read
         ("detect", [(1, 1000)], {}, (None, ())),
         ("detect", [(1, "n", 8400)], {}, (None, ())),
         ("segment", [(1, 38, 8400), (1, 32, 160, 160)], {}, (2, ())),

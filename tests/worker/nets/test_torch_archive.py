@@ -1,4 +1,4 @@
-"""Files of torch.save are taken apart without running anything in them, and are told from one another."""
+"""Files of torch.save are read without running anything in them, and their kinds are told apart."""
 
 import pickle
 import zipfile
@@ -26,7 +26,7 @@ from trap import Trap
 
 
 class Inside(torch.nn.Module):
-    """A network of the user's own, with every kind of tensor."""
+    """A user's own network with every kind of tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Inside(torch.nn.Module):
 
 
 class Handmade:
-    """A file of torch.save whose pickle is written by hand."""
+    """A torch.save file with a handwritten pickle."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -100,7 +100,7 @@ def test_a_planted_command_is_never_run(tmp_path: Path, place: str, protocol: in
 
 
 def test_what_the_pickle_names_is_not_imported(handmade: Handmade) -> None:
-    """Importing alone would run code: `antigravity` opens a browser, `this` prints."""
+    """An import alone would run code: `antigravity` opens a browser, `this` prints."""
     import sys
 
     sys.modules.pop("this", None)
@@ -108,7 +108,7 @@ def test_what_the_pickle_names_is_not_imported(handmade: Handmade) -> None:
 
 
 def test_a_chain_of_calls_stays_inert(handmade: Handmade) -> None:
-    """getattr(__import__("os"), "system")("…"), as pickles write it."""
+    """Checks getattr(__import__("os"), "system")("…") as pickles write it."""
     content = b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(S'os'\ntRS'system'\ntR(S'touch ran'\ntR."
     assert isinstance(Archive(handmade(content)).load(), Stub)
     assert not Path("ran").exists()

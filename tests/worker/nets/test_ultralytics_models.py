@@ -1,4 +1,4 @@
-"""YOLO networks give what post-processing reads, from random, stored and trained weights, without a word."""
+"""YOLO networks give outputs fit for post-processing, from random, stored and trained weights, without printing."""
 
 import os
 import subprocess

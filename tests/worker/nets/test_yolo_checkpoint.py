@@ -1,4 +1,4 @@
-"""A YOLO user's own checkpoint is a model by itself, and nothing that it holds is run."""
+"""A YOLO user's own checkpoint is a model by itself, and nothing in it is run."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A checkpoint as ultralytics saves it, of random weights with statistics of their own."""
+    """A function that saves a checkpoint as ultralytics does, with random weights and individual statistics."""
     import yaml
     from ultralytics import YOLO
 
@@ -49,7 +49,7 @@ def spec(path: Path, **settings: Any) -> ModelSpec:
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """The checkpoint after a change to what it holds."""
+    """Apply a change to the checkpoint's content; return its path."""
     found = torch.load(path, weights_only=False)
     change(found)
     torch.save(found, path)
@@ -143,7 +143,7 @@ def test_what_can_not_be_read_says_the_lines_that_help(saved: Any, tmp_path: Pat
 
 
 def test_the_lines_that_help_do_help(saved: Any, tmp_path: Path) -> None:
-    """Named net.yaml, the architecture doesn't lose the letter of its scale."""
+    """An architecture named net.yaml keeps the letter of its scale."""
     import safetensors.torch
     import ultralytics
     import yaml

@@ -1,4 +1,4 @@
-"""How far outputs are apart doesn't depend on their unit."""
+"""The distance between outputs doesn't depend on their unit."""
 
 import numpy as np
 import pytest

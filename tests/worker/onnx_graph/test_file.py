@@ -1,4 +1,4 @@
-"""What an ONNX file says of itself, in any opset, with weights beside it or in it."""
+"""Facts of an ONNX file in any opset, with weights inside it or beside it."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from refusals import refuses
 def test_a_file_is_of_the_precision_that_its_weights_are_computed_with(
     stored: type, computed: int, precision: str, tmp_path: Path
 ) -> None:
-    """Weights may be kept in half precision, and be cast before a product."""
+    """Weights may be stored in half precision and cast before a product."""
     kind = "float" if computed == TensorProto.FLOAT else "float16"
     product = f"c = Cast<to = {computed}>(t) y = MatMul(x, c)" if computed else "y = MatMul(x, t)"
     text = f"({kind}[1, 8] x) => ({kind}[1, 8] y) {{ t = Transpose(w) {product} }}"
@@ -39,7 +39,7 @@ def test_a_file_is_of_the_precision_that_its_weights_are_computed_with(
 
 
 def graph(kind: str, inputs: list[str], version: int, **attributes: Any) -> Any:
-    """One node over `x`, 2 x 3, with `axes` = [1] at hand."""
+    """Build one node over `x`, 2 x 3, with `axes` = [1] available."""
     node = helper.make_node(kind, inputs, ["y"], **attributes)
     axes = {"axes": np.array([1])} if "axes" in inputs else {}
     return onnx_text.of_nodes([node], {"x": [2, 3]}, {"y": None}, axes, opset=version, ir=10)
@@ -63,7 +63,7 @@ def test_an_operator_that_the_wanted_opset_lacks_is_one_line() -> None:
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_a_split_that_only_names_the_number_of_its_parts_goes_back_to_opset_17(count: int) -> None:
-    """11 columns in parts of 4, 4 and 3, or 3, 3, 3 and 2: below opset 18 the sizes have to stand there."""
+    """11 columns in parts of 4, 4 and 3, or 3, 3, 3 and 2: below opset 18 the sizes must be explicit."""
     parts = [f"part{k}" for k in range(count)]
     node = helper.make_node("Split", ["x"], parts, axis=-1, num_outputs=count)
     old = onnx_text.of_nodes([node], {"x": [2, 11]}, dict.fromkeys(parts, (2, None)), opset=18, ir=10)
@@ -143,7 +143,7 @@ MICROSOFT: dict[str, Any] = {"domain": "com.microsoft"}
 
 
 def of(nodes: list[Any], weights: dict[str, Any] | None = None, kind: int = Types.FLOAT, **more: Any) -> GraphFacts:
-    """The facts of a graph from x to y; a weight is an array, or a tensor that is stored as it is."""
+    """Return the facts of a graph from x to y; a weight is an array, or a tensor stored unchanged."""
     settings = {"kind": kind, "opset": 21, "ir": 10, "domains": ("com.microsoft", "own")}
     model = onnx_text.of_nodes(nodes, {"x": ["n", 16]}, {"y": ["n", 16]}, weights, **settings, **more)
     return read_graph_facts(model)
@@ -175,7 +175,7 @@ def test_a_sparse_weight_is_as_large_as_the_matrix_that_it_stands_for(constant: 
 def test_a_weight_that_two_layers_read_counts_once_and_those_of_two_branches_twice() -> None:
     shared = [h.make_node("MatMul", ["x", "w"], ["a"]), h.make_node("MatMul", ["a", "w"], ["y"])]
     assert of(shared, {"w": W}).parameters == W.size
-    # Both branches have a weight of one name, and read one that lies around them.
+    # Both branches have a weight of the same name, and read a weight of the outer graph.
     branches = {f"{side}_branch": body([h.make_node("MatMul", ["x", "w"], [f"{side}a"]),
                                         h.make_node("MatMul", [f"{side}a", "around"], [side])], side, side, {"w": W})
                 for side in ("then", "else")}  # fmt: skip
@@ -194,7 +194,7 @@ def test_weights_of_a_function_and_those_that_it_is_given() -> None:
 
 
 def restored(*steps: tuple[str, list[str]]) -> list[Any]:
-    """Nodes from q to w, one behind the other, and the product that reads w."""
+    """Return consecutive nodes from q to w, and the product that reads w."""
     names = ["q", *(f"q{k}" for k in range(1, len(steps))), "w"]
     made = [h.make_node(op, [before, *others], [after], **({"to": 1} if op == "Cast" else {}))
             for (op, others), before, after in zip(steps, names, names[1:], strict=False)]  # fmt: skip
@@ -254,7 +254,7 @@ def test_weights_of_quantised_operators(node: Any, weights: Any, precision: str,
 
 
 def test_bytes_that_are_no_weights_quantise_nothing() -> None:
-    """An image of bytes that the graph itself scales, a mask, ids, and a graph without weights."""
+    """An image of bytes scaled by the graph, a mask, ids, and a graph without weights."""
     image = [h.make_node("DequantizeLinear", ["x", "s", "z"], ["f"]), h.make_node("MatMul", ["f", "w"], ["y"])]
     assert of(image, {"w": W, "s": np.float32(0.1), "z": U8(128)}, Types.UINT8).precision == "fp32"
     masked = [h.make_node("Cast", ["m"], ["c"], to=Types.FLOAT), h.make_node("Mul", ["x", "c"], ["a"]),

@@ -1,4 +1,4 @@
-"""Folding: nothing constant is left to compute, and a graph that no longer does the same is never taken."""
+"""Folding: no constant computation remains, and a graph with changed results is never used."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ def constant(name: str, array: np.ndarray) -> Any:
 
 @pytest.fixture
 def raw() -> Any:
-    """A convolution and a batch norm whose weights are Constant nodes, one of them behind an Identity."""
+    """Build a convolution and a batch norm with weights in Constant nodes, one of them behind an Identity."""
     kinds = [("scale", 1 + RNG.random(4)), ("bias", RNG.random(4)), ("mean", RNG.random(4)), ("var", 1 + RNG.random(4))]
     nodes = [
         constant("w", RNG.standard_normal((4, 3, 3, 3))),
@@ -49,7 +49,7 @@ def outputs(model: Any) -> np.ndarray:
 
 
 def changed(model: Any) -> Any:
-    """A rewriter that breaks the graph without a word."""
+    """Break the graph silently, as a faulty rewriter would."""
     for node in model.graph.node:
         if node.op_type == "Conv":
             node.attribute[0].ints[:] = [0, 0, 2, 2]
@@ -97,7 +97,7 @@ def test_numbers_of_every_kind_are_lifted_and_initialisers_are_no_inputs() -> No
     assert {t.name: numpy_helper.to_array(t).tolist() for t in made.graph.initializer} == {
         "w": [1, 2], "one": 1.5, "two": [1, 2], "axes": [0]
     }  # fmt: skip
-    # Text is no tensor of numbers, and an output has to be some node's.
+    # Text is no numeric tensor, and every output needs a node.
     assert [n.output[0] for n in made.graph.node if n.op_type == "Constant"] == ["text", "kept"]
     assert not made.graph.input and made.ir_version > 3
     assert len(model.graph.input) == 1
@@ -105,7 +105,7 @@ def test_numbers_of_every_kind_are_lifted_and_initialisers_are_no_inputs() -> No
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_batch_norm_behind_a_linear_layer_goes_into_its_weights(tmp_path: Path, shared: bool) -> None:
-    """As LeViT has them: the norm sees [rows, columns]. A product that others read too keeps its own values."""
+    """In LeViT the norm sees [rows, columns]. A product with further readers keeps its values."""
     columns = {"scale": 1 + RNG.random(5), "bias": RNG.random(5), "mean": RNG.random(5), "var": 1 + RNG.random(5)}
     weights = {"w": RNG.standard_normal((8, 5)), **columns}
     text = f"""(float[2, 3, 8, 8] x) => (float[48, 5] normed, float[{"2, 3, 8, 5" if shared else "48, 5"}] z) {{
@@ -122,14 +122,14 @@ def test_a_batch_norm_behind_a_linear_layer_goes_into_its_weights(tmp_path: Path
     np.testing.assert_allclose(outputs(slim), outputs(model), rtol=1e-4, atol=1e-4)
 
 
-# PyTorch's exporter knows for ever only the operators that there were when it first ran: other tests need these.
+# PyTorch's exporter only ever knows the operators that exist at its first run: other tests need these.
 pytest.importorskip("torchvision")
 
 torch.manual_seed(0)
 
 
 class Swap(nn.Module):
-    """Attention's keys: the last two axes of four are swapped."""
+    """Attention with the last two axes of its four-dimensional keys swapped."""
 
     def forward(self, x: Any) -> Any:
         heads = x.reshape(x.shape[0], 5, 2, 4).permute(0, 2, 1, 3)
@@ -148,7 +148,7 @@ def exported(module: nn.Module) -> Any:
 
 
 def ran(model: Any, feed: np.ndarray, scratch: Path) -> tuple[np.ndarray, Counter[str]]:
-    """The outputs, and the operators that ONNX Runtime makes of the graph."""
+    """Return the outputs, and counts of the operators after ONNX Runtime's optimisation."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.optimized_model_filepath, options.log_severity_level = str(scratch / "optimised.onnx"), 3

@@ -1,4 +1,4 @@
-"""Q/DQ for TensorRT: at the inputs of what computes in INT8, and nothing between a convolution and what it takes in."""
+"""Q/DQ for TensorRT: at the inputs of INT8 layers, and nowhere between a convolution and the nodes fused into it."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from dyno.worker.onnx_graph.placement import place_pairs
 
 
 def graph(*nodes: str, weights: dict[str, tuple[int, ...]], reads: tuple[int, ...] = (1, 4, 6, 6)) -> Any:
-    """A graph from lines `Conv x w -> y` with random weights; a number after the output is an axis, for ReduceMean."""
+    """Build a graph with random weights from lines `Conv x w -> y`; a number after the output is ReduceMean's axis."""
     rng = np.random.default_rng(0)
     made = []
     for line in nodes:
@@ -27,7 +27,7 @@ def graph(*nodes: str, weights: dict[str, tuple[int, ...]], reads: tuple[int, ..
 
 
 def placed(model: Any, transformer: bool = False, excluded: frozenset[str] = frozenset()) -> dict[str, list[bool]]:
-    """By node, which of its inputs come out of a DequantizeLinear."""
+    """Return by node which of its inputs come from a DequantizeLinear."""
     names = {name for node in model.graph.node for name in (*node.input, *node.output)}
     place_pairs(model, dict.fromkeys(names, (-2.0, 1.0)), set(excluded), transformer)
     (x,) = model.graph.input
@@ -120,7 +120,7 @@ def node(kind: str, inputs: str, outputs: str, **more: Any) -> Any:
 
 
 def scales(model: Any, ranges: dict[str, tuple[float, float]] | None = None) -> dict[str, list[float]]:
-    """By node, the scale of each of its inputs that comes out of a pair, else 0; the joint_graph is run, too."""
+    """Return by node the scale of each input that comes from a pair, else 0; run the joint graph, too."""
     names = {name for each in model.graph.node for name in (*each.input, *each.output)}
     place_pairs(model, dict.fromkeys(names, (-1.0, 1.27)) | (ranges or {}), set(), transformer=False, joints=True)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

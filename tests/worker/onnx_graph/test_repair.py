@@ -20,7 +20,7 @@ FEEDS = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
 
 
 def linear(dtype: Any = np.float32, ir: int = 8, inputs: bool = False, opset: int = 17) -> Any:
-    """y = x w, with the weights among the inputs or not."""
+    """Build y = x w; with `inputs` the weights are among the graph's inputs."""
     weight = numpy_helper.from_array(np.arange(12).reshape(4, 3).astype(dtype) / 8, "w")
     taken = {"x": ["n", 4], **({"w": [4, 3]} if inputs else {})}
     nodes, settings = [h.make_node("MatMul", ["x", "w"], ["y"])], {"kind": weight.data_type, "opset": opset, "ir": ir}
@@ -28,7 +28,7 @@ def linear(dtype: Any = np.float32, ir: int = 8, inputs: bool = False, opset: in
 
 
 def prepared(model: Any, folder: Path) -> tuple[Any, list[str]]:
-    """The graph as it is measured, and the warnings."""
+    """Return the prepared graph and its warnings."""
     onnx.save(model, folder / "given.onnx")
     (folder / "made").mkdir()
     artifact = prepare_given(str(folder / "given.onnx"), None, folder / "made")
@@ -158,7 +158,7 @@ def test_the_files_own_functions_are_put_in_line(tmp_path: Path) -> None:
 
 
 def test_defaults_of_a_functions_attributes_count(tmp_path: Path) -> None:
-    """As in files of PyTorch's first dynamo exporter; ONNX Runtime knows them too."""
+    """Files of PyTorch's first dynamo exporter use them; ONNX Runtime knows them too."""
     model, node = linear(), partial(h.make_node, domain="acme")
     sloped = h.make_node("LeakyRelu", ["a"], ["b"])
     sloped.attribute.append(onnx.AttributeProto(name="alpha", ref_attr_name="alpha", type=onnx.AttributeProto.FLOAT))
@@ -205,7 +205,7 @@ def test_what_a_function_passes_on_without_having_it_is_the_inner_functions_defa
     assert not repaired.functions
     feeds = -np.abs(FEEDS)
     below = feeds @ numpy_helper.to_array(model.graph.initializer[0])
-    for slope in (0.5, 0.01, 0.5, 0.25, 0.25, 0.5):  # ONNX's own default of LeakyRelu is 0.01
+    for slope in (0.5, 0.01, 0.5, 0.25, 0.25, 0.5):  # 0.01 is ONNX's default of LeakyRelu
         below = slope * below
     np.testing.assert_allclose(output(repaired, feeds), below, rtol=1e-5)
 
@@ -239,12 +239,12 @@ def test_layers_of_a_function_are_named_after_the_call_that_they_come_from(tmp_p
     repaired, _ = prepared(model, tmp_path)
     within = "part/Relu_0 part/last part_1/Relu_0 part_1/last yes choice sum".split()
     named = [f"{call}/{name}" for call in ("first", "second", "Outer_3") for name in within]
-    named[named.index("first/sum")] = "first/sum_2"  # a node beside has this name
+    named[named.index("first/sum")] = "first/sum_2"  # the name belongs to another node
     assert [node.name for node in repaired.graph.node] == ["first/sum", *named]
     branch = {attribute.name: attribute.g.node[0].name for attribute in repaired.graph.node[6].attribute}
     assert branch == {"then_branch": "first/left", "else_branch": "first/right"}
     expected = FEEDS @ numpy_helper.to_array(model.graph.initializer[0])
-    for _ in range(3):  # by hand: ONNX Runtime refuses two calls of one name
+    for _ in range(3):  # inlined by hand: ONNX Runtime refuses two calls with one name
         expected = np.maximum(expected, 0) - expected
     np.testing.assert_allclose(output(repaired), expected, rtol=1e-5)
 

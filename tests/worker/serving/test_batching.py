@@ -15,7 +15,7 @@ from dyno.worker.spec import Dims, Tensor, Unanswered
 
 
 class Simulated(Clock):
-    """A clock whose time is what was slept and worked."""
+    """A clock advanced only by sleep and work."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -28,7 +28,7 @@ class Simulated(Clock):
 
 
 def served(arrivals: Arrivals, rules: BatchingRules, seconds: float, each: float = 0.0) -> Batcher:
-    """The requests, answered one batch after the other, in `seconds` and `each` for each request in it."""
+    """Answer the requests batch by batch, each in `seconds` plus `each` per request."""
     clock = Simulated()
     batcher = Batcher(arrivals, rules, clock)
 
@@ -74,7 +74,7 @@ def test_a_request_each_second_is_one_per_second() -> None:
 
 
 def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -> None:
-    """One second without answers: a closed-loop client would see only one slow request."""
+    """One second without answers: a closed-loop client would see a single slow request."""
     arrivals = at(*np.arange(0.0, 2.0, 0.1))
     clock, first = Simulated(), [True]
     batcher = Batcher(arrivals, BatchingRules(1), clock)
@@ -118,7 +118,7 @@ def test_a_rate_above_the_capacity_is_seen(load: float, grows: bool) -> None:
 
 
 def test_a_stall_at_the_end_is_no_drift() -> None:
-    """Half a second in which nothing is answered, after nine and a half seconds at half of the capacity."""
+    """Half a second without answers, after nine and a half seconds at half of the capacity."""
     arrivals = draw_arrivals(1000.0, 0, 10.0, seed=2)
     clock = Simulated()
     batcher = Batcher(arrivals, BatchingRules(1), clock)
@@ -133,7 +133,7 @@ def test_a_stall_at_the_end_is_no_drift() -> None:
 
 
 def test_batches_raise_the_capacity() -> None:
-    """A batch of n takes 10 ms + n 0.1 ms: one by one that is 99 requests/s, in eights 740."""
+    """A batch of n takes 10 ms + n 0.1 ms: singly that is 99 requests/s, in eights 740."""
     arrivals = draw_arrivals(400.0, 4000, 0.0, seed=5)
     alone, eights = (served(arrivals, BatchingRules(most), 0.01, 0.0001) for most in (1, 8))
     assert rates.is_unstable(arrivals.times, alone.began, alone.refused, 1)
@@ -183,7 +183,7 @@ def test_requests_without_an_answer_are_refused_and_the_others_are_answered() ->
 
 
 class Doubles(Session):
-    """Twice its input; `seen` has the batches that it got, and with `pooled` it answers all requests as one."""
+    """A session that doubles its input; `seen` records its batches, and `pooled` sums a batch into one row."""
 
     def __init__(self, size: int, seen: list[list[int]], pooled: bool = False) -> None:
         self.inputs = (Tensor("x", "float32", (size, 1)), Tensor("factor", "float32", (1,)))
@@ -203,7 +203,7 @@ class Doubles(Session):
 
 
 def answered(sizes: Sequence[int], times: int, pooled: bool = False) -> tuple[np.ndarray, list[list[int]]]:
-    """The answers with a largest batch of 1, 2, 3, …, and the batches that were formed."""
+    """Return the answers to requests 1, 2, 3, … in batches of at most sizes[-1], and the batches formed."""
     seen: list[list[int]] = []
     ladder = [Rung(size, Doubles(size, seen, pooled), ()) for size in sizes]
     formed, most, answers = BatchFormingSession(ladder, Dims(sizes[-1], 0, 0)), sizes[-1], []

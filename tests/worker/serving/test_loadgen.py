@@ -12,7 +12,7 @@ from dyno.worker.spec import Unanswered
 
 
 class Simulated(Clock):
-    """A clock that stands still but for the work."""
+    """A clock advanced only by work."""
 
     time = 0.0
 
@@ -24,7 +24,7 @@ class Simulated(Clock):
 
 
 class Library:
-    """What LoadGen was told."""
+    """The LoadGen library, recording its calls."""
 
     def __init__(self) -> None:
         self.answered: list[int] = []
@@ -38,7 +38,7 @@ class Library:
 
 @pytest.fixture
 def queue() -> QueryQueue:
-    """Five queries, the ids of which begin at 100, that came at once."""
+    """Return a queue of five simultaneous queries, with ids from 100."""
     made = QueryQueue(BatchingRules(2, max_wait=0.5), Simulated(), Library())
     made.issue([SimpleNamespace(id=100 + number) for number in range(5)])
     made.flush()
@@ -81,7 +81,7 @@ def test_an_engine_that_fails_leaves_loadgen_waiting_for_nothing(queue: QueryQue
     def answer(count: int) -> None:
         raise ValueError("broken")
 
-    other = queue.take()  # another instance is at work then
+    other = queue.take()  # taken by another instance at work
     assert other == [0, 1]
     with pytest.raises(ValueError, match="broken"):
         answer_requests(queue, answer)

@@ -1,4 +1,4 @@
-"""The search for the highest rate that holds, and the options of `dyno bench serve`."""
+"""The search for the highest rate within the limits, and the options of `dyno bench serve`."""
 
 import dataclasses
 import json

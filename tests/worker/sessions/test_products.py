@@ -1,4 +1,4 @@
-"""The numeric sentinel: engines in each type keep as many bits of a factor as that type has."""
+"""The numeric sentinel: engines in each type keep as many bits of a factor as the type has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dyno.worker.sessions import products
 
 
 def multiplied(factors: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Both results in float64, which rounds nothing."""
+    """Return both results in float64, without rounding."""
     a, m, i, k = (factors[name].astype(np.float64) for name in "amik")
     return [a @ m, np.einsum("bchw,oc->bohw", i, k[:, :, 0, 0])]
 

@@ -1,4 +1,4 @@
-"""Sessions: what they copy, what a GPU's own add, profiles of ONNX Runtime, and slowing one down on purpose."""
+"""Sessions: copies, additions of a GPU's sessions, profiles of ONNX Runtime, and deliberate slow-downs."""
 
 import sys
 import time
@@ -41,7 +41,7 @@ def _forget() -> Iterator[None]:
 
 
 class Driver:
-    """As much of the driver API as finding a GPU needs."""
+    """The driver API as needed to find a GPU."""
 
     def __init__(self, error: int = 0, count: int = 1) -> None:
         self.error, self.count = error, count
@@ -105,7 +105,7 @@ def test_the_profiler_is_stopped_whatever_happened_between(monkeypatch: pytest.M
 
 
 class Clock:
-    """Nanoseconds that pass by 10 at each look, and by what a run takes."""
+    """A clock in nanoseconds, advanced by 10 per reading and by each run."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -123,7 +123,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Timed(FakeSession):
-    """A run of 10 µs, half of it behind `wait`, as of what is queued."""
+    """A session with runs of 10 µs, half of it in `wait` as for queued work."""
 
     clock: Clock
 
@@ -142,7 +142,7 @@ def test_each_run_is_longer_by_the_share(fake_trial: Any, clock: Clock, stream: 
     inner = Timed(fake_trial())
     inner.clock, inner.stream = clock, stream
     session = run_trial.SlowedSession(inner, share)
-    for _ in range(2):  # on a stream the delay is that of the run before
+    for _ in range(2):  # on a stream the delay is the previous run's
         begin = clock.at
         session.run()
         session.wait()
@@ -203,7 +203,7 @@ def test_staged_arrays_and_any_others_give_the_same_in_every_slot(precision: str
         session.wait(slot)
         np.testing.assert_allclose(session.fetch(slot)["output"], want[slot], 1e-3, 1e-3 * np.abs(want[slot]).max())
     assert not np.allclose(want[0], want[1], 1e-2)
-    backwards = staged[0]["input"][::-1]  # shares the staged memory, in another order
+    backwards = staged[0]["input"][::-1]  # shares the staged memory in reverse order
     np.testing.assert_allclose(once(session, backwards)[::-1], want[0], 1e-2, 1e-2 * np.abs(want[0]).max())
     session.close()
 
@@ -251,7 +251,7 @@ def event(name: str, at: int, dur: int, index: str = "", cat: str = "Node") -> d
 
 
 def test_kernels_are_told_apart_by_run_and_by_node() -> None:
-    # The file isn't in order, two nodes have one name, and a kernel runs before the first run, as the session begins.
+    # The file isn't sorted, two nodes share a name, and a kernel runs as the session begins, before the first run.
     events = [
         event("c_kernel_time", 5, 9, "0"),
         event("c_kernel_time", 31, 3, "0"), event("c_kernel_time", 35, 4, "1"),
@@ -281,7 +281,7 @@ def test_what_runs_in_a_loop_is_no_node_of_the_graph_around_it() -> None:
 
 
 def test_names_are_read_as_the_library_writes_them() -> None:
-    """It escapes nothing, so that a quote in a node's name ends a string of JSON."""
+    """It escapes nothing, so a quote in a node's name ends a JSON string."""
     text = '[{"cat" : "Node","dur" :1,"ts" :2,"name" :"a"b \\n c,\t{d}_kernel_time","args" : {"op_name" : "Relu"}}]'
     (found,) = events_in(text)
     assert found["name"] == 'a"b \\n c,\t{d}_kernel_time' and found["args"] == {"op_name": "Relu"}

@@ -1,4 +1,4 @@
-"""Tasks of classifiers and detectors: how their outputs are read and what is refused."""
+"""Tasks of classifiers and detectors: reading of outputs, and refusals."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def sorted_whole(scores: np.ndarray, k: int) -> np.ndarray:
     return np.argsort(-scores, axis=1, kind="stable")[:, :k]
 
 
-# Few different values, so that most rows tie at the k-th place.
+# Few distinct values, so most rows tie at the k-th place.
 SCORES = hnp.arrays(
     np.float32,
     st.tuples(st.integers(1, 6), st.integers(2, 70)),
@@ -55,7 +55,7 @@ def test_the_same_as_a_stable_sort(scores: np.ndarray, k: int) -> None:
 )
 def test_real_sizes(classes: int) -> None:
     scores = np.random.default_rng(0).standard_normal((256, classes)).astype(np.float32)
-    scores[::7] = scores[::7].round(1)  # ties in some rows
+    scores[::7] = scores[::7].round(1)  # makes ties in some rows
     np.testing.assert_array_equal(rank_classes(scores, RANKED_CLASSES)[0], sorted_whole(scores, RANKED_CLASSES))
 
 
@@ -85,7 +85,7 @@ SIDE, CLASSES, ANCHORS = 64, 3, 6
 
 
 class Knowing(Session):
-    """A detector that reads the image's number from its first pixel and says what is there."""
+    """A detector that reads the image's number from its first pixel and returns the known boxes."""
 
     def __init__(self, batch: int, boxes: list[list[tuple[int, list[float]]]], shift: float = 0.0) -> None:
         self.inputs = (Tensor("images", "float32", (batch, 3, SIDE, SIDE)),)
@@ -233,7 +233,7 @@ def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> N
 def test_a_network_that_counts_from_one_is_known_without_its_last_class(
     tmp_path: Path, classes: int, labels: list[int], truth: list[int], found: list[int], note: str
 ) -> None:
-    """Three images with one object each; the network's box has the class `labels` by its own count."""
+    """Three images with one object each; by the network's own count its box has the class `labels`."""
     count = len(labels)
     (tmp_path / "meta.json").write_text(json.dumps({"classes": [str(k) for k in range(classes)]}))
     objects = [{"image_id": k, "category_id": kind, "bbox": [8, 8, 32, 40]} for k, kind in enumerate(truth)]
@@ -267,7 +267,7 @@ def test_a_network_that_counts_from_one_is_known_without_its_last_class(
 def test_the_annotated_objects_tell_how_boxes_are_meant(
     tmp_path: Path, box: list[int], found: list[int], read: list[int], note: str
 ) -> None:
-    """All are boxes inside the image when they are read as corners."""
+    """Read as corners, all boxes lie inside the image."""
     (tmp_path / "meta.json").write_text('{"classes": ["a"]}')
     (tmp_path / "truth.json").write_text(json.dumps({"annotations": [{"image_id": 0, "category_id": 0, "bbox": box}]}))
     np.save(tmp_path / "sizes.npy", np.full((1, 2), 64, np.int32))

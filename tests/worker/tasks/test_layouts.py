@@ -1,4 +1,4 @@
-"""Boxes are read from each layout in which detectors give them: what a test lays out by numpy comes back as it was."""
+"""Boxes are read from each layout of detectors: boxes laid out by NumPy come back unchanged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +11,13 @@ from dyno.worker.tasks.layouts import UnreadBoxes, list_fits
 from dyno.worker.tasks.pose import POSE
 from dyno.worker.tasks.segment import SEGMENT
 
-SIZE, CLASSES, FOUND = (48, 64), 5, 6  # height and width; boxes of each of two images
+SIZE, CLASSES, FOUND = (48, 64), 5, 6  # height and width; number of classes; boxes of each of two images
 ANCHORS = 6 * 8 + 3 * 4 + 2 * 2  # cells of strides 8, 16 and 32
 Arrays = dict[str, np.ndarray]
 
 
 class Truth:
-    """Two images with boxes in a grid, which don't overlap: corners in pixels, falling scores, classes."""
+    """Two images with non-overlapping boxes in a grid: corners in pixels, falling scores, classes."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(3)
@@ -34,7 +34,7 @@ class Truth:
 
     @property
     def every_class(self) -> np.ndarray:
-        """Images x boxes x classes: the score of its class, 0 elsewhere."""
+        """Scores [images, boxes, classes]: each box's score at its class, 0 elsewhere."""
         return np.eye(CLASSES)[self.labels] * self.scores[..., None]
 
     def rows(self, *columns: str) -> np.ndarray:
@@ -48,7 +48,7 @@ SHARES = np.array([SIZE[1], SIZE[0]] * 2)
 
 
 def anchors(table: np.ndarray, count: int = ANCHORS) -> np.ndarray:
-    """The rows of each image among others with small boxes all over the image and no score."""
+    """Hide the rows among others with small boxes all over the image and no score."""
     rng = np.random.default_rng(5)
     others = np.concatenate([rng.uniform(8, 40, (2, count - FOUND, 2)), rng.uniform(2, 8, (2, count - FOUND, 2)),
                              np.zeros((2, count - FOUND, table.shape[2] - 4))], 2)  # fmt: skip
@@ -56,7 +56,7 @@ def anchors(table: np.ndarray, count: int = ANCHORS) -> np.ndarray:
 
 
 def objects_first(sure: float) -> np.ndarray:
-    """A box, objectness, then the probability of each class given an object."""
+    """Return box, objectness, then each class's probability given an object."""
     objectness = np.full((2, FOUND, 1), sure) if sure == 1 else (T.scores[..., None] + 1) / 2
     return np.concatenate([T.centres, objectness, T.every_class / objectness], 2)
 
@@ -67,7 +67,7 @@ def of_all_ones(table: np.ndarray) -> np.ndarray:
 
 
 def padded(array: np.ndarray, value: float) -> np.ndarray:
-    """Four rows behind the last of each image, of which a count says that they aren't there."""
+    """Append four rows to each image, beyond the rows counted by the network."""
     return np.concatenate([array, np.full((2, 4, *array.shape[2:]), value, array.dtype)], 1)
 
 
@@ -76,13 +76,13 @@ def logits(table: np.ndarray) -> np.ndarray:
 
 
 def with_none(last: bool) -> np.ndarray:
-    """Probabilities of the classes and of "no class", which add up to 1."""
+    """Return probabilities of the classes and of "no class" that add up to 1."""
     nothing = 1 - T.every_class.sum(-1, keepdims=True)
     return np.concatenate([T.every_class, nothing] if last else [nothing, T.every_class], 2)
 
 
 def many_without(table: np.ndarray, last: bool) -> np.ndarray:
-    """Three times as many rows without a class."""
+    """Append rows without a class, three times the number of the others."""
     return np.concatenate([table, np.eye(CLASSES + 1)[np.full((2, 3 * FOUND), -1 if last else 0)]], 1)
 
 
@@ -91,7 +91,7 @@ def many_boxes(boxes: np.ndarray) -> np.ndarray:
 
 
 def offsets(decoded: bool) -> np.ndarray:
-    """Anchors row by row, as a detector gives its boxes before (offset in cells, log of size) and after decoding."""
+    """Return anchors row by row: boxes before (offset in cells, log of size) or after decoding."""
     rng = np.random.default_rng(7)
     cells = [(x, y, stride) for stride in (8, 16, 32) for y in range(-(-48 // stride)) for x in range(64 // stride)]
     x, y, stride = np.array(cells, np.float64).T
@@ -171,7 +171,7 @@ def test_boxes_come_back(layout: str, dtype: type) -> None:
 
 
 def test_zeros_of_the_only_class_are_no_scores() -> None:
-    """Each box's class, then its score: the other way round none would have a score."""
+    """The columns are class, then score: in reverse order no box would have a score."""
     rows = T.rows("box", "class", "score") * [1, 1, 1, 1, 0, 1]
     for image, found in enumerate(BoxReader(DETECT, 1).read_detections({"o": rows}, np.array([SIZE, SIZE]), SIZE)):
         np.testing.assert_allclose(found.boxes, T.boxes[image], atol=1e-3)
@@ -182,7 +182,7 @@ def test_zeros_of_the_only_class_are_no_scores() -> None:
 
 @pytest.mark.parametrize("known", [{"classes": 2}, {"likely": (2, ())}])
 def test_the_number_of_classes_says_whether_one_is_none(known: Any) -> None:
-    """The second of two independent classes is the higher one of most queries, as "no object" would be."""
+    """The second of two independent classes is higher for most queries, like "no object"."""
     scores = np.concatenate(
         [np.eye(2)[T.labels % 2] * T.scores[..., None], np.full((2, 3 * FOUND, 2), [0.01, 0.05])], 1
     )
@@ -196,7 +196,7 @@ def test_the_number_of_classes_says_whether_one_is_none(known: Any) -> None:
 
 @pytest.mark.parametrize("known", [{"classes": 3}, {"likely": (3, ())}, {}])
 def test_logits_of_four_are_no_boxes(known: Any) -> None:
-    """Three classes and "no object", of outputs without names."""
+    """Three classes and "no object", in outputs without names."""
     labels = T.labels % 3
     sure = np.concatenate([np.eye(3)[labels] * T.scores[..., None], 1 - T.scores[..., None]], 2)
     queries = np.concatenate([sure, np.eye(4)[np.full((2, 3 * FOUND), 3)]], 1)
@@ -209,7 +209,7 @@ def test_logits_of_four_are_no_boxes(known: Any) -> None:
 
 
 def test_rows_of_a_batch_are_counted_by_another_output() -> None:
-    """As PaddleDetection's are: bbox is M x 6, and bbox_num has the rows of each image."""
+    """As in PaddleDetection: bbox is M x 6, and bbox_num holds each image's number of rows."""
     rows, counts = T.rows("class", "score", "box"), np.array([FOUND, 2, 0], np.int32)
     arrays = {"bbox": np.concatenate([rows[0], rows[1][:2]]).astype(np.float32), "bbox_num": counts}
     first, second, third = BoxReader(DETECT, confidence=0.1).read_detections(arrays, np.array([SIZE] * 3), SIZE)
@@ -234,7 +234,7 @@ def test_torchvision_s_lists_are_of_one_image() -> None:
 
 
 def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
-    """Prototypes that are 1 in one quarter each: a mask is the part of the box in its quarter."""
+    """Each prototype is 1 in one quarter: a mask is the box's part in its quarter."""
     prototypes = np.full((2, 4, 12, 16), -1.0)
     prototypes[:, 0, :6, :8] = prototypes[:, 1, :6, 8:] = prototypes[:, 2, 6:, :8] = prototypes[:, 3, 6:, 8:] = 1
     middle = T.centres[..., :2] / [64, 48] > 0.5
@@ -285,13 +285,13 @@ def test_a_pose_whose_classes_are_unknown_asks_for_them() -> None:
     with pytest.raises(UnreadBoxes, match="for more than one class give --classes"):
         list_fits(POSE.seen(shapes, SIZE, 0, ()))
     assert list_fits(POSE.seen(shapes, SIZE, 3, ()))[0].extra == 17 * 3
-    table = anchors(np.concatenate([T.centres, np.full((2, FOUND, 1 + 17 * 3), 0.5)], 2))  # or with an objectness
+    table = anchors(np.concatenate([T.centres, np.full((2, FOUND, 1 + 17 * 3), 0.5)], 2))  # or with objectness
     with pytest.raises(UnreadBoxes, match="more than one layout fits; say how many classes"):
         BoxReader(POSE).read_detections({"o": table}, np.array([SIZE, SIZE]), SIZE)
 
 
 def test_boxes_that_are_decoded_are_read() -> None:
-    """The offsets of the test above, decoded by numpy: a box for each anchor above the threshold."""
+    """The test above's offsets, decoded by NumPy: a box for each anchor above the threshold."""
     table = offsets(decoded=True)
     reader = BoxReader(DETECT, CLASSES, confidence=0.05, iou=1.0)
     (first, _) = reader.read_detections({"o": table}, np.array([SIZE, SIZE]), SIZE)

@@ -1,4 +1,4 @@
-"""Post-processing gives what the reference libraries give: the same boxes, scores, masks and keypoints."""
+"""Post-processing equals the reference libraries: the same boxes, scores, masks and keypoints."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ CLASSES = 5
 
 
 def predictions(seed: int, extra: int = 0, anchors: int = 400, classes: int = CLASSES, images: int = 4) -> np.ndarray:
-    """Clusters of boxes around a few places, so that there is much to suppress, with scores of all sizes."""
+    """Draw clusters of boxes around a few places, so that much is suppressed, with scores of all sizes."""
     rng = np.random.default_rng(seed)
     centres = rng.uniform(0, SIZE[1], (images, 2, 12))[:, :, rng.integers(0, 12, anchors)]
     centres = centres + rng.normal(0, 4, centres.shape)
@@ -28,7 +28,7 @@ def predictions(seed: int, extra: int = 0, anchors: int = 400, classes: int = CL
 
 
 def reference(raw: np.ndarray, classes: int, **settings: float) -> list[np.ndarray]:
-    """What ultralytics keeps, in input pixels: corners, score, class, then whatever the anchors carry."""
+    """Return ultralytics' NMS results, in input pixels: corners, score, class, then the anchors' other values."""
     torch = pytest.importorskip("torch")
     nms = pytest.importorskip("ultralytics.utils.nms")
     options = {"conf_thres": 0.001, "iou_thres": 0.7, "max_det": 300, **settings}
@@ -100,7 +100,7 @@ def test_masks_are_ultralyticss() -> None:
     torch, ops = pytest.importorskip("torch"), pytest.importorskip("ultralytics.utils.ops")
     raw = predictions(3, extra=8, anchors=60)
     coarse = np.random.default_rng(5).normal(0, 1, (4, 8, 10, 8)).astype(np.float32)
-    smooth = torch.nn.functional.interpolate(torch.from_numpy(coarse), (80, 64), mode="bicubic")  # as a network's are
+    smooth = torch.nn.functional.interpolate(torch.from_numpy(coarse), (80, 64), mode="bicubic")  # like a network's
     found = detections(SEGMENT, [raw, smooth.numpy()], IMAGES, classes=CLASSES, confidence=0.1)
     for k, (want, image) in enumerate(zip(reference(raw, CLASSES, conf_thres=0.1), IMAGES.tolist(), strict=True)):
         boxes = ops.scale_boxes(SIZE, torch.from_numpy(want[:, :4].copy()), tuple(image))
@@ -176,7 +176,7 @@ def test_the_way_back_is_the_way_in() -> None:
 
 
 def test_a_full_head_is_cut_to_the_best() -> None:
-    """8,400 anchors and 80 classes whose scores are all above the threshold, as an untrained network's are."""
+    """8,400 anchors and 80 classes, all scored above the threshold as by an untrained network."""
     raw = predictions(0, anchors=8400, classes=80, images=1)
     raw[:, 4:] = raw[:, 4:].clip(0.002)
     assert len(detections(DETECT, [raw], IMAGES[:1], classes=80)[0].scores) == 300

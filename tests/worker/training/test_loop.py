@@ -1,4 +1,4 @@
-"""Training goes on where it was killed with the same result, writes weights that load, and refuses what doesn't fit."""
+"""Training resumes after a kill with the same result, writes loadable weights, and refuses unfit input."""
 
 import dataclasses
 import hashlib
@@ -54,7 +54,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 
 def stored(folder: Path, images: np.ndarray, labels: np.ndarray, train: int) -> DataSpec:
-    """A decoded data set: the first `train` images to train on, the others to test on."""
+    """Store a decoded data set: the first `train` images to train on, the others to test on."""
     np.save(folder / "images.npy", images)
     np.save(folder / "labels.npy", labels.astype(np.int64))
     np.save(folder / "train.npy", np.arange(train))
@@ -72,7 +72,7 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def model(nets: str) -> ModelSpec:
-    """A small network with dropout."""
+    """Return a small network with dropout."""
     return dataclasses.replace(NET, source=f"{nets}:two")
 
 
@@ -82,14 +82,14 @@ def _one_thread():
 
 
 def fit(data: DataSpec, folder: Path, model: ModelSpec = NET, tell=lambda text: None, dims: Dims = DIMS, **settings):
-    """Train on the data set's own split and test on the other."""
+    """Train on the data set's own split and test on the other one."""
     folder.mkdir(exist_ok=True)
     training = dataclasses.replace(data, split="train")
     return Training(make_options({**QUICK, **settings}), training, data, model, dims, folder, tell).run()
 
 
 def interrupt(at: str):
-    """A `tell` that ends the training there, as a kill would."""
+    """Return a `tell` that stops the training there, like a kill."""
 
     def tell(text: str) -> None:
         if text.startswith(at):
@@ -162,7 +162,7 @@ def test_other_settings_or_data_are_named(digits, model, tmp_path):
 
 
 def test_fields_that_pixels_got_later_change_no_training(digits, model, tmp_path):
-    """A training goes on, and the demo's is found, though a newer version knows more ways to prepare images."""
+    """Training resumes, and the demo's is found, although newer versions know more ways to prepare images."""
     fit(digits, tmp_path, model, epochs=1)
     settings = json.loads(torch.load(tmp_path / network.STATE_FILE, weights_only=True)["about"])["settings"]
     first = ("mean", "std", "resize", "interpolation")
@@ -177,7 +177,7 @@ def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, model, tmp_pat
     for content in (path.read_bytes()[:5000], b"", b"no state"):
         path.write_bytes(content)
         refuses("damaged or not the state of a training; give another --out", fit, digits, tmp_path, model, epochs=1)
-    torch.save({"about": Path("x")}, path)  # would need code
+    torch.save({"about": Path("x")}, path)  # would run code
     refuses("damaged or not the state", fit, digits, tmp_path, model, epochs=1)
 
 
@@ -211,7 +211,7 @@ def test_a_gpu_learns_and_goes_on(mixed, digits, tmp_path):
     settings = {"device": "cuda:0", "mixed_precision": mixed, "epochs": 12, "workers": 2}
     with pytest.raises(KeyboardInterrupt):
         fit(digits, tmp_path, tell=interrupt("epoch 7/12, test"), **settings)
-    assert fit(digits, tmp_path, **settings).top1 > 60  # chance is 10
+    assert fit(digits, tmp_path, **settings).top1 > 60  # chance is 10 %
     with pytest.raises(UserError, match=r"began with .*device cuda \(now cpu\)"):
         fit(digits, tmp_path, **{**settings, "device": "cpu", "mixed_precision": "none"})
 
@@ -278,7 +278,7 @@ def test_augmentation_makes_images_of_the_size(kind, tmp_path):
     assert torch.equal(one, again)
     assert torch.equal(one, other) == (kind == "none")
     assert torch.equal(torch.default_generator.get_state(), before)
-    if kind == "light":  # a crop of the cached pixels, mirrored or not
+    if kind == "light":  # a crop of the cached pixels, possibly mirrored
         crops = np.lib.stride_tricks.sliding_window_view(images[0], size, (1, 2))[0].reshape(-1, *size)
         assert any(np.array_equal(crop, seen) for seen in (one[0, 0], one[0, 0].flip(1)) for crop in crops)
 

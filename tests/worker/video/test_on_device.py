@@ -1,4 +1,4 @@
-"""Frames that PyTorch prepares where an engine computes: the pixels and boxes that the host gives."""
+"""Frames prepared by PyTorch on the engine's device: the same pixels and boxes as on the host."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from refusals import refuses
 torch, av = pytest.importorskip("torch"), pytest.importorskip("av")
 
 NORMAL = Preprocess((0.1, 0.2, 0.3), (1.0, 0.5, 0.25), letterbox=True)
-# Levels of 255 that pixels may differ by: both interpolate and round, and FFmpeg's own conversion of planes is coarse.
+# Tolerated levels of 255: both interpolate and round, and FFmpeg's own conversion of planes is coarse.
 ROUNDED, COARSE = 1.01, 4.01
 
 
@@ -30,7 +30,7 @@ def ends() -> DeviceBinding:
 def decoded(height: int, width: int, matrix: int) -> Any:
     rng = np.random.default_rng(height)
     frame = media.make_blank(height, width)
-    for plane in media.read_planes(frame):  # smooth, as photographs are, and in range
+    for plane in media.read_planes(frame):  # smooth like photographs, and in range
         coarse = rng.integers(60, 190, (2 + plane.shape[0] // 16, 2 + plane.shape[1] // 16))
         plane[:] = np.kron(coarse, np.ones((16, 16)))[: plane.shape[0], : plane.shape[1]]
     frame.colorspace = matrix
@@ -46,7 +46,7 @@ def picture(kind: str, height: int, width: int) -> media.Picture:
 
 
 def surface(like: Any) -> Surface:
-    """A frame of the same values as a GPU's decoder leaves it, but in the host's memory."""
+    """Return a frame of the same values as from a GPU's decoder, in the host's memory."""
     made = av.VideoFrame(like.width, like.height, "nv12")
     light, blue, red = media.read_planes(like)
     rows = [np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size) for plane in made.planes]
@@ -57,7 +57,7 @@ def surface(like: Any) -> Surface:
 
 
 def both(shown: list[media.Picture], tensor: Tensor, size: int, preprocess: Preprocess = NORMAL) -> Any:
-    """The same pictures as the host and as PyTorch prepares them."""
+    """Return the pictures as prepared by the host and by PyTorch."""
     dims, results = Dims(tensor.shape[0], size, size), []
     for one in (Preparation(preprocess, [tensor], dims), DevicePreparation(preprocess, [tensor], dims, ends())):
         feed = one.new_feed()
@@ -138,8 +138,8 @@ def test_inputs_of_other_kinds(tensor: Tensor) -> None:
 def test_boxes_are_those_of_all_predictions(dtype: str, confidence: float) -> None:
     rng, classes = np.random.default_rng(1), 3
     scores = rng.random((4, classes, 200)) ** 4
-    scores[1] = 0  # an image with nothing in it
-    scores[0, 0, :5] = confidence  # at the threshold itself
+    scores[1] = 0  # an empty image
+    scores[0, 0, :5] = confidence  # exactly the threshold
     boxes = np.concatenate([rng.random((4, 2, 200)) * 64, 1 + rng.random((4, 2, 200)) * 20], 1)
     whole = np.concatenate([boxes, scores], 1).astype(dtype)
     reader = BoxReader(DETECT, classes, confidence=confidence)

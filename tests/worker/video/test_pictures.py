@@ -1,4 +1,4 @@
-"""What frames show: a decoder's planes, drawn on and written, look like the same pictures in red, green and blue."""
+"""Pictures of frames: a decoder's planes, drawn on and written, look like the same pictures in RGB."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ ITU_709, FULL = 1, 2
 
 
 def written(path: Path, height: int, width: int, pixels: str, codec: str, tag: int = 0, full: bool = False) -> Path:
-    """Two frames in that format, with the tags of a matrix where one is given."""
+    """Write two frames in that format, tagged with a matrix if `tag` is set."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25, options=LOSSLESS if codec == "libx264" else {})
         stream.height, stream.width, stream.pix_fmt = height, width, pixels
@@ -49,7 +49,7 @@ def written(path: Path, height: int, width: int, pixels: str, codec: str, tag: i
 
 
 def found(height: int, width: int) -> Detections:
-    """A box in the middle with a mask and a keypoint, and one that sticks out at a corner."""
+    """Return a box in the middle with a mask and a keypoint, and a box that crosses a corner."""
     boxes = np.array([[width / 4 + 0.3, height / 3, width * 0.7, height * 0.8], [-9, -7, 30, 40]], np.float32)
     masks = [encode_mask(np.ones((20, 30), np.int8), height // 2, width // 2, height, width),
              encode_mask(np.zeros((4, 4), np.int8), 0, 0, height, width)]  # fmt: skip
@@ -197,7 +197,7 @@ def test_a_file_that_ends_before_its_end_seems_cut_short(tmp_path: Path) -> None
 @pytest.mark.parametrize("suffix", [".webp", ".png", ".tif"])
 def test_images_are_upright_and_the_first_of_several(tmp_path: Path, suffix: str) -> None:
     exif, photo = Image.Exif(), Image.fromarray(next(videos.pictures(1, 64, 96)))
-    exif[0x112] = 6  # to be turned clockwise by 90 degrees
+    exif[0x112] = 6  # turned clockwise by 90 degrees
     photo.save(tmp_path / "turned.jpg", exif=exif, quality=95)
     others = [Image.new("RGB", (96, 64), colour) for colour in ("white", "red")]
     photo.save(tmp_path / f"moving{suffix}", save_all=True, append_images=others)
@@ -238,7 +238,7 @@ def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str) -> None:
 
 @pytest.mark.parametrize("once", [False, True])
 def test_stages_alone_draw_masks_on_images_of_several_sizes(once: bool) -> None:
-    """Answers of the first image are given for all; a mask of 60 x 80 doesn't fit one of 90 x 50."""
+    """Results of the first image are given for all; a mask of 60 x 80 doesn't fit one of 90 x 50."""
     frames = [Frame(k, Rgb(np.zeros((*size, 3), np.uint8)), 0) for k, size in enumerate([(60, 80), (90, 50)])]
     source = SimpleNamespace(once=once, read=lambda: iter([dataclasses.replace(frame) for frame in frames]))
     preparation = SimpleNamespace(

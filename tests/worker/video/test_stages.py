@@ -1,4 +1,4 @@
-"""Stages that overlap: order, back-pressure, what a live source drops, errors and interrupts."""
+"""Overlapping stages: order, back-pressure, dropped frames of live sources, errors and interrupts."""
 
 import _thread
 import threading
@@ -22,7 +22,7 @@ def frames(count: int, before: threading.Event | None = None) -> Iterator[Frame]
 
 
 class Collect(PipelineStage):
-    """Keeps the indices of what it gets."""
+    """A stage that keeps its items' indices."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class Collect(PipelineStage):
 
 
 class Pairs(Collect):
-    """Hands on two at a time, the last one alone."""
+    """A stage that passes items on in pairs, the last one alone."""
 
     def __init__(self) -> None:
         super().__init__("pairs")
@@ -50,7 +50,7 @@ class Pairs(Collect):
 
 
 class Broken(Collect):
-    """Fails at that item."""
+    """A stage that fails at item `at`."""
 
     def __init__(self, at: int, lanes: int = 1) -> None:
         super().__init__("broken")
@@ -63,7 +63,7 @@ class Broken(Collect):
 
 
 class Gate(Collect):
-    """Waits at each item until it is opened."""
+    """A stage that waits at each item until it is opened."""
 
     def __init__(self) -> None:
         super().__init__("gate")
@@ -83,7 +83,7 @@ def test_order_is_kept_and_everything_arrives() -> None:
     assert stages.dropped == 0
     for name, timed in stages.timed.items():
         times = timed.arrays(0)
-        assert len(times["began"]) == (102 if name == "pairs" else 101)  # and what was left in the end
+        assert len(times["began"]) == (102 if name == "pairs" else 101)  # plus the item left at the end
         assert (times["ended"] >= times["began"]).all() and (times["handed"] >= times["ended"]).all()
 
 
@@ -103,11 +103,11 @@ def test_a_slow_stage_holds_up_the_reader() -> None:
         if len(taken) <= QUEUE_DEPTH:
             return
         seen.append(len(taken))
-        if len(seen) > 1 and seen[-1] == seen[-2]:  # nothing more is read
+        if len(seen) > 1 and seen[-1] == seen[-2]:  # reading has stopped
             gate.open.set()
 
     run_pipelines([stages], tick)
-    # at the gate and in its queue, of which places come free several at a time
+    # at the gate and in its queue, which frees several places at a time
     assert seen[0] == seen[1] == QUEUE_DEPTH + 1
     assert read.seen == list(range(50))
 
@@ -137,7 +137,7 @@ def test_an_error_stops_all_and_is_raised() -> None:
 
 
 def test_lanes_wait_for_none_but_keep_the_order() -> None:
-    """The first item of a lane stays until others went through the other one; they are handed on behind it."""
+    """A lane's first item waits until others have passed the other lane; they are handed on after it."""
     others = threading.Event()
 
     class Lanes(Collect):
@@ -162,7 +162,7 @@ def test_lanes_wait_for_none_but_keep_the_order() -> None:
 
 def test_lanes_end_with_the_whole() -> None:
     gate = Gate()
-    with pytest.raises(ValueError, match="broken"):  # while the others wait for room, or for items
+    with pytest.raises(ValueError, match="broken"):  # while the others wait for room or for items
         run_pipelines([VideoPipeline("read", frames(1000), [Broken(5, lanes=3), gate])], lambda: gate.open.set())
     assert not [t for t in threading.enumerate() if t.name in ("broken", "gate")]
 
@@ -190,4 +190,4 @@ def test_an_interrupt_stops_after_the_item_in_hand() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_pipelines([VideoPipeline("read", frames(10**9, endless), [Collect("first"), last])], tick)
     assert last.seen == list(range(len(last.seen)))
-    assert not [t for t in threading.enumerate() if t.name in ("first", "last")]  # none goes on
+    assert not [t for t in threading.enumerate() if t.name in ("first", "last")]  # all threads have ended

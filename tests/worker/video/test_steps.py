@@ -1,4 +1,4 @@
-"""Steps with several threads: the same batches as by one, in order, and memory that is used again."""
+"""Steps with several threads: the batches of a single thread, in order, and reused memory."""
 
 import random
 import sys
@@ -34,7 +34,7 @@ def preparation(batch: int) -> Preparation:
 
 
 class Copies(PipelineStage):
-    """Keeps what every batch holds when it comes, whose array is used again."""
+    """A stage that copies each batch on arrival, as its array is reused."""
 
     name = "copies"
 
@@ -54,7 +54,7 @@ def test_several_threads_make_the_batches_that_one_makes(batch: int, threads: in
     made = []
     for count in (1, threads):
         preparations = [preparation(batch) for _ in range(count)]
-        # As many arrays as wait, are being filled and are being read.
+        # Arrays that wait, are being filled, and are being read.
         total = steps.count_room(batch) + steps.count_filling(batch, count) + 2
         last = Copies(batch)
         prepare = steps.PreparationStage(preparations, [preparations[0].new_feed() for _ in range(total)])
@@ -76,7 +76,7 @@ def test_an_error_in_a_thread_ends_the_pipeline() -> None:
 
 
 class InLanes(PipelineStage):
-    """Takes as long as it likes, in several lanes."""
+    """A stage with several lanes of variable duration."""
 
     name, lanes = "lanes", 3
 
@@ -114,7 +114,7 @@ def test_outputs_that_were_read_are_memory_for_later_ones() -> None:
 
 
 class OnGpu(Session):
-    """A session whose outputs are in memory that its next run writes to."""
+    """A session with outputs in memory that its next run overwrites."""
 
     slots = 2
 
@@ -148,7 +148,7 @@ def test_outputs_stay_when_their_slot_runs_again(copiers: int) -> None:
 
 
 class Counted(Source):
-    """Ten frames, and how often they were decoded."""
+    """Ten frames, with a count of decodings."""
 
     rate = 20.0
     decoded = 0
@@ -164,7 +164,7 @@ def test_preloaded_frames_are_decoded_once_and_come_again() -> None:
     memory = MemorySource(source, 4, 11)
     whole = [(f.index, f.seconds, f.picture.rgb().sum()) for f in memory.read()]
     for layer in next(memory.read()).picture.layers():
-        layer.array[:] = 0  # what is drawn stays with its frame
+        layer.array[:] = 0  # drawings stay with their frame
     assert source.decoded == 4 and memory.count == 11
     assert whole == [(f.index, f.seconds, f.picture.rgb().sum()) for f in memory.read()]
     assert [index for index, _, _ in whole] == list(range(11)) and whole[4][1] == 4 / 20
@@ -178,7 +178,7 @@ RATE = 25.0
 def seen(
     k: int, places: list[float], kinds: list[int] | None = None, scores: list[float] | None = None, timed: bool = True
 ) -> Frame:
-    """Frame k with a box of 40 x 40 at each of those places, from the left."""
+    """Return frame k with a box of 40 x 40 at each of those places, from the left."""
     boxes = np.array([[left, 10, left + 40, 50] for left in places], np.float32).reshape(-1, 4)
     count = len(places)
     found = Detections(boxes, np.array(scores or [0.9] * count), np.array(kinds or [0] * count, int), None, None)
@@ -209,7 +209,7 @@ def test_frames_without_boxes_or_times(name: str) -> None:
     tracker = Tracker(name, 0.0, 0.25)
     assert followed(tracker, [seen(k, []) for k in range(3)]) == [[], [], []]
     late = followed(tracker, [seen(k, [5 * k], timed=False) for k in range(3, 12)])
-    again = followed(tracker, [seen(k, [5 * k + 45]) for k in range(3)])  # times that go back
+    again = followed(tracker, [seen(k, [5 * k + 45]) for k in range(3)])  # decreasing times
     assert late[-1] == again[-1] and late[-1] != [NO_OBJECT]
 
 

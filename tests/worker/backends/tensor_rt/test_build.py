@@ -1,4 +1,4 @@
-"""Real engines: TensorRT-RTX's builder works without a GPU, and shares its interface with TensorRT 10 and 11."""
+"""Real engines: TensorRT-RTX's builder works without a GPU, with the interface of TensorRT 10 and 11."""
 
 import hashlib
 import importlib.util
@@ -44,7 +44,7 @@ pytestmark = [
 
 
 def recipe(precision: str = "fp32", batch: int = 4, size: int = 8, **options: Any) -> Recipe:
-    """A recipe on whichever file it is given."""
+    """Return a recipe that takes any file."""
     model = ModelSpec("net", "file:net.onnx", precision="" if precision in ("fp32", "tf32") else precision)
     trial = Trial(model, NAME, precision, Dims(batch, size, size), options, runtime=GPU)
     made = find(NAME).recipe(trial)
@@ -57,7 +57,7 @@ def make(parent: Artifact, folder: Path, precision: str = "fp32", batch: int = 4
 
 
 def described(path: Path) -> Artifact:
-    """The file as the exporter describes it."""
+    """Return the file's artifact, as the exporter describes it."""
     from dyno.worker.onnx_graph.file import read_io
 
     return Artifact("onnx", str(path), "abc", path.stat().st_size, "fp32", *read_io(str(path)), 0.0)
@@ -123,7 +123,7 @@ def test_tf32_is_off_unless_it_is_asked_for(digits: Any, tmp_path: Path) -> None
 
 
 def lowered(digits: Any, precision: str, folder: Path, ranking: tuple[RankedLayer, ...] = ()) -> Artifact:
-    """The digits' file in another precision for TensorRT, without the layers of a ranking."""
+    """Return the digits' file in another precision for TensorRT, with the layers of a ranking kept in float."""
     keep = {"keep": len(ranking)} if ranking else {}
     trial = digits.trial(NAME, precision, batch=0, target="tensorrt", samples=32, **keep)
     recipe = convert_recipe(trial, "tensorrt", trial.dims.batch)
@@ -176,7 +176,7 @@ def test_a_layer_may_be_kept_that_has_most_of_the_arithmetic(digits: Any, tmp_pa
     parent = lowered(digits, "int8", tmp_path, (RankedLayer(largest.name, "Conv"),))
     told = make(parent, tmp_path, "int8").made_by
     assert told.layers_by_type == {"int8": 3, "float32": 1}
-    # Multiply-adds by the layers' shapes: the third stays higher. The builder may pad the first one's single channel.
+    # Multiply-adds by the layers' shapes; the third stays in FP32. The builder may pad the first one's single channel.
     lower, higher = 64 * 16 * 9 + 16 * 32 * 16 * 9 + 512 * 10, 16 * 32 * 32 * 9
     assert lower / (lower + higher) - 1e-9 < told.precision_truth.share["int8"] < 0.5
     assert told.warnings[0] == told.precision_truth.sentence
@@ -298,7 +298,7 @@ except KeyboardInterrupt:
 
 
 def test_a_build_says_how_far_it_is_and_can_be_interrupted(digits: Any, tmp_path: Path) -> None:
-    """In a separate process, as every build: with OpenVINO loaded beside it, an interrupted build tears it down."""
+    """Runs in a separate process, as every build does: beside OpenVINO, an interrupted build crashes the process."""
     told = {"recipe": to_json(recipe()), "parent": to_json(digits.artifact)}
     (tmp_path / "told.json").write_text(json.dumps(told))
     command = [sys.executable, "-c", INTERRUPTED, NAME, str(tmp_path / "told.json"), str(tmp_path)]
@@ -321,7 +321,7 @@ def test_a_given_engine_needs_a_gpu_to_be_read(engine: Artifact, tmp_path: Path)
     model = ModelSpec("net", f"file:{engine.path}", "abc")
     asked = find(NAME).recipe(Trial(model, NAME, "fp32", Dims(4, 8, 8), runtime=GPU))
     assert asked is not None
-    with pytest.raises((Unavailable, UserError)) as caught:  # no GPU, or one that RTX doesn't take
+    with pytest.raises((Unavailable, UserError)) as caught:  # no GPU, or none that RTX supports
         get_maker(NAME).make(asked, None, tmp_path)
     assert "\n" not in str(caught.value)
 

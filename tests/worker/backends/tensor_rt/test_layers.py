@@ -1,4 +1,4 @@
-"""Layer listings of every version in one form: the older inspector's JSON, the newer one's, and the log of RTX."""
+"""Layer listings of every version in one form: JSON of the older and the newer inspector, and the log of RTX."""
 
 import json
 from types import SimpleNamespace
@@ -242,14 +242,14 @@ MOVE = layers.EngineLayer("to int8", "Reformat", (), (), "0x3e8")
 
 
 class Profiler:
-    """What `IProfiler` is to a subclass."""
+    """The base class `IProfiler` that subclasses see."""
 
     def __init__(self) -> None:
         pass
 
 
 def context_of(runs: list[dict[str, float]]) -> tuple[Any, Any]:
-    """A context that reports these milliseconds, one dictionary a run, and its launch."""
+    """Return a context that reports these milliseconds, one dictionary per run, and its launch function."""
     context, left = SimpleNamespace(profiler=None), iter(runs)
 
     def launch() -> None:

@@ -1,4 +1,4 @@
-"""Where versions differ: the real module of TensorRT-RTX, and a stand-in with what TensorRT 8.6 has and lacks."""
+"""Version differences: the real module of TensorRT-RTX, and a stand-in with TensorRT 8.6's features and gaps."""
 
 import dataclasses
 import enum
@@ -21,7 +21,7 @@ Verbosity = enum.IntEnum("Verbosity", "LAYER_NAMES_ONLY DETAILED", start=0)
 
 
 class Config:
-    """A builder's config that remembers."""
+    """A builder's config that records its settings."""
 
     def __init__(self) -> None:
         self.flags: set[Any] = {Flag.TF32}
@@ -46,7 +46,7 @@ class Config:
 
 @pytest.fixture
 def old() -> Any:
-    """TensorRT 8.6 as far as it differs."""
+    """A stand-in for TensorRT 8.6, limited to the differences."""
     return SimpleNamespace(
         __name__="tensorrt", __version__="8.6.0", NetworkDefinitionCreationFlag=Network, BuilderFlag=Flag,
         TacticSource=Tactic, PreviewFeature=Preview, ProfilingVerbosity=Verbosity,

@@ -1,4 +1,4 @@
-"""When a graph is recorded or replayed, and whose context is profiled, without a GPU; tests/gpu has the rest."""
+"""Recording and replay of graphs, and the choice of the profiled context, without a GPU; tests/gpu has the rest."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from dyno.worker.spec import Tensor, Unavailable
 
 
 class Recorded:
-    """A CUDA graph that notes what is done with it."""
+    """A CUDA graph that records the calls to it."""
 
     def __init__(self, stream: Any, work: Callable[[], None], done: list[str]) -> None:
         done.append("record")
@@ -60,7 +60,7 @@ def test_without_graphs_every_run_is_launched(session: Any) -> None:
 
 
 class Context:
-    """An execution context that reports two layers a run."""
+    """An execution context that reports two layers per run."""
 
     def __init__(self, shared: bool = True) -> None:
         self.profiler: Any = None
@@ -88,7 +88,7 @@ class Context:
 
 
 class Library:
-    """What of TensorRT's module a profile needs."""
+    """The parts of TensorRT's module that a profile needs."""
 
     __name__, __version__ = "tensorrt", "8.6.1"
     LayerInformationFormat = SimpleNamespace(JSON="json")
@@ -100,7 +100,7 @@ class Library:
 
 
 class Engine:
-    """An engine of two layers whose next context is the one given."""
+    """An engine of two layers that creates the given context next."""
 
     def __init__(self, context: Context | None) -> None:
         self.create_execution_context = lambda: context
@@ -113,7 +113,7 @@ class Engine:
 
 
 def profiled(context: Context | None, dims: tuple[Any, ...] = (1, 3)) -> tuple[Any, Context]:
-    """A session of that engine, and the context that its first slot has."""
+    """Return a session of that engine, and its first slot's context."""
     made: Any = TensorRTSession.__new__(TensorRTSession)
     own = Context()
     made._trt, made._engine, made._contexts, made.stream, made._profile = Library(), Engine(context), [own], 0, 0

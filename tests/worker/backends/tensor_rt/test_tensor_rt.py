@@ -1,4 +1,4 @@
-"""The two backends without their libraries: what is refused, and which trials share an engine."""
+"""Both backends without their libraries: refusals, and the trials that share an engine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -215,7 +215,7 @@ H200 = "NVIDIA H200"
 
 
 class Timings:
-    """A cache whose content is a set of words."""
+    """A timing cache that contains a set of words."""
 
     def __init__(self, content: bytes) -> None:
         self.words = set(content.decode().split())
@@ -229,7 +229,7 @@ class Timings:
 
 
 class Config:
-    """A builder's config that knows its own version's caches."""
+    """A builder's config that accepts only its own version's caches."""
 
     cache: Timings | None = None
 
@@ -257,7 +257,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def timed(config: Config, *tactics: str) -> Config:
-    """What a build leaves in its cache."""
+    """Add a build's tactics to its cache."""
     assert config.cache is not None
     config.cache.words |= set(tactics)
     return config
