@@ -101,7 +101,7 @@ class Side:
 def photographs(folder: Path, count: int) -> None:
     """Write `count` different JPEGs in one class folder per photograph; equal counts give equal images.
 
-    They lie in FOLDER/val. FOLDER/train has one image more per class, so that calibration takes none of the former.
+    They lie in FOLDER/val. FOLDER/train has one more image per class for the calibration.
     """
     from PIL import Image, ImageEnhance
     from skimage import data

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_loop.py ENGINE... [--batch 1,256] [--product tensorrt_rtx] [--device cuda:0]
 
-The bare loop is TensorRT and cuda-bindings as a user writes them by hand, with a separate context and memory; blocks
-of it and of Dyno's loop alternate in one process, so that both see the same clocks. Needs Python 3.10, numpy,
-cuda-bindings and TensorRT, and the GPU that the engines were built for.
+The bare loop is handwritten TensorRT and cuda-bindings code with a separate context and memory. Its blocks alternate
+with those of Dyno's loop in one process, so that both see the same clocks. Needs Python 3.10, numpy, cuda-bindings and
+TensorRT, and the GPU that the engines were built for.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/gpu_pipeline.py ENGINE... [--batch 32,256] [--product tensorrt_rtx] [--device cuda:0]
 
 The compute bound is batch / latency/model (GPU clock). The PCIe bounds are page-locked copies of the same bytes, back
-to back, one for each direction, since the two overlap. All are measured in turns with the throughput, in one process.
-Needs what gpu_loop.py needs.
+to back, one bound per direction, since the directions overlap. Bounds and throughput are measured in turns in one
+process. Requirements are those of gpu_loop.py.
 """
 
 from __future__ import annotations

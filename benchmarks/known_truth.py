@@ -143,7 +143,7 @@ class StudyOutcome:
 
 
 class KnownStudy:
-    """A study whose rows have known speed-ups over the first one."""
+    """A study of rows with known speed-ups over the first row."""
 
     def __init__(self, folder: Path, study: Study, trials: Sequence[Trial], ratios: Sequence[float]) -> None:
         self.run, self.study, self.trials, self.ratios = Run(folder), study, trials, list(ratios)
@@ -333,7 +333,7 @@ def outcome_row(case: str, how: str, outcomes: Sequence[StudyOutcome]) -> dict[s
 def list_outcomes(
     path: Path, count: int, ends: float, measure: Callable[[Sequence[int]], Iterable[StudyOutcome]]
 ) -> list[StudyOutcome]:
-    """Return the outcomes stored in a file, and store further ones until the time is over."""
+    """Return the outcomes stored in a file, and store further outcomes until the time is over."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     outcomes = [from_json(StudyOutcome, json.loads(line)) for line in lines[:count]]

@@ -4,12 +4,12 @@
         [--networks torchvision:resnet18,timm:levit_128s] [--device cuda:0] [--python tensorrt=PATH] [--limit 900]
         [--batch 1,8,64] [--rounds 3] [--jobs 6] [--minutes 9] [--one-cache]
 
-Weights are random, inputs are crops of scikit-image's photographs. OUT/matrix.csv gets each network's rows as soon as
-they are there, and a network that OUT has already is not run again; OUT/matrix.md is the table. The question is whether
-a network runs and gives the right outputs, not how fast: latencies are of one short round, and with several jobs the
-networks, each with a separate cache and so GPU lock, disturb each other's. With --one-cache they share both: files are
-made side by side, and a GPU runs one trial at a time. Several rounds are measured in turns, so that a disturbance is
-every row's, and say which is the fastest there. After --minutes the same command goes on.
+Weights are random, inputs are crops of scikit-image's photographs. Each network's rows are appended to OUT/matrix.csv
+when it is done, and networks already in OUT are skipped; OUT/matrix.md is the table. It shows whether a network runs
+and gives the right outputs, not how fast: latencies come from one short round, and parallel jobs, each with a separate
+cache and GPU lock, disturb each other. With --one-cache they share both: files are made in parallel, and a GPU runs
+one trial at a time. Several rounds are measured in turns, so that a disturbance hits every row, and show the fastest
+trial. After --minutes the same command continues.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/neighbours.py [--model torchvision:resnet18] [--batch 8] [--rounds 6] [--sustained 5]
         [--pair onnxruntime,openvino] [--beside pytorch] [--device cuda:0 --precision fp16] [--python NAME=PATH]
 
-The third engine should need much power or cache, as eager PyTorch does. Prints the ratio of the pair in each case with
-its 95 % interval over rounds, and by how much it moves from the first case, with Welch's interval. Wanted: at most
-0.5 %, or an interval that says that more can't be told; beyond the margin `dyno run` warns by itself.
+The third engine should need much power or cache, as eager PyTorch does. Prints the pair's ratio in each case with its
+95 % interval over rounds, and its change from the first case with Welch's interval. The change should be at most
+0.5 %, or its interval should show that the measurement can't resolve it; beyond the margin `dyno run` warns by itself.
 """
 
 from __future__ import annotations

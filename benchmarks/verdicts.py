@@ -6,11 +6,11 @@
     python benchmarks/verdicts.py --store FOLDER [...]; python benchmarks/verdicts.py --read FOLDER
     python benchmarks/verdicts.py --short
 
-The same as `dyno selftest`, for longer, with more equal pairs, and twice for each backend: as the machine is, and
-beside the programs of a person, which `beside.py` plays. Prints how many studies of three, five and ten rounds called
-equal processes faster or slower (with the one-sided upper 95 % limit), how many intervals hold the true ratio, and in
-how many studies a slow-down was seen. --store keeps the self-tests, and --read prints the tables of all that a folder
-holds: several copies, each on separate cores, are pooled.
+Runs `dyno selftest` for longer, with more equal pairs, twice per backend: on the machine as it is, and beside a
+person's programs as played by `beside.py`. Prints, for studies of three, five and ten rounds, how many called equal
+processes faster or slower (with the one-sided upper 95 % limit), how many intervals hold the true ratio, and how many
+studies saw a slow-down. --store keeps the self-tests; --read prints the tables of a folder, with copies on separate
+cores pooled.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 python tools/measured.py                             # write the tables into the pages
 python tools/measured.py --check                     # exit code 1 where a page isn't what the files say
-python tools/measured.py --add FILE.csv --machine b  # rows of benchmarks/matrix.py, in place of the same networks' ones
+python tools/measured.py --add FILE.csv --machine b  # replace networks' rows by those of benchmarks/matrix.py
 
-A page has `<!-- table NAME key=value … -->` where the rows of data/NAME.csv belong and `<!-- runs -->` where the
-commands of all its tables do; what stands between such a line and `<!-- end -->` is written here. Without keys a table
-is the file. `rows=a,b columns=c,d cell=e` puts values of c and d into columns (`_` in e is a space); `where=a:x` keeps
-the rows whose a is x. The column `run` names rows of data/runs.csv, which have the machine, the date and the command.
+The rows of data/NAME.csv follow `<!-- table NAME key=value … -->` in a page, and the commands of all its tables follow
+`<!-- runs -->`; the text up to `<!-- end -->` is generated. Without keys a table is the whole file.
+`rows=a,b columns=c,d cell=e` pivots: values of c and d become columns (`_` in e is a space). `where=a:x` keeps the rows
+with a equal to x. The column `run` names rows of data/runs.csv: machine, date and command.
 """
 
 from __future__ import annotations

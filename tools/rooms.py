@@ -1,7 +1,7 @@
 """Rooms of the source and their permitted imports: the table that a gate enforces, and its page.
 
 python tools/rooms.py          # write the generated part of docs/architecture.md
-python tools/rooms.py --check  # exit code 1 where the page isn't what the code is
+python tools/rooms.py --check  # exit code 1 where the page differs from the code
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Hooks of mkdocs that build the documentation's site from the repository: `mkdocs build --strict`.
 
-The first page is the README. The references are made from the code: commands from what `--help-all` prints, Python from
-docstrings, keys of a study file from its options, tables and columns from their descriptions, and JSON files from the
-dataclasses that they store. Links to the source and to folders, which the site doesn't have, become plain words.
+The first page is the README. The references come from the code: commands from `--help-all`, Python from docstrings,
+keys of a study file from its options, tables and columns from their descriptions, and JSON files from the dataclasses
+stored in them. Links to the source and to folders, absent from the site, become plain words.
 
 python tools/site_pages.py study                     # print a reference: commands, python, study, columns or records
 """
@@ -85,7 +85,7 @@ def linked(markdown: str, page: str) -> str:
 
 
 def commands() -> str:
-    """Return what every command's --help-all prints."""
+    """Return the --help-all output of every command."""
     from typer.main import get_command
     from typer.testing import CliRunner
 
@@ -172,7 +172,7 @@ def _toml(value: Any) -> str:
 
 
 def columns() -> str:
-    """List every table with what it holds, and every column of results.csv with its unit and meaning."""
+    """List every table with its content, and every column of results.csv with its unit and meaning."""
     from dyno.report import tables
     from dyno.report.tables import trial_table
 
@@ -225,7 +225,7 @@ def _parts_of(*kinds: Any) -> list[Any]:
 
 
 def _described(kind: Any) -> Iterator[str]:
-    """Yield the docstring of a dataclass, and those of the dataclasses whose fields it inherits."""
+    """Yield the docstring of a dataclass, and those of the dataclasses from which it inherits fields."""
     from dyno.worker.facts.json_values import Sparse
 
     for each in kind.__mro__:

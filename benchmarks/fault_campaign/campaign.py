@@ -128,7 +128,7 @@ class Campaign:
         return found
 
     def unexpected(self, what: str) -> None:
-        """Record events beyond the expected ones in `wrong`."""
+        """Record unexpected events in `wrong`."""
         self.wrong += [f"{what}: {line}" for line in sorted(self.noted() - self.expected)]
 
 

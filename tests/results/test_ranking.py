@@ -233,7 +233,7 @@ def test_only_trials_that_ended_well_can_be_chosen(demo: Results) -> None:
 
 
 def saturating(path: Path, batches: tuple[int, ...], fixed: float) -> pd.DataFrame:
-    """Write trials whose latency at batch b is fixed + b, so that throughput b / (fixed + b) saturates."""
+    """Write trials with latency fixed + b at batch b, so that throughput b / (fixed + b) saturates."""
     ways = [
         Way("a", batch=b, seconds=0.001 * (fixed + b) / (0.3 + 0.7 * b), spread=0.0, statuses=("ok",)) for b in batches
     ]

@@ -29,7 +29,7 @@ CUDA = Runtime(threads=1, device="cuda:0")
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GPU known to jobs by its lock; yields the lock's file."""
+    """The lock's file of a GPU that jobs know only by its lock."""
     card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
     monkeypatch.setattr(device_lock, "find_gpu", lambda device, environment: card if device == "cuda:0" else None)
     return cache_dir() / "gpus" / "GPU-of-a-test.lock"

@@ -369,7 +369,7 @@ def _memory_bound(member: turns.InterleavedJob | list[turns.InterleavedJob]) -> 
 
 
 class Card:
-    """A GPU with 10 GB, of which each loaded process takes 4."""
+    """A GPU with 10 GB; each loaded process takes 4 GB."""
 
     def __init__(self) -> None:
         self.loaded: list[int] = []

@@ -1,4 +1,4 @@
-"""`dyno bench app`: an application's own stages around each engine, with stages whose time is known."""
+"""`dyno bench app`: an application's own stages around each engine, with stages of known duration."""
 
 import json
 from collections import namedtuple

@@ -1,4 +1,4 @@
-"""`dyno bench serve` through the command line and from Python, with real engines and scripted ones."""
+"""`dyno bench serve` on the command line and from Python, with real and scripted engines."""
 
 import json
 from pathlib import Path

@@ -254,7 +254,7 @@ def named(path: Path) -> ModelSpec:
 
 
 def test_a_pointer_or_a_page_in_place_of_a_file_is_named(tmp_path: Path) -> None:
-    """Clones without Git LFS and downloads behind a login leave such files."""
+    """Clones without Git LFS leave pointers, and downloads behind a login leave pages."""
     pointer, page = tmp_path / "net.onnx", tmp_path / "net.safetensors"
     pointer.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 97\n")
     page.write_text("\n<!DOCTYPE html><html></html>")

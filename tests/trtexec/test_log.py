@@ -44,7 +44,7 @@ def test_a_log_of_release_10() -> None:
 
 
 def test_a_verbose_log_explains_its_metrics_below_the_summary() -> None:
-    """Logs of 8.2 and 10.10 contain lines with a metric's name and none of its times."""
+    """Logs of 8.2 and 10.10 contain lines with a metric's name and no times."""
     end = "[01/02/2026-03:04:10] [I] Explanations of the performance metrics are printed in the verbose logs.\n"
     names = ["Total Host Walltime", "GPU Compute Time", "Throughput", "Enqueue Time", "H2D Latency", "Latency"]
     below = "".join(f"[01/02/2026-03:04:10] [V] {name}: what it is of a query.\n" for name in names)
@@ -52,7 +52,7 @@ def test_a_verbose_log_explains_its_metrics_below_the_summary() -> None:
 
 
 def test_bindings_with_their_type_give_the_shapes() -> None:
-    """Checked with logs of 10.16 and 11."""
+    """Logs of 10.16 and 11 have them."""
     text = NEW.replace("8x3x64x64 is created", "8x3x64x64 and type fp32 is created").replace("--shapes=input", "--y=")
     assert log.parse_log(text).shapes == {"input": (8, 3, 64, 64)}
 

@@ -64,7 +64,7 @@ class Scripted(Session):
 
 
 class Asynchronous(Scripted):
-    """A session whose `run` returns at once; a slot's work ends `seconds` later, and only `wait` notices."""
+    """A session with asynchronous runs: a slot's work ends `seconds` after `run`, and only `wait` notices."""
 
     def __init__(self, seconds: float, slots: int = 1) -> None:
         super().__init__(seconds, slots)

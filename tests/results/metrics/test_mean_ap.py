@@ -58,7 +58,7 @@ def test_boxes_that_overlap_by_two_thirds_count_up_to_0_65(truth: Truth) -> None
 
 
 def test_classes_in_another_order_are_told(truth: Truth, tmp_path: Path) -> None:
-    """No such note on a network without detections, nor on one that mistakes classes at random."""
+    """A network without detections, or one that mistakes classes at random, gets no note."""
     right = detected.found(truth)
     ways = {
         "permuted": {**right, "detection_class": (right["detection_class"] + 1) % 3},

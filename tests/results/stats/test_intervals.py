@@ -201,7 +201,7 @@ def simulate(studies: int, rounds: int, chance: float, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("family", [1, 13])
 def test_one_disturbed_round_of_seven_does_not_undo_six(family: int) -> None:
-    """Holds at the third look, and with twelve more pairs."""
+    """The evidence is the third look's, alone or with twelve more pairs."""
     evidence = [stats.pair_evidence(np.log(OPENVINO))] * family
     for speedup in stats.decide_family(evidence, stats.Rule(first=5)):
         assert speedup.verdict == stats.FASTER and speedup.rejected == 1

@@ -161,7 +161,7 @@ except UserError as e:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_module_that_looks_at_values_is_refused(trial: Any) -> None:
-    """Runs in its own process, as every job does: after an aborted recording PyTorch draws no more random numbers."""
+    """Run in a separate process, like every job: after an aborted recording PyTorch draws no more random numbers."""
     if not torch.cuda.is_available():
         pytest.skip("PyTorch sees no GPU here")
     command = [sys.executable, "-c", LOAD, trial("looks").model.source, "cuda:0"]

@@ -243,7 +243,7 @@ def test_files_are_made_where_the_converter_is() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_a_python_that_can_make_no_files_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reported before a study with nothing but skipped rows."""
+    """The message comes before a study with nothing but skipped rows."""
     monkeypatch.setitem(sys.modules, "litert_torch", None)
     assert "--python litert_torch=PATH" in LITERT.probe().detail
     monkeypatch.setattr(lite_rt, "find_spec", lambda name: name)

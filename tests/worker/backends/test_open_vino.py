@@ -347,7 +347,7 @@ def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Any
 
 
 def test_an_input_that_is_an_output_too(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
-    """OpenVINO's converter gives such a graph another input without a feed."""
+    """OpenVINO's converter adds another input to the graph, one without a feed."""
     ends = "(float[batch, 1, 8, 8] x) => (float[batch, 1, 8, 8] y, float[batch, 1, 8, 8] x)"
     path = onnx_file(ends + "{ y = Relu(x) }")
     session = load(digits, ir(digits, tmp_path, replace(digits.artifact, path=str(path))))

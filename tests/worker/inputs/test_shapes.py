@@ -165,7 +165,7 @@ def test_numbers_alone_fix_the_batch_where_the_file_has_it() -> None:
 
 @pytest.mark.parametrize("name", ["batch", "batch_size"])
 def test_a_later_axis_is_the_batch_under_any_name(name: str) -> None:
-    """Even under Dyno's own names: a recurrent network's state of two layers beside its sound."""
+    """The file may even use Dyno's own names: a recurrent network's state of two layers beside its sound."""
     inputs = [Tensor("sound", "float32", (name, 512)), Tensor("state", "float32", (2, name, 128))]
     shapes = described_shapes(inputs, batch_axes(inputs, [Tensor("state_n", "float32", (2, name, 128))]), {})
     assert shapes == {"state": (2, "batch", 128)}

@@ -195,7 +195,7 @@ def test_an_overflow_is_found_where_it_begins(compare: Any) -> None:
 
 
 def test_an_overflow_that_only_marking_shows(compare: Any) -> None:
-    """ONNX Runtime has no such FP16 kernels on a CPU: it continues in FP32 until a tensor is marked."""
+    """ONNX Runtime lacks FP16 kernels on a CPU: it continues in FP32 until a tensor is marked."""
     from onnxconverter_common import float16
 
     found = compare(network(3e4), float16.convert_float_to_float16(network(3e4), 1e-8, 65504.0, keep_io_types=True))
@@ -296,7 +296,7 @@ def test_suspects_are_few(compare: Any) -> None:
 
 
 def test_a_tensor_that_its_readers_make_up_for_is_left_out(compare: Any) -> None:
-    """As in a graph whose layers were rescaled against each other before quantisation."""
+    """As in a graph with layers rescaled against each other before quantisation."""
     found = compare(network(), scaled(scaled(network(), "up", 4.0), "down", 0.25))
     assert found.mismatched == 2 and {"u", "v"}.isdisjoint(layer.tensor for layer in found.layers)
     assert max(own(found).values()) < 1e-5 and found.unmodified and found.unmodified.error < 1e-5

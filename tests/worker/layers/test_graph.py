@@ -207,7 +207,7 @@ def test_a_module_that_writes_into_its_input_has_parts(tmp_path: Path) -> None:
 
 
 def test_operators_of_libraries_are_looked_for(tmp_path: Path) -> None:
-    """Runs in another process without earlier imports of the libraries."""
+    """Run in another process without earlier imports of the libraries."""
     (tmp_path / "save.py").write_text(
         "import torch, torchvision\n\n"
         "@torch.library.custom_op('strange::twice', mutates_args=())\n"

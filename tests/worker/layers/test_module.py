@@ -248,7 +248,7 @@ def once() -> None:
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, float]) -> Any:
-    """Simulate a GPU: each operator named in `kernels` launches a kernel of so many microseconds."""
+    """Simulate a GPU: each operator named in `kernels` launches a kernel of that many microseconds."""
     traced = module.trace_kernels
 
     def with_kernels(*args: Any) -> Any:

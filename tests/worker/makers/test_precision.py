@@ -226,7 +226,7 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file
 
 
 def test_weights_that_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
-    """A batch norm of PP-OCRv4 has such weights, followed by values within FP16's range."""
+    """A batch norm of PP-OCRv4 has weights beyond FP16's range, followed by values within it."""
     path = onnx_file(ENDS + """{
         [tiny] small = Mul(input, little)
         [scale] one = Mul(small, big)

@@ -68,7 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def vit(folders: Path, tmp_path: Path) -> Callable[..., None]:
-    """A function that copies the image classifier and changes settings in a file; with images of five classes."""
+    """A function that copies the image classifier with settings changed in one file; images of five classes."""
 
     def change(file: str, **settings: Any) -> None:
         shutil.copytree(folders / "vit", tmp_path / "vit")

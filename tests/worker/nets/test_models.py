@@ -1,4 +1,4 @@
-"""Sources are told apart, the requested weights are loaded, and nothing in a checkpoint is ever run."""
+"""Sources are distinguished, the requested weights are loaded, and nothing in a checkpoint is ever run."""
 
 import argparse
 import hashlib

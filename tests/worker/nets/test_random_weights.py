@@ -97,7 +97,7 @@ def test_a_small_error_stays_small_through_residual_branches(monkeypatch):
 
 
 def error(module: nn.Module) -> float:
-    """Return the growth of an input error through the module, each error relative to what varies there."""
+    """Return the amplification of an input error, with both errors relative to the signal's variation."""
     draw = torch.Generator().manual_seed(2)
     x, off = (torch.randn(2, 3, 48, 48, generator=draw, dtype=torch.float64) for _ in range(2))
     with torch.no_grad():

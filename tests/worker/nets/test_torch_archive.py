@@ -1,4 +1,4 @@
-"""Files of torch.save are read without running anything in them, and their kinds are told apart."""
+"""Files of torch.save are read without running anything in them, and other files are recognised."""
 
 import pickle
 import zipfile
@@ -108,7 +108,7 @@ def test_what_the_pickle_names_is_not_imported(handmade: Handmade) -> None:
 
 
 def test_a_chain_of_calls_stays_inert(handmade: Handmade) -> None:
-    """Checks getattr(__import__("os"), "system")("…") as pickles write it."""
+    """The pickle calls getattr(__import__("os"), "system")("…")."""
     content = b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(S'os'\ntRS'system'\ntR(S'touch ran'\ntR."
     assert isinstance(Archive(handmade(content)).load(), Stub)
     assert not Path("ran").exists()

@@ -74,7 +74,7 @@ def test_a_request_each_second_is_one_per_second() -> None:
 
 
 def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -> None:
-    """One second without answers: a closed-loop client would see a single slow request."""
+    """During a second without answers, a closed-loop client would see a single slow request."""
     arrivals = at(*np.arange(0.0, 2.0, 0.1))
     clock, first = Simulated(), [True]
     batcher = Batcher(arrivals, BatchingRules(1), clock)

@@ -298,7 +298,7 @@ except KeyboardInterrupt:
 
 
 def test_a_build_says_how_far_it_is_and_can_be_interrupted(digits: Any, tmp_path: Path) -> None:
-    """Runs in a separate process, as every build does: beside OpenVINO, an interrupted build crashes the process."""
+    """Build in a separate process, as always: with OpenVINO loaded, an interrupted build crashes the process."""
     told = {"recipe": to_json(recipe()), "parent": to_json(digits.artifact)}
     (tmp_path / "told.json").write_text(json.dumps(told))
     command = [sys.executable, "-c", INTERRUPTED, NAME, str(tmp_path / "told.json"), str(tmp_path)]
