@@ -192,7 +192,7 @@ def row(number: int, one: Verdict | str) -> list[str]:
 
 
 def measure(asked: argparse.Namespace) -> list[Verdict | str]:
-    """Run the demos, one at a time on each group of processors."""
+    """Run the demos, one at a time on each group of processors; return their outcomes."""
     print(demo(0.0, 0, None, "--quick"), file=sys.stderr, flush=True)  # trains; later demos find the files in the cache
     processors = sorted(os.sched_getaffinity(0))
     width = asked.cores or len(processors)

@@ -138,7 +138,7 @@ def run(command: Sequence[str], env: dict[str, str], side: Side) -> str:
 
 
 def plain(photos: Path, weights: Path, args: argparse.Namespace, side: Side) -> dict[str, Any]:
-    """Run the plain loop once."""
+    """Run the plain loop once; return its printed result."""
     words = (str(photos / "val"), args.model, str(weights), args.device, str(args.batch), str(args.threads))
     found: dict[str, Any] = json.loads(run((sys.executable, "-c", PLAIN, *words), dict(os.environ), side))
     side.loop.append(found["loop"])
@@ -148,7 +148,7 @@ def plain(photos: Path, weights: Path, args: argparse.Namespace, side: Side) -> 
 def evaluate(
     photos: Path, weights: Path, place: Path, args: argparse.Namespace, side: Side
 ) -> trial_result.TrialResult:
-    """Run `dyno eval` once into a new run folder."""
+    """Run `dyno eval` once into a new run folder; return its trial."""
     out = place / f"run-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "dyno", "eval", f"torchvision:{args.model}", "--data", str(photos),
                "--weights", str(weights), "--batch", str(args.batch),

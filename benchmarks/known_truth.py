@@ -155,7 +155,7 @@ class KnownStudy:
         raise NotImplementedError
 
     def execute(self) -> StudyOutcome:
-        """Measure by the defaults of `dyno run`, and compare the result with the truth."""
+        """Measure by the defaults of `dyno run`; return the result compared with the truth."""
         trials = self.trials
         for number in range(DEFAULT_ROUNDS):
             if number == FULL_ROUNDS and self.study.minutes == SHORT:
@@ -171,7 +171,7 @@ class KnownStudy:
         return [str(rows["verdict"][trial.id]) for trial in self.trials[1:]]
 
     def judge(self) -> StudyOutcome:
-        """Compare the table and the ranking with the truth."""
+        """Compare the table and the ranking with the truth; return the outcome."""
         run = read_trials(self.run.folder)
         truth = dict(zip((trial.id for trial in self.trials), self.ratios, strict=True))
         rows = run.frame[run.frame["verdict"] != "reference"].to_dict("records")
@@ -282,7 +282,7 @@ def _is_wrongly_equal(verdict: str, ratio: float) -> bool:
 
 
 def run_study(make: Callable[[Path], KnownStudy]) -> StudyOutcome:
-    """Run one study in a folder that is then removed."""
+    """Run one study in a temporary folder; return its outcome."""
     folder = Path(tempfile.mkdtemp(prefix="dyno-known-truth-"))
     try:
         return make(folder / "run").execute()
@@ -291,7 +291,7 @@ def run_study(make: Callable[[Path], KnownStudy]) -> StudyOutcome:
 
 
 def simulate_study(case: str, spread: float, disturbed: float, minutes: float, seed: int) -> StudyOutcome:
-    """Run one simulated study."""
+    """Run one simulated study; return its outcome."""
     seeds = seed, [*CASES].index(case), round(1e6 * spread)
     return run_study(lambda folder: SimulatedStudy(folder, CASES[case], Machine(spread, disturbed), seeds, minutes))
 

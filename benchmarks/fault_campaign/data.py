@@ -73,7 +73,7 @@ def _labels(folder: Path) -> Iterator[Subject]:
 
 
 def _flat(folder: Path) -> Iterator[Subject]:
-    """Write ImageNet's images into one folder, with a list of their classes."""
+    """Write ImageNet's images into one folder, with a list of their classes; yield the list."""
     from PIL import Image
 
     flat, sorted_into = folder / "flat", folder / "sorted"

@@ -152,7 +152,7 @@ def _limited(most: int) -> Callable[[], None]:
 
 
 def two_studies(campaign: Campaign, times: int = 3) -> str:
-    """Start the same study twice, and another, in one folder at once: one measures, the others must be refused."""
+    """Run a study twice and another once at one time, in one folder: one measures, the others must be refused."""
     other = campaign.folder / "other.toml"
     other.write_text(STUDY.replace("latency_ms=0.2", "latency_ms=0.3"))
     refused = 0
@@ -174,7 +174,7 @@ def two_studies(campaign: Campaign, times: int = 3) -> str:
 
 
 def clock_set_back(campaign: Campaign) -> str:
-    """Set the clock back a year in mid-study, so that earlier files lie in the future."""
+    """Set the clock back a year in mid-study, so that earlier files lie in the future; return the outcome."""
     source, shim = campaign.folder / "clock.c", campaign.folder / "clock.so"
     source.write_text(CLOCK)
     compiler = shutil.which("gcc") or shutil.which("cc")
@@ -204,7 +204,7 @@ def clock_set_back(campaign: Campaign) -> str:
 
 
 def read_only(campaign: Campaign) -> str:
-    """Run commands on read-only folders: readers must succeed, writers must end with one line."""
+    """Run commands on read-only folders: readers must succeed, writers must end with one line; return a count."""
     run, place = campaign.folder / "kept_run", campaign.folder / "closed"
     study = campaign.folder / "study.toml"
     campaign.prepare("run", study, "--out", run)

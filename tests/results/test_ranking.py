@@ -31,7 +31,7 @@ BIG, SMALL = 64, 32
 
 
 def sized(path: Path, *, flips: float = 0.0, first: int = BIG, count: int = 900) -> Results:
-    """Write two sizes of one network; the smaller size is twice as fast."""
+    """Return a run with two sizes of one network; the smaller size is twice as fast."""
     ways = [
         Way("pytorch", seconds=0.010, size=BIG),
         Way("a", seconds=0.006, size=BIG),
@@ -233,7 +233,7 @@ def test_only_trials_that_ended_well_can_be_chosen(demo: Results) -> None:
 
 
 def saturating(path: Path, batches: tuple[int, ...], fixed: float) -> pd.DataFrame:
-    """Write trials with latency fixed + b at batch b, so that throughput b / (fixed + b) saturates."""
+    """Return the table of trials with latency fixed + b at batch b, so that b / (fixed + b) saturates."""
     ways = [
         Way("a", batch=b, seconds=0.001 * (fixed + b) / (0.3 + 0.7 * b), spread=0.0, statuses=("ok",)) for b in batches
     ]
