@@ -42,9 +42,7 @@ TRUE_WORDS = ("yes", "true", "1")
 NUMBER_LIST = re.compile(r"[\d.eE+-]+")
 TYPE_PRECISIONS = {type_: precision for precision, type_ in reversed(PRECISION_TYPES.items())} | {"float64": "fp32"}
 ONNX_METADATA_KEY = "framework"  # IR entry with an ONNX file's metadata
-COMPARE_ADVICE = (
-    "one of the two is wrong: compare its outputs with those of onnxruntime"  # for two differing readings of a file
-)
+COMPARE_ADVICE = "one of the two is wrong: compare its outputs with those of onnxruntime"  # if two readings differ
 MAX_OUTPUT_ERROR = 0.2  # share of an output's norm, far above rounding
 MAX_CHECKED_BYTES = 1 << 30  # larger files aren't compared after conversion
 MODEL_INFO_KEY = "model_info"  # entry of OpenVINO's Model API, also in ultralytics' files

@@ -358,9 +358,7 @@ def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
 
     Raise a `UserError` if it refuses them or returns bfloat16.
     """
-    copies = {
-        name: torch.from_numpy(array.copy()) for name, array in feeds.items()
-    }  # a module may overwrite its inputs
+    copies = {name: torch.from_numpy(array.copy()) for name, array in feeds.items()}  # a module may overwrite inputs
     args, keywords = make_arguments(model.inputs, copies)
     try:
         with torch.no_grad():
