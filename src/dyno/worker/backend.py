@@ -46,7 +46,7 @@ class LayerTimes:
 
     `layers` has seconds, a row per repeat and a column per layer (0: the layer doesn't run). `whole` has the seconds of
     each watched run by the host's clock. `note` is a sentence on how the engine counts. `work` is the GPU's work and
-    `functions` the time of each function, where the engine reports them.
+    `functions` the time of each function, if the engine reports them.
     """
 
     inside: LayerGraph
@@ -61,8 +61,8 @@ class Session(ABC):
     """A loaded model that the timing loop drives: bind inputs, run, wait, fetch outputs.
 
     `slots` is the number of batches in flight (throughput uses all, latency only slot 0). `run` may return before the
-    work is done; `wait` may not. `stream` is the GPU stream of the work, None on a CPU. With `takes_frames` (set where
-    it was measured), video frames become inputs on the GPU unless the user says otherwise.
+    work is done; `wait` may not. `stream` is the GPU stream of the work, None on a CPU. With `takes_frames` (set after
+    measurements), video frames become inputs on the GPU by default.
     """
 
     inputs: tuple[Tensor, ...] = ()
@@ -289,8 +289,8 @@ class FileContents:
 class FileFormat(ABC):
     """One kind of model file: its suffixes, reader, companion files, and default backend.
 
-    `suffixes` begins with the one that Dyno writes. `backend` and `device` run the file by default. Recipes of the
-    backends in `builders` make it (`dyno export`). With `on_device`, only its backend on its device can read it.
+    Dyno writes the first of the `suffixes`. `backend` and `device` run the file by default. Recipes of the backends in
+    `builders` make it (`dyno export`). With `on_device`, only its backend on its device can read it.
     """
 
     name: str = ""

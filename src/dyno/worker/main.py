@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def _import_package() -> None:
-    """Make `dyno`, and nothing else beside this file, importable.
+    """Make `dyno`, and nothing else in this file's folder, importable.
 
     Python put this file's folder first on the path: modules there would shadow libraries of the same name.
     """

@@ -151,10 +151,10 @@ def measure_latency(
 ) -> Sampling:
     """Measure the seconds per inference by the host's clock, and by the GPU's if `watch` is given.
 
-    Sampling ends when the median's 95 % interval is within `plan.interval` of it on both sides (not before a quarter of
-    the time, so that a burst can't end it), after `plan.seconds`, or at `plan.max_samples`. With `blocks`, each number
-    it yields is measured as one block of `plan.block_s` seconds: at least one run, and MIN_SAMPLES if they fit.
-    `restore` is called before each run, untimed.
+    Sampling ends when the median's 95 % interval is within `plan.interval` on both sides (not before a quarter of the
+    time, so that a burst can't end it), after `plan.seconds`, or at `plan.max_samples`. With `blocks`, each number it
+    yields is measured as one block of `plan.block_s` seconds: at least one run, and MIN_SAMPLES if they fit. `restore`
+    is called before each run, untimed.
     """
     if blocks is not None:
         return _latency_in_blocks(once, plan, blocks, watch, restore)
@@ -330,7 +330,7 @@ SLOW_SLOT = 1.5  # ratio to the median of the other slots
 
 
 def find_slow_slot(session: Session, feeds: Feeds) -> str:
-    """Return a sentence on a slot that is much slower than the others when run alone; "" if there is none.
+    """Return a sentence on a slot that is much slower than the others when run alone; "" without one.
 
     Batches end in order, so one slow slot delays all of them, and no other measurement shows it.
     """

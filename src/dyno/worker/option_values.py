@@ -1,5 +1,4 @@
-"""Checks of options' values: of a backend's, which it declares by name and planning runs, and of the fields of a
-dataclass, by their types."""
+"""Checks of options' values: a backend's, declared by name and run in planning, and a dataclass's fields, by type."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ Check = Callable[[Option], str]  # "" for a valid value, else the requirement
 def option(default: Any, help: str, usual: str = "", *, flags: str | None = "", common: bool = False) -> Any:
     """Return a dataclass's field with its help; a required field if the default is MISSING.
 
-    `usual` describes the default. `flags` are the names on the command line, the one in the help first ("": the field's
-    name; None: not on the command line). `common` options appear in a command's short help.
+    `usual` describes the default. `flags` are the names on the command line, the help's first ("": the field's name;
+    None: not on the command line). `common` options appear in a command's short help.
     """
     metadata = {"help": help, "flags": flags, "usual": usual, "common": common}
     if isinstance(default, dict):

@@ -19,8 +19,8 @@ def list_declared(
 ) -> dict[str, Declared]:
     """Return objects by name: instances of `kind` at the top of modules, then a group's entry points, if given.
 
-    A place is a package (every module of it) or the name of a module. A place wins over an entry point of the same
-    name. Entry points that can't be loaded, or give another kind of object, are left out; `list_broken` names them.
+    A place is a package (with all modules) or the name of a module. A place wins over an entry point of the same name.
+    Entry points that can't be loaded, or give another kind of object, are left out; `list_broken` names them.
     """
     own: dict[str, Declared] = {}
     for place in places if isinstance(places, tuple) else (places,):

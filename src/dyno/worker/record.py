@@ -148,7 +148,7 @@ def _try_lock(opened: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def lock_owner(path: Path) -> str:
-    """Return the id of the process that holds the lock; "" if there is none or the file can't be read."""
+    """Return the id of the process that holds the lock; "" without one or if the file can't be read."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

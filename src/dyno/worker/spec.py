@@ -1,7 +1,7 @@
 """Specifications of jobs: frozen data that travels between processes as JSON.
 
 A `Trial` describes itself completely, and its id is the hash of the description: equal trials of two studies have equal
-ids. A path is not hashed where a sha256 stands for the content.
+ids. If a sha256 represents the content, the path isn't hashed.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """One line on what is wrong with the user's input and what to do about it (exit code 2)."""
+    """One line on an error in the user's input and its remedy (exit code 2)."""
 
 
 class Unfinished(UserError):
-    """One line on what stopped the work half-way although the input was good (exit code 3)."""
+    """One line on an interruption of the work in spite of good input (exit code 3)."""
 
 
 class NoRoute(UserError):
@@ -154,7 +154,7 @@ class Tensor:
 class InputSpec:
     """One argument of a PyTorch module's forward, described once for every backend, boundary and check.
 
-    `shape` holds a number per fixed axis, and `batch`, `height` or `width` where the trial's dims decide. Values lie
+    `shape` holds a number per fixed axis, and `batch`, `height` or `width` if the trial's dims decide. Values lie
     between `low` and `high` (both included), or are rows of the array of this name in `feeds`, an .npz file. With
     neither, images are random pixels, other floats standard normal, masks ones followed by zeros, 8-bit integers take
     every value, and other integers are 0 or 1. With `dtype` "", the argument is the Python value `value`. `keyword`:
@@ -258,7 +258,7 @@ class Dims:
 
     @property
     def shown(self) -> str:
-        """The size, or "" where the inputs aren't images."""
+        """The size, or "" without image inputs."""
         return self.size if self.height else ""
 
 
@@ -398,8 +398,8 @@ class Job:
     (`layer_errors`), `train`, find the device's `peak`, `annotate` a graph, `take` a trial home (export a script), run
     a `video`, `serve` requests, time an `application` around an engine, or measure its `cold_start`.
 
-    `artifact` is the file to run or to start from, `recipe` the instructions of `make`, `backend` the one to `probe`;
-    `round` counts from 0. `options` are the kind's own, such as `runs` of a profile or `turns` of a run.
+    `artifact` is the file to run or to start from, `recipe` the instructions of `make`, `backend` the backend to
+    `probe`; `round` counts from 0. `options` are the kind's own, such as `runs` of a profile or `turns` of a run.
     """
 
     kind: str

@@ -66,7 +66,7 @@ def temporary_home() -> Path:
 
 
 def missing_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a HOME and a USER where the system knows neither: some libraries fail without them.
+    """Return a HOME and a USER if the system knows neither: some libraries fail without them.
 
     Containers with a numeric user id have this problem.
     """
@@ -81,9 +81,9 @@ def missing_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def count_compiled() -> tuple[int, int]:
-    """Return the number of imported library modules in Python, and how many of them lack stored byte-code.
+    """Return the number of imported library modules in Python, and the number of them without stored byte-code.
 
-    Each process compiles the latter anew, two to three times as slow as an import with byte-code.
+    Each process compiles the latter, two to three times as slow as an import with byte-code.
     """
     modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] != "dyno"]
     specs = [spec for module in modules if (spec := getattr(module, "__dict__", {}).get("__spec__"))]
@@ -97,7 +97,7 @@ def keep_probes() -> None:
 
 
 def keep_byte_code() -> None:
-    """Store byte-code in Dyno's cache if it can't be stored beside the libraries: else every job compiles PyTorch.
+    """Store byte-code in Dyno's cache if it can't be stored with the libraries: else every job compiles PyTorch.
 
     Each set of installed libraries has its folder: two versions of a file may have equal size and time.
     """
@@ -242,7 +242,7 @@ def _find_siblings(cpu: int, allowed: Container[int]) -> list[int]:
 
 
 def pin(threads: int) -> list[int]:
-    """Pin this process to as many processors as it has threads; return their numbers."""
+    """Pin this process to a processor per thread; return the processors' numbers."""
     chosen = list_cores()[: max(1, threads)]
     os.sched_setaffinity(0, chosen)
     return chosen
@@ -271,8 +271,8 @@ def list_causes(error: BaseException, implicit: bool = False) -> list[BaseExcept
 def raise_if_disk_full(error: BaseException, folder: Path, needed: int = 0) -> None:
     """Raise an `OSError` if the folder's disk was full, which is not the fault of the failed job.
 
-    Libraries wrap that error, rephrase it, or only report a failed stream and remove what they had written: so the
-    folder must also have room for `needed` bytes.
+    Libraries wrap that error, rephrase it, or only report a failed stream and remove their output: so the folder must
+    also have room for `needed` bytes.
     """
     for cause in list_causes(error, implicit=True):
         if isinstance(cause, OSError) and cause.errno in DISK_FULL:
@@ -283,7 +283,7 @@ def raise_if_disk_full(error: BaseException, folder: Path, needed: int = 0) -> N
 
 
 def _lacks_room(folder: Path, size: int) -> int:
-    """Return the errno of allocating a file of that size in the folder; 0 if there is room."""
+    """Return the errno of a full disk when a file of that size is allocated in the folder, else 0."""
     try:
         with tempfile.TemporaryFile(dir=folder) as f:
             os.posix_fallocate(f.fileno(), 0, size)
@@ -470,7 +470,7 @@ NATIVE_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp
 
 
 def has_arithmetic(precision: str) -> bool:
-    """Return whether this CPU computes in the precision; assumed where it doesn't list its features."""
+    """Return whether this CPU computes in the precision; true if its features aren't listed."""
     flags = cpu_flags()
     return not flags or precision not in NATIVE_FLAGS or bool(flags & set(NATIVE_FLAGS[precision]))
 

@@ -122,7 +122,7 @@ class AotInductor(PyTorch):
         return f"{next(iter(trial.options))} is fixed in a compiled package; omit it" if trial.options else ""
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe of a package by `torch.export` from the module; a given package is used as it is."""
+        """Return the recipe of a package by `torch.export` from the module; a given package is used unchanged."""
         chosen: dict[str, Option] = {} if trial.model.file else self._choose_options(trial)
         static = chosen.pop("static", True)
         dims = trial.dims if static and not trial.model.file else replace(trial.dims, batch=0)

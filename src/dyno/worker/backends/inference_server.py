@@ -55,7 +55,7 @@ class Endpoint(Backend):
         return Probe(version="", devices=("cpu",), detail="a server's")
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """Return a session with its own connection; raise a `UserError` if there is no server or no such model."""
+        """Return a session with its own connection; raise a `UserError` without the server or the model."""
         url = str(trial.options.get("url", ""))
         if expected := address(url):
             raise UserError(f"the endpoint is {url!r}; write {expected}")
@@ -162,7 +162,7 @@ def served_name(trial: Trial) -> str:
 def _request_metadata(client: Any, url: str, model: str, asking: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the server's descriptions of itself and of the model.
 
-    Raise a `UserError` if there is no answer within `FIRST_ANSWER_TIMEOUT_S` seconds.
+    Raise a `UserError` without an answer within `FIRST_ANSWER_TIMEOUT_S` seconds.
     """
     try:
         server = client.get_server_metadata(**asking)

@@ -112,7 +112,7 @@ class LiteRT(Backend):
         return "" if "samples" not in trial.options else "samples is for scheme=static, which is calibrated"
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe of the file at the trial's batch; a given file of that precision is used as it is."""
+        """Return the recipe of the file at the trial's batch; a given file of that precision is used unchanged."""
         given = bool(trial.model.file) and trial.precision == trial.model.precision
         options = {name: value for name, value in trial.options.items() if name != "xnnpack"}
         is_static = trial.precision == "int8" and not given and options.setdefault("scheme", STATIC) == STATIC

@@ -122,7 +122,7 @@ def _find_number(name: str) -> float:
 
 
 class NcnnFormat(FileFormat):
-    """A graph as text in .param, with its weights beside it in .bin."""
+    """A graph as text in .param, with its weights in a .bin of the same name."""
 
     name = "ncnn"
     suffixes = (".param",)
@@ -188,7 +188,7 @@ class Ncnn(Backend):
         return super().refuse(trial) or refuse_requantising(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe of the graph at the trial's batch, in float32; a given graph is used as it is."""
+        """Return the recipe of the graph at the trial's batch, in float32; a given graph is used unchanged."""
         precision = "int8" if trial.precision == "int8" else "fp32"
         here = replace(trial.runtime, device="cpu", threads=1)
         return Recipe(self.name, NCNN_FORMAT.name, precision, trial.model, trial.dims, runtime=here)
@@ -254,7 +254,7 @@ def refuse_batch(batch: int) -> None:
 
 
 class OpenGraph:
-    """A loaded graph and its feeds; blobs are ncnn's `Mat`, with the batch beside up to four axes."""
+    """A loaded graph and its feeds; blobs are ncnn's `Mat`, with the batch in addition to up to four axes."""
 
     def __init__(self, path: str, precision: str, threads: int, name: str = "") -> None:
         self.library = load_library("ncnn")
@@ -408,7 +408,7 @@ def _convert_onnx(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tensor
     shapes = static_shapes(inputs, recipe.dims)
     inputs = tuple(replace(t, shape=shapes[t.name]) for t in inputs)
     with tempfile.TemporaryDirectory() as scratch:
-        copied = Path(scratch) / "model.onnx"  # pnnx writes a file beside its source
+        copied = Path(scratch) / "model.onnx"  # pnnx writes a file next to its source
         graph_facts.copy_with_weights(Path(recipe.model.file), copied)
         _convert(copied, inputs, path, recipe.model.name)
     opened = OpenGraph(str(path), "fp32", 1, recipe.model.name)
@@ -456,7 +456,7 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tens
 
 
 def _convert(source: Path, inputs: Sequence[Tensor], path: Path, name: str) -> None:
-    """Write the graph of a trace or an ONNX file, with its weights beside it; `name` is the model's, for errors."""
+    """Write the graph of a trace or an ONNX file, with its weights; `name` is the model's, for errors."""
     spec = find_spec(CONVERTER_NAME)
     if spec is None or spec.origin is None:
         raise Unavailable(

@@ -70,7 +70,7 @@ ONE_ADD = bytes.fromhex(
 
 
 class OnnxRuntime(Backend):
-    """Runs ONNX files.
+    """Backend for ONNX files.
 
     Options: `optimization` (all, extended, basic, disable), `spinning` (default true), `provider` (on a CPU the name of
     any provider of the build or a plug-in; on a GPU cuda or tensorrt) and, on a CPU, `streams` (batches in flight,
@@ -401,7 +401,7 @@ class OnnxRuntimeSession(Session):
 
 @dataclass(frozen=True)
 class Provider:
-    """An execution provider by its full name; that of a plug-in with its devices on this machine."""
+    """An execution provider by its full name, with a plug-in's devices on this machine."""
 
     name: str
     devices: tuple[Any, ...] = ()

@@ -240,7 +240,7 @@ RECORDED_PROPERTIES = (
 
 
 class OpenVino(Backend):
-    """Runs OpenVINO IR. Options: `streams` (default 1: all threads on one batch), `pinning` (default: OpenVINO's)."""
+    """OpenVINO's backend. Options: `streams` (default 1: all threads on one batch), `pinning` (default: OpenVINO's)."""
 
     name = "openvino"
     requires = ("openvino",)
@@ -261,7 +261,7 @@ class OpenVino(Backend):
         return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe from ONNX to IR; a model that is an IR is used as it is.
+        """Return the recipe from ONNX to IR; an IR as model is used unchanged.
 
         FP32, BF16 and FP16 share one IR: the compilation chooses the type.
         """

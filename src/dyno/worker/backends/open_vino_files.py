@@ -49,7 +49,7 @@ MODEL_INFO_KEY = "model_info"  # entry of OpenVINO's Model API, also in ultralyt
 
 
 class IRFormat(FileFormat):
-    """An IR: the graph in .xml, its weights beside it in .bin."""
+    """An IR: the graph in .xml, its weights in a .bin of the same name."""
 
     name = "openvino"
     suffixes = (".xml",)

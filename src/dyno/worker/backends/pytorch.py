@@ -165,7 +165,7 @@ class TorchSession(Session):
 
     @property
     def module(self) -> Any:
-        """The running module, whose parts hooks can watch."""
+        """The running module, for hooks on its parts."""
         return self._module
 
     @property
@@ -358,7 +358,7 @@ class TorchSession(Session):
     def facts(self) -> EngineFacts:
         """Return parameters, options, and layers by the type of their results, watched in one more forward pass.
 
-        The number of layers is None if none was watched, as in TorchScript, whose parts take no hooks.
+        The number of layers is None if none was watched, as in TorchScript, which takes no hooks.
         """
         layers, kinds = self._count_layers()
         bits = self._measure_bits()

@@ -148,7 +148,7 @@ TORCHAO = TorchAO()
 
 
 def _has_wide_sums() -> bool:
-    """Return whether the processor adds 8-bit products in 32 bits; True where it doesn't list its features."""
+    """Return whether the processor adds 8-bit products in 32 bits; True if its features aren't listed."""
     flags = system.cpu_flags()
     return not flags or bool(flags & WIDE_SUM_FLAGS)
 

@@ -110,8 +110,8 @@ class TorchTensorRT(PyTorch):
     """Torch-TensorRT 2.2 and newer, compiled inside `load`.
 
     Options: `ir` (ts, dynamo), `profile` (static, or min:opt:max batches), `optimization` (builder level 0 to 5, only
-    Dynamo), `workspace_mb`, `min_block_size` (smallest number of consecutive operators for an engine). There is no
-    choice of memory layout: the runtime makes every input contiguous.
+    Dynamo), `workspace_mb`, `min_block_size` (smallest number of consecutive operators for an engine). Memory layout is
+    no option: the runtime makes every input contiguous.
     """
 
     name = "torch_tensorrt"
@@ -280,7 +280,7 @@ class TorchTensorRTSession(TorchSession):
         )
 
     def facts(self) -> EngineFacts:
-        """Return engines and operators left in PyTorch, layers, and the engine's own time besides a call's."""
+        """Return engines and operators left in PyTorch, layers, and the engine's own time in addition to a call's."""
         compiled_engines = list_engines(self._call)
         common, by_type, times = (
             self._read_common_facts(),

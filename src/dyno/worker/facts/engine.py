@@ -210,7 +210,7 @@ ORIGIN_FIELDS = tuple(f.name for f in fields(Origin) if f.name != "other")  # in
 class Layers(Sparse):
     """The layers of an engine: their number, the number by type, and the number that only change types or layouts.
 
-    `operations_by_type` are those of one run, empty if a layer's are unknown or all layers have one type.
+    `operations_by_type` counts one run's operations; empty if a layer's are unknown or all layers have one type.
     `product_bits` is the number of bits kept by products, measured by `worker.sessions.products` with the engine's
     settings. `operators` counts all layers by kind, `kept_float32` names layers that stayed in float32 in a lower
     precision, and `engine_parameters` is the number of weights in the engine itself.
@@ -232,7 +232,7 @@ class Compilation(Sparse):
     """A compilation inside the process: its seconds, whether it only read a cache, and its result.
 
     `engines` is the number of engines built by Torch-TensorRT, `operators_in_pytorch` the operators left to PyTorch;
-    `call_s`, `engine_s` and `call_overhead_s` are the seconds of a call, of the engine alone, and the difference.
+    `call_s`, `engine_s` and `call_overhead_s` are the seconds of a call, of the engine in it, and the difference.
     """
 
     build_s: float | None = None

@@ -51,7 +51,7 @@ class ExportCheck:
 class OutputCheck:
     """A converted file compared with its parent on one input: largest difference and output, and how it ran.
 
-    `ran` is as it is, or emulated.
+    `ran` tells whether the file ran unchanged or emulated.
     """
 
     max_difference: float

@@ -1,4 +1,4 @@
-"""Facts of a job besides its measurements: the engine's, the timing's, and the results of each kind of job."""
+"""Facts of a job in addition to its measurements: the engine's, the timing's, and the results of each kind of job."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Port:
 class Layer(Sparse):
     """One call of a module, one node of a graph, or one layer of an engine.
 
-    `inputs` are computed tensors, not weights. `parameters` counts the layer's weights, `shared` those that an earlier
-    layer has too; `flops` are its operations, two per multiply-add (None: unknown). `computes_in` is the type of an
-    engine's products, `tactic` its kernel; `moves`: it only changes types or layouts. `modules` and `nodes` are the
-    PyTorch modules and ONNX nodes that it came from, as far as known; a `skipped` layer is listed by the engine but not
-    run.
+    `inputs` are computed tensors, not weights. `parameters` counts the layer's weights, `shared` the weights shared
+    with an earlier layer; `flops` are its operations, two per multiply-add (None: unknown). `computes_in` is the type
+    of an engine's products, `tactic` its kernel; `moves`: it only changes types or layouts. `modules` and `nodes` are
+    the PyTorch modules and ONNX nodes that it came from, as far as known; a `skipped` layer is listed by the engine but
+    not run.
     """
 
     name: str = ""
@@ -105,8 +105,8 @@ MIN_LABELS = 16  # number of labels from which one may differ by chance
 class Difference:
     """A tensor of an engine (a) compared with the reference's (b).
 
-    `error` is |a - b| / |b| of the input where it is largest (infinite: not finite). Then: the share of close values,
-    the largest differences, and the numbers of non-finite values in a and b.
+    `error` is |a - b| / |b| of the worst input (infinite: not finite). Then: the share of close values, the largest
+    differences, and the numbers of non-finite values in a and b.
     """
 
     error: float
@@ -141,7 +141,7 @@ class LayerErrors(Sparse):
     (`marked`), of the graph cut around the `suspects` (`cut`), and cut with the reference computing the suspects
     (`substituted`). If marking hides the error, `boundary` is the last tensor at which a graph ending there agrees, and
     the first at which it doesn't. `runs` is the number of compared batches, `unmatched` the number of tensors that the
-    reference lacks or that change their shape, `mismatched` of those with another meaning in the reference,
+    reference lacks or that change their shape, `mismatched` of the tensors with another meaning in the reference,
     `reference_layers` of the reference's tensors, and `parts` of the pieces of the marked graph.
     """
 
@@ -316,8 +316,8 @@ class ColdStart:
     """The time from the start of a process to its engine's first answer, in seconds by part, in order.
 
     `first_answer` is the total, more than the sum of the parts. `later` are further answers. `read_bytes` came from
-    disk rather than the kernel's cache (None: unknown), and `files` are those of the process's code and model.
-    `uncompiled` counts the Python `modules` without byte-code.
+    disk rather than the kernel's cache (None: unknown), and `files` are the process's code and model. `uncompiled`
+    counts the Python `modules` without byte-code.
     """
 
     parts: dict[str, float]

@@ -46,7 +46,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 @lru_cache(maxsize=64)
 def read_defaults(kind: Any) -> dict[str, Any]:
-    """Return the default of each field of a dataclass whose fields all have one."""
+    """Return the default of each field of a dataclass with defaults for all fields."""
     blank = kind()
     return {f.name: getattr(blank, f.name) for f in fields(kind)}
 

@@ -145,7 +145,7 @@ def read_batches(
     Images, real or random, are fed in the input's form: raw for uint8, else normalised, so both forms get the same
     picture. Random images are uniform pixels. Other random numbers are standard normal for floating-point inputs,
     0..255 for uint8, -128..127 for int8 and 0..1 for other integers (valid token ids and masks in every vocabulary).
-    With `specs`, all described inputs are fed with their values, including those that an engine dropped as unused.
+    With `specs`, all described inputs are fed with their values, even if an engine dropped them as unused.
     """
     shapes = static_shapes(tensors, dims)
     if data.folder:
@@ -191,7 +191,7 @@ def image_input(
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Return the image input, the only one without a single value in `specs`, and its shape.
 
-    Raise a `UserError` if it takes no images, or there is another input.
+    Raise a `UserError` without an image input, or with another free input.
     """
     fixed = fixed_inputs(tensors, shapes, specs)
     free = [tensor for tensor in tensors if tensor.name not in fixed]

@@ -304,8 +304,8 @@ def _override_spec(
 def _insert_symbols(specs: tuple[InputSpec, ...]) -> ModuleInputs:
     """Return the specs with symbols for the batch and the size.
 
-    The batch replaces the first axis of all inputs with the first input's length there; the size replaces that of every
-    image as large as the first image.
+    The batch replaces the first axis of all inputs with the first input's length there; the size replaces the size of
+    every image as large as the first.
     """
     arrays = [spec for spec in specs if spec.dtype and spec.shape]
     named = has_batch(arrays)
@@ -478,7 +478,7 @@ def _run_and_record(
 
 
 def _iter_choices(specs: tuple[InputSpec, ...], batch: int) -> Iterator[tuple[InputSpec, ...]]:
-    """Yield possible choices of batched inputs: all, those with several axes, only the first."""
+    """Yield possible choices of batched inputs: all, all with several axes, only the first."""
     first = next(spec.name for spec in specs if BATCH_AXIS in spec.shape)
     yield specs
     yield _fix_batch(specs, batch, lambda spec: len(spec.shape) < 2)

@@ -242,7 +242,7 @@ def _find_place(frames: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    """Return a short description of a value: its shape and type, or those of its parts."""
+    """Return a short description of a value: its shape and type, or its parts' shapes and types."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{'x'.join(map(str, value.shape)) or 'a scalar'} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):

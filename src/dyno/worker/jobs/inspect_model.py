@@ -67,7 +67,7 @@ def _has_no_name(tensor: Tensor, k: int) -> bool:
 
 
 def _find_state_axes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, int | None]:
-    """Return the batch axes in a file with a stacked state (layers x batch x features) beside a sequence; else {}.
+    """Return the batch axes in a file with a stacked state (layers x batch x features) and a sequence; else {}.
 
     Its inputs' first axes differ, and one length is among the first two of every input and output.
     """
@@ -486,8 +486,8 @@ def _given_shapes(
 ) -> tuple[dict[str, int | None], dict[str, Shape]]:
     """Return the batch axis of each input (None: no batch), and the user's shapes.
 
-    If a user's shape has `batch`, these shapes decide: inputs whose shapes lack it have no batch. An array names no
-    axis, so for it the file's names decide. Raise a `UserError` for a shape that doesn't fit.
+    If a user's shape has `batch`, these shapes decide: inputs without it have no batch. An array names no axis, so for
+    it the file's names decide. Raise a `UserError` for a shape that doesn't fit.
     """
     batched, given = batch_axes(inputs, outputs), dict[str, Shape]()
     for tensor in inputs:

@@ -189,7 +189,7 @@ def store_reference(job: Job, folder: Path, report: Report) -> None:
     """Store the reference's tensors in FOLDER/tensors, on `runs` batches.
 
     With the option `calls` they are the module's: rows of a part's name, the number of its call, and the tensor's name
-    in `graph`, the exported file. Otherwise they are those of the job's graph.
+    in `graph`, the exported file. Otherwise they are the job's graph's.
     """
     assert job.trial is not None
     trial, count, writer = job.trial, int(job.options["runs"]), TensorWriter(folder / TENSORS_DIR)

@@ -97,7 +97,7 @@ def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[i
 
 
 def _stage_images(session: Session, trial: Trial, max_batch: int) -> Arrays:
-    """Return twice as many staged images as the largest batch; batches are slices of them."""
+    """Return staged images, twice the largest batch; batches are slices of them."""
     dims = replace(trial.dims, batch=2 * max_batch)
     model = trial.model
     (feeds,) = input_data.read_batches(trial.data, model.preprocess, session.inputs, dims, 1, model.inputs)

@@ -31,7 +31,7 @@ def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[
 
     `delays` holds each block's share of time that the process's threads waited for a processor. An engine with more
     threads than processors delays itself, so the limit is BEARABLE_DELAY or, if larger, OWN_DELAY times its `quiet`
-    delay (at most MAX_OWN_DELAY; default: that of these blocks).
+    delay (at most MAX_OWN_DELAY; default: the `delays` of these blocks).
     """
     quiet = quiet_delay(delays) if quiet is None else quiet
     limit = max(BEARABLE_DELAY, OWN_DELAY * min(quiet, MAX_OWN_DELAY))

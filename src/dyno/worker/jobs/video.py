@@ -365,7 +365,7 @@ class _VideoStream:
 
     @property
     def answered(self) -> int:
-        """Frames whose boxes are known."""
+        """Frames with known boxes."""
         return len(self.keep.boxes)
 
     def close(self) -> list[str]:

@@ -39,7 +39,7 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
     Parts that only call others have no row, nor does a module of several parts itself without parameters or operations
     of its own. Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's,
     is `skipped`, as is a part with parameters that was never called itself; it has no outputs. Raise a `UserError` for
-    TorchScript and programs of torch.export, whose parts take no hooks (see `list_program_parts`).
+    TorchScript and programs of torch.export, which take no hooks (see `list_program_parts`).
     """
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):
@@ -61,7 +61,7 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
 def _make_dispatch_mode() -> Any:
     """Return a mode that counts the operators that run inside it.
 
-    Their results inherit the mark of the last part whose result they read, so that the part is known after `x + y` too.
+    Their results inherit the mark of the last part they read a result of, so that the part is known after `x + y` too.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -21,7 +21,7 @@ class ReadsValue(Exception):
 
 
 def check_control_flow(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
-    """Run the module and track values computed from its inputs; return True if none decides what is computed.
+    """Run the module and track values computed from its inputs; return True if none decides the control flow.
 
     Return False if unknown: a result's length depends on values, the module doesn't run this way, or it reads a value
     (`if x.mean() > 0`, `range(int(n))`, `.item()`) but not during an export, as transformers' attention masks do. Raise
@@ -126,7 +126,7 @@ def _find_line(torch: Any, e: BaseException) -> str:
 
 
 def traced_values(torch: Any, caught: Sequence[warnings.WarningMessage]) -> str:
-    """Return a tracing warning: the module's line that made a tensor a constant; "" if there is none."""
+    """Return a tracing warning: the module's line that made a tensor a constant; "" without one."""
     for warning in caught:
         if issubclass(warning.category, torch.jit.TracerWarning):
             return f"{Path(warning.filename).name}, line {warning.lineno}: {str(warning.message).split('.')[0]}"

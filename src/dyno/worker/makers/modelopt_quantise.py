@@ -91,7 +91,7 @@ def _quantise_file(parent: Artifact, recipe: Recipe, method: str, images: Calibr
     import onnx
 
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        # It writes files beside its source, and needs node names, which not every exporter gives.
+        # It writes files next to its source, and needs node names, which not every exporter gives.
         source, model = Path(scratch) / "source.onnx", onnx.load(parent.path)
         head = list_decoding_nodes(model.graph, recipe.model)
         onnx.save(model, source)

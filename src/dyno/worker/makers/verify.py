@@ -32,7 +32,7 @@ class RefusedGraph(WrongGraph):
 
 
 class UndecidedGraph(WrongGraph):
-    """A module whose own rounding changes its outputs so much that a graph's can't be judged."""
+    """A module with outputs too sensitive to its own rounding for judging a graph's outputs."""
 
 
 class Case(NamedTuple):

@@ -370,7 +370,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 
 
 def describe_averaged(path: str) -> str:
-    """Return a warning if a checkpoint has averaged weights (EMA) besides the loaded ones; else "".
+    """Return a warning if a checkpoint has averaged weights (EMA) in addition to the loaded weights; else "".
 
     Only tensors that may be a copy are read.
     """
@@ -396,7 +396,7 @@ def _find_copy(state: Mapping[str, Any]) -> tuple[str, str]:
     """Return the attribute of the loaded weights and the place of their averaged copy; empty texts without a copy.
 
     The copy has other values and lies deeper inside an attribute named by AVERAGE_WORDS. A trainer such as Lightning
-    stores `model.NAME` beside `model_ema.module.NAME`; `by_own_names` takes the first.
+    stores both `model.NAME` and `model_ema.module.NAME`; `by_own_names` takes the first.
     """
     groups = dict[str, dict[str, ArchivedTensor]]()
     for name, value in _strip_prefixes({str(name): value for name, value in state.items()}).items():
@@ -444,8 +444,8 @@ def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") ->
 def by_own_names(module: Any, state: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """Return the module's part of the state dict, under the module's names.
 
-    A trainer such as Lightning stores the network as an attribute, for example under `model.`, beside its losses. Raise
-    a `UserError` if two attributes fit.
+    A trainer such as Lightning stores the network as an attribute, for example under `model.`, next to its losses.
+    Raise a `UserError` if two attributes fit.
     """
     own = {name for name in module.state_dict() if not name.endswith(BATCH_COUNTER)}
     if not own or not own.isdisjoint(state):

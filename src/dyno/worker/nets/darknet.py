@@ -312,7 +312,7 @@ class WeightReader:
         self._values = np.memmap(file, WEIGHT_TYPE, "r", begin, (self.left,)) if self.left else np.empty(0, WEIGHT_TYPE)
 
     def take(self, shape: tuple[int, ...], what: str) -> np.ndarray:
-        """Return the next values in that shape; raise a `UserError` that names `what` if too few are left."""
+        """Return the next values in that shape; raise a `UserError` that names `what` if too few remain."""
         count = int(np.prod(shape))
         if count > self.left:
             raise UserError(
@@ -366,7 +366,7 @@ def is_supported(model: ModelSpec) -> bool:
 
 
 class Darknet(ModelSource):
-    """`darknet:FILE.cfg`: the network of a .cfg with random weights or those of a .weights file or a checkpoint."""
+    """`darknet:FILE.cfg`: the network of a .cfg with random weights or a .weights file's or checkpoint's."""
 
     name = "darknet"
     form = "darknet:FILE.cfg"

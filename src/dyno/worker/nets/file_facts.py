@@ -28,7 +28,7 @@ METADATA_MEMBERS = ("extra/config.txt", "metadata.json", "temp_meta.txt")
 
 
 def read_attached(path: str) -> dict[str, str]:
-    """Return ultralytics' metadata inside a TorchScript or .tflite file, else beside an IR or a .pte file.
+    """Return ultralytics' metadata inside a TorchScript or .tflite file, else next to an IR or a .pte file.
 
     Return {} without any, and for a metadata.yaml that is another program's or can't be read without PyYAML.
     """

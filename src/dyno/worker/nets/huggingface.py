@@ -229,7 +229,7 @@ class HuggingFace(ModelSource):
         """Return the folder's preparation of images if Dyno can't match it, and why that wasn't checked; else "".
 
         Both get a gradient image, and their pixels are compared within a tolerance. If Dyno letterboxes a detector's
-        images, the second text is what the processor does instead.
+        images, the second text describes the processor's method.
         """
         preprocess, size = self.read_image_config(model, rest)
         if _read_processor(rest).get("do_flip_channel_order"):

@@ -119,7 +119,7 @@ TIMM = Timm()
 def _read_timm_config(model: ModelSpec, name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return the network's name, timm's configuration, and the arguments that it was built with.
 
-    A configuration stored by timm in the model's folder, or beside its weights, takes precedence over the library's,
+    A configuration stored by timm in the model's folder, or next to its weights, takes precedence over the library's,
     which describes other weights. Missing ones are {}.
     """
     is_folder = name.startswith(FOLDER_PREFIX)

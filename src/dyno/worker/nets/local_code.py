@@ -1,4 +1,4 @@
-"""A model's Python code: its content, including imported modules beside it, and its execution."""
+"""A model's Python code: its content, including imported modules in its folder, and its execution."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def hash_file(path: str | Path) -> str:
 
 
 def list_shards(path: Path) -> list[Path]:
-    """Return the files named by an index of weights (`model.safetensors.index.json`) beside it; else []."""
+    """Return the files named by an index of weights (`model.safetensors.index.json`) in its folder; else []."""
     if not path.name.endswith(".index.json"):
         return []
     try:
@@ -135,7 +135,7 @@ def load_file(path: Path, sha256: str) -> Any:
 
 
 class _SiblingFinder(importlib.abc.MetaPathFinder):
-    """An import finder for modules beside a model's file: those named in its imports, and any for its own code.
+    """An import finder for modules in a model file's folder: those named in its imports, and any for its own code.
 
     Other importers get none: PyTorch tries to import z3, which need not be installed, and would get the user's z3.py.
     """
@@ -154,7 +154,7 @@ class _SiblingFinder(importlib.abc.MetaPathFinder):
         return spec
 
     def _wanted_by_own(self) -> bool:
-        """Return whether the file's own code, or a module found beside it, is running, perhaps through a library."""
+        """Return whether the file's own code, or a module from its folder, is running, perhaps through a library."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if str(frame.f_globals.get("__name__")).partition(".")[0] in self._own:

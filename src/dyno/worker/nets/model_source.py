@@ -69,7 +69,7 @@ class ModelSource(ABC):
     def check_images(self, model: ModelSpec, rest: str, letterboxed: bool) -> tuple[str, str]:
         """Return the library's preparation of images if Dyno can't match it, and why that wasn't checked; else "".
 
-        For letterboxed images, the second text is what the library does instead.
+        For letterboxed images, the second text describes the library's method.
         """
         return "", ""
 
@@ -102,6 +102,6 @@ def name_classes(module: Any) -> tuple[str, ...]:
 
 
 def check_unchanged(path: str, sha256: str, what: str) -> None:
-    """Raise a `UserError` for a file whose content has changed since the study was planned."""
+    """Raise a `UserError` for a file with other content than at the study's planning."""
     if sha256 and Path(path).is_file() and local_code.hash_file(path) != sha256:
         raise UserError(f"{what} {path} changed since the study was planned; run the same command again")

@@ -185,7 +185,7 @@ def hash_tensors(tensors: Mapping[str, Any]) -> str:
 def preprocess(model: ModelSpec) -> Preprocess:
     """Return the preprocessing of the model's library (mean, std, crop, interpolation), without a download.
 
-    Return `model.preprocess` if there is no library, or if it has none.
+    Return `model.preprocess` without a library, or if the library has none.
     """
     source, rest = find_source(model)
     return source.read_image_config(model, rest)[0] or model.preprocess
@@ -218,7 +218,7 @@ class UserFunction(ModelSource):
         return make_eager(torch, module)
 
     def make_examples(self, model: ModelSpec, rest: str) -> Any:
-        """Return the result of FUNCTION_inputs() beside the function; None if there is no such function."""
+        """Return the result of FUNCTION_inputs() in the function's module; None if that is missing."""
         source = f"{model.source.partition('(')[0]}_inputs"
         if _find_attribute(source, model.source_sha256)[2] is None:
             return None
@@ -250,7 +250,7 @@ def _check_function(model: ModelSpec, location: str, module: Any, attribute: Any
 
 
 def _find_attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
-    """Return a source's location, imported module, and attribute there; None if there is no such name."""
+    """Return a source's location, imported module, and attribute there; None if the name is missing."""
     location, _, path = source.rpartition(":")
     file = location.endswith(".py")
     module = local_code.load_file(Path(location), sha256) if file else local_code.load_module(location, source)
@@ -261,7 +261,7 @@ def _find_attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
 
 
 def hash_files_read(model: ModelSpec) -> dict[str, str]:
-    """Return the sha256 of each file read or imported by a function's code, beyond those of `source_sha256`."""
+    """Return the sha256 of each file read or imported by a function's code, beyond the files of `source_sha256`."""
     location = model.source.rpartition(":")[0]
     if parse(model.source)[0] not in FUNCTION_SOURCES:
         return {}
@@ -324,7 +324,7 @@ class Application:
 
 
 def load_application(model: ModelSpec) -> Application:
-    """Return the application at the source, or the one that its function returns.
+    """Return the application at the source, or the result of the function there.
 
     Raise a `UserError` if it lacks a stage or a network.
     """

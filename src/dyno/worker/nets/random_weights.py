@@ -46,7 +46,7 @@ def undo_zero_init(torch: Any, module: Any) -> None:
     """Replace parameters that suppress a branch, in place.
 
     Zero matrices become noise, and zero or tiny scales `BRANCH_SCALE`. Batch norm weights become `QUIET_SHARE`, and
-    `init_batch_norm` damps those that end a branch. Biases stay 0.
+    `init_batch_norm` damps them at the end of a branch. Biases stay 0.
     """
     draw = torch.Generator().manual_seed(SEED)
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
@@ -94,8 +94,8 @@ def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int
 def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
     """Scale down each residual branch's addition to its shortcut.
 
-    When two tensors of equal shape are added, the one that has passed more batch norms is the branch. A tensor carries
-    their number, and the last of them, through every function of PyTorch.
+    When two tensors of equal shape are added, the branch is the tensor that has passed more batch norms. A tensor
+    carries their number, and the last of them, through every function of PyTorch.
     """
     ends: set[Any] = set()
 

@@ -137,7 +137,7 @@ def _find_task(tasks: Any, source: str, config: dict[str, Any]) -> str:
 
 
 def check_size(source: str, stride: int, height: int, width: int) -> None:
-    """Raise a `UserError` for an image whose sides aren't multiples of the network's stride."""
+    """Raise a `UserError` for an image size that isn't a multiple of the network's stride."""
     if height % stride or width % stride:
         near = [max(stride, round(side / stride) * stride) for side in (height, width)]
         shown = f"{near[0]}" if near[0] == near[1] else f"{near[0]}x{near[1]}"

@@ -17,12 +17,12 @@ MIN_CHANNEL_SHARE = 1e-3  # lower bound of a channel's size, as a share of the l
 
 @dataclass(frozen=True)
 class Closeness:
-    """Values of A compared with those of B (the reference).
+    """Values of A compared with values of B (the reference).
 
     `close` is the share with |a - b| <= atol + rtol * |b|; labels must be equal. `max_abs`, `mean_abs` and `max_rel`
     (|a - b| / |b|, for b other than 0) are over the finite pairs that aren't labels. `nonfinite` counts values of A
-    that are NaN or infinite and differ from B's (never close), `reference_nonfinite` those of B; equal infinities and
-    NaN at the same place agree. `labels_changed` is the share of differing labels (NaN: no labels).
+    that are NaN or infinite and differ from B's (never close), `reference_nonfinite` B's; equal infinities and NaN at
+    the same place agree. `labels_changed` is the share of differing labels (NaN: no labels).
     """
 
     count: int

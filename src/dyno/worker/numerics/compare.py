@@ -58,7 +58,7 @@ def run_module_reference(
     """Store the results of the module's calls by the names of their tensors in the graph.
 
     `graph` is the module's own export, run by `engine` node by node. A call is matched with the tensor of equal values.
-    If there is none and the export's outputs are wrong too, `named` gives the tensor by name; with right outputs the
+    Without a match, if the export's outputs are wrong too, `named` gives the tensor by name; with right outputs the
     names are wrong.
     """
     with _Hooks(module) as hooks:

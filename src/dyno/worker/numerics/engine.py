@@ -70,7 +70,7 @@ def cast(array: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
 
 
 def match_inputs(names: Sequence[str], inputs: Sequence[str]) -> dict[str, str]:
-    """Return the reference's input for each name: that of equal name, else the one at the same position.
+    """Return the reference's input for each name: by equal name, else by position.
 
     Raise a `UserError` for a name without a counterpart.
     """

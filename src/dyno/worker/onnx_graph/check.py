@@ -1,4 +1,4 @@
-"""Outputs of an ONNX file on a CPU, compared with those of its source file."""
+"""Outputs of an ONNX file on a CPU, compared with its source file's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compare_outputs(before: list[np.ndarray], after: list[np.ndarray], what: str
 def compute_outputs(
     path: str, feeds: Feeds, precision: str = "fp32", *, optimised: bool = True
 ) -> tuple[list[np.ndarray], str]:
-    """Return the file's outputs as float64, and how it ran: as it is, or emulated for BF16."""
+    """Return the file's outputs as float64, and how it ran: unchanged, or emulated for BF16."""
     import onnx
 
     bf16 = precision == "bf16"

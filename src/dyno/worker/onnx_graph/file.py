@@ -53,7 +53,7 @@ def check(path: str) -> None:
         value.type.tensor_type.shape.SetInParent()
     changed = repair.order(model) or open_ends  # accepted by every engine, but not by the checker
     if changed and list_files_beside(Path(path)):
-        return  # the checker would look for the weights beside a changed file
+        return  # the checker would look for the weights in a changed file's folder
     try:
         onnx.checker.check_model(model if changed else path)
     except (onnx.checker.ValidationError, UnicodeDecodeError) as e:

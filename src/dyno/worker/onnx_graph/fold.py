@@ -33,8 +33,8 @@ Folder = Callable[[Any, Path], Any]
 def fold_graph(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[Any, list[str]]:
     """Return the graph folded and its shapes inferred, and warnings; `scratch` is for temporary files.
 
-    The first folder whose graph has the same outputs for the feeds is used: onnxslim, then ONNX Runtime's basic
-    optimisation. If both fail, only `lift_constants` applies, with a warning.
+    The first method that keeps the outputs for the feeds is used: onnxslim, then ONNX Runtime's basic optimisation. If
+    both fail, only `lift_constants` applies, with a warning.
     """
     import onnx
 

@@ -68,7 +68,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant read by a node as a weight, by its name there; `count` of a packed one is that of its values."""
+    """A constant read by a node as a weight, by its name there; a packed constant's `count` is its number of values."""
 
     name: str
     key: str
@@ -77,7 +77,7 @@ class Weight:
 
 
 class Scope:
-    """The constants readable by one graph's nodes: its own, those of the graphs around it, and a call's arguments."""
+    """The constants readable by one graph's nodes: its own, the enclosing graphs', and a call's arguments."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Scope:
                 yield from scope.walk()
 
     def find_constant(self, name: str) -> Constant | None:
-        """Return the constant of that name, or the one before casts, transpositions and dequantisations."""
+        """Return the constant of that name, or the constant before casts, transpositions and dequantisations."""
         return self._behind.get(name) or self.constants.get(name)
 
     def _trace_constant(self, node: Any) -> Constant | None:
@@ -157,8 +157,8 @@ class Scope:
 class GraphFacts:
     """The facts of a graph: parameters, precision, and the compute layers by the type of their weights.
 
-    `quantised_by` is a quantised operator of it, "" if none. `enclosed` counts compute layers with weights inside
-    branches, loops or functions, and `enclosing` names the operators around them.
+    `quantised_by` is one of its quantised operators, "" without any. `enclosed` counts compute layers with weights
+    inside branches, loops or functions, and `enclosing` names the operators around them.
     """
 
     parameters: int

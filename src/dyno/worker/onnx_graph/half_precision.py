@@ -129,7 +129,7 @@ def _own_outputs(graph: Any) -> None:
 def _describe_once(graph: Any) -> None:
     """Remove duplicate descriptions of inputs, outputs and weights, which PyTorch's newer exporter writes.
 
-    The converter would change one and trust the other, and so round the weights of nodes that stay in FP32.
+    The converter would change one declaration and trust the other, and so round the weights of nodes that stay in FP32.
     """
     described = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
     for value in [value for value in graph.value_info if value.name in described]:

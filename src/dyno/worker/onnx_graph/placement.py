@@ -81,7 +81,7 @@ def list_sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[
 def _find_pools(graph: Any) -> Iterator[tuple[Any, int]]:
     """Yield average pools, and the means over a whole image at the end of a network.
 
-    A mean whose input has other readers gates channels (squeeze and excitation): that tensor stays float.
+    A mean of a tensor with other readers gates channels (squeeze and excitation): that tensor stays float.
     """
     readers = Counter(name for node in graph.node for name in node.input)
     constants = {tensor.name: tensor for tensor in graph.initializer}
@@ -206,7 +206,7 @@ class Joints:
         return groups
 
     def _find_sums(self, read: Collection[str], layers: Collection[str]) -> list[Site]:
-        """Return both inputs of sums that no layer fuses and whose result is quantised."""
+        """Return both inputs of sums with a quantised result that no layer fuses."""
         return [
             (node, k)
             for node in self._nodes

@@ -1,6 +1,6 @@
 """NVIDIA GPUs through CUDA's driver API: memory, streams, events and graphs.
 
-The driver API works beside any CUDA runtime of an engine: all resources here belong to the device's primary context,
+The driver API works with any CUDA runtime of an engine: all resources here belong to the device's primary context,
 which TensorRT, ONNX Runtime and PyTorch use too. Needs cuda-bindings, from Python 3.10 on.
 """
 

@@ -239,7 +239,7 @@ def count_weight_types(torch: Any, module: Any) -> dict[str, int]:
 
 
 def takes_hooks(torch: Any, part: Any) -> bool:
-    """Return whether hooks can watch a part's calls; not those of a scripted part, even in an eager module."""
+    """Return whether hooks can watch a part's calls; false for a scripted part, even in an eager module."""
     return not isinstance(part, torch.jit.RecursiveScriptModule)
 
 
@@ -311,7 +311,7 @@ def list_kernels() -> set[str]:
 
 
 def probe_processor() -> float:
-    """Probe what the C++ compiler can build for this processor; return the seconds of the original probe.
+    """Probe the C++ compiler's instruction sets for this processor; return the seconds of the original probe.
 
     Inductor probes in each process: it compiles a file per instruction set and starts a Python that imports PyTorch, 27
     s on two cores. Successes are cached for this PyTorch, compiler and processor, except in cold starts, which measure

@@ -99,9 +99,9 @@ class Task(ABC):
     """The purpose of a network.
 
     `labels` is the required kind of labels: the images' `classes`, or the `objects` in them; `needs` is a further
-    requirement of every object besides boxes ("" for none). `metrics` names the accuracy measures in `results/metrics`,
-    also for budgets, the default first; `least_outputs` is the least number of outputs for a meaningful metric. `coco`
-    is COCO's name of its average precision. `size` is the default height and width.
+    requirement of every object in addition to boxes ("" for none). `metrics` names the accuracy measures in
+    `results/metrics`, also for budgets, the default first; `least_outputs` is the least number of outputs for a
+    meaningful metric. `coco` is COCO's name of its average precision. `size` is the default height and width.
     """
 
     name: str = ""

@@ -127,7 +127,7 @@ CLASSIFY = Classify()
 def rank_classes(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return index (int32) and score of each row's k best, best first; ties by lower index, NaN last.
 
-    The order is that of a stable sort of the whole row, which runs only for rows with a tie at the k-th score.
+    The order equals a stable sort of the whole row, which runs only for rows with a tie at the k-th score.
     """
     k = min(k, scores.shape[1])
     falling = -scores

@@ -50,7 +50,7 @@ class Detect(Task):
     note = "The outputs are the network's own: nothing here decodes boxes or suppresses overlapping ones."
 
     def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
-        """Return the number of values of a box besides scores; None for an unknown number of keypoints."""
+        """Return the number of values of a box in addition to scores; None for an unknown number of keypoints."""
         return 0
 
     def beside(self, shapes: Mapping[str, Shape]) -> str:
@@ -254,7 +254,7 @@ class DetectionCollector(Collector):
             ) from e
 
     def of(self, turn: int, fetched: Arrays) -> Any:
-        """Return a batch's samples with their detections, or the reason why there are none."""
+        """Return a batch's samples with their detections, or the reason for a lack of detections."""
         first = turn * self.evaluated.batch
         images = self.images(turn)
         samples = self._samples[first : first + images] if self._samples is not None else np.arange(images)

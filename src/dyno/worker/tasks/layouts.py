@@ -425,7 +425,7 @@ BOX_LAYOUTS: tuple[BoxLayout, ...] = (
 
 
 def list_fits(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
-    """Return the fits of all possible layouts, the likeliest first; raise `UnreadBoxes` if there are none."""
+    """Return the fits of all possible layouts, the likeliest first; raise `UnreadBoxes` without any."""
     layouts = (layout for layout in BOX_LAYOUTS if isinstance(layout, kinds))
     fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
     if not fits:
@@ -438,7 +438,7 @@ def list_fits(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLa
 def choose_layout(
     seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)
 ) -> tuple[Fit, BoxForm] | None:
-    """Return the layout (of `kinds`) and box form that fit the values too; raise `UnreadBoxes` if there is none.
+    """Return the layout (of `kinds`) and box form that fit the values too; raise `UnreadBoxes` if none fits.
 
     Return None if the values have no boxes.
     """

@@ -102,7 +102,7 @@ class Candidates:
 class KeptRows:
     """The rows of one image left by suppression.
 
-    `rest` are the values after box and scores, `beside` the output that boxes refer to, `boxes` those in the image,
+    `rest` are the values after box and scores, `beside` the output that boxes refer to, `boxes` the boxes in the image,
     `place` the image's place in the input, and `form` that of the coordinates.
     """
 
@@ -142,7 +142,7 @@ def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, max_det
 
 
 def overlap_by_half(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return for each box (left, top, right, bottom) whether it overlaps one of the others by half or more."""
+    """Return for each box (left, top, right, bottom) whether it overlaps another by half or more."""
     low, high = np.maximum(boxes[:, None, :2], others[:, :2]), np.minimum(boxes[:, None, 2:], others[:, 2:])
     shared = (high - low).clip(0).prod(2)
     either = (boxes[:, 2:] - boxes[:, :2]).prod(1)[:, None] + (others[:, 2:] - others[:, :2]).prod(1) - shared

@@ -144,7 +144,7 @@ def open_container(place: str, device: str = "") -> Any:
 
 
 def find_video_stream(container: Any) -> Any:
-    """Return the video stream, by FFmpeg's preference if there are several; None without one."""
+    """Return the video stream, by FFmpeg's preference of several; None without one."""
     videos, best = _list_videos(container), container.streams.best("video")
     return next((s for s in videos if s.index == best.index), videos[0] if videos else None)
 

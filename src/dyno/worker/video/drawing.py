@@ -1,7 +1,7 @@
 """Boxes, masks and keypoints on a frame, coloured by class, or by object if objects are tracked.
 
 Drawings go to the layers of the frame's picture: red, green and blue, or a decoder's planes of brightness and colour.
-Edges are aligned to the values of every layer, so that no colour bleeds beside its box.
+Edges are aligned to the values of every layer, so that no colour bleeds out of its box.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Tracker:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of objects by class; an object's class is that of most of its boxes."""
+        """The number of objects by class; an object's class is its boxes' most common class."""
         counted = Counter(classes.most_common(1)[0][0] for classes in self._classes.values())
         return {str(kind): counted[kind] for kind in sorted(counted)}
 
@@ -154,7 +154,7 @@ def _draw_outline(layers: Sequence[PicturePlane], box: Region, thickness: int, c
 def _draw_label(
     layers: Sequence[PicturePlane], text: str, scale: float, left: int, top: int, height: int, colour: Colour
 ) -> None:
-    """Draw a text in black on the colour, above that place, or below it if there is no room."""
+    """Draw a text in black on the colour, above that place, or below it if space is short."""
     step = max(layer.step for layer in layers)
     high = len(_render_ink(text, scale, 1))
     first, begin = (v // step * step for v in (top - high if top > high else max(0, min(top, height - high)), left))
@@ -212,7 +212,7 @@ def _blend_mask(
 
 
 def _draw_points(layers: Sequence[PicturePlane], points: np.ndarray, colour: Colour, thickness: int) -> None:
-    """Draw a dot for each keypoint, except those with a confidence (third value) below a half."""
+    """Draw a dot for each keypoint, except at a confidence (third value) below a half."""
     import cv2
 
     for point in points:

@@ -127,7 +127,7 @@ class Rgb(Picture):
 
 
 class Planes(Picture):
-    """A PyAV frame in `PIXEL_FORMAT`, whose memory is only read: the decoder may refer to it.
+    """A PyAV frame in `PIXEL_FORMAT`, with read-only memory, as the decoder may refer to it.
 
     `tags` are FFmpeg's numbers of its matrix, primaries and transfer characteristics.
     """
@@ -345,7 +345,7 @@ def codec_threads(share: int = CODEC_THREAD_DIVISOR) -> int:
 
 
 def lanes_beside(on_cpu: bool) -> int:
-    """Return the number of threads that prepare frames, and of those that post-process them.
+    """Return the numbers of threads for preparing frames and for post-processing.
 
     On a CPU the engine needs the processors.
     """

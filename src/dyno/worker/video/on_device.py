@@ -1,7 +1,7 @@
 """Frames prepared by PyTorch on the engine's device, and outputs reduced there before they are copied to the host.
 
 A GPU's host is slower at both: it would letterbox each frame, and copy scores of thousands of empty positions. The
-pixels equal those of the host's preparation except for rounding.
+pixels equal the host's preparation except for rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]  # changes outputs by name
 
 @dataclass(frozen=True)
 class PictureKind:
-    """The kind of pictures that can be prepared together; `matrix` is that of `Pixels`."""
+    """The kind of pictures that can be prepared together; `matrix` as in `Pixels`."""
 
     height: int
     width: int

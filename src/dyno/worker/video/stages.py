@@ -1,7 +1,7 @@
 """Overlapping stages: a thread each, bounded queues between them, order kept, every item timed.
 
-A stage whose successor's queue is full waits (back-pressure), so memory is bounded. Threads overlap because decoding,
-resizing, inference and encoding happen in libraries that release Python's lock.
+A stage waits while its successor's queue is full (back-pressure), so memory is bounded. Threads overlap because
+decoding, resizing, inference and encoding happen in libraries that release Python's lock.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from dyno.worker.spec import (
 
 
 class TensorRT(Backend):
-    """Runs engines of TensorRT 8.6 to 11. Options: see `settings.Settings` and `run.TensorRTSession`."""
+    """Backend for engines of TensorRT 8.6 to 11. Options: see `settings.Settings` and `run.TensorRTSession`."""
 
     name = "tensorrt"
     product = "tensorrt"
@@ -98,7 +98,7 @@ class TensorRT(Backend):
         return "graph" if trial.precision in ("fp32", "tf32") else route
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe from ONNX to engine, built where it runs; a model that is an engine is used as it is.
+        """Return the recipe from ONNX to engine, built where it runs; an engine as model is used unchanged.
 
         With a dynamic profile the trial's batch is left out, so that all batches share one engine.
         """
@@ -185,7 +185,7 @@ class Builder(Maker):
 
 
 class TensorRTRTX(TensorRT):
-    """Runs engines of TensorRT-RTX, which builds without a GPU and runs on RTX GPUs."""
+    """Backend for engines of TensorRT-RTX, which builds without a GPU and runs on RTX GPUs."""
 
     name = "tensorrt_rtx"
     product = "tensorrt_rtx"

@@ -1,6 +1,6 @@
 """From an ONNX file to an engine: parse, fix shapes or add profiles, choose types, build, list and check the layers.
 
-`model.engine` is a plain plan that trtexec loads too; `layers.json` lies beside it.
+`model.engine` is a plain plan that trtexec loads too; `layers.json` lies in the same folder.
 """
 
 from __future__ import annotations
@@ -411,7 +411,7 @@ def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFac
 
 
 def _summarise_warnings(job: EngineBuild) -> list[str]:
-    """Return the library's warnings, each kind once, without those of every build."""
+    """Return the library's warnings, each kind once, without the warnings of every build."""
     messages = dict.fromkeys(" ".join(w.split())[:200] for w in job.log.warnings)
     relevant = [
         w for w in messages if not library.OUT_OF_MEMORY_ERROR.search(w) and not library.HARMLESS_WARNING.search(w)

@@ -19,7 +19,7 @@ from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, UserError
 
 ENGINE_SUFFIXES = (".engine", ".plan", ".trt")
-LAYERS_FILE = "layers.json"  # listing beside an engine in the cache; beside a copy: NAME.layers.json
+LAYERS_FILE = "layers.json"  # a cached engine's listing; a copy's is NAME.layers.json
 
 
 class EngineFormat(FileFormat):
@@ -45,7 +45,7 @@ class EngineFormat(FileFormat):
             out.with_suffix(f".{LAYERS_FILE}").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Read the engine; its precision is that of most compute layers, or fp32 if it reports no types."""
+        """Read the engine; its precision is the compute layers' most common, or fp32 if it reports no types."""
         opened = _open_engine(product_of(Path(path)), trial.runtime.device, path)
         types: Counter[str] = Counter(layers.by_type(opened.layers))
         most_common = next(iter(types.most_common(1)), ("float32", 0))[0]
@@ -88,7 +88,7 @@ def describe_given(product: str, recipe: Recipe) -> Artifact:
 
 
 def list_layers(product: str, path: str, device_name: str) -> LayerGraph:
-    """Return an engine's layers from the listing beside it, else from its inspector, which needs the GPU.
+    """Return an engine's layers from its listing, else from its inspector, which needs the GPU.
 
     Raise a `UserError` for an engine without layer information, and the errors of `describe_given`.
     """
@@ -105,7 +105,7 @@ def list_layers(product: str, path: str, device_name: str) -> LayerGraph:
 
 
 def _read_listing(path: Path) -> list[layers.EngineLayer] | None:
-    """Return the layers of the listing beside the engine; None without one, or if it belongs to another engine."""
+    """Return the layers of the engine's listing; None without one, or if it belongs to another engine."""
     in_cache, beside = path.with_name(LAYERS_FILE), path.with_suffix(f".{LAYERS_FILE}")
     if path.is_file() and beside.is_file():
         content = parse_json(beside.read_bytes())

@@ -334,7 +334,7 @@ def device_memory(engine: Any) -> int:
 def output_allocator(trt: Any, device: Any) -> Any:
     """Return an allocator for outputs of run-dependent size.
 
-    `address` and `shape` are those of the last run.
+    `address` and `shape` describe the last run's output.
     """
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Running a TensorRT engine: deserialise, check its tensors, replay it as a CUDA graph, a context per batch in flight.
 
 It needs only numpy, cuda-bindings and TensorRT. A static engine keeps its shapes and graphs. A dynamic engine may
-change its shapes between runs, within its profile; its graph is recorded anew at the second run of a shape.
+change its shapes between runs, within its profile; its graph is recorded again at the second run of a shape.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TensorRTSession(DeviceSession):
     """One engine with `slots` execution contexts.
 
     Options of the trial: `graph` (default true: replay a CUDA graph) and `slots` (default 3). Raise a `UserError` for
-    an engine that this library or GPU refuses, or whose tensors differ from the trial's.
+    an engine that this library or GPU refuses, or with tensors other than the trial's.
     """
 
     def __init__(self, trial: Trial, artifact: Artifact | None, product: str) -> None:
