@@ -72,7 +72,7 @@ class Session(ABC):
     takes_frames: bool = False
 
     def on_device(self) -> DeviceBinding | None:
-        """Return a binding of PyTorch tensors on the device; None where PyTorch can't reach the session's memory."""
+        """Return a binding of PyTorch tensors on the device; None if PyTorch can't reach the session's memory."""
         return None
 
     def stage(self, feeds: Arrays) -> Arrays:
@@ -97,7 +97,7 @@ class Session(ABC):
     def run(self, slot: int = 0) -> None:
         """Start one inference on the bound inputs."""
 
-    def wait(self, slot: int = 0) -> None:  # noqa: B027 - nothing to do where `run` returns when it is done
+    def wait(self, slot: int = 0) -> None:  # noqa: B027 - nothing to do if `run` returns when it is done
         """Return only when the slot's inference is done."""
 
     def complete(self, slot: int = 0) -> None:
@@ -113,7 +113,7 @@ class Session(ABC):
         """Return the slot's outputs as host arrays by name; valid until the slot runs again."""
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """Return the seconds of each part of one inference, host to host; empty where parts can't be measured."""
+        """Return the seconds of each part of one inference, host to host; empty if parts can't be measured."""
         return {}
 
     @property
@@ -145,7 +145,7 @@ class Session(ABC):
         """Run slot 0's inputs once within CUDA's profiler, an NVTX range per layer; nothing is timed afterwards."""
         raise Unavailable("this engine's kernels can't be told apart for hardware counters")
 
-    def close(self) -> None:  # noqa: B027 - nothing to do where Python frees it
+    def close(self) -> None:  # noqa: B027 - nothing to do if Python frees it
         """Free all resources."""
 
 

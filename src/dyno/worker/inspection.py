@@ -15,9 +15,9 @@ METADATA_FILE = "metadata.yaml"  # file in ultralytics' export folders
 class Purpose(Sparse):
     """A network's task, as far as its file, its library or the user names it.
 
-    `task` is "" and `classes` None where unknown. `keypoints` is the number of points of a pose and of values per
-    point. `class_names` is () if they are unknown or only numbers. `inputs` are the inputs that Dyno wrote into a file;
-    the image's sides must be multiples of `stride`.
+    `task` is "" and `classes` None if unknown. `keypoints` is the number of points of a pose and of values per point.
+    `class_names` is () if they are unknown or only numbers. `inputs` are the inputs that Dyno wrote into a file; the
+    image's sides must be multiples of `stride`.
     """
 
     task: str = ""

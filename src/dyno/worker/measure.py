@@ -256,7 +256,7 @@ def measure_queued(session: Session, watch: Stopwatch, plan: Plan) -> np.ndarray
     """Return the GPU's seconds of runs queued behind another run, so that they include no launch.
 
     On an idle stream, the first event passes before the host has launched the work, so the launch counts as GPU time.
-    trtexec and nvbench keep the stream busy as well. Return None where launching takes nearly as long as the work, or
+    trtexec and nvbench keep the stream busy as well. Return None if launching takes nearly as long as the work, or
     `run` waits for it: the stream would be idle all the same.
     """
 

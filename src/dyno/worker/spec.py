@@ -317,7 +317,7 @@ class Plan:
 class Recipe:
     """Instructions for a file: `maker` turns the model, or the parent's file, into `format`.
 
-    `fallback` replaces it where that fails.
+    `fallback` replaces it on failure.
     """
 
     maker: str

@@ -221,7 +221,7 @@ def core_threads() -> list[tuple[int, ...]]:
 
 
 def last_cache() -> int:
-    """Return the bytes of a processor's largest cache according to Linux; 0 where unknown."""
+    """Return the bytes of a processor's largest cache according to Linux; 0 if unknown."""
     found = [0]
     for file in (CPUS_DIR / "cpu0/cache").glob("index*/size"):
         try:
@@ -389,13 +389,13 @@ class CpuContention:
 
 
 def run_delay() -> float:
-    """Return the total seconds that this process's threads waited for a processor; 0 where unknown (schedstat)."""
+    """Return the total seconds that this process's threads waited for a processor; 0 if unknown (schedstat)."""
     threads = (_first_line(str(file)).split() for file in Path("/proc/self/task").glob("*/schedstat"))
     return sum(int(fields[1]) for fields in threads if len(fields) > 1) / 1e9
 
 
 def _busy_seconds(processors: set[int]) -> float:
-    """Return the total busy seconds of these processors so far; 0 where unknown."""
+    """Return the total busy seconds of these processors so far; 0 if unknown."""
     names = {f"cpu{n}" for n in processors}
     try:
         lines = [line.split() for line in STATISTICS_FILE.read_text().splitlines() if line.startswith("cpu")]
@@ -411,14 +411,14 @@ def _own_seconds() -> float:
 
 
 def _launcher_seconds() -> float:
-    """Return the processor seconds of the parent so far; 0 where unknown."""
+    """Return the processor seconds of the parent so far; 0 if unknown."""
     # Only the name, in brackets, may hold spaces.
     fields = _first_line(f"/proc/{os.getppid()}/stat").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
 def read_memory() -> int:
-    """Return the resident set size of this process now, in bytes; 0 where unknown."""
+    """Return the resident set size of this process now, in bytes; 0 if unknown."""
     pages = _first_line("/proc/self/statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
@@ -461,7 +461,7 @@ def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def cpu_flags() -> set[str]:
-    """Return the processor's feature flags; empty where unknown."""
+    """Return the processor's feature flags; empty if unknown."""
     info = _read_proc_file("/proc/cpuinfo")
     return set(info.get("flags", info.get("Features", "")).split())
 

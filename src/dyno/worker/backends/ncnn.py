@@ -170,7 +170,7 @@ NCNN_FORMAT = NcnnFormat()
 
 
 class Ncnn(Backend):
-    """ncnn's interpreter on the CPU; fp16 and bf16 are the types of weights and activations where kernels support them.
+    """ncnn's interpreter on the CPU; fp16 and bf16 are the types of weights and activations if kernels support them.
 
     A module is traced by TorchScript and converted by pnnx; an ONNX file is converted by pnnx.
     """

@@ -292,7 +292,7 @@ def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = T
     arrays = evaluation.arrays
     save_arrays(journal.folder / "outputs.npz", arrays)
     journal.store_evaluation(evaluation)
-    # Hash of the photographs (equal at every size) and number set aside for calibration, where known
+    # Hash of the photographs (equal at every size) and number set aside for calibration, if known
     metadata = input_data.read_metadata(trial.data)
     photographs_and_set_aside = str(metadata.get("photographs") or ""), int(metadata.get("set_aside") or 0)
     journal.facts(

@@ -201,7 +201,7 @@ class HuggingFace(ModelSource):
         return make_eager(torch, network)
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
-        """Return the folder's preprocessing of images, and their height and width; None where unknown."""
+        """Return the folder's preprocessing of images, and their height and width; None if unknown."""
         given, size = _read_processor(rest), _read_pair(getattr(_read_config(rest), "image_size", None))
         if not given:
             return None, size

@@ -16,7 +16,7 @@ from dyno.worker.inspection import Purpose, order_class_names
 from dyno.worker.nets import local_code, random_weights
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
 
-ImageConfig = tuple[Preprocess | None, tuple[int, int] | None]  # preprocessing, (height, width); None where unknown
+ImageConfig = tuple[Preprocess | None, tuple[int, int] | None]  # preprocessing, (height, width); None if unknown
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Networks of ultralytics (YOLOv8, YOLO11 and kin) from a YAML or a checkpoint, with only their raw outputs.
+"""Networks of ultralytics (YOLOv8, YOLO11 and relatives) from a YAML or a checkpoint, with only their raw outputs.
 
 The library is under the AGPL and an optional extra: only its public classes are called. It is imported without
 telemetry, installations or banners, and its settings go to a temporary folder.
