@@ -173,7 +173,7 @@ def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
 
 
 def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, ...]:
-    """Return a warning if outputs for a random input are far from ONNX Runtime's; () where that is unknown.
+    """Return a warning if outputs for a random input are far from ONNX Runtime's; () if unknown.
 
     It is unknown for whole numbers, outputs of another shape, random outputs, files that ONNX Runtime refuses, and huge
     files.
