@@ -114,7 +114,7 @@ def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None,
     None for a module.
     """
     if fastest := _fastest_build(measured):
-        artifact = Files(Progress()).of(trial, fastest.number)
+        artifact = Files(Progress()).of(trial, fastest.round_index)
         if isinstance(artifact, Artifact):
             return artifact, [f"build {fastest.build} of {measured.builds}, the fastest; the verdict is of all of them"]
         raise _not_built(measured, artifact)

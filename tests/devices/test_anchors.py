@@ -57,7 +57,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
     waited: list[tuple[str, float]] = []
 
     def seen(group: InterleavedGroup, members: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
-        if members[0].number == 1 and killed:
+        if members[0].round_index == 1 and killed:
             raise KeyboardInterrupt
         others = [process(p) for p in group.alive if p not in members]
         before = [sum(p.cpu_times()[:2]) for p in others]

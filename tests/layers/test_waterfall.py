@@ -202,9 +202,11 @@ def test_what_a_gpu_waits_for_the_host_is_a_cause_of_its_own(rounds: int, tmp_pa
 def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways_of_it() -> None:
     found, plain = waterfall.make_waterfall(pair(latency_b=50)), waterfall.make_waterfall(pair())
     assert found.b.excess == pytest.approx(53e-6, rel=0.02)
-    for layers in (found.b.layers[0], found.b.even[0]):
+    for layers in (found.b.layers[0], found.b.watch_overhead_removed[0]):
         assert layers.sum() == pytest.approx(50e-6, rel=0.02) and layers.min() >= 0
-    assert 1e6 * found.b.even[0] == pytest.approx([38, 0, 0, 8], abs=5)  # 22 µs less each, but none less than nothing
+    assert 1e6 * found.b.watch_overhead_removed[0] == pytest.approx(
+        [38, 0, 0, 8], abs=5
+    )  # 22 µs less each, but none less than nothing
     conversion = by_key(found)["conversion"]  # of 8 µs, which may be 4 µs, or none at all
     assert 1e6 * conversion.difference.value == pytest.approx(3.9, rel=0.1) and not conversion.proven
     assert by_key(plain)["conversion"].proven

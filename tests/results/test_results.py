@@ -40,7 +40,7 @@ def test_trials_come_in_order_with_rounds_and_arrays(run: Path) -> None:
     assert repr(trial) == f"TrialResult({trial.id!r}, 'digits pytorch fp32 b1 64', 'ok')"
     assert repr(results) == f"Results({str(run)!r}, 3 trials)"
     assert (trial.spec.id, trial.spec.label) == (trial.id, trial.label)
-    assert [r.number for r in trial.rounds] == [0, 1, 2]
+    assert [r.round_index for r in trial.rounds] == [0, 1, 2]
     assert trial.samples("latency", "model").shape == (60,)
     assert len(trial.medians("all")) == 3
     assert trial.outputs()["output"].shape == (30, 10)

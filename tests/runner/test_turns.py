@@ -265,7 +265,7 @@ def test_later_rounds_load_in_parallel_and_warm_up_in_turn(
     windows = sorted((*w, key) for key, r in records.items() if key[1] == "r1" for w in r["facts"]["blocks"]["model"])
     assert len(windows) >= 6 and all(a[1] <= b[0] for a, b in pairwise(windows)), "one at a time"
     for trial in load_run(tmp_path):
-        first = next(r for r in trial.rounds if r.number == 0)
+        first = next(r for r in trial.rounds if r.round_index == 0)
         assert trial.value("load") == first.value("load") is not None, "loading beside others is no load time"
         assert trial.value("peak_memory") is not None
 

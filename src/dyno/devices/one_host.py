@@ -153,8 +153,8 @@ def _measure_rounds(
 
 def _each_round(members: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
     """Return the turns of each round: each device alone, and all devices at once."""
-    numbers = sorted({member.number for member in members})
-    rounds = [[member for member in members if member.number == number] for number in numbers]
+    numbers = sorted({member.round_index for member in members})
+    rounds = [[member for member in members if member.round_index == number] for number in numbers]
     return [turn for own in rounds for turn in list_single_and_joint_turns(own)]
 
 

@@ -54,16 +54,16 @@ class Estimates:
     """Seconds of one side: index 0 is the estimate, the others are its resamples.
 
     `latency` is [1 + resamples]; `layers` is [1 + resamples, layers]. `watched` is the sum of the layers as measured.
-    If it exceeds the latency, `layers` are scaled down by one factor, and `even` are the layers each reduced by the
-    same time; otherwise both are equal. The rest of the latency has three parts. `interrupted` is the excess of the
-    layers' sum in a profiled run over the sum of their medians: an interruption hits each layer in few runs, but some
-    layer in every run. `waiting` is the time without a kernel on a GPU with recorded kernels. `between` is the
-    remainder.
+    If it exceeds the latency, `layers` are scaled down by one factor, and in `watch_overhead_removed` each layer is
+    reduced by the same time; otherwise both are equal. The rest of the latency has three parts. `interrupted` is the
+    excess of the layers' sum in a profiled run over the sum of their medians: an interruption hits each layer in few
+    runs, but some layer in every run. `waiting` is the time without a kernel on a GPU with recorded kernels. `between`
+    is the remainder.
     """
 
     latency: np.ndarray
     layers: np.ndarray
-    even: np.ndarray
+    watch_overhead_removed: np.ndarray
     interrupted: np.ndarray
     waiting: np.ndarray
     between: np.ndarray
@@ -126,8 +126,9 @@ class Waterfall:
         step = _make_step(cause, self.a.layers[:, a].sum(axis=1), self.b.layers[:, b].sum(axis=1), tuple(places))
         if not self.a.excess and not self.b.excess:
             return step
-        even = _make_step(cause, self.a.even[:, a].sum(axis=1), self.b.even[:, b].sum(axis=1)).difference
-        low, high = min(step.difference.low, even.low), max(step.difference.high, even.high)
+        removed = (side.watch_overhead_removed[:, k].sum(axis=1) for side, k in ((self.a, a), (self.b, b)))
+        other = _make_step(cause, *removed).difference
+        low, high = min(step.difference.low, other.low), max(step.difference.high, other.high)
         return replace(step, difference=Interval(step.difference.value, low, high))
 
     def share(self, seconds: float) -> float:
@@ -165,13 +166,13 @@ def _make_estimates(processes: Sequence[Times]) -> Estimates:
     medians = np.hstack([_resample_medians(samples, rng) for samples in _list_samples(processes)])
     latency, layers, sums, working = medians[:, 0], medians[:, 1:-2], medians[:, -2], medians[:, -1]
     watched = float(layers[0].sum())
-    layers, even = scale_layers(latency, layers), lower_layers(latency, layers)
+    layers, removed = scale_layers(latency, layers), lower_layers(latency, layers)
     left = np.maximum(0.0, latency - layers.sum(axis=1))
     left[left < ZERO_S] = 0.0  # rounding errors of scaled layers
     interrupted = np.clip(sums - layers.sum(axis=1), 0.0, left)
     interrupted[interrupted < ZERO_S] = 0.0  # rounding errors
     waiting = np.clip(latency - working, 0.0, left - interrupted)
-    return Estimates(latency, layers, even, interrupted, waiting, left - interrupted - waiting, watched)
+    return Estimates(latency, layers, removed, interrupted, waiting, left - interrupted - waiting, watched)
 
 
 def _list_samples(processes: Sequence[Times]) -> list[np.ndarray]:

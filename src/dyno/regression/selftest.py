@@ -212,7 +212,7 @@ def _read_round(member: InterleavedJob, count: int) -> Round:
         raise UserError(f"not enough memory for {count} processes of {member.trial.label}; use a smaller model")
     if record.status != "ok":
         raise UserError(f"{member.trial.label} can't be measured: {record.status} at {record.stage}: {record.reason}")
-    return Round(member.folder, member.number, record, member.trial.runtime.device)
+    return Round(member.folder, member.round_index, record, member.trial.runtime.device)
 
 
 def _compute_stolen_share(before: Any) -> float:

@@ -30,7 +30,7 @@ class Round:
     """
 
     folder: Path
-    number: int
+    round_index: int
     record: Record
     device: str = "cpu"
     loaded: dict[str, np.ndarray] | None = field(default=None, repr=False, compare=False)

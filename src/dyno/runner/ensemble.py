@@ -236,7 +236,7 @@ def measure(
         def end(member: InterleavedJob, ended: list[InterleavedJob] = ended) -> None:
             ended.append(member)
             assert member.record is not None
-            if member.number >= 0:
+            if member.round_index >= 0:
                 if member.record.status != "ok" and kind == ROUND:
                     note_retry(member.folder, member.trial)
                 progress.done(member.trial, member.record, seconds=member.used_s)
@@ -254,7 +254,7 @@ def measure(
         comparisons = []
         for comparison, group in groups.values():
             own = [member for member in ended if member.group is group]
-            measured = {member.trial.id for member in own if member.number >= 0}
+            measured = {member.trial.id for member in own if member.round_index >= 0}
             if left := [trial for trial in comparison.trials if trial.id not in measured]:
                 if len(own) > 1:
                     comparisons.append(replace(comparison, trials=left))

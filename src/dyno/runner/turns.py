@@ -59,7 +59,7 @@ class InterleavedJob:
 
     job: Job
     folder: Path
-    number: int
+    round_index: int
     memory: int = 0
     where: Callable[[], AbstractContextManager[None]] = nullcontext
     last_message: str = ""
@@ -170,8 +170,8 @@ class InterleavedGroup:
                 for member in imported:
                     self._warm_members([member])
             elif self.apart:
-                for number in sorted({member.number for member in imported}):  # rounds may share a device
-                    one_round = [member for member in imported if member.number == number]
+                for number in sorted({member.round_index for member in imported}):  # rounds may share a device
+                    one_round = [member for member in imported if member.round_index == number]
                     self._load_engines(one_round)
                     self._warm_members(one_round)
             else:
@@ -207,7 +207,7 @@ class InterleavedGroup:
         for member in members:
             assert member.started is not None
             member.started.telemetry.note_loading()
-            self.progress.start(member.trial, member.number)
+            self.progress.start(member.trial, member.round_index)
         self._advance_members(members, GO)
 
     def _warm_members(self, members: Sequence[InterleavedJob]) -> None:
@@ -225,7 +225,7 @@ class InterleavedGroup:
         turns = {"set": self.name, "place": place, "together": self.together}
         job = member.job = replace(member.job, options={**member.job.options, "turns": turns})
         member.group = self
-        self.progress.start(member.trial, member.number)
+        self.progress.start(member.trial, member.round_index)
         hear, tell = os.pipe()
         listen, say = os.pipe()
         try:
@@ -278,7 +278,7 @@ class InterleavedGroup:
         elif self.together > 1 and boundary == last:
             groups = [order[:1], order[1:]]
         for group in filter(None, groups):
-            self.progress.start(group[0].trial, group[0].number)
+            self.progress.start(group[0].trial, group[0].round_index)
             self._advance_members(group, END)
 
     def _disturbed_blocks(self) -> set[int]:

@@ -31,8 +31,8 @@ Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # inputs and outputs
 class GpuWork:
     """The work of the GPU and the host in each watched run.
 
-    `busy` has the seconds in which the GPU ran a kernel or a copy, `calls` those in which the host was inside calls of
-    CUDA other than waits, and `kernels` how many were launched.
+    `busy` has the seconds with a kernel or a copy on the GPU, `calls` the host's seconds in CUDA calls other than
+    waits, and `kernels` the number of launches.
     """
 
     busy: np.ndarray
@@ -42,11 +42,11 @@ class GpuWork:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """How long the layers of `inside` took while the engine watched itself, which slows it down.
+    """The times of the layers in `inside`, measured by the engine itself, which slows it down.
 
-    `layers` has seconds, a row for each repeat and a column for each layer, 0 for one that doesn't run. `whole` has the
-    seconds of each watched run by the host's clock. `note` is a sentence on how the engine counts. `work` is what a GPU
-    did, and `functions` what each function did for it, where the engine says.
+    `layers` has seconds, a row per repeat and a column per layer (0: the layer doesn't run). `whole` has the seconds of
+    each watched run by the host's clock. `note` is a sentence on how the engine counts. `work` is the GPU's work and
+    `functions` the time of each function, if the engine reports them.
     """
 
     inside: LayerGraph
@@ -60,9 +60,9 @@ class LayerTimes:
 class Session(ABC):
     """A loaded model that the timing loop drives: bind inputs, run, wait, fetch outputs.
 
-    `slots` is how many batches can be in flight at once (throughput uses them all, latency only slot 0). `run` may
-    return before the work is done; `wait` may not. `stream` is the GPU stream the work is queued on, None on a CPU.
-    With `takes_frames` a video's frames become its inputs on its GPU unless the user says otherwise: that was measured.
+    `slots` is the number of batches in flight (throughput uses all, latency only slot 0). `run` may return before the
+    work is done; `wait` may not. `stream` is the GPU stream of the work, None on a CPU. With `takes_frames` (set after
+    measurements), video frames become inputs on the GPU by default.
     """
 
     inputs: tuple[Tensor, ...] = ()
@@ -72,7 +72,7 @@ class Session(ABC):
     takes_frames: bool = False
 
     def on_device(self) -> DeviceBinding | None:
-        """Return its inputs and outputs as PyTorch tensors on its device; None where PyTorch can't reach them."""
+        """Return a binding of PyTorch tensors on the device; None if PyTorch can't reach the session's memory."""
         return None
 
     def stage(self, feeds: Arrays) -> Arrays:
@@ -84,26 +84,26 @@ class Session(ABC):
 
     @abstractmethod
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
-        """Put the inputs (host arrays by name) where `run` reads them; on a GPU this is the copy to the device."""
+        """Put the inputs (host arrays by name) into the slot; on a GPU, copy them to the device."""
 
     def restoring(self, feeds: Arrays) -> Callable[[], None] | None:
-        """Return a function that restores slot 0's inputs to the `feeds` they were bound to.
+        """Return a function that restores slot 0's inputs to `feeds`, its bound values.
 
-        Return None if the run before didn't change them; engines never do.
+        Return None if the last run didn't change them; engines never do.
         """
         return None
 
     @abstractmethod
     def run(self, slot: int = 0) -> None:
-        """Start one inference on what is bound."""
+        """Start one inference on the bound inputs."""
 
-    def wait(self, slot: int = 0) -> None:  # noqa: B027 - nothing to do where `run` returns when it is done
+    def wait(self, slot: int = 0) -> None:  # noqa: B027 - nothing to do if `run` returns when it is done
         """Return only when the slot's inference is done."""
 
     def complete(self, slot: int = 0) -> None:
-        """Run one inference on what is bound to its end, in the calling thread where the engine can.
+        """Run one inference on the bound inputs to its end, in the calling thread if the engine can.
 
-        On a CPU every slot may do so at the same time, in its own thread.
+        On a CPU, every slot may do this at the same time, each in its own thread.
         """
         self.run(slot)
         self.wait(slot)
@@ -113,16 +113,16 @@ class Session(ABC):
         """Return the slot's outputs as host arrays by name; valid until the slot runs again."""
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """Return the seconds of one inference from host to host, part by part; empty where parts can't be measured."""
+        """Return the seconds of each part of one inference, host to host; empty if parts can't be measured."""
         return {}
 
     @property
     def batches(self) -> tuple[int, int, int] | None:
-        """Smallest, best and largest batch that this session takes, None where nothing limits it."""
+        """Smallest, best and largest batch of the session; None without limits."""
         return None
 
     def reshape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Take inputs of these shapes from now on; a `UserError` where they are fixed."""
+        """Take inputs of these shapes from now on; raise a `UserError` if the shapes are fixed."""
         raise UserError("this engine's shapes are fixed; load it with a free batch")
 
     def limit_threads(self, count: int) -> bool:
@@ -142,12 +142,11 @@ class Session(ABC):
         raise Unavailable("this engine doesn't say how long its layers take")
 
     def run_for_counters(self) -> None:
-        """Run what slot 0 is bound to once between the start and the stop of CUDA's profiler, kernel by kernel and not
-        as a graph, with NVTX ranges named by the layers; nothing is timed afterwards."""
+        """Run slot 0's inputs once within CUDA's profiler, an NVTX range per layer; nothing is timed afterwards."""
         raise Unavailable("this engine's kernels can't be told apart for hardware counters")
 
-    def close(self) -> None:  # noqa: B027 - nothing to do where Python frees it
-        """Free everything."""
+    def close(self) -> None:  # noqa: B027 - nothing to do if Python frees it
+        """Free all resources."""
 
 
 def answer_feeds(session: Session, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -161,15 +160,16 @@ def answer_feeds(session: Session, feeds: Arrays) -> dict[str, np.ndarray]:
 class Backend(ABC):
     """One way to run models.
 
-    `requires` are the distributions whose versions shape its results; `precisions`, `devices` and `options` what it
-    takes, `file_precisions` those of a file's weights that it runs besides and Dyno doesn't make, `values` the checks
-    of its options' values (`option_values`), made before anything runs, and `files` the suffixes of model files that it
-    can run (None: unknown). `profiled` are those of its devices on which its sessions can `profile`, and with
-    `loads_onnx` its `load` takes any ONNX file as it is, so that parts of a graph can be run.
-    One that isn't `offered` runs only where it is named, such as a scripted one; one that `compiles` takes as long to
-    `load` as others take to build a file, and one that `builds_slowly` takes longer than all others for its file.
-    `install_hint` says how to get its library if that does not belong beside the others.
-    What a backend does with its library happens in the worker; `refuse` and `recipe` are pure.
+    `requires` are the distributions that shape its results by their versions. `precisions`, `devices` and `options` are
+    the supported ones; `file_precisions` are further weight types that it runs from a given file and Dyno doesn't make.
+    `values` checks option values (`option_values`) before anything runs. `files` are the suffixes of the model files
+    that it runs (None: unknown). `profiled` are the devices on which its sessions can `profile`. With `loads_onnx`,
+    `load` takes any ONNX file as it is, so that parts of a graph can be run.
+
+    A backend that isn't `offered` runs only if named, such as a scripted one. With `compiles`, `load` takes as long as
+    other backends' builds; with `builds_slowly`, making its file takes longest of all. `install_hint` says how to get
+    its library if that must not share an environment with the others. Library calls happen in the worker; `refuse` and
+    `recipe` are pure.
     """
 
     name: str = ""
@@ -188,13 +188,13 @@ class Backend(ABC):
     builds_slowly: bool = False
 
     def check_options(self, options: Mapping[str, Option]) -> None:
-        """Raise a `UserError` for an option that this backend lacks, or a value that is never valid."""
+        """Raise a `UserError` for an option that this backend lacks, or for a value that is never valid."""
         for name in options:
             check_known("option", name, self.options, f" of {self.name}")
         check_values(self.name, options, self.values)
 
     def refuse(self, trial: Trial) -> str:
-        """Return the reason for which this backend can't run the trial, in one line, or "" if none is known."""
+        """Return the reason why this backend can't run the trial, in one line; "" if none is known."""
         on_cpu = trial.runtime.device == "cpu"
         if trial.precision == "tf32" and on_cpu:
             return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
@@ -216,7 +216,7 @@ class Backend(ABC):
         return ""
 
     def reads(self, path: str) -> bool:
-        """Return whether the backend can run the model file, as far as the file shows."""
+        """Return whether the backend can run the model file, judged by its suffix."""
         return self.files is None or path.endswith(self.files)
 
     def recipe(self, trial: Trial) -> Recipe | None:
@@ -225,15 +225,17 @@ class Backend(ABC):
 
     @abstractmethod
     def probe(self) -> Probe:
-        """Import the library and run one operation: version and devices, or `Unavailable` with what to install."""
+        """Run one operation of the library and return version and devices; raise `Unavailable` with what to install."""
 
     def prepare(self, trial: Trial) -> None:  # noqa: B027 - nothing to do without a library
-        """Import the libraries that `load` needs for the trial, as it does, and use no GPU yet; what is missing is left
-        to `load`. Trials that measure in turns do this side by side."""
+        """Import the libraries that `load` needs for the trial, using no GPU; `load` reports missing ones.
+
+        Interleaved trials do this in parallel.
+        """
 
     @abstractmethod
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """Load the model for the trial's dims, precision, threads and device. Raises `Unavailable` or `UserError`."""
+        """Load the model for the trial's dims, precision, threads and device; raise `Unavailable` or `UserError`."""
 
     def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the engine's layers for the trial's model; raise `Unavailable` if the backend doesn't report them."""
@@ -241,7 +243,7 @@ class Backend(ABC):
 
 
 def refuse_requantising(trial: Trial) -> str:
-    """Return why a file that is quantised already can't run in the trial's precision; "" where it can."""
+    """Return why an already quantised file can't run in the trial's precision; "" if it can."""
     own = trial.model.precision
     if own not in QUANTISED_PRECISIONS or trial.precision == own:
         return ""
@@ -249,29 +251,29 @@ def refuse_requantising(trial: Trial) -> str:
 
 
 class Maker(ABC):
-    """One step on the way to a file; a recipe names it. `requires` is as a backend's."""
+    """One step on the way to a file, named by a recipe. `requires` is as in `Backend`."""
 
     name: str = ""
     requires: tuple[str, ...] = ()
 
     def describe(self, recipe: Recipe) -> MakerFacts:
-        """Return what is known before the file is made: maker, options, and versions of the libraries."""
+        """Return the facts known before the file is made: maker, options, and versions of the libraries."""
         return MakerFacts(
             backend=self.name, options=dict(recipe.options), versions=system.find_versions(self.requires)
         )  # fmt: skip
 
     @abstractmethod
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Make the recipe's file in the folder, from the parent's where the recipe has one."""
+        """Make the recipe's file in the folder, from the parent's file if the recipe has one."""
 
 
 @dataclass(frozen=True)
 class FileContents:
     """The contents of a model file as Dyno needs them.
 
-    `batches` are the smallest, best and largest batch of an engine with a profile; `task` Dyno's metadata on the
-    network's task (`task_facts`); `image` the exporter's on its images (`imgsz`, `batch`, `stride`);
-    `flops` counts the operations at static shapes, and `parameters` is the number of weights (None: not counted).
+    `batches` is the smallest, best and largest batch of an engine with a profile; `task` Dyno's metadata on the task
+    (`task_facts`); `image` the exporter's metadata on images (`imgsz`, `batch`, `stride`); `flops` counts the
+    operations at static shapes; `parameters` is the number of weights (None: not counted).
     """
 
     inputs: tuple[Tensor, ...]
@@ -285,11 +287,10 @@ class FileContents:
 
 
 class FileFormat(ABC):
-    """One kind of model file: its suffixes, how it is read, what belongs to it, and what runs it by default.
+    """One kind of model file: its suffixes, reader, companion files, and default backend.
 
-    `suffixes` begins with the one that is written; `backend` and `device` run such a file by default; the recipes
-    of the backends in `builders` make one (`dyno export`). With `on_device` nothing but its backend on its device can
-    read it.
+    Dyno writes the first of the `suffixes`. `backend` and `device` run the file by default. Recipes of the backends in
+    `builders` make it (`dyno export`). With `on_device`, only its backend on its device can read it.
     """
 
     name: str = ""
@@ -312,13 +313,13 @@ class FileFormat(ABC):
         return []
 
     def copy(self, file: Path, out: Path) -> None:
-        """Copy the file with what belongs to it."""
+        """Copy the file with its companions."""
         shutil.copyfile(file, out)
         for part in self.companions(file):
             shutil.copyfile(part, out.with_suffix(part.suffix))
 
     def recipe(self, trial: Trial) -> Recipe | None:
-        """Return the recipe with which `dyno export` makes such a file of the trial's model; None if it can't."""
+        """Return the recipe by which `dyno export` makes such a file from the trial's model; None if it can't."""
         return None
 
     @abstractmethod
@@ -336,9 +337,9 @@ def artifact_of(
     parent_sha256: str = "",
     beside: Sequence[Path] = (),
 ) -> Artifact:
-    """Return the artifact of the file at `path` with those `beside` it, these inputs and outputs, made since `began`.
+    """Return the artifact of the file at `path` and its companions in `beside`.
 
-    `began` is a time of `perf_counter`, in seconds.
+    `ends` are its inputs and outputs. `began` is the start of its making, in seconds of `perf_counter`.
     """
     content = b"".join(each.read_bytes() for each in (path, *beside))
     sha256, seconds = hashlib.sha256(content).hexdigest(), time.perf_counter() - began
@@ -346,16 +347,16 @@ def artifact_of(
 
 
 def make_derived(parent: Artifact, path: Path, precision: str, made_by: MakerFacts, began: float) -> Artifact:
-    """Return the artifact of the file at `path`, made from `parent` since `began`.
+    """Return the artifact of the single file at `path`, made from `parent` since `began`.
 
-    It is a single file, with the parent's format, inputs and outputs.
+    Format, inputs and outputs are the parent's.
     """
     ends = (parent.inputs, parent.outputs)
     return artifact_of(path, parent.format, precision, ends, made_by, began, parent.sha256)
 
 
 def describe_given(file_format: FileFormat, recipe: Recipe, made_by: MakerFacts) -> Artifact:
-    """Return the user's own file as an artifact, which took no time to make; its hash identifies its weights."""
+    """Return the user's own file as an artifact with 0 seconds of making; its hash identifies its weights."""
     path = recipe.model.file
     contents = file_format.read(path, Trial(recipe.model, file_format.backend, recipe.precision, recipe.dims))
     made_by = replace(made_by, parameters=contents.parameters)
@@ -365,18 +366,17 @@ def describe_given(file_format: FileFormat, recipe: Recipe, made_by: MakerFacts)
     return replace(artifact, seconds=0.0, made_by=replace(made_by, weights_sha256=artifact.sha256))
 
 
-# A session's inputs and outputs as tensors of PyTorch where the engine computes, for code that makes and reads them
-# there: frames of a video needn't become arrays of a host that is slower than the GPU.
+# Inputs and outputs as PyTorch tensors on the engine's device: video frames needn't pass through a host that is slower
+# than the GPU.
 
 
 @dataclass(frozen=True)
 class DeviceBinding:
-    """Tensors in and out, in place of `Session.bind` and `Session.fetch`.
+    """PyTorch tensors on the engine's device, in place of `Session.bind` and `Session.fetch`.
 
-    `torch` is the library, `device` where its tensors have to be: a GPU, or a CPU, whose work is done when a call
-    returns and which has neither streams nor events (None). `bind(tensors, ready, slot)` queues copies of the inputs
-    into the slot, after the event `ready`; `outputs(slot)` are those of the slot's run, which is done, until it runs
-    again.
+    `torch` is the library and `device` the tensors' device. On a CPU, calls return with the work done, without streams
+    or events (None). `bind(tensors, ready, slot)` queues copies of the inputs into the slot, after the event `ready`.
+    `outputs(slot)` are the outputs of the slot's finished run, valid until it runs again.
     """
 
     torch: Any
@@ -386,11 +386,11 @@ class DeviceBinding:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether work is queued."""
+        """Whether work is queued on a GPU."""
         return bool(self.device.type == "cuda")
 
     def stream(self) -> Any:
-        """Return another stream of the device."""
+        """Return a further stream of the device; None on a CPU."""
         return self.torch.cuda.Stream(self.device) if self.on_gpu else None
 
     @contextmanager
@@ -400,5 +400,5 @@ class DeviceBinding:
             yield
 
     def host(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return a tensor in host memory, with which a GPU copies in parallel with other work."""
+        """Return a tensor in host memory; page-locked for a GPU, so that copies overlap with other work."""
         return self.torch.empty(shape, dtype=dtype, pin_memory=self.on_gpu)

@@ -1,4 +1,4 @@
-"""Which extra of Dyno's distribution brings a library: the one place that knows, for every hint of what to install."""
+"""Dyno's extra for each library: the only source of install advice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXTRAS = {
     "openvino": "openvino",
     "ai-edge-litert": "litert",
     **dict.fromkeys(("ncnn", "pnnx"), "ncnn"),
-    "tensorrt-rtx": "tensorrt_rtx",  # cuda-bindings is in it too, but others need that alone
+    "tensorrt-rtx": "tensorrt_rtx",  # has cuda-bindings too, but other users need only that
     **dict.fromkeys(("jinja2", "matplotlib", "squarify"), "report"),
     **dict.fromkeys(("pillow", "pycocotools", "pyyaml", "scikit-learn"), "data"),
     **dict.fromkeys(("av", "opencv-python"), "video"),
@@ -31,15 +31,15 @@ EXTRAS = {
     **{name: name for name in ("mlflow", "wandb", "tensorboard")},
     "pyarrow": "parquet",
 }
-# Builds of ONNX Runtime. All of them install the same files, so there is at most one in an environment.
+# Builds of ONNX Runtime. All install the same files, so an environment has at most one.
 ONNX_RUNTIME_BUILDS = "|".join(
     ("onnxruntime", *(f"onnxruntime-{build}" for build in ("gpu", "openvino", "qnn", "migraphx", "rocm")))
 )
-# Extras and libraries that need a version of PyTorch: without a word on it, pip would take the newest.
+# Extras and libraries that need a pinned PyTorch: pip would take the newest
 NEED_TORCH = {"torch", "ultralytics", "torch_tensorrt"}
-# The torchao for each PyTorch, which torchao's metadata doesn't name (pytorch/ao#2919); before 2.11 each has its own.
+# torchao's version by PyTorch version, missing from torchao's metadata (pytorch/ao#2919); needed before 2.11
 TORCHAO_VERSIONS = {"2.7": "0.12.0", "2.8": "0.13.0", "2.9.0": "0.14.1", "2.9": "0.15.0", "2.10": "0.16.0"}
-# What some libraries are called where they are imported, by themselves or by another.
+# Distribution by import name, also of libraries imported by another one
 IMPORT_NAMES = {
     "PIL": "pillow",
     "huggingface_hub": "transformers",
@@ -52,7 +52,7 @@ IMPORT_NAMES = {
     "yaml": "pyyaml",
     "markupsafe": "jinja2",
 }
-# What the loader says of a library that is installed, and what helps.
+# Advice by the loader's message about an installed library
 INSTALL_ADVICE = {
     "object: operation not permitted": "its file system is mounted noexec: install it on another",
     "failed to map segment": "allow more memory (ulimit -v)",
@@ -62,10 +62,10 @@ INSTALL_ADVICE = {
 
 
 def load_library(module: str, user: str = "", error: type[Exception] = Unavailable, cure: str = "") -> Any:
-    """Import a module; raise the error with its library, what needs it, and the cure: how to install it."""
+    """Import a module; raise the error with its library, its `user`, and the cure: how to install it."""
     try:
         return importlib.import_module(module)
-    except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: a library that is broken here
+    except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: a broken library
         name = find_distribution(module)
         is_absent = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
         first, *_ = str(e).splitlines() or [type(e).__name__]
@@ -75,9 +75,9 @@ def load_library(module: str, user: str = "", error: type[Exception] = Unavailab
 
 
 def install(*libraries: str) -> str:
-    """Return the command to install the libraries: by their extras, or by name where no extra has them.
+    """Return the command to install the libraries: by extra, or by name if no extra has them.
 
-    It replaces no engine: it takes what fits the PyTorch and the build of ONNX Runtime that are installed.
+    It replaces no engine: its versions fit the installed PyTorch and build of ONNX Runtime.
     """
     names = [find_distribution(library) for library in libraries]
     extras = {EXTRAS[name] for name in names if name in EXTRAS}
@@ -93,7 +93,7 @@ def install(*libraries: str) -> str:
 
 
 def _fit_torchao(torch: str) -> str:
-    """Return the requirement of the torchao that fits the version of PyTorch; without one, the newest."""
+    """Return the requirement of the torchao for this version of PyTorch; the newest if the version is unknown."""
     number = torch.partition("+")[0]
     fitting = TORCHAO_VERSIONS.get(number) or TORCHAO_VERSIONS.get(number.rpartition(".")[0])
     return f"torchao=={fitting}" if fitting else "'torchao>=0.17'"
@@ -118,7 +118,7 @@ def find_distribution(library: str) -> str:
 
 
 def name_lacking(names: Iterable[str], also: Iterable[str] = ()) -> str:
-    """Return one line on missing libraries, with the command to install them and the useful ones in `also`."""
+    """Return one line on missing libraries, with the command to install them and the libraries in `also`."""
     named = [find_distribution(name) for name in names]
     listed = ", ".join(named[:-1]) + " and " * (len(named) > 1) + named[-1]
     return f"this needs {listed}, not installed here; {install(*named, *also)}"

@@ -8,16 +8,16 @@ from typing import Any
 from dyno.worker.facts.json_values import Sparse
 from dyno.worker.spec import InputSpec, Preprocess, Tensor
 
-METADATA_FILE = "metadata.yaml"  # written by ultralytics into its export folders
+METADATA_FILE = "metadata.yaml"  # file in ultralytics' export folders
 
 
 @dataclass(frozen=True, kw_only=True)
 class Purpose(Sparse):
     """A network's task, as far as its file, its library or the user names it.
 
-    `task` is "" and `classes` None where unknown; `keypoints` are how many points a pose has and the values of
-    each. `class_names` are () where they are unknown or only numbers. `inputs` are those that Dyno wrote into a file,
-    `stride` is what the image's sides must be multiples of.
+    `task` is "" and `classes` None if unknown. `keypoints` is the number of points of a pose and of values per point.
+    `class_names` is () if they are unknown or only numbers. `inputs` are the inputs that Dyno wrote into a file; the
+    image's sides must be multiples of `stride`.
     """
 
     task: str = ""
@@ -32,7 +32,7 @@ class Purpose(Sparse):
 def order_class_names(names: Any) -> tuple[str, ...]:
     """Return class names in the order of their numbers, from a list or a dict by number; () for placeholders.
 
-    Placeholders end in their own number, as `3`, `class3` and `LABEL_3` do.
+    Placeholders end with their own number: `3`, `class3`, `LABEL_3`.
     """
     if isinstance(names, dict):
         try:
@@ -46,19 +46,20 @@ def order_class_names(names: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(Purpose):
-    """A model's facts that Dyno needs before it lists trials.
+    """The facts on a model that Dyno needs before it lists trials.
 
-    `size` [h, w] is the model's own, (0, 0) without an image; `fixed_size` says that its file takes no other, and
-    `size_guessed` that the file leaves it free and names none.
-    `batch` is the one that it takes (0: any) and `batch_reason` why, `usual_batch` that of its example inputs or of
-    its file's metadata, and `batches` an engine's or a program's smallest, best and largest. `inputs` are as
-    `ModelSpec.inputs`. `shapes` are as `Dims.shapes`, and `declared` as `ModelSpec.outputs`.
-    `outputs` is how many classes a classifier's scores are of (else 0), `flops` the operations of one image by size
-    (nothing where they can't be counted), `parameters` a module's or a file's, `channels` and `precision` a file's, and
-    `signature` the shapes of the inputs and outputs of a file. `preprocess_guessed` says that images are normalised,
-    and nothing says by which mean and standard deviation. `unsupported_images` says how the model wants its images
-    prepared where Dyno can't, and `unchecked_images` why that couldn't be checked ("" elsewhere). `files` has the
-    sha256 of each file that the user's code read while it made the network.
+    `size` [h, w] is the model's default, (0, 0) without an image; with `fixed_size` its file takes no other, and with
+    `size_guessed` the file has a free size and names no default. `batch` is the only batch that it takes (0: any) and
+    `batch_reason` why; `usual_batch` is the batch of its example inputs or its file's metadata, `batches` the smallest,
+    best and largest of an engine or a program. `inputs` are as `ModelSpec.inputs`, `shapes` as `Dims.shapes`,
+    `declared` as `ModelSpec.outputs`.
+
+    `outputs` is the number of classes of a classifier's scores (else 0), `flops` the operations of one image by size
+    (empty if uncountable). `parameters` belong to the module or file, `channels` and `precision` to a file; `signature`
+    has the shapes of a file's inputs and outputs. With `preprocess_guessed`, images are normalised by an unknown mean
+    and standard deviation. `unsupported_images` describes a preparation of images that Dyno lacks, and
+    `unchecked_images` why it couldn't be checked ("": neither). `files` has the sha256 of each file read by the user's
+    code while it made the network.
     """
 
     size: tuple[int, int] = (0, 0)

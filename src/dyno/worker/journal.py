@@ -18,16 +18,16 @@ from dyno.worker.evaluation import evaluate
 from dyno.worker.record import Measurement, Record, save_arrays, write_json
 from dyno.worker.spec import Job, to_json
 
-MAX_WITHHELD_CORES = 0.05  # mean processors withheld by a limit, from which a timing has a warning
+MAX_WITHHELD_CORES = 0.05  # mean processors withheld by a limit; a warning above
 
 
 def end_at_next_sample() -> None:
-    """Let a forked copy of this process end when it comes back to the timing loop, which looks at the clock."""
+    """End a forked copy of this process when it returns to the timing loop, which reads the clock."""
     measure.now = system.end_copy
 
 
 class Journal:
-    """The job's results so far, on disk after every stage, so that a later crash loses nothing."""
+    """The job's results so far, written to disk after every stage, so that a later crash loses none."""
 
     def __init__(self, folder: Path, job: Job) -> None:
         self.folder, self._process = folder, os.getpid()
@@ -39,14 +39,14 @@ class Journal:
         self.samples: dict[str, np.ndarray] = {}
 
     def stage(self, name: str) -> None:
-        """Begin a stage, whose name the progress display and the record of a crash show."""
+        """Begin a stage; the progress display and the record of a crash show its name."""
         self.check_process()
         self.record = replace(self.record, stage=name)
-        self._write_partial()  # first: a job whose stage says that it closes was measured
+        self._write_partial()  # first: the stage "close" implies stored measurements
         (self.folder / "stage").write_text(name)
 
     def check_process(self) -> None:
-        """End this process where it is a copy of the job's, forked by the model's code."""
+        """End this process if it is a copy of the job's, forked by the model's code."""
         if os.getpid() != self._process:
             system.end_copy()
 
@@ -60,7 +60,7 @@ class Journal:
         write_json(self.folder / "partial.json", to_json(self.record))
 
     def store_samples(self, tag: str, boundary: str, unit: str, hint: str, sampling: measure.Sampling) -> None:
-        """Store raw samples, when they were taken, and the measurements that name them."""
+        """Store raw samples, their time span, and the measurements that name them."""
         name = tag if tag == boundary else f"{tag}_{boundary}"
         self.facts(timed={**self.record.facts.timed, boundary: sampling.window})
         measurements = [Measurement(tag, unit, hint, sampling.value, name, boundary, "host", sampling.stopped)]
@@ -75,7 +75,7 @@ class Journal:
         self.add(*measurements)
 
     def store_queued(self, seconds: np.ndarray) -> None:
-        """Store the GPU's seconds of runs that were queued behind another (see `measure.measure_queued`)."""
+        """Store the GPU's seconds of queued runs (see `measure.measure_queued`)."""
         self.samples["queued"] = seconds
         save_arrays(self.folder / "samples.npz", self.samples)
         self.add(Measurement("queued", "s", "duration", None, "queued", "model", "gpu"))
@@ -97,13 +97,13 @@ class Journal:
         self.add(*evaluation.list_measurements())
 
     def store_profile(self, tag: str, whole: np.ndarray, layers_tag: str, layers: np.ndarray) -> None:
-        """Store the seconds of watched runs under the tag, and those of their layers [repeats, layers]."""
+        """Store the seconds of watched runs and of their layers [repeats, layers] under the tags."""
         self.samples.update({tag: whole, layers_tag: layers})
         save_arrays(self.folder / "samples.npz", self.samples)
         self.add(*(Measurement(name, "s", "duration", None, name, "model", "host") for name in (tag, layers_tag)))
 
     def store_gpu_work(self, work: GpuWork) -> None:
-        """Store what a GPU did in the watched runs, and the host to make it."""
+        """Store the work of the GPU and the host in the watched runs."""
         self.samples.update({"gpu_busy": work.busy, "cuda_calls": work.calls, "kernels": work.kernels})
         save_arrays(self.folder / "samples.npz", self.samples)
         self.add(
@@ -115,9 +115,9 @@ class Journal:
     def record_contention(
         self, boundary: str, busy: float, device: str, withheld: float = 0.0, overheated: int = 0
     ) -> None:
-        """Record the CPU contention of this timing, and warn when it was enough to change it.
+        """Record the CPU contention of this timing; warn if it was enough to change the timing.
 
-        `busy` and `withheld` are in processors, `overheated` a count: see `system.CpuContention`.
+        `busy` and `withheld` are in processors, `overheated` is a count: see `system.CpuContention`.
         """
         threshold = system.contention_threshold(device)
         busy_by_boundary = {**self.record.facts.others_busy, boundary: round(busy, 3)}

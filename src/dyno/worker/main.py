@@ -1,7 +1,7 @@
 """One job folder in, one record out: `python main.py FOLDER` reads job.json there and writes record.json.
 
-The launcher starts this file by its path, under any interpreter, so it finds its own package without help from the
-interpreter's path, and leaves that path as it would be without it.
+The launcher starts this file by its path, under any interpreter. The file finds its own package and leaves the
+interpreter's path unchanged.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 def _import_package() -> None:
-    """Make `dyno` importable from beside this file, and only that.
+    """Make `dyno`, and nothing else in this file's folder, importable.
 
-    This file's folder is what Python put first on the path; modules named like a library's would shadow it from there.
+    Python put this file's folder first on the path: modules there would shadow libraries of the same name.
     """
     root = Path(__file__).resolve().parents[1]
-    if sys.path[0] == str(Path(__file__).parent):  # not so under PYTHONSAFEPATH
+    if sys.path[0] == str(Path(__file__).parent):  # false under PYTHONSAFEPATH
         del sys.path[0]
     spec = importlib.util.spec_from_file_location("dyno", root / "__init__.py", submodule_search_locations=[str(root)])
     assert spec is not None and spec.loader is not None
@@ -49,7 +49,7 @@ from dyno.worker.registry import find
 from dyno.worker.registry import get_maker as find_maker
 from dyno.worker.spec import ELLIPSIS, SCHEMA, Artifact, DataSpec, Job, NoRoute, Unavailable, UserError, from_json
 
-AS_THEY_ARE = ("probe", "cold_start")  # jobs that say what byte code the user's own processes find
+AS_THEY_ARE = ("probe", "cold_start")  # jobs that report the byte code as the user's own processes find it
 MIN_FILE_B = 1 << 20
 
 
@@ -74,7 +74,7 @@ def stress_trial(job: Job, journal: Journal) -> None:
 
 
 def make_file(job: Job, journal: Journal) -> None:
-    """Make the recipe's file and describe it, with the steps that led to it."""
+    """Make the recipe's file and describe it, including the steps that led to it."""
     assert job.recipe is not None
     maker = find_maker(job.recipe.maker)
     journal.record = replace(journal.record, system=system.describe(("numpy", *maker.requires)))
@@ -84,9 +84,9 @@ def make_file(job: Job, journal: Journal) -> None:
     seconds = time.perf_counter() - start
     step = MakerStep(job.recipe.maker, artifact.format, artifact.precision, seconds, artifact.bytes)
     before = job.artifact.made_by if job.artifact else MakerFacts()
-    # A file that the user gave was read, not made, so there is no time for it.
+    # The user's own file was read, not made: no step, no time.
     steps = [step] if Path(artifact.path).resolve().is_relative_to(journal.folder.resolve()) else []
-    # A file's warnings hold for all that is made from it.
+    # Warnings on a file hold for every file made from it.
     warnings = tuple(dict.fromkeys([*before.warnings, *artifact.made_by.warnings]))
     made_by = MakerFacts(**before.set_fields(ORIGIN_FIELDS)).merge(artifact.made_by)
     made_by = replace(made_by, steps=(*before.steps, *steps), warnings=warnings)
@@ -140,7 +140,7 @@ def train_model(job: Job, journal: Journal) -> None:
 def find_peak(job: Job, journal: Journal) -> None:
     """Measure the peak rate of matrix products in each type, or in the types of the option `types`.
 
-    With the option `copy`, measure the rate of a copy too. Each result is on disk before the next measurement begins.
+    With the option `copy`, also measure the rate of a copy. Each result is on disk before the next measurement.
     """
     from dyno.worker.jobs import stress as jobs_stress
 
@@ -158,7 +158,7 @@ def find_peak(job: Job, journal: Journal) -> None:
 
 
 def take_home(job: Job, journal: Journal) -> None:
-    """Write a script that runs the trial in its own library, and what it needs besides the trial's file."""
+    """Write a script that runs the trial in its own library, and the script's other files."""
     from dyno.worker import snippets
 
     assert job.trial is not None
@@ -166,7 +166,7 @@ def take_home(job: Job, journal: Journal) -> None:
     journal.facts(files=snippets.write(job.trial, job.artifact, job.options, journal.folder))
 
 
-# By kind: a function above, or MODULE:FUNCTION of `worker.jobs`, which is imported for such a job alone.
+# Job by kind: a function above, or MODULE:FUNCTION of `worker.jobs`, imported only for that kind
 OTHER_JOBS: dict[str, Callable[[Job, Journal], None] | str] = {
     "make": make_file, "probe": probe, "inspect": inspect_job, "layers": read_layers, "train": train_model,
     "stress": stress_trial, "peak": find_peak, "take": take_home, "profile": "layers:profile",
@@ -186,7 +186,7 @@ def _find_job(kind: str) -> Callable[[Job, Journal], None]:
 
 
 def perform(job: Job, journal: Journal, turns: Uninterleaved) -> Record:
-    """Do the job; every way it can fail inside Python becomes a status with one line of reason."""
+    """Do the job; every failure inside Python becomes a status with one line of reason."""
     try:
         journal.facts(affinity=tuple(system.pin(job.runtime.threads)))
         journal.stage("import")
@@ -205,21 +205,21 @@ def perform(job: Job, journal: Journal, turns: Uninterleaved) -> Record:
     except UserError as e:
         _raise_if_disk_full(e, job, journal)
         if ELLIPSIS in str(e) and e.__cause__ is not None:
-            traceback.print_exc()  # the log has what was left out
+            traceback.print_exc()  # the log has the full text
         if isinstance(e, NoRoute):
             journal.facts(no_route=True)
         return _end_record(journal, "failed", str(e))
     except MemoryError as e:
         traceback.print_exc()
         return _end_record(journal, "oom", f"out of memory: {one_line(e)}" if str(e) else "out of memory")
-    except Exception as e:  # the border: whatever a library raises is this row's reason, never the study's end
+    except Exception as e:  # any library's error is this row's reason, never the study's end
         _raise_if_disk_full(e, job, journal)
         traceback.print_exc()
         return _end_record(journal, "failed", f"{type(e).__name__}: {one_line(e)}")
 
 
 def _raise_if_disk_full(error: Exception, job: Job, journal: Journal) -> None:
-    """Raise an `OSError` where the job failed for a full disk; a file that is made is about as large as its source."""
+    """Raise an `OSError` if the job failed for a full disk; a made file is about as large as its source."""
     source = job.artifact.bytes if job.artifact else 0
     system.raise_if_disk_full(error, journal.folder, max(MIN_FILE_B, source) if job.kind == "make" else 0)
 
@@ -229,13 +229,13 @@ def _end_record(journal: Journal, status: str, reason: str) -> Record:
 
 
 def main(folder: Path) -> int:
-    """Read the job, do it, write the record; 0 when a record was written, whatever it says."""
+    """Read the job, do it, write the record; return 0 if a record was written, whatever its status."""
     begin = time.perf_counter()
-    # Run by hand there is no launcher; the current parent takes its place.
+    # Without a launcher (run by hand), the current parent takes its place.
     launcher = int(os.environ.pop("DYNO_LAUNCHER", os.getppid()))
     for name, value in system.SILENCING_VARIABLES.items():
         os.environ.setdefault(name, value)
-    if launcher != system.UNDER_TOOL:  # the launcher ends with the job, or its starting thread may end first
+    if launcher != system.UNDER_TOOL:  # else the tool may end before the job
         system.die_with_parent(launcher)
     data = read_json(folder / "job.json")
     if data.get("schema") != SCHEMA:
@@ -256,7 +256,7 @@ def main(folder: Path) -> int:
         if e.errno not in system.DISK_FULL:
             raise
         print(f"dyno: {e}", file=sys.stderr)
-        return os.EX_CANTCREAT  # not the trial's fault: without a record it is measured once there is room
+        return os.EX_CANTCREAT  # not the trial's fault: no record, so it is measured once there is room
     (folder / "partial.json").unlink(missing_ok=True)
     return 0
 
@@ -264,7 +264,7 @@ def main(folder: Path) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python main.py FOLDER   (the folder holds job.json; record.json is written there)")
-    if os.environ.get("DYNO_LAUNCHER") == str(system.UNDER_TOOL):  # a profiler may have to finish when Python ends
+    if os.environ.get("DYNO_LAUNCHER") == str(system.UNDER_TOOL):  # a profiler may finish in exit handlers
         sys.exit(main(Path(sys.argv[1])))
-    # The record is written, and what libraries do at their end only takes time (PyTorch 0.7 s) or crashes.
+    # The record is written; exit handlers of libraries only take time (PyTorch 0.7 s) or crash.
     system.end(main(Path(sys.argv[1])))

@@ -1,7 +1,7 @@
 """The only timing loop: three boundaries, warm-up until steady, sampling until the interval is narrow enough.
 
-A session's `run` may return before the work is done, so every sample ends after `wait`: a launch that was not waited
-for can't become a latency.
+A session's `run` may return before the work is done. Every sample therefore ends after `wait`: asynchronous work is
+synchronised before the clock stops.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ RATE_WINDOW_S = 0.1
 LAUNCH_TEST_RUNS = 8  # their mean gives the times of launch and work
 MAX_LAUNCH_SHARE = 0.8  # share of the work's time at which launches still keep a stream busy
 PARTS_TIME_SHARE = 0.1  # share of the seconds per boundary: parts serve explanation only
-# Runs at the start of a block that don't count, as long as they take less than this share of it: caches and clocks are
-# as the process before left them.
+# Untimed runs at the start of a block, while they take less than this share of it: caches and clocks are as the
+# previous process left them.
 DISCARDED, DISCARDED_SHARE = 3, 0.1
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Raw samples (seconds for latencies, images/s for throughput) and what ended them: interval, seconds, samples or
-    blocks.
+    """Raw samples and the reason that sampling stopped.
 
-    `gpu` holds the same runs as the GPU's own clock saw them, where they were watched; `window` is when all this was,
-    in seconds of the monotonic clock. In blocks, `block` has the number of each sample's block, int32, and `windows`
-    when each block was.
+    Latencies are in seconds, throughput in images/s. `stopped` is interval, seconds, samples or blocks. `gpu` has the
+    same runs by the GPU's clock, if a stopwatch was given. `window` is the time span of the samples, in seconds of the
+    monotonic clock. In blocks, `block` has each sample's block number (int32) and `windows` each block's time span.
     """
 
     samples: np.ndarray
@@ -60,8 +59,8 @@ class Sampling:
 def make_step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None = None) -> Callable[[], None]:
     """Return a function that runs one inference within the boundary.
 
-    The boundary is `model` (inputs bound before) or `all` (host memory to host memory). `watch` times the model's work
-    on the GPU as well; it is read by `measure_latency`.
+    The boundary is `model` (inputs bound before) or `all` (host memory to host memory). `watch` also times the model's
+    work on the GPU; `measure_latency` reads it.
     """
     run, wait = session.run, session.wait
     if boundary == "model":
@@ -94,9 +93,9 @@ def make_step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | 
 
 
 def watch(session: Session, boundary: str, warn: Callable[[str], None]) -> Stopwatch | None:
-    """Return a GPU clock for the work on the session's stream, or None.
+    """Return a GPU clock for the session's stream, or None to time by the host's clock alone.
 
-    None leaves the timing to the host's clock; if the GPU's clock is unavailable, there is a warning.
+    An unavailable GPU clock gives a warning.
     """
     if session.stream is None or boundary != "model":
         return None
@@ -108,9 +107,9 @@ def watch(session: Session, boundary: str, warn: Callable[[str], None]) -> Stopw
 
 
 def find_restore(session: Session, feeds: Feeds, warn: Callable[[str], None]) -> Restore:
-    """Return a function that restores the inputs of `make_step`'s `model` before each run, with a warning.
+    """Return a function that restores the inputs of the `model` boundary before each run, and warn.
 
-    Return None if its first run didn't change them.
+    Return None if the first run of `make_step`'s function left them unchanged.
     """
     restore = session.restoring(feeds[0])
     if restore:
@@ -150,12 +149,12 @@ def measure_latency(
     blocks: Iterable[int] | None = None,
     restore: Restore = None,
 ) -> Sampling:
-    """Measure the seconds per inference, one sample each, by the host's clock and by the GPU's if `once` is watched.
+    """Measure the seconds per inference by the host's clock, and by the GPU's if `watch` is given.
 
-    Sampling ends when the median's 95 % interval is within `plan.interval` of it on both sides (and a quarter of the
-    time is used, so that a burst can't end it), when `plan.seconds` are over, or at `plan.max_samples`. With `blocks`
-    it is a block of `plan.block_s` seconds for each number that comes: of one run at least, and of LEAST_SAMPLES if
-    they have room in it. `restore` is called before each run, untimed.
+    Sampling ends when the median's 95 % interval is within `plan.interval` on both sides (not before a quarter of the
+    time, so that a burst can't end it), after `plan.seconds`, or at `plan.max_samples`. With `blocks`, each number it
+    yields is measured as one block of `plan.block_s` seconds: at least one run, and MIN_SAMPLES if they fit. `restore`
+    is called before each run, untimed.
     """
     if blocks is not None:
         return _latency_in_blocks(once, plan, blocks, watch, restore)
@@ -191,14 +190,14 @@ def _latency_in_blocks(
     windows: list[tuple[float, float]] = []
     most = max(1, plan.max_samples // plan.blocks)
     before = deadline = 0
-    fastest = math.inf  # ns, of the runs that don't count
+    fastest = math.inf  # ns, untimed runs
 
     def find_end_reason(end: int) -> str:
         count = len(times) - before
         return "blocks" if count >= most or (end >= deadline and (count >= MIN_SAMPLES or not is_stalled())) else ""
 
     def is_stalled() -> bool:
-        """Return whether the block ended with fewer runs than fit into it: its median would be that of a pause."""
+        """Return whether the block has fewer runs than fit into it: its median would include a pause."""
         return MIN_SAMPLES * min(fastest, *times) < plan.block_s * 1e9
 
     with _no_garbage_collection():
@@ -227,7 +226,7 @@ def _add_samples(
     ended: Callable[[int], str],
     restore: Restore,
 ) -> tuple[str, tuple[float, float]]:
-    """Add samples until `ended`, called with the clock after each, gives a reason; returns it and the time window."""
+    """Add samples until `ended`, called with the clock after each, gives a reason; return it and the time window."""
     append = times.append
     begin = now()
     while True:
@@ -248,17 +247,17 @@ def _convert_to_seconds(times: list[int]) -> np.ndarray:
 
 
 def _block_fields(numbers: list[int], windows: list[tuple[float, float]]) -> dict[str, Any]:
-    """Return the fields of `Sampling` on blocks: the block of each sample, and the blocks' time windows."""
+    """Return the fields of `Sampling` for blocks: `block`, `windows` and `window`."""
     window = (windows[0][0], windows[-1][1]) if windows else (0.0, 0.0)
     return {"block": np.asarray(numbers, np.int32), "windows": tuple(windows), "window": window}
 
 
 def measure_queued(session: Session, watch: Stopwatch, plan: Plan) -> np.ndarray | None:
-    """Return the GPU's seconds of runs that were queued behind another, so that no launch is in them.
+    """Return the GPU's seconds of runs queued behind another run, so that they include no launch.
 
-    A run by itself begins on an idle stream, whose first event passes before the host has launched the work: the launch
-    counts as the GPU's time. trtexec and nvbench keep the stream busy. Returns None where launching takes nearly as
-    long as the work, or where `run` waits for it: the stream would be idle all the same.
+    On an idle stream, the first event passes before the host has launched the work, so the launch counts as GPU time.
+    trtexec and nvbench keep the stream busy as well. Return None if launching takes nearly as long as the work, or
+    `run` waits for it: the stream would be idle all the same.
     """
 
     def queue(runs: int, ahead: int = 0) -> tuple[float, float]:
@@ -314,10 +313,10 @@ def half_width(times: Sequence[float]) -> float:
 def measure_throughput(
     session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int] | None = None
 ) -> Sampling:
-    """Measure images per second from host memory to host memory with every slot of the session in flight.
+    """Measure images per second, host memory to host memory, with every slot of the session in flight.
 
-    `value` is all images over all time, filling and draining included; the samples are rates over windows of 0.1 s or
-    more, to show whether it held. With `blocks` there is a sample for each, of the time in which every slot was full.
+    `value` is all images over all time, filling and draining included. The samples are rates over windows of 0.1 s or
+    more; they show whether the rate held. With `blocks`, each sample is one block's rate while every slot was full.
     """
     if blocks is not None:
         return _throughput_in_blocks(session, feeds, batch, plan, blocks)
@@ -326,14 +325,14 @@ def measure_throughput(
     return _over_all(begin, done, batch, plan.max_samples)
 
 
-SLOT_RUNS = 5  # the fastest of each slot counts: other programs disturb some
-SLOW_SLOT = 1.5  # times the seconds of the other slots
+SLOT_RUNS = 5  # minimum per slot counts: other programs disturb some runs
+SLOW_SLOT = 1.5  # ratio to the median of the other slots
 
 
 def find_slow_slot(session: Session, feeds: Feeds) -> str:
-    """Return a sentence on a slot that takes much longer than the others, each alone and in turn; "" if none does.
+    """Return a sentence on a slot that is much slower than the others when run alone; "" without one.
 
-    Batches end in order, so one slow slot holds up all of them, and nothing else shows it.
+    Batches end in order, so one slow slot delays all of them, and no other measurement shows it.
     """
     fastest = [math.inf] * session.slots
     for _ in range(SLOT_RUNS if session.slots > 1 else 0):
@@ -357,9 +356,9 @@ def find_slow_slot(session: Session, feeds: Feeds) -> str:
 def throughput_in_lanes(
     answer: Callable[[Arrays], object], lanes: int, feeds: Feeds, batch: int, plan: Plan
 ) -> Sampling:
-    """Measure throughput with `lanes` worker threads, each of which answers one batch after another.
+    """Measure throughput with `lanes` worker threads, each answering one batch after another.
 
-    `answer` returns when its batch is done. See `measure_throughput` for the value and the samples.
+    `answer` returns when its batch is done. Value and samples are those of `measure_throughput`.
     """
     most, turns = -(-plan.max_samples // lanes), itertools.cycle(feeds)
 
@@ -379,7 +378,7 @@ def throughput_in_lanes(
 
 
 def _over_all(begin: int, done: Sequence[int], batch: int, max_batches: int) -> Sampling:
-    """Return the throughput of batches done at these times, in ns."""
+    """Return the throughput of batches that ended at the times `done`, in ns."""
     rate = batch * len(done) / ((done[-1] - begin) / 1e9)
     stopped = "samples" if len(done) >= max_batches else "seconds"
     return Sampling(_compute_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
@@ -392,7 +391,7 @@ def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan
     with _no_garbage_collection():
         for number in blocks:
             begin, done = _run_pipeline(session, feeds, plan.block_s, MIN_SAMPLES + session.slots, most)
-            full = len(done) - session.slots  # batches from the first one's end to that of the last with all slots full
+            full = len(done) - session.slots  # batches ended after the first, all slots full
             span = max(done[full] - done[0], 1) / 1e9
             rates.append(batch * full / span)
             numbers.append(number)
@@ -405,7 +404,7 @@ def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan
 def _run_pipeline(
     session: Session, feeds: Feeds, seconds: float, min_batches: int, max_batches: int
 ) -> tuple[int, list[int]]:
-    """Return the time of the first batch's start, with every slot free, and of each batch's end, in ns."""
+    """Run batches through all slots; return the start of the first batch and the end of each, in ns."""
     done: list[int] = []
     slots, turn = session.slots, 0
     begin = now()
@@ -440,7 +439,7 @@ def _compute_rates(done: Sequence[int], begin: int, batch: int) -> np.ndarray:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    # A collection in the middle of a sample would be measured as the model's.
+    # A collection during a sample would count as the model's time.
     gc.collect()
     gc.disable()
     try:

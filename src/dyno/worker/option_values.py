@@ -1,5 +1,4 @@
-"""Checks of options' values: of a backend's, which it declares by name and planning runs, and of the fields of a
-dataclass, by their types."""
+"""Checks of options' values: a backend's, declared by name and run in planning, and a dataclass's fields, by type."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ from typing import Any
 from dyno.worker.spec import Option, UserError
 
 INTEGER_LIMIT = 2**31
-MAX_EXACT_INTEGER = 2**53  # the largest integer that JSON, tables and 64 bits hold exactly
+MAX_EXACT_INTEGER = 2**53  # largest exact integer of JSON and tables
 MAX_SHOWN_LENGTH = 80  # characters of a value in a message
 TYPE_WORDS: dict[Any, str] = {
     str: "text", Path: "a path", int: "a whole number", float: "a number", bool: "true or false", Any: "any value",
 }  # fmt: skip
-Check = Callable[[Option], str]  # "" for a valid value, else a description of valid ones
+Check = Callable[[Option], str]  # "" for a valid value, else the requirement
 
 
 def option(default: Any, help: str, usual: str = "", *, flags: str | None = "", common: bool = False) -> Any:
-    """Return a dataclass's field with its help; a required one where the default is MISSING.
+    """Return a dataclass's field with its help; a required field if the default is MISSING.
 
-    `usual` describes the default. `flags` are its names on the command line, the one that help shows first (default:
-    the field's name; None: it has none there). `common` options appear in a command's short help.
+    `usual` describes the default. `flags` are the names on the command line, the help's first ("": the field's name;
+    None: not on the command line). `common` options appear in a command's short help.
     """
     metadata = {"help": help, "flags": flags, "usual": usual, "common": common}
     if isinstance(default, dict):
@@ -34,7 +33,7 @@ def option(default: Any, help: str, usual: str = "", *, flags: str | None = "", 
 
 
 def one_of(*values: Option) -> Check:
-    """Return a check for one of these words or numbers."""
+    """Return a check for membership in these words or numbers."""
     names = [str(value) for value in values]
 
     def check_word(value: Option) -> str:
@@ -86,8 +85,10 @@ def check_values(backend: str, options: Mapping[str, Option], checks: Mapping[st
 
 
 def settle(options: Any) -> None:
-    """Make the fields of a frozen dataclass plain, a single value in place of several a tuple of one; a `UserError`
-    for a value of another type."""
+    """Convert the fields of a frozen dataclass to plain values, and single values of tuple fields to tuples.
+
+    Raise a `UserError` for a value of another type.
+    """
     hints = typing.get_type_hints(type(options))
     for name, value in list(vars(options).items()):
         plain = native(value)
@@ -103,7 +104,7 @@ def several(value: Any) -> tuple[Any, ...]:
 def native(value: Any) -> Any:
     """Return the value in a form that a study file can store.
 
-    Paths become text, and NumPy's numbers (whose `repr` isn't TOML) Python's.
+    Paths become text, and NumPy's numbers Python's: their `repr` isn't TOML.
     """
     if isinstance(value, dict):
         return {key: native(item) for key, item in value.items()}
@@ -115,7 +116,7 @@ def native(value: Any) -> Any:
 
 
 def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Raise a `UserError` for a value that its name's annotation excludes, or an integer above `MAX_EXACT_INTEGER`."""
+    """Raise a `UserError` for a value outside its annotation, or an integer above `MAX_EXACT_INTEGER`."""
     for name, value in given.items():
         if name in kinds and not _is_of_type(value, kinds[name]):
             raise UserError(f"{name} is {_format_value(value)}; it must be {_describe_kind(kinds[name])}")
@@ -144,7 +145,7 @@ def _whole_numbers(value: Any) -> Iterator[int]:
 
 
 def at_least(minimum: int, kind: type = int, **given: Any) -> list[Any]:
-    """Return the numbers as Python's own; raise a `UserError` for one of another type or below the least."""
+    """Return the numbers as Python numbers; raise a `UserError` for another type or a value below `minimum`."""
     numbers = native(given)
     check_types(numbers, dict.fromkeys(numbers, kind))
     for name, value in numbers.items():
@@ -168,7 +169,7 @@ def _is_of_type(value: Any, kind: Any) -> bool:
 
 
 def _format_value(value: Any) -> str:
-    """Return a value in a few words: a module's own text is pages long."""
+    """Return a short form of the value: a module's own text is pages long."""
     if isinstance(value, tuple):
         return ", ".join(map(_format_value, value))
     text = repr(value)

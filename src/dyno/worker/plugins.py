@@ -1,4 +1,4 @@
-"""Objects that are declared once and found by name: at the top of a package's modules, or by another's entry points."""
+"""Objects declared once and found by name: at the top of a package's modules, or by another package's entry points."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ Declared = TypeVar("Declared")
 def list_declared(
     places: ModuleType | tuple[ModuleType | str, ...], kind: type[Declared], group: str = ""
 ) -> dict[str, Declared]:
-    """Return objects by name: instances of `kind` at the top of modules, then the entry points of a group, if any.
+    """Return objects by name: instances of `kind` at the top of modules, then a group's entry points, if given.
 
-    A place is a package, of which every module counts, or the name of a module. What a place declares wins over an
-    entry point of the same name. An entry point that can't be loaded, or that gives another kind of object, is left out
-    here and named by `list_broken`.
+    A place is a package (with all modules) or the name of a module. A place wins over an entry point of the same name.
+    Entry points that can't be loaded, or give another kind of object, are left out; `list_broken` names them.
     """
     own: dict[str, Declared] = {}
     for place in places if isinstance(places, tuple) else (places,):
@@ -49,17 +48,17 @@ def list_broken(group: str, kind: type) -> dict[str, str]:
 
 @cache
 def _load_group(group: str) -> dict[str, object]:
-    """Load each entry point of the group; the reason, as text, stands for one that can't be loaded."""
+    """Load each entry point of the group; a text with the reason stands for a failed import."""
     return {point.name: _load_object(point) for point in _read_entry_points().select(group=group)}
 
 
 @cache
 def _read_entry_points() -> Any:
-    """Return `EntryPoints` of every group (in Python 3.10 `SelectableGroups`).
+    """Return `EntryPoints` of all groups (in Python 3.10 `SelectableGroups`).
 
-    Finding a single group reads all distributions.
+    A search for a single group reads all distributions as well.
     """
-    from importlib import metadata  # slow to import, and `dyno --help` asks for nothing
+    from importlib import metadata  # slow to import, and unused by `dyno --help`
 
     return metadata.entry_points()
 
@@ -67,5 +66,5 @@ def _read_entry_points() -> Any:
 def _load_object(point: metadata.EntryPoint) -> object:
     try:
         return point.load()
-    except Exception as e:  # someone else's code: whatever it raises is what is wrong with it
+    except Exception as e:  # foreign code may raise anything
         return f"can't be loaded: {(str(e).strip() or type(e).__name__).splitlines()[0]}"

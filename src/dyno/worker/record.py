@@ -1,4 +1,4 @@
-"""Records: a list of self-describing measurements, and how the job ended."""
+"""Records: a list of self-describing measurements, and the outcome of the job."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
 OUT_OF_MEMORY = "killed by the kernel because memory ran out"
 CLOSE_STAGE = "close"  # stage of a trial's job that measures and closes the engine
 KILLED_REASONS = ("killed by SIGKILL", "killed by SIGTERM")  # reasons of jobs ended by another program or a person
-TIMING_VARIABLE = "DYNO_TIMING"  # environment variable: folder of timings that builders share; unset: none
+TIMING_VARIABLE = "DYNO_TIMING"  # environment variable: folder of the builders' shared timings; unset: none
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One value, or the name of an array of raw samples in samples.npz.
 
-    `tag` names what was measured (latency, throughput, load, first_call, build, file_size, parameters, peak_memory…),
-    `unit` is SI (s, B, 1/s, 1), `hint` tells a printer how to show it (duration, bytes, rate, count, percentage),
-    `boundary` is model, all or throughput, `clock` is host or gpu, `stopped` says what ended the sampling.
+    `tag` names the measured quantity (latency, throughput, load, first_call, build, file_size, parameters,
+    peak_memory…), `unit` is SI (s, B, 1/s, 1), `hint` is the printer's format (duration, bytes, rate, count,
+    percentage), `boundary` is model, all or throughput, `clock` is host or gpu, `stopped` is the reason that sampling
+    ended.
     """
 
     tag: str
@@ -45,12 +46,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Record:
-    """How one job ended and all that it measured; written once, never changed.
+    """The outcome and measurements of one job; written once, never changed.
 
-    `stage` is where it ended, `reason` why it isn't ok, in one line. `trial` is the trial's id, `started` in UTC (ISO
-    8601), and `seconds` are of the whole job in its process. `system` is the machine and versions, `facts` the engine's
-    own and those of its timing; `artifact` is the file that was made, and `inspection` the result of inspecting a
-    model.
+    `stage` is the last stage, `reason` why the status isn't ok, in one line. `trial` is the trial's id, `started` in
+    UTC (ISO 8601), `seconds` the whole job in its process. `system` describes the machine and versions, `facts` the
+    engine and its timing; `artifact` is the file made, and `inspection` the result of inspecting a model.
     """
 
     status: str
@@ -70,7 +70,7 @@ class Record:
 
     @property
     def was_killed(self) -> bool:
-        """Whether another program or a person ended the job, which is no fault of its trial."""
+        """Whether another program or a person ended the job, which is not the trial's fault."""
         return self.status == "crashed" and self.reason in KILLED_REASONS
 
     def value(self, tag: str, boundary: str = "") -> float | None:
@@ -83,8 +83,8 @@ class Record:
 def replace_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing; at the end of the block flush it to disk and rename it into place.
 
-    A reader sees the whole new file or nothing of it; an error keeps the previous file. A link of that name is
-    replaced, and its target stays.
+    A reader sees the whole new file or the previous one; an error keeps the previous file. A link of that name is
+    replaced and its target kept.
     """
     beside = path.with_name(path.name + ".part")
     beside.unlink(missing_ok=True)  # left by a killed process, or a link
@@ -106,9 +106,9 @@ LOCK_FILE = "lock"  # file held while working in a folder
 
 @contextmanager
 def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterator[None]:
-    """Hold the file; while another process has it, `busy` gets its number, and raises or lets this wait.
+    """Hold the lock file; if another process has it, call `busy` with its id, then wait unless `busy` raises.
 
-    The lock ends with the process, however it ends. Its folder may be removed with it: a waiting process then locks a
+    The lock ends with the process, however it ends. The folder may be removed with it: a waiting process then locks a
     new file.
     """
     while True:
@@ -117,14 +117,14 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
             raise UserError(f"{path} is not a regular file, so it can't be locked; remove it")
         try:
             number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # its folder went this moment
+        except FileNotFoundError:  # folder removed meanwhile
             continue
         with open(number, "a+") as f:
             if os.fstat(number).st_nlink > 1:  # writing would overwrite its other names
                 raise UserError(f"{path} is a hard link to another file, so it can't be locked; remove it")
             is_mine = _try_lock(f)
             if not is_mine:
-                time.sleep(0.02)  # `lock_owner` has a file for a moment
+                time.sleep(0.02)  # `lock_owner` holds a file briefly
                 is_mine = _try_lock(f)
             if not is_mine:
                 f.seek(0)
@@ -148,7 +148,7 @@ def _try_lock(opened: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def lock_owner(path: Path) -> str:
-    """Return the number of the process that holds the file, "" if none does or it can't be read."""
+    """Return the id of the process that holds the lock; "" without one or if the file can't be read."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -174,7 +174,7 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Store the text as UTF-8, what has no place in it as an escape; see `replace_file`."""
+    """Store the text as UTF-8, with escapes for characters outside UTF-8; see `replace_file`."""
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
@@ -184,9 +184,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def parse_json(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object in the text; raise a ValueError with the reason if it holds none.
+    """Return the JSON object in the text; raise a ValueError with the reason if it has none.
 
-    That includes brackets that are nested too deeply.
+    Brackets that are nested too deeply raise it too.
     """
     try:
         parsed = json.loads(text)
@@ -210,16 +210,16 @@ def read_bytes(path: Path) -> bytes:
 
 
 def check_regular(path: Path, what: str) -> Path:
-    """Return the path; raise a `UserError` if it is a pipe, a socket or a device, which would block."""
+    """Return the path; raise a `UserError` for a pipe, a socket or a device, which would block."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{what} {path} is not a regular file; give a file")
     return path
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Raise a `UserError` if one of these folders, or one below them, is a symbolic link.
+    """Raise a `UserError` if a folder in `names`, or one below it, is a symbolic link.
 
-    Files would be written through it to another place.
+    Files would be written through the link into another place.
     """
     for folder_path in (folder / name for name in names):
         below = (Path(above, path) for above, folders, _ in os.walk(folder_path) for path in folders)
@@ -230,7 +230,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Store arrays by name as an npz file; see `replace_file`."""
-    import numpy as np  # a third of the start of `dyno --help`, which imports this file too
+    import numpy as np  # slow to import: a third of the start of `dyno --help`
 
     with replace_file(path) as f:
         np.savez(f, **arrays)
@@ -239,7 +239,8 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
 def write_record(folder: Path, record: Record) -> None:
     """Store the record as FOLDER/record.json, atomically.
 
-    A field that `read_record` would refuse is a fault of Dyno or a plug-in: the record is stored without it, as failed.
+    A field that `read_record` would refuse is a fault of Dyno or a plug-in: it is left out, and the status becomes
+    failed.
     """
     data: dict[str, Any] = to_json(record)
     faults = {name: fault for name, item in data.items() if (fault := _find_fault(name, item))}
@@ -251,12 +252,12 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def _find_fault(name: str, item: Any) -> str:
-    """Return why a record with that value of a field couldn't be read back; "" if it can."""
+    """Return why a record with this field value couldn't be read back; "" if it can."""
     try:
         from_json(Record, json.loads(json.dumps({"status": "ok", name: item})))
     except UserError as e:
         return str(e)
-    except (TypeError, ValueError) as e:  # values that JSON doesn't have
+    except (TypeError, ValueError) as e:  # not a JSON value
         return f"Record.{name}: {e}"
     return ""
 
@@ -274,7 +275,7 @@ def check_schema(path: Path, data: Mapping[str, Any]) -> None:
 
 
 class DamagedRecord(UserError):
-    """A record that was cut short, or isn't one; `what` says so without what to do."""
+    """A record that was cut short or is invalid; `what` describes the damage without advice."""
 
     def __init__(self, path: Path, why: object) -> None:
         self.what = f"{path} is damaged ({why})"
@@ -282,9 +283,9 @@ class DamagedRecord(UserError):
 
 
 def read_record(folder: Path) -> Record | None:
-    """Return the record in the folder, or None if the job left none.
+    """Return the record in the folder; None if the job left none.
 
-    Raises `DamagedRecord` if it can't be read, another `UserError` if another Dyno wrote it.
+    Raise `DamagedRecord` if it can't be read, another `UserError` if another version of Dyno wrote it.
     """
     path = folder / "record.json"
     try:
@@ -304,14 +305,14 @@ def read_record(folder: Path) -> Record | None:
 
 
 def describe_close(how: str) -> str:
-    """Return the warning on an engine that failed as it was closed."""
+    """Return the warning about an engine that failed while closing."""
     return f"the engine failed as it was closed, after everything was measured: {how}"
 
 
 def one_line(e: BaseException) -> str:
-    """Return an exception's first line, joined with the next as long as it ends with a colon.
+    """Return an exception's first line, joined with the next line while it ends with a colon.
 
-    Some libraries begin with the place in their code.
+    Some libraries begin a message with the place in their code.
     """
     lines: list[str] = []
     for line in (line.strip() for line in str(e).splitlines() if line.strip()):

@@ -1,4 +1,4 @@
-"""Which backends, makers and file formats there are, and how one is found: by its name, here or in a plug-in."""
+"""Backends, makers and file formats, found by name in Dyno's packages or in plug-ins."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dyno.worker.backend import Backend, FileFormat, Maker
 from dyno.worker.spec import UserError, check_known
 
 Kind = TypeVar("Kind", Backend, Maker, FileFormat)
-PLUGIN_PACKAGES = (makers, backends)  # packages of Dyno's own plug-ins; those of one engine may share a file
+PLUGIN_PACKAGES = (makers, backends)  # packages of Dyno's own plug-ins
 ENTRY_POINT_GROUPS: dict[str, type] = {"dyno.backends": Backend, "dyno.makers": Maker, "dyno.formats": FileFormat}
 
 
 def find(name: str) -> Backend:
-    """Return the backend of that name, or the one at `module:NAME`.
+    """Return the backend of that name, or the object at `module:NAME`.
 
-    Raises a `UserError` with the nearest name for an unknown one.
+    Raise a `UserError` with the nearest spelling for an unknown name.
     """
     if ":" in name:
         return _import_object(name, Backend, "backend")  # type: ignore[type-abstract]
@@ -29,12 +29,12 @@ def find(name: str) -> Backend:
 
 
 def list_backends() -> list[str]:
-    """Return the names of the backends that are offered, in alphabetical order."""
+    """Return the names of the offered backends, in alphabetical order."""
     return sorted(name for name, backend in _load_backends().items() if backend.offered)
 
 
 def get_maker(name: str) -> Maker:
-    """Return the maker of that name, or the one at `module:NAME`."""
+    """Return the maker of that name, or the object at `module:NAME`."""
     if ":" in name:
         return _import_object(name, Maker, "maker")  # type: ignore[type-abstract]
     check_known("maker", name, _load_makers())
@@ -48,7 +48,7 @@ def list_formats() -> dict[str, FileFormat]:
 
 
 def format_of(path: str | PurePath) -> FileFormat | None:
-    """Return the format of the model file, by its suffix and, where that isn't enough, its content; else None."""
+    """Return the format of the model file by its suffix and, if needed, its content; else None."""
     kinds = () if str(path).startswith("saved:") else list_formats().values()
     named = (kind for kind in kinds if str(path).endswith(kind.suffixes))
     return next((kind for kind in named if kind.fits(Path(path))), None)
@@ -75,7 +75,7 @@ def _import_object(name: str, kind: type[Kind], noun: str) -> Kind:
     try:
         loaded = getattr(importlib.import_module(module), attribute)
         loaded = loaded() if isinstance(loaded, type) else loaded
-    except Exception as e:  # someone else's code may raise anything
+    except Exception as e:  # foreign code may raise anything
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"{noun} {name!r} can't be loaded: {reason}") from e
     if not isinstance(loaded, kind):

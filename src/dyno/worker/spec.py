@@ -1,7 +1,7 @@
 """Specifications of jobs: frozen data that travels between processes as JSON.
 
-A `Trial` says everything about itself and its id is the hash of that, so two studies that ask for the same
-thing ask for the same id. Paths are left out of the hash where a sha256 stands for the content.
+A `Trial` describes itself completely, and its id is the hash of the description: equal trials of two studies have equal
+ids. If a sha256 represents the content, the path isn't hashed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from dyno.worker.facts.json_values import Misfit, Sparse, make_reader
 
 SCHEMA = 2
 BATCH_AXIS = "batch"  # name of the batch axis of a shape
-# The beginnings of warnings that the verdict repeats.
+# Beginnings of warnings that the verdict repeats
 TEXT_ORDER = "classes are numbered in the order of their names as text"
 AS_READ = "the boxes, read"
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8", "int4", "fp4", "int2")
 BOUNDARIES = ("model", "all", "throughput")
 ENDPOINT_PREFIX = "endpoint:"  # prefix of models on a server
-NETWORK_LIBRARIES = ("torchvision", "timm")  # prefixes behind which the name of a library's network stands
-NETWORK_FILES = ("ultralytics", "darknet")  # prefixes behind which a user's own file may stand
-NETWORK_FOLDER = "hf"  # the prefix behind which a folder of transformers stands
+NETWORK_LIBRARIES = ("torchvision", "timm")  # prefixes of a library's network names
+NETWORK_FILES = ("ultralytics", "darknet")  # prefixes that a user's own file may follow
+NETWORK_FOLDER = "hf"  # prefix of a folder of transformers
 TIMM_FOLDER = "timm:local-dir:"  # timm's prefix of local folders
-# Unless a study says otherwise; where rounds go on until decided, those before the first look. Three would have two
-# degrees of freedom, with which a row of a family of seven needs a difference of ten spreads; five need three.
+# Default number of rounds; with an adaptive rule, the rounds before the first decision. With three rounds (two degrees
+# of freedom) a row in a family of seven needs a difference of ten spreads; with five rounds, of three.
 DEFAULT_ROUNDS = 5
 DECIDED, EVERY_ROW, FIXED = "decided", "every-row", "rounds"  # stopping rules of a study
 ADAPTIVE_RULES = (DECIDED, EVERY_ROW)  # rules that add rounds after the planned ones
@@ -42,9 +42,9 @@ INFERENCE_PARTS = ("enqueue", "h2d", "compute", "d2h")  # parts of one inference
 SAVED_SUFFIXES = (".pt2", ".torchscript", ".jit")  # suffixes of torch.export.save and torch.jit.save
 STRESS_PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name
 BUILD_OPTIONS = (
-    "build"  # option of backends whose builder times kernels, by which equal builds differ; of a job, the one it ran
+    "build"  # option of backends with a builder that times kernels, so that equal builds differ; in a job: its build
 )
-TIMING_CACHE = "timing_cache"  # option of a backend whose builds take over the timings of earlier ones
+TIMING_CACHE = "timing_cache"  # option of a backend: builds reuse the timings of earlier builds
 PLAN_OPTION = "plan"  # job option: fields of the trial's plan changed by a further round
 ENERGY_OPTION = "energy"  # job option: seconds at full load to measure energy
 STARTED_VARIABLE = "DYNO_STARTED"  # environment variable of a job: CLOCK_MONOTONIC when its process started
@@ -60,26 +60,26 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """One line that says what is wrong with the user's input and what to do about it (exit code 2)."""
+    """One line on an error in the user's input and its remedy (exit code 2)."""
 
 
 class Unfinished(UserError):
-    """One line that says what stopped the work half-way, the input being good (exit code 3)."""
+    """One line on an interruption of the work in spite of good input (exit code 3)."""
 
 
 class NoRoute(UserError):
-    """A `UserError` about the model itself: no other route to a file would lead on."""
+    """A `UserError` about the model itself: every other route to a file would fail too."""
 
 
 class Unanswered(UserError):
-    """A request that was sent and got no answer; the next one may get one."""
+    """A request without an answer; the next request may get one."""
 
 
 class Unavailable(Exception):
-    """A backend, device or precision that this machine doesn't have; the trial becomes *skipped* with this reason."""
+    """A backend, device or precision missing on this machine; the trial becomes *skipped* with this reason."""
 
 
-# Usual other names of backends and precisions.
+# Aliases of backends and precisions
 OTHER_NAMES = {
     "onnx": "onnxruntime", "ort": "onnxruntime", "ov": "openvino", "torch": "pytorch", "trt": "tensorrt",
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16",
@@ -87,7 +87,7 @@ OTHER_NAMES = {
 
 
 def usual_name(name: str) -> str:
-    """Return the name of a backend or a precision by which Dyno knows it, from any other, or its capitals."""
+    """Return Dyno's name of a backend or precision, given an alias or another capitalisation."""
     small = str(name).lower()
     return OTHER_NAMES.get(small, small if small in (*PRECISIONS, *OTHER_NAMES.values()) else name)
 
@@ -109,8 +109,8 @@ def clean_text(text: object) -> str:
 def shorten(text: object, max_length: int = 300) -> str:
     """Return the text as one line of at most `max_length` characters.
 
-    Of a longer one the last sentence that says what is wrong comes first, and the beginning behind it: libraries put
-    that sentence behind lists of nodes, types and places.
+    Of a longer text, the last sentence that names an error comes first, then the beginning: libraries put that sentence
+    after lists of nodes, types and places.
     """
     line = " ".join(str(text).split())
     if len(line) <= max_length:
@@ -123,14 +123,14 @@ def shorten(text: object, max_length: int = 300) -> str:
 
 
 def add_noun(count: int, noun: str, many: str = "") -> str:
-    """Return `1 image`, `2 images`; `many` is for a plural that takes more than an s."""
+    """Return `1 image` or `2 images`; `many` is an irregular plural."""
     return f"{count} {noun if count == 1 else many or f'{noun}s'}"
 
 
 def make_absolute(path: Path) -> Path:
-    """Return the absolute path with its links kept: a link's target may have another name and no suffix."""
+    """Return the absolute path without resolving links: a link's target may have another name and no suffix."""
     plain = Path(os.path.abspath(path))  # noqa: PTH100 - Path has nothing that leaves links alone
-    # Behind a link to a folder `..` is another folder than the text says.
+    # After a link to a folder, `..` is not the folder in the text.
     return path.resolve() if path.exists() and not (plain.exists() and plain.samefile(path)) else plain
 
 
@@ -154,11 +154,11 @@ class Tensor:
 class InputSpec:
     """One argument of a PyTorch module's forward, described once for every backend, boundary and check.
 
-    `shape` holds a number per fixed axis, and `batch`, `height` or `width` where a trial's dims decide. Values lie
-    between `low` and `high`, both included, or are the rows of the array of that name in `feeds`, an .npz file; without
-    either, images are random pixels, other floating-point inputs standard normal, masks begin with ones and end with
-    zeros, those of 8 bits take every value, and other integers are 0 or 1. `dtype` "" isn't a tensor but the Python
-    value `value`. `keyword` says how forward takes it.
+    `shape` holds a number per fixed axis, and `batch`, `height` or `width` if the trial's dims decide. Values lie
+    between `low` and `high` (both included), or are rows of the array of this name in `feeds`, an .npz file. With
+    neither, images are random pixels, other floats standard normal, masks ones followed by zeros, 8-bit integers take
+    every value, and other integers are 0 or 1. With `dtype` "", the argument is the Python value `value`. `keyword`:
+    passed by keyword.
     """
 
     name: str
@@ -174,11 +174,11 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """How 8-bit pixels become the model's input: `(pixel / 255 - mean) / std` per channel, after a resize.
+    """The conversion of 8-bit pixels to the model's input: resize, then `(pixel / 255 - mean) / std` per channel.
 
     `resize` is the length of the shorter side before the centre crop, as a multiple of the crop (0: straight to the
-    crop's size, aspect ratio ignored); with `squash` both sides become that multiple. With `letterbox` the longer side
-    becomes the size instead and the rest is filled with grey (114), evenly on both sides, as detectors want it.
+    crop's size, aspect ratio ignored); with `squash`, both sides get that length. With `letterbox`, the longer side
+    gets the crop's size and grey (114) fills the rest, evenly on both sides, as detectors expect.
     """
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
@@ -194,15 +194,16 @@ class ModelSpec:
     """A network and its weights.
 
     `source` is `torchvision:NAME`, `timm:NAME`, `hf:FOLDER`, `MODULE:FUNCTION`, `FILE.py:FUNCTION`, `saved:PATH` (a
-    module that PyTorch stored: .pt2, .torchscript) or `file:PATH` (a model file; see `registry.list_formats`).
-    `weights` is a checkpoint's path and `weights_sha256` its content; without either, `pretrained` decides between the
-    library's published weights and random ones drawn from `seed`. `source_sha256` is the content of a file source, and
-    `precision` what a file's graph is in already ("" for a module). `task` is what it is for (see `tasks`), `classes`
-    how many it tells apart (None: the library's own number), and `keypoints` how many points a pose has and the values
-    of each, (17, 3).
-    `inputs` are a module's arguments, () for the one image called `input`; of a file, () unless values were described.
-    `outputs` are those outputs of a file in whose shapes it declares the batch, with `batch` at its axis.
-    `files_sha256` is the content of the files that the source's own code reads ("" for none).
+    module saved by PyTorch: .pt2, .torchscript) or `file:PATH` (a model file; see `registry.list_formats`). `weights`
+    is a checkpoint's path and `weights_sha256` the hash of its content; without them, `pretrained` selects the
+    library's published weights, or else random weights are drawn from `seed`. `source_sha256` is the hash of a file
+    source. `precision` is the type of a file's graph ("" for a module). `task` is the network's task (see `tasks`),
+    `classes` its number of classes (None: the library's default), `keypoints` the number of points of a pose and of
+    values per point, (17, 3).
+
+    `inputs` are a module's arguments, () for a single image called `input`; of a file, () unless values were described.
+    `outputs` are the outputs of a file that declare a batch axis, with `batch` at that axis. `files_sha256` is the hash
+    of the files that the source's own code reads ("" for none).
     """
 
     name: str
@@ -224,14 +225,13 @@ class ModelSpec:
 
     @property
     def file(self) -> str:
-        """Path of the exported file that is the model, or "" when the model is a PyTorch module."""
+        """Path of the model file, or "" if the model is a PyTorch module."""
         return self.source[len("file:") :] if self.source.startswith("file:") else ""
 
 
 @dataclass(frozen=True)
 class Dims:
-    """Batch and image size of a run; `shapes` describes the inputs by name where batch and size can't say it, with
-    `batch`, `height` and `width` at the axes that follow the trial."""
+    """Batch and image size of a run; `shapes` describes other inputs, with `batch`, `height` and `width` as axes."""
 
     batch: int
     height: int
@@ -239,12 +239,12 @@ class Dims:
     shapes: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
 
     def resolve(self, shape: Sequence[int | str]) -> tuple[int, ...]:
-        """Return the shape with this batch and size for the axes that are named after them."""
+        """Return the shape with this batch and size in place of the named axes."""
         lengths = {BATCH_AXIS: self.batch, "height": self.height, "width": self.width}
         return tuple(lengths[axis] if isinstance(axis, str) else axis for axis in shape)
 
     def batch_axis(self, name: str, shape: Sequence[int | str]) -> int | None:
-        """Return the axis of an input that is the batch, None for an input without one."""
+        """Return the batch axis of an input; None if it has no batch axis."""
         described = self.shapes.get(name, shape)
         if BATCH_AXIS in described:
             return [*described].index(BATCH_AXIS)
@@ -258,16 +258,16 @@ class Dims:
 
     @property
     def shown(self) -> str:
-        """The size, or "" where the inputs aren't images."""
+        """The size, or "" without image inputs."""
         return self.size if self.height else ""
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Inputs of a run: a decoded data set (see `dyno.data`), or `count` seeded random ones when `folder` is empty.
+    """Inputs of a run: a decoded data set (see `dyno.data`), or `count` seeded random inputs if `folder` is empty.
 
     `folder` holds images.npy (uint8, N x C x H x W), labels.npy (int64) and one index array per split, `SPLIT.npy`; for
-    detection and its kin also sizes.npy (int32, N x 2: height and width before the letterbox).
+    detection, segmentation and pose also sizes.npy (int32, N x 2: height and width before the letterbox).
     """
 
     name: str = "random"
@@ -280,7 +280,7 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class Runtime:
-    """The interpreter and device of a job: `python` "" is the one that runs Dyno; `env` is added to its environment."""
+    """The interpreter and device of a job: `python` "" is Dyno's own interpreter; `env` is added to its environment."""
 
     name: str = "main"
     python: str = ""
@@ -291,10 +291,13 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure: seconds are per boundary, and `interval` is the relative half-width of the median's 95 %
-    interval at which sampling stops early. With `blocks` it is measured in at most as many blocks of `block_s` seconds
-    instead. Rounds go through that many `builds` of the engine in turn; 0: what makes the file makes the same one every
-    time. `rounds`, `builds` and the timeouts don't change a number, so they aren't hashed."""
+    """The measuring time and its stopping rules; seconds are per boundary.
+
+    Sampling stops early when the relative half-width of the median's 95 % interval is at most `interval`. `blocks` is
+    the largest number of interleaved blocks of `block_s` seconds (0: one uninterrupted measurement). Rounds go through
+    `builds` builds of the engine in turn (0: every build is the same). `rounds`, `builds` and the timeouts don't change
+    a measurement, so they aren't hashed.
+    """
 
     boundaries: tuple[str, ...] = BOUNDARIES
     warmup_s: float = 1.0
@@ -312,8 +315,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a file is made: `maker` (a backend with `make`) turns the model, or the parent's file, into `format`; where
-    that fails, `fallback` makes one that serves as well."""
+    """Instructions for a file: `maker` turns the model, or the parent's file, into `format`.
+
+    `fallback` replaces it on failure.
+    """
 
     maker: str
     format: str
@@ -329,9 +334,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A file that was made, with everything needed to trust it; `path` is where it lies now.
+    """A made file with the facts needed to trust it; `path` is its present place.
 
-    `parent_sha256` is of the file it was made from, `seconds` what making it took. A free dimension is a name.
+    `parent_sha256` is the hash of its source file, `seconds` the time of making. A free dimension is a name.
     """
 
     format: str
@@ -363,37 +368,38 @@ class Trial:
 
     @property
     def id(self) -> str:
-        """First 12 hex digits of the trial's hash: also the name of its folder."""
+        """First 12 hex digits of the trial's hash; also the name of its folder."""
         return digest(self)[:12]
 
     @property
     def variant(self) -> str:
-        """The backend as tables show it: its name, its options, and its runtime where that isn't the usual one."""
+        """The backend as tables show it: name, options, and the runtime's name unless that is `main`."""
         named = {**self.options, **({"runtime": self.runtime.name} if self.runtime.name != "main" else {})}
         return self.backend + "".join(f"@{key}={value}" for key, value in sorted(named.items()))
 
     @property
     def label(self) -> str:
-        """Short text for progress and messages, e.g. `resnet18 onnxruntime int8 b8 224`; without b0 of a free batch."""
+        """Short text for progress and messages, e.g. `resnet18 onnxruntime int8 b8 224`; a free batch is left out."""
         side = f"{self.side.upper()}: " if self.side else ""
         batch = f" b{self.dims.batch}" if self.dims.batch else ""
         return f"{side}{self.model.name} {self.variant} {self.precision}{batch} {self.dims.shown}".rstrip()
 
     def build(self, number: int) -> int:
-        """Return the build of its engine, counted from 1, for round `number`; 0 if all rounds run the same one."""
+        """Return the engine build of round `number`, counted from 1; 0 if all rounds run the same build."""
         return 1 + number % self.plan.builds if self.plan.builds > 1 else 0
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process: `run` or `stress` a trial, `make` a file, `probe` a backend, `inspect` a model, read its `layers`,
-    `profile` how long each takes, read its hardware `counters`, store the tensors of a `reference`, compare an engine's
-    with them (`layer_errors`), `train` one, find the device's `peak`, `annotate` a graph, `take` a trial home, run a
-    `video` through one, `serve` requests with one, time an `application` around one, or see how long its `cold_start`
-    takes.
+    """The specification of one process.
 
-    `artifact` is the file to run or to start from, `recipe` how to make one (`make`), `backend` what to `probe`, and
-    `round` counts from 0. `options` are the kind's own, such as `runs` of a profile or `turns` of a run.
+    `kind` is: `run` or `stress` a trial, `make` a file, `probe` a backend, `inspect` a model, read its `layers`,
+    `profile` their times, read hardware `counters`, store the tensors of a `reference`, compare an engine's with them
+    (`layer_errors`), `train`, find the device's `peak`, `annotate` a graph, `take` a trial home (export a script), run
+    a `video`, `serve` requests, time an `application` around an engine, or measure its `cold_start`.
+
+    `artifact` is the file to run or to start from, `recipe` the instructions of `make`, `backend` the backend to
+    `probe`; `round` counts from 0. `options` are the kind's own, such as `runs` of a profile or `turns` of a run.
     """
 
     kind: str
@@ -408,14 +414,14 @@ class Job:
 
     @property
     def plan(self) -> Plan:
-        """How long to measure what of the trial: its plan, with what is different in a further round."""
+        """The trial's plan with the changes of a further round."""
         assert self.trial is not None
         changes = self.options.get(PLAN_OPTION, {})
         boundaries = tuple(changes.get("boundaries", self.trial.plan.boundaries))
         return dataclasses.replace(self.trial.plan, **{**changes, "boundaries": boundaries})
 
 
-# Where a thing lies, what it is called and how often it is repeated do not change what is measured.
+# Fields that don't change a measurement: places, names and numbers of repeats
 UNHASHED_FIELDS = {
     InputSpec: {"feeds"},
     ModelSpec: {"name", "weights", "outputs"},
@@ -424,7 +430,7 @@ UNHASHED_FIELDS = {
     Recipe: {"fallback"},
     Runtime: {"name"},
 }
-# Fields that came later count only where they say something, so that the ids of what was stored before them hold.
+# Fields added later: hashed only if set, so that the ids of earlier results hold
 LATER_FIELDS = {
     ModelSpec: {"task", "keypoints", "inputs", "files_sha256"}, Preprocess: {"letterbox", "squash"},
     Plan: {"blocks", "block_s"}, Trial: {"side"},
@@ -432,7 +438,7 @@ LATER_FIELDS = {
 
 
 def digest(value: Any) -> str:
-    """Return the sha256 over the value's canonical JSON, less the fields that don't change the measurements."""
+    """Return the sha256 of the value's canonical JSON, without the fields that don't change a measurement."""
     return hashlib.sha256(json.dumps(_make_identity(value), sort_keys=True).encode()).hexdigest()
 
 
@@ -463,7 +469,7 @@ def _strip_place(source: str, hashed: bool) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """Return the dataclass as plain dicts, lists, strings and numbers; for a `Sparse` one, only the set fields."""
+    """Return the dataclass as plain dicts, lists, strings and numbers; of a `Sparse` one, only the set fields."""
     if isinstance(value, Sparse):
         set_fields = value.set_fields()
         return {name: to_json(item) for name, item in {**set_fields.pop("other", {}), **set_fields}.items()}
@@ -471,13 +477,13 @@ def to_json(value: Any) -> Any:
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):  # a number of NumPy's
+    if hasattr(value, "tolist"):  # a NumPy number
         return value.tolist()
     return [to_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def check_readable(value: Any) -> Any:
-    """Return the dataclass as `to_json` does; raise a `UserError` for a value that `from_json` or JSON rejects."""
+    """Return the result of `to_json`; raise a `UserError` for a value that `from_json` or JSON rejects."""
     data = to_json(value)
     try:
         from_json(type(value), json.loads(json.dumps(data)))
@@ -487,8 +493,10 @@ def check_readable(value: Any) -> Any:
 
 
 def from_json(cls: type[T], data: Any) -> T:
-    """Rebuild a dataclass from `to_json`'s output; a key that is unknown or missing, or a value of another type, is a
-    `UserError` that names it. What a `Sparse` one doesn't know is kept in `other`."""
+    """Rebuild a dataclass from the output of `to_json`; a `Sparse` one keeps unknown keys in `other`.
+
+    Raise a `UserError` that names an unknown or missing key, or a value of another type.
+    """
     kind: Any = cls
     try:
         return typing.cast(T, make_reader(kind)(data))

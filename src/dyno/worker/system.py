@@ -1,4 +1,4 @@
-"""The machine that a job ran on, from the standard library alone, and the processors that it may use."""
+"""The machine of a job, described by the standard library alone, and the processors that the job may use."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ CPU_FLAGS = tuple("avx2 avx512f avx512_vnni avx_vnni avx512_bf16 avx512_fp16 amx
 HEAVY_LIBRARIES = ("numpy", "torch", "torchvision", "timm", "onnx", "openvino")  # libraries of many modules
 PR_SET_PDEATHSIG = 1
 PROBES_VARIABLE = "DYNO_PROBES"  # environment variable: folder of compiled processor probes
-# Variables of one interpreter that would break another one.
+# Variables of one interpreter that would break another
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
-USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # any of them names the user
-# Libraries that look for updates, hubs or telemetry hosts when imported or run.
+USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # variables that name the user
+# Variables that stop libraries from contacting update, hub or telemetry hosts
 SILENCING_VARIABLES = {
     "YOLO_OFFLINE": "1",
     "YOLO_AUTOINSTALL": "False",
@@ -37,7 +37,7 @@ SILENCING_VARIABLES = {
     "DO_NOT_TRACK": "1",
     "ORT_DISABLE_TELEMETRY": "1",  # since 1.29; after the import, disable_telemetry_events() is too late
     "NO_ALBUMENTATIONS_UPDATE": "1",
-    "MPLBACKEND": "agg",  # there is no screen, and a user's own setting may need one
+    "MPLBACKEND": "agg",  # no screen here; the user's own setting may need one
 }
 
 
@@ -45,18 +45,18 @@ def cache_dir() -> Path:
     """Return the folder of all caches: DYNO_CACHE, or `dyno` in the user's cache folder, or else a temporary one."""
     if own := os.environ.get("DYNO_CACHE"):
         return Path(own)
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # its specification has a relative one ignored
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path is to be ignored, by the specification
     if base.is_absolute():
         return base / "dyno"
     try:
         usual = Path.home() / ".cache" / "dyno"
-    except RuntimeError:  # HOME is not set, and the user is a number alone, as in a container
+    except RuntimeError:  # no HOME and a numeric user, as in a container
         return temporary_home() / ".cache" / "dyno"
     return usual if usual.exists() or _can_be_written(usual) else temporary_home() / ".cache" / "dyno"
 
 
 def temporary_home() -> Path:
-    """Return a folder for a user without a home; a `PermissionError` where somebody else has made it."""
+    """Return a folder for a user without a home; raise a `PermissionError` if it belongs to another user."""
     path = Path(tempfile.gettempdir()) / f"dyno-{os.getuid()}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -66,8 +66,10 @@ def temporary_home() -> Path:
 
 
 def missing_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a HOME and a USER where the system knows neither, as of a number that a container was given for a user:
-    libraries that ask for them would fail."""
+    """Return a HOME and a USER if the system knows neither: some libraries fail without them.
+
+    Containers with a numeric user id have this problem.
+    """
     try:
         pwd.getpwuid(os.getuid())
         return {}
@@ -79,9 +81,9 @@ def missing_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def count_compiled() -> tuple[int, int]:
-    """Return the number of imported library modules in Python, and the number of those without stored byte-code.
+    """Return the number of imported library modules in Python, and the number of them without stored byte-code.
 
-    The latter are compiled anew by each process, which takes two to three times as long as an import with byte-code.
+    Each process compiles the latter, two to three times as slow as an import with byte-code.
     """
     modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] != "dyno"]
     specs = [spec for module in modules if (spec := getattr(module, "__dict__", {}).get("__spec__"))]
@@ -90,15 +92,14 @@ def count_compiled() -> tuple[int, int]:
 
 
 def keep_probes() -> None:
-    """Let the jobs of this process and its children share what a C++ compiler was found to build for this processor."""
+    """Share a C++ compiler's probes of this processor between the jobs of this process and its children."""
     os.environ[PROBES_VARIABLE] = str(cache_dir() / "probes")
 
 
 def keep_byte_code() -> None:
-    """Store what this process and its children compile in Dyno's cache, where it is neither stored beside the libraries
-    nor will be: else every job would compile PyTorch anew.
+    """Store byte-code in Dyno's cache if it can't be stored with the libraries: else every job compiles PyTorch.
 
-    A folder for each set of installed libraries: two versions of a file may have one size and time.
+    Each set of installed libraries has its folder: two versions of a file may have equal size and time.
     """
     stored = [Path(spec.cached) for name in HEAVY_LIBRARIES if (spec := _find_module_spec(name)) and spec.cached]
     if all(path.exists() or (not sys.dont_write_bytecode and _can_be_written(path)) for path in stored):
@@ -131,7 +132,7 @@ def _hash_packages() -> str:
 
 
 def list_cores() -> list[int]:
-    """Return the logical processors this process may use: one of each physical core first, of these the fastest."""
+    """Return this process's logical processors: first one per physical core, fastest first, then the others."""
     allowed = sorted(os.sched_getaffinity(0))
     first = [cpu for cpu in allowed if cpu == min(_find_siblings(cpu, allowed))]
     first.sort(key=_read_capacity, reverse=True)
@@ -139,25 +140,25 @@ def list_cores() -> list[int]:
 
 
 def physical_cores() -> int:
-    """Return the number of physical cores this process may keep busy: at most the whole ones of its `cpu_quota`."""
+    """Return the number of physical cores this process may keep busy: at most the whole part of `cpu_quota`."""
     return min(len(core_threads()), max(1, int(min(cpu_quota(), sys.maxsize))))
 
 
 def cpu_quota() -> float:
-    """Return how many processors the control groups of this process let it keep busy; infinite without a limit.
+    """Return the processors that this process's control groups let it keep busy; infinite without a limit.
 
-    A container with `--cpus=1.5` sees every processor, and more threads than that are stopped for parts of each period.
+    A container with `--cpus=1.5` sees every processor; more threads are stopped for part of each period.
     """
     return min(map(_read_quota, _list_control_groups()), default=math.inf)
 
 
 def throttled_seconds() -> float:
-    """Return the processor seconds for which control groups with a `cpu_quota` have stopped their processes so far."""
+    """Return the processor seconds withheld so far by control groups with a `cpu_quota`."""
     return sum(map(_read_throttled, _list_control_groups()))
 
 
 def _list_control_groups() -> list[Path]:
-    """Return the folders of the control groups that limit this process's processors, those above them included."""
+    """Return the control groups that limit this process's processors, including their parents."""
     try:
         lines = OWN_CGROUP_FILE.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -167,14 +168,14 @@ def _list_control_groups() -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # A container that shares its host's namespace for these has its own group as the root, under another path.
+        # A container in its host's cgroup namespace sees its own group as the root, under another path.
         names = [Path(path.lstrip("/")), *Path(path.lstrip("/")).parents]
         groups += [CGROUPS_DIR / controllers / name for name in names]
     return groups
 
 
 def _read_quota(group: Path) -> float:
-    """Return the group's own limit, from the files of either version of control groups; infinite without one."""
+    """Return the group's own limit, from control groups of version 1 or 2; infinite without one."""
     try:
         if (group / "cpu.max").is_file():
             quota, period = (group / "cpu.max").read_text().split()
@@ -191,7 +192,7 @@ def _read_throttled(group: Path) -> float:
 
 
 def describe_mixed_cores() -> str:
-    """Describe the kinds of cores that this process may use, where their capacities differ by over a tenth; else ""."""
+    """Describe this process's kinds of cores if their capacities differ by over a tenth; else ""."""
     of_each = [_read_capacity(threads[0]) for threads in core_threads()]
     kinds = sorted(set(of_each), reverse=True)
     if not kinds or kinds[-1] >= SAME_CAPACITY_SHARE * kinds[0]:
@@ -204,7 +205,7 @@ def describe_mixed_cores() -> str:
 
 
 def count_overheating() -> int:
-    """Return how often this process's processors have lowered their clock against heat; 0 where they don't count."""
+    """Return how often this process's processors have lowered their clock against heat; 0 without a counter."""
     counters = (CPUS_DIR / f"cpu{cpu}/thermal_throttle/core_throttle_count" for cpu in os.sched_getaffinity(0))
     return sum(int(_first_line(str(file)) or 0) for file in counters)
 
@@ -220,7 +221,7 @@ def core_threads() -> list[tuple[int, ...]]:
 
 
 def last_cache() -> int:
-    """Return the bytes of a processor's largest cache, as listed by Linux; 0 if it lists none."""
+    """Return the bytes of a processor's largest cache according to Linux; 0 if unknown."""
     found = [0]
     for file in (CPUS_DIR / "cpu0/cache").glob("index*/size"):
         try:
@@ -241,7 +242,7 @@ def _find_siblings(cpu: int, allowed: Container[int]) -> list[int]:
 
 
 def pin(threads: int) -> list[int]:
-    """Pin this process to as many processors as it has threads; returns which."""
+    """Pin this process to a processor per thread; return the processors' numbers."""
     chosen = list_cores()[: max(1, threads)]
     os.sched_setaffinity(0, chosen)
     return chosen
@@ -255,9 +256,9 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def list_causes(error: BaseException, implicit: bool = False) -> list[BaseException]:
-    """Return the error, its cause, that one's cause and so on; with `implicit` also what was being handled.
+    """Return the error and its chain of causes, each once; with `implicit` also the errors being handled.
 
-    Each stands there once: PyTorch raises errors that are causes of their own cause.
+    PyTorch raises errors that are causes of their own cause.
     """
     found: list[BaseException] = []
     cause: BaseException | None = error
@@ -268,10 +269,10 @@ def list_causes(error: BaseException, implicit: bool = False) -> list[BaseExcept
 
 
 def raise_if_disk_full(error: BaseException, folder: Path, needed: int = 0) -> None:
-    """Raise an `OSError` where the disk of the folder was full, which is no fault of the job that failed.
+    """Raise an `OSError` if the folder's disk was full, which is not the fault of the failed job.
 
-    Libraries wrap such an error, put it into words, or say no more than that a stream failed and remove what they had
-    written: so the folder must also have room for `needed` bytes.
+    Libraries wrap that error, rephrase it, or only report a failed stream and remove their output: so the folder must
+    also have room for `needed` bytes.
     """
     for cause in list_causes(error, implicit=True):
         if isinstance(cause, OSError) and cause.errno in DISK_FULL:
@@ -282,7 +283,7 @@ def raise_if_disk_full(error: BaseException, folder: Path, needed: int = 0) -> N
 
 
 def _lacks_room(folder: Path, size: int) -> int:
-    """Return the number of the error with which the folder has no room for a file of that size, 0 where it has."""
+    """Return the errno of a full disk when a file of that size is allocated in the folder, else 0."""
     try:
         with tempfile.TemporaryFile(dir=folder) as f:
             os.posix_fallocate(f.fileno(), 0, size)
@@ -296,13 +297,13 @@ def can_draw(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-UNDER_TOOL = 0  # the launcher's id for a job whose process another program starts
+UNDER_TOOL = 0  # launcher's id for a job started by another program
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the one that started it dies: no orphan disturbs the next study.
+    """Have the kernel kill this process when its parent dies: an orphan would disturb the next study.
 
-    `parent` is the id of the process that started this one: if it died before this call, the process ends at once.
+    `parent` is the id of the parent process; if it died before this call, this process ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -311,7 +312,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_copy(*_: object) -> NoReturn:
-    """End a copy of this process that the model's code forked and let return: there is one process to a job."""
+    """End a copy of this process that the model's code forked: a job has one process."""
     os._exit(0)
 
 
@@ -321,28 +322,28 @@ def end(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         ctypes.CDLL(None).fflush(None)  # C libraries have their own buffers
-    finally:  # flushing fails on a full disk, but the exit code must be right
+    finally:  # even if flushing fails on a full disk
         os._exit(code)
 
 
 def contention_threshold(device: str) -> float:
-    """Return the number of processors that other programs may keep busy before a timing carries a warning.
+    """Return the number of processors that other programs may keep busy before a timing has a warning.
 
-    For a GPU that is half of this job's: its host has little to do, and work on idle processors doesn't slow it down.
+    For a GPU it is half of the job's processors: its host has little to do, and idle processors don't slow it down.
     """
     return 0.2 if device == "cpu" else len(shared_processors()) / 2
 
 
 def shared_processors() -> set[int]:
-    """Return the processors this process may use, and those that share a physical core with one of them."""
+    """Return this process's processors and their siblings on the same physical cores."""
     return {n for cpu in os.sched_getaffinity(0) for n in _find_siblings(cpu, range(os.cpu_count() or 1))}
 
 
 class CpuContention:
-    """CPU contention: how many of this process's processors, and of those that share a core with them, other programs
-    and the hypervisor's other guests have kept busy since now, and how many the limits of control groups have withheld.
+    """CPU contention since the start: processors kept busy by others, and processors withheld by control groups.
 
-    The process that launched this one doesn't count: its sampling of the GPU and of this process is part of every job.
+    Counted are this process's processors and their siblings; others are programs and guests of the hypervisor. The
+    launcher doesn't count: its sampling of the GPU and of this process is part of every job.
     """
 
     def __init__(self) -> None:
@@ -357,10 +358,7 @@ class CpuContention:
         self._throttled = throttled_seconds() if self._is_limited else 0.0
 
     def count_during(self, blocks: Iterable[int]) -> Iterator[int]:
-        """Yield the same blocks, and count contention only within them.
-
-        Between two blocks other processes have their turn.
-        """
+        """Yield the same blocks and count contention only within them: other processes run between blocks."""
         others = throttled = span = 0.0
         for block in blocks:
             self._start_interval()
@@ -370,19 +368,18 @@ class CpuContention:
             self._kept = others, throttled, span
 
     def count_busy(self) -> float:
-        """Return the processors kept busy by others, on average; 0 if the system has no such figures."""
+        """Return the mean number of processors kept busy by others; 0 if the system has no such figures."""
         others, _, span = self._kept or self._measure_interval()
-        # The system counts in ticks: in a short time others may seem to have been busy for less than 0 s, or for more
-        # than their processors have.
+        # The system counts in ticks: over a short time the others' share may seem below 0 or above all processors.
         return min(max(0.0, others / span), float(len(self._processors))) if span > 0 else 0.0
 
     def count_withheld(self) -> float:
-        """Return the processors that this process wanted and a limit withheld, on average; 0 without a limit."""
+        """Return the mean number of processors withheld from this process by a limit; 0 without a limit."""
         _, throttled, span = self._kept or self._measure_interval()
         return throttled / span if span > 0 else 0.0
 
     def count_overheated(self) -> int:
-        """Return how often processors have lowered their clock against heat since this began."""
+        """Return how often processors have lowered their clock against heat since the start."""
         return count_overheating() - self._overheated
 
     def _measure_interval(self) -> tuple[float, float, float]:
@@ -392,14 +389,13 @@ class CpuContention:
 
 
 def run_delay() -> float:
-    """Return the seconds that this process's threads have waited for a processor, in sum (Linux's schedstat); 0 where
-    the kernel doesn't count them."""
+    """Return the total seconds that this process's threads waited for a processor; 0 if unknown (schedstat)."""
     threads = (_first_line(str(file)).split() for file in Path("/proc/self/task").glob("*/schedstat"))
     return sum(int(fields[1]) for fields in threads if len(fields) > 1) / 1e9
 
 
 def _busy_seconds(processors: set[int]) -> float:
-    """Return the seconds for which these processors have been busy so far, in sum; 0 where unknown."""
+    """Return the total busy seconds of these processors so far; 0 if unknown."""
     names = {f"cpu{n}" for n in processors}
     try:
         lines = [line.split() for line in STATISTICS_FILE.read_text().splitlines() if line.startswith("cpu")]
@@ -415,21 +411,21 @@ def _own_seconds() -> float:
 
 
 def _launcher_seconds() -> float:
-    """Return the processor seconds of the parent so far; 0 where unknown."""
-    # The name, in brackets, may hold spaces; what follows it doesn't.
+    """Return the processor seconds of the parent so far; 0 if unknown."""
+    # Only the name, in brackets, may hold spaces.
     fields = _first_line(f"/proc/{os.getppid()}/stat").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
 def read_memory() -> int:
-    """Return the resident set size of this process now, in bytes; 0 where unknown."""
+    """Return the resident set size of this process now, in bytes; 0 if unknown."""
     pages = _first_line("/proc/self/statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
 def peak_memory() -> int:
     """Return the highest resident set size of this process so far, in bytes."""
-    # The kernel's own mark starts anew at exec; getrusage's starts at the parent's size on Linux.
+    # VmHWM starts anew at exec; getrusage's maximum starts at the parent's size on Linux.
     mark = _read_proc_file("/proc/self/status").get("VmHWM", "")
     if mark:
         return int(mark.split()[0]) * 1024
@@ -437,7 +433,7 @@ def peak_memory() -> int:
 
 
 def find_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Return the installed version of each distribution (`a|b`: of either); absent ones are left out."""
+    """Return the installed version of each distribution (`a|b`: either); absent distributions are left out."""
     installed = {}
     for name in (one for either in distributions for one in either.split("|")):
         try:
@@ -465,7 +461,7 @@ def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def cpu_flags() -> set[str]:
-    """Return the processor's feature flags; empty where unknown."""
+    """Return the processor's feature flags; empty if unknown."""
     info = _read_proc_file("/proc/cpuinfo")
     return set(info.get("flags", info.get("Features", "")).split())
 
@@ -474,7 +470,7 @@ NATIVE_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp
 
 
 def has_arithmetic(precision: str) -> bool:
-    """Return whether this CPU computes in the precision; where it doesn't list its features, assume that it does."""
+    """Return whether this CPU computes in the precision; true if its features aren't listed."""
     flags = cpu_flags()
     return not flags or precision not in NATIVE_FLAGS or bool(flags & set(NATIVE_FLAGS[precision]))
 

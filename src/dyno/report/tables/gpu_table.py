@@ -48,7 +48,7 @@ def list_doubts(rows: list[Row]) -> list[str]:
 def rounds_of(t: TrialResult) -> list[Row]:
     """Return a row for each round, boundary and clock that was timed; round numbers start at 1."""
     return [
-        {"label": t.label, "trial": t.id, "round": r.number + 1, "status": r.status, "boundary": boundary,
+        {"label": t.label, "trial": t.id, "round": r.round_index + 1, "status": r.status, "boundary": boundary,
          "clock": clock, **_make_sampling_cells(r, boundary, clock)}
         for r in t.rounds for boundary in LATENCIES for clock in (GPU_CLOCK, HOST)
         if r.find_measurement("latency", boundary, clock)

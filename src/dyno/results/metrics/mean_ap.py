@@ -189,7 +189,7 @@ def read_detections(trial: TrialResult) -> MeanAP | None:
 
 def _mean_ap(trial: TrialResult) -> MeanAP | None:
     kind = trial.task.coco  # "" for a classifier
-    place = next((r for r in trial.good if r.number == 0), None) if kind else None
+    place = next((r for r in trial.good if r.round_index == 0), None) if kind else None
     truth = truth_file(place.folder, trial) if place else None
     if place is None or truth is None or not truth.is_file():
         return None
@@ -214,7 +214,7 @@ def read_object_confusion(trial: TrialResult) -> Confusion | None:
     None without detections or ground truth, if most objects aren't found, or if mAP50 is high.
     """
     found = read_detections(trial)
-    place = next((r for r in trial.good if r.number == 0), None)
+    place = next((r for r in trial.good if r.round_index == 0), None)
     truth = truth_file(place.folder, trial) if place else None
     if found is None or found.boxes.map50[0] >= CONFUSED_MAP50 or place is None or truth is None:
         return None

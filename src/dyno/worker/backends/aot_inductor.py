@@ -1,4 +1,4 @@
-"""PyTorch compiled ahead of time by AOTInductor (`aoti`): a package that runs without the module."""
+"""PyTorch compiled ahead of time by AOTInductor (`aoti`): packages that run without the module."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ ENGINE_NAME = "AOTInductor"
 INDUCTOR_MODES = {"default": {}, "max-autotune": {"max_autotune": True}}  # options of inductor
 THREADS_KEY = "threads"  # recipe key: the number of threads is compiled in
 EXAMPLE_BATCH, OTHER_BATCHES = 2, (1, 3)  # torch.export treats a batch of 0 or 1 as a constant
-# Of the largest value: how far outputs at another batch may be off the module's. A study compares them more closely.
+# Allowed errors at another batch, relative to the largest value; a study compares outputs more closely.
 MAX_ERRORS = {"fp32": 1e-2, "tf32": 0.1, "fp16": 0.1, "bf16": 0.3}
 
 
 class AotFormat(FileFormat):
-    """A package of code that AOTInductor compiled, for one kind of device; executable content, as an engine is."""
+    """A package of code compiled by AOTInductor for one kind of device; executable content, like an engine."""
 
     name = "aoti"
     suffixes = (".pt2",)
@@ -80,7 +80,7 @@ class AotFormat(FileFormat):
         return not path.is_file() or is_package(path)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the package's recipe for a CPU, for any batch where the trial's is 0."""
+        """Return the recipe of a package for a CPU; for any batch if the trial's is 0."""
         if trial.options.get("opset") or trial.options.get("target", "onnxruntime") != "onnxruntime":
             raise UserError("--target and --opset are for ONNX files; omit them for a .pt2 package")
         trial = replace(trial, backend=AOTI.name, options={})
@@ -89,7 +89,7 @@ class AotFormat(FileFormat):
         return AOTI.recipe(trial)
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Read the package's metadata and code, which needs no PyTorch."""
+        """Read the package's metadata and code, without PyTorch."""
         return describe(path, read_package(path))
 
 
@@ -97,10 +97,10 @@ AOTI_FORMAT = AotFormat()
 
 
 class AotInductor(PyTorch):
-    """torch.export and AOTInductor: compiled into a package for one device, which `load` only opens.
+    """torch.export and AOTInductor: compiled into a package for one device; `load` only opens it.
 
-    Options: `static` (default on: compiled for the trial's batch; off: for any batch, which not every network allows),
-    `mode` (default, max-autotune) and `freeze` (default on for a CPU, as of `compile`).
+    Options: `static` (default on: compiled for the trial's batch; off: for any batch, impossible for some networks),
+    `mode` (default, max-autotune) and `freeze` (default on for a CPU, as in `compile`).
     """
 
     name = "aoti"
@@ -122,7 +122,7 @@ class AotInductor(PyTorch):
         return f"{next(iter(trial.options))} is fixed in a compiled package; omit it" if trial.options else ""
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the package's recipe, by `torch.export` from the module; a package that was given is used as it is."""
+        """Return the recipe of a package by `torch.export` from the module; a given package is used unchanged."""
         chosen: dict[str, Option] = {} if trial.model.file else self._choose_options(trial)
         static = chosen.pop("static", True)
         dims = trial.dims if static and not trial.model.file else replace(trial.dims, batch=0)
@@ -137,7 +137,7 @@ class AotInductor(PyTorch):
         return {"static": bool(trial.dims.batch), "mode": "default", "freeze": on_cpu, **trial.options, **threads}
 
     def _run_convolution(self, torch: Any, device: str) -> None:
-        """Compile a package of one convolution, open it and run it."""
+        """Compile, open and run a package of one convolution."""
         need_compiler(ENGINE_NAME)
         inductor = _import_inductor()
         probe_processor()
@@ -148,7 +148,7 @@ class AotInductor(PyTorch):
             _open_package(inductor, read_package(str(path)), path, torch.device(device)).run([x])[0].cpu()
 
     def prepare(self, trial: Trial) -> None:
-        """Import PyTorch with the loader of packages."""
+        """Import PyTorch and the loader of packages."""
         import_torch()
         _import_inductor()
 
@@ -160,7 +160,7 @@ class AotInductor(PyTorch):
             return AotSession(trial, artifact)
 
     def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
-        """Return the kernels that a given package calls, from its own C++; they don't name a model's modules."""
+        """Return the kernels that a given package calls, from its C++; they don't name a model's modules."""
         if not trial.model.file:
             raise Unavailable(
                 f"{ENGINE_NAME}'s kernels don't name their modules; `dyno inspect PACKAGE.pt2` lists them alone"
@@ -172,15 +172,15 @@ AOTI = AotInductor()
 
 
 class AotMaker(Maker):
-    """Exports a module and compiles it, or points to the package that was given."""
+    """A maker that exports and compiles a module, or describes a given package."""
 
     name = "aoti"
     requires = ("torch", "torchvision", "timm", "ultralytics")
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write FOLDER/model.pt2; `Unavailable` without a compiler, `UserError` for what can't be exported.
+        """Write FOLDER/model.pt2; raise `Unavailable` without a compiler, a `UserError` if the export fails.
 
-        A package for any batch is compared with the module at two batches that it was not exported with.
+        A package for any batch is compared with the module at two batches not used for the export.
         """
         if recipe.model.file:
             return _describe_given(recipe)
@@ -188,7 +188,7 @@ class AotMaker(Maker):
         torch, inductor = import_torch(), _import_inductor()
         probe_processor()
         began = time.perf_counter()
-        threads = int(recipe.options.get(THREADS_KEY, recipe.runtime.threads))  # compiling itself may use more
+        threads = int(recipe.options.get(THREADS_KEY, recipe.runtime.threads))  # the compiler itself may use more
         runtime = replace(recipe.runtime, threads=threads)
         settings = Trial(recipe.model, self.name, recipe.precision, recipe.dims, runtime=runtime)
         device = device_named(torch, recipe.runtime.device)
@@ -218,7 +218,7 @@ AOTI_MAKER = AotMaker()
 
 
 def _import_inductor() -> Any:
-    """Import inductor with its packages; `Unavailable` for a PyTorch that has none."""
+    """Import inductor with its packages; raise `Unavailable` if this PyTorch has none."""
     torch = import_torch()
     try:
         import torch._inductor.package as package
@@ -236,7 +236,7 @@ def _list_tensors(recipe: Recipe, batch: int) -> tuple[Tensor, ...]:
 
 
 def _make_examples(torch: Any, recipe: Recipe, device: Any) -> Iterator[list[Any]]:
-    """Yield random inputs in the package's type, first those to export with."""
+    """Yield random inputs in the package's type, beginning with those for the export."""
     free, model = _is_free(recipe), recipe.model
     batches = (EXAMPLE_BATCH, *OTHER_BATCHES) if free else (recipe.dims.batch or 1,)
     for seed, batch in enumerate(batches):
@@ -248,14 +248,14 @@ def _make_examples(torch: Any, recipe: Recipe, device: Any) -> Iterator[list[Any
 
 
 def _call(module: Any, feeds: list[Any], recipe: Recipe) -> list[Any]:
-    """Return the module's outputs; its own word on inputs that it refuses becomes a `UserError`."""
+    """Return the module's outputs; raise a `UserError` with the module's message if it refuses the inputs."""
     shown = ", ".join("x".join(map(str, value.shape)) for value in feeds)
     with raise_refusals(f"{recipe.model.name} refuses {shown} in {recipe.precision}"):
         return [output.clone() for output in module(*(value.clone() for value in feeds))]
 
 
 def _export(torch: Any, module: Any, feeds: list[Any], recipe: Recipe) -> Any:
-    """Return the program of torch.export, with a free batch where the recipe wants one."""
+    """Return the program of torch.export, with a free batch if the recipe has one."""
     options: dict[str, Any] = {}
     if _is_free(recipe):
         batch = torch.export.Dim(BATCH_AXIS)
@@ -276,7 +276,7 @@ def _compile(program: Any, facts: KeptFacts, recipe: Recipe, path: Path) -> Path
 
 
 def _describe_inputs(recipe: Recipe) -> tuple[Tensor, ...]:
-    """Return the inputs, with the batch's name where it is free."""
+    """Return the inputs, with the batch's name at free axes."""
     if not _is_free(recipe):
         return _list_tensors(recipe, recipe.dims.batch or 1)
     pairs = zip(_list_tensors(recipe, EXAMPLE_BATCH), _list_tensors(recipe, OTHER_BATCHES[-1]), strict=True)
@@ -291,17 +291,17 @@ def _describe_outputs(expected: list[list[Any]]) -> tuple[Tensor, ...]:
 
 
 def _free_axes(shape: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int | str, ...]:
-    """Return the shape with the batch's name at axes whose length follows it."""
+    """Return the shape with the batch's name at axes that depend on it."""
     return tuple(a if a == b else BATCH_AXIS for a, b in zip(shape, other, strict=True))
 
 
 def _check_outputs(found: list[Any], expected: list[Any], recipe: Recipe) -> None:
-    """Raise a `UserError` for a package with a free batch whose outputs aren't the module's."""
+    """Raise a `UserError` if the outputs of a package with a free batch differ from the module's."""
     for got, right in zip(found, expected, strict=True):
         if got.shape == right.shape:
             scale = float(right.float().abs().max()) if right.numel() else 0.0
             off = float((got.float() - right.float()).abs().max()) if right.numel() else 0.0
-            if not off > MAX_ERRORS[recipe.precision] * scale:  # NaN is the module's own, and reported elsewhere
+            if not off > MAX_ERRORS[recipe.precision] * scale:  # NaN is the module's, and reported elsewhere
                 continue
         shown = "x".join(map(str, right.shape))
         reason = f"the package for any batch gives other outputs than {recipe.model.name} for {shown}"
@@ -317,15 +317,15 @@ def _describe_given(recipe: Recipe) -> Artifact:
 
 
 def _open_package(inductor: Any, package: CompiledPackage, path: Path, device: Any, runners: int = 1) -> Any:
-    """Return the loader of the package on that device; `Unavailable` where its code can't run."""
+    """Return the package's loader on that device; raise an error if its code can't run there."""
     if package.device != device.type:
         raise UserError(f"the package was compiled for {package.device}, not {device.type}; choose another --device")
     wanted = package.metadata.get("AOTI_CPU_ISA", "")
     if device.type == "cpu" and wanted.lower().startswith(("avx512", "amx")) and not _has_isa(wanted):
         raise Unavailable(f"the package was compiled for processors with {wanted}, which this one lacks")
     index = -1 if device.type == "cpu" else device.index or 0
-    # Some compilers link libstdc++ into each package. PyTorch's, shared with all libraries, takes its place: two in one
-    # process crash, in std::regex as the package opens.
+    # Some compilers link libstdc++ into each package. The shared one must take its place: two in one process crash, in
+    # std::regex while the package opens.
     with suppress(OSError):  # no library of this name
         ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
     this, advice = import_torch().__version__, "; if another version compiled it, compile it again with this one"
@@ -339,7 +339,7 @@ def _has_isa(name: str) -> bool:
 
 
 class AotSession(TorchSession):
-    """An opened package: inputs are bound as a module's, and each call goes to the compiled code."""
+    """An opened package: inputs are bound as a module's, and calls go to the compiled code."""
 
     def __init__(self, trial: Trial, artifact: Artifact) -> None:
         self._artifact = artifact
@@ -364,14 +364,14 @@ class AotSession(TorchSession):
         return allocated.to(memory_format=self._torch.channels_last) if described.channels_last else allocated
 
     def _make_callable(self, dtype: Any) -> Callable[..., Any]:
-        """Return the package's code as a function of the slot's tensors, with a runner for each slot."""
+        """Return the package's code as a function of the slot's tensors, with a runner per slot."""
         path = Path(self._artifact.path)
-        self._probe_s = probe_processor()  # even for a GPU: opening compares the processors of maker and user
+        self._probe_s = probe_processor()  # even for a GPU: opening compares the processors
         loader = _open_package(_import_inductor(), self._package, path, self._device, self.slots)
         return lambda *values: loader.run([*values])
 
     def facts(self) -> EngineFacts:
-        """Return the package's calls, the types that they multiply in, and the threads that it was compiled for."""
+        """Return the package's calls, the types of their products, and the threads that it was compiled for."""
         types, calls = self._package.count_types(), self._package.layers
         compiled_for = self._package.threads if not self._on_gpu else None
         asked = self._trial.runtime.threads

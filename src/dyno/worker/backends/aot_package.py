@@ -1,4 +1,4 @@
-"""Packages of AOTInductor (.pt2): read without PyTorch, from the metadata and the C++ that the compiler left inside."""
+"""Packages of AOTInductor (.pt2), read without PyTorch from their metadata and C++ sources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dyno.worker.spec import BATCH_AXIS, Tensor, UserError, from_json, to_json
 
 COMPILED_MEMBER = re.compile(r"(?:^|/)data/aotinductor/([^/]+)/")
 PROGRAM_MEMBER = re.compile(r"(?:^|/)(?:models/[^/]+|serialized_exported_program)\.json$")  # programs of torch.export
-METADATA_KEY = "dyno"  # the metadata entry with Dyno's facts about the model
+METADATA_KEY = "dyno"  # metadata entry with Dyno's facts on the model
 RUN_BODY = re.compile(r"void AOTInductorModel::run_impl\((.*?)\} // AOTInductorModel::run_impl", re.DOTALL)
 INPUT_CHECK = re.compile(r"static void check_input_(\d+)\((.*?)\n\}", re.DOTALL)
 INPUT_TYPE = re.compile(r"expected_dtype = aoti_torch_dtype_(\w+)\(\)")
@@ -37,7 +37,7 @@ CONSTANT = re.compile(
     re.DOTALL,
 )
 THREADS = re.compile(r"num_threads\((\d+)\)")
-# What a line of the compiled function does.
+# Kinds of lines in the compiled function
 ORIGIN = re.compile(r"// Topologically Sorted Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]")
 LENGTHS = re.compile(r"int64_t (int_array_\d+)\[\] = \{([^}]*)\}")
 ALLOCATED = re.compile(r"aoti_torch_empty_strided\(\d+, (\w+), \w+, cached_torch_dtype_(\w+), .*&(\w+)_handle\)")
@@ -55,7 +55,7 @@ TYPE_PRECISIONS = {kind: precision for precision, kind in reversed(PRECISION_TYP
 
 
 def is_package(path: Path) -> bool:
-    """Return whether the file is a package of compiled code, and no program of torch.export."""
+    """Return whether the file is a package of compiled code rather than a program of torch.export."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -66,7 +66,7 @@ def is_package(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class PackageInput:
-    """One input: its type, its shape with the name of each free axis, and the range of the first axis (0: no end)."""
+    """One input: its type, its shape with names of free axes, and the range of the first axis (largest 0: no limit)."""
 
     dtype: str
     shape: tuple[int | str, ...]
@@ -77,7 +77,7 @@ class PackageInput:
 
 @dataclass(frozen=True)
 class KeptFacts:
-    """Dyno's own entry in the packages that it makes."""
+    """Dyno's own entry in packages that it makes."""
 
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
@@ -89,7 +89,7 @@ class KeptFacts:
 
 @dataclass(frozen=True)
 class CompiledPackage:
-    """A package's parts: the name of its model, the metadata, and its sources in C++."""
+    """A package's parts: the name of its model, the metadata, and its C++ sources."""
 
     name: str
     metadata: Mapping[str, str]
@@ -98,12 +98,12 @@ class CompiledPackage:
 
     @property
     def device(self) -> str:
-        """The kind of device that the code is for: cpu or cuda."""
+        """The kind of device of the code: cpu or cuda."""
         return self.metadata.get("AOTI_DEVICE_KEY", "cpu")
 
     @cached_property
     def kept(self) -> KeptFacts | None:
-        """Dyno's entry in the package; None for a package of another program."""
+        """Dyno's entry in the package; None for another program's package."""
         try:
             return from_json(KeptFacts, json.loads(self.metadata[METADATA_KEY]))
         except (KeyError, ValueError, Misfit, UserError):
@@ -111,12 +111,12 @@ class CompiledPackage:
 
     @cached_property
     def inputs(self) -> tuple[PackageInput, ...]:
-        """The inputs in order, as the package's own checks describe them."""
+        """The inputs in order, according to the package's own checks."""
         checks = sorted((int(number), text) for number, text in INPUT_CHECK.findall(self.source))
         return tuple(_read_input(text) for _, text in checks)
 
     def describe_inputs(self, tensors: Sequence[Tensor]) -> dict[str, PackageInput]:
-        """Return each input as the code takes it, by name; a package of Dyno's has one type for all floats."""
+        """Return each input of the code by name; a package made by Dyno has one type for all floats."""
         if self.kept is None:
             return {t.name: each for t, each in zip(tensors, self.inputs, strict=True)}
         kind = PRECISION_TYPES[self.kept.precision]
@@ -124,7 +124,7 @@ class CompiledPackage:
 
     @property
     def threads(self) -> int | None:
-        """The threads that the kernels were compiled for; None where they take what there are."""
+        """The threads that the kernels were compiled for; None if they use all available ones."""
         counts = [int(n) for n in THREADS.findall(self.kernels + self.source)]
         return max(counts, default=None)
 
@@ -136,24 +136,24 @@ class CompiledPackage:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Calls in the compiled function: to generated kernels and to PyTorch's operators."""
+        """Calls in the compiled function, to generated kernels and PyTorch's operators."""
         body = RUN_BODY.search(self.source)
         return tuple(_iter_calls(body[1], self)) if body else ()
 
     @cached_property
     def products(self) -> set[str]:
-        """The package's own kernels that multiply matrices; others may only arrange a library's inputs."""
+        """The package's own kernels that multiply matrices; other kernels may only arrange a library's inputs."""
         parts = self.kernels.split('extern "C"')
         return {name for part in parts if "gemm" in part.lower() for name in KERNEL.findall(part)}
 
     def count_types(self) -> dict[str, int]:
-        """Return how many layers multiply in each type."""
+        """Return the number of layers by the type of their products."""
         return dict(Counter(layer.computes_in for layer in self.layers if layer.computes_in))
 
     def read_batches(self) -> tuple[int, int, int] | None:
-        """Return the smallest, best and largest batch that the code was compiled for; None without a limit.
+        """Return the smallest, best and largest batch of the compiled code; None without a limit.
 
-        The compiler may narrow a free batch without a word: ShuffleNet's to 15. Dyno's own were run at batch 1.
+        The compiler may silently narrow a free batch: ShuffleNet's to 15. Dyno's own packages were run at batch 1.
         """
         free = [each for each in self.inputs if BATCH_AXIS in each.shape]
         largest = min((each.largest for each in free if each.largest), default=0)
@@ -162,7 +162,7 @@ class CompiledPackage:
 
 
 def _read_input(text: str) -> PackageInput:
-    """Read the check that the compiler wrote for one input."""
+    """Read the compiler's check of one input."""
     kind = INPUT_TYPE.search(text)
     sizes: dict[int, int] = {int(axis): int(length) for length, axis in FIXED_SIZE_CHECK.findall(text)}
     smallest = {int(axis): int(n) for axis, n in MIN_SIZE_CHECK.findall(text)}
@@ -176,7 +176,7 @@ def _read_input(text: str) -> PackageInput:
 
 
 def _iter_calls(body: str, package: CompiledPackage) -> Iterator[Layer]:
-    """Yield the function's calls, each with its operators, its results and, where it multiplies, its type."""
+    """Yield the function's calls, each with its operators, its results and the type of its products, if any."""
     types = {name: kind for name, (kind, _) in package.constants.items()}
     lengths: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -250,7 +250,7 @@ def read_package(path: str) -> CompiledPackage:
         metadata: dict[str, Any] = {}
         for name, text in texts.items():
             metadata |= json.loads(text) if name.endswith("_metadata.json") else {}
-    except (OSError, zipfile.BadZipFile, ValueError, TypeError) as e:  # text or JSON that is none is a ValueError
+    except (OSError, zipfile.BadZipFile, ValueError, TypeError) as e:  # invalid text or JSON is a ValueError
         raise UserError(f"{path} is not a package that can be read: {e}") from e
     code = [text for name, text in sorted(texts.items()) if name.endswith(".cpp")]
     source = next((text for text in code if "AOTInductorModel::run_impl" in text), "")
@@ -258,7 +258,7 @@ def read_package(path: str) -> CompiledPackage:
 
 
 def describe(path: str, package: CompiledPackage) -> FileContents:
-    """Return the package's inputs, outputs and precision; of another program's package, inputs by its code."""
+    """Return the package's inputs, outputs and precision; for another program's package, inputs by its code."""
     if kept := package.kept:
         purpose = file_facts.read_purpose(kept.purpose)
         return FileContents(
@@ -283,7 +283,7 @@ def describe(path: str, package: CompiledPackage) -> FileContents:
 
 
 def numbered_names(name: str, count: int) -> list[str]:
-    """Return `input`, `input_1`, `input_2`…: names for tensors that have none."""
+    """Return `input`, `input_1`, `input_2`…: names for nameless tensors."""
     return [f"{name}_{k}" if k else name for k in range(count)]
 
 
@@ -299,5 +299,5 @@ def list_layers(path: str) -> LayerGraph:
 
 
 def kept_metadata(facts: KeptFacts) -> dict[str, str]:
-    """Return the entry for a package's metadata."""
+    """Return Dyno's entry for a package's metadata."""
     return {METADATA_KEY: json.dumps(to_json(facts))}

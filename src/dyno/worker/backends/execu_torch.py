@@ -44,11 +44,11 @@ VIEW_OPERATORS = {
     "aten.flatten.using_ints", "aten.slice.Tensor",
 }  # fmt: skip
 NOT_IN_NAMES = re.compile(r"[^\w.]", re.ASCII)
-NONFINITE_VALUE = re.compile(r":\s*[-+]?(?:inf|nan)\b")  # flatc writes these; JSON has no such numbers
+NONFINITE_VALUE = re.compile(r":\s*[-+]?(?:inf|nan)\b")  # written by flatc, but invalid in JSON
 
 
 class PteFormat(FileFormat):
-    """A program of ExecuTorch, for one shape of each input."""
+    """An ExecuTorch program, for one shape of each input."""
 
     name = "pte"
     suffixes = (".pte",)
@@ -57,7 +57,7 @@ class PteFormat(FileFormat):
     on_device = True
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Read the program; it is in the type of most of its operators that multiply."""
+        """Read the program; its precision is the type of most of its operators that multiply."""
         meta, (_, _, types) = open_program(path)[1].method_meta(), list_operators(path)
         try:
             inputs = _read_tensors("input", meta.num_inputs(), meta.input_tensor_meta)
@@ -81,7 +81,7 @@ def _read_tensors(side: str, count: int, describe: Callable[[int], Any]) -> tupl
 
 
 class ExecuTorch(Backend):
-    """torch.export and ExecuTorch's XNNPACK delegate; what it leaves runs on portable kernels.
+    """torch.export and ExecuTorch's XNNPACK delegate; operators left by the delegate run on portable kernels.
 
     Option: `samples` of the calibration for int8.
     """
@@ -105,7 +105,7 @@ class ExecuTorch(Backend):
         return calibration.missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe of the program at the trial's batch; a program that was given is used as it is."""
+        """Return the recipe of the program at the trial's batch; a given program is used unchanged."""
         data = calibration.calibration_data(trial) if trial.precision == "int8" != trial.model.precision else None
         here = replace(trial.runtime, device="cpu", threads=1)
         return Recipe(
@@ -113,8 +113,8 @@ class ExecuTorch(Backend):
         )  # fmt: skip
 
     def probe(self) -> Probe:
-        """Lower one layer, and run it."""
-        _import_library()  # a missing one is known before PyTorch is imported, which takes seconds
+        """Lower one layer and run it."""
+        _import_library()  # notice a missing library before the slow import of PyTorch
         torch = torch_support.import_torch()
         with tempfile.TemporaryDirectory() as scratch, torch.no_grad(), torch_support.silence_warnings():
             path, x = Path(scratch) / "relu.pte", torch.tensor([-1.0, 2.0])
@@ -146,7 +146,7 @@ def _read_version() -> str:
 
 
 def _import_library(module: str = "extension.pybindings.portable_lib") -> Any:
-    """Import a module of ExecuTorch, with its own compiler of schemas for what makes and reads programs."""
+    """Import a module of ExecuTorch; set its own compiler of schemas, needed to make and read programs."""
     try:
         with torch_support.silence_warnings():
             import executorch
@@ -155,7 +155,7 @@ def _import_library(module: str = "extension.pybindings.portable_lib") -> Any:
             if flatc.is_file():
                 os.environ.setdefault("FLATC_EXECUTABLE", str(flatc))
             return importlib.import_module(f"executorch.{module}")
-    except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: one made for another PyTorch
+    except (ImportError, OSError, AttributeError, RuntimeError) as e:  # the last three: built for another PyTorch
         raise Unavailable(f"executorch can't be imported ({torch_support.first_line(e)}); {INSTALL_ADVICE}") from e
 
 
@@ -176,14 +176,14 @@ def open_program(path: str) -> tuple[Any, Any]:
 
 
 def _list_missing_operators(path: str) -> list[str]:
-    """Return the operators of the program that this library has no kernel for."""
+    """Return the operators of the program without a kernel in this library."""
     known = {*_import_library()._get_operator_names()}
     names = (f"{each.name}.{each.overload}".rstrip(".") for each in _read_plan(path)[1].operators)
     return [name for name in names if name not in known]
 
 
 def _run_method(method: Any, tensors: Sequence[Any]) -> None:
-    """Run the method to its end; `Unavailable` for a library that was built for another PyTorch."""
+    """Run the method to its end; raise `Unavailable` for a library that was built for another PyTorch."""
     try:
         method.set_inputs(tensors)
         method.execute()
@@ -204,7 +204,7 @@ def _read_plan(path: str) -> tuple[Any, Any]:
 
 
 def list_operators(path: str) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Count the operators in XNNPACK's graphs, those on portable kernels, and the types of those that multiply."""
+    """Count the operators in XNNPACK's graphs, those on portable kernels, and the types of the products."""
     program, plan = _read_plan(path)
     delegated, portable, types = Counter[str](), Counter[str](), Counter[str]()
     for call in (each.instr_args for chain in plan.chains for each in chain.instructions):
@@ -222,9 +222,9 @@ def list_operators(path: str) -> tuple[Counter[str], Counter[str], Counter[str]]
 
 
 def _read_graph(blob: bytes) -> list[tuple[str, str]]:
-    """Return each node of XNNPACK's graph with the type of its first input, from the bytes that its runtime reads.
+    """Return each node of XNNPACK's graph with the type of its first input, from the runtime's bytes.
 
-    Four bytes, `XH00`, the header's length (2 bytes), and the offset and the length of the graph (4 bytes each).
+    They are: four bytes, `XH00`, the header's length (2 bytes), and the graph's offset and length (4 bytes each).
     """
     start, length = (int.from_bytes(blob[k : k + 4], "little") for k in (10, 14))
     serialization = _import_library("exir._serialize._flatbuffer")
@@ -243,13 +243,13 @@ def _read_graph(blob: bytes) -> list[tuple[str, str]]:
 
 
 class ExecuTorchMaker(Maker):
-    """Exports a module and lowers it, quantised for int8; or points to the program that was given."""
+    """A maker that exports and lowers a module, quantised for int8, or describes a given program."""
 
     name = "executorch"
     requires = ("executorch", "torch", "torchao", "torchvision", "timm", "ultralytics")
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write FOLDER/model.pte; `Unavailable` without ExecuTorch, `UserError` for what can't be exported."""
+        """Write FOLDER/model.pte; raise `Unavailable` without ExecuTorch, a `UserError` if the export fails."""
         began = time.perf_counter()
         facts = self.describe(recipe)
         if path := recipe.model.file:
@@ -292,21 +292,21 @@ def _add_operators(facts: MakerFacts, path: str) -> MakerFacts:
 
 
 def _export_module(torch: Any, module: Any, example: Any) -> Any:
-    """Return the exported program with what is computed from weights alone as constants, which XNNPACK asks for."""
+    """Return the exported program with constants in place of computations on weights alone, as XNNPACK requires."""
     program = torch.export.export(module, example, strict=False)
     folding = _import_library("exir.passes.constant_prop_pass")
     constants = folding.get_propagated_const_tensor_dict(program, _list_kept_operators(torch, program)).keys()
     outputs = program.graph.output_node().args[0]
     if all(node.op == "placeholder" for node in constants) or not constants.isdisjoint(outputs):
         return program
-    program = program.run_decompositions({})  # without operators that write into a constant
+    program = program.run_decompositions({})  # removes operators that write into a constant
     program = folding.constant_prop_pass(program, _list_kept_operators(torch, program))
     program.constants.update({name: each.clone() for name, each in program.constants.items()})  # some are views
     return program
 
 
 def _list_kept_operators(torch: Any, program: Any) -> set[Any]:
-    """Return the operators whose results aren't folded: they write, draw numbers, or make a tensor out of none."""
+    """Return the operators that aren't folded: they write, draw numbers, or have no tensor as input."""
     kept = set[Any]()
     for node in program.graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -317,7 +317,7 @@ def _list_kept_operators(torch: Any, program: Any) -> set[Any]:
 
 
 def _lower_program(program: Any) -> bytes:
-    """Return the bytes of the program with all that XNNPACK takes delegated to it."""
+    """Return the bytes of the program, with everything that XNNPACK accepts delegated to it."""
     program = _decompose_pools(program)
     _clean_names(program)
     exir = _import_library("exir")
@@ -326,15 +326,16 @@ def _lower_program(program: Any) -> bytes:
     rest = lowered.exported_program()
     calls = {node.target for node in rest.graph.nodes if node.op == "call_function"}
     weights = {target for target in calls if "dequantize_per_channel" in str(target)}
-    if weights:  # for layers that XNNPACK doesn't take: only it reads them in eight bits
+    if weights:  # of layers outside XNNPACK: only XNNPACK reads 8-bit weights
         _import_library("exir.passes.constant_prop_pass").constant_prop_pass(rest, calls - weights)
     return bytes(lowered.to_executorch().buffer)
 
 
 def _decompose_pools(program: Any) -> Any:
-    """Return the program without adaptive pools, for which ExecuTorch has no kernels, and with pools for XNNPACK.
+    """Return the program without adaptive pools, which ExecuTorch lacks, and with pools that suit XNNPACK.
 
-    XNNPACK takes averages that don't count their padding, and no windows of one value; without padding it is the same.
+    XNNPACK accepts averages without counted padding and windows of more than one value; without padding, the result is
+    the same.
     """
     torch = torch_support.import_torch()
     aten, known = torch.ops.aten, torch.export.default_decompositions()
@@ -364,7 +365,7 @@ def _clean_names(program: Any) -> None:
 def _quantise_program(
     program: Any, inputs: Sequence[Tensor], recipe: Recipe, facts: MakerFacts
 ) -> tuple[Any, MakerFacts]:
-    """Return the module of the program in int8 by XNNPACK's quantiser, with the facts of its calibration."""
+    """Return the program's module in int8 by XNNPACK's quantiser, and the facts with its calibration."""
     xnnpack = _import_library("backends.xnnpack.quantizer.xnnpack_quantizer")
 
     class Quantiser(xnnpack.XNNPACKQuantizer):  # type: ignore[name-defined,misc]
@@ -379,7 +380,7 @@ def _quantise_program(
 
 
 def _leave_computed_weights(graph: Any) -> Any:
-    """Leave layers unquantised whose weights are computed from the inputs: no kernel quantises weights per channel."""
+    """Leave layers with weights computed from the inputs unquantised: no kernel quantises them per channel."""
     key = import_torchao(".pt2e.quantizer.quantizer").Q_ANNOTATION_KEY
     computed = set[Any]()
     for node in graph.graph.nodes:
@@ -392,9 +393,9 @@ def _leave_computed_weights(graph: Any) -> Any:
 
 
 def _share_ranges(graph: Any) -> Any:
-    """Give each view of a quantised tensor that tensor's range: XNNPACK refuses a view whose two ranges differ.
+    """Give each view of a quantised tensor the tensor's range: XNNPACK refuses two ranges.
 
-    `propagate_annotation` of ExecuTorch does it for fewer operators: neither `transpose` nor `reshape` is among them.
+    ExecuTorch's `propagate_annotation` does so for fewer operators, without `transpose` and `reshape`.
     """
     pt2e = import_torchao(".pt2e.quantizer.quantizer")
     for node in graph.graph.nodes:
@@ -411,7 +412,7 @@ def _share_ranges(graph: Any) -> Any:
 
 
 class ExecuTorchSession(Session):
-    """A loaded program; each run gets its inputs anew, since their memory may be used for other tensors."""
+    """A loaded program; inputs are copied for each run, since other tensors may reuse their memory."""
 
     def __init__(self, trial: Trial, artifact: Artifact) -> None:
         self._torch, self._trial, self._made_by = torch_support.import_torch(), trial, artifact.made_by
@@ -426,13 +427,13 @@ class ExecuTorchSession(Session):
         self._bound = [self._torch.zeros(t.shape, dtype=getattr(self._torch, t.dtype)) for t in self.inputs]
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
-        """Copy the feeds, in the program's types."""
+        """Copy the feeds, converted to the program's types."""
         typed = [fit_feed(feeds, t, self._shapes[t.name]) for t in self.inputs]
         for bound, values in zip(self._bound, typed, strict=True):
-            np.copyto(bound.numpy(), values)  # PyTorch's threads would spin beside ExecuTorch's: 7 ms in place of 2.5
+            np.copyto(bound.numpy(), values)  # PyTorch's threads would spin in parallel to ExecuTorch's: 7, not 2.5 ms
 
     def run(self, slot: int = 0) -> None:
-        """Give the program its inputs, and run it to its end."""
+        """Set the program's inputs, and run it to its end."""
         _run_method(self._method, self._bound)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
@@ -441,7 +442,7 @@ class ExecuTorchSession(Session):
         return {name: torch_support.as_fetched(v).numpy() for name, v in zip(self._names, outputs, strict=True)}
 
     def facts(self) -> EngineFacts:
-        """Return what the program says of its operators, and ExecuTorch's threads."""
+        """Return the program's operators and ExecuTorch's threads."""
         types = dict(self._made_by.layers_by_type)
         return EngineFacts(
             layers=self._made_by.layers, layers_by_type=types, operators=dict(self._made_by.operators),

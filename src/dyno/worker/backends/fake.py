@@ -1,4 +1,4 @@
-"""A backend without a library: scripted latency, noise and failures, so that everything around it can be tested."""
+"""A backend without a library: scripted latency, noise and failures, for tests of everything around backends."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HEATED_S, COOLED_S = 0.2, 0.01  # load and rest after which an engine with `heat
 
 
 class Fake(Backend):
-    """Sleeps and fails as its options say.
+    """A backend that sleeps and fails according to its options.
 
     Options: `latency_ms` per batch (default 1), `noise` (relative standard deviation), `drift` (relative difference
     between processes), `heat` (relative slow-down after HEATED_S seconds without a break), `fail` (exception, skip,
-    segfault, exit, hang, oom, killed, nan) and `at` (import, load, run, close, or fetch: the second time, when
-    something is measured).
+    segfault, exit, hang, oom, killed, nan) and `at` (import, load, run, close, or fetch: its second call, during
+    measuring).
     """
 
     name = "fake"
@@ -55,7 +55,7 @@ FAKE.offered = False  # derived classes are offered
 
 
 class FakeSession(Session):
-    """Outputs are a fixed linear function of the inputs, rounded harder the lower the precision."""
+    """A session with a fixed linear function of the inputs, rounded more coarsely at lower precision."""
 
     def __init__(self, trial: Trial) -> None:
         self.options = trial.options
@@ -85,7 +85,7 @@ class FakeSession(Session):
             self.running_since = begin
         heat = float(self.options.get("heat", 0)) * (begin - self.running_since > HEATED_S)
         end = begin + self.latency_s * noise * (1 + heat)
-        while (now := time.perf_counter()) < end:  # sleep() would be late by more than many a latency
+        while (now := time.perf_counter()) < end:  # sleep() would be late by more than a short latency
             pass
         self.ran_at = now
 

@@ -1,4 +1,4 @@
-"""A server that answers KServe's protocol v2 (Triton and others) in place of an engine here, for `dyno bench serve`."""
+"""A server of KServe's protocol v2 (Triton and others) in place of a local engine, for `dyno bench serve`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BINARY_EXTENSION = "binary_tensor_data"  # protocol extension for binary tensors
 
 
 def address(url: Option) -> str:
-    """See `Check`: scheme, host and port, and no more."""
+    """Check for scheme, host and port, and no more; see `Check`."""
     expected = "http://HOST:PORT or grpc://HOST:PORT"
     parts = urlsplit(str(url))
     try:
@@ -36,10 +36,10 @@ def address(url: Option) -> str:
 
 
 class Endpoint(Backend):
-    """A model of a server. Option: `url` (http://, https:// or grpc://, host and port).
+    """A model on a server. Option: `url` (http://, https:// or grpc://, host and port).
 
-    The trial's model is a name that the server has, or a model here that the server has by its name. In which type and
-    on which device the server computes it doesn't say; it takes any batch that its model takes.
+    The trial's model is a name on the server, or a local model that the server has under its name. The server doesn't
+    report its type and device of computing; it takes any batch that its model takes.
     """
 
     name = "endpoint"
@@ -50,12 +50,12 @@ class Endpoint(Backend):
     offered = False
 
     def probe(self) -> Probe:
-        """Return a probe without a version: without a server there is nothing to run."""
+        """Return a probe without a version: there is nothing to run without a server."""
         load_library("tritonclient.http", "an endpoint")
         return Probe(version="", devices=("cpu",), detail="a server's")
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """Return a session with its own connection; raise a `UserError` if there is no server or no such model."""
+        """Return a session with its own connection; raise a `UserError` without the server or the model."""
         url = str(trial.options.get("url", ""))
         if expected := address(url):
             raise UserError(f"the endpoint is {url!r}; write {expected}")
@@ -84,7 +84,7 @@ ENDPOINT = Endpoint()
 
 
 class ServerSession(Session):
-    """One connection; a request is sent and answered in `run`, its tensors are written in `bind`."""
+    """One connection: `bind` writes a request's tensors, `run` sends it and receives the answer."""
 
     def __init__(self, library: Any, client: Any, trial: Trial, server: Any, described: Any) -> None:
         self._library, self._client = library, client
@@ -104,9 +104,9 @@ class ServerSession(Session):
         self.inputs = tuple(replace(tensor, name=self._names[tensor.name]) for tensor in inputs)
 
     def _match_inputs(self, names: list[str], model: ModelSpec) -> dict[str, str]:
-        """Return the model's name of each of the server's inputs: the same one, or else the input at the same place.
+        """Return the model's input name for each of the server's inputs: the same name, or else the same position.
 
-        Raises a `UserError` for another number of inputs.
+        Raise a `UserError` for another number of inputs.
         """
         module = not (model.file or model.source.startswith(PREFIX))
         here = [spec.name for spec in model.inputs if spec.dtype] or (["input"] if module else names)
@@ -116,7 +116,7 @@ class ServerSession(Session):
         return dict(zip(names, names if {*here} == {*names} else here, strict=True))
 
     def _parse_tensor(self, described: Mapping[str, Any], dims: Dims) -> Tensor:
-        """Return an input or output from the server's description: -1 is a free axis, and the first axis the batch."""
+        """Return an input or output from the server's description: -1 is a free axis; the first axis is the batch."""
         name, kind = described["name"], _import_dtype_converter()(described["datatype"])
         shape = [int(n) for n in described["shape"]]
         if shape and shape[0] < 0:
@@ -162,7 +162,7 @@ def served_name(trial: Trial) -> str:
 def _request_metadata(client: Any, url: str, model: str, asking: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the server's descriptions of itself and of the model.
 
-    Raises a `UserError` if there is none within `FIRST_ANSWER_TIMEOUT_S` seconds.
+    Raise a `UserError` without an answer within `FIRST_ANSWER_TIMEOUT_S` seconds.
     """
     try:
         server = client.get_server_metadata(**asking)

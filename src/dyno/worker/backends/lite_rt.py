@@ -1,4 +1,4 @@
-"""LiteRT, formerly TensorFlow Lite, on the CPU (`litert`): .tflite files, made by litert-torch or the user's own."""
+"""LiteRT, formerly TensorFlow Lite, on the CPU (`litert`): .tflite files made by litert-torch or given by the user."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ ENGINE_NAME, DELEGATE_NAME = "LiteRT", "XNNPACK"
 CONVERTER_NAME = "litert_torch"  # runtime name for making files
 CONVERTER_ADVICE = "pass a Python that has it: --python litert_torch=PATH (there: pip install litert-torch torchvision)"
 STATIC, DYNAMIC = "static", "dynamic"
-# XNNPACK has these for floats alone: as integers they run in LiteRT's reference kernels (ViT-Tiny: 30 ms, not 5.6).
+# XNNPACK has these only for floats: as integers they run in LiteRT's reference kernels (ViT-Tiny: 30 ms, not 5.6).
 KEPT_FLOAT = "BATCH_MATMUL DIV GELU HARD_SWISH MAXIMUM RSQRT SOFTMAX SQRT SQUARED_DIFFERENCE SUM".split()
 QUANTISER_RECIPES = {STATIC: "static_wi8_ai8", DYNAMIC: "dynamic_wi8_afp32"}  # recipes of ai-edge-quantizer
 COMPUTE_OPERATORS = re.compile("CONV|FULLY_CONNECTED|MATMUL|LSTM|RNN|SVDF")  # operators that multiply
-WEIGHTS_FIRST = {"TRANSPOSE_CONV", "CONV_3D_TRANSPOSE"}  # the shape of the output comes before the weights
+WEIGHTS_FIRST = {"TRANSPOSE_CONV", "CONV_3D_TRANSPOSE"}  # operators with the output's shape as the first input
 INTEGER_TYPES = {"int8": "int8", "uint8": "int8", "int4": "int8", "int2": "int8", "int16": "int16"}
 
 # A file that adds a vector of two numbers to itself, compressed.
@@ -58,7 +58,7 @@ ADDITION_MODEL = (
 
 
 class TfliteFormat(FileFormat):
-    """A .tflite file: graph and weights in one, for one batch unless its first axes are free."""
+    """A .tflite file of graph and weights, for one batch unless its first axes are free."""
 
     name = "tflite"
     suffixes = (".tflite",)
@@ -67,7 +67,7 @@ class TfliteFormat(FileFormat):
     on_device = True
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Read the file; it is int8 or fp16 if most of its operators that multiply have weights stored so."""
+        """Read the file; it is int8 or fp16 if most of its operators that multiply have weights of that type."""
         opened = open_file(path)
         inputs, outputs = list_ports(opened)
         types = count_types(opened)
@@ -85,10 +85,10 @@ TFLITE = TfliteFormat()
 
 
 class LiteRT(Backend):
-    """LiteRT's interpreter on the CPU; in fp16 the weights are stored so, and widened to compute in float32.
+    """LiteRT's interpreter on the CPU; fp16 stores weights in float16 and computes in float32.
 
-    Options: `xnnpack` (bool, default on: the delegate, which runs what it can), and for int8 `scheme` (static:
-    calibrated; dynamic: activations as they come) and `samples` of the calibration.
+    Options: `xnnpack` (bool, default on: use the delegate), and for int8 `scheme` (static: calibrated; dynamic:
+    activations quantised at run time) and `samples` of the calibration.
     """
 
     name = "litert"
@@ -102,7 +102,7 @@ class LiteRT(Backend):
         """See `Backend.refuse`; a static scheme needs calibration data."""
         if reason := super().refuse(trial) or refuse_requantising(trial):
             return reason
-        if trial.model.precision == "fp16" != trial.precision:  # the quantizer leaves weights that are widened first
+        if trial.model.precision == "fp16" != trial.precision:  # the quantizer skips float16 weights
             return f"the file's weights are fp16 already; run it as fp16, or give the float file for {trial.precision}"
         own = next((name for name in ("scheme", "samples") if name in trial.options), "")
         if own and (trial.precision != "int8" or trial.model.precision == "int8"):
@@ -112,7 +112,7 @@ class LiteRT(Backend):
         return "" if "samples" not in trial.options else "samples is for scheme=static, which is calibrated"
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe of the file at the trial's batch; a file that was given may be used as it is."""
+        """Return the recipe of the file at the trial's batch; a given file of that precision is used unchanged."""
         given = bool(trial.model.file) and trial.precision == trial.model.precision
         options = {name: value for name, value in trial.options.items() if name != "xnnpack"}
         is_static = trial.precision == "int8" and not given and options.setdefault("scheme", STATIC) == STATIC
@@ -123,7 +123,7 @@ class LiteRT(Backend):
         )  # fmt: skip
 
     def probe(self) -> Probe:
-        """Add two numbers, in a file of a few bytes; say so if this Python can't make files."""
+        """Add two numbers, in a file of a few bytes; report if this Python can't make files."""
         opened = _import_module("ai_edge_litert.interpreter").Interpreter(
             model_content=zlib.decompress(base64.b64decode(ADDITION_MODEL))
         )
@@ -170,9 +170,9 @@ def open_file(path: str, threads: int = 1, has_delegate: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class TflitePort:
-    """An input or output of a file: where it lies, how Dyno sees it, and how it is stored.
+    """An input or output of a file: its index, its tensor for Dyno, and its stored type.
 
-    A quantised one is `scale * (stored - zero_point)`, and float32 to the outside.
+    A quantised port has the value `scale * (stored - zero_point)`, float32 to the outside.
     """
 
     index: int
@@ -190,14 +190,14 @@ class TflitePort:
         return np.asarray(np.clip(counted, kind.min, kind.max), self.stored)
 
     def read_values(self, stored: np.ndarray) -> np.ndarray:
-        """Return the stored values as numbers, those of floating point as float32."""
+        """Return the stored values as numbers, floating-point ones as float32."""
         if self.scale:
             return np.asarray((stored.astype(np.float32) - self.zero_point) * np.float32(self.scale))
         return np.asarray(stored, np.float32) if stored.dtype.kind == "f" else stored
 
 
 def list_ports(opened: Any) -> tuple[list[TflitePort], list[TflitePort]]:
-    """Return inputs and outputs in order, by the names of the file's only signature, else by those of its tensors."""
+    """Return inputs and outputs in order, named by the file's signature if it has exactly one, else by its tensors."""
     keys = list(opened.get_signature_list())
     signature = opened.get_signature_runner(keys[0]) if len(keys) == 1 else None
     sides = []
@@ -219,8 +219,7 @@ def _read_port(details: Mapping[str, Any], name: str) -> TflitePort:
 
 
 def find_range(inputs: Sequence[TflitePort]) -> Preprocess | None:
-    """Return how the pixels of a quantised image are normalised where its range is a usual one: 0 to 255, 0 to 1 or -1
-    to 1; None for others."""
+    """Return the normalisation of a quantised image with a usual range (0 to 255, 0 to 1, -1 to 1); None for others."""
     image = image_of([port.tensor for port in inputs])
     scale, low = next(((p.scale, float(p.read_values(np.array(np.iinfo(p.stored).min))))
                        for p in inputs if p.tensor == image and p.scale), (0.0, 0.0))  # fmt: skip
@@ -233,9 +232,9 @@ def find_range(inputs: Sequence[TflitePort]) -> Preprocess | None:
 
 
 def count_types(opened: Any) -> Counter[str]:
-    """Return how many operators multiply in each type: where weights are quantised, in integers.
+    """Return the number of operators by the type of their products; quantised weights mean integers.
 
-    Of floating-point activations and quantised weights LiteRT quantises the activations as they come.
+    LiteRT quantises floating-point activations at run time if the weights are quantised.
     """
     types = {each["index"]: np.dtype(each["dtype"]).name for each in opened.get_tensor_details()}
     found = Counter[str]()
@@ -249,7 +248,7 @@ def count_types(opened: Any) -> Counter[str]:
 
 
 def count_half_weights(opened: Any) -> int:
-    """Return how many operators that multiply have weights stored in float16, which another widens to float32."""
+    """Return the number of compute operators with float16 weights, which another operator widens to float32."""
     types = {each["index"]: np.dtype(each["dtype"]).name for each in opened.get_tensor_details()}
     operators = [*opened._get_ops_details()]
     widened = {
@@ -264,7 +263,7 @@ def count_half_weights(opened: Any) -> int:
 
 
 def find_delegated(operators: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Return the places of operators that a delegate runs: those between its inputs and its outputs."""
+    """Return the positions of operators run by a delegate: those between its inputs and its outputs."""
     own = [k for k, each in enumerate(operators) if each["op_name"] != "DELEGATE"]
     made_by = {int(tensor): k for k in own for tensor in operators[k]["outputs"]}
     found: set[int] = set()
@@ -298,13 +297,13 @@ class LiteRTSession(Session):
         self.outputs = tuple(port.tensor for port in allocated if BATCH_AXIS not in port.tensor.shape)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
-        """Copy the feeds into the interpreter, quantised where the file's inputs are."""
+        """Copy the feeds into the interpreter, quantised if the file's inputs are."""
         typed = [fit_feed(feeds, tensor, self._shapes[tensor.name]) for tensor in self.inputs]
         for port, values in zip(self._ports, typed, strict=True):
             self._opened.set_tensor(port.index, port.store_values(values))
 
     def run(self, slot: int = 0) -> None:
-        """Run the operators, to their end."""
+        """Run all operators."""
         self._opened.invoke()
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
@@ -312,8 +311,8 @@ class LiteRTSession(Session):
         return {port.tensor.name: port.read_values(self._opened.get_tensor(port.index)) for port in self._results}
 
     def facts(self) -> EngineFacts:
-        """Return operators, the types that they multiply in by the file, and which of them the delegate runs."""
-        operators = [*self._opened._get_ops_details()]  # the library has no other way to them
+        """Return operators, the types of their products by the file, and the number run by the delegate."""
+        operators = [*self._opened._get_ops_details()]  # no public function for this
         delegated = find_delegated(operators)
         own = [each["op_name"] for each in operators if each["op_name"] != "DELEGATE"]
         left = Counter(name for k, name in enumerate(own) if k not in delegated)
@@ -344,13 +343,13 @@ class LiteRTSession(Session):
 
 
 class LiteRTMaker(Maker):
-    """Converts a module with litert-torch, or takes the given file, and changes its weights for fp16 and int8."""
+    """A maker that converts a module with litert-torch, or changes a given file's weights, to fp32, fp16 or int8."""
 
     name = "litert"
     requires = ("litert-torch", "ai-edge-litert", "ai-edge-quantizer", "torch", "torchvision", "timm", "ultralytics")
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write FOLDER/model.tflite; `Unavailable` without the libraries, `UserError` for what they refuse."""
+        """Write FOLDER/model.tflite; raise `Unavailable` without the libraries, a `UserError` for their refusals."""
         began, path, file = time.perf_counter(), folder / "model.tflite", recipe.model.file
         facts = self.describe(recipe)
         if not file:
@@ -372,7 +371,7 @@ LITERT_MAKER = LiteRTMaker()
 
 
 def _warn_of_signatures(file: str) -> tuple[str, ...]:
-    """Return a warning on a file with several functions, of which an interpreter runs the first."""
+    """Return a warning on a file with several functions: the interpreter runs the first."""
     opened = open_file(file)
     names = list(opened.get_signature_list())
     inputs = ", ".join(port.tensor.name for port in list_ports(opened)[0])
@@ -386,7 +385,7 @@ def _describe_file(path: Path, recipe: Recipe, facts: MakerFacts, began: float) 
 
 
 def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
-    """Write the module as a file whose signature has the names of its inputs and outputs."""
+    """Write the module as a file; its signature names the inputs and outputs."""
     torch, library = torch_support.import_torch(), _import_module("litert_torch", CONVERTER_ADVICE)
     nn = torch.nn
     names = [spec.name for spec in recipe.model.inputs if spec.dtype] or ["input"]
@@ -411,7 +410,7 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts
 
 
 def _cast_weights(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
-    """Write the file with weights in float16, each followed by an operator that widens them."""
+    """Write the file with float16 weights, each followed by an operator that widens them."""
     library, managers = (
         _import_module(f"ai_edge_quantizer.{part}", CONVERTER_ADVICE) for part in ("quantizer", "recipe_manager")
     )
@@ -426,7 +425,7 @@ def _cast_weights(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path)
 
 
 def _quantise_file(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
-    """Write the quantised file, for a static scheme calibrated on the recipe's data; its ends stay floats."""
+    """Write the quantised file; a static scheme is calibrated on the recipe's data. Inputs and outputs stay floats."""
     scheme = QUANTISER_RECIPES[str(recipe.options["scheme"])]
     library, recipes = (
         _import_module(f"ai_edge_quantizer.{part}", CONVERTER_ADVICE) for part in ("quantizer", "recipe")
@@ -444,11 +443,10 @@ def _quantise_file(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path
 
 
 def _find_ranges(engine: Any, path: str, feeds: Sequence[Arrays], threads: int) -> Any:
-    """Keep the quantizer's ends and `KEPT_FLOAT` in float, and return the ranges of all tensors over the feeds.
+    """Keep inputs, outputs and `KEPT_FLOAT` in float, and return the ranges of all tensors over the feeds.
 
-    `Quantizer.calibrate` averages them with a weight of 0.05 for each batch after the first: after 24 photos the ranges
-    were still almost those of the first, and outputs were off by 95 % in place of 12 % (0.10). Of divisors LiteRT
-    refuses those that are zero as integers.
+    `Quantizer.calibrate` weights each batch after the first with 0.05: after 24 photos the ranges were almost those of
+    the first, and outputs were off by 95 %, not 12 % (0.10). LiteRT refuses divisors that are zero as integers.
     """
     library = importlib.import_module("ai_edge_quantizer")
     kinds, untouched = library.qtyping.TFLOperationName, library.algorithm_manager.AlgorithmName.NO_QUANTIZE

@@ -1,4 +1,4 @@
-"""ncnn on the CPU (`ncnn`): graphs of .param and .bin, made by pnnx or the user's own."""
+"""ncnn on the CPU (`ncnn`): graphs of .param and .bin, made by pnnx or given by the user."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from dyno.worker.spec import BATCH_AXIS, Artifact, Recipe, Tensor, Trial, Unavai
 
 ENGINE_NAME, CONVERTER_NAME = "ncnn", "pnnx"
 Tensors = tuple[Tensor, ...]
-PARAM_MAGIC = "7767517"  # the first line of a .param file
+PARAM_MAGIC = "7767517"  # first line of a .param file
 COMPUTE_LAYERS = re.compile("Convolution|InnerProduct|Gemm|MatMul|MultiHeadAttention|SDPA|LSTM|GRU|RNN|Einsum")
-# The parameter of a layer that is 0 unless its weights are in eight bits.
+# Number of a layer's parameter that is 0 unless its weights have eight bits
 INT8_TERMS = {"Gemm": 18, "MultiHeadAttention": 18, "SDPA": 18}
-INT8_TERM = 8  # INT8 code of other layers that multiply
+INT8_TERM = 8  # that number for the other compute layers
 KEEPS_CHANNELS = {"Split", "BinaryOp", "UnaryOp", "Scale", "BatchNorm", "Padding", "Interp", "ReLU", "Clip", "Noop"}
 PNNX_TYPES = {"float32": "f32", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32", "bool": "bool"}
 BLOB_NAME = re.compile(r"(?:in|out)(\d+)")
@@ -59,7 +59,7 @@ PRECISION_FLAGS = {"fp16": ("use_fp16_storage", "use_fp16_packed", "use_fp16_ari
 
 @dataclass(frozen=True)
 class ParamLayer:
-    """A line of a .param file: a layer, the blobs that it reads and writes, and its parameters by number."""
+    """A line of a .param file: a layer, its input and output blobs, and its parameters by number."""
 
     type: str
     name: str
@@ -73,7 +73,7 @@ class ParamLayer:
 
 
 def read_layers(path: str) -> list[ParamLayer]:
-    """Return the layers of a .param file; raise a `UserError` for a damaged one."""
+    """Return the layers of a .param file; raise a `UserError` if it is damaged."""
     with torch_support.raise_refusals(f"{path} is no graph of {ENGINE_NAME}, or was cut short"):
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         return [_read_layer(line.split()) for line in lines[2:] if line.strip()]
@@ -90,9 +90,9 @@ def _read_layer(words: Sequence[str]) -> ParamLayer:
 
 
 def describe_inputs(path: str, layers: Sequence[ParamLayer]) -> tuple[Tensor, ...]:
-    """Return the inputs with a free batch; raise a `UserError` for one whose shape nothing tells.
+    """Return the inputs with a free batch; raise a `UserError` for an input of unknown shape.
 
-    It stands at the Input layer as width, height and channels; else the channels follow from the first convolution.
+    Its Input layer has width, height and channels; else the channels follow from the first convolution.
     """
     readers = {blob: layer for layer in layers for blob in layer.inputs}
     inputs = []
@@ -116,13 +116,13 @@ def describe_inputs(path: str, layers: Sequence[ParamLayer]) -> tuple[Tensor, ..
 
 
 def _find_number(name: str) -> float:
-    """Return the place of a blob that pnnx named, such as 2 of `out2`."""
+    """Return the number in a blob's name by pnnx, such as 2 of `out2`; infinity for other names."""
     found = BLOB_NAME.fullmatch(name)
     return int(found[1]) if found else math.inf
 
 
 class NcnnFormat(FileFormat):
-    """A graph as text in .param, with its weights beside it in .bin."""
+    """A graph as text in .param, with its weights in a .bin of the same name."""
 
     name = "ncnn"
     suffixes = (".param",)
@@ -142,7 +142,7 @@ class NcnnFormat(FileFormat):
         return [path.with_suffix(".bin")]
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Read the graph and run it once for the shapes of its outputs; it is int8 if most layers that multiply are."""
+        """Read the graph and run it for its outputs' shapes; it is int8 if most compute layers are."""
         layers, metadata = read_layers(path), file_facts.read_attached(path)
         with torch_support.raise_refusals(f"{path} is a damaged graph of {ENGINE_NAME}"):
             inputs = describe_inputs(path, layers)
@@ -170,9 +170,9 @@ NCNN_FORMAT = NcnnFormat()
 
 
 class Ncnn(Backend):
-    """ncnn's interpreter on the CPU: in fp16 and bf16 it keeps weights and activations so where the CPU's kernels can.
+    """ncnn's interpreter on the CPU; fp16 and bf16 are the types of weights and activations if kernels support them.
 
-    A module is traced by TorchScript and converted by pnnx, an ONNX file by pnnx alone.
+    A module is traced by TorchScript and converted by pnnx; an ONNX file is converted by pnnx.
     """
 
     name = "ncnn"
@@ -182,19 +182,19 @@ class Ncnn(Backend):
     files = (*NcnnFormat.suffixes, ".onnx")
 
     def refuse(self, trial: Trial) -> str:
-        """See `Backend.refuse`; a file's precision is changed when it is loaded, but for int8."""
+        """See `Backend.refuse`; loading changes a file's precision, except to int8."""
         if trial.model.file.endswith(".onnx") and trial.model.precision not in ("", "fp32"):
             return f"{CONVERTER_NAME} reads float32 weights, and the file's are {trial.model.precision}"
         return super().refuse(trial) or refuse_requantising(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe of the graph at the trial's batch, in float32; a graph that was given is used as it is."""
+        """Return the recipe of the graph at the trial's batch, in float32; a given graph is used unchanged."""
         precision = "int8" if trial.precision == "int8" else "fp32"
         here = replace(trial.runtime, device="cpu", threads=1)
         return Recipe(self.name, NCNN_FORMAT.name, precision, trial.model, trial.dims, runtime=here)
 
     def probe(self) -> Probe:
-        """Run a layer; say so if this Python can't make files."""
+        """Run a layer; report if this Python can't make files."""
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "relu.param"
             path.write_text(f"{PARAM_MAGIC}\n2 2\nInput in0 0 1 in0 0=2\nReLU relu 1 1 in0 out0\n", encoding="utf-8")
@@ -212,13 +212,13 @@ class Ncnn(Backend):
         load_library("ncnn")
 
     def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
-        """Return the layers of the graph, as the file has them."""
+        """Return the layers of the graph file."""
         layers = read_layers(artifact.path if artifact else trial.model.file)
         library = f"{ENGINE_NAME} {system.find_versions(self.requires).get('ncnn', '')}"
         return LayerGraph(form=LAYERS, library=library, layers=tuple(_describe_layer(layer, trial) for layer in layers))
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """Load the graph with the trial's threads and precision; weights are packed for the CPU here."""
+        """Load the graph with the trial's threads and precision, packing the weights for the CPU."""
         if artifact is None:
             raise UserError(f"{self.name} runs a .param file that was made before")
         return NcnnSession(trial, artifact)
@@ -228,7 +228,7 @@ NCNN = Ncnn()
 
 
 def _describe_layer(layer: ParamLayer, trial: Trial) -> Layer:
-    # otherwise only a run tells
+    # else the type is known only after a run
     kind = "int8" if _has_int8_weights(layer) else "float32" if trial.precision == "fp32" else ""
     computes_in = kind if COMPUTE_LAYERS.match(layer.type) else ""
     inputs, outputs = (tuple(map(Port, names)) for names in (layer.inputs, layer.outputs))
@@ -239,12 +239,12 @@ def _describe_layer(layer: ParamLayer, trial: Trial) -> Layer:
 
 
 def _has_batches(library: Any) -> bool:
-    """Return whether this version runs several images at once: those before 1.0.20261020 have no batch."""
+    """Return whether this version runs several images at once; versions before 1.0.20261020 don't."""
     return hasattr(library.Mat, "batch")
 
 
 def refuse_batch(batch: int) -> None:
-    """Raise `Unavailable` for a batch that this version of ncnn doesn't run."""
+    """Raise `Unavailable` for a batch that this version of ncnn can't run."""
     library = load_library("ncnn")
     if batch > 1 and not _has_batches(library):
         version = library.__version__
@@ -254,7 +254,7 @@ def refuse_batch(batch: int) -> None:
 
 
 class OpenGraph:
-    """A loaded graph and what it was fed; blobs are of ncnn's type `Mat`, with the batch beside up to four axes."""
+    """A loaded graph and its feeds; blobs are ncnn's `Mat`, with the batch in addition to up to four axes."""
 
     def __init__(self, path: str, precision: str, threads: int, name: str = "") -> None:
         self.library = load_library("ncnn")
@@ -277,12 +277,12 @@ class OpenGraph:
         if self.net.load_param(path) or self.net.load_model(weights):
             raise UserError(f"{path} with {weights} can't be loaded by {ENGINE_NAME}; one of them is damaged")
         self.inputs = {layer.outputs[0] for layer in self.layers if layer.type == "Input"}
-        names = (name for name in self.net.output_names() if name not in self.inputs)  # those that nothing reads
+        names = (name for name in self.net.output_names() if name not in self.inputs)  # unread blobs
         self.outputs = sorted(names, key=_find_number)
         self._feeds: dict[str, Any] = {}
 
     def feed_inputs(self, tensors: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> None:
-        """Copy the inputs' arrays; whole numbers become int32, which ncnn reads."""
+        """Copy the inputs' arrays; whole numbers become int32, ncnn's type."""
         self._feeds = {}
         for place, (tensor, array) in enumerate(zip(tensors, arrays, strict=True)):
             typed = array.astype(np.int32 if array.dtype.kind in "iub" else np.float32, copy=False)
@@ -292,11 +292,11 @@ class OpenGraph:
             self._feeds[self.name_input(tensor.name, place)] = whole.clone()
 
     def name_input(self, name: str, place: int) -> str:
-        """Return the blob of the input of that name and place: pnnx numbers them."""
+        """Return the blob of an input: its name, or pnnx's name by its place."""
         return name if name in self.inputs else f"in{place}"
 
     def run(self, kept: Sequence[int] | None = None) -> list[Any]:
-        """Return the outputs of a run, or the blobs of these numbers as the engine keeps them between layers."""
+        """Return the outputs of a run, or the blobs of the numbers in `kept`, in the engine's inner format."""
         extractor = self.net.create_extractor()
         extractor.set_light_mode(kept is None)
         if any(extractor.input(name, value) for name, value in self._feeds.items()):
@@ -311,8 +311,10 @@ class OpenGraph:
         return [value for _, value in found]
 
     def read(self, value: Any, tensor: Tensor | None = None) -> np.ndarray:
-        """Return a blob as an array with its batch first, in the type and the shape of the tensor where it has as many
-        values: ncnn drops axes of one."""
+        """Return a blob as an array, batch first; cast and, if the sizes agree, reshaped to the tensor.
+
+        ncnn drops axes of length one.
+        """
         array = np.array(value.numpy(batch_index=0) if self.has_batches else value.numpy()[None])
         if tensor is None:
             return array
@@ -321,14 +323,14 @@ class OpenGraph:
         return array.reshape(shape) if array.size == math.prod(shape) else array
 
     def answer(self, inputs: Sequence[Tensor], arrays: Sequence[np.ndarray], outputs: int) -> list[Any]:
-        """Return the blobs of one run's outputs; raise a `UserError` where there are not as many as expected."""
+        """Return the output blobs of one run; raise a `UserError` if their number isn't `outputs`."""
         self.feed_inputs(inputs, arrays)
         if len(self.outputs) != outputs:
             raise UserError(f"{CONVERTER_NAME} made {len(self.outputs)} outputs of {outputs}")
         return self.run()
 
     def count_types(self) -> Counter[str]:
-        """Count the layers that multiply by type: int8 by their weights, others by what they hand on."""
+        """Count compute layers by type: int8 by their weights, others by the type of their outputs."""
         layers = [layer for layer in self.net.layers() if COMPUTE_LAYERS.match(layer.type)]
         by_name = {layer.name: layer for layer in self.layers}
         half = "bfloat16" if self.net.opt.use_bf16_storage else "float16"
@@ -340,7 +342,7 @@ class OpenGraph:
 
 
 class NcnnSession(Session):
-    """A loaded graph; each run begins anew with the inputs, and makes its outputs."""
+    """A loaded graph; each run begins with the inputs and allocates its outputs."""
 
     def __init__(self, trial: Trial, artifact: Artifact) -> None:
         refuse_batch(trial.dims.batch)
@@ -349,7 +351,7 @@ class NcnnSession(Session):
         self.inputs = artifact.inputs
         self._shapes = static_shapes(artifact.inputs, trial.dims)
         self._outputs = artifact.outputs
-        # other outputs are known only after a run
+        # the shapes of other outputs are known only after a run
         self.outputs = tuple(t for t in artifact.outputs if BATCH_AXIS not in t.shape)
         self._results: list[Any] = []
 
@@ -358,16 +360,16 @@ class NcnnSession(Session):
         self._opened.feed_inputs(self.inputs, [fit_feed(feeds, t, self._shapes[t.name]) for t in self.inputs])
 
     def run(self, slot: int = 0) -> None:
-        """Run all layers, to their end."""
+        """Run all layers."""
         self._results = self._opened.run()
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """Return copies of the outputs by name, whole numbers in the module's types."""
+        """Return copies of the outputs by name; whole numbers in the module's types."""
         pairs = zip(self._outputs, self._results, strict=True)
         return {tensor.name: self._opened.read(value, tensor) for tensor, value in pairs}
 
     def facts(self) -> EngineFacts:
-        """Return the layers, and the types of what the layers that multiply hand on."""
+        """Return the layers, and the types of the compute layers' outputs."""
         types = dict(self._opened.count_types())
         kinds = Counter(layer.type for layer in self._opened.layers if layer.type != "Input")
         return EngineFacts(
@@ -378,7 +380,7 @@ class NcnnSession(Session):
 
 
 class NcnnMaker(Maker):
-    """Traces a module and converts it with pnnx, or an ONNX file; or points to the graph that was given."""
+    """A maker that converts a traced module or an ONNX file with pnnx, or describes a given graph."""
 
     name = "ncnn"
     requires = ("pnnx", "ncnn", "torch", "torchvision", "timm", "ultralytics")
@@ -406,7 +408,7 @@ def _convert_onnx(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tensor
     shapes = static_shapes(inputs, recipe.dims)
     inputs = tuple(replace(t, shape=shapes[t.name]) for t in inputs)
     with tempfile.TemporaryDirectory() as scratch:
-        copied = Path(scratch) / "model.onnx"  # pnnx writes a file beside what it reads
+        copied = Path(scratch) / "model.onnx"  # pnnx writes a file next to its source
         graph_facts.copy_with_weights(Path(recipe.model.file), copied)
         _convert(copied, inputs, path, recipe.model.name)
     opened = OpenGraph(str(path), "fp32", 1, recipe.model.name)
@@ -426,7 +428,7 @@ def _convert_onnx(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tensor
 
 
 def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tensors, Tensors, MakerFacts]:
-    """Convert the module's trace, and compare it with the module; return inputs, outputs and facts."""
+    """Convert the module's trace and compare it with the module; return inputs, outputs and facts."""
     torch, name = torch_support.import_torch(), recipe.model.name
     with torch_support.memory_errors(), torch.no_grad():
         module = models.load(recipe.model, recipe.dims)
@@ -454,7 +456,7 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tens
 
 
 def _convert(source: Path, inputs: Sequence[Tensor], path: Path, name: str) -> None:
-    """Write the graph of a trace or an ONNX file, with the model's name for errors; its weights go beside it."""
+    """Write the graph of a trace or an ONNX file, with its weights; `name` is the model's, for errors."""
     spec = find_spec(CONVERTER_NAME)
     if spec is None or spec.origin is None:
         raise Unavailable(

@@ -1,6 +1,6 @@
-"""ONNX Runtime: an .onnx file on its CPU provider, or on a GPU, with input and output memory bound once.
+"""ONNX Runtime: an .onnx file on its CPU provider or on a GPU, with input and output memory bound once.
 
-`load` and `facts` need numpy and onnxruntime alone, so they work in any Python from 3.10 on.
+`load` and `facts` need only numpy and onnxruntime, so they work in any Python from 3.10 on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailabl
 ENGINE_NAME = "ONNX Runtime"
 PROVIDER_SUFFIX = "ExecutionProvider"
 PLUGIN_PROVIDERS = ("openvino", "webgpu", "mlx", "nv_tensorrt_rtx")  # onnxruntime-ep-NAME packages on PyPI
-# Providers that a build may have, as `get_all_providers` of 1.30 and earlier releases lists them.
+# Providers of all builds, from `get_all_providers` of releases up to 1.30
 KNOWN_PROVIDERS = (
     "acl", "armnn", "azure", "cann", "coreml", "cpu", "cuda", "dml", "dnnl", "js", "migraphx", "nnapi",
     "nvtensorrtrtx", "openvino", "qnn", "rknpu", "rocm", "snpe", "tensorrt", "tvm", "vitisai", "vsinpu", "webgpu",
@@ -70,12 +70,12 @@ ONE_ADD = bytes.fromhex(
 
 
 class OnnxRuntime(Backend):
-    """Runs ONNX files. Options: `optimization` (all, extended, basic, disable), `spinning` (default true), `provider`
-    (on a CPU any of the build or of a plug-in, by its name; on a GPU cuda or tensorrt) and, on a CPU, `streams`
-    (batches in flight, default 1: all threads on one batch).
+    """Backend for ONNX files.
 
-    On a GPU besides: `slots` (batches in flight, default 3), `conv_search` (EXHAUSTIVE, HEURISTIC, DEFAULT) and `nhwc`
-    (default false).
+    Options: `optimization` (all, extended, basic, disable), `spinning` (default true), `provider` (on a CPU the name of
+    any provider of the build or a plug-in; on a GPU cuda or tensorrt) and, on a CPU, `streams` (batches in flight,
+    default 1: all threads on one batch). On a GPU also: `slots` (batches in flight, default 3), `conv_search`
+    (EXHAUSTIVE, HEURISTIC, DEFAULT) and `nhwc` (default false).
     """
 
     name = "onnxruntime"
@@ -93,7 +93,7 @@ class OnnxRuntime(Backend):
     loads_onnx = True
 
     def refuse(self, trial: Trial) -> str:
-        """Return the base class's reasons, int8 without data, or `streams` on a GPU."""
+        """See `Backend.refuse`; also options for another device, and int8 without data."""
         if reason := super().refuse(trial) or refuse_requantising(trial):
             return reason
         on_gpu, provider = trial.runtime.device != "cpu", trial.options.get("provider")
@@ -107,11 +107,11 @@ class OnnxRuntime(Backend):
         return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe of an ONNX export, converted to the trial's precision in the form for ONNX Runtime."""
+        """Return the recipe of an ONNX export, converted to the trial's precision for ONNX Runtime."""
         return route_recipe(trial, self.name, lambda file: file)
 
     def probe(self) -> Probe:
-        """Add two numbers on the CPU provider, and on the first GPU where there is one."""
+        """Add two numbers on the CPU provider, and on the first GPU, if any."""
         ort = import_library()
         session = ort.InferenceSession(ONE_ADD, _make_quiet_options(ort), providers=DEFAULT_PROVIDERS)
         (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
@@ -125,9 +125,9 @@ class OnnxRuntime(Backend):
         import_library()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """Return a session with the trial's threads, and static shapes even where the file's batch is free.
+        """Return a session with the trial's threads, and static shapes even if the file's batch is free.
 
-        Raises `Unavailable` without the library or a kernel, `UserError` for a missing, corrupt or ill-fitting file,
+        Raise `Unavailable` without the library or a kernel, a `UserError` for a missing, corrupt or unsuitable file,
         `MemoryError` when memory runs out.
         """
         ort = import_library()
@@ -160,11 +160,11 @@ ONNX_RUNTIME = OnnxRuntime()
 
 
 class OnnxFile:
-    """An .onnx file and how the trial wants it opened; says of itself what ONNX Runtime made of it."""
+    """An .onnx file with the trial's settings, and the facts on its optimised graph."""
 
     def __init__(self, ort: Any, path: str, trial: Trial, known: tuple[Tensor, ...]) -> None:
         self.ort, self.path, self.requested = ort, path, trial.precision
-        # With batch 0 the batch stays free, and may change from run to run.
+        # Batch 0: the batch stays free and may change between runs
         self.free = trial.dims.batch == 0
         self.shapes = static_shapes(known, replace(trial.dims, batch=trial.dims.batch or 1))
         self.provider = find_provider(ort, trial)
@@ -177,8 +177,8 @@ class OnnxFile:
     ) -> Any:
         """Return an InferenceSession of the file, or of another `network` with the same settings.
 
-        `profile` is the prefix of the profile's file, `optimised` the path at which the optimised graph is written;
-        `assigned` has the library keep which provider each node went to.
+        `profile` is the prefix of the profile's file, `optimised` the path of the written optimised graph. With
+        `assigned`, the library records each node's provider.
         """
         options = _make_quiet_options(self.ort)
         options.intra_op_num_threads = self.settings["intra_op_threads"]
@@ -224,10 +224,10 @@ class OnnxFile:
         )
 
     def _count_assigned(self, providers: Any) -> dict[str, int]:
-        """Return how many nodes of the graph went to each provider, by the library's own word.
+        """Return the number of the graph's nodes by provider, as reported by the library.
 
-        A provider may make one node of many, which a profile counts as one. Empty for the CPU's own provider, and in
-        versions without that call.
+        A provider may fuse many nodes into one, which a profile counts once. Empty for the CPU's own provider, and in
+        versions without the report.
         """
         can_say = hasattr(self.ort.InferenceSession, "get_provider_graph_assignment_info")
         if _first_provider(providers) in DEFAULT_PROVIDERS or not can_say:
@@ -238,7 +238,7 @@ class OnnxFile:
         return dict(counts)
 
     def _measure_bits(self, providers: Any) -> int | None:
-        """Return the bits that products of float32 keep with these settings; None for another type, or on an error."""
+        """Return the bits that float32 products keep with these settings; None for another type or on an error."""
         if self.requested not in ("fp32", "tf32"):
             return None
         with suppress(*_list_errors()):
@@ -248,18 +248,18 @@ class OnnxFile:
         return None
 
     def inside(self, providers: Any, feeds: Arrays) -> LayerGraph:
-        """Return the optimised graph as the library writes it, with each node's entry in a profile of its run."""
+        """Return the optimised graph, with each node's entry in a profile of its run."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
             return self.read_optimised(path, self.read_profile(self._record_profile(providers, feeds, scratch, path)))
 
     def read_profile(self, events: list[dict[str, Any]]) -> Profile:
-        """Return the profile, completed by the type that packed products compute in, which needs onnx."""
+        """Return the profile, with the type of packed products' arithmetic, for which it needs onnx."""
         packed = any(e.get("args", {}).get("op_name") == PACKED_OPERATOR for e in events)
         return Profile(events, self.requested, accuracy_levels(self.path) if packed else None)
 
     def read_optimised(self, path: str, profile: Profile) -> LayerGraph:
-        """Read the optimised graph at the path, with each node's entry in the profile."""
+        """Read the optimised graph at `path`, with each node's entry in the profile."""
         return graph.read_optimised_graph(path, self.path, profile, f"{ENGINE_NAME} {self.ort.__version__}")
 
     def _record_profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
@@ -273,18 +273,18 @@ class OnnxFile:
 
 
 def _sum_operations(nodes: Profile, path: str) -> dict[str, int]:
-    """Return the operations of one run by type; {} if they aren't known, or if all layers have one type."""
-    if len(nodes.by_type()) < 2 or not nodes.seen.keys() <= nodes.outer.keys():  # a branch or a loop ran inside another
+    """Return the operations of one run by type; {} if unknown, or if all layers have one type."""
+    if len(nodes.by_type()) < 2 or not nodes.seen.keys() <= nodes.outer.keys():  # nested branches or loops
         return {}
     kernels = kernel_shapes(path)
     return sum_operations((kind, _count_operations(key, nodes, kernels)) for key, kind in nodes.computed_in.items())
 
 
 def _count_operations(kernel: Kernel, nodes: Profile, kernels: Mapping[str, Shape]) -> int | None:
-    """Return the operations of a compute node, from the shapes in the profile; None if they aren't known.
+    """Return the operations of a compute node, from the shapes in the profile; None if unknown.
 
-    The profile lacks weights that the library packed: those of products needn't be known, and those of convolutions
-    are the file's. Channels that the library fills up count, as it computes them.
+    The profile lacks packed weights: products don't need them, and convolutions take theirs from the file. Channels
+    that the library pads count, since it computes them.
     """
     args = nodes.seen[kernel]
     operator, shapes, results = args["op_name"], _list_shapes(args, "input"), _list_shapes(args, "output")
@@ -309,7 +309,7 @@ def _list_shapes(args: Mapping[str, Any], side: str) -> list[Shape]:
 
 
 class OnnxRuntimeSession(Session):
-    """One InferenceSession on the CPU and a request per stream, each with a thread where there are several."""
+    """One InferenceSession on the CPU and a request per stream; several streams have a thread each."""
 
     def __init__(self, file: OnnxFile, profile: str = "", optimised: str = "") -> None:
         self._file = file
@@ -332,23 +332,23 @@ class OnnxRuntimeSession(Session):
         self._file.shapes = dict(shapes)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
-        """Point the slot at the feeds, which are held until its next `bind`; copied only to change their type."""
+        """Bind the feeds to the slot, held until its next `bind`; they are copied only to change their type."""
         self._requests[slot].bind(feeds, self.inputs, self._file.shapes)
 
     def run(self, slot: int = 0) -> None:
-        """Run to the end, or with several streams begin to. Raises `MemoryError` when memory runs out."""
+        """Run to the end, or with several streams start the run; raise `MemoryError` when memory runs out."""
         if self._threads is None:
             self._finish_run(self._requests[slot].run)
         else:
             self._running[slot] = self._threads.submit(self._requests[slot].run)
 
     def wait(self, slot: int = 0) -> None:
-        """Wait until the slot has run. Raises `MemoryError` when memory runs out."""
+        """Wait until the slot has run; raise `MemoryError` when memory runs out."""
         if slot in self._running:
             self._finish_run(self._running.pop(slot).result)
 
     def complete(self, slot: int = 0) -> None:
-        """See `Session.complete`; the slot's own thread isn't asked."""
+        """See `Session.complete`; not in the slot's own thread."""
         self._finish_run(self._requests[slot].run)
 
     def _finish_run(self, action: Callable[[], None]) -> None:
@@ -359,7 +359,7 @@ class OnnxRuntimeSession(Session):
             raise
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """Return the slot's output arrays themselves: valid until it runs again."""
+        """Return the slot's output arrays themselves, valid until it runs again."""
         return self._requests[slot].fetch()
 
     def facts(self) -> EngineFacts:
@@ -371,7 +371,7 @@ class OnnxRuntimeSession(Session):
         return self._file.inside(self._file.providers, self._requests[0].feeds)
 
     def profile(self, runs: int) -> LayerTimes:
-        """Time the nodes' kernels in a second session like this one, with ONNX Runtime's own profiler."""
+        """Time the nodes' kernels in a second, equal session, by ONNX Runtime's profiler."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
             watched = OnnxRuntimeSession(self._file, f"{scratch}/profile", path)
@@ -392,7 +392,7 @@ class OnnxRuntimeSession(Session):
         return LayerTimes(inside, np.array(layers), np.array(whole[DISCARDED_RUNS:]), note)
 
     def close(self) -> None:
-        """Free the session and what was bound to it."""
+        """Free the session and its bindings."""
         if self._threads is not None:
             self._threads.shutdown()
         self._requests.clear()
@@ -401,7 +401,7 @@ class OnnxRuntimeSession(Session):
 
 @dataclass(frozen=True)
 class Provider:
-    """An execution provider by its full name; one of a plug-in library with the devices that it found here."""
+    """An execution provider by its full name, with a plug-in's devices on this machine."""
 
     name: str
     devices: tuple[Any, ...] = ()
@@ -412,11 +412,11 @@ def _shorten(provider: str) -> str:
 
 
 def _check_name(provider: str) -> None:
-    """Raise a `UserError` for a provider that no release of ONNX Runtime and no plug-in of this Python has."""
+    """Raise a `UserError` for a provider unknown to all releases of ONNX Runtime and this Python's plug-ins."""
     short = _shorten(provider)
     if short in (*KNOWN_PROVIDERS, *PLUGIN_PROVIDERS) or importlib.util.find_spec(f"onnxruntime_ep_{short}"):
         return
-    with suppress(Unavailable):  # a later release may have others
+    with suppress(Unavailable):  # later releases may have more
         os.environ.update(system.SILENCING_VARIABLES)
         if short in map(_shorten, import_library().get_all_providers()):
             return
@@ -428,10 +428,10 @@ def _check_name(provider: str) -> None:
 
 
 def find_provider(ort: Any, trial: Trial) -> Provider | None:
-    """Return the provider that the trial names for a CPU's session; None for the usual one.
+    """Return the trial's provider for a CPU session; None for the default.
 
-    A plug-in is the package `onnxruntime_ep_NAME`. Raises `Unavailable` if the library has no such provider, or if the
-    provider finds no device.
+    A plug-in is the package `onnxruntime_ep_NAME`. Raise `Unavailable` if the library lacks the provider, or if it
+    finds no device.
     """
     asked = trial.options.get("provider")
     if asked is None or trial.runtime.device != "cpu":
@@ -451,7 +451,7 @@ def find_provider(ort: Any, trial: Trial) -> Provider | None:
         raise Unavailable(f"onnxruntime {ort.__version__} takes no plug-ins; install 1.23 or newer")
     names = plugin.get_ep_names()
     if not any(device.ep_name in names for device in ort.get_ep_devices()):
-        with suppress(*_list_errors()):  # registered by an earlier session of this process, without a device
+        with suppress(*_list_errors()):  # already registered by an earlier session, without a device
             ort.register_execution_provider_library(package, str(plugin.get_library_path()))
     devices = tuple(device for device in ort.get_ep_devices() if device.ep_name in names)
     if not devices:
@@ -460,13 +460,13 @@ def find_provider(ort: Any, trial: Trial) -> Provider | None:
 
 
 def _first_provider(providers: Any) -> str:
-    """Return the name of the first of a session's providers, with or without options."""
+    """Return the name of a session's first provider, given with or without options."""
     first = providers[0]
     return first if isinstance(first, str) else str(first[0])
 
 
 def describe_fallback(provider: str, placed: Mapping[str, int]) -> str:
-    """Return a sentence where most nodes went to another provider; "" where the named one has half of them."""
+    """Return a sentence if most nodes went to other providers; "" if `provider` has at least half."""
     own, total = placed.get(provider, 0), sum(placed.values())
     return "" if 2 * own >= total else f"{own} of {total} nodes on {provider}: this is the CPU's speed"
 
@@ -476,7 +476,7 @@ def _end_profile(session: Any) -> list[dict[str, Any]]:
 
 
 def import_library() -> Any:
-    """Import ONNX Runtime; `Unavailable` with the command to install it."""
+    """Import ONNX Runtime; raise `Unavailable` with the command to install it."""
     return load_library("onnxruntime")
 
 
@@ -487,7 +487,7 @@ def _make_quiet_options(ort: Any) -> Any:
 
 
 def make_settings(trial: Trial) -> dict[str, Any]:
-    """Return the session's settings for the trial, by Dyno's own names; raise a `UserError` for invalid ones."""
+    """Return the session's settings for the trial, by Dyno's names; raise a `UserError` for invalid options."""
     level: Option = trial.options.get("optimization", "all")
     streams, most = int(trial.options.get("streams", 1)), max(trial.runtime.threads, 1)
     if not 1 <= streams <= most:
@@ -498,7 +498,7 @@ def make_settings(trial: Trial) -> dict[str, Any]:
         "optimization": level,
         "spinning": bool(trial.options.get("spinning", True)),
         "streams": streams,
-        "intra_op_threads": trial.runtime.threads - streams + 1,  # a stream's own and what all share, as many in all
+        "intra_op_threads": trial.runtime.threads - streams + 1,  # with the streams' own threads, `threads` in all
         "inter_op_threads": 1,
         "execution_mode": "sequential",
         "disabled_optimizers": [*HALF_CRASHES] if trial.precision == "fp16" and trial.runtime.device == "cpu" else [],
@@ -517,16 +517,16 @@ def _read_tensor(arg: Any) -> Tensor:
     kind = re.fullmatch(r"tensor\((\w+)\)", arg.type)
     if kind is None or kind[1] in ("string", "bfloat16"):
         raise UserError(f"{arg.name!r} is a {arg.type}, which can't be fed from or read into an array")
-    # A free dimension without a name comes as None; a batch of 0 is one, too.
+    # A nameless free dimension is None; a batch of 0 is free, too.
     shape = tuple("" if size is None or (size == 0 and not axis) else size for axis, size in enumerate(arg.shape))
     return Tensor(arg.name, NUMPY_TYPES.get(kind[1], kind[1]), shape)
 
 
 def find_overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
-    """Return the size of each named free dimension; raise a `UserError` for one that would need two sizes.
+    """Return the size of each named free dimension; raise a `UserError` for a name with two sizes.
 
-    Some tools call every free dimension alike, such as PaddlePaddle `?`: where an image's batch and one of its sides
-    do, those have a size here only if they share it.
+    Some tools give all free dimensions one name, such as PaddlePaddle's `?`. If an image's batch and one of its sides
+    share a name, it gets a size only if they have equal sizes.
     """
     sizes: dict[str, list[int]] = {}
     for tensor in inputs:
@@ -544,7 +544,7 @@ def _list_errors() -> tuple[type[Exception], ...]:
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     names = "Fail InvalidArgument NoSuchFile InvalidProtobuf InvalidGraph NotImplemented RuntimeException EPFail"
-    # With IO binding, a run's own errors come as a plain RuntimeError.
+    # With IO binding, a run's errors are plain RuntimeErrors.
     return (RuntimeError, *(getattr(state, name) for name in names.split() if hasattr(state, name)))
 
 
@@ -555,7 +555,7 @@ def _raise_if_memory(error: Exception, what: str) -> None:
 
 
 def _loading_error(error: Exception, what: str) -> Exception:
-    """Return a loading error of the library as one of Dyno's, in one line."""
+    """Return a loading error of the library as a Dyno error, in one line."""
     _raise_if_memory(error, what)
     text = error_line(error)
     if type(error).__name__ == "NotImplemented":

@@ -39,14 +39,14 @@ from dyno.worker.option_values import Check, flag, whole
 from dyno.worker.sessions import products
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError, shorten
 
-# OpenVINO's execution graph: fused layers with the type, the layout and the kernel that each one runs in.
+# OpenVINO's execution graph: fused layers with their type, layout and kernel
 
 TYPE_NAMES = {
     "f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64", "i8": "int8", "u8": "int8", "i4": "int4",
     "u4": "int4", "nf4": "float4", "f4e2m1": "float4", "u2": "int2", "f8e4m3": "float8", "f8e5m2": "float8",
 }  # fmt: skip
 NARROW_TYPES = {"float16", "float8", "float4", "int8", "int4", "int2"}  # weight types that a kernel may widen
-ENCLOSING_LAYERS = ("If", "Loop", "TensorIterator")  # layers with an inner graph, which OpenVINO doesn't open
+ENCLOSING_LAYERS = ("If", "Loop", "TensorIterator")  # layers with an inner graph, opaque in OpenVINO's listing
 COMPUTE_KERNELS = re.compile(
     "Convolution|Deconvolution|FullyConnected|MatMul|MHA|ScaledDotProduct|QKVProj|LLMMLP|LSTM|GRU|RNN"
 )
@@ -56,16 +56,16 @@ CONVERSION_LAYERS = ("FakeQuantize", "Convert", "Reorder")
 
 
 class ExecutionGraph:
-    """OpenVINO's compiled model: fused layers with the type and kernel each one runs in."""
+    """OpenVINO's compiled model: fused layers with their type and kernel."""
 
     def __init__(self, runtime_model: Any, requested: str) -> None:
         self._requested, self._ops = requested, runtime_model.get_ordered_ops()
         self._infos = [{key: str(to_plain(value)) for key, value in op.get_rt_info().items()} for op in self._ops]
-        # What was folded into constants or into memory layout stays in the graph, marked as not executed.
+        # Operations folded into constants or memory layouts stay in the graph, marked as not executed.
         self.layers = [info for info in self._infos if _read_kind(info) not in NOT_LAYERS and not _is_skipped(info)]
 
     def compute(self) -> list[dict[str, str]]:
-        """Return convolutions, matrix products and the like, and layers that may hide some.
+        """Return compute layers (convolution, matrix product…), and layers that may hide some.
 
         Products of indices and shapes are left out.
         """
@@ -73,18 +73,18 @@ class ExecutionGraph:
         return [layer for layer in self.layers if _is_compute_layer(layer) and _computed_in(layer) in kinds]
 
     def by_type(self) -> dict[str, int]:
-        """Compute layers by the type they ran in, 8-bit ones signed or not as `int8`."""
+        """Return the number of compute layers by their type at run time; 8-bit ones, signed or not, as `int8`."""
         return dict(Counter(_computed_in(layer) for layer in self.compute()))
 
     def operations_by_type(self) -> dict[str, int]:
-        """Return the operations of one run by type; {} if they aren't known, or if all layers have one type."""
+        """Return the operations of one run by type; {} if unknown, or if all layers have one type."""
         if len(self.by_type()) < 2:
             return {}
         layers = [pair for pair in zip(self._ops, self._infos, strict=True) if pair[1] in self.compute()]
         return sum_operations((_computed_in(info), _count_operations(op, info["layerType"])) for op, info in layers)
 
     def time_by_operator(self) -> dict[str, float]:
-        """Return each kind's share of the time in layers, largest first."""
+        """Return each layer kind's share of the layers' time, largest first."""
         spent: dict[str, float] = defaultdict(float)
         for layer in self.layers:
             spent[layer["layerType"]] += _parse_number(layer.get("execTimeMcs", ""))
@@ -92,12 +92,12 @@ class ExecutionGraph:
         return {kind: round(t / total, 4) for kind, t in sorted(spent.items(), key=lambda kv: -kv[1]) if t}
 
     def notes(self) -> list[str]:
-        """Return sentences on the causes that keep a lowered precision from being faster."""
+        """Return sentences on why a lower precision isn't faster."""
         compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
         return why_not_faster(self._requested, compute, self.time_by_operator(), CONVERSION_LAYERS)
 
     def inside(self, library: str) -> LayerGraph:
-        """Return the graph's layers without constants; those that OpenVINO kept but doesn't run are `skipped`."""
+        """Return the graph's layers without constants; layers that OpenVINO kept but doesn't run are `skipped`."""
         constant, layers, stored = set[str](), list[Layer](), dict[str, int]()
         for op, info in zip(self._ops, self._infos, strict=True):
             read = [port.get_source_output() for port in op.inputs()]
@@ -157,14 +157,14 @@ def _read_kind(info: dict[str, str]) -> str:
 def _is_skipped(info: dict[str, str]) -> bool:
     """Return whether the layer runs nothing.
 
-    OpenVINO also reports a layer of less than a microsecond as not executed, but that one has a kernel.
+    OpenVINO also reports layers of less than a microsecond as not executed, but those have a kernel.
     """
     kernel = info.get("primitiveType", "")
     return info.get("execTimeMcs") == "not_executed" and (not kernel or kernel.startswith(PASSING_KERNELS))
 
 
 def _iter_outputs(ports: list[Any], types: list[str], layouts: list[str]) -> Iterator[tuple[Any, str, str]]:
-    """Yield each output with its type and layout; the library lists a single one for outputs that are alike."""
+    """Yield each output with its type and layout; the library lists equal ones once."""
     for k, port in enumerate(ports):
         yield port, types[min(k, len(types) - 1)], layouts[min(k, len(layouts) - 1)]
 
@@ -185,9 +185,9 @@ def _read_port(source: Any) -> Port:
 
 
 def _computed_in(layer: dict[str, str]) -> str:
-    """Return the type that a layer multiplies in.
+    """Return the type of a layer's products.
 
-    Where a kernel widens weights, the library reports the weights' type.
+    If a kernel widens weights, the library reports the weights' type.
     """
     if layer["layerType"] in ENCLOSING_LAYERS:
         return UNKNOWN_TYPE
@@ -213,14 +213,14 @@ def to_plain(value: Any) -> Any:
 
 
 ENGINE_NAME = "OpenVINO"
-# Left to itself OpenVINO computes an FP32 model in bfloat16 where the CPU can, so every precision is asked for by name.
+# By default OpenVINO runs an FP32 model in bfloat16 if the CPU supports it, so every precision is set explicitly.
 PRECISION_HINTS = {
     "fp32": "f32",
     "bf16": "bf16",
     "fp16": "f16",
     **dict.fromkeys(("int8", "fp8", *WEIGHT_PRECISIONS), "f32"),
 }
-# What the CPU plugin must be able to do before a hint is more than a wish.
+# Capability of the CPU plugin without which a hint is ignored
 PRECISION_CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
 NUMPY_TYPES = {"boolean": "bool"} | {
     f"{letter}{bits}": f"{kind}{bits}"
@@ -232,7 +232,7 @@ NUMPY_TYPES = {"boolean": "bool"} | {
     for bits in sizes
 }  # by element type
 PROFILED_RUNS = 3
-# OpenVINO tells a layer's mean since the compilation, in whole microseconds: a repeat of a profile is a compilation.
+# OpenVINO reports a layer's mean since compilation, in whole microseconds: each repeat of a profile compiles anew.
 PROFILE_REPEATS, DISCARDED_RUNS = 5, 2
 RECORDED_PROPERTIES = (
     "INFERENCE_PRECISION_HINT INFERENCE_NUM_THREADS NUM_STREAMS PERFORMANCE_HINT ENABLE_CPU_PINNING".split()
@@ -240,8 +240,7 @@ RECORDED_PROPERTIES = (
 
 
 class OpenVino(Backend):
-    """Runs OpenVINO IR. Options: `streams` (default 1: all threads on one batch) and `pinning` (default as
-    OpenVINO decides)."""
+    """OpenVINO's backend. Options: `streams` (default 1: all threads on one batch), `pinning` (default: OpenVINO's)."""
 
     name = "openvino"
     requires = ("openvino",)
@@ -254,7 +253,7 @@ class OpenVino(Backend):
     loads_onnx = True
 
     def refuse(self, trial: Trial) -> str:
-        """Return the base class's reasons, or int8 of an IR or without data."""
+        """See `Backend.refuse`; also int8 from an IR or without data."""
         if reason := super().refuse(trial) or refuse_requantising(trial):
             return reason
         if trial.model.file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
@@ -262,11 +261,11 @@ class OpenVino(Backend):
         return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe from ONNX to IR; a model that is an IR already is used as it is.
+        """Return the recipe from ONNX to IR; an IR as model is used unchanged.
 
-        FP32, BF16 and FP16 share one IR: the one to compute in is chosen when it is compiled.
+        FP32, BF16 and FP16 share one IR: the compilation chooses the type.
         """
-        # The conversion runs where OpenVINO is, which may be another Python than the one that exports.
+        # The conversion runs in OpenVINO's Python, perhaps another one than the export's.
         runtime = Runtime(name=trial.runtime.name, python=trial.runtime.python, env=trial.runtime.env)
         precision = trial.precision if trial.precision in QUANTISED_PRECISIONS else "fp32"
         ir = Recipe(self.name, "openvino", precision, trial.model, replace(trial.dims, batch=0), runtime=runtime)
@@ -293,7 +292,7 @@ class OpenVino(Backend):
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Compile for the trial's static shapes, precision and threads.
 
-        Raises `Unavailable` without the library or the instructions, `UserError` for a missing, corrupt or ill-fitting
+        Raise `Unavailable` without the library or the instructions, a `UserError` for a missing, corrupt or unsuitable
         file, `MemoryError` when memory runs out.
         """
         ov = import_library()
@@ -307,7 +306,7 @@ class OpenVino(Backend):
             raise _loading_error(e, f"{trial.model.name} can't be compiled") from e
 
     def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
-        """Return the execution graph after a run with counters, which marks the executed layers; see `load`."""
+        """Return the execution graph after a run with counters, which mark executed layers; see `load`."""
         session = self.load(trial, artifact)
         assert isinstance(session, OpenVinoSession)
         try:
@@ -332,11 +331,11 @@ class OpenVinoSession(Session):
         self.inputs, self.outputs = tensors_of(model.inputs), tensors_of(model.outputs)
         self.slots = int(self._settings["NUM_STREAMS"])
         self._requests = [self._compiled.create_infer_request() for _ in range(self.slots)]
-        # A shared tensor does not own its memory: the arrays live here until the slot is bound again.
+        # A shared tensor doesn't own its memory: the arrays are kept until the slot is bound again.
         self._held: list[dict[str, tuple[np.ndarray, Any]]] = [{} for _ in range(self.slots)]
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
-        """Point the slot's request at the feeds, held until its next `bind`; copied only to change their type."""
+        """Bind the feeds to the slot's request, held until its next `bind`; copied only to change their type."""
         for port, tensor in zip(self._compiled.inputs, self.inputs, strict=True):
             feed = fit_feed(feeds, tensor, self._shapes[tensor.name])
             shared = self._ov.Tensor(feed, shared_memory=True)
@@ -344,11 +343,11 @@ class OpenVinoSession(Session):
             self._held[slot][tensor.name] = (feed, shared)
 
     def run(self, slot: int = 0) -> None:
-        """Start the slot's request, which OpenVINO's threads work on. Raises `MemoryError` when memory runs out."""
+        """Start the slot's request on OpenVINO's threads; raise `MemoryError` when memory runs out."""
         if self.slots > 1:
             self._requests[slot].start_async()
             return
-        # With nothing to overlap the synchronous call does the same, 12 µs sooner.
+        # Without overlap, the synchronous call does the same, 12 µs faster.
         try:
             self._requests[0].infer(share_outputs=True)
         except RuntimeError as e:
@@ -356,7 +355,7 @@ class OpenVinoSession(Session):
             raise
 
     def wait(self, slot: int = 0) -> None:
-        """Wait until the slot's request is done. Raises `MemoryError` when memory runs out."""
+        """Wait until the slot's request is done; raise `MemoryError` when memory runs out."""
         if self.slots == 1:
             return
         try:
@@ -366,13 +365,13 @@ class OpenVinoSession(Session):
             raise
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """Return the request's own output memory as arrays: valid until the slot runs again."""
+        """Return the request's own output memory as arrays, valid until the slot runs again."""
         request = self._requests[slot]
         ports = zip(self._compiled.outputs, self.outputs, strict=True)
         return {tensor.name: request.get_tensor(port).data for port, tensor in ports}
 
     def facts(self) -> EngineFacts:
-        """Return layers, types and times, from the execution graph of a second compilation with counters."""
+        """Return layers, types and times from the execution graph of a second compilation with counters."""
         graph = ExecutionGraph(self.execution_graph(), self._requested)
         settings = {name: to_plain(self._compiled.get_property(name)) for name in RECORDED_PROPERTIES}
         operations, bits = graph.operations_by_type(), self._measure_bits()
@@ -392,7 +391,7 @@ class OpenVinoSession(Session):
         )
 
     def _measure_bits(self) -> int | None:
-        """Return the bits that products of float32 keep with these settings; None where other types are wanted too."""
+        """Return the bits that float32 products keep with these settings; None for a quantised precision."""
         if self._requested in QUANTISED_PRECISIONS:
             return None
         ov, factors = self._ov.opset13, products.make_factors()
@@ -412,7 +411,7 @@ class OpenVinoSession(Session):
         return compiled.get_runtime_model()
 
     def _compile_with_counters(self) -> tuple[Any, Any]:
-        """Return a compilation with performance counters, and a request of it on the bound or else random input."""
+        """Return a compilation with performance counters and its request, on the bound or random input."""
         compiled = _create_core().compile_model(self._model, "CPU", self._settings | {"PERF_COUNT": True})
         request = compiled.create_infer_request()
         rng = np.random.default_rng(0)
@@ -425,7 +424,7 @@ class OpenVinoSession(Session):
     def profile(self, runs: int) -> LayerTimes:
         """Time the execution graph's layers with OpenVINO's counters.
 
-        Each repeat is the mean over the runs of one compilation, with its first runs subtracted.
+        Each repeat is the mean over one compilation's runs, without its first ones.
         """
         runs_each = -(-runs // PROFILE_REPEATS)
         whole, repeats = list[float](), list[dict[str, float]]()
@@ -447,22 +446,22 @@ class OpenVinoSession(Session):
         return LayerTimes(inside, np.array(layers), np.array(whole), note)
 
     def close(self) -> None:
-        """Free the requests, the compiled model and what was bound."""
+        """Free the requests, the compiled model and the bound feeds."""
         self._held.clear()
         self._requests.clear()
         del self._compiled, self._model
 
 
 def _read_layer_times(request: Any, runs: int) -> dict[str, float]:
-    """Return the seconds of each layer in all of its compilation's runs so far."""
+    """Return each layer's total seconds over `runs`, all runs of its compilation so far."""
     return {each.node_name: runs * each.real_time.total_seconds() for each in request.get_profiling_info()}
 
 
 def _named_as_last(repeats: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """Return the repeats under the layer names of the last one.
 
-    The library numbers the layers that it makes itself. The numbers differ between the compilations of a process; their
-    order doesn't.
+    The library numbers the layers that it creates. The numbers differ between compilations in a process; their order
+    doesn't.
     """
     common = set(repeats[0]).intersection(*repeats[1:])
     own = [[name for name in repeat if name not in common] for repeat in repeats]
@@ -478,19 +477,19 @@ def _named_as_last(repeats: Sequence[Mapping[str, float]]) -> list[dict[str, flo
 
 
 def import_library() -> Any:
-    """Import OpenVINO, or raise `Unavailable`."""
-    # openvino.tools sends usage data when openvino_telemetry can be imported, and works without it when it can't.
-    # This is the one way to switch it off that neither asks nor writes into the user's home.
+    """Import OpenVINO; raise `Unavailable` without it."""
+    # openvino.tools sends usage data if openvino_telemetry can be imported, and works without it. Only this switches it
+    # off without a question or a file in the user's home.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     return load_library("openvino")
 
 
 @lru_cache(maxsize=1)
 def _create_core() -> Any:
-    """Return the only Core of the process, which is never released.
+    """Return the process's only Core, which is never released.
 
-    The CPU plugin lends the main thread a signal stack for as long as its Core lives. Of two Cores the first to go
-    unmaps its stack, the second gives it back to the thread, and the next signal ends the process (2026.4).
+    The CPU plugin lends the main thread a signal stack while its Core lives. With two Cores, the first release unmaps
+    its stack, the second gives that stack back to the thread, and the next signal ends the process (2026.4).
     """
     return import_library().Core()
 
@@ -501,18 +500,18 @@ def read_version() -> str:
 
 
 def read_model(ov: Any, path: str) -> Any:
-    """Read the model in an IR or an ONNX file; raise a `UserError` for a missing or unreadable one."""
+    """Read the model in an IR or an ONNX file; raise a `UserError` for a missing or unreadable file."""
     if not Path(path).is_file():
         raise UserError(f"{path or 'the model file'} does not exist")
     weights = Path(path).with_suffix(".bin")
     if path.endswith(".xml") and not weights.is_file():
         raise UserError(f"{path} needs its weights beside it: {weights.name} is missing")
     try:
-        # convert_model takes a path with commas for a list of paths.
+        # convert_model reads a path with commas as a list of paths.
         model = None if path.endswith(".xml") or "," in path else ov.convert_model(path)
-        # A graph with an input among its outputs is converted to one with an extra input that is never fed.
+        # A graph with an input among its outputs would get an extra, never fed input by the conversion.
         return model if model and not _returns_inputs(model) else _create_core().read_model(path)
-    # convert_model wraps what its front ends throw in its own class, which derives from Exception alone.
+    # convert_model wraps its front ends' errors in its own class, derived directly from Exception.
     except Exception as e:
         raise _loading_error(e, f"{path} can't be read") from e
 
@@ -522,7 +521,7 @@ def _returns_inputs(model: Any) -> bool:
 
 
 def make_settings(trial: Trial) -> dict[str, Any]:
-    """Return the properties for compiling the model of the trial; raise a `UserError` for invalid streams."""
+    """Return the properties for compiling the trial's model; raise a `UserError` for invalid streams."""
     streams = trial.options.get("streams", 1)
     most = max(trial.runtime.threads, 1)
     if not isinstance(streams, int) or not 1 <= streams <= most:
@@ -541,8 +540,8 @@ def make_settings(trial: Trial) -> dict[str, Any]:
 def tensors_of(ports: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return each port's name, NumPy type and shape; a free dimension has no name in an IR.
 
-    A port has the name of every tensor that was merged into it; its node has the one in the file. An output of a
-    network that OpenVINO converted from PyTorch has none: it is named by its place, as a module's output is.
+    A port has the names of all tensors merged into it; its node has the file's name. Outputs of a network converted
+    from PyTorch have none: they are named by position, like a module's outputs.
     """
     return tuple(_tensor_of(port, place) for place, port in enumerate(ports))
 
@@ -558,7 +557,7 @@ def _tensor_of(port: Any, place: int) -> Tensor:
     else:
         name = file_name
     shape = tuple("" if dim.is_dynamic else dim.get_length() for dim in port.get_partial_shape())
-    kind = port.get_element_type().get_type_name()  # its to_dtype() takes bf16 for float16
+    kind = port.get_element_type().get_type_name()  # its to_dtype() confuses bf16 with float16
     if kind not in NUMPY_TYPES:
         raise UserError(f"{name!r} is {'text' if kind == 'string' else kind}, which no array of numbers holds; "
                         "convert the model with inputs and outputs of float32")  # fmt: skip
@@ -568,7 +567,7 @@ def _tensor_of(port: Any, place: int) -> Tensor:
 
 
 def _computes_in(precision: str) -> bool:
-    """Return whether the CPU has the instructions; without them a half-precision file is computed in float32."""
+    """Return whether the CPU has instructions for the precision; else a half-precision file runs in float32."""
     capability = PRECISION_CAPABILITIES.get(precision)
     return not capability or capability in _create_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
@@ -579,7 +578,7 @@ def _raise_if_memory(error: Exception, what: str) -> None:
 
 
 def _loading_error(error: Exception, what: str) -> Exception:
-    """Return a loading error of the library as one of Dyno's, in one line: its last one, as a rule."""
+    """Return a loading error of the library as a Dyno error, in one line: usually its last."""
     _raise_if_memory(error, what)
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     if unknown := next((line for line in lines if "No conversion rule found" in line), ""):

@@ -1,4 +1,4 @@
-"""OpenVINO's files, an IR of .xml and .bin: made from an ONNX file, or the user's own."""
+"""OpenVINO's files, an IR of .xml and .bin: made from an ONNX file, or given by the user."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ TRUE_WORDS = ("yes", "true", "1")
 NUMBER_LIST = re.compile(r"[\d.eE+-]+")
 TYPE_PRECISIONS = {type_: precision for precision, type_ in reversed(PRECISION_TYPES.items())} | {"float64": "fp32"}
 ONNX_METADATA_KEY = "framework"  # IR entry with an ONNX file's metadata
-COMPARE_ADVICE = "one of the two is wrong: compare its outputs with those of onnxruntime"  # of two readings of a file
-MAX_OUTPUT_ERROR = 0.2  # share of an output's norm; rounding is far below
+COMPARE_ADVICE = "one of the two is wrong: compare its outputs with those of onnxruntime"  # if two readings differ
+MAX_OUTPUT_ERROR = 0.2  # share of an output's norm, far above rounding
 MAX_CHECKED_BYTES = 1 << 30  # larger files aren't compared after conversion
-MODEL_INFO_KEY = "model_info"  # entry of OpenVINO's Model API, written by ultralytics too
+MODEL_INFO_KEY = "model_info"  # entry of OpenVINO's Model API, also in ultralytics' files
 
 
 class IRFormat(FileFormat):
-    """An IR: the graph in .xml, its weights beside it in .bin."""
+    """An IR: the graph in .xml, its weights in a .bin of the same name."""
 
     name = "openvino"
     suffixes = (".xml",)
@@ -60,9 +60,9 @@ class IRFormat(FileFormat):
         return [path.with_suffix(".bin")]
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Read the IR; its precision is that of its weights as stored, and int8 where activations are quantised.
+        """Read the IR; its precision is its weights' stored type, or int8 if activations are quantised.
 
-        OpenVINO keeps the metadata of the ONNX file from which the IR was made; other programs write theirs.
+        OpenVINO keeps the metadata of the IR's ONNX file; other programs write their own.
         """
         model = read_model(import_library(), path)
         precision, parameters = read_weights(model)
@@ -83,9 +83,9 @@ def _read_entry(model: Any, key: str) -> dict[str, str]:
 
 
 def _read_model_info(model: Any, inputs: Sequence[Tensor]) -> dict[str, str]:
-    """Return class names and normalisation as Model API keeps them, by the keys of `file_facts.read_purpose`.
+    """Return class names and normalisation from Model API's entry, by the keys of `file_facts.read_purpose`.
 
-    There an image is (pixel - mean) / scale, of pixels in 0..255; `embedded_processing` says that the graph does that.
+    There an image is (pixel - mean) / scale with pixels in 0..255; with `embedded_processing` the graph does that.
     """
     info = _read_entry(model, MODEL_INFO_KEY)
     metadata = {"class_names": str(info["labels"].split())} if "labels" in info else {}
@@ -107,10 +107,10 @@ def _read_model_info(model: Any, inputs: Sequence[Tensor]) -> dict[str, str]:
 
 
 def read_weights(model: Any) -> tuple[str, int]:
-    """Return the precision of a model's layers, by the type of most of their weights, and the number of parameters.
+    """Return the precision of a model's layers, the type of most of their weights, and the number of parameters.
 
-    Compressed weights are constants of few bits behind conversions, shifts and scales; those aren't parameters. A model
-    whose activations are quantised (FakeQuantize) is an int8 one, whatever its weights are stored in.
+    Compressed weights are constants of few bits followed by conversions, shifts and scales, which aren't parameters. A
+    model with quantised activations (FakeQuantize) is int8, whatever the type of its weights.
     """
     stored, layers, scales, fake = dict[str, tuple[str, int]](), set[str](), set[str](), False
     for place, op in _ops_in(model):
@@ -136,7 +136,7 @@ def read_weights(model: Any) -> tuple[str, int]:
 
 
 def _ops_in(model: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each operation of a model and of its nested models, with a text that identifies its model."""
+    """Yield each operation of a model and its nested models, with a text that identifies its model."""
     for op in model.get_ops():
         yield place, op
         kind = op.get_type_name()
@@ -146,7 +146,7 @@ def _ops_in(model: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _constant_behind(port: Any) -> tuple[Any, list[Any]]:
-    """Return the constant at a layer's input (None without one) and the scales that restore its values.
+    """Return the constant at a layer's input (None without one) and its dequantisation scales.
 
     The search passes through the operations in `DEQUANTISING_LAYERS`.
     """
@@ -159,9 +159,9 @@ def _constant_behind(port: Any) -> tuple[Any, list[Any]]:
 
 
 def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
-    """Return a warning if OpenVINO reads an operator so that an output can't have the shape that its file declares.
+    """Return a warning if OpenVINO's output shapes contradict the file's declared ones.
 
-    An output without axes is left out: it may be a number, or one whose shape the file leaves open.
+    Outputs without axes are left out: they may be numbers, or of a shape that the file leaves open.
     """
     ov, differing = import_library(), []
     for tensor in declared:
@@ -173,9 +173,10 @@ def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
 
 
 def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, ...]:
-    """Return a warning if outputs for a random input are far from ONNX Runtime's; () where that can't be told.
+    """Return a warning if outputs for a random input are far from ONNX Runtime's; () if unknown.
 
-    It can't for whole numbers, outputs of another shape, random ones, files that ONNX Runtime refuses and huge ones.
+    It is unknown for whole numbers, outputs of another shape, random outputs, files that ONNX Runtime refuses, and huge
+    files.
     """
     if recipe.precision in QUANTISED_PRECISIONS or parent.bytes > MAX_CHECKED_BYTES:
         return ()
@@ -191,7 +192,7 @@ def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, 
         found = [results[tensor.name] for tensor in parent.outputs]
     except MemoryError:
         raise
-    except Exception:  # the libraries' errors have no common base, and the engine's own run tells what is wrong
+    except Exception:  # the errors have no common base; the engine's own run reports the fault
         return ()
     if not all(map(np.array_equal, expected, again)):
         return ()
@@ -200,7 +201,7 @@ def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, 
 
 
 def _is_far(found: np.ndarray, expected: np.ndarray) -> bool:
-    """Return whether numbers of floating point differ by more than rounding, or others of them are finite."""
+    """Return whether floating-point numbers differ by more than rounding, or in the positions of finite values."""
     if expected.dtype.kind != "f" or found.shape != expected.shape:
         return False
     known = np.isfinite(expected)
@@ -211,15 +212,15 @@ def _is_far(found: np.ndarray, expected: np.ndarray) -> bool:
 
 
 class IRMaker(Maker):
-    """Converts an ONNX file, weights as they are, or points to the model's own IR."""
+    """A maker that converts an ONNX file with unchanged weights, or describes the model's own IR."""
 
     name = "openvino"
     requires = ("openvino",)
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write FOLDER/model.xml and model.bin; the sha256 is over both, .xml first.
+        """Write FOLDER/model.xml and model.bin; the sha256 covers both, .xml first.
 
-        Raises `UserError` for a file that OpenVINO can't read.
+        Raise a `UserError` for a file that OpenVINO can't read.
         """
         ov = import_library()
         made_by = self.describe(recipe)
@@ -241,7 +242,7 @@ class IRMaker(Maker):
         written = [path.read_bytes(), *(part.read_bytes() for part in IR.companions(path))]
         sha256 = hashlib.sha256(b"".join(written)).hexdigest()
         if parent is None:
-            # Its source is unknown: it is comparable with itself alone.
+            # Its source is unknown, so it is comparable only with itself.
             made_by = replace(made_by, weights_sha256=sha256)
         size = sum(map(len, written))
         return Artifact(

@@ -1,4 +1,4 @@
-"""PyTorch as it is (`pytorch`), on the CPU and on NVIDIA GPUs."""
+"""Eager PyTorch (`pytorch`), on the CPU and on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ MODULE_OPTIONS: Mapping[str, Check] = {
 }  # fmt: skip
 NO_GRAPHS = "graph=true is for NVIDIA GPUs: a CPU has no CUDA graphs; omit it"
 MAX_REPLAY_ERROR = 1e-2  # difference of a graph's outputs from the module's, as a share of the largest value
-GPU_SLOTS = 3  # one computes while the next is copied in and the host reads the last
+GPU_SLOTS = 3  # one computes, the next is copied in, the host reads the previous
 
 
 class PyTorch(Backend):
-    """Eager PyTorch: the reference that everything else is compared with.
+    """Eager PyTorch: the reference for all comparisons.
 
     Options: `channels_last` (bool; default: on for a GPU in fp16 and bf16), `cudnn_benchmark` (bool, default off),
-    `input` (float32, or uint8: fed raw pixels, normalised on the device before the module), `graph` (bool, default off;
-    on a GPU: replay the module as a CUDA graph).
+    `input` (float32, or uint8: raw pixels, normalised on the device before the module), `graph` (bool, default off; on
+    a GPU: replay the module as a CUDA graph).
     """
 
     name = "pytorch"
@@ -70,7 +70,7 @@ class PyTorch(Backend):
     files: tuple[str, ...] | None = ()  # empty: the files hold no module
 
     def refuse(self, trial: Trial) -> str:
-        """See `Backend.refuse`; besides, a file holds no module."""
+        """See `Backend.refuse`; also files, since they hold no module."""
         if trial.model.file:
             return f"there is no PyTorch module in {'an ONNX' if trial.model.file.endswith('.onnx') else 'that'} file"
         if trial.options.get("graph") is True and trial.runtime.device == "cpu":
@@ -93,7 +93,7 @@ class PyTorch(Backend):
             torch.nn.functional.conv2d(x, weight).cpu()
 
     def prepare(self, trial: Trial) -> None:
-        """Import PyTorch, and the library that has the model, if any."""
+        """Import PyTorch and the model's library, if any."""
         import_torch()
         if library := models.find_library(trial.model):
             importlib.import_module(library)
@@ -107,7 +107,7 @@ class PyTorch(Backend):
             return (GraphSession if options.get("graph") else TorchSession)(trial, options)
 
     def checked(self, trial: Trial) -> dict[str, Any]:
-        """Return the trial's options with defaults filled in; raise a `UserError` for an unknown option or value."""
+        """Return the trial's options with defaults; raise a `UserError` for an unknown option or value."""
         self.check_options(trial.options)
         on_gpu = trial.runtime.device.startswith("cuda")
         defaults = {"channels_last": on_gpu and trial.precision in ("fp16", "bf16"), "cudnn_benchmark": False}
@@ -118,18 +118,18 @@ PYTORCH = PyTorch()
 
 
 def weight_type(trial: Trial) -> str:
-    """Return the type of a module's weights before any is quantised: below 16 bits bfloat16 on a GPU, else float32."""
+    """Return a module's weight type before quantisation: below 16 bits bfloat16 on a GPU, float32 on a CPU."""
     return TORCH_TYPES.get(trial.precision, "float32" if trial.runtime.device == "cpu" else "bfloat16")
 
 
 def module_inputs(model: ModelSpec, dims: Dims) -> tuple[Tensor, ...]:
-    """Return the tensors that a module takes at that batch and size."""
+    """Return a module's input tensors at that batch and size."""
     image = dims.shapes.get("input", (BATCH_AXIS, model.channels, "height", "width"))
     return tensors_of(model.inputs, dims) or (Tensor("input", "float32", dims.resolve(image)),)
 
 
 class TorchSession(Session):
-    """A module on its device: inputs are copied into one tensor per slot, outputs stay as the module returned them."""
+    """A module on its device: inputs are copied into a tensor per slot, outputs stay as the module returned them."""
 
     takes_frames = True
 
@@ -152,7 +152,7 @@ class TorchSession(Session):
         self._restore: Callable[[], None] | None = None
 
     def _load_module(self) -> tuple[Any, dict[str, Any]]:
-        """Return the module on its device, and the hash and number of its weights before the cast: as given."""
+        """Return the module on its device, and the hash and number of its weights before the cast."""
         module = models.load(self._trial.model, self._trial.dims)
         weights = models.describe_weights(module)
         return self._place_module(module), weights
@@ -165,7 +165,7 @@ class TorchSession(Session):
 
     @property
     def module(self) -> Any:
-        """The module that runs, whose parts can be watched."""
+        """The running module, for hooks on its parts."""
         return self._module
 
     @property
@@ -200,14 +200,14 @@ class TorchSession(Session):
         return self.inputs[0]
 
     def _make_callable(self, dtype: Any) -> Any:
-        """Return the module as a function of the slot's tensors in the inputs' order."""
+        """Return the module as a function of the slot's tensors, in the inputs' order."""
         called = self._from_pixels(dtype) if self._pixels else self._module
         if self._pixels or not self._trial.model.inputs:
             return called
         return make_positional(self._torch, called, self._trial.model.inputs)
 
     def _from_pixels(self, dtype: Any) -> Callable[[Any], Any]:
-        """Return the module behind the normalisation, computed in float32 as on a host that normalises."""
+        """Return the module preceded by the normalisation, computed in float32 as a host does."""
         scale_and_offset = input_data.pixel_scale(self._trial.model.preprocess, int(self.inputs[0].shape[1]))
         scale, offset = (self._torch.from_numpy(array).to(self._device) for array in scale_and_offset)
         specs = self._trial.model.inputs
@@ -220,16 +220,16 @@ class TorchSession(Session):
 
     @contextmanager
     def _use_stream(self, stream: Any) -> Iterator[None]:
-        """Run the block as inference on that stream; None, which a CPU has, changes nothing."""
+        """Run the block as inference on that stream; None (a CPU) changes nothing."""
         with self._torch.inference_mode(), self._torch.cuda.stream(stream):
             yield
 
     def stage(self, feeds: Arrays) -> Arrays:
-        """Return the feeds; on a GPU, copies in page-locked memory, which `bind` reads without another copy."""
+        """Return the feeds; on a GPU, copies in page-locked memory, read by `bind` without another copy."""
         return feeds if self._copies is None else self._copies.stage(feeds)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
-        """Copy to the device, where the type and the layout become the module's."""
+        """Copy the feeds to the device, converting type and layout there."""
         for tensor in self.inputs:
             if (feed := feeds[tensor.name]).shape != tensor.shape:
                 raise UserError(f"input {tensor.name!r} wants {tensor.shape}, but got {feed.shape}")
@@ -241,10 +241,10 @@ class TorchSession(Session):
                 self._copies.bind(feeds, slot)
 
     def restoring(self, feeds: Arrays) -> Callable[[], None] | None:
-        """See `Session.restoring`: a module may write into its inputs, and its next run would get what is left."""
+        """See `Session.restoring`: a module may write into its inputs, which changes its next run."""
         with self._use_stream(self._queue):
             left = [tensor.clone() for tensor in self._bound[0].values()]
-        self._synchronize_device()  # inputs are bound on another stream
+        self._synchronize_device()  # inputs arrive on another stream
         self.bind(feeds)
         self._synchronize_device()
         with self._use_stream(self._queue):
@@ -271,7 +271,7 @@ class TorchSession(Session):
         return DeviceBinding(self._torch, self._device, self._bind_tensors, self._output_tensors)
 
     def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
-        """Bind tensors on the device, as `bind` does arrays, once the event has come."""
+        """Bind tensors on the device, as `bind` does with arrays, after the event `ready`."""
         with self._use_stream(None):
             if self._copies is not None:
                 self._copies.bind_tensors(tensors, ready, slot)
@@ -280,7 +280,7 @@ class TorchSession(Session):
                 bound.copy_(tensors[name])
 
     def run(self, slot: int = 0) -> None:
-        """Run one forward pass; the module's exception about an input that it doesn't take becomes a `UserError`."""
+        """Run one forward pass; the module's exception about an unsuitable input becomes a `UserError`."""
         try:
             with self._use_stream(self._queue):
                 if self._copies:
@@ -288,12 +288,12 @@ class TorchSession(Session):
                 self._out[slot] = self._compute(slot)
                 if self._copies:
                     self._copies.leave(slot)
-        except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
+        except Exception as e:  # foreign code may raise anything for an unsuitable input
             raise self._explain_error(e) from e
         self._ran = True
 
     def _compute(self, slot: int) -> Any:
-        """Run the slot's inputs through the module on the current stream."""
+        """Run the module on the slot's inputs, on the current stream."""
         return self._call(*self._bound[slot].values())
 
     def _explain_error(self, e: Exception) -> Exception:
@@ -308,7 +308,7 @@ class TorchSession(Session):
         return UserError(f"{self._trial.model.name} refuses {shown} in {precision}: {reason}{hint}")
 
     def wait(self, slot: int = 0) -> None:
-        """Wait for the slot's work; a CPU has finished when `run` returns."""
+        """Wait for the slot's work; on a CPU, it is done when `run` returns."""
         if self._copies:
             self._copies.wait(slot)
 
@@ -328,22 +328,21 @@ class TorchSession(Session):
         return named_outputs(self._out[slot])
 
     def limit_threads(self, count: int) -> bool:
-        """See `Session.limit_threads`; what is compiled is compiled for a number of threads."""
+        """See `Session.limit_threads`; compiled code has a fixed number of threads."""
         if self._on_gpu or type(self) is not TorchSession:
             return False
         self._torch.set_num_threads(count)
         return True
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """See `Session.parts`; a CPU has none."""
+        """See `Session.parts`; empty on a CPU."""
         if self._copies is None:
             return {}
         with self._use_stream(None):
             return self._copies.parts(lambda: self.bind(feeds), self.run, lambda: named_outputs(self._out[0]))
 
     def try_eager(self) -> None:
-        """Run the module as it is on random input, before it is compiled: PyTorch reports a shape it refuses,
-        and what goes wrong later is the compiler's doing."""
+        """Run the uncompiled module on random input: later errors are then the compiler's."""
         self._bind_random()
         self._run_once()
 
@@ -357,9 +356,9 @@ class TorchSession(Session):
         self.wait()
 
     def facts(self) -> EngineFacts:
-        """Return parameters, options, and the layers by the type of their results, seen in one more forward pass.
+        """Return parameters, options, and layers by the type of their results, watched in one more forward pass.
 
-        The number of layers is None if none was seen, as in TorchScript, whose parts can't be watched.
+        The number of layers is None if none was watched, as in TorchScript, which takes no hooks.
         """
         layers, kinds = self._count_layers()
         bits = self._measure_bits()
@@ -368,7 +367,7 @@ class TorchSession(Session):
         return self._read_common_facts().merge(own)
 
     def _measure_bits(self) -> int | None:
-        """Return the bits that products keep with PyTorch's settings on the device; None if it lacks the operator."""
+        """Return the bits that products keep with the session's settings and type; None if the operator is missing."""
         torch, tensors = self._torch, products.make_factors()
         with suppress(RuntimeError), torch.no_grad(), self._use_stream(self._queue):
             a, m, i, k = (torch.from_numpy(tensors[name]).to(self._device, self._dtype) for name in "amik")
@@ -401,7 +400,7 @@ class TorchSession(Session):
             with self._use_stream(self._queue):  # the module may write into its inputs
                 self._eager(*(each.clone() for each in self._bound[0].values()))
 
-        if isinstance(self._module, self._torch.jit.ScriptModule):  # TorchScript's parts can't be watched
+        if isinstance(self._module, self._torch.jit.ScriptModule):  # TorchScript's parts take no hooks
             return 0, count_products(run)
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
         hooks = [m.register_forward_hook(record_type) for m in leaves if takes_hooks(self._torch, m)]
@@ -416,7 +415,7 @@ class TorchSession(Session):
     def profile(self, runs: int) -> LayerTimes:
         """Time the calls of the module's parts: by hooks on a CPU, by their kernels on a GPU.
 
-        Inputs that the module writes into, as `restoring` found, are restored before each run.
+        Inputs that the module overwrites, as found by `restoring`, are restored before each run.
         """
         if self._call is not self._eager:
             return super().profile(runs)
@@ -431,13 +430,13 @@ class TorchSession(Session):
         layers_module.run_ranges(self._module, self._run_once)
 
     def take_parts(self) -> None:
-        """Go on with the modules that a program of torch.export was made of, which can be watched."""
+        """Replace a program of torch.export by the modules it was made of, which hooks can watch."""
         if (found := graph.list_program_parts(self._trial.model, self._trial.dims)) is not None:
             self._module = self._place_module(found)
             self._call = self._eager = self._make_callable(self._dtype)
 
     def close(self) -> None:
-        """Drop the module and the tensors, and give the GPU's memory back."""
+        """Drop the module and the tensors, and free the GPU's memory."""
         self._module = self._eager = self._call = None
         self._out, self._bound, self._copies = [], [], None
         if self._on_gpu:
@@ -445,7 +444,7 @@ class TorchSession(Session):
 
 
 class GraphSession(TorchSession):
-    """A module recorded as a CUDA graph for each slot, whose replay reads the slot's input tensors."""
+    """A module recorded as a CUDA graph per slot; a replay reads the slot's input tensors."""
 
     def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
         self._graphs: list[Any] = []
@@ -462,12 +461,12 @@ class GraphSession(TorchSession):
         self._check_replay()
 
     def _record(self, slot: int) -> tuple[Any, Any]:
-        """Return the slot's graph and its outputs; a `UserError` for a module that can't be recorded."""
+        """Return the slot's graph and its outputs; raise a `UserError` for a module that can't be recorded."""
         torch, graph = self._torch, self._torch.cuda.CUDAGraph()
         values = [*self._bound[slot].values()]
         with raise_refusals(f"{self._trial.model.name} can't be recorded as a CUDA graph", "; omit graph=true"):
             with self._use_stream(self._queue):
-                self._eager(*values)  # libraries choose their algorithms before they are recorded
+                self._eager(*values)  # libraries choose their algorithms before the recording
             torch.cuda.synchronize(self._device)
             with torch.inference_mode(), torch.cuda.graph(graph, stream=self._queue):
                 result = self._eager(*values)
@@ -477,7 +476,7 @@ class GraphSession(TorchSession):
         return [tensor.data_ptr() for tensor in self._bound[slot].values()]
 
     def _check_replay(self) -> None:
-        """Raise a `UserError` if a replay on other inputs doesn't give what the module gives."""
+        """Raise a `UserError` if a replay on other inputs differs from the module's outputs."""
         for slot in range(self.slots):
             self._bind_random(1 + slot, slot)
             self.run(slot)
@@ -493,7 +492,7 @@ class GraphSession(TorchSession):
                 raise UserError(f"{name} as a CUDA graph gives other outputs for other inputs; omit graph=true")
 
     def _compute(self, slot: int) -> Any:
-        """Replay the slot's graph, which reads the addresses that it was recorded with."""
+        """Replay the slot's graph, which reads the recorded addresses."""
         if not self._graphs:
             return super()._compute(slot)
         if self._addresses and self._find_addresses(slot) != self._addresses[slot]:
@@ -502,7 +501,7 @@ class GraphSession(TorchSession):
         return self._recorded[slot]
 
     def profile(self, runs: int) -> LayerTimes:
-        """Time the module's parts without the graph, which has none."""
+        """Time the module's parts without the graph: a graph has no parts."""
         self._graphs = []
         return super().profile(runs)
 
@@ -516,7 +515,7 @@ class GraphSession(TorchSession):
 
 
 def _is_close(a: Any, b: Any) -> bool:
-    """Return whether the tensors differ by rounding alone; NaN equals NaN."""
+    """Return whether the tensors differ only by rounding; NaN equals NaN."""
     a, b = a.float().nan_to_num(), b.float().nan_to_num()
     return not a.numel() or bool((a - b).abs().max() <= MAX_REPLAY_ERROR * max(float(b.abs().max()), 1e-30))
 

@@ -33,8 +33,8 @@ from dyno.worker.sessions.torch_support import (
 )
 from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, UserError
 
-# Without these a processor adds products of eight bits in sixteen, which overflow: inductor's fused layers were off by
-# half of their largest output. Then a calibration leaves activations seven bits, as torchao advises, and other schemes
+# Without these flags a processor adds 8-bit products in 16 bits, which overflow: inductor's fused layers were off by
+# half of their largest output. Then calibration leaves activations seven bits, as torchao advises, and other schemes
 # run unfused.
 WIDE_SUM_FLAGS = {"avx512_vnni", "avx_vnni", "amx_int8"}
 STATIC_SCHEME, DYNAMIC_SCHEME, WEIGHTS_SCHEME = "static", "dynamic", "weights"
@@ -65,11 +65,11 @@ MOVE_OPERATOR = re.compile(r"prepack|reorder|pack_weight|::t$|convert")
 
 
 class TorchAO(PyTorch):
-    """torchao's quantised module behind torch.compile; the weights and activations are quantised by torchao alone.
+    """torchao's quantised module behind torch.compile; only torchao quantises weights and activations.
 
-    Options: `scheme` (static: by the X86InductorQuantizer, calibrated; dynamic: linear layers, activations as they
-    come; weights: linear layers, weights alone), `samples` of the calibration, `group` (weights of int4 that share a
-    scale), `search` (bool: the compiler's search for fast kernels that torchao recommends), `mode` as of `compile`.
+    Options: `scheme` (static: calibrated, by the X86InductorQuantizer; dynamic: linear layers, activations quantised at
+    run time; weights: linear layers, only weights), `samples` of the calibration, `group` (int4 weights per scale),
+    `search` (bool: the search for fast kernels recommended by torchao), `mode` as in `compile`.
     """
 
     name = "torchao"
@@ -124,7 +124,7 @@ class TorchAO(PyTorch):
         return Probe(version=found, devices=devices, detail=f"with torch {torch.__version__}")
 
     def prepare(self, trial: Trial) -> None:
-        """Import both libraries, and the one that has the model."""
+        """Import both libraries and the model's."""
         super().prepare(trial)
         import_torchao()
 
@@ -148,13 +148,13 @@ TORCHAO = TorchAO()
 
 
 def _has_wide_sums() -> bool:
-    """Return whether the processor adds products of eight bits in 32; True where it doesn't list its features."""
+    """Return whether the processor adds 8-bit products in 32 bits; True if its features aren't listed."""
     flags = system.cpu_flags()
     return not flags or bool(flags & WIDE_SUM_FLAGS)
 
 
 def scheme_of(trial: Trial) -> str:
-    """Return the trial's scheme: by default static on a CPU, and on a GPU the precision's."""
+    """Return the trial's scheme; the default is static on a CPU, and the precision's on a GPU."""
     return str(
         trial.options.get(
             "scheme", STATIC_SCHEME if trial.runtime.device == "cpu" else DEFAULT_SCHEMES[trial.precision]
@@ -163,7 +163,7 @@ def scheme_of(trial: Trial) -> str:
 
 
 def config_of(trial: Trial, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of torchao's configuration for a scheme that isn't static."""
+    """Return the name and arguments of torchao's configuration for a non-static scheme."""
     name = CONFIG_CLASSES[trial.precision, scheme_of(trial)]
     known = inspect.signature(getattr(import_torchao(), name)).parameters
     arguments = {"set_inductor_config": options["search"]}
@@ -173,21 +173,21 @@ def config_of(trial: Trial, options: Mapping[str, Any]) -> tuple[str, dict[str, 
 
 
 def import_torchao(module: str = "") -> Any:
-    """Import `torchao.quantization`, or a module below it; `Unavailable` with the version that fits this PyTorch."""
+    """Import `torchao.quantization` or a submodule; raise `Unavailable` with the version that fits this PyTorch."""
     fitting = f"for torch {import_torch().__version__}: {install('torchao')}"
     with silence_warnings():
         return load_library(f"torchao.quantization{module}", cure=fitting)
 
 
 class TorchAOMaker(Maker):
-    """Calibrates a module with torchao's PT2E flow and stores the quantised program."""
+    """A maker that calibrates a module with torchao's PT2E flow and stores the quantised program."""
 
     name = "torchao"
     compiles = True
     requires = ("torch", "torchao", "torchvision", "timm", "ultralytics")
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write FOLDER/model.pt2; a `UserError` for a module that torch.export or the quantiser refuses."""
+        """Write FOLDER/model.pt2; raise a `UserError` if torch.export or the quantiser refuses the module."""
         began, torch = time.perf_counter(), import_torch()
         x86 = import_torchao(".pt2e.quantizer.x86_inductor_quantizer")
         torch.set_num_threads(recipe.runtime.threads)
@@ -200,7 +200,7 @@ class TorchAOMaker(Maker):
             first = _as_tensors(torch, inputs, next(data.feeds(0, 1)))
             config = x86.get_default_x86_inductor_quantization_config(reduce_range=not _has_wide_sums())
             quantiser = _make_quantiser(x86.X86InductorQuantizer).set_global(config)
-            # The quantiser finds layers by the sources that only a strict export keeps; without, it quantises nothing.
+            # The quantiser finds layers only by the sources kept in a strict export.
             program = _export(torch, flat, first, recipe, strict=True)
             with raise_refusals(f"torchao can't quantise {recipe.model.name}", "; give scheme=dynamic"):
                 quantised = quantise_program(program, quantiser, inputs, data)
@@ -217,7 +217,7 @@ TORCHAO_MAKER = TorchAOMaker()
 
 
 def _make_quantiser(base: Any) -> Any:
-    """Return an X86InductorQuantizer that leaves sums with a number (`conv(x) + 3`) unquantised, on which it stops."""
+    """Return an X86InductorQuantizer that skips sums with a number (`conv(x) + 3`), on which the original fails."""
 
     class X86Quantiser(base):  # type: ignore[misc]
         def _get_input_idx_for_binary_node(self, product: Any, binary: Any) -> tuple[int | None, int | None]:
@@ -228,7 +228,7 @@ def _make_quantiser(base: Any) -> Any:
 
 
 def quantise_program(program: Any, quantiser: Any, inputs: Sequence[Tensor], data: Any) -> Any:
-    """Return the exported module with the Q/DQ pairs of a quantiser of PT2E, calibrated on all of the data."""
+    """Return the exported module with a PT2E quantiser's Q/DQ pairs, calibrated on all of the data."""
     torch, pt2e = import_torch(), import_torchao(".pt2e.quantize_pt2e")
     graph = pt2e.prepare_pt2e(program.module(), quantiser)
     for feeds in data.feeds(0, len(data)):
@@ -246,12 +246,12 @@ def _export(torch: Any, module: Any, example: tuple[Any, ...], recipe: Recipe, s
 
 
 class TorchAOSession(CompiledSession):
-    """A quantised module behind torch.compile; what ran in INT8 is read from one watched run."""
+    """A quantised module behind torch.compile; one watched run shows the types of its products."""
 
     def __init__(self, trial: Trial, options: dict[str, Any], artifact: Artifact | None) -> None:
         self._artifact = artifact
         self._notes: tuple[str, ...] = ()
-        self._rows: dict[Any, int] = {}  # by the input of each linear layer
+        self._rows: dict[Any, int] = {}  # smallest number of input rows by linear layer
         super().__init__(trial, options)
 
     def _load_module(self) -> tuple[Any, dict[str, Any]]:
@@ -266,10 +266,10 @@ class TorchAOSession(CompiledSession):
         return called
 
     def try_eager(self) -> None:
-        """Run the module before it is quantised; see how many rows each linear layer gets."""
+        """Run the module before quantisation, counting the rows of each linear layer's input."""
 
         def count_rows(layer: Any, inputs: tuple[Any, ...]) -> None:
-            for tensor in inputs:  # none where it is given by its name
+            for tensor in inputs:  # empty if passed by keyword
                 rows = tensor.numel() // max(tensor.shape[-1], 1)
                 self._rows[layer] = min(rows, self._rows.get(layer, rows))
 
@@ -284,7 +284,7 @@ class TorchAOSession(CompiledSession):
         return [part for part in self._module.modules() if isinstance(part, self._torch.nn.Linear)]
 
     def _takes_kernel(self, layer: Any, name: str = "") -> bool:
-        """Return whether a layer is to be quantised: one inside PyTorch's own attention isn't."""
+        """Return whether a layer is to be quantised: not inside PyTorch's own attention, and not with few rows."""
         linear = self._torch.nn.modules.linear
         is_own = isinstance(layer, linear.Linear) and not isinstance(layer, linear.NonDynamicallyQuantizableLinear)
         return is_own and not self._has_few_rows(layer)
@@ -322,13 +322,13 @@ class TorchAOSession(CompiledSession):
     def _compile_module(self, calls: int) -> None:
         if self._artifact is None:
             self._quantise_module()
-        # A tensor of torchao's has operators that dynamo doesn't trace everywhere.
+        # Some of torchao's tensors have operators that dynamo can't trace.
         scheme = self._options["scheme"]
         with raise_refusals(f"{self._trial.model.name} can't be compiled as torchao's scheme={scheme} makes it"):
             super()._compile_module(calls)
 
     def facts(self) -> EngineFacts:
-        """Return the compilation's facts, and the types of the products that one run called."""
+        """Return the compilation's facts, and the types of one run's products."""
         types = self._watch_types()
         narrow = () if _has_wide_sums() or self._on_gpu else (NARROW_SUM_WARNING[self._artifact is None],)
         made_by = self._artifact.made_by if self._artifact else None
@@ -341,7 +341,7 @@ class TorchAOSession(CompiledSession):
         )
 
     def _watch_types(self) -> dict[str, int]:
-        """Return how many convolutions and matrix products a run calls in each type, outermost calls alone."""
+        """Return the number of a run's convolutions and matrix products by type; only outermost calls count."""
         profiler = self._torch.profiler
         with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as watched:
             self._run_once()
@@ -349,9 +349,9 @@ class TorchAOSession(CompiledSession):
 
 
 def count_types(events: Sequence[Any], unquantised: str = "float32") -> dict[str, int]:
-    """Return how many of the profiler's events are products in each type; of nested ones the outermost counts.
+    """Return the number of products among the profiler's events by type; of nested ones the outermost counts.
 
-    Weights of four bits are counted as int4, though their kernel multiplies in bfloat16.
+    4-bit weights count as int4, though their kernel multiplies in bfloat16.
     """
     found = [event for event in events if _is_product(event.name)]
     outer = [event for event in found if not _is_inside(event, found)]

@@ -25,14 +25,14 @@ from dyno.worker.sessions.torch_support import (
 from dyno.worker.spec import Artifact, Trial
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-GRAPH_MODES = ("reduce-overhead", "max-autotune")  # these replay CUDA graphs, whose outputs the next run overwrites
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # modes with CUDA graphs: the next run overwrites outputs
 
 
 class Compile(PyTorch):
-    """torch.compile with inductor, compiled inside `load` for the trial's one shape.
+    """torch.compile with inductor, compiled inside `load` for the trial's shape.
 
-    Options besides `pytorch`'s, less `graph`: `mode` (see `COMPILE_MODES`) and `freeze` (bool, default on
-    for a CPU: weights become constants of the compiled code, folded and packed, which about halves the latency).
+    Options: those of `pytorch` without `graph`, `mode` (see `COMPILE_MODES`) and `freeze` (bool, default on for a CPU:
+    weights become constants of the compiled code, folded and packed, which about halves the latency).
     """
 
     name = "compile"
@@ -67,7 +67,7 @@ COMPILE = Compile()
 
 
 class CompiledSession(TorchSession):
-    """A module behind torch.compile, compiled before the constructor returns."""
+    """A module behind torch.compile, compiled in the constructor."""
 
     def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
         super().__init__(trial, options)
@@ -76,7 +76,7 @@ class CompiledSession(TorchSession):
         self._compile_module(calls=3 if options["mode"] in GRAPH_MODES else 1)
 
     def _place_module(self, module: Any) -> Any:
-        # Some versions of torch.compile refuse TorchScript, others return it as it is.
+        # Some versions of torch.compile refuse TorchScript, others return it unchanged.
         return super()._place_module(refuse_script(self._torch, module, "torch.compile"))
 
     def _slots_wanted(self) -> int:
@@ -102,7 +102,7 @@ class CompiledSession(TorchSession):
         self._cached = bool(before) and not list_kernels() - before
 
     def facts(self) -> EngineFacts:
-        """Return the compilation's time and graph breaks; the types are those that the code was compiled for."""
+        """Return the compilation's time and graph breaks; types are those of the compiled weights."""
         kinds = count_weight_types(self._torch, self._module)
         return replace(
             self._read_common_facts(),

@@ -1,4 +1,4 @@
-"""Torch-TensorRT: a module whose operators became TensorRT engines, called as the module was."""
+"""Torch-TensorRT: a module with TensorRT engines in place of its operators, called like the module."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dyno.worker.sessions.torch_support import (
 )
 from dyno.worker.spec import Artifact, Option, Trial, Unavailable, UserError
 
-# The result of Torch-TensorRT's compilation: the engines inside, and the operators left to PyTorch.
+# The result of Torch-TensorRT's compilation: engines, and operators left to PyTorch
 #
 # A program is a `ScriptModule` (the TorchScript route), or an `ExportedProgram` or `GraphModule` (the Dynamo route, by
 # version).
@@ -44,7 +44,7 @@ ENGINE_CLASS = "torch.classes.tensorrt.Engine"
 
 
 def list_engines(program: Any) -> list[Any]:
-    """Return the `torch.classes.tensorrt.Engine` objects that the program runs."""
+    """Return the program's `torch.classes.tensorrt.Engine` objects."""
     if hasattr(program, "inlined_graph"):
         return [program._c.getattr(name) for name in list_attributes(program, ENGINE_CLASS)]
     by_id = {id(value): value for value in _iter_values(program) if hasattr(value, "get_engine_layer_info")}
@@ -58,7 +58,7 @@ def list_attributes(program: Any, kind: str) -> list[str]:
 
 
 def _iter_values(program: Any) -> Iterator[Any]:
-    """Yield all values that a graph module and its parts hold, as attributes or written into the graph itself."""
+    """Yield all values of a graph module and its parts: attributes, and arguments in the graph."""
     for part in _iter_parts(program):
         yield from vars(part).values()
         for node in _list_nodes(part):
@@ -66,7 +66,7 @@ def _iter_values(program: Any) -> Iterator[Any]:
 
 
 def left_in_pytorch(program: Any) -> dict[str, int]:
-    """Return the number of calls of each operator left in PyTorch; empty if all of the module became engines."""
+    """Return the number of calls of each operator left in PyTorch; empty if the whole module became engines."""
     if hasattr(program, "inlined_graph"):
         kinds = (node.kind() for node in _iter_scripted_nodes(program.inlined_graph))
         return dict(Counter(kind for kind in kinds if kind.startswith("aten::")))
@@ -95,7 +95,7 @@ INSTALL_ADVICE = "pip install torch-tensorrt, and let LD_LIBRARY_PATH lead to Te
 NO_INT8 = "torch_tensorrt has no int8 here: newer versions have no calibrator; use tensorrt for int8"
 OPTIMIZATION_LEVELS = range(6)
 TIMED_CALLS = 20  # their mean is the engine's own time
-HEAD_START = 50_000_000  # GPU clock cycles (25 ms on an H200) in which the host queues those calls
+HEAD_START = 50_000_000  # GPU clock cycles (25 ms on an H200) for queueing those calls
 
 
 def _check_profile(value: Option) -> str:
@@ -109,9 +109,9 @@ def _check_profile(value: Option) -> str:
 class TorchTensorRT(PyTorch):
     """Torch-TensorRT 2.2 and newer, compiled inside `load`.
 
-    Options: `ir` (ts, dynamo), `profile` (static, or min:opt:max batches), `optimization` (builder level 0 to 5, Dynamo
-    alone), `workspace_mb`, `min_block_size` (operators in a row that are worth an engine). There is no memory layout to
-    choose: the runtime makes every input contiguous.
+    Options: `ir` (ts, dynamo), `profile` (static, or min:opt:max batches), `optimization` (builder level 0 to 5, only
+    Dynamo), `workspace_mb`, `min_block_size` (smallest number of consecutive operators for an engine). Memory layout is
+    no option: the runtime makes every input contiguous.
     """
 
     name = "torch_tensorrt"
@@ -126,7 +126,7 @@ class TorchTensorRT(PyTorch):
     }  # fmt: skip
 
     def refuse(self, trial: Trial) -> str:
-        """See `Backend.refuse`; also options that contradict each other, and batches outside the profile."""
+        """See `Backend.refuse`; also contradictory options, and batches outside the profile."""
         if trial.precision == "int8":
             return NO_INT8
         return super().refuse(trial) or _find_conflict(trial)
@@ -156,7 +156,7 @@ class TorchTensorRT(PyTorch):
             return TorchTensorRTSession(trial, options)
 
     def checked(self, trial: Trial) -> dict[str, Any]:
-        """See `PyTorch.checked`; options that don't fit are a `UserError`."""
+        """See `PyTorch.checked`; raise a `UserError` for options that don't fit."""
         options = {"ir": COMPILE_ROUTES[0], "profile": STATIC_OPTION, **super().checked(trial), "channels_last": False}
         if reason := _find_conflict(trial):
             raise UserError(reason)
@@ -167,7 +167,7 @@ TORCH_TENSORRT = TorchTensorRT()
 
 
 def _find_conflict(trial: Trial) -> str:
-    """Return the reason for which the options can't be used, in one line, or ""."""
+    """Return why the options can't be used, in one line; "" if they can."""
     options = trial.options
     route, level = options.get("ir", COMPILE_ROUTES[0]), options.get("optimization")
     if level is not None and route == "ts":
@@ -178,7 +178,7 @@ def _find_conflict(trial: Trial) -> str:
 def compile_module(library: Any, module: Any, example: Any, precision: str, options: Mapping[str, Any]) -> Any:
     """Compile the module for inputs like `example`, a tensor or a tuple; handle differences between versions.
 
-    Types are the module's own where the version allows it (from 2.5), else flags allow the builder to use them.
+    Types are the module's own if the version allows it (from 2.5 on); else flags allow them to the builder.
     """
     import torch
 
@@ -190,16 +190,16 @@ def compile_module(library: Any, module: Any, example: Any, precision: str, opti
     examples = example if isinstance(example, tuple) else (example,)
     dtypes = {x.dtype for x in examples if x.is_floating_point()} or {torch.float32}
     keywords: dict[str, Any] = {"device": examples[0].device, "disable_tf32": precision != "tf32"}
-    # TensorRT 8.6 has neither type; constants such as shapes and scales come in them.
+    # TensorRT 8.6 lacks both types, used in constants such as shapes and scales.
     keywords |= {name: True for name in ("truncate_long_and_double", "truncate_double") if name in parameters}
     keywords |= {"use_explicit_typing": True} if "use_explicit_typing" in parameters else {"enabled_precisions": dtypes}
     keywords |= {"workspace_size": options["workspace_mb"] << 20} if options.get("workspace_mb") else {}
     renamed = {"min_block_size": "min_block_size", "optimization": "optimization_level"}
     keywords |= {name: options[option] for option, name in renamed.items() if option in options}
-    # Before tracing, because a traced module has no signature.
+    # before tracing: a traced module has no signature
     keywords["inputs"] = [_make_input(library, module, x, options["profile"], k) for k, x in enumerate(examples)]
     with tempfile.TemporaryDirectory() as scratch, _layer_types_kept():
-        if "timing_cache_path" in parameters:  # by default all programs of the machine share this file
+        if "timing_cache_path" in parameters:  # the default file is shared by all programs of the machine
             folder = os.environ.get(TIMING_VARIABLE, scratch)
             keywords["timing_cache_path"] = str(Path(folder) / f"torch_tensorrt-{library.__version__}.timing")
         if route == "ts":
@@ -208,7 +208,7 @@ def compile_module(library: Any, module: Any, example: Any, precision: str, opti
 
 
 def _trace_module(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
-    """Trace the module, as scripting refuses many; raise a `UserError` if the trace would fix one of several paths."""
+    """Trace the module, as scripting refuses many; raise a `UserError` if that would fix one of several paths."""
     static = check_control_flow(torch, module, examples)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -224,17 +224,17 @@ def _make_input(library: Any, module: Any, example: Any, profile: str, number: i
         return library.Input(shape=tuple(example.shape), dtype=example.dtype)
     ranges = zip(("min_shape", "opt_shape", "max_shape"), batches, strict=True)
     shapes: dict[str, Any] = {name: (batch, *example.shape[1:]) for name, batch in ranges}
-    names = [*inspect.signature(module.forward).parameters]  # Dynamo identifies a free dimension by them
+    names = [*inspect.signature(module.forward).parameters]  # Dynamo's key of a free dimension
     name = names[min(number, len(names) - 1)]
     return library.Input(**shapes, dtype=example.dtype, name=name)
 
 
 @contextmanager
 def _layer_types_kept() -> Iterator[None]:
-    """Have engines store their layers' types, whatever verbosity is set while this lasts.
+    """Make engines store their layers' types during the block, whatever verbosity is set.
 
-    Torch-TensorRT stores names alone, except in its debug mode, which changes more than that. The TorchScript route
-    sets it in C++, which can't be changed from here.
+    Torch-TensorRT stores only names, except in its debug mode, which has other effects too. The TorchScript route sets
+    the verbosity in C++, out of reach.
     """
     tensorrt = importlib.import_module("tensorrt")
     config, name = tensorrt.IBuilderConfig, "profiling_verbosity"
@@ -251,7 +251,7 @@ def _layer_types_kept() -> Iterator[None]:
 
 
 class TorchTensorRTSession(TorchSession):
-    """A compiled module, called as its users call it; the engine inside is timed on its own for the facts."""
+    """A compiled module, called as by its users; its engine is also timed alone, for the facts."""
 
     def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
         super().__init__(trial, options)
@@ -265,7 +265,7 @@ class TorchTensorRTSession(TorchSession):
                 self._call = compile_module(self._library, self._eager, example, trial.precision, options)
             self._build_s = time.perf_counter() - started
             self._run_once()
-        except Exception as e:  # two compilers' errors, of any type: Python's, PyTorch's, TensorRT's
+        except Exception as e:  # compilers raise Python's, PyTorch's or TensorRT's errors
             raise self._explain_refusal(e) from e
 
     def _explain_refusal(self, e: Exception) -> Exception:
@@ -280,7 +280,7 @@ class TorchTensorRTSession(TorchSession):
         )
 
     def facts(self) -> EngineFacts:
-        """Return engines and operators left in PyTorch, layers, and the engine's own time beside that of a call."""
+        """Return engines and operators left in PyTorch, layers, and the engine's own time in addition to a call's."""
         compiled_engines = list_engines(self._call)
         common, by_type, times = (
             self._read_common_facts(),
@@ -303,7 +303,7 @@ class TorchTensorRTSession(TorchSession):
         )
 
     def _layers_of(self, compiled_engines: list[Any]) -> EngineFacts:
-        """Return layers by type from the engines' own information, else from the types the module was compiled for."""
+        """Return layers by type from the engines' own information, else from the types of the compiled weights."""
         listed = [layer for engine in compiled_engines for layer in layers.from_json(engine.get_engine_layer_info())]
         if any(layer.type for layer in listed):
             precision = self._trial.precision
@@ -320,7 +320,7 @@ class TorchTensorRTSession(TorchSession):
         return EngineFacts(layers=len(listed), layers_by_type=types, precision_truth=truth)
 
     def _time_calls(self, compiled_engines: list[Any]) -> Compilation:
-        """Return a call's seconds by the host's clock and, if the module became a single engine, the engine's alone."""
+        """Return a call's seconds by the host's clock and, for a single engine, the engine's own seconds."""
         calls = []
         for _ in range(TIMED_CALLS):
             start = time.perf_counter()
@@ -334,7 +334,7 @@ class TorchTensorRTSession(TorchSession):
     def _engine_seconds(self, engine: Any) -> float:
         """Return the mean GPU seconds of the engine alone.
 
-        CUDA events are recorded around calls that were all queued before the first ran.
+        CUDA events enclose calls that were all queued before the first ran.
         """
         cuda, execute, feeds = self._torch.cuda, self._torch.ops.tensorrt.execute_engine, [*self._bound[0].values()]
         begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)

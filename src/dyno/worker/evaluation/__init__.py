@@ -1,1 +1,1 @@
-"""Every image once through a session: class scores and detections."""
+"""Evaluation of every image in a session: class scores and detections."""

@@ -1,5 +1,4 @@
-"""Every image of the data once through the session: the outputs for accuracy and agreement, and the throughput of the
-whole pipeline behind the decoder in images per second."""
+"""Evaluation of every image: outputs for accuracy and agreement, and the throughput of the pipeline after decoding."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from dyno.worker.record import Measurement
 from dyno.worker.spec import BATCH_AXIS, Trial, UserError, add_noun
 from dyno.worker.tasks import Collector, EvaluationInputs
 
-# Batches through a session with all its slots in flight: the next are read while it runs, and outputs are processed at
-# the same time, so that the engine is the bottleneck of an evaluation.
+# Batches through a session with all its slots in flight: the next batches are read and earlier outputs processed
+# while it runs, so that the engine is the bottleneck of an evaluation.
 
 # Sources of a pipeline's batches: images of a decoded data set, read in several threads, or random numbers.
 
@@ -33,7 +32,7 @@ Feed = Mapping[str, np.ndarray]
 
 
 class BatchSource:
-    """Batches by number; a batch is filled in `parts`, each by another thread if there are several."""
+    """Batches by number; a batch is filled in `parts`, in parallel threads if there are several."""
 
     parts = 1
 
@@ -42,12 +41,12 @@ class BatchSource:
         raise NotImplementedError
 
     def fill(self, feed: Feed, number: int, part: int) -> None:
-        """Write one part of the batch into arrays as from `new_arrays`."""
+        """Write one part of the batch into arrays from `new_arrays`."""
         raise NotImplementedError
 
 
 class DecodedImages(BatchSource):
-    """Images of a decoded data set; after the last one the first follows, so that every batch is full."""
+    """Images of a decoded data set, repeated from the first after the last, so that every batch is full."""
 
     def __init__(self, session: Session, trial: Trial, threads: int) -> None:
         specs, tensors = trial.model.inputs, session.inputs
@@ -68,7 +67,7 @@ class DecodedImages(BatchSource):
 
 
 class RandomInputs(BatchSource):
-    """Random inputs, the same for every run: they are drawn one after the other from the data's seed."""
+    """Random inputs, drawn in order from the data's seed, so that every run has the same."""
 
     def __init__(self, session: Session, trial: Trial, count: int) -> None:
         model, tensors = trial.model, session.inputs
@@ -89,32 +88,32 @@ Keep = Callable[[int, Outputs], None]
 Work = Callable[[int, Outputs], Any]
 
 BATCHES_AHEAD = 2  # batches read or ready while every slot is busy
-MAX_BACKLOG = 8  # batches whose outputs may wait for processing
-COPIED_OUTPUT_B = 4 << 20  # smaller outputs are copied so that the slot is free at once
-MIN_SAMPLES = 3  # times of each stage
+MAX_BACKLOG = 8  # batches with outputs waiting for processing
+COPIED_OUTPUT_B = 4 << 20  # outputs up to this size are copied, which frees the slot at once
+MIN_SAMPLES = 3  # per stage
 
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """Results of `work` for each batch's outputs, in order, and the seconds from the last warm-up batch to the end."""
+    """Results of `work` on each batch's outputs, in order, and the seconds from the last warm-up batch to the end."""
 
     results: list[Any]
     seconds: float
 
 
 class Pipeline:
-    """One session and one source of batches; buffers are allocated once, where the session reads them fastest."""
+    """A pipeline from a source of batches to a session; buffers are allocated once, in the session's fastest memory."""
 
     def __init__(self, session: Session, source: BatchSource, helpers: int = 1) -> None:
         self.session, self.source, self.helpers = session, source, helpers
         self.buffers = [session.stage(source.new_arrays()) for _ in range(session.slots + BATCHES_AHEAD)]
 
     def run(self, count: int, keep: Keep, work: Work, warm_up: int = 0) -> PipelineResult:
-        """Run the first `count` batches, after the first `warm_up` of them as warm-up.
+        """Run `count` batches, after the first `warm_up` of them as warm-up.
 
         `keep` is called in order and at once, `work` in other threads; the outputs are valid until they return. The
-        clock starts when the last batch of warm-up has been fetched and the next are in flight, so that the time to
-        fill the pipeline is left out and the time to drain it counts. Without warm-up, both count.
+        clock starts when the last warm-up batch is fetched and the next are in flight, so that the time to fill the
+        pipeline is excluded and the time to drain it included. Without warm-up, both are included.
         """
         return _PipelineRun(self, [*range(warm_up), *range(count)], keep, work).run(warm_up)
 
@@ -122,7 +121,7 @@ class Pipeline:
         """Return the seconds per batch of each stage, one batch at a time in one thread, without overlap of stages.
 
         `preprocess` ends with the input bound, `inference` with the outputs in host memory, `postprocess` with `work`.
-        On a GPU the copy of the input is only queued by `bind`, so its time is part of `inference`.
+        On a GPU `bind` only queues the copy of the input, so its time is part of `inference`.
         """
         now, times, feed = time.perf_counter, [], self.buffers[0]
         deadline, number = now() + seconds, 0
@@ -144,7 +143,7 @@ class Pipeline:
 
 
 class _PipelineRun:
-    """One run of the loop: batches are read in order into recycled buffers, ahead of the slots that take them."""
+    """One run of a pipeline: batches are read in order into recycled buffers, ahead of the free slots."""
 
     def __init__(self, pipeline: Pipeline, numbers: Sequence[int], keep: Keep, work: Work) -> None:
         self._session, self._source, self._free = pipeline.session, pipeline.source, deque(pipeline.buffers)
@@ -152,7 +151,7 @@ class _PipelineRun:
         self._numbers, self._unread, self._keep, self._work = numbers, iter(numbers), keep, work
         self._ready: deque[tuple[Any, list[Future[None]]]] = deque()
         self._fed: list[Any] = [None] * self._session.slots
-        self._reading: list[Future[Any] | None] = [None] * self._session.slots  # work that reads the slot's outputs
+        self._reading: list[Future[Any] | None] = [None] * self._session.slots  # work reading the slot's outputs
         self._results: list[Future[Any]] = []
 
     def run(self, warm_up: int) -> PipelineResult:
@@ -191,8 +190,8 @@ class _PipelineRun:
         fetched, fed = self._session.fetch(slot), self._fed[slot]
         if counts:
             self._keep(number, fetched)
-        # With one slot the next run comes at once, and with small outputs a copy costs less than waiting. An output may
-        # be an input itself, where that lies, which is filled anew once it was given back.
+        # With one slot the next run starts at once, and a copy of small outputs costs less than waiting. An output may
+        # lie in an input's buffer, which is refilled once it is free.
         small = self._session.slots == 1 or sum(a.nbytes for a in fetched.values()) <= COPIED_OUTPUT_B
         copied = small or any(np.may_share_memory(a, feed) for a in fetched.values() for feed in fed.values())
         outputs = {name: np.array(a) for name, a in fetched.items()} if copied else fetched
@@ -205,11 +204,11 @@ class _PipelineRun:
             self._results[-MAX_BACKLOG - 1].result()
 
 
-# Whether an engine's outputs have a row for each input of a batch, and on which axis: tested by values, since a length
-# that is fixed inside a network may merge or mix the inputs of a batch.
+# Rows of an engine's outputs, one for each input of a batch, and their axis: tested by values, since a length fixed
+# inside a network may merge or mix the inputs of a batch.
 
 Arrays = Mapping[str, np.ndarray]
-# What an input's outputs may change by, of their size, with the others of its batch: rounding changes little, but INT8
+# Largest relative change of an input's outputs with the other inputs of its batch: rounding changes little, but INT8
 # may take its ranges from the whole batch.
 TOLERANCES = {"fp32": 0.02, "tf32": 0.1, "fp16": 0.1, "bf16": 0.2, **dict.fromkeys(QUANTISED_PRECISIONS, 0.3)}
 EQUAL_ERROR = 1e-6
@@ -217,7 +216,7 @@ EQUAL_ERROR = 1e-6
 
 @dataclass(frozen=True)
 class Rows:
-    """The batch's axis of each output, None for one that has none; `warning` says that inputs influence each other."""
+    """Batch axis of each output (None: no batch), and a `warning` if inputs influence each other, else ""."""
 
     axes: dict[str, int | None] = field(default_factory=dict)
     warning: str = ""
@@ -228,11 +227,11 @@ class Rows:
 
 
 def find_rows(session: Session, trial: Trial, batch: int) -> Rows:
-    """Find the rows of the outputs; a `UserError` where a batch's outputs aren't those of its inputs.
+    """Return the rows of the outputs; raise a `UserError` if they aren't those of the batch's inputs.
 
-    The session answers a batch, and one that repeats a single input of it, whose own outputs must stay as they were.
-    Where the file declares the batch of an output, that axis must be as long. Outputs without a declaration may have no
-    batch (a loss, a table, detections of any number), unless it is all of them and they change with the input.
+    The session answers a batch, and a batch that repeats one of its inputs; that input's outputs must stay the same. An
+    output's batch axis, if declared in the file, must have the batch's length. Outputs without a declaration may have
+    no batch (a loss, a table, detections of any number), unless all have none and they change with the input.
     """
     declared = {t.name: [k for k, axis in enumerate(t.shape) if axis == BATCH_AXIS] for t in trial.model.outputs}
     if batch < 2:
@@ -241,7 +240,7 @@ def find_rows(session: Session, trial: Trial, batch: int) -> Rows:
 
 
 class _RowTest:
-    """Two batches through a session, with one input in common."""
+    """Test of a session by two batches with one input in common."""
 
     def __init__(self, session: Session, trial: Trial, batch: int, declared: Mapping[str, Sequence[int]]) -> None:
         self._session, self._trial, self._batch, self._declared = session, trial, batch, declared
@@ -257,7 +256,7 @@ class _RowTest:
         self._limit = max(TOLERANCES[name] for name in (trial.precision, trial.model.precision or "fp32"))
 
     def run(self) -> Rows:
-        """Return the rows, or raise the `UserError`."""
+        """Return the rows, or raise a `UserError`."""
         axes, mixed = dict[str, "int | None"](), 0.0
         for name, a in self._answers.items():
             candidates = self._find_batch_axes(name, a)
@@ -277,11 +276,11 @@ class _RowTest:
 
     @property
     def _is_quantised(self) -> bool:
-        """Whether layers ran quantised though no precision says so, as those of a module that PyTorch quantised."""
+        """Whether layers ran quantised, even without a quantised precision (a module that PyTorch quantised)."""
         return any(kind in QUANTISED_PRECISIONS for kind in self._session.facts().layers_by_type)
 
     def _find_batch_axes(self, name: str, a: np.ndarray) -> list[int] | None:
-        """Return the axes that may be the batch, [] without any; None where the file's declaration doesn't hold."""
+        """Return the possible batch axes, [] without any; None if the output contradicts the file's declaration."""
         own = [k for k in self._declared.get(name, ()) if k < a.ndim]
         if own and all(a.shape[k] == self._batch for k in own):
             return own
@@ -300,14 +299,11 @@ class _RowTest:
         return not self._differ or relative_change(a, self._repeats[name]) <= EQUAL_ERROR
 
     def _has_variable_rows(self, name: str, a: np.ndarray) -> bool:
-        """Return whether the number of an output's rows depends on values, as for detections.
-
-        An empty output may be one of those.
-        """
+        """Return whether an output's number of rows depends on values, as for detections; true for an empty output."""
         return not a.size or a.shape != self._repeats[name].shape or a.shape != self._run_batch(self._other)[name].shape
 
     def _measure_change(self, name: str, axes: Sequence[int]) -> float:
-        """Return by how much one input's outputs change with the others of its batch, of their size."""
+        """Return the relative change of one input's outputs with the other inputs of its batch."""
         a, b = self._answers[name], self._repeats[name]
         if a.shape != b.shape or not self._differ:
             return 0.0
@@ -315,7 +311,7 @@ class _RowTest:
         return relative_change(a[at], b[at])
 
     def _refuse_ignored(self, name: str, axis: int) -> None:
-        """Raise a `UserError` if one input gives other outputs at other places, and those of a place never change."""
+        """Raise a `UserError` if one input's outputs differ between places, and those at some place never change."""
         a, b = self._answers[name], self._repeats[name]
         if a.shape != b.shape or np.array_equal(a, b):
             return
@@ -331,8 +327,7 @@ class _RowTest:
             )
 
     def _explain_mixing(self, change: float) -> str:
-        """Return the warning of inputs that influence each other where the batch's axis is assumed; where it is known,
-        raise that as a `UserError`. Nothing can be told of a model that draws random numbers."""
+        """Return a warning on mixed inputs, "" if the model draws random numbers; raise it for a known batch axis."""
         again = self._run_batch(self._feeds)
         if any(a.shape != again[name].shape or relative_change(a, again[name]) > self._limit / 2 for name, a in
                self._answers.items()):  # fmt: skip
@@ -358,7 +353,7 @@ class _RowTest:
         )
 
     def _refuse_merged(self) -> None:
-        """Raise the `UserError` for outputs without a row for each input if no axes are declared."""
+        """Raise a `UserError` for outputs without a row for each input if no axes are declared."""
         shapes = ", ".join(_format_shape(a.shape) for a in self._answers.values())
         raise UserError(
             f"the outputs are {shapes} for a batch of {self._batch}, which has no row for each input: a length is "
@@ -375,19 +370,19 @@ def _format_shape(shape: Sequence[int | str]) -> str:
 
 
 RAW_BYTES = 64 * 2**20  # raw outputs kept per trial; classes and scores are kept for every image
-WARM_UP = 0.1  # share of the data that goes through once before anything counts
+WARM_UP = 0.1  # share of the data, run before the clock starts
 MAX_WARM_UP = 400  # images
-MAX_STAGE_S = 0.5  # never longer than the measurement itself
+MAX_STAGE_S = 0.5  # and at most the plan's seconds
 CHECK_INTERVAL_S = 0.5  # interval of checks for other programs
-NEGLIGIBLE_CORES = 0.25  # processors used by others
+NEGLIGIBLE_CORES = 0.25  # load by other programs, in processors
 
 
 class ThreadLimiter:
-    """Limits the engine's threads to the processors that other programs leave free, while images are answered.
+    """Limit of the engine's threads to the processors left free by other programs, during an evaluation.
 
-    PyTorch's OpenMP threads spin while they wait for each other: beside one busy program on two processors, two of them
-    took 27.5 s for what one did in 4.2 s. `count_busy` returns the processors that others have kept busy so far, and
-    `others_busy` is the load for which threads were limited, 0 where they weren't.
+    PyTorch's OpenMP threads spin while they wait for each other: with one busy program on two processors, two threads
+    took 27.5 s for work that takes one thread 4.2 s. `count_busy` returns the number of processors kept busy by other
+    programs so far, and `others_busy` is the load at which threads were limited, 0 if they weren't.
     """
 
     def __init__(self, session: Session, threads: int, count_busy: Callable[[], float]) -> None:
@@ -396,7 +391,7 @@ class ThreadLimiter:
         self.others_busy = 0.0
 
     def check_load(self) -> None:
-        """Limit the threads, once, where others have been busy; look at that twice a second."""
+        """Limit the threads once if other programs keep processors busy; check twice a second."""
         if self.others_busy or time.monotonic() - self._checked < CHECK_INTERVAL_S:
             return
         self._checked = time.monotonic()
@@ -413,18 +408,16 @@ class ThreadLimiter:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Arrays for outputs.npz; images and seconds of the loop over them, 0 for random inputs; seconds per image of each
-    stage, one sample per batch; warnings from decoding the data; the processors that other programs kept busy, where
-    the loop went on with fewer threads, else 0."""
+    """Arrays for outputs.npz, with times and warnings of their evaluation."""
 
     arrays: dict[str, np.ndarray]
     images: int = 0
-    warm_up: int = 0
-    seconds: float = 0.0
-    decode: float = 0.0
-    stages: dict[str, np.ndarray] = field(default_factory=dict)
+    warm_up: int = 0  # images of the warm-up
+    seconds: float = 0.0  # for all images; 0 if not measured
+    decode: float = 0.0  # seconds per image
+    stages: dict[str, np.ndarray] = field(default_factory=dict)  # seconds per image, one sample per batch
     oddities: tuple[str, ...] = ()
-    others_busy: float = 0.0
+    others_busy: float = 0.0  # as in `ThreadLimiter`
 
     @property
     def warnings(self) -> list[str]:
@@ -438,7 +431,7 @@ class Evaluation:
         return found
 
     def list_measurements(self) -> list[Measurement]:
-        """Return the pipeline's throughput and the stages' times, whose samples are stored under the stages' names."""
+        """Return the pipeline's throughput and the stages' times, with samples stored under the stages' names."""
         measurements = [Measurement(name, "s", "duration", None, name, clock="host") for name in self.stages]
         if self.decode:
             measurements.insert(0, Measurement("decode", "s", "duration", self.decode, clock="host"))
@@ -456,13 +449,13 @@ def evaluate(
 ) -> Evaluation:
     """Run every image of the data through the session, at the trial's own batch, in a pipeline.
 
-    Arrays are `output:NAME` raw (with `rows:NAME` where each input has its own number of rows), `sample`, `label`, and
-    `topk_index` and `topk_score` of a classifier or the detections of a detector. The last batch is filled by wrapping
-    around and cut again. Real images are timed: a tenth of them warms the pipeline up (R4), and a few batches
+    Arrays are raw `output:NAME` (with `rows:NAME` if the number of rows varies between inputs), `sample`, `label`, and
+    `topk_index` and `topk_score` of a classifier or the detections of a detector. The last batch is padded with the
+    first images and cut again. Real images are timed: a tenth of them warms the pipeline up, and a few batches
     afterwards time the stages separately; neither counts. `count_busy` as in `ThreadLimiter`.
     """
     batch, threads = _find_batch(session, trial), max(1, trial.runtime.threads)
-    # On a CPU the processors are busy with the engine; with a GPU they are idle.
+    # The engine keeps the processors busy on a CPU, but not on a GPU.
     helpers = threads if session.stream is not None else max(1, threads // 4)
     decoded = DecodedImages(session, trial, helpers) if trial.data.folder else None
     count = min(trial.data.count, len(decoded.images)) if decoded else trial.data.count
@@ -501,7 +494,7 @@ def evaluate(
 
 
 def _identify_rows(decoded: DecodedImages | None, count: int, metadata: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the image index of each row of the outputs, its label, and the names of the classes."""
+    """Return the image index of each row of the outputs, its label, and the class names."""
     if decoded is None:
         return {"sample": np.arange(count, dtype=np.int64)}
     sample = decoded.images.index[:count]
@@ -558,9 +551,9 @@ class _RawOutputs:
 
 
 def _join_outputs(parts: Sequence[np.ndarray], images: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Join an output of all batches; return it with the rows of each, or None where its first axis counts the inputs.
+    """Join an output of all batches; return it with its row counts, or None if its first axis counts the inputs.
 
-    Non-maximum suppression inside a network leaves boxes of any number: n x 4 of each batch, or batch x n x 6.
+    Non-maximum suppression inside a network leaves a variable number of boxes: n x 4 per batch, or batch x n x 6.
     """
     batched = all(len(part) == count for part, count in zip(parts, images, strict=True))
     if len({part.shape[1:] for part in parts}) == 1:

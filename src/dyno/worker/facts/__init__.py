@@ -1,1 +1,1 @@
-"""Facts of an engine, a file and a job: small frozen records, by subject, that are stored as JSON."""
+"""Facts of an engine, a file and a job: small frozen records by subject, stored as JSON."""

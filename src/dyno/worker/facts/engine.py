@@ -1,4 +1,4 @@
-"""Facts that an engine reports after it was timed."""
+"""Facts that an engine reports after timing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from dyno.worker.facts.json_values import EARLIER_NAME, Sparse
 
-# Precision truth: did the engine compute in the requested type?
+# Precision truth: whether the engine computed in the requested type
 
 PRECISION_TYPES = {
     "fp32": "float32",
@@ -31,14 +31,14 @@ ARITHMETIC_TYPES = FLOAT_TYPES | {
 }  # types of a layer's arithmetic; others are indices, shapes and masks
 QUANTISED_PRECISIONS = ("int8", "fp8", "int4", "int2", "fp4")
 WEIGHT_PRECISIONS = ("int4", "int2", "fp4")  # weight-only types: layers compute in a wider type
-# Operators of ONNX that multiply, and their fused forms: a network's precision is that of these layers.
+# Compute operators of ONNX (products, convolutions…) and their fused forms: they decide a network's precision
 COMPUTE_LAYER = re.compile("Conv(?!ert)|Gemm|MatMul|Einsum|Attention|LSTM|GRU|RNN|MoE")
-# A lower precision keeps sensitive layers higher on purpose; IEEE FP32 has no such excuse.
+# A lower precision keeps sensitive layers higher on purpose; IEEE FP32 must not have exceptions
 MIN_SHARES = {"fp32": 1.0, "tf32": 1.0}
 MIN_LOWERED_SHARE = 0.5
 MANTISSA_BITS = {"fp32": 24, "tf32": 11, "fp16": 11, "bf16": 8}  # bits of precision in products
-UNKNOWN_TYPE = "unknown"  # a part of the graph without a description
-# Below this share of the layers, or of the time, a cause is too small to be worth a sentence.
+UNKNOWN_TYPE = "unknown"  # part of the graph without a description
+# Minimum share of the layers, or of the time, for a sentence on a cause
 MIN_MENTIONED_SHARE = 0.1
 OUTSIDE_NOTE = "outside Dyno"  # start of a note on other processes
 
@@ -47,8 +47,8 @@ OUTSIDE_NOTE = "outside Dyno"  # start of a note on other processes
 class PrecisionTruth:
     """The types that an engine ran in, and one sentence.
 
-    `share` is of the operations by type, or of the compute layers where operations aren't known (0 to 1). `ok`: they
-    ran in the requested type, as far as the engine reports it; `refuted`: they ran in another.
+    `share` (0 to 1) is of the operations by type, or of the compute layers if operations are unknown. `ok`: it ran in
+    the requested type, as far as it reports; `refuted`: it ran in another type.
     """
 
     requested: str = field(default="", metadata={EARLIER_NAME: "asked"})
@@ -59,7 +59,7 @@ class PrecisionTruth:
 
 
 def sum_operations(layers: Iterable[tuple[str, int | None]]) -> dict[str, int]:
-    """Sum up the operations of compute layers by type; {} if those of a layer aren't known.
+    """Sum the operations of compute layers by type; {} if a layer's are unknown.
 
     Layers that the engine doesn't describe (`UNKNOWN_TYPE`) are left out.
     """
@@ -80,14 +80,13 @@ def precision_truth(
     operations_by_type: Mapping[str, int] | None = None,
     bits: int | None = None,
 ) -> PrecisionTruth:
-    """Judge the types that an engine reports for its compute layers: the only judge of precision.
+    """Judge the types that an engine reports for its compute layers: the only judgement of precision.
 
-    A layer counts by its operations, or as one where those aren't known. `ok` needs all for fp32 and at least half for
-    a lowered precision; `refuted` means that they ran in another type. Parts that the engine doesn't describe
-    (`UNKNOWN_TYPE`) count for neither. `ok` also needs an engine that reports the types of more than half of its
-    compute layers. Weights of four bits and fewer are the file's own, and widened to the type that a layer computes
-    in: where no layer is reported in the requested type, that type refutes nothing. Products that keep fewer measured
-    `bits` than the requested type refute it.
+    A layer's weight is its operations, or 1 if they are unknown. `ok` needs all layers for fp32 and at least half for a
+    lowered precision; `refuted` means that they ran in another type. Parts that the engine doesn't describe
+    (`UNKNOWN_TYPE`) count for neither. `ok` also needs reported types for more than half of the compute layers. Weights
+    of four bits or fewer are the file's own and widened to the layers' type: if no layer is reported in the requested
+    type, that type refutes nothing. Products that keep fewer measured `bits` than the requested type refute it.
     """
     counted = operations_by_type or layers_by_type
     total, wanted = sum(counted.values()), PRECISION_TYPES[requested]
@@ -106,7 +105,7 @@ def precision_truth(
 
 
 def format_share(share: float) -> str:
-    """Format a share (0 to 1) in whole percent: only all of it is 100 %, and only nothing 0 %."""
+    """Format a share (0 to 1) in whole percent; 100 % and 0 % only if exact."""
     if share in (0, 1):
         return f"{share:.0%}"
     return "<1%" if share < 0.01 else ">99%" if share > 0.99 else f"{share:.0%}"
@@ -134,9 +133,9 @@ def _describe_precision(requested: str, wanted: str, layers: Mapping[str, int], 
 def why_not_faster(
     requested: str, compute: Iterable[tuple[str, str]], time_by_operator: Mapping[str, float], converters: Iterable[str]
 ) -> list[str]:
-    """Return sentences on why a lowered precision isn't faster, from operator and type of the compute layers.
+    """Return sentences on why a lowered precision isn't faster, from the compute layers' operators and types.
 
-    `converters` are the operators that only change types or layouts; shares of time are from 0 to 1.
+    `converters` are operators that only change types or layouts; shares of time are from 0 to 1.
     """
     if requested == "fp32" or requested in WEIGHT_PRECISIONS:
         return []
@@ -159,7 +158,7 @@ def why_not_faster(
 class Calibration:
     """INT8's calibration: number of samples, method, and sha256 of the data.
 
-    For described inputs also where the values of each came from (`inputs`), and a sentence on them (`note`).
+    For described inputs, also the source of each input's values (`inputs`) and a sentence on them (`note`).
     """
 
     samples: int = 0
@@ -171,7 +170,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class SlowLayer:
-    """One of the layers that take longest: its operator, the type it computes in, and its share of the layers' time."""
+    """One of the slowest layers: its operator, its type, and its share of the layers' time."""
 
     name: str
     operator: str = ""
@@ -182,10 +181,10 @@ class SlowLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin(Sparse):
-    """The model behind a file or an engine, and the route from it: what all that is made from a file inherits.
+    """The model behind a file or an engine, and the route from it; inherited by every file made from a file.
 
-    `weights_sha256` is of the state dict, or of a given file; two trials whose hashes differ are not compared.
-    `fixed_batch` and `folded` are None where nothing was exported or no shapes were fixed.
+    `weights_sha256` is of the state dict or a given file; trials with different hashes are not compared. `fixed_batch`
+    and `folded` are None if nothing was exported or no shapes were fixed.
     """
 
     weights_sha256: str = ""
@@ -198,23 +197,23 @@ class Origin(Sparse):
 
     @property
     def onnx_route(self) -> str:
-        """Exporter, opset, fixed batch and folding of the ONNX graph; "" without any."""
+        """Exporter, opset, fixed batch and folding of the ONNX graph; "" without a graph."""
         exported = f"{self.exporter} opset {self.opset}" if self.exporter else ""
         batch = "fixed batch" if self.fixed_batch else ""
         return ", ".join(filter(None, (exported, batch, "folded" if self.folded else "")))
 
 
-ORIGIN_FIELDS = tuple(f.name for f in fields(Origin) if f.name != "other")  # inherited from the file it was made from
+ORIGIN_FIELDS = tuple(f.name for f in fields(Origin) if f.name != "other")  # inherited from the source file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layers(Sparse):
-    """The layers of an engine: how many, how many compute in each type, how many only change types or layouts.
+    """The layers of an engine: their number, the number by type, and the number that only change types or layouts.
 
-    `operations_by_type` are those of one run, empty where a layer's aren't known or all layers have one type.
-    `product_bits` is how many bits products keep, as `worker.sessions.products` measured it with the engine's settings.
-    `operators` counts all layers by kind, `kept_float32` names those that stayed in float32 where a lower precision was
-    asked for, and `engine_parameters` is the number of weights that the engine itself has.
+    `operations_by_type` counts one run's operations; empty if a layer's are unknown or all layers have one type.
+    `product_bits` is the number of bits kept by products, measured by `worker.sessions.products` with the engine's
+    settings. `operators` counts all layers by kind, `kept_float32` names layers that stayed in float32 in a lower
+    precision, and `engine_parameters` is the number of weights in the engine itself.
     """
 
     layers: int | None = None
@@ -230,10 +229,10 @@ class Layers(Sparse):
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation(Sparse):
-    """A compilation inside the process: its seconds, whether it only read a cache, and what it made of the module.
+    """A compilation inside the process: its seconds, whether it only read a cache, and its result.
 
-    `engines` is how many engines Torch-TensorRT built, `operators_in_pytorch` what it left, `call_s`, `engine_s` and
-    `call_overhead_s` the seconds of a call, of the engine alone, and of what lies between.
+    `engines` is the number of engines built by Torch-TensorRT, `operators_in_pytorch` the operators left to PyTorch;
+    `call_s`, `engine_s` and `call_overhead_s` are the seconds of a call, of the engine in it, and the difference.
     """
 
     build_s: float | None = None
@@ -249,12 +248,12 @@ class Compilation(Sparse):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts(Layers, Origin, Compilation):
-    """All that a session says of itself (`Session.facts`), as far as its engine reports it.
+    """A session's facts (`Session.facts`), as far as its engine reports them.
 
-    `options` and `threads` are as the engine has them, and `fallback` is a sentence where most nodes left the provider
-    that was asked for; `time_by_operator` are shares (0 to 1) of a profile's time; `engine_memory` is in bytes;
-    `allocated` and `reserved` are the most bytes that PyTorch's allocator gave out on the GPU and held for that;
-    `notes` are sentences on what keeps the engine from being faster.
+    `options` and `threads` are the engine's; `fallback` is a sentence if most nodes left the requested provider;
+    `time_by_operator` has shares (0 to 1) of a profile's time; `engine_memory` is in bytes; `allocated` and `reserved`
+    are the peak bytes that PyTorch's GPU allocator gave out and held; `notes` are sentences on why the engine isn't
+    faster.
     """
 
     threads: int | None = None
@@ -272,14 +271,14 @@ class EngineFacts(Layers, Origin, Compilation):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(Sparse):
-    """A backend's probe: the library's version, the devices it works on, and a line about them."""
+    """A backend's probe: the library's version, its working devices, and a line about them."""
 
     version: str = ""
     devices: tuple[str, ...] = ()
     detail: str = ""
 
 
-# Names of kernels, and of the ranges by which a profiler of kernels knows which call of a module launched them.
+# Names of kernels, and of NVTX ranges that link kernels to a module's calls
 
 MAX_KERNEL_LENGTH = 90  # characters of a kernel's name
 WHOLE_MODEL = "(model)"  # the unnamed top module
@@ -287,11 +286,11 @@ STRIPPED_PREFIXES = ("void ", "at::native::", "(anonymous namespace)::", "<unnam
 
 
 def shorten_kernel(name: str) -> str:
-    """Return a kernel's name without its arguments and its uninformative parts."""
+    """Return a kernel's name without its arguments and uninformative parts."""
     for useless in STRIPPED_PREFIXES:
         name = name.replace(useless, "")
     depth = 0
-    for k, letter in enumerate(name):  # arguments begin with the first bracket outside the template's
+    for k, letter in enumerate(name):  # arguments begin with the first bracket outside a template
         depth += (letter == "<") - (letter == ">")
         if letter == "(" and not depth:
             name = name[:k].rstrip()

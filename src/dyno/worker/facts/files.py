@@ -1,4 +1,4 @@
-"""How a file was made: everything needed to trust it."""
+"""The facts on how a file was made, needed to trust it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_OF = "one of the file's signatures was run"  # the beginning of a warning
 
 @dataclass(frozen=True)
 class MakerStep:
-    """One link of the chain of files: its maker, what came out, the seconds it took, and the file's bytes."""
+    """One step in the chain of files: its maker, its result's format and precision, its seconds and bytes."""
 
     maker: str
     format: str = ""
@@ -30,9 +30,12 @@ class MakerStep:
 
 @dataclass(frozen=True)
 class ExportCheck:
-    """An exported graph beside its module: the batches that were compared, the largest difference and the largest
-    output, the tolerances, and how far the module's own FP32 outputs are off FP64 (None where that wasn't asked); of
-    boxes, which are compared as sets, how many and how many of them have no partner."""
+    """An exported graph compared with its module.
+
+    Batches compared, largest difference, largest output, tolerances, and `own_error`: the error of the module's FP32
+    outputs against FP64 (None: not measured). For boxes, compared as sets: their number, and the number without a
+    counterpart.
+    """
 
     batches: tuple[int, ...] = ()
     max_abs_error: float = 0.0
@@ -46,8 +49,10 @@ class ExportCheck:
 
 @dataclass(frozen=True)
 class OutputCheck:
-    """A converted file beside its parent on the same input: the largest difference, the largest output, and how it
-    ran (as it is, or emulated)."""
+    """A converted file compared with its parent on one input: largest difference and output, and how it ran.
+
+    `ran` tells whether the file ran unchanged or emulated.
+    """
 
     max_difference: float
     max_output: float
@@ -56,7 +61,7 @@ class OutputCheck:
 
 @dataclass(frozen=True)
 class RankedLayer:
-    """A layer and what lowering it alone costs: the signal-to-noise ratio of the outputs in dB, lowest first."""
+    """A layer and the cost of lowering only it: the outputs' signal-to-noise ratio in dB, lowest first."""
 
     node: str
     op: str = ""
@@ -65,7 +70,7 @@ class RankedLayer:
 
 @dataclass(frozen=True)
 class PixelInput:
-    """The normalisation that is a part of the graph: `pixel * scale + offset`, per channel."""
+    """The normalisation inside the graph: `pixel * scale + offset`, per channel."""
 
     dtype: str = "uint8"
     scale: tuple[float, ...] = ()
@@ -74,7 +79,7 @@ class PixelInput:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """The GPU that an engine was built on; empty where there was none."""
+    """The GPU of an engine's build; empty without one."""
 
     model: str = ""
     capability: str = ""
@@ -82,8 +87,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class TimingUse:
-    """A build's use of its timing cache: whether earlier timings were used, the file, the tactics timed anew, and
-    the cache's error."""
+    """A build's use of its timing cache: whether earlier timings were used, the file, new tactics, and its error."""
 
     used: bool = False
     file: str = ""
@@ -93,9 +97,9 @@ class TimingUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Lowering(Sparse):
-    """A conversion to a lower precision: its scheme, the engine it is for, its check, and layers that stay higher.
+    """A conversion to a lower precision: its scheme, its target engine, its check, and layers kept higher.
 
-    `kept` were chosen from `ranked` layers by their sensitivity.
+    `kept` were chosen from `ranked` layers by sensitivity.
     """
 
     scheme: str = ""
@@ -107,9 +111,9 @@ class Lowering(Sparse):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildFacts(Sparse):
-    """An engine's build: where its types come from (graph, flags, calibrator), and whether strongly or weakly typed.
+    """An engine's build: its source of types (graph, flags, calibrator), and strong or weak typing.
 
-    `profiles` have the least, usual and largest shape of each input, `build_s` is in seconds.
+    `profiles` have the smallest, usual and largest shape of each input; `build_s` is in seconds.
     """
 
     route: str = ""
@@ -123,11 +127,11 @@ class BuildFacts(Sparse):
 
 @dataclass(frozen=True, kw_only=True)
 class MakerFacts(BuildFacts, Lowering, Layers, Origin):
-    """A maker's facts of its file (`Artifact.made_by`).
+    """A maker's facts on its file (`Artifact.made_by`).
 
-    `steps` is the whole chain up to the file, and `warnings` hold for all that is made from it. `kept_float` counts the
-    nodes that INT8 left in float, `ranking` lists the layers by sensitivity, on `ranked_on` samples; `input` is the
-    normalisation in the graph, and `input_check` its check.
+    `steps` is the whole chain up to the file; `warnings` hold for every file made from it. `kept_float` counts nodes
+    that INT8 left in float; `ranking` lists layers by sensitivity on `ranked_on` samples; `input` is the normalisation
+    in the graph, and `input_check` its check.
     """
 
     backend: str = ""

@@ -1,4 +1,4 @@
-"""Facts of a job beside its measurements: the engine's, the timing's, and the results of each kind of job."""
+"""Facts of a job in addition to its measurements: the engine's, the timing's, and the results of each kind of job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.json_values import EARLIER_NAME, Sparse
 
-# What a model is made of, in any of its forms: the layers, what flows between them, and where each came from.
+# A model in any of its forms: its layers, the tensors between them, and their origin
 
 MODULES, NODES, LAYERS = "modules", "nodes", "layers"
 UNWATCHED_ERROR = "whose modules can't be watched"  # error for TorchScript and torch.export programs
@@ -17,7 +17,7 @@ UNWATCHED_ERROR = "whose modules can't be watched"  # error for TorchScript and 
 
 @dataclass(frozen=True)
 class Port:
-    """One tensor that a layer reads or writes; -1 is a dimension that the run decides, `format` its memory layout."""
+    """A tensor read or written by a layer; -1 is a dimension known only at run time, `format` the memory layout."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -29,11 +29,11 @@ class Port:
 class Layer(Sparse):
     """One call of a module, one node of a graph, or one layer of an engine.
 
-    `inputs` are those that are computed, not weights. `parameters` counts the layer's own weights, of which an
-    earlier layer has `shared` too, `flops` its operations with a multiply-add as two (None: unknown). `computes_in`
-    is the type that an engine multiplies in, `tactic` its kernel, and `moves` says that it only changes types or
-    layouts. `modules` and `nodes` are the PyTorch modules and the ONNX nodes that it came from, as far as its own
-    form says; `skipped` is one that an engine keeps in its list and doesn't run.
+    `inputs` are computed tensors, not weights. `parameters` counts the layer's weights, `shared` the weights shared
+    with an earlier layer; `flops` are its operations, two per multiply-add (None: unknown). `computes_in` is the type
+    of an engine's products, `tactic` its kernel; `moves`: it only changes types or layouts. `modules` and `nodes` are
+    the PyTorch modules and ONNX nodes that it came from, as far as known; a `skipped` layer is listed by the engine but
+    not run.
     """
 
     name: str = ""
@@ -52,7 +52,7 @@ class Layer(Sparse):
 
     @property
     def added(self) -> int:
-        """The weights that no earlier layer has: over all layers they add up to those of the form."""
+        """The weights that no earlier layer has; their sum over all layers is the form's total."""
         return self.parameters - self.shared
 
 
@@ -60,8 +60,8 @@ class Layer(Sparse):
 class LayerGraph(Sparse):
     """One form of a model: the calls of its `modules`, the `nodes` of its graph, or an engine's `layers`.
 
-    `library` is whose form it is, with its version. `parameters` counts each weight once, however many layers use it;
-    `notes` are sentences on what can't be seen.
+    `library` is the form's library with its version. `parameters` counts each weight once, even if several layers share
+    it; `notes` are sentences on missing information.
     """
 
     form: str = ""
@@ -71,7 +71,7 @@ class LayerGraph(Sparse):
     notes: tuple[str, ...] = ()
 
     def count_calls(self) -> list[tuple[str, int]]:
-        """Return the name of each layer, and how many layers before it have that name."""
+        """Return each layer's name, and the number of earlier layers with that name."""
         seen: Counter[str] = Counter()
         found = []
         for layer in self.layers:
@@ -82,10 +82,10 @@ class LayerGraph(Sparse):
 
 @dataclass(frozen=True, kw_only=True)
 class Function(Sparse):
-    """A function of the host or the GPU in one watched run, on average, in seconds.
+    """A function of the host or the GPU in one watched run: means, in seconds.
 
-    `where` is the host, a call of CUDA or the GPU. `path` is what it contributes to the critical path. `waiting` is, of
-    a call, how long it waited for the GPU, and of a kernel how long it waited after its launch.
+    `where` is the host, a CUDA call or the GPU. `path` is its contribution to the critical path. `waiting` is a call's
+    time waiting for the GPU, or a kernel's time from launch to start.
     """
 
     name: str = ""
@@ -96,16 +96,18 @@ class Function(Sparse):
     waiting: float = 0.0
 
 
-# Layer errors: how far the output of each layer of an engine is from the reference's, and which layers make that.
+# Layer errors: the distance of each layer's output in an engine from the reference's, and its causes
 
-MIN_LABELS = 16  # labels of which one may differ by chance
+MIN_LABELS = 16  # number of labels from which one may differ by chance
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor of an engine (a) against the reference's (b): |a - b| / |b| of the input where that is largest
-    (infinite: not finite), the share of values that are close, the largest differences, and values of a and of b that
-    are not finite."""
+    """A tensor of an engine (a) compared with the reference's (b).
+
+    `error` is |a - b| / |b| of the worst input (infinite: not finite). Then: the share of close values, the largest
+    differences, and the numbers of non-finite values in a and b.
+    """
 
     error: float
     close: float
@@ -117,11 +119,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class LayerError:
-    """The output of one layer, by its tensor's name in the graph.
+    """The error of one layer's output, by its tensor's name in the graph.
 
-    `reads` are the compared tensors that it is computed from. `total` is the difference when the layer reads what the
-    engine computed, `own` when it reads the reference's values. `effect` is the error of the network's outputs when
-    nothing but `own` is added to the reference (None: not tried).
+    `reads` are the compared tensors that it is computed from. `total` is the difference when the layer reads the
+    engine's values, `own` when it reads the reference's. `effect` is the error of the network's outputs when only `own`
+    is added to the reference (None: not measured).
     """
 
     tensor: str
@@ -133,14 +135,14 @@ class LayerError:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerErrors(Sparse):
-    """The layers of an engine against a reference, and the network's outputs under four conditions.
+    """The layers of an engine compared with a reference, and the network's outputs under four conditions.
 
     The outputs are those of the unmodified engine (`unmodified`), with every compared tensor marked as an output
-    (`marked`), of the graph cut around the `suspects` (`cut`), and cut there with the reference computing the suspects
-    (`substituted`). Where marking hides the error, `boundary` is the last tensor at which a graph that ends there
-    agrees, and the first at which it doesn't. `runs` are the batches that were compared, `unmatched` the tensors that
-    the reference doesn't have, or that change their shape, `mismatched` those that it has with another meaning,
-    `reference_layers` how many tensors the reference has, and `parts` how many pieces the marked graph was run in.
+    (`marked`), of the graph cut around the `suspects` (`cut`), and cut with the reference computing the suspects
+    (`substituted`). If marking hides the error, `boundary` is the last tensor at which a graph ending there agrees, and
+    the first at which it doesn't. `runs` is the number of compared batches, `unmatched` the number of tensors that the
+    reference lacks or that change their shape, `mismatched` of the tensors with another meaning in the reference,
+    `reference_layers` of the reference's tensors, and `parts` of the pieces of the marked graph.
     """
 
     layers: tuple[LayerError, ...] = ()
@@ -158,9 +160,9 @@ class LayerErrors(Sparse):
 
 
 def is_labels(array: Any) -> bool:
-    """Return whether an output's values are labels (equal or not) rather than quantities (near or far apart).
+    """Return whether an output's values are labels (equal or not) rather than quantities (with distances).
 
-    Booleans and integers are labels, except those of one byte with several channels (N x C, or N x C x H x W in either
+    Booleans and integers are labels, except one-byte values with several channels (N x C, or N x C x H x W in either
     order): pixels, or scores that a quantised network doesn't convert back.
     """
     kind, shape = array.dtype.kind, array.shape
@@ -169,14 +171,17 @@ def is_labels(array: Any) -> bool:
     return not (len(shape) in (2, 4) and min(shape[1], shape[-1]) > 1)
 
 
-# What a job found out about requests that came at given times.
+# Results of requests at given times
 
 
 @dataclass(frozen=True)
 class ServeStep:
-    """One rate that was tried: requests/s asked for, whether it holds the bound (see `worker/serving/rates.py`), the
-    number of the first request that counts, whether more came than were answered, how many processors other programs
-    kept busy, and the percentile's seconds by LoadGen (0 without it)."""
+    """One tested rate.
+
+    `rate` is requested, in requests/s; `verdict` is whether it holds the bound (see `worker/serving/rates.py`), `first`
+    the number of the first counted request; `unstable`: more requests came than were answered; `others_busy` are
+    processors kept busy by other programs, `loadgen_s` LoadGen's percentile in seconds (0: without LoadGen).
+    """
 
     rate: float
     verdict: str = ""
@@ -190,12 +195,12 @@ class ServeStep:
 class ServeFacts:
     """Requests and how they were answered.
 
-    `percentile` of the latencies must be within `bound_s` seconds (0: there is no bound), for which `least` requests
-    are needed. At most `most` are a batch, for which the first waits at most `max_wait_s`; engines were loaded for
-    the `rungs`. `lanes` batches are answered at once, by `instances` sessions. `capacity` is how many requests per
-    second full batches allow. `highest` is the highest rate that holds, 0 for none, None where none was searched.
-    Rates below `lowest` weren't tried, as the time for a rate brings too few requests (0: any time).
-    `trace` is the name of the file that says when requests came, and `endpoint` the server.
+    `percentile` of the latencies must be within `bound_s` seconds (0: no bound), which needs `least` requests. A batch
+    has at most `most` requests, and its first waits at most `max_wait_s`; engines were loaded for the batch sizes
+    `rungs`. `lanes` batches are answered in parallel, by `instances` sessions. `capacity` is the rate of full batches
+    in requests/s. `highest` is the highest rate that holds (0: none, None: not searched). Rates below `lowest` weren't
+    tried, as they give too few requests in the time (0: unlimited time). `trace` is the file of arrival times, and
+    `endpoint` the server.
     """
 
     percentile: float = 0.99
@@ -217,28 +222,28 @@ class ServeFacts:
     steps: tuple[ServeStep, ...] = field(default=())
 
 
-# What a job found out about a video that went through a network.
+# Results of a video through a network
 
 HOST, DEVICE = "host", "device"  # place where frames become the network's input
 
 
 @dataclass(frozen=True)
 class VideoFacts:
-    """A video as it was answered.
+    """The results of a video.
 
-    `frames` were answered out of `expected` (0: the source doesn't say), and `dropped` of a `live` one; `height` and
-    `width` are those of its first frame and `rate` the source's own, per second. With several `streams`, the same
-    video that many times at once, `answered` counts the frames of all, and what else is of one is of the first.
-    `seconds` is the wall time from the first frame's reading to the closed file, `processors` how many the job could
-    use, `slots` how many batches its engine has in flight, `lanes` how many threads prepare frames, and how many
-    post-process them, and `depth` how many items may wait for a stage. `cpu` is the processor time of each stage alone
-    per frame, and `cpu_whole` that of the pipeline per frame, in seconds.
-    While every processor works the stages but inference take `crowding` times that time, and inference
-    `cpu_inference` (0: not measured); `hand_over` is that of handing something to a thread.
-    `preloaded` is how many frames were decoded into memory before, and answered again and again (0: none).
-    `prepared` says where they became the network's input: HOST, or DEVICE, where the engine computes.
-    `tracker` is the method by which objects were followed ("": none), and `objects` how many there were of each class.
-    `stopped` says that the user ended it. `output` and `boxes` are the files written, "" for none.
+    `frames` were answered out of `expected` (0: unknown), and `dropped` of a `live` source; `height` and `width` are
+    the first frame's and `rate` the source's, per second. With several `streams`, concurrent copies of the video,
+    `answered` counts all frames, and other facts are of the first stream. `seconds` is the wall time from reading the
+    first frame to closing the file; `processors` is the number available to the job, `slots` of batches in flight in
+    the engine, `lanes` of threads that prepare frames (and as many that post-process), and `depth` the queue length of
+    a stage. `cpu` is each isolated stage's processor time per frame, and `cpu_whole` the pipeline's, in seconds.
+
+    Under full CPU load, stages other than inference take `crowding` times that time, and inference takes
+    `cpu_inference` (0: not measured); `hand_over` is the processor time of passing an item to a thread. `preloaded`
+    frames were decoded into memory in advance and answered repeatedly (0: none). `prepared` is where they became the
+    network's input: HOST, or DEVICE, the engine's. `tracker` is the tracking method ("": none), and `objects` the
+    number of tracked objects by class. `stopped`: the user ended it. `output` and `boxes` are the files written ("":
+    none).
     """
 
     source: str = ""
@@ -270,14 +275,17 @@ class VideoFacts:
     stopped: bool = False
 
 
-# Of an application's request; the last is all of it, with what lies between the others.
+# Stages of an application's request; the last is the whole request
 APPLICATION_STAGES = ("preprocess", "model", "postprocess", "request")
 
 
 @dataclass(frozen=True)
 class ApplicationFacts:
-    """An application's requests: how many were answered, in turn; how often one calls the network, with which `batch`;
-    and how many the application gave (0: not asked)."""
+    """An application's requests.
+
+    `requests` were answered in turn; each calls the network `calls` times, with `batch`. `given` is the number of
+    requests that the application offered (0: unknown).
+    """
 
     requests: int = 0
     calls: int = 1
@@ -292,10 +300,10 @@ Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
 
 @dataclass(frozen=True)
 class Turns:
-    """A job that measured in turns: the name of its set of processes, and the place in which it was started.
+    """An interleaved job: the name of its set of processes, and its position in the starting order.
 
-    `together` is the number of jobs that loaded at the same time: where it is not 1, the seconds of loading are those
-    of all of them.
+    `together` is the number of jobs that loaded at the same time: if it isn't 1, the seconds of loading are shared by
+    all.
     """
 
     set: str = ""
@@ -305,11 +313,11 @@ class Turns:
 
 @dataclass(frozen=True)
 class ColdStart:
-    """The time from the start of a process to the first answer of its engine, in seconds by part, in order.
+    """The time from the start of a process to its engine's first answer, in seconds by part, in order.
 
-    `first_answer` is the whole, which the parts don't fill: no part is between two. `later` are further answers.
-    `read_bytes` came from disk instead of from the kernel's cache (None where it doesn't say), and `files` are those
-    that the process read code or the model from. `uncompiled` counts the Python `modules` without byte-code.
+    `first_answer` is the total, more than the sum of the parts. `later` are further answers. `read_bytes` came from
+    disk rather than the kernel's cache (None: unknown), and `files` are the process's code and model. `uncompiled`
+    counts the Python `modules` without byte-code.
     """
 
     parts: dict[str, float]
@@ -323,8 +331,7 @@ class ColdStart:
 
 @dataclass(frozen=True)
 class SustainedLoad:
-    """Images that went through as fast as they could, for the energy: when, images/s, and how many processors other
-    programs kept busy meanwhile."""
+    """Full load for measuring energy: its time window, rate in images/s, and processors busy with other programs."""
 
     window: Window
     images_per_s: float
@@ -333,16 +340,14 @@ class SustainedLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing(Sparse):
-    """How a job was timed: the processors it was pinned to (`affinity`), windows and blocks by boundary, and who else
-    was busy.
+    """A job's timing: its pinned processors (`affinity`), windows and blocks by boundary, and contention.
 
     `timed` and `blocks` are begins and ends in seconds of CLOCK_MONOTONIC, as in telemetry.npz; `inputs_sha256` is of
-    the batches that timing was fed.
-    `others_busy` is how many processors other programs kept busy by boundary; above `contention_threshold` a timing has
-    a warning. `delays` has for each block the share of its time that the job's threads waited for a processor, and
-    `core_latencies` the nanoseconds from one of its processors to another and back just before (0: unknown).
-    `sustained` is of a job that also ran for the energy of an image. `build` is which build of its engine ran, where
-    rounds go through several. `slowdown` is the share by which a self-test slowed the job down on purpose.
+    the timed batches. `others_busy` is the number of processors kept busy by other programs, by boundary; above
+    `contention_threshold` a timing has a warning. `delays` has each block's share of time that the job's threads waited
+    for a processor, and `core_latencies` the nanoseconds of a round trip between two of its processors just before (0:
+    unknown). `sustained` belongs to a job that also ran for energy. `build` is the number of the engine's build, if
+    rounds use several. `slowdown` is a self-test's deliberate slowdown, as a share.
     """
 
     affinity: tuple[int, ...] = ()
@@ -361,8 +366,11 @@ class Timing(Sparse):
 
 @dataclass(frozen=True)
 class AnsweredImages:
-    """The images that were answered: the data's name, its split, how many, the hash over the photographs that were
-    decoded ("": unknown), and how many of them calibration has."""
+    """The answered images: the data's name, its split, and their number.
+
+    `photographs` is the hash of the decoded photographs ("": unknown), and `set_aside` the number reserved for
+    calibration.
+    """
 
     name: str = ""
     split: str = ""
@@ -373,7 +381,7 @@ class AnsweredImages:
 
 @dataclass(frozen=True)
 class PipelineFacts:
-    """Images and seconds behind `pipeline`, and the images of warm-up before them."""
+    """Images and seconds of the rate `pipeline`, and the warm-up images before."""
 
     images: int = 0
     seconds: float = 0.0
@@ -382,8 +390,11 @@ class PipelineFacts:
 
 @dataclass(frozen=True)
 class StressPhase:
-    """One phase of the stress test: batches [smallest, largest], outputs beyond the tolerance, the largest difference
-    (relative), and growth of memory in bytes."""
+    """One phase of the stress test.
+
+    `batches` are the smallest and largest; `wrong` counts outputs beyond the tolerance, `worst` is the largest relative
+    difference, and the growths of memory are in bytes.
+    """
 
     iterations: int = 0
     batches: tuple[int, int] = (0, 0)
@@ -397,8 +408,11 @@ class StressPhase:
 
 @dataclass(frozen=True)
 class PeakOfType:
-    """The fastest matrix product in one type: operations/s, the side of its matrices, operations/s by side, and when;
-    or `missing`, why there is none."""
+    """The fastest matrix product in one type.
+
+    Operations/s, the side of its matrices, operations/s by side, and the time window; or `missing`, the reason for its
+    absence.
+    """
 
     flops_per_s: float | None = None
     side: int = 0
@@ -409,9 +423,9 @@ class PeakOfType:
 
 @dataclass(frozen=True)
 class CopyRate:
-    """The rate of the fastest copy of `bytes` within the device's memory: bytes/s, read and written ones.
+    """The rate of the fastest copy of `bytes` within the device's memory: bytes/s, reads plus writes.
 
-    `cache` are the bytes of the device's last cache (0: unknown).
+    `cache` is the size of the device's last cache in bytes (0: unknown).
     """
 
     bytes_per_s: float
@@ -422,8 +436,11 @@ class CopyRate:
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """The result of a training: accuracy in percent and loss of the best weights on `count` test images, its seconds,
-    the file of the weights with its sha256, and sentences on the data."""
+    """The result of a training.
+
+    Accuracy in percent and loss of the best weights on `count` test images, its seconds, the weights' file with its
+    sha256, and sentences on the data.
+    """
 
     top1: float
     top5: float
@@ -441,14 +458,13 @@ class TrainingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(EngineFacts, Timing):
-    """All facts of a record. `data`, `evaluation`, `finite`, `nan_share` and `random_outputs` are of round
-    0.
+    """All facts of a record; `data`, `evaluation`, `finite`, `nan_share` and `random_outputs` only in round 0.
 
-    `finite` is whether all values of the outputs are, `nan_share` the share of those that are NaN;
-    `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
-    route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `copy`,
-    `probe`, `training`, `inside`, `functions` (of a watched run), `layer_errors`, `files`, `video`, `serve`,
-    `application` and `cold_start` are what jobs of other kinds found.
+    `finite`: all output values are finite; `nan_share` is the share of NaN; `random_outputs` is the difference of two
+    calls on one input, relative to their size. `no_route`: no other route to the file would succeed. `printed` is the
+    end of the output while the file was made. `stress`, `peak`, `copy`, `probe`, `training`, `inside`, `functions` (of
+    a watched run), `layer_errors`, `files`, `video`, `serve`, `application` and `cold_start` are results of other kinds
+    of jobs.
     """
 
     data: AnsweredImages | None = None

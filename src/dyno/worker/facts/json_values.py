@@ -1,4 +1,4 @@
-"""Reading dataclasses back from JSON, by their annotations."""
+"""Reading dataclasses from JSON, by their annotations."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, TypeVar, Union, cast
 
-# Records of which only the set fields are stored, and which a plug-in may add to.
+# Records stored by their set fields, extensible by plug-ins
 
 S = TypeVar("S", bound="Sparse")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse:
-    """Stored without the fields that are at their default.
+    """A record stored without the fields at their default.
 
-    `other` is what a plug-in's backend or maker adds under its own names: in JSON its keys are among the fields; a
-    key without a field is read into it.
+    `other` has the additions of a plug-in's backend or maker under its own names: in JSON its keys stand among the
+    fields, and a key without a field is read into it.
     """
 
     other: dict[str, Any] = field(default_factory=dict)
 
     def set_fields(self, names: Iterable[str] = ()) -> dict[str, Any]:
-        """Return the fields that aren't at their default, `other` included; with `names`, only these."""
+        """Return the fields that aren't at their default, including `other`; with `names`, only these."""
         chosen, cls = set(names), cast(Any, type(self))
         return {
             name: value
@@ -35,28 +35,28 @@ class Sparse:
         }
 
     def merge(self: S, later: Sparse) -> S:
-        """Return this record, updated by the set fields of `later`, which has the same fields or fewer."""
+        """Return this record, updated by the set fields of `later`, which has the same or fewer fields."""
         return replace(self, **{**later.set_fields(), "other": {**self.other, **later.other}})
 
 
 def _differs(value: Any, default: Any) -> bool:
-    """Return whether a value isn't the default; one of numpy would be compared with each part of a tuple."""
+    """Return whether a value isn't the default; a NumPy value would be compared with each part of a tuple."""
     return (isinstance(default, tuple) and not isinstance(value, tuple)) or bool(value != default)
 
 
 @lru_cache(maxsize=64)
 def read_defaults(kind: Any) -> dict[str, Any]:
-    """Return the default of each field of a dataclass in which every field has one."""
+    """Return the default of each field of a dataclass with defaults for all fields."""
     blank = kind()
     return {f.name: getattr(blank, f.name) for f in fields(kind)}
 
 
-INTEGER_LIMIT = 2**64  # larger integers fit no array
+INTEGER_LIMIT = 2**64  # limit of integers in arrays
 EARLIER_NAME = "earlier name"  # metadata key of a field: its name in older records
 
 
 class Misfit(Exception):
-    """An error in a value, and its place, which becomes longer on the way out."""
+    """An error in a value, and its place, which grows while it propagates."""
 
     def __init__(self, what: str) -> None:
         self.what, self.place = what, ""
@@ -66,7 +66,7 @@ class Misfit(Exception):
 def make_reader(kind: Any) -> Callable[[Any], Any]:
     """Return a function that reads JSON as the annotation `kind`: dataclass, tuple, dict, union or plain value.
 
-    It is made once for each kind: a run folder has thousands of records.
+    It is cached by kind: a run folder has thousands of records.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
@@ -85,7 +85,7 @@ def make_reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def fits(data: Any, takes: Any) -> bool:
-    """Return whether the data is of that type, or of one of a tuple; a boolean doesn't count as a number."""
+    """Return whether the data is of the type, or one of a tuple of types; booleans don't count as numbers."""
     kinds = takes if isinstance(takes, tuple) else (takes,)
     return isinstance(data, kinds) and (not isinstance(data, bool) or bool in kinds or object in kinds)
 

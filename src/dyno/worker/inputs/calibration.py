@@ -1,5 +1,7 @@
-"""The data of an INT8 calibration: real images, from the split that no accuracy is measured on; for a model that takes
-something else, values within the ranges that were given for its inputs."""
+"""The data of an INT8 calibration: real images from a split without accuracy measurements, or described values.
+
+A model without image inputs is calibrated on values within the ranges given for its inputs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ NO_VALUES = f"{NO_DATA}; for inputs that are not images, give their values with 
 
 
 def missing_data(trial: Trial) -> str:
-    """Return the message that int8 has no calibration data; "" if it has, or nothing is to be quantised."""
+    """Return the message that int8 lacks calibration data; "" if it has data or nothing is to be quantised."""
     quantised = trial.precision == "int8" != trial.model.precision
     return NO_VALUES if quantised and not trial.data.folder and not inputs_suffice(trial.model) else ""
 
@@ -30,7 +32,7 @@ def missing_data(trial: Trial) -> str:
 def inputs_suffice(model: ModelSpec) -> bool:
     """Return whether random values of the described inputs suffice for calibration.
 
-    Those of a single image without a value range don't.
+    They don't for a single image without a value range.
     """
     tensors = [spec for spec in model.inputs if spec.dtype]
     bare = [spec for spec in tensors if spec.low is None and not spec.feeds]
@@ -38,9 +40,9 @@ def inputs_suffice(model: ModelSpec) -> bool:
 
 
 def calibration_data(trial: Trial) -> DataSpec:
-    """Return the trial's calibration data: the images set aside for it, else values for the described inputs.
+    """Return the trial's calibration data: the images set aside for it, else values of the described inputs.
 
-    Random values come from another seed than those that are timed and compared. Raises a `UserError` without any data.
+    Random values have another seed than those for timing and comparison. Raise a `UserError` without any data.
     """
     if trial.data.folder:
         return DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
@@ -57,10 +59,10 @@ def calibration_of(recipe: Recipe, parent: Artifact) -> CalibrationImages | Cali
 
 
 class CalibrationImages:
-    """Batches of the recipe's data as the model reads them: normalised or uint8, at most option `samples` images.
+    """Batches of the recipe's data in the model's form: normalised or uint8, at most option `samples` images.
 
-    The batch is the file's own, 1 where it is free. Images are spread evenly over the split, so that a split sorted by
-    class still shows every class. No data, or data of another shape than the model reads, is a `UserError`.
+    The batch is the file's own, 1 if it is free. Images are spread evenly over the split, so that one sorted by class
+    still covers every class. Raise a `UserError` for missing data or data of another shape.
     """
 
     def __init__(self, recipe: Recipe, parent: Artifact) -> None:
@@ -83,17 +85,17 @@ class CalibrationImages:
 
     @property
     def facts(self) -> Calibration:
-        """The data as it is recorded, without the method."""
+        """The recorded facts on the data, without the method."""
         return Calibration(self.count, "", self.data.sha256)
 
     @property
     def warnings(self) -> list[str]:
-        """One where there are fewer images than requested."""
+        """A warning if there are fewer images than requested."""
         few = f"calibrated on {self.count} image{'s' * (self.count != 1)}, all that {self.data.name} has for it"
         return [few] if self.available < self._requested else []
 
     def __len__(self) -> int:
-        """Number of batches; the last is filled up with images seen already, which leaves the ranges as they are."""
+        """Return the number of batches; the last is padded with earlier images, which leaves the ranges unchanged."""
         return -(-self.count // self.batch)
 
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
@@ -104,17 +106,17 @@ class CalibrationImages:
 
 
 class CalibrationInputs:
-    """Batches of a model's described inputs: rows of the user's arrays in turn, and drawn values within their ranges.
+    """Batches of a model's described inputs: rows of the user's arrays in turn, and random values in their ranges.
 
-    The batch is the file's own, 1 where it is free. There are as many samples as the option `samples` says, and no more
-    than the arrays have rows. Arrays that can't be read or don't fit are a `UserError`.
+    The batch is the file's own, 1 if it is free. There are option `samples` samples, but at most the arrays' number of
+    rows unless other inputs are random. Raise a `UserError` for arrays that are unreadable or don't fit.
     """
 
     def __init__(self, recipe: Recipe, parent: Artifact) -> None:
         self._recipe, self._parent = recipe, parent
         self._specs = [spec for spec in recipe.model.inputs if spec.dtype]
         self._requested = int(recipe.options.get("samples", DEFAULT_SAMPLES))
-        # Beside drawn values the rows are fed again and again, each time with others.
+        # With random inputs, rows are repeated, each time with other random values.
         drawn = len(self._from_files) < len(self._specs)
         axes = {spec.name: recipe.dims.batch_axis(spec.name, spec.shape) for spec in self._from_files}
         batched = [s for s in self._from_files if (k := axes[s.name]) is not None and isinstance(s.shape[k], str)]
@@ -129,7 +131,7 @@ class CalibrationInputs:
 
     @property
     def facts(self) -> Calibration:
-        """The data as it is recorded: the source of each input's values, and a note that names them."""
+        """The recorded facts on the data: the source of each input's values, and a note that names them."""
         files = list(dict.fromkeys(Path(spec.feeds).name for spec in self._from_files))
         stored = ", ".join(spec.name for spec in self._from_files)
         drawn = ", ".join(spec.name for spec in self._specs if not spec.feeds)
@@ -144,14 +146,14 @@ class CalibrationInputs:
 
     @property
     def warnings(self) -> list[str]:
-        """One where the files have fewer rows than requested."""
+        """A warning if the files have fewer rows than requested."""
         if self.available >= self._requested:
             return []
         feeds = Path(self._from_files[0].feeds).name
         return [f"calibrated on {self.count} row{'s' * (self.count != 1)}, all that {feeds} has"]
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
         return -(-self.count // self.batch)
 
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
@@ -190,7 +192,7 @@ def make_example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
 
 
 def _iter_batches(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield batches of the described inputs, else of random numbers, in the types that the parent's file reads."""
+    """Yield batches of the described inputs, else of random numbers, in the types of the parent's file."""
     kinds = {tensor.name: tensor.dtype for tensor in parent.inputs}
     dims, model = replace(recipe.dims, batch=_find_batch(recipe, parent)), recipe.model
     data = DataSpec(seed=recipe.data.seed if recipe.data else 0)

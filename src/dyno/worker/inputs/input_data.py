@@ -23,7 +23,7 @@ from dyno.worker.inputs.specs import (
 )
 from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError, check_known
 
-FEED_COUNT = 4  # batches rotated through, so that no cache serves one repeatedly
+FEED_COUNT = 4  # batches fed in rotation, against cache effects
 INPUT_NAME = "input"  # name of a module's single input, also in exported files
 INPUT_TYPES = ("float32", "uint8")  # values of the option `input`: normalised images or raw pixels
 
@@ -31,13 +31,13 @@ INPUT_TYPES = ("float32", "uint8")  # values of the option `input`: normalised i
 class Images:
     """The split of a decoded data set, normalised for the model; `len` is its number of images.
 
-    With `last` batches are N x H x W x C.
+    With `last`, batches are N x H x W x C.
     """
 
     def __init__(self, data: DataSpec, preprocess: Preprocess, last: bool = False) -> None:
         folder = Path(data.folder)
         try:
-            self._pixels = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))  # a memmap's own views are slow
+            self._pixels = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))  # views of a memmap are slow
             self.labels = np.load(folder / "labels.npy")
             self.index = np.load(folder / f"{data.split}.npy")
         except (OSError, ValueError) as e:
@@ -51,16 +51,16 @@ class Images:
         return len(self.index)
 
     def read_batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
-        """Return `count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
+        """Return `count` images from `start` on, wrapping around: N x C x H x W, float32, or raw pixels for uint8."""
         return arrange_channels(
             _as_read(self._pixels[self._choose_rows(start, count)], self._preprocess, dtype), self._last
         )
 
     def read_into(self, target: np.ndarray, start: int) -> None:
-        """Fill `target` with images, as `batch` returns them: raw pixels if it is uint8.
+        """Fill `target` with images, as from `read_batch`: raw pixels if it is uint8.
 
-        Pixels are copied in one call, because every call holds up the thread that drives the engine for a moment; the
-        rest is normalised image by image, so that the working set stays in the processor's cache.
+        Pixels are copied in one call, because every call briefly delays the engine's thread. Others are normalised
+        image by image, so that the working set stays in the processor's cache.
         """
         target = target.transpose(CHANNELS_LAST) if self._last else target
         if target.dtype == np.uint8 and target.flags.c_contiguous:
@@ -88,7 +88,7 @@ class Images:
 
 
 def read_metadata(data: DataSpec) -> dict[str, Any]:
-    """Return the decoded data set's meta.json, with its classes among others; {} for data without a folder."""
+    """Return the decoded data set's meta.json, which includes its classes; {} for data without a folder."""
     if not data.folder:
         return {}
     try:
@@ -99,7 +99,7 @@ def read_metadata(data: DataSpec) -> dict[str, Any]:
 
 
 def read_normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each channel's mean and standard deviation as float32, 1 x C x 1 x 1; one value serves all channels."""
+    """Return each channel's mean and standard deviation as float32, 1 x C x 1 x 1; single values are repeated."""
     mean, std = (np.resize(np.asarray(v, np.float32), channels) for v in (preprocess.mean, preprocess.std))
     return mean.reshape(1, channels, 1, 1), std.reshape(1, channels, 1, 1)
 
@@ -121,7 +121,7 @@ def wants_pixels(options: Mapping[str, Option]) -> bool:
 
 
 def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarray:
-    """Return the pixels as an input of that type reads them: unchanged for uint8, else normalised to float32."""
+    """Return the pixels for an input of that type: unchanged for uint8, else normalised to float32."""
     if dtype == "uint8":
         return np.ascontiguousarray(pixels)
     mean, std = read_normalisation(preprocess, pixels.shape[1])
@@ -142,10 +142,10 @@ def read_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the first `count` batches of the data, as feeds by input name.
 
-    Images, real or random, are fed in the input's form: raw to one in uint8, else normalised, so that both get the same
-    picture. Random images are uniform pixels; other random numbers are standard normal for floating-point inputs,
-    0..255 for uint8, -128..127 for int8 and 0..1 for other integers (token ids and masks that every vocabulary has).
-    With `specs`, all described inputs are fed with their values, including inputs that an engine dropped as unused.
+    Images, real or random, are fed in the input's form: raw for uint8, else normalised, so both forms get the same
+    picture. Random images are uniform pixels. Other random numbers are standard normal for floating-point inputs,
+    0..255 for uint8, -128..127 for int8 and 0..1 for other integers (valid token ids and masks in every vocabulary).
+    With `specs`, all described inputs are fed with their values, even if an engine dropped them as unused.
     """
     shapes = static_shapes(tensors, dims)
     if data.folder:
@@ -166,16 +166,16 @@ def read_batches(
     for _ in range(count):
         yield {
             name: _make_random_values(rng, Tensor(name, kinds[name], shape), preprocess)
-            for name, shape in sorted(shapes.items())  # a file may list them in another order
+            for name, shape in sorted(shapes.items())  # independent of the file's order
         }
 
 
 def open_images(
     data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims, specs: Sequence[InputSpec] = ()
 ) -> tuple[Tensor, tuple[int, ...], Images]:
-    """Return the input that takes images, with its shape, and the images; `specs` give all others one value each.
+    """Return the image input, its shape, and the images; `specs` give all other inputs one value each.
 
-    Raises a `UserError` if they don't fit it.
+    Raise a `UserError` if the images don't fit.
     """
     image, shape = image_input(tensors, static_shapes(tensors, dims), specs)
     images, expected = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
@@ -189,9 +189,9 @@ def open_images(
 def image_input(
     tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]], specs: Sequence[InputSpec] = ()
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the only input to which `specs` don't give one value, which takes images, with its shape.
+    """Return the image input, the only one without a single value in `specs`, and its shape.
 
-    Raises a `UserError` if it takes none, or there is another input.
+    Raise a `UserError` without an image input, or with another free input.
     """
     fixed = fixed_inputs(tensors, shapes, specs)
     free = [tensor for tensor in tensors if tensor.name not in fixed]
@@ -206,7 +206,7 @@ def image_input(
 def fixed_inputs(
     tensors: Sequence[Tensor], shapes: Mapping[str, tuple[int, ...]], specs: Sequence[InputSpec]
 ) -> dict[str, np.ndarray]:
-    """Return the inputs that have one value everywhere, such as the size of the image."""
+    """Return the inputs with one value everywhere, such as the size of the image."""
     values = {spec.name: spec.low for spec in specs if spec.low is not None and spec.low == spec.high}
     return {t.name: np.full(shapes[t.name], values[t.name], t.dtype) for t in tensors if t.name in values}
 
@@ -229,7 +229,7 @@ def _make_random_values(rng: np.random.Generator, tensor: Tensor, preprocess: Pr
 def repeat_input(
     feeds: Mapping[str, np.ndarray], batched: Mapping[str, int | None], place: int
 ) -> dict[str, np.ndarray]:
-    """Return the feeds with the input at that place of the batch in all its places; `batched` are the batch's axes."""
+    """Return the feeds with the batch's row `place` in all its rows; `batched` are the batch's axes."""
     repeated = dict(feeds)
     for name, array in feeds.items():
         if (axis := batched.get(name)) is not None:
@@ -238,7 +238,7 @@ def repeat_input(
 
 
 def relative_change(a: np.ndarray, b: np.ndarray) -> float:
-    """Return |a - b| / |a| in the 2-norm; of whole numbers and text, which are labels, the share that differs."""
+    """Return |a - b| / |a| in the 2-norm; for labels (whole numbers and text), the share that differs."""
     if a.dtype.kind != "f":
         return float((a != b).mean()) if a.size else 0.0
     a, b = (np.nan_to_num(each.astype(np.float64), posinf=0.0, neginf=0.0) for each in (a, b))
@@ -246,10 +246,10 @@ def relative_change(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def hash_feeds(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | None = None) -> str:
-    """Return the sha256 of the feeds' bytes: two runs with the same value had the same feeds.
+    """Return the sha256 of the feeds' bytes: equal for two runs with the same feeds.
 
-    With `preprocess`, raw images are normalised first, so that the same images have the same value in either form. A
-    file's name for its only input is left out: it doesn't change what is fed.
+    With `preprocess`, raw images are normalised first, so that an image has the same hash in both forms. The name of a
+    single input is left out: it doesn't change the feed.
     """
     hashed = hashlib.sha256()
     for feed in feeds:

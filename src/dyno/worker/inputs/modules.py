@@ -1,4 +1,4 @@
-"""Inputs of a PyTorch module: from example inputs, its signature and the command line, checked by running it."""
+"""Inputs of a PyTorch module: from examples, its signature and the command line, checked by running it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dyno.worker.spec import BATCH_AXIS, DataSpec, Dims, InputSpec, ModelSpec, T
 SIZE_AXES = ("height", "width")
 NUMBER_TYPES = (int, float, bool, str)
 NEEDS_GRADIENTS = re.compile("requires?.grad|[Ii]nference tensor")  # PyTorch's messages
-MIXED_BATCH_ERROR = 0.02  # relative change of a row's outputs that proves dependence on other rows
+MIXED_BATCH_ERROR = 0.02  # relative change of a row's outputs that shows dependence on other rows
 NESTED_TYPE = re.compile(
     "(typing\\.)?(dict|list|tuple|mapping|sequence)\\b", re.IGNORECASE
 )  # types with several tensors
@@ -36,7 +36,7 @@ TOKEN_NAME = re.compile("ids|mask|token")  # names of integer inputs
 
 @dataclass(frozen=True)
 class Signature:
-    """Parameters of a forward by name, and whether each is required; those by keyword alone; `more`: *args, **kw."""
+    """Parameters of a forward and whether each is required; keyword-only ones; `more`: *args or **kw."""
 
     required: dict[str, bool]
     keyword_only: frozenset[str] = frozenset()
@@ -45,9 +45,11 @@ class Signature:
 
 @dataclass(frozen=True)
 class ModuleInputs:
-    """A module's inputs, () for the one image; the batch and the size (height, width) of their description, 0 where it
-    has none; whether another batch is accepted, whether the user named the batch axis, and the inputs whose range the
-    user gave."""
+    """A module's inputs, () for a single image.
+
+    `batch` and `size` (height, width) are those of the description, 0 if it has none. `free`: another batch is
+    accepted. `named`: the user named the batch axis. `ranged` are the inputs with a range from the user.
+    """
 
     inputs: tuple[InputSpec, ...] = ()
     batch: int = 1
@@ -58,12 +60,12 @@ class ModuleInputs:
 
     @property
     def image(self) -> bool:
-        """Whether an input's size is the trial's."""
+        """Whether an input has the trial's image size."""
         return not self.inputs or any(SIZE_AXES[0] in spec.shape for spec in self.inputs)
 
     @property
     def signature(self) -> Signature:
-        """A signature from these inputs, for a module whose own doesn't have their names."""
+        """A signature with these inputs' names, for a module without them."""
         keyword = frozenset(spec.name for spec in self.inputs if spec.keyword)
         return Signature({spec.name: True for spec in self.inputs}, keyword)
 
@@ -74,7 +76,7 @@ def describe_inputs(
     """Describe the module's inputs, before it is run.
 
     `examples` were saved with the module, are a tensor, tuple or dict, or None; `overrides` are the command line's
-    settings by input name. A single parameter without a description is the image. Raises `UserError` where the inputs
+    settings by input name. A single parameter without a description is an image. Raise a `UserError` if the inputs
     can't be determined.
     """
     stored = examples if isinstance(examples, ModuleInputs) else None
@@ -108,9 +110,9 @@ def describe_inputs(
 def describe_file_inputs(
     file: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]], stored: Sequence[InputSpec]
 ) -> tuple[InputSpec, ...]:
-    """Describe the file's inputs, with value ranges from the user or its metadata (`stored`); () without any ranges.
+    """Describe the file's inputs, with value ranges from the user or its metadata (`stored`); () without ranges.
 
-    Raises `UserError` for an input or a type that the file doesn't have.
+    Raise a `UserError` for an input or a type that the file doesn't have.
     """
     kinds = {tensor.name: tensor.dtype for tensor in file}
     for name, override in overrides.items():
@@ -132,7 +134,7 @@ def signature_of(module: Any) -> Signature:
     import torch
 
     if isinstance(module, torch.jit.ScriptModule):
-        arguments = module.forward.schema.arguments[1:]  # the first is the module, whatever its name
+        arguments = module.forward.schema.arguments[1:]  # without the module itself
         keyword = frozenset(a.name for a in arguments if a.kwarg_only)
         return Signature({a.name: not a.has_default_value() for a in arguments}, keyword)
     parameters = inspect.signature(module.forward).parameters.values()
@@ -144,10 +146,10 @@ def signature_of(module: Any) -> Signature:
 
 
 def _list_program_keywords(module: Any) -> frozenset[str]:
-    """Return the inputs with which a program of torch.export was exported by keyword: it takes them so alone."""
+    """Return the inputs of a torch.export program exported by keyword: it takes them only by keyword."""
     codegen = getattr(getattr(module, "graph", None), "_codegen", None)
     in_spec: Any = getattr(getattr(codegen, "pytree_info", None), "in_spec", None)
-    # older versions of PyTorch have the attribute alone, newer ones warn of it
+    # older versions of PyTorch have only the attribute; newer ones deprecate it
     sides: list[Any] = in_spec.children() if hasattr(in_spec, "children") else getattr(in_spec, "children_specs", [])
     return frozenset(sides[1].context or ()) if len(sides) == 2 and sides[1].type is dict else frozenset()
 
@@ -166,9 +168,9 @@ def advise_on_inputs(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
 
 
 def advice_on_reason(module: Any, reason: str, verb: str) -> str:
-    """Return advice on a module that refuses its inputs for another reason than the inputs, as the end of a message.
+    """Return advice on a refusal not due to the inputs, as the end of a message; "" for other reasons.
 
-    The reasons: it computes gradients, or has weights that aren't float32, as inputs are. For others the advice is "".
+    The reasons: the module computes gradients, or has weights other than float32, the inputs' type.
     """
     if NEEDS_GRADIENTS.search(reason):
         return (
@@ -185,8 +187,8 @@ def advice_on_reason(module: Any, reason: str, verb: str) -> str:
 def advice_after_refusal(module: Any, model: ModelSpec, function: str, image: bool) -> str:
     """Return advice on a module that refused its inputs, as the end of a message.
 
-    `function` is the user's own that returns the module ("" without one), `image` whether the module was given the
-    default image.
+    `function` is the user's function that returns the module ("" if none), `image` whether the input was the default
+    image.
     """
     if nested := _list_nested(module):
         names = " and ".join(f"{name!r} as a {kind}" for name, kind in nested.items())
@@ -248,7 +250,7 @@ def _make_spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputS
 
 
 def _find_range(example: Any) -> tuple[float | None, float | None]:
-    """Return the smallest and largest value; None for a constant, for zeros and ones, and for an image around zero."""
+    """Return the smallest and largest value; None for constants, zeros and ones, and images around zero."""
     import torch
 
     if example.dtype == torch.bool or not example.numel():
@@ -265,7 +267,7 @@ def _find_range(example: Any) -> tuple[float | None, float | None]:
 def _with_overrides(
     specs: dict[str, InputSpec], signature: Signature, overrides: Mapping[str, Mapping[str, Any]], model: ModelSpec
 ) -> list[InputSpec]:
-    """Return the specs with the command line's settings in their place; raise a `UserError` for an unknown input."""
+    """Return the specs with the command line's settings applied; raise a `UserError` for an unknown input."""
     result = dict(specs)
     for name, override in overrides.items():
         alias = name == INPUT_ALIAS and len(signature.required) == 1
@@ -302,8 +304,8 @@ def _override_spec(
 def _insert_symbols(specs: tuple[InputSpec, ...]) -> ModuleInputs:
     """Return the specs with symbols for the batch and the size.
 
-    The batch replaces the first axis of all inputs that have the first one's length there, the size that of the first
-    image in every image of that size.
+    The batch replaces the first axis of all inputs with the first input's length there; the size replaces the size of
+    every image as large as the first.
     """
     arrays = [spec for spec in specs if spec.dtype and spec.shape]
     named = has_batch(arrays)
@@ -333,7 +335,7 @@ def _find_sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
 
 
 def _is_image(specs: Sequence[InputSpec], signature: Signature, model: ModelSpec) -> bool:
-    """Return whether this is the single image assumed for a model without description."""
+    """Return whether the inputs are the single image assumed without a description."""
     if not specs:
         return True
     image = InputSpec(specs[0].name, "float32", (BATCH_AXIS, model.channels, *SIZE_AXES))
@@ -347,12 +349,12 @@ def verify_inputs(
     dims: Dims,
     no_memory: Callable[[Exception], bool] = lambda e: isinstance(e, MemoryError),
 ) -> tuple[ModuleInputs, Any]:
-    """Run the module on the inputs; return them as confirmed, and the module's result.
+    """Run the module on the inputs; return the confirmed inputs, and the module's result.
 
-    Token ids get the range of the embedding that they reach, unless a range was given. An axis taken for the batch only
-    because of its length stays so if the module accepts another length there too, or has `no_memory` for it. If the
-    first axis is none, since its rows have no separate outputs, the second is tried: recurrent networks take time x
-    batch x features.
+    Token ids get the range of their embedding, unless a range was given. An axis taken as the batch only by its length
+    is confirmed if the module accepts another length there, or has `no_memory` for it. If the first axis isn't the
+    batch, since its rows have no separate outputs, the second is tried: recurrent networks take time x batch x
+    features.
     """
     result, limits = _run_and_record(module, *make_example(model, described.inputs, dims), described.inputs)
     specs = tuple(
@@ -378,7 +380,7 @@ def verify_inputs(
 def _second_axis(
     module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims
 ) -> Callable[[ModuleInputs], ModuleInputs] | None:
-    """Return a function that makes the second axis the batch in a description, or the only axis of inputs with one.
+    """Return a function that makes the second axis (or an input's only axis) the batch in a description.
 
     Return None if the module refuses another length there, or its rows have no separate outputs.
     """
@@ -400,9 +402,9 @@ def _second_axis(
 
 
 def _has_mixed_rows(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> bool:
-    """Return whether one row's outputs change with the other rows of the batch, or no output has a row for each.
+    """Return whether a row's outputs depend on other rows of the batch, or no output has a row for each.
 
-    Outputs that change by themselves, as random ones do, show nothing.
+    Outputs that change by themselves, such as random ones, prove nothing.
     """
     import torch
     from torch.utils import _pytree
@@ -415,7 +417,7 @@ def _has_mixed_rows(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...],
         try:
             with torch.inference_mode():
                 leaves = _pytree.tree_leaves(module(*args, **keywords))
-        except Exception:  # a module may raise anything at values that it doesn't take: nothing is known then
+        except Exception:  # unknown: a module may raise anything for unsuitable values
             return False
         answers.append([leaf.float().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)])
     changes = list[float]()
@@ -432,7 +434,7 @@ def _has_mixed_rows(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...],
 def _run_and_record(
     module: Any, args: list[Any], keywords: dict[str, Any], specs: Sequence[InputSpec]
 ) -> tuple[Any, dict[str, int]]:
-    """Return the module's result, and for each input that an embedding looks up the number of the embedding's rows."""
+    """Return the module's result, and for each input of an embedding the embedding's number of rows."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -440,7 +442,7 @@ def _run_and_record(
     values = {spec.name: keywords[spec.name] if spec.keyword else next(positional) for spec in specs}
     names = {values[spec.name].data_ptr(): spec.name for spec in specs if spec.dtype}
     drawn = {values[spec.name].data_ptr(): spec.name for spec in specs if spec.dtype and not spec.feeds}
-    bag = torch.ops.aten.embedding_bag  # a program has what it is made of
+    bag = torch.ops.aten.embedding_bag  # programs have its decomposition
     bags = (bag.padding_idx, bag.default, torch.ops.aten._embedding_bag_forward_only.default)
     lookups = (torch.ops.aten.embedding.default, *bags)
     limits: dict[str, int] = {}
@@ -458,7 +460,7 @@ def _run_and_record(
 
         def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
             if func in bags and args[2].numel() > 1 and args[2].data_ptr() in drawn:
-                raise UserError(  # PyTorch may never end on others than ascending ones
+                raise UserError(  # PyTorch may hang on unsorted offsets
                     f"{drawn[args[2].data_ptr()]!r} are the offsets of an EmbeddingBag, which random values don't fit; "
                     "let forward take ids of N x L without offsets, or make the offsets"
                 )
@@ -471,12 +473,12 @@ def _run_and_record(
             return module(*args, **keywords), limits
     except RuntimeError as e:
         if failed and isinstance(module, torch.jit.ScriptModule):
-            raise failed[-1] from e  # TorchScript drops the message of what a mode raises
+            raise failed[-1] from e  # TorchScript drops the message of a mode's error
         raise
 
 
 def _iter_choices(specs: tuple[InputSpec, ...], batch: int) -> Iterator[tuple[InputSpec, ...]]:
-    """Yield the possible choices of inputs with the batch: all, those of more than one axis, the first alone."""
+    """Yield possible choices of batched inputs: all, all with several axes, only the first."""
     first = next(spec.name for spec in specs if BATCH_AXIS in spec.shape)
     yield specs
     yield _fix_batch(specs, batch, lambda spec: len(spec.shape) < 2)
@@ -494,7 +496,7 @@ def accepts(run: Callable[[], object], no_memory: Callable[[Exception], bool]) -
     """Return whether a module runs on a larger batch than before; running out of memory is no refusal."""
     try:
         run()
-    except Exception as e:  # a module may raise anything at a batch that it doesn't accept
+    except Exception as e:  # a module may raise anything for an unsuitable batch
         return no_memory(e)
     return True
 

@@ -1,4 +1,4 @@
-"""Inputs from their description: shapes in a trial, values within their range, and the arguments of forward."""
+"""Inputs from their description: a trial's shapes, values in their range, and forward's arguments."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ import numpy as np
 
 from dyno.worker.spec import BATCH_AXIS, Dims, InputSpec, Preprocess, Tensor, UserError
 
-# Which inputs are images, and how they lie: channels first (N x C x H x W, as in PyTorch) or last (N x H x W x C,
-# TensorFlow).
+# Image inputs and their layout: channels first (N x C x H x W, as in PyTorch) or last (N x H x W x C, as in TensorFlow)
 
 MAX_CHANNELS = 4  # channels of an image; other four-dimensional inputs have more
-CHANNELS_LAST = (0, 3, 1, 2)  # the axes of N x H x W x C in the order of N x C x H x W
-# Names of axes that are lengths of sequences, and of inputs that are kept from step to step.
+CHANNELS_LAST = (0, 3, 1, 2)  # axes of N x H x W x C in the order of N x C x H x W
+# Names of axes that are sequence lengths, and of inputs cached between steps
 LENGTH_AXIS = re.compile(
     r"(^|[_\W])(time|times|seq|sequence|len|length|lengths|steps?|tokens?|past|total|t|l)\d*($|[_\W])|seq(uence)?_?len"
     r"|past_|total_seq",
@@ -30,7 +29,7 @@ LENGTH_AXIS = re.compile(
 CACHE_NAME = re.compile(
     r"past|present|cache|(^|[._/])kv([._/\d]|$)|(^|[./])(key|value|state)s?([._/\d]|$)", re.IGNORECASE
 )
-# Frames are lengths too, but on the first axis, where they are a video's images; and sounds are no images.
+# Frames are lengths, except on the first axis (a video's images); sounds aren't images
 FRAMES_AXIS = re.compile(r"(^|[_\W])(n|num)?_?frames?\d*($|[_\W])", re.IGNORECASE)
 SOUND_NAME = re.compile(
     r"audio|sound|speech|wave?form|(^|[_\W])(wav|mel|mels|pcm|fbank|mfcc)\d*($|[_\W])|spectro", re.IGNORECASE
@@ -44,7 +43,7 @@ def is_length(axis: int | str) -> bool:
 
 
 def is_image(tensor: Tensor) -> bool:
-    """Return whether shape, type and name are an image's: four axes, none a sequence's length, no cache, no sound."""
+    """Return whether shape, type and name are an image's: four axes, no sequence length, no cache, no sound."""
     return (
         len(tensor.shape) == 4
         and 0 not in tensor.shape
@@ -57,8 +56,10 @@ def is_image(tensor: Tensor) -> bool:
 
 
 def image_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the first image among a model's inputs; beside token ids only one that is named so, or has as few channels
-    as images have."""
+    """Return the first image among a model's inputs.
+
+    Beside token ids, an image must have a picture's name or one or three channels.
+    """
     beside_tokens = any(len(t.shape) == 2 and t.dtype.startswith("int") for t in tensors)
     images = [tensor for tensor in tensors if is_image(tensor)]
     if beside_tokens:
@@ -67,7 +68,7 @@ def image_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def channels_last(shape: Sequence[int | str]) -> bool:
-    """Return whether the shape is N x H x W x C: few channels last, more sizes or a free length for both sides."""
+    """Return whether the shape is N x H x W x C: few channels last, and large or free sides."""
     return (
         len(shape) == 4
         and _is_channel_count(shape[3])
@@ -104,19 +105,19 @@ def arrange_channels(images: np.ndarray, last: bool) -> np.ndarray:
     return np.ascontiguousarray(images.transpose(0, 2, 3, 1)) if last else images
 
 
-# Static shapes of a trial from a file's free dimensions, and feeds as the arrays that an engine reads.
+# Static shapes of a trial from a file's free dimensions, and feeds as an engine's arrays
 
 Shape = tuple[int, ...]
-# Exceptions of modules at inputs of a shape that they don't accept.
+# Modules' exceptions for unsuitable input shapes
 INPUT_ERRORS = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError)
 
 
 def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
-    """Return the shape of every input in this trial; free dimensions come from batch, height, width, or `dims.shapes`.
+    """Return every input's shape in this trial; free dimensions come from batch, height, width, or `dims.shapes`.
 
-    `dims.shapes` may describe inputs that an engine dropped. Raises a `UserError` for a file that is fixed at another
-    batch or size, or has a free dimension without a length. The size is that of the first image: a second one, a map or
-    a mask of four dimensions may have its own.
+    `dims.shapes` may include inputs that an engine dropped. Raise a `UserError` for a file with another fixed batch or
+    size, or a free dimension without a length. The size is that of the first image: a second image, map or mask of four
+    dimensions may have its own.
     """
     tensors = list(inputs)
     image = image_of(tensors)
@@ -127,7 +128,7 @@ def _resolve_shape(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
     described = dims.shapes.get(tensor.name)
     requested = None if described is None else dims.resolve(described)
     lengths = {dims.batch_axis(tensor.name, tensor.shape) or 0: ("batch", dims.batch)}
-    if is_image(tensor) and dims.height:  # a server's sizes are unknown until it describes itself
+    if is_image(tensor) and dims.height:  # unknown for a server before its description
         _, height, width = find_axes(tensor.shape)
         lengths |= {height: ("height", dims.height), width: ("width", dims.width)}
     if requested is not None:
@@ -150,7 +151,7 @@ def _resolve_length(
                 f"input {tensor.name!r} has a free dimension {length or axis!r}; give its shape with --shapes"
             )
         return size
-    # A fixed first dimension need not be the batch, unless the input is an image or its shape was given by name.
+    # A fixed first dimension need not be the batch, unless the input is an image or the user named its shape.
     if strict and dimension and length != size:
         option = "--batch dynamic" if dimension == "batch" else "the size you want"
         raise UserError(f"the file has a fixed {dimension} {length}, not {size}; export it with {option}")
@@ -160,13 +161,13 @@ def _resolve_length(
 def fit_feed(feeds: Mapping[str, np.ndarray], tensor: Tensor, shape: Shape) -> np.ndarray:
     """Return the tensor's feed in the engine's type and C order, copied if needed.
 
-    Raises a `UserError` for a feed that is missing, or of another shape.
+    Raise a `UserError` for a feed that is missing or has another shape.
     """
     if (feed := feeds.get(tensor.name)) is None:
         raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
     if feed.shape != shape:
         raise UserError(f"input {tensor.name!r} wants {_format_shape(shape)}, but got {_format_shape(feed.shape)}")
-    return np.asarray(feed, tensor.dtype, order="C")  # ascontiguousarray would make a scalar a vector
+    return np.asarray(feed, tensor.dtype, order="C")  # ascontiguousarray would turn a scalar into a vector
 
 
 def _format_shape(shape: Iterable[int]) -> str:
@@ -175,7 +176,7 @@ def _format_shape(shape: Iterable[int]) -> str:
 
 # Arrays by name from files that anybody may have made.
 
-# What NumPy passes on from each step of reading a zip file and the header of an array.
+# NumPy's errors from reading a zip file and an array's header
 DAMAGED_FILE = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, TypeError, AttributeError, SyntaxError,
     tokenize.TokenError, KeyError, MemoryError,
@@ -188,8 +189,8 @@ INPUT_ALIAS = "input"  # option name of a module's single input
 def load_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """Return the arrays of an npz file (only `names`, or all).
 
-    Raises a ValueError with the reason for a file that can't be read, such as one with Python objects, and OSError for
-    a file that can't be opened.
+    Raise a ValueError with the reason for an unreadable file, such as one with Python objects, and OSError for a file
+    that can't be opened.
     """
     with _errors_explained(), np.load(path, allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files if names is None or name in names}
@@ -199,7 +200,7 @@ def load_array(path: Path) -> np.ndarray:
     """Return the array of an npy file; errors as for `load_arrays`."""
     with _errors_explained():
         array: np.ndarray = np.load(path, allow_pickle=False)
-        return np.asarray(array[...])  # an npz file has none
+        return np.asarray(array[...])  # fails for an npz file
 
 
 @contextmanager
@@ -211,12 +212,12 @@ def _errors_explained() -> Iterator[None]:
 
 
 def list_tensors(specs: Sequence[InputSpec], dims: Dims) -> tuple[Tensor, ...]:
-    """Return the arguments that are tensors, in the trial's shapes."""
+    """Return the tensor arguments, in the trial's shapes."""
     return tuple(Tensor(spec.name, spec.dtype, dims.resolve(spec.shape)) for spec in specs if spec.dtype)
 
 
 def has_batch(specs: Sequence[InputSpec]) -> bool:
-    """Return whether the batch is free: an axis of any input is named after it."""
+    """Return whether the batch is free: any input has an axis named after it."""
     return any(BATCH_AXIS in spec.shape for spec in specs)
 
 
@@ -230,9 +231,9 @@ def make_arguments(specs: Sequence[InputSpec], arrays: Mapping[str, Any]) -> tup
 
 
 class InputValues:
-    """Values for described inputs, the same for every backend: each input has its own random numbers, from the seed.
+    """Values of described inputs, equal for every backend: each input has its own random numbers, from the seed.
 
-    `draw_default` draws inputs without a range, from a generator and a tensor of a type and a shape.
+    `draw_default` draws values for inputs without a range, from a generator and a tensor's type and shape.
     """
 
     def __init__(self, specs: Sequence[InputSpec], seed: int, draw_default: Callable[..., np.ndarray]) -> None:
@@ -244,7 +245,7 @@ class InputValues:
     def batches(
         self, shapes: Mapping[str, Shape], engine_types: Mapping[str, str], dims: Dims, count: int
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yield `count` feeds of these shapes; `engine_types` are the types in which an engine reads them."""
+        """Yield `count` feeds of these shapes; `engine_types` are the engine's input types."""
         for number in range(count):
             yield {
                 name: self._make_array(self._specs[name], shape, engine_types.get(name, ""), dims, number)
@@ -283,7 +284,7 @@ class InputValues:
 
 
 def check_values(spec: InputSpec) -> InputSpec:
-    """Return the input; raise a `UserError` if its type can't represent the values given for it."""
+    """Return the input; raise a `UserError` if its type can't represent its values."""
     ends = [end for end in (spec.low, spec.high) if end is not None]
     try:
         kind = np.dtype(spec.dtype)
@@ -320,9 +321,9 @@ def cast_exactly(array: np.ndarray, spec: InputSpec) -> np.ndarray:
 
 
 def _make_mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
-    """Return ones up to a length of at least half, then zeros, as a padding mask; never a row of zeros alone.
+    """Return ones up to a length of at least half, then zeros, as a padding mask; never a row of only zeros.
 
-    A bool mask always has both: in some networks True marks padding, in others the rest.
+    A bool mask always has both: True marks padding in some networks, and the rest in others.
     """
     longest = shape[-1]
     most = longest - 1 if dtype == "bool" and longest > 1 else longest
@@ -346,14 +347,13 @@ def _read_array(spec: InputSpec) -> np.ndarray:
     return array
 
 
-# Geometry of images: before a centre crop, and of a letterbox, in which the longer side fits the size and grey fills
-# the rest evenly on both sides.
+# Geometry of images: before a centre crop, and of a letterbox (the longer side fits; grey fills the rest on both sides)
 
-RATIO_TOLERANCE_PX = 1e-6  # rounding of the product of a ratio
+RATIO_TOLERANCE_PX = 1e-6  # rounding tolerance of products
 
 
 def size_before_crop(size: tuple[int, int], crop: tuple[int, int], preprocess: Preprocess) -> tuple[int, int]:
-    """Return (width, height) to resize an image of this size to, truncated as in torchvision, timm and transformers."""
+    """Return (width, height) of the resize before the crop, truncated as in torchvision, timm and transformers."""
     if not preprocess.resize:
         return crop
     (width, height), (to_width, to_height) = size, (int(side * preprocess.resize + RATIO_TOLERANCE_PX) for side in crop)
@@ -367,7 +367,7 @@ def size_before_crop(size: tuple[int, int], crop: tuple[int, int], preprocess: P
 def fit_geometry(height: float, width: float, to_height: int, to_width: int) -> tuple[float, int, int, int, int]:
     """Return scale, new height and width, top and left margin of an image (square pixels) inside its letterbox.
 
-    The same numbers serve both directions: into the network, and from its boxes back to the image.
+    The numbers serve both directions: into the network, and from its boxes back to the image.
     """
     scale = min(to_height / height, to_width / width)
     new_height, new_width = max(round(height * scale), 1), max(round(width * scale), 1)

@@ -1,1 +1,1 @@
-"""Kinds of jobs: run a trial, alone or in turns, inspect a model, time its layers, test it for long, find the peak."""
+"""Kinds of jobs: run a trial (alone or interleaved), inspect a model, profile layers, stress-test, find the peak."""

@@ -1,4 +1,4 @@
-"""An application's requests: the inputs of its network in them, and the seconds of each stage with an engine."""
+"""An application's requests: its network's recorded inputs, and the seconds of each stage with an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dyno.worker.spec import Job, Unavailable, UserError, add_noun, shorten
 ARRAYS_FILE = "application.npz"  # seconds by stage, float64 [requests, passes]
 INPUTS_FILE = "inputs.npz"
 PREPROCESS, _, POSTPROCESS, _ = STAGES
-MAX_REQUESTS, MAX_BYTES, MAX_PASS_S = 32, 1 << 28, 5.0  # requests recorded, in one pass
+MAX_REQUESTS, MAX_BYTES, MAX_PASS_S = 32, 1 << 28, 5.0  # limits of the recording
 LIBRARY_FOLDERS = {"site-packages", "dist-packages"}
 
 Arrays = dict[str, np.ndarray]
@@ -44,8 +44,8 @@ now = time.perf_counter_ns
 def run_application(job: Job, journal: Journal) -> None:
     """Store the network's inputs of each request, or time the requests with the trial's engine as the network.
 
-    Options of the job: `requests` (paths of files; empty: NAME_requests() gives them), and to time `count`, how many of
-    them.
+    Options of the job: `requests` (paths; empty: NAME_requests() returns them) and, to time, `count` (number of
+    requests).
     """
     assert job.trial is not None
     trial = job.trial
@@ -93,7 +93,7 @@ def _answer_known(job: Job, session: Session, journal: Journal) -> bool:
 
 
 def _answer_requests(requests: _InstrumentedApplication, count: int, seconds: float, whole_passes: bool) -> np.ndarray:
-    """Answer requests in turn for so long, or the whole passes that take so long; seconds [requests, stages]."""
+    """Answer requests in turn for `seconds`, at wish in whole passes; return seconds [requests, stages]."""
     times: list[tuple[int, ...]] = []
     deadline = now() + int(seconds * 1e9)
     while not times or now() < deadline or (whole_passes and len(times) % count):
@@ -102,7 +102,7 @@ def _answer_requests(requests: _InstrumentedApplication, count: int, seconds: fl
 
 
 class _InstrumentedApplication:
-    """The requests of an application, in which the network's calls are recorded or go to an engine."""
+    """The requests of an application, with the network's calls recorded or passed to an engine."""
 
     def __init__(self, application: Application, paths: Sequence[str]) -> None:
         self._application, self._network = application, application.network
@@ -134,7 +134,7 @@ class _InstrumentedApplication:
         return [*requests]
 
     def use(self, session: Session) -> None:
-        """Answer one request with the network itself, for the form of its result; then use the engine in its place."""
+        """Answer one request by the network itself, to learn its result's structure; then use the engine instead."""
         self.answer(0)
         examples, names = self.recorded, [tensor.name for tensor in session.inputs]
         torch = import_torch()
@@ -154,9 +154,9 @@ class _InstrumentedApplication:
         self._network.forward = answer_by_engine
 
     def answer(self, number: int) -> tuple[int, int, int, int]:
-        """Answer the request of that number and return the nanoseconds of STAGES; `UserError` where a stage fails."""
+        """Answer one request and return the nanoseconds of STAGES; raise a `UserError` if a stage fails."""
         value, request = self._application.value, self.requests[number]
-        with suppress(Exception):  # a request that can't be copied is answered again as the last answer left it
+        with suppress(Exception):  # an uncopyable request is reused as the last answer left it
             request = copy.deepcopy(request)
         self.calls = self._nanoseconds = 0
         began = now()
@@ -170,7 +170,7 @@ class _InstrumentedApplication:
         predicted = now()
         with self._explain_error(POSTPROCESS, number, outputs):
             answer = value.postprocess(outputs)
-            if hasattr(answer, "__next__"):  # a generator has done nothing yet
+            if hasattr(answer, "__next__"):  # run the generator
                 deque(answer, maxlen=0)
             self._synchronize()
         ended = now()
@@ -198,7 +198,7 @@ class _InstrumentedApplication:
         return result
 
     def _read_inputs(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Arrays:
-        """Return the arguments of the network by name, as arrays in the host's memory."""
+        """Return the network's arguments by name, as arrays in host memory."""
         names = [*self._parameters, *(f"input_{k}" if k else "input" for k in range(len(self._parameters), len(args)))]
         given = {**dict(zip(names, args, strict=False)), **keywords}
         return {name: _to_array(name, value) for name, value in given.items() if value is not None}
@@ -208,7 +208,7 @@ class _InstrumentedApplication:
 
 
 class _ExplainedErrors:
-    """Turns an exception of the user's code into one line with its place; a plain class, for a request waits for it."""
+    """A context that turns errors of the user's code into one line with the place; no generator: requests are timed."""
 
     def __init__(self, application: Application, stage: str, number: int, given: Any) -> None:
         self._application, self._stage, self._number, self._given = application, stage, number, given
@@ -230,7 +230,7 @@ class _ExplainedErrors:
 
 
 def _find_place(frames: Any) -> str:
-    """Return the innermost file and line of the user's own code; "" if it isn't in there."""
+    """Return the innermost file and line of the user's own code; "" outside it."""
     others = (Path(traceback.__file__).parent, Path(__file__).parents[2])  # Python's library, and Dyno
     places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(frames)]
     own = [
@@ -242,7 +242,7 @@ def _find_place(frames: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    """Return a value in a few words: its shape and type, or those of its parts."""
+    """Return a short description of a value: its shape and type, or its parts' shapes and types."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{'x'.join(map(str, value.shape)) or 'a scalar'} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):
@@ -263,7 +263,7 @@ def _to_array(name: str, value: Any) -> np.ndarray:
 
 
 def _fill_in(torch: Any, example: Any, arrays: Iterator[np.ndarray]) -> Any:
-    """Return what the network returned once, with these arrays in place of its tensors: copies, in their types."""
+    """Return a copy of the network's result with these arrays in place of its tensors, cast to their types."""
     if isinstance(example, torch.Tensor):
         found = torch.from_numpy(np.array(next(arrays)))
         return torch.view_as_complex(found) if example.is_complex() else found.to(example.dtype)
@@ -280,16 +280,16 @@ def _fill_in(torch: Any, example: Any, arrays: Iterator[np.ndarray]) -> Any:
 
 
 def _find_synchronize() -> Callable[[], None]:
-    """Return a function that waits for a GPU which the user's code uses; it does nothing before there is one."""
+    """Return a function that synchronises the GPU if the user's code uses it."""
     cuda = import_torch().cuda
     return lambda: cuda.synchronize() if cuda.is_initialized() else None
 
 
-# The network's inputs of each request: what is exported, calibrated on and compared.
+# The network's inputs of each request, for export, calibration and comparison
 
 
 def _store_inputs(requests: _InstrumentedApplication, journal: Journal) -> None:
-    """Store the inputs of the network's calls, and how many requests they are of."""
+    """Store the inputs of the network's calls, and the number of requests."""
     journal.stage("answer each request once")
     began, size, done = time.monotonic(), 0, 0
     for number in range(min(len(requests.requests), MAX_REQUESTS)):
@@ -314,7 +314,7 @@ def _store_inputs(requests: _InstrumentedApplication, journal: Journal) -> None:
 
 
 def _stack_rows(name: str, calls: Sequence[Arrays], batch: int) -> np.ndarray:
-    """Return the rows of an input in all calls, or the whole of one that has no row for each input of the batch."""
+    """Return an input's rows of all calls, or the input itself if it has no batch axis and stays the same."""
     arrays = [feeds[name] for feeds in calls]
     if arrays[0].ndim and len(arrays[0]) == batch:
         return np.concatenate(arrays)

@@ -1,4 +1,4 @@
-"""A cold start: what passes from the start of a process to the first answer of a trial's engine, part by part."""
+"""A cold start: the time from a process's start to the first answer of a trial's engine, part by part."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ START, IMPORTS, CONTEXT, LOAD, INPUTS, FIRST = "start", "imports", "context", "l
 
 
 def cold_start(job: Job, journal: Journal) -> None:
-    """Load the trial's engine, answer once, then a few times more, and say what each part took.
+    """Load the trial's engine, answer once, then LATER_ANSWERS times, and record the time of each part.
 
-    The clock runs from the moment at which the launcher started this process; raises `UserError` without a launcher.
+    The clock starts when the launcher started this process; raise a `UserError` without a launcher.
     """
     assert job.trial is not None
     trial, clock = job.trial, ColdStartClock()
@@ -65,7 +65,7 @@ def cold_start(job: Job, journal: Journal) -> None:
 
 @dataclass
 class ColdStartClock:
-    """Seconds by part, without those inside of import statements, which are `imported`."""
+    """Seconds by part, without import statements; these are `imported`."""
 
     parts: dict[str, float] = field(default_factory=dict)
     imported: float = 0.0
@@ -73,14 +73,14 @@ class ColdStartClock:
 
     @contextmanager
     def time_part(self, name: str) -> Iterator[None]:
-        """Time the block as that part, without the imports in it."""
+        """Time the block as that part, without its imports."""
         begin, before = time.monotonic(), self.imported
         yield
         self.parts[name] = time.monotonic() - begin - (self.imported - before)
 
     @contextmanager
     def imports_apart(self) -> Iterator[None]:
-        """Time every import while the block runs, the outermost of nested ones."""
+        """Time every import during the block; nested imports count once."""
         usual = builtins.__import__, importlib.import_module
         builtins.__import__, importlib.import_module = (self._wrap_import(each) for each in usual)
         try:
@@ -106,8 +106,7 @@ class ColdStartClock:
 def _create_context(device: str) -> Any:
     """Return the GPU with its context created, independent of the library that loads an engine there.
 
-    Return None for a CPU, and where the driver can't be called from this Python, so that the engine creates the
-    context.
+    Return None for a CPU, or if the driver can't be called from this Python: the engine then creates the context.
     """
     if device == "cpu":
         return None
@@ -127,7 +126,7 @@ def _time_action(action: Callable[[], None]) -> float:
 
 
 def _read_bytes() -> int | None:
-    """Return the bytes that the kernel read from disk for this process; None where it doesn't count them."""
+    """Return the bytes read from disk for this process; None without a counter in the kernel."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/io").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
@@ -135,13 +134,13 @@ def _read_bytes() -> int | None:
 
 
 def _list_code_files(trial: Trial, artifact: Artifact | None) -> tuple[str, ...]:
-    """Return the files of code that this process has mapped or imported, and the model's own."""
+    """Return the code files that this process has mapped or imported, and the model's own files."""
     paths = {artifact.path} if artifact else {trial.model.file, trial.model.weights}
     paths |= set() if artifact else {str(shard) for shard in list_shards(Path(trial.model.weights))}
     with suppress(OSError):
         mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
         paths |= {parts[5] for parts in mapped if len(parts) == 6 and parts[5].startswith("/")}
-    for module in [*sys.modules.values()]:  # some answer to any name with an object, or an error
+    for module in [*sys.modules.values()]:  # some return an object for any attribute, or raise
         own = getattr(module, "__dict__", {})
         paths |= {path for name in ("__file__", "__cached__") if isinstance(path := own.get(name), str)}
     return tuple(sorted(path for path in paths if path.startswith("/") and Path(path).is_file()))

@@ -1,4 +1,4 @@
-"""Model inspection: whether the model exists, its weights fit, and which inputs it takes."""
+"""Model inspection: checks the model and its weights, and finds its inputs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dyno.worker.sessions.torch_support import first_line, is_memory_error, name
 from dyno.worker.spec import BATCH_AXIS, Dims, InputSpec, ModelSpec, Tensor, Trial, UserError
 from dyno.worker.tasks import OutputShapes, classify
 
-# Axes of a model file by their names: which is the batch, and the lengths of the others, solved together.
+# Axes of a model file by name: the batch axis, and the lengths of the others, solved together
 
 BATCH_NAME = re.compile("batch|^(n|b|bs|bsz)$", re.IGNORECASE)
 AXIS_OPERATOR = re.compile(r"[+*/()]| - ")
 AXIS_TERM = re.compile(r"\s*([+-]?)\s*(?:(\d+)\s*\*\s*)?([^\s+*/()]+)")
-MADE_UP = re.compile(r"unk__|[sud]\d+$|.*(dynamic_axes|dim)_\d+$")  # names that exporters give to axes without one
+MADE_UP = re.compile(r"unk__|[sud]\d+$|.*(dynamic_axes|dim)_\d+$")  # exporters' names for nameless axes
 TOTAL_AXIS = re.compile("total|mask", re.IGNORECASE)  # past and new tokens together
 PAST_AXIS = re.compile("past", re.IGNORECASE)
 DECODER_TOKENS = "decoder_input_ids"
@@ -33,11 +33,10 @@ Shape = tuple[Axis, ...]
 
 
 def batch_axes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, int | None]:
-    """Return which axis of each input is the batch, None for an input without one.
+    """Return the batch axis of each input, None for an input without a batch.
 
-    It is the axis that is named after the batch. In a file without such a name it is the first, unless that is named
-    after a length or a side of an image, or the outputs begin with another axis of the input and have nothing of its
-    first.
+    It is the axis named after the batch. In a file without such a name it is the first axis, unless the name is that of
+    a length or an image side, or the outputs begin with another axis of the input and lack the first.
     """
     if any(names_batch(axis) for tensor in inputs for axis in tensor.shape):
         return {tensor.name: _named_axis(tensor) for tensor in inputs}
@@ -62,15 +61,15 @@ def _named_axis(tensor: Tensor) -> int | None:
 
 
 def _has_no_name(tensor: Tensor, k: int) -> bool:
-    """Return whether an axis is free and was not named by a person."""
+    """Return whether an axis is free and has only a generated name."""
     axis = tensor.shape[k]
     return isinstance(axis, str) and (axis in ("", "?", f"{tensor.name}_{k}") or bool(MADE_UP.match(axis)))
 
 
 def _find_state_axes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, int | None]:
-    """Return the batch's axes in a file with a stacked state: layers x batch x features beside a sequence.
+    """Return the batch axes in a file with a stacked state (layers x batch x features) and a sequence; else {}.
 
-    There the first axes differ, and one length is among the first two of every input and output. {} for other files.
+    Its inputs' first axes differ, and one length is among the first two of every input and output.
     """
     firsts = {tensor.shape[0] if tensor.shape else 1 for tensor in inputs}
     if len(firsts) < 2 or 1 in firsts or any(isinstance(n, str) and not is_length(n) for n in firsts):
@@ -96,12 +95,12 @@ def _assumed_axis(tensor: Tensor, outputs: Sequence[Tensor]) -> int | None:
     if first < 2 or not all(isinstance(n, int) for n in lengths) or any(int(n) % first == 0 for n in lengths):
         return 0
     if len(tensor.shape) > 3:
-        return None if outputs else 0  # the frames of one clip, for example
+        return None if outputs else 0  # for example the frames of one clip
     return next((k for k in later if all(output.shape[:1] == (tensor.shape[k],) for output in outputs)), None)
 
 
 def fixed_batch(inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]) -> int:
-    """Return the batch that the user's shapes or the file fix, 0 where it is free and 1 where no input has one."""
+    """Return the batch fixed by the user's shapes or the file; 0 if it is free, 1 if no input has a batch."""
     found = []
     for tensor in inputs:
         if (k := batched[tensor.name]) is not None:
@@ -115,11 +114,10 @@ def fixed_batch(inputs: Sequence[Tensor], batched: Mapping[str, int | None], giv
 def described_shapes(
     inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]
 ) -> dict[str, Shape]:
-    """Return the shapes of the inputs that a trial's batch and image size alone don't decide, with `batch`, `height`
-    and `width` at the axes that follow them.
+    """Return the input shapes not determined by batch and image size, with `batch`, `height` and `width` as axes.
 
-    `given` are the user's. Axes of one name have one length, and `past + new` is a sum. A `UserError` lists the axes
-    whose length isn't known, and says which lengths contradict each other.
+    `given` are the user's shapes. Axes of equal name have equal length, and `past + new` is a sum. Raise a `UserError`
+    that lists axes of unknown length, or lengths that contradict each other.
     """
     lengths = _Lengths(inputs, batched, given)
     shapes = {tensor.name: lengths.name_shape(tensor) for tensor in inputs}
@@ -129,7 +127,7 @@ def described_shapes(
 
 
 class _Lengths:
-    """The lengths of axes by their names, from the shapes that are given and the sums that they must fit."""
+    """The lengths of axes by name, solved from the given shapes and the sums among the names."""
 
     def __init__(self, inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]) -> None:
         self._inputs, self._batched, self._given = inputs, batched, given
@@ -143,11 +141,11 @@ class _Lengths:
         self._solve_sums()
 
     def name_shape(self, tensor: Tensor) -> Shape:
-        """Return the input's shape, with the name of every axis whose length isn't known."""
+        """Return the input's shape, with the names of axes of unknown length."""
         return tuple(self._find_length(tensor, k) for k in range(len(tensor.shape)))
 
     def usual(self, tensor: Tensor) -> Shape:
-        """Return the shape that the input has without a description: the batch first, the size of an image."""
+        """Return the input's shape without a description: the batch first, and the size of an image."""
         sides = self._find_sides(tensor)
         return tuple(
             axis if isinstance(axis, int) else BATCH_AXIS if not k else sides.get(k, axis)
@@ -155,7 +153,7 @@ class _Lengths:
         )
 
     def refuse_unknown(self) -> None:
-        """Raise a `UserError` for axes without a length, with the fewest shapes from which all of them follow."""
+        """Raise a `UserError` for axes without a length, asking for the fewest shapes that determine all."""
         unknown: dict[str, list[str]] = {}
         for tensor in self._inputs:
             for k, axis in enumerate(tensor.shape):
@@ -184,7 +182,7 @@ class _Lengths:
         return str(axis) if isinstance(axis, int) or axis in (BATCH_AXIS, "height", "width") else f"<{axis}>"
 
     def _find_sides(self, tensor: Tensor) -> dict[int, str]:
-        """Return the axes of height and width, of an input that is an image beside another or the model's own."""
+        """Return the axes of height and width, if the input is an image."""
         if self._image is None or not is_image(tensor):
             return {}
         _, height, width = find_axes(tensor.shape)
@@ -195,7 +193,7 @@ class _Lengths:
         return axis if isinstance(axis, str) and axis not in ("", "?") else f"{tensor.name}[{k}]"
 
     def _given_length(self, tensor: Tensor, k: int) -> Axis | None:
-        """Return what the user, the batch and the image's size make of the axis; None where they don't."""
+        """Return the axis according to the user, the batch or the image size; None if they don't determine it."""
         own = self._given.get(tensor.name)
         if own is not None and len(own) == len(tensor.shape):
             return BATCH_AXIS if k == self._batched[tensor.name] else own[k]
@@ -205,7 +203,7 @@ class _Lengths:
         axis, given = tensor.shape[k], self._given.get(tensor.name)
         if given is not None and len(given) == len(tensor.shape):
             return BATCH_AXIS if k == self._batched[tensor.name] else given[k]
-        if isinstance(axis, int):  # a fixed first axis is compared with the batch where it is fed
+        if isinstance(axis, int):  # a fixed first axis is checked against the batch when fed
             return BATCH_AXIS if k and k == self._batched[tensor.name] else axis
         if (length := self._given_length(tensor, k)) is not None:
             return length
@@ -222,7 +220,7 @@ class _Lengths:
         return length
 
     def _parse_terms(self, axis: str) -> dict[str, int]:
-        """Return the names in a sum with their factors, a number's under ""; {} where the axis isn't a sum."""
+        """Return the names in a sum with their factors (a number's under ""); {} if the axis isn't a sum."""
         terms: dict[str, int] = {}
         if not AXIS_OPERATOR.search(axis) or re.sub(AXIS_TERM, "", axis).strip():
             return {}
@@ -233,7 +231,7 @@ class _Lengths:
         return terms
 
     def _solve_sums(self) -> None:
-        """Work out names of which the given lengths, and the sums, leave one value."""
+        """Solve the sums for names with a single possible length."""
         sums = self._find_sums()
         for _ in sums:
             for terms, length in sums:
@@ -254,7 +252,7 @@ class _Lengths:
                     self._known[missing[0]] = value
 
     def _find_sums(self) -> list[tuple[dict[str, int], int]]:
-        """Return the sums whose result is given; an axis named after the whole is that of the past and the new."""
+        """Return the sums with a known result; an axis named after the total is the sum of past and new."""
         found = []
         for tensor in self._inputs:
             for k, axis in enumerate(tensor.shape):
@@ -279,10 +277,10 @@ class _Lengths:
 def inspect_model(
     trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str = ""
 ) -> Inspection:
-    """Return the facts of a model that Dyno needs before it lists trials.
+    """Return the facts on a model that Dyno needs before it lists trials.
 
-    `overrides` are the user's settings of inputs by name, `task` is the network's task. A model, checkpoint, input or
-    size that doesn't work is a `UserError`.
+    `overrides` are the user's settings of inputs by name, `task` is the network's task. Raise a `UserError` for a
+    model, checkpoint, input or size that doesn't work.
     """
     return (
         _inspect_file(trial, sizes, overrides, task)
@@ -352,7 +350,7 @@ def _inspect_module(
 
 
 def _may_differ(model: ModelSpec, overrides: Mapping[str, Any]) -> bool:
-    """Return whether the model may take something else than one image: a library's does only with overrides."""
+    """Return whether the model may take other inputs than one image: a library's network needs overrides for that."""
     return bool(overrides) or not models.find_source(model)[0].takes_image
 
 
@@ -375,14 +373,14 @@ def _count_operations(module: Any, model: ModelSpec, inputs: ModuleInputs, dims:
             return flops.of_module(module, image) // dims.batch
         args, keywords = modules.make_example(model, inputs.inputs, dims)
         return flops.of_module(module, *args, **keywords) // dims.batch
-    except Exception:  # a module that runs may still fail in the counter: it has no count
+    except Exception:  # a valid module may still fail in the counter
         return 0
 
 
 def _try_inputs(
     module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims
 ) -> tuple[ModuleInputs, dict[str, Shape]]:
-    """Run the module once; what it takes, and the shapes of its outputs by name."""
+    """Run the module once; return its inputs, and the shapes of its outputs by name."""
     import torch
 
     if any(each.is_meta for each in module.parameters()):
@@ -396,12 +394,12 @@ def _try_inputs(
             image = torch.zeros(dims.batch, model.channels, dims.height, dims.width)
             with torch.inference_mode():
                 result = module(image)
-                larger = torch.cat([image, image[:1]])  # a program may be fixed at the batch of its example, be it 1
+                larger = torch.cat([image, image[:1]])  # a program may be fixed at its example's batch
                 if _may_differ(model, {}) and not modules.accepts(lambda: module(larger), _no_memory):
                     inputs = replace(inputs, free=False)
     except (UserError, MemoryError):
         raise
-    except Exception as e:  # the module is anyone's code, and may raise anything for an input that it doesn't take
+    except Exception as e:  # foreign code may raise anything for an unsuitable input
         reason = first_line(e)
         shown = modules.list_inputs(inputs.inputs, dims) or f"{dims.batch}x{model.channels}x{dims.height}x{dims.width}"
         raise UserError(
@@ -416,9 +414,9 @@ def _no_memory(e: Exception) -> bool:
 
 
 def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, inputs: Sequence[InputSpec]) -> str:
-    """Return advice on a module that refuses its input, or "" where it has no other input than an image of some size.
+    """Return advice on a module that refuses its input; "" if its only input is an image.
 
-    Most of a library's networks are such.
+    Most networks of libraries take only an image.
     """
     several = sum(modules.signature_of(module).required.values()) > 1
     video = any(type(layer).__name__ == "Conv3d" for layer in module.modules())
@@ -434,8 +432,7 @@ def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, inputs: Seque
 
 
 def _count_classes(shapes: Mapping[str, Shape], purpose: Purpose) -> int:
-    """Return the number of classes of a classifier's scores; 0 for any other output, where outputs of other numbers may
-    be the scores, or if a file doesn't show it."""
+    """Return the number of classes of a classifier's scores; 0 for another, an ambiguous or an unknown output."""
     if purpose.task and tasks.find_task(purpose.task).labels == "objects":
         return 0
     counts = {classify.classes_of(shapes[name]) for name in classify.find_scores(shapes, purpose.classes or 0)}
@@ -446,7 +443,7 @@ def _inspect_file(
     trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str
 ) -> Inspection:
     model, kind = trial.model, registry.format_of(trial.model.file)
-    if kind is None:  # a plug-in that is installed where the study runs, and not here
+    if kind is None:  # a plug-in installed only on the study's side
         raise UserError(f"nothing here reads {model.file}; known files: {', '.join(registry.list_suffixes())}")
     contents = kind.read(model.file, trial)
     tensors = contents.inputs
@@ -465,7 +462,7 @@ def _inspect_file(
         preprocess_guessed=not (contents.task.task or contents.task.preprocess) and file_facts.is_normalised(tensors),
         batch=fixed,
         batch_reason=_batch_reason(tensors, batched, given),
-        batches=contents.batches,  # an engine knows which ones it was built for
+        batches=contents.batches,  # of an engine's profile
         shapes=described_shapes(tensors, batched, given),
         declared=_find_batched_outputs(tensors, contents.outputs, batched),
         outputs=_count_classes(outputs, purpose),
@@ -487,10 +484,10 @@ def _inspect_file(
 def _given_shapes(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, int | None], dict[str, Shape]]:
-    """Return the batch's axis of each input (None: it has none), and the shapes given by the user.
+    """Return the batch axis of each input (None: no batch), and the user's shapes.
 
-    A `batch` among the user's axes decides, and an input beside it without one has no batch. An array names no axis:
-    for it, the file's names decide. Raises a `UserError` for a shape that doesn't fit.
+    If a user's shape has `batch`, these shapes decide: inputs without it have no batch. An array names no axis, so for
+    it the file's names decide. Raise a `UserError` for a shape that doesn't fit.
     """
     batched, given = batch_axes(inputs, outputs), dict[str, Shape]()
     for tensor in inputs:
@@ -513,7 +510,7 @@ def _given_shapes(
         return batched, given
     image = [t for t in inputs if t == image_of(inputs) and t.name not in given and batched[t.name] is not None]
     batch = fixed_batch(image or inputs, batched, given) or fixed_batch(inputs, batched, given)
-    # An assumed batch that contradicts another input's numbers is none: the first axis of a state of 2 x 1 x n.
+    # An assumed batch that contradicts another input isn't a batch: the first axis of a 2 x 1 x n state.
     for tensor in inputs:
         k = batched[tensor.name]
         if tensor.name in given and k is not None and (rows := given[tensor.name][k]) != batch:
@@ -525,7 +522,7 @@ def _given_shapes(
 
 
 def _batch_reason(inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]) -> str:
-    """Return why the batch is one, if the file alone doesn't fix it; "" if it does, or leaves it free."""
+    """Return why the batch is fixed by more than the file; "" if the file fixes it or leaves it free."""
     if all(axis is None for axis in batched.values()):
         return "no axis of the inputs is the batch (--shapes NAME:50xbatchx16 names one)"
     free = any(axis is not None and isinstance(t.shape[axis], str) for t in inputs for axis in [batched[t.name]])
@@ -535,7 +532,7 @@ def _batch_reason(inputs: Sequence[Tensor], batched: Mapping[str, int | None], g
 def _find_batched_outputs(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], batched: Mapping[str, int | None]
 ) -> tuple[Tensor, ...]:
-    """Return the outputs in whose shapes the file has the batch's name, with `batch` at its axes."""
+    """Return the outputs with a batch axis by the file's names, with `batch` at that axis."""
     names = {t.shape[k] for t in inputs for k in [batched[t.name]] if k is not None} - {"", "?"}
     marked = [
         replace(o, shape=tuple(BATCH_AXIS if isinstance(n, str) and n in names else n for n in o.shape))

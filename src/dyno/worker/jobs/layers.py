@@ -28,17 +28,16 @@ from dyno.worker.registry import find
 from dyno.worker.sessions.torch_support import import_torch, raise_refusals
 from dyno.worker.spec import Artifact, Dims, Job, Trial, UserError
 
-# An ONNX file with notes at its nodes, which viewers such as Netron show; what it computes stays as it is.
+# An ONNX file with notes at its nodes for viewers such as Netron; its computation is unchanged
 
 NAME_PREFIX = "dyno"  # prefix of keys in a node's metadata
 
 
 def annotate(job: Job, journal: Journal) -> None:
-    """Write the file of the option `out` from the `source`, with a note of the option `nodes` for each node that is no
-    constant, in the file's order.
+    """Write the file `out` from `source`, with a note of the option `nodes` for each non-constant node, in order.
 
-    Its `lines` are put in front of the node's description, its `facts` into the node's metadata. Weights beside the
-    source are copied, under the new name.
+    A note's `lines` precede the node's description, its `facts` go into the node's metadata. External weights are
+    copied, under the new name.
     """
     onnx = import_onnx()
     journal.stage("write")
@@ -60,11 +59,11 @@ def _add_note(node: Any, note: Mapping[str, Any]) -> None:
         entry.key, entry.value = f"{NAME_PREFIX}: {name}", text
 
 
-# One inference of a trial's engine for a profiler of kernels, under which the process of this job runs.
+# One inference of a trial's engine, in a process under a profiler of kernels
 
 
 def count(job: Job, journal: Journal) -> None:
-    """Run the trial's engine once as it is, and once more for the profiler. Nothing is timed: it slows everything."""
+    """Run the trial's engine once as it is, and once for the profiler; nothing is timed, since profiling slows all."""
     assert job.trial is not None
     trial = job.trial
     backend = find(trial.backend)
@@ -85,16 +84,16 @@ def count(job: Job, journal: Journal) -> None:
     session.close()
 
 
-# One form of a model, read for `dyno inspect`: a module's calls, a graph's nodes or an engine's layers.
+# One form of a model for `dyno inspect`: a module's calls, a graph's nodes or an engine's layers
 
-MODULE_BACKEND = "pytorch"  # backend whose form is the module itself
+MODULE_BACKEND = "pytorch"  # backend that runs the module itself
 
 
 def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) -> LayerGraph:
-    """Read the form that the trial's backend runs: "" is the ONNX graph.
+    """Read the form that the trial's backend runs ("": the ONNX graph).
 
     For a module that has not been inspected yet, `options` contain the user's settings (see `inspect_model`) and the
-    batch. Raises `UserError` if it can't be read, `Unavailable` if it can't be read here.
+    batch. Raise a `UserError` if it can't be read, `Unavailable` if it can't be read here.
     """
     if trial.backend == MODULE_BACKEND:
         return _inspect_module(trial, options)
@@ -106,7 +105,7 @@ def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) ->
 
 
 def _inspect_module(trial: Trial, options: Mapping[str, Any]) -> LayerGraph:
-    """Read the module, without weights and arithmetic if it allows that, which takes a tenth of the time."""
+    """Read the module, if possible without weights and arithmetic, which takes a tenth of the time."""
     torch = import_torch()
     torch.set_num_threads(trial.runtime.threads)
     model, dims = trial.model, trial.dims
@@ -121,14 +120,14 @@ def _inspect_module(trial: Trial, options: Mapping[str, Any]) -> LayerGraph:
         try:
             with torch.device("meta"):
                 return _read_calls(torch, models.build(model, dims), model, dims)
-        except Exception:  # whatever it is, the module itself says it better below
+        except Exception:  # the module itself reports it better below
             pass
     if (found := graph.list_program_parts(model, dims)) is not None:
         return _read_calls(torch, found, model, dims)
     built = models.build(model, dims)
     try:
         return _read_calls(torch, _without_values(built), model, dims)
-    except Exception:  # a module that computes with values, or keeps its own tensors, has to run
+    except Exception:  # a module that computes with values, or keeps own tensors, must run
         return _run_module(torch, model, dims)
 
 
@@ -168,18 +167,18 @@ def _move_tensors(value: Any, device: Any) -> Any:
     return value.to(device) if hasattr(value, "detach") else value
 
 
-# Layer errors: one job stores a reference's tensors, others compare an engine with them, layer by layer.
+# Layer errors: one job stores a reference's tensors, others compare an engine with them, layer by layer
 
 Report = Callable[[str], None]
 REFERENCE_BACKEND = "onnxruntime"  # runs the reference's graph unoptimised, node by node
 MIN_SAME_SHAPE_SHARE = 0.5  # share of tensors of equal name with equal shapes in two forms of a network
-MATCHING_PASSES = 3  # a mismatched tensor may hide another one behind it
+MATCHING_PASSES = 3  # a mismatched tensor may hide a later one
 # files and folders in the job's folder
 TENSORS_DIR, ISOLATED_DIR, DELTAS_FILE = "tensors", "isolated", "with_deltas.onnx"
 
 
 def perform(job: Job, journal: Journal) -> None:
-    """Run the job of either kind: `reference` or `layer_errors`."""
+    """Run a `reference` or `layer_errors` job."""
     if job.kind == "reference":
         store_reference(job, journal.folder, journal.stage)
     else:
@@ -189,8 +188,8 @@ def perform(job: Job, journal: Journal) -> None:
 def store_reference(job: Job, folder: Path, report: Report) -> None:
     """Store the reference's tensors in FOLDER/tensors, on `runs` batches.
 
-    With the option `calls` they are those of the module: rows of a part's name, which of its calls, and the tensor that
-    the call's result is by the names in `graph`, the file of its export. Else they are those of the job's graph.
+    With the option `calls` they are the module's: rows of a part's name, the number of its call, and the tensor's name
+    in `graph`, the exported file. Otherwise they are the job's graph's.
     """
     assert job.trial is not None
     trial, count, writer = job.trial, int(job.options["runs"]), TensorWriter(folder / TENSORS_DIR)
@@ -227,9 +226,9 @@ def _make_reference(trial: Trial, folder: Path) -> GraphEngine:
 def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
     """Compare the trial's engine with the tensors in the folder of the option `reference`.
 
-    `graph` is the ONNX file that the engine was made from, `reference_graph` the reference's own, `limits` are those of
-    `Limits`, and `always` asks for suspects even where the outputs agree. Raises `UserError` for graphs that have no
-    tensor in common, or of different networks.
+    `graph` is the engine's ONNX file, `reference_graph` the reference's; `limits` are the fields of `Limits`. With
+    `always`, suspects are tested even if the outputs agree. Raise a `UserError` for graphs without a common tensor, or
+    of different networks.
     """
     assert job.trial is not None
     trial, options = job.trial, job.options
@@ -259,9 +258,9 @@ def _check_common(comparison: TensorComparison) -> None:
 
 
 def _check_shapes(comparison: TensorComparison, named: Collection[str], path: str) -> None:
-    """Raise a `UserError` if most of the tensors with a common name have different shapes.
+    """Raise a `UserError` if most tensors with a common name have different shapes.
 
-    Exporters number the tensors of every network alike.
+    Exporters number the tensors of different networks alike.
     """
     inner = {*named} - {*comparison.graph.outputs}
     if len(inner & {*comparison.tensors}) < MIN_SAME_SHAPE_SHARE * len(inner):
@@ -270,7 +269,7 @@ def _check_shapes(comparison: TensorComparison, named: Collection[str], path: st
 
 
 def _run_unmodified(session: Session, comparison: TensorComparison) -> list[list[np.ndarray]]:
-    """Return the outputs of the engine's own file, with nothing marked or cut."""
+    """Return the outputs of the engine's own file, without marked or cut tensors."""
     kinds = {tensor.name: np.dtype(tensor.dtype) for tensor in session.inputs}
     feeds = comparison.stored.feeds([*kinds])
     try:
@@ -280,7 +279,7 @@ def _run_unmodified(session: Session, comparison: TensorComparison) -> list[list
 
 
 def _compare_layers(comparison: TensorComparison, folder: Path, report: Report, path: str) -> LayerErrors:
-    """Return each layer's total error and its own, without the tensors that mean something else in the reference."""
+    """Return each layer's total and own error, without tensors that have another meaning in the reference."""
     graph = comparison.graph
     sizes = compare.count_bytes(graph, {name: array.shape for name, array in comparison.feeds[0].items()})
     report("run the marked graph")
@@ -313,7 +312,7 @@ def _list_layer_errors(
 def _retest_suspects(
     result: LayerErrors, comparison: TensorComparison, reference: GraphEngine, always: bool
 ) -> LayerErrors:
-    """Add the suspects and the results of the graph cut around them, if the outputs disagree or `always`."""
+    """Add suspects and the results of the graph cut around them, if the outputs disagree or with `always`."""
     limit = comparison.limits.error
     hidden = _is_beyond_limit(result.unmodified, limit) and not _is_beyond_limit(result.marked, limit)
     if not (_is_beyond_limit(result.unmodified, limit) or _is_beyond_limit(result.marked, limit) or always):
@@ -336,16 +335,16 @@ def _is_beyond_limit(difference: Difference | None, limit: float) -> bool:
     return difference is None or not difference.error <= limit
 
 
-# A trial's engine, timed as it is and then layer by layer, in one process.
+# A trial's engine, timed as it is and then layer by layer, in one process
 
-UNPROFILED, PROFILED, LAYERS = "unprofiled", "profiled", "layers"  # tags; none of them is a latency to compare
+UNPROFILED, PROFILED, LAYERS = "unprofiled", "profiled", "layers"  # tags; not latencies to compare
 
 
 def profile(job: Job, journal: Journal) -> None:
-    """Time the trial's model boundary with nothing switched on, then its layers in `runs` (an option) watched runs.
+    """Time the trial's model boundary unprofiled, then its layers in `runs` (an option) profiled runs.
 
-    Store the samples of both, the layers' seconds with a row for each repeat, and on a GPU the parts of an inference
-    without profiling, with the GPU's work in the profiled runs if the engine reports it.
+    Store the samples of both and the layers' seconds with a row per repeat. On a GPU, also store the parts of an
+    unprofiled inference and, if the engine reports it, the GPU's work in the profiled runs.
     """
     assert job.trial is not None
     trial = job.trial

@@ -1,4 +1,4 @@
-"""A trial: its engine loaded, timed at every boundary of the plan, evaluated, and asked for its facts."""
+"""A trial: load its engine, time every boundary of the plan, evaluate, and read the engine's facts."""
 
 from __future__ import annotations
 
@@ -35,18 +35,17 @@ from dyno.worker.spec import (
     UserError,
 )
 
-# A session that is slowed down on purpose, by a known share: what the self-test has to see.
+# A session with a known, deliberate slowdown, for the self-test
 
 now = time.perf_counter_ns
 
 
 class SlowedSession(Session):
-    """The session, each of whose runs takes `share` longer than it did by itself.
+    """A session slowed by `share`, relative to its own runs.
 
-    On a CPU the processor is kept busy after a run, for that share of what this run has just taken. What is queued on a
-    GPU's stream is timed by events on the stream, so there the host is kept busy before the launch, while the stream is
-    empty, for the share of what the run before took: both clocks see it. With 0 nothing is added but the time of the
-    wrapper itself, which therefore belongs around whatever a slowed session is compared with.
+    On a CPU, a busy wait of that share follows each run. On a GPU's stream, events time the queued work: the host waits
+    before the launch, while the stream is empty, for that share of the previous run, so both clocks see the delay. With
+    0 only the wrapper's own time is added, so the session it is compared with is wrapped too.
     """
 
     def __init__(self, session: Session, share: float) -> None:
@@ -100,25 +99,25 @@ class SlowedSession(Session):
 
 
 def _busy_for(nanoseconds: int) -> None:
-    # Counted from here on, so that the calls on the way are as long with a share of 0: a run may take but 100 µs.
-    # sleep() would be late by more than the share of many a run.
+    # Counted from here, so that the calls before it take as long with a share of 0: a run may take only 100 µs.
+    # sleep() would be late by more than the share of a short run.
     end = now() + nanoseconds
     while now() < end:
         pass
 
 
-# A network may give NaN or infinity by design, at some places: whether the reference has them there too, the host finds
-# out (results/correctness.py). Without a single number nothing can be compared, and the trial fails.
+# A network may output NaN or infinity by design; the host checks whether the reference has them at the same places
+# (results/correctness.py). Without any finite value nothing can be compared, and the trial fails.
 
 
 def not_finite(arrays: Arrays) -> list[str]:
-    """Return the names of the arrays with NaN or infinity; text has neither."""
+    """Return the names of the arrays with NaN or infinity; text arrays have neither."""
     values = {name: np.asarray(array) for name, array in arrays.items()}
     return [name for name, array in values.items() if array.dtype.kind not in "OSU" and not np.isfinite(array).all()]
 
 
 def record_finite(arrays: Arrays, journal: Journal) -> bool:
-    """Record whether the outputs are finite, with a warning at the first that are not; return whether any value is."""
+    """Record whether the outputs are finite and warn at the first exception; return whether any value is finite."""
     names = not_finite(arrays)
     if not names:
         return True
@@ -135,22 +134,24 @@ def record_finite(arrays: Arrays, journal: Journal) -> bool:
 
 
 def make_failure() -> UserError:
-    """Return the error for the row of an engine whose outputs have not a single finite value."""
+    """Return the error for an engine without a single finite output value."""
     return UserError(
         "the outputs are not finite (NaN or infinity), not a single value of them: this engine is wrong, its precision "
         "overflows, or the model gives nothing else for these inputs; --input gives others"
     )
 
 
-SETTLING_SHARE = 0.25  # share of the energy time that runs before it: power and clocks follow the load
-MAX_CALL_DIFFERENCE = 1e-2  # relative difference of two calls that exceeds rounding
+SETTLING_SHARE = 0.25  # lead time as a share of the energy time: power and clocks follow the load
+MAX_CALL_DIFFERENCE = 1e-2  # relative difference of two calls explained by rounding
 Kept = tuple[tuple[int, ...], np.ndarray]
-MAX_KEPT_VALUES = 1 << 16  # values of an output kept to compare the first call with the last
+MAX_KEPT_VALUES = 1 << 16  # values kept per output for comparing the first call with the last
 
 
 def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) -> None:
-    """Import and load, time at every boundary of the plan, then evaluate (round 0 only: outputs don't change between
-    rounds)."""
+    """Load the engine, time every boundary of the plan, then evaluate.
+
+    Outputs don't change between rounds, so only round 0 evaluates.
+    """
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     with suppress(ImportError, Unavailable):  # `load` says what is missing
@@ -205,7 +206,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
 
 @contextmanager
 def _drawn_inputs_named(model: ModelSpec, feed: Arrays) -> Iterator[None]:
-    """Add to an engine's error which integer inputs have made-up values: the sampling rate of sound can't be 0 or 1."""
+    """Add to an engine's error the integer inputs with random values: a sampling rate can't be 0 or 1."""
     try:
         yield
     except (Unavailable, MemoryError):
@@ -239,7 +240,7 @@ def _time_boundaries(
     restore: measure.Restore,
 ) -> None:
     for boundary in plan.boundaries:
-        before = restore if boundary == "model" else None  # the others bind their inputs anew
+        before = restore if boundary == "model" else None  # other boundaries bind their inputs anew
         watch = measure.watch(session, boundary, journal.warn)
         once = measure.make_step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
         journal.stage(f"warm up {boundary}")
@@ -274,7 +275,7 @@ def _time_boundaries(
 
 
 def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal, seconds: float) -> None:
-    """Keep every slot busy for this long, so that the energy counters see nothing else."""
+    """Keep every slot busy for `seconds`, so that the energy counters measure only this load."""
     journal.stage("run for the energy")
     endless = replace(trial.plan, max_samples=sys.maxsize)
     measure.measure_throughput(session, feeds, trial.dims.batch, replace(endless, seconds=SETTLING_SHARE * seconds))
@@ -286,12 +287,12 @@ def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal:
 
 
 def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = True) -> bool:
-    """Store the outputs for every input of the data, and what is odd about them; return whether any value is finite."""
+    """Store the outputs for all inputs of the data, with warnings; return whether any value is finite."""
     evaluation = evaluate.evaluate(session, trial, timed, system.CpuContention().count_busy)
     arrays = evaluation.arrays
     save_arrays(journal.folder / "outputs.npz", arrays)
     journal.store_evaluation(evaluation)
-    # The hash of the photographs, the same at every size, and the number set aside for calibration, where known.
+    # Hash of the photographs (equal at every size) and number set aside for calibration, if known
     metadata = input_data.read_metadata(trial.data)
     photographs_and_set_aside = str(metadata.get("photographs") or ""), int(metadata.get("set_aside") or 0)
     journal.facts(
@@ -309,8 +310,10 @@ def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = T
 
 
 def repeat(session: Session, feeds: Arrays, first: Mapping[str, Kept], journal: Journal) -> None:
-    """Warn where the first call and one more on the same input differ by far more than rounding: the model draws random
-    numbers, or keeps something of each call. Of what it keeps, two calls in a row would show little."""
+    """Warn if the first call and another one on the same input differ by far more than rounding.
+
+    The model then draws random numbers or keeps state. Two consecutive calls would show little of kept state.
+    """
     last = keep_answers(session, feeds)
     distance = max((_compute_distance(first[name], last[name]) for name in last), default=0.0)
     if distance > MAX_CALL_DIFFERENCE:
@@ -319,7 +322,7 @@ def repeat(session: Session, feeds: Arrays, first: Mapping[str, Kept], journal: 
 
 
 def keep_answers(session: Session, feeds: Arrays) -> dict[str, Kept]:
-    """Run one more call, and return the part of its outputs that `repeat` compares."""
+    """Run one more call, and return the values of its outputs that `repeat` compares."""
     session.bind(feeds)
     session.run()
     session.wait()
@@ -332,7 +335,7 @@ def _read_outputs(session: Session) -> dict[str, Kept]:
 
 
 def _compute_distance(first: Kept, last: Kept) -> float:
-    """Return |a - b| / |b| in the 2-norm, over finite values; 1 for other shapes, which a random choice may have."""
+    """Return |a - b| / |b| in the 2-norm, over finite values; 1 for different shapes, possible with a random choice."""
     (shape, a), (other_shape, b) = first, last
     if shape != other_shape:
         return 1.0
@@ -345,7 +348,7 @@ def _inspect_engine(session: Session, job: Job, journal: Journal) -> None:
     journal.facts(**inherited)
     try:
         facts = journal.record.facts.merge(session.facts())
-    except Exception as e:  # timings are valid whether or not the engine's facts can be read
+    except Exception as e:  # timings are valid without the engine's facts
         traceback.print_exc()
         facts = journal.record.facts
         journal.warn(f"the engine's facts can't be read: {type(e).__name__}: {one_line(e)}")

@@ -1,4 +1,4 @@
-"""Requests to a trial's engine at given times: its capacity, then each rate, or a search for the highest that holds."""
+"""Requests to a trial's engine at given times: its capacity, then fixed rates or a search for the highest rate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dyno.worker.serving.options import ServeOptions
 from dyno.worker.serving.rates import Arrivals, count_requests, draw_arrivals, read_trace
 from dyno.worker.spec import ENDPOINT_PREFIX, Job, Trial, Unanswered, from_json
 
-# The highest rate that holds, by trying rates.
+# Search for the highest rate that holds
 
 MIN_RATE_DIVISOR = 256  # rates below this fraction of the capacity aren't tried
 MAX_STEPS_DOWN = 16  # steps down after a rate failed its repetition
@@ -45,9 +45,9 @@ MAX_STEPS_DOWN = 16  # steps down after a rate failed its repetition
 def find_highest_rate(holds: Callable[[float], bool], capacity: float, resolution: float, lowest: float = 0.0) -> float:
     """Return the highest of the tried rates that holds, 0 if none; the next is less than `resolution` higher.
 
-    The search begins at half the `capacity`, goes up or down by two until one rate holds and one doesn't, halves the
-    distance between them on a logarithmic scale, and tries the result once more: of many tries one holds by luck. If
-    that fails it goes down step by step, until a rate has held twice. No rate below `lowest` is tried.
+    The search begins at half the `capacity` and moves by factors of two until one rate holds and another fails. It then
+    halves the distance on a logarithmic scale, and repeats the result, since one of many tries holds by chance. If the
+    repetition fails, it steps down until a rate has held twice. No rate below `lowest` is tried.
     """
     floor = max(lowest, capacity / MIN_RATE_DIVISOR)
     low, high = 0.0, math.inf
@@ -76,7 +76,7 @@ SEEDS_PER_ROUND = 1000  # each rate has its own seed
 def serve_requests(job: Job, journal: Journal) -> None:
     """Measure the capacity, then each rate.
 
-    Options of the job: `settings` of `ServeOptions`, `least` (requests that the percentile needs), and `trace` (a file,
+    Options of the job: `settings` of `ServeOptions`, `least` (requests needed for the percentile), and `trace` (a file,
     "" for none).
     """
     assert job.trial is not None
@@ -87,7 +87,7 @@ def serve_requests(job: Job, journal: Journal) -> None:
         trial, options.engine_batches or _list_powers(trial.dims.batch), lambda t: backend.load(t, job.artifact),
         lambda session, size: _make_feeds(trial, session, size), options.instances,
     ))  # fmt: skip
-    # otherwise there is nothing to compare with
+    # without local inputs, outputs can't be compared
     if job.round == 0 and not trial.model.source.startswith(ENDPOINT_PREFIX):
         _answer_known(job, trial, instances, journal)
     work = _ServeJob(trial, options, instances, journal, int(job.options["least"]), job.round)
@@ -114,8 +114,10 @@ def _make_feeds(trial: Trial, session: Session, size: int) -> list[dict[str, np.
 
 
 def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal) -> None:
-    """Store the answers to the inputs that every engine gets, in batches as requests form them; round 0 only: they
-    don't change between rounds. Fail where none is finite."""
+    """Store the answers to every engine's common inputs, in round 0 only; fail if no value is finite.
+
+    Batches are formed as for requests. Answers don't change between rounds.
+    """
     journal.stage("evaluate")
     first = instances.first
     feeds = _make_feeds(trial, first.session, first.size)
@@ -135,7 +137,7 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
 
 
 class _ServeJob:
-    """One job: its instances, and what is stored of the rates."""
+    """One job: its instances, and the stored results of the rates."""
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class _ServeJob:
             journal.warn(f"the engine can't be loaded for batches of {sizes}; fewer requests are padded to the next")
 
     def measure_alone(self) -> None:
-        """Measure full batches one after the other on every lane; store latency and throughput as in any record."""
+        """Measure full batches in sequence on every lane; store latency and throughput as in any record."""
         journal, plan, rung = self._journal, self._trial.plan, self._instances.first
         journal.stage("warm up")
         self._instances.warm_up(plan)
@@ -193,18 +195,18 @@ class _ServeJob:
         self._check_finite(answered)
 
     def _check_last(self) -> None:
-        """Fail where no value of a lane's last answer is finite."""
+        """Fail if no value of any lane's last answer is finite."""
         self._check_finite([lane.answered for lane in self._instances.lanes])
 
     def _check_finite(self, answered: Sequence[Arrays]) -> None:
-        """Fail where answers that were finite so far have not a single finite value."""
+        """Fail if answers have no finite value and earlier answers were finite."""
         before = self._journal.record.facts.finite
         any_finite = [record_finite(arrays, self._journal) for arrays in answered]
         if before and answered and not any(any_finite):
             raise make_failure()
 
     def _measure_capacity(self, seconds: float) -> measure.Sampling:
-        """Measure requests per second with full batches on every lane; a sample for each lane and batch."""
+        """Measure requests per second with full batches on every lane; a sample per lane and batch."""
         done: list[float] = []
         unanswered: list[Unanswered] = []
         most, clock = self._rules.max_batch, Clock()
@@ -230,7 +232,7 @@ class _ServeJob:
         return measure.Sampling(rates, "seconds", most * len(done) / whole)
 
     def measure_rates(self, trace: str) -> None:
-        """Test the trace, the requested rates, or those of a search."""
+        """Test the trace, the requested rates, or the rates of a search."""
         options = self._options
         if trace:
             self._facts = replace(self._facts, trace=Path(options.trace).name)
@@ -255,9 +257,9 @@ class _ServeJob:
         self._journal.facts(serve=self._facts)
 
     def _can_hold_rate(self, rate: float) -> bool:
-        """Try the rate, unless the one before showed that a request in its own batch takes longer than the bound.
+        """Try the rate, unless the previous one showed that even a request alone in its batch exceeds the bound.
 
-        It also waits for others, unless no batch has more than one.
+        Its wait for other requests counts too, unless batches have at most one request.
         """
         facts = self._facts
         wait = facts.max_wait_s if facts.most > 1 else 0.0
@@ -269,7 +271,7 @@ class _ServeJob:
         return self._try_rate(rate).verdict == serve_rates.HOLDS
 
     def _try_rate(self, rate: float) -> ServeStep:
-        """Send requests at a rate: drawn here, or by LoadGen."""
+        """Send requests at a rate, drawn here or by LoadGen."""
         facts, duration, seed = self._facts, self._options.duration_s, self._seed + len(self._facts.steps)
         if not self._options.loadgen:
             return self._try_arrivals(draw_arrivals(rate, facts.least, duration, seed), rate)
@@ -288,18 +290,18 @@ class _ServeJob:
         self, batcher: Batcher | QueryQueue, rate: float, seconds: float, first: int = 0,
         scenario: ServerScenario | None = None,
     ) -> ServeStep:  # fmt: skip
-        """Answer the requests, of which number `first` is the first that counts; store their facts and arrays."""
+        """Answer the requests and store their facts and arrays; requests before number `first` don't count."""
         journal, facts, number = self._journal, self._facts, len(self._facts.steps)
         journal.stage(f"{rate:.3g} requests/s for {seconds:.3g} s")
         gc.collect()
-        gc.freeze()  # a collection in the middle would be measured as the model's
+        gc.freeze()  # a collection during the test would count as the model's time
         contention = system.CpuContention()
         with scenario.send_queries(batcher) if scenario and isinstance(batcher, QueryQueue) else nullcontext():
             self._instances.run_each(lambda lane: answer_requests(batcher, lane.answer))
         self._check_last()
         if batcher.complaint:
             if np.isnan(batcher.ended).all():
-                # It is gone, and would answer no other rate either.
+                # The server is gone and would answer no other rate.
                 raise Unanswered(f"no request got an answer at {rate:.3g} requests/s: {batcher.complaint}")
             journal.warn(f"a request in vain: {batcher.complaint}")
         values = {"arrival": batcher.times, "began": batcher.began, "ended": batcher.ended, "size": batcher.size,

@@ -1,4 +1,4 @@
-"""The stress test of a dynamic engine: thousands of batches at changing sizes, every output checked, memory watched."""
+"""The stress test of a dynamic engine: thousands of batches at changing sizes, all outputs checked, memory watched."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dyno.worker.inputs import input_data
 from dyno.worker.sessions.torch_support import first_line
 from dyno.worker.spec import Runtime, Trial, Unavailable, UserError
 
-UNBOUNDED_PHASES = (1, 4, 8)  # min, opt and max of a file for any batch
+UNBOUNDED_PHASES = (1, 4, 8)  # min, opt and max of a file with a free batch
 WARM_UP = 50  # runs after which a session has allocated its memory
-# What a batch's outputs may differ by from the same images at another batch, relative to the largest output:
-# another batch may take another kernel, which sums in another order.
+# Allowed difference between two batch sizes for the same images, relative to the largest output: another batch may use
+# another kernel with another order of summation.
 TOLERANCES = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "fp8": 1e-1,
               **dict.fromkeys(WEIGHT_PRECISIONS, 5e-2)}  # fmt: skip
-MAX_GROWTH_B = 8 * 2**20  # smaller growth comes and goes with the allocators
+MAX_GROWTH_B = 8 * 2**20  # smaller growth is the allocators'
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Phase:
 
 
 def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -> Iterator[Phase]:
-    """Run `iterations` batches in every phase: the engine's own min, opt or max, random ones between, or a number.
+    """Run `iterations` batches in every phase: the engine's min, opt or max, random batches between, or a number.
 
-    The reference is this engine at the smallest batch, image by image, so that no batch may change an image's outputs;
-    whether the engine itself is right is for `dyno diff`. A batch outside its profile is a `UserError`.
+    The reference is this engine at the smallest batch, image by image: no batch may change an image's outputs. (`dyno
+    diff` checks the engine itself.) Raise a `UserError` for a batch outside its profile.
     """
     if type(session).reshape is Session.reshape:
         raise UserError(f"{trial.backend} takes only one shape; this test is for TensorRT and ONNX Runtime")
@@ -82,8 +82,10 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
 
 
 def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
-    """Return the smallest and largest batch of each phase; without a profile they follow from the numbers given, or are
-    UNBOUNDED. Raises a `UserError` for a batch outside the profile."""
+    """Return the smallest and largest batch of each phase; raise a `UserError` outside the engine's profile.
+
+    Without a profile they follow from the numbers in `phases`, else from UNBOUNDED_PHASES.
+    """
     numbers = [int(name) for name in phases if name.isdecimal()]
     given = (min(numbers), min(numbers), max(numbers)) if numbers else UNBOUNDED_PHASES
     low, opt, high = session.batches or given
@@ -95,7 +97,7 @@ def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[i
 
 
 def _stage_images(session: Session, trial: Trial, max_batch: int) -> Arrays:
-    """Return twice as many images as the largest batch, staged once; batches are slices of them."""
+    """Return staged images, twice the largest batch; batches are slices of them."""
     dims = replace(trial.dims, batch=2 * max_batch)
     model = trial.model
     (feeds,) = input_data.read_batches(trial.data, model.preprocess, session.inputs, dims, 1, model.inputs)
@@ -116,7 +118,7 @@ def _run_reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.n
 
 
 def _time_batch(session: Session, pool: Arrays, start: int, batch: int) -> tuple[float, dict[str, np.ndarray]]:
-    """Return the seconds from host to host of one batch, a change of shape included, and its outputs."""
+    """Return one batch's seconds from host to host, including a change of shape, and its outputs."""
     feeds = {name: a[start : start + batch] for name, a in pool.items()}
     begin = time.perf_counter()
     session.reshape({name: a.shape for name, a in feeds.items()})
@@ -132,8 +134,8 @@ def _compute_error(
 ) -> float:
     """Return the largest difference from the reference, relative to the reference's largest value.
 
-    It is NaN if any difference is. For labels it is the share that differs, except one of many, which rounding may
-    decide.
+    It is NaN if any difference is NaN. For labels it is the share that differs; one label of many is ignored, since
+    rounding may decide it.
     """
     errors = []
     for name, a in outputs.items():
@@ -157,11 +159,11 @@ def _measure_memory(session: Session) -> tuple[int, int]:
     return session.device_memory(), system.read_memory()
 
 
-# The most arithmetic that this device was seen to do: large matrix products in each type, through PyTorch; and copies.
+# Peak rates of this device, measured by PyTorch: large matrix products in each type, and copies
 #
-# Nothing here is a data sheet's number. A peak is what the vendor's own matrix library reached on this machine, at
-# these clocks, with these threads; an engine with better kernels may go beyond it. Of repetitions the fastest counts,
-# as in McCalpin's STREAM: a ceiling is what nothing disturbed.
+# A peak is no data sheet's number: the vendor's matrix library reached it on this machine, at these clocks, with these
+# threads. An engine with better kernels may exceed it. The fastest repetition counts, as in McCalpin's STREAM: a
+# ceiling is undisturbed.
 
 PRODUCT_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
 PRODUCT_SIDES = {"cpu": (512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192, 16384)}
@@ -184,10 +186,10 @@ def measure_peak(
 
 
 def copy(runtime: Runtime, seconds: float = SECONDS_PER_TYPE) -> CopyRate:
-    """Measure the rate of a large copy within the device's memory; see `measure` for its errors."""
+    """Measure the rate of a large copy within the device's memory; raise `Unavailable` as `measure_peak` does."""
     torch, device = _prepare_torch(runtime)
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    # Older PyTorch does not tell a GPU's cache; the least size is beyond it then too.
+    # Older PyTorch doesn't report a GPU's cache; MIN_COPIED_B exceeds it too.
     cache = getattr(properties, "L2_cache_size", 0) if properties else system.last_cache()
     size = max(MIN_COPIED_B[device.type], MIN_CACHE_MULTIPLE * cache)
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -221,7 +223,7 @@ def _measure_type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfT
             break  # larger products would take hours
         try:
             sides[str(side)] = _measure_side(torch, device, name, side, allowed)
-        except (RuntimeError, MemoryError) as e:  # no kernel for this type here, or no room for this side
+        except (RuntimeError, MemoryError) as e:  # no kernel for this type, or no memory for this side
             missing = first_line(e)
             break
     if not sides:
@@ -231,11 +233,11 @@ def _measure_type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfT
 
 
 def _measure_side(torch: Any, device: Any, name: str, side: int, seconds: float) -> float:
-    """Return the operations per second of a product of two square matrices: the fastest, after two for warm-up."""
+    """Return the operations per second of a product of two square matrices: the fastest run after two warm-up runs."""
     with torch.inference_mode():
         left, right = (_make_matrix(torch, device, PRODUCT_TYPES[name], side, seed) for seed in (0, 1))
         multiply = torch._int_mm if name == "int8" else torch.matmul
-        result = multiply(left, right)  # a product may be written where the one before it was
+        result = multiply(left, right)  # target of all later products
 
         def multiply_matrices() -> None:
             multiply(left, right, out=result)
@@ -244,7 +246,7 @@ def _measure_side(torch: Any, device: Any, name: str, side: int, seconds: float)
 
 
 def _time_repetitions(torch: Any, device: Any, action: Callable[[], Any], seconds: float) -> list[float]:
-    """Return the seconds of each repetition, for about `seconds` seconds, after one for warm-up."""
+    """Return the seconds of each repetition during about `seconds`, after one warm-up run."""
     timer = _make_gpu_timer(torch) if device.type == "cuda" else _time_on_host
     timer(action)
     times: list[float] = []
@@ -255,13 +257,13 @@ def _time_repetitions(torch: Any, device: Any, action: Callable[[], Any], second
 
 
 def _make_matrix(torch: Any, device: Any, dtype: str, side: int, seed: int) -> Any:
-    """Return a matrix of random numbers: with zeros a GPU needs less power and clocks higher than in real work."""
+    """Return a random matrix: with zeros, a GPU needs less power and clocks higher than in real work."""
     generator = torch.Generator(device).manual_seed(seed)
     if dtype == "int8":
         matrix = torch.randint(-128, 128, (side, side), generator=generator, device=device, dtype=torch.int8)
     else:
         matrix = torch.randn(side, side, generator=generator, device=device).to(getattr(torch, dtype))
-    return matrix.t() if seed else matrix  # the second as columns, which is how the int8 kernels of a GPU want it
+    return matrix.t() if seed else matrix  # column-major second operand, needed by a GPU's int8 kernels
 
 
 def _time_on_host(action: Callable[[], Any]) -> float:

@@ -1,9 +1,9 @@
-"""Measuring in blocks, by turns with other workers: the worker's side of a conversation of one line at a time.
+"""Interleaved measuring: the worker's side of a line-based protocol with the conductor.
 
-The worker says `ready import` once it has imported its library, loads at `go` and says `ready load`. It warms up at the
-next `go`, says `ready BOUNDARY`, measures a block at each `go CORE_LATENCY` (ns) and answers `done DELAY`
-(see `find_disturbed`), until `end`. Between two lines the conductor freezes it: several import or load at a time, but
-one warms up or measures.
+The worker says `ready import` after importing its library, loads at `go` and says `ready load`. At the next `go` it
+warms up and says `ready BOUNDARY`. At each `go CORE_LATENCY` (ns) it measures a block and answers `done DELAY` (see
+`find_disturbed`), until `end`. Between two lines the conductor freezes it: several workers import or load at a time,
+but only one warms up or measures.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ CONDUCTOR_VARIABLE = "DYNO_CONDUCTOR"  # environment variable with two inherited
 READY, GO, DONE, END = "ready", "go", "done", "end"
 IMPORTED, LOADED = f"{READY} import", f"{READY} load"
 MIN_BLOCKS = 3  # even if one block exceeds the time
-# Of a block's time and threads, waited for a processor. A virtual machine's own kernel takes 2 to 4 % of some blocks of
-# two threads on two processors; a median over a block's samples doesn't feel it.
+# Share of a block's time and threads spent waiting for a processor. A virtual machine's kernel takes 2 to 4 % of some
+# blocks of two threads on two processors; the median of a block's samples is unaffected.
 BEARABLE_DELAY = 0.05
-OWN_DELAY = 2.0  # times what an engine's threads wait for each other in its quieter blocks
+OWN_DELAY = 2.0  # multiple of the delay of an engine's quieter blocks
 MAX_OWN_DELAY = 0.1  # longer delays have other causes than the engine
 
 
 def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[bool]:
-    """Tell for each block of a process whether other programs disturbed it.
+    """Return for each block of a process whether other programs disturbed it.
 
-    `delays` holds for each block the share of its time that the process's threads waited for a processor. An engine
-    with more threads than processors delays itself, so the limit is BEARABLE_DELAY, or OWN_DELAY times its `quiet`
-    delay, where none is given that of these blocks, of which at most MOST_OWN_DELAY count.
+    `delays` holds each block's share of time that the process's threads waited for a processor. An engine with more
+    threads than processors delays itself, so the limit is BEARABLE_DELAY or, if larger, OWN_DELAY times its `quiet`
+    delay (at most MAX_OWN_DELAY; default: the `delays` of these blocks).
     """
     quiet = quiet_delay(delays) if quiet is None else quiet
     limit = max(BEARABLE_DELAY, OWN_DELAY * min(quiet, MAX_OWN_DELAY))
@@ -39,7 +39,7 @@ def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[
 
 
 def quiet_delay(delays: Sequence[float]) -> float:
-    """Return the delay that a quarter of the blocks stay below."""
+    """Return the lower quartile of the delays."""
     return sorted(delays)[len(delays) // 4] if delays else 0.0
 
 
@@ -51,14 +51,14 @@ class Uninterleaved:
     together = 1  # jobs that load at the same time
 
     def __init__(self) -> None:
-        self.delays: list[float] = []  # for the boundary's blocks so far: see `find_disturbed`
-        self.core_latencies: list[int] = []  # for the same blocks, in ns
+        self.delays: list[float] = []  # per block of the boundary: see `find_disturbed`
+        self.core_latencies: list[int] = []  # per block of the boundary, in ns
 
     def imported(self) -> None:
-        """Report that the library is imported, and return when it is time to load."""
+        """Report that the library is imported; return when it is time to load."""
 
     def loaded(self) -> None:
-        """Report that the engine is loaded, and return when it is time to warm up."""
+        """Report that the engine is loaded; return when it is time to warm up."""
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """Yield a number for each block to measure now."""
@@ -70,7 +70,7 @@ class Uninterleaved:
             yield from self._iter_watched(number)
 
     def _iter_watched(self, number: int) -> Iterator[int]:
-        """Yield the block's number, and keep what share of the block each processor's thread waited."""
+        """Yield the block's number, then store the share of the block that each processor's thread waited."""
         since, before = time.monotonic(), system.run_delay()
         yield number
         delay, seconds = system.run_delay() - before, time.monotonic() - since
@@ -78,8 +78,10 @@ class Uninterleaved:
 
 
 class Interleaved(Uninterleaved):
-    """Blocks start when the conductor says so; `waited_s` is the time that is not the job's own: it waited, or others
-    loaded at the same time."""
+    """An interleaved job: the conductor starts its blocks.
+
+    `waited_s` is the time not its own: waiting, and its share of loading in parallel with others.
+    """
 
     conducted = True
 
@@ -116,12 +118,12 @@ class Interleaved(Uninterleaved):
         word, _, latency = self._heard.readline().strip().partition(" ")
         self._core_latency = int(latency or 0)
         self.waited_s += time.perf_counter() - since
-        if word not in (GO, END):  # the conductor is gone, and without a turn nothing may be measured
+        if word not in (GO, END):  # conductor gone: no measurement without a turn
             raise EOFError("the process that conducts this job's turns is gone")
         return word
 
 
 def find_conductor() -> Uninterleaved:
-    """Return the source of this process's turns: the conductor behind the inherited pipes, or none."""
+    """Return this process's turns: the conductor behind the inherited pipes, or an uninterleaved job."""
     ends = os.environ.pop(CONDUCTOR_VARIABLE, "")
     return Interleaved(*map(int, ends.split(","))) if ends else Uninterleaved()

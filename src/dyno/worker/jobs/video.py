@@ -1,4 +1,4 @@
-"""A video through a trial's engine: the whole as a pipeline, and before and behind it each stage alone."""
+"""A video through a trial's engine: the pipeline, and each stage alone before and after it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, cod
 from dyno.worker.video.opening import describe_old_pyav, has_pyav, open_sink, open_source, prepare_libraries
 from dyno.worker.video.options import OPENING_STAGE, VideoOptions
 
-# Frames that were decoded before, for the rate of everything behind the decoder.
+# Frames decoded in advance, for the rate of the stages after the decoder
 
 
 class MemorySource(Source):
-    """The first frames of another source, at most `most`, again and again until there were `count` (0: once each).
+    """The first `max_frames` frames of another source, repeated until `count` frames (0: once each).
 
-    Their times are those of its average rate; there is no sound.
+    Times follow the source's average rate; there is no sound.
     """
 
     def __init__(self, source: Source, max_frames: int, count: int) -> None:
@@ -63,14 +63,14 @@ AVERAGED_TICKS = 8  # ticks averaged by the progress display
 
 
 def video(job: Job, journal: Journal) -> None:
-    """Measure the stages alone, run them as a pipeline, and measure them again: a machine that slowly changes its speed
-    changes that of both alike.
+    """Measure the stages alone, run them as a pipeline, and measure them again.
 
-    Options of the job: `settings` of `VideoOptions`, `source`, `output` and `boxes` (files, "" for none), and
-    `scratch`: both are removed in the end, as of rounds that only measure.
+    A slow change of the machine's speed so affects both alike. Options of the job: `settings` of `VideoOptions`,
+    `source`, `output` and `boxes` (files, "" for none), and `scratch`: remove both files in the end, for rounds that
+    only measure.
     """
     assert job.trial is not None
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
     trial, backend = job.trial, find(job.trial.backend)
     prepare_libraries()
     if sentence := describe_old_pyav():
@@ -80,7 +80,7 @@ def video(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(libraries))
     journal.stage(OPENING_STAGE)
     source = open_source(str(job.options["source"]), options, _choose_decoder(options, trial))
-    if suffix := Path(job.options["output"]).suffix:  # a codec that isn't there is noticed before anything is measured
+    if suffix := Path(job.options["output"]).suffix:  # a missing codec is noticed before measuring
         path = journal.folder / f"opened{suffix}"
         open_sink(path, source, options.codec).close()
         _remove_path(path)
@@ -104,7 +104,7 @@ def video(job: Job, journal: Journal) -> None:
 
 
 class _VideoJob:
-    """One job: its session, its source, and what is stored of them."""
+    """One job: its session, its source, and their stored results."""
 
     def __init__(
         self, job: Job, options: VideoOptions, engine: steps.SessionThread, source: Source, journal: Journal
@@ -138,9 +138,9 @@ class _VideoJob:
         )  # fmt: skip
 
     def _reach_device(self) -> DeviceBinding | None:
-        """Return the engine's inputs and outputs on its device, if frames are to be prepared there; else None.
+        """Return the engine's device binding if frames are to be prepared on the device; else None.
 
-        Raises a `UserError` if that was requested and PyTorch can't reach them.
+        Raise a `UserError` if that was requested and PyTorch can't reach the inputs.
         """
         wanted = self._options.prepare
         usual = self._host.takes_frames and self._trial.runtime.device != "cpu"
@@ -160,7 +160,7 @@ class _VideoJob:
         contention = system.CpuContention()
         stages, bench, rate = self._engine.call(self._measure_alone)
         feeds = bench.feeds
-        if self._ends is not None:  # a record's figures are from host to host
+        if self._ends is not None:  # records are from host to host
             feeds = self._engine.call(lambda: on_device.host_feeds(bench.feeds, self._host))
             batch, plan = self._preparation.batch, self._trial.plan
             rate = self._engine.call(lambda: measure.measure_throughput(self._host, feeds, batch, plan))
@@ -185,7 +185,7 @@ class _VideoJob:
         if self._facts.stopped or self._source.once:
             return
         self._journal.stage("each stage alone")
-        # What the video itself had of the source is its note alone.
+        # Only the video's own reading of the source counts for its notes.
         damaged, left = self._source.damaged, self._source.left
         with suppress(KeyboardInterrupt):
             stages, bench, _ = self._engine.call(self._measure_alone)
@@ -213,7 +213,7 @@ class _VideoJob:
         return {**bench.results(), steps.INFER: inference}, bench, rate
 
     def _measure_contention(self, answered: list[Batch]) -> alone.ContentionCost | None:
-        """Measure the processor time of stages under full CPU load (`alone.measure_contention`); None with one."""
+        """Measure stages' processor time under full CPU load (`alone.measure_contention`); None on one processor."""
         count = min(len(steps.STAGES), self._facts.processors // codec_threads())
         if self._facts.processors == 1:
             return None
@@ -232,7 +232,7 @@ class _VideoJob:
                 _remove_path(path)
 
     def _store_found(self) -> None:
-        """Store what was found of the stages alone until now, and of the video where it has run."""
+        """Store the results of the isolated stages so far, and of the video if it has run."""
         found = alone.join_measurements(self._found)
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.stages.items()}
         cpu = {name: one.cpu for name, one in found.stages.items()}
@@ -255,12 +255,12 @@ class _VideoJob:
         return Tracker(options.track, self._source.rate, least) if options.track else None
 
     def run_pipeline(self) -> None:
-        """Run the whole video through all stages at once; if the user stops it, keep the frames written until then."""
+        """Run the whole video through all stages at once; if the user stops it, keep the frames written so far."""
         journal = self._journal
         lines = [self._engine.call(partial(self._build_line, number)) for number in range(self._options.streams)]
         journal.stage("video")
         gc.collect()
-        gc.freeze()  # a collection would go through all that the libraries have made, again and again
+        gc.freeze()  # a collection would visit all the libraries' objects again and again
         contention, cpu, since = system.CpuContention(), time.process_time(), now()
         stopped = False
         try:
@@ -292,7 +292,7 @@ class _VideoJob:
             _remove_path(path)
 
     def _build_line(self, number: int) -> _VideoStream:
-        """Build the stages of one stream; all but the first are load only, and their output is removed."""
+        """Build the stages of one stream; streams after the first are only load, and their output is removed."""
         first, output = number == 0, self._output
         if output and not first:
             output = self._journal.folder / f"stream{number}{output.suffix}"
@@ -318,7 +318,7 @@ class _VideoJob:
         return _VideoStream(source, sink, keep, tracker, pipeline, output if output != self._output else None)
 
     def _close_lines(self, lines: list[_VideoStream]) -> list[str]:
-        """Close every file; the first stream's sentences on what differs from the source."""
+        """Close every file; return the first stream's notes on differences from the source."""
         try:
             notes, *_ = [line.close() for line in lines]
         except OSError as e:
@@ -343,7 +343,7 @@ class _VideoJob:
             yield f"{source.name} says that it has {expected} frames, and {count} were found"
 
     def _store_times(self, line: _VideoStream, since: int) -> None:
-        """Store the times of every stage and frame of the stream, in seconds since the pipeline began."""
+        """Store the times of all stages and frames of the stream, in seconds since the pipeline's start."""
         keep, every = line.keep, line.stages.timed
         for name, timed in every.items():
             self._arrays |= {f"{name}_{key}": array for key, array in timed.arrays(since).items()}
@@ -354,7 +354,7 @@ class _VideoJob:
 
 @dataclass(frozen=True)
 class _VideoStream:
-    """One stream from its source to its sink; what lies at `scratch` is removed when it is closed."""
+    """One stream from its source to its sink; `scratch` is removed on closing."""
 
     source: Source
     sink: Sink
@@ -365,11 +365,11 @@ class _VideoStream:
 
     @property
     def answered(self) -> int:
-        """Frames whose boxes are known."""
+        """Frames with known boxes."""
         return len(self.keep.boxes)
 
     def close(self) -> list[str]:
-        """Complete what was written; see `Sink.close`."""
+        """Complete the written files; see `Sink.close`."""
         self.keep.close()
         notes = self.sink.close(self.source.left)
         if self.scratch:
@@ -378,7 +378,7 @@ class _VideoStream:
 
 
 def _choose_decoder(options: VideoOptions, trial: Trial) -> str:
-    """Return the GPU for decoding, "" for none; raise an error if decoding there is requested but not possible."""
+    """Return the GPU for decoding, "" for none; raise an error if it was requested and is impossible."""
     if options.decode != DEVICE:
         return ""
     if trial.runtime.device == "cpu":

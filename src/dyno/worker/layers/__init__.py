@@ -1,1 +1,1 @@
-"""A model's layers: the calls of a PyTorch module's parts, the nodes of an ONNX graph."""
+"""A model's layers: the calls of a PyTorch module's parts, or the nodes of an ONNX graph."""

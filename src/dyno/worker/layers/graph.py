@@ -1,4 +1,4 @@
-"""The nodes of an ONNX graph: shapes by inference, weights, operations, and the modules that each node came from."""
+"""The nodes of an ONNX graph: inferred shapes, weights, operations, and each node's modules."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from dyno.worker.spec import Dims, InputSpec, ModelSpec
 
 SCOPES_KEY = "pkg.torch.onnx.name_scopes"  # node metadata of PyTorch's newer exporter: modules, outermost first
 CLASSES_KEY = "pkg.torch.onnx.class_hierarchy"  # the classes of these modules
-# Around a module with described inputs is one of Dyno's own at its export, which calls it `model`.
+# Dyno's wrapper of modules with described inputs at export, and its name of the inner module
 WRAPPED, WRAPPER = "dyno.worker.sessions.torch_support.make_positional.", "model"
-LOST_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # the exporter's module name if it lost the module
-UNKNOWN_SHAPE = (-1,)  # even the number of dimensions is unknown
+LOST_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # the exporter's name of a lost module
+UNKNOWN_SHAPE = (-1,)  # not even the number of dimensions is known
 
 
 def read_graph(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
-    """Read the nodes of the file for inputs of these shapes, in the file's order; constants aren't nodes.
+    """Read the file's nodes for inputs of these shapes, in the file's order; constants aren't nodes.
 
-    A node of the standard's domain has its operator as its type, one of another domain `domain.Operator`. Raises
-    `UserError` for a file that is missing, damaged, or lacks weights that it keeps beside it.
+    A node's type is its operator, or `domain.Operator` outside the standard domain. Raise a `UserError` for a file that
+    is missing, damaged, or lacks its external weights.
     """
     read_io(path)
     check_files_beside(path)
@@ -38,7 +38,7 @@ def read_graph(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
 
 
 def read_nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
-    """Read the nodes as `read_graph` does, of a complete file; its weights may be in files elsewhere."""
+    """Read the nodes like `read_graph`, of a complete file; its weights may be in other files."""
     onnx = import_onnx()
     model = onnx.load(path, load_external_data=False)
     inferred = flops.with_shapes(model, shapes)
@@ -55,7 +55,7 @@ def read_nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
 
 
 class _GraphReader:
-    """A graph's constants, types and shapes, and its nodes as layers."""
+    """A reader of a graph's nodes as layers, with its constants, types and shapes."""
 
     def __init__(self, onnx: Any, graph: Any, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes, self._scope = dict(shapes), open_graph(model)
@@ -70,7 +70,7 @@ class _GraphReader:
         self.stored = 0
 
     def read_layer(self, node: Any) -> Layer:
-        """Return the node as a layer, and add the weights that no node before it had to `self.stored`."""
+        """Return the node as a layer, and add its new weights, which no earlier node has, to `self.stored`."""
         own = self._scope.list_weights(node)
         pairs = (pair for scope in self._scope.list_inner(node) for pair in scope.walk())
         inside = (weight for scope, each in pairs for weight in scope.list_weights(each))
@@ -98,7 +98,7 @@ class _GraphReader:
         owners = _find_owners(node, weights)
         if not self._wrapped:
             return owners
-        named = [name for name in owners if name]  # the wrapper's own are those of a program, which has lost its names
+        named = [name for name in owners if name]  # the wrapper's own nodes are a program's, which has lost its names
         return tuple("" if name == WRAPPER else name.removeprefix(f"{WRAPPER}.") for name in named)
 
     def _make_port(self, name: str) -> Port:
@@ -107,19 +107,19 @@ class _GraphReader:
 
 
 def name_node(node: Any) -> str:
-    """Return the node's name; a node without one is named after its operator and output."""
+    """Return the node's name; a nameless node is named after its operator and output."""
     return node.name or f"{node.op_type} to {next(iter(node.output), '')}"
 
 
 def _find_owners(node: Any, weights: list[str]) -> tuple[str, ...]:
-    """Return the modules that a node came from, innermost names.
+    """Return the modules that a node came from, by their innermost names.
 
-    They are from PyTorch's own metadata, else from the path in the node's name; and from the names of its weights if no
-    other node has them, as for a convolution with a folded batch norm.
+    They are from PyTorch's own metadata, else from the path in the node's name, and from the names of weights that no
+    other node has, as for a convolution with a folded batch norm.
     """
     owners = [name.rpartition(".")[0] for name in weights if "." in name and "::" not in name]
     scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES_KEY), "")
-    if scopes and node.op_type not in flops.PRODUCT_OPERATORS:  # a weight that two modules share has one name
+    if scopes and node.op_type not in flops.PRODUCT_OPERATORS:  # a shared weight has one name
         owners = []
     if scopes:
         try:
@@ -142,7 +142,7 @@ def _join_scopes(parts: list[str]) -> str:
     return ".".join(path)
 
 
-# ONNX Runtime's optimised graph: the nodes that it really runs, with the shapes and types that a profile saw.
+# ONNX Runtime's optimised graph: the nodes actually run, with a profile's shapes and types
 
 PROFILE_TYPES = {"float": "float32", "double": "float64"}
 COPY_OPERATORS = ("MemcpyFromHost", "MemcpyToHost")
@@ -150,9 +150,9 @@ MOVE_OPERATORS = ("Cast", "ReorderInput", "ReorderOutput", *COPY_OPERATORS)
 
 
 def read_optimised_graph(path: str, source: str, profile: Profile, library: str) -> LayerGraph:
-    """Read the optimised file's nodes as an engine's layers; a Transpose that its source lacks is a conversion.
+    """Read the optimised file's nodes as an engine's layers; a Transpose missing in the source is a conversion.
 
-    A node without an event in the profile was not run. Raises UserError for a file that can't be read.
+    Nodes without an event in the profile were not run. Raise a `UserError` for an unreadable file.
     """
     written = read_nodes(path, {})
     source_names = {name_node(node) for node in _read_nodes(source)}
@@ -162,7 +162,7 @@ def read_optimised_graph(path: str, source: str, profile: Profile, library: str)
         moves = operator in MOVE_OPERATORS or (operator == "Transpose" and layer.name not in source_names)
         layer = replace(layer, moves=moves, computes_in=profile.computed_in.get(kernel, "") if kernel else "")
         layer = _apply_profile(layer, profile.outer[kernel] if kernel else None)
-        # Only a reordering ends the layout; an elementwise operator doesn't care for it.
+        # Only a reordering ends the layout; elementwise operators keep it.
         enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
         if enters and operator != "ReorderOutput":
             blocked |= {port.name for port in layer.outputs}
@@ -172,10 +172,10 @@ def read_optimised_graph(path: str, source: str, profile: Profile, library: str)
 
 
 def list_kernels(layers: Sequence[Layer], kernels: Iterable[Kernel], source: str = "") -> list[Kernel | None]:
-    """Return the kernel of each layer, None for one that was not run; layers of one name get theirs in order.
+    """Return the kernel of each layer, None if it was not run; layers of equal name get theirs in order.
 
-    ONNX Runtime names a nameless node by its operator and its number: its place in the source file, if it comes from
-    there. Others of an operator, as from an inlined function, get theirs in order too.
+    ONNX Runtime names a nameless node by its operator and number: its place in the source file, if it comes from there.
+    Other nodes, such as those of an inlined function, get theirs in order too.
     """
     pending: dict[str, list[Kernel]] = {}
     for kernel in sorted(kernels, key=lambda each: int(each[1] or 0)):
@@ -201,7 +201,7 @@ def _read_nodes(source: str) -> Sequence[Any]:
 
 
 def _apply_profile(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
-    """Return the layer with its entry in the profile; its shapes are the run's own, which the file need not have."""
+    """Return the layer with its entry in the profile; shapes are the run's, which the file may lack."""
     layer = replace(layer, flops=None, modules=(), skipped=event is None)
     if event is None:
         return layer
@@ -216,7 +216,7 @@ def _name_operator(layer: Layer) -> str:
     return layer.type.rpartition(".")[2]
 
 
-# A program of torch.export as the modules that it was exported from, so that its parts can be watched.
+# A program of torch.export as its original modules, so that hooks can watch its parts
 
 
 def list_program_parts(model: ModelSpec, dims: Dims) -> Any:
@@ -233,16 +233,16 @@ def list_program_parts(model: ModelSpec, dims: Dims) -> Any:
         _check_same(models.build(model, dims), found, lambda: modules.make_example(model, specs, dims))
     except MemoryError:
         raise
-    except Exception:  # torch's unflatten refuses some programs; their parts stay unknown
+    except Exception:  # torch's unflatten refuses some programs
         return None
     return found
 
 
 def _name_classes(module: Any) -> Any:
-    """Name the classes like those of the original; torch's own would all be called InterpreterModule."""
+    """Name the classes like the originals; torch would name them all InterpreterModule."""
 
     def list_inner_modules(self: Any, *args: Any, **keywords: Any) -> Any:
-        """Return the `named_modules` inside Dyno's wrapper, which runs nothing itself."""
+        """Return the `named_modules` inside Dyno's wrapper, which itself runs nothing."""
         return self.model.named_modules(*args, **keywords)
 
     wrapped, aten = module.type_name().startswith(WRAPPED), import_torch().ops.aten
@@ -254,25 +254,25 @@ def _name_classes(module: Any) -> Any:
             part.__class__ = type(name.rpartition(".")[2], (type(part),), inside)
         part._run_with_interpreter = False  # the compiled program is faster than the interpreter
         constants = {key: value for key, value in vars(part).items() if hasattr(value, "detach")}
-        for key, value in constants.items():  # otherwise they stay behind when the module moves to a GPU
+        for key, value in constants.items():  # else they wouldn't move to a GPU
             delattr(part, key)
             part.register_buffer(key, value, persistent=False)
         if hasattr(part, "finalize"):
             for node in part.graph.nodes:
-                if node.target is aten.view.default:  # view rejects results of attention's unfused form
+                if node.target is aten.view.default:  # view rejects results of unfused attention
                     node.target = aten.reshape.default
-            part.finalize()  # its code was older than its graph where a part of it is called twice
+            part.finalize()  # updates code that is older than the graph if a part is called twice
     module.check_input_constraints = False  # checks at every call cost time
     return module
 
 
 def _check_same(program: Any, found: Any, example: Callable[[], tuple[Any, Any]]) -> None:
-    """Raise an `AssertionError` if the outputs differ; each run gets a fresh example, because it may write into it."""
+    """Raise an `AssertionError` if outputs differ; each run gets a fresh example, since it may overwrite it."""
     torch = import_torch()
     results = []
     with torch.no_grad():
         for each in (program, found):
-            torch.manual_seed(0)  # a program may draw numbers
+            torch.manual_seed(0)  # the program may use random numbers
             args, keywords = example()
             results.append(list(walk_tensors(each(*args, **keywords))))
     torch.testing.assert_close(*results, equal_nan=True)

@@ -1,8 +1,8 @@
-"""PyTorch's trace of a GPU, read: which kernels each call of a module's parts launched, and when none ran.
+"""PyTorch's GPU trace: the kernels launched by each call of a module's parts, and the times without a kernel.
 
-The trace is the JSON that `torch.profiler` exports, with a range (`user_annotation`) around each run and each call. A
-kernel names the operator that launched it ("External id"), and both the operator and the ranges have the host's clock,
-so that a kernel belongs to the innermost call in which its operator began.
+The trace is the JSON exported by `torch.profiler`, with a range (`user_annotation`) around each run and each call. A
+kernel names its launching operator ("External id"); operators and ranges have the host's clock, so a kernel belongs to
+the innermost call in which its operator began.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 from dyno.worker.facts.engine import shorten_kernel
 from dyno.worker.facts.job import Function
 
-RUN_RANGE, CALL_RANGE = "dyno run", "dyno call "  # names of ranges; behind CALL stands the part's name
+RUN_RANGE, CALL_RANGE = "dyno run", "dyno call "  # names of ranges; the latter is followed by the part's name
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CATEGORIES = ("cuda_runtime", "cuda_driver")
-WAIT_CALL = "Synchronize"  # part of the names of calls that only wait for the GPU
+WAIT_CALL = "Synchronize"  # in names of calls that only wait for the GPU
 Event = Mapping[str, Any]
-Rows = Mapping[tuple[str, int], int]  # the row of each call, by the part's name and which of its calls it is
+Rows = Mapping[tuple[str, int], int]  # row by part's name and number of its call
 
 
 @dataclass
 class TracedRun:
-    """One run: seconds of the GPU's work by row, and of each kernel by row.
+    """One run: seconds of GPU work by row, and of each kernel by row.
 
-    `busy` is the time in which the GPU did any work, `calls` that in which the host was inside calls of CUDA other than
-    waits, both in seconds, and `kernels` how many were launched.
+    `busy` is the time in which the GPU did any work, `calls` the host's time in CUDA calls other than waits, both in
+    seconds; `kernels` is the number of launches.
     """
 
     seconds: list[float]
@@ -45,13 +45,13 @@ class _Range:
     begin: float
     end: float
     name: str
-    run: int = -1  # number of the run that it is in, -1 for none
-    around: int = -1  # the range around it
+    run: int = -1  # number of its run; -1: none
+    around: int = -1  # index of the enclosing range
     row: int = -1
 
 
 def read_runs(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
-    """Return the runs of a trace in order, with `count` rows each; work of a call without a row is its caller's."""
+    """Return a trace's runs in order, with `count` rows each; a call without a row counts for its caller."""
     owners = _Owners(events, rows)
     runs = [TracedRun([0.0] * count) for _ in range(owners.runs)]
     begun = {e["args"]["External id"]: e["ts"] for e in events if is_kind(e, ("cpu_op", "user_annotation"))}
@@ -86,7 +86,7 @@ def is_kind(event: Event, kinds: Sequence[str]) -> bool:
 
 
 class _Owners:
-    """Which call is the innermost at any moment of the host."""
+    """The innermost call at any moment of the host."""
 
     def __init__(self, events: Sequence[Event], rows: Rows) -> None:
         marked = (e for e in events if is_kind(e, ("user_annotation",)))
@@ -120,7 +120,7 @@ class _Owners:
         self._owners.append(owner)
 
     def _number_rows(self, rows: Rows) -> None:
-        """Number the rows by the calls of the same part that ended before in the run."""
+        """Number the rows by earlier ended calls of the same part in the run."""
         seen: Counter[tuple[int, str]] = Counter()
         for one in sorted(self._ranges, key=lambda one: one.end):
             name = one.name.removeprefix(CALL_RANGE)
@@ -131,13 +131,13 @@ class _Owners:
                 one.row = self._ranges[one.around].row
 
     def find_owner(self, moment: float) -> tuple[int, int]:
-        """Return the numbers of the run and row of the innermost call, -1 for none."""
+        """Return the run and row numbers of the innermost call; -1 if none."""
         owner = self._owners[bisect_right(self._times, moment) - 1]
         return (self._ranges[owner].run, self._ranges[owner].row) if owner >= 0 else (-1, -1)
 
 
 def sum_covered(events: Iterable[Event]) -> float:
-    """Return the seconds in which at least one of the events was going on."""
+    """Return the seconds covered by at least one of the events."""
     total, until = 0.0, -math.inf
     for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
         total += max(0.0, end - max(begin, until))
@@ -157,13 +157,12 @@ def list_kernels(runs: Sequence[TracedRun], count: int) -> list[str]:
     return [" + ".join(each) for each in names]
 
 
-# The critical path of a run on a GPU: which function of the host or the GPU, if it were faster, would end it earlier.
+# The critical path of a run on a GPU: the functions of host and GPU that would end it earlier if they were faster
 #
-# The path is walked from the end of the run to its beginning, over the trace that `kernel_trace` reads. On the host it
-# goes through calls of CUDA and what lies between them. In a call that waits it goes over to the work that was waited
-# for. A kernel was held up either by the work before it on its stream or by the call that launched it, whichever ended
-# later, and there the path goes on (critical-path analysis: Yang and Miller, ICDCS 1988). So all parts of the path add
-# up to the run.
+# The path is walked back from the end of the run, over the trace. On the host it follows CUDA calls and the time
+# between them. From a waiting call it moves to the awaited work. A kernel was delayed either by the previous work on
+# its stream or by its launching call, whichever ended later, and the path continues there (critical-path analysis:
+# Yang and Miller, ICDCS 1988). So all parts of the path add up to the run.
 
 CALL, GPU, BETWEEN = "CUDA call", "GPU", "host"  # places where a function runs
 OUTSIDE = "outside of CUDA"
@@ -174,7 +173,7 @@ Key = tuple[str, str]  # where, and the function's name
 
 @dataclass(frozen=True)
 class _Piece:
-    """A call or a piece of the GPU's work, in microseconds of the host's clock."""
+    """A call or a piece of GPU work, in microseconds of the host's clock."""
 
     name: str
     begin: float
@@ -187,7 +186,7 @@ class _Piece:
 def list_functions(events: Sequence[Event], discarded: int) -> tuple[Function, ...]:
     """Return each function's times in a run; those with the largest share of the path come first.
 
-    They are means over the runs of the trace, without the first `discarded`, in seconds.
+    They are means in seconds over the trace's runs, without the first `discarded`.
     """
     marked = (e for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN_RANGE)
     bounds = sorted((e["ts"], e["ts"] + e["dur"]) for e in marked)
@@ -215,7 +214,7 @@ def _make_piece(event: Event) -> _Piece:
 
 
 def _find_outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _Piece]]:
-    """Return the outermost calls in order, and the outermost call around each one by correlation."""
+    """Return the outermost calls in order, and by correlation the outermost call around each call."""
     found: list[_Piece] = []
     around: dict[int, _Piece] = {}
     for call in sorted(calls, key=lambda each: (each.begin, -each.end)):
@@ -226,7 +225,7 @@ def _find_outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _P
 
 
 class _CriticalPath:
-    """Each function's time in one run, in microseconds: found on the way from the run's end to its beginning."""
+    """Each function's time in one run, in microseconds, found by walking back from the run's end."""
 
     def __init__(
         self, begin: float, end: float, calls: Sequence[_Piece], work: Sequence[_Piece], launches: Mapping[int, _Piece]
@@ -241,7 +240,7 @@ class _CriticalPath:
         self._begins = [call.begin for call in calls]
         self._work = sorted(done, key=lambda each: each.end)
         self._ends = [each.end for each in self._work]
-        self._before: dict[int, _Piece] = {}  # the work before on the stream, by the identity of what follows
+        self._before: dict[int, _Piece] = {}  # previous work on the stream, by the identity of its successor
         last: dict[Any, _Piece] = {}
         for each in done:
             if each.stream in last:
@@ -289,7 +288,7 @@ class _CriticalPath:
         return begin
 
     def _find_awaited(self, call: _Piece, moment: float) -> _Piece | None:
-        """Return the last work that ended while the call waited for it; its own copy counts if it ended by then."""
+        """Return the last work that ended while the call waited for it; the call's own copy counts if it ended."""
         place = bisect_right(self._ends, moment) - 1
         while place >= 0 and self._ends[place] > call.begin:
             last = self._work[place]

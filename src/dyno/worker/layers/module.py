@@ -1,4 +1,4 @@
-"""The calls of a PyTorch module's parts, watched while it runs once."""
+"""The calls of a PyTorch module's parts, watched by hooks during one run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dyno.worker.spec import Unavailable, UserError
 
 UNSEEN_ERROR = f"{UNWATCHED_ERROR}; look at its graph: dyno inspect MODEL onnx"
 MakeHook = Callable[[str], Callable[..., None]]
-PORT_ATTRIBUTE = "_dyno_port"  # attribute that identifies a tensor where it is read
+PORT_ATTRIBUTE = "_dyno_port"  # attribute that identifies a tensor for its readers
 
 
 def read(module: Any, *args: Any, **keywords: Any) -> LayerGraph:
@@ -34,13 +34,12 @@ def read(module: Any, *args: Any, **keywords: Any) -> LayerGraph:
 
 
 def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
-    """Run the module once: a row for each call of a part, in the order in which the calls end.
+    """Run the module once; return a row per call of a part, in the order in which calls end.
 
-    A part that only calls others is none, nor is a module of several parts itself where it has no parameters and no
-    operations.
-    Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's, is
-    `skipped`, and so is a part with parameters that was never called itself; it has no outputs. Raises `UserError` for
-    TorchScript and programs of torch.export, whose parts can't be watched (see `list_program_parts`).
+    Parts that only call others have no row, nor does a module of several parts itself without parameters or operations
+    of its own. Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's,
+    is `skipped`, as is a part with parameters that was never called itself; it has no outputs. Raise a `UserError` for
+    TorchScript and programs of torch.export, which take no hooks (see `list_program_parts`).
     """
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):
@@ -62,7 +61,7 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
 def _make_dispatch_mode() -> Any:
     """Return a mode that counts the operators that run inside it.
 
-    Their results get the mark of the last part whose result they read, so that the part is known behind `x + y` too.
+    Their results inherit the mark of the last part they read a result of, so that the part is known after `x + y` too.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,7 +83,7 @@ def _make_dispatch_mode() -> Any:
 
 @contextmanager
 def hold_hooks(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> Iterator[None]:
-    """Hold hooks before and after the calls of the module and its parts, made for their names, while the block runs.
+    """Set hooks before and after the calls of the module and its parts, made by name, during the block.
 
     Pure containers and parts that take no hooks are left out.
     """
@@ -102,7 +101,7 @@ def hold_hooks(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -
 
 @contextmanager
 def hold_scopes(torch: Any, module: Any, make_scope: Callable[[str], Any]) -> Iterator[None]:
-    """Have each call of the module and its parts inside a context that `make_scope` makes for its name."""
+    """Run each call of the module and its parts inside a context from `make_scope`, by name."""
     calling: list[Any] = []
 
     def make_enter_hook(name: str) -> Callable[..., None]:
@@ -126,7 +125,7 @@ def _skip_containers(torch: Any, module: Any) -> list[tuple[str, Any]]:
 
 @dataclass
 class _OpenCall:
-    """A call that isn't over: operations and operators at its beginning, those of its parts, and the calls before."""
+    """A running call: operations and operators before it, those of its parts, and the number of earlier calls."""
 
     begin: tuple[int, int]
     first: int
@@ -135,23 +134,23 @@ class _OpenCall:
 
 
 class _ModuleWatch:
-    """Hooks for every part of a module, and what they saw."""
+    """Hooks for every part of a module, and their observations."""
 
     def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
         self._so_far, self._calls, self._open = so_far, list[Layer](), list[_OpenCall]()
         self._parts = _skip_containers(torch, module)
         self._size_of = {name: sum(p.numel() for p in part.parameters(recurse=False)) for name, part in self._parts}
         self._outer = {name for name, part in self._parts if next(part.children(), None) is not None}
-        self._names: dict[int, list[str]] = {}  # a part that stands in several places has a name for each
+        self._names: dict[int, list[str]] = {}  # a part in several places has several names
         for name, part in module.named_modules(remove_duplicate=False):
             self._names.setdefault(id(part), []).append(name)
 
     def enter_part(self, part: Any, args: Any) -> None:
-        """Note the beginning of a call."""
+        """Record the beginning of a call."""
         self._open.append(_OpenCall(self._so_far(), len(self._calls)))
 
     def make_leave_hook(self, name: str) -> Callable[..., None]:
-        """Return the hook that notes a call of the part at its end."""
+        """Return the hook that records a call of the part at its end."""
 
         def leave_part(part: Any, args: Any, keywords: Any, result: Any) -> None:
             call, now = self._open.pop(), self._so_far()
@@ -162,7 +161,7 @@ class _ModuleWatch:
             number = len(self._calls)
             read = [_make_port(t, "") for t in walk_tensors((args, keywords))]
             nothing = ran == call.operators
-            # What a part of this one wrote is the part's, and what went through is whose it was.
+            # Tensors written by an inner part, or passed through, keep their mark.
             written = [
                 _make_port(t, "" if nothing or _find_writer(t) >= call.first else f"{number}:{k}")
                 for k, t in enumerate(walk_tensors(result))
@@ -175,11 +174,11 @@ class _ModuleWatch:
 
     @property
     def called_parts(self) -> set[str]:
-        """The parts with parameters that were called; the module itself is none."""
+        """The called parts that have parameters, without the module itself."""
         return {call.name for call in self._calls if call.name and self._count_own_parameters()[call.name]}
 
     def list_rows(self) -> list[Layer]:
-        """Return the calls, then the parts that never ran; later calls share the parameters of their part's first."""
+        """Return the calls, then parts that never ran; later calls share the parameters of their part's first."""
         fresh, calls = self._count_own_parameters(), []
         for call in self._calls:
             own = self._size_of[call.name]
@@ -192,7 +191,7 @@ class _ModuleWatch:
         return calls + [Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in left]
 
     def _count_own_parameters(self) -> dict[str, int]:
-        """Return the parameters of each part itself; one that two parts share counts for the first."""
+        """Return each part's own parameters; a shared one counts for the first part."""
         seen: set[int] = set()
         own: dict[str, int] = {}
         for name, part in self._parts:
@@ -203,7 +202,7 @@ class _ModuleWatch:
 
 
 def _make_port(tensor: Any, name: str) -> Port:
-    """Return a tensor as a port and mark it with the name; without a name, the port has the mark of its last writer."""
+    """Return a tensor as a port and mark it with the name; without a name, use the mark of its last writer."""
     if name:
         setattr(tensor, PORT_ATTRIBUTE, name)
     mark = getattr(tensor, PORT_ATTRIBUTE, "")
@@ -211,15 +210,15 @@ def _make_port(tensor: Any, name: str) -> Port:
 
 
 def _find_writer(tensor: Any) -> int:
-    """Return the number of the call that wrote the tensor, -1 for none."""
+    """Return the number of the call that wrote the tensor; -1 if none."""
     return int(getattr(tensor, PORT_ATTRIBUTE, "-1:").partition(":")[0])
 
 
-# How long each call of a PyTorch module's parts takes on the CPU, by a clock at its begin and its end.
+# CPU time of each call of a PyTorch module's parts, by the clock at its begin and end
 
 DISCARDED_RUNS = 3  # of a profile
 HOOKS_NOTE = "PyTorch's rows have what a module does itself, and what calling its parts costs; hooks read the clock."
-Mark = tuple[str | None, int]  # the name of the part whose call ends, None where one begins, and the clock in ns
+Mark = tuple[str | None, int]  # name of the part whose call ends (None: a call begins), and the clock in ns
 
 
 def measure_modules(
@@ -231,9 +230,9 @@ def measure_modules(
 ) -> LayerTimes:
     """Measure the seconds of each call of a part, without its own parts', in `runs` runs of `once`.
 
-    `plainly` calls the module for `watch_run`, outside inference mode, in which operations aren't counted.
-    `restore` is called before each run, untimed. Hooks cost less than the profiler of PyTorch, which watches every
-    operator. Raises `UserError` as `watch_run` does.
+    `plainly` calls the module for `watch_run`, outside inference mode, in which operations aren't counted. `restore` is
+    called before each run, untimed. Hooks cost less than PyTorch's profiler, which watches every operator. Raise a
+    `UserError` as `watch_run` does.
     """
     inside = watch_whole(module, plainly, restore)
     marks: list[Mark] = []
@@ -266,21 +265,21 @@ def watch_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], N
 
 
 def add_whole(inside: LayerGraph, module: Any) -> LayerGraph:
-    """Add a row for the module itself: the work of its code outside its submodules."""
+    """Add a row for the module itself: its code outside submodules."""
     if any(not layer.name for layer in inside.layers):
         return inside
     return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, flops=0, modules=("",))))
 
 
 def list_modules(inside: LayerGraph) -> dict[tuple[str, int], int]:
-    """Return the row of each call, by the part's name and the number of the part's call, counted from 0."""
+    """Return the row of each call, by the part's name and the call's number, counted from 0."""
     return {call: row for row, call in enumerate(inside.count_calls())}
 
 
 def sum_own_seconds(marks: Sequence[Mark], rows: Mapping[tuple[str, int], int], count: int) -> list[float]:
-    """Return the seconds of each row in one run, from the marks in their order.
+    """Return the seconds of each row in one run, from the marks in order.
 
-    The own time of a call without a row counts for the call around it.
+    The own time of a call without a row counts for the enclosing call.
     """
     seconds, seen = [0.0] * count, Counter[str]()
     calling: list[tuple[int, list[int]]] = []  # begin of each open call, and nanoseconds of the calls inside it
@@ -299,7 +298,7 @@ def sum_own_seconds(marks: Sequence[Mark], rows: Mapping[tuple[str, int], int], 
     return seconds
 
 
-# How long the kernels of each call of a PyTorch module's parts run on a GPU, by PyTorch's own profiler.
+# GPU time of the kernels of each call of a PyTorch module's parts, by PyTorch's profiler
 
 KERNELS_NOTE = (
     "PyTorch's rows have the time of the kernels and copies that a module launched itself, by torch.profiler; while "
@@ -314,10 +313,10 @@ def measure_kernels(
     runs: int,
     restore: Callable[[], None] = lambda: None,
 ) -> LayerTimes:
-    """Measure the seconds of the kernels of each call of a part, without its own parts', in `runs` runs of `once`.
+    """Measure the kernels' seconds of each call of a part, without its own parts', in `runs` runs of `once`.
 
-    `once` returns when the GPU is done; `plainly` and `restore` are as in `measure_modules`. Raises `UserError` as
-    `watch_run` does, and `Unavailable` where the profiler sees no kernel.
+    `once` returns when the GPU is done; `plainly` and `restore` are as in `measure_modules`. Raise a `UserError` as
+    `watch_run` does, and `Unavailable` if the profiler sees no kernel.
     """
     inside = watch_whole(module, plainly, restore)
     import_torch().cuda.synchronize()
@@ -348,7 +347,7 @@ def trace_kernels(
 
     whole = []
     with hold_scopes(torch, module, make_scope), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of what other uses of it need
+        warnings.simplefilter("ignore")  # warnings about other uses
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(runs):
                 restore()
@@ -362,13 +361,13 @@ def trace_kernels(
         return json.loads(path.read_text(encoding="utf-8"), strict=False)["traceEvents"], whole
 
 
-# A PyTorch module run once for a profiler of kernels, with an NVTX range around each call of a part.
+# A PyTorch module run once for a profiler of kernels, with an NVTX range around each call of a part
 
 
 def run_ranges(module: Any, once: Callable[[], None]) -> None:
-    """Call `once`, which returns when the GPU is done, between the start and the stop of CUDA's profiler.
+    """Call `once`, which returns when the GPU is done, between start and stop of CUDA's profiler.
 
-    Ranges are named by `range_name`. A part of TorchScript has none: its hooks would not be called.
+    Ranges are named by `range_name`. TorchScript parts have none: their hooks wouldn't be called.
     """
     torch = import_torch()
     seen: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Does a module take a way that depends on its input's values? A graph would hold the one way that was taken."""
+"""Detection of value-dependent control flow: a graph would hold only the branch taken at export."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 from dyno.worker.spec import NoRoute
 
 INPUT_ATTRIBUTE = "_dyno_from_input"
-MAX_RELEVANT_BATCH = 4096  # larger limits of the batch come from memory, not from branches
+MAX_RELEVANT_BATCH = 4096  # larger limits come from memory, not from branches
 BRANCH_REMEDY = "compute both branches and choose with torch.where, or measure it with --backend pytorch,compile"
 
 
 class ReadsValue(Exception):
-    """A module turned a value that its input decides into a number of Python's."""
+    """A module converted a value that depends on its input to a Python number."""
 
 
 def check_control_flow(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
-    """Run the module and follow what is computed from its inputs; True where no such value decides what is computed.
+    """Run the module and track values computed from its inputs; return True if none decides the control flow.
 
-    False where it can't be told: a result's length depends on values, the module doesn't run so, or it reads a value
-    (`if x.mean() > 0`, `range(int(n))`, `.item()`) but not while it is exported, as transformers' attention masks do. A
-    module that reads one while it is exported too is a `NoRoute` that names the line. Weights and shapes may be read:
-    they are the same for every input.
+    Return False if unknown: a result's length depends on values, the module doesn't run this way, or it reads a value
+    (`if x.mean() > 0`, `range(int(n))`, `.item()`) but not during an export, as transformers' attention masks do. Raise
+    a `NoRoute` that names the line if it reads a value during an export too. Weights and shapes may be read: they are
+    the same for every input.
     """
     if isinstance(module, torch.jit.ScriptModule):
-        return True  # keeps its branches, and its graph has them
+        return True  # TorchScript keeps both branches, in its graph too
     try:
         return not _lengths_depend(torch, module, example)
     except ReadsValue:
         pass
-    except Exception:  # another PyTorch, or a module that doesn't run under a watch: nothing is known of it then
+    except Exception:  # unknown: another PyTorch, or a module that fails under the modes
         return False
     try:
         with _pretend_exporting(torch):
@@ -43,7 +43,7 @@ def check_control_flow(torch: Any, module: Any, example: tuple[Any, ...]) -> boo
         raise NoRoute(
             f"a graph would hold one branch only: {_find_line(torch, e)} depends on values; {BRANCH_REMEDY}"
         ) from e
-    except Exception:  # only an exporter sees it, and its file is compared with the module
+    except Exception:  # unknown; the exported file is compared with the module anyway
         return False
     return False
 
@@ -62,7 +62,7 @@ def _lengths_depend(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def _pretend_exporting(torch: Any) -> Iterator[None]:
-    """Let `torch.compiler.is_exporting()` return True while the block runs, as torch.export does."""
+    """Make `torch.compiler.is_exporting()` return True during the block, as in torch.export."""
     known = [flag for flag in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, flag)]
     before = {flag: getattr(torch.compiler, flag) for flag in known}
     try:
@@ -84,7 +84,7 @@ def _make_modes(torch: Any) -> tuple[Any, Any]:
         return any(isinstance(v, torch.Tensor) and getattr(v, INPUT_ATTRIBUTE, False) for v in tree_leaves(values))
 
     def by_number(func: Any, args: Any) -> bool:
-        """Return whether it takes rows by their numbers, whose count is a shape, and not by a mask."""
+        """Return whether it indexes by numbers (their count is a shape) rather than by a mask."""
         masks = (torch.bool, torch.uint8)
         return func is torch.ops.aten.index.Tensor and not any(i is not None and i.dtype in masks for i in args[1])
 
@@ -98,7 +98,7 @@ def _make_modes(torch: Any) -> tuple[Any, Any]:
                 raise ReadsValue
             result = func(*args, **(kwargs or {}))
             if func is torch.ops.aten._pack_padded_sequence.default:
-                # Recurrent layers read the other result, how many sequences are that long, and tracing knows it.
+                # Recurrent layers read the other result, the number of sequences per step, which tracing supports.
                 setattr(result[0], INPUT_ATTRIBUTE, ours)
                 return result
             self.lengths |= ours and torch.Tag.dynamic_output_shape in func.tags and not by_number(func, args)
@@ -126,7 +126,7 @@ def _find_line(torch: Any, e: BaseException) -> str:
 
 
 def traced_values(torch: Any, caught: Sequence[warnings.WarningMessage]) -> str:
-    """Return tracing's warning: the module's line that turned a tensor into a number, now a constant; else ""."""
+    """Return a tracing warning: the module's line that made a tensor a constant; "" without one."""
     for warning in caught:
         if issubclass(warning.category, torch.jit.TracerWarning):
             return f"{Path(warning.filename).name}, line {warning.lineno}: {str(warning.message).split('.')[0]}"
@@ -134,9 +134,9 @@ def traced_values(torch: Any, caught: Sequence[warnings.WarningMessage]) -> str:
 
 
 def follow_batch(torch: Any, module: Any, example: Sequence[Any], batched: Sequence[int | None]) -> Any:
-    """Return the module as read by `torch.export` with a free batch, on the axis `batched` of each input.
+    """Return `torch.export`'s program of the module, with a free batch on the axis `batched` of each input.
 
-    Return None if it can't be read so.
+    Return None if the export fails.
     """
     free = getattr(torch.export.Dim, "AUTO", None)
     shapes = tuple(None if axis is None else {axis: free} for axis in batched)
@@ -147,15 +147,15 @@ def follow_batch(torch: Any, module: Any, example: Sequence[Any], batched: Seque
             return torch.export.export(
                 module, tuple(example), dynamic_shapes=(shapes,) if variadic else shapes, strict=False
             )
-    except Exception:  # a module that it can't follow, or another PyTorch: nothing is known then
+    except Exception:  # unknown: an unsupported module or another PyTorch
         return None
 
 
 def batch_limit(program: Any) -> int | None:
-    """Return the largest batch for which an exported program computes the same as its module; None without a limit.
+    """Return the largest batch for which an exported program equals its module; None without a limit.
 
-    A module with `if x.shape[0] > 4` has one: the program holds the path that the example took. With `len(x)` the batch
-    is a constant there, which shows no limit.
+    A module with `if x.shape[0] > 4` has a limit: the program holds the example's path. With `len(x)` the batch is a
+    constant in the program, which shows no limit.
     """
     try:
         inputs = [n for n in program.graph.nodes if n.name in program.graph_signature.user_inputs]

@@ -1,4 +1,4 @@
-"""From a PyTorch module, or an existing file, to an ONNX graph in FP32 that was run and compared."""
+"""From a PyTorch module, or an existing file, to an FP32 ONNX graph that was run and compared."""
 
 from __future__ import annotations
 
@@ -51,12 +51,11 @@ from dyno.worker.spec import (
     shorten,
 )
 
-# Names in a file that PyTorch's older exporter wrote of a module behind Dyno's wrapper.
+# Names in a file by PyTorch's older exporter, of a module inside Dyno's wrapper
 
 
 def unwrap(path: Path) -> None:
-    """Name nodes and weights as if the module had been exported itself: what it computes outside its parts would seem
-    to belong to a part called `model`."""
+    """Name nodes and weights as in an export of the module itself, without the wrapper's part `model`."""
     onnx = import_onnx()
     model = onnx.load(path, load_external_data=False)
     nodes = [node for graph in graphs_in(model.graph) for node in graph.node]
@@ -74,7 +73,7 @@ def unwrap(path: Path) -> None:
 
 
 def _drop_prefix(prefix: str, instead: str, names: Collection[str]) -> dict[str, str]:
-    """Return the new name of each name with the prefix, except those that would clash with a name that stays."""
+    """Return the new name of each name with the prefix, except for clashes with a name that stays."""
     renamed = {name: instead + name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     while taken := [name for name, new in renamed.items() if new in names and new not in renamed]:
         for name in taken:
@@ -82,16 +81,16 @@ def _drop_prefix(prefix: str, instead: str, names: Collection[str]) -> dict[str,
     return renamed
 
 
-# Attention and GELU as PyTorch's dynamo exporter writes them, in the forms that engines fuse.
+# Attention and GELU by PyTorch's dynamo exporter, rewritten into forms that engines fuse
 
 
 def make_fusible(model: Any) -> Any:
-    """Return the graph with each swap of the last two axes as one Transpose, and GELUs as by the other exporter.
+    """Return the graph with each swap of the last two axes as one Transpose, and GELUs in the older exporter's form.
 
-    The exporter flattens the keys to three axes, swaps two and unflattens them again (Reshape, Transpose, Reshape, and
-    with a free batch the shapes for it besides). TensorRT 8.6 fuses no attention around that: ViT-Small in FP16 at
-    batch 32 took 2.49 instead of 1.66 ms on an H200. Of a GELU it multiplies 0.5 by 1 + erf first and the input last,
-    which ONNX Runtime doesn't recognise as a GELU (the sums are the same but for rounding).
+    The dynamo exporter flattens the keys to three axes, swaps two and unflattens them (Reshape, Transpose, Reshape, and
+    shape computations with a free batch). TensorRT 8.6 then fuses no attention: ViT-Small in FP16 at batch 32 took 2.49
+    instead of 1.66 ms on an H200. It writes a GELU as input times (0.5 times 1 + erf), which ONNX Runtime doesn't
+    recognise as a GELU (equal except for rounding).
     """
     from onnxscript.rewriter import rewrite
 
@@ -99,7 +98,7 @@ def make_fusible(model: Any) -> Any:
 
 
 def _known_shape() -> Any:
-    """Reshape to [n, a, b], swap, Reshape to [..., b, a], by shapes that are constants of the graph."""
+    """Return the rule for Reshape to [n, a, b], swap, Reshape to [..., b, a], by constant shapes."""
     from onnxscript.rewriter import pattern
 
     def match_swap(op: Any, x: Any, flat: Any, back: Any) -> Any:
@@ -117,7 +116,7 @@ def _known_shape() -> Any:
 
 
 def _computed_shape() -> Any:
-    """Return the same rule for shapes that nodes compute from the keys themselves."""
+    """Return the same rule for shapes that nodes compute from the keys."""
     from onnxscript.rewriter import pattern
 
     def match_swap(op: Any, x: Any, begin: Any, ahead: Any, before: Any, last: Any, end: Any, one: Any) -> Any:
@@ -164,24 +163,24 @@ def _build_transpose(op: Any, x: Any, **_: Any) -> Any:
 
 
 def _read_number(value: Any) -> float | None:
-    """Return the number of a constant scalar of the graph, None for any other value."""
+    """Return the number in a constant scalar; None for any other value."""
     tensor = value.const_value
     return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
 
 EXPORT_OPTIONS = ("exporter", "opset")
 EXPORTERS = ("auto", "dynamo", "torchscript")
-DEFAULT_OPSET = 18  # the newest that every engine here reads, and the oldest that dynamo writes
-OPSET_RANGE = range(7, 27)  # opsets that PyTorch writes and ONNX Runtime reads; TorchScript's end with 23
+DEFAULT_OPSET = 18  # newest for all engines here, oldest by dynamo
+OPSET_RANGE = range(7, 27)  # from PyTorch to ONNX Runtime; TorchScript's end with 23
 OPSET_ADVICE = f"from {OPSET_RANGE[0]} to {OPSET_RANGE[-1]}; the default is {DEFAULT_OPSET}"
-LATER_OPSET = 20  # for operators missing in the default, as deformable convolutions (19)
+LATER_OPSET = 20  # for operators missing in the default, such as deformable convolutions (19)
 EXAMPLE_BATCH = 2  # torch.export treats a batch of 0 or 1 as a constant
 OTHER_BATCHES = (1, 3)
-# Where a trace may hold what the module does for small batches only: the first whose inputs have at most this many
-# bytes, since the memory that the module takes grows with them, and a check must not be what ends an export.
+# Batches for checking a trace that may be valid only for small batches: the first with inputs of at most LARGER_B bytes
+# is used, since memory grows with the batch and a check must not end an export.
 LARGER_BATCHES, LARGER_B = (17, 5), 32 << 20
 REAL_IMAGES = 8
-NETWORK_LIBRARIES = ("torchvision", "timm", "ultralytics", "transformers")  # libraries that may have the module
+NETWORK_LIBRARIES = ("torchvision", "timm", "ultralytics", "transformers")  # possible libraries of the module
 
 
 def export_recipe(
@@ -193,9 +192,9 @@ def export_recipe(
 ) -> Recipe:
     """Return the recipe of a model's ONNX file. Pure.
 
-    `dims.batch` 0 leaves the batch free, so that one file serves every batch. Of the options, `exporter` (auto, dynamo,
-    torchscript) and `opset` apply; a device doesn't: a file is exported on the CPU. The graph is compared with the
-    module on images of `data` too.
+    With `dims.batch` 0 the batch is free, so that one file serves every batch. Of the options, `exporter` (auto,
+    dynamo, torchscript) and `opset` apply; the device doesn't: exports run on the CPU. The graph is also compared with
+    the module on images of `data`.
     """
     export_options = {key: value for key, value in (options or {}).items() if key in EXPORT_OPTIONS}
     images = data if data is not None and data.folder and not model.file else None
@@ -205,16 +204,16 @@ def export_recipe(
 
 
 class OnnxExport(Maker):
-    """Exports a module with a free or a fixed batch, compares the graph with it, and reads ONNX files as they are."""
+    """A maker that exports a module and compares the graph with it, or checks and describes the user's ONNX file."""
 
     name = "onnx_export"
     requires = ("torch", "onnx", "onnxscript", "onnxruntime", *NETWORK_LIBRARIES)
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write FOLDER/model.onnx, or check the model's own file and point to it.
+        """Write FOLDER/model.onnx, or check and describe the model's own file.
 
-        The graph is run in ONNX Runtime at two batches that weren't exported and compared with the module; when it is
-        wrong the other exporter is tried. Raises `UserError` when both are wrong, or the file is incomplete.
+        The graph is run in ONNX Runtime at two batches not used for the export, and compared with the module; if it is
+        wrong, the other exporter is tried. Raise a `UserError` if both are wrong, or the file is incomplete.
         """
         if recipe.model.file:
             return prepare_given(recipe.model.file, recipe.options.get("opset"), folder)
@@ -245,7 +244,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     )
     _refuse_quantised(module, recipe)
     if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:
-        exporters = ("torchscript",)  # it keeps both sides of a branch; dynamo doesn't read TorchScript
+        exporters = ("torchscript",)  # keeps both branches; dynamo can't read TorchScript
     source = make_source(torch, module, recipe, detects)
     static = check_control_flow(torch, source.module, source.example)
     notes: list[str] = []
@@ -288,7 +287,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
 def _explain_failure(
     torch: Any, module: Any, recipe: Recipe, source: ExportSource, undecided: str, notes: Sequence[str]
 ) -> UserError:
-    """Return the error for a module of which no exporter wrote a graph with the same outputs."""
+    """Return the error for a module without a correct graph by any exporter."""
     if _has_changing_outputs(torch, module, recipe.model, source.expected[0]):
         return UserError(
             f"{recipe.model.name} gives other outputs at each call on one input, so no graph can be compared with it; "
@@ -306,7 +305,7 @@ def _explain_failure(
 
 
 def _refuse_quantised(module: Any, recipe: Recipe) -> None:
-    """Raise a `UserError` for a module that PyTorch quantised dynamically: no exporter supports those layers."""
+    """Raise a `UserError` for a dynamically quantised module: no exporter supports its layers."""
     if any(".quantized.dynamic" in type(layer).__module__ for layer in module.modules()):
         raise UserError(
             f"{recipe.model.name} was quantised dynamically by PyTorch, and such layers have no ONNX form; "
@@ -315,9 +314,9 @@ def _refuse_quantised(module: Any, recipe: Recipe) -> None:
 
 
 def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the exporters of torchvision's detectors, which are written for tracing.
+    """Return the exporters for torchvision's detectors, which are written for tracing.
 
-    A trace fixes only the number of images, which is one. Raises a `UserError` for another batch.
+    A trace fixes only the number of images, which is one. Raise a `UserError` for another batch.
     """
     if recipe.dims.batch != 1:
         raise UserError(f"{libraries.TAKES_ONE_IMAGE}; export with a fixed batch (--batch 1)")
@@ -325,7 +324,7 @@ def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def make_source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> ExportSource:
-    """Return what an export needs: inputs of the recipe's batch, or of several if it is free, and what they give."""
+    """Return the source of an export: example inputs of the recipe's batch (or of several), and their outputs."""
     model, dims = recipe.model, recipe.dims
     free = not dims.batch and (has_batch(model.inputs) or not model.inputs)
     batches = OTHER_BATCHES if free else (dims.batch or 1,)
@@ -336,13 +335,13 @@ def make_source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> 
         cases.append(case)
         _same_outputs(model, cases[0], case)
     tensor_feeds = {name: torch.from_numpy(array) for name, array in example.items()}
-    # The module itself where it takes and returns a tensor: the names of the graph's weights are those of its parts.
+    # The module itself if it takes and returns one tensor: the graph's weights keep their names.
     scripted = isinstance(module, torch.jit.ScriptModule)
     plain = not model.inputs and isinstance(result, torch.Tensor) and not scripted
-    if isinstance(module, torch.fx.GraphModule):  # a wrapper hides the module names of a program's operators
+    if isinstance(module, torch.fx.GraphModule):  # a wrapper hides the module names of operators
         plain = all(spec.dtype and not spec.keyword for spec in model.inputs)
     flat = module if plain else make_positional(torch, module, model.inputs, flat=True)
-    if scripted:  # the exporter refuses TorchScript within a module of Python's, but not what is traced around it
+    if scripted:  # the exporter refuses TorchScript inside a Python module, but not its trace
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             flat = torch.jit.trace(flat, tuple(tensor_feeds.values()), check_trace=False)
@@ -357,9 +356,9 @@ def make_source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> 
 def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.ndarray]) -> tuple[Any, Case]:
     """Run the module on the inputs; return its result, and the same as a case.
 
-    Raises a `UserError` if it refuses them, or returns bfloat16.
+    Raise a `UserError` if it refuses them or returns bfloat16.
     """
-    copies = {name: torch.from_numpy(array.copy()) for name, array in feeds.items()}  # a module may write into them
+    copies = {name: torch.from_numpy(array.copy()) for name, array in feeds.items()}  # a module may overwrite inputs
     args, keywords = make_arguments(model.inputs, copies)
     try:
         with torch.no_grad():
@@ -380,15 +379,15 @@ def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
 
 
 def _has_changing_outputs(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
-    """Return whether one more call gives other outputs."""
+    """Return whether another call on the same inputs gives other outputs."""
     again = _run_case(torch, module, model, case.feeds)[1].outputs
     return not has_close_outputs([*case.outputs.values()], [*again.values()])
 
 
 def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: ExportSource, path: Path) -> list[str]:
-    """Raise `WrongGraph` if a graph that was traced, with warnings, differs from the module at a larger batch.
+    """Raise `WrongGraph` if a graph traced with warnings differs from the module at a larger batch.
 
-    A batch that the module refuses shows nothing, and one that may take too much memory is a warning.
+    A batch that the module refuses proves nothing; a batch that may take too much memory gives a warning.
     """
     first = source.expected[0]
     each = sum(array.nbytes for array in first.feeds.values()) / first.batch
@@ -424,7 +423,7 @@ def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
 
 
 def _iter_photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield batches of a few of the study's own images, which may take another path through the module than noise."""
+    """Yield batches of the study's own images: they may take another path through the module than noise."""
     if recipe.data is not None and recipe.data.folder and not recipe.model.inputs:
         images = input_data.Images(recipe.data, recipe.model.preprocess)
         size = batch or min(len(images), REAL_IMAGES)
@@ -433,9 +432,9 @@ def _iter_photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarr
 
 
 def _iter_feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool) -> Iterator[dict[str, np.ndarray]]:
-    """Yield random inputs of each of these batches, different ones.
+    """Yield different random inputs for each of the batches.
 
-    They are of `pixels`, or an image of any size of values, which may saturate the scores of detectors.
+    With `pixels` they are pixels, else an image of unbounded values, which may saturate detectors' scores.
     """
     dims, model = recipe.dims, recipe.model
     generator = torch.Generator().manual_seed(0)
@@ -450,7 +449,7 @@ def _iter_feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool
 
 
 def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, path: Path) -> str:
-    """Export the module; returns the value that tracing treated as a constant, "" for none."""
+    """Export the module; return the value that tracing made a constant, "" if none."""
     supported = inspect.signature(torch.onnx.export).parameters
     dynamo, names = exporter == "dynamo", [*source.expected[0].feeds]
     if dynamo and "dynamo" not in supported:
@@ -464,7 +463,7 @@ def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, pa
         options["dynamic_axes"] = {
             name: {axis: "batch"} for name, axis in {**source.batched, **source.following}.items()
         }
-    if not dynamo:  # the module is in eval mode, and a program of torch.export refuses to be put into it
+    if not dynamo:  # already in eval mode; a program of torch.export refuses the switch
         options["training"] = torch.onnx.TrainingMode.PRESERVE
         if getattr(source.module, "training", False):
             source.module.training = False
@@ -475,7 +474,7 @@ def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, pa
             program = torch.onnx.export(source.module, source.example, str(path), **options)
     except MemoryError:
         raise
-    except Exception as e:  # exporters raise different errors; after any of them the next exporter is tried
+    except Exception as e:  # whatever the error, the next exporter is tried
         system.raise_if_disk_full(e, path.parent)
         raise WrongGraph(f"failed, {_last_line(e)}") from e
     traced = traced_values(torch, caught)
@@ -487,16 +486,16 @@ def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, pa
         onnx = import_onnx()
         onnx.save(make_fusible(onnx.load(path)), path)
     try:
-        lower_file(path, opset)  # dynamo writes 18 at least, even if the opset is lower
+        lower_file(path, opset)  # dynamo writes opset 18 or higher
     except UserError as e:
         raise WrongGraph(str(e)) from e
     return traced
 
 
 def _refuse_batch_limit(torch: Any, source: ExportSource, exported_program: Any, warned: bool) -> None:
-    """Raise `WrongGraph` if the module computes something else for larger batches, of which the graph has nothing.
+    """Raise `WrongGraph` if the module takes a path for larger batches that the graph lacks.
 
-    A trace doesn't know, but it warns, of harmless things too: then `torch.export` is asked.
+    A trace gives only warnings, including harmless ones: then `torch.export` is asked.
     """
     if exported_program is None and warned:
         batched = [source.batched.get(name) for name in source.expected[0].feeds]
@@ -509,20 +508,20 @@ def _refuse_batch_limit(torch: Any, source: ExportSource, exported_program: Any,
 
 
 def _is_huge(module: Any) -> bool:
-    stored = module.state_dict().values()  # quantised modules also store types and packed weights
+    stored = module.state_dict().values()  # quantised modules also store non-tensors
     size: int = sum(t.numel() * t.element_size() for t in stored if hasattr(t, "element_size"))
     return size > MAX_INLINE_B
 
 
 def _last_line(e: BaseException) -> str:
-    """Return the cause in one line: exporters wrap it in pages of advice."""
+    """Return the root cause in one line: exporters wrap it in pages of advice."""
     first = system.list_causes(e)[-1]
     return shorten(f"{type(first).__name__}: {first_line(first)}", 200)
 
 
 @contextlib.contextmanager
 def silence_exporters() -> Iterator[list[warnings.WarningMessage]]:
-    """Run the block without what exporters print, and yield their warnings: of their internals and of each other."""
+    """Run the block without exporters' output, and yield their warnings."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield caught

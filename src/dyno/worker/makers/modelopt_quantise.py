@@ -1,7 +1,7 @@
 """FP8 and INT8 Q/DQ graphs for TensorRT by NVIDIA's Model Optimizer, in a separate environment.
 
-nvidia-modelopt pins older onnx and onnxruntime than Dyno does, so this step runs in the interpreter that the study has
-for the name `modelopt` (`--python modelopt=PATH`). It needs no GPU.
+nvidia-modelopt pins older onnx and onnxruntime versions than Dyno's, so this step runs in the study's interpreter named
+`modelopt` (`--python modelopt=PATH`). It needs no GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, UserEr
 
 RUNTIME_NAME = "modelopt"  # name of this step's interpreter
 CALIBRATION_METHODS = {"minmax": "max", "entropy": "entropy"}
-REST_PRECISION = "fp16"  # unquantised layers: TensorRT 10 takes types from the graph, and FP16 is fast
-DETECTOR_REST_PRECISION = "fp32"  # for detectors: it converts the whole rest or nothing, and decoding boxes needs FP32
+REST_PRECISION = "fp16"  # of unquantised layers: TensorRT 10 takes types from the graph, and FP16 is fast
+DETECTOR_REST_PRECISION = "fp32"  # the whole rest has one type, and decoding boxes needs FP32
 INSTALL_ADVICE = "give a Python that has it, --python modelopt=PATH (there: pip install nvidia-modelopt[onnx])"
 
 
@@ -47,17 +47,19 @@ def quantise_recipe(parent: Recipe, precision: str, data: DataSpec, options: dic
 
 
 class OnnxModelopt(Maker):
-    """Makes a Q/DQ file for TensorRT 10 and later from one in FP32: matrix products and convolutions in FP8 or INT8,
-    the rest in FP16, of a detector in FP32."""
+    """A maker of Q/DQ files for TensorRT 10 and later: products and convolutions in FP8 or INT8, the rest in FP16.
+
+    In detectors the rest is in FP32.
+    """
 
     name = "onnx_modelopt"
     requires = ("nvidia-modelopt", "onnx", ONNX_RUNTIME_BUILDS)
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Quantise the parent's file, calibrated on the recipe's data, and run it once beside its parent.
+        """Quantise the parent's file, calibrated on the recipe's data, and compare one run with the parent's.
 
-        Raises `Unavailable` without nvidia-modelopt, `UserError` for calibration data that is missing or of another
-        shape, and for a result that isn't finite.
+        Raise `Unavailable` without nvidia-modelopt, a `UserError` for missing or unsuitable calibration data and for a
+        result that isn't finite.
         """
         started = time.perf_counter()
         assert parent is not None
@@ -84,12 +86,12 @@ ONNX_MODELOPT = OnnxModelopt()
 
 
 def _quantise_file(parent: Artifact, recipe: Recipe, method: str, images: CalibrationImages, path: Path) -> int:
-    """Write the file; returns how many nodes of a detector's decoding were left out."""
+    """Write the file; return the number of a detector's decoding nodes left unquantised."""
     quantize = load_library("modelopt.onnx.quantization", cure=INSTALL_ADVICE).quantize
     import onnx
 
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        # It writes files beside the one it reads, and knows nodes by names that not every exporter gives.
+        # It writes files next to its source, and needs node names, which not every exporter gives.
         source, model = Path(scratch) / "source.onnx", onnx.load(parent.path)
         head = list_decoding_nodes(model.graph, recipe.model)
         onnx.save(model, source)
@@ -110,7 +112,7 @@ def _quantise_file(parent: Artifact, recipe: Recipe, method: str, images: Calibr
 
 
 class Feeds:
-    """The calibration images as nvidia-modelopt asks for them: one batch after the other, and from the start again."""
+    """The calibration images in nvidia-modelopt's interface: batches in order, rewindable."""
 
     def __init__(self, images: CalibrationImages) -> None:
         self.images = images
@@ -118,7 +120,7 @@ class Feeds:
         self.rewind()
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        """Return the next batch, None after the last."""
+        """Return the next batch; None after the last."""
         return next(self.left, None)
 
     def get_first(self) -> dict[str, np.ndarray]:
@@ -126,14 +128,14 @@ class Feeds:
         return next(self.images.feeds(0, 1))
 
     def rewind(self) -> None:
-        """Begin again."""
+        """Start from the first batch again."""
         self.left = self.images.feeds(0, len(self.images))
 
 
 def _check_outputs(path: Path, recipe: Recipe, parent: Artifact) -> OutputCheck:
     """Compare parent and result on one batch.
 
-    ONNX Runtime's optimiser changes the results of such graphs, so it is off.
+    Graph optimisation is off, because ONNX Runtime's changes the results of such graphs.
     """
     feeds = make_example(recipe, parent)
     before, _ = compute_outputs(parent.path, feeds)

@@ -16,7 +16,7 @@ from dyno.worker.spec import Option, Recipe, Trial
 
 
 class OnnxFormat(FileFormat):
-    """An ONNX graph, and the files beside it that hold its larger weights."""
+    """An ONNX graph, with external files of its larger weights."""
 
     name = "onnx"
     suffixes = (".onnx",)
@@ -29,12 +29,12 @@ class OnnxFormat(FileFormat):
         graph_facts.copy_with_weights(made, out)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the file's recipe for the engine in the option `target`, with a free batch where the trial's is 0."""
+        """Return the file's recipe for the engine in the option `target`, with a free batch if the trial's is 0."""
         check_values(self.name, trial.options, OPTION_CHECKS)
         return convert_recipe(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Read the file; raise a `UserError` also for a graph that ONNX's own checker refuses."""
+        """Read the file; raise a `UserError` also for a graph that ONNX's checker refuses."""
         inputs, outputs = file.read_io(path)
         if inputs:
             file.check(path)
@@ -55,12 +55,12 @@ class OnnxFormat(FileFormat):
 ONNX = OnnxFormat()
 
 
-# Routes from a model to the ONNX file that an engine reads: exporter, opset, free or fixed batch, folded or not.
+# Routes from a model to an engine's ONNX file: exporter, opset, free or fixed batch, folded or not
 #
-# A network may be refused, or run slower, by one route and not by another; which ones differ depends on network and
-# engine. So the usual route has others behind it, each tried where the one before fails.
+# A route may fail, or give a slower graph, depending on network and engine. So the usual route has fallbacks, tried in
+# order.
 
-ROUTE_OPTIONS = ("exporter", "opset", "static", "fold")  # a trial's options that say which route
+ROUTE_OPTIONS = ("exporter", "opset", "static", "fold")  # trial options that name a route
 Options = dict[str, Option]
 FOLDED_ROUTE: Options = {"fold": True}
 TRACED_ROUTE: Options = {"exporter": "torchscript"}
@@ -68,10 +68,10 @@ STATIC_ROUTE: Options = {"static": True}
 
 
 def route_recipe(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, static: bool = False) -> Recipe:
-    """Return the recipe that `finish` makes of the trial's ONNX file by the usual route, with fallbacks. Pure.
+    """Return the recipe by `finish` from the trial's ONNX file by the usual route, with fallbacks. Pure.
 
-    The other routes are the fallbacks. `static`: the engine takes this trial's shapes alone, so that they are fixed and
-    folded into the graph for it. A trial that names a route by its options has that one alone.
+    The other routes are the fallbacks. `static`: the engine takes only this trial's shapes, so they are fixed and
+    folded into the graph. A trial whose options name a route has no fallbacks.
     """
     recipe: Recipe | None = None
     for options in reversed(_list_candidates(trial, static)):

@@ -1,6 +1,6 @@
-"""ONNX graphs in a lower precision: FP16 and BF16 by mixed-precision conversion, INT8 as Q/DQ calibrated on images.
+"""ONNX graphs in a lower precision: mixed FP16 and BF16, and INT8 as Q/DQ calibrated on images.
 
-The conversions themselves are in `onnx_graph.half_precision` and `onnx_graph.int8`.
+The conversions are in `onnx_graph.half_precision` and `onnx_graph.int8`.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from dyno.worker.spec import (
     shorten,
 )
 
-# ONNX files for one trial's shapes: every size fixed, and what only the shapes decide computed beforehand.
+# ONNX files for one trial's shapes: every size fixed, and computations on shapes folded
 #
-# TensorRT 8.6 reads the class token of a vision transformer only so; of a ConvNeXt with a free batch its builder dies.
+# TensorRT 8.6 needs this for the class token of a vision transformer; with a free batch, ConvNeXt crashes its builder.
 
 
 class OnnxStatic(Maker):
-    """Fixes every shape of an ONNX file for one trial and folds what only those shapes decide."""
+    """A maker that fixes every shape of an ONNX file for one trial and folds computations on shapes."""
 
     name = "onnx_static"
     requires = ("onnx", "onnxruntime", "onnxslim")
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write FOLDER/model.onnx with the recipe's shapes; the same outputs on random inputs as before.
+        """Write FOLDER/model.onnx with the recipe's shapes; its outputs on random inputs are unchanged.
 
-        Raises `UserError` for shapes that the file can't have, and for a graph over 2 GiB.
+        Raise a `UserError` for shapes that don't fit the file, and for a graph over 2 GiB.
         """
         onnx, started = import_onnx(), time.perf_counter()
         assert parent is not None
@@ -90,7 +90,7 @@ ONNX_STATIC = OnnxStatic()
 
 
 def _forget_shapes(graph: Any) -> None:
-    """Clear the intermediate and output shapes of the free batch, which no longer hold; they are inferred again."""
+    """Clear the intermediate and output shapes of the free batch; they are inferred again."""
     del graph.value_info[:]
     for value in graph.output:
         for dim in value.type.tensor_type.shape.dim:
@@ -105,7 +105,7 @@ def static_of(parent: Recipe, trial: Trial) -> Recipe:
     )
 
 
-# ONNX files that read raw pixels: the normalisation becomes a part of the graph, and a feed a quarter of its size.
+# ONNX files for raw pixels: the normalisation is a part of the graph, and feeds have a quarter of the size
 
 
 def reading_pixels(parent: Recipe) -> Recipe:
@@ -116,15 +116,15 @@ def reading_pixels(parent: Recipe) -> Recipe:
 
 
 class OnnxInput(Maker):
-    """Puts `(pixel / 255 - mean) / std` in front of an ONNX file's image input, which then reads uint8."""
+    """A maker that inserts `(pixel / 255 - mean) / std` before an ONNX file's image input, which then takes uint8."""
 
     name = "onnx_input"
     requires = ("onnx", "onnxruntime")
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write FOLDER/model.onnx and run it beside its parent on the same picture.
+        """Write FOLDER/model.onnx and compare it with its parent on one picture.
 
-        Raises `UserError` for a file without exactly one image input, or one that reads uint8 already.
+        Raise a `UserError` for a file without exactly one image input, or with a uint8 input.
         """
         import onnx
 
@@ -166,9 +166,9 @@ def _find_image(parent: Artifact) -> Tensor:
 
 
 def _prepend_nodes(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray) -> None:
-    """Cast, multiply and add in front of the input, in float32 whatever the graph computes in.
+    """Insert a Cast, a multiplication and an addition before the input, in float32 whatever the graph's type.
 
-    In FP16 they would round twice more than a host that normalises the pixels does.
+    FP16 would add two roundings that normalisation on a host doesn't have.
     """
     import onnx
 
@@ -208,7 +208,7 @@ def _make_feeds(recipe: Recipe, parent: Artifact, image: Tensor) -> dict[str, np
     return {name: array.astype(image.dtype) for name, array in feeds.items()}
 
 
-# Options of a trial on which its file depends.
+# Trial options that shape its file
 PREPARATION_OPTIONS = (
     "samples",
     "method",
@@ -234,24 +234,24 @@ OPTION_CHECKS: dict[str, Check] = {
     "input": one_of(*INPUT_TYPES),
     "keep": whole(0),
 }
-HALF_PRECISIONS = ("fp16", "bf16")  # a user's FP16 or BF16 file makes the other precisions via FP32
-# The newest opset of an engine's oldest supported parser: TensorRT 8.6's. The others read every opset that is exported.
+HALF_PRECISIONS = ("fp16", "bf16")  # other precisions of such a file are made via FP32
+# Newest opset of an engine's oldest supported parser (TensorRT 8.6's); other engines read every exported opset
 BACKEND_OPSETS: dict[str, Option] = {"tensorrt": 17}
-# Facts that an engine's file takes from the ONNX file that it was made from.
+# Facts of an engine's file inherited from its ONNX file
 INHERITED_FACTS = ("parameters", "weights_sha256", "scheme", "target", "calibration", "check", "kept", "ranked")
 
 
 def convert_recipe(trial: Trial, target: str, batch: int = 0) -> Recipe:
     """Return the recipe of this trial's ONNX file: exported, then converted to its precision for the target engine.
 
-    The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
-    engines fix it; with the option `static` it has the trial's, and with `fold` the trial's shapes are folded into the
-    file before it is converted. Trial options `samples`, `method`, `percentile` and `quantizer` reach the calibration,
-    `keep` (the number of most sensitive layers that stay in float32) the conversion to fp16 or int8, `exporter` and
-    `opset` (17 for TensorRT) the export, `joints` (Q/DQ between layers, too) int8 for TensorRT; `input=uint8` makes the
-    file read raw pixels. Pure; int8 or fp8 without data is a `UserError`.
+    The export has a free batch unless `batch` is given, so that all batches of a study share one file and one
+    calibration; engines fix it. With the option `static` it has the trial's batch; with `fold` the trial's shapes are
+    folded in before the conversion. Options `samples`, `method`, `percentile` and `quantizer` apply to the calibration;
+    `keep` (number of the most sensitive layers kept in float32) to the conversion to fp16 or int8; `exporter` and
+    `opset` (17 for TensorRT) to the export; `joints` (Q/DQ between layers, too) to int8 for TensorRT. With
+    `input=uint8` the file takes raw pixels. Pure; raise a `UserError` for int8 or fp8 without data.
     """
-    # Files are made in the Python that has the model, even if the trial runs in another one.
+    # Files are made in the model's Python, even if the trial runs in another one.
     options = {"opset": BACKEND_OPSETS[target], **trial.options} if target in BACKEND_OPSETS else trial.options
     dims = replace(trial.dims, batch=batch or (trial.dims.batch if trial.options.get("static") else 0))
     parent = export_recipe(trial.model, dims, Runtime(), options, trial.data)
@@ -297,7 +297,7 @@ def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
 
 
 def _read_keep_option(trial: Trial) -> dict[str, Option]:
-    """Return the option `keep` of the conversion; {} if no layer is to be kept in a higher type."""
+    """Return the conversion's option `keep`; {} if no layer is kept in a higher type."""
     count = trial.options.get("keep", 0)
     if count and trial.precision == "bf16":
         raise UserError("keep=N is for fp16 and int8; bf16 has the range of fp32")
@@ -305,16 +305,16 @@ def _read_keep_option(trial: Trial) -> dict[str, Option]:
 
 
 class OnnxPrecision(Maker):
-    """Makes an ONNX file of lower precision from one in FP32, or of FP32 from one in FP16 or BF16."""
+    """A maker of an ONNX file in lower precision from an FP32 one, or in FP32 from an FP16 or BF16 one."""
 
     name = "onnx_precision"
     requires = ("onnx", "onnxruntime", "onnxconverter-common", "onnxslim")
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Convert the parent's file and check it: ONNX's checker, then one run in ONNX Runtime with finite outputs.
+        """Convert the parent's file and check it: by ONNX's checker, and one run in ONNX Runtime with finite outputs.
 
-        Raises `UserError` for a model that is quantised already, calibration data that is missing or of another shape,
-        an unknown method or target, and a result that overflows.
+        Raise a `UserError` for a quantised model, missing or unsuitable calibration data, an unknown method or target,
+        and a result that overflows.
         """
         started = time.perf_counter()
         versions, onnx = _read_versions(self.requires), import_onnx()
@@ -345,11 +345,11 @@ class OnnxPrecision(Maker):
             kept=tuple(higher),
             ranked=len(parent.made_by.ranking) if higher else None,
         )
-        inputs, outputs_ = read_io(str(path))  # their types differ from the parent's where that was cast up
+        inputs, outputs_ = read_io(str(path))  # types may differ from the parent's
         artifact = replace(
             make_derived(parent, path, recipe.precision, made_by, started), inputs=inputs, outputs=outputs_
         )
-        # The same input for both: outputs must stay finite, and their distance is recorded.
+        # Same input for both: outputs must stay finite, and their difference is recorded.
         after, runtime = compute_outputs(artifact.path, make_example(recipe, artifact), recipe.precision)
         check = compare_outputs(before, after, f"{recipe.model.name} overflows in {recipe.precision}", runtime)
         return replace(artifact, made_by=replace(made_by, check=check))
@@ -382,7 +382,7 @@ def _read_model(path: str) -> Any:
 
 
 def _check_conversion(model: Any, precision: str, name: str) -> list[str]:
-    """Return a warning on the layers whose weights were not lowered; a `UserError` where that is all of them."""
+    """Return a warning on layers with unlowered weights; raise a `UserError` if no layer was lowered."""
     facts = read_graph_facts(model)
     total, lowered = sum(facts.layers.values()), facts.layers.get(precision, 0)
     where = f" ({facts.enclosed} are inside {' and '.join(facts.enclosing)} operators)" if facts.enclosed else ""

@@ -1,4 +1,4 @@
-"""Ranks the layers of an ONNX graph by what they cost in a lower type: once, for every `keep=N` made from it."""
+"""Ranks an ONNX graph's layers by their cost in a lower type: once for all `keep=N` conversions."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from dyno.worker.onnx_graph.int8 import CalibratedGraph, Scheme, observe_ranges
 from dyno.worker.onnx_graph.placement import LINEAR_OPERATORS, channel_axis, list_sites, name_nodes
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, UserError
 
-# How much each layer of an ONNX graph costs when it alone is in the lower type: which ones to keep higher first.
+# Cost of each layer of an ONNX graph in the lower type: the order of layers to keep higher
 #
-# Each layer is rounded alone, the rest stays in FP32, and the signal-to-quantisation-noise ratio of the network's
-# outputs is taken on calibration images (as in Bhandare et al. 2019 and ONNX Runtime's own debugging tool, but at the
-# outputs).
+# Each layer is rounded alone, with the rest in FP32, and the signal-to-quantisation-noise ratio of the network's
+# outputs is measured on calibration images (as in Bhandare et al. 2019 and ONNX Runtime's own debugging tool, but at
+# the outputs).
 
-RANKING_IMAGES = 16  # calibration images that rank the layers
-MAX_RATIO_DB = 120.0  # ratio of an exact output, or of one that is no number
-# Operators that only pass values on round nothing.
+RANKING_IMAGES = 16  # calibration images for the ranking
+MAX_RATIO_DB = 120.0  # ratio of an exact output; negative for NaN or infinity
+# Operators that only pass values on, without rounding
 PASSING_OPERATORS = set(
     "Relu Clip LeakyRelu MaxPool Reshape Flatten Transpose Squeeze Unsqueeze Identity Pad Slice Split Gather Expand "
     "Shape Cast Concat Resize DepthToSpace SpaceToDepth".split()
@@ -44,10 +44,10 @@ Changed = Callable[[Any], None]
 def rank(
     model: Any, changes: Mapping[str, Changed], feeds: Feeds, threads: int, report: Callable[[int, int], None]
 ) -> list[RankedLayer]:
-    """Return the layers, the most sensitive first; ties in the graph's order.
+    """Return the layers, most sensitive first; ties in the graph's order.
 
-    `changes` maps a node's name to a function that rounds that one layer in a copy of the graph. `report` gets the
-    number of finished layers, and of all.
+    `changes` maps a node's name to a function that rounds only that layer in a copy of the graph. `report` gets the
+    numbers of finished and of all layers.
     """
     exact = _compute_outputs(model, feeds, threads)
     kinds = {node.name: node.op_type for node in model.graph.node}
@@ -62,7 +62,7 @@ def rank(
 
 
 def compute_sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> float:
-    """Return the ratio of the outputs' power to that of their error in dB, within ±120."""
+    """Return the ratio of the outputs' power to their error's in dB, within ±MAX_RATIO_DB."""
     signal = sum(float(np.square(a, dtype=np.float64).sum()) for a in exact)
     noise = sum(float(np.square(b.astype(np.float64) - a).sum()) for a, b in zip(exact, rounded, strict=True))
     if not math.isfinite(noise):
@@ -73,7 +73,7 @@ def compute_sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> 
 
 
 def _compute_outputs(model: Any, feeds: Feeds, threads: int) -> list[np.ndarray]:
-    # Optimised, casts that round would be taken out and Q/DQ pairs fused into something that isn't this layer alone.
+    # Unoptimised: else rounding casts would be removed, and Q/DQ pairs fused beyond this layer.
     ready = make_session(model.SerializeToString(), optimised=False, threads=threads)
     with np.errstate(all="ignore"):
         runs = [ready.run(None, dict(feed)) for feed in feeds]
@@ -81,7 +81,7 @@ def _compute_outputs(model: Any, feeds: Feeds, threads: int) -> list[np.ndarray]
 
 
 def int8_changes(seen: CalibratedGraph) -> dict[str, Changed]:
-    """Return, for each layer that the scheme would quantise, a function that quantises it alone."""
+    """Return, for each layer that the scheme quantises, a function that quantises only that layer."""
     wanted: dict[str, list[int]] = {}
     for node, k in _int8_sites(seen):
         wanted.setdefault(node.name, []).append(k)
@@ -89,7 +89,7 @@ def int8_changes(seen: CalibratedGraph) -> dict[str, Changed]:
 
 
 def _int8_sites(seen: CalibratedGraph) -> Iterator[tuple[Any, int]]:
-    """Yield the quantised activations, as node and number of its input."""
+    """Yield the quantised activations as node and input number."""
     if seen.scheme.fused:
         yield from list_sites(seen.model.graph, seen.excluded, seen.transformer)
         return
@@ -127,9 +127,9 @@ def _round_activation(graph: Any, node: Any, k: int, span: tuple[float, float], 
 
 
 def _round_weight(graph: Any, node: Any, largest: int) -> None:
-    """Round a weight symmetrically, per output channel, in place of the initializer.
+    """Round a weight symmetrically, per output channel, in place of the initialiser.
 
-    A weight that isn't constant stays as it is.
+    A weight that isn't constant is left unchanged.
     """
     tensor = next((t for t in graph.initializer if t.name == node.input[1]), None)
     if tensor is None:
@@ -145,7 +145,7 @@ def _round_weight(graph: Any, node: Any, largest: int) -> None:
 def fp16_changes(model: Any, kept: Sequence[str]) -> dict[str, Changed]:
     """Return, for each layer, a function that rounds its inputs, weights and outputs to FP16.
 
-    Layers are those that compute in float32, without the operators that are `kept` higher anyway.
+    Layers are nodes that compute in float32, except operators in `kept`, which stay higher anyway.
     """
     import onnx
 
@@ -199,7 +199,7 @@ def _read_array(tensor: Any) -> np.ndarray:
 
 
 def _replace_weight(graph: Any, node: Any, k: int, values: np.ndarray) -> None:
-    """Give the node its own copy of the weight, which other nodes may read."""
+    """Give the node its own copy of the weight, which other nodes may share."""
     node.input[k] = add_weight(graph, f"{node.name}_{k}_rounded", values)
 
 
@@ -211,22 +211,21 @@ def _insert_nodes(graph: Any, node: Any, before: Sequence[Any], after: Sequence[
 def rank_recipe(parent: Recipe, precision: str, data: DataSpec | None, options: dict[str, Option]) -> Recipe:
     """Return the recipe of the parent's file with its layers ranked for the precision.
 
-    The options are those of the conversion.
+    The options are the conversion's.
     """
     return replace(parent, maker=OnnxSensitivity.name, precision=precision, options=options, data=data, parent=parent)
 
 
 class OnnxSensitivity(Maker):
-    """Makes the same ONNX file with every node named and, in `made_by`, its layers by sensitivity."""
+    """A maker of the same ONNX file with named nodes and, in `made_by`, layers ranked by sensitivity."""
 
     name = "onnx_sensitivity"
     requires = ("onnx", "onnxruntime", "onnxconverter-common", "onnxslim")
 
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
-        """Write the FP32 graph that the ranking's names are of; `made_by.ranking` lists them.
+        """Write the FP32 graph with the ranking's node names; `made_by.ranking` lists them.
 
-        FOLDER/stage says how far it is. Raises `UserError` for calibration data that is missing or of another shape
-        than the model reads.
+        FOLDER/stage has the progress. Raise a `UserError` for missing or unsuitable calibration data.
         """
         started = time.perf_counter()
         assert parent is not None
@@ -252,7 +251,7 @@ ONNX_SENSITIVITY = OnnxSensitivity()
 
 
 def _prepare_graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[str, Changed]]:
-    """Return the graph with named nodes, and for each layer a function that lowers its precision alone."""
+    """Return the graph with named nodes, and for each layer a function that lowers only its precision."""
     import onnx
 
     model = lift_constants(onnx.load(parent.path))
@@ -274,9 +273,9 @@ def _load_feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarr
 
 
 def layers_to_keep(recipe: Recipe, parent: Artifact) -> tuple[RankedLayer, ...]:
-    """Return the layers that the recipe's option `keep` keeps higher: the most sensitive ones of the parent's ranking.
+    """Return the layers kept higher by the recipe's option `keep`: the most sensitive in the parent's ranking.
 
-    Raises a `UserError` if there are fewer layers.
+    Raise a `UserError` if there are fewer layers.
     """
     count = recipe.options.get("keep", 0)
     ranking = parent.made_by.ranking

@@ -1,4 +1,4 @@
-"""Whether an exported graph gives its module's outputs."""
+"""Comparison of an exported graph's outputs with its module's."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from dyno.worker.onnx_graph.check import make_session
 from dyno.worker.sessions.torch_support import first_line, import_torch, named_outputs, one_thread
 from dyno.worker.spec import Tensor
 
-RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-3, 1e-4  # the second as a share of the largest output
-OWN_ERRORS = 10  # a graph's error may be this many times that of the module in FP32 against FP64 …
-MAX_LOST_SHARE = 0.01  # boxes after suppression, or labels: scores near a threshold may change places
-MAX_DOUBT_SHARE = 1e-2  # upper limit, as a share of the largest output
+RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-3, 1e-4  # absolute one as a share of the largest output
+OWN_ERRORS = 10  # allowed multiple of the module's own FP32 error against FP64 …
+MAX_LOST_SHARE = 0.01  # of boxes or labels: scores near a threshold may change places
+MAX_DOUBT_SHARE = 1e-2  # … up to this share of the largest output
 
 
 class WrongGraph(Exception):
-    """An exported graph whose outputs aren't the module's; the message says how."""
+    """An exported graph with other outputs than the module's; the message says how."""
 
 
 class RefusedGraph(WrongGraph):
-    """An exported graph that ONNX Runtime doesn't run."""
+    """An exported graph that ONNX Runtime refuses."""
 
 
 class UndecidedGraph(WrongGraph):
-    """A module whose own rounding changes its outputs so much that a graph's can't be judged."""
+    """A module with outputs too sensitive to its own rounding for judging a graph's outputs."""
 
 
 class Case(NamedTuple):
-    """Inputs of a batch by name, in the module's order, and the outputs that they must give."""
+    """A batch's inputs by name, in the module's order, and its expected outputs."""
 
     batch: int
     feeds: dict[str, np.ndarray]
@@ -45,10 +45,10 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The module, an example of each input, the names of its outputs, and cases that a graph of it must pass.
+    """The module, an example of each input, its outputs' names, and test cases for its graph.
 
-    With `free_batch`, `batched` are the inputs that have the batch, and its axis. With `rows` the outputs are boxes
-    after suppression, a row for each, whose order and number rounding may change a little.
+    With `free_batch`, `batched` has the inputs with a batch and its axis. With `rows`, outputs are boxes after
+    suppression, one per row; rounding may slightly change their order and number.
     """
 
     module: Any
@@ -61,7 +61,7 @@ class ExportSource:
 
     @property
     def following(self) -> dict[str, int]:
-        """The outputs of which an axis is the batch in every case, and that axis."""
+        """The outputs with an axis that is the batch in every case, and that axis."""
         found = {}
         for name in self.outputs:
             shapes = [case.outputs[name].shape for case in self.expected]
@@ -74,28 +74,28 @@ class ExportSource:
 
 
 def verify_graph(path: Path, outputs: Sequence[Tensor], source: ExportSource) -> ExportCheck | None:
-    """Compare the graph with the module; `WrongGraph` where they differ, None without ONNX Runtime.
+    """Compare the graph with the module; raise `WrongGraph` if they differ, return None without ONNX Runtime.
 
-    Rounding alone moves the outputs of a deep network with random weights by more than the usual tolerance. So before a
-    graph is called wrong the module is run in FP64, which shows the rounding error of its own FP32 outputs.
+    Rounding alone can move a deep random network's outputs beyond the usual tolerance. So before a graph is called
+    wrong, the module is run in FP64, to get the rounding error of its own FP32 outputs.
     """
     _check_signature(outputs, source)
     try:
         runner = make_session(str(path))
-        input_names = {tensor.name for tensor in runner.get_inputs()}  # an exporter may drop an input without effect
+        input_names = {tensor.name for tensor in runner.get_inputs()}  # an exporter may drop unused inputs
         all_feeds = [
             {name: array for name, array in case.feeds.items() if name in input_names} for case in source.expected
         ]
         results = [runner.run(list(source.outputs), feeds) for feeds in all_feeds]
     except ImportError:
         return None
-    except Exception as e:  # ONNX Runtime's errors have no common base but this one
+    except Exception as e:  # ONNX Runtime's errors have no other common base
         raise RefusedGraph(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
     return compare_results(source, results)
 
 
 def compare_results(source: ExportSource, results: Sequence[Sequence[np.ndarray]]) -> ExportCheck:
-    """Compare the outputs of each case, in their order, with the module's; `WrongGraph` where they differ."""
+    """Compare the outputs of each case, in order, with the module's; raise `WrongGraph` if they differ."""
     if source.rows:
         return _compare_rows(source, results)
     pairs = [(name, case.outputs[name], result[i]) for case, result in zip(source.expected, results, strict=True)
@@ -118,8 +118,10 @@ def compare_results(source: ExportSource, results: Sequence[Sequence[np.ndarray]
 
 
 def _compare_rows(source: ExportSource, results: Sequence[Sequence[np.ndarray]]) -> ExportCheck:
-    """Compare boxes as sets; `WrongGraph` where more than 1 % of either side's have none on the other that is close in
-    all values, and where no image has any."""
+    """Compare boxes as sets; raise `WrongGraph` if over 1 % have no close counterpart, or if there are no boxes.
+
+    Both sides count. A close counterpart is close in all values.
+    """
     count, lost = 0, 0
     for case, result in zip(source.expected, results, strict=True):
         close = _close_rows([*case.outputs.values()], result)
@@ -136,7 +138,7 @@ def _compare_rows(source: ExportSource, results: Sequence[Sequence[np.ndarray]])
 def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> np.ndarray:
     """Return whether each expected row is close to each actual one in every output; integers must be equal.
 
-    The result is [expected rows, actual rows]. Raises `WrongGraph` for rows of another shape.
+    The result is [expected rows, actual rows]. Raise `WrongGraph` for rows of another shape.
     """
     close = np.ones((len(expected[0]), len(actual[0])), bool)
     for expected_array, actual_array in zip(expected, actual, strict=True):
@@ -151,7 +153,7 @@ def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) ->
 
 
 def list_doubts(checked: ExportCheck | None) -> list[str]:
-    """Return warnings of a comparison that wasn't made, or with rounding beyond the usual tolerance."""
+    """Return warnings on a missing comparison, or on rounding beyond the usual tolerance."""
     if checked is None:
         return [f"the graph was not verified: onnxruntime is not installed ({install('onnxruntime')})"]
     if checked.own_error is None:
@@ -180,9 +182,9 @@ def _find_largest_value(array: np.ndarray) -> float:
 
 
 def _find_worst_difference(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], own: Mapping[str, float]) -> float:
-    """Return the largest difference; raise `UndecidedGraph` if the only outputs that differ are decided by rounding.
+    """Return the largest difference; raise `UndecidedGraph` if only outputs decided by rounding differ.
 
-    A detector with random weights, for example, chooses among nearly equal scores.
+    For example, a detector with random weights chooses among nearly equal scores.
     """
     worst, undecided = 0.0, ""
     for name, want, got in pairs:
@@ -219,7 +221,7 @@ def _compute_difference(name: str, want: np.ndarray, got: np.ndarray, own_error:
 
 
 def _own_errors(source: ExportSource) -> dict[str, float]:
-    """Return each output's distance from the module's in FP64; {} for a module that can't run in it."""
+    """Return each output's distance from the module's FP64 output; {} for a module that can't run in FP64."""
     torch = import_torch()
     errors = dict.fromkeys(source.outputs, 0.0)
     try:
@@ -233,6 +235,6 @@ def _own_errors(source: ExportSource) -> dict[str, float]:
                 errors[name] = max(errors[name], float(difference[np.isfinite(difference)].max(initial=0.0)))
     except MemoryError:
         raise
-    except Exception:  # a user's module may raise anything: the errors are then unknown
+    except Exception:  # unknown: a user's module may raise anything
         return {}
     return errors

@@ -20,18 +20,18 @@ from dyno.worker.facts.files import AVERAGED_WARNING
 from dyno.worker.nets.local_code import list_shards
 from dyno.worker.spec import UserError
 
-# Files of torch.save, read without running them: no class is imported, no function of the pickle is called.
+# Files of torch.save, read safely: no class is imported, and no function of the pickle is called
 #
-# The file is a zip with a pickle beside the bytes of its tensors. A name in the pickle is a plain container, part of a
-# tensor, or becomes a `Stub`: an object that keeps its arguments and state and does nothing. Sizes are checked against
-# the zip's entries before anything is read. Needs torch only to create tensors.
+# The file is a zip of a pickle and its tensors' bytes. A name in the pickle is a plain container, part of a tensor, or
+# becomes a `Stub`: an object that keeps its arguments and state and does nothing. Sizes are checked against the zip's
+# entries before anything is read. torch is needed only to create tensors.
 
 WEIGHTS, MODULE, PROGRAM, OTHER = "weights", "module", "program", "other"
 YOLO_PACKAGE = "ultralytics.nn."  # package of the classes in a YOLO checkpoint
-MAX_PICKLE_BYTES = 1 << 26  # bytes of a pickle without its tensors; that of a large YOLO has half a megabyte
+MAX_PICKLE_BYTES = 1 << 26  # bytes of a pickle without tensors; half a megabyte for a large YOLO
 MAX_DEPTH = 100  # modules inside one another
 MODULE_KEYS = ("ema", "model", "net", "state_dict", "model_state_dict")  # keys of modules in training checkpoints
-# Storages as torch names them, with the type and the bytes of an element; untyped ones hold bytes.
+# Types and bytes per element by torch's storage names; untyped ones hold bytes
 STORAGE_TYPES = {
     "Double": ("float64", 8), "Float": ("float32", 4), "Half": ("float16", 2), "BFloat16": ("bfloat16", 2),
     "Long": ("int64", 8), "Int": ("int32", 4), "Short": ("int16", 2), "Char": ("int8", 1), "Byte": ("uint8", 1),
@@ -47,7 +47,7 @@ REFUSED_OPCODES = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
 
 
 class Stub:
-    """An object of a class that isn't imported: the `args` of its constructor, its `state`, and `items` added to it."""
+    """An object of a class that isn't imported: its constructor's `args`, its `state`, and the `items` added to it."""
 
     path = ""  # the class's module and name
     args: tuple[Any, ...]
@@ -63,7 +63,7 @@ class Stub:
         return Stub(*args)
 
     def __setstate__(self, state: Any) -> None:
-        # The state of an object with slots is a pair.
+        # With slots, the state is a pair.
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         self.state = {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
 
@@ -71,11 +71,11 @@ class Stub:
         self.items.append((key, value))
 
     def append(self, value: Any) -> None:
-        """Add a list's item."""
+        """Add an item, as to a list."""
         self.items.append(value)
 
     def extend(self, values: Any) -> None:
-        """Add a list's items."""
+        """Add items, as to a list."""
         self.items.extend(values)
 
     add = append
@@ -84,7 +84,7 @@ class Stub:
 
 @dataclass(frozen=True)
 class ArchivedTensor:
-    """A tensor in the file: `read` gives the bytes of its storage, the other fields its view of them."""
+    """A tensor in the file: `read` returns the bytes of its storage, the other fields describe its view of them."""
 
     dtype: str
     read: Callable[[], bytes]
@@ -93,7 +93,7 @@ class ArchivedTensor:
     stride: tuple[int, ...]
 
     def make_tensor(self) -> Any:
-        """Return the torch tensor, on the CPU; raise RuntimeError if it would reach beyond its storage."""
+        """Return the torch tensor, on the CPU; raise RuntimeError if it reaches beyond its storage."""
         import torch
 
         content = bytearray(self.read())
@@ -103,7 +103,7 @@ class ArchivedTensor:
 
 
 class Archive:
-    """A file of torch.save; a `UserError` where it isn't one, is damaged, or its sizes contradict each other."""
+    """A file of torch.save; a `UserError` is raised if it isn't one, is damaged, or has contradictory sizes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -120,7 +120,7 @@ class Archive:
 
     @property
     def names(self) -> list[str]:
-        """The classes and functions that the pickle names, without those of plain containers and tensors."""
+        """The classes and functions named in the pickle, without plain containers and tensors."""
         plain = ("torch.", "_codecs.")
         return [name for name in self._global_names if not (name in CONTAINER_TYPES or name.startswith(plain))]
 
@@ -135,20 +135,20 @@ class Archive:
 
     @property
     def yolo(self) -> bool:
-        """Whether it is a checkpoint of ultralytics."""
+        """Whether it is an ultralytics checkpoint."""
         return not self.program and any(name.startswith(YOLO_PACKAGE) for name in self.names)
 
     def load(self) -> Any:
         """Load the saved object: containers as they are, tensors as `ArchivedTensor`, everything else as a `Stub`.
 
-        Raises a `UserError` for a damaged file.
+        Raise a `UserError` for a damaged file.
         """
-        assert self._global_names is not None  # reading the names has checked every opcode
+        assert self._global_names is not None  # checks every opcode
         try:
             return _ArchiveUnpickler(self._pickle, self._find_storage).load()
         except UserError:
             raise
-        # Any error that a pickle can cause with stubs.
+        # Errors that a pickle can cause with stubs
         except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, KeyError, IndexError, EOFError) as e:
             reason = (str(e) or type(e).__name__).splitlines()[0]
             raise UserError(f"{self.path} is damaged, or not a file of torch.save: {reason}") from e
@@ -179,7 +179,7 @@ class Archive:
 
 
 def advise_on_module(archive: Archive) -> str:
-    """Return the content of a file that isn't a YOLO's checkpoint, and a way to run it: the end of a message."""
+    """Return the end of a message: the contents of a file that isn't a YOLO checkpoint, and a way to run it."""
     path, classes = archive.path, ", ".join(archive.names[:2])
     if archive.kind == PROGRAM:
         return f"it is a TorchScript program: give it as the model, {path}"
@@ -195,7 +195,7 @@ def advise_on_module(archive: Archive) -> str:
 
 
 def read_tensors(module: Any) -> dict[str, Any]:
-    """Return a stored module's torch tensors by name, as in its `state_dict()`; raise a `UserError` if damaged."""
+    """Return a stored module's torch tensors by name, as in `state_dict()`; raise a `UserError` if damaged."""
     result = {}
     for name, stored in _find_stored(module, "", 0):
         try:
@@ -206,12 +206,12 @@ def read_tensors(module: Any) -> dict[str, Any]:
 
 
 def is_module(value: Any) -> bool:
-    """Return whether it is a `Stub` of an nn.Module."""
+    """Return whether the value is a `Stub` of an nn.Module."""
     return isinstance(value, Stub) and {"_modules", "_parameters", "_buffers"} <= set(value.state)
 
 
 def find_module_stub(loaded: Any) -> Any:
-    """Return the `Stub` of the module in a loaded object; None without one.
+    """Return the `Stub` of the module in a loaded object; None without a module.
 
     It is the object itself, or under one of MODULE_KEYS, averaged weights first.
     """
@@ -246,19 +246,19 @@ def _open_zip(path: Path) -> zipfile.ZipFile:
 
 
 def _global_names(content: bytes) -> list[str]:
-    """Return the classes and functions that a pickle names, in order, from its opcodes alone; check these.
+    """Return the classes and functions named in a pickle, in order, by its opcodes alone, which are checked.
 
-    Raises a `UserError` for a damaged pickle, or an opcode that no model needs.
+    Raise a `UserError` for a damaged pickle, or an opcode that no model needs.
     """
     texts: list[str] = []
     memo: dict[int, str] = {}
     names: dict[str, None] = {}
-    last = ""  # the text on top of the stack, "" where something else is
+    last = ""  # text on top of the stack; "" for other values
     try:
         argument: Any
         for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
             name = opcode.name
-            # Python's reader makes room for as many memos as the highest number says.
+            # Python's unpickler allocates memos up to the highest number.
             if name in REFUSED_OPCODES or (name.endswith("PUT") and not 0 <= argument <= count):
                 raise UserError(f"the pickle has {name} {argument}, which no model needs; it isn't read")
             if name in ("GLOBAL", "INST"):
@@ -295,7 +295,7 @@ class _GuardedFunction:
 
 
 class _ArchiveUnpickler(pickle.Unpickler):
-    """An unpickler that knows plain containers and the parts of tensors; `storage` finds the bytes of one."""
+    """An unpickler restricted to plain containers and parts of tensors; `storage` finds a tensor's bytes."""
 
     def __init__(self, content: bytes, storage: Callable[[str, int], Callable[[], bytes]]) -> None:
         super().__init__(io.BytesIO(content), encoding="utf-8", errors="replace")
@@ -338,18 +338,18 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any)
 NESTED_KEYS = ("state_dict", "model_state_dict", "model")
 AVERAGE_KEYS = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
 AVERAGE_WORDS = {"ema", "swa", "avg", "average", "averaged", "teacher", "momentum", "target", "shadow"}
-PARALLEL_PREFIX, COMPILED_PREFIX = "module.", "_orig_mod."  # written by DataParallel and by torch.compile
+PARALLEL_PREFIX, COMPILED_PREFIX = "module.", "_orig_mod."  # by DataParallel and torch.compile
 SAVE_AGAIN = "save it again with torch.save or as .safetensors"
 BATCH_COUNTER = "num_batches_tracked"  # batch norm's counter, absent from old checkpoints and unused in eval mode
 MAX_ENTRIES_NAMED = 3  # entries listed in a message
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """Return the state dict in a .safetensors, .pt or .pth file, or in those of an index: tensors by name, on the CPU.
+    """Return the state dict of a .safetensors, .pt or .pth file, or of an index's files: CPU tensors by name.
 
-    Of a pickled module the tensors alone are read, without its class. A dict nested under state_dict, model_state_dict
-    or model is unwrapped and the prefixes of wrappers are removed. Raises `UserError` for a file that is missing,
-    empty, truncated, not a checkpoint, or that needs code to be unpickled.
+    Only the tensors of a pickled module are read, without its class. A dict nested under state_dict, model_state_dict
+    or model is unwrapped, and prefixes of wrappers are removed. Raise a `UserError` for a file that is missing, empty,
+    truncated, not a checkpoint, or needs code to be unpickled.
     """
     file = Path(path)
     shards = list_shards(file)
@@ -370,14 +370,14 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 
 
 def describe_averaged(path: str) -> str:
-    """Return a warning where a checkpoint has averaged weights (EMA) beside those that are taken; "" elsewhere.
+    """Return a warning if a checkpoint has averaged weights (EMA) in addition to the loaded weights; else "".
 
-    Of the tensors only those are read that may be a copy.
+    Only tensors that may be a copy are read.
     """
     try:
         archive = Archive(path)
         loaded = archive.load() if archive.kind in (WEIGHTS, OTHER) else None
-    except UserError:  # another format has one set of weights; a damaged file is refused where it is loaded
+    except UserError:  # other formats have no averages; loading refuses damaged files
         return ""
     if not isinstance(loaded, Mapping):
         return ""
@@ -393,10 +393,10 @@ def describe_averaged(path: str) -> str:
 
 
 def _find_copy(state: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the attribute whose tensors are in the state dict once more, deeper inside an attribute with a name of
-    AVERAGE_WORDS and with other values, and where; empty texts without one.
+    """Return the attribute of the loaded weights and the place of their averaged copy; empty texts without a copy.
 
-    A trainer such as Lightning stores `model.NAME` beside `model_ema.module.NAME`: `by_own_names` takes the first.
+    The copy has other values and lies deeper inside an attribute named by AVERAGE_WORDS. A trainer such as Lightning
+    stores both `model.NAME` and `model_ema.module.NAME`; `by_own_names` takes the first.
     """
     groups = dict[str, dict[str, ArchivedTensor]]()
     for name, value in _strip_prefixes({str(name): value for name, value in state.items()}).items():
@@ -410,13 +410,13 @@ def _find_copy(state: Mapping[str, Any]) -> tuple[str, str]:
             for start in (name.removesuffix(first) for name in tensors if name.endswith(f".{first}")):
                 pairs = [(value, tensors.get(start + inner)) for inner, value in own.items()]
                 is_copy = other != taken and all(b and b.shape == a.shape for a, b in pairs)
-                if is_copy and any(b and b.read() != a.read() for a, b in pairs):  # otherwise it is the same network
+                if is_copy and any(b and b.read() != a.read() for a, b in pairs):  # else it is the same network
                     return taken, f"{other}.{start}".rstrip(".")
     return "", ""
 
 
 def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") -> None:
-    """Load the state dict into the module; a `UserError` names the first keys that don't fit and gives the advice."""
+    """Load the state dict into the module; raise a `UserError` with the first misfits and the advice."""
     own, state = module.state_dict(), by_own_names(module, state, path)
     missing = [k for k in own if k not in state and not k.endswith(BATCH_COUNTER)]
     unexpected = [k for k in state if k not in own]
@@ -438,14 +438,14 @@ def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") ->
     ]
     if any(problems):
         raise UserError(f"the weights in {path} don't fit the model: {'; '.join(filter(None, [*problems, advice]))}")
-    module.load_state_dict(dict(state), strict=False)  # strict but for batch norm's counters: checked above
+    module.load_state_dict(dict(state), strict=False)  # checked above, except batch norm's counters
 
 
 def by_own_names(module: Any, state: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the part of the state dict that is the module's, under the module's names.
+    """Return the module's part of the state dict, under the module's names.
 
-    A trainer such as Lightning stores the network as an attribute, under `model.` for example, beside its losses. A
-    `UserError` names two attributes that both fit.
+    A trainer such as Lightning stores the network as an attribute, for example under `model.`, next to its losses.
+    Raise a `UserError` if two attributes fit.
     """
     own = {name for name in module.state_dict() if not name.endswith(BATCH_COUNTER)}
     if not own or not own.isdisjoint(state):
@@ -462,10 +462,9 @@ def by_own_names(module: Any, state: Mapping[str, Any], path: str) -> Mapping[st
 
 
 def head_classes(module: Any, state: Mapping[str, Any]) -> int | None:
-    """Return the checkpoint's number of classes if its classifier alone differs from the module's, else None.
+    """Return the checkpoint's number of classes if only its classifier differs from the module's; else None.
 
-    The classifier is recognised by the effect of another number of classes: every shape that differs, differs in the
-    first dimension only, and by the same pair of numbers.
+    All differing shapes must then differ only in the first dimension, and by the same pair of numbers.
     """
     pairs = set()
     for name, value in module.state_dict().items():
@@ -497,7 +496,7 @@ def _load_pickle(file: Path) -> Any:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about TorchScript archives, which are refused below
+            warnings.simplefilter("ignore")  # TorchScript archives are refused below
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as e:
         if (tensors := _module_tensors(file)) is not None:
@@ -507,13 +506,13 @@ def _load_pickle(file: Path) -> Any:
         if "TorchScript" in str(e):
             raise UserError(f"{file} is a TorchScript program; save the weights alone with state_dict()") from e
         if zipfile.is_zipfile(file):
-            Archive(file)  # raises for a zip file of another program
+            Archive(file)  # raises for another program's zip file
         kind = "cut short or damaged" if _is_zip(file) else "not a checkpoint that torch can read"
         raise UserError(f"checkpoint {file} is {kind}; {SAVE_AGAIN}") from e
 
 
 def _module_tensors(file: Path) -> dict[str, Any] | None:
-    """Return the tensors of a pickled module, without its class or an import of it; None if the file has no module."""
+    """Return a pickled module's tensors without importing its class; None if the file has no module."""
     try:
         archive = Archive(file)
         module = find_module_stub(archive.load()) if archive.kind == MODULE else None
@@ -523,13 +522,13 @@ def _module_tensors(file: Path) -> dict[str, Any] | None:
 
 
 def _is_zip(file: Path) -> bool:
-    """Return whether the file begins like those of torch.save."""
+    """Return whether the file begins like a file of torch.save."""
     with open(file, "rb") as f:
         return f.read(4) == b"PK\x03\x04"
 
 
 def _explain_refusal(file: Path, reason: str) -> str:
-    """Return the message for code in the pickle, or for bytes that aren't a pickle: torch raises one error for both."""
+    """Return the message for code in a pickle, or for other bytes: torch raises one error for both."""
     # "Unsupported global: GLOBAL a.b", "unsupported GLOBAL a.b whose module…", a built-in without its module;
     # torch 2.2 has "Unsupported class a.b", and "Unsupported operand 118" for bytes that aren't a pickle
     match = re.search(r"[Uu]nsupported (?:(?:global: )?GLOBAL|class) ([\w.]*\w)", reason)

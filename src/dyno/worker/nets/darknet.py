@@ -1,4 +1,4 @@
-"""A network of Darknet's as a module, and what Dyno needs to know of it."""
+"""Darknet networks as PyTorch modules, with their weights and facts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dyno.worker.nets.model_source import ImageConfig, ModelSource, check_unchan
 from dyno.worker.spec import Dims, ModelSpec, UserError
 from dyno.worker.tasks import find_task as find_task
 
-# Darknet's .cfg files: sections of options, line by line.
+# Darknet's .cfg files: sections of options, line by line
 
 Value = TypeVar("Value", int, float)
 MAX_SECTIONS = 1_000
@@ -25,7 +25,7 @@ NETWORK_SECTIONS = ("net", "network")
 
 @dataclass
 class CfgSection:
-    """`[kind]` and its options as text; `line` is where it begins, counted from 1, in the file `path`."""
+    """A section `[kind]` with its options as text; `line` is its first line in the file `path`, counted from 1."""
 
     kind: str
     path: str
@@ -33,7 +33,7 @@ class CfgSection:
     options: dict[str, str] = field(default_factory=dict)
 
     def make_error(self, text: str) -> UserError:
-        """Return an error that names the place."""
+        """Return an error with the section's place."""
         return UserError(f"{self.path}, [{self.kind}] in line {self.line}: {text}")
 
     def text(self, name: str, default: str = "") -> str:
@@ -41,9 +41,9 @@ class CfgSection:
         return self.options.get(name, default)
 
     def read_number(self, name: str, default: Value, minimum: float = 0, maximum: float = 1 << 16) -> Value:
-        """Return an option as a number, a whole one where the default is.
+        """Return an option as a number, whole if the default is.
 
-        Raises an error if it is no number, or beyond the limits.
+        Raise an error if it isn't a number or is out of range.
         """
         text = self.options.get(name)
         if text is None:
@@ -91,12 +91,11 @@ def read_cfg(path: str) -> list[CfgSection]:
     return sections
 
 
-# Darknet's layers, as its documentation and its C code define them, of PyTorch's own modules.
+# Darknet's layers, by its documentation and C code, made of PyTorch's modules
 #
-# The network is a `torch.fx` graph: so it has no own classes, which a module of the worker couldn't define
-# without importing torch.
+# The network is a `torch.fx` graph, so it needs no classes of its own, which would require importing torch here.
 
-EPSILON = 1e-5  # AlexeyAB's Darknet (YOLOv4) adds it to the variance
+EPSILON = 1e-5  # of AlexeyAB's Darknet (YOLOv4)
 LEAKY_SLOPE = 0.1
 MAX_WEIGHTS = 1 << 29  # per layer
 BOX_VALUES = 4
@@ -108,8 +107,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """A layer's output: its node in the graph, its channels, how many image pixels one of its pixels has along a
-    side, and of a yolo layer its classes."""
+    """A layer's output: its graph node, its channels, its pixels' side in image pixels, and a yolo layer's classes."""
 
     node: Any
     channels: int
@@ -119,7 +117,7 @@ class LayerOutput:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """A layer's context: the graph, a function that adds a module and returns the node of its call, and torch.nn."""
+    """A layer's context: the graph, a function that adds a module and returns its call's node, and torch.nn."""
 
     graph: Any
     call: Callable[[Any, Any], Any]
@@ -154,14 +152,14 @@ def convolutional(place: LayerContext, section: CfgSection, inputs: Sequence[Lay
 def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add a maximum pooling.
 
-    Darknet pads `padding` pixels in all, of which the left and the upper side have the smaller half.
+    Darknet pads `padding` pixels in total; left and top get the smaller half.
     """
     (value,) = inputs
     stride = section.read_number("stride", 1, 1, 64)
     size = section.read_number("size", stride, 1, 64)
     padding = section.read_number("padding", size - 1, 0, 63)
     before, after = padding // 2, padding - padding // 2
-    if size == stride == 2 and padding == 1:  # only the last window reaches the padding: PyTorch's ceil mode
+    if size == stride == 2 and padding == 1:  # PyTorch's ceil mode: only the last window reaches the padding
         layer = place.nn.MaxPool2d(2, 2, ceil_mode=True)
     elif before == after and before <= size // 2:
         layer = place.nn.MaxPool2d(size, stride, before)
@@ -180,7 +178,7 @@ def upsample(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOut
 
 
 def route(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
-    """Add the channels of several layers behind each other, or one group of the channels of each."""
+    """Add the concatenated channels of several layers, or one group of each layer's channels."""
     import torch
 
     groups, group = section.read_number("groups", 1, 1), section.read_number("group_id", 0)
@@ -198,7 +196,7 @@ def route(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput
 
 
 def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
-    """Add the sum of layers of one shape."""
+    """Add the sum of layers of equal shape."""
     if len({value.channels for value in inputs}) > 1:
         channels = " and ".join(str(value.channels) for value in inputs)
         raise section.make_error(f"it adds layers of {channels} channels; they must be equal")
@@ -235,8 +233,8 @@ def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]
 def decode_boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: float, activated: bool) -> Any:
     """Decode boxes: B x (anchors * (5 + classes)) x H x W to B x (4 + classes) x (anchors * H * W).
 
-    Centre, width and height are in input pixels, of which a cell has `stride` along a side; a score is the objectness
-    times the class's probability, as in Darknet's detections. `activated`: by the convolution before (`new_coords`).
+    Centre, width and height are in input pixels; a cell's side is `stride` pixels. A score is objectness times class
+    probability, as in Darknet's detections. `activated`: already by the previous convolution (`new_coords`).
     """
     import torch
 
@@ -264,13 +262,13 @@ def avgpool(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutp
 
 
 def softmax(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
-    """Add the probabilities of the classes."""
+    """Add the class probabilities."""
     (value,) = inputs
     return LayerOutput(place.call(place.nn.Softmax(1), value.node), value.channels, value.stride)
 
 
 def dropout(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
-    """Add nothing: dropout is off in inference."""
+    """Return the input: dropout is off in inference."""
     return inputs[0]
 
 
@@ -288,14 +286,14 @@ def _make_activation(place: LayerContext, section: CfgSection, default: str) -> 
     return layer(LEAKY_SLOPE) if name == "leaky" else layer()
 
 
-# Darknet's .weights files: a header, then the values of each convolution in the order of the network's layers.
+# Darknet's .weights files: a header, then the values of each convolution in the order of the layers
 
 WEIGHTS_SUFFIX = ".weights"
 WEIGHT_TYPE = np.dtype("<f4")
 
 
 class WeightReader:
-    """The values of a file, handed out in their order without reading what isn't asked for."""
+    """Sequential reader of a file's values, which are read only on demand."""
 
     def __init__(self, path: str) -> None:
         self.path, file = path, Path(path)
@@ -306,7 +304,7 @@ class WeightReader:
         if header.size < 3:
             raise UserError(f"checkpoint {path} is too short to be weights of Darknet's")
         major, minor, _ = (int(n) for n in header)
-        # The number of images seen has eight bytes since version 0.2.
+        # The number of seen images has eight bytes since version 0.2.
         begin = 12 + (8 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 4)
         if size < begin or (size - begin) % WEIGHT_TYPE.itemsize:
             raise UserError(f"checkpoint {path} is cut short or not Darknet's: its {size} bytes end within a value")
@@ -314,7 +312,7 @@ class WeightReader:
         self._values = np.memmap(file, WEIGHT_TYPE, "r", begin, (self.left,)) if self.left else np.empty(0, WEIGHT_TYPE)
 
     def take(self, shape: tuple[int, ...], what: str) -> np.ndarray:
-        """Return the next values in that shape; raise a `UserError`, with their purpose `what`, if too few are left."""
+        """Return the next values in that shape; raise a `UserError` that names `what` if too few remain."""
         count = int(np.prod(shape))
         if count > self.left:
             raise UserError(
@@ -327,9 +325,9 @@ class WeightReader:
 
 
 def load_weights(layers: Any, path: str, lines: Sequence[int], cfg: str) -> None:
-    """Put the file's values into the convolutions of a network, whose layers begin in these lines of the .cfg.
+    """Load the file's values into a network's convolutions; `lines` are its layers' lines in the .cfg.
 
-    A `UserError` says in which layer the values end, or how many are left over.
+    Raise a `UserError` that names the layer in which the values end, or the number left over.
     """
     import torch
 
@@ -359,7 +357,7 @@ LAYER_REFERENCES = {"route": "layers", "shortcut": "from"}  # keys with numbers 
 def is_supported(model: ModelSpec) -> bool:
     """Return whether the model's weights are Darknet's.
 
-    Raises a `UserError` without the .cfg, which alone can place them.
+    Raise a `UserError` if they lack the .cfg, which is needed to load them.
     """
     stored = model.weights.endswith(WEIGHTS_SUFFIX)
     if stored and not model.source.startswith("darknet:"):
@@ -368,7 +366,7 @@ def is_supported(model: ModelSpec) -> bool:
 
 
 class Darknet(ModelSource):
-    """`darknet:FILE.cfg`: the network of a .cfg with random weights, those of a .weights file, or a checkpoint's."""
+    """`darknet:FILE.cfg`: the network of a .cfg with random weights or a .weights file's or checkpoint's."""
 
     name = "darknet"
     form = "darknet:FILE.cfg"
@@ -392,14 +390,14 @@ class Darknet(ModelSource):
         return network
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
-        """Return the preprocessing of images (None without a yolo layer), and the size in its [net]."""
+        """Return the preprocessing of images (None without a yolo layer), and the size in [net]."""
         head, *sections = read_cfg(rest)
         boxes = any(section.kind == "yolo" for section in sections)
         size = head.read_number("height", 416, 1, MAX_SIDE), head.read_number("width", 416, 1, MAX_SIDE)
         return find_task("detect").preprocess(model.channels) if boxes else None, size
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
-        """Return the task, the classes and the stride; no task if the network has no boxes."""
+        """Return task, classes and stride; no task if the network has no boxes."""
         purpose: Purpose = module.purpose
         return purpose
 
@@ -437,7 +435,7 @@ def _build_network(path: str) -> Any:
 
 
 def _find_inputs(number: int, section: CfgSection, image: LayerOutput, values: list[LayerOutput]) -> list[LayerOutput]:
-    """Return the values that the section's layer reads; negative numbers in the file count back from it."""
+    """Return the inputs of the section's layer; negative numbers in the file are relative to it."""
     before = values[-1] if values else image
     if section.kind not in LAYER_REFERENCES:
         return [before]

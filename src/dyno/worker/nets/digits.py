@@ -1,4 +1,4 @@
-"""The network of the demo: a ResNet-18 a quarter as wide, for grey images of 64 x 64 pixels."""
+"""The demo's network: a ResNet-18 of a quarter of the width, for grey images of 64 x 64 pixels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDTH_DIVISOR = 4
 def resnet18(num_classes: int = 10, channels: int = 1) -> Any:
     """Build torchvision's ResNet-18 with 16, 32, 64 and 128 channels: 0.7 M parameters; input [N, channels, 64, 64].
 
-    One input channel by default: three equal ones cost time and add no information.
+    One input channel by default: three equal channels take more time without more information.
     """
     from torch import nn
     from torchvision.models.resnet import BasicBlock, ResNet
@@ -25,7 +25,7 @@ def resnet18(num_classes: int = 10, channels: int = 1) -> Any:
             self.fc = nn.Linear(512 // WIDTH_DIVISOR, num_classes)
 
         def _make_layer(self, block: Any, planes: int, blocks: int, stride: int = 1, dilate: bool = False) -> Any:
-            if planes == 64:  # the first stage reads the stem, which torchvision has made 64 wide
+            if planes == 64:  # first stage: torchvision assumes a stem of 64 channels
                 self.inplanes = planes // WIDTH_DIVISOR
             return super()._make_layer(block, planes // WIDTH_DIVISOR, blocks, stride, dilate)
 

@@ -1,4 +1,4 @@
-"""Read from a model file which inputs are images, what the outputs mean, and the names of its classes."""
+"""Facts read from a model file: its image inputs, the meaning of its outputs, and its class names."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, Tensor, UserError, from_json, to_json
 from dyno.worker.tasks import OutputShapes
 
-# Layout, channels and size of the images that a model file takes, from its inputs and its metadata.
+# Layout, channels and size of a model file's images, from its inputs and its metadata
 
 DEFAULT_SIZE = 224
-ULTRALYTICS_KEYS = ("imgsz", "batch", "stride")  # a file's metadata, written by ultralytics
+ULTRALYTICS_KEYS = ("imgsz", "batch", "stride")  # keys of ultralytics' metadata
 CLASS_NAME_KEYS = ("class_names", "classes", "labels", "id2label")  # class-list keys of other tools
 # metadata inside TorchScript and .tflite files
 METADATA_MEMBERS = ("extra/config.txt", "metadata.json", "temp_meta.txt")
 
 
 def read_attached(path: str) -> dict[str, str]:
-    """Return the metadata that ultralytics writes into a TorchScript or .tflite file, else beside an IR or a .pte file.
+    """Return ultralytics' metadata inside a TorchScript or .tflite file, else next to an IR or a .pte file.
 
-    {} without any, and of a metadata.yaml that other programs wrote or that PyYAML isn't here to read.
+    Return {} without any, and for a metadata.yaml that is another program's or can't be read without PyYAML.
     """
     found: Any = None
     with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
@@ -49,7 +49,7 @@ def read_attached(path: str) -> dict[str, str]:
 
 
 def read_image_facts(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entries of a file's metadata under KEYS, as Python values."""
+    """Return a file's metadata under ULTRALYTICS_KEYS as Python values."""
     values = {key: _parse_value(metadata[key]) for key in ULTRALYTICS_KEYS if key in metadata}
     return {key: value for key, value in values.items() if value}
 
@@ -61,11 +61,11 @@ def find_image_facts(
     sizes: Sequence[Sequence[int]],
     metadata: Mapping[str, Any],
 ) -> Inspection:
-    """Return for the inspection the image's size and whether it is fixed, its channels and the usual batch.
+    """Return the inspection's image size (and whether it is fixed), channels and usual batch.
 
     The size, (0, 0) without an image, is that of the file's first image if fixed, else that of `shapes`, else the
-    metadata's `imgsz`, else DEFAULT_SIZE. One of the user's `sizes` that contradicts `shapes`, or that the network's
-    stride doesn't divide, is a `UserError`.
+    metadata's `imgsz`, else DEFAULT_SIZE. Raise a `UserError` for one of the user's `sizes` that contradicts `shapes`
+    or isn't a multiple of the network's stride.
     """
     image = image_of(tensors)
     if image is None:
@@ -89,7 +89,7 @@ def find_image_facts(
 
 
 def is_normalised(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a file's image is fed as normalised numbers: one of uint8 takes the pixels as they are."""
+    """Return whether a file's image is fed as normalised numbers: uint8 inputs take raw pixels."""
     image = image_of(tensors)
     return image is not None and image.dtype != "uint8"
 
@@ -106,7 +106,7 @@ def _check_sizes(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Se
 
 
 def find_size(metadata: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the height and width that a file's metadata names; None where it names none."""
+    """Return the height and width in a file's metadata; None if missing."""
     size = _parse_size(read_image_facts(metadata).get("imgsz"))
     return (size[0], size[1]) if size else None
 
@@ -126,7 +126,7 @@ def _parse_value(text: str | None) -> Any:
 
 
 def _parse_names(text: str | None) -> tuple[str, ...]:
-    """Return class names from a list or a dict by number, or from a text with commas or line breaks; () elsewhere."""
+    """Return class names from a list, a dict by number, or a text with commas or line breaks; else ()."""
     found = _parse_value(text)
     if found is None and text and not text.lstrip().startswith(("{", "[")):
         found = [part.strip() for part in text.strip().split("\n" if "\n" in text.strip() else ",")]
@@ -137,15 +137,15 @@ def _read_length(length: int | str) -> int:
     return length if isinstance(length, int) else 0
 
 
-# A model file's task and the layout of its outputs, from metadata and shapes.
+# A model file's task and the layout of its outputs, from metadata and shapes
 #
-# ONNX files have them in their metadata: `task`, `names` and `kpt_shape` as ultralytics writes them, and `preprocess`
-# (JSON, a `Preprocess`) and `inputs` (JSON, a list of `InputSpec`) in files that Dyno exported. OpenVINO keeps them in
-# an IR that it makes of such a file.
+# The metadata of ONNX files has them: `task`, `names` and `kpt_shape` as in ultralytics' files, and `preprocess` (JSON,
+# a `Preprocess`) and `inputs` (JSON, a list of `InputSpec`) in Dyno's exports. OpenVINO keeps them in an IR made from
+# the file.
 
 
 def read_purpose(metadata: Mapping[str, str]) -> Purpose:
-    """Return the facts on the network in a file's metadata, as far as it has any."""
+    """Return the facts on the network in a file's metadata."""
     purpose = Purpose()
     if metadata.get("task") in tasks.list_tasks():
         purpose = replace(purpose, task=metadata["task"])
@@ -161,13 +161,13 @@ def read_purpose(metadata: Mapping[str, str]) -> Purpose:
         "preprocess": lambda settings: from_json(Preprocess, settings),
     }
     for name in readers.keys() & metadata.keys():
-        with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
+        with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's use of the key
             purpose = replace(purpose, **{name: readers[name](json.loads(metadata[name]))})
     return purpose
 
 
 def write_purpose(path: str, model: ModelSpec, class_names: Sequence[str] = ()) -> None:
-    """Write task, classes, preprocessing and inputs into an ONNX file's metadata, so that the file needs no options."""
+    """Write task, classes, preprocessing and inputs into an ONNX file's metadata, so that it needs no options."""
     import onnx
 
     graph = onnx.load(path, load_external_data=False)
@@ -178,7 +178,7 @@ def write_purpose(path: str, model: ModelSpec, class_names: Sequence[str] = ()) 
 
 
 def make_metadata(model: ModelSpec, class_names: Sequence[str] = ()) -> dict[str, str]:
-    """Return what a model's file says of it: task, classes, preprocessing and inputs, as `read_purpose` reads them."""
+    """Return a model file's metadata for `read_purpose`: task, classes, preprocessing and inputs."""
     metadata = {"task": model.task, "preprocess": json.dumps(to_json(model.preprocess))}
     names = class_names if model.classes in (None, len(class_names)) else [*map(str, range(model.classes or 0))]
     if names:
@@ -191,10 +191,10 @@ def make_metadata(model: ModelSpec, class_names: Sequence[str] = ()) -> dict[str
 
 
 def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: OutputShapes) -> Purpose:
-    """Return for the inspection the task, and for detection and its kin classes, keypoints and preprocessing.
+    """Return the inspection's task and, for detection, segmentation and pose, classes, keypoints and preprocessing.
 
-    `requested` is the user's --task, `metadata` the file's; `outputs` have free axes as text. Empty if neither names
-    the task. Raises `UserError` if they contradict each other.
+    `requested` is the user's --task, `metadata` the file's; `outputs` have free axes as text. Without a task, only
+    class names and preprocessing are returned. Raise a `UserError` if the two contradict each other.
     """
     if requested and (metadata.task or requested) != requested:
         raise UserError(
@@ -209,6 +209,6 @@ def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs
     preprocess: Preprocess | None = metadata.preprocess or task.preprocess(model.channels)
     if preprocess and task.labels == "objects":
         preprocess = replace(preprocess, letterbox=True)
-    elif not (metadata.task or metadata.preprocess):  # a classifier by --task alone keeps its preprocessing
+    elif not (metadata.task or metadata.preprocess):  # a classifier only by --task keeps its preprocessing
         preprocess = None
     return replace(named.merge(task.layout(model, metadata, outputs)), task=name, preprocess=preprocess)

@@ -1,7 +1,7 @@
-"""Floating-point operations of one image: counted while a module runs, or read off an ONNX graph.
+"""Floating-point operations of one image: counted while a module runs, or computed from an ONNX graph.
 
-Only convolutions and matrix products count, a multiplication with its addition as two: the rest is a small part of a
-network's arithmetic, and the peak is measured with matrix products too.
+Only convolutions and matrix products count, with two operations per multiply-add: the rest is a small part of a
+network's arithmetic, and the peak is measured on matrix products too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from dyno.worker.facts.engine import COMPUTE_LAYER
 from dyno.worker.onnx_graph.graph_facts import graphs_in, graphs_of
 
-MAX_INFERRED_SIZE = 2**31 - 1  # of an inferred dimension
+MAX_INFERRED_SIZE = 2**31 - 1  # for inferred dimensions
 RECURRENT_OPERATORS = ("LSTM", "GRU", "RNN")
 PRODUCT_OPERATORS = ("Conv", "ConvTranspose", "DeformConv", "Gemm", "MatMul", "QLinearConv", "ConvInteger",
                      "QLinearMatMul", "MatMulInteger", "MatMulNBits", "Einsum", "Attention",
                      *RECURRENT_OPERATORS)  # fmt: skip
-# Where the second factor stands among a node's inputs, when not at 1: quantised nodes have scales between.
+# Input number of the second factor, if not 1: quantised nodes have scales between
 WEIGHT_INPUTS = {"QLinearConv": 3, "QLinearMatMul": 3}
 
 
@@ -32,19 +32,19 @@ def of_module(module: Any, *args: Any, **keywords: Any) -> int:
 
 @contextmanager
 def count_operations() -> Iterator[Any]:
-    """Count the operations of the block with the `FlopCounterMode` that it gets, without gradients."""
+    """Count the block's operations without gradients; yield the `FlopCounterMode`."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    # The counter doesn't know fused attention; the unfused form consists of products.
+    # The counter lacks fused attention; unfused, it consists of products.
     fused = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as undo:
         undo.callback(torch.backends.mha.set_fastpath_enabled, fused)
         torch.backends.mha.set_fastpath_enabled(False)
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-        undo.enter_context(torch.no_grad())  # in inference mode operators without effect would seem to copy
-        # Nor does it know an LSTM on the CPU, `Bilinear`, and deformable convolutions, which torchvision has.
+        undo.enter_context(torch.no_grad())  # in inference mode, operators without effect would seem to copy
+        # It also lacks LSTMs on the CPU, `Bilinear`, and torchvision's deformable convolutions.
         known = {torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer, torch.ops.aten._trilinear: _of_bilinear}
         if hasattr(torch.ops.torchvision, "deform_conv2d"):
             known[torch.ops.torchvision.deform_conv2d] = _of_deformable
@@ -52,24 +52,24 @@ def count_operations() -> Iterator[Any]:
 
 
 def _of_recurrent_layer(values: Sequence[int], own: Sequence[int], again: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the operations of one layer in one direction, from the shapes of its input and of both its matrices."""
+    """Return the operations of one layer in one direction, from the shapes of its input and both matrices."""
     return 2 * math.prod(values[:2]) * (math.prod(own) + math.prod(again))
 
 
 def _of_bilinear(first: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the operations of the first input by the weight [results, first, second], then by the second input."""
+    """Return the operations of the first input times the weight [results, first, second] times the second input."""
     return 2 * first[0] * weight[0] * weight[2] * (first[1] + 1)
 
 
 def _of_deformable(_: Sequence[int], weight: Sequence[int], *__: Any, out_shape: Sequence[int], **___: Any) -> int:
-    """Return the operations as for any convolution; the sampling of the input isn't counted."""
+    """Return the operations as of any convolution; sampling of the input doesn't count."""
     return 2 * math.prod(out_shape) * math.prod(weight[1:])
 
 
 def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the operations of one run of the file with these input shapes, or 0 if they can't be counted.
+    """Return the operations of one run of the file with these input shapes; 0 if uncountable.
 
-    They can't if a shape inside can't be inferred, or other layers, branches or loops multiply.
+    They are uncountable if a shape can't be inferred, or if other layers, branches or loops multiply.
     """
     import onnx
 
@@ -79,30 +79,29 @@ def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
     graph, known = inferred
     counts = [of_node(node, known) for node in graph.node if node.op_type in PRODUCT_OPERATORS]
     if any(COMPUTE_LAYER.search(node.op_type) for node in graph.node if node.op_type not in PRODUCT_OPERATORS):
-        return 0  # a fused or quantised layer whose operations aren't counted
+        return 0  # a fused or quantised layer of unknown operations
     if any(has_products_inside(node) for node in graph.node):
-        return 0  # only a run knows how often a branch or loop runs
+        return 0  # the number of executions is unknown
     return 0 if None in counts else sum(count for count in counts if count)
 
 
 def has_products_inside(node: Any) -> bool:
-    """Return whether a node's branches or its loop multiply: only a run decides their number of executions."""
+    """Return whether a node's branches or loop multiply: their number of executions is known only at run time."""
     inside = (each for outer in graphs_of(node) for graph in graphs_in(outer) for each in graph.node)
     return any(COMPUTE_LAYER.search(each.op_type) for each in inside)
 
 
 def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, dict[str, tuple[int, ...]]] | None:
-    """Return the model's graph with the shapes inferred from these input shapes, and each tensor's shape by name.
+    """Return the model's graph with shapes inferred from these input shapes, and each tensor's shape by name.
 
-    A dimension that stays unknown is 0 there. Return None if the shapes contradict each other. The model itself is
-    changed.
+    Unknown dimensions are 0. Return None if the shapes contradict each other. The model itself is changed.
     """
     import onnx
 
     for value in model.graph.input:
         for axis, length in zip(value.type.tensor_type.shape.dim, shapes.get(value.name, ()), strict=False):
             axis.dim_value = length
-    del model.graph.value_info[:]  # recorded for other batches, these would override inference
+    del model.graph.value_info[:]  # stored shapes of other batches would override inference
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
     try:
@@ -110,7 +109,7 @@ def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any,
         known = _list_shapes(graph)
         if any(0 in known.get(name, (0,)) for node in graph.node for name in node.output if name):
             worked_out = [v for v in _worked_out(model) if 0 in known.get(v.name, (0,))]
-            model.graph.value_info.extend(worked_out)  # ONNX's own inference continues from these
+            model.graph.value_info.extend(worked_out)  # ONNX's inference continues from these
             graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph if worked_out else graph
             known = {**_list_shapes(graph), **{v.name: _read_shape(v) for v in worked_out}}
     except (onnx.shape_inference.InferenceError, ValueError):
@@ -125,16 +124,16 @@ def _list_shapes(graph: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _worked_out(model: Any) -> list[Any]:
-    """Return the tensors whose shapes ONNX Runtime's own inference knows completely; [] without that inference.
+    """Return the tensors with a complete shape by ONNX Runtime's own inference; [] without that inference.
 
-    It follows arithmetic on shapes, such as half of the channels, where ONNX's stops, and ends at the first operator
-    that it doesn't know, such as ReduceL2. These are the steps of its `infer_shapes`, which writes the shapes that it
-    couldn't finish into the working folder.
+    It follows arithmetic on shapes, such as half of the channels, where ONNX's inference stops, and ends at the first
+    operator unknown to it, such as ReduceL2. These are the steps of its `infer_shapes`, which writes incomplete shapes
+    into the working folder.
     """
     try:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_attribute
 
-        def infer_shape(node: Any) -> None:  # the library's own overlooks that a node may ask for a part
+        def infer_shape(node: Any) -> None:  # the library's own ignores `start` and `end`
             part = slice(get_attribute(node, "start", 0), get_attribute(node, "end", None))
             inference.sympy_data_[node.output[0]] = inference._get_sympy_shape(node, 0)[part]
 
@@ -159,17 +158,17 @@ def _read_shape(value: Any) -> tuple[int, ...]:
 
 
 def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Return the operations of a product, None if its shapes aren't known."""
+    """Return the operations of a product; None if its shapes are unknown."""
     first = shapes.get(node.input[0], ())
     if node.op_type == "MatMulNBits":  # packed weights
         sizes = {a.name: a.i for a in node.attribute}
         return 2 * math.prod(first) * sizes.get("N", 0) if first and 0 not in first else None
     place = WEIGHT_INPUTS.get(node.op_type, 1)
-    if len(node.input) <= place:  # an einsum of one input, which moves or adds its values
+    if len(node.input) <= place:  # an einsum of one input only moves or adds values
         return 0
     second = shapes.get(node.input[place], ())
     result = shapes.get(node.output[0], ())
-    if node.op_type in RECURRENT_OPERATORS:  # at each step both matrices: [directions, gates x hidden, …]
+    if node.op_type in RECURRENT_OPERATORS:  # per step both matrices: [directions, gates x hidden, …]
         weights = math.prod(second) + math.prod(shapes.get(node.input[2], ()))
         return 2 * math.prod(first[:2]) * weights if first and second and 0 not in (*first[:2], *second) else None
     if not first or not second or not result or 0 in (*second, *result):
@@ -182,7 +181,7 @@ def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
         return 2 * math.prod(result) * (first[-2 if flags.get("transA") else -1] or second[-2:][0])
     if 0 in first:
         return None
-    if node.op_type == "ConvTranspose":  # each input value meets its whole kernel: [C, M / group, kernel…]
+    if node.op_type == "ConvTranspose":  # each input value times its kernel: [C, M / group, kernel…]
         return of_convolution(math.prod(second), second[0], first)
     if node.op_type == "Einsum":
         return _of_einsum(node, first, second)
@@ -192,10 +191,10 @@ def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
 
 
 def of_convolution(weights: int, channels: int, values: Sequence[int]) -> int | None:
-    """Return the operations of a layer in which each value belongs to a channel, and meets all weights of that.
+    """Return the operations of a layer in which each value is multiplied by all weights of its channel.
 
-    The values are a convolution's results, or the inputs of a transposed one; so are the channels. Return None if a
-    shape isn't known.
+    Values and channels are a convolution's results, or a transposed convolution's inputs. Return None for unknown
+    shapes.
     """
     known = weights > 0 and channels > 0 and values and min(values) > 0
     return 2 * math.prod(values) * weights // channels if known else None
@@ -204,13 +203,13 @@ def of_convolution(weights: int, channels: int, values: Sequence[int]) -> int | 
 def of_product(first: Sequence[int], second: Sequence[int], result: Sequence[int]) -> int | None:
     """Return the operations of a matrix product, whichever axes of its factors are transposed or moved.
 
-    The second factor may be () for weights without a shape, which have no axis of the batch. Return None if the length
-    that is summed over can't be told.
+    The second factor may be () for weights without a shape, which have no batch axis. Return None if the length of the
+    sum is unknown.
     """
     if min(len(first), len(result)) < 2 or min(*first, *second, *result) <= 0:
         return None
     rows, columns = result[-2:]
-    # Of a factor with all axes of the batch: for another this is too small, and no length of both.
+    # Valid for a factor with all batch axes; for others it is too small and not a length of both.
     lengths = [math.prod(first) * columns // math.prod(result), math.prod(second) * rows // math.prod(result)]
     length = lengths[0] if not second else max(lengths)
     fits = length in first and (not second or length in second)
@@ -232,9 +231,9 @@ def _of_einsum(node: Any, first: tuple[int, ...], second: tuple[int, ...]) -> in
 
 
 def _of_attention(node: Any, first: tuple[int, ...], second: tuple[int, ...], result: tuple[int, ...]) -> int | None:
-    """Return the operations of both products of attention; None if keys come from an earlier call too.
+    """Return the operations of both products of attention; None with keys of an earlier call.
 
-    ONNX Runtime's own, [N, length, width] by [width, queries + keys + values], makes them first.
+    ONNX Runtime's own operator first computes [N, length, width] by [width, queries + keys + values].
     """
     if len(node.input) > 4 and node.input[4]:
         return None

@@ -1,6 +1,6 @@
-"""Networks of Hugging Face's transformers: `hf:FOLDER`, as `save_pretrained` writes it, or `hf:ORG/NAME` of the hub.
+"""Networks of Hugging Face's transformers: `hf:FOLDER`, written by `save_pretrained`, or `hf:ORG/NAME` on the hub.
 
-Only classes of the library itself are built: code that a folder brings along is not run.
+Only the library's own classes are built: code in a folder is not run.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from dyno.worker.sessions.torch_support import make_eager
 from dyno.worker.spec import NETWORK_FOLDER, TIMM_FOLDER, Dims, ModelSpec, Preprocess, UserError, add_noun
 
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
-PROCESSOR_FILE, PROCESSORS_FILE = "preprocessor_config.json", "processor_config.json"  # PROCESSORS_FILE holds several
+PROCESSOR_FILE, PROCESSORS_FILE = "preprocessor_config.json", "processor_config.json"  # the latter has several
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 TIMM_HUB = "timm:hf-hub:", "timm:hf_hub:"
 SAVING_FUNCTIONS = {"transformers": "save_pretrained", "timm": "timm.models.save_for_hf"}
 SOURCE_EXAMPLES = {"transformers": "hf:google/vit-base-patch16-224", "timm": "timm:hf-hub:timm/resnet18.a1_in1k"}
 STRETCH_NOTE = "stretches them to the size"
 OWN_CODE = "it needs its own code, which is not run"
-INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # Pillow's numbers
-UNCROPPED_SIZE = 384  # from this size ConvNeXt's processor doesn't apply `crop_pct`
-EXAMPLE_TOKENS, EXAMPLE_SAMPLES = 128, 16_000  # length of an example, if the model takes as much
+INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # as in Pillow
+UNCROPPED_SIZE = 384  # from this size on, ConvNeXt's processor ignores `crop_pct`
+EXAMPLE_TOKENS, EXAMPLE_SAMPLES = 128, 16_000  # largest length of an example
 SPECTROGRAM_INPUT = "input_features"  # a speech encoder's spectrogram
-PROBE_SIZE, PROBE_GREY = (500, 375), 128  # width and height of a gradient, and its third channel
-MAX_PIXEL_ERROR, MAX_CROP_SHIFT = 0.01, 1.5  # tolerances: share of the value range; pixels of shift of a crop
+PROBE_SIZE, PROBE_GREY = (500, 375), 128  # width and height of a gradient; value of its third channel
+MAX_PIXEL_ERROR, MAX_CROP_SHIFT = 0.01, 1.5  # tolerances: share of the value range; a crop's shift in pixels
 
 
 def split_folder(source: str) -> tuple[str, str]:
-    """Split a source into the prefix of a stored folder and what names it: a path, or ORG/NAME of the hub.
+    """Split a source into the prefix of a stored folder and its name: a path, or ORG/NAME on the hub.
 
-    Both are "" for a source that names no folder of transformers or timm.
+    Both are "" for a source that isn't a folder of transformers or timm.
     """
     for prefix in (f"{NETWORK_FOLDER}:", TIMM_FOLDER, *TIMM_HUB):
         if source.startswith(prefix):
@@ -52,10 +52,10 @@ def split_folder(source: str) -> tuple[str, str]:
 
 
 def locate(prefix: str, name: str, pretrained: bool) -> Path:
-    """Return the folder of a model: a local one, or the hub's in its cache, where it is downloaded to if missing.
+    """Return the folder of a model: a local one, or the hub's in its cache, downloaded if missing.
 
-    `name` is a path, or ORG/NAME of the hub, with @REVISION if another than the last. Weights are fetched with
-    `pretrained` only. Raises `UserError` if the hub can't be reached or has no such model.
+    `name` is a path, or ORG/NAME on the hub, with @REVISION for another than the latest. Weights are fetched only with
+    `pretrained`. Raise a `UserError` if the hub can't be reached or lacks the model.
     """
     library = "timm" if prefix in (TIMM_FOLDER, *TIMM_HUB) else "transformers"
     if prefix == TIMM_FOLDER and not Path(name).is_dir():
@@ -76,13 +76,13 @@ def locate(prefix: str, name: str, pretrained: bool) -> Path:
     repository, _, revision = name.partition("@")
     download = load_library("huggingface_hub", error=UserError).snapshot_download
     wanted = {"allow_patterns": ["*.json", *(WEIGHT_PATTERNS if pretrained else ())], "revision": revision or None}
-    with contextlib.suppress(Exception):  # it is not in the cache as a whole
+    with contextlib.suppress(Exception):  # not completely cached
         folder = Path(download(repository, local_files_only=True, **wanted))
         if (folder / CONFIG_FILE).is_file() and (not pretrained or weight_files(folder)):
             return folder
     try:
         return Path(download(repository, **wanted))
-    except Exception as e:  # the hub's errors have many types, its network's more
+    except Exception as e:  # hub and network raise many types of errors
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UserError(
             f"{prefix}{name} is not in the hub's cache and can't be downloaded: {reason}; "
@@ -91,13 +91,13 @@ def locate(prefix: str, name: str, pretrained: bool) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of the folder's weights: safetensors, else PyTorch's own."""
+    """Return the files of the folder's weights: safetensors, else PyTorch's."""
     found = (sorted(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS)
     return next((files for files in found if files), [])
 
 
 def describe_random(model: ModelSpec) -> str:
-    """Return a warning where the folder of a network was found to have no weights; "" elsewhere."""
+    """Return a warning if a network's folder has no weights; else ""."""
     prefix, folder = split_folder(model.source)
     if not prefix or model.pretrained or model.weights or weight_files(Path(folder)):
         return ""
@@ -106,7 +106,7 @@ def describe_random(model: ModelSpec) -> str:
 
 
 def _read_processor(folder: str) -> dict[str, Any]:
-    """Return the settings of the folder's image processor; a file with several goes first, as in the library."""
+    """Return the settings of the folder's image processor; a file of several takes precedence, as in the library."""
     several = _read_settings(Path(folder, PROCESSORS_FILE)).get("image_processor")
     return several if isinstance(several, dict) else _read_settings(Path(folder, PROCESSOR_FILE))
 
@@ -141,7 +141,7 @@ def _read_config(folder: str) -> Any:
         if "auto_map" in Path(folder, CONFIG_FILE).read_text(encoding="utf-8"):
             reason = OWN_CODE
         raise UserError(f"{folder} can't be read by transformers: {reason}") from e
-    if config.model_type == "timm_wrapper":  # transformers would build it without its classes
+    if config.model_type == "timm_wrapper":  # transformers would ignore its classes
         raise UserError(f"{folder} is a model of timm; give {TIMM_FOLDER}{folder}")
     return config
 
@@ -158,9 +158,9 @@ class HuggingFace(ModelSource):
     stores_preprocess = True
 
     def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
-        """Build the network that config.json names, with the folder's weights or random ones.
+        """Build the network named in config.json, with the folder's weights or random ones.
 
-        Raises `Unavailable` without the library, and `UserError` for a network that it lacks or weights that don't fit.
+        Raise `Unavailable` without the library, and a `UserError` if it lacks the network or the weights don't fit.
         """
         torch, transformers, config = load_library("torch"), _import_library(), _read_config(rest)
         if model.classes is not None:
@@ -175,7 +175,7 @@ class HuggingFace(ModelSource):
                 f"{model.name} is a {_name_class(config)}, which transformers {transformers.__version__} lacks"
             )
         if hasattr(config, "use_cache"):
-            config.use_cache = False  # a cache of keys and values would be an output
+            config.use_cache = False  # else the key-value cache is an output
         if not model.pretrained:
             return make_eager(torch, kind(config))
         dtype = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # transformers before 4.56
@@ -201,7 +201,7 @@ class HuggingFace(ModelSource):
         return make_eager(torch, network)
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
-        """Return how the folder's processor prepares images, and their height and width; None where it doesn't say."""
+        """Return the folder's preprocessing of images, and their height and width; None if unknown."""
         given, size = _read_processor(rest), _read_pair(getattr(_read_config(rest), "image_size", None))
         if not given:
             return None, size
@@ -213,7 +213,7 @@ class HuggingFace(ModelSource):
         size = cropped or whole or ((shortest, shortest) if shortest else size)
         normalises = given.get("do_normalize", True) and given.get("image_mean") and given.get("image_std")
         mean, std = (given["image_mean"], given["image_std"]) if normalises else ([0.0] * 3, [1.0] * 3)
-        # Its processor computes (pixel x factor - mean) / std, Dyno (pixel / 255 - mean) / std.
+        # The processor computes (pixel x factor - mean) / std, Dyno (pixel / 255 - mean) / std.
         factor = float(given.get("rescale_factor") or 1 / 255) if given.get("do_rescale", True) else 1.0
         mean, std = ([value / (255 * factor) for value in values] for values in (mean, std))
         squash = bool(cropped and whole and cropped != whole)
@@ -226,10 +226,10 @@ class HuggingFace(ModelSource):
         return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), how, squash=squash), size
 
     def check_images(self, model: ModelSpec, rest: str, letterboxed: bool) -> tuple[str, str]:
-        """Return how the folder's processor prepares images where Dyno can't do it alike, and why that wasn't checked.
+        """Return the folder's preparation of images if Dyno can't match it, and why that wasn't checked; else "".
 
-        Each is "" elsewhere. Both are given a gradient image, and their pixels compared within a tolerance. Where Dyno
-        letterboxes a detector's images, the second is what the processor does instead.
+        Both get a gradient image, and their pixels are compared within a tolerance. If Dyno letterboxes a detector's
+        images, the second text describes the processor's method.
         """
         preprocess, size = self.read_image_config(model, rest)
         if _read_processor(rest).get("do_flip_channel_order"):
@@ -242,7 +242,7 @@ class HuggingFace(ModelSource):
         try:
             processor = _import_library().AutoImageProcessor.from_pretrained(rest, local_files_only=True)
             found = np.asarray(processor(image, return_tensors="np")["pixel_values"])
-        except Exception as e:  # it needs its own code, another version of the library, or other inputs beside images
+        except Exception as e:  # it may need own code, another library version, or further inputs
             reason = (str(e).strip() or type(e).__name__).splitlines()[0]
             reason = OWN_CODE if "auto_map" in _read_processor(rest) else reason
             return "", f"couldn't be run to check that ({reason})" if letterboxed else reason
@@ -259,7 +259,7 @@ class HuggingFace(ModelSource):
         return "", STRETCH_NOTE if letterboxed else ""
 
     def make_examples(self, model: ModelSpec, rest: str) -> Any:
-        """Return inputs of one row by name for a network of text (with images or not), sound or video; else None."""
+        """Return inputs of one row by name for a network of text (perhaps with images), sound or video; else None."""
         torch = load_library("torch")
         transformers, config = _import_library(), _read_config(rest)
         takes = str(getattr(getattr(transformers, _name_class(config), None), "main_input_name", ""))

@@ -1,4 +1,4 @@
-"""Networks of torchvision and timm, by the names that the libraries give them."""
+"""Networks of torchvision and timm, by the libraries' names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dyno.worker.sessions.torch_support import one_thread
 from dyno.worker.spec import TIMM_FOLDER, Dims, ModelSpec, Preprocess, UserError
 
 FOLDER_PREFIX = TIMM_FOLDER.partition(":")[2]
-OUTER_KEYS = ("num_classes", "label_names")  # keys of timm's configuration outside that of the weights
+OUTER_KEYS = ("num_classes", "label_names")  # keys of timm's configuration outside the weights' part
 MIN_NAME_SIMILARITY = 0.75  # lower similarities match any of a thousand names
-# torchvision's detectors normalise, resize and suppress inside.
+# torchvision's detectors normalise, resize and suppress internally
 TAKES_ONE_IMAGE = "torchvision's detectors give each image another number of boxes, so they run one image at a time"
-SMALL_DETECTOR = 320, 320  # pixels, where no size is asked for
-SCORE_SPREAD = 1.0  # standard deviation of random logits: most scores are low, some are high
+SMALL_DETECTOR = 320, 320  # pixels, by default
+SCORE_SPREAD = 1.0  # standard deviation of random logits: most scores are low, some high
 
 
 class Torchvision(ModelSource):
@@ -44,7 +44,7 @@ class Torchvision(ModelSource):
             raise UserError(f"{has}; write a function, give it as FILE.py:FUNCTION")
         options: dict[str, Any] = {} if model.classes is None else {"num_classes": model.classes}
         if "init_weights" in inspect.signature(library.get_model_builder(rest)).parameters:
-            options["init_weights"] = True  # the default, but without its warning
+            options["init_weights"] = True  # explicit default: avoids a warning
         options |= _choose_torchvision_options(rest, dims)
         weights = "DEFAULT" if model.pretrained else None
         return _load_published(model, lambda: library.get_model(rest, weights=weights, **options))
@@ -56,7 +56,7 @@ class Torchvision(ModelSource):
         weights = torchvision.models.get_model_weights(rest)
         transforms: Any = weights.DEFAULT.transforms() if len(weights) else None
         if not hasattr(transforms, "mean") or not hasattr(transforms, "crop_size"):
-            return None, None  # segmentation models resize inside
+            return None, None  # segmentation models resize internally
         crop = transforms.crop_size[0]
         size = (crop, crop) if len(transforms.crop_size) == 1 else tuple(transforms.crop_size)
         resize = transforms.resize_size[0] / crop
@@ -79,7 +79,7 @@ TORCHVISION = Torchvision()
 
 
 class Timm(ModelSource):
-    """`timm:NAME`, a network of timm, or `timm:local-dir:FOLDER`, as timm stores one."""
+    """`timm:NAME`, a network of timm, or `timm:local-dir:FOLDER`, a folder stored by timm."""
 
     name = "timm"
     form = "timm:NAME, timm:hf-hub:ORG/NAME or timm:local-dir:FOLDER"
@@ -117,10 +117,10 @@ TIMM = Timm()
 
 
 def _read_timm_config(model: ModelSpec, name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the network's name, timm's configuration of it, and the arguments that it was built with.
+    """Return the network's name, timm's configuration, and the arguments that it was built with.
 
-    A configuration that timm stored in the model's folder, or beside its weights, comes before the library's, which
-    describes other weights. {} where there is none.
+    A configuration stored by timm in the model's folder, or next to its weights, takes precedence over the library's,
+    which describes other weights. Missing ones are {}.
     """
     is_folder = name.startswith(FOLDER_PREFIX)
     path = Path(name.removeprefix(FOLDER_PREFIX) if is_folder else Path(model.weights).parent, CONFIG_FILE)
@@ -138,13 +138,13 @@ def _read_timm_config(model: ModelSpec, name: str) -> tuple[str, dict[str, Any],
 
 
 def _choose_torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
-    """Return the options of `torchvision.models.get_model`: a backbone without weights, and a detector's size."""
+    """Return options of `torchvision.models.get_model`: a backbone without weights, and a detector's size."""
     torchvision = load_library("torchvision")
     builder = torchvision.models.get_model_builder(name)
     options: dict[str, Any] = {}
     if "weights_backbone" in inspect.signature(builder).parameters:
         options["weights_backbone"] = None
-    # Without a size a detector works at 800 pixels, whatever its input; SSDs have a fixed one.
+    # By default a detector works at 800 pixels, whatever its input; SSDs have a fixed size.
     if dims is not None and name in list_detectors(torchvision) and not name.startswith("ssd"):
         options |= {"min_size": min(dims.height, dims.width), "max_size": max(dims.height, dims.width)}
     return options
@@ -164,9 +164,9 @@ def _list_branch_options(network: Any) -> dict[str, Any]:
 
 
 def _choose_timm_options(model: ModelSpec, rest: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
-    """Return the options of `timm.create_model`: channels, classes, and the size of a model built for one size."""
+    """Return options of `timm.create_model`: channels, classes, and the size of a model built for one size."""
     name, config, stored = _read_timm_config(model, rest)
-    taken = inspect.signature(load_library("timm").create_model).parameters  # a file to load, among others
+    taken = inspect.signature(load_library("timm").create_model).parameters  # for example a file to load
     options: dict[str, Any] = {key: value for key, value in stored.items() if key not in taken}
     options["in_chans"] = model.channels
     if classes is None and rest.startswith(FOLDER_PREFIX):
@@ -191,8 +191,8 @@ def _load_published(model: ModelSpec, create: Callable[[], Any]) -> Any:
     except Exception as e:
         if not model.pretrained:
             raise
-        # urllib, requests, httpx and the hub each have their own family of errors for "no network", and a weights
-        # entry that is missing or doesn't fit is a ValueError or a RuntimeError: all of them end the same way.
+        # urllib, requests, httpx and the hub have various errors for "no network"; missing or unsuitable weights
+        # raise a ValueError or a RuntimeError. All are handled alike.
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UserError(
             f"the published weights of {model.source} can't be loaded: {reason}; give a checkpoint with --weights"
@@ -200,7 +200,7 @@ def _load_published(model: ModelSpec, create: Callable[[], Any]) -> Any:
 
 
 def _find_library(library: str, name: str) -> Any:
-    """Return torchvision or timm; raise a `UserError` with the nearest name unless it has a model of that name."""
+    """Return torchvision or timm; raise a `UserError` with the nearest name if it lacks the model."""
     imported, module = load_library(library), {"torchvision": "torchvision.models", "timm": "timm"}[library]
     names = load_library(module).list_models()
     if not (name in names or (library == "timm" and imported.is_model(name))):
@@ -212,19 +212,19 @@ def _find_library(library: str, name: str) -> Any:
 
 
 def is_torchvision_detector(model: ModelSpec) -> bool:
-    """Return whether the source names one of torchvision's detectors."""
+    """Return whether the source is one of torchvision's detectors."""
     kind, _, name = model.source.partition(":")
     return kind == "torchvision" and not model.file and name in list_detectors(load_library("torchvision"))
 
 
 def list_detectors(torchvision: Any) -> list[str]:
-    """Return the detectors' names for `torchvision.models.get_model`."""
+    """Return the detectors' names in `torchvision.models.get_model`."""
     listed: list[str] = torchvision.models.list_models(torchvision.models.detection)
     return listed
 
 
 def read_detector_size(torchvision: Any, name: str) -> tuple[int, int]:
-    """Return the height and width at which the network works by itself, for square images."""
+    """Return the network's default height and width for square images."""
     with torchvision.torch.device("meta"):
         transform = torchvision.models.get_model(name, weights=None, weights_backbone=None).transform
     width, height = transform.fixed_size or (transform.min_size[-1],) * 2
@@ -232,17 +232,17 @@ def read_detector_size(torchvision: Any, name: str) -> tuple[int, int]:
 
 
 def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
-    """Set random weights that find objects, in place: with a library's initial ones no score is above its threshold.
+    """Set random weights that find objects, in place: with a library's initial ones, no score reaches its threshold.
 
-    The backbone gets statistics of noise, and each layer that scores is scaled by the power of two that brings its
-    results for noise nearest to a standard deviation of 1.
+    The backbone gets statistics of noise. Each layer that scores is scaled by the power of two that brings its results
+    for noise nearest to a standard deviation of 1.
     """
     random_weights.undo_zero_init(torch, module)
     random_weights.init_batch_norm(torch, module.backbone, 3, (height, width))
     measured: dict[Any, float] = {}
 
     def measure_deviation(layer: Any, _: Any, out: Any) -> None:
-        # A head that serves several scales is held to the widest.
+        # the widest scale of a shared head counts
         measured[layer] = max(measured.get(layer, 0.0), float(out.double().std()))
 
     image = (0.5 + random_weights.make_noise(torch, 3, height, width)[:1].float() / 4).clamp(0, 1)
@@ -256,7 +256,7 @@ def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
 
 
 def _find_scoring_layers(torch: Any, module: Any) -> list[Any]:
-    """Return the layers whose results are the scores of classes."""
+    """Return the layers with class scores as results."""
     if hasattr(module, "roi_heads"):
         return [module.roi_heads.box_predictor.cls_score]
     head = module.head.classification_head

@@ -1,4 +1,4 @@
-"""A model's Python code: its content and that of the modules beside it that it imports, and how it is run."""
+"""A model's Python code: its content, including imported modules in its folder, and its execution."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dyno.worker.spec import Unavailable, UserError, make_absolute
 
 
 def sha256_with_imports(file: Path) -> str:
-    """Return the sha256 of a Python file and of the files below its folder that its import statements lead to, if any.
+    """Return the sha256 of a Python file and of the files that it imports from below its folder.
 
-    Imports by a name that is computed at run time, or from elsewhere on the path, are not included.
+    Imports by computed names, or from elsewhere on the path, are not included.
     """
     own = hash_file(file)
     beside = local_files(file)
@@ -38,7 +38,7 @@ def sha256_with_imports(file: Path) -> str:
 
 
 def local_files(file: Path) -> list[Path]:
-    """Return the files below the file's own folder that it imports, directly or through each other, alphabetically."""
+    """Return the files below the file's folder that it imports, directly or indirectly, in alphabetical order."""
     file = make_absolute(file)
     root, seen, todo = _find_root(file), {file}, [file]
     while todo:
@@ -50,7 +50,7 @@ def local_files(file: Path) -> list[Path]:
 
 
 def _find_root(file: Path) -> Path:
-    """Return the folder that absolute imports start from: for a package, its parent."""
+    """Return the folder from which absolute imports start: for a package, its parent."""
     folder = make_absolute(file).parent
     return folder.parent if file.name == "__init__.py" else folder
 
@@ -58,7 +58,7 @@ def _find_root(file: Path) -> Path:
 def _find_imports(file: Path, root: Path) -> Iterator[Path]:
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # importing it reports what is wrong
+    except (OSError, SyntaxError, ValueError):  # the import reports the error
         return
     package = file.parent.relative_to(root).parts
     for node in ast.walk(tree):
@@ -73,7 +73,7 @@ def _find_imports(file: Path, root: Path) -> Iterator[Path]:
 
 
 def _find_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
-    """Yield the files that importing the name runs: each parent package's, and the module's (or none: an attribute)."""
+    """Yield the files run by importing the name: each parent package's, and the module's (none for an attribute)."""
     for depth in range(1, len(name) + 1):
         place = root.joinpath(*name[:depth])
         for path in (place / "__init__.py", place.with_name(place.name + ".py")):
@@ -83,7 +83,7 @@ def _find_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
 
 
 def hash_file(path: str | Path) -> str:
-    """Return the sha256 of the file's content, and of the files that an index of weights names."""
+    """Return the sha256 of the file's content, including the files of an index of weights."""
     digest = hashlib.sha256()
     for part in (Path(path), *filter(Path.is_file, list_shards(Path(path)))):
         with open(part, "rb") as f:
@@ -93,7 +93,7 @@ def hash_file(path: str | Path) -> str:
 
 
 def list_shards(path: Path) -> list[Path]:
-    """Return the files beside an index of weights (`model.safetensors.index.json`) that it names; none elsewhere."""
+    """Return the files named by an index of weights (`model.safetensors.index.json`) in its folder; else []."""
     if not path.name.endswith(".index.json"):
         return []
     try:
@@ -105,7 +105,7 @@ def list_shards(path: Path) -> list[Path]:
 
 
 def load_module(location: str, source: str) -> Any:
-    """Import the module of that name; raise a `UserError` if that fails."""
+    """Import the named module; raise a `UserError` if that fails."""
     what = f"model {source!r}"
     try:
         with run_user_code(f"{what}: importing {location}", ModuleNotFoundError):
@@ -117,7 +117,7 @@ def load_module(location: str, source: str) -> Any:
 
 
 def load_file(path: Path, sha256: str) -> Any:
-    """Import the file as a module; raise a `UserError` if running it fails, or its content has another sha256."""
+    """Import the file as a module; raise a `UserError` if that fails or its content has another sha256."""
     if not path.is_file():
         raise UserError(f"model file {path} doesn't exist")
     if sha256 and sha256_with_imports(path) != sha256:
@@ -125,19 +125,19 @@ def load_file(path: Path, sha256: str) -> Any:
         raise UserError(f"{what} changed since the study was planned; run the same command again")
     name = f"dyno_model_{hashlib.sha256(str(make_absolute(path)).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # true for every path that ends with .py
+    assert spec is not None and spec.loader is not None  # true for every .py path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling inside the file look their module up by name
-    sys.meta_path.append(_SiblingFinder(path, name))  # last, so that modules beside the file shadow nothing
+    sys.modules[name] = module  # for dataclasses and pickling in the file
+    sys.meta_path.append(_SiblingFinder(path, name))  # last, so that it shadows nothing
     with run_user_code(f"model file {path}"):
         spec.loader.exec_module(module)
     return module
 
 
 class _SiblingFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules beside a model's file: those that its code names in imports, and for that code any other.
+    """An import finder for modules in a model file's folder: those named in its imports, and any for its own code.
 
-    Other importers find none: PyTorch tries to import z3, which need not be installed, and would get the user's z3.py.
+    Other importers get none: PyTorch tries to import z3, which need not be installed, and would get the user's z3.py.
     """
 
     def __init__(self, file: Path, name: str) -> None:
@@ -147,14 +147,14 @@ class _SiblingFinder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if path is not None or not (fullname in self._named or self._wanted_by_own()):
-            return None  # a part of a package is found by the package's path
+            return None  # submodules are found by their package's path
         spec = PathFinder.find_spec(fullname, [self._folder])
         if spec is not None:
             self._own.add(fullname)
         return spec
 
     def _wanted_by_own(self) -> bool:
-        """Return whether the file's own code, or a module found beside it, runs now, perhaps through a library."""
+        """Return whether the file's own code, or a module from its folder, is running, perhaps through a library."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if str(frame.f_globals.get("__name__")).partition(".")[0] in self._own:
@@ -165,7 +165,7 @@ class _SiblingFinder(importlib.abc.MetaPathFinder):
 
 @contextlib.contextmanager
 def run_user_code(what: str, passed: type[Exception] = UserError) -> Iterator[None]:
-    """Turn any exception of the user's code in the block into a one-line `UserError` that begins with `what`.
+    """Convert exceptions of the user's code in the block to a one-line `UserError` that begins with `what`.
 
     Errors of the type `passed` pass unchanged. PyTorch's process-wide settings are restored at the end.
     """
@@ -183,7 +183,7 @@ def run_user_code(what: str, passed: type[Exception] = UserError) -> Iterator[No
         raise UserError(f"{what} failed: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}") from e
 
 
-# Files that the user's code reads while it makes a network, such as weights, and modules that it imports.
+# Files read by the user's code while it makes a network, such as weights, and its imported modules
 
 CODE_SUFFIXES = (".py", ".pyc", ".pyi", ".so")
 DYNO_PACKAGE = Path(__file__).parents[2]  # Dyno's package
@@ -191,9 +191,9 @@ OF_THE_SYSTEM = ("/proc/", "/sys/", "/dev/", "/etc/", "/usr/lib/", "/usr/share/"
 
 
 class _OpenedFiles:
-    """Files that the user's code opened, told by Python's audit events; a hook for these lasts as long as the process.
+    """Files opened by the user's code, from Python's audit events; the hook lasts as long as the process.
 
-    What the code writes itself is left out.
+    Files that the code writes itself are left out.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class _OpenedFiles:
             self.running -= 1
 
     def note(self, event: str, given: tuple[Any, ...]) -> None:
-        """Note one opened file; raises nothing, which would be raised where the file is opened."""
+        """Record one opened file; never raise, since that would fail the opening."""
         if event == "open" and self.running and isinstance(given[0], (str, bytes, os.PathLike)):
             with contextlib.suppress(OSError, ValueError):
                 writes = isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
@@ -222,7 +222,7 @@ _OPENED = _OpenedFiles()
 
 
 def note_files() -> None:
-    """Note from now on what the user's code reads; safetensors opens files without an audit event, so it gets one."""
+    """Record from now on the files that the user's code reads; safetensors gets the audit event that it lacks."""
     if _OPENED.hooked:
         return
     _OPENED.hooked, _OPENED.imported_before = True, frozenset(sys.modules)
@@ -239,9 +239,9 @@ def note_files() -> None:
 
 
 def hash_files_read(source: Path | None) -> dict[str, str]:
-    """Return the sha256 of each noted file and imported module, without those of libraries and the system.
+    """Return the sha256 of each recorded file and imported module, without libraries and the system.
 
-    Left out are also the source's own file and those beside it that it imports: see `sha256_with_imports`.
+    The source's own file and its imports are also left out: see `sha256_with_imports`.
     """
     libraries = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     modules = [module for name, module in [*sys.modules.items()] if name not in _OPENED.imported_before]

@@ -25,13 +25,13 @@ from dyno.worker.sessions.torch_support import make_eager, set_eval
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
 
 FUNCTION_SOURCES = ("python", "module")  # sources without a prefix: FILE.py:FUNCTION and MODULE:FUNCTION
-WEIGHT_FACTS = ("weights_sha256", "parameters")  # facts that files made from a module inherit
+WEIGHT_FACTS = ("weights_sha256", "parameters")  # facts inherited by files made from a module
 
 
 def parse(source: str) -> tuple[str, str]:
-    """Parse a source into its kind, as `list_sources` names it or `file`, and the rest: a name, a path, or the source.
+    """Parse a source into its kind (a name in `list_sources`, or `file`) and the rest: a name, a path, or the source.
 
-    The function follows the last colon, so that a path may contain colons. Raises `UserError` for any other text.
+    The function follows the last colon, so a path may contain colons. Raise a `UserError` for any other text.
     """
     head, _, rest = source.partition(":")
     if rest and head in {*list_sources().keys() - FUNCTION_SOURCES, "file"}:
@@ -55,19 +55,19 @@ def _bad_source(reason: str) -> UserError:
 
 
 def find_source(model: ModelSpec) -> tuple[ModelSource, str]:
-    """Return the kind of the model's source, and what is behind its colon."""
+    """Return the kind of the model's source, and the text after its colon."""
     kind, rest = parse(model.source)
     return list_sources()[kind], rest
 
 
 def find_library(model: ModelSpec) -> str:
-    """Return the library that has the model by its name, "" without one."""
+    """Return the library that has the model by name; "" if none."""
     source = list_sources().get(parse(model.source)[0])
     return source.library if source else ""
 
 
 def split_call(function: str) -> tuple[str, dict[str, Any]]:
-    """Split `build(width=16)` into the name and the arguments, which are literals; raise `UserError` for other text."""
+    """Split `build(width=16)` into name and literal arguments; raise a `UserError` for other text."""
     name, bracket, rest = function.partition("(")
     try:
         call: Any = ast.parse(f"f({rest}" if bracket else "f()", mode="eval").body
@@ -80,12 +80,12 @@ def split_call(function: str) -> tuple[str, dict[str, Any]]:
 
 
 def load(model: ModelSpec, dims: Dims | None = None) -> Any:
-    """Return the model as a `torch.nn.Module` in eval mode, with the weights requested in the specification.
+    """Return the model as a `torch.nn.Module` in eval mode, with the weights of the specification.
 
-    Without a checkpoint and without `pretrained`, the weights are random and the same for the same `seed`; they are
-    then made for measurement (`ModelSource.init_random`), which `build` leaves out. `dims` sets the image size of
-    models that are built for one size (vision transformers of timm). The number of classes is `model.classes`, else
-    that of the checkpoint, else the library's. Raises `UserError` and `Unavailable`.
+    Without a checkpoint and `pretrained`, weights are random, equal for equal `seed`, and initialised for measurement
+    (`ModelSource.init_random`), unlike those of `build`. `dims` sets the image size of models built for one size
+    (timm's vision transformers). The number of classes is `model.classes`, else the checkpoint's, else the library's.
+    Raise `UserError` or `Unavailable`.
     """
     module = build(model, dims)
     source, rest = find_source(model)
@@ -97,7 +97,7 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
 
 
 def build(model: ModelSpec, dims: Dims | None = None) -> Any:
-    """Build the model like `load`, but leave random weights as the library initialises them, for training."""
+    """Build the model like `load`, but with the library's initial random weights, for training."""
     if model.file:
         raise UserError(f"there is no PyTorch module in {model.file}; give the model it was exported from")
     state, source = None, find_source(model)[0]
@@ -121,21 +121,21 @@ def _build_seeded(model: ModelSpec, dims: Dims | None, state: Mapping[str, Any] 
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed every generator that the user's code may draw from, so that each process makes the same network."""
+    """Seed every generator that the user's code may use, so that each process makes the same network."""
     load_library("torch").manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def _other_classes(model: ModelSpec, classes: int) -> str:
-    """Return advice on weights of another number of classes than the model's."""
+    """Return advice on weights with another number of classes than the model's."""
     own = parse(model.source)[0] in FUNCTION_SOURCES and not _has_parameter(_find_function(model), "num_classes")
     first = "let the function take num_classes and give" if own else "give"
     return f"they are of {classes} classes: {first} --classes {classes}"
 
 
 def weights_sha256(module: Any) -> str:
-    """Return the sha256 over the state dict in sorted order: equal for the same weights.
+    """Return the sha256 of the state dict in sorted order: equal for equal weights.
 
     It covers names, types, shapes and bytes.
     """
@@ -143,12 +143,12 @@ def weights_sha256(module: Any) -> str:
 
 
 def describe_weights(module: Any) -> dict[str, Any]:
-    """Return the facts of a file on the module's weights: their hash and their number."""
+    """Return the facts on the module's weights: their hash and their number."""
     return dict(zip(WEIGHT_FACTS, (weights_sha256(module), count_parameters(module)), strict=True))
 
 
 def count_parameters(module: Any) -> int:
-    """Return the number of the module's weights, also those that PyTorch packed for int8 or froze into a graph."""
+    """Return the number of the module's weights, including those packed for int8 or frozen into a graph."""
     import torch
 
     lists = (module.named_parameters, module.named_buffers)
@@ -162,17 +162,17 @@ def count_parameters(module: Any) -> int:
 
 
 def hash_tensors(tensors: Mapping[str, Any]) -> str:
-    """Return the sha256 over names, types, shapes and bytes; what isn't a tensor is left out."""
+    """Return the sha256 of names, types, shapes and bytes; non-tensors are left out."""
     import torch
 
     total = hashlib.sha256()
     for name, value in sorted(tensors.items()):
-        # Quantised layers keep their weight and bias in a tuple.
+        # Quantised layers have a tuple of weight and bias.
         parts = [*value] if isinstance(value, tuple) else [value]
         for part in parts:
             if not isinstance(part, torch.Tensor):
                 continue
-            if hasattr(part, "__tensor_flatten__"):  # torchao keeps what a weight is made of: its values and scales
+            if hasattr(part, "__tensor_flatten__"):  # torchao's weights consist of values and scales
                 parts += [getattr(part, inner) for inner in part.__tensor_flatten__()[0]]
                 continue
             total.update(f"{name} {part.dtype} {tuple(part.shape)}\n".encode())
@@ -183,22 +183,22 @@ def hash_tensors(tensors: Mapping[str, Any]) -> str:
 
 
 def preprocess(model: ModelSpec) -> Preprocess:
-    """Return the preprocessing of the model's library (mean, std, crop, interpolation), read without a download.
+    """Return the preprocessing of the model's library (mean, std, crop, interpolation), without a download.
 
-    Return `model.preprocess` if the library has none, and for sources without a library.
+    Return `model.preprocess` without a library, or if the library has none.
     """
     source, rest = find_source(model)
     return source.read_image_config(model, rest)[0] or model.preprocess
 
 
 def image_size(model: ModelSpec) -> tuple[int, int] | None:
-    """Return the height and width given by the model's library; None if it gives none."""
+    """Return the height and width by the model's library; None if it has none."""
     source, rest = find_source(model)
     return source.read_image_config(model, rest)[1]
 
 
 def read_purpose(model: ModelSpec, module: Any) -> Purpose:
-    """Return what the module, or its source, says of task, classes and images."""
+    """Return the task, classes and images known to the module or its source."""
     source, rest = find_source(model)
     return source.read_purpose(model, rest, module)
 
@@ -218,7 +218,7 @@ class UserFunction(ModelSource):
         return make_eager(torch, module)
 
     def make_examples(self, model: ModelSpec, rest: str) -> Any:
-        """Return what FUNCTION_inputs() beside the function returns, where it is."""
+        """Return the result of FUNCTION_inputs() in the function's module; None if that is missing."""
         source = f"{model.source.partition('(')[0]}_inputs"
         if _find_attribute(source, model.source_sha256)[2] is None:
             return None
@@ -250,7 +250,7 @@ def _check_function(model: ModelSpec, location: str, module: Any, attribute: Any
 
 
 def _find_attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
-    """Return a source's location and module, imported, and its attribute there; None if there is no such name."""
+    """Return a source's location, imported module, and attribute there; None if the name is missing."""
     location, _, path = source.rpartition(":")
     file = location.endswith(".py")
     module = local_code.load_file(Path(location), sha256) if file else local_code.load_module(location, source)
@@ -261,7 +261,7 @@ def _find_attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
 
 
 def hash_files_read(model: ModelSpec) -> dict[str, str]:
-    """Return the sha256 of each file that a function's code has read or imported, beyond those of `source_sha256`."""
+    """Return the sha256 of each file read or imported by a function's code, beyond the files of `source_sha256`."""
     location = model.source.rpartition(":")[0]
     if parse(model.source)[0] not in FUNCTION_SOURCES:
         return {}
@@ -285,7 +285,7 @@ def _call_function(function: Callable[..., Any], model: ModelSpec) -> Any:
 
 
 def _check_arguments(source: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise `UserError` for a parameter of the user's function that has no value, or a value that has none."""
+    """Raise a `UserError` for a parameter of the user's function without a value, or a value without a parameter."""
     try:
         inspect.signature(function).bind(**options)
     except TypeError as e:
@@ -307,7 +307,7 @@ def _has_parameter(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-# An application: the user's own object, with what happens to a request before and after the network.
+# An application: the user's object with the stages before and after the network
 
 APPLICATION_FUNCTIONS = ("preprocess", "postprocess")
 APPLICATION_NEEDS = "preprocess(request), postprocess(outputs) and a torch.nn.Module as its model"
@@ -315,7 +315,7 @@ APPLICATION_NEEDS = "preprocess(request), postprocess(outputs) and a torch.nn.Mo
 
 @dataclasses.dataclass(frozen=True)
 class Application:
-    """The user's object, the network in it, and NAME_requests() of its file (None: there is no such function)."""
+    """The user's object, its network, and its file's NAME_requests() (None: no such function)."""
 
     name: str
     value: Any
@@ -324,9 +324,9 @@ class Application:
 
 
 def load_application(model: ModelSpec) -> Application:
-    """Return the application that is at the source, or that the function there returns.
+    """Return the application at the source, or the result of the function there.
 
-    Raises `UserError` where it lacks a stage or a network.
+    Raise a `UserError` if it lacks a stage or a network.
     """
     torch = load_library("torch")
     kind, rest = parse(model.source)
@@ -364,11 +364,11 @@ def is_application(model: ModelSpec) -> bool:
 
 
 def _has_stages(value: Any) -> bool:
-    """Return whether this is an object with stages of an application, not a class of such."""
+    """Return whether the value is an object with an application's stages, rather than a class."""
     return not isinstance(value, type) and any(hasattr(value, each) for each in APPLICATION_FUNCTIONS)
 
 
 def _find_network(torch: Any, value: Any) -> Any:
-    """Return the network of an application: itself, its `model` or its `predict`; None without one."""
+    """Return an application's network: itself, its `model` or its `predict`; None without a network."""
     places = (value, *(getattr(value, name, None) for name in ("model", "predict")))
     return next((each for each in places if isinstance(each, torch.nn.Module)), None)

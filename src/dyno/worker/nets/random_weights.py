@@ -1,17 +1,17 @@
 """Random weights in place of trained ones: every part of the network contributes, and activations stay in range.
 
-Many networks begin to train with branches that add nothing: the last batch norm of a block has weight 0 (timm's
-ResNets), a layer scale is 1e-6 (ConvNeXt), a head is all zeros (MLP-Mixer, torchvision's vision transformers). With
-such weights an error of an engine there never reaches the outputs: a wrong graph would pass every comparison. So they
-are given values (`undo_zero_init`).
+Many networks begin training with branches that add nothing: the last batch norm of a block has weight 0 (timm's
+ResNets), a layer scale is 1e-6 (ConvNeXt), a head is all zeros (MLP-Mixer, torchvision's vision transformers). An
+engine's error there never reaches the outputs, so a wrong graph would pass every comparison. Such weights get other
+values (`undo_zero_init`).
 
-Initial batch norm subtracts nothing and divides by one, as if every layer's results had unit variance. They don't:
-through the 33 blocks of a ResNet-101 they grow beyond the range of float16. A trained network's statistics keep them
-in range, so a random network gets statistics of noise (`init_batch_norm`).
+Initial batch norm assumes that every layer's results have zero mean and unit variance. They don't: through the 33
+blocks of a ResNet-101 they grow beyond the range of float16. A trained network's statistics keep them in range, so a
+random network gets statistics of noise (`init_batch_norm`).
 
-That alone would make a deep network chaotic: each block of a ResNet-152 adds as much as it is given, and a small error
-of the input is two thousand times as large in the output. So residual branches are damped, as by training that begins
-without them (Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 5.1): then it is twenty times as large.
+That alone would make a deep network chaotic: each block of a ResNet-152 adds as much as its input, and a small input
+error is amplified two thousand times. So residual branches are damped, as by training that begins without them (Goyal
+et al. 2017, "Accurate, Large Minibatch SGD", section 5.1): the factor is then twenty.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import Any
 from dyno.worker.inputs.specs import INPUT_ERRORS
 from dyno.worker.sessions.torch_support import one_thread
 
-# Few images' statistics fit other images worse, by a factor per layer that a hundred layers raise to its power.
+# Fewer images' statistics fit other images worse, by a factor per layer that a hundred layers multiply.
 IMAGE_COUNT, IMAGE_SIZES, SEED = 16, ((64, 64), (96, 96)), 0
 GRAIN_SIZES = 1, 4, 16  # pixels per grain: photographs have detail and broad areas
-MIN_DEVIATION_SHARE = 0.5  # of its layer's mean deviation: an image amplifies channels that noise hardly changes
-BRANCH_SCALE = 0.25  # last batch norm of a branch; a power of two doesn't round
+MIN_DEVIATION_SHARE = 0.5  # weight of the layer's mean variance: images excite channels that noise hardly changes
+BRANCH_SCALE = 0.25  # factor of a branch's last batch norm; a power of two, exact
 SUM_OPERATORS = ("add", "iadd", "radd")
-WEIGHT_SPREAD = 0.02  # standard deviation in place of zeros, as in initial weights of vision transformers
-MAX_INITIAL_SCALE = 0.1  # smaller scales are initial values, not trained ones
+WEIGHT_SPREAD = 0.02  # standard deviation in place of zeros, as in vision transformers' initial weights
+MAX_INITIAL_SCALE = 0.1  # smaller scales are initial values
 SCALE_NAMES = ("weight", "gain")
-# Of a batch norm that began at 0. Noise says little of what an attention's result is for a photograph (LeViT: 40 times
-# as much): with 1, an error of the input would be 42,000 times as large in the outputs.
+# Weight of a batch norm that began at 0. An attention's result is larger for a photograph than for noise (LeViT: 40
+# times): with 1, an input error would be amplified 42,000 times.
 QUIET_SHARE = 0.1
 
 
@@ -45,8 +45,8 @@ class _AllMeasured(Exception):
 def undo_zero_init(torch: Any, module: Any) -> None:
     """Replace parameters that suppress a branch, in place.
 
-    Zero matrices become noise, and zero or tiny scales `BRANCH_SCALE`. The weight of a batch norm becomes
-    `QUIET_SHARE`, and `init_batch_norm` damps it where it ends a branch. Biases stay 0.
+    Zero matrices become noise, and zero or tiny scales `BRANCH_SCALE`. Batch norm weights become `QUIET_SHARE`, and
+    `init_batch_norm` damps them at the end of a branch. Biases stay 0.
     """
     draw = torch.Generator().manual_seed(SEED)
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
@@ -66,9 +66,9 @@ def undo_zero_init(torch: Any, module: Any) -> None:
 def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> None:
     """Damp residual branches, then set mean and variance of every batch norm to those of noise; in place.
 
-    `size` is the network's own, tried where it refuses small images, which are enough for this. A network that takes
-    neither keeps its initial weights. So that threads, processor and version of torch make no difference, statistics
-    are computed in float64 by one thread and rounded to eight bits.
+    Small images suffice; `size`, the network's own, is tried if it refuses them. A network that refuses both keeps its
+    initial weights. Statistics are computed in float64 by one thread and rounded to eight bits, so that threads,
+    processor and torch version make no difference.
     """
     kind = torch.nn.modules.batchnorm._BatchNorm
     norms = [m for m in module.modules() if isinstance(m, kind) and m.running_mean is not None]
@@ -85,17 +85,17 @@ def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int
         else:
             for norm in norms:
                 _round_statistics(norm)
-            # Some keep values of this run's type until they are put into training (timm's attention biases).
+            # Some modules cache values of this run's type until a training mode (timm's attention biases).
             module.train()
             module.eval()
             return
 
 
 def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
-    """Scale down what each residual branch adds to its shortcut.
+    """Scale down each residual branch's addition to its shortcut.
 
-    Of two tensors of one shape that are added, the one that has passed more batch norms is a branch. A tensor carries
-    their number, and the last of them, through every function of PyTorch.
+    When two tensors of equal shape are added, the branch is the tensor that has passed more batch norms. A tensor
+    carries their number, and the last of them, through every function of PyTorch.
     """
     ends: set[Any] = set()
 
@@ -117,7 +117,7 @@ def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> Non
     def count_norm(norm: Any, args: tuple[Any, ...], out: Any) -> None:
         out.passed = getattr(args[0], "passed", (0, None))[0] + 1, norm
 
-    # A head that refuses so small an image comes after the branches.
+    # A head that refuses a small image comes after the branches.
     with contextlib.ExitStack() as hooks, torch.no_grad(), BranchFinder(), contextlib.suppress(*INPUT_ERRORS):
         for norm in norms:
             hooks.enter_context(norm.register_forward_hook(count_norm))
@@ -132,7 +132,7 @@ def _make_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _round_statistics(norm: Any) -> None:
-    """Round to what every machine computes alike: means in 256ths of the deviation, so that rounding noise is zero."""
+    """Round for equal results on every machine: means in 256ths of the deviation, so that rounding noise is zero."""
     measured = norm.running_var.double()
     variance = measured.lerp(measured.mean(), MIN_DEVIATION_SHARE).bfloat16().double()
     step = (variance.sqrt() / 256).clamp(min=1e-30)
@@ -141,7 +141,7 @@ def _round_statistics(norm: Any) -> None:
 
 
 def make_noise(torch: Any, channels: int, height: int, width: int) -> Any:
-    """Return images of unit variance, [IMAGES, channels, height, width] in float64."""
+    """Return images of unit variance, [IMAGE_COUNT, channels, height, width] in float64."""
     draw = torch.Generator().manual_seed(SEED)
     total = torch.zeros(IMAGE_COUNT, channels, height, width, dtype=torch.float64)
     for grain in GRAIN_SIZES:
@@ -153,7 +153,7 @@ def make_noise(torch: Any, channels: int, height: int, width: int) -> Any:
 
 @contextlib.contextmanager
 def _without_borders(torch: Any, module: Any) -> Iterator[None]:
-    """Pad with the opposite side's pixels: zeros at the border would weigh more here than in a larger image."""
+    """Pad with the opposite side's pixels: zeros at the border would weigh more than in a larger image."""
     kinds = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
     with contextlib.ExitStack() as undo:
         for layer in (each for each in module.modules() if isinstance(each, kinds)):
@@ -164,7 +164,7 @@ def _without_borders(torch: Any, module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_float64(module: Any) -> Iterator[None]:
-    """Hold each layer in float64 only while it runs, until the block ends.
+    """Convert each layer to float64 only while it runs, until the block ends.
 
     A copy of the whole network would count towards the process's peak memory.
     """
@@ -179,9 +179,9 @@ def _in_float64(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _measure_statistics(norms: list[Any]) -> Iterator[None]:
-    """Hold batch norm in training mode while the block runs, so that its statistics become this batch's.
+    """Keep batch norm in training mode during the block, so that its statistics become this batch's.
 
-    `_AllMeasured` is raised after the last one.
+    `_AllMeasured` ends the run after the last one.
     """
     pending = set(norms)
 

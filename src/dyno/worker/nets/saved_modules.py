@@ -1,4 +1,4 @@
-"""Modules that PyTorch stored: programs of torch.export (.pt2) and TorchScript, with a description of their inputs."""
+"""Modules saved by PyTorch: programs of torch.export (.pt2) and TorchScript, with a description of their inputs."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from dyno.worker.nets.model_source import ImageConfig, ModelSource, check_unchan
 from dyno.worker.sessions.torch_support import as_fetched, named_outputs
 from dyno.worker.spec import BATCH_AXIS, Dims, InputSpec, ModelSpec, Unavailable, UserError, from_json
 
-PROGRAM_SUFFIX = ".pt2"  # programs of torch.export; other files are TorchScript
+PROGRAM_SUFFIX = ".pt2"  # of torch.export; other files are TorchScript
 MAX_OUTPUT_ERROR = 1e-3  # relative difference; equal operators differ less
 SHA256_LENGTH = 64  # hexadecimal digits
-MANY_BATCHES = 64  # from here on a range of batches counts as free
+MANY_BATCHES = 64  # largest tried batch; wider ranges count as free
 GUARDS_KEY = "dyno_guards"  # key in the `meta` of a program's shape check
-INPUTS_MEMBER = "dyno_inputs.json"  # member of both formats: the inputs as JSON, if Dyno stored the module
+INPUTS_MEMBER = "dyno_inputs.json"  # member of both formats with the inputs as JSON, in Dyno's files
 NODE_TARGET = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # target of a node
 
 
 def load(path: str) -> Any:
-    """Load the module; raise a `UserError` for a file that is missing or that this PyTorch can't read."""
+    """Load the module; raise a `UserError` for a file that is missing or unreadable by this PyTorch."""
     return make_runnable(_load_program(path)) if path.endswith(PROGRAM_SUFFIX) else _load_script(path)
 
 
@@ -47,7 +47,7 @@ class Saved(ModelSource):
     stores_preprocess = True
 
     def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
-        if len(model.source_sha256) == SHA256_LENGTH:  # otherwise a folder name in the cache
+        if len(model.source_sha256) == SHA256_LENGTH:  # else a folder name in the cache
             check_unchanged(rest, model.source_sha256, "saved module")
         return load(rest)
 
@@ -71,7 +71,7 @@ SAVED = Saved()
 def make_runnable(value: Any) -> Any:
     """Return the module that runs a program of torch.export; anything else unchanged.
 
-    It doesn't check at each call what the export took for granted of the inputs' shapes: `check_guards` does.
+    The export's assumptions on input shapes aren't checked at each call: `check_guards` does that.
     """
     from torch.export import ExportedProgram
 
@@ -84,9 +84,9 @@ def make_runnable(value: Any) -> Any:
 
 
 def check_guards(module: Any, model: ModelSpec, inputs: Sequence[InputSpec], dims: Dims) -> None:
-    """Raise a `UserError` where a program holds for other shapes than these, such as the other side of a branch.
+    """Raise a `UserError` if a program is valid only for other shapes, such as the other side of a branch.
 
-    `inputs` are () for one image. A free batch (0) stands for several.
+    `inputs` are () for one image. A free batch (0) stands for several batches.
     """
     import torch
 
@@ -114,7 +114,7 @@ def check_guards(module: Any, model: ModelSpec, inputs: Sequence[InputSpec], dim
 
 
 def _tie_weights(module: Any) -> Any:
-    """Make parameters in the same memory one parameter again, as before the export: each counts once."""
+    """Make parameters that share memory one parameter again, as before the export: each counts once."""
     first: dict[Any, Any] = {}
     for part in module.modules():
         for name, each in part._parameters.items():
@@ -126,10 +126,10 @@ def _tie_weights(module: Any) -> Any:
 def compare_answers(
     module: Any, path: str, model: ModelSpec, inputs: tuple[Sequence[InputSpec], Sequence[InputSpec]], tried: list[Dims]
 ) -> None:
-    """Raise a ValueError if a stored module has other outputs than the module itself at any dims that this takes.
+    """Raise a ValueError if a stored module's outputs differ from the module's at any dims that the latter takes.
 
-    Both may change from call to call; `inputs` are the module's and those of the stored one. torch.export stores the
-    way through a module that one batch takes, and the value of what isn't a tensor, such as a count of calls.
+    Both may change from call to call. `inputs` are the module's and the stored module's. torch.export stores one
+    batch's path through a module, and the value of non-tensors, such as a count of calls.
     """
     stored = load(path)
     for dims in tried:
@@ -138,7 +138,7 @@ def compare_answers(
         )
         try:
             expected = own()
-        except Exception:  # the module is anyone's code: it may refuse a size or one row with any error
+        except Exception:  # foreign code may refuse a size or one row with any error
             continue
         if _are_close(expected, found := its()):
             continue
@@ -165,7 +165,7 @@ def load_unflattened(path: str) -> Any:
 
     program = _load_program(path)
     module = unflatten(program)
-    if not hasattr(module, "type_name"):  # before PyTorch 2.8 only the parts have it
+    if not hasattr(module, "type_name"):  # PyTorch before 2.8: only parts have it
         stacks = (node.meta.get("nn_module_stack", {}) for node in program.graph.nodes)
         kind = next((kind for stack in stacks for name, kind in stack.values() if not name), None)
         module.type_name = lambda: kind
@@ -193,16 +193,16 @@ def read_examples(path: str) -> Any:
 
 
 def program_examples(program: Any) -> Any:
-    """Return the inputs with which a program was exported, in the form of `read_examples`."""
+    """Return a program's export inputs in the form of `read_examples`."""
     args, keywords = program.example_inputs
     if not keywords:
-        return tuple(args)  # a program refuses by name what it was exported with by place
+        return tuple(args)  # a program refuses positional inputs by name
     names = [*inspect.signature(program.module().forward).parameters]
     return (*args, *(keywords[name] for name in names[len(args) :]))
 
 
 def find_most_batch(module: Any, inputs: Sequence[InputSpec]) -> int:
-    """Return the largest batch for which a program was exported, by the ranges of its inputs; 0 without a limit.
+    """Return the largest batch that a program was exported for, by its inputs' ranges; 0 without a limit.
 
     Without `inputs` it takes one image.
     """
@@ -229,9 +229,9 @@ def _load_program(path: str, extra: dict[str, str] | None = None) -> Any:
 
 
 def _has_registered_operators(torch: Any, path: str) -> bool:
-    """Return whether torchvision was imported for operators of the program.
+    """Return whether torchvision was imported for the program's operators.
 
-    Raises a `UserError` that names an operator which no library has.
+    Raise a `UserError` that names an operator missing in all libraries.
     """
     with zipfile.ZipFile(path) as archive:
         texts = [archive.read(name) for name in archive.namelist() if name.endswith(".json")]
@@ -254,7 +254,7 @@ def _load_script(path: str, extra: dict[str, str] | None = None) -> Any:
     module = _read_file(path, lambda: torch.jit.load(path, map_location="cpu", _extra_files=extra))
     if hasattr(module, "training"):
         module.eval()
-    else:  # frozen, it is in one mode for ever; the exporters and torch.compile ask
+    else:  # frozen in one mode; exporters and torch.compile need the attribute
         module.training = False
     return module
 
@@ -270,8 +270,8 @@ def _read_file(path: str, action: Any) -> Any:
         raise
     except ImportError as e:
         raise Unavailable(f"{path} can't be read: {e}") from e
-    except Exception as e:  # each format has its own families of errors for a file that isn't one
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0].partition(". ")[0]  # PyTorch goes on to guess why
+    except Exception as e:  # each format has its own errors for invalid files
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0].partition(". ")[0]  # without PyTorch's guesses
         import torch
 
         step = "; if another version saved it, save it again with this one" if zipfile.is_zipfile(path) else ""

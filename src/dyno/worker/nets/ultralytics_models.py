@@ -1,7 +1,7 @@
-"""Networks of ultralytics (YOLOv8, YOLO11 and kin) from a YAML or a checkpoint, with their raw outputs alone.
+"""Networks of ultralytics (YOLOv8, YOLO11 and relatives) from a YAML or a checkpoint, with only their raw outputs.
 
-The library is under the AGPL and an extra: only its public classes are called. It is imported without telemetry,
-installing or banners, and its settings go to a folder that is deleted again.
+The library is under the AGPL and an optional extra: only its public classes are called. It is imported without
+telemetry, installations or banners, and its settings go to a temporary folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUIET_VARIABLES = {
     "YOLO_OFFLINE": "1",
     "YOLO_AUTOINSTALL": "False",
     "YOLO_VERBOSE": "False",
-    "ULTRALYTICS_SAFE_LOAD": "1",  # checkpoints may name the library's own classes, and no other code
+    "ULTRALYTICS_SAFE_LOAD": "1",  # only the library's own classes in checkpoints
 }
 BUILDER_CLASSES = {
     "detect": "DetectionModel",
@@ -36,12 +36,12 @@ BUILDER_CLASSES = {
     "pose": "PoseModel",
     "classify": "ClassificationModel",
 }
-# Heads whose outputs are laid out as the tasks read them.
+# Heads with output layouts that the tasks read
 HEAD_TASKS = {"Classify": "classify", "Detect": "detect", "Segment": "segment", "Pose": "pose"}
-CHECKPOINT_SUFFIXES = (".pt", ".pth")  # a user's checkpoint (best.pt), read without running its code
-MAX_SIDE = 8192  # pixels of a side that a checkpoint may name as its training size
+CHECKPOINT_SUFFIXES = (".pt", ".pth")  # user's checkpoints (best.pt), read without running their code
+MAX_SIDE = 8192  # limit of a checkpoint's training size, in pixels
 MAX_VALUES = 10_000  # values in an architecture
-ACTIVATION_CODE = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # the library evaluates it as code
+ACTIVATION_CODE = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # evaluated as code by the library
 NETWORK_CODE = """network = tasks.{kind}(CONFIG, ch={channels}, nc={classes}, verbose=False)
     network.model[-1].export = True
     network.model[-1].dynamic = False
@@ -58,7 +58,7 @@ def import_library() -> Any:
 
 
 class Ultralytics(ModelSource):
-    """`ultralytics:NAME.yaml` with random weights, or a checkpoint `ultralytics:FILE.pt`, with raw outputs alone."""
+    """`ultralytics:NAME.yaml` with random weights, or a checkpoint `ultralytics:FILE.pt`; only raw outputs."""
 
     name = "ultralytics"
     form = "ultralytics:NAME.yaml"
@@ -66,10 +66,10 @@ class Ultralytics(ModelSource):
     says_purpose = True
 
     def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
-        """Build the network; the `state` decides the number of classes and keypoints where `model` doesn't.
+        """Build the network; `state` gives the number of classes and keypoints if `model` doesn't.
 
-        Without a batch in `dims` it can be exported for every batch. Raises `UserError` for a network that doesn't
-        exist, weights that don't fit, or a YOLO that isn't supported.
+        Without a batch in `dims` it can be exported for every batch. Raise a `UserError` for a missing network,
+        unsuitable weights, or an unsupported YOLO.
         """
         check_unchanged(rest, model.source_sha256, "model file")
         tasks, source = import_library(), model.source
@@ -80,13 +80,13 @@ class Ultralytics(ModelSource):
             _from_checkpoint(tasks, model, rest) if self.has_weights(rest) else _from_yaml(tasks, model, rest, state)
         )
         head = module.model[-1]
-        end_to_end = getattr(head, "one2one_cv2", None) is not None  # a second head, without suppression
+        end_to_end = getattr(head, "one2one_cv2", None) is not None  # a second head for use without suppression
         if type(head).__name__ not in HEAD_TASKS or end_to_end:
             kind = "finds objects end to end" if end_to_end else f"ends in {type(head).__name__}"
             known = ", ".join(HEAD_TASKS.values())
             raise UserError(f"{source} {kind}, which can't be read here; take a YOLOv8 or YOLO11 ({known})")
-        head.export = True  # the library's own switch for raw outputs alone
-        # Else it compares shapes to keep its anchors, which fixes the batch in an exported graph.
+        head.export = True  # the library's switch for only raw outputs
+        # Else it caches anchors by shape, which fixes the batch in an exported graph.
         head.dynamic = dims is not None and not dims.batch
         return module
 
@@ -94,9 +94,9 @@ class Ultralytics(ModelSource):
         return rest.endswith(CHECKPOINT_SUFFIXES)
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
-        """Return the preprocessing of images, and the size that it is trained for, which a checkpoint names.
+        """Return the preprocessing of images, and the training size if a checkpoint has it, else the task's size.
 
-        Raises a `UserError` for an unsupported task.
+        Raise a `UserError` for an unsupported task.
         """
         tasks = import_library()
         stored = read_checkpoint(rest) if self.has_weights(rest) else None
@@ -137,7 +137,7 @@ def _find_task(tasks: Any, source: str, config: dict[str, Any]) -> str:
 
 
 def check_size(source: str, stride: int, height: int, width: int) -> None:
-    """Raise a `UserError` for an image whose sides aren't multiples of the network's stride."""
+    """Raise a `UserError` for an image size that isn't a multiple of the network's stride."""
     if height % stride or width % stride:
         near = [max(stride, round(side / stride) * stride) for side in (height, width)]
         shown = f"{near[0]}" if near[0] == near[1] else f"{near[0]}x{near[1]}"
@@ -177,21 +177,21 @@ def _from_checkpoint(tasks: Any, model: ModelSpec, name: str) -> Any:
 
 
 def _read_config(tasks: Any, source: str, name: str) -> dict[str, Any]:
-    """Read the YAML as ultralytics does: a file of the user's, or one of the library's by name."""
+    """Read the YAML as ultralytics does: the user's own file, or the library's by name."""
     if not Path(name).is_file():
         names = _network_names()
         if name not in names:
-            stems = [other.removesuffix(".yaml") for other in names]  # the common suffix would make all names similar
+            stems = [other.removesuffix(".yaml") for other in names]  # with the suffix, all names would be similar
             near = difflib.get_close_matches(name.removesuffix(".yaml"), stems, 1, 0.75)
             hint = f"did you mean ultralytics:{near[0]}.yaml?" if near else "it is NAME.yaml, your own .yaml or a .pt"
             raise UserError(f"ultralytics has no network {name!r}; {hint}")
     try:
         config: dict[str, Any] = tasks.yaml_model_load(name)
-        if not config.get("scale") and Path(name).is_file():  # it reads the letter from the file's name alone
+        if not config.get("scale") and Path(name).is_file():  # the library takes the letter only from the file's name
             import yaml
 
             config["scale"] = (yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}).get("scale", "")
-    except Exception as e:  # errors of the library's YAML reader
+    except Exception as e:  # the library's YAML reader may raise anything
         raise UserError(f"{source} can't be read: {shorten(e, 200)}") from e
     return config
 
@@ -220,13 +220,13 @@ def _check_layers(tasks: Any, source: str, config: dict[str, Any]) -> dict[str, 
 
 
 def _network_names() -> list[str]:
-    """Return the networks that the library has, with every letter of scale."""
+    """Return the library's networks, with every letter of scale."""
     import ultralytics
 
     names = []
     for path in (Path(ultralytics.__file__).parent / "cfg/models").rglob("*.yaml"):
         names.append(path.name)
-        # yolov9c.yaml has its letter, which isn't a scale, and of yolov3.yaml there is one size.
+        # The letter of yolov9c.yaml isn't a scale, and yolov3.yaml has one size.
         if match := re.fullmatch(r"(yolo(?:e-)?v?\d+)(?![a-z])(.*)", path.name):
             scales = re.findall(r"^ +([nsmlx]): *\[", path.read_text(encoding="utf-8"), re.MULTILINE)
             names += [f"{match[1]}{scale}{match[2]}" for scale in scales]
@@ -236,7 +236,7 @@ def _network_names() -> list[str]:
 def _fit_model(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, Any]) -> ModelSpec:
     """Return the model with the weights' number of classes and keypoints, unless it sets them itself.
 
-    Raises a `UserError` for another number of classes.
+    Raise a `UserError` for another number of classes.
     """
     last = max((int(key.split(".")[1]) for key in state if re.match(r"model\.\d+\.", key)), default=0)
 
@@ -260,8 +260,10 @@ def _fit_model(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`config` is the architecture as the YAML has it, `module` the stub that holds the tensors, `size` the side of the
-    images that it was trained on (0: unknown)."""
+    """A checkpoint: its architecture `config` in the YAML's form, its `module` stub, and its training size.
+
+    `size` is the longest side of training images (0: unknown); the stub holds the tensors.
+    """
 
     config: dict[str, Any]
     module: nets_checkpoint.Stub
@@ -269,7 +271,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str) -> Checkpoint:
-    """Read the checkpoint, its averaged weights (EMA) if present; raise a `UserError` that names the alternatives."""
+    """Read the checkpoint, with averaged weights (EMA) if present; raise a `UserError` that names alternatives."""
     archive = nets_checkpoint.Archive(path)
     if not archive.yolo:
         raise UserError(f"{path} is not a checkpoint of ultralytics; {nets_checkpoint.advise_on_module(archive)}")
@@ -284,14 +286,14 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def _find_longest_side(arguments: Any) -> int:
-    """Return the longest side in the settings of its training, 0 without one."""
+    """Return the longest side in the training settings; 0 if missing."""
     size = arguments.get("imgsz") if isinstance(arguments, dict) else None
     sides = size if isinstance(size, (list, tuple)) else [size]
     return max((side for side in sides if isinstance(side, int) and 0 < side <= MAX_SIDE), default=0)
 
 
 def advise_on_checkpoint(path: str) -> str:
-    """Return the two lines of Python that split a trusted checkpoint where this module can't."""
+    """Return the two lines of Python that split a trusted checkpoint."""
     return (
         f"if you trust it, run m = ultralytics.YOLO({path!r}).model.float(); "
         "safetensors.torch.save_file(m.state_dict(), 'net.safetensors') and yaml.safe_dump(m.yaml, open('net.yaml', "
@@ -300,7 +302,7 @@ def advise_on_checkpoint(path: str) -> str:
 
 
 def _copy_config(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a copy of the architecture, of text, numbers, lists and tables alone; raise a `UserError` for others."""
+    """Return a copy of the architecture; raise a `UserError` unless it has only text, numbers, lists and tables."""
     remaining = MAX_VALUES
 
     def copy_value(value: Any, depth: int) -> Any:

@@ -1,1 +1,1 @@
-"""Layer errors: graphs with tensors marked as outputs and graphs cut around layers, and how far each layer is off."""
+"""Layer errors: graphs with tensors marked as outputs, graphs cut around layers, and each layer's error."""

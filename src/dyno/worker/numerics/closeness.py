@@ -1,4 +1,4 @@
-"""How far two arrays are apart: the measures by which outputs, and tensors inside a network, are compared."""
+"""Measures of the distance between arrays: outputs, and tensors inside a network."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from dyno.worker.facts.job import is_labels
 
 ATOL, RTOL = 1e-8, 1e-3
-MAX_COMPARED_VALUES = 4_000_000  # of each output, from the first input on
-MIN_CHANNEL_SHARE = 1e-3  # a channel's size counts as at least this share of the largest channel's
+MAX_COMPARED_VALUES = 4_000_000  # per output, from the first input on
+MIN_CHANNEL_SHARE = 1e-3  # lower bound of a channel's size, as a share of the largest channel's
 
 
 @dataclass(frozen=True)
 class Closeness:
-    """Values of A against those of B (the reference).
+    """Values of A compared with values of B (the reference).
 
-    `close` is the share with |a - b| <= atol + rtol * |b|, of labels that of the same ones; `max_abs`, `mean_abs` and
-    `max_rel` (|a - b| / |b|, where b isn't 0) are over the finite pairs that aren't labels. `nonfinite` counts values
-    of A that are NaN or infinite where B's are not (they are never close), `reference_nonfinite` such values of B;
-    equal infinities and NaN at the same place agree. `labels_changed` is the share of labels that differ (NaN: none).
+    `close` is the share with |a - b| <= atol + rtol * |b|; labels must be equal. `max_abs`, `mean_abs` and `max_rel`
+    (|a - b| / |b|, for b other than 0) are over the finite pairs that aren't labels. `nonfinite` counts values of A
+    that are NaN or infinite and differ from B's (never close), `reference_nonfinite` B's; equal infinities and NaN at
+    the same place agree. `labels_changed` is the share of differing labels (NaN: no labels).
     """
 
     count: int
@@ -36,7 +36,7 @@ class Closeness:
 
 
 def compare_all(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, atol: float) -> Closeness:
-    """Compare arrays of as many values, all pairs as one: labels exactly, and the rest in double precision."""
+    """Compare pairs of equally large arrays, all as one: labels exactly, others in double precision."""
     labels, values = [], [(np.zeros(0), np.zeros(0))]
     for a, b in pairs:
         if is_labels(b):
@@ -65,13 +65,13 @@ def compare_all(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, ato
 
 
 def find_one_sided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return whether each value is NaN or infinite in one of the arrays and not the same in the other."""
+    """Return for each value whether it is NaN or infinite in one array and differs in the other."""
     found: np.ndarray = ~(np.isfinite(a) & np.isfinite(b)) & (a != b) & ~(np.isnan(a) & np.isnan(b))
     return found
 
 
 def shares_changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the share of each input's labels (axis 0) that differ."""
+    """Return each input's share of differing labels (axis 0)."""
     shares: np.ndarray = (a != b).reshape(len(a), -1).mean(axis=1) if b.size else np.zeros(0)
     return shares
 
@@ -79,8 +79,8 @@ def shares_changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def relative_errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.ndarray:
     """Return |a - b| / |b| in the 2-norm of each input (axis 0).
 
-    With `channels` it is the worst channel's (axis 1), if there are several. A value that isn't finite is infinitely
-    far off, except the same one at the same place. For labels it is the share that differs.
+    With `channels` it is the worst channel's (axis 1), if there are several. Non-finite values are infinitely far off,
+    unless equal. For labels it is the share that differs.
     """
     count = min(len(a), len(b))
     if is_labels(b):
@@ -92,11 +92,11 @@ def relative_errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.
     same_nonfinite = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
     a, b = np.where(same_nonfinite, 0, a), np.where(same_nonfinite, 0, b)
     largest = np.abs(b[np.isfinite(b)]).max(initial=0.0)
-    if largest:  # squares of tiny values are 0, those of huge ones infinite
+    if largest:  # avoids underflow and overflow of squares
         a, b = a / largest, b / largest
     shape = (count, b.shape[1], -1) if channels and b.ndim > 2 else (count, 1, -1)
     size = np.linalg.norm(b.reshape(shape), axis=2)
-    # An input whose outputs happen to be near 0 is judged by the size of the others'.
+    # Outputs near 0 of one input are judged by the size of the other inputs' outputs.
     size = np.maximum(size, np.sqrt(np.mean(size**2, axis=0, keepdims=True)))
     size = np.maximum(size, MIN_CHANNEL_SHARE * size.max(axis=1, keepdims=True))
     with np.errstate(invalid="ignore"):

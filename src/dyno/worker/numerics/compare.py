@@ -1,7 +1,7 @@
-"""Every layer of a graph in an engine against the reference: its total error, its own, and its effect on the outputs.
+"""Every layer of an engine's graph against the reference: its total error, its own, and its effect on the outputs.
 
-A layer's own error is what it adds when it reads the reference's values: it runs alone, so nothing is fused with it.
-What that does to the network's outputs is taken by adding it to the reference's graph, and nothing else.
+A layer's own error is measured on the reference's values: the layer runs alone, so nothing is fused with it. Its effect
+on the network's outputs is measured by adding only that error to the reference's graph.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from dyno.worker.onnx_graph.graph_facts import copy_message
 from dyno.worker.sessions.torch_support import import_torch, real_view, takes_hooks, walk_tensors
 from dyno.worker.spec import UserError
 
-# The reference's tensors: what every layer of a module, or of a graph, computes on a few inputs.
+# The reference's tensors: the results of every layer of a module or graph on a few inputs
 
-MAX_KEPT_B = 2 << 30  # bytes of all tensors; larger ones reduce the number of inputs
+MAX_KEPT_B = 2 << 30  # bytes of all tensors; limits the number of inputs
 MAX_MARKED_B = 256 << 20  # bytes of the outputs of one marked graph
 UNKNOWN_SHAPE_B = 1 << 20  # assumed bytes of a tensor of unknown shape
 SAME_TENSOR_ERROR = 1e-3  # relative error of a tensor identified with a call's result, in FP32
-Call = tuple[str, int]  # a part's name, and which of its calls
+Call = tuple[str, int]  # a part's name, and the number of its call
 Calls = Mapping[str, Call]  # by tensor
 
 
@@ -55,11 +55,11 @@ def run_module_reference(
     feeds: Sequence[Feeds],
     writer: TensorWriter,
 ) -> None:
-    """Store the results of the module's calls, each by the name of the tensor that it is in the graph.
+    """Store the results of the module's calls by the names of their tensors in the graph.
 
-    `graph` is the module's own export, which `engine` runs node by node. A call is the tensor that has its values.
-    Where none has them and the export's outputs are wrong too, `named` says which tensor the names point to; with right
-    outputs the names are what is wrong.
+    `graph` is the module's own export, run by `engine` node by node. A call is matched with the tensor of equal values.
+    Without a match, if the export's outputs are wrong too, `named` gives the tensor by name; with right outputs the
+    names are wrong.
     """
     with _Hooks(module) as hooks:
         outputs = [run_once(session, feeds[0])]
@@ -84,7 +84,7 @@ def run_module_reference(
 
 
 class _Hooks(ExitStack):
-    """While it is open, `results` has the first tensor that each call of a part gave since `clear`."""
+    """Forward hooks: while open, `results` has the first tensor returned by each call of a part since `clear`."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -97,20 +97,20 @@ class _Hooks(ExitStack):
     def _make_hook(self, name: str) -> Callable[..., None]:
         def store_result(part: Any, args: Any, result: Any) -> None:
             first = next(walk_tensors(result), None)
-            if first is not None:  # a copy: what follows may write in place
+            if first is not None:  # a copy: later operators may write in place
                 self.results[name, self._calls[name]] = np.array(real_view(first.detach()).cpu().float().numpy())
             self._calls[name] += 1
 
         return store_result
 
     def clear(self) -> None:
-        """Forget the last run."""
+        """Discard the last run's results."""
         self.results.clear()
         self._calls.clear()
 
 
 def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: GraphEngine, feed: Feeds) -> dict[str, Call]:
-    """Match each tensor of the graph with the call of the same result, by values.
+    """Match each tensor of the graph with the call of equal result.
 
     Several tensors may match the same call.
     """
@@ -139,7 +139,7 @@ def _same_outputs(graph: Graph, engine: GraphEngine, feed: Feeds, outputs: Seque
 
 
 def _iter_tensors(graph: Graph, engine: GraphEngine, feeds: Sequence[Feeds]) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield each floating-point tensor that the graph computes, with its values in every run."""
+    """Yield each computed floating-point tensor of the graph, with its values in every run."""
     sizes = count_bytes(graph, {name: array.shape for name, array in feeds[0].items()})
     inner = [name for name in graph.float_tensors if name not in graph.outputs]
     for number, part in enumerate([*in_parts(inner, sizes)] or [[]]):
@@ -150,7 +150,7 @@ def _iter_tensors(graph: Graph, engine: GraphEngine, feeds: Sequence[Feeds]) -> 
 
 
 def run_graph_reference(engine: GraphEngine, graph: Graph, feeds: Sequence[Feeds], writer: TensorWriter) -> None:
-    """Store every floating-point tensor that the graph computes."""
+    """Store every computed floating-point tensor of the graph."""
     sizes = count_bytes(graph, {name: array.shape for name, array in feeds[0].items()})
     runs = [*within_memory(feeds, lambda: sum(sizes.get(name, UNKNOWN_SHAPE_B) for name in graph.float_tensors))]
     for name, values in _iter_tensors(graph, engine, runs):
@@ -160,7 +160,7 @@ def run_graph_reference(engine: GraphEngine, graph: Graph, feeds: Sequence[Feeds
 
 
 def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator[Feeds]:
-    """Yield as many of the feeds as MOST_KEPT allows, at least one.
+    """Yield the feeds as far as MAX_KEPT_B allows, at least one.
 
     `of_one` returns the bytes of a run after the first.
     """
@@ -171,14 +171,14 @@ def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator
 
 
 def count_bytes(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return the bytes of each tensor whose shape can be inferred from the inputs', at four bytes a value."""
+    """Return the bytes of each tensor of inferable shape, at four bytes per value."""
     inferred = flops.with_shapes(copy_message(graph.model), shapes)
     known = inferred[1] if inferred else {}
     return {name: 4 * math.prod(shape) for name, shape in known.items() if 0 not in shape}
 
 
 def in_parts(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield the names in lists of at most MOST_MARKED bytes, or of a single name."""
+    """Yield the names in lists of at most MAX_MARKED_B bytes, or of a single name."""
     part, filled = list[str](), 0
     for name in names:
         size = sizes.get(name, UNKNOWN_SHAPE_B)
@@ -192,20 +192,20 @@ def in_parts(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[st
 
 
 def check_finite(feeds: Iterable[Feeds]) -> None:
-    """Raise a `UserError` for an input with NaN or infinity, with which engines can't be compared."""
+    """Raise a `UserError` for an input with NaN or infinity, which makes engines incomparable."""
     for feed in feeds:
         for name, array in feed.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 raise UserError(f"input {name!r} has values that are NaN or infinite; give inputs of numbers")
 
 
-CLEAR_ERROR_RATIO = 4.0  # error on the reference's values over that on the engine's: more than rounding
-MAX_CANDIDATES = 32  # layers with the largest own errors, whose effect on the outputs is tried
+CLEAR_ERROR_RATIO = 4.0  # ratio of own to total error beyond rounding
+MAX_CANDIDATES = 32  # layers with measured effect on the outputs: those with the largest own errors
 
 
 @dataclass(frozen=True)
 class Limits:
-    """|a - b| <= atol + rtol |b| is close; beyond `error` of its size a tensor disagrees."""
+    """Limits of the comparison: |a - b| <= atol + rtol |b| is close; a tensor disagrees beyond the relative `error`."""
 
     error: float
     rtol: float
@@ -214,9 +214,9 @@ class Limits:
 
 @dataclass
 class TensorComparison:
-    """An engine with the graph that it runs, against a reference with its graph and its stored tensors.
+    """An engine with its graph, against a reference with its graph and stored tensors.
 
-    `tensors` are the names that both have, in the order of the engine's graph.
+    `tensors` are the names in both, in the order of the engine's graph.
     """
 
     engine: GraphEngine
@@ -231,14 +231,14 @@ class TensorComparison:
         self.shapes = {**self.stored.shapes, **{name: array.shape for name, array in self.feeds[0].items()}}
 
     def compare_tensor(self, own: Sequence[np.ndarray], name: str) -> Difference | None:
-        """Compare the runs' values of a tensor with the reference's; None for other shapes."""
+        """Compare the runs' values of a tensor with the reference's; return None for other shapes."""
         reference = self.stored[name]
         if any(array.shape != reference.shape[1:] for array in own):
             return None
         return _compute_difference([(np.stack([*own]), reference)], self.limits)
 
     def outputs(self, runs: Sequence[Sequence[np.ndarray]]) -> Difference | None:
-        """Compare the network's outputs of each run with the reference's, by their place; None for other shapes."""
+        """Compare each run's network outputs with the reference's, by position; return None for other shapes."""
         references = self.stored.outputs
         pairs = [(np.stack([*own]), b) for own, b in zip(zip(*runs, strict=True), references, strict=False)]
         if len(runs[0]) != len(references) or any(a.shape != b.shape for a, b in pairs):
@@ -256,9 +256,9 @@ def _compute_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limits: 
 def mark_tensors(
     comparison: TensorComparison, sizes: Mapping[str, int]
 ) -> tuple[dict[str, Difference], Difference | None, int]:
-    """Return each tensor's total difference, the outputs', and the number of parts in which the graph was run.
+    """Return each tensor's total difference, the outputs', and the number of parts of the marked run.
 
-    Each tensor is an output of the graph there. Tensors of other shapes are dropped, so their shapes are left to the
+    Each tensor is an output of the marked graph. Tensors of other shapes are dropped, and their shapes left to the
     engine.
     """
     graph, differences, outputs = comparison.graph, dict[str, Difference](), None
@@ -276,7 +276,7 @@ def mark_tensors(
 
 
 def isolate_layers(comparison: TensorComparison, sizes: Mapping[str, int], folder: Path) -> dict[str, Difference]:
-    """Return each tensor's difference when its layer reads the reference's values; store its values in the folder."""
+    """Return each tensor's difference with its layer on the reference's values; store its values in the folder."""
     stops, differences, writer = {*comparison.tensors}, dict[str, Difference](), TensorWriter(folder)
     for part in in_parts(comparison.tensors, {name: 2 * size for name, size in sizes.items()}):
         model, reads = comparison.graph.isolate(part, stops, comparison.shapes)
@@ -297,10 +297,10 @@ def _reference_feeds(comparison: TensorComparison, reads: Sequence[str]) -> Iter
 def find_mismatched(
     comparison: TensorComparison, total: Mapping[str, Difference], own: Mapping[str, Difference]
 ) -> set[str]:
-    """Return the tensors that are off, with a reader that is nearer in the engine than on the reference's values.
+    """Return the tensors that are off, while a reader is closer in the engine than on the reference's values.
 
     Such a tensor isn't the reference's under another engine: it was matched with another call of a module, or its
-    readers were scaled to make up for it.
+    readers were scaled to compensate.
     """
     limit, stops = comparison.limits.error, {*comparison.tensors}
     made_up = [name for name, each in own.items() if each.error > max(limit, CLEAR_ERROR_RATIO * total[name].error)]
@@ -313,8 +313,8 @@ def with_effects(
 ) -> tuple[LayerError, ...]:
     """Return the layers, with the effects of those with the largest own errors.
 
-    `folder` contains the values stored by `isolate_layers`; `path` is where the reference's graph is written with
-    deltas as inputs.
+    `folder` contains the values stored by `isolate_layers`; the reference's graph with deltas as inputs is written to
+    `path`.
     """
     import onnx
 
@@ -338,24 +338,24 @@ def with_effects(
 
 
 def _largest_error(runs: Sequence[Sequence[Any]], base: Sequence[Sequence[Any]]) -> float:
-    """Return the largest error of any output that has the same shape in every run."""
+    """Return the largest error of any output with the same shape in every run."""
     pairs = zip(zip(*runs, strict=True), zip(*base, strict=True), strict=True)
     same = [(a, b) for a, b in pairs if len({array.shape for array in (*a, *b)}) == 1]
     return max((float(relative_errors(np.stack(a), np.stack(b)).max(initial=0.0)) for a, b in same), default=0.0)
 
 
-# Suspects tested again without marks: marked tensors change what an engine fuses, and may hide an error or make one.
+# Suspects tested again without marks: marked tensors change an engine's fusions, and may hide or cause an error
 #
-# The graph is cut around the suspects alone, once with everything in the engine, and once with the reference in the
-# suspects' place; what lies between the cuts is fused as ever.
+# The graph is cut only around the suspects, once with all stages in the engine, and once with the reference in place of
+# the suspects; between the cuts, the engine fuses as usual.
 
 MAX_SUSPECTS = MAX_FUSED = 8
-MAX_EXPLAINED_SHARE = 0.8  # share of the squared errors; independent layers add up in them
+MAX_EXPLAINED_SHARE = 0.8  # share of the squared errors, which add up over independent layers
 Values = dict[str, list[np.ndarray]]
 
 
 def list_suspects(layers: Sequence[LayerError]) -> list[str]:
-    """Return the fewest layers that make MOST of the error, in the graph's order.
+    """Return the fewest layers that explain MAX_EXPLAINED_SHARE of the error, in the graph's order.
 
     If any layers make numbers infinite, return those. A layer's weight is its effect on the outputs, or its own error
     if no effect was measured at all.
@@ -376,10 +376,10 @@ def list_suspects(layers: Sequence[LayerError]) -> list[str]:
 
 @dataclass(frozen=True)
 class TensorStages:
-    """Tensors by the stage that computes them: the suspects in odd ones, all others in even ones.
+    """Tensors by the stage that computes them: suspects in odd stages, others in even ones.
 
-    `numbers` has the stage of each compared tensor and of each output; `wanted` are the tensors that a later stage
-    reads, and the outputs.
+    `numbers` has the stage of each compared tensor and output; `wanted` are the outputs and the tensors read by a later
+    stage.
     """
 
     numbers: Mapping[str, int]
@@ -387,7 +387,7 @@ class TensorStages:
 
 
 def list_stages(comparison: TensorComparison, chosen: Sequence[str]) -> TensorStages:
-    """Return the stages of the graph cut around the chosen tensors, which the reference's graph has too."""
+    """Return the stages of the graph cut around the chosen tensors, which exist in the reference's graph too."""
     stops, numbers, wanted = {*comparison.tensors}, dict[str, int](), {*comparison.graph.outputs}
     targets = [name for name in comparison.graph.outputs if name not in stops]
     for name in (*comparison.tensors, *targets):
@@ -402,7 +402,7 @@ def list_stages(comparison: TensorComparison, chosen: Sequence[str]) -> TensorSt
 
 
 def run_stages(comparison: TensorComparison, plan: TensorStages, reference: GraphEngine | None) -> Difference | None:
-    """Compare the network's outputs when it runs stage by stage, the odd stages in the reference if one is given."""
+    """Compare the network's outputs when run stage by stage, odd stages in the reference if one is given."""
     values: Values = {name: [feed[name] for feed in comparison.feeds] for name in comparison.feeds[0]}
     for number in range(max(plan.numbers.values()) + 1):
         outputs = [name for name, own in plan.numbers.items() if own == number and name in plan.wanted]
@@ -427,7 +427,7 @@ def _run_stage(
 ) -> Values:
     shapes = {name: arrays[0].shape for name, arrays in values.items()}
     inputs: dict[str, Any] = {}
-    if graph is comparison.reference_graph:  # its inputs may have other names
+    if graph is comparison.reference_graph:  # inputs may have other names
         own = comparison.stored.feeds(graph.inputs)
         inputs = {name: [feed[name] for feed in own] for name in graph.inputs}
         shapes |= {name: arrays[0].shape for name, arrays in inputs.items()}
@@ -440,8 +440,8 @@ def _run_stage(
 def find_boundary(comparison: TensorComparison) -> tuple[str, ...]:
     """Return the last tensor at which the graph still agrees, and the first at which it doesn't.
 
-    For each, the graph ends there, with nothing else marked. "" stands for the inputs and for the whole network. The
-    search is by bisection, so there may be others.
+    The graph is ended at each tested tensor, with nothing else marked. "" stands for the inputs and for the whole
+    network. The search is a bisection, so there may be other boundaries.
     """
     tensors = comparison.tensors
     low, high = -1, len(tensors)
@@ -462,7 +462,7 @@ def find_boundary(comparison: TensorComparison) -> tuple[str, ...]:
 def list_fused_suspects(comparison: TensorComparison, last: str) -> list[str]:
     """Return the fewest layers up to `last` that are still wrong when cut out as one piece, in the graph's order.
 
-    Return none if MOST_FUSED layers aren't enough.
+    Return none if MAX_FUSED layers aren't enough.
     """
     tensors = {*comparison.tensors}
     chosen = {last} & tensors

@@ -1,4 +1,4 @@
-"""An engine that runs graphs made on the way, and tensors stored on disk."""
+"""An engine for graphs made on the way, and tensors stored on disk."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ INDEX_FILE = "values.json"
 
 
 class GraphEngine:
-    """One backend with a trial's settings, given one graph after the other."""
+    """One backend with a trial's settings, for one graph after another."""
 
     def __init__(self, load: Load, trial: Trial, folder: Path) -> None:
         self._load, self._trial, self._path = load, trial, folder / "part.onnx"
 
     @property
     def threads(self) -> int:
-        """With how many threads it computes."""
+        """Number of the engine's threads."""
         return self._trial.runtime.threads
 
     def run(self, model: Any, feeds: Iterable[Feeds], kinds: Mapping[str, np.dtype[Any]]) -> list[list[np.ndarray]]:
-        """Return the model's outputs, in order, for each of the feeds, which are cast to the types of its inputs.
+        """Return the model's outputs, in order, for each of the feeds, cast to the inputs' types.
 
-        Raises a `UserError` for a model beyond protobuf's 2 GiB.
+        Raise a `UserError` for a model over protobuf's 2 GiB.
         """
         import onnx
 
         try:
             onnx.save(model, self._path)
-        except ValueError as e:  # protobuf holds 2 GiB
+        except ValueError as e:  # protobuf's limit of 2 GiB
             raise UserError(f"a part of {self._trial.model.name} is too large for one ONNX file ({e})") from e
         first, *others = ({name: cast(array, kinds[name]) for name, array in feed.items()} for feed in feeds)
         inputs = tuple(Tensor(value.name, str(first[value.name].dtype), first[value.name].shape)
@@ -64,15 +64,15 @@ def run_once(session: Session, feed: Feeds) -> list[np.ndarray]:
 
 
 def cast(array: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
-    """Return a copy in that type, which an engine may read in place; overflow gives infinity, as in an engine."""
+    """Return a copy in that type, readable in place by an engine; overflow gives infinity, as in an engine."""
     with np.errstate(over="ignore"):
         return np.array(array, kind, order="C")
 
 
 def match_inputs(names: Sequence[str], inputs: Sequence[str]) -> dict[str, str]:
-    """Return the reference's input for each name: the one of that name, else the one at its place.
+    """Return the reference's input for each name: by equal name, else by position.
 
-    Raises a `UserError` for a name without one.
+    Raise a `UserError` for a name without a counterpart.
     """
     pairs = {name: name if name in inputs else own for name, own in zip_longest(names, inputs)}
     if lacking := [name for name in names if pairs[name] is None]:
@@ -81,7 +81,7 @@ def match_inputs(names: Sequence[str], inputs: Sequence[str]) -> dict[str, str]:
 
 
 class StoredTensors:
-    """Arrays by name in a folder, [runs, ...] each, and the feeds and outputs of those runs."""
+    """Arrays by name in a folder, [runs, ...] each, with the feeds and outputs of those runs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -113,14 +113,14 @@ class StoredTensors:
 
 
 class TensorWriter:
-    """Writes what `StoredTensors` reads: `add` each tensor with the values of all runs, then `end`."""
+    """A writer for `StoredTensors`: `add` each tensor with the values of all runs, then `end`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._files = folder, dict[str, int]()
 
     def add(self, name: str, runs: Sequence[np.ndarray]) -> None:
-        """Store a tensor, unless its shape changes from run to run."""
+        """Store a tensor, unless its shape differs between runs."""
         if len({array.shape for array in runs}) == 1:
             number = self._files.setdefault(name, len(self._files))
             np.save(self._folder / f"{number}.npy", np.stack(runs))
@@ -139,7 +139,7 @@ class TensorWriter:
         (self._folder / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
 
 
-# An ONNX graph that can be marked and cut: pieces of it are separate graphs, as an engine loads them.
+# An ONNX graph that can be marked and cut into pieces, which are separate graphs for an engine
 
 UNQUANTISED_SUFFIX = "/unquantised"  # suffix of a tensor before quantisation
 ISOLATED_SUFFIX = "/isolated"  # suffix of a tensor written by a layer alone
@@ -148,7 +148,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Graph:
-    """The graph in an ONNX file with its constants as initialisers; a `UserError` for a file that can't be read."""
+    """The graph of an ONNX file, with constants as initialisers; an unreadable file raises a `UserError`."""
 
     def __init__(self, path: str) -> None:
         self._onnx = import_onnx()
@@ -166,7 +166,7 @@ class Graph:
         self.float_tensors = self._float_tensors()
 
     def _infer_types(self) -> dict[str, int]:
-        """Return the element type of each tensor, as far as ONNX's inference knows it."""
+        """Return each tensor's element type, as far as ONNX's inference knows it."""
         try:
             graph = self._onnx.shape_inference.infer_shapes(self.model).graph
         except (self._onnx.shape_inference.InferenceError, ValueError):
@@ -174,11 +174,11 @@ class Graph:
         every = (*graph.input, *graph.value_info, *graph.output)
         types = {value.name: value.type.tensor_type.elem_type for value in every}
         others = {value.name for value in every if value.type.WhichOneof("value") not in ("tensor_type", None)}
-        types |= dict.fromkeys(others, self._onnx.TensorProto.STRING)  # a sequence isn't a tensor, and not compared
+        types |= dict.fromkeys(others, self._onnx.TensorProto.STRING)  # sequences aren't tensors, so not compared
         return types | {name: tensor.data_type for name, tensor in self._weights.items()}
 
     def _float_tensors(self) -> list[str]:
-        """Return the floating-point tensors that nodes compute from the inputs, in the graph's order."""
+        """Return the floating-point tensors computed from the inputs, in the graph's order."""
         kinds = self._onnx.TensorProto
         numbers = (kinds.FLOAT, kinds.FLOAT16, kinds.DOUBLE, kinds.UNDEFINED)
         changing, found = {*self.inputs}, []
@@ -191,7 +191,7 @@ class Graph:
         return found
 
     def read_dtype(self, tensor: str) -> np.dtype[Any]:
-        """Return the tensor's NumPy type; float32 if it isn't known."""
+        """Return the tensor's NumPy type; float32 if unknown."""
         kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
         found: np.dtype[Any] = self._onnx.helper.tensor_dtype_to_np_dtype(kind)
         return found
@@ -201,9 +201,9 @@ class Graph:
         return {name: self.read_dtype(name) for name in tensors}
 
     def walk(self, wanted: Iterable[str], stops: Collection[str]) -> tuple[list[int], list[str]]:
-        """Return the nodes, in order, that compute the wanted tensors, and the tensors that these nodes start from.
+        """Return the nodes, in order, that compute the wanted tensors, and the tensors that they start from.
 
-        They start from `stops` and the graph's inputs. A wanted tensor is computed even if it is one of the stops.
+        These are `stops` and the graph's inputs. A wanted tensor is computed even if it is a stop.
         """
         wanted = {*wanted}
         names, chosen, read = [*wanted], set[int](), dict[str, None]()
@@ -220,11 +220,11 @@ class Graph:
         return sorted(chosen), [*read]
 
     def reads(self, tensor: str, stops: Collection[str]) -> tuple[str, ...]:
-        """Return the stops and inputs of the graph from which a tensor is computed."""
+        """Return the stops and graph inputs from which a tensor is computed."""
         return tuple(self.walk([tensor], stops)[1])
 
     def mark(self, tensors: Sequence[str], shapes: Shapes) -> Any:
-        """Return the whole graph with the tensors as outputs behind its own."""
+        """Return the whole graph with the tensors as further outputs."""
         return self._make_part(range(len(self.nodes)), self.inputs, [*self.outputs, *tensors], shapes)
 
     def extract_piece(self, outputs: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
@@ -243,8 +243,8 @@ class Graph:
     def isolate(self, tensors: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
         """Return a graph that computes each tensor separately from the stops before it, and the tensors that it reads.
 
-        The outputs are named TENSOR/isolated. No two of these layers read each other, so an engine fuses nothing across
-        their borders.
+        Outputs are named TENSOR/isolated. These layers don't read each other, so an engine fuses nothing across their
+        borders.
         """
         nodes, reads = [], dict[str, None]()
         for number, tensor in enumerate(tensors):
@@ -257,7 +257,7 @@ class Graph:
         return self._build_model(nodes, [*reads], outputs, shapes, dict(zip(outputs, tensors, strict=True))), [*reads]
 
     def with_deltas(self, tensors: Sequence[str]) -> Any:
-        """Return the graph with an input TENSOR/delta for each of the tensors, which is added to it."""
+        """Return the graph with an input TENSOR/delta, added to the tensor, for each of the tensors."""
         model = copy_message(self.model)
         before = {name: f"{name}/before" for name in tensors}
         nodes = []
@@ -267,7 +267,7 @@ class Graph:
             copy.output[:] = [before.get(name, name) for name in node.output]
             nodes += [copy, *(self._onnx.helper.make_node("Add", [before[n], n + DELTA_SUFFIX], [n]) for n in moved)]
         set_nodes(model.graph, nodes)
-        for name in tensors:  # tensors without a delta get one zero
+        for name in tensors:  # a single zero serves as no delta
             kind = self._types.get(name) or self._onnx.TensorProto.FLOAT
             model.graph.input.append(self._onnx.helper.make_tensor_value_info(name + DELTA_SUFFIX, kind, None))
         del model.graph.value_info[:]
@@ -276,7 +276,7 @@ class Graph:
     def _build_model(
         self, nodes: Sequence[Any], read: Sequence[str], outputs: Sequence[str], shapes: Shapes, own: Mapping[str, str]
     ) -> Any:
-        """Return a model of the nodes; `own` maps its outputs to the graph's tensors of the same types and shapes."""
+        """Return a model of the nodes; `own` maps its outputs to the graph's tensors of equal types and shapes."""
         model = type(self.model)()
         for part in ("ir_version", "producer_name"):
             setattr(model, part, getattr(self.model, part))
@@ -291,7 +291,7 @@ class Graph:
         return model
 
     def _make_value(self, name: str, tensor: str, shapes: Shapes) -> Any:
-        """Return a tensor's name, type and shape; ONNX Runtime and OpenVINO infer those unknown here."""
+        """Return a tensor's name, type and shape; unknown ones are inferred by ONNX Runtime and OpenVINO."""
         given = next((v for v in (*self.model.graph.input, *self.model.graph.output) if v.name == tensor), None)
         if tensor not in shapes and given is not None:
             value = copy_message(given)
@@ -302,10 +302,10 @@ class Graph:
 
 
 def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
-    """Return the nodes, with each quantised tensor's name moved to the output of its dequantisation.
+    """Return the nodes, with each quantised tensor's name moved to its dequantised output.
 
-    That is done if nothing else reads the tensor. So an activation's rounding belongs to the layer that writes it, and
-    so does a ReLU that the quantiser left to the clamping at 0.
+    Only tensors without other readers are moved. An activation's rounding then belongs to the layer that writes it, as
+    does a ReLU replaced by the quantiser's clamping at 0.
     """
     readers: dict[str, list[Any]] = defaultdict(list)
     for node in nodes:
@@ -323,9 +323,9 @@ def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
 
 
 def _rename_tensors(node: Any, names: Mapping[str, str], read: Collection[str], suffix: str) -> Any:
-    """Return a copy whose tensors have these names, except those read from outside; the same for a graph inside it."""
+    """Return a copy with renamed tensors, except those read from outside; also in its inner graphs."""
     copy = copy_message(node)
-    copy.name = node.name and node.name + suffix  # ONNX Runtime takes no name twice, but none as often as one likes
+    copy.name = node.name and node.name + suffix  # ONNX Runtime refuses equal names, but not nameless nodes
     copy.input[:] = [name if name in read else names.get(name, name) for name in node.input]
     copy.output[:] = [names.get(name, name) for name in node.output]
     for graph in graphs_of(copy):

@@ -1,4 +1,4 @@
-"""Outputs of an ONNX file on a CPU, compared with those of the file that it was made from."""
+"""Outputs of an ONNX file on a CPU, compared with its source file's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from dyno.worker.spec import UserError, shorten
 from dyno.worker.system import physical_cores
 
 Feeds = Mapping[str, np.ndarray]
-# ONNX Runtime 1.30 crashes (SIGSEGV) in this one on a CPU, in half-precision graphs of vision transformers.
+# Optimiser in which ONNX Runtime 1.30 crashes (SIGSEGV) on a CPU, for half-precision vision transformers
 HALF_CRASHES = ("NchwcTransformer",)
 
 
 def compare_outputs(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> OutputCheck:
-    """Return the largest difference and value of the outputs' finite values, and `ran`; raise a `UserError` for
-    overflow, where only the values afterwards are not finite."""
+    """Return the largest difference and value over finite outputs, and `ran`; raise a `UserError` for overflow.
+
+    Overflow means that only the values afterwards are not finite.
+    """
     pairs = list(zip(after, before, strict=True))
     other = next((f"{a.shape} instead of {b.shape}" for a, b in pairs if a.shape != b.shape), "")
     expected = [np.isfinite(b) if not other else np.bool_(True) for _, b in pairs]
@@ -36,7 +38,7 @@ def compare_outputs(before: list[np.ndarray], after: list[np.ndarray], what: str
 def compute_outputs(
     path: str, feeds: Feeds, precision: str = "fp32", *, optimised: bool = True
 ) -> tuple[list[np.ndarray], str]:
-    """Return the file's outputs as float64, and the form in which it ran: as it is, or emulated for BF16."""
+    """Return the file's outputs as float64, and how it ran: unchanged, or emulated for BF16."""
     import onnx
 
     bf16 = precision == "bf16"
@@ -47,9 +49,9 @@ def compute_outputs(
 
 
 def make_session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> Any:
-    """Load a file or its bytes in ONNX Runtime on the CPU, with a thread per physical core that this process may use.
+    """Load a file or its bytes in ONNX Runtime on the CPU, with a thread per usable physical core by default.
 
-    Without a number the library ties a thread to each core of the machine, other programs' cores among them.
+    The library's own default pins a thread to each core of the machine, including other programs' cores.
     """
     import onnxruntime
 
@@ -69,7 +71,7 @@ def make_session(model: str | bytes, *, optimised: bool = True, threads: int = 0
 
 
 def error_line(error: Exception) -> str:
-    """Return ONNX Runtime's error in one line, without its codes, the file's name and the place in its source."""
+    """Return ONNX Runtime's error in one line, without codes, the file's name and source locations."""
     text = " ".join(str(error).split())
     if late := re.search(r"Opset (\d+) is under development.* domain (\S+) is till opset (\d+)", text):
         opset, domain, newest = late.groups()

@@ -1,4 +1,4 @@
-"""ONNX files: inputs, outputs, precision, and the checks and repairs of one that the user gave."""
+"""ONNX files: inputs, outputs, precision, and checks and repairs of the user's own files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ VALUE_FIELDS = {
 
 
 def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Read the inputs and outputs of an ONNX file; a free dimension has the file's name for it, else INPUT_AXIS.
+    """Read the inputs and outputs of an ONNX file; a free dimension has its name in the file, else INPUT_AXIS.
 
-    An output without a shape in the file has the one that follows from the inputs'. Raises `UserError` for a file that
-    is missing, empty, cut short or not ONNX.
+    INPUT is the input's name and AXIS a number. Missing output shapes are inferred from the inputs'. Raise a
+    `UserError` for a file that is missing, empty, cut short or not ONNX.
     """
     model = read_model(path)
     if _list_open_ends(model):
@@ -40,8 +40,8 @@ def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 def check(path: str) -> None:
     """Raise a `UserError` for an invalid graph.
 
-    That is one that ONNX's own checker refuses, that takes or returns something other than tensors of numbers, that has
-    an input of any number of axes, or whose external weights are missing. The checker alone asks for outputs' shapes.
+    Invalid are graphs that ONNX's checker refuses, inputs or outputs other than tensors of numbers, inputs with any
+    number of axes, and missing external weights. Output shapes may be missing, although the checker requires them.
     """
     onnx = import_onnx()
     model = read_model(path)
@@ -51,13 +51,13 @@ def check(path: str) -> None:
     open_ends = _list_open_ends(model)
     for value in open_ends:
         value.type.tensor_type.shape.SetInParent()
-    changed = repair.order(model) or open_ends  # every engine reads such a graph, and the checker doesn't
+    changed = repair.order(model) or open_ends  # accepted by every engine, but not by the checker
     if changed and list_files_beside(Path(path)):
-        return  # the checker looks for their weights beside a file of the changed graph
+        return  # the checker would look for the weights in a changed file's folder
     try:
         onnx.checker.check_model(model if changed else path)
     except (onnx.checker.ValidationError, UnicodeDecodeError) as e:
-        # Its message names a node: in other bytes than UTF-8 that is another error, or lost (Python 3.11.2).
+        # The message has a node's name: not in UTF-8, it raises another error or is lost (Python 3.11.2).
         message = "" if isinstance(e, UnicodeDecodeError) else str(e)
         reason = shorten(message) or "a name in it is not UTF-8; export it again"
         raise UserError(f"{path} is not a valid ONNX graph: {reason}") from e
@@ -92,7 +92,7 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
 
 
 def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
-    """Return the user's own file; a copy if it needs repair, or is in a later opset than `wanted`."""
+    """Return the user's own file; a copy if it needs repair or has a later opset than `wanted`."""
     onnx = import_onnx()
     model = read_model(path)
     check(path)
@@ -112,7 +112,7 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
     if isinstance(wanted, int) and repair.read_opset(model) > wanted and not list_files_beside(Path(path)):
         try:
             onnx.save(repair.convert_opset(model, wanted), copy)
-        except UserError as e:  # a newer engine may read it all the same; another one reports an error
+        except UserError as e:  # a newer engine may still read it; others report an error
             warnings.append(str(e))
         else:
             made_by, path = replace(made_by, opset=wanted), str(copy)
@@ -126,7 +126,7 @@ def make_artifact(path: str, seconds: float, made_by: MakerFacts) -> Artifact:
 
 
 def read_model(path: str) -> Any:
-    """Return an ONNX file without its external weights; raise a `UserError` for one that isn't whole."""
+    """Return an ONNX file without its external weights; raise a `UserError` for an incomplete file."""
     onnx = import_onnx()
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -145,7 +145,7 @@ def read_model(path: str) -> Any:
 
 
 def _read_tensor(value: Any) -> Tensor:
-    """Return the input or output; what some tools call every free dimension is no name."""
+    """Return the input or output; a tool's generic names of free dimensions are replaced."""
     onnx = import_onnx()
     kind, free = value.type.tensor_type, repair.find_free_axes(value)
     names = [dim.dim_param.strip("?") for dim in kind.shape.dim]

@@ -1,7 +1,7 @@
 """ONNX graphs with all constants computed: weights as initialisers, batch norms inside convolutions, shapes inferred.
 
-Exporters (PaddlePaddle's, TensorFlow's, PyTorch's without folding) leave weights in Constant nodes, behind Identity
-nodes and in front of batch norms. A quantiser finds no weights there, and leaves such layers in float.
+Exporters (PaddlePaddle's, TensorFlow's, PyTorch's without folding) leave weights in Constant nodes, after Identity
+nodes and before batch norms. A quantiser finds no weights there, and leaves such layers in float.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ONNX_TYPES = {
     "tensor(double)": "DOUBLE",
     "tensor(int64)": "INT64",
 }
-MAX_FOLD_ERROR = 1e-2  # share of the largest output: rounding, which deep networks amplify
+MAX_FOLD_ERROR = 1e-2  # share of the largest output: deep networks amplify rounding
 
 Folder = Callable[[Any, Path], Any]
 
 
 def fold_graph(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[Any, list[str]]:
-    """Return the graph folded and its shapes inferred, and warnings; `scratch` is a folder for temporary files.
+    """Return the graph folded and its shapes inferred, and warnings; `scratch` is for temporary files.
 
-    It is folded by onnxslim, else by ONNX Runtime's basic optimisation: the first whose graph gives the same outputs
-    for the feeds. If neither does, the graph is only `lift_constants`, with a warning.
+    The first method that keeps the outputs for the feeds is used: onnxslim, then ONNX Runtime's basic optimisation. If
+    both fail, only `lift_constants` applies, with a warning.
     """
     import onnx
 
@@ -49,7 +49,7 @@ def fold_graph(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tu
             notes.append(f"{name}: other outputs")
         except MemoryError:
             raise
-        except Exception as e:  # rewriters raise nearly everything on graphs that they don't expect
+        except Exception as e:  # rewriters may raise anything on unexpected graphs
             system.raise_if_disk_full(e, scratch)
             notes.append(f"{name}: {first_line(e)[:120]}")
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
@@ -57,7 +57,7 @@ def fold_graph(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tu
 
 
 def lift_constants(model: Any) -> Any:
-    """Return the graph with Constant nodes as initialisers, and no initialiser listed as an input too."""
+    """Return the graph with Constant nodes as initialisers, and without initialisers among its inputs."""
     import onnx
 
     copy = copy_message(model)
@@ -72,13 +72,13 @@ def lift_constants(model: Any) -> Any:
             graph.initializer.add().CopyFrom(tensor)
     set_nodes(graph, remaining)
     drop_weight_inputs(graph)
-    # Before IR version 4 every initialiser had to be an input.
+    # Before IR version 4, every initialiser had to be an input.
     copy.ir_version = max(copy.ir_version, onnx.IR_VERSION_2019_1_22 + 1)
     return copy
 
 
 def _infer_types(model: Any) -> Any:
-    """Return the graph with a type for every tensor; ONNX Runtime infers those behind operators of others."""
+    """Return the graph with a type for every tensor; ONNX Runtime infers those after non-ONNX operators."""
     import onnx
 
     typed = {value.name for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
@@ -95,7 +95,7 @@ def _infer_types(model: Any) -> Any:
 
 
 def _read_constant(node: Any) -> Any:
-    """Return the value of a Constant node as a tensor of its output's name; None for text and sparse values."""
+    """Return the value of a Constant node as a tensor named like its output; None for text and sparse values."""
     import onnx
 
     (value,) = node.attribute
@@ -122,7 +122,7 @@ def _fold_with_onnxslim(model: Any, scratch: Path) -> Any:
 def _norms_in_products(model: Any) -> Any:
     """Fold batch norms of a matrix product's columns into the product's weights, in place; return the graph.
 
-    LeViT's linear layers have one each, behind a Reshape to [rows, columns]; onnxslim folds those of convolutions.
+    LeViT's linear layers have one each, after a Reshape to [rows, columns]; onnxslim folds only those of convolutions.
     """
     graph = model.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
@@ -131,7 +131,7 @@ def _norms_in_products(model: Any) -> Any:
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
 
     def find_producer(name: str) -> Any:
-        """Return the node that writes a tensor with a single reader; None with several, or if no node writes it."""
+        """Return the node that writes a tensor with a single reader; else None."""
         return makers.get(name) if readers[name] == 1 else None
 
     for node in [node for node in graph.node if node.op_type == "BatchNormalization"]:
@@ -142,14 +142,14 @@ def _norms_in_products(model: Any) -> Any:
         norm = [weights[name] for name in node.input[1:5] if name in weights]
         if weight is None or len(norm) < 4 or readers[weight.name] > 1:
             continue
-        # Of two dimensions the second is the norm's, and the product's columns where it is as long.
+        # With two axes the norm's is the second: the product's columns, if equally long.
         if ranks.get(node.input[0]) == len(weight.dims) == 2 and weight.dims[1] == norm[0].dims[0]:
             _into_product(graph, node, weight, norm)
     return model
 
 
 def _into_product(graph: Any, node: Any, weight: Any, norm: Sequence[Any]) -> None:
-    """Multiply the weight by the norm's scale, and have the norm's node add what remains of it."""
+    """Multiply the weight by the norm's scale, and replace the norm by an addition of the rest."""
     import onnx
 
     epsilon = next((attribute.f for attribute in node.attribute if attribute.name == "epsilon"), 1e-5)
@@ -188,7 +188,7 @@ def _compute_outputs(model: Any, feeds: Mapping[str, np.ndarray]) -> list[np.nda
 
 
 def has_close_outputs(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> bool:
-    """Return whether outputs differ by rounding alone; those that aren't floats must be the same."""
+    """Return whether outputs differ only by rounding; non-floats must be equal."""
     return len(before) == len(after) and all(_is_close(b, a) for b, a in zip(before, after, strict=True))
 
 

@@ -1,7 +1,7 @@
-"""Facts of an ONNX graph: its weights wherever they lie, the type that they have, and whether it is quantised.
+"""Facts of an ONNX graph: its weights wherever they are stored, their type, and whether it is quantised.
 
-Weights lie in initialisers (dense or sparse) and Constant nodes of the graph, of branches and loops, and of the file's
-own functions. Casts, transpositions and dequantisations may stand between a weight and the layer that multiplies it.
+Weights are initialisers (dense or sparse) and Constant nodes of the graph, its branches and loops, and the file's own
+functions. Casts, transpositions and dequantisations may stand between a weight and its layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from dyno.worker.facts.engine import COMPUTE_LAYER, QUANTISED_PRECISIONS
 from dyno.worker.spec import UserError
 
-# Which inputs are weights where not all constants are: the others are scales, statistics, limits, shapes.
+# Inputs that are weights, for operators with other constants too: scales, statistics, limits, shapes
 WEIGHT_INPUTS: dict[str, tuple[int, ...]] = {
     "BatchNormalization": (1, 2), "QuantizeLinear": (0,), "DequantizeLinear": (0,), "Clip": (0,), "Pad": (0,),
     "Resize": (0,), "Slice": (0,), "Expand": (0,), "Tile": (0,), "OneHot": (), "QLinearConv": (0, 3, 8),
@@ -33,28 +33,28 @@ WEIGHT_INPUTS: dict[str, tuple[int, ...]] = {
     "GatherBlockQuantized": (0,), "QAttention": (1, 2), "DynamicQuantizeLSTM": (1, 2, 3, 7),
     "QMoE": (2, 4, 5, 7, 8, 10), "QEmbedLayerNormalization": (2, 3, 4, 5, 6),
 }  # fmt: skip
-# Operators that multiply or look up weights of few bits; a file that has them is quantised.
+# Operators that multiply or look up weights of few bits; a file with them is quantised
 QUANTISED_OPERATORS = {
     "QLinearConv", "QLinearMatMul", "QGemm", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits",
     "MatMulBnb4", "GatherBlockQuantized", "QAttention", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "QMoE",
     "QEmbedLayerNormalization",
 }  # fmt: skip
-# Operators with several weights in a byte, by input: the attribute that says how many bits a weight has.
+# Operators with several weights per byte: inputs, and the attribute with a weight's number of bits
 PACKED_INPUTS = {
     "MatMulNBits": ((1,), "bits"), "GatherBlockQuantized": ((0,), "bits"), "QMoE": ((2, 5, 8), "expert_weight_bits"),
 }  # fmt: skip
-PASSED_ON = {"Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # nodes with the values they read
+PASSED_ON = {"Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # operators that keep values
 SCALING_OPERATORS = {"Mul", "Div", "Sub", "Add"}  # operators after a Cast that dequantise packed weights
 BIASED_OPERATORS = {"DequantizeLinear", "QLinearConv", "QGemm"}  # operators with biases of 32 bits
-# operators that broadcast a constant of one number
+# operators that broadcast a single constant number
 SCALAR_OPERATORS = {"Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min"}
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A stored tensor: `key` is the same for all that read it, `kind` the name of its type (behind casts, of theirs).
+    """A stored tensor: `key` is the same for all readers, `kind` its type's name (after casts, theirs).
 
-    `count` is the number of values; `dims` are the stored ones.
+    `count` is the number of values; `dims` are the stored dimensions.
     """
 
     key: str
@@ -68,7 +68,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant that a node reads as a weight, by its name there; `count` of packed ones is that of their values."""
+    """A constant read by a node as a weight, by its name there; a packed constant's `count` is its number of values."""
 
     name: str
     key: str
@@ -77,7 +77,7 @@ class Weight:
 
 
 class Scope:
-    """The constants that the nodes of one graph can read: its own, those around it, and a call's arguments."""
+    """The constants readable by one graph's nodes: its own, the enclosing graphs', and a call's arguments."""
 
     def __init__(
         self,
@@ -89,15 +89,15 @@ class Scope:
     ) -> None:
         self.graph, self._functions, self._place = graph, functions, place
         self.constants = {**(outer or {}), **{c.key.removeprefix(place): c for c in _iter_constants(graph, place)}}
-        self._behind = dict(passed or {})  # tensors that only cast, reshape or dequantise a constant
+        self._behind = dict(passed or {})  # constants by casted, reshaped or dequantised tensor
         for node in graph.node:
             if node.output and (source := self._trace_constant(node)) is not None:
                 self._behind[node.output[0]] = source
 
     def list_weights(self, node: Any, *, behind: bool = False) -> list[Weight]:
-        """Return the constants among a node's inputs that are weights: of some dimension, no indices, scales, limits.
+        """Return a node's constant inputs that are weights: with dimensions, and no indices, scales or limits.
 
-        `behind`: those behind casts, transpositions and dequantisations too, as a compute layer multiplies them.
+        With `behind`, also those before casts, transpositions and dequantisations, as a compute layer multiplies them.
         """
         found = []
         for place, name in enumerate(node.input):
@@ -107,32 +107,32 @@ class Scope:
         return found
 
     def list_inner(self, node: Any) -> Iterator[Scope]:
-        """Yield the scopes of a node's branches or its loop, and of the function that it calls."""
+        """Yield the scopes of a node's branches or loop, and of the function that it calls."""
         around = {**self.constants, **self._behind}
         for number, graph in enumerate(graphs_of(node)):
             place = f"{self._place}{next(iter(node.output), node.name)}/{number}/"
             yield Scope(graph, self._functions, place, around)
         key = (node.domain, node.op_type, getattr(node, "overload", ""))
         if (function := self._functions.get(key)) is not None:
-            left = {name: each for name, each in self._functions.items() if name != key}  # none may call itself
+            left = {name: each for name, each in self._functions.items() if name != key}  # functions can't recurse
             passed = {
                 formal: around[name] for formal, name in zip(function.input, node.input, strict=False) if name in around
             }
             yield Scope(function, left, f"{':'.join(key)}/", {}, passed)
 
     def walk(self) -> Iterator[tuple[Scope, Any]]:
-        """Yield each node of the graph and of those inside it, with its scope."""
+        """Yield each node of the graph and its inner graphs, with its scope."""
         for node in self.graph.node:
             yield self, node
             for scope in self.list_inner(node):
                 yield from scope.walk()
 
     def find_constant(self, name: str) -> Constant | None:
-        """Return the constant of that name, or the one behind casts, transpositions and dequantisations."""
+        """Return the constant of that name, or the constant before casts, transpositions and dequantisations."""
         return self._behind.get(name) or self.constants.get(name)
 
     def _trace_constant(self, node: Any) -> Constant | None:
-        """Return the constant behind the node's result, in the type that it has there; None for another result."""
+        """Return the constant from which the node's result comes, with its type there; None for another result."""
         read = [self.find_constant(name) for name in node.input]
         first = next(iter(read), None)
         if node.op_type in SCALING_OPERATORS and all(read):
@@ -157,8 +157,8 @@ class Scope:
 class GraphFacts:
     """The facts of a graph: parameters, precision, and the compute layers by the type of their weights.
 
-    `quantised_by` is an operator that makes it a quantised one, "" for none. `enclosed` counts the compute layers with
-    weights that lie in a branch, a loop or a function, and `enclosing` names the operators around them.
+    `quantised_by` is one of its quantised operators, "" without any. `enclosed` counts compute layers with weights
+    inside branches, loops or functions, and `enclosing` names the operators around them.
     """
 
     parameters: int
@@ -170,7 +170,7 @@ class GraphFacts:
 
 
 def read_graph_facts(model: Any) -> GraphFacts:
-    """Return the facts of a model as `onnx.load` gives it, with or without its external data."""
+    """Return the facts of a model loaded by `onnx.load`, with or without external data."""
     counted: dict[str, int] = {}
     every, multiplied, quantised = dict[str, Weight](), dict[str, Weight](), dict[str, Weight]()
     layers, operators, enclosed = Counter[str](), list[str](), Counter[str]()
@@ -217,7 +217,7 @@ def accuracy_levels(path: str) -> dict[str, int] | None:
 
 
 def kernel_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a file's convolution kernels, by the node's name or operator and place; {} without onnx."""
+    """Return the shapes of a file's convolution kernels, by node name or operator and place; {} without onnx."""
     try:
         import onnx
     except ImportError:
@@ -240,7 +240,7 @@ def open_graph(model: Any) -> Scope:
 
 
 def graphs_of(node: Any) -> list[Any]:
-    """Return the graphs of a node's branches or of its loop, by the names of their attributes."""
+    """Return the graphs of a node's branches or loop, in the order of their attributes' names."""
     return [
         graph
         for a in sorted(node.attribute, key=lambda a: str(a.name))
@@ -249,7 +249,7 @@ def graphs_of(node: Any) -> list[Any]:
 
 
 def graphs_in(graph: Any) -> Iterator[Any]:
-    """Yield the graph and those inside its nodes."""
+    """Yield the graph and all graphs inside its nodes."""
     yield graph
     for node in graph.node:
         for inner in graphs_of(node):
@@ -257,7 +257,7 @@ def graphs_in(graph: Any) -> Iterator[Any]:
 
 
 def reads_of(node: Any) -> list[str]:
-    """Return the tensors that a node reads, including those of the graphs inside it."""
+    """Return the tensors read by a node and the graphs inside it."""
     names = [name for name in node.input if name]
     for graph in graphs_of(node):
         inside = {name for each in graph.node for name in each.output}
@@ -268,21 +268,21 @@ def reads_of(node: Any) -> list[str]:
 
 
 def copy_message(message: Any) -> Any:
-    """Return a copy of a model, a node or any other message of protobuf."""
+    """Return a copy of a protobuf message, such as a model or a node."""
     copy = type(message)()
     copy.CopyFrom(message)
     return copy
 
 
 def set_nodes(graph: Any, nodes: Iterable[Any]) -> None:
-    """Replace the graph's nodes by these, of which some may be its own."""
+    """Replace the graph's nodes; the new nodes may include old ones."""
     nodes = [*nodes]
     del graph.node[:]
     graph.node.extend(nodes)
 
 
 def add_weight(graph: Any, name: str, values: Any) -> str:
-    """Add an initialiser of that name and these values to the graph; return the name."""
+    """Add an initialiser with these values to the graph; return its name."""
     import onnx
 
     graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(values), name))
@@ -290,7 +290,7 @@ def add_weight(graph: Any, name: str, values: Any) -> str:
 
 
 def drop_weight_inputs(graph: Any) -> int:
-    """Remove initialisers from the graph's inputs; return how many were listed there."""
+    """Remove initialisers from the graph's inputs; return their number."""
     weights = {tensor.name for tensor in graph.initializer}
     inputs, count = [value for value in graph.input if value.name not in weights], len(graph.input)
     del graph.input[:]
@@ -299,7 +299,7 @@ def drop_weight_inputs(graph: Any) -> int:
 
 
 def tensors_in(graph: Any) -> Iterator[Any]:
-    """Yield every tensor in the graph or in one inside it: initialisers, constants, both parts of sparse ones."""
+    """Yield every tensor in the graph and its inner graphs: initialisers, constants, both parts of sparse ones."""
     for inner in graphs_in(graph):
         yield from inner.initializer
         sparse = [*inner.sparse_initializer]
@@ -312,7 +312,7 @@ def tensors_in(graph: Any) -> Iterator[Any]:
 
 @lru_cache(maxsize=1)
 def _list_precisions() -> dict[int, str]:
-    """Return the precision of each ONNX type; types of indices, shapes and masks have none."""
+    """Return the precision of each ONNX type; types of indices, shapes and masks are left out."""
     from onnx import TensorProto
 
     names = {"FLOAT": "fp32", "DOUBLE": "fp32", "FLOAT16": "fp16", "BFLOAT16": "bf16"}
@@ -324,12 +324,12 @@ def _list_precisions() -> dict[int, str]:
 
 
 def type_name(kind: int) -> str:
-    """Return the precision of an ONNX type, "" for one of indices, shapes or masks."""
+    """Return the precision of an ONNX type; "" for types of indices, shapes or masks."""
     return _list_precisions().get(kind, "")
 
 
 def _iter_constants(graph: Any, place: str) -> Iterator[Constant]:
-    """Yield the constants stored in one graph or function; `int32` is named, the type of quantised biases."""
+    """Yield the constants stored in one graph or function; `int32`, the type of quantised biases, is named too."""
     from onnx import TensorProto
 
     def make_constant(name: str, kind: int, dims: Sequence[int]) -> Constant:
@@ -355,7 +355,7 @@ def _iter_constants(graph: Any, place: str) -> Iterator[Constant]:
 
 
 def _match_weight(node: Any, place: int, name: str, constant: Constant) -> Weight | None:
-    """Return the constant as the node's weight; None if it is an index, a scale or a limit to it."""
+    """Return the constant as the node's weight; None if it is an index, a scale or a limit."""
     places, kind, count = WEIGHT_INPUTS.get(node.op_type), constant.kind, constant.count
     if (places is not None and place not in places) or not constant.dims:
         return None
@@ -381,7 +381,7 @@ def _read_attribute(node: Any, name: str, default: int) -> int:
 
 
 def _find_main_type(weights: Mapping[str, Weight]) -> str:
-    """Return the type of most weights, "" without any."""
+    """Return the type of most weights; "" without weights."""
     counts = Counter[str]()
     for weight in weights.values():
         counts[weight.kind] += weight.count
@@ -394,25 +394,25 @@ def _type_of_ends(graph: Any) -> str:
     return next((kind for kind in kinds if kind and kind not in QUANTISED_PRECISIONS), "fp32")
 
 
-# The files beside an ONNX graph that hold its larger weights.
+# External files of an ONNX graph's larger weights
 
 LOCATION_KEY = "location"  # key of an external file
 EMPTY_GRAPH = SimpleNamespace(initializer=(), sparse_initializer=(), node=())  # a graph
 
 
 def list_files_beside(path: Path) -> list[Path]:
-    """Return the files with the graph's external weights, by name; [] if it has none, or can't be read."""
+    """Return the files of the graph's external weights, by name; [] if it has none or can't be read."""
     with open(path, "rb") as f:
         if not f.seek(0, 2):
             return []
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(LOCATION_KEY.encode()) < 0:  # nearly every graph, which may be large to read
+            if content.find(LOCATION_KEY.encode()) < 0:  # nearly every graph; reading it may be slow
                 return []
     return [path.parent / name for name in sorted({entry.value for entry in _find_entries(_load_graph(path))})]
 
 
 def check_files_beside(path: str) -> None:
-    """Raise a `UserError` if a file with the graph's external weights is missing, or ends before they do."""
+    """Raise a `UserError` if a file of the graph's external weights is missing or too short."""
     files = list_files_beside(Path(path))
     for file in files:
         name = file.relative_to(Path(path).parent) if file.is_relative_to(Path(path).parent) else file
@@ -437,7 +437,7 @@ def check_files_beside(path: str) -> None:
 
 
 def copy_with_weights(path: Path, out: Path) -> None:
-    """Copy the graph to `out`, its weights as OUT.data and so on: graphs in one folder must not share such a file."""
+    """Copy the graph to `out` and its weights to OUT.data etc.: graphs in one folder must not share weight files."""
     files = list_files_beside(path)
     if not files:
         shutil.copyfile(path, out)

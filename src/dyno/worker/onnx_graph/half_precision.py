@@ -1,4 +1,4 @@
-"""FP16 ONNX graphs: onnxconverter-common's mixed-precision conversion, values beyond FP16's range kept in FP32."""
+"""FP16 ONNX graphs: onnxconverter-common's mixed-precision conversion, with values beyond FP16's range kept in FP32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dyno.worker.onnx_graph.placement import list_decoding_nodes, name_nodes
 from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset, retype
 from dyno.worker.spec import Artifact, Recipe, UserError
 
-# Softmax, normalisations and exponentials lose the most in half precision: their values span too many magnitudes.
+# Operators that lose most in half precision: their values span too many magnitudes
 SENSITIVE_OPERATORS = (
     "Softmax LogSoftmax LayerNormalization InstanceNormalization GroupNormalization Exp Log Pow "
     "ReduceSum ReduceSumSquare ReduceL2 ReduceLogSumExp"
@@ -29,7 +29,7 @@ SENSITIVE_OPERATORS = (
 def to_fp16(
     model: Any, recipe: Recipe, parent: Artifact, folder: Path, higher: Sequence[str] = ()
 ) -> tuple[Any, MakerFacts]:
-    """Return the mixed-precision graph, nodes named in `higher` left in FP32, and its scheme and warnings.
+    """Return the mixed-precision graph, with nodes in `higher` left in FP32, and its scheme and warnings.
 
     The warnings include nodes kept for their large values.
     """
@@ -44,7 +44,7 @@ def to_fp16(
 
 
 def refuse_unconvertible(model: Any, parent: Artifact, precision: str) -> None:
-    """Raise a `UserError` for a graph that is in half precision already, or multiplies where no conversion reaches."""
+    """Raise a `UserError` for a graph in half precision, or with products out of the conversion's reach."""
     facts = read_graph_facts(model)
     if (kind := facts.precision) in ("fp16", "bf16"):
         raise UserError(f"{parent.path} is in {kind} already; run it as {kind}, which leaves the file as it is")
@@ -58,7 +58,7 @@ def refuse_unconvertible(model: Any, parent: Artifact, precision: str) -> None:
 
 
 def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[str]]:
-    """Return the graph in FP16, except sensitive operators, blocked ones and the nodes named; and warnings."""
+    """Return the graph in FP16, except sensitive and blocked operators and the nodes in `large`; and warnings."""
     import onnx
     from onnxconverter_common import float16
 
@@ -69,11 +69,11 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
     _own_weights(
         model.graph, [node for node in model.graph.node if node.op_type in blocked_types or node.name in large]
     )
-    # The converter overlooks the graph's own casts to float: their readers would get two types.
+    # The converter ignores the graph's own casts to float: their readers would get two types.
     own_casts = [n.name for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i == onnx.TensorProto.FLOAT]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # The library's own limits, 1e-7 and 1e4, would change weights that half precision holds.
+        # The library's default limits, 1e-7 and 1e4, would change weights within FP16's range.
         converted = float16.convert_float_to_float16(
             copy_message(model),
             min_positive_val=float(np.finfo(np.float16).smallest_subnormal),
@@ -82,23 +82,23 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
             op_block_list=blocked_types,
             node_block_list=[*large, *own_casts],
         )
-    order(converted)  # the converter's own order overlooks what the graphs inside nodes read
+    order(converted)  # the converter's order ignores reads of inner graphs
     _skip_round_trips(converted.graph)
     _keep_outputs(converted.graph, model.graph)
     return converted, _summarise_warnings([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
 
 
 def list_sensitive() -> list[str]:
-    """Return the operators that stay in FP32 in every network: the library's and ours."""
+    """Return the operators that stay in FP32 in every network: the library's and Dyno's."""
     from onnxconverter_common import float16
 
     return sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE_OPERATORS})
 
 
 def _summarise_warnings(messages: list[str]) -> list[str]:
-    """Return a summary of the library's warnings: it gives one for each tensor with a weight outside FP16's range.
+    """Return a summary of the library's warnings, one per tensor with a weight outside FP16's range.
 
-    Weights too small become FP16's smallest number, which is ordinary rounding; those too large are clipped.
+    Too small weights become FP16's smallest number, which is ordinary rounding; too large ones are clipped.
     """
     numbers = {message: re.search(r"number (\S+) will be truncated", message) for message in messages}
     largest = max((abs(float(match[1])) for match in numbers.values() if match), default=0.0)
@@ -110,9 +110,9 @@ def _summarise_warnings(messages: list[str]) -> list[str]:
 
 
 def _own_outputs(graph: Any) -> None:
-    """Give outputs of the graph that nodes read too their own tensor, behind an Identity node.
+    """Give graph outputs that nodes also read their own tensor, after an Identity node.
 
-    The converter casts the output back to FP32 under its own name, and its readers would get that type.
+    The converter casts outputs back to FP32 under their own names, so their readers would get that type.
     """
     import onnx
 
@@ -127,9 +127,9 @@ def _own_outputs(graph: Any) -> None:
 
 
 def _describe_once(graph: Any) -> None:
-    """Drop what the graph says again of its inputs, outputs and weights, which PyTorch's newer exporter does.
+    """Remove duplicate descriptions of inputs, outputs and weights, which PyTorch's newer exporter writes.
 
-    The converter would change that and believe the other, and round the weights of nodes that stay in FP32.
+    The converter would change one declaration and trust the other, and so round the weights of nodes that stay in FP32.
     """
     described = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
     for value in [value for value in graph.value_info if value.name in described]:
@@ -137,9 +137,9 @@ def _describe_once(graph: Any) -> None:
 
 
 def _own_weights(graph: Any, nodes: list[Any]) -> None:
-    """Give nodes that stay in FP32 their own copy of a weight that others read too.
+    """Give nodes that stay in FP32 their own copies of shared weights.
 
-    The converter makes a shared weight of one type for all, and the graph is invalid.
+    The converter gives a shared weight one type for all readers, which makes the graph invalid.
     """
     readers = Counter(name for node in graph.node for name in set(node.input))
     shared = {t.name: t for t in graph.initializer if readers[t.name] > 1}
@@ -153,9 +153,9 @@ def _own_weights(graph: Any, nodes: list[Any]) -> None:
 
 
 def _skip_round_trips(graph: Any) -> None:
-    """Let a node in FP32 read another one's FP32 output directly, not rounded to FP16 in between.
+    """Connect FP32 nodes directly to FP32 outputs, without rounding to FP16 in between.
 
-    The converter leaves such a pair of casts behind a tensor with more than one reader: large values overflow there.
+    The converter leaves such pairs of casts after a tensor with several readers: large values overflow there.
     """
     import onnx
 
@@ -167,16 +167,16 @@ def _skip_round_trips(graph: Any) -> None:
         for k, name in enumerate(node.input):
             if up.get(name) in down:
                 node.input[k] = down[up[name]]
-    # Without readers, the second cast of a pair goes first, then the first one.
+    # Remove casts without readers: the second of a pair, then the first.
     for pair in (up, down):
         read = {name for node in graph.node for name in reads_of(node)} | {out.name for out in graph.output}
         for node in [n for n in graph.node if n.output[0] in pair and n.output[0] not in read]:
             graph.node.remove(node)
-    del graph.value_info[:]  # describes tensors that are gone
+    del graph.value_info[:]  # outdated
 
 
 def _keep_outputs(graph: Any, original: Any) -> None:
-    """Give outputs their own type again: the converter loses it where an operator kept in FP32 comes last."""
+    """Restore the outputs' types: the converter loses them if an operator kept in FP32 comes last."""
     kinds = {out.name: out.type.tensor_type.elem_type for out in original.output}
     makers = {name: node for node in graph.node for name in node.output}
     for out in graph.output:
@@ -185,10 +185,9 @@ def _keep_outputs(graph: Any, original: Any) -> None:
 
 
 def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[str]:
-    """Return the names of the nodes that read or write values beyond FP16's range on this input, weights included.
+    """Return the names of nodes with inputs, outputs or weights beyond FP16's range on this input.
 
-    They are computed with the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 without
-    overflow.
+    They are found by the FP32 model: a CPU without FP16 kernels runs the converted model in FP32, without overflow.
     """
     import onnx
     from onnxruntime.quantization.calibrate import create_calibrator
@@ -205,7 +204,7 @@ def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[
 
 
 def _exceeds(tensor: Any, limit: float) -> bool:
-    """Return whether a float32 weight holds a finite number beyond `limit`."""
+    """Return whether a float32 weight has a finite value beyond `limit`."""
     import onnx
 
     if tensor.data_type != onnx.TensorProto.FLOAT:
@@ -214,17 +213,18 @@ def _exceeds(tensor: Any, limit: float) -> bool:
     return bool((np.isfinite(values) & (values > limit)).any())
 
 
-# BF16 ONNX graphs: the mixed-precision conversion of `fp16`, and their emulation on a CPU to check them.
+# BF16 ONNX graphs: the mixed-precision conversion of FP16, and their emulation on a CPU to check them
 
-# ONNX lets convolutions, pools and most other operators compute in bfloat16 from this opset on.
+# First opset with bfloat16 for convolutions, pools and most other operators
 BFLOAT16_OPSET = 22
 EMULATION_NOTE = "in float32 with every bfloat16 result rounded, as ONNX Runtime's CPU has few bfloat16 kernels"
 
 
 def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, MakerFacts]:
-    """Return the mixed-precision graph in opset 22; operators that ONNX has no bfloat16 for stay in FP32.
+    """Return the mixed-precision graph in opset 22; operators without a bfloat16 form stay in FP32.
 
-    The converter knows FP16 alone: its graph is taken and every FP16 in it made BF16, weights from their own values.
+    The converter supports only FP16: every FP16 type in its graph becomes BF16, and weights are rounded from the
+    originals.
     """
     import onnx
 
@@ -233,7 +233,7 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple
     unsupported = {node.op_type for node in model.graph.node if not _has_bf16(node, read_opset(model))}
     converted, _ = convert_mixed(
         model, unsupported, sorted(list_decoding_nodes(model.graph, recipe.model))
-    )  # its warnings on weights beyond FP16's range don't apply to BF16
+    )  # warnings on FP16's range don't apply to BF16
     kinds, exact = onnx.TensorProto, {tensor.name: tensor for tensor in model.graph.initializer}
     retype(converted, (kinds.FLOAT16,), kinds.BFLOAT16, exact)
     names = ", ".join(sorted(unsupported - set(SENSITIVE_OPERATORS)))
@@ -243,7 +243,7 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple
 
 
 def _has_bf16(node: Any, version: int) -> bool:
-    """Return whether the operator has a bfloat16 form in that opset, as far as it computes in floating point."""
+    """Return whether the operator has a bfloat16 form in that opset, if it computes in floating point at all."""
     import onnx
 
     try:
@@ -255,7 +255,7 @@ def _has_bf16(node: Any, version: int) -> bool:
 
 
 def emulate_bfloat16(model: Any) -> Any:
-    """Return the graph in float32 with every bfloat16 result rounded to bfloat16: on any CPU the results of a GPU.
+    """Return the graph in float32 with every bfloat16 result rounded: a GPU's results on any CPU.
 
     Run it without graph optimisation, which would remove the rounding.
     """

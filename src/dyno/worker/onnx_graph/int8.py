@@ -1,7 +1,7 @@
 """INT8 ONNX graphs: Q/DQ by onnxruntime.quantization's static post-training quantisation, calibrated on real images.
 
 A model without image input is calibrated on its described inputs: see `calibration`. The scheme (Jacob et al., 2018)
-depends on the engine that will read the file: see `QUANTISATION_SCHEMES`.
+depends on the target engine: see `QUANTISATION_SCHEMES`.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from dyno.worker.onnx_graph.placement import (
 from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset
 from dyno.worker.spec import Artifact, Recipe, check_known
 
-# Not ONNX Runtime's entropy: it counts in as many bins as it quantises to, and so keeps the whole range or nearly so.
+# Without ONNX Runtime's entropy: with as many bins as quantised values, it keeps nearly the whole range.
 CALIBRATION_METHODS = {"minmax": "MinMax", "percentile": "Percentile"}
 DEFAULT_METHOD = "minmax"
 DEFAULT_PERCENTILE = 99.99
-# Histograms need every intermediate tensor: this many batches at a time, or memory runs out.
+# Batches per step: histograms need every intermediate tensor, which takes much memory
 HISTOGRAM_BATCHES = 8
 
 Ranges = dict[str, tuple[float, float]]
 Calibration = CalibrationImages | CalibrationInputs
-# Eight bits cost these much accuracy and bring no speed; indices must not be rounded at all.
+# Operators that lose accuracy in eight bits without a gain in speed, and indices, which must not be rounded
 NOT_QUANTISED = set(
     "Softmax LayerNormalization InstanceNormalization BatchNormalization EmbedLayerNormalization CumSum TopK ArgMax "
     "Where".split()
 )
-# Q/DQ nodes have a scale per channel from this opset on.
+# First opset with per-channel scales of Q/DQ nodes
 PER_CHANNEL_OPSET = 13
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """The quantisation scheme that an engine reads best.
+    """The quantisation scheme that suits an engine best.
 
-    `activations` of values that are never negative and of others: unsigned with any zero point (`U8`), signed and
-    symmetric (`S8`), or unsigned with zero point 0 and signed for the others (`U8 or S8`).
-    `fused`: Q/DQ nodes stand only where `placement` puts them.
+    `activations`: unsigned with any zero point (`U8`), signed and symmetric (`S8`), or unsigned with zero point 0 for
+    values that are never negative and signed for others (`U8 or S8`). `fused`: Q/DQ nodes only where `placement` puts
+    them.
     """
 
     activations: str
@@ -73,10 +73,10 @@ class Scheme:
         return f"{kinds}, {zero} activations, symmetric per-channel weights, {bias} bias"
 
 
-# Chosen by measuring. ONNX Runtime's x86 kernels want unsigned activations: S8 leaves half the convolutions unfused and
-# gains nothing. OpenVINO's CPU plugin computes some networks wrong where zero points aren't 0 (MobileNetV3-Small's
+# Chosen by measurement. ONNX Runtime's x86 kernels need unsigned activations: S8 leaves half the convolutions unfused
+# and gains nothing. OpenVINO's CPU plugin computes some networks wrongly if zero points aren't 0 (MobileNetV3-Small's
 # outputs are 89 % off, 4 % in ONNX Runtime with the same file), and U8 after a ReLU is faster than S8. TensorRT takes
-# symmetric S8 alone and rejects an INT32 bias.
+# only symmetric S8 and rejects an INT32 bias.
 QUANTISATION_SCHEMES = {
     "onnxruntime": Scheme("U8", quantise_bias=True),
     "openvino": Scheme("U8 or S8", quantise_bias=False),
@@ -87,9 +87,9 @@ QUANTISATION_SCHEMES = {
 def to_int8(
     model: Any, recipe: Recipe, parent: Artifact, folder: Path, higher: Sequence[str] = ()
 ) -> tuple[Any, MakerFacts]:
-    """Return the quantised graph, nodes named in `higher` left in float.
+    """Return the quantised graph, with nodes in `higher` left in float.
 
-    The facts have scheme, target, calibration, number of nodes in float and warnings.
+    The facts have scheme, target, calibration, number of float nodes and warnings.
     """
     data = calibration_of(recipe, parent)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -101,7 +101,7 @@ def to_int8(
         else:
             extra = _extra_options(seen.scheme, seen.ranges)
             if higher:
-                # The tool quantises the outputs of a layer too, and so the inputs of a kept one.
+                # The tool also quantises a layer's outputs, and so the inputs of a kept layer.
                 extra["OpTypesToExcludeOutputQuantization"] = sorted(seen.types)
             made = _quantise_graph(Path(scratch) / "prepared.onnx", seen, excluded, extra)
             _reading_floats(made, higher)
@@ -116,8 +116,11 @@ def to_int8(
 
 @dataclass(frozen=True)
 class CalibratedGraph:
-    """A calibrated graph with named nodes: the operators that are quantised, the nodes that aren't, whether it is a
-    transformer, the range of each tensor, as onnxruntime has it too, whether weights get seven bits, and warnings."""
+    """A calibrated graph with named nodes.
+
+    `types` are the quantised operators, `excluded` the float nodes, `ranges` the tensors' ranges and `collected` the
+    same as onnxruntime's object; `transformer`: whether it is one; `narrow`: weights of seven bits.
+    """
 
     model: Any
     scheme: Scheme
@@ -131,7 +134,7 @@ class CalibratedGraph:
 
 
 def observe_ranges(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> CalibratedGraph:
-    """Prepare the graph and calibrate it, as the recipe's options `target` and `method` say; works in `scratch`."""
+    """Prepare and calibrate the graph by the recipe's options `target` and `method`; works in `scratch`."""
     target = str(recipe.options.get("target", ""))
     check_known("int8 target", target, QUANTISATION_SCHEMES)
     scheme = QUANTISATION_SCHEMES[target]
@@ -150,7 +153,7 @@ def observe_ranges(model: Any, recipe: Recipe, data: Calibration, scratch: Path)
 
 
 def _reading_floats(model: Any, higher: Sequence[str]) -> None:
-    """Let kept nodes read the tensors directly: the tool puts one pair between a tensor and all of its readers."""
+    """Connect kept nodes directly to the float tensors: the tool puts one Q/DQ pair before all their readers."""
     makers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
         for k, name in enumerate(node.input) if node.name in higher else ():
@@ -161,9 +164,9 @@ def _reading_floats(model: Any, higher: Sequence[str]) -> None:
 
 
 def _quantise_graph(prepared: Path, seen: CalibratedGraph, excluded: Iterable[str], extra: dict[str, Any]) -> Any:
-    """Quantise with onnxruntime, with the ranges that were calibrated before.
+    """Quantise with onnxruntime, by the ranges calibrated before.
 
-    `quantize_static` takes ranges from version 1.27 on; what it then calls does in every version.
+    `quantize_static` takes ranges only from version 1.27 on; the function it calls does in every version.
     """
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -175,7 +178,7 @@ def _quantise_graph(prepared: Path, seen: CalibratedGraph, excluded: Iterable[st
         reduce_range=seen.narrow,
         weight_qType=QuantType.QInt8,
         activation_qType=QuantType.QUInt8,
-        tensors_range=copy.deepcopy(seen.collected),  # the quantiser changes it
+        tensors_range=copy.deepcopy(seen.collected),  # changed by the quantiser
         nodes_to_quantize=[],
         nodes_to_exclude=sorted(excluded),
         op_types_to_quantize=sorted(seen.types),
@@ -184,14 +187,14 @@ def _quantise_graph(prepared: Path, seen: CalibratedGraph, excluded: Iterable[st
     quantizer.quantize_model()
     quantised = quantizer.model.model
     _restore_clips(seen.model, quantised)
-    order(quantised)  # the tool's own overlooks what branches and loops read
+    order(quantised)  # the tool's order ignores reads of branches and loops
     return quantised
 
 
 def _restore_clips(prepared: Any, quantised: Any) -> None:
-    """Put back each Clip and Relu that the tool dropped though the values in eight bits reach beyond its bounds.
+    """Restore each Clip and Relu that the tool dropped although 8-bit values reach beyond its bounds.
 
-    They do where they are symmetric around 0 and the bounds aren't, and where 0 is outside the bounds.
+    They do if they are symmetric around 0 and the bounds aren't, and if 0 is outside the bounds.
     """
     from onnx import NodeProto
     from onnx.numpy_helper import to_array
@@ -202,7 +205,7 @@ def _restore_clips(prepared: Any, quantised: Any) -> None:
     readers = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
     kept = {node.name for node in graph.node}
     for node in prepared.graph.node:
-        # outputs of the node
+        # possible names of the node's output
         names = [f"{name}{suffix}" for name in node.output for suffix in ("", "_QuantizeLinear_Input")]
         out = next((name for name in names if name in readers and name in makers), "")
         if node.op_type not in ("Clip", "Relu") or node.name in kept or not out:
@@ -225,7 +228,7 @@ def _restore_clips(prepared: Any, quantised: Any) -> None:
 
 
 def _read_bounds(node: Any, stored: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the bounds of a Clip or Relu; those that are computed are such that no value is within them."""
+    """Return the bounds of a Clip or Relu; for computed bounds, a range that contains no value."""
     from onnx.numpy_helper import to_array
 
     if node.op_type == "Relu":
@@ -257,9 +260,9 @@ def _every_type() -> set[str]:
 def _find_attention(model: Any) -> tuple[set[str], bool]:
     """Return the names of products of two activations, which stay in float, and whether it is a transformer.
 
-    ONNX Runtime would fuse the Softmax between such products into a quantised one, which puts ViT-Tiny's outputs 57 %
-    off. With attention or layer normalisation only the layers with weights are quantised: residual sums and GELUs in
-    eight bits add a 31 % error there, and none in a convolutional network.
+    ONNX Runtime would fuse the Softmax between such products into a quantised one: ViT-Tiny's outputs are then 57 %
+    off. With attention or layer normalisation only layers with weights are quantised: residual sums and GELUs in eight
+    bits add an error of 31 % there, and none in a convolutional network.
     """
     weights = {tensor.name for tensor in model.graph.initializer}
     products = [n for n in model.graph.node if n.op_type in LINEAR_OPERATORS and n.input[1] not in weights]
@@ -268,15 +271,16 @@ def _find_attention(model: Any) -> tuple[set[str], bool]:
 
 
 def _find_grouped(model: Any) -> set[str]:
-    """Return the transposed convolutions in groups with a bias: the tool has a scale for each channel of a group alone,
-    and fails at the bias, which has one for each channel.
+    """Return transposed convolutions in groups with a bias: the tool fails on them.
+
+    It has a scale per channel of a single group, but the bias has all channels.
     """
     found = (node for node in model.graph.node if node.op_type == "ConvTranspose" and len(node.input) > 2)
     return {node.name for node in found if any(a.name == "group" and a.i > 1 for a in node.attribute)}
 
 
 def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, recipe: Recipe) -> tuple[Ranges, Any]:
-    """Collect the ranges of all tensors; return the lowest and highest value of each, and onnxruntime's own object."""
+    """Collect all tensors' ranges; return the lowest and highest value of each, and onnxruntime's own object."""
     from onnxruntime.quantization import CalibrationMethod
     from onnxruntime.quantization.calibrate import create_calibrator
 
@@ -291,7 +295,7 @@ def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, re
         calibrate_method=CalibrationMethod[method],
         extra_options=percentile,
     )
-    # Its own session would take a thread for each core of the machine and tie it there.
+    # Its own session would pin a thread to each core of the machine.
     calibrator.infer_session = make_session(str(scratch / "augmented.onnx"), optimised=False)
     for start in range(0, len(data), HISTOGRAM_BATCHES):
         end = min(start + HISTOGRAM_BATCHES, len(data))
@@ -316,7 +320,7 @@ def _extra_options(scheme: Scheme, ranges: Ranges) -> dict[str, Any]:
 
 
 def _can_saturate() -> bool:
-    """Return whether this x86 CPU sums products of U8 and S8 in 16 bits, which overflows: all before VNNI do."""
+    """Return whether this x86 CPU sums U8 x S8 products in 16 bits, which overflow: all CPUs before VNNI do."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     return not system.cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"}

@@ -1,13 +1,13 @@
-"""Q/DQ nodes where TensorRT fuses them: at the inputs of what computes in INT8, and nowhere else.
+"""Q/DQ nodes where TensorRT fuses them: only at the inputs of INT8 operators.
 
-Placement as NVIDIA recommends it for explicit quantisation (TensorRT developer guide, "Q/DQ placement"): convolutions,
-matrix products and average pools read quantised inputs; nothing stands between a convolution and the bias, activation
-or residual sum behind it; of such a sum the branch that isn't fused is quantised, so that the sum is a part of the
-convolution. onnxruntime's own tool puts a pair on a tensor for all its readers, which breaks those fusions.
+The placement follows NVIDIA's advice for explicit quantisation (TensorRT developer guide, "Q/DQ placement"):
+convolutions, matrix products and average pools read quantised inputs; nothing stands between a convolution and its
+bias, activation or residual sum; in a residual sum the other branch is quantised, so that the sum is fused into the
+convolution. onnxruntime's own tool puts a pair before all of a tensor's readers, which breaks those fusions.
 
-With the option `joints` they stand between layers, too. Else whatever lies there is in floats, and TensorRT converts
-types and layouts on both sides of each split and concatenation. NVIDIA's quantisation of YOLOv7 (yolo_deepstream,
-yolov7_qat) has pairs there, with one scale for what a concatenation joins: equal pairs cancel out. See `Joints`.
+With the option `joints`, pairs also stand between layers. Otherwise operators there run in floats, and TensorRT
+converts types and layouts around each split and concatenation. NVIDIA's quantisation of YOLOv7 (yolo_deepstream,
+yolov7_qat) has pairs there, with one scale for all parts of a concatenation: equal pairs cancel out. See `Joints`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ OBSERVED_OPERATORS = (
     "GlobalAveragePool",
     "ReduceMean",
     "Add",
-)  # the operators whose inputs' ranges `place` needs
+)  # operators with input ranges needed by `place_pairs`
 MOVE_OPERATORS = ("Concat", "MaxPool", "Resize", "Slice", "Split")  # operators that compute no new values
 SUM_OPERATOR = "Add"
 INT8_MAX = 127.0
 JOINTS_OPTION = "joints"  # recipe option
 
-Site = tuple[Any, int]  # a node and the number of its input
+Site = tuple[Any, int]  # a node and an input number
 
 
 def place_pairs(
@@ -48,9 +48,9 @@ def place_pairs(
 ) -> None:
     """Insert the pairs: symmetric, zero point 0, one scale per activation and per output channel of a weight.
 
-    `ranges` maps tensors to the lowest and highest value in calibration; `excluded` and `transformer` as in
-    `list_sites`. With `joints` pairs stand between layers, too, but for transformers. Weights stay float32 in front of
-    their pair: TensorRT 8 reads no INT8 initializers.
+    `ranges` maps tensors to their lowest and highest value in calibration; `excluded` and `transformer` are as in
+    `list_sites`. With `joints`, pairs also stand between layers, except in transformers. Weights stay float32 before
+    their pair: TensorRT 8 reads no INT8 initialisers.
     """
     graph = model.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
@@ -69,9 +69,9 @@ def place_pairs(
 
 
 def list_sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[Any, int]]:
-    """Return the quantised activations, as node and number of its input.
+    """Return the quantised activations as node and input number.
 
-    Nodes named in `excluded` stay in float, and so do the sums and pools of a transformer.
+    Nodes in `excluded` stay in float, as do a transformer's sums and pools.
     """
     activations = [(node, 0) for node in graph.node if node.op_type in LINEAR_OPERATORS]
     activations += [] if transformer else [*_find_pools(graph), *_find_residuals(graph)]
@@ -79,9 +79,9 @@ def list_sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[
 
 
 def _find_pools(graph: Any) -> Iterator[tuple[Any, int]]:
-    """Average pools, and the means over a whole image that end a network.
+    """Yield average pools, and the means over a whole image at the end of a network.
 
-    A mean whose input others read too gates channels (squeeze and excitation): that tensor stays float for the others.
+    A mean of a tensor with other readers gates channels (squeeze and excitation): that tensor stays float.
     """
     readers = Counter(name for node in graph.node for name in node.input)
     constants = {tensor.name: tensor for tensor in graph.initializer}
@@ -103,7 +103,7 @@ def _means_image(node: Any, constants: Mapping[str, Any]) -> bool:
 
 
 def _find_residuals(graph: Any) -> Iterator[tuple[Any, int]]:
-    """Yield the sums that can be fused into a convolution, each with the number of its input from the other branch."""
+    """Yield the sums that can be fused into a convolution, each with the input number of the other branch."""
     makers = {name: node for node in graph.node for name in node.output}
     readers = Counter(name for node in graph.node for name in node.input)
     depth = _compute_depths(graph)
@@ -117,7 +117,7 @@ def _find_residuals(graph: Any) -> Iterator[tuple[Any, int]]:
             if name in makers and makers[name].op_type == "Conv" and readers[name] == 1
         ]
         if fused:
-            # Where both branches end in a convolution, the sum is fused into the longer one, which runs last.
+            # If both branches end in a convolution, the sum is fused into the longer branch, which runs last.
             yield node, 1 - max(fused, key=lambda k: depth[node.input[k]])
 
 
@@ -130,7 +130,7 @@ def _compute_depths(graph: Any) -> dict[str, int]:
 
 
 def channel_axis(node: Any, dimensions: int) -> int | None:
-    """Return the axis of a weight's output channels; None if one scale has to serve the whole weight."""
+    """Return the axis of a weight's output channels; None if the whole weight has one scale."""
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
     if node.op_type == "Gemm":
         return 0 if attributes.get("transB") else 1
@@ -149,14 +149,14 @@ def _channel_peaks(weight: Any, axis: int | None) -> Any:
 
 
 def _make_pair(graph: Any, node: Any, k: int, peak: Any, axis: int | None = None) -> list[Any]:
-    """Return the two nodes between a tensor and the node that reads it as input k; each reader has its own pair.
+    """Return the two nodes between a tensor and its reader's input k; each reader has its own pair.
 
-    Shared pairs would force one decision on all readers; TensorRT merges equal ones.
+    A shared pair would force one decision on all readers; TensorRT merges equal pairs.
     """
     import onnx
 
     name, read = node.input[k], f"{node.input[k]}_for_{node.name}_{k}"
-    # A channel of zeros has no range, and a scale must be positive.
+    # A channel of zeros has no range, but scales must be positive.
     scales = np.where(peak > 0, peak, INT8_MAX).astype(np.float32) / np.float32(INT8_MAX)
     scale = add_weight(graph, f"{read}_scale", scales)
     zero = add_weight(graph, f"{read}_zero_point", np.zeros(np.shape(scales), np.int8))
@@ -171,9 +171,9 @@ def _make_pair(graph: Any, node: Any, k: int, peak: Any, axis: int | None = None
 
 
 class Joints:
-    """The joints of a graph whose pairs before layers are at `layers`: further sites, and tensors of one scale.
+    """Further sites between layers, and tensors that share a scale, given the sites before `layers`.
 
-    Nodes named in `excluded` stay in float.
+    Nodes in `excluded` stay in float.
     """
 
     def __init__(self, graph: Any, layers: Sequence[Site], excluded: Collection[str]) -> None:
@@ -186,18 +186,18 @@ class Joints:
         self.sites = [*moved, *self._find_sums(read, {node.name for node, _ in layers})]
 
     def find_peak(self, name: str, peaks: Mapping[str, float]) -> float:
-        """Return the largest magnitude of the tensor, or of all that are joined with it."""
+        """Return the largest magnitude of the tensor, or of all tensors joined with it."""
         return max(peaks[one] for one in self._joined.get(name, (name,)) if one in peaks)
 
     def _find_moves(self) -> Iterator[tuple[Any, list[int]]]:
-        """Yield the nodes that only move values, each with the numbers of the inputs that hold those values."""
+        """Yield the nodes that only move values, each with the numbers of its data inputs."""
         for node in self._nodes:
             if node.op_type in MOVE_OPERATORS and not (node.op_type == "Resize" and _is_interpolating(node)):
                 data = range(len(node.input)) if node.op_type == "Concat" else (0,)
                 yield node, [k for k in data if node.input[k] not in self._constants]
 
     def _group_tensors(self) -> dict[str, set[str]]:
-        """Return, for each tensor that is moved, all tensors that its values are moved to, or stand beside there."""
+        """Return, for each moved tensor, all tensors that its values are moved to or joined with."""
         groups: dict[str, set[str]] = {}
         for node, data in self._find_moves():
             names = {*(node.input[k] for k in data), *filter(None, node.output)}
@@ -206,7 +206,7 @@ class Joints:
         return groups
 
     def _find_sums(self, read: Collection[str], layers: Collection[str]) -> list[Site]:
-        """Return both inputs of sums that no layer takes in, and whose result is quantised."""
+        """Return both inputs of sums with a quantised result that no layer fuses."""
         return [
             (node, k)
             for node in self._nodes
@@ -220,19 +220,19 @@ def _is_interpolating(node: Any) -> bool:
     return any(attribute.name == "mode" and attribute.s != b"nearest" for attribute in node.attribute)
 
 
-# The part of a detector's graph that decodes its last layers' values into boxes, scores and keypoints.
+# Decoding: the part of a detector's graph from the last layers' values to boxes, scores and keypoints
 #
-# It joins pixels, probabilities and coefficients in one tensor: one INT8 scale for all of them rounds the scores to
-# zero, and in half precision coordinates are only good to half a pixel or worse. So it stays in FP32.
+# It joins pixels, probabilities and coefficients in one tensor: a common INT8 scale rounds the scores to zero, and half
+# precision limits coordinates to half a pixel or worse. So it stays in FP32.
 
 SHAPING_OPERATORS = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Identity", "Flatten")
 
 
 def list_decoding_nodes(graph: Any, model: ModelSpec) -> set[str]:
-    """Return the names of the nodes behind the last layers with weights, for `model.task`; none for a classifier.
+    """Return the names of the nodes after the last layers with weights, for `model.task`; none for a classifier.
 
-    The convolution behind a softmax isn't such a layer: it is the mean of a distribution over distances (Li et al.,
-    Generalized Focal Loss, 2020), with fixed weights. Nodes without a name are given one.
+    A convolution after a softmax doesn't count as a layer: it is the mean of a distribution over distances (Li et al.,
+    Generalized Focal Loss, 2020), with fixed weights. Nameless nodes get a name.
     """
     if tasks.find_task(model.task).labels == "classes":
         return set()
@@ -255,13 +255,13 @@ def list_decoding_nodes(graph: Any, model: ModelSpec) -> set[str]:
 
 
 def name_nodes(graph: Any) -> None:
-    """Give every node a name: its own, or its operator and place."""
+    """Name every nameless node by its operator and place."""
     for number, node in enumerate(graph.node):
         node.name = node.name or f"{node.op_type}_{number}"
 
 
 def _is_mean(node: Any, makers: dict[str, Any]) -> bool:
-    """Return whether the node's input is a softmax, possibly reshaped: then the node computes a mean."""
+    """Return whether the node's input is a softmax, possibly reshaped: the node then computes a mean."""
     maker = makers.get(node.input[0])
     while maker is not None and maker.op_type in SHAPING_OPERATORS:
         maker = makers.get(maker.input[0])

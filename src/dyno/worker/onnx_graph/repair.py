@@ -1,4 +1,4 @@
-"""Repairs of given ONNX files that engines would read differently, or not at all."""
+"""Repairs of the user's ONNX files that engines would read differently or not at all."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from dyno.worker.spec import Artifact, Recipe, Tensor, UserError, shorten
 
 Functions = Mapping[tuple[str, str, str], Any]
 
-MAX_INLINE_B = 2**31 - 2**26  # bytes of weights that fit into a protobuf file
+MAX_INLINE_B = 2**31 - 2**26  # bytes of weights in a protobuf file
 
 
 def repair_graph(model: Any) -> tuple[Any, list[str]]:
-    """Return a copy of the graph, and one line for each change in it; no lines for a valid graph.
+    """Return a copy of the graph, and one line per change; no lines for a valid graph.
 
-    Nodes come after those whose results they take, axes stored as -1 or 0 become free ones (see `find_free_axes`),
-    initialisers that are listed as inputs stop being inputs, the file's own functions become the operators they are
-    made of, and a graph in float64 becomes one in float32. Weights beside the file are not touched.
+    Nodes are sorted after their inputs' nodes; axes stored as -1 or 0 become free (see `find_free_axes`); initialisers
+    are removed from the inputs; the file's own functions are inlined; and a float64 graph becomes float32. External
+    weights are not changed.
     """
     copy = copy_message(model)
     return copy, [
@@ -47,7 +47,7 @@ def repair_graph(model: Any) -> tuple[Any, list[str]]:
 
 
 def warn_training(model: Any) -> list[str]:
-    """Return a warning if nodes run as in training: what they return is random or depends on the rest of the batch."""
+    """Return a warning if nodes run in training mode: outputs are random or depend on the rest of the batch."""
     from onnx.numpy_helper import to_array
 
     stored = {tensor.name: tensor for graph in graphs_in(model.graph) for tensor in graph.initializer}
@@ -58,7 +58,7 @@ def warn_training(model: Any) -> list[str]:
 
     def is_training(node: Any) -> bool:
         if node.op_type == "BatchNormalization":
-            # Until opset 13 it trains where it also returns the batch's mean; an output without a name isn't one.
+            # Up to opset 13, further named outputs (the batch's statistics) mean training.
             return any(a.name == "training_mode" and a.i for a in node.attribute) or (older and any(node.output[1:]))
         flag = stored.get(node.input[2]) if node.op_type == "Dropout" and len(node.input) > 2 else None
         return flag is not None and bool(to_array(flag).any())
@@ -69,8 +69,10 @@ def warn_training(model: Any) -> list[str]:
 
 
 def order(model: Any) -> str:
-    """Sort the nodes of each graph, as ONNX asks and ONNX Runtime's conversion to FP16 doesn't do; those that wait for
-    each other stay as they are."""
+    """Sort each graph's nodes topologically, as ONNX requires; nodes in a cycle keep their place.
+
+    ONNX Runtime's conversion to FP16 leaves them unsorted.
+    """
     changed = [graph for graph in graphs_in(model.graph) if _order_nodes(graph)]
     return "nodes stood before those whose results they take, and were sorted" if changed else ""
 
@@ -89,7 +91,7 @@ def _order_nodes(graph: Any) -> bool:
 
 
 def save(model: Any, path: Path) -> None:
-    """Write the graph, its weights beside it where they are too large for one file."""
+    """Write the graph, with external weights if they are too large for one file."""
     import onnx
 
     large = sum(len(tensor.raw_data) for tensor in tensors_in(model.graph)) > MAX_INLINE_B
@@ -97,7 +99,7 @@ def save(model: Any, path: Path) -> None:
 
 
 def to_fp32(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, MakerFacts]:
-    """Return a graph in FP16 or BF16 in FP32, from which the other precisions are made, and facts with a warning."""
+    """Return an FP16 or BF16 graph in FP32, the source of other precisions, and facts with a warning."""
     import onnx
 
     kinds = onnx.TensorProto
@@ -108,9 +110,9 @@ def to_fp32(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple
 
 
 def retype(model: Any, kinds: tuple[int, ...], to: int, exact: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Convert everything of those types to another: weights, constants, inputs, outputs and casts.
+    """Convert everything of the types `kinds` to type `to`: weights, constants, inputs, outputs and casts.
 
-    `exact` has weights by name, of which these were rounded.
+    `exact` has the unrounded weights by name.
     """
     import onnx
 
@@ -123,7 +125,7 @@ def retype(model: Any, kinds: tuple[int, ...], to: int, exact: Mapping[str, Any]
         for value in (*graph.input, *graph.output):
             if value.type.tensor_type.elem_type in kinds:
                 value.type.tensor_type.elem_type = to
-        del graph.value_info[:]  # their types are inferred again
+        del graph.value_info[:]  # to be inferred again
         for node in graph.node:
             for attribute in node.attribute:
                 if attribute.name in ("to", "dtype") and attribute.i in kinds:
@@ -131,10 +133,10 @@ def retype(model: Any, kinds: tuple[int, ...], to: int, exact: Mapping[str, Any]
 
 
 def find_free_axes(value: Any) -> list[int]:
-    """Return the axes of an input or output that have no length, or one that stands for none.
+    """Return the axes of an input or output without a length, or with a placeholder.
 
-    Some tools store -1 for those, or 0 for the batch (PaddlePaddle) and an image's sides. Elsewhere 0 is a length, as
-    of a cache that is empty at first.
+    Some tools store -1 for free axes, or 0 for the batch (PaddlePaddle) and an image's sides. Elsewhere 0 is a length,
+    as of an initially empty cache.
     """
     dims = value.type.tensor_type.shape.dim
     shape = tuple(dim.dim_value if dim.dim_value > 0 else dim.dim_param for dim in dims)
@@ -158,12 +160,12 @@ def _free_axes(model: Any) -> str:
                 dim.dim_param = "batch" if axis == 0 else f"{value.name}_{axis}"
     if not wrong:
         return ""
-    del model.graph.value_info[:]  # they repeat the wrong lengths
+    del model.graph.value_info[:]  # with the same wrong lengths
     return f"axes stored as less than 1 are read as free ones: {', '.join(wrong)}"
 
 
 def _remove_weight_inputs(model: Any) -> str:
-    """Remove weights from the inputs: from IR version 4 on they may be fed, so that ONNX Runtime doesn't fold them."""
+    """Remove weights from the inputs: from IR version 4 on they could be fed, so ONNX Runtime wouldn't fold them."""
     import onnx
 
     if model.ir_version <= onnx.IR_VERSION_2017_11_3 or not (count := drop_weight_inputs(model.graph)):
@@ -172,7 +174,7 @@ def _remove_weight_inputs(model: Any) -> str:
 
 
 def _inline_functions(model: Any) -> str:
-    """Inline the file's own functions, which OpenVINO and TensorRT don't read; ONNX Runtime treats both forms alike."""
+    """Inline the file's own functions, unsupported by OpenVINO and TensorRT; ONNX Runtime treats both forms alike."""
     if not model.functions:
         return ""
     names = ", ".join(f"{function.domain}.{function.name}" for function in model.functions)
@@ -183,13 +185,13 @@ def _inline_functions(model: Any) -> str:
 def _in_line(model: Any) -> Any:
     """Return the model with its functions inlined.
 
-    A node of a call `a` is called `a/…`, or two calls of one function would differ by a number alone.
+    Nodes of a call `a` are named `a/…`; else two calls of a function would differ only by a number.
     """
     import onnx.inliner
 
     functions = {_make_key(f, f.name): f for f in model.functions}
     made, left = copy_message(model), len(functions) + 1
-    while 0 < len(made.functions) < left:  # the outer ones first: which attributes their calls have is known then
+    while 0 < len(made.functions) < left:  # outer functions first: their calls' attributes are known
         left = len(made.functions)
         _give_defaults(made)
         called = {(node.domain, node.op_type) for f in made.functions for node in _nodes_of(f)}
@@ -211,7 +213,7 @@ def _make_key(part: Any, name: str) -> tuple[str, str, str]:
 
 
 def _nodes_of(function: Any) -> list[Any]:
-    """Return the nodes of a function, those of the graphs within it included."""
+    """Return a function's nodes, including those of its inner graphs."""
     found = list(function.node)
     for node in function.node:
         found += [inner for part in graphs_of(node) for graph in graphs_in(part) for inner in graph.node]
@@ -219,7 +221,7 @@ def _nodes_of(function: Any) -> list[Any]:
 
 
 def _give_defaults(model: Any) -> None:
-    """Write the defaults of functions into the graph's calls that lack those attributes: onnx's inliner drops them."""
+    """Write functions' default attributes into calls that lack them: onnx's inliner drops them."""
     functions = {_make_key(f, f.name): f for f in model.functions}
     for node in (node for graph in graphs_in(model.graph) for node in graph.node):
         if function := functions.get(_make_key(node, node.op_type)):
@@ -230,7 +232,7 @@ def _give_defaults(model: Any) -> None:
 def _rename_nodes(
     before: Sequence[Any], after: Sequence[Any], functions: Functions, within: str, taken: set[str]
 ) -> None:
-    """Name the nodes of a graph that was put in line; where they don't follow each other as before, they stay."""
+    """Name the nodes of an inlined graph; names stay if the operators' order has changed."""
     planned = [*_iter_called_nodes(before, functions, within)]
     if [node.op_type for node, *_ in planned] != [node.op_type for node in after]:
         return
@@ -243,7 +245,7 @@ def _rename_nodes(
 
 
 def _iter_called_nodes(nodes: Sequence[Any], functions: Functions, call: str) -> Iterator[tuple[Any, str, str]]:
-    """Yield each node that is left, the calls that it lies in ("" for none), and its name with theirs."""
+    """Yield each remaining node, its enclosing calls ("" if none), and its name with theirs."""
     seen = {""}
     for k, node in enumerate(nodes):
         name = node.name if node.name not in seen else f"{node.name or node.op_type}_{k}"
@@ -273,13 +275,13 @@ def _convert_doubles(model: Any) -> str:
     return IN_SINGLE
 
 
-# ONNX graphs in another opset, for engines whose parser ends below it or types that begin above it.
+# ONNX graphs in another opset, for engines with an older parser or for newer types
 #
-# And what no rewriting may lose: the metadata of the nodes, by which they are known to come from a module.
+# Rewriting must keep the nodes' metadata, which name their modules.
 
 ONNX_DOMAINS = ("", "ai.onnx")
-SPLIT_SIZES_OPSET = 13  # Split has its sizes as an input from here on; from 18 on it may have their number instead
-HIDDEN_DOMAIN = "dyno.hidden"  # a domain that ONNX's converter ignores
+SPLIT_SIZES_OPSET = 13  # first opset with Split's sizes as an input; from 18 on also with their number
+HIDDEN_DOMAIN = "dyno.hidden"  # domain ignored by ONNX's converter
 
 
 def read_opset(model: Any) -> int:
@@ -288,7 +290,7 @@ def read_opset(model: Any) -> int:
 
 
 def convert_opset(model: Any, wanted: int) -> Any:
-    """Return the same graph in the wanted opset, checked; raise a `UserError` if an operator has no form there."""
+    """Return the graph in the wanted opset, checked; raise a `UserError` if an operator has no form there."""
     import onnx
     import onnx.version_converter
 
@@ -307,7 +309,7 @@ def convert_opset(model: Any, wanted: int) -> Any:
 
 
 def with_metadata(rewritten: Any, model: Any) -> Any:
-    """Return the `rewritten` model with the metadata of the model's nodes of the same names.
+    """Return the `rewritten` model with the metadata of the original nodes of equal names.
 
     Libraries that rewrite graphs drop it.
     """
@@ -319,19 +321,19 @@ def with_metadata(rewritten: Any, model: Any) -> Any:
 
 
 def lower_file(path: Path, wanted: int) -> None:
-    """Rewrite the file in the wanted opset where it is in a later one; a `UserError` where that isn't possible."""
+    """Rewrite the file in the wanted opset if its own is later; raise a `UserError` if that is impossible."""
     import onnx
 
     if read_opset(onnx.load(path, load_external_data=False)) <= wanted:
         return
     try:
         onnx.save(convert_opset(onnx.load(path), wanted), path)
-    except ValueError as e:  # protobuf's own limit, where weights lie beside the graph
+    except ValueError as e:  # protobuf's limit, with external weights
         raise UserError(f"a graph over 2 GiB can't be brought down to opset {wanted}") from e
 
 
 def _drop_defaults(graph: Any) -> None:
-    """Remove `noop_with_empty_axes=0`: it is the default, and ONNX's converter keeps it in opsets that lack it."""
+    """Remove `noop_with_empty_axes=0`, a default that ONNX's converter keeps in opsets without it."""
     for node in graph.node:
         for attribute in list(node.attribute):
             if attribute.name == "noop_with_empty_axes" and attribute.i == 0:
@@ -339,7 +341,7 @@ def _drop_defaults(graph: Any) -> None:
 
 
 def _spell_out_axes(graph: Any) -> None:
-    """Store lists of int64 as numbers: of axes that are bytes the converter of onnx below 1.22 makes an empty list."""
+    """Store int64 lists as numbers: onnx's converter below 1.22 makes axes stored as bytes an empty list."""
     from onnx import TensorProto, helper, numpy_helper
 
     values = [attribute.t for node in graph.node if node.op_type == "Constant" for attribute in node.attribute]
@@ -351,9 +353,9 @@ def _spell_out_axes(graph: Any) -> None:
 
 @contextmanager
 def _splits_hidden(model: Any) -> Iterator[None]:
-    """Have Split nodes stand in a domain that ONNX's converter leaves alone: it can't bring them below opset 18.
+    """Move Split nodes to a domain that ONNX's converter ignores: it can't convert them to below opset 18.
 
-    Their sizes are written out, so that they mean the same in both opsets; a node whose sizes aren't known stays.
+    Their sizes are written out, which means the same in both opsets; nodes of unknown sizes stay.
     """
     import onnx
 
@@ -374,14 +376,14 @@ def _splits_hidden(model: Any) -> Iterator[None]:
 
 
 def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
-    """Give the Split node its sizes as an input in place of their number; whether they are known."""
+    """Give the Split node its sizes as an input instead of their number; return whether they are known."""
     options = {attribute.name: attribute for attribute in node.attribute}
     if len(node.input) < 2:
         axis = options["axis"].i if "axis" in options else 0
         length = shape[axis] if -len(shape) <= axis < len(shape) else 0
         if not length:
             return False
-        # All parts are as long but the last, which may be shorter.
+        # Equal parts; the last may be shorter.
         part = -(-length // len(node.output))
         sizes = [min(part, length - start) for start in range(0, part * len(node.output), part)]
         node.input.append(add_weight(graph, f"{node.output[0]}_sizes", np.asarray(sizes, np.int64)))
@@ -391,7 +393,7 @@ def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
 
 
 def _unhide_nodes(model: Any) -> Any:
-    """Return the converted graph with its hidden nodes in ONNX's own domain again."""
+    """Return the converted graph with its hidden nodes back in ONNX's own domain."""
     for node in model.graph.node:
         if node.domain == HIDDEN_DOMAIN:
             node.domain = ""

@@ -1,1 +1,1 @@
-"""Requests to a network as they come: arrivals, batches with a deadline, instances, and the highest rate that holds."""
+"""Requests to a network over time: arrivals, batches with a deadline, instances, and the highest sustained rate."""

@@ -1,8 +1,7 @@
-"""Dynamic batching with a deadline, of requests whose times are known before.
+"""Dynamic batching with a deadline, for requests with known arrival times.
 
-No thread sends requests: a request is there as soon as its time has come, and waits from then on. So what holds up the
-server can't hold up the requests, and latency counts from when a request was due (what Tene calls coordinated omission
-can't happen).
+No thread sends requests: a request exists as soon as its time has come, and waits from then on. So a stalled server
+can't delay the requests, and latency counts from a request's due time (no coordinated omission, as Tene calls it).
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from dyno.worker.inputs.specs import static_shapes
 from dyno.worker.serving.rates import Arrivals
 from dyno.worker.spec import Dims, Plan, Trial, Unanswered, Unavailable, UserError
 
-# How long those that still wait are answered after the last has come: a share of the time in which requests come, and
-# seconds.
+# Time for answering the waiting requests after the last arrival: a share of the arrivals' duration, plus seconds.
 PATIENCE_SHARE, MIN_PATIENCE_S = 0.25, 1.0
 
 
 class Clock:
-    """Seconds since it was made."""
+    """Clock in seconds since its creation."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -40,15 +38,14 @@ class Clock:
         return time.perf_counter() - self._began
 
     def sleep_until(self, at: float) -> None:
-        """Return when `now` is `at` or a little more."""
+        """Sleep until `now` is at least `at`."""
         while (left := at - self.now()) > 0:
             time.sleep(left)
 
 
 @dataclass(frozen=True)
 class BatchingRules:
-    """Limits of batching: requests per batch, seconds that the first one waits for others, and requests in the queue
-    (0: no limit)."""
+    """Limits of batching: requests per batch, seconds of the first one's wait, and queued requests (0: no limit)."""
 
     max_batch: int
     max_wait: float = 0.0
@@ -56,7 +53,7 @@ class BatchingRules:
 
 
 class RequestSource(Protocol):
-    """Hand out batches of request numbers, and record how each ended; see `Batcher`."""
+    """Source of batches of request numbers, which records their answers; see `Batcher`."""
 
     def take(self) -> list[int] | None: ...
     def done(self, batch: list[int]) -> None: ...
@@ -65,12 +62,11 @@ class RequestSource(Protocol):
 
 
 class Batcher:
-    """Give each free instance the next batch, and record when each request began and was answered.
+    """Queue that gives each free instance the next batch, and records each request's beginning and answer.
 
-    `times` are when requests are due, `began` and `ended` seconds by the clock, NaN for requests that were refused or
-    left; `size` is the number of requests in a request's batch, 0 for those. Requests are `refused` that found the
-    queue full, or got no answer from the `answer` of `answer_requests`; `complaint` is the reason of the first of the
-    latter, "" without any.
+    `times` are the requests' due times, `began` and `ended` seconds by the clock (NaN if refused or left), `size` the
+    number of requests in a request's batch (0 if refused or left). Requests are `refused` at a full queue, or if the
+    `answer` of `answer_requests` fails; `complaint` is the first failure's reason, "" without failures.
     """
 
     def __init__(self, arrivals: Arrivals, rules: BatchingRules, clock: Clock) -> None:
@@ -91,9 +87,9 @@ class Batcher:
     def take(self) -> list[int] | None:
         """Return the next batch's request numbers, as soon as it is full or its first request has waited long enough.
 
-        Return None if no more come, or patience is over.
+        Return None after the last request, after the patience or after `stop`.
         """
-        with self._lock:  # held while it waits, so that the next free one comes after
+        with self._lock:  # held while waiting, so that the next free instance comes after
             while True:
                 now = self._clock.now()
                 self._admit_requests(now)
@@ -112,7 +108,7 @@ class Batcher:
         self.ended[batch] = self._clock.now()
 
     def unanswered(self, batch: list[int], why: str) -> None:
-        """Record that the batch gets no answer, and `why`."""
+        """Record that the batch gets no answer, for the reason `why`."""
         self.began[batch], self.size[batch], self.refused[batch] = np.nan, 0, True
         self.complaint = self.complaint or why
 
@@ -123,7 +119,7 @@ class Batcher:
     def _admit_requests(self, now: float) -> None:
         """Queue the requests due until now, or refuse those beyond the queue's limit.
 
-        This happens before any batch is taken, so no request has left the queue since they came.
+        This happens before any batch is taken, so no request has left the queue since their arrival.
         """
         while self._next < len(self._due) and self._due[self._next] <= now:
             if self._rules.queue and len(self._waiting) >= self._rules.queue:
@@ -133,7 +129,7 @@ class Batcher:
             self._next += 1
 
     def _find_ready_time(self) -> float:
-        """Return the time at which the next batch may begin, if no unknown request comes."""
+        """Return the earliest time for the next batch: it is full, or its first request has waited for `max_wait`."""
         first = self._due[self._waiting[0] if self._waiting else self._next]
         last = self._next + self._rules.max_batch - len(self._waiting) - 1  # the request that completes the batch
         full = self._due[last] if last >= self._next and last < len(self._due) else float("inf")
@@ -151,19 +147,19 @@ def answer_requests(batcher: RequestSource, answer: Callable[[int], None]) -> No
             else:
                 batcher.done(batch)
     except BaseException:
-        batcher.stop()  # the others would answer alone what was meant for all
+        batcher.stop()  # otherwise the other instances would answer all requests
         raise
 
 
 # Instances of a model, each loaded and driven by its own thread, for several batch sizes.
 
 Load = Callable[[Trial], Session]
-Feed = Callable[[Session, int], Sequence[Arrays]]  # batches of that many requests, as the session takes them
+Feed = Callable[[Session, int], Sequence[Arrays]]  # batches of the given size, in the session's form
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A session for batches of `size` requests, and such batches."""
+    """A session for batches of `size` requests, with batches to feed it."""
 
     size: int
     session: Session
@@ -171,7 +167,7 @@ class Rung:
 
 
 class Lane:
-    """One batch at a time, from host memory to host memory, in a slot of the sessions of an instance."""
+    """A slot in all sessions of an instance, for one batch at a time, from host memory to host memory."""
 
     def __init__(self, rungs: Sequence[Rung], slot: int) -> None:
         self.rungs, self._slot = rungs, slot
@@ -189,10 +185,10 @@ class Lane:
 
 
 class Instances:
-    """Copies of a trial's model, `count` of them; several lanes of one where its sessions have several slots on a CPU.
+    """`count` copies of a trial's model; on a CPU an instance has a lane per slot of its sessions.
 
     A GPU's slots share a stream and belong to one thread, so there an instance has one lane, and instances overlap.
-    Close it in the end. Raises what loading raises.
+    Close it in the end. Raises the errors of `load`.
     """
 
     def __init__(self, trial: Trial, sizes: Sequence[int], load: Load, feed: Feed, count: int) -> None:
@@ -225,7 +221,7 @@ class Instances:
         return self.ladder[-1]
 
     def call(self, action: Callable[[], Any]) -> Any:
-        """Call it in the first instance's thread, to which its session belongs."""
+        """Call the action in the first instance's thread, the owner of its session."""
         return self._threads[0].submit(action).result()
 
     def warm_up(self, plan: Plan) -> None:
@@ -235,14 +231,14 @@ class Instances:
                 thread.submit(measure.warm_up, measure.make_step(rung.session, "all", rung.feeds), plan).result()
 
     def run_each(self, work: Callable[[Lane], None]) -> None:
-        """Do it with every lane at once, in its thread; raises what the first one raises."""
+        """Do the work with every lane at once, in the lane's thread; raise the first error."""
         futures: list[Future[None]] = [t.submit(work, lane) for t, lane in zip(self._threads, self.lanes, strict=True)]
         wait(futures, return_when=FIRST_EXCEPTION)
         for future in futures:
             future.result()
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all sessions and threads."""
         for thread, rungs in self._owners:
             for rung in rungs:
                 thread.submit(rung.session.close).result()
@@ -251,9 +247,9 @@ class Instances:
 
 
 def _load_ladder(trial: Trial, sizes: Sequence[int], load: Load, feed: Feed) -> list[Rung]:
-    """Load a session for each size that the engine takes; the largest is the trial's batch, and must load.
+    """Load a session for each size that the engine takes; the trial's batch, the largest, must load.
 
-    It comes first: an engine that can't be loaded at all is tried once.
+    It is loaded first, so that an engine that can't be loaded at all is tried once.
     """
     rungs: list[Rung] = []
     for size in sorted({*sizes, trial.dims.batch}, reverse=True):
@@ -267,14 +263,14 @@ def _load_ladder(trial: Trial, sizes: Sequence[int], load: Load, feed: Feed) -> 
     return rungs[::-1]
 
 
-# Known inputs as requests: in batches of several sizes, some of them filled up.
+# Known inputs as requests: in batches of several sizes, some of them padded.
 
 
 class BatchFormingSession(Session):
-    """The sessions of one instance as a single one, which takes the largest batch and answers it as several batches of
-    requests: of each size once with one request too few and once full, as far as there are inputs.
+    """One instance's sessions in the form of a single session for the largest batch.
 
-    A batch is answered whole where its requests can't be told apart: the first axis of an input or output isn't theirs.
+    It answers its batch as smaller batches: each size once full and once with one request too few, while inputs last.
+    If requests can't be told apart by the first axis of all inputs and outputs, it answers the batch whole.
     """
 
     def __init__(self, ladder: Sequence[Rung], dims: Dims) -> None:
@@ -283,7 +279,7 @@ class BatchFormingSession(Session):
         self.inputs, self.outputs, self.stream = whole.inputs, whole.outputs, whole.stream
         self._shapes = {r.size: static_shapes(r.session.inputs, replace(dims, batch=r.size)) for r in ladder}
         full = sorted(self._shapes, reverse=True)
-        below = [*full[1:], 0]  # one request too few of 2 is a batch of 1, where there is one
+        below = [*full[1:], 0]  # 2 with one request too few is a full batch of 1, if there is such a session
         first = [size - 1 if size - 1 > less else size for size, less in zip(full, below, strict=True)]
         self._counts = list(dict.fromkeys([*first, *full]))
 
@@ -305,7 +301,7 @@ class BatchFormingSession(Session):
         return self._answered
 
     def _iter_batches(self) -> Iterator[tuple[int, int]]:
-        """Yield each batch's first request and its size; sizes that occurred before only fill the rest."""
+        """Yield each batch's first request and its size: every unused size that fits, then the rest."""
         begin = 0
         while left := self._max_batch - begin:
             count = next((c for c in self._counts if c <= left), left)
@@ -317,7 +313,7 @@ class BatchFormingSession(Session):
     def _answer_requests(self, begin: int, count: int) -> dict[str, np.ndarray] | None:
         """Return the answers to `count` requests; None if they can't be told apart.
 
-        They run as the smallest batch that holds them, filled with the requests that follow.
+        The smallest sufficient batch answers them, filled with the requests that follow.
         """
         rung = next(rung for rung in self._ladder if rung.size >= count)
         rows, feeds = np.arange(begin, begin + rung.size) % self._max_batch, {}

@@ -1,4 +1,4 @@
-"""Requests from MLPerf's LoadGen, which alone knows their times: its server scenario, and what its log says."""
+"""Requests from MLPerf's LoadGen in its server scenario, with times known to LoadGen only, and results from its log."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dyno.worker.serving.batching import BatchingRules, Clock
 SUMMARY_FILE, TRACE_FILE = "mlperf_log_summary.txt", "mlperf_log_trace.json"
 SAMPLE_LINE = re.compile(r'"sample_seq":(\d+),.*"complete_ns":(\d+)')  # a line of the trace, which isn't valid JSON
 NO_BOUND_NS = 10**15  # eleven days
-NO_BATCH = (np.nan, np.nan, 0)  # of a query: start and end of its batch, and its size
+NO_BATCH = (np.nan, np.nan, 0)  # a query's start and end of its batch, and its size
 SAMPLE_COUNT = 1024  # size of LoadGen's data set; the drawn sample doesn't matter here
 
 
 class QueryQueue:
-    """Give each free instance the next batch of the queries that LoadGen has issued, and answer LoadGen.
+    """Queue that gives each free instance the next batch of LoadGen's issued queries, and answers LoadGen.
 
-    It has the interface of `Batcher`, but `times`, at which queries were due, are known only afterwards. No query is
-    refused, as LoadGen waits for every answer; those without one are in `refused`, and LoadGen takes them as answered.
+    It has the interface of `Batcher`, but the due `times` of queries are known only afterwards. No query is refused, as
+    LoadGen waits for every answer; unanswered queries are in `refused`, and LoadGen takes them as answered.
     """
 
     def __init__(self, rules: BatchingRules, clock: Clock, library: Any) -> None:
@@ -44,11 +44,11 @@ class QueryQueue:
 
     @property
     def times(self) -> np.ndarray:
-        """Seconds by the clock at which each query was due; until `set_latencies`, at which it came."""
+        """Due time of each query in seconds by the clock; its arrival until `set_latencies`."""
         return np.array(self._times)
 
     def set_latencies(self, latencies: Mapping[int, float]) -> None:
-        """Set when queries were due, from LoadGen's seconds between that and the answer, by the query's number."""
+        """Set the due times from LoadGen's latencies (seconds from due time to answer) by query number."""
         for number, seconds in latencies.items():
             ended = self._records.get(number, NO_BATCH)[1]
             if not np.isnan(ended):
@@ -56,12 +56,12 @@ class QueryQueue:
 
     @property
     def began(self) -> np.ndarray:
-        """Seconds at which each query's batch began, NaN without an answer."""
+        """Start of each query's batch in seconds, NaN without an answer."""
         return np.array([self._records.get(number, NO_BATCH)[0] for number in range(len(self._ids))])
 
     @property
     def ended(self) -> np.ndarray:
-        """Seconds at which each query was answered, NaN without an answer."""
+        """Time of each query's answer in seconds, NaN without an answer."""
         return np.array([self._records.get(number, NO_BATCH)[1] for number in range(len(self._ids))])
 
     @property
@@ -71,7 +71,7 @@ class QueryQueue:
 
     @property
     def refused(self) -> np.ndarray:
-        """Whether each query got no answer."""
+        """Flags of the queries without an answer."""
         return np.array([number in self._unanswered for number in range(len(self._ids))])
 
     def issue(self, samples: Sequence[Any]) -> None:
@@ -96,7 +96,7 @@ class QueryQueue:
     def take(self) -> list[int] | None:
         """Return the next batch's numbers, as soon as it is full or its first query has waited long enough.
 
-        Return None if no more come.
+        Return None after the last query or after `stop`.
         """
         with self._changed:
             while True:
@@ -118,7 +118,7 @@ class QueryQueue:
         self._tell(batch)
 
     def unanswered(self, batch: Sequence[int], why: str) -> None:
-        """Record that the batch gets no answer, and `why`."""
+        """Record that the batch gets no answer, for the reason `why`."""
         self._unanswered |= {*batch}
         for number in batch:
             del self._records[number]
@@ -126,14 +126,14 @@ class QueryQueue:
         self._tell(batch)
 
     def stop(self) -> None:
-        """Hand out no further batches; LoadGen takes what is left as answered, and ends."""
+        """Hand out no further batches; LoadGen takes the remaining queries as answered, and ends."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
         self._tell(range(len(self._ids)))
 
     def _tell(self, numbers: Sequence[int]) -> None:
-        """Complete those queries; each once, as LoadGen forgets it then and another instance may still answer it."""
+        """Complete the queries, each only once: LoadGen then forgets it, while another instance may still answer it."""
         with self._changed:
             new = [number for number in numbers if number not in self._told]
             self._told |= {*new}
@@ -142,19 +142,18 @@ class QueryQueue:
 
 @dataclass(frozen=True)
 class ServerScenario:
-    """LoadGen's server scenario: `count` queries at `rate` per second, of which the share `quantile` must be answered
-    within `bound_s` seconds (0: no bound). Its logs go to `folder`."""
+    """LoadGen's server scenario: `count` queries at `rate`/s, the share `quantile` within `bound_s` s (0: no bound)."""
 
     rate: float
     count: int
     quantile: float
     bound_s: float
     seed: int
-    folder: Path
+    folder: Path  # for the logs
 
     @contextmanager
     def send_queries(self, queries: QueryQueue) -> Iterator[None]:
-        """Have LoadGen send its queries, in a thread that has ended when the block ends."""
+        """Run LoadGen in a thread, which sends its queries and has ended when the block ends."""
         library = load_library("mlperf_loadgen", "LoadGen")
         settings, log = library.TestSettings(), library.LogSettings()
         settings.scenario, settings.mode = library.TestScenario.Server, library.TestMode.PerformanceOnly
@@ -180,12 +179,12 @@ class ServerScenario:
         queries.set_latencies(self._read_latencies())
 
     def _read_latencies(self) -> dict[int, float]:
-        """Return seconds from when each query was scheduled until its answer, by the query's number."""
+        """Return the seconds from each query's scheduled time to its answer, by query number."""
         found = SAMPLE_LINE.findall((self.folder / TRACE_FILE).read_text(encoding="utf-8"))
         return {int(number): int(nanoseconds) / 1e9 for number, nanoseconds in found}
 
     def read_latency(self) -> float:
-        """Return the percentile of the latencies in seconds by LoadGen's summary."""
+        """Return the percentile of the latencies in seconds from LoadGen's summary."""
         text = (self.folder / SUMMARY_FILE).read_text(encoding="utf-8")
         found = re.search(rf"^{100 * self.quantile:.2f} percentile latency \(ns\) *: (\d+)$", text, re.MULTILINE)
         return int(found[1]) / 1e9 if found else 0.0

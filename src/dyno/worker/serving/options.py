@@ -79,23 +79,23 @@ class ServeOptions:
 
     @property
     def bounded(self) -> str:
-        """The percentile that has the bound, p99 where there is none."""
+        """The bounded percentile, p99 without a bound."""
         return next((name for name in PERCENTILES if getattr(self, name)), "p99")
 
     @property
     def quantile(self) -> float:
-        """The share of the requests that must hold the bound."""
+        """The share of requests that must be within the bound."""
         return PERCENTILES[self.bounded]
 
     @property
     def bound_s(self) -> float:
-        """The bound in seconds, 0 where there is none."""
+        """The bound in seconds, 0 without a bound."""
         text = getattr(self, self.bounded)
         return parse_seconds(text, self.bounded) if text else 0.0
 
     @property
     def max_wait_s(self) -> float:
-        """Longest time that a request waits for others, in seconds."""
+        """Longest wait of a request for others, in seconds."""
         if self.max_wait:
             return parse_seconds(self.max_wait, "max_wait")
         return min(MAX_WAIT_S, WAIT_SHARE * self.bound_s) if self.bound_s else MAX_WAIT_S

@@ -1,4 +1,4 @@
-"""Times at which requests arrive, and whether an engine keeps up with them."""
+"""Arrival times of requests, and the test whether an engine keeps up with them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ CHECKED_SHARES = (0.5, 0.75, 1.0)  # shares of the requests
 
 
 def find_percentile(latencies: np.ndarray, q: float) -> float:
-    """Return a percentile (q = 0.99: the 99th) by linear interpolation.
-
-    Unanswered requests are inf, and so is a percentile that falls on them.
-    """
+    """Return a percentile (q = 0.99: the 99th) by linear interpolation; inf if it falls on an unanswered request."""
     ordered = np.sort(latencies)
     place = q * (len(ordered) - 1)
     low, high = math.floor(place), math.ceil(place)
@@ -32,12 +29,12 @@ def find_percentile(latencies: np.ndarray, q: float) -> float:
 
 
 def list_latencies(arrival: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Return the seconds from each request's due time to its answer, inf for one without an answer."""
+    """Return the seconds from each request's due time to its answer, inf without an answer."""
     return np.where(np.isnan(ended), np.inf, ended - arrival)
 
 
 def count_backlog(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, share: float = 1.0) -> int:
-    """Return the number of requests waiting when the last one came, or the last of that share of them."""
+    """Return the number of requests waiting at the last arrival, or at the last of the first `share` of requests."""
     count = max(1, round(share * len(arrival)))
     last = arrival[count - 1]
     return int((~(began[:count] <= last) & ~refused[:count]).sum())
@@ -58,7 +55,7 @@ def is_unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, bat
 
 
 def judge_rate(seconds: np.ndarray, q: float, bound: float, min_requests: int, grows: bool) -> str:
-    """Return whether that percentile of the latencies is within the bound; "" without a bound (0)."""
+    """Return whether the percentile of the latencies is within the bound; "" without a bound (0)."""
     if grows:
         return UNSTABLE
     if not bound:
@@ -68,41 +65,41 @@ def judge_rate(seconds: np.ndarray, q: float, bound: float, min_requests: int, g
     return HOLDS if find_percentile(seconds, q) <= bound else OVER
 
 
-# Arrival times: random, or from a trace; fixed before the first request is sent, whatever the answers do.
+# Arrival times: random, or from a trace; fixed before the first request, independent of the answers.
 
 USUAL_S = 10.0
 MAX_RATE_S = 120.0  # default limit of a rate in a search
-MAX_TRACE_S = 1e6  # limit of a trace: eleven days; clocks and timeouts must count to it
-WARM_UP_SHARE = 0.1  # share of requests before those that count: the queue is empty at first
+MAX_TRACE_S = 1e6  # limit of a trace: eleven days; clocks and timeouts must reach it
+WARM_UP_SHARE = 0.1  # share of uncounted requests at the beginning, when the queue is empty
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Times in seconds since the beginning, ascending; those from number `first` on count."""
+    """Arrival times in seconds, ascending; requests count from number `first` on."""
 
     times: np.ndarray
     first: int = 0
 
     @property
     def rate(self) -> float:
-        """Requests per second of a trace, by its intervals, of which there are one fewer than requests."""
+        """Requests per second of a trace: its intervals, one fewer than requests, by its duration."""
         return (len(self.times) - 1) / float(self.times[-1] - self.times[0])
 
 
 def count_requests(rate: float, min_requests: int, seconds: float) -> int:
-    """Return the number of requests expected in `seconds`, or if that is 0 in ten seconds (at least `min_requests`)."""
+    """Return the number of requests expected in `seconds`; if that is 0, in ten seconds (at least `min_requests`)."""
     return max(1, round(rate * seconds)) if seconds else max(min_requests, round(rate * USUAL_S))
 
 
 def find_lowest(min_requests: int, seconds: float) -> float:
-    """Return the lowest rate that brings enough requests in `seconds`, or, if that is 0, in `MAX_RATE_S`."""
-    return (min_requests + 0.1) / (seconds or MAX_RATE_S)  # a tenth more, so that rounding never has one less
+    """Return the lowest rate that brings enough requests in `seconds` (0: in `MAX_RATE_S`)."""
+    return (min_requests + 0.1) / (seconds or MAX_RATE_S)  # plus a tenth of a request, so that rounding never loses one
 
 
 def draw_arrivals(rate: float, min_requests: int, seconds: float, seed: int) -> Arrivals:
     """Return a Poisson process: independent exponential intervals with the mean 1 / `rate`.
 
-    It counts as many as `count_requests` says.
+    `count_requests` of the requests count; `WARM_UP_SHARE` of them come before.
     """
     count = count_requests(rate, min_requests, seconds)
     before = round(WARM_UP_SHARE * count)
@@ -114,7 +111,7 @@ def read_trace(path: Path) -> np.ndarray:
     """Read the arrival times of a trace, counted from its first request; raise a `UserError` for an invalid one."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about empty files, which are reported below
+            warnings.simplefilter("ignore")  # on empty files, reported below
             times = np.loadtxt(path, dtype=np.float64, ndmin=1, encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"there is no trace {path}") from None

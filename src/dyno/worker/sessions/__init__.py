@@ -1,1 +1,1 @@
-"""Code that sessions of several backends share: GPU memory, streams, copies, PyTorch's settings."""
+"""Code shared by sessions of several backends: GPU memory, streams, copies, PyTorch's settings."""

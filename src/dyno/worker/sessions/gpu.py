@@ -1,7 +1,7 @@
-"""NVIDIA GPUs by way of CUDA's driver API: memory, streams, events and graphs.
+"""NVIDIA GPUs through CUDA's driver API: memory, streams, events and graphs.
 
-The driver API works beside whatever CUDA runtime an engine brings along: everything here lies in the device's primary
-context, which TensorRT, ONNX Runtime and PyTorch use too. Needs cuda-bindings, from Python 3.10 on.
+The driver API works with any CUDA runtime of an engine: all resources here belong to the device's primary context,
+which TensorRT, ONNX Runtime and PyTorch use too. Needs cuda-bindings, from Python 3.10 on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class CudaError(RuntimeError):
-    """A call of the CUDA driver that failed."""
+    """A failed call of the CUDA driver."""
 
 
 @lru_cache(maxsize=1)
@@ -35,7 +35,7 @@ def load_driver() -> Any:
     cuda = load_library("cuda.bindings.driver")
     try:
         (error,) = cuda.cuInit(0)
-    except RuntimeError as e:  # there is no libcuda to load
+    except RuntimeError as e:  # no libcuda
         raise Unavailable("there is no NVIDIA driver on this machine") from e
     if error:
         raise Unavailable(f"the NVIDIA driver finds no GPU it can use ({_describe_error(cuda, error)})")
@@ -48,7 +48,7 @@ def _describe_error(cuda: Any, error: Any) -> str:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the driver and return its results; `MemoryError` when the GPU's memory ran out, else `CudaError`."""
+    """Call the driver and return its results; raise `MemoryError` if the GPU's memory ran out, else `CudaError`."""
     error, *values = function(*arguments)
     if error:
         text = f"{function.__name__}: {_describe_error(load_driver(), error)}"
@@ -58,7 +58,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @contextmanager
 def profiler_on() -> Iterator[None]:
-    """Run the block between the start and the stop of the profiler, if this process runs under one."""
+    """Run the block between start and stop of the profiler, if this process runs under one."""
     call(load_driver().cuProfilerStart)
     try:
         yield
@@ -67,7 +67,7 @@ def profiler_on() -> Iterator[None]:
 
 
 class Device:
-    """One GPU by its name (`cuda:0`), its primary context made current; `close` frees all that it allocated."""
+    """One GPU by name (`cuda:0`) with its primary context current; `close` frees all its allocations."""
 
     def __init__(self, name: str) -> None:
         self.cuda = load_driver()
@@ -96,7 +96,7 @@ class Device:
         return name.split(b"\0")[0].decode()
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the GPU's memory, other programs' use counted."""
+        """Return the free and total bytes of the GPU's memory; other programs' use counts."""
         free, total = call(self.cuda.cuMemGetInfo)
         return int(free), int(total)
 
@@ -107,7 +107,7 @@ class Device:
         return int(pointer)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Return an array in page-locked host memory, which the GPU reads and writes directly."""
+        """Return an array in page-locked host memory, accessible to the GPU directly."""
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         address = int(call(self.cuda.cuMemHostAlloc, max(size, 1), 0))
         self._freed_by.append((self.cuda.cuMemFreeHost, address))
@@ -121,21 +121,21 @@ class Device:
         return stream
 
     def event(self) -> Any:
-        """Return an event without timing, which is cheaper and orders streams all the same."""
+        """Return an event without timing: cheaper, and enough to order streams."""
         flags = self.cuda.CUevent_flags
         event = call(self.cuda.cuEventCreate, int(flags.CU_EVENT_DISABLE_TIMING))
         self._freed_by.append((self.cuda.cuEventDestroy, event))
         return event
 
     def synchronize(self) -> None:
-        """Wait for everything queued on the GPU by this process."""
+        """Wait for all of this process's work on the GPU."""
         call(self.cuda.cuCtxSynchronize)
 
     def close(self) -> None:
-        """Free all that was allocated, newest first, and release the context."""
+        """Free all allocations, newest first, and release the context."""
         while self._freed_by:
             function, resource = self._freed_by.pop()
-            function(resource)  # after a fault every call fails; memory is freed when the process ends
+            function(resource)  # after a fault all calls fail; the process's end frees the memory
         self.cuda.cuDevicePrimaryCtxRelease(self._handle)
 
 
@@ -150,21 +150,21 @@ class Stopwatch:
         self._record = self._cuda.cuEventRecord
 
     def start(self) -> None:
-        """Mark the point from which to measure."""
+        """Mark the start on the stream."""
         self._record(self._begin, self._stream)
 
     def stop(self) -> None:
-        """Mark the point up to which to measure."""
+        """Mark the end on the stream."""
         self._record(self._end, self._stream)
 
     def seconds(self) -> float:
-        """Return the seconds between the two points; wait for the second."""
+        """Return the seconds between start and end; wait for the end."""
         call(self._cuda.cuEventSynchronize, self._end)
         return float(call(self._cuda.cuEventElapsedTime, self._begin, self._end)) / 1e3
 
 
 class CudaGraph:
-    """A CUDA graph of all that `work` queues on a stream, captured once and replayed as one launch."""
+    """A CUDA graph of all work that `work` queues on a stream, captured once and replayed as one launch."""
 
     def __init__(self, stream: Any, work: Callable[[], None]) -> None:
         self._cuda = load_driver()
@@ -190,9 +190,9 @@ class CudaGraph:
         self._cuda.cuGraphExecDestroy(self._made)
 
 
-# A session with inputs and outputs in GPU memory: copies, slots and their order, for every engine that only enqueues.
+# A session with inputs and outputs in GPU memory: copies, slots and their order, for engines that only enqueue
 #
-# Three streams (in, compute, out) and one set of buffers per slot, so that a slot's copies overlap with another's work.
+# Three streams (in, compute, out) and a set of buffers per slot let a slot's copies overlap with another's work.
 
 DEFAULT_SLOTS = 3  # one batch computes, one is copied in, one is copied out
 
@@ -203,7 +203,7 @@ def slots_of(trial: Trial) -> int:
 
 
 class Slot:
-    """Memory of one batch: device addresses and page-locked host arrays by tensor name, and its events."""
+    """Memory and events of one batch: device addresses and page-locked host arrays by tensor name."""
 
     def __init__(self, device: Device) -> None:
         self.addresses: dict[str, int] = {}
@@ -213,10 +213,10 @@ class Slot:
 
 
 class DeviceSession(Session):
-    """Copies and order of `slots` batches in flight; a subclass implements `enqueue`.
+    """A session with `slots` batches in flight in GPU memory; a subclass implements `enqueue`.
 
-    `bind` copies straight from arrays that `stage` made, through page-locked memory from all others. Outputs are read
-    by `fetch` into page-locked memory.
+    `bind` copies staged arrays directly and others through page-locked memory. `fetch` reads outputs into page-locked
+    memory.
     """
 
     def __init__(self, device: Device, slots: int) -> None:
@@ -233,14 +233,14 @@ class DeviceSession(Session):
         raise NotImplementedError
 
     def place(self, inputs: Mapping[str, Shape], room: Mapping[str, int]) -> None:
-        """Allocate every slot's memory: `inputs` are the shapes that are fed, `room` the bytes of every tensor."""
+        """Allocate every slot's memory: `inputs` are the shapes of the feeds, `room` the bytes of each tensor."""
         self._shapes = dict(inputs)
         for slot in self._slots:
             slot.addresses = {name: self.device.allocate(size) for name, size in room.items()}
             slot.hosts = {}
 
     def stage(self, feeds: Arrays) -> Arrays:
-        """Return the feeds in page-locked memory and in the engine's types."""
+        """Return the feeds in page-locked memory, in the engine's types."""
         return {name: self._lock_feed(t, feeds[name]) for t in self.inputs if (name := t.name) in feeds}
 
     def _lock_feed(self, tensor: Tensor, feed: np.ndarray) -> np.ndarray:
@@ -277,7 +277,7 @@ class DeviceSession(Session):
         place.fresh = True
 
     def on_device(self) -> DeviceBinding | None:
-        """See `Session.on_device`; None where this Python has no PyTorch with CUDA."""
+        """See `Session.on_device`; None if this Python has no PyTorch with CUDA."""
         if find_spec("torch") is None:
             return None
         import torch
@@ -287,7 +287,7 @@ class DeviceSession(Session):
         return DeviceBinding(torch, torch.device("cuda", self.device.index), self._bind_tensors, self._output_tensors)
 
     def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
-        """Bind PyTorch tensors on the device, as `bind` does arrays, once the event has come."""
+        """Bind PyTorch tensors on the device, as `bind` does with arrays, after the event `ready`."""
         call(self._cuda.cuStreamWaitEvent, self._in, self._cuda.CUevent(ready.cuda_event), 0)
         place = self._slots[slot]
         for tensor in self.inputs:
@@ -316,7 +316,7 @@ class DeviceSession(Session):
             self._cuda.cuEventRecord(place.done, self._compute)
 
     def wait(self, slot: int = 0) -> None:
-        """Return when the slot's work is done; a fault on the GPU is raised here."""
+        """Return when the slot's work is done; raise a fault of the GPU."""
         if self.slots > 1:
             call(self._cuda.cuEventSynchronize, self._slots[slot].done)
         else:
@@ -343,7 +343,7 @@ class DeviceSession(Session):
                 call(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._out)
 
     def _reserve_memory(self, place: Slot, name: str, size: int) -> np.ndarray:
-        """Return the tensor's host memory, allocated on first use and again when it needs more."""
+        """Return the tensor's host memory, allocated on first use and whenever it must grow."""
         if name not in place.hosts or place.hosts[name].nbytes < size:
             place.hosts[name] = self.device.pinned((size,), np.uint8)
         return place.hosts[name][:size]
@@ -354,9 +354,9 @@ class DeviceSession(Session):
         return {t.name: (tuple(map(int, t.shape)), t.dtype, addresses[t.name]) for t in self.outputs}
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """Return the seconds of one inference from host to host, by part (`INFERENCE_PARTS`, as in trtexec).
+        """Return the seconds of each part of one inference, host to host (`INFERENCE_PARTS`, as in trtexec).
 
-        `enqueue` is the host's time to queue the inference; the others are the GPU's, by CUDA events.
+        `enqueue` is the host's time to queue the inference; the others are GPU times, by CUDA events.
         """
         h2d, compute, d2h = self._watches
         sources = self._list_sources(feeds, 0)
@@ -393,7 +393,7 @@ class DeviceSession(Session):
 
 
 class _CudaArray:
-    """Memory on the GPU as other libraries read it (Numba's CUDA array interface, version 3)."""
+    """GPU memory in Numba's CUDA array interface, version 3, for other libraries."""
 
     def __init__(self, shape: Shape, dtype: str, address: int) -> None:
         self.__cuda_array_interface__ = {

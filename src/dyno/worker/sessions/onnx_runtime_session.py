@@ -1,4 +1,4 @@
-"""ONNX Runtime on a GPU: IO binding to device memory of our own, on a stream of our own, without a wait per run."""
+"""ONNX Runtime on a GPU: IO binding to Dyno's device memory, on Dyno's stream, without a wait per run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTION_CHECKS: dict[str, Check] = {
 
 
 def list_providers(trial: Trial, index: int, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
-    """Return the trial's execution providers on the GPU of that index, as `InferenceSession` takes them."""
+    """Return the trial's execution providers on GPU `index`, in the form of `InferenceSession`."""
     common = {"device_id": str(index)}
     if stream is not None:
         common["user_compute_stream"] = str(stream)
@@ -55,7 +55,7 @@ def list_providers(trial: Trial, index: int, stream: int | None = None) -> list[
 
 
 def _require_provider(ort: Any, trial: Trial) -> str:
-    """Return the trial's execution provider; raise `Unavailable` if the library wasn't built with it."""
+    """Return the trial's execution provider; raise `Unavailable` if the library lacks it."""
     _preload_libraries(ort)
     wanted = _choose_provider(trial)
     if wanted not in ort.get_available_providers():
@@ -64,7 +64,7 @@ def _require_provider(ort: Any, trial: Trial) -> str:
 
 
 def _preload_libraries(ort: Any) -> None:
-    """Load the CUDA libraries that PyTorch and NVIDIA's wheels bring."""
+    """Load the CUDA libraries of PyTorch and NVIDIA's wheels."""
     if hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
 
@@ -74,7 +74,7 @@ def _choose_provider(trial: Trial) -> str:
 
 
 class CudaSession(DeviceSession):
-    """One InferenceSession with a binding per slot; `file` opens itself, `tensor` reads ONNX Runtime's descriptions."""
+    """One InferenceSession with a binding per slot; `file` opens it, `tensor` converts ONNX Runtime's descriptions."""
 
     takes_frames = True
 
@@ -89,11 +89,11 @@ class CudaSession(DeviceSession):
             )
         self.inputs = tuple(replace(t, shape=file.shapes[t.name]) for t in map(tensor, self._session.get_inputs()))
         self.outputs = tuple(tensor(arg) for arg in self._session.get_outputs())
-        ranked = (t for t in self.outputs if t.shape)  # outputs without dimensions: scalars or of unknown rank
+        ranked = (t for t in self.outputs if t.shape)  # an output without dimensions is a scalar or of unknown rank
         self._static = {t.name: t for t in (*self.inputs, *ranked) if all(isinstance(n, int) for n in t.shape)}
         self.place(file.shapes, {name: _count_bytes(t) for name, t in self._static.items()})
         self._run_options = file.ort.RunOptions()
-        # Without this every run would end with a wait, and nothing could overlap.
+        # Else every run would end with a wait, and nothing could overlap.
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._bindings = [self._bind_slot(slot) for slot in range(self.slots)]
 
@@ -111,11 +111,11 @@ class CudaSession(DeviceSession):
         return binding
 
     def enqueue(self, slot: int) -> None:
-        """Queue one run; nodes that ONNX Runtime leaves to the CPU make it wait in between."""
+        """Queue one run; nodes on the CPU make it wait in between."""
         self._session.run_with_iobinding(self._bindings[slot], self._run_options)
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
-        """See `DeviceSession.results`; for outputs that ONNX Runtime allocated itself the address is its own."""
+        """See `DeviceSession.results`; outputs allocated by ONNX Runtime have its address."""
         values = self._bindings[slot].get_outputs()
         results = {}
         for tensor, value in zip(self.outputs, values, strict=True):
@@ -123,7 +123,7 @@ class CudaSession(DeviceSession):
         return results
 
     def facts(self) -> EngineFacts:
-        """See `OnnxFile.facts`; also the nodes that ran on the CPU."""
+        """See `OnnxFile.facts`; with a note on nodes that ran on the CPU."""
         facts: EngineFacts = self._file.facts(self._providers, {})
         on_cpu = facts.nodes_by_provider.get("CPUExecutionProvider", 0)
         note = f"{on_cpu} of {facts.layers} nodes ran on the CPU, with copies around them"
@@ -139,7 +139,7 @@ class CudaSession(DeviceSession):
         return found
 
     def close(self) -> None:
-        """Free the bindings and the session before the memory they use."""
+        """Free the bindings and the session, then their memory."""
         self.device.synchronize()
         self._bindings.clear()
         del self._session
@@ -147,7 +147,7 @@ class CudaSession(DeviceSession):
 
 
 def can_add(ort: Any, model: bytes, options: Any) -> bool:
-    """Return whether the CUDA provider adds two numbers here."""
+    """Return whether the CUDA provider can add two numbers."""
     _preload_libraries(ort)
     session = ort.InferenceSession(model, options, providers=[CUDA_PROVIDER])
     (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
@@ -158,31 +158,31 @@ def _count_bytes(tensor: Tensor) -> int:
     return int(np.prod([int(n) for n in tensor.shape], dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
 
 
-# The nodes and kernels that ONNX Runtime ran, from the events of its own profile.
+# Nodes and kernels of ONNX Runtime, from the events of its own profile
 
 Kernel = tuple[str, Any]  # the event's name, and the index of its node
 TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
 PACKED_OPERATOR = "MatMulNBits"
-FUSED_LEVEL = 4  # `accuracy_level` of the products that ONNX Runtime fuses with their DequantizeLinear
-# activation type for each value of the attribute
+FUSED_LEVEL = 4  # `accuracy_level` of products fused with their DequantizeLinear
+# activation type by `accuracy_level`
 ACCURACY_LEVELS = {1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
 CPU_PROVIDER = "CPUExecutionProvider"
-CONTROL_OPERATORS = ("If", "Loop", "Scan")  # operators with an inner graph, whose nodes have events too
+CONTROL_OPERATORS = ("If", "Loop", "Scan")  # operators with an inner graph; its nodes have events too
 CONVERSION_OPERATORS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
 EVENT_TEXT = re.compile(r'("name"\s*:\s*)"(.*?)"(,"args"\s*:\s*\{)', re.DOTALL)
 
 
 def events_in(text: str) -> list[dict[str, Any]]:
-    """Return the events of a profile; the library writes node names without escaping quotes and backslashes."""
+    """Return the events of a profile; the library leaves quotes and backslashes in node names unescaped."""
     escaped = EVENT_TEXT.sub(lambda found: f"{found[1]}{json.dumps(found[2])}{found[3]}", text)
     read: list[dict[str, Any]] = json.loads(escaped)
     return read
 
 
 class Profile:
-    """The kernels of a profile; the first run is left out, as it allocates and packs weights.
+    """The kernels of a profile without its first run, which allocates and packs weights.
 
-    `levels` are the file's `graph_facts.accuracy_levels`, None where it couldn't be read.
+    `levels` is the result of `graph_facts.accuracy_levels` for the file; None if it couldn't be read.
     """
 
     def __init__(self, events: list[dict[str, Any]], precision: str, levels: Mapping[str, int] | None = None) -> None:
@@ -197,13 +197,13 @@ class Profile:
         taken: dict[Any, list[float]] = defaultdict(list)
         for event in kernels:
             taken[event["args"]["op_name"], event["name"], event["args"].get("node_index")].append(event["dur"] * 1e-6)
-        self.seconds: dict[str, float] = defaultdict(float)  # of one run
+        self.seconds: dict[str, float] = defaultdict(float)  # per run
         for (op, *_), each in taken.items():
-            # The median leaves out runs in which another program interrupted the node.
+            # The median is robust against runs interrupted by other programs.
             self.seconds[op] += statistics.median(each)
 
     def by_type(self) -> dict[str, int]:
-        """Compute nodes by the type that they multiply in, 8-bit ones signed or not as `int8`."""
+        """Return the number of compute nodes by the type of their products; 8-bit ones, signed or not, as `int8`."""
         return dict(Counter(self.computed_in.values()))
 
     def by_provider(self) -> dict[str, int]:
@@ -225,7 +225,7 @@ class Profile:
         return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERSION_OPERATORS)
 
     def _find_types(self) -> dict[Kernel, str]:
-        """Return the type of each convolution, matrix product and the like, without products of indices and shapes."""
+        """Return the type of each compute node (convolution, matrix product…); products of indices are left out."""
         types = {
             kernel: self._find_type(kernel)
             for kernel, args in self.seen.items()
@@ -234,9 +234,9 @@ class Profile:
         return {kernel: kind for kernel, kind in types.items() if kind in (*ARITHMETIC_TYPES, UNKNOWN_TYPE)}
 
     def _find_type(self, kernel: Kernel) -> str:
-        """Return the type of the node's first input, unless its operator converts that before it multiplies."""
+        """Return the type of the node's first input, or the type to which its operator converts it first."""
         args = self.seen[kernel]
-        # on a GPU the attribute has no effect
+        # no effect on a GPU
         if args["op_name"] == PACKED_OPERATOR and args["provider"] == CPU_PROVIDER:
             if self._levels is None:
                 return UNKNOWN_TYPE
@@ -265,9 +265,9 @@ def by_run(events: Sequence[dict[str, Any]]) -> list[dict[Kernel, float]]:
 
 
 def _find_outer_kernels(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the kernels without those inside a branch or a loop.
+    """Return the kernels outside branches and loops.
 
-    Their names and numbers may be those of nodes around it.
+    Inner kernels may have names and numbers of outer nodes.
     """
     kept, end = list[dict[str, Any]](), -1
     for event in sorted(kernels, key=lambda e: (e["ts"], -e["dur"])):
@@ -278,7 +278,7 @@ def _find_outer_kernels(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any
     return kept
 
 
-# One batch of ONNX Runtime's on the CPU: what it reads and where it writes, in host memory without a copy.
+# One batch of ONNX Runtime on the CPU: its inputs and outputs in host memory, without copies
 
 
 class Request:
@@ -289,9 +289,8 @@ class Request:
         self.feeds: dict[str, np.ndarray] = {}
         self._binding = session.io_binding()
         self._outputs: dict[str, np.ndarray] = {}
-        # One whose shape depends on the run is left to the library, and so is one without dimensions: a scalar, or of
-        # any number of them, and an input that is an output too, which stays where it is. All are bound in the graph's
-        # order, which `get_outputs` keeps when one is bound again.
+        # The library allocates outputs of run-dependent shape, outputs without dimensions (scalars or of any rank), and
+        # inputs that are outputs too. All are bound in the graph's order, which `get_outputs` keeps after a rebinding.
         fed = {each.name for each in session.get_inputs()}
         for tensor in outputs:
             sizes = [size for size in tensor.shape if isinstance(size, int)]
@@ -301,21 +300,21 @@ class Request:
             else:
                 self._binding.bind_output(tensor.name, "cpu")
         self._unplaced = [tensor.name for tensor in outputs if tensor.name not in self._outputs]
-        # One may have another shape than the file declares: onnxmltools says [1] of LightGBM's labels for any batch.
+        # Outputs with other shapes than declared: onnxmltools declares [1] for LightGBM's labels of any batch.
         self._misdeclared: list[str] = []
 
     def bind(self, feeds: Mapping[str, np.ndarray], inputs: Sequence[Tensor], shapes: Mapping[str, Shape]) -> None:
-        """Point it at the feeds, which are held until the next `bind`; copied only to change their type."""
+        """Bind the feeds, held until the next `bind`; they are copied only to change their type."""
         for tensor in inputs:
             feed = fit_feed(feeds, tensor, shapes[tensor.name])
             self._binding.bind_input(tensor.name, "cpu", 0, feed.dtype.type, feed.shape, feed.ctypes.data)
             self.feeds[tensor.name] = feed
-        for name in self._unplaced:  # its shape may change with the input
+        for name in self._unplaced:  # shapes may change with the input
             self._binding.bind_output(name, "cpu")
 
     def run(self) -> None:
         """Run to the end; the library releases Python's lock meanwhile."""
-        for name in self._misdeclared:  # outputs of an earlier run would be rejected
+        for name in self._misdeclared:  # the last run's outputs would be rejected
             self._binding.bind_output(name, "cpu")
         try:
             self._session.run_with_iobinding(self._binding)
@@ -327,7 +326,7 @@ class Request:
             self.run()
 
     def fetch(self) -> dict[str, np.ndarray]:
-        """Return the bound output arrays themselves: valid until the next run."""
+        """Return the bound output arrays themselves, valid until the next run."""
         if not self._unplaced:
             return dict(self._outputs)
         values = self._binding.get_outputs()

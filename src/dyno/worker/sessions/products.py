@@ -1,8 +1,8 @@
-"""A numeric sentinel: how many bits of a factor an engine's products keep, measured and not only read.
+"""A numeric test: how many bits of a factor an engine's products keep.
 
 A factor 1 + 2^-k, multiplied by 1/2, keeps its last bit if the engine multiplies in a type of more than k bits: IEEE
-FP32 has 24, TF32 and FP16 have 11, bfloat16 has 8. Sums don't round, because all other weights are 0. The product and
-the convolution are large enough for the kernels that a network gets, and take some milliseconds.
+FP32 has 24, TF32 and FP16 have 11, bfloat16 has 8. Sums don't round, because all other weights are 0. Matrix product
+and convolution are large enough for a network's usual kernels, and take some milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NETWORK_BYTES = bytes.fromhex(
 
 
 def make_factors() -> dict[str, np.ndarray]:
-    """Return the network's inputs, float32: `a` [SIZE, SIZE] by `m`, `i` [1, SIZE, SIDE, SIDE] by the kernel `k`."""
+    """Return the inputs, float32, N = SUM_LENGTH: `a` [N, N], `m` [N, N], `i` [1, N, SIDE_PX, SIDE_PX], kernel `k`."""
     values = 1 + 2.0 ** -_find_places()
     halves = (0.5 * np.eye(SUM_LENGTH)[::-1]).astype(np.float32)
     rows = np.tile(values.astype(np.float32), (SUM_LENGTH, 1))
@@ -31,7 +31,7 @@ def make_factors() -> dict[str, np.ndarray]:
 
 
 def count_bits(results: Iterable[np.ndarray]) -> int:
-    """Return how many bits the results `p` and `c` kept: 24 for products in IEEE FP32."""
+    """Return the number of bits kept by the results `p` and `c`: 24 for products in IEEE FP32."""
     places = _find_places()
     kept = np.ones(SUM_LENGTH, bool)
     for result in results:
@@ -43,5 +43,5 @@ def count_bits(results: Iterable[np.ndarray]) -> int:
 
 
 def _find_places() -> np.ndarray:
-    """Return k of each value."""
+    """Return the exponent k of each factor."""
     return 1 + np.arange(SUM_LENGTH) % MAX_EXPONENT

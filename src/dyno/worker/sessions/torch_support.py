@@ -1,4 +1,4 @@
-"""Shared by the PyTorch backends: settings, outputs by name, PyTorch's errors as Dyno's."""
+"""Common code of the PyTorch backends: settings, outputs by name, conversion of PyTorch's errors."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ NO_MEMORY = (
 
 
 def configure(torch: Any, trial: Trial, benchmark: bool) -> None:
-    """Set the threads and the meaning of fp32: IEEE, unless the trial's precision is tf32."""
+    """Set the threads and the arithmetic of fp32: IEEE, unless the trial's precision is tf32."""
     torch.set_num_threads(trial.runtime.threads)
     if torch.get_num_interop_threads() != 1:
-        # It can be set once, before the first parallel work; nothing here runs two operators at a time anyway.
+        # Only settable once, before the first parallel work; operators run one at a time here anyway.
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(1)
     tf32 = trial.precision == "tf32"
@@ -53,11 +53,12 @@ def configure(torch: Any, trial: Trial, benchmark: bool) -> None:
 
 @contextlib.contextmanager
 def settings_kept(torch: Any) -> Iterator[None]:
-    """Set back what is set within for the whole process: threads, gradients, default type and device, and what fp32
-    means. A model's file may set them for its own use, but they say what is measured, and for every backend the same.
+    """Restore process-wide settings after the block: threads, gradients, default type and device, fp32 arithmetic.
+
+    A model's file may set them for its own use, but a measurement needs the same settings for every backend.
     """
     backends, cudnn, matmul = torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul
-    # The first two are inherited by what is set for single operators, which `allow_tf32` sets back.
+    # The first two also set the values of single operators, which `allow_tf32` restores.
     owners = [(owner, "fp32_precision") for owner in (backends, cudnn) if hasattr(owner, "fp32_precision")]
     owners += [(cudnn, "allow_tf32"), (matmul, "allow_tf32"), (cudnn, "benchmark")]
     values = [(owner, name, getattr(owner, name)) for owner, name in owners]
@@ -77,10 +78,10 @@ def settings_kept(torch: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread(torch: Any) -> Iterator[None]:
-    """Run the block without gradients and in the calling thread alone, for reference values.
+    """Run the block without gradients and in one thread, for reference values.
 
-    With torch 2.2 (MKL of 2022), some convolutions in float64 are wrong by eight or more threads, and not by rounding:
-    off by several times the outputs' deviation.
+    With torch 2.2 (MKL of 2022), some float64 convolutions are wrong with eight or more threads, by several times the
+    outputs' standard deviation.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -94,7 +95,7 @@ def one_thread(torch: Any) -> Iterator[None]:
 def make_positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool = False) -> Any:
     """Return a wrapper of a module with described inputs that takes their tensors in order.
 
-    With `flat` it returns a tuple of tensors, whatever the module returns.
+    With `flat` it returns a tuple of tensors.
     """
     names = [spec.name for spec in specs if spec.dtype] or ["input"]
 
@@ -114,7 +115,7 @@ def make_positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: b
 
 
 def set_eval(module: Any) -> Any:
-    """Return the module in eval mode; a program of torch.export has one fixed mode, and refuses to change it."""
+    """Return the module in eval mode; a program of torch.export has a fixed mode and refuses to change it."""
     with contextlib.suppress(NotImplementedError):
         module.eval()
     return module
@@ -122,7 +123,7 @@ def set_eval(module: Any) -> Any:
 
 @contextlib.contextmanager
 def silence_warnings() -> Iterator[None]:
-    """Run the block without Python's warnings: exporters and compilers warn of their own internals."""
+    """Run the block without Python's warnings: exporters and compilers warn about their own internals."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -131,8 +132,8 @@ def silence_warnings() -> Iterator[None]:
 def named_outputs(result: Any) -> dict[str, Any]:
     """Return a module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts.
 
-    Complex ones have their real and imaginary parts along a last axis, as in graphs: NumPy's and PyTorch's casts to a
-    real type drop the imaginary part. Raises a `UserError` for a result without tensors, or with one that isn't dense.
+    Complex tensors get their real and imaginary parts along a last axis, as in graphs: NumPy's and PyTorch's casts to a
+    real type drop the imaginary part. Raise a `UserError` for a result without tensors or with a non-dense tensor.
     """
     found = [*walk_tensors(result)]
     for tensor in found:
@@ -148,7 +149,7 @@ def named_outputs(result: Any) -> dict[str, Any]:
 def walk_tensors(result: Any) -> Iterator[Any]:
     """Yield the tensors inside nested dicts, lists, tuples and dataclasses, in order.
 
-    A strict export traces this, and refuses `hasattr` of most objects.
+    A strict export traces this, and refuses `hasattr` on most objects.
     """
     if getattr(type(result), "detach", None):
         yield result
@@ -161,46 +162,46 @@ def walk_tensors(result: Any) -> Iterator[Any]:
 
 
 def real_view(tensor: Any) -> Any:
-    """Return the tensor, or a complex one's real and imaginary parts along a last axis."""
+    """Return the tensor; a complex one as real and imaginary parts along a last axis."""
     return import_torch().view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _is_whole(tensor: Any) -> bool:
-    """Return whether it holds whole numbers or booleans."""
+    """Return whether the tensor holds whole numbers or booleans."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
 
 
 def host_type(tensor: Any) -> Any:
-    """Return the type in which a tensor is fetched: whole numbers and booleans in their own, others as float32."""
+    """Return a tensor's type when fetched: its own for whole numbers and booleans, else float32."""
     return tensor.dtype if _is_whole(tensor) else import_torch().float32
 
 
 def as_fetched(tensor: Any) -> Any:
-    """Return the tensor in its `host_type`; `all` times this, which is why it looks nothing up."""
+    """Return the tensor in its `host_type`; without look-ups, since the boundary `all` times it."""
     return tensor if _is_whole(tensor) else tensor.float()
 
 
 def describe_outputs(result: Any) -> tuple[Tensor, ...]:
-    """Return name, type and shape of each of a module's outputs, as they are fetched."""
+    """Return name, type and shape of a module's outputs as fetched."""
     outputs = named_outputs(result).items()
     return tuple(Tensor(k, str(host_type(v)).removeprefix("torch."), tuple(v.shape)) for k, v in outputs)
 
 
 def cast(module: Any, kind: str) -> Any:
-    """Return the module with its floating-point weights in the type of that name.
+    """Return the module with its floating-point weights in the named type.
 
-    Complex ones, which `.to` would strip of their imaginary part, keep their type.
+    Complex weights keep their type: `.to` would drop their imaginary part.
     """
     name = {"float32": "float", "float16": "half", "bfloat16": "bfloat16"}[kind]
     torch = import_torch()
-    owner = torch.nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)  # it refuses `bfloat16`
+    owner = torch.nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)  # it lacks `bfloat16`
     return getattr(owner, name)(module)
 
 
 def unwrap_module(torch: Any, module: Any) -> Any:
     """Return the module inside torch.compile and DataParallel: it runs eagerly on one device unless a backend differs.
 
-    Raises `UserError` for lazy weights, which have no values to be compared.
+    Raise a `UserError` for lazy weights: they have no values to compare.
     """
     while isinstance(module, torch.nn.DataParallel) or getattr(module, "_orig_mod", None) is not None:
         module = module.module if isinstance(module, torch.nn.DataParallel) else module._orig_mod
@@ -211,7 +212,7 @@ def unwrap_module(torch: Any, module: Any) -> Any:
 
 
 def make_eager(torch: Any, module: Any) -> Any:
-    """Return the module as `unwrap_module` does, with its parts unwrapped in place."""
+    """Return the module of `unwrap_module`, with its parts unwrapped in place."""
     module = unwrap_module(torch, module)
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -224,26 +225,26 @@ def make_eager(torch: Any, module: Any) -> Any:
 
 
 def refuse_script(torch: Any, module: Any, reader: str = "torch.export") -> Any:
-    """Return the module; raise `Unavailable` for TorchScript, whose code the reader can't read."""
+    """Return the module; raise `Unavailable` for TorchScript, unreadable to the reader."""
     if isinstance(module, torch.jit.ScriptModule):
         raise Unavailable(f"{reader} can't read TorchScript; give the module itself, or a program of torch.export")
     return module
 
 
 def count_weight_types(torch: Any, module: Any) -> dict[str, int]:
-    """Return how many of the layers that multiply have their weights in each type."""
+    """Return the number of compute layers by the type of their weights."""
     layers: list[Any] = [part for part in module.modules() if isinstance(part, compute_layers(torch))]
     weights = [next(layer.parameters(), None) for layer in layers]
     return dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
 
 
 def takes_hooks(torch: Any, part: Any) -> bool:
-    """Return whether a part's calls can be watched: a scripted part's can't, inside an eager module either."""
+    """Return whether hooks can watch a part's calls; false for a scripted part, even in an eager module."""
     return not isinstance(part, torch.jit.RecursiveScriptModule)
 
 
 def compute_layers(torch: Any) -> tuple[type, ...]:
-    """Return the modules that do a network's arithmetic: convolutions, matrix products, attention, recurrence."""
+    """Return the module classes of a network's arithmetic: convolution, matrix product, attention, recurrence."""
     nn = torch.nn
     return (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
@@ -252,10 +253,10 @@ PRODUCT_OPERATOR = re.compile("conv|linear")  # names of quantised operators
 
 
 def count_products(run: Callable[[], Any]) -> dict[str, int]:
-    """Return how many operators of a run multiply: those whose FLOPs PyTorch counts, by the type of their results, and
-    as int8 those of quantised layers.
+    """Return the number of a run's operators that multiply, by the type of their results.
 
-    Nothing where the run has operators that can't be watched, such as branches of a program.
+    These are the operators with FLOPs in PyTorch's counter and, as int8, quantised layers. Return {} for a run with
+    unobservable operators, such as branches of a program.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
@@ -287,15 +288,15 @@ def count_products(run: Callable[[], Any]) -> dict[str, int]:
 
 
 def is_quantised(module: Any) -> bool:
-    """Return whether PyTorch quantised the module: a layer of torch.ao, with its weights packed in eight bits.
+    """Return whether the module is a quantised layer of torch.ao, with packed 8-bit weights.
 
-    They are no longer parameters; a method `weight` returns them.
+    These are not parameters; a method `weight` returns them.
     """
     return ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None))
 
 
 def list_notes(trial: Trial) -> list[str]:
-    """Return why a lower precision isn't faster on this CPU, as far as its feature flags show."""
+    """Return why a lower precision isn't faster on this CPU, judged by its feature flags."""
     if trial.runtime.device != "cpu" or system.has_arithmetic(trial.precision):
         return []
     return [f"this CPU has no {trial.precision} arithmetic: PyTorch computes in float32 and converts around it"]
@@ -310,17 +311,17 @@ def list_kernels() -> set[str]:
 
 
 def probe_processor() -> float:
-    """Probe what the C++ compiler can build for this processor; return the seconds that the probe took when it ran.
+    """Probe the C++ compiler's instruction sets for this processor; return the seconds of the original probe.
 
-    Inductor does so in each process: it compiles a file for each instruction set and starts a Python that imports
-    PyTorch, 27 s on two cores. What can be built is remembered for this PyTorch, compiler and processor, except in cold
-    starts, which show what the user's own processes find.
+    Inductor probes in each process: it compiles a file per instruction set and starts a Python that imports PyTorch, 27
+    s on two cores. Successes are cached for this PyTorch, compiler and processor, except in cold starts, which measure
+    the user's own processes.
     """
     try:
         from torch._inductor import cpu_vec_isa
 
         ask, describe = cpu_vec_isa.VecISA.check_build, cpu_vec_isa._get_isa_dry_compile_fingerprint
-    except (ImportError, AttributeError):  # another version's inner names
+    except (ImportError, AttributeError):  # other internal names in another version
         return 0.0
     took: list[float] = []
     folder, flags = os.environ.get(PROBES_VARIABLE, ""), system.describe()["cpu_flags"]
@@ -350,7 +351,7 @@ def probe_processor() -> float:
 
 
 def describe_probe(seconds: float) -> list[str]:
-    """Return a note on the seconds of `probe_processor`, if they are worth one."""
+    """Return a note on the seconds of `probe_processor`, from NOTEWORTHY_S on."""
     if seconds < NOTEWORTHY_S:
         return []
     return [f"{OUTSIDE_NOTE} every process also probes what g++ can build for this processor: {seconds:.0f} s here"]
@@ -359,7 +360,7 @@ def describe_probe(seconds: float) -> list[str]:
 def first_line(e: BaseException) -> str:
     """Return the first line of the error's message, without its full stop.
 
-    TorchScript's message begins with the place; of it, return the error itself.
+    TorchScript's message begins with the place: return its error instead.
     """
     text = str(e)
     if "TorchScript interpreter" in text and (found := SCRIPTED_ERROR.findall(text)):
@@ -371,7 +372,7 @@ def first_line(e: BaseException) -> str:
 def allocator_peaks(torch: Any, device: Any) -> dict[str, Any]:
     """Return the facts `allocated` and `reserved` of PyTorch's allocator on the GPU, in bytes; {} on a CPU.
 
-    They are the peaks so far of the memory that it gave out, and of the memory that it held for that.
+    They are the peaks so far of memory given out and of memory held.
     """
     if device.type != "cuda":
         return {}
@@ -380,14 +381,14 @@ def allocator_peaks(torch: Any, device: Any) -> dict[str, Any]:
 
 
 def is_memory_error(e: BaseException) -> bool:
-    """Return whether the device or the host ran out of memory; PyTorch has an error type only for the first."""
+    """Return whether the device or the host ran out of memory; PyTorch has an error type only for the device."""
     text = str(e)
     return type(e).__name__ == "OutOfMemoryError" or any(pattern in text for pattern in NO_MEMORY)
 
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise PyTorch's several out-of-memory errors in the block as Python's `MemoryError`."""
+    """Convert PyTorch's various out-of-memory errors in the block to `MemoryError`."""
     try:
         yield
     except RuntimeError as e:
@@ -398,9 +399,9 @@ def memory_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raise_refusals(sentence: str, advice: str = "") -> Iterator[None]:
-    """Raise what the block raises as a `UserError`: the sentence, the first line of the error, and the advice.
+    """Convert errors of the block to a `UserError`: the sentence, the error's first line, and the advice.
 
-    For libraries and modules whose errors have no common type. Running out of memory stays a `MemoryError`.
+    It is for libraries and modules without a common error type. Running out of memory stays a `MemoryError`.
     """
     try:
         yield
@@ -414,24 +415,24 @@ def raise_refusals(sentence: str, advice: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiler_errors() -> Iterator[None]:
-    """Raise inductor's errors in the block about missing software as `Unavailable`.
+    """Convert inductor's errors about missing software to `Unavailable`.
 
-    That is a C++ compiler that is missing or lacks Python's headers, or a library that inductor imports.
+    Missing may be a C++ compiler, Python's headers, or a library that inductor imports.
     """
     try:
         yield
-    except Exception as e:  # inductor wraps the compiler's failure in its own types, which change between versions
+    except Exception as e:  # inductor's error types change between versions
         text = f"{type(e).__name__} {e}"
         if "InvalidCxxCompiler" in text:
             raise Unavailable(NO_COMPILER.format("torch.compile", _find_compiler())) from e
         if "Python.h" in text:
             raise Unavailable(NO_HEADERS) from e
         missing = re.search(r"ModuleNotFoundError: No module named '(\w+)'", text)
-        if missing:  # torch 2.2 imports setuptools to compile for a CPU
+        if missing:  # torch 2.2 needs setuptools to compile for a CPU
             raise Unavailable(
                 f"torch.compile needs {missing[1]} here; install it with: pip install {missing[1]}"
             ) from e
-        inner = getattr(e, "inner_exception", None)  # the wrapper's own first line says only that something failed
+        inner = getattr(e, "inner_exception", None)  # the wrapper's own message has no reason
         if inner is not None:
             refused = re.search(r" error: (.*)", text)  # errors of the C++ compiler
             reason = first_line(inner) + (f": {refused[1]}" if refused else "")
@@ -444,7 +445,7 @@ def _find_compiler() -> str:
 
 
 def need_compiler(user: str = "torch.compile") -> None:
-    """Raise `Unavailable` when there is no C++ compiler: inductor needs one for CPU code and for its GPU launchers."""
+    """Raise `Unavailable` without a C++ compiler: inductor needs it for CPU code and for its GPU launchers."""
     if not shutil.which(_find_compiler().split()[0]):
         raise Unavailable(NO_COMPILER.format(user, _find_compiler()))
 
@@ -457,8 +458,8 @@ def import_torch() -> Any:
 def device_named(torch: Any, name: str) -> Any:
     """Return the `torch.device`, and make a GPU PyTorch's current one.
 
-    Raises `Unavailable` if PyTorch doesn't see it here. Streams and events are made in the current device's context:
-    those of another one can't time it.
+    Raise `Unavailable` if PyTorch doesn't see it. Streams and events belong to the current device: those of another
+    can't time it.
     """
     if name.startswith("cuda"):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -470,14 +471,14 @@ def device_named(torch: Any, name: str) -> Any:
     return torch.device(name)
 
 
-# Copies between host and GPU around PyTorch's compute stream, so that a slot's copies overlap with another's work.
+# Copies between host and GPU around PyTorch's compute stream, overlapping with other slots' work
 
 
 class Copies:
-    """Copies inputs to the slots' tensors on the device and outputs back, on a stream for each direction.
+    """Copies of inputs to the slots' tensors on the device and of outputs back, on a stream per direction.
 
-    Page-locked memory on both ends; types and layouts change on the device, where it costs least. `bound` are each
-    slot's input tensors by name.
+    Host memory is page-locked at both ends. Types and layouts change on the device, where that is cheapest. `bound` has
+    each slot's input tensors by name.
     """
 
     def __init__(self, torch: Any, bound: list[dict[str, Any]]) -> None:
@@ -486,24 +487,24 @@ class Copies:
         self._in, self.compute, self._out = (torch.cuda.Stream(first.device) for _ in range(3))
         self._there, self._done = ([torch.cuda.Event() for _ in bound] for _ in range(2))
         self._fresh = [False for _ in bound]
-        # Floating-point inputs come as float32, whatever the module computes in; others as they are.
+        # Floating-point inputs arrive as float32, whatever the module's type; others in their own type.
         self._fed = {n: torch.float32 if t.is_floating_point() else t.dtype for n, t in bound[0].items()}
         self._landed = [{name: self._choose_target(name, tensor) for name, tensor in slot.items()} for slot in bound]
         self._hosts: list[dict[str, Any]] = [{} for _ in bound]
         self._staged: dict[int, Any] = {}
         self._fetched: list[dict[str, Any]] = [{} for _ in bound]
-        torch.cuda.synchronize(first.device)  # weights and buffers were made on the default stream, no other waits
+        torch.cuda.synchronize(first.device)  # weights and buffers were made on the default stream
 
     def _choose_target(self, name: str, tensor: Any) -> Any:
-        """Return the target of a copy from the host: the module's own tensor if it has a feed's type and layout."""
+        """Return the target of a copy from the host: the module's own tensor if type and layout fit."""
         if tensor.dtype == self._fed[name] and tensor.is_contiguous():
             return tensor
         return self._torch.empty(tensor.shape, dtype=self._fed[name], device=tensor.device)
 
     def stage(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return copies of the arrays in page-locked memory, which `bind` reads without another copy.
+        """Return copies of the arrays in page-locked memory; `bind` reads them without another copy.
 
-        They are kept as long as this object.
+        They live as long as this object.
         """
         return {name: self._stage_feed(feed, self._fed[name]) for name, feed in feeds.items() if name in self._fed}
 
@@ -530,7 +531,7 @@ class Copies:
         self._fresh[slot] = True
 
     def bind_tensors(self, feeds: Mapping[str, Any], ready: Any, slot: int) -> None:
-        """Bind tensors on the device, as `bind` does arrays, after the event `ready`."""
+        """Bind tensors on the device, as `bind` does with arrays, after the event `ready`."""
         with self._torch.cuda.stream(self._in):
             self._in.wait_event(ready)
             for name, bound in self._bound[slot].items():
@@ -543,15 +544,15 @@ class Copies:
         return host if host is not None and tuple(host.shape) == feed.shape else self._copy_to_locked(name, feed, slot)
 
     def _copy_to_locked(self, name: str, feed: np.ndarray, slot: int) -> Any:
-        """Return the slot's page-locked memory with the feed in it."""
+        """Copy the feed to the slot's page-locked memory and return that."""
         if name not in self._hosts[slot]:
             self._hosts[slot][name] = self._allocate_locked(feed.shape, self._fed[name])
-        self._there[slot].synchronize()  # an earlier copy may still read from there
+        self._there[slot].synchronize()  # an earlier copy may still read it
         np.copyto(self._hosts[slot][name].numpy(), feed)
         return self._hosts[slot][name]
 
     def arrive(self, slot: int) -> None:
-        """Let the compute stream wait for the slot's input, if it is new."""
+        """Make the compute stream wait for the slot's input, if it is new."""
         if self._fresh[slot]:
             self.compute.wait_event(self._there[slot])
             self._fresh[slot] = False
@@ -587,9 +588,9 @@ class Copies:
     def parts(
         self, bind: Callable[[], None], run: Callable[[], None], outputs: Callable[[], Mapping[str, Any]]
     ) -> dict[str, float]:
-        """Return the seconds of one inference in slot 0 by `INFERENCE_PARTS`.
+        """Return the seconds of one inference in slot 0, by `INFERENCE_PARTS`.
 
-        `enqueue` is the host's time to queue it, the others are the GPU's by CUDA events; changes of type and layout
+        `enqueue` is the host's time to queue it; the others are GPU times, by CUDA events. Changes of type and layout
         belong to the copies.
         """
         _, h2d = self._time_action(self._in, bind)
@@ -599,7 +600,7 @@ class Copies:
         return dict(zip(INFERENCE_PARTS, (enqueue, h2d, compute, d2h), strict=True))
 
     def _time_action(self, stream: Any, action: Callable[[], Any]) -> tuple[float, float]:
-        """Return the seconds by the host's clock until it is queued, and by the GPU's until it is done."""
+        """Return the host's seconds until the action is queued and the GPU's until it is done."""
         begin, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
         start = time.perf_counter_ns()

@@ -1,7 +1,7 @@
-"""A script that runs a trial's model in the trial's own library, as the trial ran it, without Dyno.
+"""Scripts that run a trial's model in its own library, with the trial's settings, without Dyno.
 
-Each has the same parts: constants for the settings, `load()`, and `run(model, feeds)`; where the model's one input is
-an image also `prepare(path)`, which preprocesses a photograph as in the measurement.
+All have the same parts: constants for the settings, `load()` and `run(model, feeds)`; for a model with one image input
+also `prepare(path)`, which preprocesses a photograph as in the measurement.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ENTRY_POINT_GROUP = "dyno.scripts"
 
 
 def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> tuple[str, ...]:
-    """Write script.py into the folder, and beside it what a module needs: state.pt, and model.py where it is a copy.
+    """Write script.py into the folder, with a module's files: state.pt, and model.py for copied code.
 
-    `about` has the name of the `file` beside the script, the trial's `outputs` by name, the engine's `options` as it
-    ran, and the `story` for the script's docstring. Returns the names of the files that were written. `UserError` for a
-    backend without scripts.
+    `about` has `script` and `file` (names of both), the trial's `outputs` by name, the `options` in the engine's run,
+    the weights' `weights_sha256`, and the `story` for the script's docstring. Return the names of the written files.
+    Raise a `UserError` for a backend without scripts.
     """
     scripts = plugins.list_declared(sys.modules[__name__], Script, ENTRY_POINT_GROUP)
     if trial.backend not in scripts:
@@ -122,7 +122,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class ScriptPart:
-    """The part of a script for one library: its distributions, imports, constants (by name), and the code."""
+    """One library's part of a script: its distributions, imports, constants by name, and code."""
 
     needs: tuple[str, ...]
     imports: str
@@ -132,7 +132,7 @@ class ScriptPart:
 
 @dataclass(frozen=True)
 class Script:
-    """Scripts of a backend, whose own part is `part(trial, artifact, about, folder)`, see `snippets.write`."""
+    """A backend's scripts; `part(trial, artifact, about, folder)` returns the backend's part, see `snippets.write`."""
 
     name: str  # the backend's
     part: Callable[[Trial, Artifact | None, dict[str, Any], Path], ScriptPart]
@@ -190,7 +190,7 @@ def _write_head(part: ScriptPart, trial: Trial, about: Mapping[str, Any], image:
 
 
 def _find_image(trial: Trial, tensors: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the input that takes photographs, if each other one has one value."""
+    """Return the image input if all other inputs have fixed values, else None."""
     fixed = {spec.name for spec in trial.model.inputs if spec.low is not None and spec.low == spec.high}
     free = [tensor for tensor in tensors if tensor.name not in fixed]
     takes = len(free) == 1 and len(free[0].shape) == 4 and free[0].shape[specs.find_axes(free[0].shape)[0]] in (1, 3)
@@ -198,7 +198,7 @@ def _find_image(trial: Trial, tensors: tuple[Tensor, ...]) -> Tensor | None:
 
 
 def _find_ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float, float]]:
-    """Return the range of each input's random values, without photographs; none for the standard normal."""
+    """Return the range of each input's random values, if not standard normal."""
     described = {s.name: (s.low, s.high) for s in trial.model.inputs if s.low is not None and s.high is not None}
     whole = {t.name: (0, 255) if t.dtype == "uint8" else (0, 1) for t in tensors if not t.dtype.startswith("float")}
     masks = {name: (1, 1) for name in whole if "mask" in name.lower()}

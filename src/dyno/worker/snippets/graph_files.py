@@ -125,12 +125,12 @@ def run(net, feeds):
 
 
 def locate_file(about: dict[str, Any]) -> str:
-    """Return the expression for the file beside the script."""
+    """Return the expression for the file in the script's folder."""
     return f"Path(__file__).with_name({about['file']!r})"
 
 
 def require_file(artifact: Artifact | None, trial: Trial) -> Artifact:
-    """Return the trial's file, which these libraries need; raise a `UserError` without one."""
+    """Return the trial's file; raise a `UserError` without one."""
     if artifact is None:
         raise UserError(f"{trial.label} has no file")
     return artifact
@@ -167,7 +167,7 @@ def _parse_device_index(trial: Trial) -> int:
 
 
 def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
-    """Return the code with the settings of `OpenVinoSession`; outputs by place, as an IR gives one several names."""
+    """Return the code with the settings of `OpenVinoSession`; outputs by position, as an IR gives one several names."""
     require_file(artifact, trial)
     constants = {"FILE": locate_file(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.make_settings(trial)}
     return ScriptPart(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)
@@ -286,7 +286,7 @@ def run(model, feeds):
 
 
 def tensor_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
-    """Return the code for the profile that the measurement chose, on the same GPU."""
+    """Return the code for the measurement's profile, on the same GPU."""
     require_file(artifact, trial)
     constants = {
         "FILE": locate_file(about),

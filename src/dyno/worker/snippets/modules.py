@@ -37,7 +37,7 @@ def build():
     return module.{function}({options})
 '''
 COMPILING = ("compile", "torchao")
-STORED = ("saved", "darknet")  # sources whose script has the module's file in place of its weights
+STORED = ("saved", "darknet")  # sources stored as a module or program instead of weights
 SAVED = '''
 
 def build():
@@ -145,9 +145,9 @@ def run(model, feeds):
 
 
 def write_module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
-    """Return the code that builds the network, whose state is stored beside the script.
+    """Return the code that builds the network, and store the network's state in the folder.
 
-    Raises a `UserError` for other weights than the measured ones, and for a network that can't be stored as weights.
+    Raise a `UserError` for weights changed since the measurement, and for a network that can't be stored as weights.
     """
     torch = import_torch()
     network = models.load(trial.model, trial.dims)
@@ -187,7 +187,7 @@ def write_module(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
 
 
 def _list_arguments(trial: Trial) -> dict[str, Any]:
-    """Return forward's arguments: the positional ones in order, the names of the others, and non-tensor values."""
+    """Return forward's arguments: names of the positional ones in order, names of the others, and non-tensor values."""
     specs = trial.model.inputs
     return {
         "ORDER": [spec.name for spec in specs if not spec.keyword] if specs else ["input"],
@@ -221,7 +221,7 @@ def _write_build_code(trial: Trial, network: Any, about: dict[str, Any], folder:
 
 
 def _store_saved_module(path: str, folder: Path) -> ScriptPart:
-    """Store a module's own file in place of weights, and return the code that loads it."""
+    """Store a module's own file instead of weights, and return the code that loads it."""
     shutil.copyfile(path, folder / "state.pt")
     if path.endswith(".pt2"):
         return _write_program_code()
@@ -229,7 +229,7 @@ def _store_saved_module(path: str, folder: Path) -> ScriptPart:
 
 
 def _export_network(network: Any, trial: Trial, folder: Path) -> ScriptPart:
-    """Store a network that only Dyno can build, as a program of torch.export for the trial's shape."""
+    """Store a network that only Dyno can build, as a program of torch.export for the trial's shape; return its code."""
     import torch
 
     dims = trial.dims
@@ -245,7 +245,7 @@ def _write_program_code() -> ScriptPart:
 
 
 def _user_function(model: ModelSpec, about: dict[str, Any], folder: Path) -> ScriptPart:
-    """Return the code for the user's function: a copy of its file beside the script, or an import of its module."""
+    """Return the code for the user's function: a copy of its file in the script's folder, or a module's import."""
     location, _, function = model.source.partition("(")[0].rpartition(":")
     if models.is_application(model):
         raise UserError(
@@ -264,10 +264,7 @@ def _user_function(model: ModelSpec, about: dict[str, Any], folder: Path) -> Scr
 
 
 def _source_file(location: str) -> Path | None:
-    """Return the single file of the code: a FILE.py, or a module of Dyno's own; else None.
-
-    The script must run without Dyno.
-    """
+    """Return the file to copy: a FILE.py, or a module of Dyno, since the script must run without Dyno; else None."""
     if location.endswith(".py"):
         return Path(location)
     spec = importlib.util.find_spec(location) if location.startswith("dyno.") else None
@@ -275,7 +272,7 @@ def _source_file(location: str) -> Path | None:
 
 
 def _count_classes(model: ModelSpec, network: Any) -> int | None:
-    """Return the number of classes that the network was built with, if it isn't its library's own."""
+    """Return the network's number of classes, None for its library's own."""
     if model.classes is not None or not model.weights:
         return model.classes
     bare = models.build(replace(model, weights="", weights_sha256="", pretrained=False))
@@ -287,7 +284,7 @@ COMPILE_SCRIPT = Script("compile", write_module)
 
 
 def write_torchao(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
-    """Return the code that compiles the calibrated program, or that quantises the network's linear layers."""
+    """Return the code that compiles the calibrated program, or quantises the network's linear layers."""
     if artifact is None:
         part = write_module(trial, artifact, about, folder)
         return replace(part, needs=(*part.needs, "torchao"), imports=f"{part.imports}import torchao.quantization\n")

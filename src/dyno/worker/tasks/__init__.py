@@ -1,4 +1,4 @@
-"""Tasks of networks: their data, the layout of their outputs, and the answers that are kept."""
+"""Tasks of networks: their data, their outputs' layouts, and the stored answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENTRY_POINT_GROUP = "dyno.tasks"
 
 
 def find_task(name: str) -> Task:
-    """Return the task of that name; raise a `UserError` with the nearest for an unknown one."""
+    """Return the task of that name; raise a `UserError` with the nearest spelling for an unknown one."""
     check_known("task", name, list_tasks())
     return _load_tasks()[name]
 
@@ -32,7 +32,7 @@ def list_tasks() -> list[str]:
 
 
 def list_metrics() -> list[str]:
-    """Return the metrics for budgets: each task's, by the names of their objects in `results/metrics`."""
+    """Return all tasks' metrics, usable in budgets, by their names in `results/metrics`."""
     return list(dict.fromkeys(metric for task in _load_tasks().values() for metric in task.metrics))
 
 
@@ -47,8 +47,7 @@ Shape = Sequence[Any]  # a number per fixed axis, text for a free one
 
 @dataclass(frozen=True)
 class OutputShapes:
-    """A network's outputs as an inspection knows them: shapes by name, and the height and width of its image, (0, 0)
-    without one."""
+    """A network's output shapes by name, and its image's height and width ((0, 0) without an image)."""
 
     shapes: Mapping[str, Shape]
     size: tuple[int, int] = (0, 0)
@@ -56,8 +55,10 @@ class OutputShapes:
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """The inputs of an evaluation: `count` in batches; of real images also their places in the data set
-    (`samples`) and the height and width that the session takes."""
+    """The inputs of an evaluation: `count` inputs in batches of `batch`.
+
+    For real images, `samples` are their positions in the data set and `input_size` the session's height and width.
+    """
 
     trial: Trial
     batch: int
@@ -67,17 +68,17 @@ class EvaluationInputs:
 
 
 class Collector:
-    """Collects the answers of each batch, and in the end the arrays for outputs.npz; the base class collects none."""
+    """A collector of each batch's answers for outputs.npz; the base class collects none."""
 
     def __init__(self, evaluated: EvaluationInputs) -> None:
         self.evaluated = evaluated
 
     def images(self, turn: int) -> int:
-        """Return the number of the batch's images that count; the others only fill it."""
+        """Return the number of real images in the batch; the rest is padding."""
         return min(self.evaluated.batch, self.evaluated.count - turn * self.evaluated.batch)
 
     def cut(self, turn: int, fetched: Arrays) -> Arrays:
-        """Return the outputs of the images that count."""
+        """Return the outputs of the batch's real images."""
         batch, valid = self.evaluated.batch, self.images(turn)
         return {name: a[:valid] if a.ndim and a.shape[0] == batch else a for name, a in fetched.items()}
 
@@ -86,7 +87,7 @@ class Collector:
         return None
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Return all batches together, by their names in outputs.npz."""
+        """Return all batches joined, by array names in outputs.npz."""
         return {}
 
     def oddities(self, batches: Sequence[Any]) -> list[str]:
@@ -97,10 +98,10 @@ class Collector:
 class Task(ABC):
     """The purpose of a network.
 
-    `labels` are those that its data must have: the `classes` of images, or the `objects` in them, all of which have
-    `needs` besides boxes ("" for nothing). `metrics` names the objects of `results/metrics` that measure its accuracy
-    and that budgets may use, the usual one first; `least_outputs` is the least number of outputs for which one is
-    meaningful. `coco` is COCO's name of its average precision. `size` is the default height and width.
+    `labels` is the required kind of labels: the images' `classes`, or the `objects` in them; `needs` is a further
+    requirement of every object in addition to boxes ("" for none). `metrics` names the accuracy measures in
+    `results/metrics`, also for budgets, the default first; `least_outputs` is the least number of outputs for a
+    meaningful metric. `coco` is COCO's name of its average precision. `size` is the default height and width.
     """
 
     name: str = ""
@@ -110,7 +111,7 @@ class Task(ABC):
     least_outputs: Mapping[str, int] = MappingProxyType({})
     coco: str = ""
     size: tuple[int, int] = (640, 640)
-    note: str = ""  # on the outputs, for a script that runs the network alone
+    note: str = ""  # on raw outputs, for exported scripts
 
     @abstractmethod
     def preprocess(self, channels: int) -> Preprocess:
@@ -120,7 +121,7 @@ class Task(ABC):
     def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
         """Return `classes` and `keypoints` from the file's metadata and the outputs' shapes.
 
-        Raises a `UserError` for a misfit.
+        Raise a `UserError` for a misfit.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Classification: the best classes of each image, ranked alike for every backend."""
+"""Classification: each image's best classes, ranked alike for every backend."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NO_ACCURACY = "no accuracy was measured"
 NO_SCORES = f"{NO_ACCURACY}: no output has a row of class scores for each image (N x C)"
 SORTED_SCORES = f"{NO_ACCURACY}: the scores are sorted inside the network (top-k), and not in the order of its classes"
 AMBIGUOUS_SCORES = f"{NO_ACCURACY}: class scores may be any of the outputs"
-SCORE_NAMES = ("logit", "score", "prob", "softmax", "predict")  # names of class scores; the first match wins
-NON_SCORE_NAMES = ("prelogit", "pre_logit", "aux", "feat", "embed", "hidden")  # names of other outputs
-MIN_PARTITION_FACTOR = 4  # times the ranked classes; with fewer a full sort is as fast
+SCORE_NAMES = ("logit", "score", "prob", "softmax", "predict")  # words in names of class scores; first match wins
+NON_SCORE_NAMES = ("prelogit", "pre_logit", "aux", "feat", "embed", "hidden")  # words in names of other outputs
+MIN_PARTITION_FACTOR = 4  # multiple of the ranked classes; with fewer classes a full sort is as fast
 
 
 def classes_of(shape: Sequence[int | str]) -> int:
@@ -34,8 +34,7 @@ def classes_of(shape: Sequence[int | str]) -> int:
 
 
 def find_scores(shapes: Mapping[str, Sequence[int | str]], classes: int = 0) -> list[str]:
-    """Return the names of the outputs that may be the class scores: one where the number of classes (0: unknown), or
-    else the names, tell it from the others."""
+    """Return the possible outputs of class scores; one if the number of classes (0: unknown) or a name decides."""
     found = [name for name, shape in shapes.items() if classes_of(shape)]
     found = [name for name in found if classes_of(shapes[name]) == classes] or found
     found = [name for name in found if not any(word in name.lower() for word in NON_SCORE_NAMES)] or found
@@ -56,8 +55,11 @@ class TopKCollector(Collector):
         self.is_sorted = False
 
     def of(self, turn: int, fetched: Arrays) -> Any:
-        """Return index and score of the best classes, None without an output that has a row of classes for each image,
-        or where several have and the images have labels; without labels the first of them counts."""
+        """Return index and score of the best classes; None without a clear output of class scores.
+
+        It needs a row of classes per image. Several candidates are ambiguous for images with labels; else the first
+        counts.
+        """
         own = {name: a for name, a in self.cut(turn, fetched).items() if a.ndim and len(a) == self.images(turn)}
         numbers = {name: a for name, a in own.items() if a.dtype.kind in "iu"}
         own = {name: a for name, a in own.items() if a.dtype.kind not in "biu"} or own
@@ -74,7 +76,7 @@ class TopKCollector(Collector):
         return rank_classes(scores.astype(np.float32).reshape(scores.shape[:2]), RANKED_CLASSES)
 
     def oddities(self, batches: Sequence[Any]) -> list[str]:
-        """Return the reason why images with labels have no answers."""
+        """Return the reason why labelled images have no answers."""
         if self.ambiguous:
             names = " and ".join(self.ambiguous)
             return [f"{AMBIGUOUS_SCORES} {names}; rename that one logits in the file, or export it alone"]
@@ -83,7 +85,7 @@ class TopKCollector(Collector):
         return [NO_SCORES] if self.labelled and not self.arrays(batches) else []
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Return `topk_index` and `topk_score`; nothing if a batch has none: a single box looks like classes."""
+        """Return `topk_index` and `topk_score`; {} if a batch has none: a single box looks like classes."""
         if not batches or any(ranks is None for ranks in batches):
             return {}
         return {
@@ -93,7 +95,7 @@ class TopKCollector(Collector):
 
 
 def _are_indices(numbers: np.ndarray, scores: np.ndarray) -> bool:
-    """Return whether whole numbers are the classes of scores that fall in each row, as a top-k gives them."""
+    """Return whether whole numbers are class indices of scores sorted in descending order, as by top-k."""
     if numbers.shape != scores.shape or not numbers.size:
         return False
     falls = bool(np.all(scores[:, :-1] >= scores[:, 1:]))
@@ -102,7 +104,7 @@ def _are_indices(numbers: np.ndarray, scores: np.ndarray) -> bool:
 
 
 class Classify(Task):
-    """One class for each image, by the highest score."""
+    """One class per image, by the highest score."""
 
     name = "classify"
     metrics = ("top1", "top5")
@@ -125,7 +127,7 @@ CLASSIFY = Classify()
 def rank_classes(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return index (int32) and score of each row's k best, best first; ties by lower index, NaN last.
 
-    The order is that of a stable sort of the whole row, which runs only for the few rows with a tie at the k-th score.
+    The order equals a stable sort of the whole row, which runs only for rows with a tie at the k-th score.
     """
     k = min(k, scores.shape[1])
     falling = -scores
@@ -140,7 +142,7 @@ def _partition_scores(falling: np.ndarray, k: int) -> np.ndarray:
     best = falling <= np.partition(falling, k - 1, axis=1)[:, k - 1 : k]
     clear = np.count_nonzero(best, axis=1) == k
     index = np.empty((len(falling), k), np.int64)
-    chosen = np.nonzero(best[clear])[1].reshape(-1, k)  # rising, so that a stable sort keeps the tie rule
+    chosen = np.nonzero(best[clear])[1].reshape(-1, k)  # ascending, for the tie rule of a stable sort
     order = np.argsort(np.take_along_axis(falling[clear], chosen, axis=1), axis=1, kind="stable")
     index[clear] = np.take_along_axis(chosen, order, axis=1)
     index[~clear] = np.argsort(falling[~clear], axis=1, kind="stable")[:, :k]

@@ -1,4 +1,4 @@
-"""Boxes: the layout of a detector's outputs, and its detections in pixels of the original image."""
+"""Boxes: the layout of a detector's outputs, and detections in pixels of the original image."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from dyno.worker.tasks.postprocess import (
 
 COCO_CLASSES = 80
 TRUTH_FILE = "truth.json"  # a decoded data set's annotations
-EXAMINED_BOXES = 10  # boxes of an image that decide the box format
+EXAMINED_BOXES = 10  # boxes per image that decide the box form
 # shares of squared scores on annotated objects: conclusive, and negligible
 TELLING_SHARE, NEGLIGIBLE_SHARE = 0.25, 0.01
 COCO_GAPS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # numbers from 1 to 90 without a COCO class
 
 
 class Detect(Task):
-    """Objects with boxes, and what a derived task adds (`extra`, `read`, `arrays`), in any layout of `layouts`."""
+    """Objects with boxes and a derived task's additions (`extra`, `read`, `arrays`), in any layout of `layouts`."""
 
     name = "detect"
     labels = "objects"
@@ -50,27 +50,30 @@ class Detect(Task):
     note = "The outputs are the network's own: nothing here decodes boxes or suppresses overlapping ones."
 
     def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
-        """Return how many values a box has besides its scores; None for keypoints whose number isn't known."""
+        """Return the number of values of a box in addition to scores; None for an unknown number of keypoints."""
         return 0
 
     def beside(self, shapes: Mapping[str, Shape]) -> str:
-        """Return the name of the output that boxes refer to, "" for none."""
+        """Return the name of the output that boxes refer to; "" if none."""
         return ""
 
     def read(self, kept: KeptRows) -> dict[str, Any]:
-        """Return fields of `Detections` besides the boxes."""
+        """Return further fields of `Detections`."""
         return {}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
-        """Return arrays for outputs.npz besides the boxes'."""
+        """Return further arrays for outputs.npz."""
         return {}
 
     def preprocess(self, channels: int) -> Preprocess:
         return Preprocess((0.0,) * channels, (1.0,) * channels, letterbox=True)
 
     def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
-        """Return classes and keypoints from the metadata and the likeliest layout; where none fits, what the metadata
-        says: the network can be timed, and its trials say that no boxes are read."""
+        """Return classes and keypoints from the metadata and the likeliest layout.
+
+        If none fits, return those in the metadata: the network can still be timed, and its trials report that no boxes
+        are read.
+        """
         known = replace(metadata, classes=model.classes or metadata.classes,
                         keypoints=tuple(model.keypoints or metadata.keypoints))  # fmt: skip
         try:
@@ -84,7 +87,7 @@ class Detect(Task):
         return Purpose(classes=layouts.agreed_classes(fits) or known.classes, keypoints=keypoints)
 
     def _check_classes(self, model: ModelSpec, outputs: OutputShapes, known: Purpose) -> None:
-        """Raise a `UserError` where the outputs would be understood but for the user's number of classes."""
+        """Raise a `UserError` if the outputs would fit with another number of classes than the user's."""
         if not model.classes:
             return
         try:
@@ -107,7 +110,7 @@ class Detect(Task):
         keypoints: Sequence[int],
         images: int = 1,
     ) -> ObservedOutputs:
-        """Return what layouts are to fit; `UnreadBoxes` without an output that the task needs."""
+        """Return the outputs for fitting layouts; raise `UnreadBoxes` without an output that the task needs."""
         beside = self.beside(shapes)
         if self.refers_to and not beside:
             raise UnreadBoxes(shapes, f"there are no {self.refers_to}")
@@ -122,12 +125,12 @@ DETECT = Detect()
 
 
 class BoxReader:
-    """Detections of the batches of one network, by the same code for every backend.
+    """Detections of one network's batches, by the same code for every backend.
 
-    The first batch with boxes decides on the layout; several threads may read at once. `classes` is their number (0:
-    unknown), `keypoints` how many there are and the values of each. `confidence` is the least score, `iou` the overlap
-    above which the weaker of two boxes of a class is dropped, and `max_detections` the most boxes of an image.
-    `likely` are the classes and keypoints of the data: they decide where the network's own are unknown and they fit.
+    The first batch with boxes decides the layout; several threads may read in parallel. `classes` is their number (0:
+    unknown), `keypoints` the number of points and of values per point. `confidence` is the minimum score, `iou` the
+    overlap above which the weaker of two boxes of a class is dropped, and `max_detections` the limit per image.
+    `likely` are the data's classes and keypoints: they decide if the network's are unknown and these fit.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class BoxReader:
 
     @property
     def fit(self) -> Fit | None:
-        """The fit of the chosen layout; None before a batch had boxes."""
+        """The fit of the chosen layout; None before a batch with boxes."""
         return self._chosen[0] if self._chosen else None
 
     @property
@@ -157,9 +160,9 @@ class BoxReader:
     ) -> list[Detections]:  # fmt: skip
         """Return the detections of each image of a batch.
 
-        `sizes` is B x 2, height and width of the original images that count; `input_size` those of the network's
-        input. `aspects` are the widths of each image's pixels over their heights (default: 1). Raises `UnreadBoxes`
-        where no layout fits.
+        `sizes` is B x 2, height and width of the original images, without padding; `input_size` those of the network's
+        input. `aspects` are the images' pixel aspect ratios, width over height (default: 1). Raise `UnreadBoxes` if no
+        layout fits.
         """
         if not len(sizes):
             return []
@@ -218,7 +221,7 @@ class BoxReader:
         return Detections(boxes, scores, kinds, **fields, own=own)
 
     def _check_labels(self, found: Sequence[Detections], outputs: Mapping[str, np.ndarray]) -> None:
-        """Raise `UnreadBoxes` where classes are seen that the network can't have."""
+        """Raise `UnreadBoxes` for classes that the network can't have."""
         highest = max((int(one.classes.max()) for one in found if len(one.classes)), default=0)
         most = max(COCO_GAPS[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
         if self._classes and highest > most:
@@ -226,8 +229,10 @@ class BoxReader:
 
 
 class DetectionCollector(Collector):
-    """Detections of each image by the task's post-processing, which all backends share; of random inputs none are kept,
-    but whether boxes are read is found out."""
+    """Each image's detections, by the task's post-processing for all backends.
+
+    For random inputs none are kept; boxes are read only to find out whether that is possible.
+    """
 
     def __init__(self, task: Detect, evaluated: EvaluationInputs) -> None:
         super().__init__(evaluated)
@@ -249,7 +254,7 @@ class DetectionCollector(Collector):
             ) from e
 
     def of(self, turn: int, fetched: Arrays) -> Any:
-        """Return the samples of a batch with their detections, or why there are none."""
+        """Return a batch's samples with their detections, or the reason for a lack of detections."""
         first = turn * self.evaluated.batch
         images = self.images(turn)
         samples = self._samples[first : first + images] if self._samples is not None else np.arange(images)
@@ -287,7 +292,7 @@ class DetectionCollector(Collector):
         }
 
     def _number_classes(self, pairs: Sequence[tuple[int, Detections]]) -> tuple[np.ndarray | None, str]:
-        """Return the classes of all detections as the data numbers them, and a note where the network doesn't."""
+        """Return all detections' classes by the data's numbering, and a note if the network's differs."""
         found = [one for _, one in pairs]
         labels = join_arrays([one.classes for one in found], np.int32)
         fit = self._reader.fit
@@ -297,7 +302,7 @@ class DetectionCollector(Collector):
         for one in self._objects:
             present[one["image_id"], one["category_id"]] = True
         images = np.repeat([sample for sample, _ in pairs], [len(one.scores) for one in found]).astype(np.int64)
-        weights = join_arrays([one.scores for one in found], np.float32) ** 2  # many boxes of low scores are noise
+        weights = join_arrays([one.scores for one in found], np.float32) ** 2  # discounts the many boxes of low scores
 
         def measure_share(own: np.ndarray, among: np.ndarray) -> float:
             right = present[images[among], own[among]]
@@ -307,15 +312,16 @@ class DetectionCollector(Collector):
 
     @cached_property
     def _objects(self) -> list[dict[str, Any]]:
-        """The annotated objects, none where the data has no annotations."""
+        """The annotated objects; empty for data without annotations."""
         truth = Path(self.evaluated.trial.data.folder, TRUTH_FILE)
         objects: list[dict[str, Any]] = json.loads(truth.read_text("utf-8"))["annotations"] if truth.is_file() else []
         return objects
 
     def _place_boxes(self, pairs: Sequence[tuple[int, Detections]]) -> tuple[list[np.ndarray], str]:
-        """Return the boxes of each image, and a note where the annotated objects tell that they are meant otherwise.
+        """Return each image's boxes, and a note if the annotated objects imply another box form.
 
-        Values don't tell whether y comes before x, as in TensorFlow's networks, or large boxes' corners from centres.
+        Values alone don't show whether y precedes x, as in TensorFlow's networks, or, for large boxes, corners or
+        centres.
         """
         boxes, form = [one.boxes for _, one in pairs], self._reader.form
         annotated: dict[int, list[list[float]]] = {}
@@ -350,11 +356,11 @@ class DetectionCollector(Collector):
         return boxes, ""
 
     def _list_other_forms(self, pairs: Sequence[tuple[int, Detections]]) -> list[BoxForm]:
-        """Return the forms that the values of the boxes can't tell from the one that they were read in."""
+        """Return the box forms that values can't distinguish from the chosen one."""
         form, fit = self._reader.form, self._reader.fit
         if form.order != CORNERS.order or any(one.own is None for _, one in pairs):
             return []
-        # Only boxes without overlaps: NMS on boxes of another form would have kept others.
+        # Only for suppressed boxes: NMS in another form would have kept other boxes.
         centred = (CENTRES, SIDES) if fit and fit.layout.suppressed else ()
         return [replace(other, shares=form.shares) for other in (CORNERS_Y_FIRST, *centred)]
 
@@ -368,12 +374,12 @@ class DetectionCollector(Collector):
 def numbered_as(
     labels: np.ndarray, classes: int, measure_share: Callable[[np.ndarray, np.ndarray], float] | None = None
 ) -> tuple[np.ndarray | None, str]:
-    """Return labels as the data numbers its classes, from 0, and a note where the network counts otherwise.
+    """Return labels by the data's numbering, from 0, and a note if the network's numbering differs.
 
-    Networks with a background count from 1, and those of COCO's 80 classes often by COCO's own numbers up to 90. Where
-    the highest labels don't occur, all these fit; then `measure_share` decides, which returns how much of some
-    detections' squared scores is of classes that their images have: of those that differ, another numbering has to be
-    true of most, and of twice as much. None where the labels are of other classes than the data's.
+    Networks with a background count from 1, and networks of COCO's 80 classes often use COCO's numbers up to 90. If the
+    highest labels don't occur, several numberings fit; then `measure_share` decides: it returns the share of some
+    detections' squared scores on classes that their images have. Among the labels that differ, another numbering must
+    be true of most, and of twice the share. Return None if the labels are of other classes than the data's.
     """
     if not classes or not len(labels):
         return labels, ""
@@ -391,12 +397,12 @@ def numbered_as(
 
 
 def _list_numberings(labels: np.ndarray, classes: int) -> list[tuple[np.ndarray, str]]:
-    """Return the labels by each other numbering that they fit, with a note on it."""
+    """Return the labels by each other numbering that fits, with a note."""
     found = []
     if labels.min() >= 1 and labels.max() <= classes:
         found.append((labels - 1, "the network's classes count from 1 (0 is the background) and were taken so"))
     for first in (1, 0) if classes == COCO_CLASSES else ():
-        numbers = labels + (1 - first)  # COCO's own
+        numbers = labels + (1 - first)  # COCO's own numbers
         if numbers.min() >= 1 and numbers.max() <= 90 and not np.isin(numbers, COCO_GAPS).any():
             own = numbers - 1 - np.searchsorted(COCO_GAPS, numbers).astype(labels.dtype)
             less = "" if first else ", less one,"
@@ -405,7 +411,7 @@ def _list_numberings(labels: np.ndarray, classes: int) -> list[tuple[np.ndarray,
 
 
 def join_arrays(parts: list[np.ndarray], dtype: Any, *shape: int) -> np.ndarray:
-    """Return the parts one after the other, of which there may be none."""
+    """Return the parts joined; there may be no parts."""
     return np.concatenate([np.empty((0, *shape), dtype), *(part.reshape(-1, *shape) for part in parts)]).astype(dtype)
 
 

@@ -1,8 +1,8 @@
-"""The layouts in which detectors give boxes, one object each: what it looks like, and how it is decoded.
+"""The layouts of boxes in detectors' outputs, one object each: how to recognise and decode them.
 
-A layout is chosen by shapes and names, the number of classes where it is known, and the values: scores lie within 0 and
-1, classes are whole numbers, and boxes lie in the image. Whether coordinates are pixels or shares of the image, and
-corners or a centre with its sides, is decided by values too.
+A layout is chosen by shapes and names, the number of classes if known, and the values: scores lie within 0 and 1,
+classes are whole numbers, and boxes lie in the image. Values also decide between pixels and shares of the image, and
+between corners and a centre with sides.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dyno.worker.tasks import Shape
 from dyno.worker.tasks.postprocess import CENTRES, CORNERS, CORNERS_Y_FIRST, SIDES, BoxForm, Candidates, valid_share
 
 GRID_STRIDES = ((8, 16, 32), (8, 16, 32, 64), (4, 8, 16, 32), (16, 32))  # strides of grids with anchors
-MAX_ROW_LENGTH = 512  # values of a box with an unknown number of keypoints
+MAX_ROW_LENGTH = 512  # limit of values per box with an unknown number of keypoints
 SCORE_SLACK = 0.01  # rounding of scores 0 and 1 in half precision and INT8
 MAX_FILLER_SCORE = 0.001  # rows with lower scores are padding
-EXAMINED_IMAGES = 4  # images whose values decide
-MAX_EXAMINED_BOXES = 1000  # boxes with the highest scores among them
-FARTHEST_OFFSET = 8.0  # cells between an anchor and the centre of its box
-IN_STEP = 0.5  # correlation of decoded centres with their cells: about 1, and of undecoded ones about 0
+EXAMINED_IMAGES = 4  # images examined for the layout
+MAX_EXAMINED_BOXES = 1000  # of these, boxes with the highest scores
+FARTHEST_OFFSET = 8.0  # largest distance in cells between an anchor and its box's centre
+IN_STEP = 0.5  # threshold of the correlation of centres with cells: decoded about 1, undecoded about 0
 NO_BOXES = "no boxes are read from the outputs"
 
 
 class UnreadBoxes(UserError):
-    """Outputs that no layout fits: their shapes by name, and the reason."""
+    """Outputs that fit no layout: their shapes by name, and the reason."""
 
     def __init__(self, shapes: Mapping[str, Shape], reason: str) -> None:
         seen = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
@@ -41,11 +41,11 @@ class UnreadBoxes(UserError):
 
 @dataclass(frozen=True)
 class ObservedOutputs:
-    """Outputs as shapes by name and, once the network has run, values; and what is known of them.
+    """Outputs as shapes by name and, after a run, values; with known facts on them.
 
-    `size` is the height and width of the network's input, `classes` their number (0: unknown), and `extra` how many
-    values a box has besides its scores: mask coefficients or keypoints (None: unknown keypoints). `images` of the
-    batch count, the others fill it.
+    `size` is the height and width of the network's input, `classes` their number (0: unknown), and `extra` the number
+    of a box's further values: mask coefficients or keypoints (None: unknown keypoints). `images` is the number of the
+    batch's real images; the rest is padding.
     """
 
     shapes: Mapping[str, Shape]
@@ -58,8 +58,11 @@ class ObservedOutputs:
 
 @dataclass(frozen=True)
 class Fit:
-    """Outputs that a layout fits: their `names` by the layout's own order, the number of classes (None: unknown), how
-    many values a box has besides, and `rank`, which of several layouts that fit is preferred (the lowest)."""
+    """Outputs that fit a layout.
+
+    `names` are in the layout's order, `classes` is their number (None: unknown), `extra` the number of a box's further
+    values; `rank` orders layouts that fit (lowest preferred).
+    """
 
     layout: BoxLayout
     names: tuple[str, ...]
@@ -72,9 +75,9 @@ class Fit:
 class BoxLayout(ABC):
     """A layout of boxes in a network's outputs.
 
-    `shown` describes it in messages, `form` is the usual form of its boxes (`fixed_form`: the only one), `suppressed`
-    says that overlapping boxes are left out already, `free_order` that rounding may change the order of its boxes, and
-    `numbers_classes` that a box has the number of its class, by the network's own count.
+    `shown` describes it in messages; `form` is the usual form of its boxes (`fixed_form`: the only one). `suppressed`:
+    overlapping boxes are already removed. `free_order`: rounding may change the boxes' order. `numbers_classes`: a box
+    has its class's number, by the network's numbering.
     """
 
     form: ClassVar[BoxForm] = CORNERS
@@ -86,20 +89,20 @@ class BoxLayout(ABC):
 
     @abstractmethod
     def fits(self, seen: ObservedOutputs) -> Fit | None:
-        """Return how the outputs lie, None where their shapes, names or classes are not of this layout."""
+        """Return the fit of the outputs; None if their shapes, names or classes don't match."""
 
     @abstractmethod
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
         """Return the boxes of one image of the batch."""
 
     def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
-        """Return what in the values contradicts the layout besides scores, classes and boxes; "" for nothing."""
+        """Return a contradiction to the layout in values other than scores, classes and boxes; "" if none."""
         return ""
 
 
 @dataclass(frozen=True)
 class AnchorTable(BoxLayout):
-    """Predictions of every anchor as YOLO networks give them: a box, perhaps objectness, class scores, extra values."""
+    """Predictions for every anchor, as by YOLO networks: a box, perhaps objectness, class scores, further values."""
 
     axis: int  # axis of the values: 1 or 2
     objectness: bool = False
@@ -126,7 +129,7 @@ class AnchorTable(BoxLayout):
         return Fit(self, (name,), classes, extra, self._rank_anchors(each, bool(seen.classes)))
 
     def _rank_anchors(self, each: int, known: bool) -> float:
-        """Return 0 where the number of anchors is that of the image's cells; two of one rank are ambiguous."""
+        """Return 0 if the number of anchors matches the image's cells; equal ranks are ambiguous."""
         if self.axis == 1:
             return 0 if each else 0.9 if known else 3
         usual = each == 3 if self.objectness else each == 1
@@ -159,10 +162,10 @@ BATCH_ROW = ("image", *BOX_COLUMNS, "class", "score")
 
 @dataclass(frozen=True)
 class FinalRows(BoxLayout):
-    """Boxes that are left in the end, a row for each: its `columns`, then mask coefficients or keypoints.
+    """Final boxes, a row each: its `columns`, then mask coefficients or keypoints.
 
-    Where they have a column `image`, rows are of the batch's image of that number. Those of n x 6 may have the number
-    of each image's rows in another output, as PaddleDetection's `bbox` has `bbox_num`.
+    With a column `image`, it is the row's image number in the batch. Rows of n x 6 may have the number of rows per
+    image in another output, such as PaddleDetection's `bbox_num` for `bbox`.
     """
 
     numbers_classes = True
@@ -178,9 +181,9 @@ class FinalRows(BoxLayout):
         return None
 
     def _find_counts(self, seen: ObservedOutputs, name: str) -> list[str]:
-        """Return the output whose whole numbers, one for each image, add up to the rows; [] without one.
+        """Return the output of whole numbers, one per image, that add up to the number of rows; [] without it.
 
-        As many numbers as rows are their classes.
+        Numbers for each row are classes instead.
         """
         if len(seen.shapes[name]) != 2 or "image" in self.columns or name not in seen.values:
             return []
@@ -216,8 +219,11 @@ class FinalRows(BoxLayout):
 
 @dataclass(frozen=True)
 class Lists(BoxLayout):
-    """Boxes that are left in the end, with their scores and classes in separate outputs, and perhaps their number:
-    torchvision's detectors, RT-DETR with its post-processing, TensorRT's EfficientNMS, TensorFlow's detection API."""
+    """Final boxes with their scores and classes in separate outputs, and perhaps their number.
+
+    Examples: torchvision's detectors, RT-DETR with its post-processing, TensorRT's EfficientNMS, TensorFlow's detection
+    API.
+    """
 
     numbers_classes = True
 
@@ -257,7 +263,7 @@ class Lists(BoxLayout):
 
 @dataclass(frozen=True)
 class ScoredLists(BoxLayout):
-    """The same with the score behind each box, five values a row: MMDetection's `dets` and `labels`."""
+    """Final boxes with the score as the fifth value, and classes separately: MMDetection's `dets` and `labels`."""
 
     numbers_classes = True
 
@@ -279,7 +285,7 @@ class ScoredLists(BoxLayout):
 
 @dataclass(frozen=True)
 class TensorFlowLists(Lists):
-    """The same by the names of TensorFlow's detection API: y before x."""
+    """`Lists` by the names of TensorFlow's detection API: y before x."""
 
     form = CORNERS_Y_FIRST
     fixed_form = True
@@ -291,7 +297,7 @@ class TensorFlowLists(Lists):
 
 @dataclass(frozen=True)
 class SelectedRows(BoxLayout):
-    """All boxes and scores, with the rows (image, class, box) that ONNX's NonMaxSuppression selected."""
+    """All boxes and scores, with the rows (image, class, box) selected by ONNX's NonMaxSuppression."""
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
         boxes = find_boxes(seen)
@@ -320,9 +326,9 @@ class SelectedRows(BoxLayout):
 
 @dataclass(frozen=True)
 class Pairs(BoxLayout):
-    """Boxes, and the values of every class for each: `kind` says which.
+    """Boxes, and the values of every class for each box, of the given `kind`.
 
-    They are probabilities before suppression, perhaps with a background among them.
+    They are probabilities before suppression, perhaps including a background class.
     """
 
     kind: str
@@ -357,7 +363,7 @@ class Pairs(BoxLayout):
         count = table.shape[-1]
         nothing = count > 1 and bool(table.size) and float((table.argmax(-1) == count - 1).mean()) > 0.5
         distribution = count > 1 and bool(table.size and np.abs(table.sum(-1) - 1).max() < 2 * SCORE_SLACK)
-        if seen.classes:  # their number says it more surely than the values do
+        if seen.classes:  # the number is more reliable than the values
             nothing = distribution = count > seen.classes
         first = bool(table.size) and float(table[..., 0].mean()) > float(table[..., -1].mean())
         kind = ("softmax" if nothing else "sigmoid") if logits else "scores"
@@ -385,9 +391,9 @@ class Pairs(BoxLayout):
 
 @dataclass(frozen=True)
 class Queries(Pairs):
-    """The same of DETR and its successors: logits, of independent classes or with "no object" as the last one.
+    """Boxes and logits of DETR and its successors: independent classes, or "no object" as the last class.
 
-    They learned to leave one box of each object, and choose queries by their scores.
+    They are trained to leave one box per object, and choose queries by score.
     """
 
     form = CENTRES
@@ -419,24 +425,26 @@ BOX_LAYOUTS: tuple[BoxLayout, ...] = (
 
 
 def list_fits(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
-    """Return how each layout that may be the outputs' fits them, the likeliest first; else `UnreadBoxes`."""
+    """Return the fits of all possible layouts, the likeliest first; raise `UnreadBoxes` without any."""
     layouts = (layout for layout in BOX_LAYOUTS if isinstance(layout, kinds))
     fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
     if not fits:
         known = f" with {seen.classes} classes" if seen.classes else ""
         several = "; for more than one class give --classes" if not seen.classes and seen.extra is None else ""
         raise UnreadBoxes(seen.shapes, f"no known layout{known} has these shapes{several}")
-    return [fit for fit in fits if len(fit.names) > 1] or fits  # no other output has its own boxes
+    return [fit for fit in fits if len(fit.names) > 1] or fits  # fits with several outputs are preferred
 
 
 def choose_layout(
     seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)
 ) -> tuple[Fit, BoxForm] | None:
-    """Return the layout of those kinds and the form of boxes that fit the values too, None where they have no box; else
-    `UnreadBoxes`."""
+    """Return the layout (of `kinds`) and box form that fit the values too; raise `UnreadBoxes` if none fits.
+
+    Return None if the values have no boxes.
+    """
     reasons, empty = list[str](), False
     for _, fits in groupby(list_fits(seen, kinds), key=lambda fit: fit.rank):
-        # Zeros may be the only class and not scores, where another column has scores that aren't classes.
+        # Zeros may be a single class rather than scores, if another column has scores.
         results = [(fit, _examine_boxes(fit, seen, graded=empty)) for fit in fits]
         reasons += [result for _, result in results if isinstance(result, str)]
         chosen = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
@@ -453,8 +461,10 @@ def choose_layout(
 
 
 def _examine_boxes(fit: Fit, seen: ObservedOutputs, graded: bool) -> BoxForm | str | None:
-    """Return the form of the boxes, None without any, or what contradicts the layout, as whole numbers for scores do
-    where they have to be `graded`."""
+    """Return the form of the boxes, None without boxes, or a contradiction to the layout.
+
+    If scores must be `graded`, whole numbers as scores are a contradiction.
+    """
     if reason := fit.layout.refute(fit, seen):
         return reason
     found = [fit.layout.decode(fit, seen.values, image) for image in range(min(seen.images, EXAMINED_IMAGES))]
@@ -481,7 +491,7 @@ def _examine_boxes(fit: Fit, seen: ObservedOutputs, graded: bool) -> BoxForm | s
 
 
 def _choose_form(boxes: np.ndarray, layout: BoxLayout, size: tuple[int, int]) -> BoxForm | None:
-    """Return the layout's usual form unless another one fits clearly better; None where none is of boxes."""
+    """Return the layout's usual form unless another fits clearly better; None if none fits."""
     usual = replace(layout.form, shares=bool(np.abs(boxes).max() <= 2))
     inside = valid_share(boxes, usual, size)
     if inside < 0.9 and not layout.fixed_form:
@@ -493,7 +503,7 @@ def _choose_form(boxes: np.ndarray, layout: BoxLayout, size: tuple[int, int]) ->
 
 
 def anchors_per_cell(anchors: object, size: tuple[int, int]) -> int:
-    """Return 1 or 3 where that is how many anchors the cells of the image's grids have, 0 for other numbers."""
+    """Return 1 or 3 if the image's grid cells have that number of anchors; else 0."""
     if not all(size):
         return 0
     cells = {sum(rows * columns for rows, columns in _list_grids(strides, size)) for strides in GRID_STRIDES}
@@ -501,15 +511,15 @@ def anchors_per_cell(anchors: object, size: tuple[int, int]) -> int:
 
 
 def _list_grids(strides: Sequence[int], size: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return rows and columns of the grid of each stride."""
+    """Return rows and columns of each stride's grid."""
     return [(-(-size[0] // stride), -(-size[1] // stride)) for stride in strides]
 
 
 def _follow_cells(centres: np.ndarray, size: tuple[int, int]) -> bool:
-    """Return whether each anchor's centre (x and y, 2 x anchors) lies about its cell, in any usual order of anchors.
+    """Return whether each anchor's centre (x and y, 2 x anchors) follows its cell, in any usual order of anchors.
 
-    Centres that a network gives as offsets from their cells, as YOLOX does unless it decodes them, are small and not in
-    step with the cells. True for pixels and shares of the image, and where the anchors are not those of a grid.
+    Centres given as offsets from their cells, as by YOLOX without decoding, are small and not correlated with the
+    cells. True for pixels and shares of the image, and for anchors that aren't a grid's.
     """
     each = anchors_per_cell(centres.shape[1], size)
     finite = np.isfinite(centres).all(0)
@@ -520,7 +530,7 @@ def _follow_cells(centres: np.ndarray, size: tuple[int, int]) -> bool:
         return True
     best = 0.0
     for strides in (order for known in GRID_STRIDES for order in (known, known[::-1])):
-        for is_outer in (True, False):  # an anchor's whole grid by itself, or the anchors of a cell together
+        for is_outer in (True, False):  # order: anchor by anchor, or cell by cell
             cells = np.concatenate([_list_cells(grid, each, is_outer) for grid in _list_grids(strides, size)], axis=1)
             if cells.shape == centres.shape:
                 pairs = zip(cells[:, finite], centres[:, finite], strict=True)
@@ -536,13 +546,13 @@ def _list_cells(grid: tuple[int, int], each: int, is_outer: bool) -> np.ndarray:
 
 
 def keypoints_of(values: int) -> tuple[int, int] | None:
-    """Return how many keypoints this number of values holds, and how many values each has; None for other numbers."""
+    """Return the number of keypoints in this number of values, and of values per point; None for other numbers."""
     each = next((n for n in (3, 2) if values > 0 and values % n == 0), 0)
     return (values // each, each) if each else None
 
 
 def _find_factor(table: np.ndarray, others: Mapping[str, np.ndarray]) -> str:
-    """Return the output with a number of each box, such as objectness, which isn't its class or its highest score."""
+    """Return an output with one number per box, such as objectness, that is neither its class nor its top score."""
     for name, array in others.items():
         values = array.reshape(array.shape[:2]) if array.ndim == 3 and array.shape[2] == 1 else array
         if values.shape != table.shape[:2] or not values.size or _has_whole_numbers(values):
@@ -553,7 +563,7 @@ def _find_factor(table: np.ndarray, others: Mapping[str, np.ndarray]) -> str:
 
 
 def find_boxes(seen: ObservedOutputs) -> str | None:
-    """Return the name of the output that has boxes, rows of four values; logits of four classes have negative ones."""
+    """Return the output with boxes, rows of four values; logits of four classes have negative ones."""
     found = [name for name, shape in seen.shapes.items() if len(shape) in (2, 3) and shape[-1] == 4]
     negative = {name: np.count_nonzero(a < 0) > 0.1 * a.size for name, a in seen.values.items() if name in found}
     found.sort(key=lambda name: negative.get(name, False))
@@ -561,17 +571,17 @@ def find_boxes(seen: ObservedOutputs) -> str | None:
 
 
 def _list_single(seen: ObservedOutputs, lead: Shape) -> list[str]:
-    """Return the names of the outputs with one value of each box."""
+    """Return the names of the outputs with one value per box."""
     return [name for name, shape in seen.shapes.items() if can_be_same(shape, lead) or can_be_same(shape, (*lead, 1))]
 
 
 def find_named(names: Sequence[str], *words: str) -> str:
-    """Return the first name in which one of the words is, "" where there is none."""
+    """Return the first name that contains one of the words; "" if none."""
     return next((name for name in names if any(word in name.lower() for word in words)), "")
 
 
 def can_be_same(shape: Shape, other: Shape) -> bool:
-    """Return whether shapes may be the same: a free axis may have any length."""
+    """Return whether shapes may be equal: a free axis may have any length."""
     return len(shape) == len(other) and all(
         a == b or isinstance(a, str) or isinstance(b, str) for a, b in zip(shape, other, strict=True)
     )
@@ -582,6 +592,6 @@ def _has_whole_numbers(values: np.ndarray | None) -> bool:
 
 
 def agreed_classes(fits: Sequence[Fit]) -> int | None:
-    """Return the number of classes of the likeliest layouts, None where they differ in it."""
+    """Return the number of classes of the likeliest layouts; None if they differ."""
     counts = {fit.classes for fit in fits if fit.rank == fits[0].rank}
     return counts.pop() if len(counts) == 1 else None

@@ -23,7 +23,7 @@ class Pose(Detect):
     coco = "keypoints"
 
     def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
-        """Return two or three values for each keypoint, None where their number isn't known."""
+        """Return two or three values per keypoint; None if their number is unknown."""
         return math.prod(keypoints) if keypoints else None
 
     def read(self, kept: KeptRows) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Steps from the boxes of a detector's outputs to detections in the original image.
+"""Steps from a detector's raw boxes to detections in the original image.
 
-Non-maximum suppression is greedy, for each class by itself (Girshick et al., 2014), over every pair of an anchor
-and a class whose score is above the threshold, as COCO's metric wants it; masks are sums of prototypes (Bolya et al.,
-2019).
+Non-maximum suppression is greedy, per class (Girshick et al., 2014), over every pair of an anchor and a class with a
+score above the threshold, as COCO's metric expects; masks are sums of prototypes (Bolya et al., 2019).
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import numpy as np
 
 from dyno.worker.inputs.specs import fit_geometry
 
-MAX_CANDIDATES = 30_000  # pairs of anchor and class that enter suppression, best first
+MAX_CANDIDATES = 30_000  # limit of pairs of anchor and class for suppression, best first
 
 
 @dataclass(frozen=True)
 class Detections:
-    """The detections in one image, by falling score; coordinates are pixels of the original image.
+    """The detections in one image, by descending score; coordinates are pixels of the original image.
 
     `boxes` float32 n x 4 (left, top, right, bottom), `scores` float32 n, `classes` int32 n, `masks` one uncompressed
     column-major COCO run-length encoding (uint32 counts) per detection, `keypoints` float32 n x K x D. `own` are the
-    network's numbers for the boxes where they may be meant otherwise.
+    network's numbers of the boxes, if another box form is possible.
     """
 
     boxes: np.ndarray
@@ -36,7 +35,7 @@ class Detections:
 
 @dataclass(frozen=True)
 class BoxForm:
-    """The meaning of a box's numbers: the `order` of its values, in pixels of the input or as `shares` of its sides."""
+    """The meaning of a box's numbers: their `order`, in pixels of the input or as `shares` of its sides."""
 
     order: str
     shares: bool = False
@@ -65,13 +64,13 @@ class BoxForm:
 
 CENTRES, CORNERS = BoxForm("centre, width and height"), BoxForm("left, top, right and bottom")
 SIDES, CORNERS_Y_FIRST = BoxForm("left, top, width and height"), BoxForm("top, left, bottom and right")
-MAX_OUTSIDE_SHARE = 0.05  # share of the input's sides by which boxes may exceed it
+MAX_OUTSIDE_SHARE = 0.05  # tolerated excess of boxes, as a share of the input's sides
 
 
 def valid_share(boxes: np.ndarray, form: BoxForm, size: tuple[int, int], loose: bool = False) -> float:
-    """Return the share of the boxes that have sides and lie in the input; `loose`: their centres lie near it.
+    """Return the share of boxes with valid sides inside the input; `loose`: with centres near it.
 
-    The boxes of a network with random weights are much too large, but still lie around places in the image.
+    A random network's boxes are much too large, but still centred on places in the image.
     """
     places = form.convert_boxes(boxes, size)
     limit = np.array([size[1], size[0]] * 2, np.float32)
@@ -84,9 +83,9 @@ def valid_share(boxes: np.ndarray, form: BoxForm, size: tuple[int, int], loose: 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Boxes of one image in the network's own form: `boxes` 4 x n, and `rest` (values x n) besides.
+    """Boxes of one image in the network's own form: `boxes` 4 x n, and further values in `rest` (values x n).
 
-    `scores` are classes x n, or n where each box has one class of `labels` (n).
+    `scores` are classes x n, or n if each box has one class in `labels` (n).
     """
 
     boxes: np.ndarray
@@ -101,8 +100,11 @@ class Candidates:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of one image that suppression left: the values behind their box and scores (`rest`), what the network
-    gives `beside` them, their `boxes` in the image, its `place` in the input, and the form of the coordinates."""
+    """The rows of one image left by suppression.
+
+    `rest` are the values after box and scores, `beside` the output that boxes refer to, `boxes` the boxes in the image,
+    `place` the image's place in the input, and `form` that of the coordinates.
+    """
 
     rest: np.ndarray
     beside: np.ndarray
@@ -113,10 +115,10 @@ class KeptRows:
 
 
 def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, max_detections: int) -> np.ndarray:
-    """Return the rows of the boxes that are kept, at most `max_detections`.
+    """Return the rows of the kept boxes, at most `max_detections`.
 
-    `boxes` (left, top, right, bottom) and `labels` are sorted by falling score. A box is dropped when its intersection
-    over union with a kept one of its class is above `iou`.
+    `boxes` (left, top, right, bottom) and `labels` are sorted by descending score. A box is dropped if its intersection
+    over union with a kept box of its class is above `iou`.
     """
     order = np.argsort(labels, kind="stable")
     ends = np.flatnonzero(np.diff(labels[order])) + 1
@@ -131,7 +133,7 @@ def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, max_det
         others = rest[int(labels[row])]
         others = others[np.searchsorted(others, row, "right") :]
         overlap = _compute_overlap(boxes[row], boxes[others])
-        with np.errstate(divide="ignore", invalid="ignore"):  # boxes without an area overlap nothing
+        with np.errstate(divide="ignore", invalid="ignore"):  # empty boxes overlap nothing
             suppressed = overlap / (areas[row] + areas[others] - overlap) > iou
         waiting[others[suppressed]] = False
         rest[int(labels[row])] = others[~suppressed]
@@ -140,7 +142,7 @@ def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, max_det
 
 
 def overlap_by_half(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return for each box (left, top, right, bottom) whether its overlap with one of the others is half or more."""
+    """Return for each box (left, top, right, bottom) whether it overlaps another by half or more."""
     low, high = np.maximum(boxes[:, None, :2], others[:, :2]), np.minimum(boxes[:, None, 2:], others[:, 2:])
     shared = (high - low).clip(0).prod(2)
     either = (boxes[:, 2:] - boxes[:, :2]).prod(1)[:, None] + (others[:, 2:] - others[:, :2]).prod(1) - shared
@@ -149,9 +151,9 @@ def overlap_by_half(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def encode_mask(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np.ndarray:
-    """Run lengths of a mask that lies at (top, left) in an image and is empty elsewhere.
+    """Return the run lengths of a mask at (top, left) in an image that is empty elsewhere.
 
-    COCO's uncompressed encoding: down the columns, zeros and ones in turn, zeros first (uint32).
+    The encoding is COCO's uncompressed one: down the columns, zeros and ones in turn, zeros first (uint32).
     """
     columns = np.zeros((mask.shape[1], mask.shape[0] + 2), np.int8)
     columns[:, 1:-1] = mask.T
@@ -159,7 +161,7 @@ def encode_mask(mask: np.ndarray, top: int, left: int, height: int, width: int) 
     column, starts = np.nonzero(edges == 1)
     origin = (left + column) * height + top
     starts, ends = origin + starts, origin + np.nonzero(edges == -1)[1]
-    separate = starts[1:] != ends[:-1]  # a run at the end of a column continues at the start of the next
+    separate = starts[1:] != ends[:-1]  # runs may continue in the next column
     starts, ends = (
         starts[np.r_[True, separate]] if len(starts) else starts,
         ends[np.r_[separate, True]] if len(ends) else ends,
@@ -172,7 +174,7 @@ def encode_mask(mask: np.ndarray, top: int, left: int, height: int, width: int) 
 class ImagePlacement:
     """The place of one image in the network's input, and the inverse mapping.
 
-    `aspect` is the width of the image's pixels over their height: it is letterboxed by the shape that is displayed.
+    `aspect` is the pixel aspect ratio, width over height: the image is letterboxed by its displayed shape.
     """
 
     def __init__(self, height: int, width: int, to_height: int, to_width: int, aspect: float = 1.0) -> None:
@@ -180,18 +182,18 @@ class ImagePlacement:
         self.input = (to_height, to_width)
         placed = fit_geometry(height, width * aspect, to_height, to_width)
         _, self.new_height, self.new_width, self.top, self.left = placed
-        # Each side is rounded to whole pixels, so its own scale maps back, not the common one.
+        # Sides are rounded to whole pixels, so each maps back by its own scale.
         self.down, self.across = self.new_height / height, self.new_width / width
 
     def points(self, points: np.ndarray) -> np.ndarray:
-        """Return points (x, y, ...) of the input as points of the image, inside it."""
+        """Return points (x, y, ...) of the input as points of the image, clipped to it."""
         mapped = points.astype(np.float32)
         mapped[..., 0] = ((mapped[..., 0] - self.left) / self.across).clip(0, self.width)
         mapped[..., 1] = ((mapped[..., 1] - self.top) / self.down).clip(0, self.height)
         return mapped
 
     def place_boxes(self, boxes: np.ndarray) -> np.ndarray:
-        """Return boxes (left, top, right, bottom) of the input as boxes of the image, cut at its edges."""
+        """Return boxes (left, top, right, bottom) of the input as boxes of the image, clipped to it."""
         return self.points(boxes.reshape(-1, 2, 2)).reshape(-1, 4)
 
     def rows(self, first: int, last: int, count: int) -> _Taps:
@@ -209,7 +211,7 @@ _Taps = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _compute_taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) -> _Taps:
-    """Return the two cells of the coarser grid around each position of the image, and the weight of the second.
+    """Return the two neighbouring coarse cells of each image position, and the weight of the second.
 
     Cells in the letterbox's grey are left out.
     """
@@ -222,9 +224,10 @@ def select_best(
     found: Candidates, corner_boxes: Callable[[np.ndarray], np.ndarray], confidence: float, iou: float | None,
     max_detections: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """Return which boxes are left, by falling score, with their classes and scores.
+    """Return the remaining boxes' numbers by descending score, with their classes and scores.
 
-    Of those above `confidence` boxes that overlap by more than `iou` are suppressed (None: the network did it).
+    Boxes below `confidence` are dropped, and boxes that overlap by more than `iou` are suppressed (None: the network
+    did it).
     """
     if found.labels is None:
         seen = np.flatnonzero((found.scores > confidence).any(0))  # most anchors stop here
@@ -250,7 +253,7 @@ def select_best(
 
 
 def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the area that a box shares with each of the others."""
+    """Return the area shared by a box with each of the others."""
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     shared: np.ndarray = sides.clip(0).prod(1)
     return shared

@@ -1,4 +1,4 @@
-"""Boxes with masks: sums of prototypes, which the network gives besides its predictions."""
+"""Boxes with masks: sums of prototypes, a further output of the network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dyno.worker.tasks import Shape
 from dyno.worker.tasks.detect import Detect, join_arrays
 from dyno.worker.tasks.postprocess import Detections, ImagePlacement, KeptRows, encode_mask
 
-DEFAULT_PROTOTYPES = 32  # prototypes of files without a number
+DEFAULT_PROTOTYPES = 32  # number of prototypes if unknown
 
 
 class Segment(Detect):
@@ -25,12 +25,12 @@ class Segment(Detect):
     refers_to = "prototypes of masks"
 
     def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
-        """Return one coefficient for each prototype."""
+        """Return one coefficient per prototype."""
         count = shapes[beside][1] if (beside := self.beside(shapes)) else DEFAULT_PROTOTYPES
         return count if isinstance(count, int) else DEFAULT_PROTOTYPES
 
     def beside(self, shapes: Mapping[str, Shape]) -> str:
-        """Return the name of the prototypes."""
+        """Return the name of the prototypes' output."""
         return next((name for name, shape in shapes.items() if len(shape) == 4), "")
 
     def read(self, kept: KeptRows) -> dict[str, Any]:

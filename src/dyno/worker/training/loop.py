@@ -18,15 +18,15 @@ from dyno.worker.training import network
 from dyno.worker.training.network import State
 from dyno.worker.training.options import TrainOptions
 
-LOSS_EVERY = 20  # batches between two readings of the loss, each of which synchronises with the GPU
-ONE_CYCLE_UP = 0.3  # share of the training in which the learning rate rises, as in torch's OneCycleLR
+LOSS_EVERY = 20  # batches between two readings of the loss, as a reading synchronises with the GPU
+ONE_CYCLE_UP = 0.3  # share of the training with a rising learning rate, as in torch's OneCycleLR
 
 
 class Loop:
-    """A network with everything that changes while it is trained."""
+    """A network in training, with its optimiser, schedule and gradient scaler."""
 
     def __init__(self, module: Any, options: TrainOptions, steps: int) -> None:
-        """`steps` is the number of batches in an epoch."""
+        """Prepare the training of `module` in epochs of `steps` batches."""
         import torch
 
         self.options = options
@@ -60,7 +60,7 @@ class Loop:
 
 
 def make_optimizer(module: Any, options: TrainOptions) -> Any:
-    """Return torch's optimiser over the trainable parameters; sgd has Nesterov's momentum if there is any."""
+    """Return torch's optimiser of the trainable parameters; sgd uses Nesterov's momentum unless the momentum is 0."""
     from torch import optim
 
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -95,7 +95,7 @@ def make_schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
 
 @dataclass(frozen=True)
 class Training:
-    """A training: its options, the images to train and to test on, the model, the size of its images, and its folder.
+    """A training: its options, training and test images, model, image size and folder.
 
     `report` is called with the current stage.
     """
@@ -111,8 +111,8 @@ class Training:
     def run(self, threads: int = 0) -> TrainingFacts:
         """Train on images that may be larger than `dims`, and evaluate on the test images after each epoch.
 
-        Writes the files of `store_state` into the folder after each epoch and resumes from those there. The result is
-        of the best weights as they lie on disk, in fp32. Raises `UserError` for data, options or a model that don't fit
+        Write the files of `store_state` into the folder after each epoch, and resume from existing ones. The result is
+        that of the best weights as stored, in fp32. Raise a `UserError` for data, options or a model that don't fit
         together.
         """
         torch, options, dims = import_torch(), self.options, self.dims
@@ -143,7 +143,7 @@ class Training:
             return replace(best, notes=tuple(notes))
 
     def _collect_settings(self, model: ModelSpec) -> dict[str, Any]:
-        """Return the settings that determine the result, by their names for the user."""
+        """Return the settings that determine the result, by their user-visible names."""
         beginning = model.weights_sha256 or ("pretrained" if model.pretrained else "random")
         return {
             **self.options.settings(),
@@ -158,11 +158,11 @@ class Training:
         }
 
     def _train_epoch(self, loop: Loop, epoch: int, reader: network.BatchReader, state: State) -> dict[str, float]:
-        """Train for one epoch; the mean loss, the last learning rate, seconds and images per second."""
+        """Train for one epoch; return its number, last learning rate, mean loss, seconds and images per second."""
         import torch
 
         options = self.options
-        torch.manual_seed(network.epoch_seed(options.seed, epoch))  # dropout and its kin
+        torch.manual_seed(network.epoch_seed(options.seed, epoch))  # dropout and other random layers
         keys = network.load_batches(reader.split, options, epoch)
         loop.module.train(not options.freeze)  # a frozen network keeps its statistics, too
         total, images = torch.zeros((), device=loop.device), 0
@@ -216,7 +216,7 @@ def _with_classes(model: ModelSpec, dims: Dims, training: network.Split, test: n
 
 
 def _evaluate_split(module: Any, reader: network.BatchReader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return loss and top-1 in percent; and, apart, top-5 and the counts."""
+    """Return loss and top-1 in percent; separately, top-5 and the counts."""
     import torch
 
     module.eval()

@@ -1,4 +1,4 @@
-"""The network to be trained: built for the data's classes, from random, published or stored weights."""
+"""Network to be trained: built for the data's classes, from random, published or stored weights."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def _apply_state(module: Any, state: Mapping[str, Any], where: str) -> list[str]
 
 
 def _check_network(module: Any, model: ModelSpec, dims: Dims) -> None:
-    """Refuse a network that doesn't take the images or return a score for each class, in training or evaluation."""
+    """Raise a `UserError` unless the network takes the images and returns a score per class, trained or evaluated."""
     import torch
 
-    tried = copy.deepcopy(module)  # a pass in training mode moves the statistics of batch norm
+    tried = copy.deepcopy(module)  # a pass in training mode changes the statistics of batch norm
     image = torch.zeros(2, model.channels, dims.height, dims.width)
     for training in (False, True):
         try:
@@ -86,7 +86,7 @@ def _check_network(module: Any, model: ModelSpec, dims: Dims) -> None:
 
 
 def _freeze_layers(module: Any, model: ModelSpec, dims: Dims) -> str:
-    """Leave only the classifier trainable: the parameters whose shape follows the number of classes."""
+    """Leave only the classifier (parameters shaped by the number of classes) trainable; return a note on it."""
     assert model.classes is not None
     larger = models.build(replace(model, weights="", pretrained=False, classes=model.classes + 1), dims).state_dict()
     head = [name for name, value in module.named_parameters() if larger[name].shape != value.shape]
@@ -110,8 +110,8 @@ def compute_loss(out: Any, labels: Any, smoothing: float) -> Any:
 
 # Snapshots of a training after each epoch: its state for resuming, the weights, the curves.
 #
-# state.pt is written first and atomically; the other files follow from it, so that the next start repairs a kill
-# between two writes. It holds tensors, numbers and text only, and is read without running code.
+# state.pt is written first and atomically; the other files are derived from it, so that the next start repairs an
+# interruption between two writes. It holds tensors, numbers and text only, and is read without running code.
 
 STATE_FILE, BEST_FILE, LAST_FILE, HISTORY_FILE = "state.pt", "best.safetensors", "last.safetensors", "history.csv"
 HISTORY_COLUMNS = ("epoch", "lr", "train_loss", "test_loss", "top1", "seconds", "images_per_s")
@@ -120,7 +120,7 @@ START_ANEW_ADVICE = "give another --out, or remove that folder to start anew"
 
 @dataclass
 class State:
-    """The progress of a training: its settings, the epochs that are done, and the best of them (0: none)."""
+    """The progress of a training: its settings, the finished epochs' rows, and the best epoch (0: none)."""
 
     settings: dict[str, Any]
     history: list[dict[str, float]] = field(default_factory=list)
@@ -132,7 +132,7 @@ class State:
         return len(self.history)
 
     def add(self, row: dict[str, float]) -> None:
-        """Add one more epoch; the best has the highest top-1, of equals the lowest loss."""
+        """Add a finished epoch; the best has the highest top-1 and, at equal top-1, the lowest loss."""
         self.history.append(row)
         if not self.best or _rank_epoch(row) > _rank_epoch(self.history[self.best - 1]):
             self.best = self.epoch
@@ -143,7 +143,7 @@ def _rank_epoch(row: Mapping[str, float]) -> tuple[float, float]:
 
 
 def store_state(folder: Path, state: State, parts: Mapping[str, Any]) -> None:
-    """Write the state with the state dicts of `parts` (`module` among them), then the files that follow from it."""
+    """Write the state with the state dicts of `parts` (including `module`), then the files derived from it."""
     import torch
 
     content = io.BytesIO()
@@ -154,7 +154,7 @@ def store_state(folder: Path, state: State, parts: Mapping[str, Any]) -> None:
 
 
 def publish_files(folder: Path, state: State, module: Any) -> None:
-    """Write the curves, the last weights, and the best ones if the last epoch is the best."""
+    """Write the curves, the last weights and, if the last epoch is the best, the best weights."""
     weights = _serialise_weights(module)
     if state.best == state.epoch:
         write_bytes(folder / BEST_FILE, weights)
@@ -167,9 +167,9 @@ def publish_files(folder: Path, state: State, module: Any) -> None:
 
 
 def restore_state(folder: Path, settings: dict[str, Any], parts: Mapping[str, Any]) -> State:
-    """Load the state of the training in the folder into its `parts`; return it, or a new state if there is none.
+    """Load the state of the training in the folder into its `parts`; return it, or a new state without a file.
 
-    Raises `UserError` if the file is damaged, or for different settings or data, which it names.
+    Raise a `UserError` for a damaged file, or for different settings or data, by name.
     """
     path = folder / STATE_FILE
     if not path.is_file():
@@ -196,7 +196,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume with settings that change the result, and name them."""
+    """Raise a `UserError` that names changed settings with an effect on the result."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if names:
         changes = ", ".join(
@@ -225,13 +225,12 @@ def _serialise_weights(module: Any) -> bytes:
 EVALUATION_BATCH = 64  # fewest images per evaluation batch
 SHIFT_DIVISOR = 10  # `shift` moves an image by at most a tenth
 
-Key = tuple[int, np.ndarray]  # the seed of a batch's augmentation, and rows of images.npy
+Key = tuple[int, np.ndarray]  # seed of a batch's augmentation, and rows of images.npy
 
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a decoded data set: memory-mapped pixels (uint8 N x C x H x W), labels, the split's rows, class
-    names."""
+    """Split of a decoded data set: memory-mapped pixels (uint8 N x C x H x W), labels, its rows, and class names."""
 
     pixels: np.ndarray
     labels: np.ndarray
@@ -258,12 +257,12 @@ class Split:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Return the seed for everything random in an epoch: it doesn't depend on whether earlier epochs ran here."""
+    """Return the seed of an epoch's random numbers, independent of earlier epochs in this process."""
     return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
 
 
 def load_batches(split: Split, options: TrainOptions, epoch: int) -> list[Key]:
-    """Return the batches of an epoch; a last batch of one joins the one before it: batch norm can't train on one."""
+    """Return the batches of an epoch; a single last image joins the previous batch: batch norm can't train on one."""
     rng = np.random.default_rng(epoch_seed(options.seed, epoch))
     order = rng.permutation(split.index)
     edges = list(range(0, len(order), options.batch))
@@ -275,7 +274,7 @@ def load_batches(split: Split, options: TrainOptions, epoch: int) -> list[Key]:
 
 
 def plain_batches(split: Split, size: int) -> list[Key]:
-    """Return all images of the split in their order, in batches of that size."""
+    """Return all images of the split in their order, in batches of `size`."""
     return [(0, split.index[start : start + size]) for start in range(0, len(split.index), size)]
 
 
@@ -298,7 +297,7 @@ def make_augmentation(kind: str, size: tuple[int, int]) -> Callable[[Any], Any] 
 
 
 class BatchDataset:
-    """A data set for torch's DataLoader whose item is a whole batch: pixels uint8 B x C x H x W, labels int64.
+    """A data set for torch's DataLoader with whole batches as items: pixels uint8 B x C x H x W, labels int64.
 
     An augmentation draws from the batch's own seed and restores torch's generator, so that neither the number of
     workers nor earlier batches change an image.
@@ -324,7 +323,7 @@ class BatchDataset:
 
 
 class BatchReader:
-    """Batches of a split by torch's DataLoader, in its workers where there are any, normalised on the device."""
+    """Batches of a split, read by torch's DataLoader (in its workers, if any) and normalised on the device."""
 
     def __init__(
         self, split: Split, preprocess: Preprocess, options: TrainOptions, change: Callable[[Any], Any] | None = None
@@ -334,7 +333,7 @@ class BatchReader:
         self.split, self.options, self._device = split, options, torch.device(options.device)
         mean, std = read_normalisation(preprocess, split.pixels.shape[1])
         self._mean, self._std = (torch.from_numpy(v).to(self._device) for v in (mean, std))
-        self._keys: list[Key] = []  # the loader's sampler, filled anew for each epoch, so that workers live through all
+        self._keys: list[Key] = []  # the loader's sampler, refilled for each epoch, so that workers persist
         self._loader = torch.utils.data.DataLoader(
             BatchDataset(split, change),
             batch_size=None,  # an item is a batch already
@@ -342,12 +341,12 @@ class BatchReader:
             num_workers=options.workers,
             persistent_workers=options.workers > 0,
             pin_memory=self._device.type == "cuda",
-            # Drawn once at the beginning, it must not touch the generator that dropout draws from.
+            # The loader's own generator: it must not advance dropout's.
             generator=torch.Generator().manual_seed(options.seed),
         )
 
     def __call__(self, keys: list[Key]) -> Iterator[tuple[Any, Any]]:
-        """Inputs as the network reads them (float32, channels last) and labels, of each of the batches."""
+        """Yield inputs as the network reads them (float32, channels last) and labels, batch by batch."""
         import torch
 
         self._keys[:] = keys

@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, tuple[float, float]] = {
 SCHEDULES = ("onecycle", "cosine", "step", "constant")
 AUGMENTATIONS = ("none", "shift", "light", "standard")
 MIXED_PRECISIONS = ("none", "fp16", "bf16")
-CHANGEABLE_OPTIONS = ("workers",)  # options without effect on the result: they may change on resuming
+CHANGEABLE_OPTIONS = ("workers",)  # options without effect on the result, changeable on resuming
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ class TrainOptions:
 
     @property
     def peak(self) -> float:
-        """The highest learning rate: the one given, or the optimiser's usual one."""
+        """The highest learning rate: `lr`, or the optimiser's default."""
         return OPTIMIZERS[self.optimizer][0] if self.lr is None else self.lr
 
     @property
     def decay(self) -> float:
-        """The weight decay: the one given, or the optimiser's usual one."""
+        """The weight decay: `weight_decay`, or the optimiser's default."""
         return OPTIMIZERS[self.optimizer][1] if self.weight_decay is None else self.weight_decay
 
     def settings(self) -> dict[str, Any]:
-        """Return all options with the usual values filled in, without those that don't change the result."""
+        """Return all options that affect the result, with defaults filled in."""
         filled = {**dataclasses.asdict(self), "lr": self.peak, "weight_decay": self.decay}
         return {name: value for name, value in filled.items() if name not in CHANGEABLE_OPTIONS}
 

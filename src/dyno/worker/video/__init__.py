@@ -1,1 +1,1 @@
-"""Video through a network: frames read, prepared, answered, drawn and written in stages that overlap."""
+"""Video through a network: frames are read, prepared, answered, drawn and written in overlapping stages."""

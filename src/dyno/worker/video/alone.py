@@ -1,7 +1,7 @@
-"""Isolated measurements of each stage on the first frames: its seconds and its processor time.
+"""Isolated measurements of each stage on the first frames: seconds and processor time, also under full CPU load.
 
-Besides, how much more of that it takes while every processor works. Two processors are often two threads of one core,
-which a virtual machine need not say, and all share caches and memory: together they do less than each by itself.
+Two processors are often two threads of one core, even if a virtual machine hides it, and all share caches and memory:
+together they do less than each alone.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from dyno.worker.video.drawing import Tracker, draw_detections
 from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, now
 from dyno.worker.video.stages import VideoPipeline, run_pipelines
 
-# Of one measurement, of which there is one before the video and one behind it: frames at most, those of one turn, and
-# how long no further turn begins.
+# Limits of one measurement (one before the video, one after): frames, frames per turn, and seconds until the last turn
 TIMED_FRAMES, CHUNK_FRAMES, MAX_SECONDS = 60, 12, 1.5
-HANDOVER_ITEMS = 500  # items through stages that do nothing
-STAGE_TURNS = 3  # turns of all copies together; with those alone, no copy writes more than the stages alone did
+HANDOVER_ITEMS = 500  # items through idle stages
+STAGE_TURNS = 3  # turns of all copies together; a copy writes no more than the isolated stages did
 
 
 @dataclass(frozen=True)
 class IsolatedTimes:
-    """One stage alone: seconds of each frame, and seconds of processor time per frame, all threads together."""
+    """One isolated stage: seconds of each frame, and processor seconds per frame over all threads."""
 
     seconds: np.ndarray
     cpu: float
 
 
 class _CostClock:
-    """Seconds and processor time of pieces of work."""
+    """A counter of wall and processor seconds of work."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -57,29 +56,29 @@ class _CostClock:
         self.add((now() - began) / 1e9, time.process_time() - cpu, frames)
 
     def add(self, seconds: float, cpu: float, frames: int = 1) -> None:
-        """Count those seconds, and those of processor time, for that number of frames."""
+        """Count wall and processor seconds for that number of frames."""
         self.seconds += [seconds / frames] * frames
         self.cpu += [cpu / frames] * frames
 
     def share(self, held: _CostClock) -> None:
-        """Share out that time, which was spent once for all frames, among them."""
+        """Distribute the time in `held`, spent once for all frames, among them."""
         count = len(self.seconds)
         self.seconds = [each + sum(held.seconds) / count for each in self.seconds]
         self.cpu = [each + sum(held.cpu) / count for each in self.cpu]
 
     def result(self, turn: int) -> IsolatedTimes:
-        """Return the samples and the mean, without the first `turn` frames if there is another turn.
+        """Return samples and mean, without the first `turn` frames if there are more.
 
-        Libraries are set up in the first.
+        Libraries are set up in the first turn.
         """
         first = turn if len(self.seconds) >= 2 * turn else 0
         return IsolatedTimes(np.asarray(self.seconds[first:]), float(np.mean(self.cpu[first:])))
 
 
 class Bench:
-    """The stages that work on frames, in turns of a few frames each: every stage alone, on frames as they come.
+    """The stages on frames, each alone, in turns of a few frames.
 
-    In turns, as in the pipeline memory is used again and an encoder sees the video as it is.
+    Turns reuse memory as in the pipeline, and the encoder sees consecutive frames.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Bench:
     def run(self, max_frames: int) -> None:
         """Run the stages on at most `max_frames` first frames (0: `TIMED_FRAMES`, or more with several threads).
 
-        `feeds` hold frames afterwards, and `answered` are the last batches, with outputs.
+        Afterwards, `feeds` hold frames, and `answered` are the last batches, with outputs.
         """
         reading, max_frames, count = self._source.read(), max_frames or TIMED_FRAMES // CHUNK_FRAMES * self._chunk, 0
         until = time.perf_counter() + MAX_SECONDS
@@ -124,11 +123,11 @@ class Bench:
             self._clocks[steps.ENCODE].share(held)
 
     def results(self) -> dict[str, IsolatedTimes]:
-        """Return the result of each stage, without the engine's."""
+        """Return the result of each stage except inference."""
         return {name: clock.result(self._chunk) for name, clock in self._clocks.items() if clock.seconds}
 
     def _decode_frames(self, reading: Iterator[Frame], count: int) -> list[Frame]:
-        """Return the next frames; the time of a live source's frame begins when it has arrived."""
+        """Return the next frames; a live source's frame begins when it has arrived."""
         frames, cpu = list[Frame](), time.process_time()
         for frame in itertools.islice(reading, count):
             spent = time.process_time()
@@ -155,7 +154,7 @@ class Bench:
                 self._sink.write(replace(frame, packets=[]))
 
     def _prepare_batches(self, frames: list[Frame]) -> list[Batch]:
-        """Return the frames as batches; if several threads prepare them, their time is that of all together."""
+        """Return the frames as batches; several preparing threads are timed together."""
         clock, size, batches = self._clocks[steps.PREPARE], self._batch, list[Batch]()
         together = size if self._lanes == 1 else len(frames)
         for first in range(0, len(frames), together):
@@ -187,7 +186,7 @@ class Bench:
 def measure_inference(
     engine: steps.SessionThread, feeds: Sequence[Arrays], plan: Plan, size: int
 ) -> tuple[IsolatedTimes, measure.Sampling]:
-    """Measure inference with every slot or lane at work, on batches of the video; return it with its sampling."""
+    """Measure inference on the video's batches, with every slot or lane at work; return it with its sampling."""
     measure.warm_up(measure.make_step(engine.session, "all", feeds), plan)
     cpu, began = time.process_time(), time.perf_counter()
     if engine.lanes > 1:
@@ -195,13 +194,13 @@ def measure_inference(
         sampling = measure.throughput_in_lanes(answer, engine.lanes, feeds, size, plan)
     else:
         sampling = measure.measure_throughput(engine.session, feeds, size, plan)
-    share = (time.process_time() - cpu) / (time.perf_counter() - began)  # processors kept busy
+    share = (time.process_time() - cpu) / (time.perf_counter() - began)  # busy processors
     assert sampling.value is not None
     return IsolatedTimes(1 / sampling.samples, share / sampling.value), sampling
 
 
 class StageCopy:
-    """All stages but inference, on the source's frames from the beginning again and again, with answers given."""
+    """All stages except inference, on the source's frames repeated endlessly, with given answers."""
 
     def __init__(
         self,
@@ -214,14 +213,14 @@ class StageCopy:
     ) -> None:
         self._preparation, self._tracker, self._sink = preparation, tracker, sink
         self._feed, self._answer = preparation.new_feed(), steps.PostprocessingStage(reader, preparation.size)
-        # Drawn on and written by each copy for itself.
+        # Each copy draws on and writes its own frames.
         own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
         self._answered = replace(answered, frames=own)
         endless = itertools.chain.from_iterable(source.read() for _ in itertools.count())
         self._reading: Iterator[Frame] = itertools.cycle(own) if source.once else endless
 
     def turn(self) -> float:
-        """Run a few frames through every stage; return the processor time of this thread, in seconds."""
+        """Run a few frames through every stage; return this thread's processor time, in seconds."""
         began = time.thread_time()
         frames, size = list(itertools.islice(self._reading, CHUNK_FRAMES)), self._preparation.batch
         for number, frame in enumerate(frames):
@@ -229,7 +228,7 @@ class StageCopy:
             if (number + 1) % size == 0 or number + 1 == len(frames):
                 self._preparation.complete(self._feed, number % size + 1)
                 self._answer.work(self._answered)
-        # Masks are of the size of the frame they were found in: in images of several sizes that frame is taken itself.
+        # Masks have their frame's size: for images of several sizes, that frame itself is taken.
         pairs = zip(frames, itertools.cycle(self._answered.frames), strict=False)
         frames = [
             replace(frame if frame.size == like.size else like, packets=[], detections=like.detections)
@@ -246,15 +245,18 @@ class StageCopy:
         return time.thread_time() - began
 
     def close(self) -> None:
-        """Close its file."""
+        """Close the output file."""
         if self._sink is not None:
             self._sink.close()
 
 
 @dataclass(frozen=True)
 class ContentionCost:
-    """With every processor at work: how many times the processor time alone the stages but inference take for a frame,
-    and the seconds of it that inference takes."""
+    """The effect of full CPU load.
+
+    `factor` is the ratio of the other stages' processor time to that without load, `inference` the seconds of inference
+    per frame.
+    """
 
     factor: float
     inference: float
@@ -265,9 +267,8 @@ def measure_contention(
 ) -> ContentionCost:
     """Run all copies and the engine together, and compare them with one copy alone.
 
-    In turns: one, all, the next one, all. The first turn of all sets libraries up and doesn't count. A codec's own
-    threads are taken to be slowed down like the one that calls it; the rest of the time beside the copies is the
-    engine's.
+    The turns are: one, all, the next one, all… A first turn of all sets up libraries and doesn't count. A codec's own
+    threads are assumed to slow down like their caller; the processor time beyond the copies' is the engine's.
     """
     alone, together = _CostClock(), _CostClock()
     threads_alone, threads_together, frames = 0.0, list[float](), 0
@@ -302,7 +303,7 @@ def measure_contention(
 
 
 def measure_hand_over(count: int) -> float:
-    """Return the processor time, in seconds, of handing one item on: through `count` stages that do nothing else."""
+    """Return the processor seconds of passing one item on, measured through `count` idle stages."""
     idle = [steps.FrameStage(str(number)) for number in range(count)]
     cpu = time.process_time()
     run_pipelines(
@@ -313,8 +314,10 @@ def measure_hand_over(count: int) -> float:
 
 @dataclass(frozen=True)
 class StageMeasurement:
-    """One measurement: each stage alone, all of them under full CPU load (None: there is one processor), and the
-    processor time of handing something on, in seconds."""
+    """One measurement: each stage alone, all under full CPU load (None: one processor), and the hand-over.
+
+    `hand_over` is the processor time of passing an item on, in seconds.
+    """
 
     stages: dict[str, IsolatedTimes]
     contention: ContentionCost | None

@@ -1,4 +1,4 @@
-"""Frames of a video file or stream, by PyAV, in order, with the sound that lies between them."""
+"""Frames of a video file or stream, by PyAV, in order, with the sound between them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dyno.worker.spec import UserError
 from dyno.worker.video import media
 from dyno.worker.video.media import SQUARE_PIXELS, Converter, Frame, Picture, Planes, Rgb, Source, now
 
-Turn = tuple[bool, bool, bool]  # whether rows become columns, and then whether it is mirrored across and down
+Turn = tuple[bool, bool, bool]  # whether rows become columns; then whether it is mirrored across and down
 NO_TURN: Turn = (False, False, False)
-MIN_MISSING_S = 1.0  # a video ending earlier than its file states is cut short
-MAX_RATE_DIFFERENCE = 0.01  # relative difference between stated and actual frame rate that is reported
-ROUNDING_SHARE = 0.01  # of a display matrix's largest value; smaller ones are rounding
+MIN_MISSING_S = 1.0  # a video that ends this much before its stated end is cut short
+MAX_RATE_DIFFERENCE = 0.01  # relative difference between stated and actual frame rate, from which the latter is used
+ROUNDING_SHARE = 0.01  # share of a display matrix's largest value; smaller ones are rounding
 SILENCE_TIMEOUT_S = 10.0  # a stream silent for longer is lost
 
 
 class VideoSource(Source):
     """A video file, or a stream by its URL.
 
-    The `device` (`cuda:0`) decodes it where its decoder knows such pictures, else FFmpeg's own does.
+    The `device` (`cuda:0`) decodes it if its decoder supports the format; else FFmpeg's own decoder does.
     """
 
     def __init__(self, place: str, live: bool, device: str = "") -> None:
@@ -39,7 +39,7 @@ class VideoSource(Source):
             self._device = device if device and media.suits_accelerator(stream.codec_context) else ""
 
     def _note_streams(self, container: Any, stream: Any) -> None:
-        """Note what was chosen of several videos, and that pixels are not square."""
+        """Note the choice among several videos, and non-square pixels."""
         context = stream.codec_context
         if others := len(_list_videos(container)) - 1:
             left_out = "the other is" if others == 1 else f"{others} others are"
@@ -55,7 +55,7 @@ class VideoSource(Source):
         return open_container(self.place)
 
     def _correct_rate(self, times: list[float]) -> None:
-        """Take the rate from the frames' times where the file states another, as Matroska's of a variable rate."""
+        """Take the rate from the frames' times if the file states another, as in Matroska files of variable rate."""
         if self.damaged or len(times) < 2 or times[0] == times[-1] or times != sorted(times):
             return  # times restart in concatenated files
         found = (len(times) - 1) / (times[-1] - times[0])
@@ -72,7 +72,7 @@ class VideoSource(Source):
             ending, times = 0.0, list[float]()
             for packet in self._iter_packets(container, [video, *sound_streams]):
                 if packet.stream.type == "audio":
-                    if packet.dts is not None:  # the last one is empty
+                    if packet.dts is not None:  # the last packet is empty
                         packets.append(packet)
                     continue
                 if self.live:
@@ -92,7 +92,7 @@ class VideoSource(Source):
                 self.note(f"{self.name} ends after {ending:.1f} of {whole:.1f} s: it seems to be cut short")
 
     def _iter_packets(self, container: Any, streams: list[Any]) -> Iterator[Any]:
-        """Yield the packets until the file ends, even in the middle of one, or a stream goes away."""
+        """Yield the packets until the file ends, even in the middle of a packet, or a stream disappears."""
         import av
 
         try:
@@ -113,7 +113,7 @@ class VideoSource(Source):
 def open_container(place: str, device: str = "") -> Any:
     """Open the container of a video, for decoding by that GPU or by FFmpeg.
 
-    Raises a `UserError` for a file that isn't a video, has no pictures or an unknown codec.
+    Raise a `UserError` for a file that isn't a video, has no pictures or an unknown codec.
     """
     import av
 
@@ -122,12 +122,12 @@ def open_container(place: str, device: str = "") -> Any:
         container = av.open(place, timeout=SILENCE_TIMEOUT_S if "://" in place else None, **options)
     except (OSError, ValueError, av.error.FFmpegError) as e:
         if device:
-            open_container(place).close()  # reports what is wrong with the file
+            open_container(place).close()  # reports the file's own fault
             why = getattr(e, "strerror", e)
             raise UserError(f"the decoder of {device} can't be used ({why}); omit --decode") from e
         raise _explain_error(place, e) from e
     problem = ""
-    if {stream.type for stream in container.streams} <= {"data"}:  # a stream with a truncated header has only data
+    if {stream.type for stream in container.streams} <= {"data"}:  # truncated headers leave only data
         problem = f"{place} has neither pictures nor sound: it is cut short, or was never finished; "
         problem += "copy or record it again"
     elif not container.streams.video:
@@ -144,13 +144,13 @@ def open_container(place: str, device: str = "") -> Any:
 
 
 def find_video_stream(container: Any) -> Any:
-    """Return the stream that is the video: of several the one that FFmpeg considers best; None where there is none."""
+    """Return the video stream, by FFmpeg's preference of several; None without one."""
     videos, best = _list_videos(container), container.streams.best("video")
     return next((s for s in videos if s.index == best.index), videos[0] if videos else None)
 
 
 def _list_videos(container: Any) -> list[Any]:
-    """Return the streams of pictures that are neither cover art nor thumbnails, decodable ones first."""
+    """Return the picture streams except cover art and thumbnails, decodable ones first."""
     from av.stream import Disposition
 
     videos = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
@@ -158,7 +158,7 @@ def _list_videos(container: Any) -> list[Any]:
 
 
 def _read_end(stream: Any) -> float:
-    """Return the time in seconds at which a stream ends, by its file; 0 where the file doesn't say."""
+    """Return the end of a stream in seconds, according to its file; 0 if missing."""
     if stream.duration is not None:
         return float(((stream.start_time or 0) + stream.duration) * stream.time_base)
     parts = stream.metadata.get("DURATION", "").split(":")  # Matroska: 00:00:02.400000000
@@ -181,7 +181,7 @@ def _explain_error(place: str, e: Exception) -> Exception:
 
 
 class _Pictures:
-    """Decoded frames as pictures, upright and not mirrored, as a player shows them."""
+    """Converter of decoded frames to pictures, rotated and mirrored as in a player."""
 
     def __init__(self, aspect: Fraction, note: Callable[[str], None]) -> None:
         self._convert, self._aspect, self._note = Converter(), aspect, note
@@ -202,7 +202,7 @@ class _Pictures:
         return Rgb(self._convert(decoded), self._aspect)
 
     def _read_turn(self, decoded: Any) -> Turn:
-        """Return how the display matrix turns and mirrors a frame: x' = ax + cy, y' = bx + dy (FFmpeg's display.h)."""
+        """Return the rotation and mirroring by the display matrix: x' = ax + cy, y' = bx + dy (FFmpeg's display.h)."""
         matrix = decoded.side_data.get("DISPLAYMATRIX")
         if matrix is None:
             return NO_TURN

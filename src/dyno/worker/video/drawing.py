@@ -1,7 +1,7 @@
-"""Boxes, masks and keypoints on a frame, one colour for each class, or for each object that is tracked.
+"""Boxes, masks and keypoints on a frame, coloured by class, or by object if objects are tracked.
 
-All is drawn on the layers of the frame's picture, be they red, green and blue or a decoder's planes of brightness and
-colour. Edges lie where each value of a layer is whole, so that no colour runs beside its box.
+Drawings go to the layers of the frame's picture: red, green and blue, or a decoder's planes of brightness and colour.
+Edges are aligned to the values of every layer, so that no colour bleeds out of its box.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from dyno.worker.extras import load_library
 from dyno.worker.video.media import Colour, Frame, PicturePlane
 from dyno.worker.video.options import TRACKER_NAMES
 
-# Identities of objects across a video's frames, by the trackers of the library `trackers`.
+# Identities of objects across a video's frames, by the library `trackers`
 
-NO_OBJECT = -1  # the library's identity of a box that is of no object yet
-USUAL_RATE = 30.0  # frames per second of a source that doesn't say
+NO_OBJECT = -1  # the library's identity of a box without an object
+USUAL_RATE = 30.0  # assumed frames per second if unknown
 TRACKER_THRESHOLDS = ("track_activation_threshold", "high_conf_det_threshold")
 
 
 class Tracker:
-    """The identities of one video's boxes, from frame to frame in their order.
+    """The identities of one video's boxes, from frame to frame, in order.
 
-    A box of at least the score `least` may begin an identity; a weaker one only carries one on, where the method does
-    so. `rate` is the source's, per second (0: unknown). Raises `Unavailable` without the library.
+    A box with a score of at least `min_score` may begin an identity; a weaker one only continues it, if the method
+    supports that. `rate` is the source's, per second (0: unknown). Raise `Unavailable` without the library.
     """
 
     def __init__(self, name: str, rate: float, min_score: float) -> None:
@@ -40,11 +40,11 @@ class Tracker:
             frame_rate=1 / self._period, **{key: min_score for key in TRACKER_THRESHOLDS if key in taken}
         )
         self._boxes = load_library("supervision").Detections
-        self._sees = "enable_cmc" in taken  # it estimates the camera's motion from the pictures
+        self._sees = "enable_cmc" in taken  # it estimates the camera's motion
         self._classes: dict[int, Counter[int]] = {}
 
     def identify(self, frame: Frame) -> None:
-        """Set the frame's `identities`: whole numbers, one for each detection, `NO_OBJECT` where there is none."""
+        """Set the frame's `identities`: a whole number per detection, `NO_OBJECT` if it has no object."""
         found = frame.detections
         assert found is not None
         count = len(found.scores)
@@ -64,12 +64,12 @@ class Tracker:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of objects of each class; an object's class is that of most of its boxes."""
+        """The number of objects by class; an object's class is its boxes' most common class."""
         counted = Counter(classes.most_common(1)[0][0] for classes in self._classes.values())
         return {str(kind): counted[kind] for kind in sorted(counted)}
 
     def _compute_time(self, frame: Frame) -> float:
-        """Return the frame's time in seconds; a period after the last one if the source has none, or an earlier one."""
+        """Return the frame's time in seconds; one period after the last if the source's is missing or not later."""
         if frame.seconds is not None and frame.seconds > self._seconds:
             self._seconds = frame.seconds
         else:
@@ -77,7 +77,7 @@ class Tracker:
         return self._seconds
 
 
-# Okabe and Ito's colours, which people tell apart who don't see all (2008); black is left out.
+# Okabe and Ito's colours, distinguishable with colour blindness (2008), without black
 TRACK_COLOURS = (
     (230, 159, 0),
     (86, 180, 233),
@@ -87,13 +87,13 @@ TRACK_COLOURS = (
     (213, 94, 0),
     (204, 121, 167),
 )
-UNIDENTIFIED_COLOUR = (160, 160, 160)  # tracked objects without an identity
+UNIDENTIFIED_COLOUR = (160, 160, 160)  # boxes without an identity
 BLACK = (0, 0, 0)
 MASK_OPACITY = 0.4  # opacity of a mask
-TEXT_REFERENCE_HEIGHT = 480  # height of a picture whose text has OpenCV's size 0.5
+TEXT_REFERENCE_HEIGHT = 480  # picture height for OpenCV's text size 0.5
 FRACTION_BITS = 4  # fractional bits of a dot's position
 
-Region = tuple[int, int, int, int]  # left, top, right, bottom, the last two outside
+Region = tuple[int, int, int, int]  # left, top, right, bottom (exclusive)
 
 
 def draw_detections(frame: Frame) -> None:
@@ -118,7 +118,7 @@ def draw_detections(frame: Frame) -> None:
 
 
 def _choose_colours(frame: Frame) -> list[Colour]:
-    """Return each detection's colour: by object where objects are tracked, grey before it has one; else by class."""
+    """Return each detection's colour: by class, or by object if tracked (grey without an object yet)."""
     assert frame.detections is not None
     if frame.identities is None:
         return [TRACK_COLOURS[int(kind) % len(TRACK_COLOURS)] for kind in frame.detections.classes]
@@ -128,7 +128,7 @@ def _choose_colours(frame: Frame) -> list[Colour]:
 
 
 def _format_labels(frame: Frame) -> list[str]:
-    """Return the label of each box: the identity of its object if there is one, the class and the score."""
+    """Return the label of each box: its object's identity if any, the class and the score."""
     found = frame.detections
     assert found is not None
     labels = [f"{int(kind)} {score:.2f}" for kind, score in zip(found.classes, found.scores, strict=True)]
@@ -138,7 +138,7 @@ def _format_labels(frame: Frame) -> list[str]:
 
 
 def _draw_outline(layers: Sequence[PicturePlane], box: Region, thickness: int, colour: Colour) -> None:
-    """Draw the edge of a box, with at least that thickness around its sides."""
+    """Draw a box's outline with at least that thickness."""
     import cv2
 
     step = max(layer.step for layer in layers)
@@ -154,7 +154,7 @@ def _draw_outline(layers: Sequence[PicturePlane], box: Region, thickness: int, c
 def _draw_label(
     layers: Sequence[PicturePlane], text: str, scale: float, left: int, top: int, height: int, colour: Colour
 ) -> None:
-    """Draw a text in black on the colour: above that place, or below it if there is no room."""
+    """Draw a text in black on the colour, above that place, or below it if space is short."""
     step = max(layer.step for layer in layers)
     high = len(_render_ink(text, scale, 1))
     first, begin = (v // step * step for v in (top - high if top > high else max(0, min(top, height - high)), left))
@@ -169,7 +169,7 @@ def _draw_label(
 
 @lru_cache(maxsize=2048)
 def _render_patch(text: str, scale: float, step: int, paper: tuple[int, ...], ink: tuple[int, ...]) -> np.ndarray:
-    """Return a text as a layer of that step shows it, in those values of paper and ink."""
+    """Return a text at a layer's step, in the values of paper and ink."""
     share = np.arange(256)[:, None] / 255
     shades = np.round((1 - share) * paper + share * ink).astype(np.uint8)
     return np.asarray((shades if len(paper) > 1 else shades[:, 0])[_render_ink(text, scale, step)])
@@ -177,7 +177,7 @@ def _render_patch(text: str, scale: float, step: int, paper: tuple[int, ...], in
 
 @lru_cache(maxsize=2048)
 def _render_ink(text: str, scale: float, step: int) -> np.ndarray:
-    """Return the ink of a text at each place, with a margin, 0 to 255; its sides are even at a step of 1."""
+    """Return the ink of a text at each position, with a margin, 0 to 255; sides are even at a step of 1."""
     import cv2
 
     if step > 1:
@@ -193,7 +193,7 @@ def _render_ink(text: str, scale: float, step: int) -> np.ndarray:
 def _blend_mask(
     layers: Sequence[PicturePlane], size: tuple[int, int], counts: np.ndarray, box: np.ndarray, colour: Colour
 ) -> None:
-    """Blend a mask, run lengths down the columns, into the picture of that height and width."""
+    """Blend a mask (run lengths down the columns) into the picture of that height and width."""
     import cv2
 
     height, width = size
@@ -212,14 +212,14 @@ def _blend_mask(
 
 
 def _draw_points(layers: Sequence[PicturePlane], points: np.ndarray, colour: Colour, thickness: int) -> None:
-    """Draw a dot for each keypoint, except those whose third value, the network's confidence, is below a half."""
+    """Draw a dot for each keypoint, except at a confidence (third value) below a half."""
     import cv2
 
     for point in points:
         if len(point) >= 3 and point[2] < 0.5:
             continue
         for layer in layers:
-            # The middle of a value lies between its pixels.
+            # A value's centre lies between its pixels.
             place = [round(((float(v) + 0.5) / layer.step - 0.5) * (1 << FRACTION_BITS)) for v in point[:2]]
             radius = round(2 * thickness / layer.step * (1 << FRACTION_BITS))
             cv2.circle(layer.array, place, radius, layer.value(colour), -1, cv2.LINE_AA, FRACTION_BITS)

@@ -1,4 +1,4 @@
-"""Annotated frames into a video file, by PyAV, with the source's times and sound."""
+"""Annotated frames written to a video file, by PyAV, with the source's times and sound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dyno.worker.video.media import (
     Source,
 )
 
-# Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
+# Fast presets: the output is for viewing, and the encoder shares the processors with the network
 FASTEST_SETTINGS = {
     "libx264": {"preset": "veryfast", "crf": "23"},
     "libx265": {"preset": "ultrafast", "crf": "28", "x265-params": "log-level=none"},
@@ -34,8 +34,8 @@ FASTEST_SETTINGS = {
     "libsvtav1": {"preset": "12"},
 }
 DEFAULT_ENCODERS = {"h264": "libx264", "hevc": "libx265", "vp9": "libvpx-vp9", "vp8": "libvpx", "av1": "libsvtav1"}
-# MP4 written in pieces stays playable wherever it ends, and becomes a usual file when it is closed.
-# Sound begins before the pictures, and would move all of them if the index didn't wait for both.
+# A fragmented MP4 stays playable wherever it ends, and becomes a usual file on closing. Sound begins before the
+# pictures, and would shift them if the index didn't wait for both.
 IN_PIECES = {"movflags": "+hybrid_fragmented+delay_moov", "flush_packets": "1"}
 MATROSKA_OPTIONS = {"flush_packets": "1", "cluster_time_limit": "1000"}
 CONTAINER_OPTIONS = {
@@ -45,17 +45,17 @@ CONTAINER_OPTIONS = {
     ".mkv": MATROSKA_OPTIONS,
     ".webm": MATROSKA_OPTIONS,
 }
-# pixel formats of codecs that don't take PIXEL_FORMAT, which every player reads
+# pixel formats of codecs without PIXEL_FORMAT, the format that every player reads
 CODEC_PIXELS = {"mjpeg": ("yuvj420p",)}
-# What stores the shape of pixels that aren't square: codecs in their own stream, and containers of any codec.
+# Codecs and containers that store the aspect of non-square pixels
 ASPECT_CODECS, ASPECT_CONTAINERS = ("h264", "hevc", "mpeg4", "mjpeg"), (".mp4", ".mov", ".m4v")
-CODECS_CHOICE = 0  # FFmpeg's number of it: a frame must not become of the kind that it was in its source
-DEFAULT_RATE = 30  # of a source without a rate
-PIECE_S = 1  # seconds between pictures at which a player can begin, which also end a piece of an MP4
+CODECS_CHOICE = 0  # FFmpeg's AV_PICTURE_TYPE_NONE: the codec, not the source, chooses a frame's kind
+DEFAULT_RATE = 30  # for a source without a rate
+PIECE_S = 1  # seconds between key frames, which also end a fragment of an MP4
 
 
 class VideoSink(Sink):
-    """A video in the container that the file's suffix names."""
+    """A video in the container named by the file's suffix."""
 
     def __init__(self, path: Path, source: Source, codec: str = "") -> None:
         import av
@@ -100,7 +100,7 @@ class VideoSink(Sink):
         return video
 
     def _convert_rgb(self, image: np.ndarray) -> Any:
-        """Return the image in the codec's pixels; for the usual ones OpenCV takes a quarter of FFmpeg's time."""
+        """Return the image in the codec's pixel format; for the usual one, OpenCV takes a quarter of FFmpeg's time."""
         import av
         import cv2
 
@@ -133,7 +133,7 @@ class VideoSink(Sink):
         return self._notes
 
     def _create_streams(self, picture: Picture) -> None:
-        """Create the streams, with the size and the colours of the first picture."""
+        """Create the streams, with the size and colours of the first picture."""
         self._first = picture.height, picture.width
         height, width = self._size = self._choose_written_size(picture)
         rate = Fraction(self._source.rate or DEFAULT_RATE).limit_denominator(1001)
@@ -144,12 +144,12 @@ class VideoSink(Sink):
         stream.codec_context.thread_count = media.codec_threads()
         planes = picture.planes()
         if planes is not None and stream.pix_fmt == PIXEL_FORMAT:
-            # Where the container doesn't say which matrix it is, a player's guess must be right.
+            # If the container doesn't store the matrix, a player's guess must be right.
             guessed = planes.tags[0] in (UNSPECIFIED_MATRIX, media.find_matrix(UNSPECIFIED_MATRIX, height, width))
             self._tags = planes.tags if guessed or self._path.suffix.lower() in CONTAINER_OPTIONS else self._tags
-        context = stream.codec_context  # players would guess another matrix for large frames
+        context = stream.codec_context  # for large frames, players would guess another matrix
         context.colorspace, context.color_primaries, context.color_trc = self._tags
-        # Frames that refer to later ones take time to wait for those, and MP4 in pieces would begin late by as much.
+        # B-frames wait for later frames, and would delay the beginning of a fragmented MP4.
         stream.codec_context.max_b_frames = 0
         stream.width, stream.height = width + width % 2, height + height % 2
         if self._size == self._first and picture.aspect != SQUARE_PIXELS:
@@ -162,12 +162,12 @@ class VideoSink(Sink):
         if self._template is not None:
             base = find_video_stream(self._template).time_base or base
             self._add_sound()
-        # MPEG-4's clock has 16 bits; a rate that fits in keeps the times of a constant one.
+        # MPEG-4's clock has 16 bits; a constant rate fits.
         self._counts = self._template is None or base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
         stream.codec_context.time_base = 1 / rate if self._counts else base
 
     def _choose_written_size(self, picture: Picture) -> tuple[int, int]:
-        """Return the picture's height and width, or those in square pixels where the file can't say they aren't."""
+        """Return the picture's height and width, in square pixels if the file can't store the pixels' aspect."""
         import av
 
         kind = av.codec.Codec(self._codec, "w").canonical_name
@@ -179,7 +179,7 @@ class VideoSink(Sink):
         return picture.height, width
 
     def _choose_pixel_format(self) -> str:
-        """Return the pixel format that every player knows, or else the codec's own."""
+        """Return the pixel format that every player supports, else the codec's own."""
         import av
 
         formats = [f.name for f in av.codec.Codec(self._codec, "w").video_formats or ()] or [PIXEL_FORMAT]
@@ -197,7 +197,7 @@ class VideoSink(Sink):
             self._notes.append(f"the sound ({name}) was left out: {self._path.suffix} can't hold it")
 
     def _compute_time(self, frame: Frame) -> int:
-        """Return the frame's time, later than the one before it, as containers require."""
+        """Return the frame's time, later than the previous frame's, as containers require."""
         if frame.pts is not None and not self._counts:
             at = frame.pts
         elif frame.seconds is not None:
@@ -214,9 +214,9 @@ class VideoSink(Sink):
 
 
 def _choose_encoder(av: Any, container: Any, path: Path, codec: str) -> str:
-    """Return the encoder by the user's name, else the container's own in its usual implementation.
+    """Return the encoder by the user's name, else the container's default in its usual implementation.
 
-    Raises a `UserError` if it can't be used.
+    Raise a `UserError` if it can't be used.
     """
     name = codec or container.default_video_codec
     name = DEFAULT_ENCODERS.get(name, name)

@@ -1,8 +1,8 @@
-"""Pictures of frames: red, green and blue, or the planes of a decoder; and the layers for drawings.
+"""Pictures of frames: red, green and blue, or a decoder's planes; and the layers for drawings.
 
-A video's decoder gives brightness, and colour at half the height and width (4:2:0), and its encoder wants the same.
-So such a frame becomes RGB for the network alone: what is drawn is drawn on its planes, and where nothing is they are
-encoded as they are.
+A video's decoder gives brightness, and colour at half the height and width (4:2:0), and its encoder takes the same.
+Such a frame is converted to RGB only for the network: drawings go to its planes, and without drawings these are encoded
+unchanged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.postprocess import Detections
 
 Colour = tuple[int, int, int]  # red, green, blue
-# Of each channel of a layer: its shares of red, green and blue, and what is added.
+# Per channel of a layer: its weights of red, green and blue, and its offset
 Weights = tuple[tuple[float, float, float, float], ...]
 
 SQUARE_PIXELS = Fraction(1)
 PIXEL_FORMAT = "yuv420p"
-FULL_RANGE = 2  # FFmpeg's number of it: black is 0, not 16
+FULL_RANGE = 2  # FFmpeg's number of the full range: black is 0, not 16
 UNSPECIFIED_MATRIX = 2  # FFmpeg's number of an unspecified matrix
-# How red and blue become brightness, by FFmpeg's number of the matrix; green takes the rest (ITU-T H.273, table 4).
+# Weights of red and blue in brightness, by FFmpeg's matrix number; green has the rest (ITU-T H.273, table 4)
 MATRIX_COEFFICIENTS = {
     1: (0.2126, 0.0722),
     5: (0.299, 0.114),
@@ -47,8 +47,7 @@ MAX_601_SIZE = 1024, 576  # players assume ITU_601 up to this width and height
 
 @dataclass(frozen=True)
 class PicturePlane:
-    """A part of a picture that is drawn on: uint8, rows x columns or rows x columns x channels, in which each value
-    is of `step` x `step` pixels."""
+    """A part of a picture for drawing: uint8, rows x columns (x channels); a value covers `step` x `step` pixels."""
 
     array: np.ndarray
     step: int
@@ -66,15 +65,17 @@ def _convert_colour(weights: Weights, colour: Colour) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Pixels:
-    """The arrays of a picture, to be read only: uint8, one of height x width x RGB, or brightness and both
-    colours, these at half the height and width; and the number of their matrix (None: RGB)."""
+    """The read-only arrays of a picture, and the number of their matrix (None: RGB).
+
+    They are uint8: one of height x width x RGB, or brightness and two colours at half the height and width.
+    """
 
     arrays: tuple[np.ndarray, ...]
     matrix: int | None = None
 
 
 class Picture(ABC):
-    """The pixels of a frame, `height` x `width`, which belong to it; `aspect` is a pixel's width over its height."""
+    """A frame's own pixels, `height` x `width`; `aspect` is a pixel's width over its height."""
 
     height: int
     width: int
@@ -82,26 +83,26 @@ class Picture(ABC):
 
     @abstractmethod
     def rgb(self) -> np.ndarray:
-        """Return the picture as uint8, height x width x RGB, with its drawings; to be read only."""
+        """Return the picture as uint8, height x width x RGB, with its drawings; read-only."""
 
     @abstractmethod
     def pixels(self) -> Pixels:
-        """Return the picture as it is stored, which costs nothing, with its drawings."""
+        """Return the picture in its stored form, without conversion, with its drawings."""
 
     def planes(self) -> Planes | None:
-        """Return the picture as a decoder gave it to the host; None for one that was made otherwise."""
+        """Return the picture as a decoder gave it to the host; None for another kind of picture."""
         return None
 
     @abstractmethod
     def layers(self) -> tuple[PicturePlane, ...]:
-        """Return the layers to draw on, so that the picture shows it."""
+        """Return the picture's layers for drawing."""
 
     @abstractmethod
     def copy(self) -> Picture:
-        """Return another picture of the same pixels, with its drawings."""
+        """Return a copy of the picture, with its drawings."""
 
     def again(self) -> Picture:
-        """Return another picture of the same pixels; valid while nothing has been drawn on this one."""
+        """Return a picture of the same pixels; valid until this one is drawn on."""
         return self.copy()
 
 
@@ -126,16 +127,16 @@ class Rgb(Picture):
 
 
 class Planes(Picture):
-    """A decoded frame of PyAV's in `PIXEL_FORMAT`, whose own memory is only read: the decoder may refer to it.
+    """A PyAV frame in `PIXEL_FORMAT`, with read-only memory, as the decoder may refer to it.
 
-    `tags` are FFmpeg's numbers of the matrix, primaries and transfer characteristics that its values were made with.
+    `tags` are FFmpeg's numbers of its matrix, primaries and transfer characteristics.
     """
 
     def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE_PIXELS) -> None:
         self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
         self.tags = read_tags(decoded)
         self._decoded, self._convert = decoded, convert
-        self._own: Any = None  # a frame like the decoded one
+        self._own: Any = None  # copy of the decoded frame
 
     @property
     def matrix(self) -> int:
@@ -168,13 +169,13 @@ class Planes(Picture):
         return type(self)(self._decoded, self._convert, self.aspect)
 
     def video(self) -> Any:
-        """Return a frame for an encoder, of even height and width: a missing last row or column is a repeated one."""
+        """Return a frame for an encoder, of even height and width: an odd last row or column is repeated."""
         if self._own is None and (self.height % 2 or self.width % 2):
             self._own = self._copy_planes()
         return self._find_frame()
 
     def _find_frame(self) -> Any:
-        """Return the frame in the host's memory: that with the drawings, else the decoder's own."""
+        """Return the frame in host memory: the copy with drawings, else the decoder's own."""
         return self._own or self._decoded
 
     def _copy_planes(self) -> Any:
@@ -189,9 +190,9 @@ class Planes(Picture):
 
 
 def make_blank(height: int, width: int) -> Any:
-    """Return an empty PyAV frame in `PIXEL_FORMAT`, of that height and width, or one more if that is odd.
+    """Return an empty PyAV frame in `PIXEL_FORMAT`; odd heights and widths are increased by one.
 
-    `VideoFrame.from_numpy_buffer` would spare a copy, but rounds heights to a multiple of four (PyAV 18.1).
+    `VideoFrame.from_numpy_buffer` would save a copy, but rounds heights to a multiple of four (PyAV 18.1).
     """
     import av
 
@@ -217,13 +218,13 @@ def read_tags(decoded: Any) -> tuple[int, int, int]:
 
 
 def has_plane_format(decoded: Any) -> bool:
-    """Return whether `Planes` can be made of such a frame: pixels, their range and their matrix are the usual ones."""
+    """Return whether `Planes` support the frame: usual pixel format, range and matrix."""
     usual = has_known_colours(decoded) and decoded.format.name == PIXEL_FORMAT
     return usual and all(plane.line_size > 0 for plane in decoded.planes)
 
 
 def has_known_colours(decoded: Any) -> bool:
-    """Return whether the range and the matrix of a frame's values are known to `compute_weights`."""
+    """Return whether `compute_weights` supports the frame's range and matrix."""
     return (
         int(decoded.colorspace) in (*MATRIX_COEFFICIENTS, UNSPECIFIED_MATRIX) and int(decoded.color_range) != FULL_RANGE
     )
@@ -236,7 +237,7 @@ def read_planes(frame: Any) -> list[np.ndarray]:
 
 
 def find_matrix(number: int, height: int, width: int) -> int:
-    """Return the matrix of that number; if it is unknown, the players' default for pictures of that size."""
+    """Return the matrix of that number; if unspecified, the players' default for that picture size."""
     if number != UNSPECIFIED_MATRIX:
         return number
     return ITU_601 if width <= MAX_601_SIZE[0] and height <= MAX_601_SIZE[1] else ITU_709
@@ -257,7 +258,7 @@ def compute_weights(matrix: int) -> Weights:
 
 
 class Converter:
-    """Decoded frames as arrays of RGB, in any thread; each has one object for all, so that it is set up once."""
+    """Converter of decoded frames to RGB arrays; each thread has one object, set up once."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -273,51 +274,51 @@ class Converter:
         return np.lib.stride_tricks.as_strided(rows, (made.height, made.width, 3), (plane.line_size, 3, 1))
 
 
-# Frames that a GPU's own decoder leaves in its memory, and how a video is opened so that they stay there.
+# Frames left in GPU memory by the GPU's decoder
 
 CUDA_FORMAT = "cuda"  # FFmpeg's name of the decoder and of its pixel format
 
 
 def find_accelerator(device: str) -> Any:
-    """Return for `av.open` in this thread the decoder of that GPU (`cuda:0`); frames stay in PyTorch's context.
+    """Return that GPU's decoder (`cuda:0`) for `av.open` in this thread; frames stay in PyTorch's context.
 
-    FFmpeg's own decoder takes over for a stream that the GPU can't decode, and frames are as always.
+    FFmpeg's own decoder takes over if the GPU can't decode a stream, and frames are then in host memory.
     """
     import torch
     from av.codec.hwaccel import HWAccel
 
     if torch.cuda.is_available():
-        torch.empty(1, device=device)  # its context is this thread's from now on
-    # Asked for the primary context itself, FFmpeg wants flags that PyTorch has not set.
+        torch.empty(1, device=device)  # makes its context current in this thread
+    # With primary_ctx, FFmpeg would require flags that PyTorch doesn't set.
     context: dict[str, object] = {"primary_ctx": "0", "current_ctx": "1"}
     number = device.partition(":")[2] or "0"
     return HWAccel(CUDA_FORMAT, device=number, allow_software_fallback=True, options=context, is_hw_owned=True)
 
 
 def suits_accelerator(context: Any) -> bool:
-    """Return whether frames of a codec's context can be `Surface`s: eight bits, 4:2:0, of even height and width."""
+    """Return whether a codec's frames can be `Surface`s: eight bits, 4:2:0, of even height and width."""
     usual = context.format is not None and context.format.name == PIXEL_FORMAT
     return usual and not (context.width % 2 or context.height % 2)
 
 
 class Surface(Planes):
-    """A frame in a GPU's memory: brightness, and both colours side by side at half the height and width (NV12).
+    """A frame in a GPU's memory: brightness, and both colours interleaved at half the height and width (NV12).
 
-    It is copied to the host as soon as someone there wants to see it or draws on it.
+    It is copied to the host when it is first read there or drawn on.
     """
 
     def tensors(self) -> list[Any]:
         """Return height x width, and half of that x two, uint8, on the GPU.
 
-        They are valid behind the work queued on PyTorch's default stream.
+        They are valid after the work queued on PyTorch's default stream.
         """
         from torch.utils.dlpack import from_dlpack
 
-        # The capsule itself: PyAV has no order of streams, and refuses the one that PyTorch would ask for.
+        # The capsule directly: PyAV refuses the stream argument that PyTorch would pass.
         return [from_dlpack(plane.__dlpack__()) for plane in self._decoded.planes]
 
     def layers(self) -> tuple[PicturePlane, ...]:
-        self._find_frame()  # its copy is drawn on
+        self._find_frame()  # drawings go to the host's copy
         return super().layers()
 
     def _find_frame(self) -> Any:
@@ -331,34 +332,33 @@ class Surface(Planes):
         return self._own
 
 
-# The ends of the pipeline: a frame, what frames are read from, and what they are written to.
+# The ends of the pipeline: frames, their source and their sink
 
 now = time.perf_counter_ns
-CODEC_THREAD_DIVISOR, MAX_CODEC_THREADS = 4, 8  # one in four processors for a codec's threads, at most eight
-LANE_DIVISORS = 4, 8  # processors per lane of preprocessing and post-processing: beside a GPU, and a CPU
+CODEC_THREAD_DIVISOR, MAX_CODEC_THREADS = 4, 8  # processors per codec thread, and the limit of threads
+LANE_DIVISORS = 4, 8  # processors per lane of preprocessing and post-processing, for an engine on a GPU and a CPU
 
 
 def codec_threads(share: int = CODEC_THREAD_DIVISOR) -> int:
-    """Return a codec's number of threads: the stages are threads already, and a codec's cost processor time."""
+    """Return a codec's number of threads: stages are threads already, and codec threads cost processor time."""
     return min(MAX_CODEC_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
 
 
 def lanes_beside(on_cpu: bool) -> int:
-    """Return the number of threads that prepare frames, and of those that post-process them.
+    """Return the numbers of threads for preparing frames and for post-processing.
 
-    On a CPU the engine takes the processors.
+    On a CPU the engine needs the processors.
     """
     return codec_threads(LANE_DIVISORS[on_cpu])
 
 
 @dataclass
 class Frame:
-    """One frame, whose `picture` belongs to it, so it may be drawn on.
+    """One frame with its own `picture`, which may be drawn on.
 
-    `pts` counts in the source's time base (None: the source has none), `seconds` is the same time; `name` is that of an
-    image file. `packets` of sound come before it in the source. `began` is when its reading began, in ns of
-    `perf_counter_ns`; of a live source it is when the frame had arrived. `identities` are those of the objects that
-    its detections are of (-1: of none yet), where they are tracked.
+    `pts` counts in the source's time base (None: missing), `seconds` is the same time; `name` is an image file's.
+    `packets` of sound precede it in the source. `began` is the start of its reading, or a live frame's arrival, in ns
+    of `perf_counter_ns`. `identities` are the tracked objects of its detections (-1: none yet).
     """
 
     index: int
@@ -379,8 +379,7 @@ class Frame:
 
 @dataclass
 class Batch:
-    """Frames that go through the network together: the arrays it reads, and later its outputs (copies) and their
-    names."""
+    """Frames that go through the network together: input arrays, and later copies of its outputs, with names."""
 
     frames: list[Frame]
     feed: Any
@@ -391,10 +390,10 @@ class Batch:
 class Source(ABC):
     """A source of frames. `name` is for messages.
 
-    `count` is the number of frames as far as the source says (0: it doesn't), `rate` its average per second (0: none).
-    `live` frames come when they come, and each is a separate image file with `images`. Some can be read only
-    `once`, or should be: they can't be read twice at the same time. After reading, `damaged` is how many pieces could
-    not be decoded, `left` are packets of sound behind the last frame, and `notes` are sentences on how it was read.
+    `count` is the number of frames (0: unknown), `rate` their average per second (0: none). `live` frames arrive in
+    real time; with `images` each is a separate image file. A source with `once` can't be read twice, or not twice at
+    the same time. After reading, `damaged` counts undecodable pieces, `left` are the packets of sound after the last
+    frame, and `notes` are sentences on the reading.
     """
 
     count = 0
@@ -418,11 +417,11 @@ class Source(ABC):
     def read(self, sound: bool = False) -> Iterator[Frame]:
         """Yield the frames in order, from the beginning at every call.
 
-        With `sound`, the packets of sound before each frame come with it.
+        With `sound`, frames come with the packets of sound before them.
         """
 
     def template(self) -> Any:
-        """Return a container of the same streams, as a template for writing; None if the source is no container."""
+        """Return a container of the same streams as a template for writing; None without a container."""
         return None
 
 
@@ -432,13 +431,13 @@ class Sink:
     written = 0
 
     def write(self, frame: Frame) -> None:
-        """Take the next frame."""
+        """Write the next frame."""
         self.written += 1
 
     def close(self, left: list[Any] | None = None) -> list[str]:
-        """Complete what was written, also after an error; `left` are packets of sound behind the last frame.
+        """Complete the written file, also after an error; `left` are packets of sound after the last frame.
 
-        Returns sentences on what differs from the source.
+        Return sentences on differences from the source.
         """
         return []
 
@@ -448,13 +447,13 @@ def disk_full(e: BaseException) -> bool:
     return getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-# From a frame to what the network reads: letterboxed and normalised as everywhere in Dyno, by OpenCV.
+# From a frame to the network's input: letterboxed and normalised by OpenCV, as elsewhere in Dyno
 
 PADDING_GREY = 114  # padding around the picture
 
 
 class Preparation:
-    """Writes frames into a network's input; not for several threads at once."""
+    """Writer of frames into a network's input; not thread-safe."""
 
     def __init__(self, preprocess: Preprocess, inputs: Sequence[Tensor], dims: Dims) -> None:
         image, self.shape = input_data.image_input(inputs, static_shapes(inputs, dims))
@@ -463,17 +462,17 @@ class Preparation:
         self.size = height, width
         self._canvas = np.full((height, width, channels) if channels > 1 else (height, width), PADDING_GREY, np.uint8)
         mean, std = input_data.read_normalisation(preprocess, channels)
-        # A value for each of the 256 of a pixel, worked out as the evaluation does it: the same bits, at a look-up.
+        # Look-up table of all 256 pixel values, computed as in the evaluation, bit for bit.
         values = np.arange(256, dtype=np.float32).reshape(1, 1, 1, 256) / 255
         self._table = np.ascontiguousarray(((values - mean) / std).reshape(channels, 256).T)[None]
         self._filled: tuple[int, int, int, int] | None = None
 
     def new_feed(self) -> Any:
-        """Return memory for one batch, which a session stages and binds."""
+        """Return memory for one batch, for a session to stage and bind."""
         return {self.name: np.zeros(self.shape, np.uint8 if self._raw else np.float32)}
 
     def write(self, picture: Picture, feed: Any, place: int) -> None:
-        """Write one picture into that place of the batch."""
+        """Write one picture to position `place` of the batch."""
         import cv2
 
         image, canvas, target = picture.rgb(), self._canvas, feed[self.name][place]
@@ -493,11 +492,11 @@ class Preparation:
         for channel, plane in enumerate(cv2.split(canvas)):
             if not self._raw and target.dtype == np.float32:
                 cv2.LUT(plane, self._table[..., channel], target[channel])
-            else:  # the input type of the engine
+            else:  # the engine's input type
                 np.copyto(target[channel], plane if self._raw else cv2.LUT(plane, self._table[..., channel]))
 
     def complete(self, feed: Any, count: int) -> None:
-        """Finish the feed after its first `count` places were written, perhaps by another thread."""
+        """Finish the feed after its first `count` positions were written, perhaps by another thread."""
 
     def settle(self, feed: Any) -> None:
-        """Return when the batch is there: of one that is prepared elsewhere the work is only queued."""
+        """Wait until the batch is ready; on a device, its work is only queued."""

@@ -1,7 +1,7 @@
-"""Frames that become a network's input where it computes, by PyTorch, and outputs of which only what counts comes back.
+"""Frames prepared by PyTorch on the engine's device, and outputs reduced there before they are copied to the host.
 
-A GPU's host is slower at both than the GPU: it would letterbox each frame, and copy scores of thousands of places in it
-that show nothing. The pixels are those of the host's own preparation but for rounding.
+A GPU's host is slower at both: it would letterbox each frame, and copy scores of thousands of empty positions. The
+pixels equal the host's preparation except for rounding.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from dyno.worker.tasks.layouts import AnchorTable
 from dyno.worker.video.media import PADDING_GREY, Picture, Preparation, Surface, compute_weights
 
 GREY_WEIGHTS = 0.299, 0.587, 0.114  # weights of red, green and blue, as OpenCV's
-DECODED_THERE = 2  # arrays of a picture
-THRESHOLD_MARGIN = 0.01  # float16 rounds thresholds: the host compares again
+DECODED_THERE = 2  # number of a picture's arrays if the device decoded it
+THRESHOLD_MARGIN = 0.01  # float16 rounds thresholds; the host compares again
 Change = Callable[[dict[str, Any]], dict[str, Any]]  # changes outputs by name
 
 
 @dataclass(frozen=True)
 class PictureKind:
-    """The kind of pictures that can be prepared together; `matrix` is that of `Pixels`."""
+    """The kind of pictures that can be prepared together; `matrix` as in `Pixels`."""
 
     height: int
     width: int
     aspect: Fraction
     matrix: int | None
-    shapes: tuple[tuple[int, ...], ...]  # shapes of the arrays; two if the device decoded them
+    shapes: tuple[tuple[int, ...], ...]  # of the arrays; two if the device decoded them
 
 
 @dataclass
 class Entry:
-    """One place of a batch: the host's copy of its picture's pixels, one after the other, or the frame of the device's
-    own decoder, which is kept until it is copied; and how large the last picture was there."""
+    """One position of a batch.
+
+    `host` is the host's copy of the picture's pixels, joined, or `surface` the device decoder's frame, kept until it is
+    copied; `filled` is the size of the last picture there.
+    """
 
     kind: PictureKind | None = None
     host: Any = None
@@ -54,22 +57,22 @@ class Entry:
 
 @dataclass
 class Feed:
-    """A batch on the device: its tensor, and the event after which it is there."""
+    """A batch on the device: its tensor, and the event after which it is ready."""
 
     tensor: Any
     canvas: Any  # float32, batch x channels x height x width: pixels, letterboxed
     name: str
     entries: list[Entry]
     ready: Any = None
-    hosts: Any = None  # the host's copies of pictures that are as large as the first one, a row for each entry
+    hosts: Any = None  # host copies of pictures as large as the first, a row per entry
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the batch's content, in the host's memory."""
+        """Return the batch's content, in host memory."""
         return {self.name: self.tensor.cpu().numpy()}
 
 
 class DevicePreparation(Preparation):
-    """Copies pictures as they were decoded, and letterboxes and normalises a batch at a time on the device.
+    """A preparation that copies pictures as decoded, and letterboxes and normalises whole batches on the device.
 
     Several threads may write; one thread completes a batch.
     """
@@ -92,7 +95,7 @@ class DevicePreparation(Preparation):
         return Feed(tensor, canvas, self.name, [Entry() for _ in range(self.batch)], self._mark_queue())
 
     def write(self, picture: Picture, feed: Feed, place: int) -> None:
-        """Copy the picture's pixels, as they are, to where the device reads them, if they aren't there."""
+        """Copy the picture's unconverted pixels to memory that the device reads, unless they are on the device."""
         entry = feed.entries[place]
         if isinstance(picture, Surface):
             half = picture.height // 2, picture.width // 2, 2
@@ -112,15 +115,15 @@ class DevicePreparation(Preparation):
         entry.kind = PictureKind(picture.height, picture.width, picture.aspect, pixels.matrix, shapes)
 
     def _reserve_memory(self, feed: Feed, place: int, count: int) -> Any:
-        """Return `count` bytes for a picture in that place: beside those of the others, which then go in one copy."""
-        with self._growing:  # pages are locked, which is slow
+        """Return `count` bytes for a picture at that position: if possible, adjacent to the others', for one copy."""
+        with self._growing:  # page-locking is slow
             if feed.hosts is None:
                 feed.hosts = self._ends.host((self.batch, count), self._torch.uint8)
             beside = feed.hosts.shape[1] == count
             return feed.hosts[place] if beside else self._ends.host((count,), self._torch.uint8)
 
     def complete(self, feed: Feed, count: int) -> None:
-        """Queue what makes the batch of its pictures."""
+        """Queue the work that makes the batch from its pictures."""
         alike: dict[PictureKind, list[int]] = {}
         for place, entry in enumerate(feed.entries[:count]):
             assert entry.kind is not None
@@ -160,8 +163,8 @@ class DevicePreparation(Preparation):
         return [part.reshape(-1, *shape) for part, shape in zip(parts, kind.shapes, strict=True)]
 
     def _gather_frames(self, feed: Feed, kind: PictureKind, places: list[int]) -> list[Any]:
-        """Return the same arrays, of frames that the device's decoder left there."""
-        if self._stream is not None:  # FFmpeg queues its work on it
+        """Return the same arrays, from frames left by the device's decoder."""
+        if self._stream is not None:  # FFmpeg's work is queued on it
             self._stream.wait_stream(self._torch.cuda.default_stream(self._ends.device))
         make, on = self._torch.empty, self._ends.device
         gathered = [make((len(places), *shape), dtype=self._torch.uint8, device=on) for shape in kind.shapes]
@@ -185,14 +188,14 @@ class DevicePreparation(Preparation):
 
     @cache  # noqa: B019 - there are a few of these objects in a process
     def _compute_shares(self, matrix: int) -> tuple[list[float], list[Any]]:
-        """Return the offsets of brightness and both colours, and the share of each in red, green and blue."""
+        """Return the offsets of brightness and both colours, and their weights in red, green and blue."""
         rows = np.asarray(compute_weights(matrix))
         columns = np.linalg.inv(rows[:, :3]).T.astype(np.float32)
         tensors = (self._torch.from_numpy(column.copy()).to(self._ends.device) for column in columns)
         return rows[:, 3].tolist(), [tensor[None, :, None, None] for tensor in tensors]
 
     def _place_pictures(self, image: Any, feed: Feed, kind: PictureKind, places: list[int]) -> None:
-        """Place the pictures, resized, in the batch, with grey around them."""
+        """Place the resized pictures in the batch, with grey around them."""
         if self._channels == 1:
             shares = zip(GREY_WEIGHTS, image.split(1, dim=1), strict=True)
             image = sum(share * part for share, part in shares).round_()
@@ -211,7 +214,7 @@ class DevicePreparation(Preparation):
 
 
 class OnDeviceSession(Session):
-    """A session that is fed by `DevicePreparation`, and whose outputs are changed on the device before they come."""
+    """A session fed by `DevicePreparation`; its outputs are reduced on the device before they are copied."""
 
     def __init__(self, host: Session, ends: DeviceBinding, change: Change) -> None:
         self.host, self._ends, self._change = host, ends, change
@@ -249,11 +252,10 @@ class OnDeviceSession(Session):
 
 
 def drop_low_scores(torch: Any, reader: BoxReader) -> Change:
-    """Return a function that keeps only the anchors where a class scores about the reader's `confidence` or more.
+    """Return a function that keeps only anchors with a class score of about the reader's `confidence` or more.
 
-    It changes predictions of batch x values x anchors. The anchors of each image keep their order; an image with fewer
-    anchors than another gets predictions of zeros at the end. Other outputs stay as they are, and so do predictions in
-    another layout, or before one was chosen.
+    It changes predictions of batch x values x anchors. Each image's anchors keep their order; images with fewer anchors
+    are padded with zeros. Other outputs are unchanged, as are predictions in another layout, or before one was chosen.
     """
     least = (1 - THRESHOLD_MARGIN) * reader.confidence
 
@@ -276,5 +278,5 @@ def drop_low_scores(torch: Any, reader: BoxReader) -> Change:
 
 
 def host_feeds(feeds: Sequence[Feed], session: Session) -> list[Mapping[str, np.ndarray]]:
-    """Return the batches as arrays that the session stages and binds."""
+    """Return the batches as arrays for the session, staged."""
     return [session.stage(feed.arrays()) for feed in feeds]

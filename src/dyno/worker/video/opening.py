@@ -21,13 +21,13 @@ from dyno.worker.video.encoding import VideoSink
 from dyno.worker.video.media import SQUARE_PIXELS, Frame, Rgb, Sink, Source, now
 from dyno.worker.video.options import IMAGE_SUFFIXES, VideoOptions
 
-# Frames without a container: image files, read and written, and raw frames from a pipe.
+# Frames without a container: image files, read and written, and raw frames from a pipe
 
-MULTIPAGE_SUFFIXES = (".png", ".webp", ".tif", ".tiff")  # formats with several pictures in a file
+MULTIPAGE_SUFFIXES = (".png", ".webp", ".tif", ".tiff")  # formats with several pictures per file
 
 
 class ImageSource(Source):
-    """An image, or those of a folder in the order of their names, and of the numbers in these."""
+    """An image, or a folder's images in the order of their names, with numbers compared as numbers."""
 
     images = True
 
@@ -56,14 +56,14 @@ class ImageSource(Source):
 
 
 def _split_numbers(name: str) -> list[str | int]:
-    """Return the name's parts, texts and whole numbers in turn: 2.png comes before 10.png."""
+    """Return the name's parts, texts and whole numbers alternating: 2.png comes before 10.png."""
     return [int(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", name))]
 
 
 class RawSource(Source):
-    """Frames from a file descriptor, three bytes for each pixel, row by row; it can be read only once.
+    """Frames from a file descriptor, three bytes per pixel, row by row; readable only once.
 
-    What the first reading took comes again at the beginning of the next.
+    The second reading begins with the frames of the first.
     """
 
     once = True
@@ -84,7 +84,7 @@ class RawSource(Source):
             index += 1
 
     def _read_frame(self) -> np.ndarray | None:
-        """Return the next frame, None at the end; a frame that ends too early counts as damaged."""
+        """Return the next frame, None at the end; an incomplete frame counts as damaged."""
         if self._seen and self._readings > 1:
             return self._seen.popleft()
         size = int(np.prod(self._shape))
@@ -97,7 +97,7 @@ class RawSource(Source):
 
 
 class ImageSink(Sink):
-    """Images of the source's names into a folder, or one image into a file."""
+    """Images with the source's names in a folder, or one image file."""
 
     def __init__(self, path: Path, single: bool) -> None:
         self._path, self._single = path, single
@@ -115,11 +115,11 @@ class ImageSink(Sink):
         self.written += 1
 
 
-# Frames from a camera, and from and to video files where PyAV is missing, by OpenCV: without sound.
+# Frames by OpenCV, without sound: from a camera, and from and to video files without PyAV
 
 FOURCC = {".mp4": "mp4v", ".mov": "mp4v", ".m4v": "mp4v", ".mkv": "mp4v", ".avi": "MJPG", ".webm": "VP80"}
 DEFAULT_RATE = 30.0  # of a source without a rate
-COVER_RATE = 90_000  # frames per second that FFmpeg gives to cover art
+COVER_RATE = 90_000  # FFmpeg's frames per second of cover art
 
 
 class CaptureSource(Source):
@@ -171,7 +171,7 @@ class CaptureSource(Source):
 
 
 def _read_aspect(capture: Any) -> Fraction:
-    """Return the width of a pixel over its height in the frames that OpenCV gives, which are turned upright."""
+    """Return the pixel aspect (width over height) of OpenCV's frames, which are turned upright."""
     import cv2
 
     parts = [round(capture.get(each)) for each in (cv2.CAP_PROP_SAR_NUM, cv2.CAP_PROP_SAR_DEN)]
@@ -182,7 +182,7 @@ def _read_aspect(capture: Any) -> Fraction:
 
 
 class WriterSink(Sink):
-    """A video file of the source's average rate, of square pixels; its sound is left out."""
+    """A video file of the source's average rate, with square pixels and without sound."""
 
     def __init__(self, path: Path, source: Source) -> None:
         self._path, self._rate = path, source.rate or DEFAULT_RATE
@@ -214,11 +214,10 @@ class WriterSink(Sink):
         return ["written by OpenCV, without sound and at a constant rate; PyAV keeps both"]
 
 
-TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # glibc's numbers of them, in malloc.h
-MAX_BLOCK_B, MAX_FREE_B = 32 << 20, 1 << 30  # bytes: largest block (glibc's own limit), and limit of freed memory kept
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # parameter numbers in glibc's malloc.h
+MAX_BLOCK_B, MAX_FREE_B = 32 << 20, 1 << 30  # bytes: largest block (glibc's limit), and limit of kept freed memory
 CAMERA_PREFIX, PIPE_PREFIX = "camera:", "pipe:"
-# Of PyAV, the first version whose MP4 files in pieces become whole ones, as its FFmpeg is new enough; what 17.0 writes
-# can't be decoded.
+# First PyAV version with a new enough FFmpeg: fragmented MP4 files become whole ones. Files by 17.0 can't be decoded.
 MIN_PYAV = 17, 1
 STREAM_SCHEMES = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
 
@@ -226,19 +225,19 @@ STREAM_SCHEMES = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", 
 def prepare_libraries() -> None:
     """Set OpenCV to one thread; raise `Unavailable` with the package to install if it is missing.
 
-    FFmpeg is silent, PyAV's default: at any level its threads would call Python, and wait for threads that wait for
-    them.
+    FFmpeg stays silent, PyAV's default: at any log level its threads would call Python and deadlock with waiting
+    threads.
     """
     cv2 = load_library("cv2", "video")
     _keep_memory()
-    cv2.setNumThreads(1)  # a stage is a thread already, and OpenCV's own would take the engine's processors
+    cv2.setNumThreads(1)  # stages are threads already, and OpenCV's would take the engine's processors
 
 
 def _keep_memory() -> None:
-    """Have glibc keep what frames free: given back to the kernel, every next one would be zeroed page by page.
+    """Make glibc keep freed frame memory: memory from the kernel would be zeroed page by page for every frame.
 
-    All threads share one heap: those of other threads are given back whatever the thresholds say, and what one stage
-    frees would be of no use to another.
+    All threads share one heap: other heaps return memory regardless of the thresholds, and one stage's freed memory
+    would be useless to another.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -253,7 +252,7 @@ def has_pyav() -> bool:
 
 
 def describe_old_pyav() -> str:
-    """Return a sentence if the installed PyAV is too old to be used; "" otherwise."""
+    """Return a sentence if the installed PyAV is too old to be used; else ""."""
     if not (0,) < _read_pyav_version() < MIN_PYAV:
         return ""
     least, old = ".".join(map(str, MIN_PYAV)), metadata.version("av")
@@ -261,7 +260,7 @@ def describe_old_pyav() -> str:
 
 
 def _read_pyav_version() -> tuple[int, ...]:
-    """Return the major and minor version of the installed PyAV; (0,) without one."""
+    """Return the major and minor version of the installed PyAV; (0,) if it is missing."""
     try:
         return tuple(map(int, metadata.version("av").split(".")[:2]))
     except (metadata.PackageNotFoundError, ValueError):
@@ -269,9 +268,9 @@ def _read_pyav_version() -> tuple[int, ...]:
 
 
 def open_source(text: str, options: VideoOptions, device: str = "") -> Source:
-    """Return the reader of a source: a path, a URL, `camera:0`, or `pipe:3` for raw frames from that file descriptor.
+    """Return the reader of a source: a path, a URL, `camera:0`, or `pipe:3` for raw frames from that descriptor.
 
-    A GPU named as `device` (`cuda:0`) decodes the streams that it can.
+    The GPU `device` (`cuda:0`) decodes supported streams.
     """
     if text.startswith(PIPE_PREFIX):
         return RawSource(int(text.removeprefix(PIPE_PREFIX)), options.raw_size, options.frame_rate)
@@ -291,7 +290,7 @@ def open_source(text: str, options: VideoOptions, device: str = "") -> Source:
 
 
 def open_sink(path: Path | None, source: Source, codec: str) -> Sink:
-    """Return the writer to that path, by the kind of the source and by the path's suffix."""
+    """Return the writer to that path, by the kind of the source and the path's suffix."""
     if path is None:
         return Sink()
     if source.images and path.suffix.lower() in IMAGE_SUFFIXES:

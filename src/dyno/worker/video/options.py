@@ -1,4 +1,4 @@
-"""Settings of a video's job: reading, detection and writing, checked before anything is started."""
+"""Settings of a video job: reading, detection and writing, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dyno.worker.option_values import at_least, option, settle
 from dyno.worker.spec import UserError, check_known
 
 SIZE_TEXT = re.compile(r"(\d+)x(\d+)")
-# Methods that follow objects, by name, and their classes in the library `trackers`.
+# Tracking methods, and their classes in the library `trackers`
 TRACKER_NAMES = {
     "bytetrack": "ByteTrackTracker",
     "sort": "SORTTracker",
@@ -19,13 +19,13 @@ TRACKER_NAMES = {
 }
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
-# Containers that FFmpeg writes pictures to; those that OpenCV writes are among them.
+# Containers that FFmpeg writes; OpenCV's are among them
 VIDEO_SUFFIXES = (
     ".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".f4v", ".flv", ".gif", ".apng", ".avif", ".mpg", ".mpeg", ".vob",
     ".ts", ".mts", ".m2ts", ".mxf", ".nut", ".ogv", ".wmv", ".asf", ".3gp", ".3g2", ".m3u8", ".y4m", ".mjpeg", ".ivf",
     ".h264", ".264", ".h265", ".265", ".hevc",
 )  # fmt: skip
-OPENING_STAGE = "open the source"  # the job's stage that detects other files than videos
+OPENING_STAGE = "open the source"  # job stage that detects invalid sources
 
 
 @dataclass(frozen=True)

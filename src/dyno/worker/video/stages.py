@@ -1,6 +1,6 @@
-"""Stages that overlap: a thread for each, bounded queues between them, order kept, every item timed.
+"""Overlapping stages: a thread each, bounded queues between them, order kept, every item timed.
 
-A stage whose queue is full waits (back-pressure), so memory is bounded whatever is slow. Threads overlap because
+A stage waits while its successor's queue is full (back-pressure), so memory is bounded. Threads overlap because
 decoding, resizing, inference and encoding happen in libraries that release Python's lock.
 """
 
@@ -21,54 +21,57 @@ import numpy as np
 
 from dyno.worker.video.media import now
 
-QUEUE_DEPTH = 8  # items that may wait for a stage
-ITEMS_AHEAD = 2  # items per lane that a stage may hold
+QUEUE_DEPTH = 8  # queue length of a stage
+ITEMS_AHEAD = 2  # items held per lane
 LIVE_QUEUE_DEPTH = 1  # live sources: waiting frames are late
 TICK_S = 0.25
-READER_TIMEOUT_S = 1.0  # limit for a stopped reader, which may wait for its source's next byte
+READER_TIMEOUT_S = 1.0  # limit for a stopped reader, which may be blocked by its source
 
 
 class PipelineStage:
-    """The work of one stage; the base class hands each item on as it is.
+    """The work of one stage; the base class passes items on unchanged.
 
-    A step of several `lanes` has a thread for each, which `work` at the same time: what one has done waits for what was
-    taken before it. The `work` of such a step is no generator, and it holds nothing.
+    A stage with several `lanes` runs `work` in that many threads in parallel; results are passed on in the items'
+    order. Its `work` is no generator, and it holds no items.
     """
 
     name = ""
     lanes = 1
-    room = QUEUE_DEPTH  # items that may wait for it
+    room = QUEUE_DEPTH  # length of its queue
 
     def within(self, loop: Callable[[], None]) -> None:
         """Run the stage's loop, which returns when no further item comes."""
         loop()
 
     def work(self, item: Any) -> Iterable[Any]:
-        """Return the items to hand on after this item: nothing yet, the item, or earlier ones."""
+        """Return the items to pass on after this item: none yet, the item, or earlier ones."""
         return (item,)
 
     def in_order(self, done: Sequence[Any]) -> None:
-        """Receive the results of `work` or `rest` before they are handed on, in the items' order even with lanes."""
+        """Receive the results of `work` or `rest` before they are passed on, in the items' order even with lanes."""
 
     def rest(self) -> Iterable[Any]:
-        """Return the items it still holds: called at the end, and when nothing waits while it `holds`."""
+        """Return the items still held: called at the end, and when nothing waits while it `holds`."""
         return ()
 
     @property
     def holds(self) -> bool:
-        """Whether work is in progress that `rest` could finish while no further item waits."""
+        """Whether work is in progress that `rest` could finish while no item waits."""
         return False
 
 
 def make_number_array() -> array[int]:
-    """Return an empty list of integers that takes eight bytes for each: there is one for each frame of a film."""
+    """Return an empty array of integers of eight bytes: a film has many frames."""
     return array("q")
 
 
 @dataclass
 class StageTimestamps:
-    """The work of one stage, item by item, in ns of `perf_counter_ns`: its beginning and end, and when its results had
-    found room; how many items waited when it took one."""
+    """The work of one stage, item by item, in ns of `perf_counter_ns`.
+
+    `began` and `ended` enclose the work, `handed` is when its results had found room, and `waiting` the queue length
+    when the item was taken.
+    """
 
     began: array[int] = field(default_factory=make_number_array)
     ended: array[int] = field(default_factory=make_number_array)
@@ -76,7 +79,7 @@ class StageTimestamps:
     waiting: array[int] = field(default_factory=make_number_array)
 
     def add(self, began: int, ended: int, waiting: int) -> None:
-        """Add one piece of work, which is `handed` on afterwards."""
+        """Add one piece of work, to be `handed` on afterwards."""
         self.began.append(began)
         self.ended.append(ended)
         self.waiting.append(waiting)
@@ -89,15 +92,15 @@ class StageTimestamps:
 
 
 class PipelineStopped(Exception):
-    """Another stage failed, or the user stopped the whole."""
+    """Another stage failed, or the user stopped the pipeline."""
 
 
 class _Channel:
-    """A bounded queue from one stage to the next, which the first closes and anyone stops.
+    """A bounded queue between two stages; the first closes it, and any thread may stop it.
 
-    Two queues of the interpreter's own, one of items and one of free places: a thread that waits for either costs
-    nothing, and is awake sooner than by a condition. Places come free when half of them are: a stage that was held up
-    then works on several items in a row, with what it needs in its processor's cache (a fifth of a decoder's time).
+    It uses two of Python's own queues, one of items and one of free places: waiting threads cost nothing and wake up
+    faster than with a condition. Places are freed half a queue at a time: a delayed stage then works on several items
+    in a row, with its data in the processor's cache (a fifth of a decoder's time).
     """
 
     def __init__(self, room: int) -> None:
@@ -115,22 +118,22 @@ class _Channel:
         self._items.put(item)
 
     def offer(self, item: Any) -> int:
-        """Add the item at once; returns how many older ones had to go for it."""
+        """Add the item at once; return the number of older items dropped for it."""
         self._check_running()
         gone = 0
         try:
             self._places.get_nowait()
         except Empty:
             try:
-                self._items.get_nowait()  # the item takes its place
+                self._items.get_nowait()  # replaced by the item
                 gone = 1
             except Empty:
-                self._places.get()  # it was taken just now, and its place is free in a moment
+                self._places.get()  # just taken: its place will be free in a moment
         self._items.put(item)
         return gone
 
     def get(self, wait: bool) -> tuple[Any, int]:
-        """Return the next item (None: none now, or none any more) and the queue's length, this item included."""
+        """Return the next item (None: none now, or closed) and the queue's length, including this item."""
         self._check_running()
         if self.closed:
             return None, 0
@@ -154,7 +157,7 @@ class _Channel:
         self._items.put(None)
 
     def stop(self) -> None:
-        """Make all threads that wait here, or will, get `PipelineStopped`."""
+        """Raise `PipelineStopped` in all present and future waiting threads."""
         self._stopped = True
         self._places.put(None)
         self._items.put(None)
@@ -165,9 +168,9 @@ class _Channel:
 
 
 class VideoPipeline:
-    """A source and the steps after it; `run_pipelines` takes it once.
+    """A source and its steps; `run_pipelines` runs it once.
 
-    A `live` source never waits: where its queue is full, the oldest item there is `dropped`.
+    A `live` source never waits: if its queue is full, the oldest item in it is `dropped`.
     """
 
     def __init__(self, name: str, source: Iterator[Any], steps: Sequence[PipelineStage], live: bool = False) -> None:
@@ -175,7 +178,7 @@ class VideoPipeline:
         self.dropped = 0
         self._channels = [_Channel(LIVE_QUEUE_DEPTH if live else step.room) for step in steps]
         self.timed = {stage: StageTimestamps() for stage in (name, *(step.name for step in steps))}
-        # What lanes have taken and not handed on: AHEAD for each, with the one that is collected and one that waits.
+        # Items held by lanes: ITEMS_AHEAD per lane, including one being collected and one waiting.
         self._taken = {k: _Channel(ITEMS_AHEAD * step.lanes - 2) for k, step in enumerate(steps) if step.lanes > 1}
         self._first = name
 
@@ -222,7 +225,7 @@ class VideoPipeline:
         self._close_next(k)
 
     def _work_in_lanes(self, k: int) -> None:
-        """Start the work on each item; `_collect` hands on what was done, in the items' order."""
+        """Start the work on each item; `_collect` passes results on in the items' order."""
         step, taken = self._steps[k], self._taken[k]
         with ThreadPoolExecutor(step.lanes, step.name) as lanes:
             while (found := self._channels[k].get(wait=True))[0] is not None:
@@ -231,10 +234,10 @@ class VideoPipeline:
         taken.close()
 
     def _collect(self, k: int) -> None:
-        """Hand on what lanes have done, one piece after the other, as of a stage with one thread.
+        """Pass on the lanes' results one by one, as from a stage with one thread.
 
-        A piece begins when it was taken, or when the one before it was handed on, so pieces add up to the time in which
-        there was work.
+        A piece begins when it was taken or when the previous one was passed on, so the pieces add up to the time with
+        work.
         """
         while (found := self._taken[k].get(wait=True)[0]) is not None:
             (future, waiting), began = found, now()
@@ -256,7 +259,7 @@ class VideoPipeline:
 
 
 def run_pipelines(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> None:
-    """Run them side by side until their sources end; raises what the first stage that failed raised.
+    """Run the pipelines in parallel until their sources end; raise the first failed stage's error.
 
     `tick` is called four times a second. An interrupt of this thread stops every stage and is raised again.
     """
@@ -272,7 +275,7 @@ def run_pipelines(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> N
             action()
         except PipelineStopped:
             pass
-        except BaseException as e:  # it is raised again where the stages were started
+        except BaseException as e:  # raised again by the starting thread
             errors.append(e)
             stop_lines()
         finally:
@@ -286,7 +289,7 @@ def run_pipelines(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> N
     running = len(threads)
     try:
         while running:
-            with suppress(Empty):  # an interrupted `join` takes the thread for ended, so threads say it themselves
+            with suppress(Empty):  # an interrupted `join` seems finished, so threads report their end
                 ended.get(timeout=TICK_S)
                 running -= 1
             tick()

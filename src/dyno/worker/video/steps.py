@@ -1,4 +1,4 @@
-"""The steps of each frame behind its reading: prepare, infer, post-process, track, draw, write."""
+"""The steps of each frame after reading: prepare, infer, post-process, track, draw, write."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
     "decode", "preprocess", "inference", "postprocess", "track", "draw", "encode",
 )  # fmt: skip
 
-PARALLEL_COPY_B = 1 << 20  # larger outputs are copied by several threads
+PARALLEL_COPY_B = 1 << 20  # smaller outputs are copied by one thread
 T = TypeVar("T")
 
 
 def count_room(batch: int) -> int:
-    """Return the number of batches that may wait for a stage: as many frames as elsewhere, and at least two batches."""
+    """Return the number of batches that may wait for a stage: the usual number of frames, at least two batches."""
     return max(2, QUEUE_DEPTH // batch)
 
 
 class PreparationStage(PipelineStage):
-    """Frames become batches: each is letterboxed into its place of the next of a few arrays, which are used again.
+    """The stage that makes batches of frames, letterboxed into a few reused arrays.
 
-    With several preparations as many threads write into a batch, while the frames of the next one come.
+    With several preparations, that many threads write into a batch while the next batch's frames arrive.
     """
 
     name = PREPARE
@@ -52,9 +52,9 @@ class PreparationStage(PipelineStage):
 
     @staticmethod
     def arrays(preparation: Preparation, engine: SessionThread, threads: int) -> list[Any]:
-        """Return enough arrays that one is free again before its turn comes round.
+        """Return enough arrays that each is free again before its next use.
 
-        Arrays wait, are in flight, being filled by `threads` threads, and being read.
+        Arrays wait, are in flight, are being filled by `threads` threads, or are being read.
         """
         session = engine.session
         in_flight = ITEMS_AHEAD * engine.lanes if engine.lanes > 1 else session.slots
@@ -85,7 +85,7 @@ class PreparationStage(PipelineStage):
         return (self._complete_batch(*self._next_batch()),)
 
     def _take_full_batches(self, max_filling: int) -> list[Batch]:
-        """Return the batches that are full, and leave at most `max_filling` being filled."""
+        """Return the full batches, leaving at most `max_filling` being filled."""
         done = []
         while self._filling and (len(self._filling) > max_filling or all(each.done() for each in self._filling[0][1])):
             done.append(self._complete_batch(*self._filling.popleft()))
@@ -98,7 +98,7 @@ class PreparationStage(PipelineStage):
         return batch
 
     def _next_batch(self) -> tuple[Batch, list[Future[None]]]:
-        """Return the pending frames as a batch, and the work of the threads that write them into it."""
+        """Return the pending frames as a batch, and the futures of the threads that write it."""
         frames, feed = self._frames, self._feeds[self._turn % len(self._feeds)]
         self._turn, self._frames = self._turn + 1, []
         if self._pool is None:
@@ -124,10 +124,10 @@ def count_filling(batch: int, threads: int) -> int:
 class SessionThread:
     """A session with its own thread, which loads and calls it; several streams share it.
 
-    OpenMP keeps threads for each thread that calls it. With two such pools on the same processors neither spins any
-    more, and PyTorch takes three times as long. A GPU's context belongs to a thread, too. But an engine that answers
-    several batches at once on a CPU does so in `lanes`: threads of the callers, one for each, of which none waits for
-    another's batch. With several `copiers` as many threads copy what a GPU gave: one takes as long as a small network.
+    OpenMP keeps a thread pool per calling thread; two pools on the same processors stop spinning, and PyTorch takes
+    three times as long. A GPU's context belongs to a thread, too. An engine that answers several batches in parallel on
+    a CPU does so in `lanes`, one calling thread each, which don't wait for each other. With several `copiers`, that
+    many threads copy a GPU's outputs: one takes as long as a small network.
     """
 
     def __init__(self, load: Callable[[], Session], on_cpu: bool = True, copiers: int = 1) -> None:
@@ -148,7 +148,7 @@ class SessionThread:
         return action() if in_it else self._executor.submit(action).result()
 
     def answer(self, batch: Batch) -> Batch:
-        """Return the batch with its outputs, from the calling thread, which is one of several lanes."""
+        """Return the batch with its outputs, computed in the calling thread, one of several lanes."""
         slot = self._free.get()
         try:
             self.session.bind(batch.feed, slot)
@@ -159,7 +159,7 @@ class SessionThread:
         return batch
 
     def begin(self, batch: Batch, wait: bool) -> int | None:
-        """Start the batch in a free slot and return it; where there is none, `wait` for one or return None."""
+        """Start the batch in a free slot and return the slot; without a free slot, `wait` for one or return None."""
         try:
             slot = self._free.get(block=wait)
         except Empty:
@@ -173,7 +173,7 @@ class SessionThread:
         return slot
 
     def finish(self, batch: Batch, slot: int) -> Batch:
-        """Return the batch with its outputs; the slot is free again."""
+        """Return the batch with its outputs, and free the slot."""
         batch.outputs, batch.names = self.call(lambda: self._read_outputs(slot)), self._names
         self._free.put(slot)
         return batch
@@ -183,11 +183,11 @@ class SessionThread:
         return self._copy_outputs(slot)
 
     def take_back(self, outputs: list[np.ndarray]) -> None:
-        """Take back outputs that have been read: a later batch's go into the same memory, already allocated."""
+        """Take back outputs after use: a later batch's are written to the same memory."""
         self._spare.put(outputs)
 
     def _copy_outputs(self, slot: int) -> list[np.ndarray]:
-        """Return a copy of the slot's outputs, which stays when the slot runs again."""
+        """Return a copy of the slot's outputs, valid after its next run."""
         outputs = self.session.fetch(slot)
         self._names, fetched = tuple(outputs), list(outputs.values())
         try:
@@ -199,16 +199,16 @@ class SessionThread:
         for target, array in zip(room, fetched, strict=True):
             if self._copiers is None or array.nbytes < PARALLEL_COPY_B or len(array) < 2:
                 np.copyto(target, array)
-            else:  # an image at a time
+            else:  # image by image
                 list(self._copiers.map(np.copyto, target, array))
         return room
 
 
 class InferenceStage(PipelineStage):
-    """Batches through the engine: in its lanes, or with as many in flight as it has slots.
+    """The stage that runs batches through the engine: in its lanes, or with a batch in flight per slot.
 
-    Where no other stream `shares` an engine of one lane the stage's loop runs in its thread: to hand each batch to
-    another thread and wait for it costs more than a small network's whole post-processing.
+    If no other stream `shares` an engine of one lane, the stage runs in the engine's thread: handing each batch to
+    another thread costs more than a small network's post-processing.
     """
 
     name = INFER
@@ -230,7 +230,7 @@ class InferenceStage(PipelineStage):
 
     def _answer_batch(self, item: Batch) -> list[Batch]:
         done = []
-        # Who waits for a slot holds none: streams that each wait for another's would do so for ever.
+        # A waiting stream holds no slot, to avoid a deadlock between streams.
         while (slot := self._engine.begin(item, wait=not self._flying)) is None:
             done.append(self._finish_batch())
         self._flying.append((item, slot))
@@ -248,8 +248,11 @@ class InferenceStage(PipelineStage):
 
 
 class DetectionRecorder:
-    """The boxes of each frame as a line of JSON, and what is stored of each frame: when its reading began, when its
-    boxes were known, both in ns of `perf_counter_ns`, and how many it has."""
+    """A writer of each frame's boxes as a line of JSON, and a record of its times.
+
+    Stored are the start of its reading and the time when its boxes were known, in ns of `perf_counter_ns`, and their
+    number.
+    """
 
     def __init__(self, path: Path | None) -> None:
         if path is not None:
@@ -267,15 +270,15 @@ class DetectionRecorder:
         self.boxes.append(len(frame.detections.scores))
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered lines."""
         if self._file:
             self._file.close()
 
 
 class PostprocessingStage(PipelineStage):
-    """Outputs become boxes, which are kept, and batches become frames again.
+    """The stage that turns outputs into boxes, records them, and splits batches into frames.
 
-    `read` takes outputs that are no longer needed.
+    `read` takes back outputs after use.
     """
 
     name = POSTPROCESS
@@ -305,7 +308,7 @@ class PostprocessingStage(PipelineStage):
 
 
 class FrameStage(PipelineStage):
-    """Apply the actions to each frame, one after the other: tracking, drawing, encoding."""
+    """A stage that applies the actions to each frame, in order: tracking, drawing, encoding."""
 
     def __init__(self, name: str, *actions: Callable[[Frame], object]) -> None:
         self.name, self._actions = name, actions
@@ -317,9 +320,11 @@ class FrameStage(PipelineStage):
 
 
 def describe_frame(frame: Frame) -> dict[str, Any]:
-    """Return a frame's boxes as JSON: left, top, right and bottom in pixels of the frame, whose aspect is given where
-    they aren't square; the identity of its object (null: not yet) where objects are tracked; run lengths of masks;
-    keypoints."""
+    """Return a frame's boxes as JSON: left, top, right and bottom in pixels of the frame.
+
+    Also: the pixel aspect unless square, identities of tracked objects (null: not yet), masks as run lengths, and
+    keypoints.
+    """
     detections = frame.detections
     assert detections is not None
     boxes = []

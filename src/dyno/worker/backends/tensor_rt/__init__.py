@@ -1,7 +1,7 @@
 """TensorRT and TensorRT-RTX: an ONNX file becomes an engine, built for the trial's shapes, precision and GPU.
 
-Where types come from is the route: `graph` (the ONNX file's own types, the way of every version), `flags` (builder
-flags on an FP32 graph) or `calibrator` (INT8 flags and TensorRT's own calibration); the last two end with TensorRT 10.
+The route is the source of types: `graph` (the ONNX file's own types, in every version), `flags` (builder flags on an
+FP32 graph) or `calibrator` (INT8 flags and TensorRT's calibration); the last two end with TensorRT 10.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dyno.worker.spec import (
 
 
 class TensorRT(Backend):
-    """Runs TensorRT engines, 8.6 to 11. Options: see `settings.Settings` and `run.TensorRTSession`."""
+    """Backend for engines of TensorRT 8.6 to 11. Options: see `settings.Settings` and `run.TensorRTSession`."""
 
     name = "tensorrt"
     product = "tensorrt"
@@ -59,7 +59,7 @@ class TensorRT(Backend):
     files = (".onnx", *ENGINE_SUFFIXES)
 
     def refuse(self, trial: Trial) -> str:
-        """Return the base class's reasons, invalid options and batches, or int8 and fp8 without data."""
+        """See `Backend.refuse`; also invalid options and batches, and int8 or fp8 without data."""
         if reason := super().refuse(trial):
             return reason
         if trial.model.file.endswith(ENGINE_SUFFIXES):
@@ -77,13 +77,13 @@ class TensorRT(Backend):
         return NO_DATA.replace("int8", trial.precision) if quantised and not trial.data.folder else ""
 
     def reads(self, path: str) -> bool:
-        """Return whether the file is readable; an engine only if this product wrote it."""
+        """Return whether the file is readable; an engine only if it is this product's."""
         return product_of(Path(path)) == self.product if path.endswith(ENGINE_SUFFIXES) else super().reads(path)
 
     def _choose_route(self, trial: Trial, requested: Settings) -> str:
-        """Return the source of the types; raise a `UserError` if it doesn't fit the precision.
+        """Return the source of types; raise a `UserError` if it doesn't fit the precision.
 
-        `auto` is the graph: the version that will build is unknown here, and all versions read it.
+        `auto` is `graph`: the building version is unknown here, and all versions read the graph.
         """
         route = "graph" if requested.route == "auto" else requested.route
         if route == "calibrator" and trial.precision != "int8":
@@ -98,9 +98,9 @@ class TensorRT(Backend):
         return "graph" if trial.precision in ("fp32", "tf32") else route
 
     def recipe(self, trial: Trial) -> Recipe:
-        """Return the recipe from ONNX to engine, built where it runs; a model that is an engine is used as it is.
+        """Return the recipe from ONNX to engine, built where it runs; an engine as model is used unchanged.
 
-        A dynamic profile leaves the trial's batch out, so that all batches share one engine.
+        With a dynamic profile the trial's batch is left out, so that all batches share one engine.
         """
         if trial.model.file.endswith(ENGINE_SUFFIXES):
             dims = replace(trial.dims, batch=0)
@@ -133,20 +133,20 @@ class TensorRT(Backend):
         library.load(self.product)
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """Return a session with a context per slot, on the trial's GPU; see `run.TensorRTSession` for its errors."""
+        """Return a session with a context per slot on the trial's GPU; see `run.TensorRTSession` for its errors."""
         from dyno.worker.backends.tensor_rt.run import TensorRTSession
 
         return TensorRTSession(trial, artifact, self.product)
 
     def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
-        """Return the layers that the build listed beside the engine, which needs no GPU; else those that it reports.
+        """Return the layers listed at the build, without a GPU; else the layers that the engine reports.
 
-        Raises `UserError` for an engine that doesn't report its layers, and the errors of `describe_given`.
+        Raise a `UserError` for an engine that doesn't report its layers, and the errors of `describe_given`.
         """
         return list_layers(self.product, artifact.path if artifact else trial.model.file, trial.runtime.device)
 
     def probe(self) -> Probe:
-        """Build y = x + x and run it where the library supports the GPU."""
+        """Build y = x + x and, if the library supports the GPU, run it."""
         trt = library.load(self.product)
         with tempfile.TemporaryDirectory() as scratch:
             trial, parent = _write_addition(self.name, Path(scratch))
@@ -164,7 +164,7 @@ TENSORRT = TensorRT()
 
 
 class Builder(Maker):
-    """Builds engines with the product of that name."""
+    """A maker that builds engines with the product of that name."""
 
     def __init__(self, name: str, requires: tuple[str, ...]) -> None:
         self.name, self.requires = name, requires
@@ -185,7 +185,7 @@ class Builder(Maker):
 
 
 class TensorRTRTX(TensorRT):
-    """The same for TensorRT-RTX, which builds without a GPU and runs on RTX ones."""
+    """Backend for engines of TensorRT-RTX, which builds without a GPU and runs on RTX GPUs."""
 
     name = "tensorrt_rtx"
     product = "tensorrt_rtx"
@@ -198,7 +198,7 @@ RTX_BUILDER = Builder("tensorrt_rtx", TensorRTRTX.requires)
 
 
 def _write_stage(path: Path, text: str) -> None:
-    with suppress(OSError):  # called from inside the library, which an exception would tear down
+    with suppress(OSError):  # called inside the library, which an exception would abort
         path.write_text(text)
 
 

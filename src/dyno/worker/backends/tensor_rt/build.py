@@ -1,6 +1,6 @@
-"""From an ONNX file to an engine: parse, fix shapes or add profiles, choose types, build, list the layers, check them.
+"""From an ONNX file to an engine: parse, fix shapes or add profiles, choose types, build, list and check the layers.
 
-`model.engine` is a plain plan that trtexec loads too; `layers.json` lies beside it.
+`model.engine` is a plain plan that trtexec loads too; `layers.json` lies in the same folder.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from dyno.worker.record import TIMING_VARIABLE, lock, replace_file
 from dyno.worker.sessions.gpu import Device, call
 from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
 
-# TensorRT's own INT8 calibrators (up to version 10), fed with real images; the graph route needs none of this.
+# TensorRT's INT8 calibrators (up to version 10), fed with real images; unused by the graph route
 
 
 def make_calibrator(trt: Any, device: Any, method: str, images: CalibrationImages, folder: Path) -> Any:
     """Return a calibrator (entropy: IInt8EntropyCalibrator2, minmax: IInt8MinMaxCalibrator) fed with the images.
 
-    `failure` is the exception that stopped it: the library swallows exceptions of callbacks, and would go on with the
-    ranges so far. It reads no cache: the recipe alone decides an engine's scales, so none can be stale. Its ranges are
-    kept as FOLDER/calibration.cache.
+    `failure` is the exception that stopped it: the library swallows exceptions of callbacks and would go on with the
+    ranges so far. It reads no cache, so an engine's scales depend only on the recipe. The ranges are stored as
+    FOLDER/calibration.cache.
     """
     kind: Any = library.calibrator_class(trt, method)
     feeds = images.feeds(0, len(images))
@@ -56,7 +56,7 @@ def make_calibrator(trt: Any, device: Any, method: str, images: CalibrationImage
             try:
                 feed = next(feeds, None)
                 return None if feed is None else self.placed(np.ascontiguousarray(feed[names[0]], np.float32))
-            except Exception as e:  # raised again where the build ends
+            except Exception as e:  # raised again at the end of the build
                 self.failure = e
                 return None
 
@@ -76,9 +76,9 @@ def make_calibrator(trt: Any, device: Any, method: str, images: CalibrationImage
 
 
 def images_for(recipe: Recipe, parent: Artifact, shape: tuple[int, ...]) -> CalibrationImages:
-    """Return the recipe's calibration images in batches of the shape that the network calibrates on.
+    """Return the recipe's calibration images in batches of the network's calibration shape.
 
-    Raises a `UserError` for a model with several inputs.
+    Raise a `UserError` for a model with several inputs.
     """
     if len(parent.inputs) != 1:
         raise UserError("a calibrator feeds one image input; give route=graph for a model with several")
@@ -86,7 +86,7 @@ def images_for(recipe: Recipe, parent: Artifact, shape: tuple[int, ...]) -> Cali
     return CalibrationImages(recipe, replace(parent, inputs=(tensor,)))
 
 
-# The timing cache: the seconds of each tactic in earlier builds with this version on this GPU.
+# The timing cache: seconds of each tactic in earlier builds with this version on this GPU
 
 
 def _measure_size(config: Any, content: bytes) -> int:
@@ -100,9 +100,9 @@ def _set_cache(trt: Any, config: Any, content: bytes) -> bool:
 
 @dataclass
 class TimingCache:
-    """The file for a version and GPU, and its content when this build began.
+    """The timing cache's file for a version and GPU, and its content when this build began.
 
-    `used` says whether the builder accepted it: one that is damaged or of another build of the library is replaced.
+    `used` says whether the builder accepted it: a damaged one, or one of another build of the library, is replaced.
     `complaint` is the library's error on it.
     """
 
@@ -113,14 +113,14 @@ class TimingCache:
 
     @classmethod
     def open(cls, trt: Any, config: Any, gpu: str, wanted: bool) -> TimingCache:
-        """Load earlier builds' timings into the builder; none without a folder, or where the library has no cache."""
+        """Load earlier builds' timings into the builder; an unused cache without a folder or library support."""
         folder = os.environ.get(TIMING_VARIABLE, "")
         if not (folder and wanted and gpu) or library.is_rtx(trt):
             return cls(None)
         name = re.sub(r"[^\w.-]+", "-", f"{trt.__name__}-{trt.__version__}-{gpu}")
         cache = cls(Path(folder) / f"{name}.timing")
         cache.before = cache._read_file()
-        # 8.6 silently treats content that it can't read as an empty cache.
+        # 8.6 silently treats unreadable content as an empty cache.
         cache.used = _measure_size(config, cache.before) > _measure_size(config, b"") and _set_cache(
             trt, config, cache.before
         )
@@ -135,7 +135,7 @@ class TimingCache:
             return b""
 
     def save(self, config: Any) -> None:
-        """Merge this build's timings into the file, which another build may have written meanwhile."""
+        """Merge this build's timings into the file, which another build may have changed meanwhile."""
         cache = config.get_timing_cache() if self.path else None
         if self.path is None or cache is None:
             return
@@ -156,7 +156,7 @@ class TimingCache:
 
 Report = Callable[[str], None]
 VAGUE_ERROR = re.compile("any implementation|no further information")  # errors of a build without a usable kernel
-SCARCE_MEMORY_B = 1 << 30  # with less free memory a build without a reason ran out of it
+SCARCE_MEMORY_B = 1 << 30  # with less free memory, a failure without a reason counts as lack of memory
 MAX_SHOWN = 5  # names in a sentence, and warnings in a record
 RTX_TIME = (
     "TensorRT-RTX compiles its kernels on the device that runs them: its build time can't be compared with TensorRT's"
@@ -191,9 +191,9 @@ class EngineBuild:
 def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: Report | None = None) -> Artifact:
     """Build the recipe's engine from the parent's ONNX file into FOLDER/model.engine.
 
-    `report` is called with the phase of the build, where the library has it. Raises `UserError` for an invalid file,
-    shapes or options, and for an engine that isn't in the requested precision (unless option `allow_mixed`);
-    `Unavailable` for what this version or machine lacks; `MemoryError`.
+    `report` is called with the build's phase if the library supports it. Raise a `UserError` for an invalid file,
+    shapes or options, and for an engine of another precision (unless option `allow_mixed`); `Unavailable` for a missing
+    feature of this version or machine; `MemoryError`.
     """
     started = time.perf_counter()
     with _open_build(product, recipe, parent, folder) as job:
@@ -238,7 +238,7 @@ def _open_build(product: str, recipe: Recipe, parent: Artifact, folder: Path) ->
 
 
 def _open_device(trt: Any, name: str) -> Device | None:
-    """Return the GPU to build on, or None where TensorRT-RTX builds without one."""
+    """Return the GPU for the build, or None if TensorRT-RTX builds without one."""
     try:
         return Device(name)
     except Unavailable:
@@ -254,7 +254,7 @@ def _parse_network(job: EngineBuild) -> None:
     if not path.stat().st_size:
         raise UserError(f"{path} is empty, not an ONNX file")
     parser = job.trt.OnnxParser(job.network, job.log)
-    # By its path, so that weights in files beside it are found.
+    # By path, so that external weights are found.
     if not parser.parse_from_file(str(path)):
         reason = library.parse_error(parser, job.log)
         raise _make_error(job, f"{library.name_library(job.trt)} can't read {path.name}: {reason}", reason)
@@ -314,9 +314,9 @@ def _set_calibrator(job: EngineBuild) -> None:
 
 
 def _build_and_list(job: EngineBuild, path: Path, report: Report) -> tuple[list[layers.EngineLayer], float]:
-    """Write the engine and return its layers and the seconds of its build.
+    """Write the engine; return its layers and the seconds of its build.
 
-    A weakly typed builder takes FP32 kernels where they are faster, whatever the graph says. An engine that isn't in
+    A weakly typed builder chooses FP32 kernels if they are faster, whatever the graph's types. An engine that misses
     the graph's precision for that reason is built again with the graph's types preferred.
     """
     plan, seconds = _build_plan(job, report)
@@ -333,7 +333,7 @@ def _build_and_list(job: EngineBuild, path: Path, report: Report) -> tuple[list[
 
 
 def _build_plan(job: EngineBuild, report: Report) -> tuple[bytes, float]:
-    """Build the engine; return it serialised, and the seconds of its build."""
+    """Build the engine; return the serialised plan and the seconds of its build."""
     stop = threading.Event()
     watched = library.watch(job.trt, job.config, report, stop.is_set)
     begin = time.perf_counter()
@@ -354,8 +354,8 @@ def _build_plan(job: EngineBuild, report: Report) -> tuple[bytes, float]:
 def _allow_interrupt(stop: threading.Event, watched: bool) -> Iterator[None]:
     """Let an interrupt end the build.
 
-    The builder calls back into Python, and an exception there would tear the process down from inside the library. So
-    it is asked to stop where it supports that; elsewhere the interrupt ends the process as it would a program in C.
+    The builder calls back into Python, where an exception would abort the process from inside the library. So the build
+    is asked to stop if the library supports that; else the interrupt ends the process, as for a C program.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -372,7 +372,7 @@ def _make_error(job: EngineBuild, sentence: str, reason: str) -> Exception:
         return Unavailable(sentence)
     if library.OUT_OF_MEMORY_ERROR.search(reason):
         return MemoryError(sentence)
-    # A lack of memory is logged as a warning; the error then is that no kernel is left, or gives no reason.
+    # Lack of memory is logged as a warning; the error then says that no kernel is left, or has no reason.
     if VAGUE_ERROR.search(reason) or not library.THREE_LETTERS.search(reason):
         free, total = job.device.memory() if job.device else (SCARCE_MEMORY_B, SCARCE_MEMORY_B)
         if free < SCARCE_MEMORY_B:
@@ -411,7 +411,7 @@ def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFac
 
 
 def _summarise_warnings(job: EngineBuild) -> list[str]:
-    """Return the library's warnings, each kind once, without those of every build."""
+    """Return the library's warnings, each kind once, without the warnings of every build."""
     messages = dict.fromkeys(" ".join(w.split())[:200] for w in job.log.warnings)
     relevant = [
         w for w in messages if not library.OUT_OF_MEMORY_ERROR.search(w) and not library.HARMLESS_WARNING.search(w)
@@ -428,7 +428,7 @@ def _summarise_warnings(job: EngineBuild) -> list[str]:
 
 
 def _is_refuted(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> bool:
-    """Return whether the engine ran in another type, apart from the layers that `keep` leaves in float32."""
+    """Return whether the engine ran in another type, apart from layers that `keep` leaves in float32."""
     kept = {layer.node for layer in job.parent.made_by.kept}
     others = [each for each in listed if kept.isdisjoint(each.nodes or layers.named_nodes(each.name))]
     truth = layers.summarise_layers(others, job.recipe.precision).precision_truth
@@ -436,9 +436,9 @@ def _is_refuted(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> bool:
 
 
 def _check_precision(job: EngineBuild, made_by: MakerFacts, listed: Sequence[layers.EngineLayer]) -> MakerFacts:
-    """Raise a `UserError` for an engine in another precision than requested, unless mixed ones are allowed.
+    """Raise a `UserError` for an engine of another precision than requested, unless mixed ones are allowed.
 
-    Such an engine, or one of unknown types, gets a warning.
+    An allowed mixed engine, or one of unknown types, gets a warning.
     """
     truth = made_by.precision_truth
     if truth is None or truth.ok:

@@ -1,4 +1,4 @@
-"""Engine files of the user: which product wrote one, and its contents once it is deserialised."""
+"""The user's engine files: the product that wrote one, and its deserialised contents."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, UserError
 
 ENGINE_SUFFIXES = (".engine", ".plan", ".trt")
-LAYERS_FILE = "layers.json"  # beside an engine in the cache; beside a copy of it: NAME.layers.json
+LAYERS_FILE = "layers.json"  # a cached engine's listing; a copy's is NAME.layers.json
 
 
 class EngineFormat(FileFormat):
-    """A plan of TensorRT or TensorRT-RTX, which only the library that wrote it reads, on a GPU it was built for."""
+    """A plan of TensorRT or TensorRT-RTX, readable only by its library, on a GPU that it was built for."""
 
     name = "engine"
     suffixes = ENGINE_SUFFIXES
@@ -36,7 +36,7 @@ class EngineFormat(FileFormat):
         return product_of(path)
 
     def copy(self, made: Path, out: Path) -> None:
-        """Copy the engine, and the layers that its build listed, with the engine's hash."""
+        """Copy the engine, and the layers listed at its build together with the engine's hash."""
         super().copy(made, out)
         listing = made.with_name(LAYERS_FILE)
         if listing.is_file():
@@ -45,7 +45,7 @@ class EngineFormat(FileFormat):
             out.with_suffix(f".{LAYERS_FILE}").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Read the engine; its precision is that of most of its compute layers, or fp32 if it reports no types."""
+        """Read the engine; its precision is the compute layers' most common, or fp32 if it reports no types."""
         opened = _open_engine(product_of(Path(path)), trial.runtime.device, path)
         types: Counter[str] = Counter(layers.by_type(opened.layers))
         most_common = next(iter(types.most_common(1)), ("float32", 0))[0]
@@ -57,7 +57,7 @@ ENGINE_FORMAT = EngineFormat()
 
 
 def product_of(path: Path) -> str:
-    """Return the product whose engine the file is, by its first bytes; TensorRT for any others."""
+    """Return the product that wrote the engine file, by its first bytes; TensorRT for any other file."""
     with open(path, "rb") as f:
         return "tensorrt_rtx" if f.read(4) == b"vtrt" else "tensorrt"
 
@@ -65,8 +65,8 @@ def product_of(path: Path) -> str:
 def describe_given(product: str, recipe: Recipe) -> Artifact:
     """Return the model's own engine as an artifact: its tensors, layers and hash.
 
-    Raises `UserError` with the library's reason for an engine of another version or GPU, or a file that isn't an
-    engine; `Unavailable` without a GPU, which an engine needs to be read.
+    Raise a `UserError` with the library's reason for an engine of another version or GPU, or a file that isn't an
+    engine; `Unavailable` without a GPU, which is needed to read an engine.
     """
     path = Path(recipe.model.file)
     opened = _open_engine(product, recipe.runtime.device, str(path))
@@ -78,7 +78,7 @@ def describe_given(product: str, recipe: Recipe) -> Artifact:
         backend=recipe.maker,
         versions={library.PACKAGE_NAMES[product]: opened.version},
         gpu=opened.gpu,
-        weights_sha256=sha256,  # its origin is unknown, so it is comparable with itself alone
+        weights_sha256=sha256,  # of unknown origin, so comparable only with itself
         warnings=() if truth is None or truth.ok else (truth.sentence,),
         notes=tuple(layers.list_notes(opened.layers, recipe.precision)),
     ).merge(summary)
@@ -88,9 +88,9 @@ def describe_given(product: str, recipe: Recipe) -> Artifact:
 
 
 def list_layers(product: str, path: str, device_name: str) -> LayerGraph:
-    """Return an engine's layers: as its build listed them beside it, else from its inspector, which needs its GPU.
+    """Return an engine's layers from its listing, else from its inspector, which needs the GPU.
 
-    Raises `UserError` for an engine without layer information, and the errors of `describe_given`.
+    Raise a `UserError` for an engine without layer information, and the errors of `describe_given`.
     """
     title = library.PRODUCT_NAMES[product]
     if (listed := _read_listing(Path(path))) is not None:
@@ -105,7 +105,7 @@ def list_layers(product: str, path: str, device_name: str) -> LayerGraph:
 
 
 def _read_listing(path: Path) -> list[layers.EngineLayer] | None:
-    """Return the layers in a listing beside the engine; None without one, or if it belongs to another engine."""
+    """Return the layers of the engine's listing; None without one, or if it belongs to another engine."""
     in_cache, beside = path.with_name(LAYERS_FILE), path.with_suffix(f".{LAYERS_FILE}")
     if path.is_file() and beside.is_file():
         content = parse_json(beside.read_bytes())
@@ -118,7 +118,7 @@ def _read_listing(path: Path) -> list[layers.EngineLayer] | None:
 
 @dataclass(frozen=True)
 class EngineContents:
-    """An engine's contents."""
+    """The contents of a deserialised engine."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -148,7 +148,7 @@ def _open_engine(product: str, device_name: str, path: str) -> EngineContents:
 def _read_batch_range(engine: Any) -> tuple[int, int, int]:
     """Return the smallest, best and largest batch over all profiles; the best is the first profile's.
 
-    A static engine has its one batch three times.
+    A static engine has its only batch three times.
     """
     name = engine.get_tensor_name(0)
     fixed = int(engine.get_tensor_shape(name)[0]) if len(engine.get_tensor_shape(name)) else 1

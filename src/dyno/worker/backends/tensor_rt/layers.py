@@ -1,7 +1,7 @@
 """A built engine's layers with their types and formats, in one form for every version.
 
-From the engine inspector's JSON where the engine can be deserialised; else (TensorRT-RTX, which builds without a GPU)
-from the listing that a verbose build ends with.
+The source is the engine inspector's JSON if the engine can be deserialised, else (TensorRT-RTX, which builds without a
+GPU) the listing at the end of a verbose build.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dyno.worker.nets import flops
 from dyno.worker.spec import UserError
 
 ENGINE_NAME = "TensorRT"
-# A type by the words for it in "Thirty-two wide channel vectorized row major Int8 format", "Half", "FP16"…
+# Words for each type, as in "Thirty-two wide channel vectorized row major Int8 format", "Half", "FP16"…
 TYPE_NAMES = {
     "bfloat16": "BF16|BFloat16",
     "float16": "FP16|Half|Float16",
@@ -54,11 +54,11 @@ COMPUTE_LAYERS = re.compile(
     r"conv|correlation|gemm|matmul|matrix_?multiply|fullyconnected|mha|attention|lstm|gru|rnn|einsum|moe", re.I
 )
 ATTENTION_LAYER = re.compile("mha|attention", re.I)
-# The compiler names a fused kernel by what it does: __myl_FcAdd_myl0_25, __myl_CastMulConv…
+# The compiler's names of fused kernels: __myl_FcAdd_myl0_25, __myl_CastMulConv…
 MYELIN_KERNEL = re.compile(r"^__my[el]l?\w*?_([A-Z][A-Za-z0-9]*)_my")
 COMPUTE_PARTS = {"Fc", "Mm", "Bmm", "Gemm", "Conv", "Corr", "Mha", "Attn", "Dot", "Einsum"}
 MOVING_PARTS = {"Move", "Mov", "Tran", "Cast", "Resh", "Copy"}
-OPAQUE_LAYER = re.compile("myelin|foreign", re.I)  # a whole subgraph in one layer, in versions that don't open it
+OPAQUE_LAYER = re.compile("myelin|foreign", re.I)  # a whole subgraph as one layer, in some versions
 
 FOREIGN_NODE = re.compile(r"^\{ForeignNode\[(.*)\]\}$")
 POINTWISE_PREFIX = "PWN("  # prefix of fused elementwise operators
@@ -74,9 +74,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class EngineLayer:
-    """One layer of the engine; `nodes` are the ONNX nodes it came from, where the library says.
+    """One layer of the engine; `nodes` are its ONNX nodes, if the library reports them.
 
-    `parameters` counts weights and bias where the library does: constants of a listing are padded for the kernel.
+    `parameters` counts weights and bias if the library does: constants in a listing are padded for the kernel.
     """
 
     name: str
@@ -91,14 +91,14 @@ class EngineLayer:
 
     @property
     def computes(self) -> bool:
-        """Convolutions, matrix products, attention and the like."""
+        """Whether it is a compute layer: convolution, matrix product, attention and the like."""
         if COMPUTE_LAYERS.search(self.type):
             return True
         return bool(COMPUTE_PARTS & set(self._parts))
 
     @property
     def operations(self) -> int | None:
-        """The operations of a convolution or a matrix product; None where shapes and weights aren't listed."""
+        """The operations of a convolution or a matrix product; None without listed shapes and weights."""
         if not (self.inputs and self.outputs):
             return None
         first, result = self.inputs[0].shape, self.outputs[0].shape
@@ -121,8 +121,10 @@ class EngineLayer:
 
     @property
     def computed_in(self) -> str:
-        """The type it multiplies in: its input's or its weights', whichever is wider, as a kernel that reads two types
-        converts the narrower one; `UNKNOWN_TYPE` for a subgraph that the library doesn't describe."""
+        """The type of its products: the wider one of input and weights, since kernels convert the narrower one.
+
+        `UNKNOWN_TYPE` for a subgraph that the library doesn't describe.
+        """
         if OPAQUE_LAYER.search(self.type):
             return UNKNOWN_TYPE
         reported = [port.dtype for port in self.inputs[:1]] + ([self.weights.dtype] if self.weights else [])
@@ -135,17 +137,17 @@ class EngineLayer:
 
 
 def inspect(trt: Any, engine: Any) -> list[EngineLayer]:
-    """Return the layers of a deserialised engine; complete if built with detailed profiling verbosity, as by Dyno."""
+    """Return a deserialised engine's layers; complete if built with detailed profiling verbosity, as by Dyno."""
     inspector = engine.create_engine_inspector()
     text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
-    del inspector  # TensorRT complains when the engine is freed first
+    del inspector  # else TensorRT complains when the engine is freed
     return from_json(text)
 
 
 def from_json(text: str) -> list[EngineLayer]:
-    """Parse the engine inspector's JSON; a layer reported by its name alone has the type "".
+    """Parse the engine inspector's JSON; a layer reported only by name has the type "".
 
-    Raises a `UserError` if the text is not JSON.
+    Raise a `UserError` if the text is not JSON.
     """
     try:
         listed = json.loads(text, strict=False).get("Layers", [])
@@ -184,7 +186,7 @@ def _parse_weights(entry: Any) -> Weights | None:
 
 
 def dtype_of(text: str) -> str:
-    """Return the NumPy name of the type in a description of a format; "" if it names none."""
+    """Return the NumPy name of the type in a format's description; "" if it names none."""
     return next((name for name, words in TYPE_NAMES.items() if re.search(rf"(?<![a-zA-Z])({words})\b", text, re.I)), "")
 
 
@@ -193,9 +195,9 @@ def _find_nodes(metadata: str) -> tuple[str, ...]:
 
 
 def named_nodes(name: str) -> tuple[str, ...]:
-    """Return the nodes in a layer's name, for layers without other information on them.
+    """Return the nodes in a layer's name, for layers without other information.
 
-    They are all nodes of a fused layer, and the first and the last of a subgraph (`{ForeignNode[a...b]}`).
+    The name of a fused layer has all nodes, that of a subgraph (`{ForeignNode[a...b]}`) the first and the last.
     """
     inner = FOREIGN_NODE.sub(r"\1", name)
     parts = re.split(r" \+ | \|\| |, |\.\.\.(?=[/\w(])", inner.replace(POINTWISE_PREFIX, ""))
@@ -204,7 +206,7 @@ def named_nodes(name: str) -> tuple[str, ...]:
 
 
 def from_log(text: str) -> list[EngineLayer]:
-    """Parse the listing in the verbose log of a build: one `Name: …, LayerType: …, Inputs: [ … ]` a line."""
+    """Parse the listing in a build's verbose log: `Name: …, LayerType: …, Inputs: [ … ]` per line."""
     return [
         _parse_log_line(line) for line in text.splitlines() if line.startswith("Name: ") and ", LayerType: " in line
     ]
@@ -249,14 +251,14 @@ def _parse_log_ports(text: str) -> tuple[Port, ...]:
 
 
 def _find_largest_constant(constants: Iterable[Port]) -> Weights | None:
-    """Return the largest constant with more than one dimension above 1: scales, biases and scalars are not weights."""
+    """Return the largest constant with more than one axis above length 1: others are scales, biases or scalars."""
     candidates = [port for port in constants if sum(size > 1 for size in port.shape) > 1]
     best = max(candidates, key=lambda port: math.prod(port.shape), default=None)
     return Weights(best.dtype, math.prod(best.shape)) if best else None
 
 
 def compute(listed: Sequence[EngineLayer]) -> list[EngineLayer]:
-    """Return convolutions, matrix products and the like, opaque subgraphs too.
+    """Return compute layers (convolution, matrix product…), including opaque subgraphs.
 
     Products of indices and shapes are left out.
     """
@@ -265,15 +267,15 @@ def compute(listed: Sequence[EngineLayer]) -> list[EngineLayer]:
 
 
 def by_type(listed: Sequence[EngineLayer]) -> dict[str, int]:
-    """Compute layers by the type they run in."""
+    """Return the number of compute layers by their type."""
     return dict(Counter(layer.computed_in for layer in compute(listed)))
 
 
 def summarise_layers(listed: Sequence[EngineLayer], requested: str) -> Layers:
-    """Return the facts of a record.
+    """Return the layer facts of a record.
 
-    They include the layers in float32 of a lower precision, and the number of weights and biases if the library counts
-    them.
+    They include the float32 layers of a lower precision and, if the library counts them, the number of weights and
+    biases.
     """
     types = by_type(listed)
     wide = (layer.name for layer in compute(listed) if layer.computed_in == "float32")
@@ -295,9 +297,9 @@ def summarise_layers(listed: Sequence[EngineLayer], requested: str) -> Layers:
 def list_notes(
     listed: Sequence[EngineLayer], requested: str, time_by_operator: Mapping[str, float] | None = None
 ) -> list[str]:
-    """Return sentences on the causes that keep the engine from being faster.
+    """Return sentences on why the engine isn't faster.
 
-    Shares of time come from a profile, if there was one.
+    Shares of time come from a profile, if given.
     """
     moving = [layer for layer in listed if layer.moves]
     converters = {layer.type for layer in moving} - {layer.type for layer in listed if not layer.moves}
@@ -319,7 +321,7 @@ def from_listing(listed: Iterable[Any]) -> list[EngineLayer]:
 
 
 def list_layers(listed: Sequence[EngineLayer], library: str) -> LayerGraph:
-    """Return the layers as facts; parameters are counted where the library counts them."""
+    """Return the layers as facts; parameters are 0 unless the library counts them."""
     made = [
         facts.Layer(
             name=layer.name,
@@ -339,9 +341,9 @@ def list_layers(listed: Sequence[EngineLayer], library: str) -> LayerGraph:
     )
 
 
-# How long each layer of an engine takes, by the library's own profiler: where the time goes, not how much there is.
+# Layer times by the library's profiler: shares of the time, not the latency
 #
-# A profiled run is launched without a graph and timed layer by layer, so its sum is more than the latency.
+# A profiled run is launched without a graph and timed layer by layer, so its sum exceeds the latency.
 
 PROFILED_CALLS = 6  # the first is left out
 DISCARDED_RUNS = 3  # of a profile
@@ -355,8 +357,7 @@ SLOWEST_SHOWN = 5
 def watch_layers(trt: Any, context: Any, launch: Callable[[], None], runs: int) -> list[dict[str, float]]:
     """Return the seconds of each layer by name in each of `runs` runs; empty if the library reports none.
 
-    `launch` runs the context once and returns when it is done. The context keeps the profiler: time nothing with it
-    afterwards.
+    `launch` runs the context once and waits. The context keeps the profiler, so it must not be timed afterwards.
     """
     seconds: dict[str, float] = defaultdict(float)
 
@@ -386,7 +387,7 @@ def profile_layers(trt: Any, context: Any, launch: Callable[[], None]) -> dict[s
 def read_layer_times(listed: LayerGraph, runs: Sequence[Mapping[str, float]]) -> tuple[LayerGraph, np.ndarray]:
     """Return the engine's layers, and their seconds [runs, layers].
 
-    A layer that no run reports is `skipped`. A reported layer that the list lacks stands at the end, with a name alone.
+    A layer reported by no run is `skipped`. A reported layer missing from the list is appended, with only its name.
     """
     reported = dict.fromkeys(chain(*runs))
     rows = {layer.name: k for k, layer in reversed([*enumerate(listed.layers)])}  # the first of equal names
@@ -403,7 +404,7 @@ def read_layer_times(listed: LayerGraph, runs: Sequence[Mapping[str, float]]) ->
 
 
 def share_by_operator(listed: Sequence[EngineLayer], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return each kind of layer's share of the layers' time, largest first."""
+    """Return each layer kind's share of the layers' time, largest first."""
     types = {layer.name: layer.type for layer in listed}
     total = sum(seconds.values()) or 1.0
     shares: dict[str, float] = defaultdict(float)
@@ -413,7 +414,7 @@ def share_by_operator(listed: Sequence[EngineLayer], seconds: Mapping[str, float
 
 
 def list_slowest(listed: Sequence[EngineLayer], seconds: Mapping[str, float]) -> tuple[SlowLayer, ...]:
-    """Return the slowest layers: name, kind, the type they compute in, tactic, and share of the layers' time."""
+    """Return the slowest layers: name, kind, type of products, tactic, and share of the layers' time."""
     by_name = {layer.name: layer for layer in listed}
     total = sum(seconds.values()) or 1.0
     layers = []

@@ -1,6 +1,6 @@
-"""TensorRT 8.6, 10 and 11 and TensorRT-RTX: one place for everything in which they differ.
+"""TensorRT 8.6, 10 and 11 and TensorRT-RTX: all differences between versions in one place.
 
-The rest of the package calls this by what it needs; what a version lacks is `Unavailable` with the version's name.
+Functions are named by purpose; a missing feature raises `Unavailable` with the version's name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dyno.worker.spec import Unavailable, UserError, shorten
 
 PRODUCT_NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by module
 PACKAGE_NAMES = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
-# Warnings of 8.6 for every exported file (its shapes are INT64; weights that don't fit have their own warning), and the
-# lines after a warning that has the number of weights.
+# Warnings of 8.6 for every exported file (INT64 shapes; unsuitable weights have another warning), and the lines after a
+# warning with the number of weights
 HARMLESS_WARNING = re.compile("generated with INT64 weights|^If this is not the desired behavior|^Check verbose logs")
 OUT_OF_MEMORY_ERROR = re.compile(
     "out of ?memory|bad_alloc|MemoryAllocation|cudaError 2:|insufficient memory|memory .*could not be allocated|"
@@ -30,10 +30,10 @@ OUT_OF_MEMORY_ERROR = re.compile(
     re.IGNORECASE,
 )
 THREE_LETTERS = re.compile("[A-Za-z]{3}")
-NO_DRIVER = re.compile("cudaError (35|100):")  # RTX builds without a GPU, and adds to every error that there is none
-# What a builder of weakly typed networks may use for a precision; 8-bit networks keep layers that can't be quantised.
+NO_DRIVER = re.compile("cudaError (35|100):")  # RTX builds without a GPU and mentions that in every error
+# Flags of a weakly typed network's builder by precision; 8-bit networks keep unquantisable layers in FP16.
 BUILDER_FLAGS = {"fp16": ("FP16",), "bf16": ("BF16",), "int8": ("INT8", "FP16"), "fp8": ("FP8", "FP16")}
-# TensorRT 8 may call these three; newer ones don't by default, and not loading them saves memory and time.
+# Tactic sources that TensorRT 8 uses by default and newer versions don't; without them, memory and time are saved.
 EXTERNAL_TACTICS = ("CUBLAS", "CUBLAS_LT", "CUDNN")
 TENSOR_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8", "FP4": "float4"}
 
@@ -42,7 +42,7 @@ TENSOR_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8"
 def load(product: str) -> Any:
     """Import the library's module (`tensorrt` or `tensorrt_rtx`); raise `Unavailable` with the package to install."""
     flags = sys.getdlopenflags()
-    # TensorRT 8's plugin library names functions of cuBLAS and cuDNN that are never called here.
+    # TensorRT 8's plugin library refers to functions of cuBLAS and cuDNN that are never called here.
     sys.setdlopenflags(os.RTLD_LAZY)
     try:
         return importlib.import_module(product)
@@ -71,11 +71,11 @@ def is_rtx(trt: Any) -> bool:
 
 
 class Log:
-    """The library's messages: `Log(trt)` is its logger, emptied.
+    """The library's messages: `Log(trt)` returns its only logger, emptied.
 
-    All builders, parsers and runtimes of a process share the first logger given, so there is one for each library.
-    `errors` and `warnings` are kept in order; `listing` is the layer listing of the last build, where the library logs
-    one; `timed` counts the tactics it timed. Nothing is printed.
+    All builders, parsers and runtimes of a process share the first logger given, so each library has one. `errors` and
+    `warnings` are in order; `listing` is the last build's layer listing, if the library logs it; `timed` counts timed
+    tactics. Nothing is printed.
     """
 
     errors: list[str]
@@ -84,7 +84,7 @@ class Log:
     timed: int
 
     def __new__(cls, trt: Any) -> Any:
-        """The library's one logger, emptied."""
+        """Return the library's only logger, emptied."""
         log = _make_logger(trt)
         log.clear()
         return log
@@ -119,7 +119,7 @@ def _make_logger(trt: Any) -> Any:
             return find_reason(self.errors)
 
         def complaint(self) -> str:
-            """Return the non-fatal errors so far, in one line or "", and clear them."""
+            """Return the non-fatal errors so far in one line ("" if none), and clear them."""
             sentence, self.errors = find_reason(self.errors) if self.errors else "", []
             return sentence
 
@@ -127,7 +127,7 @@ def _make_logger(trt: Any) -> Any:
 
 
 def find_reason(errors: list[str]) -> str:
-    """Return one line from an action's errors: the first on memory, else the first, which caused the others."""
+    """Return one line from an action's errors: the first on memory, else the first, the cause of the others."""
     relevant = [e for e in errors if not NO_DRIVER.search(e) and THREE_LETTERS.search(e)] or errors
     first = next(
         (e for e in relevant if OUT_OF_MEMORY_ERROR.search(e)),
@@ -140,7 +140,7 @@ def find_reason(errors: list[str]) -> str:
 
 
 def new_network(trt: Any, builder: Any, typed: bool) -> Any:
-    """Return an empty network: strongly typed (types are the graph's) if `typed`, with an explicit batch."""
+    """Return an empty network with an explicit batch: strongly typed (the graph's types) if `typed`."""
     flag_names = trt.NetworkDefinitionCreationFlag
     flags = 0
     if typed:
@@ -151,14 +151,14 @@ def new_network(trt: Any, builder: Any, typed: bool) -> Any:
 
 
 def is_typed(trt: Any, route: str) -> bool:
-    """Return whether a network of that route is strongly typed: TensorRT 8 has none, and flags need one that isn't."""
+    """Return whether the route's network is strongly typed: not in TensorRT 8, and not with builder flags."""
     return route == "graph" and hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
 
 
 def allow_types(trt: Any, config: Any, precision: str, typed: bool) -> list[str]:
-    """Set the builder's flags for a precision and return their names; TF32 is off unless it is the precision.
+    """Set the builder's flags for a precision and return their names; TF32 is off unless requested.
 
-    `Unavailable` where the version has no such flag, or can't compute in it.
+    Raise `Unavailable` if the version has no such flag or can't compute in the precision.
     """
     flag = trt.BuilderFlag
     config.clear_flag(flag.TF32)
@@ -179,9 +179,9 @@ def allow_types(trt: Any, config: Any, precision: str, typed: bool) -> list[str]
 
 
 def keep_types(trt: Any, config: Any, network: Any) -> int:
-    """Prefer FP16 kernels for the convolutions with FP16 weights of a weakly typed network; return their number.
+    """Prefer FP16 kernels for convolutions with FP16 weights in a weakly typed network; return their number.
 
-    Matrix products stay free: a preference could take them out of the fused subgraphs that attention needs.
+    Matrix products stay free: a preference could remove them from the fused subgraphs that attention needs.
     """
     kinds = {trt.LayerType.CONVOLUTION: trt.IConvolutionLayer, trt.LayerType.DECONVOLUTION: trt.IDeconvolutionLayer}
     count = 0
@@ -189,7 +189,7 @@ def keep_types(trt: Any, config: Any, network: Any) -> int:
         layer = network.get_layer(index)
         if layer.type not in kinds:
             continue
-        layer.__class__ = kinds[layer.type]  # gives access to the attributes of this kind of layer
+        layer.__class__ = kinds[layer.type]  # access to this kind's attributes
         if getattr(layer.kernel, "dtype", None) in (np.float16, trt.float16):
             layer.precision = trt.float16
             count += 1
@@ -199,12 +199,12 @@ def keep_types(trt: Any, config: Any, network: Any) -> int:
 
 
 def _read_major_version(trt: Any) -> int:
-    # RTX has its own version numbers, and began with TensorRT 10's features.
+    # RTX has its own version numbers, beginning with TensorRT 10's features.
     return 10 if is_rtx(trt) else int(trt.__version__.split(".")[0])
 
 
 def configure(trt: Any, config: Any, settings: Settings) -> None:
-    """Set everything of the builder that is neither types nor shapes."""
+    """Set all builder options except types and shapes."""
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.builder_optimization_level = settings.optimization
     if settings.workspace_mb:
@@ -222,7 +222,7 @@ def configure(trt: Any, config: Any, settings: Settings) -> None:
     if settings.hardware_compatible:
         config.hardware_compatibility_level = _find_compatibility_level(trt, settings.hardware_compatible)
     if hasattr(trt, "PreviewFeature") and hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
-        # Several contexts of one dynamic engine; newer versions do so by default.
+        # Several contexts per dynamic engine; the default in newer versions.
         config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
 
 
@@ -250,7 +250,7 @@ def _find_compatibility_level(trt: Any, requested: str) -> Any:
 def calibrator_class(trt: Any, method: str) -> Any:
     """Return the library's calibrator class for the method (entropy, minmax).
 
-    Raises `Unavailable` from TensorRT 11 on and in RTX.
+    Raise `Unavailable` from TensorRT 11 on and in RTX.
     """
     name = {"entropy": "IInt8EntropyCalibrator2", "minmax": "IInt8MinMaxCalibrator"}[method]
     if not hasattr(trt, name):
@@ -259,7 +259,7 @@ def calibrator_class(trt: Any, method: str) -> Any:
 
 
 def watch(trt: Any, config: Any, report: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
-    """Report the build's progress and end it when `stopped`; False where the library can't (before TensorRT 10)."""
+    """Report the build's progress and end it when `stopped`; return False if unsupported (before TensorRT 10)."""
     if not hasattr(trt, "IProgressMonitor"):
         return False
 
@@ -285,7 +285,7 @@ def watch(trt: Any, config: Any, report: Callable[[str], None], stopped: Callabl
 
 
 def parse_error(parser: Any, log: Any) -> str:
-    """Return the reason why the parser failed, in one line with the node and its operator, if known."""
+    """Return the parser's error in one line, with the node and its operator if known."""
     if not parser.num_errors:
         return str(log.reason())
     error, log_text = parser.get_error(0), "\n".join(log.errors)
@@ -301,7 +301,7 @@ def parse_error(parser: Any, log: Any) -> str:
 
 
 def dtype_name(kind: Any) -> str:
-    """Return a tensor's type by its NumPy name, e.g. float16; types that NumPy lacks by their usual name."""
+    """Return a tensor's type by its NumPy name, e.g. float16; types missing in NumPy by their usual name."""
     name = str(kind.name)
     return TENSOR_TYPES.get(name, name.lower())
 
@@ -309,7 +309,7 @@ def dtype_name(kind: Any) -> str:
 def timing_cache(trt: Any, config: Any, content: bytes) -> Any:
     """Set a timing cache with that content in the config and return it.
 
-    Return None if it doesn't fit or the library has none.
+    Return None if it doesn't fit or the library has no timing cache.
     """
     if is_rtx(trt):
         return None
@@ -332,9 +332,9 @@ def device_memory(engine: Any) -> int:
 
 
 def output_allocator(trt: Any, device: Any) -> Any:
-    """Return an allocator of outputs whose size depends on the run.
+    """Return an allocator for outputs of run-dependent size.
 
-    `address` and `shape` are those of the last run.
+    `address` and `shape` describe the last run's output.
     """
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]

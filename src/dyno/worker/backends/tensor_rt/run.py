@@ -1,7 +1,7 @@
-"""Run a TensorRT engine: deserialise, check its tensors, replay it as a CUDA graph, a context per batch in flight.
+"""Running a TensorRT engine: deserialise, check its tensors, replay it as a CUDA graph, a context per batch in flight.
 
-Needs numpy, cuda-bindings and TensorRT alone. A static engine keeps its shapes and its graphs; a dynamic one may change
-its shapes between runs, within its profile, and records its graph anew when a shape comes a second time.
+It needs only numpy, cuda-bindings and TensorRT. A static engine keeps its shapes and graphs. A dynamic engine may
+change its shapes between runs, within its profile; its graph is recorded again at the second run of a shape.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable, UserError
 class TensorRTSession(DeviceSession):
     """One engine with `slots` execution contexts.
 
-    Options of the trial: `graph` (default true: replay a CUDA graph) and `slots` (default 3). Raises `UserError` for an
-    engine that this library or GPU refuses, or whose tensors are not the trial's.
+    Options of the trial: `graph` (default true: replay a CUDA graph) and `slots` (default 3). Raise a `UserError` for
+    an engine that this library or GPU refuses, or with tensors other than the trial's.
     """
 
     def __init__(self, trial: Trial, artifact: Artifact | None, product: str) -> None:
@@ -51,7 +51,7 @@ class TensorRTSession(DeviceSession):
         self.reshape(wanted)
 
     def _check_tensors(self, artifact: Artifact | None) -> tuple[Tensor, ...]:
-        """Return the engine's inputs; raise a `UserError` if its tensors differ from those in the artifact's record."""
+        """Return the engine's inputs; raise a `UserError` if its tensors differ from the artifact's record."""
         sides = list_tensors(self._trt, self._engine)
         if artifact and artifact.inputs:
             recorded = {t.name: (t.dtype, len(t.shape)) for t in (*artifact.inputs, *artifact.outputs)}
@@ -60,16 +60,16 @@ class TensorRTSession(DeviceSession):
                 if recorded.get(name) != own.get(name):
                     found, expected = _describe_tensor(own, name), _describe_tensor(recorded, name)
                     raise UserError(f"tensor {name!r} of the engine is {found}, not {expected}")
-            names = list(recorded)  # outputs are compared by position, and an engine lists its tensors in another order
+            names = list(recorded)  # outputs are compared by position, but an engine has another order
             inputs, outputs = (tuple(sorted(side, key=lambda t: names.index(t.name))) for side in sides)
             sides = inputs, outputs
         self.inputs, self.outputs = sides
         return sides[0]
 
     def _shapes_of(self, inputs: tuple[Tensor, ...], trial: Trial) -> dict[str, Shape]:
-        """Return the trial's shapes; raise a `UserError` for one outside the engine's profiles."""
+        """Return the trial's shapes; raise a `UserError` for a shape outside the engine's profiles."""
         dims = trial.dims
-        if not dims.batch:  # any batch of the profile: begin with the one it was tuned for
+        if not dims.batch:  # any batch: begin with the profile's best
             axis = dims.batch_axis(inputs[0].name, inputs[0].shape) or 0
             dims = replace(dims, batch=int(self._engine.get_tensor_profile_shape(inputs[0].name, 0)[1][axis]))
         shapes = static_shapes(inputs, dims)
@@ -90,7 +90,7 @@ class TensorRTSession(DeviceSession):
 
     @property
     def batches(self) -> tuple[int, int, int]:
-        """Of the profile in use; a static engine's one batch three times."""
+        """The batches of the profile in use; a static engine's only batch three times."""
         name, shape = next(iter(self._shapes.items()))
         axis = self._trial.dims.batch_axis(name, shape) or 0
         if not self._dynamic:
@@ -99,7 +99,7 @@ class TensorRTSession(DeviceSession):
         return low, opt, high
 
     def _new_contexts(self) -> list[Any]:
-        """Return a context for each slot; fewer if memory runs out or a profile can't be shared."""
+        """Return a context per slot; fewer if memory runs out or a profile can't be shared."""
         contexts: list[Any] = []
         for _ in range(self.slots):
             context = self._engine.create_execution_context()
@@ -114,7 +114,7 @@ class TensorRTSession(DeviceSession):
     def _select_profile(self, shapes: Mapping[str, Shape]) -> int:
         """Set the first profile that has the shapes in every context, and return its number.
 
-        Where the profile can't be shared, the other contexts are dropped.
+        If contexts can't share the profile, all but the first ones are dropped.
         """
         profile = next(p for p in range(self._profiles) if self._in_profile(p, shapes))
         if not self._dynamic:
@@ -123,7 +123,7 @@ class TensorRTSession(DeviceSession):
             if not context.set_optimization_profile_async(profile, self.stream):
                 if not number:
                     self._raise_error(f"profile {profile} can't be used")
-                self.slots = number  # this engine's profile can be used by one context only
+                self.slots = number  # the profile can't be shared by more contexts
                 break
         self.device.synchronize()
         del self._contexts[self.slots :]
@@ -140,14 +140,14 @@ class TensorRTSession(DeviceSession):
         return any(isinstance(n, str) for tensor in self.inputs for n in tensor.shape)
 
     def _room_of(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
-        """Return the bytes of every tensor at its largest, as its profile allows: a change of shape needs no memory."""
+        """Return the bytes of every tensor at its profile's largest shape: a change of shape needs no memory."""
         context = self._contexts[0]
         for name, shape in shapes.items():
             context.set_input_shape(name, self._find_largest_shape(name, shape))
         room = {}
         for tensor in (*self.inputs, *self.outputs):
             shape = tuple(context.get_tensor_shape(tensor.name))
-            if min(shape, default=1) >= 0:  # otherwise the size depends on the run, and an allocator provides it
+            if min(shape, default=1) >= 0:  # else an allocator, as the size depends on the run
                 room[tensor.name] = int(np.prod(shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
         return room
 
@@ -155,8 +155,7 @@ class TensorRTSession(DeviceSession):
         return tuple(self._engine.get_tensor_profile_shape(name, self._profile)[2]) if self._dynamic else shape
 
     def _set_addresses(self, context: Any, slot: int) -> dict[str, Any]:
-        """Set the addresses of the context's tensors to the slot's memory; outputs of unknown size get an allocator,
-        and these are returned."""
+        """Set the context's tensor addresses to the slot's memory; return allocators for outputs of unknown size."""
         addresses, allocators = self._slots[slot].addresses, {}
         for name, address in addresses.items():
             context.set_tensor_address(name, address)
@@ -167,7 +166,7 @@ class TensorRTSession(DeviceSession):
         return allocators
 
     def reshape(self, shapes: Mapping[str, Shape]) -> None:
-        """Run with these input shapes from now on; outside the profile is a `UserError`."""
+        """Run with these input shapes from now on; raise a `UserError` outside the profile."""
         if dict(shapes) == self._shapes and self._runs[0]:
             return
         for tensor in self.inputs:
@@ -188,7 +187,7 @@ class TensorRTSession(DeviceSession):
             graph.close()
 
     def enqueue(self, slot: int) -> None:
-        """Replay the slot's graph; the first run of a shape is launched directly, the second records the graph."""
+        """Replay the slot's graph; a shape's first run is launched directly, the second records the graph."""
         graph = self._graphs[slot]
         if graph is None and self._graphed and self._runs[slot]:
             graph = self._graphs[slot] = CudaGraph(self._compute, lambda: self._launch_slot(slot))
@@ -206,11 +205,11 @@ class TensorRTSession(DeviceSession):
             self._raise_error(f"{self._trial.label} can't be run")
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
-        """Return the shapes that the context has for the shapes of the inputs; see `DeviceSession.results`."""
+        """Return the context's output shapes for the input shapes; see `DeviceSession.results`."""
         if not self._results[slot]:
             self._results[slot] = self._result_tensors(slot)
         results_ = self._results[slot]
-        if self._allocators[slot]:  # their shape depends on the run, and may change with the next
+        if self._allocators[slot]:  # shapes depend on the run
             self._results[slot] = {}
         return results_
 
@@ -257,8 +256,8 @@ class TensorRTSession(DeviceSession):
         self.device.synchronize()
 
     def profile(self, runs: int) -> LayerTimes:
-        """Time the engine's layers with TensorRT's own profiler, in a separate context if there is room for one."""
-        context, _allocators = self._new_context()  # called as long as the context lives
+        """Time the engine's layers with TensorRT's profiler, in a separate context if memory allows."""
+        context, _allocators = self._new_context()  # kept as long as the context
         whole = []
 
         def time_run() -> None:
@@ -276,14 +275,14 @@ class TensorRTSession(DeviceSession):
     def run_for_counters(self) -> None:
         """Run with TensorRT's own ranges, named by the layers, in a separate context."""
         context, _allocators = self._new_context()
-        # Else a range holds all that is known of its layer, as JSON whose quotes ncu writes into its CSV as they are.
+        # Else a range's name is JSON with all layer information, and ncu doesn't escape its quotes in CSV.
         context.nvtx_verbosity = self._trt.ProfilingVerbosity.LAYER_NAMES_ONLY
         self._run_directly(context)  # discard the work of a context's first run
         with profiler_on():
             self._run_directly(context)
 
     def _new_context(self) -> tuple[Any, dict[str, Any]]:
-        """Return a context for the bound shapes, in the first slot's memory, with its allocators.
+        """Return a context for the bound shapes in the first slot's memory, with its allocators.
 
         Fall back to the first slot's own context if memory runs out or its profile can't be shared.
         """
@@ -298,7 +297,7 @@ class TensorRTSession(DeviceSession):
         return context, self._set_addresses(context, 0)
 
     def close(self) -> None:
-        """Free graphs, contexts and the engine before the memory they use."""
+        """Free graphs, contexts and the engine, then their memory."""
         self.device.synchronize()
         for slot in range(self.slots):
             self._drop_graph(slot)
@@ -309,10 +308,10 @@ class TensorRTSession(DeviceSession):
 
 
 def deserialise(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
-    """Return the runtime and the engine in the file; raise a `UserError` with TensorRT's reason if it rejects it.
+    """Return the runtime and the engine in the file; raise a `UserError` with TensorRT's reason for a refusal.
 
-    An engine is executable content: this is called for files from the cache, after a check of their hash, and for files
-    named by the user.
+    An engine is executable content: callers pass files from the cache, after a check of their hash, and files named by
+    the user.
     """
     file = Path(path)
     if not file.is_file():
@@ -333,7 +332,7 @@ def deserialise(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
 
 
 def list_tensors(trt: Any, engine: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return an engine's inputs and outputs; a free dimension is named by its axis: `batch` first, else `dim1`…."""
+    """Return an engine's inputs and outputs; free dimensions are named by axis: `batch` first, else `dim1`…."""
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)

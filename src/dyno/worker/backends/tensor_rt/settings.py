@@ -1,4 +1,4 @@
-"""The options of a trial that shape its engine: the values and the default of each."""
+"""The trial options that shape an engine, with their values and defaults."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ STATIC_OPTION = "static"
 
 @dataclass(frozen=True)
 class Settings:
-    """How an engine is built, with the defaults.
+    """The settings of a build, with their defaults.
 
-    `profile`: see `profiles`. `optimization` 0-5 is the builder's level, `workspace_mb` its scratch memory (0: all the
-    GPU has), `tactics` its tactic sources joined by `+` ("": the default of TensorRT 10, `none`: without any).
-    `route` says where types come from: the graph, builder flags, or flags and a calibrator. `build` distinguishes
-    builds with the same settings.
+    `profile`: see `parse_profiles`. `optimization` 0-5 is the builder's level, `workspace_mb` its scratch memory (0:
+    all of the GPU's), `tactics` its tactic sources joined by `+` ("": TensorRT 10's default, `none`: none). `route` is
+    the source of types: the graph, builder flags, or flags and a calibrator. `build` distinguishes builds with equal
+    settings.
     """
 
     profile: str = STATIC_OPTION
@@ -75,7 +75,7 @@ def _convert_value(name: str, value: Option, default: Any) -> Option:
     if name == "hardware_compatible" and isinstance(value, bool):
         return "ampere_plus" if value else ""
     if isinstance(default, str):
-        return str(value)  # the command line reads `profile=8` as a number
+        return str(value)  # the command line parses `profile=8` as a number
     if type(value) is not type(default):
         kind = {bool: "true or false", int: "a whole number"}[type(default)]
         raise UserError(f"{name} must be {kind}, not {value!r}")
@@ -87,11 +87,11 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise UserError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
 
 
-# Shapes of an engine: static, or optimisation profiles of min, opt and max.
+# Shapes of an engine: static, or optimisation profiles of min, opt and max
 #
 # Text forms: `static` (the trial's own shapes), a batch range `1:8:16` (min:opt:max; `8` is `8:8:8`), or shapes
 # `x:1x3x224x224,8x3x224x224,16x3x224x224` (min,opt,max; one shape for all three), `;` between inputs. `|` separates
-# profiles in either form.
+# profiles in both forms.
 
 Range = tuple[Shape, Shape, Shape]
 Profile = dict[str, Range]
@@ -102,9 +102,9 @@ SHAPE_TEXT = re.compile(r"\d+(x\d+)*")
 def parse_profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Profile]:
     """Parse the profiles in the text, with a range for every input.
 
-    Sizes missing in the text come from `dims`, a free batch (`dims.batch` 0) from the file's own. Raises `UserError`
-    for text that isn't a profile, min > opt or opt > max, the wrong rank, an unknown input, and another size for a
-    fixed dimension.
+    Sizes missing in the text come from `dims`, a free batch (`dims.batch` 0) from the file. Raise a `UserError` for
+    text that isn't a profile, min > opt or opt > max, the wrong rank, an unknown input, or another size for a fixed
+    dimension.
     """
     if text == STATIC_OPTION:
         return [_make_static_profile(inputs, dims)]
@@ -116,7 +116,7 @@ def parse_profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Prof
 
 
 def batch_range(text: str) -> tuple[int, int, int] | None:
-    """Return min, opt and max of one profile in the batch form, None for the other forms."""
+    """Return min, opt and max of one profile in the batch form; None for other forms."""
     if not BATCH_RANGE.fullmatch(text):
         return None
     sizes = [int(size) for size in text.split(":")]
@@ -131,7 +131,7 @@ def batch_range(text: str) -> tuple[int, int, int] | None:
 
 
 def explain_outside(text: str, batch: int) -> str:
-    """Return why no profile of the text takes the batch, or "" if one does or only the engine has them. Pure."""
+    """Return why no profile in the text takes the batch; "" if one does, or if only the engine knows them. Pure."""
     if text == STATIC_OPTION:
         return ""
     ranges = [batch_range(part) for part in text.split("|")]
@@ -143,13 +143,13 @@ def explain_outside(text: str, batch: int) -> str:
 
 
 def find_fixed_size(parsed: Sequence[Profile], name: str) -> tuple[int, ...]:
-    """Return the input's shape in the network: a size where all profiles agree on one, else -1."""
+    """Return the input's shape in the network: sizes on which all profiles agree, else -1."""
     ends = [shape for profile in parsed for shape in profile[name]]
     return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*ends, strict=True))
 
 
 def is_static(parsed: Sequence[Profile]) -> bool:
-    """Return whether every size is fixed, so that the engine needs no profile."""
+    """Return whether every size is fixed; the engine then needs no profile."""
     return all(-1 not in find_fixed_size(parsed, name) for name in parsed[0])
 
 
@@ -230,13 +230,13 @@ def _format_shape(shape: Sequence[int | str]) -> str:
     return "x".join(str(size) for size in shape)
 
 
-# What the value of each TensorRT option may be, for planning to check by name.
+# Checks of the TensorRT options' values by name, for planning
 
 SHAPE_RANGE = re.compile(r".+:\d[\dx,]*")  # NAME:MIN,OPT,MAX for one or more inputs
 
 
 def _make_check(name: str) -> Check:
-    """Return a check of this option alone, with the complaint of `Settings.of`."""
+    """Return a check of this option alone, with the message of `Settings.of`."""
 
     def check_value(value: Option) -> str:
         try:
