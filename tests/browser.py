@@ -1,4 +1,4 @@
-"""Pages in a browser that shows nothing: what it makes of them, and pictures."""
+"""Headless Chromium for tests of pages: run a script in a page, dump its DOM, take pictures."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ SAY = "<script>const say = found => { document.title = btoa(unescape(encodeURICo
 
 
 def browse(page: Path, *options: str) -> str:
-    """Open the page; what the browser prints. The test is skipped where there is none."""
+    """Open the page in headless Chromium and return standard output. Skips the test without a browser."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if not found:
         pytest.skip("no Chromium on the PATH (Debian: apt-get install chromium)")
@@ -30,7 +30,7 @@ def browse(page: Path, *options: str) -> str:
 
 
 def ask(page: Path, script: str, probe: Path, *options: str) -> Any:
-    """What the script hands to `say` in a copy of the page, `probe`; it runs behind the page's own."""
+    """Run the script after the page's own in a copy, `probe`; return the value that it passes to `say`."""
     text = page.read_text(encoding="utf-8").replace("</body>", f"{SAY}\n{script}</script></body>")
     probe.write_text(text, encoding="utf-8")
     title = re.search(r"<title>(.*?)</title>", browse(probe, *options, "--dump-dom"), re.DOTALL)

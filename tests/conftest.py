@@ -1,4 +1,4 @@
-"""What many tests share: a cache of their own, quick fake trials, the command line, a second interpreter."""
+"""Shared fixtures: a separate cache, fast scripted trials, the command line, a second interpreter."""
 
 import gc
 import json
@@ -34,11 +34,11 @@ from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
 from dyno.worker.system import SILENCING_VARIABLES
 from yolo_small import TrainedModel, trained
 
-# As where Dyno imports OpenVINO, for tests that import it first: it would send usage data with each conversion.
+# No usage data from OpenVINO's converter, for tests that import it before Dyno does.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
-# But for Matplotlib's backend, with which a notebook would show no plot.
+# Without MPLBACKEND, as a notebook would show no plot.
 os.environ |= {name: value for name, value in SILENCING_VARIABLES.items() if name != "MPLBACKEND"}
-# How long an example takes depends on the machine, and one that fails is to fail again, here and anywhere.
+# No deadline, as run times depend on the machine; the same examples everywhere, so that a failure repeats.
 settings.register_profile("dyno", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dyno")
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,20 +48,20 @@ PROCESSORS = os.sched_getaffinity(0)
 
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> None:
-    """Ctrl-C works where the tests run in the background of a shell, too, which ignores it there for all it starts: a
-    test that interrupts what never ends would fill the memory."""
+    """Restore Ctrl-C: a shell ignores SIGINT in background jobs, and a test that interrupts an endless job would fill
+    the memory."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The user's cache is neither read nor filled by the tests, nor by the processes they start."""
+    """Use a temporary cache in the tests and their child processes, never the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DYNO_CACHE", str(tmp_path_factory.mktemp("cache")))
-        # torch.compile spends half of a cold compile on trying out which vector instructions its g++ knows.
+        # torch.compile spends half of a cold compile on testing the compiler's vector instructions.
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
-        # And another part on its headers, which every trial of a study would compile for itself.
+        # Precompiled headers, shared by all trials.
         if not os.environ.get(forked.RUNNING):
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setattr(os, "fsync", forked.unflushed)
@@ -70,28 +70,28 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """Every timing collects garbage first, and would look through the libraries' million objects each time."""
+    """Freeze imported objects: each timing starts with a garbage collection, which would scan a million of them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _all_processors() -> Iterator[None]:
-    """A job pins the process it runs in; where that was the tests' own, the others have all processors again."""
+    """Restore CPU affinity after each test: a job that runs in this process pins it."""
     yield
     os.sched_setaffinity(0, PROCESSORS)
 
 
 @pytest.fixture(autouse=True)
 def _no_self_test() -> Iterator[None]:
-    """No test sees the self-test that another one kept in the cache they share."""
+    """Delete stored self-tests after each test, as the cache is shared."""
     yield
     shutil.rmtree(Path(os.environ["DYNO_CACHE"], "self-tests"), ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
 def _server() -> Iterator[str]:
-    """The socket of the process that jobs and commands are forked from; see `preloaded.py`."""
+    """Socket of the process that jobs and commands are forked from; see `preloaded.py`."""
     if running := os.environ.get(forked.RUNNING):
         yield forked.ready(running)
         return
@@ -102,7 +102,7 @@ def _server() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def preloaded(_server: str) -> Iterator[str]:
-    """Jobs and commands of this file are forked from a process that has imported the libraries; its socket."""
+    """Fork this module's jobs and commands from a process with the libraries imported; yields its socket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "subprocess", forked.Processes(_server))
         patch.setenv(forked.FORKS, _server)
@@ -111,7 +111,7 @@ def preloaded(_server: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def fake_trial() -> Callable[..., Trial]:
-    """Trials of the scripted backend that take no time; keyword arguments are its options."""
+    """Factory of trials of the scripted backend, which take no time; keyword arguments are backend options."""
 
     def make(backend: str = "fake", *, plan: Plan = QUICK, runtime: Runtime | None = None, **options: Any) -> Trial:
         model = ModelSpec("net", "fake:net", channels=1)
@@ -126,7 +126,7 @@ def fake_trial() -> Callable[..., Trial]:
 
 @pytest.fixture(scope="session")
 def fake_study() -> Callable[..., Study]:
-    """Studies of the scripted backend that take no time; keyword arguments are fields of `Study`."""
+    """Factory of studies of the scripted backend, which take no time; keyword arguments are fields of `Study`."""
 
     def make(**fields: Any) -> Study:
         short = {"rounds": 1, "turns": False, "seconds": 0.04, "warmup": 0.02, "threads": 1, "boundaries": ("model",)}
@@ -137,7 +137,7 @@ def fake_study() -> Callable[..., Study]:
 
 
 def check_json(words: list[str], out: str) -> None:
-    """Compare what a command printed in JSON with the schema that `--schema` prints for it."""
+    """Validate a command's JSON output against the schema that `--schema` prints."""
     if " --format json" in f" {' '.join(words)}" and out.startswith("{"):
         make_validator(" ".join(words[: 1 + (words[0] in app.COMMAND_GROUPS)])).validate(json.loads(out))
 
@@ -149,8 +149,8 @@ def make_validator(command: str) -> jsonschema.Draft202012Validator:
 
 @pytest.fixture(scope="session")
 def dyno() -> Any:
-    """The command line in a separate process: `dyno("run", "fake:net", cwd=..., env=...)`; it ends with `code` where
-    that is given."""
+    """Command line in a separate process: `dyno("run", "fake:net", cwd=..., env=...)`. `code`: expected exit code, None
+    for any."""
 
     def run(
         *words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 1200.0,
@@ -171,9 +171,9 @@ def dyno() -> Any:
 
 @pytest.fixture(scope="session")
 def yolo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TrainedModel]:
-    """A YOLO trained on drawn shapes for a task, once per session: `yolo("detect")`. For tests marked `slow`.
+    """YOLO trained on drawn shapes for a task, once per session: `yolo("detect")`. For tests marked `slow`.
 
-    DYNO_TEST_YOLO names a folder that keeps what was trained for the next session.
+    DYNO_TEST_YOLO: a folder that keeps the trained models for the next session.
     """
     pytest.importorskip("ultralytics", reason="no ultralytics (pip install 'inference-dyno[ultralytics]')")
     folder = Path(os.environ.get("DYNO_TEST_YOLO") or tmp_path_factory.mktemp("yolo"))
@@ -182,7 +182,7 @@ def yolo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TrainedMod
 
 @pytest.fixture(scope="session")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small network that is right in float and wrong in int8, as ONNX."""
+    """ONNX file of a small network: right in float, wrong in int8."""
     pytest.importorskip("torch")
     path = tmp_path_factory.mktemp("hostile") / "hostile.onnx"
     hostile_net.write(path)
@@ -191,13 +191,13 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The repository's folder."""
+    """Root of the repository."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
 def other_python() -> str:
-    """Another CPython that has numpy and ONNX Runtime: `.venv-other`, or the one in DYNO_OTHER_PYTHON."""
+    """Path of another CPython with numpy and ONNX Runtime: `.venv-other`, or DYNO_OTHER_PYTHON."""
     python = os.environ.get("DYNO_OTHER_PYTHON", str(ROOT / ".venv-other/bin/python"))
     if not Path(python).exists():
         pytest.skip("no second CPython with numpy and onnxruntime (`make setup` makes .venv-other where it finds one)")
@@ -209,7 +209,7 @@ def other_python() -> str:
 
 @lru_cache(maxsize=1)
 def _no_gpu() -> str:
-    """Why tests marked `gpu` can't run here, or ""."""
+    """Return the reason why tests marked `gpu` can't run here, or ""."""
     import pynvml
 
     try:
@@ -219,14 +219,14 @@ def _no_gpu() -> str:
         return f"no NVIDIA GPU ({e})"
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     taken = durations.read_durations()
     for item in items:
         seconds = taken.get(item.nodeid.partition("[")[0], 0.0)
         if seconds >= durations.RARE_S:
             item.add_marker(pytest.mark.rare)
-        runs_studies = "preloaded" in getattr(item, "fixturenames", ())  # or real engines in jobs
+        runs_studies = "preloaded" in getattr(item, "fixturenames", ())  # or runs real engines in jobs
         if runs_studies or seconds >= durations.SLOW_S or item.get_closest_marker("rare"):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and _no_gpu():
@@ -235,10 +235,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
-    """The command line in this process, in its own folder: (exit code, standard output, standard error).
+    """Command line in this process, in the test's folder: returns (exit code, standard output, standard error).
 
-    What a command leaves in that folder must be named by its words, or by what it says. It may have no internal error
-    unless that is `allowed`, and ends with `code` where that is given.
+    Files that a command leaves must be named by its arguments or its output. An internal error fails the test unless
+    `allowed`. `code`: expected exit code, None for any.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")  # as the command line sets it; a notebook of a later test has its own
@@ -271,15 +271,15 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
 
 @pytest.fixture
 def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs here and in forked commands write the tables of a report alone: its charts take longer than what a test's
-    study measures."""
+    """Write reports as tables alone, here and in forked commands: charts take longer than the measurements of a test's
+    study."""
     monkeypatch.setenv(forked.UNREPORTED, "1")
     monkeypatch.setattr(report, "write_report", forked.tables_only)
 
 
 @pytest.fixture
 def refused(call: Callable[..., Any]) -> Callable[..., str]:
-    """The one line that bad input ends with."""
+    """Run a command with bad input; return its one-line error without the prefix."""
 
     def run(*words: object) -> str:
         code, out, err = call(*words)
@@ -305,7 +305,7 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
 
 @pytest.fixture
 def drawn_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let jobs find the backend of `drawn_engine.py`, with a fresh cache; the test's folder."""
+    """Let jobs find the backend of `drawn_engine.py`, with an empty cache; return the test's folder."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -313,7 +313,7 @@ def drawn_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def onnx_file(tmp_path: Path) -> Path:
-    """y = x + x on 2 x 3 x 8 x 8 images, with nothing free."""
+    """ONNX file of y = x + x for 2 x 3 x 8 x 8 images, all axes fixed."""
     pytest.importorskip("onnx")
     text = "(float[2, 3, 8, 8] input) => (float[2, 3, 8, 8] output) { output = Add(input, input) }"
     return onnx_text.write(tmp_path / "m.onnx", text, ir=9)
@@ -321,7 +321,7 @@ def onnx_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def half_known(tmp_path: Path) -> Path:
-    """Determinants of 2 x 3 x 3 numbers, which ONNX Runtime computes and OpenVINO has no operator for."""
+    """ONNX file of two 3 x 3 determinants; ONNX Runtime has the operator, OpenVINO hasn't."""
     pytest.importorskip("onnx")
     text = "(float[2, 3, 3] x) => (float[2] y) { positive = Relu(x) y = Det(positive) }"
     return onnx_text.write(tmp_path / "half.onnx", text, ir=9)
@@ -329,11 +329,11 @@ def half_known(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """A study like the demo's, with every way a trial can end."""
+    """Results like the demo's, with every trial status."""
     return load_run(synthetic.write_run(tmp_path_factory.mktemp("runs") / "demo", synthetic.demo()))
 
 
 @pytest.fixture(scope="session")
 def hostile_names(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """A study whose names want to break HTML, Markdown and SVG."""
+    """Results with names that would break unescaped HTML, Markdown and SVG."""
     return load_run(synthetic.write_run(tmp_path_factory.mktemp("runs") / "hostile", synthetic.hostile()))

@@ -1,4 +1,4 @@
-"""A scripted backend whose layers have times and hardware counters, on a GPU that isn't there."""
+"""A scripted backend with layer times and hardware counters, on a GPU that doesn't exist."""
 
 import os
 import time

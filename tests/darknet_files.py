@@ -10,24 +10,24 @@ ANCHORS = "10,14, 23,27, 37,58, 81,82, 135,169, 344,319"
 
 
 def conv(filters: int, size: int = 3, stride: int = 1, activation: str = "leaky", **more: object) -> str:
-    """A convolution with batch norm."""
+    """Return a convolution with batch norm."""
     return section("convolutional", batch_normalize=1, filters=filters, size=size, stride=stride, pad=1,
                    activation=activation, **more)  # fmt: skip
 
 
 def section(kind: str, **options: object) -> str:
-    """A section as the files have it."""
+    """Return a section of a .cfg file."""
     return f"[{kind}]\n" + "".join(f"{name}={value}\n" for name, value in options.items()) + "\n"
 
 
 def head(mask: str, activation: str = "linear", classes: int = CLASSES, **more: object) -> str:
-    """The last convolution of a scale, and its yolo layer of three anchors."""
+    """Return the last convolution of a scale and its yolo layer with three anchors."""
     last = section("convolutional", size=1, stride=1, pad=1, filters=3 * (5 + classes), activation=activation)
     return last + section("yolo", mask=mask, anchors=ANCHORS, classes=classes, num=6, **more)
 
 
 def csp(filters: int) -> str:
-    """YOLOv4-Tiny's block: half of the channels go on, and meet the others behind."""
+    """Return YOLOv4-Tiny's block: half of the channels pass through it and are concatenated with the rest."""
     half = filters // 2
     return (conv(filters) + section("route", layers=-1, groups=2, group_id=1) + conv(half) + conv(half)
             + section("route", layers="-1,-2") + conv(filters, 1) + section("route", layers="-6,-1")
@@ -42,7 +42,7 @@ TINY4 = (
     + conv(16, 1) + section("upsample", stride=2) + section("route", layers="-1, 23") + conv(32)
     + head("1,2,3", scale_x_y=1.05)
 )  # fmt: skip
-# YOLOv3-Tiny: a pool of stride 1, whose window reaches over the right and lower edge.
+# YOLOv3-Tiny, with a pool of stride 1 that reaches over the right and lower edge.
 TINY3 = (
     NET + "".join(conv(8 << k) + section("maxpool", size=2, stride=2) for k in range(4)) + conv(64)
     + section("maxpool", size=2, stride=1) + conv(64) + conv(32, 1) + head("3,4,5") + section("route", layers=-3)
@@ -63,7 +63,7 @@ EVERY = {"yolov4-tiny": TINY4, "yolov3-tiny": TINY3, "yolov4": LARGE, "classifie
 
 
 def write(folder: Path, name: str, text: str = "", seed: int = 0) -> tuple[Path, Path]:
-    """A .cfg and the .weights for it, whose values keep activations in range."""
+    """Write a .cfg file and random weights that keep activations in range."""
     cfg, stored = folder / f"{name}.cfg", folder / f"{name}.weights"
     text = text or EVERY[name]
     cfg.write_bytes(text.encode())
@@ -80,7 +80,7 @@ def write(folder: Path, name: str, text: str = "", seed: int = 0) -> tuple[Path,
 
 
 def convolutions(text: str) -> list[tuple[int, int, int, bool]]:
-    """Filters, channels of a group, size and whether normalised of each convolution, by following the text."""
+    """Return each convolution's filters, channels per group, kernel size and batch norm, read from the text."""
     wide, found = list[int](), []
     for kind, body in re.findall(r"\[(\w+)\]([^\[]*)", text.replace("\r", ""))[1:]:
         options = dict(line.split("=", 1) for line in body.split("\n") if "=" in line)

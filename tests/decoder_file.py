@@ -1,4 +1,4 @@
-"""An ONNX file of a decoder's shapes: tokens, a mask over the past and the present, and a cache of keys and values."""
+"""An ONNX decoder: tokens, a mask over past and present, a cache of keys and values."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ PAST, NEW = "past_sequence_length", "sequence_length"
 
 
 def write_decoder(path: Path) -> None:
-    """Write one layer without weights but a table of words: each output depends on every input."""
+    """Write a one-layer decoder with only a table of words as weights; each output depends on every input."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 

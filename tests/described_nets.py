@@ -1,4 +1,4 @@
-"""Small networks that take something else than one image, as the text of a file that a user would write."""
+"""Small networks with inputs other than one image, as the text of a user's file."""
 
 TEXT = '''
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def truth(images: int = 24, points: int = 4, seed: int = 0) -> Truth:
-    """One to three objects an image: a box, its mask (an ellipse) and points on it."""
+    """Return one to three objects per image: a box, its mask (an ellipse) and points on it."""
     rng = np.random.default_rng(seed)
     objects = []
     for image in range(images):
@@ -42,7 +42,7 @@ def truth(images: int = 24, points: int = 4, seed: int = 0) -> Truth:
 
 
 def found(truth: Truth, *, shift: float = 0.0, missed: float = 0.0, seed: int = 0) -> Arrays:
-    """Detections of the objects: `shift` of its width to the right, and a share of them `missed`."""
+    """Return detections of the objects, `shift` of a box's width to the right, with a share `missed`."""
     from pycocotools import mask
 
     rng = np.random.default_rng(seed)
@@ -70,13 +70,13 @@ def found(truth: Truth, *, shift: float = 0.0, missed: float = 0.0, seed: int = 
 
 
 def run_lengths(mask: np.ndarray) -> np.ndarray:
-    """COCO's uncompressed counts of a mask, down the columns, zeros first."""
+    """Return COCO's uncompressed run lengths of a mask, column by column, zeros first."""
     ends = np.flatnonzero(np.diff(np.r_[0, mask.reshape(-1, order="F"), 2]))
     return np.diff(np.r_[0, ends]) if mask.any() else np.array([mask.size])
 
 
 def write_run(folder: Path, task: str, ways: dict[str, Arrays], objects: Truth, size: int = 64) -> Path:
-    """A run folder with one trial per backend name, each a round with those detections; a second call adds a size."""
+    """Write a run folder: one trial per backend name, one round with its detections. A second call adds a size."""
     for name, arrays in ways.items():
         model = ModelSpec("net", "ultralytics:net.yaml", classes=len(NAMES), task=task, keypoints=(4, 3))
         trial = Trial(

@@ -14,7 +14,7 @@ NAMES = ["disc", "triangle"]
 
 
 def shape(number: int) -> tuple[int, tuple[float, float, float, float], list[float]]:
-    """Class, box (x, y, width, height) and outline of the shape in image `number`, in pixels."""
+    """Return class, box (x, y, width, height) and outline of the shape in image `number`, in pixels."""
     height, width = SIZES[number % len(SIZES)]
     w, h = 0.4 * width, 0.5 * height
     x, y = 0.1 * width + number % 3, 0.2 * height
@@ -26,7 +26,7 @@ def shape(number: int) -> tuple[int, tuple[float, float, float, float], list[flo
 
 
 def draw(path: Path, number: int) -> None:
-    """Image `number`: its shape on its own background."""
+    """Draw image `number`: one shape on a background."""
     path.parent.mkdir(parents=True, exist_ok=True)
     height, width = SIZES[number % len(SIZES)]
     image = Image.new("RGB", (width, height), (40 + number, 90, 160))
@@ -35,13 +35,13 @@ def draw(path: Path, number: int) -> None:
 
 
 def shares(values: Any, number: int) -> list[float]:
-    """Pixels x, y, x, y… as shares of the image's width and height."""
+    """Return pixels x, y, x, y… as shares of the image's width and height."""
     height, width = SIZES[number % len(SIZES)]
     return [v / (height if i % 2 else width) for i, v in enumerate(values)]
 
 
 def line(number: int, kind: str) -> str:
-    """YOLO's label of image `number`: box, polygon or pose."""
+    """Return YOLO's label of image `number`: box, polygon or pose."""
     label, (x, y, w, h), outline = shape(number)
     box = shares((x + w / 2, y + h / 2, w, h), number)
     points = [v for i in range(0, 6, 2) for v in (*shares(outline[i : i + 2], number), 2 if i else 0)]
@@ -50,7 +50,7 @@ def line(number: int, kind: str) -> str:
 
 
 def coco_file(count: int, keypoints: bool = False) -> dict[str, Any]:
-    """COCO's tables of the first images; category ids are neither dense nor in order."""
+    """Return COCO's tables of the first `count` images; category ids are neither dense nor in order."""
     images, annotations = [], []
     for number in range(count):
         height, width = SIZES[number % len(SIZES)]
@@ -67,7 +67,7 @@ def coco_file(count: int, keypoints: bool = False) -> dict[str, Any]:
 
 
 def truth(data: DataSpec) -> dict[str, Any]:
-    """COCO's ground truth of a decoded data set."""
+    """Return COCO's ground truth of a decoded data set."""
     found: dict[str, Any] = json.loads(Path(data.folder, "truth.json").read_text())
     return found
 
@@ -75,7 +75,7 @@ def truth(data: DataSpec) -> dict[str, Any]:
 def photographs(
     folder: Path, *classes: str, count: int = 3, height: int = 20, width: int = 30, block: int = 1, suffix: str = ".png"
 ) -> Path:
-    """Write random pictures, in squares of `block` pixels, into the folder of each class, or into the folder itself."""
+    """Write random pictures, in squares of `block` pixels, into a folder per class, or `folder` without classes."""
     rng = np.random.default_rng(0)
     for name in classes or ("",):
         (folder / name).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A backend outside Dyno whose builder makes another engine each time, and may fail at one."""
+"""A backend outside Dyno with a builder that makes a different engine each time and can be told to fail."""
 
 import ast
 import hashlib
@@ -22,7 +22,7 @@ class Builder(Maker):
 
 
 class Engine(Fake):
-    """With `uneven`, every second build runs a thousand times as long, by more than a busy machine can."""
+    """Scripted engine; with `uneven`, every second build runs a thousand times as long, far above machine noise."""
 
     name = "drawn_engine:Engine"
     options = (*Fake.options, "kind", "uneven", "fails", "build", "timing_cache")

@@ -1,9 +1,9 @@
-"""How long each test takes, which decides where it runs: `make check`, `make test`, or `make test-all` alone.
+"""Test durations, which assign each test to `make check`, `make test` or `make test-all`.
 
     PYTEST='--durations=0 --durations-min=0.1' make test-all > LOG; python tests/durations.py LOG
 
-writes durations.csv: the seconds of each function from LEAST_S on, all its cases together, as three groups share two
-cores.
+writes durations.csv: seconds per test function from LEAST_S on, all parameters together, with three groups running on
+two cores.
 """
 
 import csv
@@ -14,18 +14,18 @@ from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".csv")
 LEAST_S = 0.5
-SLOW_S, RARE_S = 0.7, 4.0  # from where on `make check` leaves a test out, and `make test` too
+SLOW_S, RARE_S = 0.7, 4.0  # from here on `make check` skips a test; from here on `make test` does too
 LINE = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(tests/[^\s:]+::\w+)", re.MULTILINE)
 
 
 def read_durations() -> dict[str, float]:
-    """Seconds by the test's name, `tests/test_x.py::test_y`."""
+    """Return seconds by test name, `tests/test_x.py::test_y`."""
     with FILE.open(newline="") as file:
         return {row["test"]: float(row["seconds"]) for row in csv.DictReader(file)}
 
 
 def write_durations(log: str) -> None:
-    """Sum the lines that pytest writes of the slowest durations."""
+    """Sum pytest's lines of slowest durations per function and write durations.csv."""
     found: dict[str, float] = defaultdict(float)
     for seconds, name in LINE.findall(log):
         found[name] += float(seconds)

@@ -1,4 +1,4 @@
-"""A run folder with one TensorRT trial on `cuda:0`, as a GPU would leave it: medians are what `MEDIANS` says."""
+"""A run folder with one TensorRT trial on `cuda:0`, as a GPU run would leave it; `MEDIANS` has its medians."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ SHAPE = ("batch", 3, "height", "width")
 
 
 def trial(folder: Path, medians: dict[tuple[str, str, str], float] | None = None, **changes: Any) -> TrialResult:
-    """The trial of a run folder written to `folder`.
+    """Write a run folder to `folder` and return its trial.
 
     `changes`: backend, precision, engine, graph, clock (MHz), device, version, shape (of the file's input), boundaries,
     made_by (of the engine), source (of the model).
@@ -67,7 +67,7 @@ def write(folder: Path, medians: dict[tuple[str, str, str], float], **changes: A
 
 
 def telemetry(folder: Path, clock: float, device: str, epoch: float = 99.0) -> None:
-    """telemetry.npz with a GPU at that clock for five seconds."""
+    """Write telemetry.npz: a GPU at that clock for five seconds."""
     at = np.arange(0, 5, 0.1)
     same = {"clock": clock, "memory": 1e9, "util": 90.0, "throttle": 0.0, "processes": 1.0, "own": 1.0}
     same |= {"memory_clock": 2619.0, "power": 300.0, "temperature": 40.0}

@@ -1,4 +1,4 @@
-"""A small network that is right in float and wrong in int8: what a search for mixed precision has to find."""
+"""A small network that is right in float and wrong in int8: a target for the mixed-precision search."""
 
 import warnings
 from pathlib import Path
@@ -12,9 +12,9 @@ SIZE, FACTOR = 16, 3000.0
 
 
 def write(path: Path) -> None:
-    """Write, as ONNX, a network that tells digits apart, with one channel so large that no range fits all of its layer.
+    """Write a digit classifier as ONNX, with one channel so large that no int8 range fits its whole layer.
 
-    What reads that channel divides it out again, so in float it is the network it was.
+    The next layer divides that channel by the same factor, so the float outputs don't change.
     """
     import torch
 

@@ -1,6 +1,7 @@
-"""A small server of KServe's protocol v2 over HTTP: one model, whose output is the sum of each input of its batch.
+"""A small server of KServe's protocol v2 over HTTP: one model that sums each input of its batch.
 
-It can misbehave: describe itself as anything, and answer batches with an error or with nonsense."""
+It can misbehave: return any description of the model, and answer batches with errors or nonsense.
+"""
 
 import json
 import socket
@@ -18,27 +19,27 @@ LENGTH = "Inference-Header-Content-Length"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """With `binary` tensors are raw bytes behind the JSON."""
+    """Request handler; the class attributes set its misbehaviour. `binary`: tensors as raw bytes after the JSON."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # or each answer waits for the client's delayed acknowledgement
+    disable_nagle_algorithm = True  # else each answer waits for the client's delayed acknowledgement
     binary = False
     shape = (-1, 3, 4)
-    described: object = None  # in place of the model's description
-    mute = ""  # the path of what is never answered
-    takes = 0.0  # seconds for each batch
-    most = 100  # batches at once; those beyond are refused
-    lacking = False  # no output is in an answer
-    beyond = 0  # values that an answer says to have and hasn't
+    described: object = None  # replaces the model's description
+    mute = ""  # path of requests that get no answer
+    takes = 0.0  # seconds per batch
+    most = 100  # concurrent batches; more are refused
+    lacking = False  # no outputs in an answer
+    beyond = 0  # values announced in an answer but missing
     factor = 1.0  # of the sums
-    good = float("inf")  # batches, after which answers are infinite
-    alive = float("inf")  # batches, after which there are no answers
+    good = float("inf")  # number of batches before answers become infinite
+    alive = float("inf")  # number of batches before answers stop
     batches: list[int]
     places: threading.Semaphore
 
     def do_GET(self) -> None:
         if self.path == self.mute:
-            self.rfile.read(1)  # until the client goes away
+            self.rfile.read(1)  # until the client disconnects
             return
         described = [{"name": "x", "datatype": "FP32", "shape": self.shape}]
         answers: dict[str, Any] = {
@@ -93,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def refusing() -> Iterator[str]:
-    """The URL of a port at which nothing answers, and at which no other program's server can begin to."""
+    """Yield the URL of a port that is bound but not listening, so that no other server can take it."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -101,7 +102,7 @@ def refusing() -> Iterator[str]:
 
 @contextmanager
 def running(**settings: Any) -> Iterator[tuple[str, list[int]]]:
-    """The URL of a server while it runs, and the batches that it answered."""
+    """Run a server; yield its URL and the list of batches that it answered."""
     batches: list[int] = []
     own = {"batches": batches, "places": threading.Semaphore(settings.get("most", Handler.most)), **settings}
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), own))

@@ -7,7 +7,7 @@ from dyno.worker.spec import Recipe, Trial
 
 
 class Log(Progress):
-    """Keeps the jobs that begin, the files that are made, and every line; `then` is called after a block's line."""
+    """Progress that stores started jobs, made files and every line; `then` is called after a block's line."""
 
     def __init__(self, then: Callable[[str, str], None] = lambda *_: None) -> None:
         super().__init__(quiet=True)

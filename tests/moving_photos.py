@@ -1,7 +1,7 @@
-"""Videos made for tests: scikit-image's photographs in motion, a marker in each frame that says which it is, a sound.
+"""Videos made for tests: scikit-image's photographs in motion, with a frame marker and sound.
 
-The marker is a bright square on a dark strip at the top: its place says the frame's number modulo PLACES, so a detector
-that finds it (`MARKER_NET`) tells whether boxes belong to the frame on which they are drawn.
+The marker is a bright square on a dark strip at the top; its place is the frame's number modulo PLACES. A detector of
+the marker (`MARKER_NET`) shows whether boxes belong to the frame on which they are drawn.
 """
 
 import io
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-PLACES, CELL = 12, 32  # places of the marker, and their size in pixels
+PLACES, CELL = 12, 32  # places of the marker, and cell size in pixels
 RATE = 25
 SOUND_RATE = 44_100
 
-# A "detector": the red channel's mean over each cell is its score, and the cells of the strip are its boxes.
+# A "detector": scores are the red channel's mean over each cell, boxes are the cells of the strip.
 MARKER_NET = f"""
 import torch
 
@@ -38,11 +38,11 @@ def net(): return Marker()
 """
 
 
-# The words of a command with that detector, and those of a short measurement.
+# Command-line arguments for that detector, and for a short measurement.
 NET = ("--model", "marker.py:net", "--task", "detect", "--classes", 1, "--size", "288x384")
 QUICK = ("--seconds", 0.05, "--warmup", 0.02)
 
-# Finds red squares of that size anywhere along the rows of a picture, to four pixels.
+# A detector of red squares of CELL pixels anywhere in a row, to four pixels.
 ROWS_NET = f"""
 import torch
 
@@ -61,7 +61,7 @@ def net(): return Rows()
 
 
 def two_squares(count: int, hidden: range) -> Iterator[np.ndarray]:
-    """Frames of 288 x 384 in which two red squares pass each other; the lower one is `hidden` for some frames."""
+    """Yield 288 x 384 frames: two red squares pass each other; the lower one is missing in the `hidden` frames."""
     from skimage import data
 
     photo = np.repeat(data.camera()[:288, :384, None], 3, 2)
@@ -74,7 +74,7 @@ def two_squares(count: int, hidden: range) -> Iterator[np.ndarray]:
 
 
 def pictures(count: int, height: int = 288, width: int = 384, first: int = 0) -> Iterator[np.ndarray]:
-    """Frames, uint8 height x width x 3: a window that moves over a photograph, with the marker of each."""
+    """Yield frames, uint8 height x width x 3: a window that moves over a photograph, with the marker."""
     from skimage import data
 
     photo = np.tile(data.astronaut(), (1 + height // 512, 2 + width // 512, 1))
@@ -99,9 +99,9 @@ def write(
     set_up: Callable[[Any], None] = lambda stream: None,
     still: bool = False,
 ) -> Path:
-    """A video of the frames; `times` are theirs in ms (default: RATE a second), `pixels` FFmpeg's name of a format.
+    """Write a video. `times`: the frames' times in ms (default: RATE a second); `pixels`: FFmpeg's pixel format.
 
-    `set_up` is called with the stream before its first frame; a blue `still` of 200 x 200 is another stream before it.
+    `set_up` gets the stream before the first frame. `still` adds a stream of one blue 200 x 200 picture first.
     """
     import av
 
@@ -130,7 +130,7 @@ def write(
 
 
 def _still(stream: Any) -> list[Any]:
-    """The packets of a stream that is one blue picture."""
+    """Encode one blue picture; return the stream's packets."""
     import av
 
     stream.height, stream.width, stream.pix_fmt = 200, 200, "yuvj420p"
@@ -139,7 +139,7 @@ def _still(stream: Any) -> list[Any]:
 
 
 def with_cover(clip: Path, path: Path) -> Path:
-    """The MP4 file with a blue cover in front of its streams, as programs that tag files write it (`covr`)."""
+    """Copy the MP4 file with a blue cover (`covr`) in front of its streams, as tagging programs write it."""
 
     def box(kind: bytes, *parts: bytes) -> bytes:
         return struct.pack(">I4s", 8 + sum(map(len, parts)), kind) + b"".join(parts)
@@ -159,7 +159,7 @@ def with_cover(clip: Path, path: Path) -> Path:
 
 
 def _tone(k: int) -> Any:
-    """A frame's length of sound."""
+    """Return one frame's length of sound."""
     import av
 
     count = SOUND_RATE // RATE
@@ -170,7 +170,7 @@ def _tone(k: int) -> Any:
 
 
 def read(path: Path) -> tuple[list[np.ndarray], list[float]]:
-    """The frames of a video as RGB, and their times in seconds."""
+    """Return the frames of a video as RGB, and their times in seconds."""
     import av
 
     with av.open(str(path)) as container:
@@ -179,22 +179,22 @@ def read(path: Path) -> tuple[list[np.ndarray], list[float]]:
 
 
 def place_of(frame: np.ndarray) -> int:
-    """Where the marker is in a frame, as it was written: the frame's number modulo PLACES."""
+    """Return the marker's place in a frame: the frame's number modulo PLACES."""
     strip = frame[: CELL - 8, :].astype(int)
     red = (strip[..., 0] - strip[..., 2]).mean(0)[: PLACES * CELL].reshape(PLACES, CELL).mean(1)
     return int(red.argmax())
 
 
 def places(path: Path) -> list[int]:
-    """Where the marker is in each frame of a video."""
+    """Return the marker's place in each frame of a video."""
     return [place_of(frame) for frame in read(path)[0]]
 
 
 def boxes(path: Path) -> list[dict[str, Any]]:
-    """What is written of each frame of a video: its boxes, size and time."""
+    """Read a detections file: one record per frame, with boxes, size and time."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def expected(count: int, first: int = 0) -> list[int]:
-    """Where the markers of the first N frames of `pictures` are."""
+    """Return the marker's place in the first `count` frames of `pictures`."""
     return [k % PLACES for k in range(first, first + count)]

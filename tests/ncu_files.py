@@ -1,9 +1,9 @@
-"""Real output of ncu 2025.3.1, from an H200 on 2026-11-23, and an executable that stands in for it.
+"""Real output of ncu 2025.3.1, from an H200 on 2026-11-23, and a fake ncu.
 
-In `ncu_output` lie the kernels 0 to 35 and 155 to 163 of ResNet-18 in PyTorch (FP16, batch 32; a range around each
-module's call) and 24 kernels of a TensorRT 8.6 engine of it (FP32), as ncu printed them, without the columns that
-nothing reads. The stand-in runs the program that it is given, as ncu does, and then writes one of these files; what
-else it does stands in the variable PRETEND of the environment.
+`ncu_output` has the kernels 0 to 35 and 155 to 163 of ResNet-18 in PyTorch (FP16, batch 32; a range around each
+module's call) and 24 kernels of its TensorRT 8.6 engine (FP32), as ncu printed them, without unused columns. The fake
+runs the given program, as ncu does, and then writes one of these files; the environment variable PRETEND sets any
+misbehaviour.
 """
 
 import sys
@@ -48,12 +48,11 @@ sys.exit(code)
 
 
 def text(path: Path) -> str:
-    """What ncu printed."""
     return path.read_text(encoding="utf-8")
 
 
 def stand_in(folder: Path, output: Path = TENSORRT) -> Path:
-    """An executable `ncu` in the folder that writes this output."""
+    """Write an executable `ncu` into the folder; it prints this output."""
     path = folder / "ncu"
     path.write_text(STAND_IN.format(python=sys.executable, output=output, pretend=PRETEND), encoding="utf-8")
     path.chmod(0o755)

@@ -1,11 +1,11 @@
-"""Run the groups of tests in parallel, then the few that failed again, alone.
+"""Run the groups of tests in parallel, then rerun the few failed tests alone.
 
-`python tests/one_server.py COMMAND …` runs COMMAND, which runs the groups. All their tests fork processes from one
-server and compile into one cache of torch.compile; see `preloaded.py`.
+`python tests/one_server.py COMMAND …` runs COMMAND, which starts the groups. Their tests fork all processes from one
+server and share one torch.compile cache; see `preloaded.py`.
 
-`python tests/one_server.py group NAME …` is one group: pytest with the arguments that follow. Three groups share two
-processors, so a test may fail for want of time. Up to `FEW` failures of a group are therefore run once more when
-nothing runs beside them, and that decides. The first failure stays in the output, and the last line names the tests.
+`python tests/one_server.py group NAME …` is one group: pytest with the remaining arguments. Three groups share two
+processors, so a test may time out. Up to `FEW` failures of a group are therefore rerun when the groups have ended, and
+the rerun decides. The first failure stays in the output; the last line names the tests.
 """
 
 import json
@@ -18,16 +18,16 @@ from pathlib import Path
 import preloaded
 
 FEW = 3
-AGAIN = "DYNO_TESTS_AGAIN"  # the folder where a group leaves the names of the tests that failed
+AGAIN = "DYNO_TESTS_AGAIN"  # folder for each group's list of failed tests
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_groups(command: list[str]) -> int:
-    """Run the groups, and what failed in them again; return the exit code."""
+    """Run the groups, then rerun their failed tests; return the exit code."""
     with tempfile.TemporaryDirectory(prefix="dyno-") as folder:
         cache = Path(folder, "inductor")
         os.environ |= {"TORCHINDUCTOR_VEC_ISA_OK": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache), AGAIN: folder}
-        server = preloaded.Server(wait=False)  # tests that start nothing run meanwhile
+        server = preloaded.Server(wait=False)  # tests without subprocesses run meanwhile
         try:
             os.environ[preloaded.RUNNING] = server.path
             code = subprocess.call(command)
@@ -43,7 +43,7 @@ def run_groups(command: list[str]) -> int:
 
 
 def run_group(name: str, arguments: list[str]) -> int:
-    """Run pytest; return 0 if few tests failed and `run_groups` decides on them."""
+    """Run pytest; return 0 if `run_groups` is to rerun the few failures."""
     cache = ROOT / ".pytest_cache" / name
     code = subprocess.call([sys.executable, "-m", "pytest", "--cache-clear", "-o", f"cache_dir={cache}", *arguments])
     folder = os.environ.get(AGAIN)

@@ -1,4 +1,4 @@
-"""Networks of ONNX's text, `(float[n, 4] x) => (float[n, 4] y) { [name] y = MatMul(x, w) }`, or of nodes."""
+"""ONNX models from text, `(float[n, 4] x) => (float[n, 4] y) { [name] y = MatMul(x, w) }`, or from nodes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def model(text: str, *, opset: int = 17, ir: int = 8, **weights: Any) -> Any:
-    """Return the model of this text with these arrays as initializers."""
+    """Return the model of this text; `weights` become initializers."""
     from onnx import helper, numpy_helper, parser
 
     graph = parser.parse_graph(f"net {text}")
@@ -17,7 +17,7 @@ def model(text: str, *, opset: int = 17, ir: int = 8, **weights: Any) -> Any:
 
 
 def write(path: Path | str, text: str, **more: Any) -> Path:
-    """Store the model of this text."""
+    """Write the model of this text to `path`."""
     import onnx
 
     onnx.save(model(text, **more), path)
@@ -28,8 +28,8 @@ def of_nodes(
     nodes: Sequence[Any], inputs: dict[str, Any], outputs: dict[str, Any], weights: dict[str, Any] | None = None, *,
     kind: int = 1, opset: int = 17, ir: int = 8, domains: Sequence[str] = (), functions: Any = (), **more: Any,
 ) -> Any:  # fmt: skip
-    """Return the model of these nodes. `inputs` and `outputs` have shapes, None where unknown, and the type `kind`; a
-    weight is an array or a tensor.
+    """Return the model of these nodes. `inputs` and `outputs` map names to shapes (None: unknown), all of type `kind`;
+    a weight is an array or a tensor.
     """
     from onnx import helper, numpy_helper
 

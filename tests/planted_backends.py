@@ -1,4 +1,4 @@
-"""Backends that run a wrong graph: a weight changed behind the exporter's back, or the other branch of the module."""
+"""Backends that run a wrong graph: weights changed after export, or another branch of the module."""
 
 import tempfile
 from dataclasses import replace
@@ -33,7 +33,7 @@ def net(): return Net()
 
 
 class ChangedWeight(OnnxRuntime):
-    """ONNX Runtime over the file with its largest float weight scaled by a half more."""
+    """ONNX Runtime with the file's largest float weight multiplied by 1.5; without any, an int8 weight is negated."""
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         import onnx
@@ -53,14 +53,14 @@ class ChangedWeight(OnnxRuntime):
 
 
 class WrongPairs(ChangedWeight):
-    """Right but for batches of two."""
+    """ONNX Runtime with the changed weight at batch 2 only."""
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         return super().load(trial, artifact) if trial.dims.batch == 2 else OnnxRuntime.load(self, trial, artifact)
 
 
 class ChangedBlob(OpenVino):
-    """OpenVINO over the IR with the weights in the middle of its file in reverse order."""
+    """OpenVINO with the weights in the middle of the file reversed."""
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         assert artifact is not None
@@ -75,7 +75,7 @@ class ChangedBlob(OpenVino):
 
 
 class OtherBranch(PyTorch):
-    """PyTorch over the module that takes its other way."""
+    """PyTorch running the other branch of the module."""
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         session: Any = super().load(trial, artifact)

@@ -1,9 +1,9 @@
-"""Processes of tests that are forked from one that has imported the libraries, instead of importing them once more.
+"""Test processes forked from one process with the libraries imported.
 
-A job of Dyno is a separate process that imports PyTorch or an engine: two to ten seconds, of which a test of what the
-job does learns nothing. Under the fixture `preloaded` jobs and commands are forked from a server, `python preloaded.py
-SOCKET`: still processes of their own, with their own environment, folder and end. Tests of how processes are started,
-isolated, watched and killed, and of what they import, leave the fixture out and start real ones.
+A Dyno job is a separate process that imports PyTorch or an engine, which takes two to ten seconds.
+Under the fixture `preloaded`, jobs and commands are forked from a server, `python preloaded.py SOCKET`; they still have
+a separate environment, folder and exit code. Tests of how processes start, are isolated, watched and killed, and of
+what they import, start real processes without the fixture.
 """
 
 import atexit
@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# ultralytics is left out: importing it changes PyTorch and NumPy for the whole process.
+# Without ultralytics: importing it changes PyTorch and NumPy for the whole process.
 LIBRARIES = (
     "numpy", "pandas", "scipy.stats", "scipy.special", "sklearn.datasets", "PIL.Image", "matplotlib.figure",
     "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "jinja2", "rich.progress",
@@ -42,33 +42,33 @@ LIBRARIES = (
     "dyno.worker.jobs.inspect_model", "dyno.worker.jobs.stress", "dyno.worker.video.alone",
 )  # fmt: skip
 PROGRAM = "-m", "dyno"
-FORKS = "DYNO_TEST_FORKS"  # in the environment of tests whose commands are forked: the socket
-RUNNING = "DYNO_TEST_SERVER"  # in the environment of tests beside others: the socket of a server that runs already
-UNREPORTED = "DYNO_TEST_UNREPORTED"  # in the environment of commands whose reports have no page
-MOST_FILES = 16  # that a process inherits: its output, its errors, and pipes to the conductor
+FORKS = "DYNO_TEST_FORKS"  # environment variable of forking tests: the socket
+RUNNING = "DYNO_TEST_SERVER"  # environment variable under `one_server.py`: the socket of a running server
+UNREPORTED = "DYNO_TEST_UNREPORTED"  # environment variable of commands that write reports without a page
+MOST_FILES = 16  # inherited by a process: its output, its errors, and pipes to the conductor
 LEAST_MEMORY = 10_000_000  # bytes of a process
-SIDES, PEAK_S = (128, 256), 0.1  # of the matrices that a CPU's peak is measured with, and for how long
-ALONE, CHUNK = 24, 6  # frames that the stages of a video are measured on alone, and how many at a time
+SIDES, PEAK_S = (128, 256), 0.1  # sides of the matrices for a CPU's peak, and seconds per measurement
+ALONE, CHUNK = 24, 6  # frames for a video's stages measured alone, and frames per chunk
 HUGE, COLLAPSE = 1 << 21, 25  # bytes of a large page, and Linux's MADV_COLLAPSE
-PATIENCE_S = 900.0  # that a server may take to start
+PATIENCE_S = 900.0  # for a server's start
 HIGH = 512  # file descriptors from here on are free
 
 
 class Server:
-    """The process that forks: start it, ask it for processes, `stop` it. It ends with the process that started it.
+    """Fork server: start it, request processes, `stop` it. It ends with its parent process.
 
-    `libraries` are what it imports, `env` is its environment besides this one's, `python` runs it and what it forks.
-    Without `wait` the caller has to wait until it is `ready`.
+    `libraries` are imported first, `env` extends this process's environment, `python` runs the server and its forks.
+    With `wait=False` the caller must wait until the server is `ready`.
     """
 
     def __init__(
         self, libraries: Sequence[str] = LIBRARIES, env: Mapping[str, str] | None = None, python: object = "",
         wait: bool = True,
     ) -> None:  # fmt: skip
-        self._folder = tempfile.TemporaryDirectory(prefix="dyno-", dir="/tmp")  # a socket's path has to be short
+        self._folder = tempfile.TemporaryDirectory(prefix="dyno-", dir="/tmp")  # socket paths must be short
         self.path = str(Path(self._folder.name) / "socket")
         words = [str(python) or sys.executable, __file__, self.path, *libraries]
-        from dyno.worker.system import SILENCING_VARIABLES  # of libraries that look up hosts when they are imported
+        from dyno.worker.system import SILENCING_VARIABLES  # for libraries that look up hosts on import
 
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self.env = {**os.environ, **SILENCING_VARIABLES, **threads, **(env or {})}
@@ -94,7 +94,7 @@ def ready(path: str) -> str:
 
 
 class Forked:
-    """What `subprocess.Popen` is, as far as the launcher needs it, for a process that the server forks."""
+    """Counterpart of `subprocess.Popen`, as far as the launcher needs it, for a forked process."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Forked:
 
 
 class Processes:
-    """Stands for `subprocess` in `dyno.jobs.launcher`: jobs for this interpreter are forked, others are started."""
+    """Replacement of `subprocess` in `dyno.jobs.launcher`: forks jobs for this interpreter, starts any others."""
 
     DEVNULL, TimeoutExpired = subprocess.DEVNULL, subprocess.TimeoutExpired
 
@@ -151,9 +151,9 @@ class Processes:
 def command(
     path: str, words: Sequence[str], cwd: Path, env: Mapping[str, str], timeout: float, program: Sequence[str] = PROGRAM
 ) -> Any:
-    """The command line in a forked process, as `subprocess.run` with captured text would give it.
+    """Run the command line in a forked process; return a `CompletedProcess` with captured text.
 
-    `program` is what Python is given in front of the words: `-m dyno`, or `-c` and some code.
+    `program`: Python's arguments in front of `words`: `-m dyno`, or `-c` and code.
     """
     with tempfile.TemporaryFile("w+b") as out, tempfile.TemporaryFile("w+b") as err:
         code = Forked(path, [*program, *words], str(cwd), env, (out.fileno(), err.fileno())).wait(timeout)
@@ -165,11 +165,11 @@ def command(
 
 
 def unflushed(_: int) -> None:
-    """`os.fsync` that doesn't wait for the disk, which only guards against the machine's own end."""
+    """Replace `os.fsync` and skip the disk: syncing only guards against a crash of the machine."""
 
 
 def tables_only(runs: Sequence[Any], out: Path) -> Path:
-    """Stands for `write` in `dyno.report.report`: the tables of a report, without charts and page."""
+    """Replace `write_report` in `dyno.report.report`: write the report's tables without charts and page."""
     from dyno.report import report, tables
 
     report.write_tables(runs, [tables.make_tables(run, "all") for run in runs], Path(out))
@@ -178,7 +178,7 @@ def tables_only(runs: Sequence[Any], out: Path) -> Path:
 
 def _serve(path: str, libraries: Sequence[str]) -> None:
     os.fsync = unflushed
-    if "openvino" in libraries:  # as where Dyno itself imports it
+    if "openvino" in libraries:  # as in Dyno's own imports of it
         sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
     for name in libraries:
         with contextlib.suppress(ImportError):
@@ -211,25 +211,25 @@ def _serve(path: str, libraries: Sequence[str]) -> None:
             elif key.fileobj == own:
                 os.read(own, 4096)
                 _reap(running, selector)
-            elif key.fileobj in running.values():  # else it has ended just now; who asked for it is gone: so is it
+            elif key.fileobj in running.values():  # the client is gone: kill its process unless it has just ended
                 selector.unregister(key.fileobj)
                 _kill(next(pid for pid, client in running.items() if client is key.fileobj))
 
 
 def _warm() -> None:
-    """What every process would find out anew: which backends there are, the vector instructions that inductor's C++
-    compiler knows, and what PyTorch's exporter works out once, in the first export."""
+    """Compute once what every process would find out again: the list of backends, inductor's vector instructions, and
+    the first export's work in PyTorch's exporter."""
     from dyno.worker import registry
 
     assert registry.list_backends() and registry.list_formats() and registry.get_maker("onnx_export")
-    if peak := sys.modules.get("dyno.worker.jobs.stress"):  # else it takes a quarter of a minute
+    if peak := sys.modules.get("dyno.worker.jobs.stress"):  # else the CPU's peak takes a quarter of a minute
         peak.PRODUCT_SIDES["cpu"] = SIDES
         peak.measure_peak.__defaults__ = PEAK_S, *peak.measure_peak.__defaults__[1:]
         peak.copy.__defaults__ = (PEAK_S,)
     if alone := sys.modules.get("dyno.worker.video.alone"):
         alone.TIMED_FRAMES, alone.CHUNK_FRAMES = ALONE, CHUNK
     if compiler := sys.modules.get("torch._inductor.cpu_vec_isa"):
-        # It starts a Python with PyTorch for each, to see that what was compiled can be loaded.
+        # Inductor starts a Python with PyTorch per vector instruction set, to test loading the compiled library.
         compiler.subprocess = types.SimpleNamespace(check_call=_load, DEVNULL=subprocess.DEVNULL)
         with contextlib.suppress(Exception):
             compiler.valid_vec_isa_list()
@@ -241,8 +241,8 @@ def _warm() -> None:
 
 
 def _share() -> None:
-    """What a fork costs, and the pages that it copies, are few: no garbage is looked for among what was loaded, nothing
-    of it is finalized where a forked process ends, and its memory is in pages as large as the system has them."""
+    """Make forks cheap: freeze loaded objects for the garbage collector, skip their finalizers at a forked process's
+    exit, and use large memory pages where the system has them."""
     gc.collect()
     gc.freeze()
     for each in list(getattr(weakref.finalize, "_registry", ())):
@@ -256,19 +256,17 @@ def _share() -> None:
             continue
         start, end = (int(each, 16) for each in place.split("-"))
         for page in range(-(-start // HUGE) * HUGE, end // HUGE * HUGE, HUGE):
-            advise(
-                ctypes.c_void_p(page), ctypes.c_size_t(HUGE), COLLAPSE
-            )  # a kernel that can't says so, and all is well
+            advise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE), COLLAPSE)  # errors of older kernels are ignored
 
 
 def _load(words: Sequence[str], **_: object) -> None:
-    """The library that the code in the last word loads, in this process."""
+    """Load the library named in the last argument's code, in this process."""
     ctypes.CDLL(words[-1].split('"')[1])
 
 
 def remember_operators() -> None:
-    """PyTorch's exporter reads its table of operators out of their source for each export; here it does so once."""
-    with contextlib.suppress(ImportError, AttributeError):  # it is not PyTorch's public interface
+    """Cache the operator table of PyTorch's exporter, which otherwise parses their source on each export."""
+    with contextlib.suppress(ImportError, AttributeError):  # not a public interface of PyTorch
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
         if not hasattr(ONNXRegistry.from_torchlib, "cache_info"):
@@ -309,7 +307,7 @@ def _reap(running: dict[int, socket.socket], selector: selectors.BaseSelector) -
 def _fork(client: socket.socket, server: socket.socket) -> int:
     length, files, _, _ = socket.recv_fds(client, 8, MOST_FILES)
     count, told = int.from_bytes(length, "big"), b""
-    while len(told) < count and (more := client.recv(count - len(told))):  # else who asks is gone
+    while len(told) < count and (more := client.recv(count - len(told))):  # else the client is gone
         told += more
     if pid := os.fork():
         for file in files:
@@ -332,12 +330,12 @@ def _fork(client: socket.socket, server: socket.socket) -> int:
 
 
 def _become(asked: dict[str, Any], files: Sequence[int]) -> int:
-    """What `python WORDS` would be, with that environment, folder and files."""
+    """Turn this forked process into `python WORDS`, with that environment, folder and files; return the exit code."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    # By way of high numbers, as one file's number here may be the one that another has to get.
+    # By way of high numbers, as a received file's number may be another file's target.
     high = [fcntl.fcntl(file, fcntl.F_DUPFD, HIGH) for file in (nothing, *files)]
     for file in (nothing, *files):
         os.close(file)
@@ -347,8 +345,8 @@ def _become(asked: dict[str, Any], files: Sequence[int]) -> int:
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
-    tempfile.tempdir = None  # as TMPDIR has it here
-    os.sched_setaffinity(0, asked["cores"])  # a process has those of the thread that starts it
+    tempfile.tempdir = None  # recomputed from this environment's TMPDIR
+    os.sched_setaffinity(0, asked["cores"])  # the CPU affinity of the client's thread
     faulthandler.enable()
     sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]
     kind, text, *words = asked["words"]
@@ -363,7 +361,7 @@ def _job(main: str, folder: str) -> int:
 
     sys.argv = [main, folder]
     os.environ["DYNO_LAUNCHER"] = str(os.getppid())
-    # Less what the libraries of all of them take: it is shared, and bounds how many processes are alive at once.
+    # Minus the memory shared by all forks: peaks bound the number of parallel processes.
     peak, shared = system.peak_memory, system.peak_memory()
     system.peak_memory = lambda: max(LEAST_MEMORY, peak() - shared)
     code = work(Path(folder))
@@ -390,5 +388,5 @@ def _command(code: str, words: Sequence[str], path: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, which Python puts there for a script started by its path
+    sys.path.pop(0)  # drop this folder, which Python adds for a script started by its path
     _serve(sys.argv[1], sys.argv[2:])

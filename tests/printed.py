@@ -1,4 +1,4 @@
-"""What is printed of a run, as the command line prints it."""
+"""Tables and charts of a run, as the command line prints them."""
 
 import os
 from typing import Any
@@ -12,16 +12,16 @@ from dyno.table import Table
 
 
 def trials(run: RunData, format: str = "text", by: By = (), width: int = 0) -> str:
-    """The trials' table, as wide as in a file, or of a given width."""
+    """Return the trials' table, at file width or at the given `width`."""
     with mock.patch.dict(os.environ, {"COLUMNS": str(width)} if width else {}):
         return export([TRIALS.table(run)], format, by)
 
 
 def drawn(run: RunData) -> dict[str, Any]:
-    """The run's charts by name."""
+    """Draw the run's charts; return figures by chart name."""
     return {chart.name: figure for chart in charts.list_charts() if (figure := chart.draw(run)) is not None}
 
 
 def every(run: RunData) -> dict[str, Table]:
-    """The run's tables that hold something, by name."""
+    """Return the run's non-empty tables by name."""
     return {table.name: table for table in tables.make_tables(run, "all")}

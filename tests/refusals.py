@@ -1,4 +1,4 @@
-"""The one line of a `UserError`."""
+"""One-line messages of `UserError`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from dyno.worker.spec import UserError
 
 
 def refuses(pattern: str, action: Callable[..., object], *given: Any, **more: Any) -> str:
-    """The line with which the action refuses what it is given, in which the pattern must be found."""
+    """Assert that the action raises a one-line `UserError` that matches `pattern`; return the line."""
     with pytest.raises(UserError, match=pattern) as caught:
         action(*given, **more)
     assert "\n" not in str(caught.value)

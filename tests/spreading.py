@@ -1,4 +1,4 @@
-"""What tests of studies spread over places share: when records were written, and a driver that can be killed."""
+"""Shared helpers for studies spread over places: records' modification times, and a driver that can be killed."""
 
 import os
 import secrets
@@ -20,7 +20,7 @@ from dyno.results.trial_result import Results, TrialResult, load_run
 from dyno.study.plan import expand
 from logged import Log
 
-PATIENCE_S = 600  # for what takes a few seconds on a machine with little else to do
+PATIENCE_S = 600  # limit for steps that take seconds on an idle machine
 MODULE = "dyno.devices.blocks"
 MARK = "DYNO_TESTS_OF_SPREADING"
 TWO_BLOCKS = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
@@ -33,17 +33,17 @@ spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet
 
 
 def records(folder: Path) -> dict[str, int]:
-    """When every record was written, by trial and round."""
+    """Return each record's modification time (ns) by trial and round."""
     return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in folder.glob("trials/*/*/record.json")}
 
 
 def expected(study: Study) -> set[str]:
-    """The records that the study has where it runs on one device, by trial and round."""
+    """Return the records that the study has on one device, by trial and round."""
     return {f"{one.trial.id}/r{number}" for one in expand(study) for number in range(study.rounds)}
 
 
 def run_twice(fake_study: Callable[..., Study], folder: Path, **where: str) -> Results:
-    """Run a study of two blocks: it has the rows that it has on one device, and a second time measures nothing."""
+    """Run a study of two blocks twice: the rows equal those of one device, and the second run measures nothing."""
     study, log, again = fake_study(**TWO_BLOCKS, **where), Log(), Log()
     spread.run(study, folder, log)
     assert records(folder).keys() == expected(fake_study(**TWO_BLOCKS)), log.said
@@ -55,7 +55,7 @@ def run_twice(fake_study: Callable[..., Study], folder: Path, **where: str) -> R
 
 
 def run_on_two_places(fake_study: Callable[..., Study], folder: Path, cluster: str) -> None:
-    """See `run_twice`; each of two places of the cluster has its own processors."""
+    """Run a study on two places of the cluster as in `run_twice`; the places share no processors."""
     results = run_twice(fake_study, folder, on=cluster)
     own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
            for p in {t.placement for t in results} if p is not None}  # fmt: skip
@@ -63,7 +63,7 @@ def run_on_two_places(fake_study: Callable[..., Study], folder: Path, cluster: s
 
 
 def find_moved(folder: Path, rounds: int) -> TrialResult:
-    """The trial that lost its place, in a run whose trials all have their rounds."""
+    """Return the trial that lost its place, in a run with all rounds of all trials."""
     results = load_run(folder)
     assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == rounds for t in results)
     (moved,) = [t for t in results if t.placement and t.placement.lost]
@@ -71,7 +71,7 @@ def find_moved(folder: Path, rounds: int) -> TrialResult:
 
 
 def wait_for(find: Callable[[], object], command: subprocess.Popen[Any], what: str) -> None:
-    """Wait until the command has something; fail if it ends before, or in ten minutes hasn't."""
+    """Wait until `find` is true; fail if the command ends first or after PATIENCE_S."""
     until = time.monotonic() + PATIENCE_S
     while not find():
         assert command.poll() is None, f"the command ended without {what}"
@@ -80,12 +80,12 @@ def wait_for(find: Callable[[], object], command: subprocess.Popen[Any], what: s
 
 
 def list_measured(folder: Path) -> list[Path]:
-    """The records of blocks that aren't at their end."""
+    """Return the records of unfinished blocks."""
     return [*folder.glob("blocks/*/trials/*/*/record.json")]
 
 
 def stop(study: Study, folder: Path, send: Callable[[subprocess.Popen[str]], None]) -> str:
-    """Send a signal to `dyno run` once something is measured: it ends with one line; what it wrote."""
+    """Send a signal to `dyno run` after the first record; assert the one-line end, and return standard error."""
     (folder.parent / "study.toml").write_text(study.to_toml())
     command = subprocess.Popen(
         [sys.executable, "-m", "dyno", "run", str(folder.parent / "study.toml"), "--out", str(folder)],
@@ -101,12 +101,12 @@ def stop(study: Study, folder: Path, send: Callable[[subprocess.Popen[str]], Non
 
 
 def blocks() -> list[psutil.Process]:
-    """The processes of blocks on this machine."""
+    """Return this machine's processes of blocks."""
     return [p for p in psutil.process_iter(["cmdline"]) if MODULE in (p.info["cmdline"] or ())]
 
 
 def kill(process: psutil.Process) -> None:
-    """Kill the process with all that it started, of which some may end at that by themselves."""
+    """Kill the process and its descendants, some of which may already be gone."""
     for one in [process, *process.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             one.kill()
@@ -114,18 +114,18 @@ def kill(process: psutil.Process) -> None:
 
 @contextmanager
 def environments() -> Iterator[list[dict[str, str]]]:
-    """What the processes of blocks that are started meanwhile from here have around them, of each moment at which one
-    ran."""
+    """Collect the environments of block processes started by this process meanwhile, one per process and look (every
+    20 ms)."""
     seen, over, mark = list[dict[str, str]](), Event(), secrets.token_hex()
     os.environ[MARK] = mark
 
     def look() -> None:
         while not over.wait(0.02):
             for process in blocks():
-                with suppress(psutil.Error):  # it just ends
+                with suppress(psutil.Error):  # the process is just ending
                     environment = process.environ()
-                    still = MODULE in process.cmdline()  # else it was a job of a block, called so until it is executed
-                    ours = environment.get(MARK) == mark  # else another suite's on this machine
+                    still = MODULE in process.cmdline()  # else a block's job, which had this command line before exec
+                    ours = environment.get(MARK) == mark  # else a process of another test suite on this machine
                     seen.extend([environment] if still and ours else [])
 
     thread = Thread(target=look)
@@ -141,8 +141,8 @@ def environments() -> Iterator[list[dict[str, str]]]:
 def kill_a_driver(
     study: Study, folder: Path, before: Callable[[subprocess.Popen[bytes]], None] = lambda _: None
 ) -> dict[str, int]:
-    """Run the study in a process that is killed once a block has something measured, and see that nothing of it goes
-    on; when what was measured by then was written, by trial and round. `before` is called with the stopped process."""
+    """Run the study in a process, kill it after the first record of a block, and assert that its blocks end.
+    Return the records' modification times (ns) by trial and round. `before` is called with the stopped process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.parent / "study.toml"
     file.write_text(study.to_toml())
@@ -150,7 +150,7 @@ def kill_a_driver(
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(file), str(folder)])
     try:
         wait_for(lambda: list_measured(folder), driver, "a first record")
-        driver.send_signal(signal.SIGSTOP)  # so that it neither ends nor moves what was measured before it is killed
+        driver.send_signal(signal.SIGSTOP)  # stopped, so that it neither ends nor moves records before the kill
         kept = {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in list_measured(folder)}
         measuring = [p for p in blocks() if p.pid not in others]
         assert measuring

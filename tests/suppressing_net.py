@@ -1,4 +1,4 @@
-"""A small detector with non-maximum suppression inside and many boxes of equal scores, as ONNX."""
+"""An ONNX detector with non-maximum suppression inside and many boxes of equal scores."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from onnx import helper as h
 from onnx import numpy_helper, parser
 
 SIZE, CELL, CLASSES = 64, 8, 3
-# Scores have four steps only. Engines leave what suppression keeps by class or by score.
+# Scores of only four values, for ties. Engines return the kept boxes by class or by score.
 BODY = """
     c = Conv<strides = [8, 8]>(image, w)
     p = Sigmoid(c)
@@ -49,13 +49,13 @@ ONE = """
     boxes6 = Unsqueeze(rows, first_axis)
 """
 OUTPUTS = {
-    "separate": "float[n, 4] boxes, int64[n] labels, float[n] scores",  # as torchvision has them
+    "separate": "float[n, 4] boxes, int64[n] labels, float[n] scores",  # as in torchvision
     "one": "float[1, n, 6] boxes6",
 }
 
 
 def write(path: Path, outputs: str = "separate") -> Path:
-    """The network with boxes, labels and scores as outputs of their own, or as six columns of "one"."""
+    """Write the network with separate boxes, labels and scores as outputs, or with six columns as "one"."""
     rng = np.random.default_rng(0)
     cells = SIZE // CELL
     grid = (np.stack(np.meshgrid(np.arange(cells), np.arange(cells)), -1).reshape(1, -1, 2) + 0.5) * CELL

@@ -14,7 +14,7 @@ from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Run
 from synthetic_card import Card
 
 CLASSES = 10
-ENVIRONMENT = {  # as `system.describe` has it
+ENVIRONMENT = {  # as `system.describe` returns it
     "cpu": "Synthetic CPU", "cpu_flags": ["avx2"], "cores": 2, "memory_bytes": 8 << 30, "os": "Linux 6",
     "machine": "x86_64", "governor": "", "load_average": 0.1, "python": "3.11",
     "versions": {"torch": "2.11.0", "inference-dyno": "0.1.0"},
@@ -24,7 +24,7 @@ NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8
 
 @dataclass
 class Way:
-    """One trial to be written: how fast it is (seconds per batch of one image), how often its answers differ."""
+    """A trial to be written: `seconds` per batch of one image, `flips` is the share of differing answers."""
 
     backend: str
     precision: str = "fp32"
@@ -61,7 +61,7 @@ class Way:
 
 
 def demo() -> list[Way]:
-    """A study like the demo's: four backends, batches 1 and 8, and every way a trial can end."""
+    """Return a study like the demo's: four backends, batches 1 and 8, and every trial status."""
     ways = []
     for batch in (1, 8):
         at = {"batch": batch}
@@ -87,7 +87,7 @@ def demo() -> list[Way]:
 
 
 def hostile() -> list[Way]:
-    """Names that want to break HTML, Markdown, XML and matplotlib."""
+    """Return trials with names that would break unescaped HTML, Markdown, XML and matplotlib."""
     model = '<script>alert("x")</script> | $\\frac{1}{2 _модель_&amp; "ъ"'
     return [
         Way("pytorch", "fp32", 0.004, model=model),
@@ -114,7 +114,7 @@ def write_run(folder: Path, ways: list[Way], seed: int = 0, count: int = 360, sa
 def _scores(rng: np.random.Generator, labels: np.ndarray) -> np.ndarray:
     scores = rng.normal(0, 1, (len(labels), CLASSES)).astype(np.float32)
     scores[np.arange(len(labels)), labels] += np.where(rng.random(len(labels)) < 0.99, 9, 0)
-    return scores + 30  # so large that a class that changes is no wrong output
+    return scores + 30  # so large that a changed class is no wrong output
 
 
 def _write_round(folder: Path, way: Way, number: int, status: str, rng: np.random.Generator, labels: np.ndarray,
@@ -122,7 +122,7 @@ def _write_round(folder: Path, way: Way, number: int, status: str, rng: np.rando
     folder.mkdir(parents=True)
     trial = way.trial
     write_json(folder / "job.json", to_json(Job(kind="run", runtime=trial.runtime, trial=trial, round=number)))
-    seconds = 3.2 + 1e-14 * crc32(bytes(folder))  # of a copy alone it is the same
+    seconds = 3.2 + 1e-14 * crc32(bytes(folder))  # equal only for a copy of the folder
     record = Record(status=status, stage=way.stage, trial=trial.id, round=number, started="2026-01-02T03:04:05",
                     seconds=seconds, warnings=way.warnings, system={"cpu": "Synthetic CPU"})  # fmt: skip
     if status != "ok":
@@ -146,7 +146,7 @@ def _timings(way: Way, rng: np.random.Generator, samples: int) -> dict[str, np.n
 
 
 def _on_card(folder: Path, card: Card, number: int, arrays: dict[str, np.ndarray]) -> dict[str, tuple[float, float]]:
-    """Add the GPU's clock to the timings and telemetry to the folder; returns the windows."""
+    """Add the GPU's clock to the timings and telemetry to the folder; return the windows."""
     if card.events:
         arrays["latency_model_gpu"] = arrays["latency_model"].copy()
         arrays["latency_model"] += card.gap

@@ -1,4 +1,4 @@
-"""Telemetry of a GPU that never was: the columns that `dyno.jobs.telemetry` stores, with known contents."""
+"""Synthetic GPU telemetry: the columns that `dyno.jobs.telemetry` stores, with known contents."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from dyno.jobs.nvml import NVML_COLUMNS
 
-STEP = 0.1  # seconds between two looks
+STEP = 0.1  # seconds between two samples
 IDLE_W = 90.0
 IMPORTING, BETWEEN = 1.0, 0.3  # seconds before the job takes memory, and between two windows
 
@@ -15,12 +15,11 @@ Window = tuple[float, float]
 
 @dataclass
 class Card:
-    """What a GPU does in every round of a trial.
+    """Behaviour of a GPU in every round of a trial.
 
-    `gap` is what launching adds to the host's clock (s), `copies` those of a batch (s; more than the model takes, they
-    bound the throughput) and `enqueue` the time inside run() (0: not measured). `held`
-    is the part of each window (as shares, from and to) in which `reasons` limit the clock; `others` processes are there
-    from before the job began, and `busy` is the utilisation (%) without the job.
+    `gap`: launch overhead on the host's clock (s). `copies`: copies of a batch (s; longer than the model, they bound
+    the throughput). `enqueue`: time inside run() (0: not measured). `held`: part of each window (from, to; shares)
+    with `reasons` limiting the clock. `others`: earlier processes. `busy`: utilisation (%) without the job.
     """
 
     gap: float = 0.0
@@ -31,14 +30,14 @@ class Card:
     held: tuple[float, float] = (0.0, 0.0)
     others: int = 0
     busy: float = 0.0
-    visible: bool = True  # whether the job's own process id can be told
+    visible: bool = True  # whether the driver reports the job's own process id
     before: float = 1e9
     memory: float = 2.5e9
     utilisation: float = 90.0
     power: float = 412.5
 
     def timed(self, spans: dict[str, float], number: int) -> dict[str, Window]:
-        """Windows of those lengths one after the other, in CLOCK_MONOTONIC."""
+        """Return consecutive windows with the lengths `spans`, in CLOCK_MONOTONIC."""
         at, found = self.epoch(number) + IMPORTING + BETWEEN, {}
         for boundary, span in spans.items():
             found[boundary] = (at, at + span)
@@ -47,11 +46,11 @@ class Card:
 
     @staticmethod
     def epoch(number: int) -> float:
-        """When the round began."""
+        """Return the start time of the round."""
         return 5000.0 + 100 * number
 
     def telemetry(self, timed: dict[str, Window], number: int) -> dict[str, np.ndarray]:
-        """The arrays of telemetry.npz."""
+        """Return the arrays of telemetry.npz."""
         epoch = self.epoch(number)
         at = np.arange(STEP, max(end for _, end in timed.values()) - epoch + 2 * STEP, STEP)
         running = at > IMPORTING

@@ -1,4 +1,4 @@
-"""What Python users may hand to Dyno, in one line where it is wrong, and what a type checker says of it."""
+"""The Python interface: wrong arguments give one-line errors, and its types pass a type checker."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from dyno.store import Cache, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.spec import Dims, ModelSpec, Recipe
 
-DYNO: Any = dyno  # the arguments are wrong on purpose
+DYNO: Any = dyno  # wrong arguments on purpose
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "load": (lambda: DYNO.load(None), "folder is None; it must be text or a path"),
     "not a run": (lambda: DYNO.load("run"), "run is not a folder; give the folder that `dyno run` wrote"),
@@ -117,7 +117,7 @@ def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytes
     other.append(key())
     monkeypatch.setattr("dyno.store.worker_code_sha256", lambda *outside: "code of another Dyno")
     other.append(key())
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")  # which random weights PyTorch draws
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")  # changes PyTorch's random weights
     other.append(key())
     assert len(set(other)) == len(other)
 

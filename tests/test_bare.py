@@ -1,4 +1,4 @@
-"""With Dyno's own dependencies alone, as in a bare wheel: no command ends in a traceback, and hints name the extra."""
+"""Dyno without extras, as in a bare wheel: no command ends in a traceback, and hints name the extra."""
 
 import os
 import re
@@ -35,7 +35,7 @@ IMPORTS = {name.replace("-", "_") for name in extras.EXTRAS} | set(extras.IMPORT
 
 @pytest.fixture(scope="module")
 def nothing(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[forked.Server]:
-    """A process, and what is forked from it, in which no extra is installed."""
+    """Fork server for processes without any extra."""
     folder = tmp_path_factory.mktemp("hidden")
     hidden = IMPORTS | {"torch_tensorrt", "tensorrt", "skimage"}
     names = set(extras.EXTRAS) | {"torch_tensorrt", "tensorrt", "scikit-image"}
@@ -48,7 +48,7 @@ def nothing(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[fo
 
 @pytest.fixture
 def bare(tmp_path: Path, nothing: forked.Server) -> Any:
-    """A command in a process, and jobs below it, in which no extra is installed."""
+    """Run a command, and its jobs, in processes without any extra."""
     env = {**os.environ, "PYTHONPATH": nothing.env["PYTHONPATH"], "DYNO_CACHE": str(tmp_path / "cache")}
     return lambda *words: forked.command(nothing.path, [*map(str, words)], tmp_path, env, 1200)
 

@@ -1,4 +1,4 @@
-"""Detectors with outputs in any layout, or with suppression inside, at the command line: what is right and wrong."""
+"""Detectors with any output layout, or with suppression inside, through the command line."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ import planted_backends
 import suppressing_net
 
 SIDE, MARGIN, CLASSES = 64, 8, 3
-# Class, left, top, width and height of the objects in images of 48 x 64, which a letterbox of 64 x 64 moves down by 8.
+# Class, left, top, width and height of objects in images of 48 x 64, which a 64 x 64 letterbox moves down by 8.
 OBJECTS = ((0, 4, 6, 20, 16), (2, 34, 20, 24, 22), (1, 8, 28, 14, 18))
 BOXES = np.array([[x, y + MARGIN, x + w, y + h + MARGIN] for _, x, y, w, h in OBJECTS], np.float32)
 LABELS, SCORES = np.array([o[0] for o in OBJECTS]), np.array([0.9, 0.8, 0.7], np.float32)
@@ -30,7 +30,7 @@ QUICK = "--rounds 1 --seconds 0.03 --block 0.01 --warmup 0.01 --boundaries model
 
 
 def write(path: Path, metadata: dict[str, str], **outputs: np.ndarray) -> Path:
-    """A network that gives the same outputs for every image, of batch 1."""
+    """Write a network of batch 1 with the same outputs for every image."""
     nodes = [h.make_node("ReduceMean", ["images"], ["mean"], keepdims=0), h.make_node("Mul", ["mean", "no"], ["none"])]
     stored = [numpy_helper.from_array(np.float32(0), "no")]
     values = []
@@ -49,13 +49,13 @@ def write(path: Path, metadata: dict[str, str], **outputs: np.ndarray) -> Path:
 
 
 def rows(count: int = 20) -> np.ndarray:
-    """Boxes of a fixed number: those of the objects, then zeros."""
+    """Return a fixed number of boxes: the objects', then zeros."""
     found = np.concatenate([BOXES, SCORES[:, None], LABELS[:, None]], 1)
     return np.concatenate([found, np.zeros((count - len(found), 6))])[None].astype(np.float32)
 
 
 def objectness(anchors: int) -> np.ndarray:
-    """YOLOv5's predictions: every other anchor has an object's probability of 0, and is sure of its class."""
+    """Return YOLOv5's predictions; anchors without an object have a near-zero objectness and high class scores."""
     table = np.full((1, anchors, 5 + CLASSES), 0.9, np.float32)
     table[..., :4], table[..., 4] = 20, 1e-4
     table[0, :3] = np.concatenate([CENTRES, SCORES[:, None] / 0.95, np.eye(CLASSES)[LABELS] * 0.95], 1)
@@ -74,7 +74,7 @@ def networks(folder: Path) -> list[Path]:
                  "det_scores": np.where(given, rows()[..., 4], 0.9).astype(np.float32),
                  "det_classes": rows()[..., 5].astype(np.int32)}  # fmt: skip
     logits = np.where(np.eye(CLASSES)[LABELS] > 0, np.log(SCORES / (1 - SCORES))[:, None], -9).astype(np.float32)
-    y_first = [1, 0, 3, 2]  # of the boxes of TensorFlow's networks, whatever their outputs are called
+    y_first = [1, 0, 3, 2]  # order of TensorFlow's box coordinates, for any output names
     efficientdet = np.concatenate([np.zeros((3, 1)), BOXES[:, y_first], SCORES[:, None], LABELS[:, None] + 1], 1)
     lite = {"output_0": unit[None, :, y_first], "output_1": LABELS[None].astype(np.float32), "output_2": SCORES[None]}
     return [
@@ -91,7 +91,7 @@ def networks(folder: Path) -> list[Path]:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Images whose objects are all in the same places."""
+    """Data set of three images with the same objects."""
     for kind in ("images", "labels"):
         (tmp_path / "data" / kind / "val").mkdir(parents=True)
     lines = [f"{label} {(x + w / 2) / 64} {(y + hh / 2) / 48} {w / 64} {hh / 48}" for label, x, y, w, hh in OBJECTS]
@@ -120,7 +120,7 @@ def test_the_accuracy_of_every_layout_is_that_of_its_boxes(
 
 @pytest.mark.usefixtures("preloaded")
 def test_boxes_that_are_not_on_the_objects_are_said(call: Any, data: Path, tmp_path: Path, unreported: None) -> None:
-    """As of an image of 32 pixels."""
+    """The boxes are scaled as for an image of 32 pixels."""
     file = write(tmp_path / "half.onnx", ULTRALYTICS, output0=rows() * np.float32([0.5, 0.5, 0.5, 0.5, 1, 1]))
     out = call("run", file, "--data", data, *QUICK, "--out", tmp_path / "run", code=0)[1]
     line = "half: the boxes, read as left, top, right and bottom in pixels, hardly overlap the annotated objects"
@@ -129,7 +129,7 @@ def test_boxes_that_are_not_on_the_objects_are_said(call: Any, data: Path, tmp_p
 
 @pytest.mark.usefixtures("preloaded")
 def test_ties_rank_by_the_ids_of_images_as_in_pycocotools(call: Any, data: Path, tmp_path: Path) -> None:
-    """Every image gets the same boxes and scores, and only the image with the lowest id, listed last, has objects."""
+    """Every image has the same boxes and scores; only the image with the lowest id, listed last, has objects."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -156,7 +156,7 @@ def test_ties_rank_by_the_ids_of_images_as_in_pycocotools(call: Any, data: Path,
 
 @pytest.mark.usefixtures("preloaded")
 def test_an_input_beside_the_images_has_a_value(call: Any, data: Path, tmp_path: Path, unreported: None) -> None:
-    """RT-DETR as its authors export it: boxes are of the size that is given for each image."""
+    """RT-DETR as exported by its authors: boxes are scaled to each image's size, an input."""
     nodes = """none = ReduceMean<axes = [1, 2, 3], keepdims = 1>(images) zero = Mul(none, no) flat = Squeeze(zero, two)
         scores = Add(flat, sure) kinds = Add(flat, found) labels = Cast<to = 7>(kinds)
         sizes = Cast<to = 1>(orig_target_sizes) both = Concat<axis = 1>(sizes, sizes) sides = Unsqueeze(both, one)
@@ -177,7 +177,7 @@ def test_an_input_beside_the_images_has_a_value(call: Any, data: Path, tmp_path:
 def test_keypoints_are_as_many_as_the_data_has_where_the_file_does_not_say(
     call: Any, data: Path, tmp_path: Path, unreported: None
 ) -> None:
-    """16 values of each anchor may be 3 classes and 3 keypoints, or the 225 of each of 16 rows keypoints alone."""
+    """16 values per anchor fit 3 classes and 3 keypoints; 225 values of 16 anchors would fit keypoints alone."""
     for file in (data.parent / "labels/val").glob("*.txt"):
         objects = [line.split() for line in file.read_text().splitlines()]
         file.write_text("".join(" ".join([*one, *[*one[1:3], "2"] * 3]) + "\n" for one in objects))
@@ -199,7 +199,7 @@ def test_keypoints_are_as_many_as_the_data_has_where_the_file_does_not_say(
 
 @pytest.mark.usefixtures("preloaded")
 def test_a_pose_of_several_classes_is_told_their_number(call: Any, data: Path, tmp_path: Path) -> None:
-    """Two keypoints of three values and three classes are nine values, as four keypoints of two and a class are."""
+    """Nine values fit two keypoints (of three values) and three classes, or four keypoints (of two) and a class."""
     for file in (data.parent / "labels/val").glob("*.txt"):
         objects = [line.split() for line in file.read_text().splitlines()]
         file.write_text("".join(" ".join([*one, *[*one[1:3], "2"] * 2]) + "\n" for one in objects))
@@ -215,7 +215,7 @@ def test_a_pose_of_several_classes_is_told_their_number(call: Any, data: Path, t
 def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
     call: Any, data: Path, tmp_path: Path, unreported: None
 ) -> None:
-    """Predictions without a sigmoid, in a file whose metadata says that it detects: 2 of 3 commands need its boxes."""
+    """Predictions lack a sigmoid in a file with detection metadata; `run` only times, the others need boxes."""
     raw = np.random.default_rng(0).normal(0, 40, (1, 7, 84)).astype(np.float32)
     file = write(tmp_path / "raw.onnx", ULTRALYTICS, output0=raw)
     _, out, _ = call("run", file, *QUICK, "--out", tmp_path / "run", code=0)
@@ -272,7 +272,7 @@ def stored(folder: Path, model: str, backend: str) -> Path:
 
 @pytest.fixture
 def run(call: Any, tmp_path: Path, unreported: None) -> Path:
-    """Both kinds of outputs, with ONNX Runtime and OpenVINO, on random photographs."""
+    """Run of both kinds of outputs, with ONNX Runtime and OpenVINO, on random photographs."""
     files = [suppressing_net.write(tmp_path / f"{kind}.onnx", kind) for kind in suppressing_net.OUTPUTS]
     drawn.photographs(tmp_path / "photos", count=5, height=64, width=64, block=8)
     call("run", *files, *QUICK_SUPPRESSED, *ENGINES, "--data", tmp_path / "photos", "--out", tmp_path / "run", code=0)
@@ -280,7 +280,7 @@ def run(call: Any, tmp_path: Path, unreported: None) -> Path:
 
 
 def changed(run: Path, change: Callable[[Arrays], Arrays]) -> Path:
-    """A copy of the run where OpenVINO's outputs of the file with separate outputs are others."""
+    """Copy the run, with changed OpenVINO outputs of the file "separate"."""
     copy = run.with_name(f"{run.name}-{change.__name__}")
     shutil.copytree(run, copy)
     path = stored(copy, "separate", "openvino")
@@ -289,31 +289,31 @@ def changed(run: Path, change: Callable[[Arrays], Arrays]) -> Path:
 
 
 def other_order(arrays: Arrays) -> Arrays:
-    """The boxes of each image from the last to the first, as with labels or without."""
+    """Reverse the order of each image's boxes."""
     ends = np.cumsum(arrays["rows:boxes"])
     order = np.concatenate([np.arange(a, b)[::-1] for a, b in zip([0, *ends[:-1]], ends, strict=True)])
     return {name: a[order] if name.startswith("output:") else a for name, a in arrays.items()}
 
 
 def moved(arrays: Arrays) -> Arrays:
-    """Every box a little to the right."""
+    """Move every box two pixels to the right."""
     return {name: a + np.float32([2, 0, 2, 0]) if name == "output:boxes" else a for name, a in arrays.items()}
 
 
 def renamed(arrays: Arrays) -> Arrays:
-    """Every box with another label."""
+    """Change every box's label."""
     return {name: (a + 1) % suppressing_net.CLASSES if name == "output:labels" else a for name, a in arrays.items()}
 
 
 def lost(arrays: Arrays) -> Arrays:
-    """No boxes of the last image."""
+    """Remove the last image's boxes."""
     last = int(arrays["rows:boxes"][-1])
     kept = {name: a[:-last] if name.startswith("output:") else a for name, a in arrays.items()}
     return kept | {name: np.r_[a[:-1], 0] for name, a in arrays.items() if name.startswith("rows:")}
 
 
 def empty(arrays: Arrays) -> Arrays:
-    """No boxes at all."""
+    """Remove all boxes."""
     kept = {name: a[:0] if name.startswith("output:") else a for name, a in arrays.items()}
     return kept | {name: a * 0 for name, a in arrays.items() if name.startswith("rows:")}
 
@@ -326,8 +326,8 @@ def test_ties_may_come_in_any_order_and_wrong_boxes_are_wrong(run: Path, call: A
     }  # fmt: skip
     both = [dict(np.load(stored(run, "separate", backend))) for backend in ("onnxruntime", "openvino")]
     scores = both[0]["output:scores"]
-    assert len(np.unique(scores)) <= 3 and len(scores) > 50  # so nearly every box has a tie
-    assert not any(name.startswith("topk") for arrays in both for name in arrays)  # boxes are no classes
+    assert len(np.unique(scores)) <= 3 and len(scores) > 50  # nearly every box has a tie
+    assert not any(name.startswith("topk") for arrays in both for name in arrays)  # boxes are not read as classes
     assert dict(np.load(stored(run, "one", "openvino")))["rows:boxes6"].sum() == len(scores)
     for change, verdict in [(other_order, "agree"), *((f, "wrong outputs") for f in (moved, renamed, lost, empty))]:
         copy = changed(run, change)
@@ -354,7 +354,7 @@ def test_torchvision_s_detectors_run_one_image_at_a_time_and_as_onnx(
     assert table["onnxruntime"]["outputs"] == "agree" and table["pytorch"]["status"] == "ok"
     assert table["onnxruntime"]["route"].startswith("torchscript")
     arrays = np.load(stored(tmp_path / "run", "fasterrcnn_mobilenet_v3_large_320_fpn", "onnxruntime"))
-    assert arrays["rows:output"].sum() > 20  # random weights are made such that they find something
+    assert arrays["rows:output"].sum() > 20  # the random weights are scaled to detect something
 
 
 PLANTED = ("ChangedWeight", "ChangedBlob", "OtherBranch")

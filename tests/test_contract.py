@@ -1,4 +1,4 @@
-"""What the timing loop relies on, asked of every backend that runs models; a new backend is asked too."""
+"""Assumptions of the timing loop, tested for every backend that runs models, new backends included."""
 
 import json
 import os
@@ -24,10 +24,10 @@ from dyno.worker.record import Record
 from dyno.worker.spec import Dims, Option, Runtime, Tensor, Trial, Unavailable, UserError, from_json, to_json
 
 CLASSES, SIZE, THREADS = 10, 32, 1
-# Half a minute of C++ for each model, or a build.
+# Half a minute of C++ compilation per model, or an engine build.
 COMPILES = ("compile", "aoti", "torchao", "litert", "tensorrt", "tensorrt_rtx", "torch_tensorrt")
-PYTHONS = {"litert": os.environ.get("DYNO_TEST_LITERT_TORCH", "")}  # which make a backend's files, "" for this one
-# Backends without fp32: their precision and options, and how far outputs may be off the module's.
+PYTHONS = {"litert": os.environ.get("DYNO_TEST_LITERT_TORCH", "")}  # interpreters of file makers; "" is this one
+# Backends without fp32: precision, options, and tolerance against the module's outputs.
 LOWERED: dict[str, tuple[str, dict[str, Option], float]] = {"torchao": ("int8", {"scheme": "dynamic"}, 0.05)}
 NET = """
 from torch import nn
@@ -65,7 +65,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module", params=every())
 def load(request: pytest.FixtureRequest, source: str) -> Iterator[Callable[..., tuple[Trial, Session]]]:
-    """Loads the backend's session for a batch; what this machine lacks is a skip with the reason."""
+    """Load the backend's session for a batch size; skips with the reason where this machine lacks a part."""
     name = request.param
     if lacks := find_missing(name):
         pytest.skip(f"{name}: {lacks} is not installed")
@@ -102,7 +102,7 @@ def images(count: int, seed: int = 0) -> np.ndarray:
 
 
 def outputs(session: Session, batch: np.ndarray, slot: int = 0) -> np.ndarray:
-    """A copy of the first output for one batch."""
+    """Run one batch; return a copy of the first output."""
     session.bind({"input": batch}, slot)
     session.run(slot)
     session.wait(slot)
@@ -114,7 +114,7 @@ def test_it_says_what_goes_in_and_out(load: Any) -> None:
     _, session = load()
     assert session.inputs == (Tensor("input", session.inputs[0].dtype, (2, 3, SIZE, SIZE)),)
     assert session.slots >= 1
-    for out in session.outputs:  # none where only a run can tell
+    for out in session.outputs:  # empty where only a run can tell
         assert (out.name, out.shape) == ("output", (2, CLASSES))
 
 
@@ -202,7 +202,7 @@ def test_facts_say_what_ran(load: Any) -> None:
     assert "float32" in facts.layers_by_type
     if trial.backend not in LOWERED:
         assert set(facts.layers_by_type) == {"float32"}, "fp32 was asked for"
-    if trial.backend in LOWERED:  # its convolutions stay in float32, and it says so
+    if trial.backend in LOWERED:  # convolutions stay in float32, and the facts report it
         assert "1 of 3 compute layers in int8" in facts.precision_truth.sentence
         assert facts.threads == THREADS
     elif trial.backend != "fake":

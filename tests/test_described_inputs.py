@@ -1,4 +1,4 @@
-"""Networks that take something else than one image go through every engine, from one description of their inputs."""
+"""Networks with inputs other than one image run in every engine from one description of the inputs."""
 
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def test_a_batch_that_the_model_does_not_take_is_refused(call: Any, refused: Any
 
 
 def test_an_input_of_length_0_is_fed_so_to_every_engine(call: Any, tmp_path: Path) -> None:
-    """As of a cache that is empty at the first step: it was free for ONNX Runtime alone, which asked for its shape."""
+    """A cache is empty at the first step; ONNX Runtime once treated that axis as free and asked for its shape."""
     (tmp_path / "step.py").write_text(
         "import torch\n\nclass Step(torch.nn.Module):\n    def forward(self, x, past):\n"
         "        return torch.cat([x, past], 1) * 2\n\ndef step(): return Step()\n\n"
@@ -177,7 +177,7 @@ TYPES = {
 
 
 def write_net_of_every_type(path: Path) -> None:
-    """An ONNX network with an input of each type; its output is the value of each in float32, less that of `x`."""
+    """Write an ONNX network with an input of each type; the output is each value in float32, negated."""
     helper, kinds = onnx.helper, onnx.TensorProto
     of_type = {name: helper.np_dtype_to_tensor_dtype(np.dtype(name)) for name in TYPES}
     nodes = [helper.make_node("Cast", [name], [f"{name}_f"], to=kinds.FLOAT) for name in TYPES]
@@ -263,7 +263,7 @@ def merged(): return Merged()
 def test_a_recurrent_network_that_takes_time_first_has_the_batch_behind_it(
     call: Any, tmp_path: Path, name: str
 ) -> None:
-    """Its outputs in batches of three are those of the module for all sequences at once."""
+    """Outputs in batches of three equal the module's outputs for all sequences at once."""
     import torch
 
     (tmp_path / "first.py").write_text(TIME_FIRST)

@@ -1,4 +1,4 @@
-"""The documents are held to the code: commands and options exist, tables are complete, examples run, links resolve."""
+"""The documents match the code: commands and options exist, tables are complete, examples run, links resolve."""
 
 import dataclasses
 import os
@@ -57,14 +57,14 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def lines(block: str) -> list[list[str]]:
-    """The words of each command, less comments and variables set in front of it."""
+    """Return each command's words, without comments and leading variable assignments."""
     commands = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
     return [words[next(i for i, w in enumerate(words) if "=" not in w) :] for words in commands if words]
 
 
 @cache
 def command(words: str) -> Any:
-    """The command of that name, a group of them for ""; None for an unknown one."""
+    """Return the command or group of that name, "" for the root; None if unknown."""
     found: Any = typer.main.get_command(app.make_app())
     for word in words.split():
         found = getattr(found, "commands", {}).get(word)
@@ -72,18 +72,18 @@ def command(words: str) -> Any:
 
 
 def options(words: str) -> set[str]:
-    """The options of a command; empty for an unknown one."""
+    """Return a command's options; empty for an unknown command."""
     known = command(words)
     return {"--help", *(o for p in known.params for o in (*p.opts, *p.secondary_opts))} if known else set()
 
 
 def commands() -> set[str]:
-    """The commands that `dyno --help` lists."""
+    """Return the commands listed by `dyno --help`."""
     return {name for name, each in command("").commands.items() if not each.hidden}
 
 
 def wrong(words: list[str]) -> list[str]:
-    """What in one command line of a document doesn't exist."""
+    """Return the unknown parts of a document's command line."""
     program, *rest = words
     if program == "make":
         return [target for target in rest if not re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)]
@@ -91,7 +91,7 @@ def wrong(words: list[str]) -> list[str]:
         return [] if program in OTHER_PROGRAMS else [program]
     if not rest or rest[0] not in commands():
         return [" ".join(words[:2])]
-    if hasattr(command(rest[0]), "commands"):  # a group
+    if hasattr(command(rest[0]), "commands"):  # a command group
         rest = [" ".join(rest[:2]), *rest[2:]]
         if command(rest[0]) is None:
             return [f"dyno {rest[0]}"]
@@ -237,7 +237,7 @@ def test_every_status_is_described() -> None:
 
 @cache
 def option_tables() -> list[tuple[set[str], dict[str, str]]]:
-    """Backends and their options, each with its row, of the sections of backends.md whose titles name backends."""
+    """Return backends and their option rows, from the sections of backends.md with backend names in the title."""
     parts = section("docs/backends.md", "Options").split("\n### ")[1:]
     rows = {part: {row.split("`")[1]: row for row in part.splitlines() if row.startswith("| `")} for part in parts}
     return [(set(re.findall(r"`(\w+)`", part.partition("\n")[0])), options) for part, options in rows.items()]
@@ -250,7 +250,7 @@ def test_every_backend_is_in_the_matrix(backend_name: str) -> None:
     assert set(engine.options) == described
     words = section("docs/backends.md", "The matrix")
     (row,) = [line for line in words.splitlines() if line.startswith(f"| `{engine.name}` |")]
-    if engine.name != "compile":  # "as pytorch"
+    if engine.name != "compile":  # says "as pytorch"
         assert [p for p in engine.precisions if p not in row] == []
 
 
@@ -275,19 +275,19 @@ def test_the_ranges_of_options_are_those_of_the_code() -> None:
 
 
 def section(page: str, title: str) -> str:
-    """The text of a page below a second-level heading, up to the next one."""
+    """Return the text of a page's second-level section."""
     return below((ROOT / page).read_text(encoding="utf-8"), title)
 
 
 def below(text: str, title: str) -> str:
-    """The text below a second-level heading, up to the next one."""
+    """Return the text between a second-level heading and the next one."""
     found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     assert found, f"no section {title}"
     return found[1]
 
 
 def first_cells(text: str) -> set[str]:
-    """The names in the first cells of a section's tables."""
+    """Return the names in the first cells of a section's tables."""
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     return {found for cell in rows for found in re.findall(r"`(\w+)`", cell)}
 
@@ -297,7 +297,7 @@ def slug(heading: str) -> str:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Targets of the page's links and images that are not on the web."""
+    """Yield the page's local link and image targets."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     yield from (t for t in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", t))
 
@@ -315,7 +315,7 @@ def test_links_resolve(page: Path) -> None:
 
 
 def test_what_the_page_on_extending_shows_is_the_example() -> None:
-    """Every line of its code stands in the plug-in, which is installed and used by tests/test_plugin.py."""
+    """Every code line stands in the plug-in, which tests/test_plugin.py installs and uses."""
     files = [*(EXAMPLES / "plugin").rglob("*.py"), EXAMPLES / "plugin/pyproject.toml"]
     known = {line.strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()}
     shown = [block for kind in ("python", "ini") for block in blocks(ROOT / "docs/extending.md", kind)]

@@ -33,7 +33,7 @@ SHORT = "--seconds 0.05 --threads 1 --size 16 --channels 1".split()
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three classes of scikit-learn's digits as PNG files, ten of each to test and two to train."""
+    """Three classes of scikit-learn's digits as PNG files, ten test and two training images per class."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -98,7 +98,7 @@ def cells(): return Cells()
 
 @pytest.fixture
 def evaluated(preloaded: str, tmp_path: Path) -> Callable[..., tuple[int, str]]:
-    """`dyno eval` of a network that knows colours: its exit code and what it prints."""
+    """Run `dyno eval` of a colour classifier; returns exit code and output."""
     (tmp_path / "nets.py").write_text(COLOUR_NETS)
 
     def run(out: str, *words: object) -> tuple[int, str]:
@@ -110,7 +110,7 @@ def evaluated(preloaded: str, tmp_path: Path) -> Callable[..., tuple[int, str]]:
 
 
 def test_a_table_of_labels_and_images_without(evaluated: Any, tmp_path: Path) -> None:
-    """Three of eight images are labelled wrongly, so five are right; without the table no accuracy is measured."""
+    """Three of eight labels are wrong, so five answers are right; without labels.csv no accuracy is measured."""
     from PIL import Image
 
     (tmp_path / "photos").mkdir()
@@ -130,7 +130,7 @@ def test_a_table_of_labels_and_images_without(evaluated: Any, tmp_path: Path) ->
 
 
 def test_coco_as_roboflow_writes_it(evaluated: Any, tmp_path: Path) -> None:
-    """Every square is found, so mAP is 100 %: the first category is a group of the others, not their first class."""
+    """Every square is found, so mAP is 100 %: the first category is a supercategory, not the first class."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -273,7 +273,7 @@ def test_class_scores_are_found_or_it_is_said_that_there_are_none(
 
 
 def test_images_of_the_networks_size_are_fed_whole(call: Any, tmp_path: Path) -> None:
-    """The corner decides, which an enlargement and a crop would mix with what is beside it."""
+    """The corner pixel decides; resizing and cropping would mix it with its neighbours."""
     from PIL import Image
 
     for name, corner, rest in (("a", "red", "blue"), ("b", "blue", "red")):

@@ -1,4 +1,4 @@
-"""What breaks around Dyno costs a line at most: names, pipes, links, bombs, brackets, a reader that goes away."""
+"""Faults around Dyno cost one line at most: names, pipes, links, bombs, brackets, a closed reader."""
 
 import ctypes
 import errno
@@ -38,12 +38,12 @@ SHORT = "--rounds 2 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    """A copy of a whole run folder."""
+    """Copy of a whole run folder."""
     return Path(shutil.copytree(ROOT / "tests/golden/run", tmp_path / "golden"))
 
 
 def record_of(run: Path) -> Path:
-    """The record of a round that ended well and has samples."""
+    """Return the record of a successful round with samples."""
     return next(path for path in sorted(run.glob("trials/*/r*/record.json")) if (path.parent / "samples.npz").exists())
 
 
@@ -203,7 +203,7 @@ def test_a_pipe_as_a_record_is_damaged(tmp_path: Path) -> None:
 
 @pytest.fixture
 def shell(golden: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
-    """A line for bash, in which `dyno` is the command line."""
+    """Run a bash line with `dyno` as a function."""
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
         begin = f'set -o pipefail; dyno() {{ "{sys.executable}" -m dyno "$@"; }}; '
@@ -271,7 +271,7 @@ def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, mo
     from benchmarks.fault_campaign import campaign as under_test
     from benchmarks.fault_campaign import mutations, world
 
-    campaign = under_test.Campaign(tmp_path, server=preloaded)  # what is killed or has no room is started all the same
+    campaign = under_test.Campaign(tmp_path, server=preloaded)  # killed jobs are started, not forked
     (tmp_path / "study.toml").write_text(under_test.STUDY)
     said = [
         world.kills(campaign, 1), world.full_disk(campaign, [10]),
@@ -291,7 +291,7 @@ OWN_FILES = {"results.csv": "my,results\n", "lock": "my lock", "notes/a.txt": "m
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """A folder of the user's, with files that are named like some of Dyno's."""
+    """Folder of a user's files; some are named like Dyno's."""
     folder = tmp_path / "theirs"
     for name, text in OWN_FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +314,7 @@ def content(folder: Path) -> dict[str, str]:
 ], ids=lambda words: " ".join(words[:2]))  # fmt: skip
 @pytest.mark.usefixtures("golden")
 def test_a_folder_of_the_user_s_is_refused(refused: Any, theirs: Path, tmp_path: Path, command: list[str]) -> None:
-    """`dyno run` wrote over a results.csv and a lock that it hadn't made."""
+    """`dyno run` once overwrote a user's results.csv and lock."""
     (tmp_path / "clip.png").touch()
     assert "theirs holds files that Dyno did not write (lock, notes, results.csv)" in refused(
         *command, "--out", "theirs"
@@ -333,7 +333,7 @@ def test_a_report_may_be_written_again_but_over_no_file_of_others(call: Any, ref
 @pytest.mark.usefixtures("preloaded", "unreported")
 @pytest.mark.parametrize("process", ["12345", ""])
 def test_what_was_just_begun_goes_on_if_it_is_dyno_s_alone(call: Any, tmp_path: Path, process: str) -> None:
-    """A command that is killed the moment it has made its lock leaves an empty one."""
+    """A command killed right after making its lock leaves an empty lock."""
     (tmp_path / "run/trials").mkdir(parents=True)
     (tmp_path / "run/lock").write_text(process)
     (tmp_path / "run/mine.txt").touch()
@@ -351,7 +351,7 @@ def test_a_study_file_among_the_user_s_files_is_measured_elsewhere(call: Any, th
 
 
 def test_a_lock_that_is_a_hard_link_is_refused(refused: Any, golden: Path, tmp_path: Path) -> None:
-    """The process's number was written into the file that it was another name of."""
+    """The process id was once written into the linked file."""
     (tmp_path / "precious").write_text("2026")
     (tmp_path / "begun").mkdir()
     for folder in (golden, tmp_path / "begun"):
@@ -385,7 +385,7 @@ HUGE = 10**30
     "option", "--batch --size --rounds --samples --channels --seed --confirm --builds --classes".split()
 )
 def test_numbers_have_a_most(refused: Any, option: str) -> None:
-    """A batch of 10**30 was measured; then no table of any run could be made."""
+    """A batch of 10**30 was once measured; afterwards no table could be made."""
     assert "must be at most" in refused(*FAKE, option, str(HUGE), "--dry-run")
 
 
@@ -432,7 +432,7 @@ LONG = "a" * 300
 ])  # fmt: skip
 @pytest.mark.usefixtures("golden")
 def test_a_name_that_is_too_long_is_one_line(refused: Any, words: list[str]) -> None:
-    """Seven of seven ended in a traceback, with the exit code of a regression."""
+    """Long names once ended in a traceback with the exit code of a regression."""
     assert "too long" in refused(*words)
 
 
@@ -441,7 +441,7 @@ HOMELESS = "setpriv --reuid 12345 --regid 12345 --clear-groups --inh-caps=+dac_o
 
 @pytest.fixture
 def of_no_home(golden: Path) -> list[str]:
-    """Words before a command, whose user is a number without a name and a home then."""
+    """Command prefix that runs as a numeric user without name and home."""
     words = ["env", *(f"-u{name}" for name in ("HOME", "USER", "LOGNAME", "DYNO_CACHE")), *HOMELESS.split()]
     if os.geteuid() or subprocess.run([*words, "true"], check=False).returncode:
         pytest.skip("this needs root and setpriv")
@@ -450,7 +450,7 @@ def of_no_home(golden: Path) -> list[str]:
 
 
 def test_a_user_without_a_home_and_a_name_can_measure(of_no_home: list[str], golden: Path) -> None:
-    """As in a container that was started with --user 12345: everything but --version ended in a traceback."""
+    """In a container started with --user 12345, everything but --version once ended in a traceback."""
     words = [*of_no_home, sys.executable, "-m", "dyno", *FAKE, *SHORT]
     done = subprocess.run([*words, "--out", "run"], cwd=golden.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -460,7 +460,7 @@ def test_a_user_without_a_home_and_a_name_can_measure(of_no_home: list[str], gol
 def test_jobs_have_a_home_and_a_user_where_the_system_knows_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.compile's row was `KeyError: getpwuid(): uid not found: 12345`."""
+    """torch.compile once failed with `KeyError: getpwuid(): uid not found: 12345`."""
 
     def unknown(uid: int) -> None:
         raise KeyError(uid)
@@ -505,7 +505,7 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path)
 
 
 def test_where_charts_would_be_shown_does_not_matter(shell: Callable[[str], Any], golden: Path) -> None:
-    """MPLBACKEND of a screen that isn't there, or of no library at all, ended `dyno run` after its last round."""
+    """An MPLBACKEND of a missing screen or library once ended `dyno run` after its last round."""
     done = shell("MPLBACKEND=nonsense dyno report golden 2</dev/null")
     assert done.returncode == 0 and (golden / "report.html").exists()
 
@@ -523,12 +523,12 @@ def test_no_further_process_is_one_line(of_no_home: list[str], golden: Path) -> 
 
 
 def _obey_permissions() -> None:
-    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH: with them root needs no permission
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH: root's bypass of file permissions
         ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
 def test_trials_that_may_not_be_read_are_not_called_missing(golden: Path) -> None:
-    """It "has no trials yet"."""
+    """The error was once "has no trials yet"."""
     command = [sys.executable, "-m", "dyno", "show", str(golden)]
     (golden / "trials").chmod(0)
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=_obey_permissions)
@@ -558,7 +558,7 @@ def test_a_run_that_is_removed_meanwhile_is_said(
 def test_an_error_of_dyno_s_own_is_one_line_with_its_details(
     call: Any, monkeypatch: pytest.MonkeyPatch, golden: Path
 ) -> None:
-    """The exit code was 1, which CI reads as a regression."""
+    """The exit code was once 1, which CI reads as a regression."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise TypeError("first line\nsecond line")
@@ -574,7 +574,7 @@ def test_an_error_of_dyno_s_own_is_one_line_with_its_details(
 
 @pytest.mark.usefixtures("preloaded", "unreported")
 def test_a_killed_job_is_measured_again_by_the_same_command(call: Any, importable: Any, tmp_path: Path) -> None:
-    """Both rounds of the trial were lost, and the same command left it so."""
+    """Both rounds of the trial were once lost, and rerunning the command did not repeat them."""
     marker = tmp_path / "killed"
     importable(
         "backend",
@@ -603,7 +603,7 @@ def test_a_full_disk_is_told_from_words_and_causes(tmp_path: Path) -> None:
 
 
 def test_errors_that_cause_each_other_end_a_job(call: Any, tmp_path: Path) -> None:
-    """PyTorch's compiler raises such errors, behind which a job looked for a full disk without end."""
+    """PyTorch's compiler raises errors with circular causes; the search for a full disk among them once never ended."""
     (tmp_path / "net.py").write_text(
         "def net():\n    a, b = ValueError('a'), KeyError('b')\n    a.__cause__, b.__cause__ = b, a\n    raise a\n"
     )

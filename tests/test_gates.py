@@ -1,4 +1,4 @@
-"""The rules of the architecture, as tests; each checker is also shown a bad sample, so that it is known to fail."""
+"""The architecture's rules as tests; each checker must also fail on a bad sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SRC = ROOT / "src"
 MAX_FUNCTION = 60
 MAY_IMPORT = rooms.may_import()
 
-# Gone from, or not yet in, the standard library of some Python between 3.10 and today.
+# Missing from the standard library of some Python between 3.10 and today.
 NOT_EVERYWHERE = {"tomllib", "distutils", "imp", "asyncore", "asynchat", "smtpd"}
 LIBRARIES = set(
     "numpy torch torchvision timm onnx onnxruntime onnxscript onnxconverter_common openvino tensorrt tensorrt_rtx "
@@ -32,21 +32,21 @@ HEAVY = set(
     "numpy torch pandas scipy matplotlib onnx onnxruntime onnxscript openvino sklearn PIL timm torchvision".split()
 )
 
-# Written with brackets so that the pattern doesn't find itself.
+# With brackets, so that the pattern doesn't match itself.
 MACHINE = re.compile(rb"p[y]pi\.org|python[h]osted|/wor[k]/|/roo[t]/|registry\.n[p]m|deb\.d[e]bian")
 
 
-parse = lru_cache(maxsize=1)(ast.parse)  # each check of a file has the same tree
+parse = lru_cache(maxsize=1)(ast.parse)  # parse each file once for all checks
 
 
 def module_name(path: Path) -> str:
-    """Dotted name of a file below src/."""
+    """Return the dotted module name of a file below src/."""
     parts = path.relative_to(SRC).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(nodes: Iterable[ast.AST], package: str) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of everything these nodes import; relative imports count from `package`."""
+    """Yield line and full dotted name of each import in the nodes; relative imports count from `package`."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -57,9 +57,8 @@ def imports(nodes: Iterable[ast.AST], package: str) -> Iterator[tuple[int, str]]
 
 
 def walk(tree: ast.AST, functions: bool = False) -> Iterator[ast.AST]:
-    """Nodes that run when the module is imported, or ever: not those under `if TYPE_CHECKING`, as a type's name is no
-    dependency when the code runs.
-    """
+    """Yield nodes that run on import, or with `functions` ever; `if TYPE_CHECKING` blocks are skipped, as types are no
+    runtime dependency."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not functions:
             continue
@@ -74,7 +73,7 @@ def inside(name: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def foreign_to_worker(source: str, module: str, package: str) -> list[str]:
-    """Module-level imports that would stop the worker in a Python that has numpy alone."""
+    """Return module-level imports that fail in a Python with only numpy."""
     bad = []
     for line, name in imports(walk(parse(source)), package):
         first = name.split(".")[0]
@@ -85,7 +84,7 @@ def foreign_to_worker(source: str, module: str, package: str) -> list[str]:
 
 
 def against_direction(source: str, module: str, package: str) -> list[str]:
-    """Imports of dyno, anywhere in the module but for types alone, that run against the architecture."""
+    """Return dyno imports against the architecture, anywhere in the module except for types."""
     rule = max((prefix for prefix in MAY_IMPORT if inside(module, (prefix,))), key=len)
     return [
         f"{module}:{line} imports {name}"
@@ -95,7 +94,7 @@ def against_direction(source: str, module: str, package: str) -> list[str]:
 
 
 def newer_than_310(source: str) -> str:
-    """What Python 3.10's grammar says against the source, or ""."""
+    """Return Python 3.10's syntax error for the source, or ""."""
     try:
         ast.parse(source, feature_version=(3, 10))
     except SyntaxError as e:
@@ -104,7 +103,7 @@ def newer_than_310(source: str) -> str:
 
 
 def too_long(source: str, name: str) -> list[str]:
-    """Name the functions of a file that have too many lines."""
+    """Return the functions with too many lines."""
     bad = []
     for node in ast.walk(parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -115,12 +114,12 @@ def too_long(source: str, name: str) -> list[str]:
 
 
 def shadows(names: list[str], imported: set[str]) -> list[str]:
-    """Module names that would hide another library from a script beside them."""
+    """Return module names that would shadow another library for a script in their folder."""
     return sorted(set(names) & (set(sys.stdlib_module_names) | LIBRARIES | imported))
 
 
 def heavy_after(code: str) -> set[str]:
-    """Heavy libraries loaded after the code ran in a fresh interpreter."""
+    """Return the heavy libraries loaded by the code in a fresh interpreter."""
     code += "\nimport sys; print('loaded:', *{m.split('.')[0] for m in sys.modules}, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=1200)
     return HEAVY & set(done.stderr.rpartition("loaded:")[2].split())
@@ -153,7 +152,7 @@ CHECKS: dict[str, dict[str, Callable[[str, Path], Iterable[str]]]] = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[str]]:
-    """What each check finds in the files of its folder, which are read once."""
+    """Findings of each check, with every file read once."""
     lines: dict[str, list[str]] = defaultdict(list)
     assert sources("src/dyno/worker"), "the folder moved"
     for path in sources("src", "tests", "benchmarks"):
@@ -280,7 +279,7 @@ def test_a_long_function_is_seen() -> None:
 
 
 def misnamed(text: str, path: str) -> list[str]:
-    """List functions called `is_` or `has_` that return anything but a boolean."""
+    """Return functions named `is_` or `has_` with a return type other than a boolean."""
     functions = (node for node in ast.walk(parse(text)) if isinstance(node, ast.FunctionDef) and node.returns)
     named = (node for node in functions if node.name.lstrip("_").startswith(("is_", "has_")))
     return [f"{path}: {node.name}" for node in named if not re.search("bool|TypeGuard", ast.unparse(node.returns))]
@@ -324,7 +323,7 @@ def test_lock_file_stays_out_of_git() -> None:
 
 
 def test_no_package_hides_a_public_name() -> None:
-    """Importing `dyno.x` sets the attribute x of the package, which a function of that name would lose."""
+    """Importing `dyno.x` sets the package's attribute x, which would replace a public function x."""
     import dyno
 
     assert not {path.stem for path in (SRC / "dyno").iterdir()} & set(dyno.__all__)

@@ -1,6 +1,6 @@
-"""A run folder that was stored once, read by today's code: what it prints changes only when somebody means it to.
+"""A stored run folder read by today's code: its printed results change only on purpose.
 
-`tests/golden/make.py --expected` writes the expected files anew, after a deliberate change.
+After a deliberate change, `tests/golden/make.py --expected` rewrites the expected files.
 """
 
 import csv
@@ -29,7 +29,7 @@ from dyno.worker.spec import SCHEMA, Job, from_json
 GOLDEN = Path(__file__).parent / "golden"
 RUN = GOLDEN / "run"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# Sums, logarithms and distribution functions differ in their last bits from one processor and library to the next.
+# The last bits of sums, logarithms and distribution functions depend on processor and library.
 RELATIVE = 1e-9
 SAID = re.compile(r"(?i)schema\W{1,6}(?:(?:number|version|is|now|today)\W{1,6})*(\d+)\b")
 
@@ -61,13 +61,13 @@ def number(text: str) -> float:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Equal as text, or numbers that are equal but for rounding."""
+    """Compare as text, or as numbers up to rounding."""
     close = math.isclose(number(str(found)), number(str(expected)), rel_tol=RELATIVE)
     return bool(str(found) == str(expected) or close)
 
 
 def differences(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[str]:
-    """Every cell that is not what was stored, after the shape of the table."""
+    """Assert equal table shape; return every cell that differs from the stored one."""
     assert [list(row) for row in found] == [list(row) for row in expected]
     pairs = [(f, e) for f, e in zip(found, expected, strict=True)]
     return [f"{f['trial']} {k}: {f[k]!r}, not {e[k]!r}" for f, e in pairs for k in e if not same(f[k], e[k])]
@@ -109,7 +109,7 @@ def test_a_changed_number_would_be_seen() -> None:
 
 
 def test_the_folder_holds_every_kind_of_row(run: RunData, results: Results) -> None:
-    """Else the tests above prove less than they seem to."""
+    """Guards the tests above against missing cases."""
     assert {t.status for t in results} == {"ok", "skipped", "crashed"}
     assert {"pytorch", "onnxruntime", "fake"} == {t.backend for t in results}
     assert {t.precision for t in results if t.good} == {"fp32", "int8"}
@@ -122,13 +122,13 @@ def test_the_folder_holds_every_kind_of_row(run: RunData, results: Results) -> N
 
 
 def test_ids_are_still_the_hash_of_the_trial(results: Results) -> None:
-    """Else a study that was stored earlier would be measured again instead of being resumed."""
+    """Otherwise an older study would be measured again instead of resumed."""
     asked = [t.spec for t in results]
     assert [trial and trial.id for trial in asked] == [t.id for t in results]
 
 
 def holds(whole: Any, part: Any) -> bool:
-    """Whether everything that was stored is there still; fields that came later may be there too."""
+    """Return whether `whole` contains everything in `part`; added fields are allowed."""
     if isinstance(part, dict):
         return all(key in whole and holds(whole[key], value) for key, value in part.items())
     if isinstance(part, list):
@@ -137,7 +137,7 @@ def holds(whole: Any, part: Any) -> bool:
 
 
 def renamed(stored: Any) -> Any:
-    """What the golden folder stored, under today's names of the fields that have been renamed since."""
+    """Return the stored value with today's names of renamed fields."""
     names = {"others_bearable": "contention_threshold", "asked": "requested"}
     if isinstance(stored, dict):
         return {names.get(key, key): renamed(value) for key, value in stored.items()}

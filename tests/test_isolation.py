@@ -1,4 +1,4 @@
-"""A worker needs nothing but its folder: it runs under another Python, by hand, and beside files with its own names."""
+"""A worker needs only its job folder: it runs in another Python, by hand, and next to files named like its modules."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from dyno.worker.spec import Artifact, Job, Runtime, to_json
 
 @pytest.fixture(scope="module")
 def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small network with a free batch: convolution, pooling, ten classes."""
+    """ONNX file of a small network with a free batch: convolution, pooling, ten classes."""
     pytest.importorskip("onnx")
     rng = np.random.default_rng(0)
     weights = {"w": (16, 3, 3, 3), "m": (16, 10)}
@@ -36,7 +36,7 @@ def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def found(folder: Path) -> dict[str, tuple[dict[str, Any], Record, np.ndarray]]:
-    """Job, record and outputs of each trial's first round, by the name of its runtime."""
+    """Return job, record and outputs of each trial's first round, by runtime name."""
     made = {}
     for path in folder.glob("trials/*/r0"):
         job, record = json.loads((path / "job.json").read_text()), read_record(path)
@@ -89,12 +89,12 @@ def other_python_version(python: str) -> str:
 def test_our_environment_does_not_reach_another_python(
     other_python: str, onnx_file: Path, tmp_path: Path, quick: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A PYTHONPATH with a numpy that breaks is ours alone."""
+    """A broken numpy on this process's PYTHONPATH does not reach the other Python."""
     (tmp_path / "numpy.py").write_text("raise ImportError('the wrong numpy')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     tables = {"onnxruntime": {"python": other_python}}
     study = Study(models=(str(onnx_file),), backends=("onnxruntime",), runtime=tables, boundaries=(), **quick)
-    with monkeypatch.context() as patch:  # looking at the file and checking it are jobs of the main interpreter
+    with monkeypatch.context() as patch:  # inspecting and checking the file are jobs of the main interpreter
         patch.delenv("PYTHONPATH")
         (planned,) = expand(study)
         assert planned.trial.recipe is not None
@@ -145,7 +145,7 @@ class Spy(Fake):
 
 @pytest.mark.parametrize("safe", [False, True])
 def test_the_path_is_left_clean(tmp_path: Path, safe: bool) -> None:
-    """Another `record` is imported, never the worker's; also under PYTHONSAFEPATH, which puts no folder first."""
+    """Import the user's `record`, not the worker's, also under PYTHONSAFEPATH (no script folder on the path)."""
     (tmp_path / "spy.py").write_text(SPY)
     (tmp_path / "record.py").write_text("")
     (tmp_path / "job").mkdir()
@@ -177,7 +177,7 @@ def test_a_stored_job_runs_again_by_hand(fake_study: Any, tmp_path: Path) -> Non
 
 
 def test_a_conversion_on_a_full_disk_is_no_failed_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenVINO says "basic_ios::clear: iostream error" then, and removes what it wrote: another route was tried."""
+    """OpenVINO then reports "basic_ios::clear: iostream error" and deletes its output; once, another route followed."""
     pytest.importorskip("onnx")
     pytest.importorskip("openvino")
     weights = np.random.default_rng(0).random((64, 20_000), np.float32)

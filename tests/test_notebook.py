@@ -1,4 +1,4 @@
-"""The notebook of examples/ runs from top to bottom, and a result shows itself there."""
+"""The notebook of examples/ runs from top to bottom and displays its result."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples/quickstart.ipynb"
-# Before the first cell: jobs are forked as those of other tests are.
+# Inserted before the first cell: forks the jobs.
 FORKED = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory, preloaded: str) -> list[Any]:
-    """The notebook's cells of code, run in an empty folder."""
+    """Code cells of the notebook, run in an empty folder."""
     folder = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "figures of another machine are no example"

@@ -1,4 +1,4 @@
-"""Nothing phones home: a study over every backend found here looks up no host, in Python or in native code."""
+"""No network access: a study with every installed backend looks up no host, in Python or in native code."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ def test_a_look_up_in_native_code_is_seen(watch: Watch) -> None:
 
 
 def test_onnx_runtime_in_a_job_sends_nothing_and_keeps_no_id_of_the_device(watch: Watch) -> None:
-    """It looks its host up only after some seconds, but writes an id of the device to the home at once."""
+    """ONNX Runtime's look-up comes seconds later, but it writes a device id to the home at once."""
     onnxruntime = pytest.importorskip("onnxruntime")
     code = "import onnxruntime; print(onnxruntime.get_device())"
     talkative = {key: value for key, value in os.environ.items() if key not in ("CI", *SILENCING_VARIABLES)} | watch.env
@@ -71,9 +71,9 @@ def test_onnx_runtime_in_a_job_sends_nothing_and_keeps_no_id_of_the_device(watch
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Watch]]:
-    """The socket of a process that jobs and commands are forked from, and what it looked up itself.
+    """Socket of a watched fork server, and the watch of the server itself.
 
-    Engines aren't among its libraries: each job imports its own, as Dyno does it.
+    The server imports no engines: each job imports them itself, as in Dyno.
     """
     watch = Watch(tmp_path_factory.mktemp("watched"))
     server = forked.Server([name for name in forked.LIBRARIES if not name.startswith(ENGINES)], watch.env)
@@ -83,7 +83,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Wat
 
 @pytest.fixture
 def offline(watched: tuple[str, Watch], watch: Watch, dyno: Any) -> Any:
-    """A command that has to end well and, with its jobs, is watched."""
+    """Run a watched command, with its jobs; it must succeed."""
 
     def run(*words: object) -> Any:
         return dyno(*words, env={**watch.env, forked.FORKS: watched[0]}, code=0)
@@ -104,7 +104,7 @@ def test_a_yolo_network_looks_nothing_up_and_leaves_the_home_alone(
     for library in ("ultralytics", "onnxruntime"):
         pytest.importorskip(library)
     short = ("--size", 32, "--seconds", 0.03, "--block", 0.01, "--warmup", 0.02, "--rounds", 1)
-    ways = ("--backend", "onnxruntime@exporter=torchscript")  # the one that takes less time
+    ways = ("--backend", "onnxruntime@exporter=torchscript")  # the faster exporter
     offline("run", "ultralytics:yolov8n-cls.yaml", *short, *ways, "--out", tmp_path / "run")
     assert "ltralytics" not in "".join(log.read_text() for log in (tmp_path / "run").rglob("std*.log"))
     assert not list((tmp_path / "home").rglob("*ltralytics*"))
@@ -120,7 +120,7 @@ def test_a_study_over_every_backend_looks_nothing_up(
     model = (f"{tmp_path / 'small.py'}:net", "--channels", 1, "--size", 16)
     short = ("--rounds", 1, "--seconds", 0.03, "--block", 0.01, "--warmup", 0.02)
     every = list_installed("cpu")
-    ways = [f"{name}@precision=int8" if name == "onnxruntime" else name for name in every]  # it calibrates too
+    ways = [f"{name}@precision=int8" if name == "onnxruntime" else name for name in every]  # int8 also runs calibration
     words = ("run", *model, "--data", "digits", "--backend", ",".join(ways), *short, "--out", tmp_path / "run")
     for command in (words, ("doctor",), ("show", tmp_path / "run")):
         offline(*command)

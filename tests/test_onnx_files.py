@@ -1,4 +1,4 @@
-"""ONNX files that people bring, through the command line: each runs, or ends in one clear line."""
+"""Users' ONNX files through the command line: each runs, or ends in one clear line."""
 
 import csv
 import hashlib
@@ -35,7 +35,7 @@ KINDS = onnx.TensorProto
 def network(
     shape: list[Any], *, channels: int = 3, opset: int = 17, ir: int = 8, kind: int = KINDS.FLOAT, more: str = ""
 ) -> Any:
-    """A convolution, a ReLU and a mean over the image; `more` is an operator of somebody's own behind them."""
+    """Return a network of a convolution, a ReLU and a mean over the image; `more`: a custom operator after the ReLU."""
     rng = np.random.default_rng(0)
     dtype = h.tensor_dtype_to_np_dtype(kind)
     weights = {"w": rng.standard_normal((6, channels, 3, 3)), "b": rng.standard_normal(6)}
@@ -100,7 +100,7 @@ def test_calibration_images_alone_are_enough_for_int8(call: Any, photos: Path) -
 
 
 def test_calibration_images_alone_are_enough_for_a_detector(call: Any, photos: Path) -> None:
-    """Its boxes are in pixels of the image before the letterbox, so sizes are kept."""
+    """The boxes are in pixels of the image before the letterbox, so image sizes are stored."""
     text = "(float[n, 3, 24, 24] image) => (float[n, 6, 576] boxes) { c = Conv(image, w) boxes = Reshape(c, shape) }"
     weight = np.random.default_rng(0).standard_normal((6, 3, 1, 1), np.float32)
     model = onnx_text.model(text, w=weight, shape=np.array([0, 6, -1]))
@@ -165,7 +165,7 @@ def test_files_that_are_none_stop_the_study_in_one_line(call: Any, photos: Path)
 
 
 def drawing(operator: str) -> Any:
-    """The network with noise in front of its mean."""
+    """Return the network with noise in front of the mean."""
     model = network(["n", 3, 24, 24])
     more = {
         "Dropout": [h.make_node("Dropout", ["r", "share", "training"], ["noisy"])],
@@ -201,7 +201,7 @@ def test_what_names_an_images_batch_and_sides_alike_is_no_name(call: Any, name: 
 
 
 def products(weights: list[np.ndarray], name: str = "x") -> tuple[list[Any], list[Any]]:
-    """Nodes that multiply x by each weight in turn, and these weights; the last node writes `name`_out."""
+    """Return nodes that multiply x by each weight in turn, and the weights; the last output is `name`_out."""
     names = [name, *(f"{name}{k}" for k in range(1, len(weights))), f"{name}_out"]
     nodes = [
         h.make_node("MatMul", [names[k] if k else "x", f"{name}w{k}"], [names[k + 1]]) for k in range(len(weights))
@@ -216,7 +216,7 @@ def from_x(nodes: list[Any], stored: list[Any], out: str, kind: int = KINDS.FLOA
 
 
 def branching(weights: list[np.ndarray], before: int = 0) -> Any:
-    """A number of products, and two branches around the others; the input's sum chooses one."""
+    """Return a network with `before` products and the rest in two branches, chosen by the input's sum."""
     kind = KINDS.FLOAT16 if weights[0].dtype == np.float16 else KINDS.FLOAT
     first, stored = products(weights[:before], "a") if before else ([h.make_node("Identity", ["x"], ["a_out"])], [])
     sides = {}
@@ -246,10 +246,10 @@ def test_half_precision_in_constants_is_what_the_same_initialisers_are(call: Any
 
 @pytest.mark.parametrize("level", [0, 4])
 def test_weights_of_four_bits_are_named_and_so_is_what_is_computed_in(call: Any, level: int) -> None:
-    """That level 4 rounds activations to eight bits shows in ONNX Runtime's own outputs."""
+    """ONNX Runtime's own outputs show that accuracy level 4 rounds activations to eight bits."""
     rng = np.random.default_rng(1)
     packed, scale = rng.integers(0, 256, (64, 2, 16), np.uint8), rng.random((64, 2, 1), np.float32)
-    values = np.stack([packed & 15, packed >> 4], -1).reshape(64, 2, 32).astype(np.float32) - 8  # 8 is zero
+    values = np.stack([packed & 15, packed >> 4], -1).reshape(64, 2, 32).astype(np.float32) - 8  # 8 is the zero point
     node = h.make_node("MatMulNBits", ["x", "q", "s"], ["y"], domain="com.microsoft", K=64, N=64, bits=4,
                        block_size=32, accuracy_level=level)  # fmt: skip
     stored = [numpy_helper.from_array(packed, "q"), numpy_helper.from_array(scale.ravel(), "s")]
@@ -277,7 +277,7 @@ def test_weights_of_four_bits_are_run_in_batches(call: Any) -> None:
 
 
 def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Any) -> None:
-    """OpenVINO widens such weights, and ONNX Runtime makes an integer product of them."""
+    """OpenVINO widens such weights; ONNX Runtime multiplies them as integers."""
     q = np.random.default_rng(2).integers(-127, 128, (64, 64)).astype(np.int8)
     stored = [numpy_helper.from_array(q, "q"), numpy_helper.from_array(np.full((2, 64), 0.01, np.float32), "s")]
     nodes = [h.make_node("DequantizeLinear", ["q", "s"], ["w"], axis=0, block_size=32),
@@ -293,7 +293,7 @@ def test_weights_of_eight_bit_floats_run_widened_and_a_file_that_nothing_can_run
     values = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float32)
     weights = h.make_tensor("q", KINDS.FLOAT8E4M3FN, values.shape, values.ravel().tolist())
     q = numpy_helper.to_array(weights)
-    weights.ClearField("int32_data")  # which OpenVINO 2026.4 reads as other values
+    weights.ClearField("int32_data")  # OpenVINO 2026.4 reads wrong values from this field
     weights.raw_data = q.tobytes()
     nodes = [h.make_node("DequantizeLinear", ["q", "s"], ["w"]), h.make_node("MatMul", ["x", "w"], ["y"])]
     model = from_x(nodes, [weights, numpy_helper.from_array(np.float32(0.1), "s")], "y")
@@ -328,7 +328,7 @@ def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call:
 
 
 def test_without_a_layer_that_multiplies_no_precision_is_confirmed(call: Any) -> None:
-    """An image of bytes, a boolean and integers are no INT8."""
+    """Bytes, a boolean and integers are not INT8 computation."""
     model = onnx_text.model("""(uint8[n, 3, 8, 8] image) => (float[n, 3, 1, 1] y) {
         x = Cast<to = 1>(image) m = GlobalAveragePool(x) flag = Greater(m, one) y = Where(flag, m, one)
     }""", one=np.float32(1))  # fmt: skip
@@ -354,7 +354,7 @@ def test_an_ir_has_the_precision_of_its_stored_weights(
 
 
 def _hub(folder: Path, files: dict[str, Path]) -> Path:
-    """A snapshot as the hub's cache has it: links to blobs that are named by their hash, without a suffix."""
+    """Write a snapshot as in the hub's cache: links to blobs named by hash, without a suffix."""
     snapshot = folder / "models--me--net" / "snapshots" / ("a" * 40)
     for name, file in files.items():
         blob = folder / "models--me--net" / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
@@ -435,14 +435,14 @@ def test_a_class_map_s_changed_pixels_are_labels_in_every_comparison(call: Any, 
 
 
 def saved(text: str, **stored: np.ndarray) -> Any:
-    """The model of a text, which is net.onnx too."""
+    """Return the model of a text and save it as net.onnx."""
     model = onnx_text.model(text, **stored)
     onnx.save(model, "net.onnx")
     return model
 
 
 def recurrent(last: bool = True) -> Any:
-    """An LSTM as ONNX has it: time x batch x features; of all steps, or the scores of the last one."""
+    """Return an ONNX LSTM, time x batch x features, with scores of the last step or of all."""
     rng = np.random.default_rng(0)
     stored = {"w": (1, 32, 3), "r": (1, 32, 8), "g": (8, 5)}
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in stored.items()}
@@ -454,7 +454,7 @@ def recurrent(last: bool = True) -> Any:
 
 @pytest.mark.parametrize("last", [True, False])
 def test_the_batch_is_the_axis_that_the_file_names(call: Any, last: bool) -> None:
-    """Of four arrays of two sequences, batches of two are what onnx.reference gives for each sequence."""
+    """Outputs in batches of two equal onnx.reference's outputs for each sequence."""
     model = recurrent(last)
     steps = np.random.default_rng(1).standard_normal((6, 8, 3)).astype(np.float32)
     np.savez("x.npz", x=steps)
@@ -492,7 +492,7 @@ def test_a_graph_with_a_batch_of_one_inside_fails_at_larger_ones(call: Any) -> N
 
 
 def decoder() -> None:
-    """A step of attention that appends its keys to a cache of 4 heads, which look like channels."""
+    """Save an attention step that appends its keys to a cache of 4 heads; heads look like channels."""
     text = """(int64[batch, sequence_length] ids, float[batch, 4, past_length, 8] past_key)
         => (float[batch, 8] y, float[batch, 4, "past_length + sequence_length", 8] present_key) {
         x = Gather(e, ids)
@@ -552,7 +552,7 @@ def test_a_size_that_nobody_gave_is_a_warning(call: Any) -> None:
 
 
 def test_boxes_beside_one_image_are_as_many_as_are_given(call: Any) -> None:
-    """As in a detector's second part: the image's batch is fixed, so the boxes' free axis isn't one."""
+    """As in a detector's second stage: the image's batch is fixed, and the boxes' free axis is not a batch."""
     text = """(float[1, 3, 16, 16] x, float[boxes, 4] at, float[boxes, 1] weight) => (float[boxes, 3] y) {
         p = GlobalAveragePool(x) f = Flatten(p) b = MatMul(at, w) s = Add(b, f) y = Mul(s, weight)
     }"""
@@ -566,7 +566,7 @@ def test_boxes_beside_one_image_are_as_many_as_are_given(call: Any) -> None:
 
 
 def test_a_stacked_state_keeps_the_shape_that_is_given(call: Any) -> None:
-    """As in a detector of voice: no axis is named, the state of two layers isn't a batch of two, and 0 is no rate."""
+    """As in a voice detector: no axis is named, two layers of state are not a batch of two, and 0 is no sample rate."""
     stored = {"rate": np.array([16000]), "one": np.ones(1, np.float32), "w": np.ones((2, 3), np.float32)}
     words = (*SHORT, "--backend", "onnxruntime", "--shapes", "x:1x8", "--shapes", "state:2x1x4")
     for layers, out in ("2", "fixed"), ("?", "free"):
@@ -587,7 +587,7 @@ def test_a_stacked_state_keeps_the_shape_that_is_given(call: Any) -> None:
 
 @pytest.mark.parametrize(("time", "batch", "last"), [("time", 1, False), (5, 1, False), (5, 4, False), (5, 4, True)])
 def test_the_layers_of_a_state_are_not_its_batch(call: Any, time: str | int, batch: int, last: bool) -> None:
-    """Two layers of state, batch x time or time x batch: a batch of two would double the inputs per second."""
+    """The state has two layers; reading them as a batch of two would double the inputs per second."""
     shape = f"{batch}, {time}" if last else f"{time}, {batch}"
     weights = np.ones((8, 8), np.float32)
     model = saved(
@@ -653,7 +653,7 @@ def test_the_verdict_says_that_a_graph_runs_as_in_training(call: Any) -> None:
 
 
 def test_outputs_below_the_absolute_tolerance_are_not_called_close(call: Any) -> None:
-    """The second network gives -5 times the outputs of the first, which lie around 1e-29."""
+    """The second network's outputs are -5 times the first's, which are around 1e-29."""
     weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32) * np.float32(1e-30)
     for name, factor in (("first.onnx", 1), ("second.onnx", -5)):
         text = "(float[n, 8] x) => (float[n, 4] y) { y = MatMul(x, w) }"
@@ -664,7 +664,7 @@ def test_outputs_below_the_absolute_tolerance_are_not_called_close(call: Any) ->
 
 
 def test_outputs_without_values_agree_with_nothing(call: Any) -> None:
-    """As those of a detector that finds no object."""
+    """A detector that finds no object has such outputs."""
     ends = {"first": 3, "last": 3, "axis": 1}
     saved("(float[n, 8] x) => (float[n, m] y) { y = Slice(x, first, last, axis) }", **{k: [v] for k, v in ends.items()})
     _, out, _ = call("run", "net.onnx", *QUICK, "--out", "run", code=0)
@@ -681,7 +681,7 @@ def test_outputs_without_values_agree_with_nothing(call: Any) -> None:
 
 
 def test_an_output_may_have_another_shape_than_its_file_declares(call: Any) -> None:
-    """As the labels that onnxmltools converts from LightGBM, [1] for any batch."""
+    """onnxmltools declares LightGBM's labels as [1] for any batch."""
     model = onnx_text.model("(float[?, 8] x) => (int64[1] y) { y = ArgMax <axis = 1, keepdims = 0>(x) }", opset=13)
     model.graph.input[0].type.tensor_type.shape.dim[0].Clear()
     found = measured(call, model, "--batch", "1,4", backends="onnxruntime")
@@ -703,11 +703,11 @@ def test_outputs_of_any_number_of_rows_are_compared_by_input(call: Any) -> None:
         "net.onnx",
     )
     _, out, _ = call("diff", "net.onnx", "onnxruntime", "openvino", "--format", "csv", code=0)
-    assert [row["inputs"] for row in csv.DictReader(out.splitlines())] == ["32", "32"]  # each with four rows
+    assert [row["inputs"] for row in csv.DictReader(out.splitlines())] == ["32", "32"]  # four rows each
 
 
 def test_outputs_without_a_shape_are_valid_and_an_input_needs_one(call: Any, photos: Path) -> None:
-    """As TensorFlow's converter writes them; ONNX's checker refuses what its standard and the engines allow."""
+    """TensorFlow's converter writes them; ONNX's checker rejects them, the standard and the engines don't."""
     model = network(["n", 3, 24, 24])
     model.graph.output[0].type.tensor_type.ClearField("shape")
     found = measured(call, model, "--precision", "fp32,int8", "--calibration", photos, "--batch", "1,2")
@@ -722,7 +722,7 @@ def test_outputs_without_a_shape_are_valid_and_an_input_needs_one(call: Any, pho
 
 @pytest.mark.parametrize("bounds", [(-0.5, 0.7), (0.2, 6.0)])
 def test_a_clip_stays_where_eight_bits_do_not_clip_alike(call: Any, photos: Path, bounds: tuple[float, float]) -> None:
-    """ONNX Runtime's quantiser drops each, though zero has to be among the values, in the middle where it is signed."""
+    """ONNX Runtime's quantiser drops such clips, although the int8 range must contain zero."""
     text = """(float[n, 3, 24, 24] x) => (float[n, 4, 24, 24] y, float[n, 8, 24, 24] z) {
         c = Conv<pads = [1, 1, 1, 1]>(x, w) k = Clip(c, low, high) y = Conv(k, v)
         d = Conv<pads = [1, 1, 1, 1]>(x, w) z = Clip(d, low, high) }"""

@@ -1,7 +1,7 @@
 """Every command of the README, the tutorials and the how-to pages, typed in order in an empty folder.
 
-Only how long and on how large images things are measured and trained is less than on the page, and the networks are
-smaller ones of their kind. A block below `<!-- needs: … -->` is left out where that is missing, and says so.
+Measuring times, training times and image sizes are reduced, and networks are smaller ones of the same kind. A block
+below `<!-- needs: … -->` is skipped, with a message, where its requirement is missing.
 """
 
 import os
@@ -29,8 +29,8 @@ PAGES = ("README.md", "AGENTS.md", *(f"docs/{name}.md" for name in HOW_TO))
 FENCE = re.compile(
     r"^(?:<!-- needs: (?P<needs>[^\n]*) -->\n)?```(?P<kind>bash|toml|python)\n(?P<text>.*?)^```", re.M | re.S
 )
-HERE = {"ultralytics": find_spec("ultralytics") is not None}  # what a block may need that a machine may have
-# Flag: what it is set to, and the commands that get it where a page doesn't give it.
+HERE = {"ultralytics": find_spec("ultralytics") is not None}  # optional requirements of blocks
+# Flag: its value, and the commands that get it if a page doesn't set it.
 SHORT = {
     "--rounds": ("1", ("run", "bench serve", "bench app", "explain")),
     "--seconds": ("0.05", ("run", "bench serve", "bench app", "time", "eval", "profile", "explain")),
@@ -41,20 +41,20 @@ SHORT = {
     "--compared": ("4", ("run", "diff")),
     "--iterations": ("5", ("bench stress",)),
     "--duration": ("1s", ("bench serve",)),
-    "--rate": ("10", ("bench serve",)),  # tests/serving/test_session.py searches the highest
+    "--rate": ("10", ("bench serve",)),  # tests/serving/test_session.py searches the highest rate
     "--threads": (
         "1",
         ("run", "bench serve", "bench app", "time", "bench stress", "eval", "diff", "data train", "profile", "explain"),
-    ),  # several wait for each other on a busy machine
+    ),  # parallel threads wait for each other on a busy machine
 }
 SMALL = {
     "--size": {"224": "32", "320": "64", "96": "32", "64": "32", "64,96": "32"},
     "--precision": {"fp32,bf16": "fp32"},
     "--seconds": {"0.5": "0.05"},
     "--minutes": {"2": "0.1"},
-    "--batch": {"1,8": "1"},  # "1,4" stays, as the best of one is no table
+    "--batch": {"1,8": "1"},  # "1,4" stays, as the best of one batch is no table
 }
-# Part of a word, and what stands there instead: a network of its kind with fewer layers, and its run folder.
+# Replacements of network names by smaller networks of the same kind, and of their run folders.
 NETWORKS = {
     "torchvision:resnet18": "timm:test_resnet",
     "torchvision:resnet34": "timm:test_efficientnet",
@@ -62,20 +62,20 @@ NETWORKS = {
     "torchvision:mobilenet_v3_small": "timm:test_resnet",
     "timm:vit_tiny_patch16_224": "timm:test_vit",
 }
-# What a line with make stands for, less what it installs.
+# Commands of make targets, without installation.
 MADE = {"make demo": "dyno demo --quick"}
-# The beginning of a command that another test runs and that takes long.
+# Prefixes of slow commands covered by other tests.
 ELSEWHERE = {
     "dyno doctor": "tests/test_offline.py runs it; half a minute of torch.compile",
     "dyno demo": "the README's make demo runs it",
     "dyno export ultralytics:": "tests/test_yolo.py exports one; half a minute",
 }
 PHOTOGRAPHS = "examples/photographs.py"
-KEPT = {"train": 8, "test": 4}  # photographs of a class
-# 1: a slow machine's second run may be slower than its first, and weights of one epoch fit no budget.
-# 3: one round decides no gate.
+KEPT = {"train": 8, "test": 4}  # photographs per class
+# Exit code 1: a slow machine's second run may be slower, and weights of one epoch miss any budget.
+# Exit code 3: one round decides no gate.
 FINE = {"compare": (0, 1, 3), "run": (0, 1), "eval": (0, 1), "reproduce": (0, 1, 3)}
-# 900 digits take PyTorch long; the cache knows the few from all of them by these counts.
+# Few digits, as 900 take PyTorch long; the counts distinguish them from the full set in the cache.
 FEW_DIGITS = """
 import sklearn.datasets
 from dyno import data as datasets
@@ -85,7 +85,7 @@ sklearn.datasets.load_digits = lambda **_: (pixels[:300], labels[:300])
 datasets.DIGITS_TEST, datasets.DIGITS_CALIBRATION = 100, 40
 """
 DYNO = FEW_DIGITS + "app.main()"
-# The demo has no flags for how long it trains and measures, on how large images, and which ways it tries.
+# The demo has no flags for durations, image size and backends.
 DEMO = f"""{FEW_DIGITS}
 from dyno.cli import demo
 from dyno.study.study import Study
@@ -99,7 +99,7 @@ app.main()
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: its language, its text, and what it needs besides what the page makes, or ""."""
+    """Fenced block of a page: language, text, and requirement (or "")."""
 
     kind: str
     text: str
@@ -124,7 +124,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """The command with short measurements and trainings of small images, whatever it asked for."""
+    """Return the command with short measurements and trainings on small images."""
     kept, name = [smaller(word) for word in words], name_of(words)
     for flag, (value, commands) in SHORT.items():
         if flag in kept:
@@ -139,7 +139,7 @@ def shortened(words: list[str]) -> list[str]:
         kept += ["--backend", "pytorch,onnxruntime"]
     if name == "compare" and ".onnx" in words[2]:  # stored runs aren't measured
         kept += shlex.split("--rounds 2 --seconds 0.05 --warmup 0.02 --threads 1")
-    if name == "bench serve" and "--backend" in kept:  # alike for each
+    if name == "bench serve" and "--backend" in kept:  # one backend stands for all
         kept[kept.index("--backend") + 1] = "onnxruntime"
     if (
         "--size" not in kept
@@ -151,12 +151,12 @@ def shortened(words: list[str]) -> list[str]:
 
 
 def name_of(words: list[str]) -> str:
-    """The command, with its group."""
+    """Return the command's name, with its group."""
     return " ".join(words[1:3] if words[1] in ("bench", "data", "runs") else words[1:2])
 
 
 def smaller(text: str) -> str:
-    """The text with smaller networks."""
+    """Return the text with smaller networks."""
     for name, other in NETWORKS.items():
         text = text.replace(name, other)
     return text
@@ -167,10 +167,10 @@ def left_out(words: list[str]) -> str:
 
 
 def typed(words: list[str], folder: Path, server: str, brief: bool) -> subprocess.CompletedProcess[str]:
-    """One command line; `dyno` and `python` are this interpreter's. Where it is to be brief, a study is over before
-    much can be recorded of it, and has no report."""
+    """Run one command line; `dyno` and `python` use this interpreter. `brief` studies have short blocks, with little
+    recorded over time, and no report."""
     program, *rest = shortened(words) if words[0] == "dyno" else words
-    if rest[:2] == ["runs", "rm"] and len(rest) > 3:  # a trial's id is of the machine and the version
+    if rest[:2] == ["runs", "rm"] and len(rest) > 3:  # trial ids depend on machine and version
         rest[3] = next((folder / rest[2] / "trials").iterdir()).name
     environment = {**os.environ, "BROWSER": "true"}
     if program == "dyno":
@@ -187,7 +187,7 @@ def typed(words: list[str], folder: Path, server: str, brief: bool) -> subproces
 
 
 def thin(folder: Path) -> None:
-    """Leave a few photographs in each class."""
+    """Keep a few photographs of each class."""
     for split, count in KEPT.items():
         for own in (folder / split).iterdir():
             for photograph in sorted(own.iterdir())[count:]:
@@ -195,7 +195,7 @@ def thin(folder: Path) -> None:
 
 
 def lay_out(folder: Path) -> None:
-    """What the pages take from a checkout, and the file of a decoder that one names."""
+    """Set up the files that pages expect from a checkout, and a decoder's file that one page names."""
     write_decoder(folder / "decoder.onnx")
     (folder / "examples").symlink_to(ROOT / "examples")
     shutil.copytree(ROOT / "studies", folder / "studies")
@@ -205,7 +205,7 @@ def lay_out(folder: Path) -> None:
 
 
 def write_file(block: Block, folder: Path) -> None:
-    """What a page shows below `# NAME` is that file."""
+    """Write a block that starts with `# NAME` to that file."""
     if name := re.match(r"# (\S+\.\w+)\n", block.text):
         text = re.sub(r"^(rounds|seconds) = .*", lambda m: f"{m[1]} = {SHORT[f'--{m[1]}'][0]}", block.text, flags=re.M)
         text = re.sub(r'^sizes = \["(\d+)"\]', lambda m: f'sizes = ["{SMALL["--size"][m[1]]}"]', text, flags=re.M)

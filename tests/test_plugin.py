@@ -1,4 +1,4 @@
-"""The plug-in of examples/plugin, installed in a separate environment, is used from the command line."""
+"""The plug-in of examples/plugin, installed in a separate environment and used from the command line."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = ROOT / "examples/plugin"
 NET = f"{PLUGIN / 'dyno_example/numpy_net.py'}:net"
 QUICK = ("--rounds", "1", "--seconds", "0.05", "--warmup", "0.02")
-# Those that the commands here need, but for what a test hides.
+# Libraries that the commands need, except those hidden by a test.
 LIBRARIES = ("pandas", "scipy.stats", "PIL.Image", "matplotlib.figure", "jinja2", "torch", "dyno.cli.app",
              "dyno.cli.commands", "dyno.report.report", "dyno.worker.main")  # fmt: skip
 BROKEN = {"dyno.backends": "gone = no_such_module:X", "dyno.formats": "other = dyno_example.numpy_net:TYPES"}
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with what the tests have, the plug-in, and entry points that lead nowhere."""
+    """Folder with an environment of the tests' libraries, the plug-in, and broken entry points."""
     place = tmp_path_factory.mktemp("plugin")
     venv.create(place / "env", with_pip=False, symlinks=True)
     (own,) = (place / "env/lib").glob("python3*/site-packages")
@@ -55,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dyno(place: Path) -> Iterator[Any]:
-    """Runs a command there; another exit code than `code` fails the test. `env` makes it a process that is started."""
+    """Run a command in that environment; any exit code but `code` fails. With `env`, start it without forking."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = {**clean, "DYNO_CACHE": str(place / "cache")}
     python = place / "env/bin/python"
@@ -82,13 +82,13 @@ def rows(text: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def built(dyno: Any, place: Path) -> Path:
-    """A .npnet file, whose format, maker and backend are the plug-in's."""
+    """A .npnet file; its format, maker and backend are the plug-in's."""
     dyno("export", NET, "-o", "net.npnet", "--channels", 1, "--size", 8, "--classes", 2)
     return place / "net.npnet"
 
 
 def test_the_doctor_names_what_works_and_what_is_broken(dyno: Any, tmp_path: Path) -> None:
-    for name in ("torch", "onnxruntime", "openvino"):  # whose own trial takes long, and is another test's
+    for name in ("torch", "onnxruntime", "openvino"):  # slow trials, covered by another test
         (tmp_path / f"{name}.py").write_text("raise ImportError('hidden')")
     shown = dyno("doctor", "--format", "csv", env={"PYTHONPATH": str(tmp_path)})
     found = {row["backend"]: row for row in rows(shown.stdout)}

@@ -1,4 +1,4 @@
-"""What is released: the package, the containers and the site build, and hold what they name."""
+"""Released artefacts: package, containers and site build and contain what they name."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the source distribution."""
+    """Folder with the wheel and the source distribution."""
     out = tmp_path_factory.mktemp("dist")
     done = run(sys.executable, "-m", "hatchling", "build", "-d", out)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,7 +34,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs `dyno` of the wheel, in an environment with what it requires and nothing else."""
+    """Run the wheel's `dyno` in an environment with only its requirements."""
     place = tmp_path_factory.mktemp("bare")
     (wheel,) = built.glob("*.whl")
     uv = (sys.executable, "-m", "uv")
@@ -91,7 +91,7 @@ def test_the_wheel_alone_says_what_to_install(bare: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["run", "install"])
 def test_uv_runs_and_installs_the_wheel_as_a_tool(kind: str, built: Path, tmp_path: Path) -> None:
-    """As `uvx --from WHEEL dyno` and `uv tool install WHEEL` do; hints then name the tool's own environment."""
+    """Use `uvx --from WHEEL dyno` and `uv tool install WHEEL`; hints then name the tool's environment."""
     (wheel,) = built.glob("*.whl")
     env = {
         **os.environ,
@@ -140,13 +140,13 @@ def test_a_workflow_calls_what_there_is_and_has_no_right_by_default(name: str) -
         word for word in (called | ({*matrix} if any("$" in word for word in called) else set())) if "$" not in word
     }
     assert made and made <= targets
-    # An action has a version, and no checkout leaves a token in the folder that code of a pull request runs in.
+    # Actions have pinned versions, and no checkout leaves a token where a pull request's code runs.
     assert all(re.fullmatch(r"[\w.-]+/[\w./-]+@(v\d+|release/v\d+)", each) for each in list_steps(workflow, "uses"))
     checkouts = [
         step for job in workflow["jobs"].values() for step in job["steps"] if "checkout" in step.get("uses", "")
     ]
     assert all(step["with"]["persist-credentials"] is False for step in checkouts)
-    # Names that others choose reach a shell through the environment alone.
+    # Names chosen by others reach a shell only through the environment.
     assert not [line for line in list_steps(workflow, "run") if "${{" in line.replace("${{ matrix.", "")]
     assert all(job["timeout-minutes"] <= 360 for job in workflow["jobs"].values())
 
@@ -233,7 +233,7 @@ def test_onnx_runtime_for_gpus_has_the_version_that_the_tests_have() -> None:
 
 
 def test_nothing_that_a_user_installs_has_a_highest_version() -> None:
-    """Installing Dyno must never downgrade a library; `make setup` has its own constraints."""
+    """Installing Dyno must never downgrade a library; `make setup` has separate constraints."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [
         each for name, one in project["optional-dependencies"].items() if name not in ("dev", "docs") for each in one

@@ -1,4 +1,4 @@
-"""The studies that come with Dyno can be read, and run small on a CPU."""
+"""The bundled studies can be read, and run small on a CPU."""
 
 import csv
 import json

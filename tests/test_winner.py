@@ -1,4 +1,4 @@
-"""`dyno export`: what it writes runs without Dyno, and answers as the trial did."""
+"""`dyno export`: the exported script runs without Dyno and gives the trial's outputs."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def net(num_classes=2):
         nn.Linear(32, num_classes),
     )
 """
-# Token ids, a mask by keyword alone, a number beside them, and a dataclass as the result.
+# Token ids, a keyword-only mask, a number, and a dataclass as the result.
 WORDS = """
 from dataclasses import dataclass
 import torch
@@ -57,7 +57,7 @@ def words(): return Words()
 def words_inputs():
     return {"ids": torch.zeros(2, 6, dtype=torch.int64), "mask": torch.ones(2, 6, dtype=torch.bool), "rate": 3}
 """
-# Another process, in which Dyno can't be imported: feeds in, outputs and prepared photographs out.
+# A process that can't import Dyno: reads feeds, writes outputs and prepared photographs.
 ALONE = """
 import importlib.util, sys
 import numpy as np
@@ -99,7 +99,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Result:
-    """A small network on photographs in three libraries, FP32 and INT8, at batch 2."""
+    """Run of a small network on photographs in three libraries, FP32 and INT8, at batch 2."""
     for name in ("torch", "onnx", "onnxruntime", "openvino"):
         pytest.importorskip(name)
     folder = tmp_path_factory.mktemp("take")
@@ -116,7 +116,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Result:
 
 
 def feeds(trial: Trial, batches: int) -> dict[str, np.ndarray]:
-    """The inputs that the trial was evaluated on, as `name/batch`."""
+    """Return the trial's evaluation inputs by `name/batch`."""
     kind = "uint8" if trial.options.get("input") == "uint8" else "float32"
     shape = (trial.dims.batch, trial.model.channels, trial.dims.height, trial.dims.width)
     given = trial.model.inputs
@@ -253,7 +253,7 @@ def test_a_module_of_a_library_is_built_again(model: str, size: str, tmp_path: P
 
 
 def test_what_a_function_wrapped_is_built_again(tmp_path: Path) -> None:
-    """It is measured without torch.compile and DataParallel around it, and its weights have its names then."""
+    """torch.compile and DataParallel are removed before measuring, so weights have the inner network's names."""
     pytest.importorskip("torch")
     (tmp_path / "nets.py").write_text(
         "import torch\n\n"

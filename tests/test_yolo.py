@@ -1,4 +1,4 @@
-"""A YOLO that was trained for a moment keeps its mean average precision on every way through ONNX."""
+"""A briefly trained YOLO keeps its mean average precision on every route through ONNX."""
 
 import os
 import shutil
@@ -28,12 +28,12 @@ from yolo_small import SIZE, TrainedModel
 
 pytestmark = [pytest.mark.rare, pytest.mark.usefixtures("preloaded")]
 MODELOPT = os.environ.get("DYNO_TEST_MODELOPT", "")
-TASK = "segment"  # has everything: boxes, scores, coefficients and prototypes
+TASK = "segment"  # covers boxes, scores, coefficients and prototypes
 
 
 @dataclass(frozen=True)
 class Network:
-    """The trained network, its data, its ONNX file, and what PyTorch makes of the images."""
+    """Trained network, its data, its ONNX file, and PyTorch's outputs for the images."""
 
     trained: TrainedModel
     model: ModelSpec
@@ -43,13 +43,13 @@ class Network:
     artifact: Artifact
 
     def found(self, outputs: list[np.ndarray]) -> list[Detections]:
-        """Detections in the original images."""
+        """Read detections in the original images' pixels."""
         sizes = np.load(Path(self.data.folder) / "sizes.npy")[: len(self.images)]
         named = {f"output{number}": array for number, array in enumerate(outputs)}
         return BoxReader(SEGMENT, classes=3).read_detections(named, sizes, (SIZE, SIZE))
 
     def scores(self, outputs: list[np.ndarray], kind: str = "bbox") -> tuple[float, float]:
-        """mAP50 and mAP50-95."""
+        """Return mAP50 and mAP50-95."""
         return yolo_small.coco_map(self.data, self.found(outputs), kind)
 
 
@@ -83,8 +83,7 @@ def run(path: str, images: np.ndarray, batch: int = 16, optimised: bool = True) 
 
 
 def test_it_finds_shapes_and_the_library_agrees(network: Network) -> None:
-    """The metrics differ in how they interpolate precision, and in masks: the library's are coarse, which the strict
-    thresholds punish."""
+    """The metrics interpolate precision differently; the library's coarse masks score lower at strict thresholds."""
     said = network.trained.metrics
     for kind, suffix in (("bbox", "B"), ("segm", "M")):
         map50, map50_95 = network.scores(network.reference, kind)
@@ -140,12 +139,12 @@ def test_nvidia_modelopt_spares_the_decoding_too(network: Network, tmp_path: Pat
 
 
 def test_one_scale_for_all_of_the_output_would_lose_most_of_them(network: Network, tmp_path: Path) -> None:
-    """The trap that keeping the decoding in FP32 avoids: without its task, the same network is quantised to its end."""
+    """Without a task the network is quantised to its end; keeping the decoding in FP32 avoids that."""
     model = replace(network.model, task="classify")
     trial = Trial(model, "onnxruntime", "int8", Dims(0, SIZE, SIZE), data=network.data)
     made = OnnxPrecision().make(convert_recipe(trial, "onnxruntime"), network.artifact, tmp_path)
     got = run(made.path, network.images)
-    # Pixels need quantisation steps so wide that every probability becomes 0 or 1.
+    # A range that fits pixels has steps so wide that every probability becomes 0 or 1.
     assert np.unique(got[0][:, 4:7]).size <= 2
     found, there = (sum(len(one.scores) for one in network.found(outputs)) for outputs in (got, network.reference))
     assert found < 0.1 * there
@@ -163,7 +162,7 @@ def test_every_backend_agrees_and_the_file_knows_its_task(network: Network, dyno
 
 
 def test_masks_and_boxes_of_a_run(network: Network, tmp_path: Path) -> None:
-    """ultralytics interpolates precision in its own way; its masks are coarse, which the strict thresholds punish."""
+    """ultralytics interpolates precision differently, and its coarse masks score lower at strict thresholds."""
     model, data, plan = network.model, network.data, Plan(boundaries=(), rounds=1)
     trial = Trial(model, "pytorch", "fp32", Dims(5, SIZE, SIZE), data=data, runtime=Runtime(threads=1), plan=plan)
     for each in (trial, replace(trial, dims=replace(trial.dims, batch=8))):
@@ -186,7 +185,7 @@ def test_masks_and_boxes_of_a_run(network: Network, tmp_path: Path) -> None:
 def test_images_whose_detections_differ_are_those_of_another_computation(
     network: Network, dyno: Any, tmp_path: Path
 ) -> None:
-    """INT8 calibrated on pale images cuts off what bright shapes give: boxes are lost, gained and of another class."""
+    """INT8 calibrated on pale images clips bright shapes: boxes are lost, added, or change class."""
     from PIL import Image
 
     (tmp_path / "pale").mkdir()
@@ -208,7 +207,7 @@ def test_images_whose_detections_differ_are_those_of_another_computation(
     for image in range(yolo_small.COUNTS["val"]):
         lost, gained = unmatched(fp32, int8, image), unmatched(int8, fp32, image)
         close = box_ious(fp32, lost, int8, gained) >= 0.5
-        both = min(close.any(0).sum(), close.any(1).sum())  # of these few each pair is of one object
+        both = min(close.any(0).sum(), close.any(1).sum())  # of these few, each pair belongs to one object
         if lost or gained:
             expected[image] = (len(lost) - both, len(gained) - both, both)
     rows = accuracy_tables.BOX_FLIPS.table(run).rows
@@ -220,7 +219,7 @@ def test_images_whose_detections_differ_are_those_of_another_computation(
 
 
 def unmatched(a: dict[str, np.ndarray], b: dict[str, np.ndarray], image: int) -> list[int]:
-    """Detections of `a` from 0.25, the surest first, for which `b` has none from 0.125 of that class that overlaps."""
+    """Return detections of `a` (score >= 0.25, best first) without overlapping match in `b` (same class, >= 0.125)."""
     alone, free = [], [k for k in np.flatnonzero(b["image"] == image) if b["score"][k] >= 0.125]
     sure = [k for k in np.flatnonzero(a["image"] == image) if a["score"][k] >= 0.25]
     for k in sorted(sure, key=lambda k: -a["score"][k]):

@@ -1,4 +1,4 @@
-"""Waiting for what happens soon on a quiet machine, and within minutes on any."""
+"""Waiting for a condition that takes moments on an idle machine and minutes on a busy one."""
 
 import time
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def until(found: Callable[[], Any], within_s: float = 600.0) -> Any:
-    """Wait until the function returns something that is true, and return that."""
+    """Wait until the function returns a true value, and return it."""
     end = time.monotonic() + within_s
     while not (value := found()):
         assert time.monotonic() < end, "it didn't happen in time"

@@ -1,4 +1,4 @@
-"""Watched processes: which hosts they look up, in Python or in native code, and what they start, unpickle and run."""
+"""Watched processes: host look-ups in Python and native code, and what they start, unpickle and run."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dyno
 
-# Replaces what Python programs look hosts up with; every process of a test imports it, because it is on PYTHONPATH.
+# Replaces Python's host look-ups; imported by every process of a test, through PYTHONPATH.
 PYTHON = """
 import os, socket
 
@@ -22,7 +22,7 @@ for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex", "create_connect
     setattr(socket, name, refuse(name))
 """
 
-# Notes what a Python program starts, unpickles or runs. Code that libraries make of text while they run has no file.
+# Records what a Python program starts, unpickles or runs. Code that libraries generate has no file.
 STARTED = """
 import os, sys
 
@@ -46,7 +46,7 @@ def _heard(event, args, heard={
 sys.addaudithook(_heard)
 """
 
-# The same below Python: the C library's resolver, and connections to an address that needed none.
+# The native counterpart: the C library's resolver, and connections to numeric addresses.
 NATIVE = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -95,7 +95,7 @@ int connect(int fd, const struct sockaddr *to, socklen_t length) {
 
 
 class Watch:
-    """An environment in which look-ups fail and are noted; with `started` what is started, unpickled and run is too."""
+    """Environment with failing, recorded host look-ups; `started` also records started, unpickled and run code."""
 
     def __init__(self, folder: Path, *, started: bool = False) -> None:
         (folder / "python").mkdir()
@@ -112,7 +112,7 @@ class Watch:
         self.native = self._build(folder)
 
     def _build(self, folder: Path) -> str:
-        """The reason why native code is not watched, or ""."""
+        """Build and preload the native shim; return the reason why native code is not watched, or ""."""
         compiler = shutil.which("gcc") or shutil.which("cc")
         if compiler is None:
             return "no C compiler here, so look-ups in native code are not watched"
@@ -131,6 +131,6 @@ class Watch:
         return path.read_text().splitlines() if path.exists() else []
 
     def notes(self) -> list[Path]:
-        """The files in which something may have been noted."""
+        """Return the possible files of records, existing or not."""
         return [*(self._notes.with_name(f"looked_up.{kind}") for kind in ("python", "native")),
                 self._notes.with_name("started")]  # fmt: skip

@@ -1,9 +1,8 @@
 """Drawn shapes with known boxes, outlines and keypoints, and a YOLO trained on them for less than a minute.
 
-`shapes(folder, task)` draws a data set in YOLO's format; `trained(task, folder)` gives a network's weights, what
-ultralytics' own evaluation says of them, and the data set. Training is a separate process: the library writes its
-settings and logs into the folder. `decoded` is the data set as Dyno's cache holds it, `coco_map` a mean average
-precision by pycocotools.
+`shapes(folder, task)` draws a data set in YOLO's format; `trained(task, folder)` returns a network's weights,
+ultralytics' own metrics and the data set. Training runs in a separate process, as the library writes its settings and
+logs into the folder. `decoded` is the data set as in Dyno's cache, `coco_map` a mean average precision by pycocotools.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from dyno.worker.spec import DataSpec
 from dyno.worker.tasks.postprocess import Detections
 
 NAMES = ("circle", "square", "triangle")
-KEYPOINTS = (4, 3)  # the top, right, bottom and left end of each shape, all visible
+KEYPOINTS = (4, 3)  # top, right, bottom and left corner of each shape, all visible
 IMAGE_SIZES = ((96, 128), (128, 96), (112, 112), (80, 128))  # height and width
 SIZE = 64
 YAMLS = {
@@ -50,20 +49,20 @@ class TrainedModel:
 
 
 def outline(kind: int, x: float, y: float, radius: float, turn: float) -> np.ndarray:
-    """Corners of a shape around (x, y): float n x 2."""
+    """Return a shape's corners around (x, y): float n x 2."""
     corners = (24, 4, 3)[kind]
     angles = turn + 2 * math.pi * np.arange(corners) / corners
     return np.stack([x + radius * np.cos(angles), y + radius * np.sin(angles)], 1)
 
 
 def ends(points: np.ndarray) -> np.ndarray:
-    """The top, right, bottom and left corner of an outline: 4 x 2."""
+    """Return an outline's top, right, bottom and left corner: 4 x 2."""
     x, y = points.T
     return points[[y.argmin(), x.argmax(), y.argmax(), x.argmin()]]
 
 
 def picture(rng: np.random.Generator, height: int, width: int) -> tuple[Any, list[tuple[int, np.ndarray]]]:
-    """An image with one to three shapes that don't overlap, and their kinds and outlines in pixels."""
+    """Draw an image with one to three shapes that don't overlap; return it with their kinds and outlines in pixels."""
     from PIL import Image, ImageDraw
 
     noise = rng.normal(rng.uniform(60, 120), 12, (height, width, 3)).clip(0, 255).astype(np.uint8)
@@ -85,7 +84,7 @@ def picture(rng: np.random.Generator, height: int, width: int) -> tuple[Any, lis
 
 
 def label(task: str, kind: int, points: np.ndarray, height: int, width: int) -> str:
-    """A line of YOLO's label file."""
+    """Return a line of YOLO's label file."""
     unit = np.array([width, height])
     low, high = points.min(0) / unit, points.max(0) / unit
     box = [*((low + high) / 2), *(high - low)]
@@ -99,7 +98,7 @@ def label(task: str, kind: int, points: np.ndarray, height: int, width: int) -> 
 
 
 def shapes(folder: Path, task: str, seed: int = 0) -> Path:
-    """Draw a data set; returns its data.yaml, or for `classify` its folder of class folders."""
+    """Draw a data set; return its data.yaml, or for `classify` its folder of class folders."""
     rng = np.random.default_rng(seed)
     for split, count in COUNTS.items():
         for number in range(count):
@@ -126,7 +125,7 @@ def shapes(folder: Path, task: str, seed: int = 0) -> Path:
 
 
 def trained(task: str, folder: Path) -> TrainedModel:
-    """Draw, train and evaluate in that folder, or take what is there from before."""
+    """Draw, train and evaluate in that folder, or reuse its stored results."""
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "metrics.json"
     if not done.is_file():
@@ -141,7 +140,7 @@ def trained(task: str, folder: Path) -> TrainedModel:
 
 
 def decoded(folder: Path, task: str, size: int = SIZE) -> DataSpec:
-    """The data set of `shapes` letterboxed as ultralytics does it: validation to test on, training to calibrate on."""
+    """Return the data set of `shapes`, letterboxed as by ultralytics: validation to test, training to calibrate."""
     import cv2
     from ultralytics.data.augment import LetterBox
 
@@ -160,7 +159,7 @@ def decoded(folder: Path, task: str, size: int = SIZE) -> DataSpec:
 
 
 def _truth(files: list[Path], images: list[np.ndarray], task: str) -> dict[str, Any]:
-    """COCO's ground truth of the label files, in pixels."""
+    """Return COCO's ground truth of the label files, in pixels."""
     found: list[dict[str, Any]] = []
     for number, file in enumerate(files):
         height, width = images[number].shape[:2]
@@ -187,7 +186,7 @@ def _truth(files: list[Path], images: list[np.ndarray], task: str) -> dict[str, 
 
 
 def coco_map(data: DataSpec, found: list[Detections], kind: str = "bbox") -> tuple[float, float]:
-    """mAP50 and mAP50-95 by pycocotools; `kind` is bbox, segm or keypoints. One `Detections` per image, in order."""
+    """Return mAP50 and mAP50-95 by pycocotools; `kind` is bbox, segm or keypoints. `found` has one item per image."""
     from pycocotools import mask
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -216,7 +215,7 @@ def coco_map(data: DataSpec, found: list[Detections], kind: str = "bbox") -> tup
 
 
 def main(task: str, folder: Path) -> None:
-    """Train through ultralytics' public interface and leave weights.safetensors and metrics.json."""
+    """Train with ultralytics' public interface; write weights.safetensors and metrics.json."""
     import torch
     from safetensors.torch import save_file
     from ultralytics import YOLO

@@ -1,4 +1,4 @@
-"""The command line: every kind of bad input is one line and exit code 2, and each command says what it takes."""
+"""The command line: bad input gives one line and exit code 2, and each command documents its arguments."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ COMMANDS = (
 ).split()
 BELOW = ("bench video", "bench serve", "bench cold-start", "bench stress", "runs list", "runs rm", "data train")
 
-CROWDED = "No winner is named"  # what a verdict says where others were busy meanwhile
+CROWDED = "No winner is named"  # verdict of a run that other programs disturbed
 
 
 @pytest.mark.parametrize("harm", ["empty", "truncated", "text", "folder"])
@@ -62,7 +62,7 @@ def test_a_broken_ir_is_named(refused: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Eight images of two classes, whose names need more than ASCII."""
+    """Eight images of two classes with non-ASCII names."""
     return photographs(tmp_path / "photos", "猫", "Ωμέγα [/x]", count=4)
 
 
@@ -87,7 +87,7 @@ def test_an_output_that_cannot_be_written(refused: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 40 KiB."""
+    """Folder on a file system of 40 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     tried = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", folder], capture_output=True, text=True)
@@ -203,7 +203,7 @@ def test_a_renamed_command_runs_by_its_old_name(call: Any, old: str, new: str) -
 def test_an_interrupt_says_what_is_left(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`show` and `doctor` measure nothing."""
+    """`show` and `doctor` measure nothing, so nothing is left."""
     monkeypatch.setattr(sys, "argv", ["dyno", command])
     for name in ("_outlive_readers", "signal.signal"):  # they would change this process
         monkeypatch.setattr(f"dyno.cli.exits.{name}", lambda *_: None)
@@ -233,7 +233,7 @@ def test_it_is_installed_as_a_command(dyno: Any, tmp_path: Path) -> None:
     assert dyno("show", tmp_path / "none").returncode == 2
 
 
-# Last: from here on, commands of this file are forked.
+# Last: commands below are forked.
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
@@ -263,7 +263,7 @@ def test_a_full_disk_keeps_what_was_measured(call: Any, small_disk: Path) -> Non
 
 
 def test_a_full_folder_for_temporary_files_is_told(dyno: Any, small_disk: Path) -> None:
-    """An export measures nothing, so nothing that was measured is stored."""
+    """An export stores no measurements, so the message mentions none."""
     (small_disk / "other").write_bytes(bytes(36 << 10))
     done = dyno("export", "torchvision:resnet18", "-o", small_disk.parent / "m.onnx",
                 env={"TMPDIR": str(small_disk)}, code=2)  # fmt: skip

@@ -28,7 +28,7 @@ def test_other_images_or_options_are_another_training(monkeypatch: pytest.Monkey
     usual = folder()
     assert folder() == usual
     assert folder(TRAINING_SETTINGS={"epochs": 9}) != usual
-    # As another version of Dyno, or of Pillow, may decode them.
+    # As decoded by another version of Dyno or Pillow.
     other = replace(data.prepare_digits(demo.cache_dir() / "datasets", demo.IMAGE_SIZE), sha256="another")
     monkeypatch.setattr(data, "prepare_digits", lambda *_: other)
     assert folder() != usual
@@ -54,7 +54,7 @@ def test_each_answer_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_an_interrupt_ends_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`dyno doctor` went on for 37 s after Ctrl-C."""
+    """`dyno doctor` once went on for 37 s after Ctrl-C."""
 
     def launch_endless_job(job: Any, folder: Path, timeout_s: float, tick: Any) -> None:
         while True:
@@ -125,7 +125,7 @@ def test_a_broken_entry_point_of_every_documented_group_is_named(
         assert other["detail"].startswith(f"an entry point of {group} that is float, not ")
 
 
-# Last: from here on, commands of this file are forked.
+# Last: commands below are forked.
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")

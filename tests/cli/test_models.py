@@ -1,4 +1,4 @@
-"""Models that do not work, and files that refuse what is asked of them: one line each, whatever the model does."""
+"""Models that don't work, and files that don't fit the requested options: one line each."""
 
 import csv
 import json
@@ -80,7 +80,7 @@ def program_inputs():
 def test_a_size_at_which_a_program_took_another_way_is_refused(
     refused: Any, call: Any, tmp_path: Path, stored: bool
 ) -> None:
-    """Such a program answers with what its module computes at the size of the example."""
+    """The program would compute the branch of its example's size."""
     torch = pytest.importorskip("torch")
     (tmp_path / "halves.py").write_text(HALVES)
     exec(HALVES, names := dict[str, Any]())
@@ -107,7 +107,7 @@ program = torch.export.export(Odd(), (example,), dynamic_shapes={"x": {0: torch.
 
 
 def test_batches_at_which_a_program_took_another_way_have_no_file(refused: Any, call: Any, tmp_path: Path) -> None:
-    """Its graph would answer at batch 4 with what its module computes at batch 2."""
+    """At batch 4 the graph would compute the module's result for batch 2."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("onnxruntime")
     exec(ODD, names := dict[str, Any]())
@@ -218,7 +218,7 @@ def net():
     ids=["torch", "safetensors", "json"],
 )
 def test_files_that_the_model_s_code_reads_are_part_of_it(call: Any, tmp_path: Path, first: str, value: str) -> None:
-    """No file that was made of the earlier weights is taken for one of these."""
+    """Files made from earlier weights are not reused."""
     torch, runtime = pytest.importorskip("torch"), pytest.importorskip("onnxruntime")
     from safetensors.torch import save_file
 
@@ -240,7 +240,7 @@ def test_files_that_the_model_s_code_reads_are_part_of_it(call: Any, tmp_path: P
 def test_code_of_a_package_is_read_again_when_it_changes(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files aren't known before the package is imported, which a job does."""
+    """A package's files are known only after a job has imported it."""
     runtime = pytest.importorskip("onnxruntime")
     (tmp_path / "held").mkdir()
     (tmp_path / "held/__init__.py").touch()
@@ -249,7 +249,7 @@ def test_code_of_a_package_is_read_again_when_it_changes(
         "class Net(torch.nn.Module):\n    def forward(self, x): return VALUE * x.mean((2, 3))\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    for value in (2.0, 3.25):  # byte-code is told apart by the second and the size of its source
+    for value in (2.0, 3.25):  # lengths differ, as byte-code is cached by its source's second and size
         (tmp_path / "held/values.py").write_text(f"VALUE = {value}\n")
         call("export", "held.nets:Net", "--size", "8", "-o", "net.onnx", code=0)
         [out] = runtime.InferenceSession(tmp_path / "net.onnx").run(None, {"input": np.ones((1, 3, 8, 8), np.float32)})
@@ -263,7 +263,7 @@ def test_a_stored_module_is_compared_with_its_own_weights(call: Any, net: str, t
     torch.jit.trace(other.eval(), torch.zeros(1, 3, 8, 8)).save(tmp_path / "old.torchscript")
     torch.save({name: 2 * values for name, values in other.state_dict().items()}, tmp_path / "new.pt")
     words = ("--weights", "new.pt", "--size", "8")
-    call("diff", net, "old.torchscript", *words, "--least", "0.9", code=1)  # 0: the new weights are in the old file
+    call("diff", net, "old.torchscript", *words, "--least", "0.9", code=1)  # 0 as the old file holds the new weights
     _, out, err = call("compare", net, "old.torchscript", *words, "--rounds", "1", "--seconds", "0.1")
     assert "A is net.py:net with new.pt, B is old.torchscript." in out, err
     assert "layers 3 to unknown" in out and "ran as" not in out, "products are counted in both"
@@ -281,14 +281,14 @@ def test_torchscript_of_ultralytics_says_its_size_and_pixels(call: Any, tmp_path
     about = {"task": "classify", "imgsz": [16, 8], "names": {"0": "dark", "1": "light"}, "dynamic": False}
     traced = torch.jit.trace(Bright(), torch.zeros(1, 3, 16, 8))
     torch.jit.save(traced, tmp_path / "best.torchscript", _extra_files={"config.txt": json.dumps(about)})
-    for name, grey in (("dark", 77), ("light", 107)):  # both dark where ImageNet's mean is subtracted
+    for name, grey in (("dark", 77), ("light", 107)):  # both dark after subtracting ImageNet's mean
         (tmp_path / "photos" / name).mkdir(parents=True)
         for number in range(4):
             Image.new("RGB", (20, 20), (grey,) * 3).save(tmp_path / "photos" / name / f"{number}.png")
     _, out, _ = call("eval", "best.torchscript", "--data", "photos", "--seconds", "0.02", "--out", "run", code=0)
     assert "best, size 16x8," in out and "top-1 100.00 %" in out and "normalised by" not in out, out
     call("export", "best.torchscript", "-o", "best.onnx", code=0)
-    (tmp_path / "photos" / "dark").rename(tmp_path / "photos" / "zebra")  # light is now the first class
+    (tmp_path / "photos" / "dark").rename(tmp_path / "photos" / "zebra")  # light becomes the first class
     for file in ("best.torchscript", "best.onnx"):
         code, _, err = call("eval", file, "--data", "photos", "--seconds", "0.02", "--out", "other")
         assert code == 2 and "'light' is class 0 of photos and class 1 of best" in err
@@ -311,7 +311,7 @@ def test_outputs_in_another_order_are_the_same_and_have_no_ranks(call: Any, tmp_
         onnx_text.write(tmp_path / f"{name}.onnx", text.format(outputs), ir=ir, **weights)
     for other, ranked in (("two", False), ("three", True)):
         _, out, _ = call("diff", "one.onnx", f"{other}.onnx", "--compared", "4", "--format", "json", code=0)
-        tables = json.loads(out)["tables"]  # by name, a lone one too
+        tables = json.loads(out)["tables"]  # by name, even for a single table
         assert [row["close"] for row in tables["agreement"]["rows"]] == [1]
         assert ("ranks" in tables) == ranked
 

@@ -1,4 +1,4 @@
-"""`dyno runs` and `dyno report`: what they show, and that nothing but a run folder's own is ever removed."""
+"""`dyno runs` and `dyno report`: their output, and removal of nothing but a run folder's files."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from synthetic import Way
 
 @pytest.fixture(scope="module")
 def measured(fake_study: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two good trials, a failed and a skipped one."""
+    """Run folder with two good trials, a failed and a skipped one."""
     backends = ("fake@latency_ms=0.1", "fake@latency_ms=5", "fake@fail=exception", "fake@precision=fp8")
     folder = tmp_path_factory.mktemp("measured") / "one"
     fake_study(backends=backends, models=("fake:[net]",)).run(folder, quiet=True)
@@ -30,7 +30,7 @@ def measured(fake_study: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(measured: Path, call: Any) -> Path:
-    """The same as runs/one; the current folder is the one that holds runs/."""
+    """Copy of the run at runs/one; the current folder holds runs/."""
     return Path(shutil.copytree(measured, "runs/one"))
 
 
@@ -53,7 +53,7 @@ def test_runs_are_listed(call: Any, refused: Any, run: Path) -> None:
 
 
 def test_no_winner_is_listed_where_several_may_be(call: Any, tmp_path: Path) -> None:
-    """As fast, or undecided: the verdict names them all."""
+    """Equally fast or undecided trials are all named."""
     for name, others in (("alone", [0.008, 0.009]), ("several", [0.004, 0.00401, 0.009])):
         ways = [Way(f"x{k}", seconds=seconds) for k, seconds in enumerate([0.004, *others])]
         synthetic.write_run(tmp_path / "runs" / name, ways, samples=40, count=50)
@@ -74,7 +74,7 @@ def test_what_is_not_measured_yet_is_no_failure(call: Any, run: Path) -> None:
 
 
 def test_models_that_were_not_begun_are_named(call: Any, run: Path) -> None:
-    """A study that was stopped has no rows of the models that were still to come."""
+    """A stopped study has no rows of the remaining models."""
     assert "not begun" not in call("show", run)[1]
     text = (run / "study.toml").read_text()
     (run / "study.toml").write_text(text.replace('models = ["fake:[net]"', 'models = ["fake:[net]", "fake:other"'))
@@ -82,7 +82,7 @@ def test_models_that_were_not_begun_are_named(call: Any, run: Path) -> None:
 
 
 def test_blocks_that_are_not_at_their_end_are_read(call: Any, refused: Any, run: Path) -> None:
-    """A study on several devices that was killed, or goes on, has its trials in its blocks' folders."""
+    """A killed or running study on several devices has its trials in its blocks' folders."""
     shutil.copytree(run, run / "blocks/b0")
     shutil.rmtree(run / "trials")
     (run / "trials").mkdir()
@@ -207,7 +207,7 @@ def test_the_page_of_several_runs_replaces_no_run_s_own(refused: Any, run: Path)
 
 def test_a_failed_row_names_its_log(call: Any, run: Path) -> None:
     _, out, _ = call("show", run)
-    line, _ = (line for line in out.splitlines() if "scripted failure" in line)  # below the table, and at the end
+    line, _ = (line for line in out.splitlines() if "scripted failure" in line)  # once below the table, once at the end
     log = line.rpartition("; log: ")[2]
     assert log.startswith("trials/") and "RuntimeError: scripted failure" in (run / log).read_text()
     assert "log:" not in next(line for line in out.splitlines() if "has no fp8" in line)

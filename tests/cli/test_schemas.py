@@ -1,4 +1,4 @@
-"""`--schema`: the JSON Schema of a command's JSON. The fixtures `call` and `dyno` validate what every test prints."""
+"""`--schema`: the JSON Schema of a command's JSON. The fixtures `call` and `dyno` validate all printed JSON."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_run_is_as_its_schema_says(call: Any, tmp_path: Path) -> None:
         ("tables", {"trials": {**trials, "rows": [{"latency_ms": "fast"}]}}),
         ("tables", {"trials": {**trials, "rows": [{"unknown": 1}]}}),
         ("tables", {"unknown": trials}),
-        ("rows", trials["rows"]),  # a lone table has its name too
+        ("rows", trials["rows"]),  # without the table's name
     ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**document, name: wrong}, schema)

@@ -1,4 +1,4 @@
-"""Small data sets of drawn shapes, whose boxes, masks and keypoints are known."""
+"""Small data sets of drawn shapes with known boxes, masks and keypoints."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from dyno.worker.spec import DataSpec, Preprocess
 
 @pytest.fixture
 def yolo(tmp_path: Path) -> Callable[..., Path]:
-    """A folder in YOLO's format; keyword arguments: images by split, what a label is, whether there is data.yaml."""
+    """Factory of data sets in YOLO's format; arguments: kind of label, with or without data.yaml, images per split."""
 
     def made(kind: str = "box", yaml: bool = True, **splits: int) -> Path:
         folder, number = tmp_path / "shapes", 0
@@ -35,7 +35,7 @@ def yolo(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def coco(tmp_path: Path) -> Callable[..., Path]:
-    """A folder in COCO's format; keyword arguments are changes to the file's tables, `train`: images to train on."""
+    """Factory of data sets in COCO's format; `changes` replace tables of the file, `train` is a number of images."""
 
     def made(
         count: int = 6, keypoints: bool = False, train: int = 8, name: str = "instances_val2017", **changes
@@ -55,7 +55,7 @@ def coco(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    """The data set that annotated images become."""
+    """Load annotated images as a data set."""
 
     def made(folder: Path, size: tuple[int, int] = (64, 64), **more: Any) -> DataSpec:
         return data.load(folder, tmp_path / "cache", size, Preprocess(letterbox=True), objects=True, **more)

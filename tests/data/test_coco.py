@@ -1,4 +1,4 @@
-"""COCO's files become letterboxed images and ground truth by row and class; what is wrong in them is one line."""
+"""COCO's files become letterboxed images and ground truth by row and class; errors in them give one line."""
 
 import copy
 import json
@@ -72,14 +72,14 @@ def test_the_file_may_lie_in_the_folder_itself(coco: Any, make: Any) -> None:
 
 
 def roboflow(folder: Path) -> Path:
-    """The layout of Roboflow's export: a file in each split's folder, and a first category that groups the others."""
+    """Write Roboflow's export: a file in each split's folder, and a supercategory as the first category."""
     tables = drawn.coco_file(6)
     root = {"id": 0, "name": "shapes", "supercategory": "none"}
     tables["categories"] = [root, *({**one, "supercategory": "shapes"} for one in tables["categories"])]
     for split in ("train", "valid", "test"):
         for number in range(6):
             drawn.draw(folder / split / f"{number:03}.jpg", number)
-            if split != "valid":  # or they would be copies of the images that are tested on
+            if split != "valid":  # else they would be copies of the test images
                 with (folder / split / f"{number:03}.jpg").open("ab") as file:
                     file.write(split.encode())
         (folder / split / "_annotations.coco.json").write_text(json.dumps(tables))
@@ -126,7 +126,7 @@ def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Any, 
 
 
 def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Any) -> None:
-    """A network with a class for each category, roots included, or a category that groups no others: none goes."""
+    """Every category keeps its number if the network has a class for each, or if the unused one is no supercategory."""
     folder = roboflow(tmp_path / "set")
     assert dyno_data.read_meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
     with pytest.raises(UserError, match=r"has 3 classes, but net has 4 classes; .* \(without annotation: shapes\)"):
@@ -154,7 +154,7 @@ def test_a_root_may_have_the_name_of_a_class(tmp_path: Path, make: Any) -> None:
 
 @pytest.mark.parametrize(("name", "place"), [("labels.json", "data"), ("result.json", "images")])
 def test_exports_of_other_tools(coco: Any, make: Any, name: str, place: str) -> None:
-    """FiftyOne's, and Label Studio's on Windows: the file is known by its content."""
+    """FiftyOne's export, and Label Studio's on Windows: the file is recognised by its content."""
     folder = coco(train=0)
     tables = json.loads((folder / "annotations/instances_val2017.json").read_text())
     before = make(folder).sha256
@@ -168,7 +168,7 @@ def test_exports_of_other_tools(coco: Any, make: Any, name: str, place: str) -> 
 
 
 def test_labels_of_an_image_that_lies_on_its_side(coco: Any, make: Any) -> None:
-    """Labels are of the upright image; a file that gives the sizes of the stored ones is refused."""
+    """Labels refer to the upright image; a file with the stored image's sizes is refused."""
     folder, exif = coco(), Image.Exif()
     exif[0x112] = 6
     photo = folder / "val2017/000.jpg"
@@ -204,7 +204,7 @@ def test_run_lengths_and_crowds(coco: Any, make: Any) -> None:
 
 
 def test_packed_run_lengths_are_read_before_they_are_believed(coco: Any, make: Any) -> None:
-    """An evaluation hung in pycocotools on a text that is none."""
+    """An evaluation once hung in pycocotools on invalid run lengths."""
     from pycocotools import mask
 
     tables = drawn.coco_file(6)

@@ -1,4 +1,4 @@
-"""Decoded data sets: the right pixels, labels and splits, found again by content, and one line for what is wrong."""
+"""Decoded data sets: right pixels, labels and splits, found again by content; errors give one line."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ STRAIGHT = Preprocess(resize=0)
 
 
 def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
-    """A smooth random image, so that JPEG keeps it recognisable."""
+    """Return a smooth random image, which JPEG keeps recognisable."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -199,7 +199,7 @@ def test_grey_images(tmp_path: Path) -> None:
 
 
 def spoil(folder: Path) -> None:
-    """A JPEG cut in the middle, a text called .jpg, and an empty file."""
+    """Truncate a JPEG, write text into another, and empty a third."""
     whole = (folder / "a/002.jpg").read_bytes()
     (folder / "a/002.jpg").write_bytes(whole[: len(whole) // 2])
     (folder / "b/001.jpg").write_text("<html>not found</html>")
@@ -264,7 +264,7 @@ def test_known_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.Monk
         patched.setattr(store.hashlib, "file_digest", lambda *_: pytest.fail("read again"))
         assert store.hash_contents([path], tmp_path, tmp_path) == first[:1]
     path.write_bytes(b"another")
-    os.utime(path, ns=(0, 0))  # a clock of files that ticks every ten milliseconds may not have gone on
+    os.utime(path, ns=(0, 0))  # else a coarse file clock may give the same time
     assert store.hash_contents([path], tmp_path, tmp_path) != first[:1]
 
 
@@ -390,5 +390,5 @@ def test_any_beginning_of_a_split_is_stratified(labels: list[int], seed: int, da
     assert sorted(order) == list(range(len(labels)))
     n = data.draw(st.integers(1, len(labels)))
     counts, taken = np.bincount(labels), np.bincount(np.array(labels)[order[:n]], minlength=max(labels) + 1)
-    # Each class's share of the beginning is within the rounding of its count and of the threshold's.
+    # Each class's share differs at most by the rounding of its count and of the threshold's.
     assert np.all(np.abs(taken - counts * n / len(labels)) <= 1 + counts * len(np.unique(labels)) / len(labels))

@@ -1,4 +1,4 @@
-"""Decoded pixels are those of other libraries, and a damaged cache of them is made again."""
+"""Decoded pixels equal other libraries', and a damaged cache is rebuilt."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_sixteen_bit_images_of_fewer_bits_have_a_warning(tmp_path: Path) -> None
 
 
 def test_what_is_read_in_part_has_a_warning_and_what_would_be_misread_is_refused(tmp_path: Path) -> None:
-    """Tags as in TIFF 6.0: 262 photometric, 338 extra samples, 339 sample format (2: signed)."""
+    """TIFF 6.0 tags: 262 photometric, 338 extra samples, 339 sample format (2: signed)."""
 
     def load(name: str, values: np.ndarray, **tags: Any) -> list[str]:
         (tmp_path / name).mkdir()
@@ -174,7 +174,7 @@ datasets.load(Path(sys.argv[1]), cache, (48, 48), Preprocess(), **options)
 
 @pytest.fixture
 def photos(tmp_path: Path) -> list[Path]:
-    """Images of many kinds, and files that are none, in two class folders."""
+    """Images of many kinds, and broken files, in two class folders."""
     rng, folder = np.random.default_rng(0), tmp_path / "photos"
     paths = []
     for i in range(COUNT):
@@ -205,9 +205,9 @@ def photos(tmp_path: Path) -> list[Path]:
 
 
 def plain(rows: Iterable[DecodedRow]) -> list[tuple[bytes | str, str]]:
-    """Pixels, or that there are none, and seals; pixels are copied, as their place is used again.
+    """Return each row's seal and a copy of its pixels ("none" if unreadable), as the row buffer is reused.
 
-    Why there are none is left out: it is said otherwise where another test has imported ultralytics.
+    Reasons are dropped: importing ultralytics in another test changes their text.
     """
     return [("none" if isinstance(row.row, str) else row.row.tobytes(), row.seal) for row in rows]
 

@@ -1,4 +1,4 @@
-"""ImageNet's flat validation folder becomes class folders: by name or by table, resumed, and nothing is guessed."""
+"""ImageNet's flat validation folder becomes class folders, by name or by table; resumable, without guessing."""
 
 from pathlib import Path
 

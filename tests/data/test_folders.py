@@ -1,4 +1,4 @@
-"""Which images of a folder count, and what is said of the others."""
+"""Which images of a folder count, and messages about other files."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ NAMES = [f"img_{k:03}.jpg" for k in range(6)]
 
 
 def fill(folder: Path, names: list[str] = NAMES, shade: int = 0) -> Path:
-    """Images of those names, all of which differ."""
+    """Write an image of each name, all different."""
     for k, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (40, 30), (20 * k, shade, 0)).save(folder / name)
@@ -28,7 +28,7 @@ def beside(folder: Path, suffix: str, text: str) -> None:
         (folder / name).with_suffix(suffix).write_text(text.format(name))
 
 
-# What other tools leave beside images, by the file that is to be named.
+# Label files of other tools next to images, keyed by the expected message.
 OTHERS: dict[str, Callable[[Path], object]] = {
     "img_000.xml (Pascal VOC's or CVAT's format); convert": lambda d: beside(d, ".xml", "<annotation></annotation>"),
     "img_000.json (labels of one image); convert": lambda d: beside(d, ".json", '{{"imagePath": "{}"}}'),
@@ -58,7 +58,7 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("place", ["", "valid", "images"])
 @pytest.mark.parametrize("named", OTHERS)
 def test_labels_that_are_not_read_are_named(tmp_path: Path, named: str, place: str) -> None:
-    """Neither as images alone nor with a part of the data set as a class."""
+    """They are read neither as plain images nor as a class."""
     folder = tmp_path / "d"
     OTHERS[named](fill(folder / place))
     if place == "valid":
@@ -81,7 +81,7 @@ def test_files_that_are_no_labels(tmp_path: Path) -> None:
 
 
 def test_class_folders_among_strays(tmp_path: Path) -> None:
-    """Their names are the labels, and a table beside them is named; folders of systems are no classes."""
+    """Folder names are the labels; a label table is mentioned, and system folders are no classes."""
     folder = tmp_path / "d"
     for k, name in enumerate(("cat", "dog")):
         fill(folder / name, shade=40 * k + 9)
@@ -186,7 +186,7 @@ def test_images_of_formats_that_are_not_read_are_counted(tmp_path: Path) -> None
 
 
 def test_linked_folders_and_images_count_under_their_own_names(tmp_path: Path) -> None:
-    """As the hub's cache has them, with classes that are links to folders, one to the same folder, and one back."""
+    """As in the hub's cache, with linked classes: another folder, the same folder, and a parent folder."""
     blobs, folder = tmp_path / "blobs", tmp_path / "hub" / "photos"
     (folder / "a").mkdir(parents=True)
     for k in range(3):

@@ -1,4 +1,4 @@
-"""Decoding that is killed goes on where it stopped, with whole rows only, and two processes don't do it twice."""
+"""Killed decoding resumes with whole rows only, and two processes don't decode the same data twice."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def prepared(folder: Path, cache: Path) -> DataSpec:
 
 
 def start_and_kill(photos: Path, cache: Path) -> int:
-    """Rows that a process had written when it was killed."""
+    """Kill a decoding process; return the number of rows that it had written."""
     process = subprocess.Popen([sys.executable, "-c", SLOW, str(photos), str(cache)])
     deadline = time.monotonic() + 600
     lines = 0
@@ -88,7 +88,7 @@ def test_what_is_decoded_stays_when_unreadable_images_are_refused(
 
 
 def some(count: int, start: int = 0) -> list[rows.DecodedRow]:
-    """Rows of which the third can't be read."""
+    """Return decoded rows; the third is unreadable."""
     return [rows.seal_row("torn" if i == 2 else np.full((1, 2, 3), i, np.uint8), 0.5) for i in range(start, count)]
 
 

@@ -1,4 +1,4 @@
-"""A table of labels gives each image its class, whatever its columns are called, or is refused in one line."""
+"""A table of labels gives each image its class, with any column names, or is refused in one line."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ COLOURS = ["red", "blue", "red", "green", "blue", "red"]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Images in a folder of their own beside the table."""
+    """Folder of images in a subfolder, for a table next to it."""
     (tmp_path / "d/images").mkdir(parents=True)
     for k, name in enumerate(NAMES):
         Image.new("RGB", (40, 30), (20 * k, 0, 0)).save(tmp_path / f"d/images/{name}.jpg")
@@ -29,7 +29,7 @@ def load(path: Path, **more: Any) -> DataSpec:
 
 
 def labels(data: DataSpec) -> dict[int, str]:
-    """Each image's class, by the image's red, which says which it is."""
+    """Return each image's class by image number, read from the red value."""
     found, pixels = np.load(Path(data.folder, "labels.npy")), np.load(Path(data.folder, "images.npy"))
     classes = dyno_data.read_meta(data)["classes"]
     return {round(image[0].mean() / 20): classes[label] for image, label in zip(pixels, found, strict=True)}
@@ -80,7 +80,7 @@ def test_numbers_beside_the_names_are_the_networks(folder: Path, head: str) -> N
 
 
 def test_the_only_other_folder_is_no_class(folder: Path) -> None:
-    """As in Kaggle's competitions, `train.csv` beside `train_images/` and `test_images/`."""
+    """As in Kaggle's competitions: `train.csv` next to `train_images/` and `test_images/`."""
     (folder / "images").rename(folder / "train_images")
     (folder / "test_images").mkdir()
     Image.new("RGB", (40, 30)).save(folder / "test_images/other.jpg")
@@ -90,7 +90,7 @@ def test_the_only_other_folder_is_no_class(folder: Path) -> None:
 
 
 def test_of_folders_with_the_same_names_the_one_is_taken_that_the_file_is_named_after(tmp_path: Path) -> None:
-    """As in competitions, where the images of both folders are numbered from 0."""
+    """As in competitions that number both folders' images from 0."""
     for part, shade in (("test_images", 200), ("train_images", 10)):
         (tmp_path / part).mkdir()
         for k in range(2):
@@ -122,7 +122,7 @@ def test_numbers_are_the_network_s_classes(folder: Path) -> None:
 
 
 def test_a_split_is_tested_on_and_another_calibrated(folder: Path) -> None:
-    """Images that the table doesn't list are left out, with a warning."""
+    """Images missing from the table are left out with a warning."""
     splits = ("train", "val", "train", "val", "train")
     rows = [f"{name}.jpg,{colour},{split}" for name, colour, split in zip(NAMES, COLOURS, splits, strict=False)]
     (folder / "labels.csv").write_text("\n".join(["path,label,split", *rows]))

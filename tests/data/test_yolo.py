@@ -1,4 +1,4 @@
-"""YOLO's folders become letterboxed images and COCO's ground truth; what is wrong in them is one line."""
+"""YOLO's folders become letterboxed images and COCO's ground truth; errors in them give one line."""
 
 import shutil
 from pathlib import Path
@@ -297,7 +297,7 @@ def test_linked_images_have_the_labels_beside_their_links_or_beside_themselves(
 
 @pytest.mark.parametrize("place", ["images", "val/images", "beside"])
 def test_a_folder_of_images_has_its_labels(yolo: Any, make: Any, tmp_path: Path, place: str) -> None:
-    """Given without what lies around it, the images are still not without labels."""
+    """An image folder given alone still finds its labels."""
     folder = yolo(yaml=False, val=6)
     if place == "val/images":
         for part in ("images", "labels"):

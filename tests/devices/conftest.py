@@ -1,4 +1,4 @@
-"""What tests of several places share."""
+"""Fixtures for tests of several places."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from dyno.devices import one_host
 
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the measurement of whether the places disturb each other."""
+    """Skip measuring whether the places disturb each other."""
     monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))

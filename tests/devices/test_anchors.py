@@ -1,4 +1,4 @@
-"""The anchor trial on two shares of the processor: in turns alone and side by side, and what is killed meanwhile."""
+"""The anchor trial on two shares of the processor: interleaved alone and side by side, and killed jobs."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def wrap(
     monkeypatch: pytest.MonkeyPatch,
     around: Callable[[InterleavedGroup, Sequence[InterleavedJob], Callable[[], float]], float],
 ) -> None:
-    """Have `around` called for each block, with who measures and what measures it."""
+    """Call `around` for each block, with the group, its members and the measuring function."""
     block = InterleavedGroup._measure_block
     wrapped = lambda self, members: around(self, members, lambda: block(self, members))  # noqa: E731
     monkeypatch.setattr(InterleavedGroup, "_measure_block", wrapped)
@@ -79,7 +79,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
     kept = (folder / "cpu0" / "r0" / "record.json").stat().st_mtime_ns
     assert [place.name for place in company.places] == ["cpu:0", "cpu:1"]
     assert len(waited) >= 3 * 3 * 2 * 5 and {status for status, _ in waited} == {psutil.STATUS_STOPPED}
-    # The kernel counts in ticks of 10 ms, and one may be of the time before the signal came.
+    # The kernel counts in ticks of 10 ms, and one may predate the signal.
     assert sum(seconds for _, seconds in waited) <= 0.0005 * len(waited) + 0.011, "a waiting job is frozen"
 
     for number in range(3):
@@ -94,14 +94,14 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
             )
             assert len(own) == len(others) >= 3
             pairs = [overlap(a, b) for a, b in zip(own, others, strict=True)]
-            assert any(pairs) if together else not any(pairs)  # any: on a busy machine one of two may begin late
+            assert any(pairs) if together else not any(pairs)  # any, as one of two may start late on a busy machine
             assert not any(overlap(a, b) for k, a in enumerate(own) for j, b in enumerate(others) if k != j)
     stored = json.loads((tmp_path / "devices.json").read_text())
     assert [len(row[key]) for row in stored["devices"] for key in ("alone", "beside", "ratios")] == [3] * 6
     assert stored["side_by_side"] is (not company.in_turn)
 
-    (tmp_path / "devices.json").unlink()  # killed before it was written, or another --equivalent
-    (folder / "cpu1" / "r1" / "record.json").write_text("{")  # on a disk that was full
+    (tmp_path / "devices.json").unlink()  # as after a kill before writing, or with another --equivalent
+    (folder / "cpu1" / "r1" / "record.json").write_text("{")  # as on a full disk
     waited.clear()
     measure(study, tmp_path, Log())
     again = json.loads((tmp_path / "devices.json").read_text())

@@ -1,4 +1,4 @@
-"""What devices of several hosts do to each other, the blocks of what is compared, and the process that measures one."""
+"""Interference between devices of several hosts, blocks of compared trials, and a block's process."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from logged import Log
 
 
 class Near:
-    """A host of a cluster that is this one."""
+    """Host of a cluster: this machine."""
 
     gone = False
 
@@ -28,7 +28,7 @@ class Near:
 
 
 def places_of(*names: str) -> list[Place]:
-    """Places HOST/NUMBER."""
+    """Return places named HOST/NUMBER."""
     return [Place(name, "cpu", "a card", threads=1, machine=name.partition("/")[0], host=Near()) for name in names]
 
 
@@ -155,7 +155,7 @@ def test_devices_that_make_no_sense_are_refused(device: str, message: str) -> No
 
 
 def test_gpus_have_cores_of_their_own_where_threads_leave_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job pins itself to the first processors that it may use: two GPUs' jobs would share them."""
+    """Two GPUs' jobs would otherwise share cores, as a job pins itself to its first allowed processors."""
     monkeypatch.setattr(places, "missing_gpu", lambda _: False)
     monkeypatch.setattr(places, "find_gpu", lambda *_: None)
     found = places.parse_places("cuda:1,cuda:0", threads=2)

@@ -1,4 +1,4 @@
-"""A study on two shares of the processor: every block whole on one of them, whatever is killed."""
+"""A study on two shares of the processor: each block stays on one share, even after kills."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ DEVICES = "cpu:0,cpu:1"
 
 
 def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Any, tmp_path: Path) -> None:
-    """Also that nothing is measured again, and what is said of the devices."""
+    """A second run measures nothing, and the verdict mentions the devices."""
     spreading.run_twice(fake_study, tmp_path / "two", device=DEVICES)
     run = read_trials(tmp_path / "two")
     assert set(run.frame["status"]) == {"ok"}
@@ -59,7 +59,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
 
     monkeypatch.setattr(blocks, "start_process", noted)
     log = Log(kill)
-    # Enough rounds that the process is killed before it ends.
+    # Enough rounds to kill the process before its end.
     spread.run(fake_study(device=DEVICES, batches=(1, 2), rounds=4), tmp_path, log)
     first = started[0]
     moved = spreading.find_moved(tmp_path, 4)
@@ -94,7 +94,7 @@ def test_what_is_about_one_device_is_refused_on_several(fake_study: Any, tmp_pat
 
 @pytest.mark.usefixtures("undisturbed")
 def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Any, tmp_path: Path) -> None:
-    """No two rounds of a block are of two devices, and what was measured is kept."""
+    """All rounds of a block come from one device, and earlier measurements are kept."""
     fields = {"device": DEVICES, "batches": (1, 2)}
     spread.run(fake_study(**fields), tmp_path, Log())
     before = records(tmp_path)

@@ -1,14 +1,14 @@
-"""Make the golden run folder anew, or only what is expected of it.
+"""Rebuild the golden run folder, or only its expected output.
 
     python tests/golden/make.py              measures (about a minute) and replaces run/ and the expected files
-    python tests/golden/make.py --expected   keeps run/ and writes what today's code prints of it
+    python tests/golden/make.py --expected   keeps run/ and writes today's output for it
 
-The second is for a deliberate change of statistics or tables: look at the difference before committing it. The first is
-needed only when the stored format changes, and then the old folder must stay readable or the schema number must rise.
+The second is for a deliberate change of statistics or tables: review the difference before committing it. The first is
+needed only when the stored format changes; then the old folder must stay readable or the schema number must rise.
 
-What is stored is what `dyno run` left there, less what belongs to the machine: an absolute path keeps its last part
-alone (no id depends on where a thing lies), logs are left out (a crash prints the paths of its stack), and so is the
-name of the operating system's build. Of each kind of sample the first ones are enough.
+The folder is what `dyno run` wrote, without traces of the machine: absolute paths are cut to their last part (no id
+depends on a path), and logs (a crash prints its stack's paths) and the operating system's build are left out. Samples
+are cut to the first MOST of each kind.
 """
 
 import json
@@ -25,12 +25,12 @@ GOLDEN = Path(__file__).resolve().parent
 RUN = GOLDEN / "run"
 IMAGES = 60
 KEPT = ("job.json", "record.json", "stage", "samples.npz", "outputs.npz", "telemetry.npz")
-LIMIT = 240_000  # bytes of the run folder; with what is expected of it, 300,000
-MOST = 500  # samples of one kind; the stages of an evaluation have thousands
+LIMIT = 240_000  # bytes of the run folder; 300,000 with the expected files
+MOST = 500  # samples of one kind; an evaluation's stages have thousands
 
 
 def measure(scratch: Path) -> Path:
-    """A small study of every kind of row: real engines, INT8, a scripted one, a crash and a refusal."""
+    """Run a small study with every kind of row: real engines, INT8, a scripted engine, a crash and a refusal."""
     from dyno.api import Study
     from dyno.cli.demo import DEMO_MODEL, train_once
 
@@ -52,7 +52,7 @@ def measure(scratch: Path) -> Path:
 
 
 def images(folder: Path) -> Path:
-    """Class folders of scikit-learn's digits as PNG files, the same number of each class."""
+    """Write scikit-learn's digits as PNG files into class folders, equally many per class."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -66,7 +66,7 @@ def images(folder: Path) -> Path:
 
 
 def scrubbed(value: Any) -> Any:
-    """The value with absolute paths cut to their last part, through dicts and lists."""
+    """Return the value with absolute paths cut to their last part and without `os`, recursively."""
     if isinstance(value, dict):
         return {key: scrubbed(inner) for key, inner in value.items() if key != "os"}
     if isinstance(value, list):
@@ -75,7 +75,7 @@ def scrubbed(value: Any) -> Any:
 
 
 def keep(run: Path) -> None:
-    """Copy what belongs to the format into RUN, scrubbed."""
+    """Copy the files of the format into RUN, scrubbed."""
     shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir()
     from dyno import Study
@@ -101,7 +101,7 @@ def cut(path: Path, place: Path) -> None:
 
 
 def printed() -> dict[str, str]:
-    """What today's code prints of the stored folder, by the name of the file that holds it."""
+    """Return today's output for the stored folder, by file name."""
     from dyno.report.export import export
     from dyno.report.tables import trial_table
     from dyno.report.verdict.verdict import describe_run
@@ -113,7 +113,7 @@ def printed() -> dict[str, str]:
 
 
 def check(scratch: Path) -> None:
-    """Stop when a path of this machine is left, or when the folder is too large to be kept in the repository."""
+    """Exit if a path of this machine remains, or if the folder exceeds LIMIT."""
     files = [path for path in RUN.rglob("*") if path.is_file()]
     places = [str(place).encode() for place in (scratch, Path.home(), Path(sys.prefix), GOLDEN.parents[1])]
     found = [path for path in files if any(place in path.read_bytes() for place in places)]
@@ -124,7 +124,6 @@ def check(scratch: Path) -> None:
 
 
 def main() -> None:
-    """As the module says."""
     if "--expected" not in sys.argv:
         with tempfile.TemporaryDirectory() as scratch:
             keep(measure(Path(scratch)))

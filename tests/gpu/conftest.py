@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: the Pythons that have its libraries, and a small network that builds in seconds.
+"""Fixtures for tests on a GPU: Pythons with its libraries, and a small network that builds in seconds.
 
 DYNO_TENSORRT_PYTHON and DYNO_ORTGPU_PYTHON name interpreters other than this one.
 """
@@ -25,7 +25,7 @@ SIZE = 64
 
 
 def python_with(module: str, variable: str) -> str:
-    """The interpreter that has the module; skips when none is known."""
+    """Return the interpreter that has the module, named in `variable` or this one; skip without any."""
     python = os.environ.get(variable, sys.executable)
     tried = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True, timeout=1200)
     if tried.returncode:
@@ -56,7 +56,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def onnx(dyno: Any, net: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The network with a free batch."""
+    """ONNX file of the network with a free batch."""
     path = tmp_path_factory.mktemp("onnx") / "small.onnx"
     done = dyno("export", net, "-o", path, "--size", SIZE)
     assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def onnx(dyno: Any, net: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trt(dyno: Any, tensorrt_python: str) -> Any:
-    """The command line with TensorRT's Python."""
+    """Run the command line with TensorRT's Python."""
 
     def run(*words: object, timeout: float = 1200.0) -> Any:
         return dyno(*words, "--python", f"tensorrt={tensorrt_python}", timeout=timeout)
@@ -75,7 +75,7 @@ def trt(dyno: Any, tensorrt_python: str) -> Any:
 
 @pytest.fixture(scope="session")
 def engine(trt: Any, onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dynamic engine in FP16, batches 1 to 8."""
+    """Dynamic FP16 engine for batches 1 to 8."""
     path = tmp_path_factory.mktemp("engine") / "small.engine"
     done = trt("export", onnx, "-o", path, "--precision", "fp16", "--min", 1, "--opt", 4, "--max", 8)
     assert done.returncode == 0, done.stderr

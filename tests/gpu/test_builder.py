@@ -1,4 +1,4 @@
-"""TensorRT's builder in the Python that has it: timing cache, layer listing, and what a version or a file lacks."""
+"""TensorRT's builder in its Python: timing cache, layer listing, and errors of a version or a file."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ SIZE = 64
 
 @pytest.fixture(scope="module")
 def old_onnx(onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The network in the opset that every version reads."""
+    """The network's ONNX file in an opset that every version reads."""
     import onnx as library
 
     path = tmp_path_factory.mktemp("old") / "small.onnx"
@@ -78,7 +78,7 @@ def test_the_layers_are_listed(make: Any) -> None:
 
 
 def test_flags_give_what_they_say(make: Any, tmp_path: Path) -> None:
-    """A flag only allows a type and the builder takes what is fastest: convolutions so wide that float16 always is."""
+    """A flag only permits a type; the builder takes the fastest kernel, always float16 in these wide convolutions."""
     import numpy as np
     import onnx as library
 

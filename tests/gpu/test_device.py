@@ -11,7 +11,7 @@ SHAPE = (4, 1024)
 
 
 class Copier(DeviceSession):
-    """An engine whose output is its input."""
+    """Engine that copies its input to its output."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(Device("cuda:0"), slots)

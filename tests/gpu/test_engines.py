@@ -1,4 +1,4 @@
-"""TensorRT for real, by the command line: build, time, agree, test hard, and every way it can go wrong."""
+"""TensorRT through the command line: build, time, compare, stress, and every kind of failure."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ SIZE = 64
 QUICK = ("--seconds", 0.1, "--warmup", 0.1, "--rounds", 1)
 
 
-# Wants 400 GB, on a GPU only: the look at the model happens on the CPU.
+# Allocates 400 GB, only on a GPU: inspection runs on the CPU.
 HUNGRY = """
 import torch
 
@@ -41,7 +41,7 @@ def rows(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 
 def line(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of an error."""
+    """Assert exit code 2 and return the one-line error."""
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
     last = [text for text in done.stderr.splitlines() if text.startswith("dyno: ")]
     assert len(last) == 1 and "Traceback" not in done.stderr, done.stderr
@@ -68,7 +68,7 @@ def test_every_precision_is_what_it_says(study: Any, tmp_path: Path) -> None:
     result = study(*ways, batches=(2,)).run(tmp_path / "run", quiet=True)
     frame = result.to_pandas()
     assert set(frame["status"]) == {"ok"}, frame[["backend", "precision", "status", "reason"]].to_string()
-    # By flags the builder may take FP32 kernels where they are faster, which `allow_mixed` accepts.
+    # With flags the builder may choose faster FP32 kernels; `allow_mixed` accepts them.
     strict = [t for t in result.records if t.facts.precision_truth and not t.options.get("allow_mixed")]
     truths = {(t.backend, t.precision): t.facts.precision_truth for t in strict}
     assert all(truth.ok for truth in truths.values()), truths
@@ -200,14 +200,14 @@ def test_memory_that_runs_out_is_a_row_and_comes_back(study: Any, tmp_path: Path
 
 
 def free_memory() -> int:
-    """Free bytes of the GPU, asked without a context in this process, which other tests would find there."""
+    """Return the GPU's free bytes from nvidia-smi, as a CUDA context in this process would disturb other tests."""
     query = ["nvidia-smi", "--id=0", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 2**20
 
 
 @contextmanager
 def hogged() -> Iterator[None]:
-    """Another process has all of the GPU's memory but what a context needs."""
+    """Let another process hold all GPU memory except a context's share."""
     code = (
         "import torch; free = torch.cuda.mem_get_info()[0] - 900 * 2**20;"
         "kept = torch.empty(free, dtype=torch.uint8, device='cuda'); print('held', flush=True); input()"

@@ -1,4 +1,4 @@
-"""Times of layers on a GPU: PyTorch's by its kernels, TensorRT's by its own profiler."""
+"""Layer times on a GPU: PyTorch's from its kernels, TensorRT's from its profiler."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 QUICK = ("--runs", 20, "--seconds", 0.3, "--warmup", 0.2, "--top", 0, "--device", "cuda:0")
-# `slow` has far more to do than all others together.
+# `body` has far more operations than all others together.
 NET = """
 from torch import nn
 
@@ -19,9 +19,9 @@ def net():
     body = nn.Sequential(nn.Conv2d(64, 64, 15, padding=7), nn.ReLU())
     return nn.Sequential(first, body, nn.Conv2d(64, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
 """
-# The host works for more than a tenth of a millisecond before each kernel, which takes a few microseconds. In a usual
-# small network the two are within a factor of three of each other, and a GPU that has just been woken is slower than
-# that: its clock is at a fifth of its highest.
+# The host works for over 0.1 ms before each kernel of a few microseconds, a launch-bound network. In usual small
+# networks the two differ by less than a factor of three, and a GPU that has just woken up is slower than that: its
+# clock runs at a fifth of the maximum.
 WAITING = """
 from torch import nn
 
@@ -43,7 +43,7 @@ def heavy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def tables(run: Any, *words: object) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]], list[str]]:
-    """The layers' rows by form, a line for each form, and the notes below the lines."""
+    """Return layer rows by form, one summary row per form, and the notes."""
     done = run("profile", *words, *QUICK, "--format", "json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["tables"]
@@ -64,7 +64,7 @@ def test_pytorch_has_the_kernels_of_each_module(dyno: Any, heavy: str) -> None:
     assert line["layers_ms"] == pytest.approx(total)
     assert line["busy_ms"] == pytest.approx(total, rel=0.05), "one stream: the kernels don't overlap"
     assert 0 <= line["idle"] < 100 and line["kernels"] >= len(parts) and line["calls_ms"] > 0
-    # The kernels' own times fit into the latency, whatever watching cost.
+    # The kernels' times fit into the latency, whatever the profiling overhead.
     assert line["layers_ms"] < 1.1 * line["unprofiled_ms"]
     assert any("of the latency" in note and ("launch-bound" in note or "compute-bound" in note) for note in notes), (
         notes
@@ -102,7 +102,7 @@ def test_an_engine_file_and_a_dynamic_one(trt: Any, engine: Path) -> None:
     by_form, (line,), _ = tables(trt, engine, "--batch", 2)
     (rows,) = by_form.values()
     assert rows[0]["time_us"] > 0 and line["layers_ms"] > 0
-    done = trt("profile", engine, "--batch", 2, "--runs", 5, "--seconds", 0.2)  # on its own device
+    done = trt("profile", engine, "--batch", 2, "--runs", 5, "--seconds", 0.2)  # on the engine's device
     assert done.returncode == 0, done.stderr
 
 

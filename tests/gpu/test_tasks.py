@@ -1,4 +1,4 @@
-"""Tasks on TensorRT engines, by the command line: what a detector finds, and the search for mixed precision."""
+"""Tasks on TensorRT engines through the command line: detection, and the mixed-precision search."""
 
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 QUICK = "--device cuda:0 --rounds 1 --seconds 0.1 --warmup 0.1 --confirm 0".split()
 
 
-# One engine each: from level 1 on, a build of this network takes minutes.
+# One engine each, as a build from level 1 on takes minutes.
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 def test_a_detector_finds_the_same_on_every_engine(trt: Any, yolo: Any, tmp_path: Path, precision: str) -> None:
     trained = yolo("segment")
     words = (trained.source, "--weights", trained.weights, "--data", trained.data, "--size", SIZE, "--batch", 8)
-    # At level 0 the first kernel that works is taken; types are held to at any level.
+    # Level 0 takes the first working kernel; types are enforced at any level.
     ways = f"pytorch@precision=fp32,tensorrt@optimization=0@precision={precision}"
     done = trt("run", *words, "--backend", ways, "--out", tmp_path / "run", *QUICK, timeout=1200)
     assert done.returncode == 0, done.stderr

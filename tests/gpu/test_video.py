@@ -1,4 +1,4 @@
-"""A video beside a GPU: frames prepared and decoded there have the boxes of those that the host prepares."""
+"""Video on a GPU: preparing and decoding frames there gives the same boxes as on the host."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ COUNT = 50
 
 @pytest.fixture
 def filmed(dyno: Any, tmp_path: Path) -> Any:
-    """`dyno bench video` of a marker that moves, on the GPU; the boxes, and what was printed."""
+    """Run `dyno bench video` of a moving marker on the GPU; returns the boxes and standard output."""
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     video = videos.write(tmp_path / "video.mp4", videos.pictures(COUNT))
 
@@ -26,7 +26,7 @@ def filmed(dyno: Any, tmp_path: Path) -> Any:
         fixed = ("--model", f"{tmp_path / 'marker.py'}:net", "--task", "detect", "--classes", 1, "--size", "288x384")
         quick = ("--device", "cuda:0", "--batch", 8, "--seconds", 0.05, "--warmup", 0.02, "--json", boxes)
         done = dyno("bench", "video", video, *words, *fixed, *quick)
-        # No decoder, no OpenCV or no PyTorch in the engine's Python.
+        # No decoder, or no OpenCV or PyTorch in the engine's Python.
         if any(why in done.stderr for why in ("can't be used", "needs OpenCV", "PyTorch can't reach")):
             pytest.skip(done.stderr.strip().splitlines()[-1])
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Every way a job can end becomes a record, and nothing of the job outlives it."""
+"""Every way a job can end becomes a record, and no process of the job survives."""
 
 import io
 import os
@@ -29,7 +29,7 @@ from dyno.worker.system import SILENCING_VARIABLES
 
 SIGKILLED = "killed by SIGKILL"
 
-# What is scripted -> status and reason; a hang needs its own time limit.
+# Scripted end -> status and reason; a hang needs a separate time limit.
 ENDS = {
     "exception": ("failed", "RuntimeError: scripted failure"),
     "skip": ("skipped", "scripted: this machine lacks it; install nothing"),
@@ -43,7 +43,7 @@ ENDS = {
 STAGES = {"import": "import", "load": "load", "run": "first call", "fetch": "warm up all"}
 AT_RUN = [(kind, "run") for kind in ENDS]
 ELSEWHERE = [(kind, at) for kind in ENDS for at in ("import", "load", "fetch") if kind != "nan"]
-ELSEWHERE.remove(("skip", "import"))  # what is missing is left to `load` to say
+ELSEWHERE.remove(("skip", "import"))  # missing parts are reported in `load`
 QUICKLY = [("exception", "load"), ("segfault", "fetch")]
 
 
@@ -52,7 +52,7 @@ def run(trial: Trial, folder: Path, timeout_s: float = 1200.0, number: int = 0) 
 
 
 class Clock:
-    """The launcher's clock: time hardly passes until the job is where the test wants it, and then it is over."""
+    """Launcher's clock: nearly stands still until `over` is true, then jumps past any time limit."""
 
     def __init__(self, over: Callable[[], bool]) -> None:
         self.over, self.begun = over, time.monotonic()
@@ -63,12 +63,12 @@ class Clock:
 
 @pytest.fixture
 def times_out_when(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
-    """Let time limits of jobs be over when the condition holds, however long the machine takes to get there."""
+    """Expire jobs' time limits when the condition holds, at any machine speed."""
     return lambda over: monkeypatch.setattr("dyno.jobs.launcher.time", Clock(over))
 
 
 def gone(pid: int, within_s: float = 600.0) -> bool:
-    """Whether the process ends in that time; an unreaped zombie has ended."""
+    """Return whether the process ends in that time; a zombie counts as ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
@@ -182,7 +182,7 @@ def test_stage_and_telemetry_are_seen_from_outside(
 
 
 def test_the_memory_of_a_process_that_has_ended_is_not_known(tmp_path: Path) -> None:
-    """It was drawn as nought at the end of a line."""
+    """Its memory was once drawn as 0 at the end of a line."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     telemetry = Telemetry()
     telemetry.watch(ended.pid)
@@ -196,7 +196,7 @@ def test_the_memory_of_a_process_that_has_ended_is_not_known(tmp_path: Path) -> 
 
 
 def test_children_are_looked_for_except_while_a_job_times(tmp_path: Path) -> None:
-    """Looking for them reads all of /proc, which took 2 % of a block on two processors."""
+    """Searching reads all of /proc, once 2 % of a block on two processors."""
     stage, resident = "time model", list[float]()
     script = "import subprocess, time; subprocess.Popen(['sleep', '600']); print(flush=True); time.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", "input();" + script], stdin=-1, stdout=-1, start_new_session=True)
@@ -240,13 +240,13 @@ class Scripted(Fake):
 
 
 def scripted(fake_trial: Any, folder: Path, lines: str, **options: Any) -> Trial:
-    """A trial of a backend that runs these lines before it loads."""
+    """Return a trial of a backend that runs these lines before loading."""
     (folder / "scripted_backend.py").write_text(BACKEND.format(lines=indent(lines.strip(), " " * 8)))
     runtime = Runtime(threads=1, env={"PYTHONPATH": str(folder)})
     return fake_trial("scripted_backend:Scripted", runtime=runtime, **options)
 
 
-# Write the id of a process that was started to the file that the trial names.
+# Writes the id of a started process to the trial's file.
 NOTE = 'open(trial.options["pids"], "w").write(str(child))'
 CHILD = f'child = subprocess.Popen(["sleep", "600"]).pid\n{NOTE}'
 
@@ -277,7 +277,7 @@ child = int(os.read(read, 20))
 
 
 def leaving(fake_trial: Any, folder: Path, how: str, **options: Any) -> Trial:
-    """A trial whose engine starts a process that leaves the job's group; its id is in the file `pid`."""
+    """Return a trial with an engine process that leaves the job's group; its id is in the file `pid`."""
     lines = f"{STARTING[how].strip()}\n{NOTE}"
     return scripted(fake_trial, folder, lines, pids=str(folder / "pid"), **options)
 
@@ -311,7 +311,7 @@ class Session(FakeSession):
 
 
 def test_a_fork_that_returns_does_not_work_on_in_the_job(fake_trial: Any, tmp_path: Path) -> None:
-    """Both went on: two processes measured beside each other, and wrote the same files."""
+    """Both processes once continued: they measured in parallel and wrote the same files."""
     (tmp_path / "forks.py").write_text(FORKS)
     runtime = Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)})
     record = run(fake_trial("forks:Forking", runtime=runtime, pids=str(tmp_path / "pids")), tmp_path / "job")
@@ -352,7 +352,7 @@ def test_lines_printed_while_a_log_is_shortened_are_kept(tmp_path: Path) -> None
     path.write_bytes(b"x" * (launcher.KEPT_HEAD_B + 3 * launcher.KEPT_TAIL_B))
 
     class Printing(io.BufferedRandom):
-        """A file to which a job adds a line when its end has been read, and one more when that line has been."""
+        """File that grows by a line after its end is read, and by another after that line is read."""
 
         def read(self, size: int | None = -1, /) -> bytes:
             found = super().read(size)
@@ -446,7 +446,7 @@ def test_the_environment_fixes_threads_and_silences_telemetry() -> None:
 def test_a_compiler_cache_lies_beside_the_rounds_of_a_trial_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, shared: bool
 ) -> None:
-    """A training left a folder `compiler` in the folder that its own was made in."""
+    """A training once left a folder `compiler` next to its own."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nenv\n")
@@ -508,7 +508,7 @@ SAYS_TF32 = 'print("override:", os.environ.get("NVIDIA_TF32_OVERRIDE", "none"))'
 def test_fp32_is_never_tf32(
     precision: str, own: dict[str, str], given: str, fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVIDIA's libraries may use TF32 for fp32 unless the variable forbids it; the user's shell asks for it here."""
+    """NVIDIA's libraries may use TF32 for fp32 unless the variable forbids it; here the user's shell enables it."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     trial = replace(scripted(fake_trial, tmp_path, SAYS_TF32), precision=precision)
     trial = replace(trial, runtime=replace(trial.runtime, env={**trial.runtime.env, **own}))

@@ -1,4 +1,4 @@
-"""Telemetry from a scripted NVML, from a real card where there is one, and from RAPL in a folder like the kernel's."""
+"""Telemetry from a scripted NVML, from a real card if present, and from RAPL in a folder like the kernel's."""
 
 # ruff: noqa: N802, N815  (the scripted NVML has the names of the real one)
 
@@ -35,12 +35,12 @@ while time.time() < end:
 
 
 class Nvml(types.ModuleType):
-    """What `gpu_telemetry` asks of pynvml, answered from `told`; what isn't in it is an NVMLError."""
+    """Fake pynvml: answers `gpu_telemetry` from `told`; a missing answer raises NVMLError."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU, nvmlMemory_v2 = "sm", "memory", 0, 2
 
     class NVMLError(Exception):
-        """As pynvml raises it."""
+        """Counterpart of pynvml's error."""
 
     def __init__(self, **told: Any) -> None:
         super().__init__("pynvml")
@@ -126,7 +126,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def looked(telemetry: Telemetry, times: int = 3) -> None:
-    """Wait until it has looked so often, however long that takes here."""
+    """Wait until the telemetry has that many samples."""
     until(lambda: len(telemetry._rows) >= times)
 
 
@@ -176,7 +176,7 @@ def test_an_old_driver_is_asked_in_its_own_words(nvml: Nvml) -> None:
         ("cuda:0", "GPU-cccc-3,0", "GPU-cccc-3"),
         ("cuda:0", "GPU-aab", "GPU-aabb-2"),
         ("cuda:0", "MIG-1234", "MIG-1234"),
-        ("cuda:0", "GPU-aa", None),  # fits two
+        ("cuda:0", "GPU-aa", None),  # matches two
         ("cuda:0", "", None),
         ("cuda:0", "-1", None),
         ("cuda:1", "0", None),
@@ -221,7 +221,7 @@ def test_a_job_on_a_gpu_has_its_columns_and_what_was_before(
         found = dict(stored)
     assert set(NVML_COLUMNS) <= set(found)
     assert len(found["at"]) >= 3
-    assert begin <= float(found["epoch"]) <= watched  # the clock that windows of a record are in
+    assert begin <= float(found["epoch"]) <= watched  # the clock of a record's windows
     assert (found["gpu_before_memory"], found["gpu_before_util"], found["gpu_before_processes"]) == (1e9, 2, 1)
     assert (found["gpu_memory"] == 4e9).all() and (found["gpu_own"] == 1).all() and (found["gpu_processes"] == 2).all()
     assert str(found["gpu_name"]) == "NVIDIA Test"
@@ -263,7 +263,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_study(
     assert not answer.is_set() and set(threading.enumerate()) - running, "it waits for no answer"
     with np.load(tmp_path / "t.npz") as stored:
         assert len(stored["gpu_power"]) == 0
-    assert nvml.open == 1  # still in use by the thread that hangs
+    assert nvml.open == 1  # still used by the hanging thread
     answer.set()
     for thread in set(threading.enumerate()) - running:
         thread.join(600)
@@ -314,7 +314,7 @@ def test_all_sockets_count_and_nothing_twice(tmp_path: Path) -> None:
     found = find_rapl(tmp_path)
     before = found.joules()
     assert before == pytest.approx(1.4)
-    first.write_text("100000\n")  # it began anew
+    first.write_text("100000\n")  # the counter wrapped
     assert found.joules() - before == pytest.approx(0.2)
     first.write_text("50000\n")
     assert found.joules() - before == pytest.approx(1.15)

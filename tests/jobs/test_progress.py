@@ -1,4 +1,4 @@
-"""What a study says where nothing is drawn anew."""
+"""Progress output without redrawing."""
 
 import io
 from typing import Any
@@ -13,7 +13,7 @@ from dyno.worker.spec import Recipe
 
 @pytest.fixture
 def progress() -> Progress:
-    """Progress written to a file, 200 characters wide."""
+    """Progress that writes to a file, 200 characters wide."""
     return Progress(console=Console(file=io.StringIO(), width=200))
 
 

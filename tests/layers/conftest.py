@@ -1,4 +1,4 @@
-"""What tests of layers share: the module's own network as a file."""
+"""Fixture for tests of layers: the test module's network as a file."""
 
 from pathlib import Path
 
@@ -7,6 +7,6 @@ import pytest
 
 @pytest.fixture
 def net(tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """The function `net` of the test module's NET, as a model is named."""
+    """Write the test module's NET to a file; return its model name for the function `net`."""
     (tmp_path / "net.py").write_text(request.module.NET, encoding="utf-8")
     return "net.py:net"

@@ -1,4 +1,4 @@
-"""`dyno diff --layers`: planted wrong layers by the model's own names, forms, and bad input in one line."""
+"""`dyno diff --layers`: planted wrong layers by module name, all forms, and bad input in one line."""
 
 import csv
 import io
@@ -69,7 +69,7 @@ SIZE = ("--size", "16", "--channels", "1")
 
 
 def changed(path: Path, out: str, weight: str, factor: float) -> str:
-    """A copy of the file with one weight multiplied, by a part of its name."""
+    """Copy the file with one weight multiplied; `weight` is a part of its name."""
     model = onnx.load(path)
     tensor = next(t for t in model.graph.initializer if weight in t.name and len(t.dims) > 1)
     array = (onnx.numpy_helper.to_array(tensor) * factor).astype(np.float32)
@@ -79,7 +79,7 @@ def changed(path: Path, out: str, weight: str, factor: float) -> str:
 
 
 def tables(call: Any, *words: object) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """The layers' rows, a row for each engine, and the sentences."""
+    """Return the layers' rows, one row per engine, and the sentences."""
     _, out, _ = call("diff", *words, "--layers", "--format", "json", code=0)
     found = json.loads(out)["tables"]
     return found["layer-errors"]["rows"], found["layer-findings"]["rows"], found["layer-findings"]["notes"]
@@ -92,14 +92,14 @@ def test_a_module_and_its_forms_agree_layer_by_layer(call: Any, net: str) -> Non
     assert all(row["own_error"] < 1e-5 and row["error"] < 1e-4 for row in rows)
     assert sum("outputs agree" in note for note in notes) == 3
     named = {row["modules"] for row in rows if row["engine"] == "openvino"}
-    # The block's sum is no call's result; the gate's product is one.
+    # The block's sum is no call's result; the gate's product is a call's result.
     assert named == {"stem", "block.conv block.bn", "block.relu", "gate.to_gate", "gate", "head.0", "head.1", "head.2"}
 
 
 def test_a_planted_weight_is_found_by_its_module(call: Any, net: str, tmp_path: Path) -> None:
     assert call("export", net, *SIZE, "-o", "right.onnx")[0] == 0
     wrong = changed(tmp_path / "right.onnx", "wrong.onnx", "to_gate", -2.0)
-    for first in (net, "right.onnx"):  # against the module, and against the file
+    for first in (net, "right.onnx"):  # against the module, then the file
         rows, (finding,), notes = tables(call, first, wrong, *SIZE)
         (suspect,) = [row for row in rows if row["suspect"] == "yes"]
         assert suspect["modules"] == "gate.to_gate" and suspect["share"] > 99.9
@@ -109,7 +109,7 @@ def test_a_planted_weight_is_found_by_its_module(call: Any, net: str, tmp_path: 
         assert any("made here" in note for note in notes) and any("confirmed: " in note for note in notes)
     code, out, _ = call("diff", "right.onnx", wrong, "--layers", "--size", "16", "--least", "0.999", "--order", "error")
     assert code == 1 and "first that disagrees, suspect" in out
-    two = changed(tmp_path / wrong, "two.onnx", "stem", 1.02)  # the larger one alone makes more than 80 % of the error
+    two = changed(tmp_path / wrong, "two.onnx", "stem", 1.02)  # the larger change makes over 80 % of the error
     notes = tables(call, "right.onnx", two, *SIZE)[2]
     assert any("disagree even then: of the other layers, " in note and "stem" in note for note in notes), notes
     broken = changed(tmp_path / "right.onnx", "broken.onnx", "to_gate", float("nan"))
@@ -126,7 +126,7 @@ def test_parts_that_share_an_activation_are_told_apart(call: Any, net: str) -> N
 
 
 def test_a_sum_inside_a_layer_is_not_taken_for_its_result(call: Any, net: str) -> None:
-    """It has the name of the encoder's layer, whose result the norm behind it gives."""
+    """The sum has the encoder layer's name, but the norm after it gives the layer's result."""
     words = (net.replace(":net", ":text"), "onnxruntime", "openvino", "--shapes", "ids:batchx7:int64", "--top", "0")
     rows, findings, notes = tables(call, *words)
     assert len(findings) == 2 and all(not finding["first"] and finding["mismatched"] == 0 for finding in findings)
@@ -144,7 +144,7 @@ def test_int8_names_the_layers_of_the_largest_error(call: Any, net: str) -> None
         assert finding["substituted_error"] is not None
         assert sum(row["share"] for row in own if row["suspect"] == "yes") >= 80 or finding["suspect_count"] == 8
         assert {"stem", "gate.to_gate"} <= {row["modules"].split()[0] for row in own}
-        assert all(row["error"] < 0.2 for row in own)  # also where the quantiser took a ReLU away
+        assert all(row["error"] < 0.2 for row in own)  # even where the quantiser removed a ReLU
 
 
 def test_csv_has_every_column(call: Any, net: str) -> None:
@@ -154,7 +154,7 @@ def test_csv_has_every_column(call: Any, net: str) -> None:
 
 
 def looping(path: Path, factor: float) -> str:
-    """A file with a loop whose rank ONNX can't infer: three times h = tanh(factor h + x), and all h in between."""
+    """Write a loop whose rank ONNX can't infer: three times h = tanh(factor h + x), with all intermediate h."""
     text = """(float[batch, length, 4] x) => (float[batch, length, 4] y) {
         [recurrence] last, steps = Loop<
             body = body (int64 i, bool go, float[] h) => (bool on, float[] new, float[] step) {

@@ -1,4 +1,4 @@
-"""Forms of one network aligned: by names, by tensors, by what flows; and what can't be is said to be so."""
+"""Alignment of a network's forms: by names, tensors and data flow; unaligned layers are reported."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ GRAPH = form(
 
 
 def names(*forms: LayerGraph) -> list[tuple[list[str], ...]]:
-    """The names of each region's members, form by form."""
+    """Return the names of each region's members, form by form."""
     return [
         tuple([forms[k].layers[i].name for i in own] for k, own in enumerate(region.members))
         for region in align.find_regions(forms, align.find_pivots(FormSet(forms)))
@@ -44,7 +44,7 @@ def names(*forms: LayerGraph) -> list[tuple[list[str], ...]]:
 
 
 def rows(*forms: LayerGraph) -> list[dict[str, Any]]:
-    """The table of these forms side by side."""
+    """Return the rows of the forms' side-by-side table."""
     return tables.align_forms(FormSet(forms), range(len(forms))).rows
 
 
@@ -63,7 +63,7 @@ def test_calls_that_an_exporter_numbers() -> None:
 
 
 def test_operations_stand_where_the_graph_has_them() -> None:
-    """A module around others has what it multiplies itself in one place, which must not be counted again."""
+    """An outer module's own products appear in one place and must not be counted twice."""
     outer = [replace(x, flops=18) if x.name == "b" else replace(x, flops=0) for x in BLOCK.layers]
     found = rows(form(MODULES, *outer), GRAPH)
     assert {row["b"]: row["flops"] for row in found if row["flops"]} == {"n1": 9, "n3": 9}
@@ -87,7 +87,7 @@ def test_an_engine_that_names_its_nodes() -> None:
 
 
 def test_an_engine_that_names_only_what_it_writes() -> None:
-    """As ONNX Runtime does in blocked layouts: a name after one tensor within each fused layer, and other tensors."""
+    """As in ONNX Runtime's blocked layouts: one tensor name per fused layer, and other tensors."""
     engine = form(
         LAYERS,
         layer("t2_nchwc", "Conv", "x", "r0"),
@@ -111,7 +111,7 @@ GELU = [
     layer("conv", "Conv", "x", "c", flops=9), layer("div", "Div", "c", "d"), layer("erf", "Erf", "d", "e"),
     layer("mul", "Mul", "c e", "g"), layer("tail", "Identity", "g", "y"),
 ]  # fmt: skip
-# By what each shows: the nodes of a graph, the layers of an engine, and regions of both that must be found.
+# Nodes of a graph, layers of an engine, and regions of both that must be found.
 ENGINES: dict[str, tuple[list[Layer], list[Layer], list[tuple[str, str]]]] = {
     "a layer that nothing names does what lies between its neighbours": (
         [*GRAPH.layers],
@@ -145,7 +145,7 @@ ENGINES: dict[str, tuple[list[Layer], list[Layer], list[tuple[str, str]]]] = {
          layer("lstm", "Reshape", "last", "l", skipped=True), layer("fc", "FullyConnected", "l", "y")],
         [("lstm", "sequence_64 lstm")],
     ),
-    # ONNX Runtime calls a node without a name by what it writes, which before a conversion is a separate tensor.
+    # ONNX Runtime names an unnamed node after its output; before a conversion that is a separate tensor.
     "a layer before a conversion is known by what that writes": (
         [layer("Conv to c", "Conv", "x", "c", flops=9), layer("Add to y", "Add", "c x", "y")],
         [layer("c_nchwc", "Conv", "x", "r0"), layer("Add to r1", "Add", "r0 x", "r1"),
@@ -163,8 +163,8 @@ def test_an_engine_beside_its_graph(nodes: list[Layer], own: list[Layer], expect
 
 
 def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
-    """One engine says that the pair after a convolution is the convolution's; the other one is only guessed to read it
-    elsewhere, and that must not make one region of both layers."""
+    """One engine assigns the Q/DQ pair to the convolution before it; for the other, a guess puts it elsewhere. The
+    difference must not merge both layers into one region."""
     nodes = [
         layer("c1", "Conv", "x", "a", flops=9), layer("q", "QuantizeLinear", "a", "b"),
         layer("d", "DequantizeLinear", "b", "c"), layer("c2", "Conv", "c", "y", flops=9),
@@ -185,7 +185,7 @@ def test_forms_that_have_nothing_in_common_are_said_to_be_unaligned() -> None:
 
 
 def totals(forms: list[LayerGraph], first: int = 0, graph_of: dict[int, int] | None = None) -> list[str]:
-    """What explains the parameters of the form behind that one."""
+    """Return the sentences about the parameters of the form after `first`."""
     found = FormSet(forms, graph_of or {})
     return tables.describe_totals(found, [first, first + 1], align.find_regions(forms, align.find_pivots(found)))
 
@@ -241,7 +241,7 @@ def test_equal_weights_of_two_layers_are_stored_once_and_a_use_that_went_is_none
     ]
     once = "nodes has 8 fewer parameters than modules: 8 are stored once for several layers that have the same values."
     assert totals([module, form(NODES, *nodes)]) == [once]
-    # Called twice, with the first call's weight folded away: the second call's is the first that is counted.
+    # Called twice, with the first call's weight folded: the second call's weight is counted first.
     module = form(MODULES, *(replace(x, name="a", shared=s) for x, s in zip(module.layers, (0, 8), strict=True)))
     folded = [replace(nodes[0], parameters=3), replace(nodes[1], shared=0)]
     forms = [module, *(form(NODES, *(replace(x, modules=("a",)) for x in each)) for each in (nodes, folded))]
@@ -267,7 +267,7 @@ def test_unknown_shapes_have_no_bytes() -> None:
 
 
 def test_what_shapes_decide_early_does_not_draw_later_rows_behind_its_layer() -> None:
-    """An LSTM asks for the batch, for its first state, before anything runs: what runs before it stands before it."""
+    """An LSTM asks for the batch, for its first state, before anything runs: nodes that run earlier stay above it."""
     module = form(
         MODULES, layer("emb", "Linear", "", "0", flops=9), layer("lstm", "LSTM", "0", "1", flops=9), layer("", "Net")
     )

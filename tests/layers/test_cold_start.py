@@ -1,4 +1,4 @@
-"""Cold starts: parts that sum to the whole, in processes that really start, and their table."""
+"""Cold starts: parts sum to the whole in real process starts, and their table."""
 
 import csv
 import io
@@ -24,7 +24,7 @@ def starts(title: str, *seconds: float) -> cold_start.ColdStartSamples:
 
 
 def test_a_wide_interval_has_its_lower_bound() -> None:
-    """Of two rounds the direction may be certain where the interval is wider than a factor of two."""
+    """With two rounds the direction may be certain while the interval is wider than a factor of two."""
     vague, clear = (math.exp(-1.063), math.exp(-0.937)), (math.exp(-1.001), math.exp(-0.999))
     for seconds, speedup, verdict in ((vague, "≥1.22x", "faster"), (clear, "2.72x [2.68, 2.75]", "faster")):
         table = cold_start.ColdStarts((starts("first", 1.0, 1.0), starts("second", *seconds))).table

@@ -1,4 +1,4 @@
-"""Which layer a kernel belongs to, and what its counters say: on real counters and at the lines between the words."""
+"""Kernels' layers and hardware counters: real counters, and values at the limits between verdicts."""
 
 import json
 import math
@@ -179,7 +179,7 @@ REASONS = {
     "busy": "another program uses the GPU's counters, such as DCGM or another profiler; end it",
     "none": "ncu saw no kernel between the start and the stop of its profiling",
 }
-# The backend, in a process that takes it that the GPU is there.
+# The backend in a process that believes in the GPU.
 ON_A_GPU = """
 import sys
 from counted_backend import COUNTED
@@ -191,7 +191,7 @@ PART = 'ncu failed to profile "k" in process 7 (UnknownError); other programs ma
 
 @pytest.fixture
 def place(tmp_path: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, a backend that has counters, and a stand-in for ncu on the PATH."""
+    """Folder with a model, a backend with counters, and a fake ncu on the PATH."""
     (tmp_path / "counted-1.dist-info").mkdir()
     (tmp_path / "counted-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: counted\nVersion: 1\n")
     (tmp_path / "counted-1.dist-info/entry_points.txt").write_text("[dyno.backends]\ncounted = on_a_gpu:COUNTED\n")
@@ -301,7 +301,7 @@ def test_an_engine_whose_kernels_nobody_tells_apart(place: Path, fake_trial: Any
 
 
 class Seen(Progress):
-    """Notes the stage that the job is in."""
+    """Stores the job's current stage."""
 
     at = ""
 

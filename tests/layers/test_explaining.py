@@ -1,4 +1,4 @@
-"""`dyno explain`: a waterfall that closes, by the model's own names, of forms, files and a run's trials."""
+"""`dyno explain`: a waterfall that closes, by module name, for forms, files and trials of a run."""
 
 import json
 import statistics
@@ -16,7 +16,7 @@ from dyno.layers import causes, cures
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 QUICK = ("--rounds", 2, "--runs", 6, "--seconds", 0.03, "--warmup", 0.02, "--threads", 1)
-# `norm` is folded and `relu` fused by every engine; `slow` has most of the operations.
+# Every engine folds the batch norm and fuses the ReLU; the convolution "3" has most of the operations.
 NET = """
 from torch import nn
 
@@ -29,7 +29,7 @@ def net():
 
 
 def explained(call: Any, *words: object) -> dict[str, Any]:
-    """The JSON of both tables, whose steps close."""
+    """Return the JSON of both tables after asserting that their steps close."""
     _, out, _ = call("explain", *words, "--format", "json", code=0)
     found: dict[str, Any] = json.loads(out)
     first, *steps, last = found["tables"]["waterfall"]["rows"]
@@ -44,7 +44,7 @@ def explained(call: Any, *words: object) -> dict[str, Any]:
 
 
 def causes_of(found: dict[str, Any]) -> dict[str, str]:
-    """The cause of each part, by the part's names."""
+    """Return the cause of each part, by the part's names."""
     return {part["modules"]: part["cause"] for part in found["tables"]["explained"]["rows"]}
 
 
@@ -61,7 +61,7 @@ def test_a_module_and_an_engine(call: Any, model: str, size: int, engine: str) -
         "the model's own code, and calling its parts",
     }  # fmt: skip
     assert causes["(model)"] == "the model's own code, and calling its parts"
-    if engine == "onnxruntime":  # every batch norm and activation is in the convolution before it
+    if engine == "onnxruntime":  # every batch norm and activation is fused into the convolution before it
         norms = {name for names in causes for name in names.split() if ".bn" in name or name == "bn1"}
         assert norms and all(causes[n] == "fused or left out in B" for n in causes if norms & set(n.split()))
         assert causes["conv1"] == causes["maxpool"] == causes["fc"] == "another kernel"
@@ -99,7 +99,7 @@ def test_from_python_with_two_files_and_two_builds_of_one_engine(
     assert len(files.pair.a.processes) == len(files.pair.b.processes) == 2
     builds = dyno.explain("n.onnx", "onnxruntime", "onnxruntime@optimization=disable", top=3, **short)
     keys = {name: part.cause.key for part in builds.waterfall.parts for name in part.names}
-    assert keys["2"] == "split"  # the ReLU is a node again
+    assert keys["2"] == "split"  # the ReLU is a separate node again
     assert list(builds.to_pandas().columns)[:2] == ["modules", "cause"] and len(builds.to_pandas()) == 4
     assert all(reason.text for reason in builds.reasons)
 
@@ -185,7 +185,7 @@ def test_prescriptions_are_trials_beside_b(call: Any, net: str, tmp_path: Path) 
 
 
 def test_raw_pixels_are_tried_with_their_copies(call: Any, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are for GPUs; a CPU, which copies its inputs too, shows that they are measured, and at which boundary."""
+    """Raw pixels are for GPUs; a CPU also copies its inputs, and shows which boundary is measured."""
     (pixels,) = (one for one in cures.PRESCRIPTIONS if one.causes == (causes.COPYING,))
     assert pixels.fits("tensorrt", "fp16", "cuda:0", {}) and pixels.fits("pytorch", "fp16", "cuda:1", {"graph": True})
     assert not pixels.fits("tensorrt", "fp16", "cuda:0", {"input": "uint8"})

@@ -1,4 +1,4 @@
-"""Files for other tools: each is what its tool's own specification says, and has the numbers of the tables."""
+"""Files for other tools: valid by each tool's specification, with the tables' numbers."""
 
 import json
 import re
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 QUICK = ("--runs", 10, "--seconds", 0.03, "--warmup", 0.02)
 FORMS = ("PyTorch", "ONNX Runtime", "OpenVINO")
-# Of sampled profiles what speedscope says in file-format-spec.ts: https://github.com/jlfwong/speedscope
+# speedscope's schema of sampled profiles, file-format-spec.ts: https://github.com/jlfwong/speedscope
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
 
 
@@ -34,7 +34,7 @@ def saved(profiled: ProfileResult, path: Path) -> Any:
 
 
 def layers_us(profiled: ProfileResult) -> list[float]:
-    """Microseconds of all layers of each form, as the tables have them."""
+    """Return the microseconds of each form's layers, from the tables."""
     return [1e3 * row["layers_ms"] for row in profiled.tables[1].rows]
 
 

@@ -1,4 +1,4 @@
-"""Layers as calls inside calls, and what traces and tree maps make of them."""
+"""Layers as nested calls, and the traces and tree maps made from them."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from dyno.layers.times import Times
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, LayerGraph
 from made_layers import form, layer
 
-# `a` consists of two parts and does something itself; `b` stands alone.
+# `a` has two parts and some code between; `b` stands alone.
 PARTS = {"a.0": "Conv2d", "a.1": "ReLU", "a": "Block", "b": "Linear", "": "Net"}
 MODULE = form(MODULES, *(layer(name, kind, f"t{k}", f"t{k + 1}", modules=(name,))
                          for k, (name, kind) in enumerate(PARTS.items())), library="P")  # fmt: skip
@@ -118,7 +118,7 @@ def test_a_graph_has_the_tensors_between_layers_as_edges() -> None:
     assert graph_files.build_node_data(found(1))["E"]["results"]["4"] == {"value": 5.0}
 
 
-# `block` adds what its convolution returns to what it was given, by its own code.
+# `block` adds its convolution's output to its input, in its own code.
 NET = form(MODULES, *(layer(*each, modules=each[:1]) for each in (
     ("stem", "Conv2d", "x", "s"), ("block.conv", "Conv2d", "s", "c"), ("block", "Block", "s", "b"),
     ("head", "Linear", "b", "y"), ("", "Net", "x", "y"),

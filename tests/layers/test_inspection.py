@@ -1,4 +1,4 @@
-"""`dyno inspect`: layers of one form, several aligned, and what can't be read, which is one line."""
+"""`dyno inspect`: layers of one form, several aligned, and one line for unreadable input."""
 
 import dataclasses
 import importlib
@@ -66,14 +66,14 @@ def test_module_graph_and_engines_side_by_side(
     table = tables(call, model, "onnx", "onnxruntime", "openvino", "--size", size)["aligned"]
     rows, notes = table["rows"], table["notes"]
     assert not any("unaligned" in note for note in notes), notes
-    for name, note in zip("abcd", notes[:4], strict=True):  # no layer is lost, and none counts twice
+    for name, note in zip("abcd", notes[:4], strict=True):  # each layer counts exactly once
         total = sum(row[f"parameters_{name}"] or 0 for row in rows)
         assert parameters is None or name not in "ab" or total == parameters["ab".index(name)]
         assert parameters is None or f"{total:,} parameters" in note
     nodes = [each for row in rows for each in (row["b"] or "").split()]
     assert len(nodes) == len(set(nodes)) and f"{len(nodes)} nodes" in notes[1]
     products = [row for row in rows if row["flops"]]
-    assert products and all(row["c"] and row["d"] for row in products if row["b"])  # what computes runs in every engine
+    assert products and all(row["c"] and row["d"] for row in products if row["b"])  # these run in every engine
     if parameters:
         (folded,) = (note for note in notes if "fewer parameters" in note)
         assert "batch norms folded" in folded and "elsewhere" not in folded
@@ -95,7 +95,7 @@ def test_an_engine_built_without_a_gpu_is_read_without_one(call: Any, net: str, 
     assert call("export", "n.onnx", "--backend", "tensorrt_rtx", "-o", "n.engine")[0] == 0
     rows = [row for row in tables(call, "n.onnx", "n.engine")["aligned"]["rows"] if row["flops"]]
     assert len(rows) == 3 and all(row["b"] for row in rows)
-    (tmp_path / "n.engine").write_bytes((tmp_path / "n.engine").read_bytes() + b"more")  # the listing is of another
+    (tmp_path / "n.engine").write_bytes((tmp_path / "n.engine").read_bytes() + b"more")  # a stale listing
     assert given._read_listing(tmp_path / "n.engine") is None
 
 
@@ -235,7 +235,7 @@ def test_a_program_s_own_inputs_are_given_by_place(call: Any, tmp_path: Path) ->
 
 @dataclasses.dataclass
 class Answer:
-    """What torch.export doesn't know, so that the program is of a wrapper around the module."""
+    """Type unknown to torch.export, so the program wraps the module."""
 
     score: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""`dyno profile`: times by the model's own names, a planted slow layer on top, and never a latency."""
+"""`dyno profile`: times by module name, a planted slow layer on top, and never a latency."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def script(): return torch.jit.script(Net())
 
 
 def tables(call: Any, *words: object) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
-    """The layers' rows by form, and a line for each form."""
+    """Return the layers' rows by form, and one summary row per form."""
     _, out, _ = call("profile", *words, *QUICK, "--format", "json", code=0)
     found = json.loads(out)["tables"]
     by_form: dict[str, list[dict[str, Any]]] = {}
@@ -115,7 +115,7 @@ def test_nodes_without_a_name_have_their_times(call: Any, tmp_path: Path) -> Non
     by_form, _ = tables(call, "net.onnx", "--top", 0, "--order", "graph")
     types = [node.op_type for node in model.graph.node]
     assert sorted(row["type"] for row in by_form["ONNX"]) == sorted(types)
-    assert not any(row["remark"] for row in by_form["ONNX"])  # the Transpose is the model's own
+    assert not any(row["remark"] for row in by_form["ONNX"])  # the Transpose is part of the model
     code, out, err = call("inspect", "net.onnx", "onnxruntime")
     assert code == 0 and "ONNX Runtime" in out and "6 layers." in out, err
 
@@ -123,7 +123,7 @@ def test_nodes_without_a_name_have_their_times(call: Any, tmp_path: Path) -> Non
 def test_an_engine_s_python_needs_no_onnx(
     call: Any, net: str, other_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorRT's has none; ONNX Runtime's needs it to list layers, so here it runs in this Python after all."""
+    """TensorRT's Python lacks onnx; ONNX Runtime's needs it to list layers, so the engine's job runs in this Python."""
     readers = []
 
     def launch(job: Job, *rest: Any) -> Any:
@@ -148,8 +148,8 @@ def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.M
         assert len(times.unprofiled) >= 3 and times.unprofiled.min() > 0
     torch_times, openvino_times = found.times.values()
     assert torch_times.layers.shape == (7, 9) and len(torch_times.profiled) == 7
-    assert len(openvino_times.layers) == 5 and len(openvino_times.profiled) == 10  # as many for each compilation
-    # What a part without a row does falls to the one around it: the layers are all of the call.
+    assert len(openvino_times.layers) == 5 and len(openvino_times.profiled) == 10  # the same number per compilation
+    # A part without a row counts for its parent: the layers cover the whole call.
     assert (torch_times.layers.sum(axis=1) <= torch_times.profiled).all()
     frame = found.to_pandas()
     assert frame["share"].sum() == pytest.approx(200) and frame["modules"].iloc[0] == "slow"
@@ -183,8 +183,8 @@ def test_without_a_gpu_one_line_says_so(
     form = () if command == "profile" else ("onnxruntime",)
     asked = (command, net, *form, "--device", "cuda:0", "--size", "32")
     assert refused(*asked).startswith("there is no cuda:0 here")
-    assert call("inspect", net, "onnx", "--size", "32")[0] == 0  # its export has its own line
-    monkeypatch.setattr(defaults, "missing_gpu", lambda device: False)  # as where it goes away meanwhile
+    assert call("inspect", net, "onnx", "--size", "32")[0] == 0  # the export runs on the CPU
+    monkeypatch.setattr(defaults, "missing_gpu", lambda device: False)  # as for a GPU that disappears meanwhile
     code, _, said = call(*asked)
     assert code == (2 if command == "profile" else 3) and "net" in said.splitlines()[-1]
     assert "no CUDA device" in said or "no NVIDIA driver" in said, said

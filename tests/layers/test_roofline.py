@@ -1,4 +1,4 @@
-"""Layers under measured ceilings: operations and bytes counted by hand."""
+"""Layers under measured ceilings; operations and bytes counted by hand."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ def test_an_engine_s_layers_have_the_operations_of_their_nodes_and_each_byte_onc
     found = rate_layers(ENGINE, 0, "fp32", CEILINGS)
     assert found.work == [
         LayerWork(8_000_000, 4 * (10 + 100 + 40), "fp32"),
-        LayerWork(1000, 4 * (100 + 5 + 500), "fp32"),  # who writes `b` knows its shape
+        LayerWork(1000, 4 * (100 + 5 + 500), "fp32"),  # the shape of `b` comes from the layer that writes it
         LayerWork(0, 4 * (5 + 5), ""),
     ]
     assert found.flops == 8_001_000

@@ -1,4 +1,4 @@
-"""Layers' times as tables, and stored pairs of them: read back as they were, or refused."""
+"""Layers' times as tables, and stored pairs of them: read back unchanged, or refused."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_the_remainder_is_negative_where_watching_costs_more() -> None:
 
 
 def test_a_layer_is_not_named_after_who_shares_what_shapes_decide_with_it() -> None:
-    """An LSTM and a GRU both ask one node for the batch, to make their first states."""
+    """An LSTM and a GRU share a node that gives the batch for their first states."""
     module = form(MODULES, *(layer(n, n, modules=(n,)) for n in ("lstm", "gru")))
     nodes = [layer(f"{name}_node", name, f"{read} s", name, modules=(name,))
              for name, read in (("lstm", "x"), ("gru", "lstm"))]  # fmt: skip
@@ -165,7 +165,7 @@ def test_what_watching_leaves_open_is_said() -> None:
 
 
 def test_a_layer_has_its_type_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a graph without modules' names, the type says what a row is, and the cumulative share says least."""
+    """Without module names the type identifies a row; the cumulative share is the first column to go."""
     monkeypatch.setenv("COLUMNS", "80")
     fused = form(
         NODES, *(layer("", "FusedConv and its activation", modules=("a", "(model)")) for _ in "abc"), library="E"

@@ -1,4 +1,4 @@
-"""The waterfall from A to B on made-up layers: every cause by its name, steps that close, and what is not claimed."""
+"""The waterfall from A to B on made-up layers: every cause by name, closing steps, and unclaimed differences."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ INT8_US = (20.0, 5, 31, 40)
 
 
 def times(each_us: tuple[float, ...], latency_us: float, seed: int, noise: float = 0.01) -> Times:
-    """Twenty repeats in which every layer takes about its time."""
+    """Return twenty repeats with the given time per layer plus noise."""
     rng = np.random.default_rng(seed)
     layers = 1e-6 * np.array(each_us) * (1 + noise * rng.standard_normal((20, len(each_us))))
     return Times(1e-6 * latency_us * (1 + noise * rng.standard_normal(50)), layers.sum(axis=1), layers)
@@ -97,7 +97,7 @@ def test_rounds_are_pairs_and_a_disturbed_one_is_left_out() -> None:
         moved = zip(side.processes, shifts_us, strict=True)
         return replace(side, processes=tuple(replace(t, unprofiled=t.unprofiled + 1e-6 * us) for t, us in moved))
 
-    together = [0.0, 60, 10, 35, 20]  # what the machine adds to both processes of a round
+    together = [0.0, 60, 10, 35, 20]  # added by the machine to both processes of a round
     found = waterfall.make_waterfall(replace(pair(), a=shift(pair().a, together), b=shift(pair().b, together)))
     assert 1e6 * found.gap.difference.low > -116 and 1e6 * found.gap.difference.high < -108 and not found.left_out
     hit = waterfall.make_waterfall(replace(pair(), b=shift(pair().b, [0.0, 0, 9000, 0, 0])))
@@ -133,7 +133,7 @@ def test_types_decide_in_engines_of_one_library() -> None:
 
 
 def test_a_region_is_of_the_type_of_its_product_whatever_takes_longer() -> None:
-    """ONNX Runtime casts around a convolution in FP16 that it has no kernel for, but not around what follows it."""
+    """ONNX Runtime lacks an FP16 kernel for a convolution and casts around it, but not around the following layer."""
     kinds, shared = (("Conv", FLOAT), ("Max", "float16")), (("n_conv", "n_bn"), ("n_bn", "n_relu"))
     forms = [
         replace(FAST, library=f"ONNX Runtime 1.0{title}", layers=tuple(
@@ -163,7 +163,7 @@ def test_two_networks_that_have_nothing_in_common_are_said_to() -> None:
 
 
 def test_interruptions_are_told_from_work_outside_the_layers() -> None:
-    """Every run has an interruption of 100 µs, in any of the layers; and 20 µs pass outside of them."""
+    """Every run has an interruption of 100 µs in some layer, and 20 µs outside the layers."""
     quiet = times(FAST_US, 103, 0, 0.0)
     layers = quiet.layers.copy()
     for k, row in enumerate(layers):
@@ -179,7 +179,7 @@ def test_interruptions_are_told_from_work_outside_the_layers() -> None:
 
 
 def on_gpu(found: PairSide, busy_us: float) -> PairSide:
-    """The side as if a GPU had run its layers, working for so long in each run."""
+    """Return the side as if a GPU had run its layers, busy for `busy_us` in each run."""
     count = np.empty(0)
     gpu = LaunchTimes(count, count, np.full(20, 1e-6 * busy_us), np.full(20, 5e-6), np.full(20, 4.0))
     return replace(found, processes=tuple(replace(each, gpu=gpu) for each in found.processes))
@@ -204,10 +204,9 @@ def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways
     assert found.b.excess == pytest.approx(53e-6, rel=0.02)
     for layers in (found.b.layers[0], found.b.watch_overhead_removed[0]):
         assert layers.sum() == pytest.approx(50e-6, rel=0.02) and layers.min() >= 0
-    assert 1e6 * found.b.watch_overhead_removed[0] == pytest.approx(
-        [38, 0, 0, 8], abs=5
-    )  # 22 µs less each, but none less than nothing
-    conversion = by_key(found)["conversion"]  # of 8 µs, which may be 4 µs, or none at all
+    # 22 µs less each, but never below 0
+    assert 1e6 * found.b.watch_overhead_removed[0] == pytest.approx([38, 0, 0, 8], abs=5)
+    conversion = by_key(found)["conversion"]  # of 8 µs, perhaps 4 µs or none
     assert 1e6 * conversion.difference.value == pytest.approx(3.9, rel=0.1) and not conversion.proven
     assert by_key(plain)["conversion"].proven
     assert any(reason.key == "watched" and "took 10" in reason.text for reason in reasons.list_reasons_why(found))
@@ -220,7 +219,7 @@ def test_a_difference_that_is_not_shown_is_called_so_and_noise_is_no_cause() -> 
     assert [reason.key for reason in told] == ["gap"]
     assert "no difference is shown" in told[0].text and (told[0].low or 0) < 0 < (told[0].high or 0)
     conversions = [part for part in waterfall.make_waterfall(same).parts if part.cause == causes.CONVERSION]
-    assert [(part.a, part.b) for part in conversions] == [((1,), (1,))]  # which both have
+    assert [(part.a, part.b) for part in conversions] == [((1,), (1,))]  # present in both
 
 
 def test_nothing_is_not_made_something_by_rounding() -> None:
@@ -230,7 +229,7 @@ def test_nothing_is_not_made_something_by_rounding() -> None:
 
 
 def test_quiet_runs_have_no_interruption_by_rounding() -> None:
-    """The mean of two processes' sums is another number than the sum of their layers' means."""
+    """The mean of two processes' sums differs in its last bits from the sum of their layers' means."""
     up, down = [1.1e-6 * k for k in range(1, 8)], [1.3e-6 * k for k in range(7, 0, -1)]
     quiet = [Times(np.full(50, 1e-3), np.full(50, 1e-3), np.tile(layers, (50, 1))) for layers in (up, down)]
     assert not waterfall._make_estimates(quiet).interrupted.any()
@@ -311,7 +310,7 @@ def test_two_modules_are_aligned_by_their_calls() -> None:
 
 
 def test_a_module_s_own_code_is_one_part_wherever_it_runs() -> None:
-    """`attn` multiplies before and after it calls `attn.fc`, and the model adds something at the end."""
+    """`attn` multiplies before and after it calls `attn.fc`; the model adds something at the end."""
     owners = ("attn", "attn.fc", "attn", "")
     module = form(
         MODULES, made_layers.layer("attn.fc", "Linear", "", "0:0", modules=("attn.fc",), flops=9),
@@ -346,7 +345,7 @@ def test_each_makes_a_variant_that_backends_know(one: Prescription) -> None:
 
 
 TENSORRT, PAIRS = ("tensorrt", "fp16", "cuda:0"), "eight bits between layers"
-# What a prescription is of, an engine and its options, and whether it would change that engine.
+# Prescription, engine, options, and whether it would change that engine.
 FITS: list[tuple[str, tuple[str, str, str], dict[str, Any], bool]] = [
     ("fewer layers", ("onnxruntime", "int8", "cpu"), {}, True),
     ("fewer layers", ("onnxruntime", "fp32", "cpu"), {}, False),
@@ -355,7 +354,7 @@ FITS: list[tuple[str, tuple[str, str, str], dict[str, Any], bool]] = [
     ("a CUDA graph", ("pytorch", "fp16", "cuda:1"), {}, True),
     ("a CUDA graph", ("pytorch", "fp16", "cpu"), {}, False),
     ("a CUDA graph", ("onnxruntime", "fp32", "cuda:0"), {}, False),
-    ("usual level", TENSORRT, {}, False),  # it has that
+    ("usual level", TENSORRT, {}, False),  # already set
     ("highest level", TENSORRT, {}, True),
     *(("usual level", TENSORRT, {"optimization": n}, n < 3) for n in (0, 2, 3, 5)),
     *(("highest level", TENSORRT, {"optimization": n}, n == 3) for n in (0, 2, 3, 5)),

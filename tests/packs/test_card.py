@@ -1,4 +1,4 @@
-"""The card of a run: the verdict's words and numbers, the command that measures the same, and a badge."""
+"""A run's card: the verdict's words and numbers, the command to repeat it, and a badge."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ PYTORCH, FAST, SLOW = Way("pytorch"), Way("a", "int8", 0.004), Way("b", seconds=
 
 
 def packed(call: Any, path: Path, ways: Sequence[Way], study: str = STUDY) -> tuple[str, ElementTree.Element]:
-    """The card and the badge."""
+    """Pack a run; return its card and badge."""
     folder = synthetic.write_run(path / "net", list(ways))
     (folder / "study.toml").write_text(study)
     out = call("pack", folder, "--card", "-o", "mine.pack.zip", code=0)[1]

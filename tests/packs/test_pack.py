@@ -1,4 +1,4 @@
-"""A run as one file: what it holds, what it doesn't name, how its verdict is checked, and what is refused."""
+"""A run as one file: its content, anonymity, the check of its verdict, and refusals."""
 
 import getpass
 import io
@@ -25,7 +25,7 @@ TOLD = "verified: "
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, fake_study: Callable[..., Study]) -> Path:
-    """A run of three rounds of two engines, one of which takes twice as long."""
+    """Run of three rounds of two engines; the second takes twice as long."""
     folder = tmp_path_factory.mktemp("measured") / "net"
     backends = ("fake@latency_ms=1", "fake@latency_ms=2")
     dyno.run(fake_study(backends=backends, rounds=3, samples=30), folder, quiet=True)
@@ -50,7 +50,7 @@ def write(path: Path, content: dict[str, bytes]) -> Path:
 
 
 def samples(file: Path) -> tuple[dict[str, bytes], str, dict[str, Any]]:
-    """What a pack holds, the name of its first samples, and their arrays."""
+    """Return a pack's members, the name of its first samples file, and that file's arrays."""
     content = members(file)
     name = next(name for name in content if name.endswith("samples.npz"))
     return content, name, dict(np.load(io.BytesIO(content[name])))
@@ -135,7 +135,7 @@ def test_a_file_left_out_or_added_is_named(call: Any, file: Path, tmp_path: Path
 
 
 def test_no_folder_user_or_host_is_named(run: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted in every text that a pack takes from a run."""
+    """Names are planted in every text that a pack takes from a run."""
     planted = tmp_path / "planted" / "net"
     shutil.copytree(run, planted)
     monkeypatch.setattr(platform, "node", lambda: "hostname7.example.org")
@@ -166,7 +166,7 @@ UUID, MAC = "GPU-5a3e8c1f-0b2d-4c6e-8f90-a1b2c3d4e5f6", "02:42:ac:11:00:02"
 
 
 def test_no_other_host_and_no_device_is_named(run: Path, tmp_path: Path) -> None:
-    """Hosts of a cluster, and what identifies a card, in JSON files and in arrays."""
+    """Cluster hosts and card identifiers are planted in JSON files and arrays."""
     planted = tmp_path / "cluster"
     shutil.copytree(run, planted)
     (planted / "placements").mkdir()
@@ -246,7 +246,7 @@ def test_a_link_and_a_second_file_of_a_name_are_refused(refused: Any, file: Path
 def test_a_bomb_is_refused_before_it_unpacks(
     refused: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes are counted as they are read: the second file declares a small one."""
+    """Sizes are counted while reading, as a member may declare a false one (the second file)."""
     large = b" " * (opening.MAX_MEMBER_BYTES[".json"] + 1)
     bomb = write(tmp_path / "bomb.zip", {**members(file), "run/models.json": large})
     assert bomb.stat().st_size < 10 << 20
@@ -265,7 +265,7 @@ def test_a_bomb_is_refused_before_it_unpacks(
 
 
 def directory_alone(count: int) -> bytes:
-    """A zip file of as many empty members, which all lie in one place."""
+    """Return a zip file with `count` empty members at the same offset."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as packed:
         packed.writestr("a.npy", b"")
@@ -277,7 +277,7 @@ def directory_alone(count: int) -> bytes:
 
 @pytest.mark.parametrize("harm", ["shape", "empty shape", "directory", "number", "nested", "array", "path", "both"])
 def test_what_is_large_inside_is_refused(refused: Any, file: Path, tmp_path: Path, harm: str) -> None:
-    """Values that would take much time or memory, or stop Dyno, where they are read."""
+    """Refuse values that would cost much time or memory, or crash a reader."""
     content, name, _ = samples(file)
     verdict = content["verdict.json"][1:]
     header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (%s), }"
@@ -345,7 +345,7 @@ def test_what_can_t_be_packed_is_refused(refused: Any, tmp_path: Path, run: Path
 
 @pytest.mark.parametrize("place", ["backend", "task", "study"])
 def test_no_code_that_a_pack_names_is_imported(refused: Any, file: Path, importable: Any, place: str) -> None:
-    """Backends and tasks may be named MODULE:NAME, which `dyno run` imports."""
+    """Backends and tasks may be named MODULE:NAME; `dyno run` imports these."""
     folder = importable("planted_module", "from pathlib import Path\nPath('imported').write_text('x')\nX = 1\n")
     content = members(file)
     if place == "study":

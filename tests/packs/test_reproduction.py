@@ -1,4 +1,4 @@
-"""A pack's study measured again: what is needed for it, and whether both answers are the same."""
+"""Measuring a pack's study again: requirements, and agreement of both verdicts."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def stored(folder: Path, ways: Sequence[Way], seed: int = 0, study: str = STUDY)
 
 @pytest.fixture
 def reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """What `dyno reproduce` answers where the pack has these trials and the machine measures those."""
+    """Pack the trials `pack`, reproduce with `here` as the measurement; returns exit code and answer."""
 
     def run(pack: Sequence[Way], here: Sequence[Way], **environment: Any) -> tuple[int, dict[str, Any]]:
         file = dyno.pack(stored(tmp_path / "net", pack), tmp_path / "net.zip")
@@ -100,7 +100,7 @@ def test_one_round_is_nothing_to_compare(reproduced: Any) -> None:
 
 
 def test_two_runs_without_a_winner_are_undecided(reproduced: Any) -> None:
-    """Two ties of all agree about nothing; with a ratio of one round there is nothing to compare."""
+    """Two ties agree about nothing, and ratios of one round can't be compared."""
     code, answer = reproduced(ONCE, ONCE)
     assert (code, answer["outcome"]) == (3, "undecided")
     assert re.fullmatch(
@@ -115,7 +115,7 @@ NET = "import torch\n\n\ndef build():\n    return torch.nn.ReLU()\n"
 
 
 def test_a_model_in_a_file_is_the_user_s_own(refused: Any, tmp_path: Path) -> None:
-    """The pack has its hash alone; another file, and none, are refused before anything runs."""
+    """A pack has only the model's hash; a missing or different file is refused before measuring."""
     folder = stored(tmp_path / "net", [PYTORCH, ONNX], study=STUDY.replace("torchvision:digits", "/nets/net.py:build"))
     (tmp_path / "net.py").write_text(NET)
     for path in folder.rglob("job.json"):
@@ -137,7 +137,7 @@ def test_a_model_in_a_file_is_the_user_s_own(refused: Any, tmp_path: Path) -> No
 
 
 def test_models_of_one_file_name_are_told_apart(refused: Any, tmp_path: Path) -> None:
-    """Each by its own hash: with one of them the other half of the study went without, and still was reproduced."""
+    """Models match by hash; once, half of the study was skipped and still counted as reproduced."""
     given = [str(tmp_path / name / "net.py") for name in "ab"]
     models = f"models = {json.dumps([f'{path}:build' for path in given])}\n"
     folder = stored(tmp_path / "net", [PYTORCH, ONNX], study=models + STUDY.partition("\n")[2])
@@ -180,7 +180,7 @@ def test_nothing_of_a_stranger_s_choice_runs(refused: Any, tmp_path: Path, chang
 def test_other_images_are_refused_before_anything_runs(
     refused: Any, fake_study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same files with one changed pixel are other images."""
+    """One changed pixel makes them other images."""
     for name, value in (("photos", 10), ("changed", 11)):
         for label in ("cat", "dog"):
             (tmp_path / name / label).mkdir(parents=True)
@@ -216,7 +216,7 @@ def test_a_pack_that_is_not_verified_is_not_run(refused: Any, tmp_path: Path) ->
 
 
 def test_a_study_runs_again(fake_study: Callable[..., Study], call: Any, tmp_path: Path, unreported: None) -> None:
-    """From the command line, with jobs: its settings are the pack's."""
+    """Through the command line, with jobs and the pack's settings."""
     study = fake_study(backends=("fake@latency_ms=1", "fake@latency_ms=4"), rounds=2, samples=5)
     dyno.run(study, tmp_path / "net", quiet=True)
     code, out, err = call("reproduce", dyno.pack(tmp_path / "net", tmp_path / "net.zip"), "-y")

@@ -1,4 +1,4 @@
-"""`dyno site`: packs, also of strangers, as a static site that opens from disk."""
+"""`dyno site`: packs, untrusted ones included, as a static site that opens from disk."""
 
 import json
 import os
@@ -22,7 +22,7 @@ PLANTED = "<script>alert(1)</script>"
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packs: a run, one whose names want to break pages, one whose verdict was changed, a bomb's name, a text."""
+    """Folder of packs: a good run, hostile names, a changed verdict, a zip bomb's name, a text file."""
     folder = tmp_path_factory.mktemp("packs")
     good = dyno.pack(GOLDEN, folder / "golden.pack.zip")
     hostile = synthetic.write_run(tmp_path_factory.mktemp("runs") / "hostile", synthetic.hostile())

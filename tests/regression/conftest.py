@@ -1,4 +1,4 @@
-"""Tiny networks that differ in speed alone, and what they lie in."""
+"""Tiny networks that differ only in speed, and fixtures for their surroundings."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ onnxruntime.InferenceSession = Slow
 
 @pytest.fixture
 def chain() -> Callable[..., Path]:
-    """`chain(path, length)`: as many products with a matrix that is its own inverse: all even lengths agree."""
+    """Factory `chain(path, length)`: `length` products with a self-inverse matrix, so all even lengths agree."""
     pytest.importorskip("onnx")
 
     def write(path: Path, length: int, width: int = 64) -> Path:
@@ -39,7 +39,7 @@ def chain() -> Callable[..., Path]:
 
 @pytest.fixture
 def git() -> Callable[[Path], None]:
-    """Make a repository of a folder, with one commit of all that lies there."""
+    """Make a folder a repository with one commit of all its files."""
 
     def commit(folder: Path) -> None:
         names = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
@@ -63,7 +63,7 @@ def script() -> Callable[[Path, str], Path]:
 
 @pytest.fixture
 def slow_python(tmp_path: Path, script: Callable[[Path, str], Path]) -> Path:
-    """This Python, in which ONNX Runtime's sessions run ten times as long."""
+    """This Python with ONNX Runtime sessions that run ten times as long."""
     folder = tmp_path / "slow"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SLOW)

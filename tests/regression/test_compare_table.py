@@ -1,4 +1,4 @@
-"""One run judged against another: equal, slower, less accurate, other outputs, broken, and what can't be compared."""
+"""Verdicts of one run against another: equal, slower, less accurate, other outputs, broken, not comparable."""
 
 import io
 import json
@@ -37,13 +37,13 @@ def write(folder: Path, *ways: Way) -> Path:
 
 
 def changed(**fields: Any) -> list[Way]:
-    """FIRST with its first trial changed."""
+    """Return FIRST with its first trial changed."""
     return [replace(FIRST[0], **fields), FIRST[1]]
 
 
 @pytest.fixture
 def judge(tmp_path: Path) -> Any:
-    """FIRST as run A against these ways as run B."""
+    """Compare FIRST as run A with these trials as run B."""
 
     def run(*ways: Way, before: list[Way] = FIRST, **rules: Any) -> Table:
         return dyno.compare(write(tmp_path / "a", *before), write(tmp_path / "b", *ways), **rules).table
@@ -53,7 +53,6 @@ def judge(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def call(call: Any) -> Any:
-    """`dyno compare …` in this process: (exit code, standard output, standard error)."""
     return lambda *words, **more: call("compare", *words, **more)
 
 
@@ -79,7 +78,7 @@ def test_a_copy_of_a_run_is_the_same_measurement_and_passes_no_gate(tmp_path: Pa
 
 
 def test_a_trial_that_vanished_fails(tmp_path: Path, call: Any) -> None:
-    """An engine that could not be imported any more left the gate green."""
+    """An engine that could no longer be imported once left the gate green."""
     a, b = write(tmp_path / "a"), write(tmp_path / "b", FIRST[0])
     junit = tmp_path / "junit.xml"
     code, out, _ = call(a, b, "--junit", junit)
@@ -93,7 +92,7 @@ def test_a_trial_that_vanished_fails(tmp_path: Path, call: Any) -> None:
 
 
 def test_the_same_speed_measured_twice_is_no_difference(judge: Any) -> None:
-    table = judge(Way("other"), *FIRST)  # the trial in front shifts the noise of all that follow
+    table = judge(Way("other"), *FIRST)  # the added first trial shifts the noise of the others
     frame = table.to_pandas()
     assert set(frame["verdict"]) <= ALIKE and frame["ratio"].between(0.9, 1.1).all()
     assert (frame["ratio"] != 1).all()
@@ -118,7 +117,7 @@ def measured_later(run: Path) -> None:
 
 
 def test_two_sessions_are_never_called_faster_or_slower(tmp_path: Path, call: Any) -> None:
-    """Six identical runs within four minutes gave 6 of 15 pairs a direction, where 5 % are promised."""
+    """Six identical runs within four minutes once gave 6 of 15 pairs a direction; 5 % are promised."""
     a, b = write(tmp_path / "a"), write(tmp_path / "b", *changed(seconds=0.0048))
     measured_later(b)
     code, out, _ = call(a, b)
@@ -167,7 +166,7 @@ def test_the_ratio_is_that_of_the_rounds_medians(judge: Any, tmp_path: Path) -> 
         ({"seconds": 0.0048}, {"tolerance": 0.19}, "slower, tolerated", ""),
         ({"seconds": 0.0048}, {"tolerance": 0.3}, "slower, tolerated", ""),
         ({"seconds": 0.002}, {"fail_on": FAIL_ON}, "faster", ""),
-        ({"seconds": 0.0048, "flips": 0.1}, {"fail_on": ("status",)}, "slower", ""),  # what isn't asked for
+        ({"seconds": 0.0048, "flips": 0.1}, {"fail_on": ("status",)}, "slower", ""),  # neither is gated
     ],
 )
 def test_what_fails_is_what_the_rules_ask_for(
@@ -204,7 +203,7 @@ def test_a_loss_that_is_accepted_fails_nothing(judge: Any, accepted: str, failed
 
 
 def test_accuracies_are_one_family() -> None:
-    """Twenty pairs whose two sides are equally accurate, on 500 images of which 6 % are answered differently."""
+    """Twenty pairs of equally accurate sides, on 500 images with 6 % changed answers."""
     rng = np.random.default_rng(0)
     alone = failed = found = 0
     for _ in range(200):
@@ -222,7 +221,7 @@ def test_accuracies_are_one_family() -> None:
 def test_a_loss_of_map_on_few_images_needs_twice_the_interval(
     judge: Any, monkeypatch: pytest.MonkeyPatch, images: int, verdict: str
 ) -> None:
-    """The jackknife's interval is too narrow there."""
+    """The jackknife's interval is too narrow for few images."""
     change = JackknifedChange(images, stats.Interval(-0.03, -0.05, -0.01))
     monkeypatch.setattr(HitShare, "change", lambda *_: change)
     first = judge(*changed(flips=0.1)).to_pandas().iloc[0]
@@ -287,7 +286,7 @@ def test_what_was_broken_before_fails_nothing(judge: Any) -> None:
 
 
 def spoil(run: Path, backend: str) -> None:
-    """Make a backend's stored outputs those of another network."""
+    """Replace a backend's stored outputs by another network's."""
     for trial in load_run(run):
         for path in [r.folder / "outputs.npz" for r in trial.rounds if trial.backend == backend]:
             arrays = dict(np.load(path))
@@ -308,7 +307,7 @@ def test_wrong_outputs_are_told_first_and_have_no_speed(call: Any, tmp_path: Pat
     assert list(frame["outputs"]) == ["", "wrong outputs"] and list(frame["outputs_a"]) == ["", "agree"]
     assert frame["ratio"].isna().tolist() == [False, True]
     for pair, verdict in (((faster, right), "wrong outputs in A: off by"), ((wrong, faster), "wrong outputs: off by")):
-        table = dyno.compare(*pair).table  # what was wrong before got no worse, and its speed says nothing
+        table = dyno.compare(*pair).table  # no regression from wrong outputs, and no speed verdict
         frame = table.to_pandas()
         assert frame["verdict"].iloc[1].startswith(verdict)
         assert not frame["failed"].any() and comparison.exit_code(table) == 3
@@ -334,7 +333,7 @@ def test_other_weights_and_inputs_are_refused(judge: Any, facts: dict[str, str],
 
 
 def edit_jobs(run: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change what every trial of the run was asked to be; their ids change with it."""
+    """Edit the requested settings of every trial of the run; their ids change."""
     for folder in list((run / "trials").iterdir()):
         for path in folder.glob("r*/job.json"):
             job = json.loads(path.read_text())
@@ -354,7 +353,7 @@ def edit_jobs(run: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 def test_what_is_asked_for_is_refused_where_it_differs(tmp_path: Path, edit: Any, words: str) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     edit_jobs(b, edit)
-    if words == "different weights":  # nothing ran, so there are no facts to tell
+    if words == "different weights":  # without a successful run there are no facts
         for path in b.glob("trials/*/r*/record.json"):
             write_json(path, {**json.loads(path.read_text()), "status": "failed", "facts": {}})
     refuses(f"can't be compared: {words}", dyno.compare, a, b)
@@ -469,7 +468,7 @@ def test_the_command_s_defaults_are_the_rules(call: Any) -> None:
 
 
 def test_pairs_at_the_limit_seldom_fail() -> None:
-    """Of ten pairs that are slower by exactly the tolerance, none is called slower in about 97.5 % of comparisons.
+    """Ten pairs slower by exactly the tolerance: in about 97.5 % of comparisons none is called slower.
 
     The pairs, drawn by numpy, have ratios of 1.02 and a spread of 0.1 %. With Holm's steps from a ratio of 1 some pair
     failed in 5.2 % of these comparisons.

@@ -1,4 +1,4 @@
-"""`dyno compare` measures what isn't stored, in turns, and is a gate with three answers."""
+"""`dyno compare` measures missing trials interleaved, and is a gate with three answers."""
 
 import re
 import sys
@@ -46,7 +46,7 @@ def test_a_stored_run_is_measured_again_beside_a_file_with_other_outputs(call: A
     pytest.importorskip("onnxruntime")
     base, other = chain(tmp_path / "base.onnx", 2), chain(tmp_path / "other.onnx", 3)
     assert call("time", base, *QUICK, "--boundaries", "model", "--out", "base")[0] == 0
-    # Three rounds and the largest limit: networks this small differ severalfold on a busy machine.
+    # Three rounds and the largest limit, as networks this small differ severalfold on a busy machine.
     words = ("compare", "base", other, "--rounds", "3", "--fail-on", "slower=1000%")
     code, out, err = call(*words, "--out", "run")
     assert "onnxruntime fp32 b1: B gives other outputs than A.\n" in err, "what that means, the gate decides"
@@ -76,7 +76,7 @@ def test_one_after_the_other_is_said(call: Any) -> None:
 
 
 def test_where_no_pair_ran_nothing_was_compared(call: Any, tmp_path: Path) -> None:
-    """A network that had failed before the change too passes no gate."""
+    """A network that also failed before the change passes no gate."""
     words = ("fake:a", "fake:b", "--backend", "fake@fail=exception", "--rounds", "2", *QUICK)
     out = call("compare", *words, "--summary", str(tmp_path / "summary.md"), code=3)[1]
     assert "Nothing was compared: in no pair did both A and B run." in out
@@ -138,7 +138,7 @@ onnxruntime.InferenceSession = Another
 
 @pytest.fixture
 def other_model(script: Any, tmp_path: Path) -> Any:
-    """Make a Python whose ONNX Runtime runs this file whatever it is given, as a version with an error in it."""
+    """Factory of Pythons with a faulty ONNX Runtime that runs the same file for every model."""
 
     def make(path: Path) -> Path:
         folder = tmp_path / "another"
@@ -166,7 +166,7 @@ def test_the_first_python_that_is_less_accurate(call: Any, other_model: Any, tmp
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     means = np.stack([digits.data[digits.target == k].mean(0) for k in range(10)]) / 16
     text = "(float[batch, 1, 8, 8] x) => (float[batch, 10] y) { f = Flatten(x) p = MatMul(f, w) y = Add(p, b) }"
-    w, b = means.T.astype(np.float32).copy(), (-(means**2).sum(1) / 2).astype(np.float32)  # the nearest mean
+    w, b = means.T.astype(np.float32).copy(), (-(means**2).sum(1) / 2).astype(np.float32)  # nearest mean
     model = onnx_text.write(tmp_path / "m.onnx", text, w=w, b=b)
     wrong = other_model(onnx_text.write(tmp_path / "zero.onnx", text, w=0 * w, b=b))
     pythons = f"v1={sys.executable},v2={sys.executable},v3={wrong}"

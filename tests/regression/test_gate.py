@@ -1,4 +1,4 @@
-"""The gate of a comparison: beyond the limit, within it, or undecided; its sentences; what it would have caught."""
+"""The gate of a comparison: beyond the limit, within it, or undecided; its sentences; its detectable slowdown."""
 
 import json
 import os
@@ -31,7 +31,7 @@ BASE = Way("pytorch", seconds=0.004, spread=0.001)
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Any:
-    """BASE as run A and with these changes as run B, checked against a limit."""
+    """Compare BASE as run A with a changed BASE as run B, against a limit."""
 
     def run(limit: str = "slower=5%", edit: Callable[[Path], None] | None = None, **changes: Any) -> dyno.Comparison:
         for name in "ab":
@@ -58,7 +58,7 @@ def test_three_answers(gate: Any) -> None:
 
 
 def test_digits_that_say_nothing_are_left_out(gate: Any) -> None:
-    """Of two rounds that differ hugely the limit of the interval may be 1e40 %."""
+    """With two very different rounds the interval may reach 1e40 %."""
     found = gate("slower=2%", seconds=0.05, spread=3.0, statuses=("ok", "ok"))
     (undecided,) = (line for line in found.verdicts if line.startswith("undecided"))
     (caught,) = (line for line in found.verdicts if "is caught" in line)
@@ -123,7 +123,7 @@ def test_the_smallest_slowdown_is_caught_in_80_percent(rounds: int, pairs: int) 
 
 
 def test_pairs_are_one_family(tmp_path: Path) -> None:
-    """A difference that shows by itself may be chance among many, and the sentences say what was done about it."""
+    """A significant difference may be chance among many pairs; the sentences name the correction."""
     others = [Way(f"like{k}", seconds=0.004) for k in range(12)]
     comparisons = []
     for name, more in (("alone", []), ("among", others)):
@@ -150,7 +150,7 @@ ONLINE = ("Install Dyno",)
 
 
 class Runner:
-    """Does of a composite action what needs no network: the `run` steps, with expressions filled in."""
+    """Runs the offline `run` steps of a composite action, with expressions filled in."""
 
     def __init__(self, root: Path, folder: Path, **inputs: str) -> None:
         self.action = pytest.importorskip("yaml").safe_load((root / "action" / "action.yml").read_text())
@@ -170,7 +170,7 @@ class Runner:
         return re.sub(r"\$\{\{ *(.+?) *\}\}", lambda found: self.values[found[1]], text)
 
     def run(self, cwd: Path) -> dict[str, int]:
-        """The exit code of each step that was run, by its name; a failed one ends it, but for those that always run."""
+        """Run the steps; return exit codes by name. A failure ends the action, except steps that always run."""
         codes: dict[str, int] = {}
         for step in self.action["runs"]["steps"]:
             if "run" not in step or step["name"] in ONLINE:

@@ -1,4 +1,4 @@
-"""Several stored runs as one history: copies of a stored run with other dates, versions, latencies and commits."""
+"""Stored runs as one history: copies of a run with different dates, versions, latencies and commits."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Callable[..., Path]:
-    """Copy the run: onnxruntime fp32 as many times as slow, in another version, or failed; models at a commit."""
+    """Copy the run, with onnxruntime fp32 slowed, in another version or failed, and its models at a commit."""
 
     def copy(
         name: str, day: int, times: float = 1, version: str = "1.30.0", commit: str = "", failed: bool = False
@@ -61,7 +61,7 @@ def test_the_step_is_where_the_latency_rose(copied: Callable[..., Path], call: A
     runs = copied("c", 27, 20, "1.31.0"), copied("a", 24), copied("b", 25, failed=True)
     _, out, _ = call("show", *runs, "--format", "csv", code=0)
     first, failed, last = read_rows(out)
-    assert [row["run"] for row in (first, failed, last)] == ["a", "b", "c"]  # by date
+    assert [row["run"] for row in (first, failed, last)] == ["a", "b", "c"]  # ordered by date
     assert (first["step"], failed["step"], failed["reason"]) == ("", "", "done: no such operator")
     assert float(last["step"]) == pytest.approx(20) and last["changed"] == "onnxruntime 1.30.0 to 1.31.0"
     others = [row for row in csv.DictReader(io.StringIO(out)) if row["trial"] != SLOWED and row["step"]]
@@ -105,7 +105,7 @@ def test_a_chart_marks_the_commit_that_made_it_slow(copied: Callable[..., Path],
     root = ElementTree.fromstring(drawing)
     texts = ["".join(each.itertext()).strip() for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"0a1b2c3", "4d5e6f7", "<b>&7"} <= set(texts)
-    assert [text for text in texts if text.endswith("x")] == ["20.00x"]  # the others lie within what both can see
+    assert [text for text in texts if text.endswith("x")] == ["20.00x"]  # the others changed undetectably
     assert (
         page.count("<svg") == 1 and "<td" in page and "<b>" not in page and "onnxruntime fp32: 20.00x; commit" in page
     )
@@ -123,7 +123,7 @@ def test_commits_of_one_model_are_one_history(copied: Callable[..., Path], call:
 
 
 def test_processors_that_a_host_moved_are_what_changed(copied: Callable[..., Path], call: Any) -> None:
-    """A signal between them takes 170 ns in the first run and 580 in the second."""
+    """A signal between processors takes 170 ns in the first run and 580 ns in the second."""
     runs = copied("a", 24), copied("b", 25, 1.8)
     for run, latency in zip(runs, (170, 580), strict=True):
         for path in run.glob("trials/*/*/record.json"):

@@ -1,4 +1,4 @@
-"""`dyno selftest`: what it measures, prints, keeps and refuses, and studies that go on until they are decided."""
+"""`dyno selftest`: measurement, output, storage and refusals, and studies that continue until decided."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ from dyno.worker.record import write_json
 from dyno.worker.spec import to_json
 from refusals import refuses
 
-# The fake backend's processes differ by nothing but what the machine does; a slow-down of a half can't be missed.
+# The fake backend's processes differ only by machine noise; a slowdown of 50 % is always visible.
 COARSE = module.Layout((0.0, 0.0, 0.5), ((0, 1), (0, 2)))
 FAKE: dict[str, Any] = {
     "backend": "fake@latency_ms=2", "channels": 1, "sizes": ("8",), "seconds": 0.1, "warmup": 0.02, "block": 0.02,
@@ -36,14 +36,14 @@ FAKE: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache in which no self-test is kept yet."""
+    """Cache without a stored self-test."""
     monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command measures few short rounds of the fake backend."""
+    """Shorten the command: few short rounds of the fake backend."""
     given = {name: FAKE[name] for name in ("seconds", "warmup", "block", "threads", "layout")}
     whole = module.selftest
 
@@ -51,11 +51,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(model, **{**given, **more})
 
     monkeypatch.setattr(module, "selftest", short)
-    monkeypatch.setattr(registry, "list_backends", lambda: ["fake"])  # the others would be asked by `dyno doctor`
+    monkeypatch.setattr(registry, "list_backends", lambda: ["fake"])  # else `dyno doctor` would probe the others
 
 
 def known() -> StoredSelfTest:
-    """A self-test of this machine, as if it had been measured."""
+    """Return a self-test of this machine, as if measured."""
     rounds = tuple(TestRound(1e-3 + n * 1e-5, (ProcessPair(0.0, (0.001 * (n % 3), 0.002)),)) for n in range(4))
     return StoredSelfTest(
         "2026-11-23T10:00:00+00:00", "1", self_test.identify_machine("cpu"), "cpu", "net", 1, 0.2, 0.1, 3, rounds
@@ -69,7 +69,7 @@ def test_it_tells_equal_processes_from_slowed_ones() -> None:
     assert found.slowdowns == [0.0, 0.5]
     (slowed,) = [one for one in found.verdicts if one.slowdown and one.rounds == 5]
     assert (slowed.slower.count, slowed.faster.hits) == (1, 0)
-    # A busy machine takes the processor from both; that adds to the delay, which is a share of what a run took.
+    # A busy machine preempts both; the slowdown is a share of a run's time and grows with it.
     assert sorted(1 / 2.718281828**pair.log for pair in found.list_pairs(0.5))[2] > 1.2
     assert found.grade in "ABCDE" and str(found).startswith("Grade ")
     kept, wrong = self_test.find("cpu")
@@ -79,7 +79,7 @@ def test_it_tells_equal_processes_from_slowed_ones() -> None:
 
 @pytest.mark.usefixtures("preloaded")
 def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Any) -> None:
-    """A run that is taken off the processor takes tens of milliseconds, so most of the short ones aren't."""
+    """A preempted run takes tens of milliseconds, so most of the short runs are not preempted."""
     given = {**FAKE, "backend": "drawn_engine:Engine@kind=a@uneven=true@latency_ms=0.1", "rounds": 3}
     found = dyno.selftest("fake:net", rebuild=True, **given)
     assert found.stored.builds and len(found.rounds) == 3
@@ -202,7 +202,7 @@ def test_a_trial_that_does_not_run_is_one_line(call: Any) -> None:
 @pytest.mark.usefixtures("preloaded")
 def test_few_rounds_and_slow_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses("3 or more", dyno.selftest, "fake:net", **{**FAKE, "rounds": 2})
-    later = iter(range(0, 10**9, 100))  # every look at the clock is 100 s after the one before
+    later = iter(range(0, 10**9, 100))  # the clock advances by 100 s per call
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(later))))
     monkeypatch.setattr(module, "_measure_round", lambda *_: None)
     refuses(r"give --minutes \d+", dyno.selftest, "fake:net", **{**FAKE, "minutes": 0.1, "rounds": 0})

@@ -1,4 +1,4 @@
-"""Tables as files: their formats by the files' endings, and Parquet read back by its own library."""
+"""Tables as files: format by file ending, and Parquet read back by its own library."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ def test_a_file_holds_what_is_printed(format: str, call: Any, tmp_path: Path) ->
     _, out, err = call("show", GOLDEN / "run", "-o", f"table{ending}", code=0)
     assert (out, err) == ("", f"dyno: wrote table{ending}\n")
     assert (tmp_path / f"table{ending}").read_text() == printed and len(printed) > 300
-    if format == "html":  # a whole page, whose headings sort
+    if format == "html":  # a whole page with sortable columns
         assert printed.startswith("<!doctype html>") and "<style>" in printed and "function sorted(" in printed
     call("show", GOLDEN / "run", "-o", "table.data", "--format", format, code=0)
     assert (tmp_path / "table.data").read_text() == printed

@@ -1,4 +1,4 @@
-"""GPU trials: which clock counts, what telemetry says, what throttling and others on the card do to a number."""
+"""GPU trials: the clock used, telemetry, and effects of throttling and other processes on the card."""
 
 import math
 import statistics
@@ -66,7 +66,7 @@ def test_tables_show_the_gpu_s_clock_where_there_is_one(tmp_path: Path) -> None:
         assert table.loc[t.backend, "latency_model_ms_median"] == pytest.approx(1e3 * statistics.geometric_mean(gpu))
     assert set(table["clock"]) == {"gpu"}
     assert table.loc["pytorch", "outside_gpu_ms"] == pytest.approx(2, rel=0.05)
-    assert table.loc["tensorrt", "speedup"] == pytest.approx(5, rel=0.1)  # 10 ms against 2 ms, not 12 against 2
+    assert table.loc["tensorrt", "speedup"] == pytest.approx(5, rel=0.1)  # GPU clock: 10 against 2 ms, not 12
 
 
 def test_a_group_with_one_engine_without_events_is_compared_by_the_host(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_two_runs_are_compared_by_the_clock_both_have(tmp_path: Path) -> None:
 def test_a_trial_s_gpu_in_numbers(tmp_path: Path) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(reasons=0x4, held=(-0.1, 1.1))))
     r = trial_table.read_trials(found).frame.iloc[0]
-    assert r["gpu_memory_mb"] == pytest.approx(2500)  # what was there before is not the job's
+    assert r["gpu_memory_mb"] == pytest.approx(2500)  # earlier memory is not counted
     assert r["gpu_util"] == pytest.approx(90)
     assert r["gpu_clock_mhz"] == 1200
     assert r["gpu_power_w"] == pytest.approx(412.5)
@@ -121,7 +121,7 @@ def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: 
     for boundary in ("model", "all"):
         taken, hit, lost = t.good[0].count_throttled(boundary)
         assert taken == 200 and hit == lost
-        assert 50 <= hit <= 50 + 2 * 200 * 0.1 / 2  # a quarter, and up to a look of 0.1 s of a window of 2 s each side
+        assert 50 <= hit <= 50 + 2 * 200 * 0.1 / 2  # a quarter, and up to 0.1 s on each side of a window of 2 s
         kept = t.good[0].samples("latency", boundary)
         every = t.good[0].raw_samples("latency", boundary)
         assert np.array_equal(kept, np.concatenate([every[: (first := _first_gap(kept, every))], every[first + hit :]]))
@@ -137,7 +137,7 @@ def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: 
 
 
 def _first_gap(kept: np.ndarray, every: np.ndarray) -> int:
-    """Where the first sample is missing."""
+    """Return the index of the first missing sample."""
     return int(np.argmin(np.append(kept == every[: len(kept)], False)))
 
 
@@ -173,7 +173,7 @@ def test_a_sample_is_clean_when_it_lies_outside_the_throttling() -> None:
     assert find_clean(samples, (0, 10), [(2.5, 4.5)]).tolist() == [True] * 2 + [False] * 3 + [True] * 5
     assert (
         find_clean(samples, (0, 20), [(4, 6)]).tolist() == [True, True, False] + [True] * 7
-    )  # the loop took as long again
+    )  # the loop took twice as long
     assert find_clean(samples, (0, 10), [(-math.inf, 1), (9, math.inf)]).sum() == 8
     assert find_clean(samples, (0, 10), [(20, 30)]).all()
     assert find_clean(np.empty(0), (0, 10), [(0, 1)]).size == 0
@@ -206,8 +206,8 @@ def test_ten_microseconds_are_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("copies", "is_bound"), [(0.012, True), (0.0039, False), (0.002, False), (0.0, False)])
 def test_copies_that_bound_the_throughput_are_named(tmp_path: Path, copies: float, is_bound: bool) -> None:
-    """A batch takes the model 4 ms; 12 ms of copies overlap it and decide how many batches a second there are;
-    where they take as long as the model, both do."""
+    """The model takes 4 ms per batch; 12 ms of overlapping copies bound the throughput. Where copies and
+    model take equally long, both do."""
     ways = [Way("tensorrt", "fp16", 0.004 / (0.3 + 0.7 * b), batch=b, card=Card(copies=copies)) for b in (1, 8)]
     found = results(tmp_path, *ways)
     measured = remarks.describe_copies(found.trials[-1])
@@ -226,7 +226,7 @@ def test_copies_that_bound_the_throughput_are_named(tmp_path: Path, copies: floa
         (Card(), ""),
         (Card(others=1), "another process was on the GPU meanwhile"),
         (Card(others=3, busy=40), "3 other processes were on the GPU meanwhile; it was 40 % busy before the job began"),
-        (Card(visible=False), ""),  # one process, and it must be the job's
+        (Card(visible=False), ""),  # a single process must be the job's
         (Card(visible=False, others=1), "another process was on the GPU meanwhile"),
         (Card(busy=40), "others used the GPU: it was 40 % busy before the job began"),
         (Card(busy=3), ""),
@@ -242,7 +242,7 @@ def test_others_on_the_gpu_are_noticed_and_said(tmp_path: Path, card: Card, word
 
 
 def test_what_ran_just_before_is_not_taken_for_others() -> None:
-    """NVML's average still holds the job before this one for the first looks."""
+    """NVML's moving average still includes the previous job in the first samples."""
     found = trace([0] * 6, util=[0] * 6, gpu_util=[80, 30, 0, 0, 90, 95], gpu_memory=[1e9] * 4 + [3e9] * 2)
     assert timeline.summarise_timeline(found, []).busy_before == 0
     soon = trace([0] * 3, gpu_util=[80, 90, 95], gpu_memory=[1e9, 3e9, 3e9])
@@ -270,11 +270,11 @@ def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:
     found = results(tmp_path, *ways, samples=50)
     memory, utilisation, *_, strip = over_time.over_time(trial_table.read_trials(found)).axes
     names = [line.get_label() for line in memory.lines]
-    assert names == ["pytorch fp32", "tensorrt fp32", "a fp32", "b fp32"]  # the reference, then the fastest
+    assert names == ["pytorch fp32", "tensorrt fp32", "a fp32", "b fp32"]  # the reference, then the fastest trials
     assert memory.lines[0].get_ydata().max() == pytest.approx(2.5)
     assert memory.lines[0].get_xdata()[0] == pytest.approx(0.1)
     assert utilisation.lines[0].get_ydata().max() == 90
-    assert len(strip.patches) == 3 * 4  # the windows
+    assert len(strip.patches) == 3 * 4  # measurement windows
     page = report.write_report([trial_table.read_trials(found)], tmp_path / "out").read_text(encoding="utf-8")
     assert "SM utilisation, %" in page and "batch 8, cuda:0 (1 more in results.csv)" in page
     assert "GPU’s clock" in page and "were dropped" in page and "another process was on the GPU" in page

@@ -1,4 +1,4 @@
-"""The report: one page that is whole, works offline, escapes every name, tells its method and fits a phone."""
+"""The report: one complete page that works offline, escapes names, describes its method and fits a phone."""
 
 import base64
 import os
@@ -28,7 +28,7 @@ from synthetic_card import Card
 
 
 class Page(HTMLParser):
-    """Tags, attributes and text of a page, as a browser would take them."""
+    """Tags, attributes and text of a page, parsed as by a browser."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
                      "close, % (rtol 0.001, atol 1e-08)", "another process used 40 % of a core",
                      "onnx_export: onnx fp32 in 900 ms", 'models = ["digits"]', "20 int8, 1 fp32"):  # fmt: skip
         assert expected in page.text, expected
-    # A drawing for each chart; above the tables stands one of the smallest batch, and a narrow one for phones.
+    # A drawing per chart, plus one of the smallest batch above the tables and a narrow one for phones.
     assert page.tags.count("svg") == len(printed.drawn(run)) + 2
     assert set(keep_leading(run).frame["batch"]) == {1} < set(run.frame["batch"])
     assert "At the smallest batch;" in written.read_text().split("Trials</h2>")[0]
@@ -68,7 +68,7 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     others = [t for name, t in printed.every(run).items() if kinds[name].section and name != "trials"]
     choices = sum(len(list(table.parts())) for table in others) + len(printed.drawn(run)) + len(demo.trials)
     assert page.tags.count("select") == 3 and page.tags.count("option") == choices
-    folded = sum(bool(decision.findings) for decision in verdict.read_verdict(run).decisions) + 1  # and the whole run's
+    folded = sum(bool(decision.findings) for decision in verdict.read_verdict(run).decisions) + 1  # and the run's
     folded += sum(len(cause.trials) > 2 for cause in sections.list_complaints(demo))
     assert page.tags.count("details") == folded + len(parts)
     assert page.text.index("Fastest is") < page.text.index("inputs already where the engine reads them")
@@ -163,7 +163,7 @@ def test_of_several_models_each_decision_is_a_line_that_unfolds(tmp_path: Path) 
     text = report.write_report([run], tmp_path / "page").read_text(encoding="utf-8")
     assert text.count('<details class="decision') == 6 and '<div class="decision' not in text
     first = text[text.index("<figure") : text.index("</figcaption>")]
-    assert "latency per batch" in first.lower() and "At the smallest batch" in first  # no speed-up there has a bound
+    assert "latency per batch" in first.lower() and "At the smallest batch" in first  # no speed-up there is bounded
 
 
 @pytest.mark.slow
@@ -359,7 +359,7 @@ def test_paper_is_white_and_nothing_on_it_is_cut(written: Path, tmp_path: Path) 
 
 
 def brightness(image: Image.Image) -> float:
-    """The mean brightness of a picture, 0 to 255."""
+    """Return a picture's mean brightness, 0 to 255."""
     return float(ImageStat.Stat(image.convert("L")).mean[0])
 
 
@@ -370,7 +370,7 @@ def test_a_screenshot_shows_the_report(written: Path, tmp_path: Path) -> None:
     with Image.open(shot) as image:
         assert image.size == (1280, 6400)
         colours = {c for _, c in image.convert("RGB").getcolors(1 << 22)}
-    assert {(0, 158, 115), (230, 159, 0)} <= colours  # OpenVINO's and ONNX Runtime's points are on the page
+    assert {(0, 158, 115), (230, 159, 0)} <= colours  # points of OpenVINO and ONNX Runtime are drawn
     dark = tmp_path / "dark.png"
     browse(written, "--blink-settings=preferredColorScheme=0", f"--screenshot={dark}")
     with Image.open(shot) as bright, Image.open(dark) as dim:
@@ -424,7 +424,7 @@ def described(folder: Path, study: str = "") -> dict[str, str]:
 
 
 def taking_turns(folder: Path, *backends: str) -> Path:
-    """A run whose trials of these backends took turns, in four blocks of 0.1 s."""
+    """Write a run whose trials of these backends are interleaved, in four blocks of 0.1 s."""
     synthetic.write_run(folder, [Way("pytorch"), Way("a", seconds=0.005), Way("b", seconds=0.006)], samples=20)
     for path in folder.glob("trials/*/r*/record.json"):
         job = read_json(path.parent / "job.json")

@@ -1,4 +1,4 @@
-"""Runs in experiment trackers, read back by their own libraries; the numbers expected are those stored as CSV."""
+"""Runs in experiment trackers, read back by their own libraries; expected numbers come from the stored CSV."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ WORDS = ("model", "backend", "precision", "batch", "device")
 
 @pytest.fixture
 def gold(tmp_path: Path) -> Path:
-    """The stored run, with a report."""
+    """Stored run with a report."""
     folder = tmp_path / "gold"
     shutil.copytree(GOLDEN / "run", folder)
     (folder / "report.html").write_text("<p>the report</p>")
@@ -33,7 +33,7 @@ def gold(tmp_path: Path) -> Path:
 
 
 def check_numbers(logged: dict[str, Any], stored: dict[str, str]) -> None:
-    """A number that was measured is logged as it is, and one that wasn't is not."""
+    """Assert that measured numbers are logged unchanged and others not at all."""
     for name in NUMBERS:
         if stored[name]:
             assert logged[name] == pytest.approx(float(stored[name]), rel=1e-6), name
@@ -44,11 +44,11 @@ def check_numbers(logged: dict[str, Any], stored: dict[str, str]) -> None:
 def test_mlflow_has_a_run_for_each_trial(gold: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="no MLflow (pip install 'inference-dyno[mlflow]')")
     uri = (gold.parent / "gold-mlflow").as_uri()
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # what mlflow-skinny has; a full MLflow has a database too
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny only has the file store
     import mlflow
 
     mlflow.set_tracking_uri(uri)
-    for _ in range(2):  # a second time adds nothing
+    for _ in range(2):  # the second time adds nothing
         _, _, err = call("show", gold, "--log", "mlflow", code=0)
     assert "MLflow's experiment gold" in err
     client = mlflow.MlflowClient(tracking_uri=uri)
@@ -98,18 +98,18 @@ def test_wandb_has_a_table_and_the_winner(gold: Path, dyno: Any) -> None:
 
 
 def read_wandb(file: Path) -> Iterator[Any]:
-    """The records of a transaction log, which is in LevelDB's format: blocks of 32 KiB behind a header of 7 bytes."""
+    """Yield the records of a transaction log in LevelDB's format: blocks of 32 KiB after a 7-byte header."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, place, record, block = file.read_bytes(), 7, b"", 1 << 15
     while place + 7 <= len(data):
-        if block - place % block < 7:  # too little for a header: the block is padded
+        if block - place % block < 7:  # no room for a header: padding
             place += block - place % block
             continue
         _, size, kind = struct.unpack("<IHB", data[place : place + 7])
         record += data[place + 7 : place + 7 + size]
         place += 7 + size
-        if kind in (1, 4):  # whole, or its last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield Record.FromString(record)
             record = b""
 
@@ -119,7 +119,7 @@ def test_tensorboard_has_hyperparameters_and_scalars(gold: Path, call: Any) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    for _ in range(2):  # what was logged before is replaced
+    for _ in range(2):  # the second log replaces the first
         _, _, err = call("show", gold, "--log", "tensorboard", code=0)
     assert err.endswith(f"tensorboard --logdir {gold / 'tensorboard'}\n")
     found = set()
@@ -158,7 +158,7 @@ def test_a_missing_library_is_named_before_anything_is_measured(
     assert refused(*command, "--log", "mlflow") == (
         "--log mlflow: this needs mlflow, not installed here; pip install 'inference-dyno[mlflow]'"
     )
-    # A folder that a tracker left here is none: Python takes it for a package without code.
+    # A leftover tracker folder is no package, although Python finds it as a namespace package.
     monkeypatch.setattr(defaults, "find_spec", lambda name: SimpleNamespace(origin=None))
     assert refused(*command, "--log", "wandb").endswith("pip install 'inference-dyno[wandb]'")
     assert refused(*command, "--log", "tensorbord").startswith("unknown tracker 'tensorbord'; did you mean 'tensor")

@@ -1,4 +1,4 @@
-"""Of an interval wider than a factor of two its useful limit alone is printed; the CSV and JSON keep both."""
+"""Of an interval wider than a factor of two only the useful limit is printed; CSV and JSON keep both."""
 
 import io
 import re
@@ -24,7 +24,7 @@ BRACKETS = re.compile(r"\[([\d.,]+)(?: \S+)?, ([\d.,]+)(?: \S+)?\]")
 
 @pytest.fixture(scope="module")
 def wild(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Processes that differ by far more than the ways of running, at two batches."""
+    """Trials at two batches with far larger variation between processes than between backends."""
     at = {"spread": 0.9, "build": 1.0}
     ways = [
         Way(name, seconds=s, batch=b, **at)
@@ -35,7 +35,7 @@ def wild(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def wide(text: str) -> list[str]:
-    """The printed intervals of ratios and times that are wider than a factor of two."""
+    """Return the printed intervals of ratios and times that are wider than a factor of two."""
     found = []
     for match in BRACKETS.finditer(text):
         low, high = (float(each.replace(",", "")) for each in match.groups())

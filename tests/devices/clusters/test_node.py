@@ -1,4 +1,4 @@
-"""A block's folder on a node: whose it is, and what becomes of one whose process was killed."""
+"""A block's folder on a node: its owner, and cleaning up after a killed process."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def test_what_a_killed_process_left_goes_with_the_next_block_and_what_is_in_use_
 
 
 def _after_a_block(block: Path) -> Path:
-    """Begin a block, which fails as nothing is asked for, and end it; its folder."""
+    """Begin an empty block, which fails, and end it; return its folder."""
     node = Node()
     node.begin(_read(block), {}, {}, str(block))
     (folder,) = [path for path in Path(tempfile.gettempdir()).glob("dyno-block-*/block.json") if path.parent.is_dir()]

@@ -1,4 +1,4 @@
-"""A study on a Ray cluster of two nodes, which are two shares of this machine: every block whole on one of them."""
+"""A study on a Ray cluster of two nodes, each a share of this machine: every block runs on one node."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, two_cores]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two nodes of one processor each."""
+    """Ray cluster of two nodes with one processor each."""
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +76,7 @@ def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(fake_study: Any, 
 
 
 def _anywhere(about: Any, count: int, taken: Any, host: Any) -> Any:
-    """A place that shares its processors: there may be more nodes than cores."""
+    """Return a place with shared processors, as there may be more nodes than cores."""
     return ray_cluster.Place(about.host, "cpu", about.card, threads=1, host=host)
 
 
@@ -101,7 +101,7 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
 
 
 def test_a_terminated_command_says_so_in_one_line(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
-    """Ray's own handler prints traces, and ends the process where it is."""
+    """Ray's signal handler prints traces and exits at once."""
     study = fake_study(on=f"ray={cluster.address}", rounds=50, until="rounds")
     assert "SIGTERM" not in spreading.stop(study, tmp_path / "run", subprocess.Popen.terminate)
     assert load_run(tmp_path / "run").trials, "what was measured can be read before its block is at its end"
@@ -119,7 +119,7 @@ def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_
 
 
 def _children(pid: int) -> list[str]:
-    """The names of the processes that it started, and that haven't just ended."""
+    """Return the names of the process's living children."""
     names = []
     for child in psutil.Process(pid).children():
         with suppress(psutil.Error):

@@ -1,5 +1,4 @@
-"""A study on jobs of Slurm: on two processes of this host, as submitit has them without Slurm, and on a Slurm whose
-commands are scripts."""
+"""A study on Slurm jobs: as two local processes through submitit, and on a fake Slurm of shell scripts."""
 
 import os
 import shutil
@@ -35,7 +34,7 @@ LOCAL = "slurm=2,cluster=local"
 two_cores = pytest.mark.skipif(system.physical_cores() < 2, reason="two jobs need two physical cores")
 FAKE = {
     "srun": "",
-    # The first job runs, from a copy of the script, as Slurm does it: submitit moves its own meanwhile.
+    # The first job runs from a copy of the script, as in Slurm: submitit moves the original meanwhile.
     "sbatch": """
 n=$(ls "$FAKE_SLURM"/*.sbatch 2>/dev/null | wc -l); n=$((n + 1)); cp "$1" "$FAKE_SLURM/$n.sbatch"
 if [ $n = 1 ] && [ -z "$FAKE_DEAF" ]; then
@@ -60,7 +59,7 @@ echo "$*" >> "$FAKE_SLURM/cancelled"
 
 @pytest.fixture
 def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a Slurm whose commands are scripts."""
+    """Folder of a fake Slurm with scripts as commands."""
     fake = tmp_path / "slurm"
     fake.mkdir()
     for name, text in FAKE.items():
@@ -150,7 +149,7 @@ def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(fake
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_terminal_is_one_line(fake_study: Any, tmp_path: Path, number: int) -> None:
-    """Jobs on this host get it, too, and leave the words to the command, which ends them."""
+    """Local jobs receive the signal too, but leave the message to the command, which ends them."""
     study, folder = fake_study(on="slurm=1,cluster=local", rounds=50, until="rounds"), tmp_path / "run"
     spreading.stop(study, folder, lambda command: os.killpg(command.pid, number))
     assert not (folder / "slurm").exists(), "the jobs have ended"
@@ -197,7 +196,7 @@ def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
         assert f"#SBATCH {option}\n" in given
     assert {"1", "2"} <= set((fake_slurm / "cancelled").read_text().split())
     pid = int((fake_slurm / "1.pid").read_text())
-    with suppress(psutil.NoSuchProcess):  # it has ended
+    with suppress(psutil.NoSuchProcess):  # already ended
         job = psutil.Process(pid)
         assert job.status() == psutil.STATUS_ZOMBIE or not psutil.wait_procs([job], timeout=300)[1]
 
@@ -223,13 +222,13 @@ def test_a_job_ends_when_nothing_is_heard_of_its_driver_or_slurm_ends_it(tmp_pat
     stopped.serve()
     assert "ended by SIGTERM" in str(Mail(folder).read(LEFT))
     shutil.rmtree(folder)
-    Pilot(folder, 100.0, 0).serve()  # ends, as its study has removed the folder
+    Pilot(folder, 100.0, 0).serve()  # ends, as the study's folder is gone
 
 
 def test_a_lost_job_is_noticed_while_it_has_nothing_to_do(
     tmp_path: Path, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (fake_slurm / "1.pid").write_text("none")  # so that Slurm says that it failed
+    (fake_slurm / "1.pid").write_text("none")  # makes Slurm report a failure
     monkeypatch.setattr(slurm_cluster, "QUEUE_POLL_INTERVAL_S", 0.0)
     host = SlurmHost(SimpleNamespace(job_id=1), Mail(tmp_path), "cpu", local=False)
     assert not host.gone, "what became of a job that hasn't started, the queue says"

@@ -1,4 +1,4 @@
-"""Charts: what is drawn, when there is nothing to draw, that names stay text, and colours that can be told apart."""
+"""Charts: content, missing data, names kept as text, and distinguishable colours."""
 
 import re
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_the_demo_has_every_chart_but_sizes(run: RunData) -> None:
 
 
 def test_on_a_dark_page_no_area_of_a_chart_is_white(run: RunData) -> None:
-    """What has no colour of the page's is a colour in the middle, which is seen on white and on dark, or is text."""
+    """Fixed colours are mid-tones, visible on white and on dark; all others follow the page or are text."""
     for name, figure in printed.drawn(run).items():
         areas = set(re.findall(r'<path [^>]*style="fill: (#[0-9a-f]{6})', style.render_svg(figure, "x")))
         assert not [c for c in areas if sum(int(c[k : k + 2], 16) for k in (1, 3, 5)) > 3 * 0xD0], name
@@ -162,7 +162,7 @@ def test_hostile_names_are_text_in_the_drawing(hostile_names: Results) -> None:
 
 @pytest.fixture(scope="module")
 def run_of_models(tmp_path_factory: pytest.TempPathFactory) -> RunData:
-    """Two models, two sizes, two batches, three ways of which two differ by an option alone."""
+    """Two models, two sizes, two batches, three trials each; two of the three differ only by an option."""
     ways = [
         Way(backend, "fp32", seconds * factor, batch=batch, size=size, model=model, options=options)
         for model, seconds in (("small", 0.001), ("large", 0.1)) for size in (64, 128) for batch in (1, 8)

@@ -1,4 +1,4 @@
-"""Tables side by side: a row per model, size and batch, a column per way, and the same numbers for machines."""
+"""Tables side by side: a row per model, size and batch, a column per configuration; the same numbers in files."""
 
 import io
 import json
@@ -25,7 +25,7 @@ GFLOP, PEAK = 2.0, 1e12
 
 
 def study(folder: Path, models: tuple[str, ...] = ("one", "two")) -> Path:
-    """Two models at two sizes and two batches in three ways, one of which has no memory for the largest."""
+    """Write two models at two sizes and batches, four configurations: one out of memory at the largest, one skipped."""
     ways = []
     for model in models:
         for size in (64, 128):

@@ -1,4 +1,4 @@
-"""Tables that are made from a run: agreement, when a preparation has paid off, variance, and the text of any."""
+"""Tables of a run: agreement, payback of preparation, variance, and the text of any table."""
 
 import math
 import pickle
@@ -47,7 +47,7 @@ def test_outputs_of_other_inputs_are_not_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("values", "shown"), [(3, ("0.00", "")), (0, ("", "0"))])
 def test_a_number_that_there_is_not_is_no_zero(tmp_path: Path, values: int, shown: tuple[str, str]) -> None:
-    """Of a reference that is 0 there is no relative error; of no values nothing is close, or not."""
+    """A zero reference has no relative error; without values nothing is close or far."""
     run = load_run(synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("one")]))
     for trial in run:
         for path in (one.folder / "outputs.npz" for one in trial.rounds):
@@ -70,7 +70,7 @@ def test_outputs_that_change_or_never_do_have_a_note(tmp_path: Path) -> None:
 
 
 def test_images_that_flip_are_listed_and_drawn(tmp_path: Path) -> None:
-    """Ten images in the cache, of which int8 loses one and gains one; with another data set in its place: no file."""
+    """int8 loses one of ten cached images and gains one; with another data set in the cache there is no file."""
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a", "int8")], samples=5, count=10)
     data = tmp_path / "data"
     data.mkdir()
@@ -106,7 +106,7 @@ def test_images_that_flip_are_listed_and_drawn(tmp_path: Path) -> None:
 
 
 def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> None:
-    """Of three objects in images of 100 x 50 the trial loses one, renames one and shifts one; one it has alone."""
+    """Of three objects in images of 100 x 50, the trial loses one, renames one and shifts one; it adds a fourth."""
     sides = np.array([[0, 0, 20, 20], [50, 0, 70, 20], [0, 20, 20, 40], [60, 20, 90, 50]], np.float32)
 
     def detections(rows: list[int], images: list[int], classes: list[int], scores: list[float], shift: float) -> Arrays:
@@ -145,7 +145,7 @@ def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> 
 
 
 def test_a_table_that_was_pickled_prints_the_same(root: Path) -> None:
-    """In text every column is printed, those of closures too, and the notes below each part."""
+    """Text output has every column, including those with closures, and the notes below each part."""
     every = tables.make_tables(trial_table.read_trials(root / "tests/golden/run"), "all")
     assert any(table.below for table in every) and any(c.cell for table in every for c in table.columns)
     for table in every:
@@ -157,7 +157,7 @@ def test_a_table_that_was_pickled_prints_the_same(root: Path) -> None:
 
 
 def test_every_table_is_a_frame_with_the_numbers_of_its_rows(root: Path) -> None:
-    """File sizes in MB stand in one column with whole numbers of layers."""
+    """File sizes in MB share a column with integer layer counts."""
     for table in tables.make_tables(trial_table.read_trials(root / "tests/golden/run"), "all"):
         frame = table.to_pandas()
         assert repr(table) == f"Table({table.name!r}, {len(table.rows)} rows)"
@@ -251,8 +251,8 @@ def test_the_sentences_and_the_fastest() -> None:
 
 
 def in_turns(folder: Path, rounds: float, blocks: float, both: float) -> list[dict[str, Any]]:
-    """The table's rows of two trials that took turns, with those deviations of rounds and blocks, and of what a block
-    does to `both`."""
+    """Return the table's rows of two interleaved trials with the given deviations of rounds and blocks, and of blocks
+    shared by `both`."""
     synthetic.write_run(folder, [Way("pytorch", statuses=("ok",) * 8), Way("a", statuses=("ok",) * 8)], samples=1)
     rng = np.random.default_rng(0)
     shared = both * rng.standard_normal((8, 12, 1))
@@ -342,7 +342,7 @@ def test_a_note_is_printed_once_where_columns_are_left_out(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("name", "slower"), [("model", 400.0), ("throughput", 1.0)])
 def test_figures_that_the_host_to_host_latency_contradicts(tmp_path: Path, name: str, slower: float) -> None:
-    """A single job without blocks, as of `dyno time`: others disturbed one of its timings, not the others."""
+    """A single job without blocks, as from `dyno time`: other programs disturbed only one of its timings."""
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch", statuses=("ok",))], samples=40, count=30)
     (path,) = folder.glob("trials/*/r0/record.json")
     record = read_json(path)

@@ -1,4 +1,4 @@
-"""The tidy table and its printed twins."""
+"""The trials' data frame and its printed tables."""
 
 import io
 import json
@@ -85,7 +85,7 @@ def test_numbers_are_those_of_the_samples(demo: Results, frame: pd.DataFrame) ->
 
 
 def test_a_percentile_lies_in_its_interval_though_one_round_has_a_long_tail(tmp_path: Path) -> None:
-    """That round's median is undisturbed, so both count it."""
+    """The round's median is undisturbed, so percentile and interval both include it."""
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch", statuses=("ok",) * 6)])
     [file] = folder.glob("trials/*/r3/samples.npz")
     arrays = dict(np.load(file))
@@ -160,7 +160,7 @@ def test_a_speed_up_that_the_latencies_seem_to_deny_is_explained(
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_disturbed_latency_that_a_quiet_one_contradicts_gives_no_speed_up(tmp_path: Path, rounds: int) -> None:
-    """latency/model is disturbed in every round and 30 times as long as latency/all, which is quiet."""
+    """latency/model is disturbed in every round and 30 times as long as the quiet latency/all."""
     facts = {"delays": {"model": [0.5] * 4, "all": [0.0] * 4}}
     ways = [Way("pytorch", statuses=("ok",) * rounds, facts=facts), Way("b", seconds=0.005, statuses=("ok",) * rounds)]
     folder = synthetic.write_run(tmp_path / "run", ways)

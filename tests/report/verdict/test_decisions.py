@@ -1,4 +1,4 @@
-"""Decisions: one sentence each, whether it is real and right, what is next, and what folds out."""
+"""Decisions: one sentence each, its certainty and correctness, the next step, and the details."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The sentences: who wins, how sure that is, what a confirmation says, and what did not run as requested."""
+"""The verdict's sentences: the winner, its certainty, the confirmation, and deviations from the request."""
 
 import json
 import re
@@ -172,7 +172,7 @@ def test_a_note_on_other_processes_is_no_reason_for_a_slow_precision(tmp_path: P
 
 
 def test_rows_that_other_programs_disturbed_too_much_say_nothing_of_a_precision(tmp_path: Path) -> None:
-    """latency/model of the reference is 30 times latency/all, which is quiet: no row beside it has a speed-up."""
+    """The reference's latency/model is 30 times its quiet latency/all: no row beside it has a speed-up."""
     once: Any = {"statuses": ("ok",)}
     ways = [
         Way("pytorch", facts={"delays": {"model": [0.5] * 4, "all": [0.0] * 4}}, **once),
@@ -291,8 +291,8 @@ def test_a_damaged_confirmation_is_a_problem_of_its_own(tmp_path: Path) -> None:
 
 
 BLOCKS, SAMPLES = 8, 20
-# A demo on a machine in use (2026-11-26): in one round of seven other programs took the processors. The ratios are
-# those of its records; eager PyTorch took 15.8 ms in the disturbed round and 1.5 in the others.
+# A demo on a machine in use (2026-11-26): other programs took the processors in one round of seven. Ratios are from
+# its records; eager PyTorch took 15.8 ms in the disturbed round and 1.5 ms in the others.
 OPENVINO = (13.9, 12.5, 95.9, 13.2, 12.2, 12.9, 13.4)  # openvino int8 over pytorch fp32, batch 1
 BF16 = (1.05, 1.07, 1.40, 1.08, 1.05, 1.06, 1.05)  # pytorch bf16 over pytorch fp32, batch 8
 OTHERS = {"onnxruntime": 9.1, "compile": 1.9}  # further rows of the family
@@ -300,7 +300,7 @@ PYTORCH_S = np.array([1.5e-3, 1.5e-3, 15.8e-3, 1.5e-3, 1.5e-3, 1.5e-3, 1.5e-3])
 
 
 def write_round(folder: Path, seconds: float, shared: np.ndarray, rng: np.random.Generator) -> None:
-    """Give the round blocks whose medians follow `shared` [blocks], as processes that measured in turns have them."""
+    """Write blocks whose medians follow `shared` [blocks], as from interleaved processes."""
     medians = seconds * shared * np.exp(0.01 * rng.standard_normal(BLOCKS))
     taken = medians[:, None] * (1 + 0.01 * rng.random((BLOCKS, SAMPLES)))
     numbers = np.repeat(np.arange(BLOCKS, dtype=np.int32), SAMPLES)
@@ -313,7 +313,7 @@ def write_round(folder: Path, seconds: float, shared: np.ndarray, rng: np.random
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> RunData:
-    """Seven rounds in turns of five configurations at batch 1 and two at batch 8."""
+    """Seven interleaved rounds of four configurations at batch 1 and two at batch 8."""
     rng, rounds = np.random.default_rng(0), len(OPENVINO)
     near = [np.exp(np.log(value) + 0.02 * rng.standard_normal(rounds)) for value in OTHERS.values()]
     ok = {"statuses": ("ok",) * rounds}
