@@ -35,7 +35,7 @@ NETWORKS = (
 )  # fmt: skip
 PAIRS = ("pytorch:onnxruntime", "onnxruntime:onnxruntime/int8")
 LIMIT_S = 900.0  # limit for one pair
-LEAST_S = 60.0  # no pair starts with less time left
+MIN_LEFT_S = 60.0  # no pair starts with less time left
 WANTED = 0.95  # share of the difference
 
 
@@ -121,7 +121,7 @@ def main() -> None:
     if not any(photos.iterdir()):
         subprocess.run([sys.executable, ROOT / "studies" / "photos.py", photos], check=True, stdout=subprocess.DEVNULL)
     for asked in pairs(options):
-        if options.read or asked.file.is_file() or time.monotonic() > end - LEAST_S:
+        if options.read or asked.file.is_file() or time.monotonic() > end - MIN_LEFT_S:
             continue
         began = time.monotonic()
         failed = measure(asked, photos, options)

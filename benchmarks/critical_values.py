@@ -20,7 +20,7 @@ from dyno.results.stats.decisions import share_error
 
 FILE = Path(rejection.__file__).with_suffix(".json")
 SPREAD, HIT = 0.02, 0.8  # standard deviation of a round's log ratio, and the mean effect of a disturbance on it
-LEAST_TAIL = 50  # simulated studies beyond a value of t that are needed to estimate its exceedance
+MIN_TAIL = 50  # simulated studies beyond a value of t that are needed to estimate its exceedance
 
 
 def reject_each(studies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +55,7 @@ def simulate_row(count: int, studies: int, rng: np.random.Generator) -> list[dic
         factors: list[float] = []
         for value in rejection.T_GRID:
             beyond = len(own) - int(np.searchsorted(own, value))
-            if beyond < LEAST_TAIL:
+            if beyond < MIN_TAIL:
                 break
             factors.append(float(f"{beyond / len(own) / (2 * stdtr(count - number - 1, -value)):.4g}"))
         # Three hits more than seen: the upper limit for zero hits.

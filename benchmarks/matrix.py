@@ -50,7 +50,7 @@ OTHERS = (
 KEPT = ("model", "backend", "options", "precision", "batch", "status", "outputs", "output_error", "answers_changed",
         "ran_as", "route", "latency_ms", "verdict", "reason")  # fmt: skip
 FEW_CROPS = 32
-LEAST_S = 30.0  # seconds that must be left to start a network, and for a study to end
+MIN_LEFT_S = 30.0  # seconds that must be left to start a network, and for a study to end
 
 
 def networks() -> list[str]:
@@ -89,7 +89,7 @@ def measure(source: str, asked: argparse.Namespace, limit: float) -> list[dict[s
     except subprocess.TimeoutExpired:
         study.send_signal(signal.SIGINT)  # the study ends its jobs and keeps their measurements
         try:
-            study.communicate(timeout=LEAST_S)
+            study.communicate(timeout=MIN_LEFT_S)
         except subprocess.TimeoutExpired:  # a shell's background job ignores the signal
             study.kill()
             study.communicate()
@@ -158,7 +158,7 @@ def main() -> int:
 
     def run(source: str) -> None:
         began = time.monotonic()
-        if (left := end - began) < LEAST_S:
+        if (left := end - began) < MIN_LEFT_S:
             return
         job = free.get()
         # Workers take the first cores of their affinity: each job, a thread here, gets separate adjacent cores.

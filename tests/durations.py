@@ -2,8 +2,8 @@
 
     PYTEST='--durations=0 --durations-min=0.1' make test-all > LOG; python tests/durations.py LOG
 
-writes durations.csv: seconds per test function from LEAST_S on, all parameters together, with three groups running on
-two cores.
+writes durations.csv: seconds per test function from MIN_SECONDS on, all parameters together, with three groups on two
+cores.
 """
 
 import csv
@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".csv")
-LEAST_S = 0.5
+MIN_SECONDS = 0.5
 SLOW_S, RARE_S = 0.7, 4.0  # from here on `make check` skips a test; from here on `make test` does too
 LINE = re.compile(r"^([\d.]+)s (?:call|setup|teardown) +(tests/[^\s:]+::\w+)", re.MULTILINE)
 
@@ -32,7 +32,7 @@ def write_durations(log: str) -> None:
     with FILE.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("test", "seconds"))
-        writer.writerows((name, f"{found[name]:.1f}") for name in sorted(found) if found[name] >= LEAST_S)
+        writer.writerows((name, f"{found[name]:.1f}") for name in sorted(found) if found[name] >= MIN_SECONDS)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ PROGRAM = "-m", "dyno"
 FORKS = "DYNO_TEST_FORKS"  # environment variable of forking tests: the socket
 RUNNING = "DYNO_TEST_SERVER"  # environment variable under `one_server.py`: the socket of a running server
 UNREPORTED = "DYNO_TEST_UNREPORTED"  # environment variable of commands that write reports without a page
-MOST_FILES = 16  # inherited by a process: its output, its errors, and pipes to the conductor
-LEAST_MEMORY = 10_000_000  # bytes of a process
+MAX_FILES = 16  # inherited by a process: its output, its errors, and pipes to the conductor
+MIN_MEMORY = 10_000_000  # bytes of a process
 SIDES, PEAK_S = (128, 256), 0.1  # sides of the matrices for a CPU's peak, and seconds per measurement
 ALONE, CHUNK = 24, 6  # frames for a video's stages measured alone, and frames per chunk
 HUGE, COLLAPSE = 1 << 21, 25  # bytes of a large page, and Linux's MADV_COLLAPSE
@@ -305,7 +305,7 @@ def _reap(running: dict[int, socket.socket], selector: selectors.BaseSelector) -
 
 
 def _fork(client: socket.socket, server: socket.socket) -> int:
-    length, files, _, _ = socket.recv_fds(client, 8, MOST_FILES)
+    length, files, _, _ = socket.recv_fds(client, 8, MAX_FILES)
     count, told = int.from_bytes(length, "big"), b""
     while len(told) < count and (more := client.recv(count - len(told))):  # else the client is gone
         told += more
@@ -363,7 +363,7 @@ def _job(main: str, folder: str) -> int:
     os.environ["DYNO_LAUNCHER"] = str(os.getppid())
     # Minus the memory shared by all forks: peaks bound the number of parallel processes.
     peak, shared = system.peak_memory, system.peak_memory()
-    system.peak_memory = lambda: max(LEAST_MEMORY, peak() - shared)
+    system.peak_memory = lambda: max(MIN_MEMORY, peak() - shared)
     code = work(Path(folder))
     system.end(code)
     return code

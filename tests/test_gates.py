@@ -146,6 +146,7 @@ CHECKS: dict[str, dict[str, Callable[[str, Path], Iterable[str]]]] = {
     ".": {
         "long": lambda text, path: too_long(text, str(path.relative_to(ROOT))),
         "misnamed": lambda text, path: misnamed(text, str(path.relative_to(ROOT))),
+        "limits": lambda text, path: unusual_limits(text, str(path.relative_to(ROOT))),
     },
 }
 
@@ -288,6 +289,16 @@ def misnamed(text: str, path: str) -> list[str]:
 def test_what_is_called_is_or_has_is_a_boolean(found: dict[str, list[str]]) -> None:
     assert not found["misnamed"]
     assert misnamed("def _is_late() -> str: ...\ndef has_a() -> bool: ...", "a.py") == ["a.py: _is_late"]
+
+
+def unusual_limits(text: str, path: str) -> list[str]:
+    """List constants that limit something without the field's prefixes, MIN_ and MAX_."""
+    return [f"{path}: {name}" for name in re.findall(r"^_?((?:MOST|LEAST|LONGEST|LARGEST)_\w+)", text, re.MULTILINE)]
+
+
+def test_limits_are_called_min_and_max(found: dict[str, list[str]]) -> None:
+    assert not found["limits"]
+    assert unusual_limits("MOST_ROWS = 8\nMAX_ROWS = 8", "a.py") == ["a.py: MOST_ROWS"]
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -32,7 +32,7 @@ from dyno.formatting import format_number, markdown_table
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, str]
 MATRIX = "matrix-cpu"
-MOST_WORDS = 1200  # characters of a page's own text
+MAX_WORDS = 1200  # characters of a page's own text
 BLOCK = re.compile(r"(<!-- (table [^>]*|runs) -->\n).*?(<!-- end -->)", re.S)
 NUMBER = re.compile(r"(\*\*)?[-+]?[\d,.]+(e-?\d+)?( ?(x|s|ms|%))?\*{0,2}")
 
@@ -154,8 +154,8 @@ class Book:
             changed = list(difflib.unified_diff(text.splitlines(), self.page(path).splitlines(), lineterm="", n=0))
             if changed:
                 yield f"{path.name} isn't what its files say (run python tools/measured.py): {changed[3]}"
-            if (count := len(own_text(text).split())) > MOST_WORDS:
-                yield f"{path.name} has {count} words beside tables and code, {MOST_WORDS} are enough"
+            if (count := len(own_text(text).split())) > MAX_WORDS:
+                yield f"{path.name} has {count} words beside tables and code, {MAX_WORDS} are enough"
         for path in sorted((self.folder / "data").glob("*.csv")):
             if path.stem in ("runs", "machines", f"{MATRIX}-notes"):
                 continue

@@ -19,7 +19,7 @@ import preloaded
 from watched import Watch
 
 LIMIT_S = 300.0  # a command that takes longer counts as hanging
-MOST_MEMORY = 6 << 30  # bytes that a process may allocate, so that a greedy file can't exhaust the machine's memory
+MAX_MEMORY = 6 << 30  # bytes that a process may allocate, so that a greedy file can't exhaust the machine's memory
 CODES = (0, 1, 2, 3)
 INTERNAL = re.compile(
     r"\b(Attribute|Type|Key|Index|Name|Assertion|UnboundLocal|Recursion|ZeroDivision|Unicode\w*)Error\b"
@@ -138,9 +138,9 @@ def _lasting(line: str) -> str:
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """Limit the memory of processes started within the block to MOST_MEMORY bytes."""
+    """Limit the memory of processes started within the block to MAX_MEMORY bytes."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, before[1]))
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ needed only when the stored format changes; then the old folder must stay readab
 
 The folder is what `dyno run` wrote, without traces of the machine: absolute paths are cut to their last part (no id
 depends on a path), and logs (a crash prints its stack's paths) and the operating system's build are left out. Samples
-are cut to the first MOST of each kind.
+are cut to the first MAX_SAMPLES of each kind.
 """
 
 import json
@@ -26,7 +26,7 @@ RUN = GOLDEN / "run"
 IMAGES = 60
 KEPT = ("job.json", "record.json", "stage", "samples.npz", "outputs.npz", "telemetry.npz")
 LIMIT = 240_000  # bytes of the run folder; 300,000 with the expected files
-MOST = 500  # samples of one kind; an evaluation's stages have thousands
+MAX_SAMPLES = 500  # samples of one kind; an evaluation's stages have thousands
 
 
 def measure(scratch: Path) -> Path:
@@ -95,9 +95,9 @@ def keep(run: Path) -> None:
 
 
 def cut(path: Path, place: Path) -> None:
-    """Copy samples, at most MOST of each kind."""
+    """Copy samples, at most MAX_SAMPLES of each kind."""
     with np.load(path) as stored:
-        np.savez(place, **{name: stored[name][:MOST] for name in stored.files})
+        np.savez(place, **{name: stored[name][:MAX_SAMPLES] for name in stored.files})
 
 
 def printed() -> dict[str, str]:

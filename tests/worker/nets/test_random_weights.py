@@ -10,7 +10,7 @@ from dyno.worker.nets import models
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.spec import Dims, ModelSpec
 
-LARGEST = 65504.0  # largest float16
+FLOAT16_MAX = 65504.0
 
 
 def largest(module: nn.Module) -> float:
@@ -36,8 +36,8 @@ def small() -> nn.Sequential:
 
 def test_a_deep_random_network_fits_float16():
     deep = ModelSpec("r", "torchvision:resnet101")
-    assert largest(models.build(deep)) > LARGEST
-    assert largest(models.load(deep)) < LARGEST / 4
+    assert largest(models.build(deep)) > FLOAT16_MAX
+    assert largest(models.load(deep)) < FLOAT16_MAX / 4
 
 
 @pytest.mark.parametrize("source", ["", pytest.param("timm:levit_128", marks=pytest.mark.slow)])
