@@ -242,6 +242,9 @@ def test_half_precision_in_constants_is_what_the_same_initialisers_are(call: Any
     call("run", "initialisers.onnx", "constants.onnx", *QUICK, "--out", "run", code=0)
     found = {tuple(row[key] for key in ("status", "precision", "parameters")) for row in rows(Path("run"))}
     assert len(rows(Path("run"))) == 4 and found == {("ok", "fp16", "8192")}
+    said = {w for job in Path("run").glob("trials/*/r0/job.json")
+            for w in json.loads(job.read_text())["artifact"]["made_by"].get("warnings", [])}  # fmt: skip
+    assert said == {"made from a file in fp16: its weights have that file's rounding in every precision"}
 
 
 @pytest.mark.parametrize("level", [0, 4])
@@ -745,3 +748,144 @@ def test_a_transposed_convolution_in_groups_is_no_end_of_the_quantisation(call: 
     model = onnx_text.model(text, **{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()})
     found = measured(call, model, "--precision", "fp32,int8", "--input", "x=-3..3", backends="onnxruntime")
     assert [(row["status"], row["outputs"]) for row in found] == [("ok", ""), ("ok", "agree")]
+
+
+def test_a_name_that_the_batch_shares_with_a_length_is_neither_s(call: Any) -> None:
+    """As of dynamic_axes={0: "dynamic", 1: "dynamic"}: the tokens were as many as the inputs."""
+    rng = np.random.default_rng(0)
+    text = """(int64[dynamic, dynamic] ids, int64[dynamic, dynamic] mask) => (float[dynamic, dynamic, 4] y) {
+        e = Gather(table, ids) m = Cast<to = 1>(mask) u = Unsqueeze(m, two) p = Mul(e, u) y = MatMul(p, w)
+    }"""
+    table, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((50, 8), (8, 4)))
+    model = saved(text, table=table, w=w, two=np.array([2]))
+    words = (*QUICK, "--batch", "1,4", "--compared", 4)
+    code, _, err = call("run", "net.onnx", *words, "--out", "run")
+    assert code == 2 and "unknown length: dynamic (ids, mask); give numbers" in err and "ids:batchx<dynamic>" in err
+    call("run", "net.onnx", *words, "--shapes", "ids:batchx7", "--out", "run", code=0)
+    assert sorted((row["batch"], row["status"]) for row in rows(Path("run"))) == [("1", "ok")] * 2 + [("4", "ok")] * 2
+    ids, mask = rng.integers(0, 50, (4, 7)), np.ones((4, 7), np.int64)
+    np.savez("x.npz", ids=ids, mask=mask)
+    call("run", "net.onnx", *words, "--input", "x.npz", "--out", "arrays", code=0)
+    (want,) = ReferenceEvaluator(model).run(None, {"ids": ids, "mask": mask})
+    for trial in dyno.load("arrays").records:
+        np.testing.assert_allclose(trial.outputs()["y"], want, 1e-4, 1e-5)
+
+
+def test_a_map_s_sides_may_have_the_name_of_the_batch(call: Any) -> None:
+    saved("(float[N, 3, N, N] x) => (float[N, 2, N, N] y) { y = Conv(x, w) }", w=np.ones((2, 3, 1, 1), np.float32))
+    call("run", "net.onnx", *QUICK, "--size", "16x24", "--batch", 2, "--out", "run", code=0)
+    assert [row["status"] for row in rows(Path("run"))] == ["ok"] * 2
+
+
+def test_one_letter_is_no_batch_beside_a_name_that_says_so(call: Any) -> None:
+    """As of an image and n boxes of it: 5 of those were a batch of 5 images."""
+    text = """(float[batch, 3, 8, 8] x, float[n, 4] boxes, float[n, 1] weight) => (float[n, 3] y) {
+        p = GlobalAveragePool(x) f = Flatten(p) b = MatMul(boxes, w) s = Add(b, f) y = Mul(s, weight)
+    }"""
+    saved(text, w=np.ones((4, 3), np.float32))
+    code, _, err = call("run", "net.onnx", *QUICK, "--out", "run")
+    assert code == 2 and "unknown length: n (boxes, weight); give numbers" in err
+    call("run", "net.onnx", *QUICK, "--shapes", "boxes:5x4", "--compared", 3, "--out", "run", code=0)
+    assert {(row["batch"], row["outputs"]) for row in rows(Path("run"))} == {("1", ""), ("1", "agree")}
+    assert {trial.outputs()["y"].shape for trial in dyno.load("run").records} == {(15, 3)}
+
+
+def test_the_standard_s_domain_has_two_names(call: Any) -> None:
+    weights = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    for written in ("node", "import", "both"):
+        model = saved("(float[n, 4] x) => (float[n, 3] y) { m = MatMul(x, w) y = Relu(m) }", w=weights)
+        for node in model.graph.node[: 2 * (written != "import")]:
+            node.domain = "ai.onnx"
+        if written != "node":
+            model.opset_import[0].domain = "ai.onnx"
+        onnx.save(model, "net.onnx")
+        x = np.random.default_rng(1).standard_normal((2, 4)).astype(np.float32)
+        np.savez("x.npz", x=x)
+        words = ("--input", "x.npz", "--compared", 2)
+        call("run", "net.onnx", *QUICK, *words, "--out", written, code=0)
+        for trial in dyno.load(written).records:
+            np.testing.assert_allclose(trial.outputs()["y"], np.maximum(x @ weights, 0), 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_an_operator_of_tensorrt_is_each_engine_s_to_refuse(call: Any, imported: bool) -> None:
+    """Its tools put plug-ins into ONNX's own domain, or into one without a version: its parser goes by the name."""
+    model = network(["n", 3, 24, 24])
+    model.graph.node[1].op_type, model.graph.node[1].domain = "EfficientNMS_TRT", "" if imported else "TRT"
+    onnx.save(model, "net.onnx")
+    call("run", "net.onnx", *QUICK, "--out", "run", code=3)
+    assert all("EfficientNMS_TRT" in row["reason"] for row in rows(Path("run"))), rows(Path("run"))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_channels_that_a_file_leaves_free_are_those_of_its_convolution(call: Any, photos: Path, channels: int) -> None:
+    """As in every image model of Hugging Face's exporter."""
+    model = network(["batch_size", channels, 24, 24], channels=channels)
+    for axis, name in enumerate(("num_channels", "height", "width"), 1):
+        model.graph.input[0].type.tensor_type.shape.dim[axis].dim_param = name
+    node = h.make_node("Cast", ["image"], ["cast"], to=KINDS.FLOAT)
+    model.graph.node[0].input[0] = "cast"
+    model.graph.node.insert(0, node)
+    words = ("--size", "24x32", "--batch", 2, "--precision", "fp32,int8", "--data", photos)
+    found = measured(call, model, *words)
+    assert [(row["status"], row["size"], row["parameters"]) for row in found] == [
+        ("ok", "24x32", str(54 * channels + 6))
+    ] * 4
+    call("run", "net.onnx", *QUICK, "--out", "plain", code=0)
+    assert {(row["status"], row["size"]) for row in rows(Path("plain"))} == {("ok", "224")}
+
+
+def test_the_shape_that_a_refusal_names_can_be_given(call: Any) -> None:
+    saved("(float[batch, c, height, width] x) => (float[batch, c, height, width] y) { y = Relu(x) }")
+    code, _, err = call("run", "net.onnx", *QUICK, "--out", "run")
+    assert code == 2 and "--shapes x:batchx<c>xheightxwidth" in err
+    call(
+        "run",
+        "net.onnx",
+        *QUICK,
+        "--size",
+        16,
+        "--shapes",
+        "x:batchx5xheightxwidth",
+        "--batch",
+        2,
+        "--out",
+        "run",
+        code=0,
+    )
+    for trial in dyno.load("run").records:
+        assert trial.outputs()["y"].shape[1:] == (5, 16, 16)
+    code, _, err = call("run", "net.onnx", *QUICK, "--shapes", "x:batchx5xwidthxheight", "--out", "other")
+    assert code == 2 and "shape has 'width'" in err
+
+
+@pytest.mark.parametrize("shape", ["", "x:batchx8"])
+def test_arrays_of_a_file_with_a_fixed_batch_are_fed_in_that(call: Any, shape: str) -> None:
+    """They were refused as not of a batch of 1."""
+    weights = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+    saved("(float[4, 8] x) => (float[4, 3] y) { y = MatMul(x, w) }", w=weights)
+    x = np.random.default_rng(1).standard_normal((8, 8)).astype(np.float32)
+    np.savez("x.npz", x=x)
+    given = ("--shapes", shape) if shape else ("--input", "x.npz")
+    call("run", "net.onnx", *QUICK, *given, "--compared", 8, "--out", "run", code=0)
+    assert [(row["batch"], row["status"]) for row in rows(Path("run"))] == [("4", "ok")] * 2
+    for trial in dyno.load("run").records:
+        assert trial.outputs()["y"].shape == (8, 3)
+        assert shape or np.allclose(trial.outputs()["y"], x @ weights, 1e-4, 1e-5)
+    code, _, err = call("run", "net.onnx", *QUICK, *given, "--batch", 2, "--out", "other")
+    assert code == 2 and "the file's batch is fixed at 4, not 2" in err
+
+
+@pytest.mark.parametrize("edges", ["float[nodes, nodes] by", "int64[2, num_edges] by"])
+def test_the_nodes_of_a_graph_are_one_input(call: Any, edges: str) -> None:
+    take = {"float": "m = MatMul(by, x)", "int64": "f = Gather(by, zero) g = Gather(x, f) m = ReduceMean(g, zeros)"}
+    text = f"(float[nodes, 5] x, {edges}) => (float[nodes, 3] y) {{ {take[edges[:5]]} s = Add(x, m) y = MatMul(s, w) }}"
+    weights = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    model = onnx_text.model(text, w=weights, zero=np.array(0), zeros=np.array([0]), opset=18)
+    onnx.save(model, "net.onnx")
+    code, _, err = call("run", "net.onnx", *QUICK, "--out", "run")
+    assert code == 2 and "nodes (x" in err and "--shapes x:<nodes>x5" in err
+    shapes = ("--shapes", "x:6x5", *(("--shapes", "by:2x9") if "num_edges" in edges else ()))
+    call("run", "net.onnx", *QUICK, *shapes, "--compared", 2, "--out", "run", code=0)
+    assert {(row["batch"], row["outputs"]) for row in rows(Path("run"))} == {("1", ""), ("1", "agree")}
+    assert {trial.outputs()["y"].shape for trial in dyno.load("run").records} == {(12, 3)}

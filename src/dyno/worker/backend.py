@@ -273,7 +273,8 @@ class FileContents:
 
     `batches` is the smallest, best and largest batch of an engine with a profile; `task` Dyno's metadata on the task
     (`task_facts`); `image` the exporter's metadata on images (`imgsz`, `batch`, `stride`); `flops` counts the
-    operations at static shapes; `parameters` is the number of weights (None: not counted).
+    operations at static shapes; `parameters` is the number of weights (None: not counted). `lengths` holds the lengths
+    of named free axes that a layer's weights fix.
     """
 
     inputs: tuple[Tensor, ...]
@@ -284,6 +285,7 @@ class FileContents:
     image: Mapping[str, Any] = field(default_factory=dict)
     flops: Callable[[Mapping[str, tuple[int, ...]]], int] | None = None
     parameters: int | None = None
+    lengths: Mapping[str, int] = field(default_factory=dict)
 
 
 class FileFormat(ABC):

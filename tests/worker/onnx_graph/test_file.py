@@ -124,6 +124,13 @@ def test_a_file_of_weights_that_is_cut_short_is_one_line(weighty: Path) -> None:
     with pytest.raises(UserError, match=r"weights.bin, which is cut short at 1,000 bytes: w ends at 1,024; copy it"):
         onnx_weights.check_files_beside(str(weighty))
     refuses("cut short", read_layers, str(weighty), {"x": (256,)})
+    (weighty.parent / "weights.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1024\n")
+    refuses(
+        "weights.bin is a pointer of Git LFS and no weights; get those by git lfs pull",
+        read_layers,
+        str(weighty),
+        {"x": (256,)},
+    )
 
 
 @pytest.mark.parametrize(("key", "text"), [("offset", "-4"), ("offset", "0x10"), ("length", "-1")])

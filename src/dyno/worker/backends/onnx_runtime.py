@@ -28,7 +28,7 @@ from dyno.worker.extras import ONNX_RUNTIME_BUILDS, load_library
 from dyno.worker.facts.engine import WEIGHT_PRECISIONS, EngineFacts, Probe, precision_truth, sum_operations
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import missing_data
-from dyno.worker.inputs.specs import Shape, is_image, static_shapes
+from dyno.worker.inputs.specs import Shape, static_shapes
 from dyno.worker.layers import graph
 from dyno.worker.makers.onnx_format import route_recipe
 from dyno.worker.makers.precision import OPTION_CHECKS, PREPARATION_OPTIONS
@@ -525,15 +525,15 @@ def _read_tensor(arg: Any) -> Tensor:
 def find_overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
     """Return the size of each named free dimension; raise a `UserError` for a name with two sizes.
 
-    Some tools give all free dimensions one name, such as PaddlePaddle's `?`. If an image's batch and one of its sides
-    share a name, it gets a size only if they have equal sizes.
+    Some tools give all free dimensions one name, such as PaddlePaddle's `?`. If an input's batch and another of its
+    axes share a name, it gets a size only if they have equal sizes.
     """
     sizes: dict[str, list[int]] = {}
     for tensor in inputs:
         for name, size in zip(tensor.shape, shapes[tensor.name], strict=True):
             if isinstance(name, str) and name and size not in (known := sizes.setdefault(name, [])):
                 known.append(size)
-    nameless = {"?", *(t.shape[0] for t in inputs if is_image(t) and t.shape[0] in t.shape[1:])}
+    nameless = {"?", *(t.shape[0] for t in inputs if t.shape[:1] and t.shape[0] in t.shape[1:])}
     for name, (size, *more) in sizes.items():
         if more and name not in nameless:
             raise UserError(f"dimension {name!r} can't be both {size} and {more[0]}; make the --shapes agree")

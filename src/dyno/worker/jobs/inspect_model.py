@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Union
 
@@ -24,6 +24,8 @@ BATCH_NAME = re.compile("batch|^(n|b|bs|bsz)$", re.IGNORECASE)
 AXIS_OPERATOR = re.compile(r"[+*/()]| - ")
 AXIS_TERM = re.compile(r"\s*([+-]?)\s*(?:(\d+)\s*\*\s*)?([^\s+*/()]+)")
 MADE_UP = re.compile(r"unk__|[sud]\d+$|.*(dynamic_axes|dim)_\d+$")  # exporters' names for nameless axes
+# Parts of a single input, such as a graph or a point cloud: their axis is no batch.
+COUNTED_AXIS = re.compile(r"(^|[_\W])(node|edge|atom|vert(ex|ice)|point)s?\d*($|[_\W])", re.IGNORECASE)
 TOTAL_AXIS = re.compile("total|mask", re.IGNORECASE)  # past and new tokens together
 PAST_AXIS = re.compile("past", re.IGNORECASE)
 DECODER_TOKENS = "decoder_input_ids"
@@ -35,11 +37,15 @@ Shape = tuple[Axis, ...]
 def batch_axes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, int | None]:
     """Return the batch axis of each input, None for an input without a batch.
 
-    It is the axis named after the batch. In a file without such a name it is the first axis, unless the name is that of
-    a length or an image side, or the outputs begin with another axis of the input and lack the first.
+    It is the axis named after the batch; a single letter is such a name only if no other axis has the full one. In a
+    file without such a name it is the first axis, unless the name is that of a length, an image side or the parts of a
+    graph or point cloud, or the outputs begin with another axis of the input and lack the first.
     """
-    if any(names_batch(axis) for tensor in inputs for axis in tensor.shape):
-        return {tensor.name: _named_axis(tensor) for tensor in inputs}
+    if names := {axis for tensor in inputs for axis in tensor.shape if names_batch(axis)}:
+        names = {axis for axis in names if "batch" in str(axis).lower()} or names
+        return {tensor.name: _named_axis(tensor, names) for tensor in inputs}
+    if any(isinstance(axis, str) and COUNTED_AXIS.search(axis) for tensor in inputs for axis in tensor.shape[:1]):
+        return dict.fromkeys(tensor.name for tensor in inputs)
     if states := _find_state_axes(inputs, outputs):
         return states
     return {tensor.name: _assumed_axis(tensor, outputs) for tensor in inputs}
@@ -55,8 +61,8 @@ def names_batch(axis: Axis) -> bool:
     )
 
 
-def _named_axis(tensor: Tensor) -> int | None:
-    named = next((k for k, axis in enumerate(tensor.shape) if names_batch(axis)), None)
+def _named_axis(tensor: Tensor, names: Collection[Axis]) -> int | None:
+    named = next((k for k, axis in enumerate(tensor.shape) if axis in names), None)
     return 0 if named is None and tensor.shape and _has_no_name(tensor, 0) else named
 
 
@@ -107,36 +113,54 @@ def fixed_batch(inputs: Sequence[Tensor], batched: Mapping[str, int | None], giv
             own = given.get(tensor.name, tensor.shape)[k]
             if isinstance(own, int) and tensor.name in given:
                 return own
+            own = tensor.shape[k] if own == BATCH_AXIS else own  # an array's rows are batches of the file's
             found.append(own if isinstance(own, int) else 0)
     return min(found, default=1)
 
 
 def described_shapes(
-    inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]
+    inputs: Sequence[Tensor],
+    batched: Mapping[str, int | None],
+    given: Mapping[str, Shape],
+    known: Mapping[str, int] | None = None,
 ) -> dict[str, Shape]:
     """Return the input shapes not determined by batch and image size, with `batch`, `height` and `width` as axes.
 
-    `given` are the user's shapes. Axes of equal name have equal length, and `past + new` is a sum. Raise a `UserError`
-    that lists axes of unknown length, or lengths that contradict each other.
+    `given` are the user's shapes, `known` the lengths of axes fixed by the file. Axes of equal name have equal length,
+    and `past + new` is a sum. Raise a `UserError` that lists axes of unknown length, or lengths that contradict each
+    other.
     """
-    lengths = _Lengths(inputs, batched, given)
+    lengths = _Lengths(inputs, batched, given, known or {})
     shapes = {tensor.name: lengths.name_shape(tensor) for tensor in inputs}
     lengths.refuse_unknown()
     is_usual = {t.name: not batched[t.name] and shapes[t.name] == lengths.usual(t) for t in inputs}
     return {t.name: shapes[t.name] for t in inputs if t.name in given or not is_usual[t.name]}
 
 
+def _find_shared_names(inputs: Sequence[Tensor], batched: Mapping[str, int | None]) -> set[Axis]:
+    """Return the names that the batch axis of an input shares with another of its axes."""
+    batches = [(t, k) for t in inputs if (k := batched[t.name]) is not None]
+    return {t.shape[k] for t, k in batches if t.shape.count(t.shape[k]) > 1}
+
+
 class _Lengths:
     """The lengths of axes by name, solved from the given shapes and the sums among the names."""
 
-    def __init__(self, inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        batched: Mapping[str, int | None],
+        given: Mapping[str, Shape],
+        known: Mapping[str, int],
+    ) -> None:
         self._inputs, self._batched, self._given = inputs, batched, given
         self._image = image_of(inputs)
-        self._known: dict[str, Axis] = {}
+        self._known: dict[str, Axis] = {**known}
+        shared = _find_shared_names(inputs, batched)
         for tensor in inputs:
             for k, axis in enumerate(tensor.shape):
                 name, length = self._name_axis(tensor, k), self._given_length(tensor, k)
-                if isinstance(axis, str) and length is not None:
+                if isinstance(axis, str) and length is not None and not (axis in shared and isinstance(length, str)):
                     self._known.setdefault(name, length)
         self._solve_sums()
 
@@ -167,9 +191,8 @@ class _Lengths:
         for name, places in unknown.items():
             few = ", ".join(dict.fromkeys(places[:3])) + (", …" if len(places) > 3 else "")
             shown.append(few if name.endswith("]") else f"{name} ({few})")
-            place = next((t for t in self._inputs if name in t.shape and t.name in wanted), None) or next(
-                (t for t in self._inputs if name in t.shape or name.startswith(f"{t.name}[")), None
-            )
+            found = [t for t in self._inputs if t.name in places and (name in t.shape or name.endswith("]"))]
+            place = next((t for t in found if t.name in wanted), None) or next(iter(found), None)
             if place is not None:
                 wanted[place.name] = "x".join(map(self._format_axis, self.name_shape(place)))
         options = " ".join(f"--shapes {name}:{shape}" for name, shape in wanted.items())
@@ -451,7 +474,8 @@ def _inspect_file(
         raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
     inputs = tuple(modules.describe_file_inputs(tensors, overrides, contents.task.inputs))
     batched, given = _given_shapes(tensors, contents.outputs, overrides)
-    inspection = file_facts.find_image_facts(model, tensors, given, sizes, contents.image)
+    fixed_tensors = [replace(t, shape=tuple(contents.lengths.get(str(n), n) for n in t.shape)) for t in tensors]
+    inspection = file_facts.find_image_facts(model, fixed_tensors, given, sizes, contents.image)
     model = replace(model, channels=inspection.channels or model.channels)
     outputs = {tensor.name: tensor.shape for tensor in contents.outputs}
     purpose = file_facts.find_task_facts(model, task, contents.task, OutputShapes(outputs, inspection.size))
@@ -463,7 +487,7 @@ def _inspect_file(
         batch=fixed,
         batch_reason=_batch_reason(tensors, batched, given),
         batches=contents.batches,  # of an engine's profile
-        shapes=described_shapes(tensors, batched, given),
+        shapes=described_shapes(tensors, batched, given, contents.lengths),
         declared=_find_batched_outputs(tensors, contents.outputs, batched),
         outputs=_count_classes(outputs, purpose),
         precision=contents.precision,
@@ -495,7 +519,10 @@ def _given_shapes(
         if "shape" not in words:
             continue
         shape, own = tuple(words["shape"]), batched[tensor.name]
-        if wrong := [axis for axis in shape if isinstance(axis, str) and axis != BATCH_AXIS]:
+        sides = dict(zip(find_axes(tensor.shape)[1:], ("height", "width"), strict=True)) if is_image(tensor) else {}
+        if wrong := [
+            axis for k, axis in enumerate(shape) if isinstance(axis, str) and axis not in (BATCH_AXIS, sides.get(k))
+        ]:
             raise UserError(
                 f"shape has {wrong[0]!r}; the axes of a file's input are numbers, or {BATCH_AXIS} for the batch"
             )
@@ -533,7 +560,8 @@ def _find_batched_outputs(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], batched: Mapping[str, int | None]
 ) -> tuple[Tensor, ...]:
     """Return the outputs with a batch axis by the file's names, with `batch` at that axis."""
-    names = {t.shape[k] for t in inputs for k in [batched[t.name]] if k is not None} - {"", "?"}
+    names = {t.shape[k] for t in inputs for k in [batched[t.name]] if k is not None}
+    names -= {"", "?", *_find_shared_names(inputs, batched)}
     marked = [
         replace(o, shape=tuple(BATCH_AXIS if isinstance(n, str) and n in names else n for n in o.shape))
         for o in outputs

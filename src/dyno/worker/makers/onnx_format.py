@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat
 from dyno.worker.makers.precision import OPTION_CHECKS, convert_recipe
 from dyno.worker.nets import file_facts, flops
 from dyno.worker.onnx_graph import file, graph_facts
 from dyno.worker.option_values import check_values
-from dyno.worker.spec import Option, Recipe, Trial
+from dyno.worker.spec import Option, Recipe, Tensor, Trial
 
 
 class OnnxFormat(FileFormat):
@@ -49,7 +50,15 @@ class OnnxFormat(FileFormat):
             task=file_facts.read_purpose(metadata),
             image=file_facts.read_image_facts(metadata),
             flops=partial(flops.of_onnx, path),
+            lengths=_find_lengths(model, inputs),
         )
+
+
+def _find_lengths(model: Any, inputs: Sequence[Tensor]) -> dict[str, int]:
+    """Return free channel axes, as Hugging Face's exporter writes them, with the length that a convolution fixes."""
+    free = [(t.name, t.shape[1]) for t in inputs if len(t.shape) > 2 and t.shape.count(t.shape[1]) == 1]
+    found = {axis: graph_facts.find_channels(model, name) for name, axis in free if isinstance(axis, str)}
+    return {axis: length for axis, length in found.items() if length}
 
 
 ONNX = OnnxFormat()

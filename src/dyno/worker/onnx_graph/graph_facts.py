@@ -44,8 +44,10 @@ PACKED_INPUTS = {
     "MatMulNBits": ((1,), "bits"), "GatherBlockQuantized": ((0,), "bits"), "QMoE": ((2, 5, 8), "expert_weight_bits"),
 }  # fmt: skip
 PASSED_ON = {"Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # operators that keep values
+STORED = {"Cast", "Identity", "QuantizeLinear", "DequantizeLinear"}  # operators that change the form of values
 SCALING_OPERATORS = {"Mul", "Div", "Sub", "Add"}  # operators after a Cast that dequantise packed weights
 BIASED_OPERATORS = {"DequantizeLinear", "QLinearConv", "QGemm"}  # operators with biases of 32 bits
+GIT_LFS_POINTER = b"version https://git-lfs"  # start of a file that stands for one that Git LFS has not fetched
 # operators that broadcast a single constant number
 SCALAR_OPERATORS = {"Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min"}
 
@@ -231,6 +233,24 @@ def kernel_shapes(path: str) -> dict[str, tuple[int, ...]]:
         for name in node.input
         if (constant := scope.find_constant(name)) is not None and len(constant.dims) > 2
     }
+
+
+def find_channels(model: Any, name: str) -> int:
+    """Return the number of channels that a convolution of the input needs; 0 without a convolution."""
+    scope, names = open_graph(model), {name}
+    makers = {output: node for node in model.graph.node for output in node.output}
+    for node in model.graph.node:
+        if not node.input or node.input[0] not in names:
+            continue
+        if node.op_type == "Conv":
+            kernel = node.input[1]
+            while (maker := makers.get(kernel)) is not None and maker.op_type in STORED:
+                kernel = maker.input[0]
+            if (constant := scope.constants.get(kernel)) is not None and len(constant.dims) > 2:
+                return constant.dims[1] * _read_attribute(node, "group", 1)
+        elif node.op_type in STORED | SCALING_OPERATORS:
+            names.add(node.output[0])
+    return 0
 
 
 def open_graph(model: Any) -> Scope:
@@ -430,6 +450,10 @@ def check_files_beside(path: str) -> None:
                 )
             file, end = Path(path).parent / known[LOCATION_KEY], sum(int(text) for text in places.values())
             if (size := file.stat().st_size) < end:
+                with open(file, "rb") as f:
+                    is_pointer = f.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER
+                if is_pointer:
+                    raise UserError(f"{file} is a pointer of Git LFS and no weights; get those by git lfs pull")
                 raise UserError(
                     f"{path} keeps weights in {file}, which is cut short at {size:,} bytes: {tensor.name} ends at "
                     f"{end:,}; copy it again"

@@ -20,6 +20,7 @@ from dyno.worker.onnx_graph.graph_facts import (
     drop_weight_inputs,
     graphs_in,
     graphs_of,
+    read_graph_facts,
     reads_of,
     set_nodes,
     tensors_in,
@@ -34,14 +35,14 @@ MAX_INLINE_B = 2**31 - 2**26  # bytes of weights in a protobuf file
 def repair_graph(model: Any) -> tuple[Any, list[str]]:
     """Return a copy of the graph, and one line per change; no lines for a valid graph.
 
-    Nodes are sorted after their inputs' nodes; axes stored as -1 or 0 become free (see `find_free_axes`); initialisers
-    are removed from the inputs; the file's own functions are inlined; and a float64 graph becomes float32. External
-    weights are not changed.
+    Nodes are sorted after their inputs' nodes; ONNX's own domain gets its one name; axes stored as -1 or 0 become free
+    (see `find_free_axes`); initialisers are removed from the inputs; the file's own functions are inlined; and a
+    float64 graph becomes float32. External weights are not changed.
     """
     copy = copy_message(model)
     return copy, [
         line
-        for change in (order, _free_axes, _remove_weight_inputs, _inline_functions, _convert_doubles)
+        for change in (order, name_domain, _free_axes, _remove_weight_inputs, _inline_functions, _convert_doubles)
         if (line := change(copy))
     ]
 
@@ -90,6 +91,39 @@ def _order_nodes(graph: Any) -> bool:
     return True
 
 
+def name_domain(model: Any) -> str:
+    """Rename the domain ai.onnx, which only ONNX Runtime reads, to the empty name; return what changed."""
+    named = [node for graph in graphs_in(model.graph) for node in graph.node if node.domain == ONNX_DOMAINS[1]]
+    for entry in (*named, *model.opset_import):
+        entry.domain = "" if entry.domain == ONNX_DOMAINS[1] else entry.domain
+    return "nodes named ONNX's own domain, which not every engine reads, and no longer do" if named else ""
+
+
+def set_foreign_apart(model: Any) -> bool:
+    """Move operators that ONNX does not define, such as TensorRT's plug-ins, into a domain ignored by the checker.
+
+    Return whether any was moved: operators in ONNX's own domain, or in a domain without a version in the file.
+    """
+    import onnx
+
+    known = {entry.domain for entry in model.opset_import} - {*ONNX_DOMAINS}
+    functions = {(function.domain, function.name) for function in model.functions}
+    foreign = [
+        node
+        for graph in graphs_in(model.graph)
+        for node in graph.node
+        if (node.domain, node.op_type) not in functions
+        and node.domain not in known
+        and isinstance(node.op_type, str)  # the checker reports names that are no text
+        and not (node.domain in ONNX_DOMAINS and onnx.defs.has(node.op_type))
+    ]
+    for node in foreign:
+        node.domain = HIDDEN_DOMAIN
+    if foreign:
+        model.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
+    return bool(foreign)
+
+
 def save(model: Any, path: Path) -> None:
     """Write the graph, with external weights if they are too large for one file."""
     import onnx
@@ -102,9 +136,9 @@ def to_fp32(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple
     """Return an FP16 or BF16 graph in FP32, the source of other precisions, and facts with a warning."""
     import onnx
 
-    kinds = onnx.TensorProto
+    kinds, before = onnx.TensorProto, read_graph_facts(model).precision
     retype(model, (kinds.FLOAT16, kinds.BFLOAT16), kinds.FLOAT)
-    warning = f"made from a file in {parent.precision}: its weights have that file's rounding in every precision"
+    warning = f"made from a file in {before}: its weights have that file's rounding in every precision"
     facts = MakerFacts(scheme="FP32, weights as rounded before", warnings=(warning,))
     return onnx.shape_inference.infer_shapes(model), facts
 
@@ -281,7 +315,7 @@ def _convert_doubles(model: Any) -> str:
 
 ONNX_DOMAINS = ("", "ai.onnx")
 SPLIT_SIZES_OPSET = 13  # first opset with Split's sizes as an input; from 18 on also with their number
-HIDDEN_DOMAIN = "dyno.hidden"  # domain ignored by ONNX's converter
+HIDDEN_DOMAIN = "dyno.hidden"  # domain ignored by ONNX's converter and checker
 
 
 def read_opset(model: Any) -> int:
