@@ -82,7 +82,7 @@ class Scripted(nn.Module):
 def script(): return torch.jit.script(Scripted())
 
 def quantised():
-    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     return torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, torch.qint8)
 
 def statically():

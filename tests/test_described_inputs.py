@@ -71,7 +71,7 @@ def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Any
     assert dict(rows["status"]) == {"pytorch": "ok", "onnxruntime": "failed"}
     assert "quantised dynamically by PyTorch, and such layers have no ONNX form" in rows["reason"]["onnxruntime"]
     (trial,) = [t for t in dyno.load("r").records if t.backend == "pytorch"]
-    assert trial.facts.weights_sha256
+    assert trial.facts.weights_sha256 and trial.facts.layers_by_type == {"float32": 1, "int8": 2}
 
 
 def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call: Any, nets: Path) -> None:

@@ -598,8 +598,11 @@ def test_a_full_disk_is_told_from_words_and_causes(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         system.raise_if_disk_full(RuntimeError("PytorchStreamWriter failed: No space left on device"), tmp_path)
     other.__cause__ = OSError(errno.EDQUOT, "quota")
-    with pytest.raises(OSError, match="quota"):
-        system.raise_if_disk_full(other, tmp_path)
+    for file, named in ((None, tmp_path), ("/full/x.onnx", "/full/x.onnx")):
+        other.__cause__.filename = file
+        with pytest.raises(OSError, match="quota") as said:
+            system.raise_if_disk_full(other, tmp_path)
+        assert said.value.filename == str(named)
 
 
 def test_errors_that_cause_each_other_end_a_job(call: Any, tmp_path: Path) -> None:

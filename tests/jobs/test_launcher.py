@@ -137,6 +137,20 @@ def test_a_trial_that_is_killed_as_its_engine_is_closed_is_measured_again(
     assert record.value("peak_memory") and not (tmp_path / "partial.json").exists()
 
 
+def test_an_interrupt_ends_the_job(fake_trial: Any, tmp_path: Path) -> None:
+    """In a notebook this process lives on."""
+    trial, jobs = fake_trial(fail="hang", at="load"), list[psutil.Process]()
+
+    def interrupt(stage: str, _: float) -> None:
+        if stage == "load":
+            jobs.extend(psutil.Process().children(recursive=True))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(Job("run", trial.runtime, trial), tmp_path, 1200.0, interrupt)
+    assert jobs and not any(job.is_running() for job in jobs)
+
+
 def test_what_was_measured_before_a_crash_is_kept(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial(fail="segfault", at="fetch")
     record = run(trial, tmp_path)

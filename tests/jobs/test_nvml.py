@@ -235,6 +235,10 @@ def test_the_memory_of_a_job_begins_where_it_loads(nvml: Nvml, child: subprocess
     telemetry.watch(child.pid)
     looked(telemetry)
     telemetry.pause()
+    time.sleep(0.2)  # a look that had begun has ended
+    seen = len(telemetry._rows)
+    time.sleep(0.3)
+    assert len(telemetry._rows) == seen, "a frozen job isn't looked at"
     nvml.told |= {"memory": 3e9, "pids": [1]}
     mates.update((1, child.pid))
     telemetry.note_loading()

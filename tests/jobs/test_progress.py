@@ -40,15 +40,17 @@ def test_in_a_file_a_job_has_a_line_where_it_failed_and_each_has_where_that_is_a
 ) -> None:
     monkeypatch.setattr(Progress, "is_verbose", is_verbose)
     trial = fake_trial()
-    with progress.show_study([trial, trial]):
+    with progress.show_study([trial, trial, trial]):
         progress.show_step("make net engine int8 b1 224")
         progress.start(trial, 0)
         progress.done(trial, Record("ok", seconds=2.0))
         progress.done(trial, Record("failed", reason="no file"))
-    *lines, failed = told(progress)
-    assert failed.startswith("2/2 failed ") and "round" not in failed and failed.endswith("no file")
-    assert [line[:5] for line in lines] == ["make ", "1/2 o"] * is_verbose
-    assert not is_verbose or (lines[1].startswith("1/2 ok ") and lines[1].endswith("round 1 of 1  2.0 s"))
+        progress.done(trial, Record("oom", reason="killed"), seconds=1.0, number=0)
+    *lines, failed, beside = told(progress)
+    assert failed.startswith("2/3 failed ") and "round" not in failed and failed.endswith("no file")
+    assert beside.startswith("3/3 oom ") and beside.endswith("round 1 of 1  killed"), "another began after it"
+    assert [line[:5] for line in lines] == ["make ", "1/3 o"] * is_verbose
+    assert not is_verbose or (lines[1].startswith("1/3 ok ") and lines[1].endswith("round 1 of 1  2.0 s"))
 
 
 def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_what_follows(fake_trial: Any) -> None:

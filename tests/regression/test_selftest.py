@@ -114,7 +114,9 @@ def test_the_command_prints_and_every_run_says_what_it_sees(call: Any, tmp_path:
     _, out, _ = call(*asked, *backends, "--turns", "--block", 0.01, "--out", "after")
     assert "This run can see" in out and "2 rounds in turns" in out.replace("\n  ", " ")
     assert "This run can see" in json.loads(call("show", "after", "--format", "json")[1])["visible"]
-    (tmp_path / "after" / "self-test.json").write_text("{}")
+    kept = tmp_path / "after" / "self-test.json"
+    assert json.loads(kept.read_text())["grade"] == told["grade"], "for another machine"
+    kept.write_text("{}")
     assert dyno.load("after").records.self_test, "and a damaged one is the machine's again"
     assert call("runs", "rm", "after")[:2] == (0, "removed after\n")
 
@@ -162,6 +164,9 @@ def test_another_machines_self_test_counts_for_nothing(
     card.uuid = "GPU-2"
     found, wrong = self_test.find("cuda:0")
     assert found is None and "gpu_uuid was GPU-1" in wrong
+    assert [(one["device"], "gpu_uuid was" in one["state"]) for one in self_test.list_states()] == [
+        ("cpu", False), ("cuda:0", True),
+    ]  # fmt: skip
     self_test.find_place("cuda:0").unlink()
     self_test.keep(replace(kept, machine={**kept.machine, "cores": 999}))
     found, wrong = self_test.find("cpu")

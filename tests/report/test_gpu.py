@@ -64,6 +64,7 @@ def test_tables_show_the_gpu_s_clock_where_there_is_one(tmp_path: Path) -> None:
     for t in found:
         gpu = [np.median(r.raw_samples("latency", "model", "gpu")) for r in t.good]
         assert table.loc[t.backend, "latency_model_ms_median"] == pytest.approx(1e3 * statistics.geometric_mean(gpu))
+        assert [np.median(r.raw_samples("latency", "model")) for r in t.good] == gpu, "also where no clock is named"
     assert set(table["clock"]) == {"gpu"}
     assert table.loc["pytorch", "outside_gpu_ms"] == pytest.approx(2, rel=0.05)
     assert table.loc["tensorrt", "speedup"] == pytest.approx(5, rel=0.1)  # GPU clock: 10 against 2 ms, not 12
@@ -202,6 +203,11 @@ def test_what_launching_costs_is_said(tmp_path: Path, card: Card, sentence: str 
 def test_ten_microseconds_are_nothing(tmp_path: Path) -> None:
     launch = remarks.describe_launch(one(tmp_path, Card(gap=9e-6), seconds=1e-4))
     assert launch is not None and launch.outside > 0.05 * launch.host and launch.sentence == ""
+
+
+def test_85_percent_of_a_batch_are_the_bound() -> None:
+    times = [(0.85, 0.84), (0.84, 0.84), (0.85, 0.85)]  # in copies and in the model
+    assert [remarks.CopyTimes(1.0, model, copies).is_bound for copies, model in times] == [True, False, False]
 
 
 @pytest.mark.parametrize(("copies", "is_bound"), [(0.012, True), (0.0039, False), (0.002, False), (0.0, False)])

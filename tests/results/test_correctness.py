@@ -133,6 +133,20 @@ def test_four_numbers_and_a_value_of_an_input_are_not_taken_for_its_boxes(tmp_pa
     assert not held.ok and "of their size" in held.reason
 
 
+@pytest.mark.parametrize(("shift", "ok"), [(1, True), (2, False)])
+def test_a_box_may_be_off_by_the_limit_and_no_more(tmp_path: Path, shift: int, ok: bool) -> None:
+    """Boxes of ten pixels: one is the tenth that fp16 allows."""
+    left, rest = np.arange(7.0), np.ones(7)
+
+    def rows(by: int) -> np.ndarray:
+        image = np.stack([left + by, 0 * rest, left + by + 10, 10 * rest, 0.9 * rest, left], axis=1)
+        return np.repeat(image[None], 9, axis=0).astype(np.float32)
+
+    held = _judge(tmp_path, "fp16", rows(shift), rows(0))
+    assert (held.ok, held.error, held.changed) == ((True, 0.1, 0) if ok else (False, 0, 1))
+    assert ok or held.reason.startswith("100.0% of the boxes have no partner or are off by more than 0.1 of their size")
+
+
 def test_rows_are_compared_only_where_both_left_as_many(tmp_path: Path) -> None:
     results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
     counts = np.array([3, 0, 2, 5])

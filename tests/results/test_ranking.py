@@ -150,6 +150,20 @@ def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, mon
     assert [*replace(contest).fastest["backend"]] == ["b", "a", "pytorch"], "never side by side: their speed-ups decide"
 
 
+def test_two_rounds_in_turns_decide_and_lost_ones_are_made_up_for_as_often_as_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other programs disturbed the third of three rounds."""
+    a, b = load_run(synthetic.write_run(tmp_path / "run", [Way("a"), Way("b")], samples=40))
+    quiet = [RoundRatios(None, np.full(4, log), True, True) for log in (0.1, 0.2)]
+    monkeypatch.setattr(rankings_module, "block_ratios", lambda *_: quiet)
+    monkeypatch.setattr(rankings_module, "log_ratios", lambda *_, **__: [0.1, 0.2, 3.0])
+    found = ranking.gather_evidence(a, b, "model")
+    assert found is not None and (found.measured, found.rounds, found.disturbed) == (IN_TURNS, 2, 1)
+    assert found.difference == pytest.approx(0.15) and found.unfiltered == pytest.approx(1.1)
+    assert [ranking._is_short(replace(found, seen=looked), planned=3) for looked in (3, 5, 6)] == [True, True, False]
+
+
 @pytest.mark.parametrize("speed", [LATENCY, THROUGHPUT])
 def test_trials_that_measured_apart_are_compared_with_processors_at_one_distance(tmp_path: Path, speed: str) -> None:
     """Alone, each trial would keep another distance: near in two of five rounds, and in four of five."""

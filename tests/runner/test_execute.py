@@ -18,7 +18,7 @@ import pytest
 from dyno import Study, UserError
 from dyno.jobs.progress import Progress
 from dyno.results import timeline
-from dyno.runner import ensemble
+from dyno.runner import ensemble, run_folder
 from dyno.runner.execute import Files, execute
 from dyno.store import Cache, Run
 from dyno.study.plan import PlannedTrial, expand
@@ -126,19 +126,22 @@ def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Any, tmp_path: 
         assert run(study, tmp_path).began == []
         record = Run(tmp_path).record(planned.trial, 0)
         assert record is not None
-        assert (record.status, record.stage) == ("skipped", "plan")
+        assert (record.status, record.stage, record.seconds) == ("skipped", "plan", 0.0)
         assert record.reason == "x is not installed; pip install x"
     assert len(run(study, tmp_path).began) == 1
     assert statuses(tmp_path) == {"fp32": ["ok"]}
 
 
-def test_the_folder_says_what_it_holds(fake_study: Any, tmp_path: Path) -> None:
+def test_the_folder_says_what_it_holds(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = fake_study(backends=("fake@noise=0.1",), batches=(1, 2))
     run(study, tmp_path)
     assert Study.from_toml(tmp_path / "study.toml") == study
     environment = json.loads((tmp_path / "environment.json").read_text())
-    assert environment["versions"]["numpy"] and environment["cpu"]
+    assert environment["versions"]["numpy"] and environment["cpu"] and "gpu" not in environment
     assert not list(tmp_path.rglob("*.part"))
+    monkeypatch.setattr(run_folder, "gpu_identity", lambda device: f"the card {device}")
+    run_folder.prepare_folder(replace(study, device="cuda:0"), Run(tmp_path / "gpu"), [])
+    assert json.loads((tmp_path / "gpu/environment.json").read_text())["gpu"] == "the card cuda:0"
 
 
 def started(folder: Path, *words: str) -> subprocess.Popen[str]:

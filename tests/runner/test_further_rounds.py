@@ -108,6 +108,14 @@ def test_rounds_go_on_for_what_is_undecided(study: Any, tmp_path: Path, scripted
     assert not progress.began and not progress.said, "with that margin everything is decided"
 
 
+def test_models_share_the_minutes(study: Any, tmp_path: Path, scripted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of eight minutes are left after two rounds of jobs of half a minute: two for each model."""
+    monkeypatch.setattr("dyno.runner.execute._fits", lambda *_: True)
+    models = ("fake:net", "fake:other")
+    execute(study(models=models, backends=(REFERENCE, LIKE), minutes=8.0), tmp_path, Stopped())
+    assert [len(trial.rounds) for trial in load_run(tmp_path)] == [4] * 4
+
+
 @pytest.mark.usefixtures("preloaded")
 def test_in_turns_the_reference_and_what_is_left_go_on_together(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -79,7 +79,7 @@ def test_another_route_is_another_row(call: Any, tmp_path: Path) -> None:
     assert load("r").to_pandas().set_index("options").loc["fold=True", "route"] == "folded"
 
 
-def test_what_contradicts_is_named(call: Any, refused: Any) -> None:
+def test_what_contradicts_is_named(call: Any, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["run", "fake:net", "--channels", 1, *FAKE, "--out", "r"]
     assert call(*words)[0] == 0
     assert refused(*words, "--seconds", 1) == (
@@ -89,6 +89,9 @@ def test_what_contradicts_is_named(call: Any, refused: Any) -> None:
     line = refused(*words, "--seed", 3, "--data", "digits")
     assert "measured with seed=0, no data, this command says seed=3, data=digits;" in line
     assert call(*words, "--timeout", 77, "--rounds", 2)[0] == 0
+    monkeypatch.setattr("dyno.runner.execute.refuse_other", lambda *_: None)
+    assert "seconds=0.04, this command" in refused(*words, "--seconds", 1), "another dyno wrote it since the first look"
+    assert rows("r", "status") == [("ok",)]
 
 
 def test_rows_of_other_processors_have_no_place_beside_those_of_the_same_name(
@@ -176,7 +179,9 @@ def test_a_module_beside_the_code_counts(call: Any, tmp_path: Path) -> None:
     assert "archive" not in call(*words)[2]
 
 
-def test_a_broken_second_model_hides_nothing(call: Any, refused: Any, tmp_path: Path) -> None:
+def test_a_broken_second_model_hides_nothing(
+    call: Any, refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no graph")
     words = ["run", "fake:good", "bad.onnx", "none.onnx", "--channels", 1, *FAKE, "--out", "r"]
     _, out, _ = call(*words, code=3)
@@ -187,6 +192,15 @@ def test_a_broken_second_model_hides_nothing(call: Any, refused: Any, tmp_path: 
     net(tmp_path / "bad.onnx")
     assert call(*words)[0] == 3
     assert rows("r", "model", "status") == [("bad", "ok"), ("good", "ok"), ("none", "failed")]
+    (tmp_path / "late.py").write_text(
+        "import os, torch\ndef late():\n    os.environ['THERE']\n    return torch.nn.Flatten()"
+    )
+    words = ["run", "fake:good", "late.py:late", "--channels", 1, *FAKE, "--out", "l"]
+    call(*words, code=3)
+    assert rows("l", "model", "status") == [("good", "ok"), ("late", "failed")]
+    monkeypatch.setenv("THERE", "")
+    call(*words, code=0)
+    assert rows("l", "model", "status") == [("good", "ok"), ("late", "ok")], "its row had no size"
 
 
 def test_time_prints_what_could_be_timed(call: Any, refused: Any) -> None:

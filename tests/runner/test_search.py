@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dyno import Study, UserError
+from dyno.jobs.progress import Progress
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import stats, trial_result
@@ -224,6 +225,21 @@ def test_the_type_that_decides_a_trial_s_route(precision: str, beside: tuple[str
     model, dims = ModelSpec("net", "net.py:net"), Dims(1, 8, 8)
     own, *others = (Trial(model, "tensorrt", one, dims) for one in (precision, *beside))
     assert search._choose_float(own, [own, *others, Trial(model, "onnxruntime", "bf16", dims)]) == decides
+
+
+@pytest.mark.parametrize(("seconds", "spent"), [(0.5, 0.5), (2.0, 1.0)])
+def test_a_process_of_another_route_measures_for_a_second_at_most(tmp_path: Path, seconds: float, spent: float) -> None:
+    name, asked = "torchvision:resnet18", list[float]()
+
+    def measure(study: Study, _: Path) -> None:
+        asked.append(study.seconds)
+        raise UserError("nothing is measured")
+
+    wanted = [
+        search.Configuration(Trial(ModelSpec("resnet18", name), "onnxruntime", "fp32", Dims(1, 8, 8)), ("dynamo",))
+    ]
+    assert not search._try_routes(Study(name, seconds=seconds), tmp_path, wanted, Progress(quiet=True), measure)
+    assert asked == [spent]
 
 
 def test_a_damaged_note_is_no_note(tmp_path: Path) -> None:

@@ -81,12 +81,13 @@ def met(latency_ms: int, **options: int) -> str:
 
 
 def run(study: Study, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run the study; return its records by their trials' first option."""
-    execute(study, folder, Progress(quiet=True))
+    """Run the study; return its records by their trials' first option, all with a known duration."""
+    execute(study, folder, progress := Progress(quiet=True))
     found = {}
     for path in (folder / "trials").glob("*/r0/record.json"):
         options = json.loads(path.with_name("job.json").read_text())["trial"]["options"]
         found[str(options.get("fail") or options["latency_ms"])] = json.loads(path.read_text())
+        assert path.parents[1].name in progress.seconds
     return found
 
 
@@ -175,16 +176,18 @@ def test_who_has_imported_needs_its_room(
     # Room for two processes of unknown size, and for many of the measured size.
     monkeypatch.setattr(nvml, "read_available", lambda: 2 * nvml.HEADROOM * nvml.DEFAULT_PROCESS_B + 1)
     monkeypatch.setattr(InterleavedGroup, "_shuffle_items", lambda self, what, listed: list(listed))
-    together: list[tuple[int, bool]] = []
+    together, named = list[tuple[int, bool]](), list[bool]()
     advance = InterleavedGroup._advance_members
 
     def seen(self: InterleavedGroup, members: Sequence[InterleavedJob], word: str = "") -> None:
+        named.extend([self.progress.now == f"{members[0].trial.label}  round 1 of 1"] if word == turns.END else [])
         advance(self, members, word)
         together.extend([(len(members), self.largest > 0)] if not word else [])
 
     monkeypatch.setattr(InterleavedGroup, "_advance_members", seen)
     records = run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path / "run")
     assert together == [(2, False), (1, True)], "what an import takes isn't what a process needs"
+    assert named == [True] * 3, "who ends is shown"
     assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1, "all have room in the end"
 
 
@@ -207,11 +210,16 @@ def test_players_apart_import_and_load_at_once(study: Any, tmp_path: Path, marks
         InterleavedJob(Job("run", entry.trial.runtime, entry.trial, 1), tmp_path / entry.trial.id, 0)
         for entry in planned
     ]
+    began = time.monotonic()
     InterleavedGroup(
         members, "", Progress(quiet=True), lambda _: None, turns=turns.list_single_and_joint_turns, apart=True
     ).run()
-    assert [member.record.status for member in members if member.record] == ["ok", "ok"]
+    assert all(0 < member.used_s < time.monotonic() - began for member in members)
+    records = [member.record for member in members if member.record]
+    assert [record.status for record in records] == ["ok", "ok"]
     assert all(len(windows(marks, what)) == 2 for what in ("importing", "loading"))
+    blocks = [len(record.facts.blocks["model"]) for record in records]
+    assert [len(member.active_counts) for member in members] == blocks, "they are warm before the first turn"
 
 
 def _groups(study: Study, folder: Path, ended: list[str]) -> list[InterleavedGroup]:

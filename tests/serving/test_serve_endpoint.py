@@ -178,6 +178,15 @@ def test_a_server_whose_answers_are_not_finite_fails(good: int, bench: Any, tmp_
 
 
 @needs_client
+def test_one_size_of_batches_whose_answers_are_not_finite_is_told(bench: Any, tmp_path: Path) -> None:
+    """Where the requests form hardly one: each size is asked for before."""
+    with kserve_server.running(overflowing=2) as (url, _):
+        bench(url, "--batch", 4)
+    (trial,) = dyno.load(tmp_path / "run").records
+    assert "output y has values that are not finite: 100.00% are infinite" in trial.good[0].warnings
+
+
+@needs_client
 def test_rates_before_a_server_s_end_in_a_search_are_kept(call: Any, tmp_path: Path) -> None:
     with kserve_server.running(takes=0.005, alive=200) as (url, _):
         words = ("--endpoint", url, "--batch", 1, "--p50", "9s")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import dyno
 import moving_photos as videos
 from moving_photos import NET, QUICK, expected
 
@@ -155,6 +156,8 @@ def test_a_run_of_a_video_is_shown_like_any_other(run: Any, call: Any, clip: Pat
         assert [event["ph"] for event in own] == ["B", "E"] * (len(own) // 2)
         assert all(a["ts"] <= b["ts"] for a, b in itertools.pairwise(own))
     assert list(json.loads(out)["tables"]) == ["video", "video-stages", "video-streams"]
+    (row,) = dyno.load("run").to_pandas().to_dict("records")
+    assert row["latency_all_ms_median"] > 0 and row["throughput_ips"] > 0
     _, shown, errors = call("show", "run", "--table", "video", "--format", "json", code=0)
     assert json.loads(shown)["tables"]["video"]["rows"] == json.loads(out)["tables"]["video"]["rows"]
     assert json.loads(call("show", "run", "--format", "json")[1])["tables"] == json.loads(out)["tables"]

@@ -275,14 +275,16 @@ def test_no_more_processors_are_busy_than_there_are(
 def test_work_on_processors_that_a_job_may_not_use_does_not_disturb_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job on processor 0, which shares a core with 2: in a second they were busy for 0.5 and 0.3 s, and 1 for all."""
+    """A job on processor 0, which shares a core with 2: in a second they were busy for 0.5 and 0.3 s, and 1 for all;
+    the job for 0.2 s of it."""
     for cpu, text in {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}.items():
         (tmp_path / f"cpu{cpu}/topology").mkdir(parents=True)
         (tmp_path / f"cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
     clock = iter((0.0, 1.0, 1.0))
     monkeypatch.setattr(system, "CPUS_DIR", tmp_path)
     monkeypatch.setattr(system, "STATISTICS_FILE", tmp_path / "stat")
-    monkeypatch.setattr(system, "_own_seconds", lambda: 0.0)
+    own = iter((7.0, 7.2))
+    monkeypatch.setattr(system, "_own_seconds", lambda: next(own))
     monkeypatch.setattr(system.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(system.os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(system.time, "monotonic", lambda: next(clock))
@@ -292,7 +294,7 @@ def test_work_on_processors_that_a_job_may_not_use_does_not_disturb_it(
     contention = system.CpuContention()
     busy = (tick // 2, tick, 3 * tick // 10, 0)
     (tmp_path / "stat").write_text("cpu  9 9 9 9\n" + "".join(line.format(n, more) for n, more in enumerate(busy)))
-    assert contention.count_busy() == pytest.approx(0.8)
+    assert contention.count_busy() == pytest.approx(0.6)
 
 
 def test_waiting_for_a_processor_is_counted() -> None:

@@ -141,7 +141,7 @@ class Progress:
 
     def start(self, trial: Trial, number: int, what: str = "round") -> None:
         """Show the start of a job: the round (or confirmation) with this number, counted from 0."""
-        step = f"{what} {number + 1} of {trial.plan.rounds}"
+        step = _name_step(trial, number, what)
         self._begin_work(f"{trial.label}  {step}")
         self.job, self.step = trial, step
 
@@ -167,13 +167,20 @@ class Progress:
         """Drop the further jobs of a trial."""
         self.left = [job for job in self.left if job != trial]
 
-    def done(self, trial: Trial, record: Record, *, stored: bool = False, seconds: float | None = None) -> None:
-        """Show that a job ended after `seconds` (default: since it began), or that its record was stored already."""
+    def done(
+        self, trial: Trial, record: Record, *,
+        stored: bool = False, seconds: float | None = None, number: int | None = None,
+    ) -> None:  # fmt: skip
+        """Show that a job ended after `seconds` (default: since it began), or that its record was stored already.
+
+        Give the round's `number` for jobs that run in parallel: the last one that began may be another.
+        """
         if trial in self.left:
             self.left.remove(trial)
         if stored:
             return
-        if self.step:  # otherwise the job did not start, as its file is missing
+        step = self.step if number is None else _name_step(trial, number)
+        if step:  # otherwise the job did not start, as its file is missing
             # Includes the start of the process and imports.
             self.seconds[trial.id] = time.monotonic() - self.since if seconds is None else seconds
         width = len(str(self.total))
@@ -181,7 +188,7 @@ class Progress:
             (f"{self.total - len(self.left):{width}}/{self.total} ", "dim"),
             (f"{record.status:8}", STATUS_COLOURS.get(record.status, "red")),
             f" {clean_text(trial.label)}",
-            (f"  {self.step}" if self.step else "", "dim"),
+            (f"  {step}" if step else "", "dim"),
             (f"  {clean_text(record.reason)}" if record.reason else f"  {record.seconds:.1f} s", "dim"),
         )
         if record.status != "ok" or self.live is not None or self.is_verbose:
@@ -240,6 +247,10 @@ class Progress:
 def stderr_console(*, quiet: bool = False) -> Console:
     """Return a rich console for standard error; FORCE_COLOR alone draws no bars, as they would fill a file."""
     return Console(stderr=True, quiet=quiet, force_terminal=None if can_draw(sys.stderr) else False)
+
+
+def _name_step(trial: Trial, number: int, what: str = "round") -> str:
+    return f"{what} {number + 1} of {trial.plan.rounds}"
 
 
 def _format_clock(seconds: float) -> str:

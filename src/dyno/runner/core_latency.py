@@ -43,9 +43,8 @@ class CoreLatency:
                 self._memory = mmap.mmap(shared, mmap.PAGESIZE)
                 command = [sys.executable, "-I", "-S", __file__, str(shared)]
                 self._answering = subprocess.Popen(
-                    command, 0, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[shared],
-                    start_new_session=True,
-                )  # fmt: skip
+                    command, 0, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[shared]
+                )
             finally:
                 os.close(shared)
 

@@ -239,7 +239,7 @@ def measure(
             if member.round_index >= 0:
                 if member.record.status != "ok" and kind == ROUND:
                     note_retry(member.folder, member.trial)
-                progress.done(member.trial, member.record, seconds=member.used_s)
+                progress.done(member.trial, member.record, seconds=member.used_s, number=member.round_index)
 
         for comparison in comparisons:
             ids = {trial.id for trial in (*comparison.trials, comparison.reference, *comparison.rivals) if trial}

@@ -76,9 +76,15 @@ def test_classes_in_another_order_are_told(truth: Truth, tmp_path: Path) -> None
             assert "100% of its answers would be right instead of 0%" in text and "objects); give the cat" in text
 
 
-def test_points_of_other_numbers_have_a_tolerance_of_one_by_k(truth: Truth) -> None:
-    """OKS of points that are all off by d is exp(-d² / (2 s² (2/K)²)); s² is the object's area."""
-    found = mean_ap.score_detections(detected.found(truth, shift=0.25), truth, "keypoints")
+@pytest.mark.parametrize("values", [2, 3])
+def test_points_of_other_numbers_have_a_tolerance_of_one_by_k(truth: Truth, values: int) -> None:
+    """OKS of points that are all off by d is exp(-d² / (2 s² (2/K)²)); s² is the object's area.
+
+    Visibility, the third value, has no effect.
+    """
+    arrays = detected.found(truth, shift=0.25)
+    arrays["detection_keypoints"] = arrays["detection_keypoints"][..., :values]
+    found = mean_ap.score_detections(arrays, truth, "keypoints")
     right = []
     for a in truth["annotations"]:
         similarity = math.exp(-((0.25 * a["bbox"][2]) ** 2) / (2 * a["area"] * (2 / 4) ** 2))

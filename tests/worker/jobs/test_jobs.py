@@ -21,13 +21,13 @@ from dyno.worker.jobs import turns
 from dyno.worker.jobs.cold_start import ColdStartClock
 from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.jobs.serve import _ServeJob
-from dyno.worker.jobs.turns import Interleaved
+from dyno.worker.jobs.turns import Interleaved, Uninterleaved
 from dyno.worker.journal import Journal
 from dyno.worker.main import perform
 from dyno.worker.nets import saved_modules
 from dyno.worker.serving.options import ServeOptions
 from dyno.worker.serving.rates import Arrivals
-from dyno.worker.spec import Dims, Job, ModelSpec, Runtime, Trial, Unanswered, UserError
+from dyno.worker.spec import Dims, Job, ModelSpec, Plan, Runtime, Trial, Unanswered, UserError
 
 NAP_S = 0.3
 
@@ -223,6 +223,11 @@ class Slow:
     def readline(self) -> str:
         self.waited += AGES
         return self.words.pop(0) + "\n" if self.words else ""
+
+
+def test_a_job_by_itself_measures_three_blocks_or_for_its_time() -> None:
+    plans = [Plan(seconds=seconds, blocks=5) for seconds in (0.0, 60.0)]
+    assert [[*Uninterleaved().blocks("model", plan)] for plan in plans] == [[0, 1, 2], [0, 1, 2, 3, 4]]
 
 
 @pytest.fixture

@@ -217,7 +217,8 @@ def test_parts_change_nothing(compare: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_fewer_runs_where_tensors_would_fill_the_memory(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics_compare, "MAX_KEPT_B", 1)
-    assert compare(network(), network()).runs == 1
+    found = compare(network(), scaled(network(), "w2", -1.0))
+    assert (found.runs, found.suspects) == (1, ("c2",))
 
 
 def test_a_branch_of_the_graph_itself(compare: Any) -> None:

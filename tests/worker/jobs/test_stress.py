@@ -1,6 +1,7 @@
 """The stress test finds outputs that depend on the batch, and memory growth; the peak is measured in every type."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class Doubler(Session):
     def __init__(self, bad: int = 0, error: float = 0.0, leak: int = 0, limits: Any = (1, 2, 8)) -> None:
         self.bad, self.error, self.leak, self.lost, self.limits = bad, error, leak, 0, limits
         self.shapes: list[int] = []
+        self.ends = Counter[int]()  # where each batch ends in the memory of all images
 
     @property
     def batches(self) -> Any:
@@ -39,6 +41,7 @@ class Doubler(Session):
 
     def bind(self, feeds: Mapping[str, np.ndarray], slot: int = 0) -> None:
         self.x = feeds["input"]
+        self.ends[self.x.ctypes.data + self.x.nbytes] += 1
 
     def run(self, slot: int = 0) -> None:
         self.lost += self.leak
@@ -58,6 +61,7 @@ def test_a_good_engine_holds() -> None:
     assert all(s.wrong == 0 and len(s.seconds) == 40 and (s.seconds > 0).all() for s in found)
     assert all(s.to_record(1e-4).ok for s in found)
     assert len(set(session.shapes[-400:])) == 8, "random means every size between min and max"
+    assert session.ends[max(session.ends)] > 1, "batches reach the last image, and not only the reference"
 
 
 @pytest.mark.parametrize("error", [0.1, float("nan")])

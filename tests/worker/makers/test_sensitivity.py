@@ -10,13 +10,15 @@ import numpy as np
 import onnx
 import pytest
 
+import onnx_text
 from dyno.jobs.launcher import launch
 from dyno.worker.inputs.calibration import CalibrationImages
 from dyno.worker.makers.modelopt_quantise import Feeds, OnnxModelopt
 from dyno.worker.makers.precision import OnnxPrecision, convert_recipe
-from dyno.worker.makers.sensitivity import OnnxSensitivity, compute_sqnr
+from dyno.worker.makers.sensitivity import OnnxSensitivity, compute_sqnr, int8_changes, rank
 from dyno.worker.onnx_graph.check import compute_outputs
 from dyno.worker.onnx_graph.graph_facts import read_graph_facts
+from dyno.worker.onnx_graph.int8 import CalibratedGraph, Scheme
 from dyno.worker.registry import find, get_maker
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, Unavailable, UserError
 from refusals import refuses
@@ -45,6 +47,21 @@ def test_every_layer_is_ranked_the_worst_first(digits: Any, target: str, tmp_pat
     assert {each.node for each in ranking} <= {node.name for node in onnx.load(made.path).graph.node}
     assert ranking == ranked(digits, tmp_path / "again", target=target).made_by.ranking
     assert made.precision == "fp32" and made.made_by.ranked_on == 16
+
+
+@pytest.mark.parametrize(("narrow", "steps"), [(False, 127), (True, 63)])
+def test_a_layer_costs_what_its_rounded_inputs_and_weights_do(narrow: bool, steps: int) -> None:
+    """Inputs have one scale, weights one for each output."""
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.uniform(-3, 3, shape).astype(np.float32) for shape in ((9, 4), (4, 3), (3,)))
+    model = onnx_text.model("(float[9, 4] x) => (float[9, 3] y) { [layer] y = Gemm(x, w, b) }", w=w, b=b)
+    seen = CalibratedGraph(
+        model, Scheme("S8", False), frozenset({"Gemm"}), set(), False, {"x": (-3.0, 3.0)}, None, narrow, ()
+    )
+    (found,) = rank(model, int8_changes(seen), [{"x": x}], 1, lambda *_: None)
+    of_x, of_w = 3 / 127, np.abs(w).max(axis=0) / steps
+    rounded = np.round(x / of_x) * of_x @ (np.round(w / of_w) * of_w) + b
+    assert found.node == "layer" and found.sqnr_db == pytest.approx(compute_sqnr([x @ w + b], [rounded]), abs=0.01)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -174,6 +174,19 @@ def test_what_engines_fuse(module: nn.Module, gone: str, there: str, tmp_path: P
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("ahead", "kinds"), [("2, 3", 1), ("3, 2", 3)])
+def test_axes_that_are_cut_otherwise_are_not_swapped(ahead: str, kinds: int, tmp_path: Path) -> None:
+    text = f"""(float[2, 3, 4, 5] x) => (float[{ahead}, 5, 4] y) {{
+        flat = Reshape(x, three)
+        swapped = Transpose<perm = [0, 2, 1]>(flat)
+        y = Reshape(swapped, back)
+    }}"""
+    model = onnx_text.model(text, three=np.array([6, 4, 5]), back=np.array([*map(int, ahead.split(", ")), 5, 4]))
+    made, feed = make_fusible(model), np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
+    assert len(made.graph.node) == kinds
+    np.testing.assert_array_equal(ran(made, feed, tmp_path)[0], ran(model, feed, tmp_path)[0])
+
+
 def test_another_function_with_an_erf_stays_as_it_is(tmp_path: Path) -> None:
     class Other(nn.Module):
         def forward(self, x: Any) -> Any:

@@ -402,7 +402,9 @@ class TorchSession(Session):
 
         if isinstance(self._module, self._torch.jit.ScriptModule):  # TorchScript's parts take no hooks
             return 0, count_products(run)
-        leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
+        leaves = [  # a quantised layer may have its packed weights as a child
+            m for m in self._module.modules() if isinstance(m, compute) or is_quantised(m) or not list(m.children())
+        ]
         hooks = [m.register_forward_hook(record_type) for m in leaves if takes_hooks(self._torch, m)]
         try:
             run()

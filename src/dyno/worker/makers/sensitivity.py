@@ -101,10 +101,10 @@ def _int8_sites(seen: CalibratedGraph) -> Iterator[tuple[Any, int]]:
 def _make_quantiser(name: str, inputs: list[int], seen: CalibratedGraph) -> Changed:
     def quantise_layer(graph: Any) -> None:
         node = next(n for n in graph.node if n.name == name)
+        if node.op_type in LINEAR_OPERATORS:  # first: from the first insertion on the graph has a copy of the node
+            _round_weight(graph, node, 63 if seen.narrow else 127)
         for k in inputs:
             _round_activation(graph, node, k, seen.ranges[node.input[k]], seen.scheme)
-        if node.op_type in LINEAR_OPERATORS:
-            _round_weight(graph, node, 63 if seen.narrow else 127)
 
     return quantise_layer
 

@@ -330,6 +330,4 @@ def _rename_tensors(node: Any, names: Mapping[str, str], read: Collection[str], 
     copy.output[:] = [names.get(name, name) for name in node.output]
     for graph in graphs_of(copy):
         set_nodes(graph, [_rename_tensors(each, names, read, suffix) for each in graph.node])
-        for value in graph.output:
-            value.name = value.name if value.name in read else names.get(value.name, value.name)
     return copy
