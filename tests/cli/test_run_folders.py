@@ -128,14 +128,14 @@ def test_only_what_dyno_wrote_is_removed(call: Any, refused: Any, run: Path, tmp
     assert refused("runs", "rm", "link/").startswith("link is a symbolic link")
     assert refused("runs", "rm", run, "aaaa").startswith("no trials of runs/one have an id that begins with 'aaaa'")
     assert refused("runs", "rm", "runs") == (
-        "runs is not a run folder: it has no study.toml with trials/ beside it; the run folders in it: runs/one"
+        "runs is not a run folder: study.toml or trials/ is missing; the run folders in it: runs/one"
     )
     assert refused("runs", "rm", "precious").startswith("precious is not a run folder") and (outside / "photo").exists()
     assert refused("runs", "rm", "nowhere") == "nowhere does not exist"
     assert refused("runs", "rm", run / "study.toml") == "runs/one/study.toml is not a folder"
     (run / "notes.txt").write_text("mine")
     code, out, _ = call("runs", "rm", run)
-    assert (code, out) == (0, "removed what Dyno wrote into runs/one; what is not Dyno's stays: notes.txt\n")
+    assert (code, out) == (0, "removed what Dyno wrote into runs/one; kept files that Dyno did not write: notes.txt\n")
     assert [path.name for path in run.iterdir()] == ["notes.txt"] and (outside / "photo").read_text() == "mine"
 
 

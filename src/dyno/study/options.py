@@ -179,7 +179,7 @@ class MeasurementOptions:
     seconds: float = option(2.0, "Seconds of sampling at most, per trial, round and boundary.", common=True)
     warmup: float = option(1.0, "Seconds of warm-up at most, per trial, round and boundary.")
     samples: int = option(
-        0, "Exactly this many samples, however long they take.", usual="until the interval is narrow enough"
+        0, "Exactly this many samples, however long that takes.", usual="until the interval is narrow enough"
     )
     interval: float = option(
         0.005, "Without turns, stop sampling when the median's 95 % interval is within this share of it on both sides."

@@ -124,7 +124,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
             spreading.kill(host)
 
     log, study = Log(kill), fake_study(on="slurm=1,cluster=local", rounds=8, seconds=0.2)
-    with pytest.raises(Unfinished, match="every device of the study was lost; the same command again goes on"):
+    with pytest.raises(Unfinished, match="every device of the study was lost; the same command measures"):
         spread.run(study, tmp_path / "run", log)
     assert "its process was killed" in log.said[-1]
     before = _unfinished(tmp_path / "run")

@@ -190,7 +190,7 @@ class SlurmHost(RemoteHost):
             with suppress(OSError):
                 if lines := path.read_text(encoding="utf-8", errors="replace").strip().splitlines():
                     return clean_text(lines[-1])
-        return "it wrote no log; is the run folder on a file system that the nodes have too?"
+        return "it wrote no log; is the run folder on a file system shared with the nodes?"
 
 
 def cancel(ids: Sequence[str]) -> None:
@@ -426,8 +426,8 @@ def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path)
         executor = submitit.SlurmExecutor(logs, python=f"exec {shlex.quote(sys.executable)}")
     except RuntimeError as e:
         raise UserError(
-            "--cluster slurm needs Slurm's commands (sbatch, squeue, scancel), and there are none here; "
-            "give the command on a host of the cluster, or try it with --cluster slurm=2,cluster=local"
+            "--cluster slurm needs Slurm's commands (sbatch, squeue, scancel), which are missing here; run the "
+            "command on a host of the cluster, or try it with --cluster slurm=2,cluster=local"
         ) from e
     own = {"gres": "gpu:1"} if device == "cuda" else {} if "cpus-per-task" in wanted.sbatch else {"exclusive": True}
     # Without srun: in some versions its step gets other processors than the job. Without requeue: the study has lost a
@@ -453,8 +453,8 @@ def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
         for cpu in places[-1].cores:
             if (other := owners.setdefault((about.host, cpu), host)) is not host:
                 raise UserError(
-                    f"{other.name} and {host.name} have the same processors of {about.host}: Slurm binds none to a "
-                    "job there; leave cpus-per-task out, so that each has a host for itself"
+                    f"{other.name} and {host.name} have the same processors of {about.host}: Slurm does not bind jobs "
+                    f"to processors there; omit cpus-per-task, so that each job gets its own host"
                 )
     # Sorted, as the jobs of the next command may start in another order.
     return nodes.number_names(sorted(places, key=lambda place: (place.name, place.cores)))
