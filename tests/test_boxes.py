@@ -110,7 +110,7 @@ def test_the_accuracy_of_every_layout_is_that_of_its_boxes(
 ) -> None:
     files = networks(tmp_path)
     _, out, _ = call("run", *files, "--task", "detect", "--data", data, *QUICK, "--out", tmp_path / "run", code=0)
-    guessed = "images were letterboxed and normalised by mean 0,0,0 and std 1,1,1, as the file doesn't say by what"
+    guessed = "images were letterboxed and normalised by mean 0,0,0 and std 1,1,1, as the file doesn't specify them"
     assert f"v5: {guessed}" in " ".join(out.split()) and f"metadata: {guessed}" not in " ".join(out.split()), out
     assert "for BGR turn the channels in the file" in " ".join(out.split())
     with open(tmp_path / "run/results.csv", newline="") as f:

@@ -78,7 +78,7 @@ def test_models_that_were_not_begun_are_named(call: Any, run: Path) -> None:
     assert "not begun" not in call("show", run)[1]
     text = (run / "study.toml").read_text()
     (run / "study.toml").write_text(text.replace('models = ["fake:[net]"', 'models = ["fake:[net]", "fake:other"'))
-    assert "1 of 2 models was not begun: fake:other; the same command goes on." in call("show", run)[1]
+    assert "1 of 2 models was not begun: fake:other; the same command continues." in call("show", run)[1]
 
 
 def test_blocks_that_are_not_at_their_end_are_read(call: Any, refused: Any, run: Path) -> None:

@@ -315,7 +315,7 @@ def list_comparison(table: Table, stored: bool = True) -> list[str]:
     """
     rows = table.rows
     counts = Counter(describe_outcome(r).partition(":")[0] for r in rows)
-    lines = [f"{describe_where(r)}: {r['verdict']}; not judged, whatever the speed."
+    lines = [f"{describe_where(r)}: {r['verdict']}, so the speed is not judged."
              for r in rows if r["verdict"].startswith(OUTPUTS_WRONG)]  # fmt: skip
     verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
     shared = sum(r["status"] != MISSING for r in rows)

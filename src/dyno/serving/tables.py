@@ -82,7 +82,7 @@ def _at_server(served: ServingRun) -> Iterator[str]:
 def describe_wrong(served: CheckedRun) -> Iterator[str]:
     if (outputs := served.outputs).wrong:
         wrong = outputs.wrong[:1].upper() + outputs.wrong[1:]
-        yield f"{wrong} against {outputs.against}; not ranked, whatever the speed."
+        yield f"{wrong} against {outputs.against}; they are not ranked."
 
 
 def describe_right(served: CheckedRun) -> Iterator[str]:

@@ -124,7 +124,7 @@ def _make_classes_table(run: RunData) -> Table | None:
         Column("class", "of the label", kind=TEXT),
         Column("images", "with that label", kind=COUNT),
         *(Column(t.id, f"top-1 of {t.label}", "%", PERCENT, f"top-1 %, {t.label}") for t, _ in shown),
-        Column("taken_for", "the class that the first trial takes it for most", kind=TEXT, title="taken for"),
+        Column("taken_for", "the class that the first trial most often takes it for", kind=TEXT, title="taken for"),
         Column("times", "how often", kind=COUNT),
     )
     return CLASSES.of(columns, rows, notes=("The report's charts/confusion-ID.csv has each whole confusion matrix.",))
@@ -203,7 +203,7 @@ def _make_evaluation_table(run: RunData) -> Table | None:
 CLASSIFICATION: TableKind = TableKind(
     "classification",
     "Accuracy",
-    "Top-1 and its like with intervals, what was gained and lost against the reference, and the budget's decision.",
+    "Classification accuracy with intervals, gains and losses against the reference, and the budget's decision.",
     lambda run: _make_score_table(CLASSIFICATION, run, "classes"),
     "no trial answered labelled images",
     "accuracy",
@@ -219,7 +219,7 @@ DETECTION: TableKind = TableKind(
     3,
 )
 CLASSES = TableKind(
-    "classes", "Top-1 by class", "A row per class: top-1 of each configuration, and what the class is taken for.",
+    "classes", "Top-1 by class", "A row per class: top-1 of each configuration, and the most frequent confusion.",
     _make_classes_table, "no trial answered labelled images", "accuracy", 5,
 )  # fmt: skip
 FLIP_COLUMNS = (
@@ -272,7 +272,7 @@ EVALUATION_COLUMNS = (
     LABEL_COLUMN,
     Column(
         "pipeline_ips",
-        "of the whole evaluation, decoding left out",
+        "of the whole evaluation, without decoding",
         "images/s",
         title="pipeline from decoded images, images/s",
     ),
@@ -394,7 +394,7 @@ def make_columns(rtol: float, atol: float) -> tuple[Column, ...]:
     """Return the columns of a comparison by these tolerances."""
     return (
         NAME_COLUMN,
-        Column("reference", "the trial that it is compared with", kind=TEXT, title="against", rank=2),
+        Column("reference", "trial that it is compared with", kind=TEXT, title="against", rank=2),
         Column("inputs", "that both answered", kind=COUNT, rank=3),
         Column("values", "that were compared", kind=COUNT, rank=1),
         Column("close", "share of values with |a - b| <= atol + rtol |b|, of labels of the same, 0 to 1",
