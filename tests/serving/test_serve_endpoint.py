@@ -64,7 +64,7 @@ def test_a_server_answers_in_place_of_an_engine(
         out, _ = bench(url, "--batch", 2, "--instances", 2, "--p50", "9s")
     assert set(batches) == {1, 2} and len(batches) > 50
     assert f"{kserve_server.MODEL} endpoint@url={url} fp32 b2" in out
-    assert f"Answered by {url}: times have the way there and back in them" in out
+    assert f"Answered by {url}: times include the way there and back" in out
     assert "50.0 requests/s hold p50 <= 9.00 s" in out
     assert "what the server's model should answer isn't known here; give its file as MODEL." in out
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
@@ -160,7 +160,7 @@ def test_what_cannot_be_loaded_is_tried_once() -> None:
 def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(bench: Any, tmp_path: Path) -> None:
     with kserve_server.running(most=1, takes=0.05) as (url, _):
         out, _ = bench(url, "--batch", 1, "--instances", 2, "--p50", "9s")
-    assert "requests got no answer of the server and count as beyond every bound" in out
+    assert "requests got no answer from the server and count as beyond every bound" in out
     assert f"a request in vain: {url} did not answer: [503] too many requests" in out
     (row,) = dyno.load(tmp_path / "run").table("serve-rates").rows
     assert 0 < row["refused"] < row["requests"] and not row["left"]

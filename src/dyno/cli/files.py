@@ -302,7 +302,7 @@ def _build_trial(study: Study, precision: str, batch: int) -> Trial:
     check_weights(study, study.models)
     model, inspection = inspect_model(model_spec(study, study.models[0]), study)
     if not batch and inspection.batch and not model.file:
-        reason = inspection.batch_reason or f"{model.name} takes a batch of {inspection.batch} alone"
+        reason = inspection.batch_reason or f"{model.name} takes only batch {inspection.batch}"
         raise UserError(f"{reason}; export with a fixed batch (--batch {inspection.batch})")
     size = list_sizes(study, inspection)[0]
     data = prepare_images(study, model, size) if study.data or study.calibration else DataSpec(count=1)

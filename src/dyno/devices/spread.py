@@ -161,7 +161,7 @@ class BlockScheduler:
                 archive_trial(self.run, row, OTHER_DEVICES_DIR)
             self.losses.setdefault(block.id, []).append(f"{place}: the device is no longer one of the study's")
             gone = f"{place} is no longer there; its measurements are in {OTHER_DEVICES_DIR}"
-            self.progress.note(f"{block.label}: begun anew, as {gone}")
+            self.progress.note(f"{block.label}: restarted, as {gone}")
         shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
 
     def _take_ended(self) -> list[Block]:

@@ -104,7 +104,7 @@ class ComparisonOptions:
     )
     limit: dict[str, str] = option(
         {},
-        "The most that the fastest may take, with commas: p50, p90, p95 or p99 of latency/model (p99=5ms), size=20MB, "
+        "Limits that the winner must keep, with commas: p50, p90, p95 or p99 of latency/model (p99=5ms), size=20MB, "
         "memory=500MB, gpu_memory=2GB, energy=50mJ an image, load=2s.",
         common=True,
     )
@@ -154,7 +154,7 @@ class DataOptions:
         "", "Images to calibrate INT8 on; no accuracy is measured on them.", usual="some of the data"
     )
     unreadable: str = option("refuse", "What to do about images that can't be read: refuse, or skip them.")
-    compared: int = option(32, "Number of random inputs to compare outputs on where there is no data.")
+    compared: int = option(32, "Number of random inputs to compare outputs on if there is no data.")
     budget: dict[str, float] = option(
         {}, "Percentage points of accuracy that may be lost: top1=0.5, top5=0.5 or mAP=0.5.", common=True
     )
@@ -174,7 +174,7 @@ class MeasurementOptions:
         common=True,
     )
     builds: int = option(
-        1, "Builds of each engine that is tuned by timing; the rounds go through them, and verdicts hold for builds."
+        1, "Builds of each engine tuned by timing; the rounds rotate through them, and verdicts hold for builds."
     )
     seconds: float = option(2.0, "Seconds of sampling at most, per trial, round and boundary.", common=True)
     warmup: float = option(1.0, "Seconds of warm-up at most, per trial, round and boundary.")
@@ -211,12 +211,12 @@ class MeasurementOptions:
     )
     minutes: float = option(
         10.0,
-        "Minutes of measuring, after which no round begins. Every trial has two rounds all the same, and those that "
-        "may win three; after half of the minutes only these have more than three.",
+        "Minutes of measuring, after which no round begins. Every trial still gets two rounds, and possible winners "
+        "three; after half of the minutes only these get more than three.",
         common=True,
     )
     equivalent: float = option(2.0, "Percent by which two speeds may differ and count as equivalent.")
-    peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), for shares of it in tables.")
+    peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), so that tables show shares of it.")
     energy: bool = option(
         False, "Also run each trial at full load for its energy, in joules per image (3.75 s a round)."
     )

@@ -63,15 +63,15 @@ def _describe_set_up(video: Video) -> Iterator[str]:
     if facts.prepared == DEVICE:
         copying = format_count(facts.lanes, "thread")
         yield (
-            "Frames become the network's input where it computes, and of its predictions only those above the least "
-            f"score come back; {copying} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
+            f"Frames are prepared where the network computes, and only predictions above the least score come back; "
+            f"{copying} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
         )
     elif facts.lanes > 1:
         yield f"{facts.lanes} threads prepare frames, and as many post-process them."
     if facts.preloaded:
         yield (
-            f"{format_count(facts.preloaded, 'frame')} at most were decoded before and answered again and again: what "
-            "decoding takes is in no figure."
+            f"{format_count(facts.preloaded, 'frame')} at most were decoded in advance and replayed: no figure "
+            f"includes decoding."
         )
 
 

@@ -145,7 +145,7 @@ def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(fake
     after = records(folder)
     assert before.items() <= after.items() and len(after) == 8, log.said
     assert not [*folder.glob("blocks/*")] and not (folder / "slurm").exists()
-    assert not [line for line in log.said if "begun anew" in line]
+    assert not [line for line in log.said if "restarted, as" in line]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
