@@ -219,7 +219,7 @@ def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
     raw = np.random.default_rng(0).normal(0, 40, (1, 7, 84)).astype(np.float32)
     file = write(tmp_path / "raw.onnx", ULTRALYTICS, output0=raw)
     _, out, _ = call("run", file, *QUICK, "--out", tmp_path / "run", code=0)
-    assert "raw: no boxes are read from the outputs (output0 1x7x84): what should be scores is from " in out
+    assert "raw: no boxes are read from the outputs (output0 1x7x84): the values read as scores go from " in out
     with open(tmp_path / "run/results.csv", newline="") as f:
         (row,) = csv.DictReader(f)
     assert row["status"] == "ok"

@@ -49,7 +49,7 @@ def test_runs_are_listed(call: Any, refused: Any, run: Path) -> None:
     assert (row["run"], row["models"], row["trials"]) == ("runs/time/deep/one", "[net]", "2 ok, 1 failed, 1 skipped")
     assert call("runs", "list", "runs/empty") == (0, "no run folder below runs/empty\n", "")
     assert json.loads(call("runs", "list", "runs/empty", "--format", "json")[1])["tables"]["runs"]["rows"] == []
-    assert refused("runs", "list", "nowhere").startswith("there is no folder nowhere; `dyno run` makes runs/")
+    assert refused("runs", "list", "nowhere").startswith("there is no folder nowhere; `dyno run` creates runs/")
 
 
 def test_no_winner_is_listed_where_several_may_be(call: Any, tmp_path: Path) -> None:

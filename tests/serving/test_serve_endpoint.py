@@ -119,7 +119,7 @@ def test_no_server_and_no_such_model_are_one_line() -> None:
 @needs_client
 @pytest.mark.parametrize(("mute", "says"), [
     ("/v2", "no server of KServe's protocol v2 answers at {url}: nothing came within 0.2 s; check that it runs"),
-    (f"/v2/models/{kserve_server.MODEL}", "{url} has no answer on 'adder' within 0.2 s; check that it is loaded"),
+    (f"/v2/models/{kserve_server.MODEL}", "{url} did not answer about 'adder' within 0.2 s; check that it is loaded"),
 ])  # fmt: skip
 def test_a_server_that_hangs_is_noticed_at_the_first_contact(
     mute: str, says: str, monkeypatch: pytest.MonkeyPatch

@@ -52,7 +52,7 @@ def test_a_batch_stored_as_less_than_1_is_free(tmp_path: Path, stored: int | Non
     repaired, warnings = prepared(model, tmp_path)
     assert len(warnings) == (stored is not None)
     if warnings:
-        assert warnings[0].startswith(f"axes stored as less than 1 are read as free ones: x axis 0 ({stored})")
+        assert warnings[0].startswith(f"axes stored as less than 1 are read as free axes: x axis 0 ({stored})")
         assert repaired.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     np.testing.assert_allclose(output(repaired), FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
 
@@ -291,7 +291,7 @@ def test_nodes_in_any_order_are_sorted_and_a_circle_is_none(tmp_path: Path) -> N
     model.graph.node.extend([choice, h.make_node("MatMul", ["x", "w"], ["a"])])
     repaired, warnings = prepared(model, tmp_path)
     assert [node.op_type for node in repaired.graph.node] == ["MatMul", "If"]
-    assert warnings == ("nodes stood before those whose results they take, and were sorted",)
+    assert warnings == ("nodes stood before their inputs' nodes, and were sorted",)
     np.testing.assert_allclose(output(repaired), -FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
     model.graph.node[1].input[0] = "y"
     onnx.save(model, tmp_path / "circle.onnx")

@@ -260,12 +260,12 @@ def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
     ("arrays", "classes", "reason"),
     [
         ({"o": np.zeros((2, 1000))}, 0, "no known layout has these shapes"),
-        ({"o": anchors(np.concatenate([T.centres, T.every_class * 20 - 9], 2))}, 5, "scores is from -1.1 to 8.3"),
+        ({"o": anchors(np.concatenate([T.centres, T.every_class * 20 - 9], 2))}, 5, "scores go from -1.1 to 8.3"),
         ({"o": T.rows("box", "score", "class") + np.eye(6)[5] / 2}, 0, "not whole numbers"),
         ({"o": T.rows("box", "score", "class") + 900 * np.eye(6)[:4].sum(0)}, 0, "outside the image"),
         ({"o": anchors(np.concatenate([T.centres, T.every_class], 2))}, 0, "of 4 or 5 classes; .* --classes"),
         ({"o": T.rows("box", "score", "class")}, 3, "a box is of class 4, and there are 3"),
-        ({"o": offsets(decoded=False)}, 5, "doesn't follow the cells of the grid: decode the boxes in the file"),
+        ({"o": offsets(decoded=False)}, 5, "don't follow the cells of the grid: decode the boxes in the file"),
         (
             {"boxes": T.boxes, "scores": np.eye(CLASSES)[T.labels], "object": T.scores[..., None]},
             5,

@@ -74,7 +74,7 @@ def order(model: Any) -> str:
     ONNX Runtime's conversion to FP16 leaves them unsorted.
     """
     changed = [graph for graph in graphs_in(model.graph) if _order_nodes(graph)]
-    return "nodes stood before those whose results they take, and were sorted" if changed else ""
+    return "nodes stood before their inputs' nodes, and were sorted" if changed else ""
 
 
 def _order_nodes(graph: Any) -> bool:
@@ -161,7 +161,7 @@ def _free_axes(model: Any) -> str:
     if not wrong:
         return ""
     del model.graph.value_info[:]  # with the same wrong lengths
-    return f"axes stored as less than 1 are read as free ones: {', '.join(wrong)}"
+    return f"axes stored as less than 1 are read as free axes: {', '.join(wrong)}"
 
 
 def _remove_weight_inputs(model: Any) -> str:
@@ -179,7 +179,7 @@ def _inline_functions(model: Any) -> str:
         return ""
     names = ", ".join(f"{function.domain}.{function.name}" for function in model.functions)
     model.CopyFrom(_in_line(model))
-    return f"the file's own functions were put in line, which not every engine reads: {names[:200]}"
+    return f"the file's own functions were inlined, as not every engine reads them: {names[:200]}"
 
 
 def _in_line(model: Any) -> Any:
