@@ -75,10 +75,10 @@ def test_what_is_not_measured_yet_is_no_failure(call: Any, run: Path) -> None:
 
 def test_models_that_were_not_begun_are_named(call: Any, run: Path) -> None:
     """A study that was stopped has no rows of the models that were still to come."""
-    assert "not begun" not in call("show", run)[1]
+    assert "not started" not in call("show", run)[1]
     text = (run / "study.toml").read_text()
     (run / "study.toml").write_text(text.replace('models = ["fake:[net]"', 'models = ["fake:[net]", "fake:other"'))
-    assert "1 of 2 models was not begun: fake:other; the same command continues." in call("show", run)[1]
+    assert "1 of 2 models was not started: fake:other; the same command continues." in call("show", run)[1]
 
 
 def test_blocks_that_are_not_at_their_end_are_read(call: Any, refused: Any, run: Path) -> None:

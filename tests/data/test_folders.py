@@ -134,7 +134,7 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     for k, part in enumerate(("test", "train", "valid")):
         fill(folder / part, shade=k)
-    with pytest.raises(UserError, match="has test, train, valid, which are parts of a data set and no classes"):
+    with pytest.raises(UserError, match="has test, train, valid, which are parts of a data set, not classes"):
         dyno_data.format_of(folder)
     for part, shade in (("train", 100), ("valid", 200)):
         for k, name in enumerate(("cat", "dog")):
@@ -151,7 +151,7 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
 def test_images_and_their_masks_are_no_classes(parts: str, tmp_path: Path) -> None:
     for part in parts.split():
         fill(tmp_path / "d" / part)
-    with pytest.raises(UserError, match=r"which are parts of a data set .* such as \S*(images?|Images|img|train), to"):
+    with pytest.raises(UserError, match=r"which are parts of a data set, .* such as \S*(images?|Images|img|train), to"):
         dyno_data.format_of(tmp_path / "d")
     fill(tmp_path / "d" / "unmasked")
     assert dyno_data.format_of(tmp_path / "d").name == "classes", "one of the names is a class's"

@@ -138,7 +138,7 @@ def test_the_study_goes_on_without_a_device_whose_process_dies(
     company = measure(fake_study(), tmp_path, log)
     assert [place.name for place in company.places] == ["cpu:0"] and not company.in_turn
     assert any("cpu:1" in line and "killed by SIGKILL" in line for line in log.said)
-    assert "the study goes on without cpu:1" in log.said
+    assert "the study continues without cpu:1" in log.said
     assert not (tmp_path / "devices.json").exists(), "the same command tries it again"
 
 

@@ -66,7 +66,7 @@ def test_a_server_answers_in_place_of_an_engine(
     assert f"{kserve_server.MODEL} endpoint@url={url} fp32 b2" in out
     assert f"Answered by {url}: times include the way there and back" in out
     assert "50.0 requests/s hold p50 <= 9.00 s" in out
-    assert "what the server's model should answer isn't known here; give its file as MODEL." in out
+    assert "the right answers of the server's model aren't known here; give its file as MODEL." in out
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
     assert row["lanes"] == 2 and row["holds"] == "yes" and not row.get("outputs")
 

@@ -275,7 +275,7 @@ def _drop_places(
     if not rest:
         progress.note("so interference between the devices is unknown; they are used side by side")
         return StudyPlaces(places)
-    progress.note(f"the study goes on without {', '.join(lost)}")
+    progress.note(f"the study continues without {', '.join(lost)}")
     return measure_devices(study, folder, rest, progress)
 
 
@@ -321,7 +321,7 @@ def _measure_together(
             what = f"{one.place.name}: the trial that all devices repeat could not be measured ({lost})"
             if not one.place.gone:
                 raise UserError(what)
-            progress.note(f"{what}; the study goes on without that device")
+            progress.note(f"{what}; the study continues without that device")
 
 
 def _name_folder(folder: Path, place: Place, how: str) -> Path:

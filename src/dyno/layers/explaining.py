@@ -230,7 +230,7 @@ def _of_run(
         raise UserError(f"{names[0]} and {names[1]} are the same trial of {folder}, {found[0].label}")
     apart = [k for k in ("model", "size", "batch") if getattr(found[0], k) != getattr(found[1], k)]
     if apart:
-        raise UserError(f"{found[0].label} and {found[1].label} have another {' and '.join(apart)}; give their ids")
+        raise UserError(f"{found[0].label} and {found[1].label} differ in {' and '.join(apart)}; give their ids")
     trials = [each.spec for each in found]
     for trial in trials:
         profiling.check(forms.FormRequest("", Choice(trial.backend), trial.precision), trial.runtime.device)

@@ -134,8 +134,8 @@ class _ReasonWriter:
         for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
             if side.excess >= MIN_MENTIONED_SHARE * side.latency[0]:
                 longer = f"took {side.excess / side.latency[0]:.0%} longer than its latency"
-                text = f"Watched, the layers of {title} {longer}: they are scaled down alike, and the intervals hold "
-                text += "the other extreme, too."
+                text = f"Watched, the layers of {title} {longer}: they are scaled down alike, and the intervals "
+                text += "include the other extreme."
                 yield Reason(WATCHED, text, seconds=side.excess)
 
     def _describe_amount(self, step: WaterfallStep) -> str:

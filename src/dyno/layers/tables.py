@@ -145,7 +145,7 @@ def summarise_layers(form: LayerGraph) -> str:
         some = "at least " if form.form == NODES and any(layer.flops is None for layer in form.layers) else ""
         sentence += f", {some}{_format_operations(operations)}"
     if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
-        sentence += f", {idle:,} more in which nothing runs"
+        sentence += f", {idle:,} more that run nothing"
     if moves := sum(layer.moves for layer in ran):
         sentence += f", {moves:,} of the layers only {'changes' if moves == 1 else 'change'} types or layouts"
     return f"{sentence}."

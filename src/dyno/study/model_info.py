@@ -154,7 +154,7 @@ def _no_model(source: str) -> str:
     if source.endswith((".yaml", ".yml")):
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
-        return f"{source} is in ONNX Runtime's own format, which nothing else reads; give its original .onnx file"
+        return f"{source} is in ONNX Runtime's own format, which only ONNX Runtime reads; give its original .onnx file"
     if Path(source).suffix == ".py":
         return _name_functions(source)
     if Path(source).suffix in CHECKPOINT_SUFFIXES and not Path(source).is_file():

@@ -176,8 +176,8 @@ class MeasurementOptions:
     builds: int = option(
         1, "Builds of each engine tuned by timing; the rounds rotate through them, and verdicts hold for builds."
     )
-    seconds: float = option(2.0, "Seconds of sampling at most, per trial, round and boundary.", common=True)
-    warmup: float = option(1.0, "Seconds of warm-up at most, per trial, round and boundary.")
+    seconds: float = option(2.0, "Maximum seconds of sampling per trial, round and boundary.", common=True)
+    warmup: float = option(1.0, "Maximum seconds of warm-up per trial, round and boundary.")
     samples: int = option(
         0, "Exactly this many samples, however long that takes.", usual="until the interval is narrow enough"
     )

@@ -207,7 +207,7 @@ def test_a_job_that_runs_but_says_nothing_does_not_keep_the_study(
 ) -> None:
     monkeypatch.setenv("FAKE_DEAF", "1")
     monkeypatch.setattr(slurm_cluster, "MINUTE_S", 0.01)
-    said = r"no job .* can take part: job 1 gave no sign of life within 2 min \(it wrote no"
+    said = r"no job .* can take part: job 1 did not respond within 2 min \(it wrote no"
     refuses(said, spread.run, fake_study(on="slurm=1,wait=2"), tmp_path / "run", Progress(quiet=True))
     assert "1" in (fake_slurm / "cancelled").read_text().split()
 
@@ -217,7 +217,7 @@ def test_a_job_ends_when_nothing_is_heard_of_its_driver_or_slurm_ends_it(tmp_pat
     folder.mkdir()
     Mail(tmp_path).send(DRIVER, 0, 1)
     Pilot(folder, 0.3, 0).serve()
-    assert "no sign of life" in str(Mail(folder).read(LEFT))
+    assert "did not respond" in str(Mail(folder).read(LEFT))
     stopped = Pilot(folder, 100.0, 0)
     stopped.interrupt(signal.SIGTERM, None)
     stopped.serve()

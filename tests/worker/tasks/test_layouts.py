@@ -269,7 +269,7 @@ def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
         (
             {"boxes": T.boxes, "scores": np.eye(CLASSES)[T.labels], "object": T.scores[..., None]},
             5,
-            "object has a value of each box beside its classes: multiply the scores by it in the file",
+            "object has one value per box besides its class scores: multiply the scores by it in the file",
         ),
     ],
     ids=["shape", "logits", "classes", "outside", "objectness or not", "too few classes", "not decoded", "objectness"],

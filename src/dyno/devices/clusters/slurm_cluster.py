@@ -279,7 +279,7 @@ class Queue:
         if is_over(state):
             self._leave_out(host, f"{host.name} did not start: it is {state.lower()} ({host.last_words()})")
         elif awaited > wait_s:
-            why = f"gave no sign of life within {wait_s / MINUTE_S:g} min"
+            why = f"did not respond within {wait_s / MINUTE_S:g} min"
             self._leave_out(host, f"{host.name} {why} ({host.last_words()})")
         elif self._first and now - self._first > wait_s:
             self._leave_out(host, f"{host.name} did not start in time" + (f" ({reason})" if reason else ""))
@@ -289,7 +289,7 @@ class Queue:
         host.gone = True
         host.cancel()
         self._why = why
-        self.progress.note(f"{why}; the study goes on without it")
+        self.progress.note(f"{why}; the study continues without it")
 
     def _show_reasons(self) -> None:
         """Show why the jobs wait, as reported by Slurm, whenever that changes."""

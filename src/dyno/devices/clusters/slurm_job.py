@@ -147,7 +147,7 @@ class Pilot:
         if beat != self._heard:
             self._heard, self._since = beat, time.monotonic()
         silent = time.monotonic() - self._since
-        return f"the command that started it gave no sign of life for {silent:.0f} s" if silent > self._silent_s else ""
+        return f"the command that started it did not respond for {silent:.0f} s" if silent > self._silent_s else ""
 
     @property
     def _common(self) -> Path:

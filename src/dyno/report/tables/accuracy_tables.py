@@ -227,7 +227,7 @@ FLIP_COLUMNS = (
     Column("trial", "the trial's id", kind=TEXT),
     Column("change", "lost: the reference alone is right; gained: this trial alone", kind=TEXT),
     Column("image", "its row in the decoded data", kind=COUNT),
-    Column("file", "the photograph, where the cache still names it", kind=TEXT),
+    Column("file", "the photograph, if the cache still names it", kind=TEXT),
     Column("class", "of the label", kind=TEXT),
     Column("reference", "the reference's first answer", kind=TEXT),
     Column("reference_score", "its score", title="its score", rank=1),

@@ -335,7 +335,7 @@ def _find_waiting_models(results: Results) -> Iterator[Finding]:
     if not begun or count < 1 or any(t.side for t in results):
         return
     names = f": {', '.join(waiting)}" if len(waiting) == count else ""  # a model may be stored under another path
-    begin = f"{count} of {format_count(len(sources), 'model')} {'was' if count == 1 else 'were'} not begun"
+    begin = f"{count} of {format_count(len(sources), 'model')} {'was' if count == 1 else 'were'} not started"
     yield Finding(WARNING, f"{begin}{names}; the same command continues.")
 
 

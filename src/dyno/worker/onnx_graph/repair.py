@@ -170,7 +170,7 @@ def _remove_weight_inputs(model: Any) -> str:
 
     if model.ir_version <= onnx.IR_VERSION_2017_11_3 or not (count := drop_weight_inputs(model.graph)):
         return ""
-    return f"{count} weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those"
+    return f"{count} weights were listed as inputs too and no longer are: ONNX Runtime doesn't fold inputs"
 
 
 def _inline_functions(model: Any) -> str:

@@ -27,7 +27,7 @@ class ServeOptions:
     rate: tuple[float, ...] = option(
         (), "Requests per second to try: 50,100,200.", "search for the highest within the limit", common=True
     )
-    trace: str = option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
+    trace: str = option("", "File of arrival times in seconds, one per line, instead of random ones.", "none")
     loadgen: bool = option(
         False, "MLPerf's LoadGen (mlcommons-loadgen) sends the requests, in its server scenario, and keeps its logs."
     )

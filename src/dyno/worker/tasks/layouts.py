@@ -357,7 +357,7 @@ class Pairs(BoxLayout):
     def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
         table = self._read_table(fit, seen.values, slice(None)).astype(np.float32)
         if other := _find_factor(table, {n: a for n, a in seen.values.items() if n not in fit.names}):
-            return f"{other} has a value of each box beside its classes: multiply the scores by it in the file"
+            return f"{other} has one value per box besides its class scores: multiply the scores by it in the file"
         table = table[np.isfinite(table).all(-1)]
         logits = bool(table.size and (table.min() < -SCORE_SLACK or table.max() > 1 + SCORE_SLACK))
         count = table.shape[-1]
