@@ -77,7 +77,7 @@ def run(
         bool, typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.WHERE)
     ] = False,
 ) -> None:
-    """Measure models in every configuration, and say which is fastest. The same command again continues."""
+    """Measure models in every configuration, and say which is fastest. The same command continues a stopped run."""
     study = _build_study(Overrides({**(QUICK_SETTINGS if quick else {}), **overrides}), models)
     if dry_run:
         if log or format != "text":
@@ -534,7 +534,7 @@ def stress(
     out: options.NewOut = "",
     format: options.Format = "text",
 ) -> None:
-    """Run a dynamic engine or ONNX file at changing batches for long. Check every output, and watch memory."""
+    """Run a dynamic engine or ONNX file at changing batches for a long time. Check every output, and watch memory."""
     from dyno.report.export import export
     from dyno.runner import stress as module
     from dyno.table import join_tables

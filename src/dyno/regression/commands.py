@@ -53,7 +53,7 @@ class SideOptions:
 
     remeasure: bool = option(False, "Measure stored runs again, here and in turns.", common=True)
     baseline_python: tuple[str, ...] = option((), "A is the same model with this BACKEND=PYTHON.", common=True)
-    commits: str = option("", "Git commits of A and B, A..B; no B is the file as it is now.", common=True)
+    commits: str = option("", "Git commits of A and B, A..B; without B the file as it is now.", common=True)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ COLUMNS = (
 )
 PRINTED = (*IDENTITY, "run", "date", "status", "latency_ms", "step", "changed")
 HISTORY = TableKind(
-    "history", "History", "Several runs: a row per trial and run, in the order of dates, with what changed.",
+    "history", "History", "Several runs: a row per trial and run, by date, with what changed.",
     command="dyno show RUN RUN …",
 )  # fmt: skip
 

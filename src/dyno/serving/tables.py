@@ -337,12 +337,12 @@ RATE_COLUMNS = (
     Column("holds", "the bound: yes, no, unstable (more come than are answered), too few requests", kind=TEXT, rank=1),
 )
 SERVE = TableKind(
-    "serve", "Requests", "The highest rate of requests that holds a bound of latency, and where the time goes there.",
+    "serve", "Requests", "The highest request rate within a latency bound, and where the time goes there.",
     _make_serve_table, "this run measured no requests; `dyno bench serve` does", "tables", 18,
     leads=True, sentences=lambda run: describe_each(figures.list_served(run), list_sentences),
 )  # fmt: skip
 RATES = TableKind(
-    "serve-rates", "Rates of requests", "Each rate that was tried: latency, batches, queue and compute.",
+    "serve-rates", "Rates of requests", "Each rate tried: latency, batches, queue and compute.",
     _make_rates_table, SERVE.nothing, "tables", 19, leads=True,
 )  # fmt: skip
 

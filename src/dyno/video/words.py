@@ -63,8 +63,8 @@ def _describe_set_up(video: Video) -> Iterator[str]:
     if facts.prepared == DEVICE:
         copying = format_count(facts.lanes, "thread")
         yield (
-            f"Frames are prepared where the network computes, and only predictions above the least score come back; "
-            f"{copying} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
+            f"Frames are prepared where the network computes, and only predictions above the score threshold come "
+            f"back; {copying} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
         )
     elif facts.lanes > 1:
         yield f"{facts.lanes} threads prepare frames, and as many post-process them."

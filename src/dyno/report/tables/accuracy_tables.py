@@ -235,8 +235,8 @@ FLIP_COLUMNS = (
     Column("score", "of this trial's first answer", rank=1),
 )
 FLIPS = TableKind(
-    "flips", "Images that flip", "A row per image that a configuration alone, or its reference alone, has right.",
-    _make_flips_table, "no image is right in one trial alone", "accuracy", 2,
+    "flips", "Images that flip", "A row per image that only a configuration, or only its reference, has right.",
+    _make_flips_table, "no image is right in only one trial", "accuracy", 2,
 )  # fmt: skip
 BOX_FLIP_COLUMNS = (
     *(column for column in FLIP_COLUMNS if column.name in ("label", "trial", "image", "file")),
@@ -264,7 +264,7 @@ THRESHOLD_COLUMNS = (
 )  # fmt: skip
 THRESHOLDS = TableKind(
     "thresholds", "Precision, recall and F1",
-    "A row per least score: precision, recall and F1 of each detector, with the jackknife's intervals.",
+    "A row per score threshold: precision, recall and F1 of each detector, with the jackknife's intervals.",
     _make_thresholds_table, "no trial has a mAP", "accuracy", 4,
 )  # fmt: skip
 EVALUATION_COPIED = ("pipeline_ips", *(f"{stage}_ms" for stage in EVALUATION_STAGES), "throughput_ips")
