@@ -110,7 +110,7 @@ def test_the_accuracy_of_every_layout_is_that_of_its_boxes(
 ) -> None:
     files = networks(tmp_path)
     _, out, _ = call("run", *files, "--task", "detect", "--data", data, *QUICK, "--out", tmp_path / "run", code=0)
-    guessed = "images were letterboxed and normalised by mean 0,0,0 and std 1,1,1, as the file doesn't say by what"
+    guessed = "images were letterboxed and normalised by mean 0,0,0 and std 1,1,1, as the file doesn't specify them"
     assert f"v5: {guessed}" in " ".join(out.split()) and f"metadata: {guessed}" not in " ".join(out.split()), out
     assert "for BGR turn the channels in the file" in " ".join(out.split())
     with open(tmp_path / "run/results.csv", newline="") as f:
@@ -219,7 +219,7 @@ def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
     raw = np.random.default_rng(0).normal(0, 40, (1, 7, 84)).astype(np.float32)
     file = write(tmp_path / "raw.onnx", ULTRALYTICS, output0=raw)
     _, out, _ = call("run", file, *QUICK, "--out", tmp_path / "run", code=0)
-    assert "raw: no boxes are read from the outputs (output0 1x7x84): what should be scores is from " in out
+    assert "raw: no boxes are read from the outputs (output0 1x7x84): the values read as scores go from " in out
     with open(tmp_path / "run/results.csv", newline="") as f:
         (row,) = csv.DictReader(f)
     assert row["status"] == "ok"

@@ -107,7 +107,7 @@ def test_only_what_follows_the_batch_is_free(call: Any, nets: Path) -> None:
 
 def test_a_batch_that_the_model_does_not_take_is_refused(call: Any, refused: Any, nets: Path) -> None:
     usual = ("nets.py:fixed", "--backend", "pytorch", *QUICK)
-    assert "the model takes a batch of 2 alone, and not 3" in refused("run", *usual, "--batch", 3)
+    assert "the model takes only batch 2, not 3" in refused("run", *usual, "--batch", 3)
     assert call("run", *usual, "--out", "r")[0] == 0
     assert set(table(Path("r"))["batch"]) == {2}
 

@@ -239,7 +239,9 @@ def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
         asked = ["eval", "net.onnx", "--data", str(photos), "--out", out, *short, *words]
         done = forked.command(preloaded, asked, tmp_path, os.environ, 1200)
         assert done.returncode == 0, done.stderr
-        said = "warning: images were normalised by mean 0.5 and std 0.5, as the file doesn't say by what" in done.stdout
+        said = (
+            "warning: images were normalised by mean 0.5 and std 0.5, as the file doesn't specify them" in done.stdout
+        )
         assert said == ("They were cropped at the centre of 1.14 times the size." in done.stdout)
         return said
 

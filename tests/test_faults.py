@@ -519,7 +519,7 @@ def test_no_further_process_is_one_line(of_no_home: list[str], golden: Path) -> 
     words = [*of_no_home, "prlimit", "--nproc=1", sys.executable, "-m", "dyno", *FAKE, "--out", "run"]
     done = subprocess.run(words, cwd=golden.parent, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "no further process or thread may be started here" in done.stderr.splitlines()[-1]
+    assert "the limit on processes and threads is reached" in done.stderr.splitlines()[-1]
 
 
 def _obey_permissions() -> None:

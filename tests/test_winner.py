@@ -185,7 +185,7 @@ def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(run: Result
 
 def test_what_can_not_be_taken_is_one_line(run: Result, refused: Any, tmp_path: Path) -> None:
     assert "no trial of" in (line := refused("export", run.folder, "tensorrt")) and "openvino/fp32" in line
-    assert "is a .onnx file; give -o best.onnx" in refused("export", run.folder, "onnxruntime/fp32", "-o", "best.xml")
+    assert "file is .onnx; give -o best.onnx" in refused("export", run.folder, "onnxruntime/fp32", "-o", "best.xml")
     assert "fits several trials" in refused("export", run.folder, "onnxruntime")
     (tmp_path / "net.py").write_text(NET)
     assert "net.py exists already and was not written by" in refused("export", run.folder, "openvino", "-o", "net.xml")

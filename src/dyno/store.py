@@ -136,7 +136,7 @@ class Run:
 
     def _make_error(self) -> Unfinished:
         return Unfinished(
-            f"{self.folder} was removed or replaced while it was measured, and what it held with it; run again"
+            f"{self.folder} was removed or replaced while it was measured, so its contents are lost; run again"
         )
 
 

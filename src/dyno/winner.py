@@ -116,7 +116,9 @@ def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None,
     if fastest := _fastest_build(measured):
         artifact = Files(Progress()).of(trial, fastest.round_index)
         if isinstance(artifact, Artifact):
-            return artifact, [f"build {fastest.build} of {measured.builds}, the fastest; the verdict is of all of them"]
+            return artifact, [
+                f"build {fastest.build} of {measured.builds}, the fastest; the verdict covers all of them"
+            ]
         raise _not_built(measured, artifact)
     stored = measured.artifact
     if stored and Path(stored.path).is_file() and sha256_of(Path(stored.path)) == stored.sha256:
@@ -160,7 +162,7 @@ def _choose_path(out: Path, suffix: str) -> Path:
     suffixes = {*registry.list_suffixes(), STATE_SUFFIX, ".py", ".pth", ".safetensors"}
     if out.suffix in suffixes:
         raise UserError(
-            f"what was measured is a {suffix} file; give -o {out.with_suffix(suffix).name}, or a name alone"
+            f"the measured file is {suffix}; give -o {out.with_suffix(suffix).name}, or a name without suffix"
         )
     if out.is_dir():
         raise UserError(f"-o {out} is a folder; give the file's name, like {out / 'best'}{suffix}")

@@ -108,7 +108,7 @@ def test_devices_that_are_lost_are_no_bad_input(call: Any, monkeypatch: pytest.M
     monkeypatch.setattr(spread, "execute", lambda *_, **__: places.list_left([]))
     code, _, err = call(*FAKE, "--out", "lost")
     assert (code, err.splitlines()[-1]) == (
-        3, "dyno: every device of the study was lost; the same command again goes on with what is missing"
+        3, "dyno: every device of the study was lost; the same command measures what is missing"
     )  # fmt: skip
 
 
@@ -123,11 +123,11 @@ def test_a_dry_run_lists_and_runs_nothing(call: Any) -> None:
     code, out, err = call("run", "fake:[/x]", "--backend", "fake", "--precision", "fp32,fp8", "--dry-run")
     assert (code, err) == (0, "")
     assert "[/x]" in out and "2 trials of [/x], 1 refused; 5 rounds in turns each. Nothing was run." in out
-    assert "sampling take 45.0 s at most" in out and "undecided, until 10 minutes were measured in all." in out
+    assert "sampling take 45.0 s at most" in out and "further rounds, until 10 minutes were measured in all." in out
     assert "fake has no fp8" in " ".join(out.split())
     assert not Path("runs").exists()
     _, out, _ = call("run", "fake:[/x]", "--backend", "fake", "--minutes", "0.5", "--dry-run")
-    assert "at most" in out and "--minutes 0.5 ends it sooner" in out and "Then rounds go on" not in out
+    assert "at most" in out and "--minutes 0.5 ends it sooner" in out and "Undecided comparisons get" not in out
     _, out, _ = call("run", "fake:[/x]", "--backend", "pytorch", "--device", "cuda:99", "--dry-run")
     assert "There is no cuda:99 here" in out and "refused" in out
 

@@ -46,7 +46,7 @@ def test_a_program_of_one_batch_says_which(refused: Any, call: Any, tmp_path: Pa
     torch = pytest.importorskip("torch")
     torch.export.save(torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)), tmp_path / "n.pt2")
     for words in (("export", "n.pt2", "-o", "n.onnx"), ("export", "n.pt2", "-o", "n.xml")):
-        assert refused(*words) == "n takes a batch of 2 alone; export with a fixed batch (--batch 2)"
+        assert refused(*words) == "n takes only batch 2; export with a fixed batch (--batch 2)"
     assert "input float32 2x3x8x8" in call("export", "n.pt2", "-o", "n.onnx", "--batch", "2")[1]
 
 

@@ -49,7 +49,7 @@ def test_runs_are_listed(call: Any, refused: Any, run: Path) -> None:
     assert (row["run"], row["models"], row["trials"]) == ("runs/time/deep/one", "[net]", "2 ok, 1 failed, 1 skipped")
     assert call("runs", "list", "runs/empty") == (0, "no run folder below runs/empty\n", "")
     assert json.loads(call("runs", "list", "runs/empty", "--format", "json")[1])["tables"]["runs"]["rows"] == []
-    assert refused("runs", "list", "nowhere").startswith("there is no folder nowhere; `dyno run` makes runs/")
+    assert refused("runs", "list", "nowhere").startswith("there is no folder nowhere; `dyno run` creates runs/")
 
 
 def test_no_winner_is_listed_where_several_may_be(call: Any, tmp_path: Path) -> None:
@@ -75,10 +75,10 @@ def test_what_is_not_measured_yet_is_no_failure(call: Any, run: Path) -> None:
 
 def test_models_that_were_not_begun_are_named(call: Any, run: Path) -> None:
     """A stopped study has no rows of the remaining models."""
-    assert "not begun" not in call("show", run)[1]
+    assert "not started" not in call("show", run)[1]
     text = (run / "study.toml").read_text()
     (run / "study.toml").write_text(text.replace('models = ["fake:[net]"', 'models = ["fake:[net]", "fake:other"'))
-    assert "1 of 2 models was not begun: fake:other; the same command goes on." in call("show", run)[1]
+    assert "1 of 2 models was not started: fake:other; the same command continues." in call("show", run)[1]
 
 
 def test_blocks_that_are_not_at_their_end_are_read(call: Any, refused: Any, run: Path) -> None:
@@ -128,14 +128,14 @@ def test_only_what_dyno_wrote_is_removed(call: Any, refused: Any, run: Path, tmp
     assert refused("runs", "rm", "link/").startswith("link is a symbolic link")
     assert refused("runs", "rm", run, "aaaa").startswith("no trials of runs/one have an id that begins with 'aaaa'")
     assert refused("runs", "rm", "runs") == (
-        "runs is not a run folder: it has no study.toml with trials/ beside it; the run folders in it: runs/one"
+        "runs is not a run folder: study.toml or trials/ is missing; the run folders in it: runs/one"
     )
     assert refused("runs", "rm", "precious").startswith("precious is not a run folder") and (outside / "photo").exists()
     assert refused("runs", "rm", "nowhere") == "nowhere does not exist"
     assert refused("runs", "rm", run / "study.toml") == "runs/one/study.toml is not a folder"
     (run / "notes.txt").write_text("mine")
     code, out, _ = call("runs", "rm", run)
-    assert (code, out) == (0, "removed what Dyno wrote into runs/one; what is not Dyno's stays: notes.txt\n")
+    assert (code, out) == (0, "removed what Dyno wrote into runs/one; kept files that Dyno did not write: notes.txt\n")
     assert [path.name for path in run.iterdir()] == ["notes.txt"] and (outside / "photo").read_text() == "mine"
 
 

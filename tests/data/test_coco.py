@@ -112,7 +112,7 @@ def test_copies_of_annotations_have_a_warning(coco: Any, make: Any) -> None:
     tables = json.loads(file.read_text())
     tables["annotations"].append({**tables["annotations"][0], "id": 999})
     file.write_text(json.dumps(tables))
-    assert "1 of 7 annotations are copies of others, and each counts" in dyno_data.read_meta(make(folder))["warnings"]
+    assert "1 of 7 annotations are duplicates, and each counts" in dyno_data.read_meta(make(folder))["warnings"]
 
 
 @pytest.mark.parametrize("given", ["", "valid", "valid/_annotations.coco.json"])

@@ -62,7 +62,7 @@ def test_sixteen_bit_images_of_fewer_bits_have_a_warning(tmp_path: Path) -> None
         return data.read_meta(data.load(tmp_path / name, tmp_path / "cache", (8, 8), Preprocess())).get("warnings", [])
 
     (line,) = warnings("twelve", 4095)
-    assert line.startswith("16-bit images have values up to 4,095 alone")
+    assert line.startswith("16-bit images have values up to 4,095, and only the upper 8 bits")
     assert warnings("sixteen", 60_000) == []
 
 
@@ -83,7 +83,7 @@ def test_what_is_read_in_part_has_a_warning_and_what_would_be_misread_is_refused
     ]
     assert load("alpha", np.dstack([grey] * 4), photometric="rgb", extrasamples=["unassalpha"]) == []
     (dark,) = load("colour", np.dstack([grey.astype(np.uint16) * 65] * 3), photometric="rgb")
-    assert dark.startswith("16-bit images have values up to 4,095 alone")
+    assert dark.startswith("16-bit images have values up to 4,095, and only the upper 8 bits")
     for name, values, tags, reason in (
         ("signed", grey.astype(np.int8) - 32, {}, "signed numbers"),
         ("inverted", grey.astype(np.uint16) * 1000, {"photometric": "miniswhite"}, "WhiteIsZero"),

@@ -110,7 +110,7 @@ def test_parts_under_other_names_are_refused_and_classes_with_such_names_are_not
         for k, part in enumerate(names):
             fill(folder / part / "inner", shade=k)
         if refused:
-            with pytest.raises(UserError, match=r"which hold class folders and seem to be parts of a data set; call"):
+            with pytest.raises(UserError, match=r"which hold class folders and seem to be parts of a data set; name"):
                 dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess())
         else:
             assert dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess()).count == 12
@@ -134,7 +134,7 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     for k, part in enumerate(("test", "train", "valid")):
         fill(folder / part, shade=k)
-    with pytest.raises(UserError, match="has test, train, valid, which are parts of a data set and no classes"):
+    with pytest.raises(UserError, match="has test, train, valid, which are parts of a data set, not classes"):
         dyno_data.format_of(folder)
     for part, shade in (("train", 100), ("valid", 200)):
         for k, name in enumerate(("cat", "dog")):
@@ -151,7 +151,7 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
 def test_images_and_their_masks_are_no_classes(parts: str, tmp_path: Path) -> None:
     for part in parts.split():
         fill(tmp_path / "d" / part)
-    with pytest.raises(UserError, match=r"which are parts of a data set .* such as \S*(images?|Images|img|train), to"):
+    with pytest.raises(UserError, match=r"which are parts of a data set, .* such as \S*(images?|Images|img|train), to"):
         dyno_data.format_of(tmp_path / "d")
     fill(tmp_path / "d" / "unmasked")
     assert dyno_data.format_of(tmp_path / "d").name == "classes", "one of the names is a class's"
@@ -173,7 +173,7 @@ def test_images_of_formats_that_are_not_read_are_counted(tmp_path: Path) -> None
     data = load(folder)
     assert data.count == before.count + 1
     (warning,) = dyno_data.read_meta(data)["warnings"]
-    assert warning == "2 images are left out, of formats that aren't read (.gif, .heic), e.g. a/moving.gif"
+    assert warning == "2 images are left out: unsupported formats (.gif, .heic), e.g. a/moving.gif"
     picture.save(folder / "loose.jpg")
     assert dyno_data.read_meta(load(folder))["warnings"][1:] == [
         "1 image is left out: it is in no class folder, e.g. loose.jpg"

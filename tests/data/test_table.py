@@ -142,7 +142,7 @@ def test_a_split_is_tested_on_and_another_calibrated(folder: Path) -> None:
         ("path,label\nimg_000.jpg,a\nlost.jpg,b\n", "1 of 2 images of t.csv are not in .*images, e.g. lost.jpg"),
         ("path,label\nlost.jpg,b\n", "image lost.jpg of t.csv is not in any of"),
         ("path,a,b\nimg_000.jpg,1,1\nimg_001.jpg,0,1\n", "row 2: 2 classes are 1; each image needs one"),
-        ("path,size,age\nimg_000.jpg,40,3\n", "has no column that is called label or class, but path, size, age"),
+        ("path,size,age\nimg_000.jpg,40,3\n", "has no column called label or class, only path, size, age"),
         ("path,label,xmin\nimg_000.jpg,a,1\n", "holds boxes"),
         ("a,b,c\n1,2,3\n", "has no column of image files"),
         ("path,label\n", "has no rows"),

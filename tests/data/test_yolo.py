@@ -205,7 +205,7 @@ BAD = {
     "0 0.9 0.5 0.4 0.1": r"the box \[67.2, 28.8, 38.4, 6.4\] lies outside its image of 96 x 64 pixels",
     "0 0.5 0.5 0 0.1": r"the box \[48, 28.8, 0, 6.4\] has no area",
     "0 0.5 nan 0.1 0.1": "has no area",
-    "0 0.1 0.1 0.2 0.2 0.3": "6 numbers are a box and a confidence, which labels lack; give a class and a box",
+    "0 0.1 0.1 0.2 0.2 0.3": "6 numbers are a prediction with its confidence, not a label; give a class and a box",
     "0 0.1 0.1 0.2 0.2 0.3 0.4 0.5": "a polygon has 3.5 points",
     "0 0.1 0.1": "a polygon has 1 points; it needs three or more",
     "0 0.1 0.1 0.5 0.5 0.1 1.2": r"the polygon's point \(9.6, 76.8\) lies outside",

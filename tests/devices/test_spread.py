@@ -64,7 +64,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     first = started[0]
     moved = spreading.find_moved(tmp_path, 4)
     assert moved.placement is not None and moved.placement.place != first.place.name
-    said = f"begun anew on {moved.placement.place}, as its process was lost on {first.place.name}: killed by SIGKILL"
+    said = f"restarted on {moved.placement.place}, as its process was lost on {first.place.name}: killed by SIGKILL"
     assert said in remarks.list_warnings(moved)
     assert {r.facts.affinity for r in moved.rounds} == {tuple(started[1].place.cores)}, "all rounds are of one device"
     assert any("it goes to" in line for line in log.said)
@@ -109,4 +109,4 @@ def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Any, 
     assert {name for name in before if after[name] != before[name]} == {f"{row}/r0"} and len(after) == 4
     (moved,) = [t for t in load_run(tmp_path) if t.placement and t.placement.lost]
     assert any("the device is no longer one of the study's" in warning for warning in remarks.list_warnings(moved))
-    assert len([line for line in log.said if "begun anew" in line]) == 1
+    assert len([line for line in log.said if "restarted, as" in line]) == 1

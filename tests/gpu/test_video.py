@@ -64,7 +64,7 @@ def test_frames_prepared_on_the_gpu(filmed: Any, request: pytest.FixtureRequest,
     asked = ("--prepare", "device") if backend.startswith("tensorrt") else ()
     device, said = filmed("--backend", backend, *asked, *more)
     same(host, device)
-    assert "Frames become the network's input where it computes" in said
+    assert "Frames are prepared where the network computes" in said
 
 
 def test_frames_that_the_gpu_s_decoder_leaves_there(filmed: Any, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_planted_weight_is_found_by_its_module(call: Any, net: str, tmp_path: 
     assert code == 1 and "first that disagrees, suspect" in out
     two = changed(tmp_path / wrong, "two.onnx", "stem", 1.02)  # the larger change makes over 80 % of the error
     notes = tables(call, "right.onnx", two, *SIZE)[2]
-    assert any("disagree even then: of the other layers, " in note and "stem" in note for note in notes), notes
+    assert any("still disagree: of the other layers, " in note and "stem" in note for note in notes), notes
     broken = changed(tmp_path / "right.onnx", "broken.onnx", "to_gate", float("nan"))
     notes = tables(call, "right.onnx", broken, *SIZE)[2]
     assert any("not finite; its own error is infinite" in note and note.endswith("made here.") for note in notes)
@@ -179,7 +179,7 @@ def test_a_loop_is_one_layer_whatever_it_puts_out(call: Any, tmp_path: Path) -> 
 
 
 def test_bad_input_is_one_line(refused: Any, net: str, call: Any) -> None:
-    assert refused("diff", net, "--layers", *SIZE).startswith("layers are compared with something: give a form")
+    assert refused("diff", net, "--layers", *SIZE).startswith("nothing to compare the layers with: give a form")
     assert refused("diff", net, "onnx", "--top", "2", *SIZE) == "--top is for --layers; add that, or omit it"
     assert refused("diff", net, "onnx", "--layers", "--compared", "0") == "compared is 0; it must be at least 1"
     assert refused("diff", net, "onnx", "--layers", "--order", "eror") == "unknown order 'eror'; did you mean 'error'?"
@@ -189,7 +189,7 @@ def test_bad_input_is_one_line(refused: Any, net: str, call: Any) -> None:
     said = refused("diff", "net.py:script", "onnx", "--layers", *SIZE)
     assert "is TorchScript, whose modules can't be watched" in said
     assert call("export", net, *SIZE, "-o", "n.onnx")[0] == 0 and call("export", "n.onnx", "-o", "n.xml")[0] == 0
-    assert refused("diff", "n.onnx", "n.xml", "--layers").startswith("n.xml is not an ONNX graph, whose tensors")
+    assert refused("diff", "n.onnx", "n.xml", "--layers").startswith("n.xml is not an ONNX graph; give the ONNX file")
     Path("n.tflite").write_bytes(b"TFL3")
     assert refused("diff", "n.tflite", "n.onnx", "--layers").startswith("litert runs no parts of a graph")
     assert refused("diff", "n.onnx", "none.onnx", "--layers") == "there is no model file none.onnx"
@@ -239,4 +239,4 @@ def test_a_form_that_a_library_refuses_is_left_out(call: Any, half_known: Path) 
 
 def test_a_module_is_compared_with_a_graph(refused: Any, net: str) -> None:
     for other in "pytorch", net.replace(":net", ":text"):
-        assert "is a PyTorch module, and layers are compared with" in refused("diff", net, other, "--layers")
+        assert "is a PyTorch module, not a graph" in refused("diff", net, other, "--layers")

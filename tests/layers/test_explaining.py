@@ -143,7 +143,7 @@ def test_bad_input_is_one_line(refused: Any, net: str, tmp_path: Path) -> None:
     assert refused("explain", net, "a", "b", "c").startswith("give a model and the two forms to explain")
     assert refused("explain", net, "openvino/int8").startswith("give a model and the two forms to explain")
     assert refused("explain", net, "pytorch", "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
-    assert refused("explain", net, "compile", "openvino").startswith("compile has no times of layers on cpu")
+    assert refused("explain", net, "compile", "openvino").startswith("compile reports no layer times on cpu")
     assert refused("explain", net, "onnx", "openvino").startswith("an ONNX graph doesn't run by itself")
     assert refused("explain", net, "pytorch", "openvino", "--rounds", 0) == "rounds is 0; it must be at least 1"
     assert refused("explain", net, "pytorch", "openvino", "--runs", 4) == "runs is 4; it must be at least 5"
@@ -157,7 +157,7 @@ def test_bad_input_is_one_line(refused: Any, net: str, tmp_path: Path) -> None:
         for run in ("runs/demoo", "demoo"):
             said = refused("explain", run, *words)
             assert said.startswith(f"there is no file or folder {run}; give a model such as torchvision:resnet18")
-            assert said.endswith("or where a run is meant its folder, such as runs/demo")
+            assert said.endswith("or a run's folder, such as runs/demo")
     assert refused("compare", "runs/demoo", "runs/other").startswith("there is no file or folder runs/demoo; give")
     (tmp_path / "odd.json").write_text("[1]", encoding="utf-8")
     assert refused("explain", "odd.json") == "odd.json can't be read: it is not a JSON object"

@@ -157,16 +157,16 @@ def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_has_no_times_is_one_line(refused: Any, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     able = (
-        "these have times of layers: onnxruntime (cpu), openvino (cpu), pytorch (cpu, cuda), tensorrt (cuda), "
+        "these report layer times: onnxruntime (cpu), openvino (cpu), pytorch (cpu, cuda), tensorrt (cuda), "
         "tensorrt_rtx (cuda)"
     )
-    assert refused("profile", net, "compile") == f"compile has no times of layers on cpu; {able}"
+    assert refused("profile", net, "compile") == f"compile reports no layer times on cpu; {able}"
     assert refused("profile", net, "onnx") == f"an ONNX graph doesn't run by itself; {able}"
-    assert refused("profile", net, "tensorrt") == f"tensorrt has no times of layers on cpu; {able}"
+    assert refused("profile", net, "tensorrt") == f"tensorrt reports no layer times on cpu; {able}"
     with monkeypatch.context() as patched:
         patched.setattr(defaults, "missing_gpu", lambda device: False)
         said = refused("profile", net, "onnxruntime", "--device", "cuda:0", "--size", "32")
-    assert said == f"onnxruntime has no times of layers on cuda; {able}"
+    assert said == f"onnxruntime reports no layer times on cuda; {able}"
     assert refused("profile", net, "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
     assert refused("profile", net, "--order", "tme") == "unknown order 'tme'; did you mean 'time'?"
     assert refused("profile", net, "--runs", "4") == "runs is 4; it must be at least 5"

@@ -77,7 +77,7 @@ def test_products_in_a_layer_that_names_no_type_are_not_known() -> None:
     both = found.make_cells([0, 1], 1e-3)
     assert "tflops" not in both and both["reached"] == pytest.approx(100 * 8e-6 / 1e-3), "what is known is the least"
     assert "reached" not in found.make_cells([1], 1e-3)
-    assert found.sentence([8e-6, 1e-6, 1e-6]).endswith(", 20 % in layers of which that isn't known")
+    assert found.sentence([8e-6, 1e-6, 1e-6]).endswith(", 20 % in layers whose bound isn't known")
     assert found.of_latency([0, 1, 2], 1e-3)["tflops"] == pytest.approx(8_001_000 / 1e-3 / 1e12)
 
 
@@ -133,8 +133,8 @@ def test_a_layer_is_bound_by_what_explains_its_time_or_by_neither() -> None:
     assert [one.make_cells([1], t)["bound"] for t in (20e-6, 21e-6)] == ["memory", "neither"]
     assert "bound" not in one.make_cells([2], 1e-6)
     assert one.sentence([16e-6, 40e-6, 4e-6, 0][:3]) == (
-        "27 % of the time in layers bound by arithmetic, 0 % bound by memory, 67 % bound by neither, 7 % in layers of "
-        "which that isn't known"
+        "27 % of the time in layers bound by arithmetic, 0 % bound by memory, 67 % bound by neither, 7 % in layers "
+        "whose bound isn't known"
     )
     assert one.sentence([]) == ""
 

@@ -259,7 +259,7 @@ def test_a_conversion_that_costs_most_is_named_by_what_it_stands_before() -> Non
 def test_int8_that_is_no_faster_names_the_layers_that_kept_their_type() -> None:
     told = [r for r in reasons.list_reasons_why(waterfall.make_waterfall(to_int8(quicker=70))) if r.key == "not_faster"]
     stayed, slower = told
-    assert stayed.names == ("fc",) and "int8 was asked for, but 1 layer computed in a wider type" in stayed.text
+    assert stayed.names == ("fc",) and "int8 was requested, but 1 layer computed in a wider type" in stayed.text
     assert slower.names == ("conv",) and "1 layer took longer in the narrower type: +" in slower.text
 
 
@@ -292,7 +292,7 @@ def test_a_stored_pair_is_the_same_pair(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("{}", "holds no explained pair"),
-        ('{"kind": "explained pair", "schema": 2}', "is damaged: it isn.t as Dyno writes it"),
+        ('{"kind": "explained pair", "schema": 2}', "is damaged: it isn.t in Dyno's format"),
         ('{"kind": "explained pair", "schema": 99}', "99"),
     ],
 )
@@ -390,6 +390,6 @@ def test_what_is_proven_and_right_is_kept() -> None:
         f"The best is {outcomes[1].called.prescription.text}: 1.50x [1.40, 1.60] as fast, by --backend x@n=1.5.",
     ]
     assert cures.PrescriptionResult("x", outcomes[2:]).sentences == ["None of 3 prescriptions helped."]
-    assert cures.PrescriptionResult("x", ()).sentences == ["Nothing of what costs x time calls for a prescription."]
+    assert cures.PrescriptionResult("x", ()).sentences == ["No cause of x's time has a known cure."]
     text = export([cures.PrescriptionResult("x", outcomes).table], "markdown")
     assert "1.20x [1.10, 1.30]" in text and "failed: no opset 20" in text and "a separate layer in B" in text

@@ -240,7 +240,7 @@ def test_a_link_and_a_second_file_of_a_name_are_refused(refused: Any, file: Path
         pytest.warns(UserWarning, match="Duplicate"),
     ):
         packed.writestr("pack.json", members(file)["pack.json"])
-    assert "two of one name" in refused("verify", tmp_path / "two.zip")
+    assert "two with the same name" in refused("verify", tmp_path / "two.zip")
 
 
 def test_a_bomb_is_refused_before_it_unpacks(

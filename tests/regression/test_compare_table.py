@@ -142,7 +142,7 @@ def test_self_tests_of_the_machine_tell_what_differs_between_sessions(tmp_path: 
     assert rows["verdict"][0] == "slower" and rows["ratio"][0] == pytest.approx(1.2)
     assert rows["ratio_high"][0] / rows["ratio_low"][0] > 1.05, "five sessions that differ by 1 % (t: 2.78)"
     assert set(rows["measured"]) == {"in two sessions"}
-    assert "what differs between this machine's self-tests" in call(a, b, "--fail-on", "slower=5%", code=1)[1]
+    assert "differences between this machine's self-tests" in call(a, b, "--fail-on", "slower=5%", code=1)[1]
     assert call(a, c, "--fail-on", "slower=2%")[0] == 3, "1.5 % is less than sessions differ by"
     for other in (replace(kept, machine={"host": "there"}), replace(kept, sessions=2), replace(kept, machine={})):
         write_json(b / "self-test.json", to_json(other))

@@ -118,7 +118,7 @@ def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: P
         "compare", "--bisect", model, "--pythons", pythons, "--fail-on", "slower=100%", *THREE, "--out", "found", code=1
     )
     assert "skipped v3: the interpreter" in out
-    assert "The first bad version is v4, or one of those that were skipped (v3); the last good one is v2." in out
+    assert "The first bad version is v4, or one of the skipped ones (v3); the last good one is v2." in out
     assert "Against v1: " in out and "the latency" in out and "Changed from v2 to v4" in out
     assert sorted(path.name for path in Path("found").iterdir()) == ["v2", "v4"], "a run folder for each"
     code, out, _ = call("compare", "--bisect", model, "--pythons", f"a={broken},b={slow_python}", *THREE)

@@ -132,8 +132,8 @@ def test_processors_that_a_host_moved_are_what_changed(copied: Callable[..., Pat
     first, last = read_rows(out)
     assert (first["changed"], last["changed"]) == ("", "processors near each other to far apart")
     _, _, err = call("compare", *runs)
-    assert "the processors were further apart during 8 of 16 jobs" in err and "may be the whole difference" in err
-    assert "took 580 ns in place of 170" in err
+    assert "the processors were further apart during 8 of 16 jobs" in err and "may explain the whole difference" in err
+    assert "took 580 ns instead of 170" in err
 
 
 def test_nothing_is_claimed_within_the_intervals(copied: Callable[..., Path], call: Any) -> None:

@@ -89,7 +89,7 @@ def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Any) -> None:
     assert "fresh builds and processes" in str(found)
     assert self_test.find("cpu")[0] is None, "studies of one build see more"
     said = refused("selftest", "fake:net", "--channels", 1, "--backend", "fake", "--rebuild")
-    assert "made the same every time" in said
+    assert "the same in every build" in said
 
 
 @pytest.mark.usefixtures("preloaded")

@@ -66,7 +66,7 @@ def test_files_that_cannot_be_written_are_refused(
     monkeypatch.setattr(defaults, "find_spec", lambda name: SimpleNamespace(origin=name))
     assert refused("show", run, "--table", "all", "-o", "t.parquet").startswith("a Parquet file has one table, not ")
     assert refused("show", run, "--table", "serve", "-o", "t.parquet").startswith(f"{run} has no table to write: ")
-    assert refused("show", run, "--list", "-o", "t.parquet").startswith("--list is for reading")
+    assert refused("show", run, "--list", "-o", "t.parquet").startswith("--list can't be written as Parquet")
     monkeypatch.setattr(defaults, "find_spec", lambda name: None)
     assert refused("show", run, "-o", "t.parquet") == (
         "Parquet: this needs pyarrow, not installed here; pip install 'inference-dyno[parquet]'"

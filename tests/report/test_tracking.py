@@ -178,5 +178,5 @@ def test_a_run_of_another_kind_is_refused(gold: Path, call: Any, monkeypatch: py
     pytest.importorskip("tensorboard", reason="no TensorBoard (pip install 'inference-dyno[tensorboard]')")
     monkeypatch.setattr(tracking.tables, "list_leading", lambda run: ([TRIALS.of((), ())], ["of a video"]))
     _, _, err = call("show", gold, "--log", "tensorboard", code=2)
-    assert err == f"dyno: {gold} has no trials of a study, which trackers take; omit --log\n"
+    assert err == f"dyno: {gold} has no trials of a study to log; omit --log\n"
     assert not (gold / "tensorboard").exists()

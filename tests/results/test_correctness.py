@@ -160,7 +160,7 @@ def test_rows_are_compared_only_where_both_left_as_many(tmp_path: Path) -> None:
 
     same, more, fewer = held(lambda n: n), held(lambda n: n + np.array([0, 0, 4])), held(lambda n: n * 0)
     assert same is not None and same.ok and same.error == 0
-    assert more is not None and more.mismatch == "other numbers of rows for 25.0% of the inputs (fp32 allows 1%)"
+    assert more is not None and more.mismatch == "different numbers of rows for 25.0% of the inputs (fp32 allows 1%)"
     assert fewer is not None and not fewer.ok
     counts *= 0
     assert held(lambda n: n) is None  # without values nothing was compared

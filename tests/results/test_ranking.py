@@ -363,7 +363,7 @@ def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
     results = run(tmp_path, BUSY, BUSY, QUIET)
     lines = said(results)
     assert lines[0].startswith("No winner is named: other programs kept up to 1.5 processors busy during 6 of 9 jobs, ")
-    assert lines[1].startswith("real: what the table calls faster or slower holds beside those programs")
+    assert lines[1].startswith("real: the table's verdicts hold beside those programs")
     text = "\n".join(lines[2:])
     assert not any(word in text for word in ("fastest", "runner-up", "most images", "Other programs", "faster"))
     assert "Precision: " in text

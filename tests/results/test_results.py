@@ -317,7 +317,7 @@ def test_a_real_disturbance_is_seen_and_a_small_one_counts_as_equal(tmp_path: Pa
     assert [*slow.disturbed] == ["cuda:1"]
     assert "one at a time" in said(tmp_path, slow) and "cuda:1 by 8" in said(tmp_path, slow)
     small = found(rng, (0.01, 0.01), noise=0.0005)
-    assert not small.disturbed and "hardly slower so than alone" in said(tmp_path, small)
+    assert not small.disturbed and "hardly slower than alone" in said(tmp_path, small)
     seconds = (0.006, 0.005, 0.0055)
     three = (AnchorDevice(f"cuda:{k}", "card", (s, 1.001 * s, 0.999 * s)) for k, s in enumerate(seconds))
     text = "Cards differ by 20 % (net b1, repeated on each: cuda:0 is the slowest, cuda:1 the fastest)."

@@ -161,7 +161,7 @@ def test_processes_in_turns_run_their_build(drawn_engine: Path, dyno: Any) -> No
     rows = list(csv.DictReader((out / "results.csv").open()))
     assert {row["builds"] for row in rows if row["reference"] != row["trial"]} == {"2"}
     report = (out / "report.html").read_text(encoding="utf-8")
-    assert "2 of each engine that is tuned by timing; a build is one observation" in report
+    assert "2 of each engine tuned by timing; a build is one observation" in report
 
 
 def test_builds_that_cannot_be_are_refused(
@@ -172,7 +172,7 @@ def test_builds_that_cannot_be_are_refused(
     assert refused("run", "fake:net", "--builds", 5, "--rounds", 3) == few
     assert Study(models="fake:net", builds=5).rounds == 5, "unless the number of rounds is open"
     same = refused("run", "fake:net", "--backend", "fake", "--builds", 2, "--channels", 1)
-    assert same.startswith("builds is 2, but what is measured here (fake) is made the same every time")
+    assert same.startswith("builds is 2, but the engines here (fake) are the same in every build")
     with pytest.raises(UserError, match=r"has rounds=1, too few for --builds 2"):
         expand(fake_study(backends=(f"{A}@rounds=1",), builds=2, rounds=2))
     monkeypatch.setattr("dyno.runner.execute.launch_in_turn", launch)
@@ -188,7 +188,7 @@ def test_a_trial_is_the_same_however_many_builds_it_goes_through(drawn_engine: P
     assert [two.trial.build(number) for number in range(4)] == [1, 2, 1, 2] and two.trial.id == one.trial.id
 
 
-@pytest.mark.parametrize(("builds", "said"), [(1, "Of one build"), (4, "Over 4 builds")])
+@pytest.mark.parametrize(("builds", "said"), [(1, "One build of each engine"), (4, "Over 4 builds")])
 def test_a_comparison_says_of_which_builds_it_is(measured: Any, drawn_engine: Path, builds: int, said: str) -> None:
     for name in ("before", "after"):
         measured(name, builds=builds)

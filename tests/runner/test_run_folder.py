@@ -103,7 +103,7 @@ def test_rows_of_other_processors_have_no_place_beside_those_of_the_same_name(
     assert call(*words)[0] == 0
     monkeypatch.setattr(system, "physical_cores", lambda: 2)
     line = refused(*words, "--rounds", 2)
-    assert line.startswith("r was measured with 1 thread, and the processors that are allowed now make it 2; ")
+    assert line.startswith("r was measured with 1 thread, but the processors allowed now give 2; ")
     monkeypatch.setattr(system, "physical_cores", lambda: 1)
     assert call(*words, "--rounds", 2)[0] == 0 and rows("r", "status", "rounds") == [("ok", 2)]
 

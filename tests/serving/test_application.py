@@ -178,7 +178,7 @@ def test_photos_are_requests_and_predict_may_call_the_model_as_it_likes(
     ("Unread", "postprocess of app.py:Unread failed at app.py:17 on 1x2 float32, request 1: IndexError: "),
     ("Changes", "the network gets inputs of 2 shapes or types, such as input 1x4 float32 and input 2x4 float32"),
     ("Text", "the network's input 'input' is a str; an engine takes tensors and arrays alone"),
-    ("Idle", "predict of app.py:Idle doesn't call its model, so no engine can stand in"),
+    ("Idle", "predict of app.py:Idle doesn't call its model, so no engine can replace it"),
     ("Later", "app.py:Later has an asynchronous postprocess"),
     ("Modelless", "app.py:Modelless is a Modelless without a model; an application has preprocess(request)"),
     ("Half", "app.py:Half is a Half without postprocess; an application has preprocess(request)"),
@@ -196,7 +196,7 @@ def test_what_can_t_be_timed_is_one_line(name: str, says: str, tmp_path: Path, p
 
 def test_other_bad_input_is_one_line(net: Path, refused: Any) -> None:
     assert "torchvision:resnet18 is a network alone" in refused("bench", "app", "torchvision:resnet18")
-    assert "digits are no files" in refused("bench", "app", "net.py:pipeline", "--data", "digits")
+    assert "digits are not files" in refused("bench", "app", "net.py:pipeline", "--data", "digits")
     refuses("application is 3; it must be text", dyno.bench_app, 3)
 
 

@@ -100,17 +100,17 @@ def test_of_several_rounds_the_lowest_rate_is_said_with_its_worst() -> None:
 
 def test_of_too_few_requests_it_is_not_said_that_none_holds() -> None:
     said = tables.list_sentences(served(tried(np.full(70, 0.01), "too few requests", 10.0), highest=(None,)))
-    assert said[0] == "Whether p99 <= 20.0 ms holds can't be said of this rate."
+    assert said[0] == "Whether p99 <= 20.0 ms holds is unknown for this rate."
     few, bad = tried(np.full(70, 0.01), "too few requests", 10.0), tried(np.full(700, 0.05), "no", 150.0)
     said = tables.list_sentences(served(few, bad, highest=(None,)))
-    assert said[0].startswith("Whether a rate that was tried holds p99 <= 20.0 ms can't be said: at 10.0 requests/s, ")
+    assert said[0].startswith("Whether a rate that was tried holds p99 <= 20.0 ms is unknown: at 10.0 requests/s, ")
 
 
 def test_what_got_no_answer_is_said_by_who_did_not_give_it() -> None:
     seconds = np.full(700, 0.01)
     seconds[:20] = np.nan
     said = tables.list_sentences(served(tried(seconds, "no"), highest=(None,), endpoint="http://127.0.0.1:1"))
-    assert "20 requests got no answer of the server and count as beyond every bound." in said
+    assert "20 requests got no answer from the server and count as beyond every bound." in said
     assert any(s.endswith("at 100 requests/s p99 falls on requests without an answer.") for s in said)
 
 

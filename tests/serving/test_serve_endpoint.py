@@ -64,9 +64,9 @@ def test_a_server_answers_in_place_of_an_engine(
         out, _ = bench(url, "--batch", 2, "--instances", 2, "--p50", "9s")
     assert set(batches) == {1, 2} and len(batches) > 50
     assert f"{kserve_server.MODEL} endpoint@url={url} fp32 b2" in out
-    assert f"Answered by {url}: times have the way there and back in them" in out
+    assert f"Answered by {url}: times include the way there and back" in out
     assert "50.0 requests/s hold p50 <= 9.00 s" in out
-    assert "what the server's model should answer isn't known here; give its file as MODEL." in out
+    assert "the right answers of the server's model aren't known here; give its file as MODEL." in out
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
     assert row["lanes"] == 2 and row["holds"] == "yes" and not row.get("outputs")
 
@@ -119,7 +119,7 @@ def test_no_server_and_no_such_model_are_one_line() -> None:
 @needs_client
 @pytest.mark.parametrize(("mute", "says"), [
     ("/v2", "no server of KServe's protocol v2 answers at {url}: nothing came within 0.2 s; check that it runs"),
-    (f"/v2/models/{kserve_server.MODEL}", "{url} has no answer on 'adder' within 0.2 s; check that it is loaded"),
+    (f"/v2/models/{kserve_server.MODEL}", "{url} did not answer about 'adder' within 0.2 s; check that it is loaded"),
 ])  # fmt: skip
 def test_a_server_that_hangs_is_noticed_at_the_first_contact(
     mute: str, says: str, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +160,7 @@ def test_what_cannot_be_loaded_is_tried_once() -> None:
 def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(bench: Any, tmp_path: Path) -> None:
     with kserve_server.running(most=1, takes=0.05) as (url, _):
         out, _ = bench(url, "--batch", 1, "--instances", 2, "--p50", "9s")
-    assert "requests got no answer of the server and count as beyond every bound" in out
+    assert "requests got no answer from the server and count as beyond every bound" in out
     assert f"a request in vain: {url} did not answer: [503] too many requests" in out
     (row,) = dyno.load(tmp_path / "run").table("serve-rates").rows
     assert 0 < row["refused"] < row["requests"] and not row["left"]

@@ -136,7 +136,7 @@ def test_a_trace_says_when_requests_come(call: Any, tmp_path: Path) -> None:
     (found,) = facts(tmp_path / "run")
     (step,) = found.steps
     assert found.trace == "trace.txt" and step.first == 0 and 600 < step.rate < 800
-    assert step.verdict == "yes" and "Of the rates that were asked for the highest" in out
+    assert step.verdict == "yes" and "It is the highest of the requested rates" in out
 
 
 def test_a_full_queue_refuses(call: Any, tmp_path: Path) -> None:

@@ -60,14 +60,14 @@ def test_preloaded_frames_are_answered_again_and_again(run: Any, clip: Path, tmp
     again = [k % 4 for k in range(10)]
     assert videos.places(tmp_path / "out.mp4") == again
     assert places(videos.boxes(tmp_path / "b.jsonl")) == again
-    assert "4 frames at most were decoded before" in out
+    assert "4 frames at most were decoded in advance" in out
 
 
 def test_frames_are_prepared_where_the_engine_computes(run: Any, clip: Path, tmp_path: Path) -> None:
     words = (clip, "out.mp4", "--backend", "pytorch", "--batch", 4, "--json")
     for place in ("host", "device"):
         _, out, _ = run(*words, f"{place}.jsonl", "--prepare", place, code=0)
-        assert ("Frames become the network's input where it computes" in out) == (place == "device")
+        assert ("Frames are prepared where the network computes" in out) == (place == "device")
     host, device = (videos.boxes(tmp_path / f"{place}.jsonl") for place in ("host", "device"))
     assert places(device) == expected(COUNT)
     for one, other in zip(host, device, strict=True):
@@ -240,7 +240,7 @@ def test_what_cannot_be_written_is_refused_before_anything_starts(refused: Any, 
         ("photos", ["out.xyz"], ".xyz is not a video container; give a folder, .png, .jpg, .mp4"),
         ("photos", ["out.png"], "photos has 2 images; give a folder or a video, not out.png"),
         ("photos", ["marker.py"], ".py is not a video container"),
-        ("photos/a.png", ["photos"], "a.png lies in photos, and would be written over"),
+        ("photos/a.png", ["photos"], "a.png lies in photos, and would be overwritten"),
     ):  # fmt: skip
         assert says in refused("bench", "video", source, *words, *NET)
     assert not (tmp_path / "runs").exists() and (photos / "a.png").read_bytes() == b"read by nobody"

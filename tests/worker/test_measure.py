@@ -86,7 +86,7 @@ class Asynchronous(Scripted):
     [
         ((0.01,), ""),
         ((0.01, 0.01, 0.014), ""),
-        ((0.01, 0.03, 0.01), "slot 2 of 3 takes 3.0 times as long as the others and holds up throughput"),
+        ((0.01, 0.03, 0.01), "slot 2 of 3 takes 3.0 times as long as the others and limits throughput"),
     ],
 )
 def test_a_slow_slot_is_named(clock: Clock, seconds: tuple[float, ...], warning: str) -> None:

@@ -77,7 +77,7 @@ def run(
         bool, typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.WHERE)
     ] = False,
 ) -> None:
-    """Measure models in every configuration, and say which is fastest. The same command again continues."""
+    """Measure models in every configuration, and say which is fastest. The same command continues a stopped run."""
     study = _build_study(Overrides({**(QUICK_SETTINGS if quick else {}), **overrides}), models)
     if dry_run:
         if log or format != "text":
@@ -188,12 +188,12 @@ def _at_most(study: Study, trials: Sequence[Trial]) -> str:
     seconds = rounds * len(study.boundaries) * (study.warmup + study.seconds)
     text = f"Warm-up and sampling take {show(seconds, 'duration')} at most"
     if study.samples:
-        text = f"Each boundary takes {study.samples} samples, however long they take"
+        text = f"Each boundary takes {study.samples} samples, however long that takes"
     text += "; starting, loading and evaluating come on top."
     if study.until in ADAPTIVE_RULES and not study.samples and seconds > 60 * study.minutes:
         text += f" --minutes {study.minutes:g} ends it sooner: then a trial has two rounds, or three if it may win."
     elif study.until in ADAPTIVE_RULES:
-        text += f" Then rounds go on for what is undecided, until {study.minutes:g} minutes were measured in all."
+        text += f" Undecided comparisons get further rounds, until {study.minutes:g} minutes were measured in all."
     return text
 
 
@@ -304,7 +304,7 @@ def show(
     by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
     table: Annotated[str, typer.Option(help="One table: frontier, break-even, latency-model, sizes…; or all.")] = "",
     columns: Annotated[str, typer.Option(help="Columns to print, e.g. backend,latency_ms; or all.")] = "",
-    list_all: Annotated[bool, typer.Option("--list", help="Name every table, with a sentence on each.")] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List every table, with a sentence on each.")] = False,
     over_time: Annotated[
         str,
         typer.Option(
@@ -331,7 +331,7 @@ def show(
         check_writable(Path(out))
     if list_all:
         if format == PARQUET_FORMAT:
-            raise UserError("--list is for reading; omit -o, or give a file of another format")
+            raise UserError("--list can't be written as Parquet; give another format")
         _put_text(export([tables.list_tables()], format), out)
         return
     if over_time or trials:
@@ -420,7 +420,7 @@ def _write_over_time(run: Path, file: str, trials: str, overrides: Overrides) ->
     from dyno.report.charts.over_time import save
 
     if not file:
-        raise UserError("--trials chooses what is drawn over time; add --over-time FILE.svg")
+        raise UserError("--trials is for --over-time; add --over-time FILE.svg")
     check_writable(Path(file))
     chosen = [name for name in map(str.strip, trials.split(",")) if name]
     print(f"saved {save(_read_run(run, overrides), Path(file), chosen)}", file=sys.stderr)
@@ -527,14 +527,14 @@ def stress(
     phases: Annotated[
         str,
         typer.Option(
-            help="A phase for each: min, opt or max of the engine's profile (a file's: 1, 4, 8), random, or a number."
+            help="Phases, by batch: min, opt or max of the engine's profile (a file's: 1, 4, 8), random, or a number."
         ),
     ] = "min,opt,max,random",
     iterations: Annotated[int, typer.Option(help="Batches in each phase.")] = 10_000,
     out: options.NewOut = "",
     format: options.Format = "text",
 ) -> None:
-    """Run a dynamic engine or ONNX file at changing batches for long. Check every output, and watch memory."""
+    """Run a dynamic engine or ONNX file at changing batches for a long time. Check every output, and watch memory."""
     from dyno.report.export import export
     from dyno.runner import stress as module
     from dyno.table import join_tables
@@ -564,7 +564,7 @@ def stress(
 @options.accept_options(
     f"{TIMING_OPTIONS} budget",
     data=...,
-    **{**BY_FILE, **EVALUATION_SETTINGS, "batches": "8; of a file its own, else 1"},
+    **{**BY_FILE, **EVALUATION_SETTINGS, "batches": "8; for a file its own batch, else 1"},
 )
 def eval(
     overrides: Overrides,
@@ -625,9 +625,7 @@ def diff(
 class SelfTestOptions:
     """What is measured, and for how long."""
 
-    minutes: float = option(
-        SELF_TEST_MINUTES, "Minutes to measure for; the longer, the more certain the figures.", common=True
-    )
+    minutes: float = option(SELF_TEST_MINUTES, "Minutes to measure; longer gives more certain figures.", common=True)
     rounds: int = option(0, "Rounds at most; at least 3.", "as many as fit", common=True)
     backend: str = option("", "Backend, with options as NAME@option=value.", "one that is installed", common=True)
     rebuild: bool = option(False, "Build the engine anew in each round, as part of the noise.", common=True)

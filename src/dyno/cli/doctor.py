@@ -62,7 +62,7 @@ class MachineDescription(TypedDict):
 COLUMNS = tuple(
     Column(name, meaning, kind=TEXT)
     for name, meaning in {
-        "backend": "backend, or a plug-in's entry point", "python": "version, and interpreter where it is another",
+        "backend": "backend, or a plug-in's entry point", "python": "version, and interpreter if it is another",
         "status": "ok, skipped, failed or broken", "version": "of its library", "devices": "that the backend can use",
         "detail": "or why it can't be used",
     }.items()

@@ -99,15 +99,15 @@ RESULTS_STORED = "what was measured is stored"
 RUN_AGAIN = "run again"  # start of an advice that ends with RESULTS_STORED
 NO_MEMORY = f"memory ran out; free some, or allow more (ulimit -v), and {RUN_AGAIN}"
 NO_FILE = f"too many files are open; allow more (ulimit -n) and {RUN_AGAIN}"
-NO_PROCESS = f"no further process or thread may be started here (ulimit -u); allow more and {RUN_AGAIN}"
+NO_PROCESS = f"the limit on processes and threads is reached (ulimit -u); allow more and {RUN_AGAIN}"
 OS_ERRORS = {
     errno.ENOSPC: f"the disk is full; free some space and {RUN_AGAIN}",
     errno.EDQUOT: f"the disk quota is used up; free some space and {RUN_AGAIN}",
-    errno.EFBIG: f"no file may grow that large here (ulimit -f); allow more and {RUN_AGAIN}",
+    errno.EFBIG: f"the limit on file size is reached (ulimit -f); allow more and {RUN_AGAIN}",
     errno.EROFS: f"the file system is read-only; {OTHER_PATH_ADVICE}",
     errno.EACCES: f"permission denied; allow this user to read and write there, or {OTHER_PATH_ADVICE}",
     errno.EPERM: f"writing is not permitted; {OTHER_PATH_ADVICE}",
-    errno.ELOOP: "is a symbolic link that nothing is read or written through; remove it",
+    errno.ELOOP: "is a symbolic link, which Dyno doesn't follow; remove it",
     errno.ENOENT: f"there is no such file or folder; {OTHER_PATH_ADVICE}",
     errno.EEXIST: "is a file, or a link to nothing, where a folder is needed; give another path",
     errno.EISDIR: "is a folder where a file is needed; give another path",

@@ -83,17 +83,17 @@ class ExportOptions:
     """How a model is written as a file."""
 
     precision: str = option("fp32", "fp32, tf32, fp16, bf16, int8 or fp8.", common=True)
-    batch: str = option("", "The one batch of the file, or dynamic.", "dynamic; of an engine 1", common=True)
+    batch: str = option("", "Fixed batch of the file, or dynamic.", "dynamic; of an engine 1", common=True)
     low: int = option(0, "Smallest batch of a dynamic engine.", "1 with --max", flags="--min")
-    opt: int = option(0, "The batch that a dynamic engine is tuned for.", "as --max")
+    opt: int = option(0, "Batch to tune a dynamic engine for.", "as --max")
     high: int = option(0, "Largest batch of a dynamic engine.", "none: one batch", flags="--max", common=True)
     shapes: tuple[str, ...] = option(
         (),
-        "Of an ONNX file an input's NAME:1x3x224x224, or batch, channels and size in one: N,C,H,W (-1: any batch). Of "
-        "an engine NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,16x3x224x224.",
+        "For an ONNX file an input's shape NAME:1x3x224x224, or batch, channels and size as N,C,H,W (-1: any batch). "
+        "For an engine NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,16x3x224x224.",
         flags="--shapes --shape",
     )
-    target: str = option("onnxruntime", f"Engine that an ONNX file is for: {', '.join(LAYER_TARGETS)}.")
+    target: str = option("onnxruntime", f"Engine to write an ONNX file for: {', '.join(LAYER_TARGETS)}.")
     opset: int = option(0, "Opset of an ONNX file.", "18, or 17 for tensorrt")
     backend: str = option("", "Backend to build an engine for, e.g. tensorrt_rtx.", "by the suffix")
     repeat: int = option(1, "Number of builds of an engine; they are compared.")
@@ -117,7 +117,8 @@ def export(
     overrides: Overrides,
     source: Annotated[str, typer.Argument(help=f"{MODEL_HELP}; or a run folder.", metavar="MODEL|RUN")],
     trial: Annotated[
-        str, typer.Argument(help="Of a run: an id, or BACKEND/PRECISION.", metavar="TRIAL", show_default="the winner")
+        str,
+        typer.Argument(help="A trial's id, or BACKEND/PRECISION.", metavar="TRIAL", show_default="the winner"),
     ] = "",
     out: Annotated[
         Path | None,
@@ -301,7 +302,7 @@ def _build_trial(study: Study, precision: str, batch: int) -> Trial:
     check_weights(study, study.models)
     model, inspection = inspect_model(model_spec(study, study.models[0]), study)
     if not batch and inspection.batch and not model.file:
-        reason = inspection.batch_reason or f"{model.name} takes a batch of {inspection.batch} alone"
+        reason = inspection.batch_reason or f"{model.name} takes only batch {inspection.batch}"
         raise UserError(f"{reason}; export with a fixed batch (--batch {inspection.batch})")
     size = list_sizes(study, inspection)[0]
     data = prepare_images(study, model, size) if study.data or study.calibration else DataSpec(count=1)
@@ -457,9 +458,10 @@ def verify(file: Pack, format: TextFormat = "text") -> None:
 def reproduce(
     file: Pack,
     model: Annotated[
-        list[str] | None, typer.Option("--model", help="Your own file of its model, checked by hash.", metavar="PATH")
+        list[str] | None,
+        typer.Option("--model", help="Your copy of the pack's model, checked by hash.", metavar="PATH"),
     ] = None,
-    data: Annotated[str, typer.Option(help="Your folder of its images, checked by hash.", metavar="DIR")] = "",
+    data: Annotated[str, typer.Option(help="Your folder of the pack's images, checked by hash.", metavar="DIR")] = "",
     out: Annotated[str, typer.Option("--out", "-o", help="Run folder.", show_default="runs/NAME-reproduced")] = "",
     minutes: Annotated[
         float | None, typer.Option(help="Minutes of measuring after which no further round begins.")
@@ -484,7 +486,7 @@ def reproduce(
 
 
 def site(
-    packs: Annotated[Path, typer.Argument(help="A folder of files that dyno pack wrote.", metavar="PACKS")],
+    packs: Annotated[Path, typer.Argument(help="Folder of packs written by dyno pack.", metavar="PACKS")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write into.")] = Path("site"),
 ) -> None:
     """Write a static site of packs. Each has a row and a report, and is verified again. Exit 3 if one is broken."""

@@ -147,7 +147,7 @@ def takes_verbose(command: F) -> F:
         Progress.is_verbose = verbose
         command(*args, **values)
 
-    help_text = "Off a terminal, print a line for each job."
+    help_text = "Without a terminal, print a line for each job."
     option = typer.Option("--verbose", "-v", help=help_text, rich_help_panel=WHERE)
     return add_flag(call_command, command, "verbose", option)
 

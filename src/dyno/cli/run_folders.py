@@ -36,7 +36,7 @@ def list_runs(
 
     if not folder.is_dir():
         raise UserError(
-            f"there is no folder {folder}; `dyno run` makes runs/, and `dyno runs list FOLDER` looks elsewhere"
+            f"there is no folder {folder}; `dyno run` creates runs/; to look elsewhere: `dyno runs list FOLDER`"
         )
     folders = list(runs_below(folder))
     if not folders and format == "text":
@@ -65,7 +65,7 @@ def why_no_run(folder: Path) -> str:
     if not folder.is_dir():
         return "is not a folder" if folder.exists() else "does not exist"
     if not is_run(folder):
-        return "is not a run folder: it has no study.toml with trials/ beside it"
+        return "is not a run folder: study.toml or trials/ is missing"
     return "has symbolic links where trials/ should be" if (folder / "trials").is_symlink() else ""
 
 
@@ -120,7 +120,9 @@ def _find_fastest(data: RunData) -> str:
 def remove(
     run: options.RunFolder,
     trials: Trials = [],  # noqa: B006  (typer copies it)
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask; off a terminal nothing is asked.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Don't ask for confirmation; without a terminal Dyno never asks.")
+    ] = False,
 ) -> None:
     """Remove a run folder, or trials inside. What Dyno did not write stays."""
     from dyno.store import Run
@@ -185,7 +187,7 @@ def _remove_run(run: Path) -> None:
             path.unlink()
     others = sorted(path.name for path in run.iterdir())
     if others:
-        print(f"removed what Dyno wrote into {run}; what is not Dyno's stays: {', '.join(others)}")
+        print(f"removed what Dyno wrote into {run}; kept files that Dyno did not write: {', '.join(others)}")
         return
     run.rmdir()
     print(f"removed {run}")

@@ -147,7 +147,7 @@ class _File:
         labels.warnings += self.notes
         described = [json.dumps({**a, "id": 0}, sort_keys=True) for a in self.annotations]
         if copies := len(described) - len(set(described)):
-            labels.warnings.append(f"{copies} of {len(described)} annotations are copies of others, and each counts")
+            labels.warnings.append(f"{copies} of {len(described)} annotations are duplicates, and each counts")
         for number, annotation in enumerate(self.annotations):
             where = f"{self.path.name}, annotation {annotation.get('id', number)}"
             row = _find_by_id(row_of, annotation, "image_id", "image", where)
@@ -164,7 +164,7 @@ class _File:
             declared = (image.get("height"), image.get("width"))
             if size is not None and None not in declared and declared != size:
                 real = f"{image['file_name']} is {size[1]} x {size[0]} pixels"
-                turned = "; its EXIF orientation turns it, and labels must be of the upright image"
+                turned = "; its EXIF orientation turns it, but labels must fit the upright image"
                 raise UserError(
                     f"{real}, but {self.path.name} says {declared[1]} x {declared[0]}"
                     f"{turned if declared == size[::-1] else ''}"

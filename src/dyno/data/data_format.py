@@ -94,7 +94,7 @@ def refuse_labels(folder: Path, is_class_folders: bool) -> None:
             key=lambda part: (bool(TRUTH_NAME.search(part)), part.lower().startswith("train"), part not in SPLIT_NAMES),
         )
         raise UserError(
-            f"{folder} has {', '.join(parts)}, which are parts of a data set and no classes; put class folders into "
+            f"{folder} has {', '.join(parts)}, which are parts of a data set, not classes; put class folders into "
             f"them, or give one of them, such as {folder / one}, to measure without accuracy"
         )
 

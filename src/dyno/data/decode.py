@@ -323,7 +323,7 @@ def warn_left_out(paths: list[Path]) -> list[str]:
                 values = np.asarray(image) if is_whole else np.asarray(image.convert("RGB")).astype(int) * 256 + 255
                 highest = max(highest, int(np.percentile(values, 99.9, method="higher")))
     if 0 < highest < 1 << 14:
-        dark = f"16-bit images have values up to {highest:,} alone, and their upper 8 bits are read, so they are dark: "
+        dark = f"16-bit images have values up to {highest:,}, and only the upper 8 bits are read, so they are dark: "
         notes["dark"] = f"{dark}scale them to 65,535, or as the network was trained"
     return list(notes.values())
 

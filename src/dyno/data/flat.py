@@ -124,7 +124,9 @@ def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
             raise UserError(f"{file} has {twice[0]} twice")
         return _by_name(names, dict(zip(named, synsets_of_lines, strict=True)))
     if len(lines) != len(names):
-        raise UserError(f"{file} has {len(lines)} labels for {len(names)} images; by place it needs one for each")
+        raise UserError(
+            f"{file} has {len(lines)} labels for {len(names)} images; without names it needs one for each image"
+        )
     return dict(zip(names, synsets_of_lines, strict=True))
 
 
@@ -164,7 +166,7 @@ def _find_first_class(file: Path, numbers: list[int], order: str) -> int:
         raise UserError(f"{file} has neither class 0 nor class {DEFAULT_COUNT}; give --order synset-0 or synset-1")
     raise UserError(
         f"{file} may hold the challenge's own ids 1 to {DEFAULT_COUNT}, which are in another order (meta.mat): give "
-        "synsets, or --order synset when these numbers are in the order of the synsets"
+        "synsets, or --order synset if these numbers are in the order of the synsets"
     )
 
 

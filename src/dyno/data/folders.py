@@ -153,8 +153,8 @@ def _find_roots(folder: Path) -> tuple[Path, Path | None]:
         )
     if len(names) == len(places) and names and all(map(SPLIT_NAME.search, names)):
         raise UserError(
-            f"{folder} has {', '.join(names[:4])}, which hold class folders and seem to be parts of a data set; call "
-            "the one to test on test, or give it alone"
+            f"{folder} has {', '.join(names[:4])}, which hold class folders and seem to be parts of a data set; name "
+            f"the test set test, or give its folder alone"
         )
     return folder, None
 
@@ -164,7 +164,7 @@ def _list_photos(folder: Path, root: Path, classes: list[str], split: str) -> li
     if not present:
         raise UserError(f"no class folders in {root}; put the images of each class into a folder named after it")
     if unknown := sorted(set(present) - set(classes)):
-        raise UserError(f"class {unknown[0]!r} is in {root} but not in the folder of the training images beside it")
+        raise UserError(f"class {unknown[0]!r} is in {root} but not in the folder of the training images")
     label = {name: i for i, name in enumerate(classes)}
     images_of = {name: find_images(root / name) for name in present}
     if not any(images_of.values()):

@@ -183,7 +183,7 @@ def warn_unread_formats(root: Path) -> list[str]:
         return []
     formats = ", ".join(sorted({path.suffix.lower() for path in found}))
     are = "1 image is" if len(found) == 1 else f"{len(found):,} images are"
-    return [f"{are} left out, of formats that aren't read ({formats}), e.g. {name_below(found[0], root)}"]
+    return [f"{are} left out: unsupported formats ({formats}), e.g. {name_below(found[0], root)}"]
 
 
 def warn_number_order(names: list[str]) -> list[str]:

@@ -163,7 +163,7 @@ def _read_table(file: Path) -> _LabelRows:
     if ragged := next((n for n, row in enumerate(body, begin + 1) if len(row) != len(header)), 0):
         raise UserError(f"{file}, row {ragged} has {len(rows[ragged - 1])} cells, not {len(header)}")
     if not {*header}.isdisjoint(BOX_COLUMNS) or not body:
-        what = "holds boxes, which are read in COCO's and YOLO's formats" if body else "has no rows"
+        what = "holds boxes, which are read only in COCO's or YOLO's format" if body else "has no rows"
         raise UserError(f"{file} {what}; give a table of path,label")
     return _choose_columns(file, header, rows[0] if is_header else header, body, begin)
 
@@ -199,7 +199,7 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
             f"{file} has {len(shown)} columns without names; add a first row that names them, such as path,label,split"
         )
     else:
-        raise UserError(f"{file} has no column that is called label or class, but {', '.join(shown)}; name it label")
+        raise UserError(f"{file} has no column called label or class, only {', '.join(shown)}; name it label")
     names = [row[paths].replace("\\", "/") for row in body]
     if empty := next((n for n, cells in enumerate(zip(names, labels, strict=True), begin + 1) if not all(cells)), 0):
         raise UserError(f"{file}, row {empty} has no {'label' if names[empty - begin - 1] else 'path'}")
@@ -247,7 +247,7 @@ def _split_photos(photos: list[Photo], wanted: ScanRequest) -> list[Photo]:
     tested = next((split for split in TEST_SPLITS if any(photo.split == split for photo in photos)), None)
     if tested is None:
         raise UserError(
-            f"no row of the table is of the split {', '.join(TEST_SPLITS)}; mark the rows to test on as test"
+            f"no row of the table belongs to the split {', '.join(TEST_SPLITS)}; mark the test rows as test"
         )
     test = [Photo(p.path, p.name, p.label, "test") for p in photos if p.split == tested]
     training = [Photo(p.path, p.name, p.label, "calibration") for p in photos if p.split in TRAINING_SPLITS]

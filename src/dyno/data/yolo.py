@@ -123,7 +123,7 @@ def _parse_object(line: str, labels: Labels, size: tuple[int, int], where: str) 
         box = _parse_box(rest, size, where)
         return "box", annotation | {"bbox": box, "area": box[2] * box[3]}
     if len(rest) == 5:
-        raise UserError(f"{where}: 6 numbers are a box and a confidence, which labels lack; give a class and a box")
+        raise UserError(f"{where}: 6 numbers are a prediction with its confidence, not a label; give a class and a box")
     polygon = check_polygon([v * (height if i % 2 else width) for i, v in enumerate(rest)], size, where)
     xs, ys = polygon[::2], polygon[1::2]
     box = check_box((min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)), size, where)

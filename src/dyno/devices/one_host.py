@@ -219,7 +219,7 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
     asked = f"{key} {study.equivalent:g}"
     if (stored := read_devices(folder)) and stored.key == asked:
         return StudyPlaces(places, _find_disturbed(stored, places))
-    progress.show_step(f"{trial.label} on each device alone and on all at once, for what they do to each other")
+    progress.show_step(f"{trial.label} on each device alone and on all at once, to measure interference")
     own_folder = folder / ANCHORS / key[:12]  # named by the set of devices
     if in_turns:
         rows = _in_turns(trial, own_folder, places, study.equivalent, progress)
@@ -273,9 +273,9 @@ def _drop_places(
     for name, why in lost.items():
         progress.note(f"{name}: the trial that all devices repeat could not be measured ({why})")
     if not rest:
-        progress.note("so nothing is known of what the devices do to each other; they are used side by side")
+        progress.note("so interference between the devices is unknown; they are used side by side")
         return StudyPlaces(places)
-    progress.note(f"the study goes on without {', '.join(lost)}")
+    progress.note(f"the study continues without {', '.join(lost)}")
     return measure_devices(study, folder, rest, progress)
 
 
@@ -321,7 +321,7 @@ def _measure_together(
             what = f"{one.place.name}: the trial that all devices repeat could not be measured ({lost})"
             if not one.place.gone:
                 raise UserError(what)
-            progress.note(f"{what}; the study goes on without that device")
+            progress.note(f"{what}; the study continues without that device")
 
 
 def _name_folder(folder: Path, place: Place, how: str) -> Path:

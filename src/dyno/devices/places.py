@@ -209,7 +209,7 @@ def list_left(places: Sequence[Place]) -> list[Place]:
     """Return the places that can still begin a block; raise `Unfinished` if all are gone."""
     there = [place for place in places if not place.gone]
     if not there:
-        raise Unfinished("every device of the study was lost; the same command again goes on with what is missing")
+        raise Unfinished("every device of the study was lost; the same command measures what is missing")
     return there
 
 

@@ -53,7 +53,7 @@ def _parse_cluster(study: Study) -> tuple[str, str]:
     if kind:
         check_known("cluster", kind, ("ray", "slurm"))
     if "=" in study.on and not spec:  # an address from an empty variable must not mean another cluster
-        advice = "write ray=HOST:PORT or slurm=4, or ray for the one of this host"
+        advice = "write ray=HOST:PORT or slurm=4, or ray for this host's cluster"
         raise UserError(f"--cluster {study.on} names nothing; {advice}")
     return kind, spec
 
@@ -160,8 +160,8 @@ class BlockScheduler:
             for row in rows:
                 archive_trial(self.run, row, OTHER_DEVICES_DIR)
             self.losses.setdefault(block.id, []).append(f"{place}: the device is no longer one of the study's")
-            gone = f"{place} is no longer there; what was measured is in {OTHER_DEVICES_DIR}"
-            self.progress.note(f"{block.label}: begun anew, as {gone}")
+            gone = f"{place} is no longer there; its measurements are in {OTHER_DEVICES_DIR}"
+            self.progress.note(f"{block.label}: restarted, as {gone}")
         shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
 
     def _take_ended(self) -> list[Block]:

@@ -84,7 +84,7 @@ def diff_layers(
     study = one_model(model, settings)
     asked = [_make_runnable(side, place > 0) for place, side in enumerate(forms.list_forms(study, others))]
     if len(asked) < 2:
-        raise UserError("layers are compared with something: give a form, such as openvino or onnxruntime/int8, or "
+        raise UserError("nothing to compare the layers with: give a form, such as openvino or onnxruntime/int8, or "
                         "another ONNX file")  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         reading = _FormComparer(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
@@ -97,8 +97,8 @@ def diff_layers(
 def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
     """Return the form with its engine; raise `UserError` if that engine can't run parts of a graph."""
     if later and side.choice.name == forms.MODULE_FORM:
-        raise UserError(f"{model_name(side.source)} is a PyTorch module, and layers are compared with those of a "
-                        "graph; give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
+        raise UserError(f"{model_name(side.source)} is a PyTorch module, not a graph whose layers can be compared; "
+            f"give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
     kind = registry.format_of(side.source)
     is_engine = kind is not None and kind.name != forms.ONNX_FORM
     engine = kind.usual(Path(side.source)) if kind is not None and is_engine else side.choice.name
@@ -107,8 +107,8 @@ def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
         raise UserError(f"{engine} runs no parts of a graph, so its layers can't be compared; these do: "
                         f"{', '.join(able)}")  # fmt: skip
     if is_engine:
-        raise UserError(f"{side.source} is not an ONNX graph, whose tensors are compared; give the ONNX file that it "
-                        f"was made from, and {engine} behind it")  # fmt: skip
+        raise UserError(f"{side.source} is not an ONNX graph; give the ONNX file that it was made from, and {engine} "
+            f"behind it")  # fmt: skip
     # a later file runs with default options, the first file and its forms node by node
     if side.choice.name == forms.ONNX_FORM:
         as_ever = later and not side.named and not side.precision

@@ -171,8 +171,8 @@ class EngineComparison:
         if mismatched:
             differ, them = ("it differs", "it") if mismatched == 1 else ("they differ", "them")
             yield (
-                f"{format_count(mismatched, 'tensor')} left out: {differ} from the reference, but what reads {them} is "
-                "right, so the reference has something else there."
+                f"{format_count(mismatched, 'tensor')} left out: {differ} from the reference, but what reads {them} "
+                f"is right, so the reference has another quantity there."
             )
 
     def _describe_nonfinite(self) -> Iterator[str]:
@@ -209,10 +209,10 @@ class EngineComparison:
         if not self.errors.boundary:
             return
         before, after = map(self.name_layer, self.errors.boundary)
-        good = f"the one that ends at {before} agrees" if before else "even the first layer's disagrees"
-        bad = f"the one that ends at {after} doesn't" if after else "the whole network's doesn't"
+        good = f"the one ending at {before} agrees" if before else "even the first layer's disagrees"
+        bad = f"the one ending at {after} doesn't" if after else "the whole network's doesn't"
         yield (
-            "the error vanishes when tensors are marked. Of graphs that end at a layer, with nothing else marked, "
+            "the error vanishes when tensors are marked. Of graphs cut off after one layer, without other marks, "
             f"{good}, {bad}: look at what is fused there."
         )
 
@@ -231,7 +231,7 @@ class EngineComparison:
     def _describe_retest(self) -> Iterator[str]:
         cut, substituted = self.errors.cut, self.errors.substituted
         if substituted is None or cut is None:
-            yield "not tested again: the reference has no graph with these layers, to be put in their place."
+            yield "not tested again: the reference has no graph of these layers to replace them."
             return
         place = "its place" if len(self.suspects) == 1 else "their place"
         yield (
@@ -243,8 +243,8 @@ class EngineComparison:
         left = substituted.error  # outputs disagree even without the suspects
         if most is not None and self.limit < left < math.inf and (most.effect or 0.0) >= MIN_MENTIONED_SHARE * left:
             yield (
-                f"the outputs disagree even then: of the other layers, {self.name_layer(most.tensor)} does most to "
-                f"them, {_format_error(most.effect or 0.0)} of their size."
+                f"the outputs still disagree: of the other layers, {self.name_layer(most.tensor)} contributes most, "
+                f"{_format_error(most.effect or 0.0)} of their size."
             )
 
 
@@ -267,11 +267,11 @@ def _is_gone(before: float, after: float, limit: float) -> bool:
 # The comparison of each engine's layers as tables.
 
 ORDERS = ("graph", "error")
-LAYER_ERRORS = TableKind("layer-errors", "Layers against the reference", "How far every layer's output is from the "
-                         "reference's, and what of that the layer adds itself.",
+LAYER_ERRORS = TableKind("layer-errors", "Layers against the reference", "Error of each layer's output against the "
+    "reference's, and the part that the layer adds itself.",
                          command="dyno diff --layers")  # fmt: skip
-FINDINGS = TableKind("layer-findings", "Where the error comes from", "The first layer that disagrees, those that "
-                     "make most of the error, and whether the engine without marks confirms it.",
+FINDINGS = TableKind("layer-findings", "Where the error comes from", "The first layer that disagrees, the layers that "
+    "add most of the error, and whether the engine without marks confirms it.",
                      command="dyno diff --layers")  # fmt: skip
 
 
@@ -359,9 +359,9 @@ COLUMNS = (
     Column("error", "error of the layer's output in the engine"),
     Column("own_error", "error when the layer reads the reference's values", title="own error"),
     Column("growth", "error as a multiple of the largest error among its inputs", rank=5),
-    Column("effect", "error of the network's outputs when only this layer's own error is there", title="on the outputs",
+    Column("effect", "error of the network's outputs caused by this layer's own error alone", title="on the outputs",
            rank=1),
-    Column("share", "square of that as a share of the sum of all squares", "%", PERCENT, title="share, %", rank=2),
+    Column("share", "its square as a share of the sum over all layers", "%", PERCENT, title="share, %", rank=2),
     Column("close", "share of values that are close", "%", PERCENT, title="close, %", rank=4),
     Column("own_close", "share of values that are close when the layer reads the reference's values", "%", PERCENT),
     Column("max_abs", "largest |a - b|"),
@@ -390,11 +390,11 @@ FINDING_COLUMNS = (
     Column("precision", "whose tolerance decides", kind=TEXT, rank=5),
     Column("limit", "largest error at which outputs agree", rank=4),
     Column("layers", "compared layers", kind=COUNT, rank=7),
-    Column("runs", "runs that were compared, of a batch each", kind=COUNT, rank=8),
+    Column("runs", "compared runs, of one batch each", kind=COUNT, rank=8),
     Column("parts", "pieces in which the marked graph was run", kind=COUNT, rank=9),
     Column("unmatched", "tensors of the engine's graph without a counterpart", kind=COUNT, rank=9),
     Column("reference_layers", "tensors of the reference", kind=COUNT),
-    Column("mismatched", "tensors left out, which are something else in the reference", kind=COUNT),
+    Column("mismatched", "tensors left out: another quantity in the reference", kind=COUNT),
     Column("close", "share of the outputs' values that are close", "%", PERCENT, title="close, %", rank=3),
     Column("unmodified_error", "error of the outputs of the unmodified engine", title="outputs"),
     Column("marked_error", "error of the outputs with tensors marked", title="marked", rank=2),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Cold starts of a model's forms, part by part, in one table.
 
 COLD_START = TableKind("cold-start", "Cold start",
-                       "What passes from the start of a process to the first answer of an engine, part by part.",
+                       "Time from the start of a process to an engine's first answer, part by part.",
                        command="dyno bench cold-start MODEL")  # fmt: skip
 WARM, COLD = "in memory", "on disk"  # location of the files that a process reads
 PARTS = {
@@ -50,18 +50,18 @@ COLUMNS = (
     Column("files", "where code and model lie when the process starts", kind=TEXT, title="files are"),
     *with_limits(Column("first_answer_ms", "from the start of the process to its first answer: the mean over rounds",
                         "ms", title="first answer, ms")),
-    *(Column(f"{name}_ms", f"{meaning}, in the round in the middle", "ms", title=name.replace("_", " "), rank=1)
+    *(Column(f"{name}_ms", f"{meaning}, in the median round", "ms", title=name.replace("_", " "), rank=1)
       for name, meaning in PARTS.items()),
     Column("rest_ms", "what lies between the parts", "ms", title="rest", rank=2),
     Column("later_ms", "a later call, from host to host: the median", "ms", title="later, ms"),
-    Column("read_mb", "read from disk for the process, in the round in the middle", "MB", title="read, MB", rank=1),
-    *with_limits(Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO,
+    Column("read_mb", "read from disk for the process, in the median round", "MB", title="read, MB", rank=1),
+    *with_limits(Column("speedup", "ratio of the first form's first answer to this one's, over rounds", kind=RATIO,
                         title="speed-up")),
     Column("verdict", "whether that is real", kind=TEXT),
     Column("rounds", "processes", kind=COUNT, rank=3),
 )  # fmt: skip
 PRINTED = keep_printed(COLUMNS)
-TABLE_NOTE = "Parts, in ms, are those of the round in the middle, and with the rest they sum to its first answer."
+TABLE_NOTE = "Parts, in ms, are those of the median round; with the rest they sum to its first answer."
 MAX_PARTS_NAMED = 2  # parts named in a sentence
 MIN_UNCOMPILED_SHARE = 0.1  # smallest share that is reported: a program's own few files don't matter
 

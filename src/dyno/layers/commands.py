@@ -74,7 +74,7 @@ class ProfileOptions:
 
     batch: int = option(1, "Batch.", common=True)
     runs: int = option(50, "Watched runs.", common=True)
-    top: int = option(20, "Layers that are listed one by one; 0 is all.", common=True)
+    top: int = option(20, "Number of layers to list; 0: all.", common=True)
     order: str = option("time", "time: the slowest first; graph: as they run.", common=True)
     roofline: bool = option(False, "Also measure the device's ceilings, and rate the layers by them.", common=True)
     sheet: tuple[str, ...] = option(
@@ -121,9 +121,9 @@ class ExplainOptions:
     """How two forms are compared."""
 
     batch: int = option(1, "Batch.", common=True)
-    rounds: int = option(5, "Processes in which each side is measured, in turn.", common=True)
+    rounds: int = option(5, "Number of processes per side, which take turns.", common=True)
     runs: int = option(50, "Watched runs in each process.", common=True)
-    top: int = option(20, "Parts that are listed one by one; 0 is all.", common=True)
+    top: int = option(20, "Number of parts to list; 0: all.", common=True)
     prescriptions: bool = option(False, "Then measure variants of B that may be faster.", flags="--try", common=True)
 
 
@@ -133,7 +133,7 @@ def explain(
     what: Annotated[list[str], typer.Argument(help=WHAT, metavar="MODEL|RUN A B|FILE.json")],
     save: Annotated[
         list[Path],
-        typer.Option(help="File to write: .json keeps what was measured, .svg and .png draw it, .html is a page. "
+        typer.Option(help="File to write: .json keeps the measurements, .svg and .png draw them, .html is a page. "
                      "May be repeated.",
                      metavar="FILE", rich_help_panel=options.WHERE),
     ] = [],  # noqa: B006  (typer copies it)
@@ -161,7 +161,7 @@ class ColdStartOptions:
     """How often, and from where, a form starts."""
 
     batch: int = option(1, "Batch.", common=True)
-    rounds: int = option(5, "Starts of each form, a process each.", common=True)
+    rounds: int = option(5, "Starts of each form, one process per start.", common=True)
     files: str = option("both", "Where code and model lie before a start: memory, disk, or both.", common=True)
 
 
@@ -184,7 +184,7 @@ class LayerOptions:
     layers: bool = option(
         False, "Compare layer by layer: MODEL, then its forms such as openvino/int8, or other ONNX files.", common=True
     )
-    top: int = option(20, "Layers that are listed, those with the largest own errors; 0 is all.", common=True)
+    top: int = option(20, "Number of layers to list, those with the largest own errors; 0: all.", common=True)
     order: str = option("graph", "graph: in execution order; error: largest own error first.", common=True)
 
 

@@ -143,23 +143,23 @@ BOUND_BY_DRAM, BOUND_BY_CACHES, COMPUTE_BOUND, LATENCY_BOUND = (
 )
 SMALL_GRIDS = "in grids too small for the GPU"
 COUNTERS = TableKind("counters", "Hardware counters",
-                     "What the GPU's counters say of each kernel of one inference under ncu.",
+                     "GPU counters of each kernel of one inference under ncu.",
                      command="dyno profile --device cuda:0 --counters")  # fmt: skip
 COLUMNS = (
     Column("form", "whose kernel it is", kind=TEXT, identity=True),
     Column("modules", "PyTorch modules of the layer that launched it, else nodes", kind=TEXT, cell=MODULE_NAMES),
     Column("layer", "the engine's own name of that layer", kind=TEXT, rank=12),
     Column("kernel", "its name", kind=TEXT, rank=3),
-    Column("time_us", "its time under ncu, not to be read as a latency", "µs", title="time, µs"),
+    Column("time_us", "its time under ncu, which is not a latency", "µs", title="time, µs"),
     Column("share", "share of the time of all kernels", "%", PERCENT, title="share, %"),
     Column("sm", "the SMs' busiest unit, of its peak", "%", title="SM, %", rank=1),
     Column("memory", "the busiest part of the memory, caches included, of its peak", "%", title="memory, %", rank=1),
     Column("dram", "DRAM's bandwidth, of its peak", "%", title="DRAM, %", rank=4),
     Column("dram_mb", "read from DRAM and written to it", "MB", title="DRAM, MB", rank=5),
-    Column("tensor", "cycles in which the tensor cores worked, of all", "%", title="tensor cores, %", rank=2),
-    Column("warps", "warps on the SMs while these worked, of the most that they hold (achieved occupancy)", "%",
+    Column("tensor", "share of cycles in which the tensor cores worked", "%", title="tensor cores, %", rank=2),
+    Column("warps", "achieved occupancy: warps on the active SMs, as a share of their maximum", "%",
            title="warps, %", rank=6),
-    Column("l2", "accesses of the L2 cache that hit", "%", title="L2 hits, %", rank=7),
+    Column("l2", "hit rate of the L2 cache", "%", title="L2 hits, %", rank=7),
     Column("waves", "how often its blocks fill the SMs", "1", title="waves", rank=8),
     Column("blocks", "blocks of its grid", kind=COUNT, rank=9),
     Column("threads", "threads of a block", kind=COUNT, rank=11),
@@ -168,7 +168,7 @@ COLUMNS = (
 )  # fmt: skip
 TABLE_NOTE = (
     "One inference under ncu, which runs each kernel alone, several times over and with cold caches: its times are not "
-    f"a latency. What is at {BUSY_PERCENT:.0f} % of its peak or more bounds a kernel, as in ncu's own rules."
+    f"a latency. A unit at {BUSY_PERCENT:.0f} % of its peak or more bounds a kernel, as in ncu's own rules."
 )
 
 

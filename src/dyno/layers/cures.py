@@ -65,7 +65,7 @@ class Prescription:
 
 
 PRESCRIPTIONS = (
-    Prescription("newer opset, in which one operator stands for several",
+    Prescription("newer opset, where one operator replaces several",
                  (causes.SPLIT, causes.CONVERSION, causes.KERNEL), ("onnxruntime", "openvino"), {"opset": 20}),
     Prescription("PyTorch's other exporter", (causes.SPLIT, causes.KERNEL), ONNX_BACKENDS, {"exporter": "torchscript"}),
     Prescription("fixed shapes and folded constants", (causes.SPLIT, causes.CONVERSION), ("onnxruntime", "openvino"),
@@ -147,7 +147,7 @@ def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
 # Outcomes of prescriptions, as a table and in sentences.
 
 PRESCRIPTION_TABLE = TableKind("prescriptions", "Prescriptions",
-                               "What was tried to make B faster, and what came of it.",
+                               "Variants tried to make B faster, and their results.",
                                command="dyno explain MODEL A B --try")  # fmt: skip
 
 
@@ -176,7 +176,7 @@ class Outcome:
 
 COLUMNS = (
     Column("prescription", "what was changed", kind=TEXT),
-    Column("called_by", "the cause that costs B most of those that it may cure", kind=TEXT, title="called for by"),
+    Column("called_by", "the costliest of B's causes that it may cure", kind=TEXT, title="called for by"),
     Column("cost_us", "what that costs B", "µs", title="costs, µs"),
     Column("engine", "for --backend", kind=TEXT, rank=3),
     *with_limits(Column("speedup", "latency of B over its own", kind=RATIO, title="times as fast")),
@@ -207,17 +207,14 @@ class PrescriptionResult:
              "verdict": one.verdict, "outputs": one.outputs, "kept": "yes" if one.kept else "no"}
             for one in self.outcomes
         ]  # fmt: skip
-        note = (
-            f"Each is a trial beside {self.title}, in turns, all of them as one family (Holm); a profiled run is not "
-            "among them."
-        )
+        note = f"Each is a trial beside {self.title}, in turns; all are one family (Holm). Profiled runs are left out."
         return PRESCRIPTION_TABLE.of(COLUMNS, rows, notes=(note,) if rows else (), printed=keep_printed(COLUMNS))
 
     @property
     def sentences(self) -> list[str]:
         """Number of prescriptions that helped, and the best of them."""
         if not self.outcomes:
-            return [f"Nothing of what costs {self.title} time calls for a prescription."]
+            return [f"No cause of {self.title}'s time has a known cure."]
         kept = [(one.speedup, one) for one in self.outcomes if one.kept and one.speedup]
         told = [f"{len(kept) or 'None'} of {format_count(len(self.outcomes), 'prescription')} helped."]
         if kept:

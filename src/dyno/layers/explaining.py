@@ -225,12 +225,12 @@ def _of_run(
     records = load_run(folder)
     found = [find_trial(records, str(name)) for name in names]
     if failed := next((each for each in found if not each.good), None):
-        raise UserError(f"{failed.label} did not run ({failed.status}: {failed.reason}), so nothing explains it")
+        raise UserError(f"{failed.label} did not run ({failed.status}: {failed.reason}), so it can't be explained")
     if found[0].id == found[1].id:
         raise UserError(f"{names[0]} and {names[1]} are the same trial of {folder}, {found[0].label}")
     apart = [k for k in ("model", "size", "batch") if getattr(found[0], k) != getattr(found[1], k)]
     if apart:
-        raise UserError(f"{found[0].label} and {found[1].label} have another {' and '.join(apart)}; give their ids")
+        raise UserError(f"{found[0].label} and {found[1].label} differ in {' and '.join(apart)}; give their ids")
     trials = [each.spec for each in found]
     for trial in trials:
         profiling.check(forms.FormRequest("", Choice(trial.backend), trial.precision), trial.runtime.device)
@@ -290,7 +290,7 @@ def reorder_times(first: LayerGraph, inside: LayerGraph, times: Times) -> Times:
     places = {key: k for k, key in enumerate(_make_keys(inside))}
     keys = _make_keys(first)
     if places.keys() != set(keys):
-        raise UserError(f"{inside.library} has other layers in another process; explain one process with rounds=1")
+        raise UserError(f"{inside.library} has different layers in each process; explain one process with rounds=1")
     return replace(times, layers=times.layers[:, [places[key] for key in keys]])
 
 

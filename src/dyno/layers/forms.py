@@ -310,7 +310,7 @@ def _reword_error(side: FormRequest, error: UserError) -> UserError:
     if cache_dir() not in Path(side.source).parents:
         return error
     name = model_name(side.source)
-    return UserError(f"{name}: a module in memory is handed on as a program, {UNWATCHED_ERROR}; name it as "
+    return UserError(f"{name}: a module in memory is passed on as a program, {UNWATCHED_ERROR}; name it as "
                      'FILE.py:FUNCTION, or look at its other forms: dyno.inspect(module, "onnx")')  # fmt: skip
 
 

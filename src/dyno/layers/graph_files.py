@@ -212,7 +212,7 @@ def build_node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
 # Notes on each node of an ONNX graph: its layers in the engines, their types and times.
 
 UNITS = ("µs", "%")
-NO_TIME = "no layer is known for it: folded, or not run by itself"
+NO_TIME = "no layer known: folded, or not run by itself"
 
 
 @dataclass
@@ -267,8 +267,8 @@ def list_node_notes(
 
 SPEEDSCOPE = "https://www.speedscope.app/file-format-schema.json"
 HOW_TIMED = (
-    "Durations were measured layer by layer, while the engine was watched; a layer is drawn where the one before it "
-    "ended, so that what happens between layers is not in the trace. Its length is not a latency."
+    "Durations were measured layer by layer, in watched runs. Each layer is drawn where the one before it ended, so "
+    "gaps between layers are not in the trace, and its length is not a latency."
 )
 
 

@@ -113,7 +113,7 @@ def read_pair(path: Path) -> FormPair:
         pair = FormPair(forms, _read_side(data["a"]), _read_side(data["b"]), data["source"], tuple(data["notes"]))
         problem = _find_problem(pair)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as e:
-        raise UserError(f"{path} is damaged: it isn't as Dyno writes it; measure the pair again") from e
+        raise UserError(f"{path} is damaged: it isn't in Dyno's format; measure the pair again") from e
     if problem:
         raise UserError(f"{path} is damaged: {problem}; measure the pair again")
     return pair
@@ -137,7 +137,7 @@ def _find_problem(pair: FormPair) -> str:
     for side in pair.sides:
         layers = len(pair.forms[side.form].layers)
         if not side.processes or any(each.layers.shape[1:] != (layers,) for each in side.processes):
-            return f"it has {layers} layers and other times"
+            return f"it has {layers} layers, but a different number of times"
         for each in side.processes:
             whole = each.unprofiled.ndim == each.profiled.ndim == 1 and len(each.unprofiled) and len(each.profiled)
             if not whole or not all(

@@ -137,7 +137,7 @@ def profile(
     check_known("order", order, ROW_ORDERS)
     rates = parse_data_sheet(sheet)
     if sheet and not roofline:
-        raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
+        raise UserError("--data-sheet needs measured ceilings; add --roofline")
     study = one_model(model, settings)
     sides = choose_engines(forms.list_forms(study, others))
     for side in sides:
@@ -184,13 +184,13 @@ def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
         device = file_format.device
     name, kind = side.choice.name, device.split(":")[0]
     if name == forms.ONNX_FORM or kind not in registry.find(name).profiled:
-        what = f"{name} has no times of layers on {kind}"
+        what = f"{name} reports no layer times on {kind}"
         if name == forms.ONNX_FORM:
             what = "an ONNX graph doesn't run by itself"
         able = [
             f"{each} ({', '.join(on)})" for each in registry.list_backends() if (on := registry.find(each).profiled)
         ]
-        raise UserError(f"{what}; these have times of layers: {', '.join(able)}")
+        raise UserError(f"{what}; these report layer times: {', '.join(able)}")
     if counters and kind != "cuda":
         raise UserError("hardware counters are those of an NVIDIA GPU; add --device cuda:0")
 

@@ -75,7 +75,7 @@ class _ReasonWriter:
         parts = self._w.parts
         if any(part.a and part.b for part in parts) or not any(part.a for part in parts):
             return
-        text = f"No layer of {self._b} corresponds to one of {self._a}, as where networks are different"
+        text = f"No layer of {self._b} corresponds to one of {self._a}, so the networks may differ"
         yield Reason(NO_COMMON_LAYERS, f"{text}: only the latencies can be compared.")
 
     def explain_causes(self) -> Iterator[Reason]:
@@ -106,7 +106,7 @@ class _ReasonWriter:
             names = tuple(name for part in parts for name in part.names[:1])
             took = _format_seconds(sum(s.b for s in stayed))
             layers = format_count(len(stayed), "layer")
-            text = f"{precision} was asked for, but {layers} computed in a wider type and took "
+            text = f"{precision} was requested, but {layers} computed in a wider type and took "
             yield Reason(NOT_FASTER, f"{text}{took} of {_format_seconds(self._gap.b)}: {_join_names(names)}.", names)
         slower = [s for s in self._w.steps if s.cause == causes.NARROWER and s.difference.low > 0]
         whole = self._w.step(causes.NARROWER, [k for s in slower for k in s.parts])
@@ -134,8 +134,8 @@ class _ReasonWriter:
         for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
             if side.excess >= MIN_MENTIONED_SHARE * side.latency[0]:
                 longer = f"took {side.excess / side.latency[0]:.0%} longer than its latency"
-                text = f"Watched, the layers of {title} {longer}: they are scaled down alike, and the intervals hold "
-                text += "the other extreme, too."
+                text = f"Watched, the layers of {title} {longer}: they are scaled down alike, and the intervals "
+                text += "include the other extreme."
                 yield Reason(WATCHED, text, seconds=side.excess)
 
     def _describe_amount(self, step: WaterfallStep) -> str:
@@ -172,7 +172,7 @@ class _ReasonWriter:
             causes.UNALIGNED: f"{count_a} layers of {a} and {count_b} of {b}, whose counterparts are not known",
             causes.INTERRUPTED: f"Interruptions by other programs, {times}; measure again when the machine is quiet",
             causes.WAITING: f"Launch gaps, in which the GPU ran no kernel and waited for the host, {times}; "
-            "CUDA graphs or a larger batch leave less of them",
+            "CUDA graphs or a larger batch shorten them",
             causes.BETWEEN: f"Time outside the layers, {times}",
         }
         return texts[step.cause]

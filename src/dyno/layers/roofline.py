@@ -16,20 +16,20 @@ from dyno.worker.spec import UserError
 
 # Ceilings of a device: peak rates of arithmetic by type and of memory, measured and from a data sheet.
 
-CEILINGS = TableKind("ceilings", "Ceilings", "The highest rates that were measured on this device.",
+CEILINGS = TableKind("ceilings", "Ceilings", "The highest rates measured on this device.",
                      command="dyno profile")  # fmt: skip
 CEILING_TYPES = ("fp32", "tf32", "fp16", "bf16", "int8")
 MEMORY_CEILING = "memory"
 RATE_COLUMNS = (
-    Column("tflops", "operations in that time, 10¹² a second", "10¹² 1/s", title="TFLOPS", rank=2),
+    Column("tflops", "10¹² operations per second in that time", "10¹² 1/s", title="TFLOPS", rank=2),
     Column("gb_s", "bytes of weights and tensors in that time, each counted once", "GB/s", title="GB/s", rank=2),
 )
 COLUMNS = (
     Column("ceiling", "what was measured", kind=TEXT),
     *RATE_COLUMNS,
     Column("sheet", "the data sheet's, in the same unit", title="data sheet"),
-    Column("of_sheet", "what was measured, over the data sheet's", "%", PERCENT, title="of it, %"),
-    Column("of", "size of the matrices, or of what was copied", kind=TEXT),
+    Column("of_sheet", "measured rate over the data sheet's", "%", PERCENT, title="of it, %"),
+    Column("of", "size of the matrices, or of the copied data", kind=TEXT),
     Column("clock", "median SM clock meanwhile", "MHz", title="clock, MHz"),
     Column("remark", "why there is none", kind=TEXT),
 )
@@ -208,30 +208,31 @@ BEYOND_PRODUCT = "fewer operations, or a better kernel"
 RATED_COLUMNS = (
     *RATE_COLUMNS,
     Column("intensity", "operations for each byte", title="FLOP/B", rank=3),
-    Column("reached", "the least time that the ceilings allow, over the time it took", "%", PERCENT,
+    Column("reached", "the least time that the ceilings allow, over the measured time", "%", PERCENT,
            title="of the roof, %", rank=1),
     Column("bound", "which ceiling bounds it: the nearer one, if it explains at least half of the time", kind=TEXT,
            title="bound by", rank=1),
-    Column("above", "how it can be above its ceiling", kind=TEXT, title="above the roof", rank=1),
-    Column("of_sheet", "the same of the data sheet's ceilings", "%", PERCENT, title="of the data sheet, %", rank=2),
+    Column("above", "why it can be above its ceiling", kind=TEXT, title="above the roof", rank=1),
+    Column("of_sheet", "the same with the data sheet's ceilings", "%", PERCENT, title="of the data sheet, %", rank=2),
 )  # fmt: skip
 OF_LATENCY = (
     RATE_COLUMNS[0],
     Column("roof_ms", "sum of the least times that the ceilings allow the layers", "ms", title="roof, ms", rank=1),
     Column("reached", "that over the unprofiled latency", "%", PERCENT, title="of the roof, %", rank=1),
-    Column("of_sheet", "the same of the data sheet's ceilings", "%", PERCENT, title="of the data sheet, %", rank=2),
+    Column("of_sheet", "the same with the data sheet's ceilings", "%", PERCENT, title="of the data sheet, %", rank=2),
 )
 RATED_NOTE = (
     "Bound by: the nearer ceiling, where it explains at least half of a layer's time. Neither: the layer takes more "
     "than twice what both ceilings allow; the rest is overhead, or a kernel that uses the device badly."
 )
 ABOVE_ROOF_REASONS = {
-    CEILINGS_DISTURBED: "other programs were busy while the ceilings were measured, which are too low: measure again",
+    CEILINGS_DISTURBED: "other programs were busy while the ceilings were measured, so these are too low: measure "
+    "again",
     MAYBE_CACHED: "all its bytes fit in the device's cache, which may have held them and is faster than the copy",
-    BEYOND_COPY: "memory gave it more than the copy, which reads and writes as much: a read alone may be faster, and a "
-    "part may still have been in a cache",
+    BEYOND_COPY: "its memory rate exceeds the copy's, which reads and writes equally: a pure read may be faster, and "
+    "part may have been in a cache",
     BEYOND_PRODUCT: "a kernel may need fewer operations than are counted (Winograd's convolution, zeros left out), or "
-    "be better than PyTorch's product",
+    "beat PyTorch's matrix product",
 }
 
 
@@ -280,7 +281,7 @@ class RooflineRating:
             return ""
         words = {ARITHMETIC: "bound by arithmetic", MEMORY_CEILING: "bound by memory", NEITHER: "bound by neither"}
         parts = [f"{100 * shares[name]:.0f} % of the time in layers {word}" for name, word in words.items()]
-        unknown = f", {100 * shares['']:.0f} % in layers of which that isn't known" if shares[""] >= 0.005 else ""
+        unknown = f", {100 * shares['']:.0f} % in layers whose bound isn't known" if shares[""] >= 0.005 else ""
         return ", ".join([parts[0], *(part.replace("of the time in layers ", "") for part in parts[1:])]) + unknown
 
     def _compute_reached(self, chosen: Collection[int], seconds: float, rates: Rates) -> float | None:

@@ -145,13 +145,13 @@ def summarise_layers(form: LayerGraph) -> str:
         some = "at least " if form.form == NODES and any(layer.flops is None for layer in form.layers) else ""
         sentence += f", {some}{_format_operations(operations)}"
     if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
-        sentence += f", {idle:,} more in which nothing runs"
+        sentence += f", {idle:,} more that run nothing"
     if moves := sum(layer.moves for layer in ran):
         sentence += f", {moves:,} of the layers only {'changes' if moves == 1 else 'change'} types or layouts"
     return f"{sentence}."
 
 
-LAYER_TABLE = TableKind("layers", "Layers", "Every layer of one form of a model, in the order in which they run.",
+LAYER_TABLE = TableKind("layers", "Layers", "Every layer of one form of a model, in execution order.",
                         command="dyno inspect")  # fmt: skip
 ALIGNED = TableKind("aligned", "Layers side by side", "What became of each layer from one form of a model to the next.",
                     command="dyno inspect")  # fmt: skip
@@ -191,7 +191,7 @@ def list_layers(form: LayerGraph) -> Table:
         Column("computes_in", "type that it multiplies in", kind=TEXT, title="computes in", rank=5),
         Column("kernel", "kernel or provider", kind=TEXT, rank=7),
         Column("modules", "PyTorch modules that the node came from", kind=TEXT, rank=6),
-        Column("nodes", "ONNX nodes that the engine says it came from", kind=TEXT, rank=8),
+        Column("nodes", "ONNX nodes that the engine reports for it", kind=TEXT, rank=8),
         Column("remark", "whether it runs, and whether it only converts", kind=TEXT, rank=3),
     )
     return LAYER_TABLE.of(columns, rows, notes=(summarise_layers(form), *form.notes))

@@ -95,12 +95,12 @@ def read_launches(samples: dict[str, np.ndarray]) -> LaunchTimes | None:
 # Functions of the host and the GPU by their share of a run's critical path, as a table and a sentence.
 
 CRITICAL_PATH = TableKind("critical-path", "Critical path",
-                          "What each function of the host and the GPU contributes to the end of a watched run.",
+                          "Critical path of a watched run: the time of each function of the host and the GPU on it.",
                           command="dyno profile --device cuda:0")  # fmt: skip
 PATH_COLUMNS = (
     Column("form", "which engine", kind=TEXT),
     Column("where", "the host outside of CUDA, a call of CUDA, or the GPU", kind=TEXT),
-    Column("function", "its name, or what lies between two", kind=TEXT),
+    Column("function", "its name, or the gap between two", kind=TEXT),
     Column("calls", "how often it ran", "1"),
     Column("time_us", "its time", "µs", title="time, µs"),
     Column("path_us", "its time on the critical path", "µs", title="on the path, µs"),
@@ -108,8 +108,8 @@ PATH_COLUMNS = (
     Column("waiting_us", "of a call: for the GPU; of a kernel: after its launch", "µs", title="waiting, µs", rank=1),
 )
 TABLE_NOTE = (
-    "A mean over the watched runs. On the critical path is what would end "
-    "the run earlier if it were faster: the host where the GPU waits for it, and the GPU where work is queued."
+    "A mean over the watched runs. The critical path is the work that would end the run earlier if it were faster: "
+    "the host where the GPU waits for it, and the GPU where work is queued."
 )
 
 
@@ -166,9 +166,9 @@ def make_path_table(paths: Mapping[str, Path], top: int) -> Table:
 
 
 ROW_ORDERS = ("time", "graph")
-PROFILE = TableKind("profile", "Time by layer", "How long each layer takes, by the modules that it came from.",
+PROFILE = TableKind("profile", "Time by layer", "Time of each layer, by the modules that it came from.",
                     command="dyno profile")  # fmt: skip
-RECONCILIATION = TableKind("reconciliation", "Layers and latency", "What of the latency the layers' times explain.",
+RECONCILIATION = TableKind("reconciliation", "Layers and latency", "How much of the latency the layers' times explain.",
                            command="dyno profile")  # fmt: skip
 COLUMNS = (
     Column("form", "whose layer it is", kind=TEXT, identity=True),
@@ -351,8 +351,8 @@ def reconcile(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings | N
         Column("repeats", "repeats behind a layer's median", kind=COUNT, rank=2),
     )
     note = (
-        "The remainder is the unprofiled median less the sum of the layers' medians: what happens between layers, or, "
-        "where it is negative, what watching costs. The time of a watched run is not a latency."
+        "The remainder is the unprofiled median less the sum of the layers' medians: time between layers or, if "
+        "negative, the cost of watching. The time of a watched run is not a latency."
     )
     on_gpu = [(forms[k].library, each.gpu.sentence(each.latency)) for k, each in times.items() if each.gpu]
     notes = (note, *(f"{library}: {sentence}." for library, sentence in on_gpu if sentence), *bounds)

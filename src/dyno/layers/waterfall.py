@@ -232,7 +232,7 @@ def _make_step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ..
 WATERFALL = TableKind("waterfall", "From A to B", "The steps from the latency of A to that of B, a row for each cause.",
                       command="dyno explain")  # fmt: skip
 PART_TABLE = TableKind("explained", "Part by part",
-                       "What each part of the model takes in A and in B, and why that differs.",
+                       "Time of each part of the model in A and in B, and why it differs.",
                        command="dyno explain")  # fmt: skip
 
 

@@ -112,14 +112,14 @@ def _check_zip(file: Path) -> None:
 def _unpack(packed: zipfile.ZipFile, folder: Path, file: Path) -> None:
     members = packed.infolist()
     if len(members) > MAX_MEMBERS or len({m.filename for m in members}) < len(members):
-        raise UserError(f"{file} is not a pack: it has too many files, or two of one name")
+        raise UserError(f"{file} is not a pack: it has too many files, or two with the same name")
     total = texts = 0
     for member in members:
         is_link = stat.S_ISLNK(member.external_attr >> 16)
         if is_link or not MEMBER_NAME.fullmatch(member.filename) or member.flag_bits & 1:
             raise UserError(f"{file} is not a pack: it holds {shorten(member.filename)!r}, which no pack has")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise UserError(f"{file} is not a pack: {shorten(member.filename)!r} is compressed in another way")
+            raise UserError(f"{file} is not a pack: {shorten(member.filename)!r} uses another compression")
         target, size = folder / member.filename, 0
         most = find_limit(target)
         target.parent.mkdir(parents=True, exist_ok=True)

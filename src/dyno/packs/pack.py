@@ -120,7 +120,7 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
             raise UserError(f"{folder} compares two sides, which a card can't show; omit --card")
         verdict = describe_verdict(read, copied)
         if _list_choices(verdict) != _list_choices(describe_verdict(read_results(results), folder)):
-            raise UserError(f"{folder} has another verdict without its folders' and users' names; please report it")
+            raise UserError(f"{folder} gets another verdict when folder and user names are removed; please report it")
         write_json(Path(scratch) / VERDICT_MEMBER, verdict)
         write_json(Path(scratch) / HEAD_MEMBER, _describe_pack(copied, name, with_names))
         _write_zip(Path(scratch), file)

@@ -66,7 +66,7 @@ class RatioPair:
         pairs = self.pack, self.here
         shown = [UNCLEAR_WORD if math.isnan(value) else format_ratio(value, low, high) for low, value, high in pairs]
         outcome = {True: "the intervals overlap", None: "too little evidence to compare them"}
-        words = outcome.get(self.agrees, "a difference beyond what both can see")
+        words = outcome.get(self.agrees, "a difference larger than the noise of both")
         name = f"{self.where}: {self.configuration} over {self.reference}"
         return f"{name}: {shown[0]} in the pack, {shown[1]} here: {words}."
 

@@ -102,7 +102,7 @@ class Bisection:
         if not self.bad:
             return [*sentences, f"No version {CRITERIA[self.by].words} {self.first}."]
         (step,) = (s for s in self.steps if s.name == self.bad)
-        gap = f", or one of those that were skipped ({', '.join(self.between)})" if self.between else ""
+        gap = f", or one of the skipped ones ({', '.join(self.between)})" if self.between else ""
         sentences.append(f"The first bad version is {self.bad}{gap}; the last good one is {self.good}.")
         sentences.append(f"Against {self.first}: {step.line.partition(', ')[2]}.")
         changed = "; ".join(self.changed) or "nothing in the records"
@@ -268,7 +268,7 @@ def _judge_version(name: str, first: str, comparison: Comparison, column: str) -
     if broken and column != "ratio":
         return BisectionStep(name, SKIPPED, f"{broken['status']}, {broken['reason']}", comparison)
     if column != "ratio" and any(is_missing(r[column]) or r[column] == "" for r in rows):
-        return BisectionStep(name, UNDECIDED, "it has nothing to be judged by", comparison)
+        return BisectionStep(name, UNDECIDED, "it has no value to judge it by", comparison)
     if comparison.exit_code == 1:
         return BisectionStep(name, BAD, "", comparison)
     if comparison.exit_code == 0:

@@ -53,7 +53,7 @@ class SideOptions:
 
     remeasure: bool = option(False, "Measure stored runs again, here and in turns.", common=True)
     baseline_python: tuple[str, ...] = option((), "A is the same model with this BACKEND=PYTHON.", common=True)
-    commits: str = option("", "Git commits of A and B, A..B; no B is the file as it is now.", common=True)
+    commits: str = option("", "Git commits of A and B, A..B; without B the file as it is now.", common=True)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class GateOptions:
     tolerance: float = option(0.02, "Relative slow-down that is still accepted.")
     least: float = option(0.0, "Exit 1 when a smaller share of values agrees (0 to 1).")
     rtol: float = option(1e-3, "Relative difference of two outputs that still agree.")
-    any_outputs: bool = option(False, "Judge the speed even where B's outputs are wrong.")
+    any_outputs: bool = option(False, "Judge the speed even if B's outputs are wrong.")
 
 
 options.PANELS[GateOptions] = GATE_PANEL

@@ -114,7 +114,7 @@ def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Tabl
     if not shared:
         raise UserError(f"{a.folder} and {b.folder} share no trial; {_some_trials(a)} against {_some_trials(b)}")
     if not any(x.good for x, _ in shared):
-        raise UserError(f"nothing to compare: no trial that both runs have succeeded in {a.folder}")
+        raise UserError(f"nothing to compare: no trial of both runs succeeded in {a.folder}")
     table = _make_table(a, b, rules, (_check_outputs(a), _check_outputs(b)))
     refused = [r["verdict"] for r in table.rows if r["verdict"].startswith(INCOMPARABLE)]
     if len(refused) == len(table.rows):
@@ -489,9 +489,9 @@ def _find_notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialRes
         differences = [f"{name} {before} against {after}" for name, (before, after) in changed.items()]
         rest = [f"{len(differences) - MAX_DIFFERENCES} more"] if len(differences) > MAX_DIFFERENCES else []
         text = "; ".join(differences[:MAX_DIFFERENCES] + rest)
-        yield f"the machines or versions differ, which may be the whole difference: {text}"
+        yield f"the machines or versions differ, which may explain the whole difference: {text}"
     if cores := find_apart_jobs(t for pair in shared for t in pair):
-        yield f"the {cores.clause}; this may be the whole difference"
+        yield f"the {cores.clause}; this may explain the whole difference"
     if warned := sum(1 for pair in shared if any(remarks.list_warnings(t) for t in pair)):
         trials = format_count(len(shared), "trial")
         yield f"{warned} of {trials} with warnings that may explain a change; `dyno report` lists them"

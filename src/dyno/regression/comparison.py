@@ -301,11 +301,11 @@ GOOD, REGRESSION, UNDECIDED = 0, 1, 3  # exit codes
 HEADINGS = {GOOD: "no regression", REGRESSION: "regression", UNDECIDED: "undecided"}
 STORED_NOTE = "Two stored runs, measured one after the other; --remeasure measures both here in turns."
 SESSIONS_NOTE = (
-    "Not comparable: measured in two sessions, and rounds don't show what differs between sessions. Measure them again "
+    "Not comparable: measured in two sessions, and rounds don't show differences between sessions. Measure them again "
     "side by side (dyno compare A B --remeasure), or keep three self-tests of this machine (dyno selftest)."
 )
 COPIED_NOTE = "Nothing was compared where both runs hold the same measurement: one is a copy of the other."
-WIDENED_NOTE = "Measured in two sessions: intervals contain what differs between this machine's self-tests."
+WIDENED_NOTE = "Measured in two sessions: intervals include the differences between this machine's self-tests."
 
 
 def list_comparison(table: Table, stored: bool = True) -> list[str]:
@@ -315,7 +315,7 @@ def list_comparison(table: Table, stored: bool = True) -> list[str]:
     """
     rows = table.rows
     counts = Counter(describe_outcome(r).partition(":")[0] for r in rows)
-    lines = [f"{describe_where(r)}: {r['verdict']}; not judged, whatever the speed."
+    lines = [f"{describe_where(r)}: {r['verdict']}, so the speed is not judged."
              for r in rows if r["verdict"].startswith(OUTPUTS_WRONG)]  # fmt: skip
     verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
     shared = sum(r["status"] != MISSING for r in rows)
@@ -341,9 +341,9 @@ def _describe_method(rows: list[Row], stored: bool) -> list[str]:
     sentences = [apart if stored else f"Measured {' or '.join(sorted(methods))}, {format_count(rounds, 'round')}."]
     builds = [int(r["builds"]) for r in rows if not is_missing(r["builds"])]
     if 1 in builds:
-        sentences.append("Of one build of an engine that is tuned by timing: another may differ; see --builds.")
+        sentences.append("One build of each engine tuned by timing: another may differ; see --builds.")
     elif builds:
-        sentences.append(f"Over {min(builds)} builds of each engine that is tuned by timing.")
+        sentences.append(f"Over {min(builds)} builds of each engine tuned by timing.")
     if (count := sum(1 for r in rows if not is_missing(r["p_value"]))) > 1:
         sentences.append(f"The {count} pairs are one family (Holm): all verdicts together hold in 95 % of comparisons.")
     return sentences

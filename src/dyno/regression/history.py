@@ -41,7 +41,7 @@ COLUMNS = (
     *pick("status", "reason", "latency_ms", "latency_ms_low", "latency_ms_high"),
     Column("step", "latency over that of the run before: above 1 is slower", kind=FINE, title="over the last"),
     Column("changed", "versions, weights, code, commit or machine that differ from the run before", kind=TEXT, rank=1),
-    Column("commit", "of the model's file, else of the folder that the run began in (+: changed)", kind=TEXT, rank=3),
+    Column("commit", "of the model's file, else of the folder that the run started in (+: changed)", kind=TEXT, rank=3),
     Column("weights", "beginning of their sha256", kind=TEXT, rank=4),
     Column("dyno", "version of Dyno that began the run", kind=TEXT, rank=5),
     Column("versions", "of the libraries in the trial's process", kind=TEXT, rank=6),
@@ -49,7 +49,7 @@ COLUMNS = (
 )
 PRINTED = (*IDENTITY, "run", "date", "status", "latency_ms", "step", "changed")
 HISTORY = TableKind(
-    "history", "History", "Several runs: a row per trial and run, in the order of dates, with what changed.",
+    "history", "History", "Several runs: a row per trial and run, by date, with what changed.",
     command="dyno show RUN RUN …",
 )  # fmt: skip
 

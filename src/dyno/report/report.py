@@ -276,7 +276,7 @@ def names_of(runs: Sequence[RunData]) -> list[str]:
         names = ["/".join(parts[-depth:]) for parts in places]
         if len({file_name(name) for name in names}) == len(names):
             return names
-    raise UserError("the runs' folders have paths that differ in signs alone; give one of them another name")
+    raise UserError("the runs' folders differ only in punctuation; rename one of them")
 
 
 def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out: Path) -> None:

@@ -228,10 +228,8 @@ def _of_builds(run: RunData) -> Terms:
     """Return a term on the builds of engines tuned by timing; empty without such engines."""
     most = int(run.frame["builds"].fillna(0).max()) if len(run.frame) else 0
     if most < 2:
-        return [("builds", "one of each engine that is tuned by timing: another build may differ")] * most
-    return [
-        ("builds", f"{most} of each engine that is tuned by timing; a build is one observation, the mean of its rounds")
-    ]
+        return [("builds", "one of each engine tuned by timing: another build may differ")] * most
+    return [("builds", f"{most} of each engine tuned by timing; a build is one observation, the mean of its rounds")]
 
 
 def _explain_pairs(pairs: Counter[str], block: str) -> str:
@@ -241,7 +239,7 @@ def _explain_pairs(pairs: Counter[str], block: str) -> str:
     if not pairs:
         return "nothing: no two trials here have a speed-up"
     if not in_turns:
-        return "one after the other, so what the machine did between two of them is in their ratio"
+        return "one after the other, so changes of the machine between two of them are in their ratio"
     return f"{how}; {format_count(apart, 'pair')} one after the other" if apart else how
 
 
@@ -261,11 +259,11 @@ def _explain_family(max_rows: int) -> str:
 
 def _explain_looks(rule: Rule, rounds: int) -> str:
     if not rule.first:
-        return "one, after the last round: their number was fixed beforehand"
+        return "one, after the last round: the number of rounds was fixed beforehand"
     looks = max(1, rounds - rule.first + 1)
     return (
-        f"until decided: {looks}, after round {rule.first} and each further one; each may spend so little of the error "
-        "that all together keep it, so looking often makes no difference out of noise"
+        f"until decided: {looks}, after round {rule.first} and each further one; the looks share the chance of an "
+        f"error, so frequent looks don't turn noise into a difference"
     )
 
 
@@ -276,7 +274,7 @@ def _explain_level(results: Results, plans: Sequence[Plan]) -> str:
     devices = _join_distinct(t.device for t in trials)
     company = "alone from start to end"
     if any(plan.blocks for plan in plans):
-        company = "in blocks after those of other processes, whose caches it finds: a loop alone may be faster"
+        company = "in blocks after those of other processes, which fill the caches: a loop alone may be faster"
     return (
         f"a row's backend, options, precision, batch and size on {devices} of this machine as it was, with {threads} "
         f"threads pinned to the same cores for all, warm, one process running at a time, {company}; a speed-up is of "
@@ -301,7 +299,7 @@ def _gpu_method(trials: list[TrialResult]) -> Terms:
         ),
         (
             "GPU telemetry",
-            "by NVML from outside the job, ten times a second; memory is the peak less what was used before the job; "
+            "by NVML from outside the job, ten times a second; memory is the peak above the level before the job; "
             "samples taken while the GPU was throttled by heat or power are dropped and counted",
         ),
     ]

@@ -173,8 +173,8 @@ def _describe_surprises(test: SelfTest) -> list[str]:
             surprises.append(f"{one.false.hits} {studies} raised a false alarm: verdicts are not to be trusted here.")
         elif one.slowdown and _is_unlike(one):
             surprises.append(
-                f"A slow-down of {show_percent(one.slowdown)} was seen by {one.slower.hits} {studies}, and going by "
-                f"the noise it should be {show_percent(one.predicted)}: rounds here depend on each other."
+                f"A slow-down of {show_percent(one.slowdown)} was seen by {one.slower.hits} {studies}, and the noise "
+                f"predicts {show_percent(one.predicted)}: rounds here depend on each other."
             )
     return surprises
 
@@ -238,7 +238,7 @@ VERDICTS = (
     Column("studies", "that the rounds of the self-test make, each round used once", kind=COUNT),
     *_make_share_columns("slower", "called slower", "share called slower"),
     *_make_share_columns("faster", "called faster", "share called faster"),
-    Column("expected", "share to be called slower (equal ones: slower or faster), going by all noise seen", "1",
+    Column("expected", "expected share called slower (equal ones: slower or faster), given all noise seen", "1",
            title="expected", cell=lambda row: _format_cell(row, "expected")),
     *_make_share_columns("covered", "intervals right", "share of the intervals that hold the true ratio"),
 )  # fmt: skip

@@ -87,7 +87,7 @@ def log_run(run: RunData, names: Sequence[str]) -> Iterator[str]:
     Earlier logs of the same run are replaced. UserError for a run that isn't a study, and if a tracker refuses.
     """
     if tables.list_leading(run)[0]:
-        raise UserError(f"{run.records.folder} has no trials of a study, which trackers take; omit --log")
+        raise UserError(f"{run.records.folder} has no trials of a study to log; omit --log")
     os.environ |= {name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ}
     tracked = describe_run(run)
     for name in names:

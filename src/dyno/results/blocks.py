@@ -111,8 +111,8 @@ class ApartJobs(NamedTuple):
         """Clause on the distance of the processors, without a full stop."""
         return (
             f"processors were further apart during {self.apart} of {format_count(self.jobs, 'job')} (a signal from "
-            f"one to another and back took {self.latency:.0f} ns in place of {self.near:.0f}), as when a host moves "
-            "those of a virtual machine"
+            f"one to another and back took {self.latency:.0f} ns instead of {self.near:.0f}), as when a host moves a "
+            f"virtual machine's processors"
         )
 
 

@@ -308,7 +308,7 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     if shapes[0] != shapes[1]:
         return Correctness(np.inf, None, tolerance, precision, f"outputs of shape {shapes[0]} instead of {shapes[1]}")
     if apart > tolerance.changed:
-        text = f"other numbers of rows for {apart:.1%} of the inputs ({precision} allows {tolerance.changed:.0%})"
+        text = f"different numbers of rows for {apart:.1%} of the inputs ({precision} allows {tolerance.changed:.0%})"
         return Correctness(np.inf, None, tolerance, precision, text)
     channels = trial.task.labels == "objects" and tolerance.quantile == 1
     if channels:

@@ -25,8 +25,8 @@ MIN_READINGS, MIN_SPAN_S = 5, 1.0  # fewest counter readings for a rate, and the
 MAX_OTHER_CORES = 0.2  # processors that other programs may use on an idle machine
 NOT_ASKED = "not measured: --energy measures it"
 NO_COUNTER = {
-    "cuda": "NVML tells no energy of this GPU",
-    "cpu": "the processors' counter (RAPL) can't be read; often root alone may, and most virtual machines have none",
+    "cuda": "NVML reports no energy for this GPU",
+    "cpu": "the processors' counter (RAPL) can't be read; often only root may, and most virtual machines have none",
 }
 NO_IDLE = "the machine's power while idle is not known"
 NOT_IDLE = "the machine was not idle before the first job"

@@ -47,7 +47,7 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
     try:
         with zipfile.ZipFile(path) as stored:
             if sum(info.file_size for info in stored.infolist()) > about.st_size:
-                raise ValueError(f"{path} would unpack to more than it is")
+                raise ValueError(f"{path} would unpack to more than its size")
             for info in stored.infolist():
                 name = info.filename.removesuffix(".npy")
                 if names is None or name in names:

@@ -268,7 +268,7 @@ class Placement:
     @property
     def warnings(self) -> list[str]:
         """Warnings on the placement for a row of the block."""
-        return [f"begun anew on {self.place}, as its process was lost on {lost}" for lost in self.lost]
+        return [f"restarted on {self.place}, as its process was lost on {lost}" for lost in self.lost]
 
 
 def list_placements(run: Path, problems: list[str] | None = None) -> list[Placement]:

@@ -373,7 +373,7 @@ class Contention:
         during = f"during {self.disturbed} of {format_count(self.jobs, 'job')}"
         busy = f"other programs kept up to {self.processors:.1f} processors busy {during}"
         if self.mostly:
-            return f"No winner is named: {busy}, and on a quiet machine the order may be another."
+            return f"No winner is named: {busy}, and on a quiet machine the order may differ."
         if not self.compared:
             doubt = "those latencies may differ from a quiet machine's; measure again on one"
         elif not self.alone:

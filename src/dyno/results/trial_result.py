@@ -504,7 +504,7 @@ def load_run(run: Path) -> Results:
     for name, kind in NOTE_TYPES.items():  # validated here, read again where needed
         read_stored(run / name, kind, problems)
     if results.study.strip() and not results.settings:
-        problems.append(f"{study} is damaged, or isn't what Dyno writes; its settings are left out")
+        problems.append(f"{study} is damaged, or wasn't written by Dyno; its settings are left out")
     return results
 
 

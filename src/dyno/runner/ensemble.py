@@ -78,7 +78,7 @@ def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
         for folder in sorted(run.round_folder(trial, 0).parent.glob("[rcst][0-9]*")):
             if name := _find_damaged(folder):
                 message = f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again"
-                notes.append(f"{message}; what is left of it lies in {archive_round(run, folder)}")
+                notes.append(f"{message}; the rest of it is in {archive_round(run, folder)}")
     return notes
 
 

@@ -125,7 +125,7 @@ def _plan(study: Study, only: TrialSelection | None) -> list[PlannedTrial]:
     planned = expand(study, only.sources if only else ())
     if only and (unplanned := {*only.trials} - {entry.trial.id for entry in planned}):
         raise UserError(
-            f"{platform.node()} plans other trials than those that are asked for ({len(unplanned)} differ); all hosts "
+            f"{platform.node()} plans other trials than requested ({len(unplanned)} differ); all hosts "
             "need the same Dyno, libraries, models and data, at the same paths"
         )
     return planned
@@ -262,7 +262,7 @@ class Rounds:
         """Measure the missing first rounds of these trials and show the answer; return the trials measured."""
         new = [t for t in ready if t.plan.blocks and t not in measured and _find_record(self.run, t, 0) is None]
         if new:
-            self.progress.note(f"{reason}: what is ready is measured once before")
+            self.progress.note(f"{reason}: the ready trials are measured once first")
             stored = [trial for trial in ready if trial not in (*new, *measured, *done)]
             self._in_turns(new, 0, [*measured, *stored], self.options, done)
             self._show_answer(0, is_part=True)

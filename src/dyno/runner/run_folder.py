@@ -190,8 +190,8 @@ def _refuse_other_threads(folder: Path, stored_trials: list[StoredTrial], planne
     now = {entry.trial.runtime.threads for entry in planned}
     if before and now and before.isdisjoint(now) and is_measured(folder):
         raise UserError(
-            f"{folder} was measured with {format_count(min(before), 'thread')}, and the processors that are allowed "
-            f"now make it {min(now)}; allow as many, or give another --out"
+            f"{folder} was measured with {format_count(min(before), 'thread')}, but the processors allowed now give "
+            f"{min(now)}; allow as many, or give another --out"
         )
 
 

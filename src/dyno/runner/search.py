@@ -350,7 +350,7 @@ def _judge_route(name: str, t: TrialResult | None, speedup: stats.Speedup, outpu
     if outputs[t.id] not in ("", OUTPUTS_AGREE):
         return RouteAttempt(name, 0.0, ROUTE_WRONG)
     if math.isnan(speedup.value):
-        return RouteAttempt(name, 0.0, ROUTE_NOT_FASTER, "the usual route did not run beside it")
+        return RouteAttempt(name, 0.0, ROUTE_NOT_FASTER, "the usual route failed when measured with it")
     proven = speedup.verdict == stats.FASTER and speedup.value >= MIN_GAIN
     return RouteAttempt(name, speedup.value, ROUTE_KEPT if proven else ROUTE_NOT_FASTER)
 

@@ -67,7 +67,7 @@ def find(device: str) -> tuple[SelfTest | None, str]:
         what = ", ".join(
             f"{name} was {stored.machine.get(name) or 'unknown'} and is {now.get(name)}" for name in changed
         )
-        return None, f"the machine is another one since {stored.date[:10]}: {what}"
+        return None, f"the machine has changed since {stored.date[:10]}: {what}"
     return SelfTest(stored), ""
 
 

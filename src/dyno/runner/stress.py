@@ -80,9 +80,7 @@ def _test_trials(
                 f"a stress test changes the batch; {trial.backend} takes only one, {DYNAMIC_ENGINES} take several"
             )
         if any(BATCH_AXIS in shape[1:] for shape in trial.dims.shapes.values()):
-            raise UserError(
-                f"{trial.model.name}'s batch is not the first axis of its inputs, which a stress test takes it for"
-            )
+            raise UserError(f"{trial.model.name}: a stress test needs the batch as the first axis of the inputs")
         artifact = Files(progress, trial.plan.build_timeout_s).make_file(trial.recipe) if trial.recipe else None
         if isinstance(artifact, Record):
             raise UserError(f"{trial.label}: {artifact.reason}")

@@ -158,9 +158,10 @@ def _make_application_table(run: RunData) -> Table | None:
             for row, gain, each in zip(rows, gains, found, strict=True)
         ]
     note = (
-        "A request is answered alone, from the begin of preprocess to the end of postprocess; the stages and other add "
-        "up to it. model: the engine, from host memory to host memory. at most: a request's speed-up with a model that "
-        "takes no time, 1 / (1 - share). Means over requests, without the fastest and the slowest quarter of passes."
+        "Requests are answered one at a time, from the start of preprocess to the end of postprocess; the stages and "
+        "other add up to it. model: the engine, from host memory to host memory. at most: a request's speed-up with a "
+        "model that takes no time, 1 / (1 - share). Means over requests, without the fastest and the slowest quarter "
+        "of passes."
     )
     return APPLICATION.of(COLUMNS, rows, notes=(note,), printed=keep_printed(COLUMNS))
 
@@ -192,7 +193,7 @@ COLUMNS = (
     *_make_stage_columns(PREPROCESS, "mean time of preprocess", 3),
     *_make_stage_columns(MODEL, "mean time of the network in a request", 2),
     *_make_stage_columns(POSTPROCESS, "mean time of postprocess", 3),
-    duration_column("other_s", "mean time of a request that no stage has", rank=4),
+    duration_column("other_s", "mean time of a request outside every stage", rank=4),
     *with_limits(Column("share", "of a request that is the model", "%", PERCENT, title="model, % of request")),
     *with_limits(Column("limit", "a request's speed-up with a model that takes no time", kind=RATIO, title="at most")),
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT, rank=6),
@@ -204,6 +205,6 @@ COLUMNS = (
 )  # fmt: skip
 APPLICATION = TableKind(
     "app", "Application", "A request of an application by stage, and how much of it a faster engine can save.",
-    _make_application_table, "this run is of no application; `dyno bench app` makes one", "tables", 17,
+    _make_application_table, "this run measured no application; `dyno bench app` does", "tables", 17,
     leads=True, sentences=lambda run: describe_each(list_applications(run), list_sentences),
 )  # fmt: skip

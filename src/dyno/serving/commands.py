@@ -12,8 +12,8 @@ from dyno.worker.serving.options import ServeOptions
 from dyno.worker.spec import DEFAULT_ROUNDS
 
 APPLICATION_HELP = (
-    "FILE.py:NAME or MODULE:NAME, an object or what returns one, with preprocess(request), postprocess(outputs) and a "
-    "torch.nn.Module as its model."
+    "FILE.py:NAME or MODULE:NAME, an object or a function that returns one, with preprocess(request), "
+    "postprocess(outputs) and a torch.nn.Module as its model."
 )
 
 

@@ -145,7 +145,7 @@ def list_outputs(run: RunData) -> dict[str, Outputs]:
 def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData) -> str:
     """Return why the outputs were not compared; "" for the reference itself."""
     if trial.spec.model.source.startswith(ENDPOINT_PREFIX):
-        return "what the server's model should answer isn't known here; give its file as MODEL"
+        return "the right answers of the server's model aren't known here; give its file as MODEL"
     if other is None or other is trial:
         failed = (t for t in list_output_sources(run.records) if t.group == trial.group and not t.good)
         return next((f"{t.configuration} gave none ({t.status}: {t.reason})" for t in failed), "")

@@ -155,7 +155,9 @@ def _check_options(options: ServeOptions, study: Study) -> None:
     if options.queue and options.queue < most:
         raise UserError(f"queue is {options.queue}; it must be at least the largest batch, {most}")
     if any(size > most for size in options.engine_batches):
-        raise UserError(f"engine_batches has {max(options.engine_batches)}; --batch {most} is the most that comes")
+        raise UserError(
+            f"engine_batches has {max(options.engine_batches)}; --batch {most} is the largest batch that comes"
+        )
 
 
 # Application: its own preprocess and postprocess around each engine.

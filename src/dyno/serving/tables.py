@@ -73,16 +73,13 @@ def list_sentences(served: ServingRun) -> list[str]:
 
 def _at_server(served: ServingRun) -> Iterator[str]:
     if url := served.facts[0].endpoint:
-        yield (
-            f"Answered by {url}: times have the way there and back in them, and in which type and on which device it "
-            "computes isn't known."
-        )
+        yield (f"Answered by {url}: times include the way there and back; its type and device aren't known.")
 
 
 def describe_wrong(served: CheckedRun) -> Iterator[str]:
     if (outputs := served.outputs).wrong:
         wrong = outputs.wrong[:1].upper() + outputs.wrong[1:]
-        yield f"{wrong} against {outputs.against}; not ranked, whatever the speed."
+        yield f"{wrong} against {outputs.against}; they are not ranked."
 
 
 def describe_right(served: CheckedRun) -> Iterator[str]:
@@ -114,7 +111,7 @@ def _describe_highest(served: ServingRun) -> Iterator[str]:
         yield from _explain_no_rate(served, bound)
         return
     share = served.highest.value / served.capacity.value
-    how = " Of the rates that were asked for the highest."
+    how = " It is the highest of the requested rates."
     if facts.searched:
         how = f" Searched, to steps of {show(facts.resolution, 'percentage')}."
     if any(f.searched and f.highest is None for f in served.facts):
@@ -149,11 +146,11 @@ def _nothing_holds(served: ServingRun, bound: str, once: bool) -> str:
     found_there = [(t.find_percentile(served.bounded), t) for t in served.tried if t.step.rate == least]
     latency, lowest = max(found_there, key=lambda pair: pair[0].value if pair[0] else np.inf)
     if all(t.step.verdict == serve_rates.TOO_FEW for t in served.tried):
-        return f"Whether {bound} holds can't be said of {'these rates' if several else 'this rate'}"
+        return f"Whether {bound} holds is unknown for {'these rates' if several else 'this rate'}"
     name = _name_percentile(served.bounded)
     place = f"{_format_rate(lowest.step.rate)}{', the lowest,' if several else ''}"
     if lowest.step.verdict == serve_rates.TOO_FEW:
-        return f"Whether a rate that was tried holds {bound} can't be said: at {place} too few requests came"
+        return f"Whether a rate that was tried holds {bound} is unknown: at {place} too few requests came"
     found = f"{name} is {show(latency.value, 'duration')}" if latency else f"{name} falls on requests without an answer"
     return f"No rate that was tried holds {bound}{' in every round' if once else ''}: at {place} {found}"
 
@@ -185,7 +182,7 @@ def _describe_unstable(served: ServingRun) -> Iterator[str]:
         )
     if refused := sum(t.refused for t in served.tried):
         facts = served.facts[0]
-        why = ["found the queue full"] * bool(facts.queue) + ["got no answer of the server"] * bool(facts.endpoint)
+        why = ["found the queue full"] * bool(facts.queue) + ["got no answer from the server"] * bool(facts.endpoint)
         yield f"{format_count(refused, 'request')} {' or '.join(why)} and count as beyond every bound."
 
 
@@ -335,17 +332,17 @@ RATE_COLUMNS = (
     Column("mean_batch", "requests per batch", title="mean batch", rank=5),
     duration_column("queue_s", "mean time until a request's batch begins", rank=3),
     duration_column("compute_s", "mean time of a request's batch", rank=3),
-    _make_count_column("refused", "requests that found the queue full, or got no answer of a server"),
+    _make_count_column("refused", "requests that found the queue full, or got no answer from a server"),
     _make_count_column("left", "requests that were never answered"),
     Column("holds", "the bound: yes, no, unstable (more come than are answered), too few requests", kind=TEXT, rank=1),
 )
 SERVE = TableKind(
-    "serve", "Requests", "The highest rate of requests that holds a bound of latency, and where the time goes there.",
-    _make_serve_table, "this run is of no requests; `dyno bench serve` makes one", "tables", 18,
+    "serve", "Requests", "The highest request rate within a latency bound, and where the time goes there.",
+    _make_serve_table, "this run measured no requests; `dyno bench serve` does", "tables", 18,
     leads=True, sentences=lambda run: describe_each(figures.list_served(run), list_sentences),
 )  # fmt: skip
 RATES = TableKind(
-    "serve-rates", "Rates of requests", "Each rate that was tried: latency, batches, queue and compute.",
+    "serve-rates", "Rates of requests", "Each rate tried: latency, batches, queue and compute.",
     _make_rates_table, SERVE.nothing, "tables", 19, leads=True,
 )  # fmt: skip
 

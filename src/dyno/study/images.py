@@ -98,7 +98,7 @@ def remove_crop(study: Study, model: ModelSpec, inspection: Inspection, size: tu
 def list_photos(path: str) -> list[Path]:
     """Return the files of a data set's test images; `UserError` if it has no files."""
     if path == "digits":
-        raise UserError("digits are no files, which an application could open; give a folder of images")
+        raise UserError("digits are not files that an application can open; give a folder of images")
     data_format = dyno_data.format_of(Path(path))
     listing = data_format.scan(make_absolute(Path(path)), ScanRequest(0, objects=data_format.labels == "objects"))
     return [photo.path for photo in listing.photos if photo.split == "test"]

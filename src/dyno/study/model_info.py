@@ -154,7 +154,7 @@ def _no_model(source: str) -> str:
     if source.endswith((".yaml", ".yml")):
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
-        return f"{source} is in ONNX Runtime's own format, which nothing else reads; give its original .onnx file"
+        return f"{source} is in ONNX Runtime's own format, which only ONNX Runtime reads; give its original .onnx file"
     if Path(source).suffix == ".py":
         return _name_functions(source)
     if Path(source).suffix in CHECKPOINT_SUFFIXES and not Path(source).is_file():
@@ -208,8 +208,7 @@ def no_such(path: str) -> str:
     """Return the error message for a missing path of a model or run."""
     return (
         f"there is no file or folder {path}; give a model such as torchvision:resnet18, a model's file "
-        f"({', '.join(registry.list_suffixes())}) or FILE.py:FUNCTION, or where a run is meant its folder, such as "
-        "runs/demo"
+        f"({', '.join(registry.list_suffixes())}) or FILE.py:FUNCTION, or a run's folder, such as runs/demo"
     )
 
 
@@ -400,7 +399,7 @@ def list_batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
         if inspection.batch_reason:
             raise UserError(f"{inspection.batch_reason}; omit the batch, {wrong[0]}")
         if inspection.usual_batch is not None:
-            raise UserError(f"the model takes a batch of {fixed} alone, and not {wrong[0]}; omit the batch")
+            raise UserError(f"the model takes only batch {fixed}, not {wrong[0]}; omit the batch")
         raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
     return study.batches or (fixed or (best if inspection.usual_batch is None else inspection.usual_batch),)
 

@@ -89,7 +89,7 @@ class ComparisonOptions:
     routes: Strings = option(
         (),
         "Routes to the ONNX file, a row each: dynamo, torchscript, static, fold, opset17 joined by +; usual; or all.",
-        usual="the usual one, and another where that fails or another is faster",
+        usual="the usual one, and another if that fails or is slower",
     )
     baseline: dict[str, Any] = option(
         {},
@@ -104,7 +104,7 @@ class ComparisonOptions:
     )
     limit: dict[str, str] = option(
         {},
-        "The most that the fastest may take, with commas: p50, p90, p95 or p99 of latency/model (p99=5ms), size=20MB, "
+        "Limits that the winner must keep, with commas: p50, p90, p95 or p99 of latency/model (p99=5ms), size=20MB, "
         "memory=500MB, gpu_memory=2GB, energy=50mJ an image, load=2s.",
         common=True,
     )
@@ -133,10 +133,10 @@ class ModelOptions:
     std: Floats = option((), "Standard deviation of each channel, as for mean.", usual="as for mean")
     task: str = option(
         "",
-        "What a file's network is for: classify, detect, segment, pose, or a plug-in's task.",
+        "Task of a file's network: classify, detect, segment, pose, or a plug-in's task.",
         usual="what the file says, else classify",
     )
-    seed: int = option(0, "Seed of the weights of a model without a checkpoint, and of inputs that aren't given.")
+    seed: int = option(0, "Seed of random weights (a model without a checkpoint) and of random inputs.")
 
 
 @settings
@@ -153,13 +153,13 @@ class DataOptions:
     calibration: Location = option(
         "", "Images to calibrate INT8 on; no accuracy is measured on them.", usual="some of the data"
     )
-    unreadable: str = option("refuse", "What to do about images that can't be read: refuse, or skip them.")
-    compared: int = option(32, "Number of random inputs to compare outputs on where there is no data.")
+    unreadable: str = option("refuse", "Images that can't be read: refuse, or skip them.")
+    compared: int = option(32, "Number of random inputs to compare outputs on if there is no data.")
     budget: dict[str, float] = option(
-        {}, "Percentage points of accuracy that may be lost: top1=0.5, top5=0.5 or mAP=0.5.", common=True
+        {}, "Allowed loss of accuracy in percentage points: top1=0.5, top5=0.5 or mAP=0.5.", common=True
     )
     search: bool | None = option(
-        None, "Try mixed precisions where int8 or fp16 fails the budget.", usual="yes with a budget, else no"
+        None, "Try mixed precisions if int8 or fp16 fails the budget.", usual="yes with a budget, else no"
     )
 
 
@@ -174,23 +174,23 @@ class MeasurementOptions:
         common=True,
     )
     builds: int = option(
-        1, "Builds of each engine that is tuned by timing; the rounds go through them, and verdicts hold for builds."
+        1, "Builds of each engine tuned by timing; the rounds rotate through them, and verdicts hold for builds."
     )
-    seconds: float = option(2.0, "Seconds of sampling at most, per trial, round and boundary.", common=True)
-    warmup: float = option(1.0, "Seconds of warm-up at most, per trial, round and boundary.")
+    seconds: float = option(2.0, "Maximum seconds of sampling per trial, round and boundary.", common=True)
+    warmup: float = option(1.0, "Maximum seconds of warm-up per trial, round and boundary.")
     samples: int = option(
-        0, "Exactly this many samples, however long they take.", usual="until the interval is narrow enough"
+        0, "Exactly this many samples, however long that takes.", usual="until the interval is narrow enough"
     )
     interval: float = option(
         0.005, "Without turns, stop sampling when the median's 95 % interval is within this share of it on both sides."
     )
     confirm: int | None = option(
-        None, "Rounds that measure the winners again after they were selected.", usual="3 with a budget, else 0"
+        None, "Rounds that measure the winners again after selection.", usual="3 with a budget, else 0"
     )
     sustained: float | None = option(
         None,
-        "Seconds that the winner, its runner-up and its reference each run without a break, twice, after they were "
-        "selected: whether heat or a power limit changes their ratio.",
+        "Seconds that the winner, its runner-up and its reference each run without a break, twice, after selection: "
+        "shows whether heat or a power limit changes their ratio.",
         usual="5 on a GPU where --until is decided, else 0",
     )
     boundaries: Strings = option(
@@ -211,16 +211,16 @@ class MeasurementOptions:
     )
     minutes: float = option(
         10.0,
-        "Minutes of measuring, after which no round begins. Every trial has two rounds all the same, and those that "
-        "may win three; after half of the minutes only these have more than three.",
+        "Minutes of measuring, after which no round begins. Every trial still gets two rounds, and possible winners "
+        "three; after half of the minutes only these get more than three.",
         common=True,
     )
-    equivalent: float = option(2.0, "Percent by which two speeds may differ and count as equivalent.")
-    peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), for shares of it in tables.")
+    equivalent: float = option(2.0, "Percent within which two speeds count as equivalent.")
+    peak: bool = option(False, "First measure the device's peak arithmetic (TFLOPS), so that tables show shares of it.")
     energy: bool = option(
         False, "Also run each trial at full load for its energy, in joules per image (3.75 s a round)."
     )
-    timeout: float = option(600.0, "Seconds after which a job that measures is killed.")
+    timeout: float = option(600.0, "Seconds after which a measuring job is killed.")
     build_timeout: float | None = option(
         None,
         "Seconds after which an export, a conversion or a build is killed.",

@@ -358,8 +358,8 @@ def _check_builds(study: Study, planned: list[PlannedTrial]) -> None:
     if not any(one.trial.plan.builds or _has_builds(one) for one in planned):
         names = ", ".join(dict.fromkeys(one.trial.backend for one in planned))
         raise UserError(
-            f"builds is {study.builds}, but what is measured here ({names}) is made the same every time, or was built "
-            "already; omit --builds, which is for engines that are tuned by timing (tensorrt)"
+            f"builds is {study.builds}, but the engines here ({names}) are the same in every build, or built already; "
+            f"omit --builds, which is for engines tuned by timing (tensorrt)"
         )
     for trial in (one.trial for one in planned):
         if trial.plan.builds > trial.plan.rounds:

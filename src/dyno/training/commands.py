@@ -41,10 +41,10 @@ def train(
     model: Annotated[str, typer.Option(help="torchvision:NAME, timm:NAME, MODULE:FUNCTION or FILE.py:FUNCTION")],
     size: Annotated[str, typer.Option(help="Image size: 224, or HEIGHTxWIDTH.", show_default="the model's own")] = "",
     holdout: Annotated[
-        float | None, typer.Option(help="Share of the images to test on where there is no test/.", show_default="0.2")
+        float | None, typer.Option(help="Share of the images to test on if there is no test/.", show_default="0.2")
     ] = None,
     then: Annotated[str, typer.Option(help="Backends to measure the trained network on, with commas.")] = "",
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a training; fail where there is none.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume a training; fail if there is none.")] = False,
     out: Annotated[str, typer.Option("--out", "-o", help="Folder.", show_default="runs/train-NAME")] = "",
     format: options.Format = "text",
 ) -> None:

@@ -128,7 +128,7 @@ def _link_folder(split: dict[str, Path], where: Path, out: Path) -> Path:
             return where
         if (out / "state.pt").exists():
             raise UserError(
-                f"the training in {out} began with another split of the images (they, --holdout or --seed changed); "
+                f"the training in {out} began with another split (the images, --holdout or --seed changed); "
                 "give another --out, or remove that folder to start over"
             )
         shutil.rmtree(where)

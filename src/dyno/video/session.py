@@ -236,7 +236,7 @@ def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
     for written in filter(None, (job_spec.output, job_spec.boxes)):
         for kind, read in (("source", job_spec.source if local else ""), ("model", *study.models)):
             if read and Path(read).exists() and Path(written).resolve() == Path(read).resolve():
-                raise UserError(f"{written} is the {kind} itself; give another name for what is written")
+                raise UserError(f"{written} is the {kind} itself; give another name for the output")
     if job_spec.output:
         _check_output(Path(job_spec.output), path if local else None)
     if job_spec.boxes:
@@ -250,7 +250,7 @@ def _check_output(output: Path, source: Path | None) -> None:
     if images and not suffix:
         check_writable(output / "*", making=True)
         if source is not None and output.resolve() == source.resolve().parent:
-            raise UserError(f"{source.name} lies in {output}, and would be written over; give another folder")
+            raise UserError(f"{source.name} lies in {output}, and would be overwritten; give another folder")
         return
     if suffix not in (*VIDEO_SUFFIXES, *(IMAGE_SUFFIXES if images else ())):
         others = "a folder, .png, .jpg, " if images else ""

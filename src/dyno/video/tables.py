@@ -64,7 +64,7 @@ def _make_row(run: VideoRun) -> Row:
 
 def _write_notes(runs: list[VideoRun]) -> Iterator[str]:
     yield (
-        "fps: end to end, from the first frame's reading to the closed file. inference alone and beside: with nothing "
+        "fps: end to end, from reading the first frame to closing the file. inference alone and beside: with nothing "
         "else running, and while the other stages run. bound: the lower of the slowest stage's rate and that of the "
         "processors, from the stages alone. p50 to p99: from a frame's reading until its boxes are known."
     )
@@ -122,9 +122,9 @@ def describe_streams(video: Video, rows: list[Row]) -> list[str]:
     """Describe the prediction's error for the measured number of streams, and how many fit at the source's rate."""
     off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
     sentences = [
-        "Predicted from the stages alone, with one engine for all streams and videos that are read as fast as they are "
-        f"taken. For {format_count(video.facts.streams, 'stream')}, which ran, it is {show(abs(off), 'percentage')} "
-        f"{'above' if off >= 0 else 'below'} what was reached."
+        f"Predicted from the stages alone, with one engine for all streams and videos read as fast as they are taken. "
+        f"For {format_count(video.facts.streams, 'stream')}, which ran, it is {show(abs(off), 'percentage')} "
+        f"{'above' if off >= 0 else 'below'} the measured rate."
     ]
     if video.facts.rate > 0:
         fit = figures.count_fitting(video, video.facts.rate)
@@ -147,7 +147,7 @@ VIDEO_COLUMNS = (
     Column("beside_fps", "of inference while the other stages run", "1/s", title="beside, fps", rank=5),
     *with_limits(Column("fps", "end to end", "1/s", title="fps")),
     Column("bound_fps", "what the stages allow at most", "1/s", title="bound, fps", rank=4),
-    Column("bound_by", "the stage that bounds the whole, or the processors", kind=TEXT, title="bound by", rank=2),
+    Column("bound_by", "the stage that bounds the pipeline, or the processors", kind=TEXT, title="bound by", rank=2),
     Column("reached", "share of the bound", "%", rank=4),
     *(duration_column(f"p{100 * q:g}_s", "from a frame's reading to its boxes", rank=6) for q in PERCENTILES),
     *with_limits(Column("speedup", "fps over the reference's", kind=RATIO, rank=1)),
@@ -161,7 +161,7 @@ STAGE_COLUMNS = (
     Column("alone_fps", "what it allows", "1/s", title="alone, fps", rank=3),
     *with_limits(duration_column("beside_s", "per frame, in the pipeline", "in the pipeline")),
     duration_column("cpu_s", "processor time per frame, alone, of all threads", "processor time", rank=2),
-    duration_column("crowded_s", "the same with every processor at work", "processor time, all busy", rank=3),
+    duration_column("crowded_s", "the same with all processors busy", "processor time, all busy", rank=3),
     Column("working", "share of the pipeline's time in which it worked", "%"),
     Column("starved", "share in which it had nothing to do", "%", rank=1),
     Column("blocked", "share in which the next queue was full", "%", rank=1),
@@ -176,20 +176,20 @@ STREAM_COLUMNS = (
     duration_column("p99_s", "from a frame's reading to its boxes, predicted"),
     Column("bound_by", "what bounds them", kind=TEXT, title="bound by"),
     Column("reached_fps", "of all together, where that many ran", "1/s", title="reached, fps"),
-    Column("error", "how far the predicted fps is above what was reached", "%"),
+    Column("error", "how far the predicted fps is above the measured fps", "%"),
     duration_column("reached_p99_s", "from a frame's reading to its boxes, where that many ran", "reached, p99"),
 )
 VIDEO = TableKind(
     "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.",
-    _make_video_table, "this run is of no video; `dyno bench video` makes one", "tables", 15,
+    _make_video_table, "this run measured no video; `dyno bench video` does", "tables", 15,
     leads=True, sentences=lambda run: words.describe_runs(figures.list_runs(run)),
 )  # fmt: skip
 STAGES = TableKind(
-    "video-stages", "Stages of the video", "Each stage of a video's pipeline, alone and beside the others.",
+    "video-stages", "Stages of the video", "Each stage of a video's pipeline, alone and with the others.",
     _make_stages_table, VIDEO.nothing, "tables", 16, leads=True,
 )  # fmt: skip
 STREAM_TABLE = TableKind(
-    "video-streams", "Predicted streams", "How many frames per second several streams would reach through one engine.",
+    "video-streams", "Predicted streams", "Frames per second that several streams would reach through one engine.",
     _make_streams_table, VIDEO.nothing, "tables", 17, leads=True,
 )  # fmt: skip
 
@@ -340,7 +340,7 @@ def _iter_rows(label: str, video: Video) -> Iterator[Row]:
 
 PATH_COLUMNS = (
     LABEL_COLUMN,
-    Column("stage", "of the pipeline, or what is between two: threads that wake up, queues", kind=TEXT),
+    Column("stage", "of the pipeline, or between two stages: queues and waking threads", kind=TEXT),
     Column("work_ms", "its time per frame in the pipeline", "ms", title="work, ms"),
     Column("path_ms", "its time on the critical path, per frame", "ms", title="on the path, ms"),
     Column("share", "share of the path", "%", title="share, %"),
@@ -348,13 +348,13 @@ PATH_COLUMNS = (
     Column("blocked", "share of the run in which it waited for room behind it", "%", title="waiting for room, %"),
 )
 TABLE_NOTE = (
-    "On the critical path is what would end the run earlier if it took less time. A stage with a small share has "
+    "The critical path is the work that would end the run earlier if it took less time. A stage with a small share has "
     "time to spare; between stages are queues and threads that wake up."
 )
 PATH_TABLE = TableKind(
     "video-critical-path", "Critical path of the video",
-    "What each stage of a video's pipeline contributes to the end of the run, and what it waits for.", _make_table,
-    "this run is of no video of one stream; `dyno bench video` makes one", "tables", 18,
+    "Critical path of a video's pipeline: the time of each stage on it, and what the stage waits for.", _make_table,
+    "this run measured no video of one stream; `dyno bench video` does", "tables", 18,
 )  # fmt: skip
 
 
@@ -366,7 +366,7 @@ COMPARISON_TABLE = TableKind("video-comparison", "Videos, B against A",
                              command="dyno compare RUN RUN")  # fmt: skip
 COMPARISON_COLUMNS = (
     LABEL_COLUMN,
-    Column("part", "the whole, or a stage of the pipeline while the others run", kind=TEXT),
+    Column("part", "the whole pipeline, or one of its stages while the others run", kind=TEXT),
     Column("a_ms", "A's time per frame", "ms", title="A ms"),
     Column("b_ms", "B's", "ms", title="B ms"),
     *with_limits(Column("ratio", "B's time over A's: above 1 is slower", kind=FINE, title="B / A")),

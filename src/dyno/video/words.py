@@ -63,15 +63,15 @@ def _describe_set_up(video: Video) -> Iterator[str]:
     if facts.prepared == DEVICE:
         copying = format_count(facts.lanes, "thread")
         yield (
-            "Frames become the network's input where it computes, and of its predictions only those above the least "
-            f"score come back; {copying} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
+            f"Frames are prepared where the network computes, and only predictions above the score threshold come "
+            f"back; {copying} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
         )
     elif facts.lanes > 1:
         yield f"{facts.lanes} threads prepare frames, and as many post-process them."
     if facts.preloaded:
         yield (
-            f"{format_count(facts.preloaded, 'frame')} at most were decoded before and answered again and again: what "
-            "decoding takes is in no figure."
+            f"{format_count(facts.preloaded, 'frame')} at most were decoded in advance and replayed: no figure "
+            f"includes decoding."
         )
 
 
@@ -88,8 +88,8 @@ def _describe_bounds(video: Video) -> Iterator[str]:
     slowdown = video.cpu_under_load / (sum(s.cpu for s in video.stages) or math.inf)
     if slowdown > 2 - BOUND_REACHED_SHARE:
         yield (
-            f"With every processor at work a frame takes {slowdown:.2f} times the processor time that its "
-            "stages take one at a time: processors share caches and memory, and often two of them one core."
+            f"With all processors busy a frame takes {slowdown:.2f} times the processor time that its "
+            "stages take one at a time: processors share caches and memory, and often two share a core."
         )
 
 
@@ -99,7 +99,7 @@ def _describe_changes(video: Video) -> Iterator[str]:
         stage = max(video.stages, key=lambda each: each.cpu_under_load)
         share = stage.cpu_under_load / video.cpu_under_load
         what = (
-            f"The processors bound the whole: the stages share them, and {stage.name} takes "
+            f"The processors bound the pipeline: the stages share them, and {stage.name} takes "
             f"{show(share, 'percentage')} of the processor time."
         )
     else:

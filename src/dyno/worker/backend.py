@@ -139,7 +139,7 @@ class Session(ABC):
 
     def profile(self, runs: int) -> LayerTimes:
         """Time every layer in about `runs` runs of slot 0's inputs; nothing is timed afterwards."""
-        raise Unavailable("this engine doesn't say how long its layers take")
+        raise Unavailable("this engine reports no layer times")
 
     def run_for_counters(self) -> None:
         """Run slot 0's inputs once within CUDA's profiler, an NVTX range per layer; nothing is timed afterwards."""
@@ -199,7 +199,7 @@ class Backend(ABC):
         if trial.precision == "tf32" and on_cpu:
             return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
         if trial.precision in WEIGHT_PRECISIONS and trial.precision not in (trial.model.precision, *self.precisions):
-            return f"{trial.precision} is for a file with such weights; Dyno doesn't quantise to it"
+            return f"{trial.precision} is only for files with such weights; Dyno doesn't quantise to it"
         precisions = [name for name in self.precisions if name != "tf32" or not on_cpu]
         of_file = trial.precision == trial.model.precision and trial.precision in self.file_precisions
         if trial.precision not in precisions and not of_file:

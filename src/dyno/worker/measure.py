@@ -348,9 +348,7 @@ def find_slow_slot(session: Session, feeds: Feeds) -> str:
     if not others or fastest[slowest] <= SLOW_SLOT * statistics.median(others):
         return ""
     times = fastest[slowest] / statistics.median(others)
-    return (
-        f"slot {slowest + 1} of {session.slots} takes {times:.1f} times as long as the others and holds up throughput"
-    )
+    return f"slot {slowest + 1} of {session.slots} takes {times:.1f} times as long as the others and limits throughput"
 
 
 def throughput_in_lanes(

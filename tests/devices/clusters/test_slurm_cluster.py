@@ -123,7 +123,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
             spreading.kill(host)
 
     log, study = Log(kill), fake_study(on="slurm=1,cluster=local", rounds=8, seconds=0.2)
-    with pytest.raises(Unfinished, match="every device of the study was lost; the same command again goes on"):
+    with pytest.raises(Unfinished, match="every device of the study was lost; the same command measures"):
         spread.run(study, tmp_path / "run", log)
     assert "its process was killed" in log.said[-1]
     before = _unfinished(tmp_path / "run")
@@ -144,7 +144,7 @@ def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(fake
     after = records(folder)
     assert before.items() <= after.items() and len(after) == 8, log.said
     assert not [*folder.glob("blocks/*")] and not (folder / "slurm").exists()
-    assert not [line for line in log.said if "begun anew" in line]
+    assert not [line for line in log.said if "restarted, as" in line]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -206,7 +206,7 @@ def test_a_job_that_runs_but_says_nothing_does_not_keep_the_study(
 ) -> None:
     monkeypatch.setenv("FAKE_DEAF", "1")
     monkeypatch.setattr(slurm_cluster, "MINUTE_S", 0.01)
-    said = r"no job .* can take part: job 1 gave no sign of life within 2 min \(it wrote no"
+    said = r"no job .* can take part: job 1 did not respond within 2 min \(it wrote no"
     refuses(said, spread.run, fake_study(on="slurm=1,wait=2"), tmp_path / "run", Progress(quiet=True))
     assert "1" in (fake_slurm / "cancelled").read_text().split()
 
@@ -216,7 +216,7 @@ def test_a_job_ends_when_nothing_is_heard_of_its_driver_or_slurm_ends_it(tmp_pat
     folder.mkdir()
     Mail(tmp_path).send(DRIVER, 0, 1)
     Pilot(folder, 0.3, 0).serve()
-    assert "no sign of life" in str(Mail(folder).read(LEFT))
+    assert "did not respond" in str(Mail(folder).read(LEFT))
     stopped = Pilot(folder, 100.0, 0)
     stopped.interrupt(signal.SIGTERM, None)
     stopped.serve()

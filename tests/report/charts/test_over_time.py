@@ -44,7 +44,7 @@ def test_the_reference_and_the_fastest_are_on_one_axis(found: Results) -> None:
     for axes in (memory, use, power, clock):
         assert [line.get_label() for line in axes.lines] == ["pytorch fp32", "tensorrt fp32", "onnxruntime fp32"]
     for line in memory.lines:
-        assert (line.get_ydata().min(), line.get_ydata().max()) == (0, 2.5), "less what was used before"
+        assert (line.get_ydata().min(), line.get_ydata().max()) == (0, 2.5), "above the level before the job"
     assert max(power.lines[0].get_ydata()) == 412.5
     windows = load_run(found.folder).trials
     begin, end = next(t for t in windows if t.backend == "pytorch").good[0].facts.timed["model"]

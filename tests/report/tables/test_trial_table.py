@@ -170,7 +170,7 @@ def test_a_disturbed_latency_that_a_quiet_one_contradicts_gives_no_speed_up(tmp_
     found = trial_table.read_trials(load_run(folder))
     row = one(found.frame, "b fp32")
     assert np.isnan(row["speedup"]) and row["verdict"] == ("one round only" if rounds == 1 else "undecided")
-    assert "latencies beside each other differ by more than 2x" in " ".join(printed.trials(found).split())
+    assert "interleaved latencies differ by more than 2x" in " ".join(printed.trials(found).split())
 
 
 def test_other_weights_are_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -74,14 +74,14 @@ def test_a_winner_whose_runner_up_may_be_as_fast_is_open(tmp_path: Path) -> None
     assert answers["real"].startswith("faster than pytorch fp32 in 3 rounds")
     assert "; not decided against a fp32 (" in answers["real"] and one.badge == "open"
     assert "more rounds" in answers["real"]
-    assert answers["next"].startswith(("the same command without --rounds goes on", "the difference is too small"))
+    assert answers["next"].startswith(("the same command without --rounds continues", "the difference is too small"))
     assert "; take b fp32, the first of them: dyno export " in answers["next"]
 
 
 def test_a_run_until_decided_goes_on_with_more_minutes(tmp_path: Path) -> None:
     spread = Way("b", seconds=0.0055, spread=0.1)
     (one,) = decided(tmp_path, Way("pytorch"), FAST, spread, study='until = "decided"\nrounds = 2\n')
-    assert re.match("the same command with more --minutes goes on; take . fp32, the first", dict(one.answers)["next"])
+    assert re.match("the same command with more --minutes continues; take . fp32, the first", dict(one.answers)["next"])
 
 
 def test_a_single_trial_wins_nothing(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_budget_that_nothing_else_holds_is_said(tmp_path: Path) -> None:
     (lone,) = decided(tmp_path / "lone", Way("pytorch"), budget={"top1": 1.5})
     assert dict(one.answers)["real"] == "nothing else is within the budget"
     assert dict(lone.answers)["real"] == "there is nothing to compare it with"
-    assert dict(one.answers)["right"].startswith("it is what the others' outputs are compared with; top-1 9")
+    assert dict(one.answers)["right"].startswith("the others' outputs are compared with it; top-1 9")
 
 
 def test_a_winner_is_open_while_a_faster_one_may_be_within_the_budget(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_run_that_was_stopped_early_goes_on_by_the_same_command(tmp_path: Path
     (tmp_path / "none" / "run" / "trials" / unmeasured.trial.id / "r0" / "record.json").unlink()
     (none,) = verdict.read_verdict(trial_table.read_trials(load_run(tmp_path / "none" / "run"))).decisions
     assert none.kind == WARNING and none.text == "no trial has succeeded yet; 1 of 2 were not measured so far."
-    assert dict(none.answers)["next"] == "the same `dyno run` again goes on"
+    assert dict(none.answers)["next"] == "the same `dyno run` continues"
 
 
 def test_nothing_that_ended_well_is_a_failure(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_provider_that_is_not_here_is_refused_by_name(digits: Any) -> None:
     refuse = OnnxRuntime().refuse
     assert refuse(digits.trial("onnxruntime", provider="cuda")) == "provider=cuda is for --device cuda:0"
     on_gpu = replace(digits.trial("onnxruntime", provider="openvino"), runtime=Runtime(device="cuda:0"))
-    assert refuse(on_gpu) == "provider=openvino is for --device cpu, from where it takes host memory"
+    assert refuse(on_gpu) == "provider=openvino is for --device cpu, as it takes host memory"
     assert refuse(digits.trial("onnxruntime", provider="openvino")) == ""
 
 

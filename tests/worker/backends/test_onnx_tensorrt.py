@@ -96,7 +96,7 @@ def test_networks_come_in_the_opset_that_8_6_reads(noise: DataSpec, made: Any, s
 @pytest.mark.parametrize(
     ("images", "calibration", "said"),
     [
-        (None, 4, "nines has no images but those to test on; int8 needs others: give --calibration"),
+        (None, 4, "nines has no images except test images; int8 needs others: give --calibration"),
         ((4, 1, 8, 8), 0, "the calibration split of nines is empty; int8 needs real calibration images: give --data"),
         ((4, 1, 9, 9), 4, "nines are 1x9x9, but the model reads 1x8x8"),
         ((4, 3, 8, 8), 4, "nines are 3x8x8, but the model reads 1x8x8"),

@@ -230,7 +230,7 @@ def test_rows_that_change_with_others_where_the_axis_is_assumed_are_a_warning() 
 def test_inputs_beyond_a_length_that_is_fixed_inside_the_model_are_not_answered(kept: int, declared: Any) -> None:
     """Files exported by Ultralytics with NMS do this: beyond the exported batch they fill up with zeros."""
     net = Net(lambda x: {"y": scores(x) * (np.arange(len(x)) < kept)[:, None]}, (8, 4))
-    with pytest.raises(UserError, match="of a batch of 8 some inputs are ignored"):
+    with pytest.raises(UserError, match="in a batch of 8 some inputs are ignored"):
         find_rows(net, shaped_trial(8, *declared), 8)
 
 

@@ -195,7 +195,7 @@ def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(1e-9, []), (70000.0, ["weights up to 7e+04 are beyond what FP16 holds and were cut to 65504"])]
+    ("value", "said"), [(1e-9, []), (70000.0, ["weights up to 7e+04 exceed FP16's range and were cut to 65504"])]
 )
 def test_only_weights_too_large_for_fp16_are_told_of(
     digits: Any, onnx_file: Any, tmp_path: Path, value: float, said: list[str]
@@ -216,7 +216,7 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file
     asked = recipe(digits, "fp16")
     bright = replace(asked.model, preprocess=Preprocess((0.5,), (0.1,)))  # pixel values from -5 to 5
     made = of_file(path, replace(asked, model=bright), digits, tmp_path)
-    assert made.made_by.warnings[0].endswith("exceed what FP16 holds: up, down, down_too")
+    assert made.made_by.warnings[0].endswith("exceed FP16's range: up, down, down_too")
     graph = onnx.shape_inference.infer_shapes(onnx.load(made.path)).graph
     large = next(node for node in graph.node if node.name == "up").output[0]
     assert [node.op_type for node in graph.node if large in node.input] == ["Mul", "Mul"]
@@ -233,7 +233,7 @@ def test_weights_that_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file: Any,
         [last] output = Mul(one, half)
     }""", little=np.float32([1e-5]), big=np.float32([1e5]), half=np.float32([0.5]))  # fmt: skip
     made = of_file(path, recipe(digits, "fp16"), digits, tmp_path)
-    assert made.made_by.warnings == ("kept in FP32, as their values exceed what FP16 holds: scale",)
+    assert made.made_by.warnings == ("kept in FP32, as their values exceed FP16's range: scale",)
     assert made.made_by.check.max_difference < 0.02 * made.made_by.check.max_output
 
 
@@ -339,7 +339,7 @@ def test_what_cannot_be_made_is_one_line(digits: Any, tmp_path: Path) -> None:
     bad = {
         "give --data": replace(good, data=None),
         "unknown int8 target 'tpu'": replace(good, options={"target": "tpu"}),
-        "has no images but those to test on": replace(good, data=replace(digits.data, split="tuning")),
+        "has no images except test images": replace(good, data=replace(digits.data, split="tuning")),
         "can't be made fp8": replace(good, precision="fp8"),
     }
     for said, wrong in bad.items():

@@ -287,7 +287,7 @@ def test_a_processor_of_other_steps_is_refused(
     photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
     words = ("run", "vit", "--backend", "pytorch", "--size", "32", "--dry-run")
     code, _, error = call(*words, "--data", "pets")
-    assert code == 2 and "takes images prepared by other steps than resize, centre crop and normalisation" in error
+    assert code == 2 and "takes images prepared by steps other than resize, centre crop and normalisation" in error
     assert call(*words)[0] == 0, "speed needs no images"
 
 

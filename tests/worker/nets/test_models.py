@@ -372,7 +372,7 @@ def test_an_index_of_parts_is_read_whole(kind, tmp_path, trained):
 def test_an_index_names_files_beside_it_alone(map_, tmp_path):
     path = tmp_path / "model.bin.index.json"
     path.write_text(json.dumps({"weight_map": map_}))
-    assert "is no index of weights in files beside it" in refusal(spec(weights=str(path)))
+    assert "is no index of weight files in its folder" in refusal(spec(weights=str(path)))
 
 
 @pytest.mark.parametrize(

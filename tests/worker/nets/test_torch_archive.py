@@ -146,7 +146,7 @@ def test_a_tensor_can_not_reach_beyond_its_bytes(handmade: Handmade) -> None:
     state = b"(dS'_modules'\n(dsS'_buffers'\n(dsS'_parameters'\n(dS'w'\n%bss"
     content = b"cnet\nNet\n)\x81" + state % tensor(shape=b"I9\n")[:-1] + b"b."
     module = Archive(handmade(b"\x80\x02" + content, **{"0": bytes(8)})).load()
-    refuses("the tensor w reaches beyond the bytes", checkpoint.read_tensors, module)
+    refuses("the tensor w reaches beyond its stored bytes", checkpoint.read_tensors, module)
 
 
 def test_a_module_that_holds_itself_ends(handmade: Handmade) -> None:

@@ -52,7 +52,7 @@ def test_a_batch_stored_as_less_than_1_is_free(tmp_path: Path, stored: int | Non
     repaired, warnings = prepared(model, tmp_path)
     assert len(warnings) == (stored is not None)
     if warnings:
-        assert warnings[0].startswith(f"axes stored as less than 1 are read as free ones: x axis 0 ({stored})")
+        assert warnings[0].startswith(f"axes stored as less than 1 are read as free axes: x axis 0 ({stored})")
         assert repaired.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     np.testing.assert_allclose(output(repaired), FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
 
@@ -73,7 +73,7 @@ def test_weights_listed_as_inputs_are_none(tmp_path: Path, ir: int, opset: int, 
     assert [value.name for value in repaired.graph.input] == (["x"] if changed else ["x", "w"])
     assert (
         warnings
-        == ("1 weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those",) * changed
+        == ("1 weights were listed as inputs too and no longer are: ONNX Runtime doesn't fold inputs",) * changed
     )
     assert [tensor.name for tensor in read_io(str(tmp_path / "given.onnx"))[0]] == ["x"]
 
@@ -291,7 +291,7 @@ def test_nodes_in_any_order_are_sorted_and_a_circle_is_none(tmp_path: Path) -> N
     model.graph.node.extend([choice, h.make_node("MatMul", ["x", "w"], ["a"])])
     repaired, warnings = prepared(model, tmp_path)
     assert [node.op_type for node in repaired.graph.node] == ["MatMul", "If"]
-    assert warnings == ("nodes stood before those whose results they take, and were sorted",)
+    assert warnings == ("nodes stood before their inputs' nodes, and were sorted",)
     np.testing.assert_allclose(output(repaired), -FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
     model.graph.node[1].input[0] = "y"
     onnx.save(model, tmp_path / "circle.onnx")

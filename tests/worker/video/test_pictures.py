@@ -141,7 +141,7 @@ def test_a_rotation_by_no_right_angle_is_said(tmp_path: Path) -> None:
     clip = videos.write(tmp_path / "tilted.mp4", videos.pictures(1, 64, 96), set_up=set_up)
     source = VideoSource(str(clip), live=False)
     assert [frame.size for frame in source.read()] == [(64, 96)]
-    assert source.notes == ["the file turns its frames by 30 degrees, which is no right angle: left out"]
+    assert source.notes == ["the file turns its frames by 30 degrees, not a right angle: not turned"]
 
 
 def test_a_pyav_that_is_too_old_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def _list_places(device: str) -> list[Place]:
         elif about is not None:
             places.append(_choose_processors(about, count, taken, host))
     if not places:
-        raise UserError("every node of the Ray cluster was lost while it was asked; see `ray status`")
+        raise UserError("every node of the Ray cluster was lost before it answered; see `ray status`")
     return nodes.number_names(places)
 
 
@@ -118,9 +118,7 @@ def _describe_node(host: RayHost, node: dict[str, Any], device: str) -> NodeDesc
     try:
         about: NodeDescription = host.call("describe", device, within=START_TIMEOUT_S)
     except NodeSilent as e:
-        raise UserError(
-            f"{name} did not answer within {START_TIMEOUT_S:g} s; is it busy with other work of Ray?"
-        ) from e
+        raise UserError(f"{name} did not answer within {START_TIMEOUT_S:g} s; is it busy with other Ray tasks?") from e
     except NodeLost as e:
         if node["NodeID"] not in _list_alive():
             return None

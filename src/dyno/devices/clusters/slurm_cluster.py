@@ -190,7 +190,7 @@ class SlurmHost(RemoteHost):
             with suppress(OSError):
                 if lines := path.read_text(encoding="utf-8", errors="replace").strip().splitlines():
                     return clean_text(lines[-1])
-        return "it wrote no log; is the run folder on a file system that the nodes have too?"
+        return "it wrote no log; is the run folder on a file system shared with the nodes?"
 
 
 def cancel(ids: Sequence[str]) -> None:
@@ -279,7 +279,7 @@ class Queue:
         if is_over(state):
             self._leave_out(host, f"{host.name} did not start: it is {state.lower()} ({host.last_words()})")
         elif awaited > wait_s:
-            why = f"gave no sign of life within {wait_s / MINUTE_S:g} min"
+            why = f"did not respond within {wait_s / MINUTE_S:g} min"
             self._leave_out(host, f"{host.name} {why} ({host.last_words()})")
         elif self._first and now - self._first > wait_s:
             self._leave_out(host, f"{host.name} did not start in time" + (f" ({reason})" if reason else ""))
@@ -289,7 +289,7 @@ class Queue:
         host.gone = True
         host.cancel()
         self._why = why
-        self.progress.note(f"{why}; the study goes on without it")
+        self.progress.note(f"{why}; the study continues without it")
 
     def _show_reasons(self) -> None:
         """Show why the jobs wait, as reported by Slurm, whenever that changes."""
@@ -426,8 +426,8 @@ def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path)
         executor = submitit.SlurmExecutor(logs, python=f"exec {shlex.quote(sys.executable)}")
     except RuntimeError as e:
         raise UserError(
-            "--cluster slurm needs Slurm's commands (sbatch, squeue, scancel), and there are none here; "
-            "give the command on a host of the cluster, or try it with --cluster slurm=2,cluster=local"
+            "--cluster slurm needs Slurm's commands (sbatch, squeue, scancel), which are missing here; run the "
+            "command on a host of the cluster, or try it with --cluster slurm=2,cluster=local"
         ) from e
     own = {"gres": "gpu:1"} if device == "cuda" else {} if "cpus-per-task" in wanted.sbatch else {"exclusive": True}
     # Without srun: in some versions its step gets other processors than the job. Without requeue: the study has lost a
@@ -453,8 +453,8 @@ def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
         for cpu in places[-1].cores:
             if (other := owners.setdefault((about.host, cpu), host)) is not host:
                 raise UserError(
-                    f"{other.name} and {host.name} have the same processors of {about.host}: Slurm binds none to a "
-                    "job there; leave cpus-per-task out, so that each has a host for itself"
+                    f"{other.name} and {host.name} have the same processors of {about.host}: Slurm does not bind jobs "
+                    f"to processors there; omit cpus-per-task, so that each job gets its own host"
                 )
     # Sorted, as the jobs of the next command may start in another order.
     return nodes.number_names(sorted(places, key=lambda place: (place.name, place.cores)))

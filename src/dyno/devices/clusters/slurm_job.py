@@ -138,7 +138,7 @@ class Pilot:
     def _find_reason(self) -> str:
         """Return why the job must end; "" if it continues."""
         if self._signal:
-            return f"it was ended by {self._signal}: cancelled, preempted, or out of its time"
+            return f"it was ended by {self._signal}: cancelled, preempted, or past its time limit"
         if not self.mail.folder.is_dir() or any((f / STOP).exists() for f in (self.mail.folder, self._common)):
             return "it is over"
         if self._driver and not psutil.pid_exists(self._driver):
@@ -147,7 +147,7 @@ class Pilot:
         if beat != self._heard:
             self._heard, self._since = beat, time.monotonic()
         silent = time.monotonic() - self._since
-        return f"the command that started it gave no sign of life for {silent:.0f} s" if silent > self._silent_s else ""
+        return f"the command that started it did not respond for {silent:.0f} s" if silent > self._silent_s else ""
 
     @property
     def _common(self) -> Path:

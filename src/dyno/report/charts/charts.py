@@ -448,14 +448,15 @@ def _choose_groups(groups: list[Panel]) -> tuple[list[Panel], int]:
 
 LATENCIES = Chart(
     "latency",
-    "Latency per batch over the rounds; whiskers are the 95 % interval between processes, an arrow goes on beyond.",
+    "Latency per batch over the rounds; whiskers are the 95 % interval between processes; an arrow marks one that "
+    "continues.",
     draw_latency,
     1,
 )
 SPEEDUP = Chart(
     "speedup",
-    "Speed-up over the reference of the same model, size and batch, with its 95 % interval; an arrow goes on "
-    "beyond the axis. Hollow: uncertain by more than a factor of two.",
+    "Speed-up over the reference of the same model, size and batch, with its 95 % interval; an arrow marks one that "
+    "leaves the axis. Hollow: uncertain by more than a factor of two.",
     draw_speedup,
     2,
 )
@@ -638,8 +639,8 @@ def _format_range(r: pd.Series, trials: dict[str, TrialResult]) -> str:
 
 ROUNDS = Chart(
     "rounds",
-    "Each round's median latency, a fresh process each, from above in the order in which they ran; the line is the "
-    "trial's latency, the number by how much the slowest round exceeds the fastest.",
+    "Median latency of each round, a fresh process, from the top in execution order; the line is the trial's latency, "
+    "the number how much the slowest round exceeds the fastest.",
     draw_rounds,
     3,
 )
@@ -834,9 +835,9 @@ def _draw_picture(axes: Any, picture: FlipPicture) -> None:
 
 FLIPS = Chart(
     "flips",
-    "Images that flip: lost ones the reference alone has right, gained ones the configuration alone. Below each the "
-    "reference's answer, then the configuration's. Of detectors the images that differ most: boxes that the reference "
-    "alone has are solid and white, those that the configuration alone has dashed and orange.",
+    "Images that flip: lost if only the reference is right, gained if only the configuration is. Below each: the "
+    "reference's answer, then the configuration's. For detectors, the images that differ most: boxes found only by "
+    "the reference are solid and white, those found only by the configuration dashed and orange.",
     draw_flips,
     15,
 )

@@ -188,7 +188,7 @@ def _choose_tones(trials: Sequence[TrialResult]) -> list[str]:
 OVER_TIME = Chart(
     "over-time",
     "The reference and the fastest trials on one time axis, their first rounds, seen from outside the job: on a GPU "
-    "its memory above what was used before, SM utilisation, power and clock; else memory, busy processors, power where "
+    "memory above the level before the job, SM utilisation, power and clock; else memory, busy processors, power where "
     "it can be read, and clock. Bars below: timing.",
     over_time,
     14,
@@ -207,7 +207,7 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
     others of each group. Raises `UserError` for a file that can't be written, and if nothing was recorded.
     """
     if path.suffix not in FILE_SUFFIXES:
-        raise UserError(f"{path} would be no chart over time; give a name that ends in {', '.join(FILE_SUFFIXES)}")
+        raise UserError(f"{path} is no chart's file name; give a name that ends in {', '.join(FILE_SUFFIXES)}")
     trials = [find_trial(run.records, choice) for choice in choices]
     if choices:
         title = ", ".join(dict.fromkeys(f"{t.model}{format_size(t.size)}, batch {t.batch}, {t.device}" for t in trials))

@@ -66,7 +66,7 @@ RUN_COLUMNS = tuple(
     Column(name, meaning, kind=TEXT)
     for name, meaning in {
         "run": "the run folder", "models": "of its trials", "trials": "their number by status",
-        "measured": "when it began", "fastest": "of its first ranking: the winner, or the first of those that may be",
+        "measured": "when it began", "fastest": "of its first ranking: the winner, or the first candidate",
     }.items()
 )  # fmt: skip
 

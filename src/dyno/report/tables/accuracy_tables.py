@@ -124,7 +124,7 @@ def _make_classes_table(run: RunData) -> Table | None:
         Column("class", "of the label", kind=TEXT),
         Column("images", "with that label", kind=COUNT),
         *(Column(t.id, f"top-1 of {t.label}", "%", PERCENT, f"top-1 %, {t.label}") for t, _ in shown),
-        Column("taken_for", "the class that the first trial takes it for most", kind=TEXT, title="taken for"),
+        Column("taken_for", "the class that the first trial most often takes it for", kind=TEXT, title="taken for"),
         Column("times", "how often", kind=COUNT),
     )
     return CLASSES.of(columns, rows, notes=("The report's charts/confusion-ID.csv has each whole confusion matrix.",))
@@ -203,7 +203,7 @@ def _make_evaluation_table(run: RunData) -> Table | None:
 CLASSIFICATION: TableKind = TableKind(
     "classification",
     "Accuracy",
-    "Top-1 and its like with intervals, what was gained and lost against the reference, and the budget's decision.",
+    "Classification accuracy with intervals, gains and losses against the reference, and the budget's decision.",
     lambda run: _make_score_table(CLASSIFICATION, run, "classes"),
     "no trial answered labelled images",
     "accuracy",
@@ -219,7 +219,7 @@ DETECTION: TableKind = TableKind(
     3,
 )
 CLASSES = TableKind(
-    "classes", "Top-1 by class", "A row per class: top-1 of each configuration, and what the class is taken for.",
+    "classes", "Top-1 by class", "A row per class: top-1 of each configuration, and the most frequent confusion.",
     _make_classes_table, "no trial answered labelled images", "accuracy", 5,
 )  # fmt: skip
 FLIP_COLUMNS = (
@@ -227,7 +227,7 @@ FLIP_COLUMNS = (
     Column("trial", "the trial's id", kind=TEXT),
     Column("change", "lost: the reference alone is right; gained: this trial alone", kind=TEXT),
     Column("image", "its row in the decoded data", kind=COUNT),
-    Column("file", "the photograph, where the cache still names it", kind=TEXT),
+    Column("file", "the photograph, if the cache still names it", kind=TEXT),
     Column("class", "of the label", kind=TEXT),
     Column("reference", "the reference's first answer", kind=TEXT),
     Column("reference_score", "its score", title="its score", rank=1),
@@ -235,8 +235,8 @@ FLIP_COLUMNS = (
     Column("score", "of this trial's first answer", rank=1),
 )
 FLIPS = TableKind(
-    "flips", "Images that flip", "A row per image that a configuration alone, or its reference alone, has right.",
-    _make_flips_table, "no image is right in one trial alone", "accuracy", 2,
+    "flips", "Images that flip", "A row per image that only a configuration, or only its reference, has right.",
+    _make_flips_table, "no image is right in only one trial", "accuracy", 2,
 )  # fmt: skip
 BOX_FLIP_COLUMNS = (
     *(column for column in FLIP_COLUMNS if column.name in ("label", "trial", "image", "file")),
@@ -264,7 +264,7 @@ THRESHOLD_COLUMNS = (
 )  # fmt: skip
 THRESHOLDS = TableKind(
     "thresholds", "Precision, recall and F1",
-    "A row per least score: precision, recall and F1 of each detector, with the jackknife's intervals.",
+    "A row per score threshold: precision, recall and F1 of each detector, with the jackknife's intervals.",
     _make_thresholds_table, "no trial has a mAP", "accuracy", 4,
 )  # fmt: skip
 EVALUATION_COPIED = ("pipeline_ips", *(f"{stage}_ms" for stage in EVALUATION_STAGES), "throughput_ips")
@@ -272,7 +272,7 @@ EVALUATION_COLUMNS = (
     LABEL_COLUMN,
     Column(
         "pipeline_ips",
-        "of the whole evaluation, decoding left out",
+        "of the whole evaluation, without decoding",
         "images/s",
         title="pipeline from decoded images, images/s",
     ),
@@ -394,7 +394,7 @@ def make_columns(rtol: float, atol: float) -> tuple[Column, ...]:
     """Return the columns of a comparison by these tolerances."""
     return (
         NAME_COLUMN,
-        Column("reference", "the trial that it is compared with", kind=TEXT, title="against", rank=2),
+        Column("reference", "trial that it is compared with", kind=TEXT, title="against", rank=2),
         Column("inputs", "that both answered", kind=COUNT, rank=3),
         Column("values", "that were compared", kind=COUNT, rank=1),
         Column("close", "share of values with |a - b| <= atol + rtol |b|, of labels of the same, 0 to 1",

@@ -26,7 +26,7 @@ STOP_REASONS = {"interval": "narrow enough", "seconds": "time was up", "samples"
 
 
 def _make_gpu_table(run: RunData) -> Table:
-    note = "While timing; memory and temperature are of the whole job, memory the peak less what was used before."
+    note = "While timing; memory and temperature are of the whole job, memory the peak above the level before it."
     rows = [
         copy_columns(run, row, GPU_COPIED) | {"gpu_clock_min_mhz": t.gpu.clock_min}
         for _, row in run.frame.iterrows()
@@ -192,12 +192,12 @@ TABLE_NOTE = (
     "before the first job; the interval is between rounds."
 )
 MEMORY_NOTES = (
-    "Above idle: the most that NVML (and nvidia-smi) saw on the card, less what was used before the job began; of the "
-    "round with the most.",
-    "Counted: the most that PyTorch's allocator held, of which it gave out a part; of TensorRT the scratch memory of "
+    "Above idle: peak memory of the card by NVML (and nvidia-smi), above the level before the job; of the round with "
+    "the highest peak.",
+    "Counted: the peak that PyTorch's allocator held, of which it gave out a part; for TensorRT the scratch memory of "
     "one execution context.",
     "The rest isn't counted there: the CUDA context, the code of kernels, libraries' workspaces, Dyno's inputs and "
-    "outputs, and of TensorRT the weights and further contexts.",
+    "outputs, and for TensorRT the weights and further contexts.",
 )
 BYTES_TO_MB = 1e-6
 
@@ -237,16 +237,16 @@ MEMORY_COLUMNS = (
     Column("label", "of the trial", kind=TEXT, title="trial"),
     Column("trial", "the id", kind=TEXT, rank=3),
     Column("before_mb", "used on the card before the job began", "MB", COUNT, "before, MB", rank=1),
-    Column("peak_mb", "the most used on the card, as nvidia-smi has it", "MB", COUNT, "nvidia-smi, MB"),
-    Column("net_mb", "that less what was used before", "MB", COUNT, "above idle, MB"),
+    Column("peak_mb", "peak memory used on the card, by nvidia-smi", "MB", COUNT, "nvidia-smi, MB"),
+    Column("net_mb", "peak above the level before the job", "MB", COUNT, "above idle, MB"),
     Column("counter", "what counts in the process", kind=TEXT, title="counted by"),
-    Column("given_mb", "the most that PyTorch's allocator gave out", "MB", COUNT, "given out, MB", rank=2),
-    Column("counted_mb", "the most that it held", "MB", COUNT, "counted, MB"),
+    Column("given_mb", "peak memory that PyTorch's allocator gave out", "MB", COUNT, "given out, MB", rank=2),
+    Column("counted_mb", "peak memory that it held", "MB", COUNT, "counted, MB"),
     Column("rest_mb", "above idle, and not counted", "MB", COUNT, "rest, MB"),
 )
 MEMORY = TableKind(
     "gpu-memory", "GPU memory",
-    "A row per trial on a GPU: memory as nvidia-smi has it, less the idle card's, and as the framework counts it.",
+    "A row per trial on a GPU: memory by nvidia-smi above the idle card's, and by the framework's own count.",
     _make_memory_table, "no trial ran on a GPU", "tables", 7,
 )  # fmt: skip
 ENERGY_COPIED = (
@@ -261,6 +261,6 @@ ENERGY_COLUMNS = (
 )
 ENERGY = TableKind(
     "energy", "Energy",
-    "A row per trial: joules of an image with an interval, idle power taken off, or why there are none.",
+    "A row per trial: joules per image with an interval, without idle power, or why there are none.",
     _make_energy_table, "no trial was measured with --energy", "tables", 6,
 )  # fmt: skip

@@ -175,7 +175,7 @@ THROUGHPUT = _make_kind(
 )  # fmt: skip
 SPEEDUP = _make_kind(
     "speedup", "Speed-up over the reference",
-    "Times as fast as the reference with the ends of the 95 % interval, side by side.", 4,
+    "Speed-up over the reference with its 95 % interval, side by side.", 4,
     {"times as fast": "speedup", INTERVAL_COLUMNS[0]: "speedup_low", INTERVAL_COLUMNS[1]: "speedup_high"}, PERCENT,
 )  # fmt: skip
 ACCURACY = _make_kind(
@@ -193,7 +193,7 @@ LAYERS = _make_kind(
     {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"}, COUNT,
 )  # fmt: skip
 MEMORY = _make_kind(
-    "memory", "Peak memory", "Most memory of the GPU and of the process, side by side.", 8,
+    "memory", "Peak memory", "Peak memory of the GPU and of the process, side by side.", 8,
     {"on the GPU, MB": "gpu_memory_mb", "of the process, MB": "memory_mb"},
 )  # fmt: skip
 
@@ -223,9 +223,7 @@ def _make_sizes_table(run: RunData) -> Table | None:
     rows = frame[frame["fps"].notna() | ~frame["status"].isin(["ok", "skipped"])]
     boundary = "model" if frame["latency_model_ms_trimmed"].notna().any() else "all"
     on_gpu = bool(rows["gpu_memory_mb"].notna().any())
-    source = (
-        "the GPU, above what was used before the job" if on_gpu else "the job's process, Python and library included"
-    )
+    source = "the GPU, above the level before the job" if on_gpu else "the job's process, Python and library included"
     note = (
         f"Mean and std are of latency/{boundary} without the fastest and the slowest 10 % of the samples. FPS is the "
         f"batch over the median latency. Memory is the peak of {source}."
@@ -258,8 +256,8 @@ def _make_flops_table(run: RunData) -> Table | None:
         for _, r in rows.iterrows()
     ]  # fmt: skip
     notes = [
-        "Operations are those of convolutions and matrix products in the model as PyTorch or ONNX has it, a "
-        "multiplication with its addition as two; TFLOPS are over the median of latency/model."
+        "Operations are those of convolutions and matrix products in the PyTorch or ONNX model; a multiply-add counts "
+        "as two. TFLOPS are over the median of latency/model."
     ]
     notes += [_describe_peak(peak) for peak in peaks.values()] or [precision.explain_missing_work(results)]
     notes += [f"The peak may be too low: {warning}." for warning in peak_warnings]
@@ -337,7 +335,7 @@ SIZE_COLUMNS = (
     Column("std", "standard deviation of the same samples", "ms"),
     Column("fps", "the batch over the median latency", title="FPS"),
     Column("throughput", "with batches queued", "images/s"),
-    Column("memory", "most of the GPU or of the process", "MB"),
+    Column("memory", "peak of the GPU or of the process", "MB"),
     Column("speedup", "over the reference", kind=RATIO, title="speed-up"),
     _make_limit_column("from"),
     _make_limit_column("to"),

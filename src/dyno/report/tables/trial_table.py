@@ -158,7 +158,7 @@ COLUMNS = (
     Column("size_mb", "of the file that the engine reads", "MB", title="size MB", rank=5),
     Column("layers", "as the engine counts them", kind=COUNT),
     Column("parameters", "as the engine counts them", kind=COUNT),
-    Column("gpu_memory_mb", "most that was used on the GPU, less what was before", "MB", title="GPU MB", rank=6),
+    Column("gpu_memory_mb", "peak GPU memory above the level before the job", "MB", title="GPU MB", rank=6),
     Column("build_s", "time of the whole chain of files, and of compilation", "s", title="build s", rank=5),
     Column("first_call_ms", "the first inference", "ms"),
     Column("speedup", "the reference's latency over the trial's", "", RATIO, "speed-up", 0, True),
@@ -189,7 +189,7 @@ COLUMNS = (
     Column("memory_mb", "peak memory of the process", "MB"),
     Column("warnings", "how many", kind=COUNT),
     Column("clock", "by which latency_ms and speedup are: gpu or host", kind=TEXT),
-    Column("queued_ms", "GPU time of a run queued behind another: no launch is in it", "ms", title="queued, ms"),
+    Column("queued_ms", "GPU time of a run queued behind another, without launching", "ms", title="queued, ms"),
     Column("outside_gpu_ms", "latency by the host's clock less that by the GPU's", "ms", title="outside GPU, ms"),
     Column("gpu_util", "mean utilisation while timing", "%", title="GPU %", rank=8),
     Column("gpu_clock_mhz", "median SM clock while timing", "MHz", title="SM clock, MHz"),
@@ -197,12 +197,12 @@ COLUMNS = (
     Column("gpu_temperature_c", "highest of the job", "°C", title="hottest, °C"),
     Column("throttle", "what limited the clock, with its share", kind=TEXT, title="clock limited by", rank=9),
     Column("throttled_samples", "latencies taken while the GPU was throttled", kind=COUNT, title="throttled samples"),
-    Column("gpu_others", "most processes of others on the GPU while timing", kind=COUNT, title="others"),
-    Column("pipeline_ips", "of the whole evaluation, decoding left out", "images/s", title="pipeline images/s", rank=4),
+    Column("gpu_others", "peak number of other processes on the GPU while timing", kind=COUNT, title="others"),
+    Column("pipeline_ips", "of the whole evaluation, without decoding", "images/s", title="pipeline images/s", rank=4),
     *(Column(f"{stage}_ms", f"{stage} of an image", "ms") for stage in EVALUATION_STAGES),
     *_make_limit_columns("throughput", "the 95 % interval of throughput_ips", "images/s", "number"),
     Column("budget_reference", "id of the trial that the accuracy is compared with", kind=TEXT),
-    Column("set_aside", "images not tested on, as they are for calibration", kind=COUNT),
+    Column("set_aside", "images set aside for calibration, not tested on", kind=COUNT),
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT),
     Column("output_error", "relative error of the outputs against the reference's"),
     Column("labels_changed", "share of the outputs' labels (whole numbers, booleans) that differ", "%", PERCENT),
@@ -221,11 +221,11 @@ COLUMNS = (
     Column("speedup_all_rounds", "the speed-up with those rounds", kind=RATIO),
     Column("more_rounds", "about how many would decide the row; 101: more than 100; builds where it is over those",
            kind=COUNT),
-    Column("builds", "of its engine or its reference's that the speed is over; empty where builds don't differ",
+    Column("builds", "of its engine or its reference's that the speed covers; empty where builds don't differ",
            kind=COUNT),
-    Column("energy_j", "of an image, idle power taken off; with --energy", "J", title="J/image", rank=6, interval=True),
+    Column("energy_j", "per image, without idle power; with --energy", "J", title="J/image", rank=6, interval=True),
     *_make_limit_columns("energy_j", "the 95 % interval of energy_j", "J", "number"),
-    Column("energy_gross_j", "of an image, idle power included", "J", title="with idle, J/image"),
+    Column("energy_gross_j", "per image, with idle power", "J", title="with idle, J/image"),
     Column("idle_w", "power before the first job", "W", title="idle, W"),
     Column("energy_missing", "why there is no energy_j", kind=TEXT, title="missing"),
     Column("place", "the device of several that it was measured on", kind=TEXT),
@@ -697,8 +697,8 @@ def _list_disturbed(rows: list[Row]) -> Iterator[str]:
     """Yield lines on rows whose speed-up contradicts the latencies, or whose latency contradicts the other boundary."""
     if names := ", ".join(f"{r['backend']} {r['precision']}" for r in rows if ranking.is_speed_lost(r)):
         yield (
-            f"{names}: no speed-up, as other programs disturbed the rounds so much that latencies beside each other "
-            f"differ by more than {MAX_INTERVAL_RATIO:g}x; measure on a quieter machine"
+            f"{names}: no speed-up, as other programs disturbed the rounds so much that interleaved latencies differ "
+            f"by more than {MAX_INTERVAL_RATIO:g}x; measure on a quieter machine"
         )
     by_id = {r["trial"]: r for r in rows}
     for r in rows:

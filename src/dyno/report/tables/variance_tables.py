@@ -156,7 +156,7 @@ def _make_row(t: TrialResult, boundary: str, of: str, levels: stats.VarianceComp
 
 def _choose_advice(best: float, seconds: float) -> str:
     if math.isinf(best):
-        return "longer rounds: they don't differ beyond what is in them"
+        return "longer rounds: rounds differ no more than their blocks and samples do"
     if best > OTHER_LENGTH * seconds:
         return f"longer rounds: about {show(best, 'duration', 2)}"
     if best * OTHER_LENGTH < seconds:
@@ -165,7 +165,7 @@ def _choose_advice(best: float, seconds: float) -> str:
 
 
 VARIANCE_LEVELS = ("builds", "rounds", "blocks", "samples")
-BUILDS_FIRST = "more builds: they differ by more than all that is in them"
+BUILDS_FIRST = "more builds: builds differ by more than everything within them"
 LEVEL_NAMES = {
     "builds": "builds of the engine",
     "rounds": "rounds, each a process",
@@ -193,6 +193,6 @@ VARIANCE_COLUMNS = (
 )  # fmt: skip
 VARIANCE = TableKind(
     "variance", "Where the spread comes from",
-    "Shares of builds, rounds (processes), blocks and samples in the variance, and what of them to have more of.",
+    "Shares of builds, rounds (processes), blocks and samples in the variance, and which of them to increase.",
     _make_variance_table, "levels of spread need two rounds or more, each of 30 samples or more", "tables", 6,
 )  # fmt: skip

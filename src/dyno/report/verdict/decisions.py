@@ -48,7 +48,7 @@ LOWERING_ADVICE = {
     "int8": {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx"},
     "bf16": {"pytorch", "compile", "aoti", "tensorrt", "tensorrt_rtx"},
 }
-RESUME_ADVICE = "the same `dyno run` again goes on"
+RESUME_ADVICE = "the same `dyno run` continues"
 REASONS_NOTE = "the reasons are below the table"
 DEFAULT_ROUNDS = 3  # default number of rounds
 MAX_NAMED = 4  # rows named in a sentence
@@ -188,7 +188,7 @@ class Winner:
                 trials.append(run.trials[second["trial"]])
         parts += _describe_builds(trials, self.main_pairs)
         parts += ["on a busy machine"] * (cpu_contention(run.records) is not None)
-        return "; ".join([*parts, *(["not all of it held when measured again"] * self.is_doubted)])
+        return "; ".join([*parts, *(["not fully confirmed when measured again"] * self.is_doubted)])
 
     def _choose_opening(self, how: str) -> str:
         verdicts = {each.verdict for each in self.pairs}
@@ -244,7 +244,7 @@ class Winner:
         parts, row, trial, metric = [], self.row, self.trial, self.ranking.metric
         compared = self.run.compared.get(row["trial"])
         if compared is not None and row["reference"] == row["trial"] == compared.id:
-            parts.append("it is what the others' outputs are compared with")
+            parts.append("the others' outputs are compared with it")
         elif row["outputs"]:
             name, off = compared.configuration if compared else "the reference", _distance_of(row)
             doubt = row.get("outputs_doubt")
@@ -553,14 +553,14 @@ def _advise_on_rounds(pair: Speedup, goes_on: bool, rounds: int, run: RunData) -
     """
     more = _count_more(pair)
     if more > MAX_ROUNDS:
-        return "the difference is too small, or the machine too restless, for more rounds to settle it"
+        return "the difference is too small, or the machine too noisy, for more rounds to settle it"
     if pair.builds:
         return f"measure with --builds {pair.builds + more} and another --out"
     if not goes_on:
         return f"measure with --rounds {rounds + more}"
     if run.rule.first:
-        return "the same command with more --minutes goes on"
-    return "the same command without --rounds goes on until decided"
+        return "the same command with more --minutes continues"
+    return "the same command without --rounds continues until decided"
 
 
 def awaits_evidence(ranking: Ranking) -> bool:

@@ -123,17 +123,17 @@ def _describe_company(found: AnchorDevices) -> str:
     """Describe whether devices worked in parallel, and the slow-down compared with each device alone."""
     if not found.side_by_side:
         by = f" ({found.anchor}: {_format_slowdowns(found.disturbed)})" if found.disturbed else ""
-        return f"Blocks were measured one at a time where devices were slower beside each other than alone{by}."
+        return f"Blocks were measured one at a time where devices were slower side by side than alone{by}."
     if found.devices and not found.speedups:
         return "Devices worked side by side: each is on a different host."
     certain = {place: one for place, one in found.speedups.items() if one.verdict == stats.SLOWER}
     if certain:
         equal = f"up to {found.equivalent:g} % count as equal"
         each = f"{found.anchor}: {_format_slowdowns(certain)}"
-        return f"Devices worked side by side: they were hardly slower so than alone ({each}; {equal})."
+        return f"Devices worked side by side: they were hardly slower than alone ({each}; {equal})."
     worst = min((one.low for one in found.speedups.values()), default=math.nan)
     bound = f" (by less than {percent_slower(worst):.2g} %, with 95 % confidence)" if 0.5 < worst < 1 else ""
-    return f"Devices worked side by side: none was measurably slower so than alone{bound}."
+    return f"Devices worked side by side: none was measurably slower than alone{bound}."
 
 
 def _format_slowdowns(speedups: Mapping[str, stats.Speedup]) -> str:
@@ -291,7 +291,7 @@ def describe_guess(t: TrialResult, results: Results) -> str:
             return f"images were letterboxed, but the model's own processor {reason}; its accuracy may be higher there."
         return (
             "images were prepared as preprocessor_config.json says, but the model's own processor couldn't be run to "
-            f"check that ({reason}); where it does anything else, its answers are wrong."
+            f"check that ({reason}); if it does anything else, its answers are wrong."
         )
     if not facts.preprocess_guessed:
         return ""
@@ -305,8 +305,8 @@ def describe_guess(t: TrialResult, results: Results) -> str:
     turned = ", and for BGR turn the channels in the file" * (len(preprocess.mean) == 3)
     crop = "" if letterboxed else f" They were cropped at the centre of {preprocess.resize:.3g} times the size."
     return (
-        f"images were {how} by mean {mean} and std {std}, as the file doesn't say by what; where the network was "
-        f"trained otherwise, its answers are wrong: give --mean and --std ({', '.join(others)}){turned}.{crop}"
+        f"images were {how} by mean {mean} and std {std}, as the file doesn't specify them; if the network was "
+        f"trained with others, its answers are wrong: give --mean and --std ({', '.join(others)}){turned}.{crop}"
     )
 
 
@@ -327,10 +327,10 @@ def list_route_findings(results: Results) -> Iterator[Finding]:
                 f"{_name_attempt(one)} by the route {one.kept.route} ran {one.kept.ratio:.2f} times as fast as by the"
             )
             rest = _format_routes(route for route in one.routes if route.outcome != ROUTE_KEPT)
-            yield Finding(BEST, f"{text} usual one beside it at batch {one.batch}; it has separate rows{rest}.")
+            yield Finding(BEST, f"{text} usual one at batch {one.batch}; it has separate rows{rest}.")
     if others := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in tried if one.kept is None]:
         yield Finding(
-            NOTE, f"No other route to the ONNX file that was tried is proven to be faster: {', '.join(others)}."
+            NOTE, f"None of the other routes tried to the ONNX file is proven to be faster: {', '.join(others)}."
         )
 
 
@@ -366,7 +366,7 @@ def list_empty_budgets(run: RunData) -> Iterator[Finding]:
             if float(row.get(metric.column, math.nan)) <= budget.points:
                 has = f"{references[row['trial']]}: the reference has {metric.label} {row[metric.column]:.2f} %"
                 yield Finding(
-                    WARNING, f"{has}, all of which the budget {budget} allows to lose, so everything is within it."
+                    WARNING, f"{has}, and the budget {budget} allows losing all of it, so every trial is within it."
                 )
 
 

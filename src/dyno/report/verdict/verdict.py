@@ -36,9 +36,7 @@ from dyno.results.trial_result import FILE_OPTION, MEASURING_REASON, UNFINISHED,
 from dyno.table import is_missing
 from dyno.worker.facts.engine import WEIGHT_PRECISIONS
 
-OTHER_PROGRAMS_NOTE = (
-    "what the table calls faster or slower holds beside those programs, which slow some engines down more"
-)
+OTHER_PROGRAMS_NOTE = "the table's verdicts hold beside those programs, which may slow engines unequally"
 OTHER_NETWORK = (
     " The files were taken for one network, since their inputs and outputs have the same shapes; "
     "if they are different networks, run one command for each."
@@ -185,7 +183,7 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
         group = [trials[id] for id in rows["trial"]]
         names = ", ".join(dict.fromkeys(t.configuration for t in group))
         verdict = f"{verdict} against {run.compared[group[0].id].configuration}"
-        text = f"{group[0].model}: {names} ({_format_batches(group)}) gave {verdict}; not ranked, whatever the speed."
+        text = f"{group[0].model}: {names} ({_format_batches(group)}) gave {verdict}, so they are not ranked."
         files = any(t.form and t.form.option == FILE_OPTION for t in group)
         if files:
             text += OTHER_NETWORK
@@ -337,8 +335,8 @@ def _find_waiting_models(results: Results) -> Iterator[Finding]:
     if not begun or count < 1 or any(t.side for t in results):
         return
     names = f": {', '.join(waiting)}" if len(waiting) == count else ""  # a model may be stored under another path
-    begin = f"{count} of {format_count(len(sources), 'model')} {'was' if count == 1 else 'were'} not begun"
-    yield Finding(WARNING, f"{begin}{names}; the same command goes on.")
+    begin = f"{count} of {format_count(len(sources), 'model')} {'was' if count == 1 else 'were'} not started"
+    yield Finding(WARNING, f"{begin}{names}; the same command continues.")
 
 
 def _describe_failures(results: Results) -> Iterator[Finding]:
@@ -372,7 +370,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         yield Finding(WARNING, f"This is the answer so far: {MEASURING_REASON.format(results.owner)}.")
     elif (short := [t for t in results if t.is_cut_short and t.id not in dropped.trials]) and not dropped.is_over:
         rounds = format_count(min(len(t.rounds) for t in short), "round")
-        answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command goes on."
+        answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command continues."
         yield Finding(WARNING, answer)
     elif fewer := [t for t in results if t.is_cut_short]:
         rounds = format_count(min(len(t.rounds) for t in fewer), "round")
@@ -443,7 +441,7 @@ def _find_gpu_doubts(results: Results) -> Iterator[Finding]:
         t.group for t in results if t.medians("model") and t.device != "cpu" and clock_of("model", t) != GPU
     }
     if mixed:
-        yield Finding(NOTE, "Where an engine gave no GPU times, all of its group are compared by the host's clock.")
+        yield Finding(NOTE, "Where an engine gave no GPU times, its whole group is compared by the host's clock.")
 
 
 def _launch_bound(results: Results) -> Iterator[Finding]:

@@ -392,7 +392,7 @@ class AotSession(TorchSession):
         )
 
     def profile(self, runs: int) -> LayerTimes:
-        raise Unavailable(f"{ENGINE_NAME}'s packages don't say how long their kernels take")
+        raise Unavailable(f"{ENGINE_NAME}'s packages report no kernel times")
 
     def run_for_counters(self) -> None:
         raise Unavailable(f"{ENGINE_NAME}'s kernels can't be told apart for hardware counters")

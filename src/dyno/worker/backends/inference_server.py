@@ -174,7 +174,7 @@ def _request_metadata(client: Any, url: str, model: str, asking: Mapping[str, An
     except Exception as e:
         if _is_timeout(e):
             raise UserError(
-                f"{url} has no answer on {model!r} within {FIRST_ANSWER_TIMEOUT_S} s; check that it is loaded"
+                f"{url} did not answer about {model!r} within {FIRST_ANSWER_TIMEOUT_S} s; check that it is loaded"
             ) from e
         raise UserError(f"{url} has no model {model!r}: {_first_line(e)}") from e
 

@@ -210,7 +210,7 @@ def list_ports(opened: Any) -> tuple[list[TflitePort], list[TflitePort]]:
 def _read_port(details: Mapping[str, Any], name: str) -> TflitePort:
     stored, (scale, zero_point) = np.dtype(details["dtype"]).name, details["quantization"]
     if not stored.startswith(("float", "int", "uint", "bool")):
-        raise UserError(f"{name!r} is {'text' if stored.startswith('bytes') else stored}, and no array of numbers")
+        raise UserError(f"{name!r} is {'text' if stored.startswith('bytes') else stored}, not an array of numbers")
     signature = details["shape_signature"] if len(details["shape_signature"]) else details["shape"]
     shape = tuple(int(n) if n >= 0 else "" if axis else BATCH_AXIS for axis, n in enumerate(signature))
     scale = float(scale) if stored in INTEGER_TYPES else 0.0

@@ -74,7 +74,7 @@ class ParamLayer:
 
 def read_layers(path: str) -> list[ParamLayer]:
     """Return the layers of a .param file; raise a `UserError` if it is damaged."""
-    with torch_support.raise_refusals(f"{path} is no graph of {ENGINE_NAME}, or was cut short"):
+    with torch_support.raise_refusals(f"{path} is not a graph of {ENGINE_NAME}, or was cut short"):
         lines = Path(path).read_text(encoding="utf-8").split("\n")
         return [_read_layer(line.split()) for line in lines[2:] if line.strip()]
 

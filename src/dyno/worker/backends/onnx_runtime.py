@@ -102,7 +102,7 @@ class OnnxRuntime(Backend):
         if provider is not None and not trial.runtime.python:
             _check_name(str(provider))
         if provider is not None and on_gpu != (provider in cuda.PROVIDERS):
-            needed = "cuda:0" if provider in cuda.PROVIDERS else "cpu, from where it takes host memory"
+            needed = "cuda:0" if provider in cuda.PROVIDERS else "cpu, as it takes host memory"
             return f"provider={provider} is for --device {needed}"
         return missing_data(trial)
 

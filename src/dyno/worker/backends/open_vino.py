@@ -442,7 +442,7 @@ class OpenVinoSession(Session):
         inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).inside(f"{ENGINE_NAME} {read_version()}")
         layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in _named_as_last(repeats)]
         repeat = f"the mean of {runs_each} runs" if runs_each > 1 else "one run"
-        note = f"{ENGINE_NAME} tells means in whole microseconds: a repeat is {repeat} of a new compilation."
+        note = f"{ENGINE_NAME} reports means in whole microseconds: a repeat is {repeat} of a new compilation."
         return LayerTimes(inside, np.array(layers), np.array(whole), note)
 
     def close(self) -> None:
@@ -559,8 +559,8 @@ def _tensor_of(port: Any, place: int) -> Tensor:
     shape = tuple("" if dim.is_dynamic else dim.get_length() for dim in port.get_partial_shape())
     kind = port.get_element_type().get_type_name()  # its to_dtype() confuses bf16 with float16
     if kind not in NUMPY_TYPES:
-        raise UserError(f"{name!r} is {'text' if kind == 'string' else kind}, which no array of numbers holds; "
-                        "convert the model with inputs and outputs of float32")  # fmt: skip
+        raise UserError(f"{name!r} is {'text' if kind == 'string' else kind}, which isn't numeric; convert the model "
+            f"with inputs and outputs of float32")  # fmt: skip
     if port.get_node().get_type_name() == "Parameter" and port.get_partial_shape().rank.is_dynamic:
         raise UserError(f"input {name!r} may have any number of axes; convert the model with a shape or an example")
     return Tensor(name, NUMPY_TYPES[kind], shape)

@@ -214,7 +214,7 @@ def _trace_module(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
         warnings.simplefilter("always")
         traced = torch.jit.trace(module, examples, strict=False, check_trace=False)
     if not static and (fixed := traced_values(torch, caught)):
-        raise UserError(f"tracing made a constant of a value of its example ({fixed}); give the option ir=dynamo")
+        raise UserError(f"tracing turned a value of its example into a constant ({fixed}); give the option ir=dynamo")
     return traced
 
 
@@ -352,10 +352,10 @@ class TorchTensorRTSession(TorchSession):
 def _notes_on_calls(times: Compilation) -> list[str]:
     call, engine = times.call_s, times.engine_s
     if call is None or engine is None:
-        return ["there is more than one engine, so the time of calls between them and PyTorch is not measured apart"]
+        return ["there is more than one engine, so the calls between them and PyTorch are not timed separately"]
     if call - engine <= MIN_MENTIONED_SHARE * engine:
         return []
-    return [f"a call takes {call * 1e3:.3g} ms for an engine of {engine * 1e3:.3g} ms: the rest is launching it"]
+    return [f"a call takes {call * 1e3:.3g} ms for an engine of {engine * 1e3:.3g} ms: the rest is launch overhead"]
 
 
 def _notes_on_operators(in_pytorch: Mapping[str, int], count: int) -> list[str]:

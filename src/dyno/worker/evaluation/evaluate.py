@@ -322,7 +322,7 @@ class _RowTest:
         if any(all(each.shape == b.shape and np.array_equal(row, each.take(k, axis)) for each in (a, c))
                for k, row in rows.items()):  # fmt: skip
             raise UserError(
-                f"of a batch of {self._batch} some inputs are ignored: the outputs at their places never change; a "
+                f"in a batch of {self._batch} some inputs are ignored: the outputs at their places never change; a "
                 "length is fixed inside the model: measure it with a smaller batch"
             )
 

@@ -70,9 +70,7 @@ class CalibrationImages:
             raise UserError(NO_DATA)
         self.data, self.input = recipe.data, _image_input(parent)
         if not (Path(self.data.folder) / f"{self.data.split}.npy").is_file():
-            raise UserError(
-                f"{self.data.name} has no images but those to test on; int8 needs others: give --calibration"
-            )
+            raise UserError(f"{self.data.name} has no images except test images; int8 needs others: give --calibration")
         self._images = Images(self.data, recipe.model.preprocess, channels_last(self.input.shape))
         _check_shape(self.input, self._images.shape, self.data.name)
         self._requested = int(recipe.options.get("samples", DEFAULT_SAMPLES))
@@ -135,7 +133,7 @@ class CalibrationInputs:
         files = list(dict.fromkeys(Path(spec.feeds).name for spec in self._from_files))
         stored = ", ".join(spec.name for spec in self._from_files)
         drawn = ", ".join(spec.name for spec in self._specs if not spec.feeds)
-        sources = [f"the rows of {', '.join(files)} ({stored}), which outputs are compared on too"] if files else []
+        sources = [f"the rows of {', '.join(files)} ({stored}), on which outputs are also compared"] if files else []
         sources += [f"random values, not real ones, of {drawn}"] if drawn else []
         return Calibration(
             samples=self.count,

@@ -175,7 +175,7 @@ class _InstrumentedApplication:
             self._synchronize()
         ended = now()
         if not self.calls:
-            raise UserError(f"predict of {self._application.name} doesn't call its model, so no engine can stand in")
+            raise UserError(f"predict of {self._application.name} doesn't call its model, so no engine can replace it")
         return prepared - began, self._nanoseconds, ended - predicted, ended - began
 
     def _call_network(self, inputs: Any) -> Any:

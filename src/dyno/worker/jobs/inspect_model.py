@@ -467,7 +467,7 @@ def _inspect_file(
 ) -> Inspection:
     model, kind = trial.model, registry.format_of(trial.model.file)
     if kind is None:  # a plug-in installed only on the study's side
-        raise UserError(f"nothing here reads {model.file}; known files: {', '.join(registry.list_suffixes())}")
+        raise UserError(f"no backend here reads {model.file}; known files: {', '.join(registry.list_suffixes())}")
     contents = kind.read(model.file, trial)
     tensors = contents.inputs
     if not tensors:

@@ -119,7 +119,7 @@ class Interleaved(Uninterleaved):
         self._core_latency = int(latency or 0)
         self.waited_s += time.perf_counter() - since
         if word not in (GO, END):  # conductor gone: no measurement without a turn
-            raise EOFError("the process that conducts this job's turns is gone")
+            raise EOFError("the process that directs this job's turns has ended")
         return word
 
 

@@ -217,7 +217,7 @@ def _find_writer(tensor: Any) -> int:
 # CPU time of each call of a PyTorch module's parts, by the clock at its begin and end
 
 DISCARDED_RUNS = 3  # of a profile
-HOOKS_NOTE = "PyTorch's rows have what a module does itself, and what calling its parts costs; hooks read the clock."
+HOOKS_NOTE = "PyTorch's rows time a module's own work and the calls of its parts; hooks read the clock."
 Mark = tuple[str | None, int]  # name of the part whose call ends (None: a call begins), and the clock in ns
 
 
@@ -301,8 +301,8 @@ def sum_own_seconds(marks: Sequence[Mark], rows: Mapping[tuple[str, int], int], 
 # GPU time of the kernels of each call of a PyTorch module's parts, by PyTorch's profiler
 
 KERNELS_NOTE = (
-    "PyTorch's rows have the time of the kernels and copies that a module launched itself, by torch.profiler; while "
-    "none ran is in no row."
+    "PyTorch's rows have the time of the kernels and copies that a module launched itself, by torch.profiler; idle "
+    "time is in no row."
 )
 
 

@@ -254,7 +254,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
         try:
             traced = _write_graph(torch, source, exporter, number, path)
             if traced and not static and not detects:
-                raise WrongGraph(f"made a constant of a value of its example ({traced})")
+                raise WrongGraph(f"turned a value of its example into a constant ({traced})")
             checked = verify_graph(path, read_io(str(path))[1], source)
             if traced and source.free_batch:
                 notes += _verify_larger(torch, module, recipe, source, path)
@@ -291,7 +291,7 @@ def _explain_failure(
     if _has_changing_outputs(torch, module, recipe.model, source.expected[0]):
         return UserError(
             f"{recipe.model.name} gives other outputs at each call on one input, so no graph can be compared with it; "
-            "let its forward draw no random numbers and keep nothing of earlier calls, or measure it with "
+            "let its forward draw no random numbers and keep no state of earlier calls, or measure it with "
             "--backend pytorch"
         )
     if undecided:
@@ -502,9 +502,7 @@ def _refuse_batch_limit(torch: Any, source: ExportSource, exported_program: Any,
         exported_program = follow_batch(torch, source.module, source.example, batched)
     limit = batch_limit(exported_program)
     if limit is not None:
-        raise WrongGraph(
-            f"wrote what the module computes up to batch {limit}, and it takes another way with a larger one"
-        )
+        raise WrongGraph(f"wrote the module's path up to batch {limit}, but it takes another one for larger batches")
 
 
 def _is_huge(module: Any) -> bool:

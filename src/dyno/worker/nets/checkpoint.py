@@ -201,7 +201,7 @@ def read_tensors(module: Any) -> dict[str, Any]:
         try:
             result[name] = stored.make_tensor()
         except (RuntimeError, ValueError) as e:
-            raise UserError(f"the tensor {name} reaches beyond the bytes that are stored of it") from e
+            raise UserError(f"the tensor {name} reaches beyond its stored bytes") from e
     return result
 
 
@@ -354,7 +354,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     file = Path(path)
     shards = list_shards(file)
     if file.suffix == ".json" and not shards:
-        raise UserError(f"checkpoint {path} doesn't exist, or is no index of weights in files beside it")
+        raise UserError(f"checkpoint {path} doesn't exist, or is no index of weight files in its folder")
     state: dict[str, Any] = {}
     for part in shards or [file]:
         if not part.is_file():
@@ -429,7 +429,7 @@ def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") ->
         dtype = str(state[integers[0]].dtype).removeprefix("torch.")
         raise UserError(
             f"{integers[0]} in {path} is {dtype}, and floating point in the model: quantised weights can't be read "
-            "without their scales; give those that they were made of"
+            "without their scales; give the original weights"
         )
     problems = [
         _list_names("missing", missing),

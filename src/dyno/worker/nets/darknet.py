@@ -345,7 +345,7 @@ def load_weights(layers: Any, path: str, lines: Sequence[int], cfg: str) -> None
                 target.copy_(torch.from_numpy(values.take(tuple(target.shape), what)))
     if values.left:
         raise UserError(
-            f"the weights in {path} don't fit the model: {values.left:,} values are left over behind the last layer of "
+            f"the weights in {path} don't fit the model: {values.left:,} values are left over after the last layer of "
             f"{cfg}"
         )
 

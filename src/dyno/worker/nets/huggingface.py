@@ -255,7 +255,7 @@ class HuggingFace(ModelSource):
             np.abs(found[0] * std + mean - np.stack(expected)).max() < MAX_PIXEL_ERROR + MAX_CROP_SHIFT / min(sides)
         )
         if not is_alike:
-            return "prepared by other steps than resize, centre crop and normalisation", ""
+            return "prepared by steps other than resize, centre crop and normalisation", ""
         return "", STRETCH_NOTE if letterboxed else ""
 
     def make_examples(self, model: ModelSpec, rest: str) -> Any:

@@ -24,7 +24,7 @@ FOLDER_PREFIX = TIMM_FOLDER.partition(":")[2]
 OUTER_KEYS = ("num_classes", "label_names")  # keys of timm's configuration outside the weights' part
 MIN_NAME_SIMILARITY = 0.75  # lower similarities match any of a thousand names
 # torchvision's detectors normalise, resize and suppress internally
-TAKES_ONE_IMAGE = "torchvision's detectors give each image another number of boxes, so they run one image at a time"
+TAKES_ONE_IMAGE = "torchvision's detectors return other numbers of boxes per image, so they run one image at a time"
 SMALL_DETECTOR = 320, 320  # pixels, by default
 SCORE_SPREAD = 1.0  # standard deviation of random logits: most scores are low, some high
 

@@ -38,7 +38,7 @@ def to_fp16(
     large = _too_large(model, make_example(recipe, parent), folder)
     converted, warnings = convert_mixed(model, set(), sorted({*large, *head, *higher}))
     if large:
-        warnings.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
+        warnings.insert(0, f"kept in FP32, as their values exceed FP16's range: {', '.join(large[:10])}")
     what = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
     return converted, MakerFacts(scheme=f"mixed FP16; inputs, outputs and {what} in FP32", warnings=tuple(warnings))
 
@@ -106,7 +106,7 @@ def _summarise_warnings(messages: list[str]) -> list[str]:
     if largest < 1:
         return others
     holds = np.finfo(np.float16).max
-    return [f"weights up to {largest:.3g} are beyond what FP16 holds and were cut to {holds:.0f}", *others]
+    return [f"weights up to {largest:.3g} exceed FP16's range and were cut to {holds:.0f}", *others]
 
 
 def _own_outputs(graph: Any) -> None:

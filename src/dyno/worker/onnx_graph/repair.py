@@ -75,7 +75,7 @@ def order(model: Any) -> str:
     ONNX Runtime's conversion to FP16 leaves them unsorted.
     """
     changed = [graph for graph in graphs_in(model.graph) if _order_nodes(graph)]
-    return "nodes stood before those whose results they take, and were sorted" if changed else ""
+    return "nodes stood before their inputs' nodes, and were sorted" if changed else ""
 
 
 def _order_nodes(graph: Any) -> bool:
@@ -195,7 +195,7 @@ def _free_axes(model: Any) -> str:
     if not wrong:
         return ""
     del model.graph.value_info[:]  # with the same wrong lengths
-    return f"axes stored as less than 1 are read as free ones: {', '.join(wrong)}"
+    return f"axes stored as less than 1 are read as free axes: {', '.join(wrong)}"
 
 
 def _remove_weight_inputs(model: Any) -> str:
@@ -204,7 +204,7 @@ def _remove_weight_inputs(model: Any) -> str:
 
     if model.ir_version <= onnx.IR_VERSION_2017_11_3 or not (count := drop_weight_inputs(model.graph)):
         return ""
-    return f"{count} weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those"
+    return f"{count} weights were listed as inputs too and no longer are: ONNX Runtime doesn't fold inputs"
 
 
 def _inline_functions(model: Any) -> str:
@@ -213,7 +213,7 @@ def _inline_functions(model: Any) -> str:
         return ""
     names = ", ".join(f"{function.domain}.{function.name}" for function in model.functions)
     model.CopyFrom(_in_line(model))
-    return f"the file's own functions were put in line, which not every engine reads: {names[:200]}"
+    return f"the file's own functions were inlined, as not every engine reads them: {names[:200]}"
 
 
 def _in_line(model: Any) -> Any:

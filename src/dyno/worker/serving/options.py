@@ -27,20 +27,21 @@ class ServeOptions:
     rate: tuple[float, ...] = option(
         (), "Requests per second to try: 50,100,200.", "search for the highest within the limit", common=True
     )
-    trace: str = option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
+    trace: str = option("", "File of arrival times in seconds, one per line, instead of random ones.", "none")
     loadgen: bool = option(
         False, "MLPerf's LoadGen (mlcommons-loadgen) sends the requests, in its server scenario, and keeps its logs."
     )
     endpoint: str = option(
         "",
-        "Server of KServe's protocol v2 that has MODEL, a name there or a model here: http://HOST:PORT or grpc://HOST:PORT.",
+        "Server of KServe's protocol v2 that has MODEL, a name there or a model here: http://HOST:PORT or "
+        "grpc://HOST:PORT.",
         "none: an engine here",
     )
     max_wait: str = option(
-        "", "Longest that a request waits for others to fill the batch (0ms: never).", "2ms, or a quarter of the limit"
+        "", "Longest wait of a request for others to fill the batch (0ms: none).", "2ms, or a quarter of the limit"
     )
-    instances: int = option(1, "Sessions that answer at once, each with its own copy of the model.", common=True)
-    queue: int = option(0, "Most requests that wait; those that come then are refused (0: no limit).", "no limit")
+    instances: int = option(1, "Sessions that answer in parallel, each with its own copy of the model.", common=True)
+    queue: int = option(0, "Maximum number of waiting requests; further ones are refused (0: no limit).", "no limit")
     duration: str = option(
         "",
         "How long requests come at each rate, with its unit: 30s.",

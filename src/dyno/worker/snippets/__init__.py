@@ -184,7 +184,7 @@ def _write_head(part: ScriptPart, trial: Trial, about: Mapping[str, Any], image:
     lines = [f'"""{about["story"]}', "", f"    python {script}                # random numbers"]
     lines += [f"    python {script} PHOTO.jpg …    # photographs, prepared as for the measurement"] if image else []
     needs = ", ".join((*part.needs, *(("Pillow for photographs",) if image else ())))
-    lines += ["", f"Needs {needs}. Written by `dyno export`, but nothing of Dyno is needed to run it."]
+    lines += ["", f"Needs {needs}. Written by `dyno export`, but runs without Dyno."]
     lines += [note] if (note := tasks.find_task(trial.model.task).note) else []
     return "\n".join(lines).replace("\\", "/") + '\n"""\n\n'
 

@@ -143,7 +143,7 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
     on_gpu = trial.runtime.device != "cpu"
     provider = None if on_gpu else ort.find_provider(ort.import_library(), trial)
     if provider and provider.devices:
-        raise UserError(f"there is no script for {provider.name}, which is of a plug-in library")
+        raise UserError(f"there is no script for {provider.name}, which is from a plug-in library")
     usual = [provider.name, *ort.DEFAULT_PROVIDERS] if provider else [*ort.DEFAULT_PROVIDERS]
     constants = {
         "FILE": locate_file(about),

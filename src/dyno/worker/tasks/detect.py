@@ -351,7 +351,7 @@ class DetectionCollector(Collector):
             unit = "shares of the image" if form.shares else "pixels"
             return boxes, (
                 f"{AS_READ} as {form.order} in {unit}, hardly overlap the annotated objects: the network wasn't "
-                "trained on such, its images were prepared otherwise, or its boxes are meant otherwise"
+                "trained on such, its images were prepared differently, or its boxes have another meaning"
             )
         return boxes, ""
 

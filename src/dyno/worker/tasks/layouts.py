@@ -141,7 +141,7 @@ class AnchorTable(BoxLayout):
         if constant:
             return "the fifth value is 1 for every anchor"  # YOLOv6's objectness
         if not _follow_cells(table[:2, 0].astype(np.float64), seen.size):
-            return "what should be centres of boxes doesn't follow the cells of the grid: decode the boxes in the file"
+            return "the values read as box centres don't follow the cells of the grid: decode the boxes in the file"
         return ""
 
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
@@ -357,7 +357,7 @@ class Pairs(BoxLayout):
     def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
         table = self._read_table(fit, seen.values, slice(None)).astype(np.float32)
         if other := _find_factor(table, {n: a for n, a in seen.values.items() if n not in fit.names}):
-            return f"{other} has a value of each box beside its classes: multiply the scores by it in the file"
+            return f"{other} has one value per box besides its class scores: multiply the scores by it in the file"
         table = table[np.isfinite(table).all(-1)]
         logits = bool(table.size and (table.min() < -SCORE_SLACK or table.max() > 1 + SCORE_SLACK))
         count = table.shape[-1]
@@ -471,7 +471,7 @@ def _examine_boxes(fit: Fit, seen: ObservedOutputs, graded: bool) -> BoxForm | s
     scores = np.concatenate([one.best_scores() for one in found])
     finite = scores[np.isfinite(scores)]
     if finite.size and (finite.min() < -SCORE_SLACK or finite.max() > 1 + SCORE_SLACK):
-        return f"what should be scores is from {finite.min():.3g} to {finite.max():.3g}"
+        return f"the values read as scores go from {finite.min():.3g} to {finite.max():.3g}"
     boxes = np.concatenate([one.boxes.T for one in found]).astype(np.float32)
     usable = np.isfinite(boxes).all(1) & boxes.any(1)
     rows = np.flatnonzero(usable & (scores > MAX_FILLER_SCORE))
@@ -480,14 +480,14 @@ def _examine_boxes(fit: Fit, seen: ObservedOutputs, graded: bool) -> BoxForm | s
     if not rows.size:
         return None
     if graded and _has_whole_numbers(scores[rows]):
-        return "what should be scores are whole numbers"
+        return "the values read as scores are whole numbers"
     if found[0].labels is not None:
         kinds = np.concatenate([one.labels for one in found if one.labels is not None])[rows]
         if not (_has_whole_numbers(kinds) and kinds.min() >= 0):
-            return "what should be classes are not whole numbers from 0"
+            return "the values read as classes are not whole numbers from 0"
     rows = rows[np.argsort(-scores[rows], kind="stable")[:MAX_EXAMINED_BOXES]]
     form = _choose_form(boxes[rows], fit.layout, seen.size)
-    return form or "what should be boxes lies outside the image"
+    return form or "the values read as boxes lie outside the image"
 
 
 def _choose_form(boxes: np.ndarray, layout: BoxLayout, size: tuple[int, int]) -> BoxForm | None:

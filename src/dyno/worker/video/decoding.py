@@ -210,7 +210,7 @@ class _Pictures:
         a, b, c, d = np.where(abs(values) < ROUNDING_SHARE * abs(values).max(), 0, values).tolist()
         if (a or d) and (b or c):
             angle = -round(math.degrees(math.atan2(b, a)))
-            self._note(f"the file turns its frames by {angle} degrees, which is no right angle: left out")
+            self._note(f"the file turns its frames by {angle} degrees, not a right angle: not turned")
             return NO_TURN
         return (True, c < 0, b < 0) if b or c else (False, a < 0, d < 0)
 

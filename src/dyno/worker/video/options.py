@@ -41,7 +41,7 @@ class VideoOptions:
     )
     preload: int = option(
         0,
-        "Decode this many frames into memory first, and answer them again and again, until --frames: without decoding.",
+        "Decode this many frames into memory first and replay them until --frames, without decoding.",
     )
     prepare: str = option(
         "",
@@ -63,8 +63,10 @@ class VideoOptions:
         "Drop the oldest waiting frame when frames come faster than they are answered, as from a camera.",
         "yes for cameras and streams, no for files",
     )
-    frame_size: str = option("", "Of raw frames (IN is -): WIDTHxHEIGHT; three bytes, red, green, blue, per pixel.")
-    frame_rate: float = option(30.0, "Of raw frames and folders of images, per second.")
+    frame_size: str = option(
+        "", "Size of raw frames (IN is -): WIDTHxHEIGHT; three bytes, red, green, blue, per pixel."
+    )
+    frame_rate: float = option(30.0, "Frames per second of raw frames and folders of images.")
 
     def __post_init__(self) -> None:
         settle(self)

@@ -51,7 +51,7 @@ def test_both_are_found(name: str) -> None:
     [
         (replace(trial(), runtime=Runtime()), "tensorrt can't run on cpu (it runs on cuda)"),
         (trial("fp6"), "tensorrt has no fp6 here"),
-        (trial("int4"), "int4 is for a file with such weights; Dyno doesn't quantise to it"),
+        (trial("int4"), "int4 is only for files with such weights; Dyno doesn't quantise to it"),
         (trial(model=ModelSpec("ir", "file:net.xml")), "reads .onnx, .engine, .plan and .trt files, not net.xml"),
         (trial("tf32", model=replace(FILE, precision="int8")), "the file's weights are int8 already; run it as int8"),
         (replace(trial("int8"), data=DataSpec()), "int8 needs real calibration images: give --data"),

@@ -348,8 +348,8 @@ def list_layers(listed: Sequence[EngineLayer], library: str) -> LayerGraph:
 PROFILED_CALLS = 6  # the first is left out
 DISCARDED_RUNS = 3  # of a profile
 TIMES_NOTE = (
-    "TensorRT's profiler runs the layers one after the other without a CUDA graph and times each by events: what lies "
-    "between two is in their times, so that they may add up to more than the latency."
+    "TensorRT's profiler runs the layers one after the other without a CUDA graph and times each by events: their "
+    "times include the gaps between them, so they may add up to more than the latency."
 )
 SLOWEST_SHOWN = 5
 
