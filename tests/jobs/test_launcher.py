@@ -137,6 +137,7 @@ def test_a_trial_that_is_killed_as_its_engine_is_closed_is_measured_again(
     assert record.value("peak_memory") and not (tmp_path / "partial.json").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_job(fake_trial: Any, tmp_path: Path) -> None:
     """In a notebook this process lives on."""
     trial, jobs = fake_trial(fail="hang", at="load"), list[psutil.Process]()

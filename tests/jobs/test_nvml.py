@@ -228,6 +228,7 @@ def test_a_job_on_a_gpu_has_its_columns_and_what_was_before(
     assert nvml.open == 0
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_job_begins_where_it_loads(nvml: Nvml, child: subprocess.Popen[bytes], tmp_path: Path) -> None:
     mates = set[int]()
     nvml.told |= {"memory": 1e9, "pids": []}
@@ -235,9 +236,9 @@ def test_the_memory_of_a_job_begins_where_it_loads(nvml: Nvml, child: subprocess
     telemetry.watch(child.pid)
     looked(telemetry)
     telemetry.pause()
-    time.sleep(0.2)  # a look that had begun has ended
+    time.sleep(0.15)  # a look that had begun has ended
     seen = len(telemetry._rows)
-    time.sleep(0.3)
+    time.sleep(0.25)
     assert len(telemetry._rows) == seen, "a frozen job isn't looked at"
     nvml.told |= {"memory": 3e9, "pids": [1]}
     mates.update((1, child.pid))

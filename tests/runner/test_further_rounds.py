@@ -108,6 +108,7 @@ def test_rounds_go_on_for_what_is_undecided(study: Any, tmp_path: Path, scripted
     assert not progress.began and not progress.said, "with that margin everything is decided"
 
 
+@pytest.mark.slow
 def test_models_share_the_minutes(study: Any, tmp_path: Path, scripted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of eight minutes are left after two rounds of jobs of half a minute: two for each model."""
     monkeypatch.setattr("dyno.runner.execute._fits", lambda *_: True)

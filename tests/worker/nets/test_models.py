@@ -458,6 +458,13 @@ def test_weights_that_are_no_parameters_any_more_are_counted() -> None:
     packed = torch.ao.quantization.quantize_dynamic(net, {torch.nn.Linear}, torch.qint8)
     for module in (net, script, torch.jit.freeze(script), packed):
         assert models.count_parameters(module) == 6 * 8 + 8 + 8 * 5 + 5
+    hashes = set[str]()
+    for kind in (torch.nn.LSTM, torch.nn.GRUCell):
+        plain = [torch.nn.Sequential(kind(4, 4)) for _ in range(2)]
+        packed = [torch.ao.quantization.quantize_dynamic(net, {kind}, torch.qint8) for net in plain]
+        assert [*map(models.count_parameters, packed)] == [*map(models.count_parameters, plain)]
+        hashes |= {*map(models.weights_sha256, packed)}
+    assert len(hashes) == 4
     tied = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 4), "head": torch.nn.Linear(4, 5, bias=False)})
     tied["head"].weight = tied["embed"].weight
     assert models.count_parameters(tied) == 20

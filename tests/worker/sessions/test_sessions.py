@@ -20,7 +20,7 @@ from dyno.worker.registry import find
 from dyno.worker.sessions import gpu
 from dyno.worker.sessions.gpu import DEFAULT_SLOTS, slots_of
 from dyno.worker.sessions.onnx_runtime_session import Profile, by_run, events_in
-from dyno.worker.sessions.torch_support import compiler_errors
+from dyno.worker.sessions.torch_support import compiler_errors, is_quantised
 from dyno.worker.spec import INFERENCE_PARTS, Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable
 
 
@@ -293,3 +293,10 @@ def test_what_the_c_compiler_refuses_is_named() -> None:
 
     with pytest.raises(RuntimeError, match=r"RuntimeError: C\+\+ compile error: 'a' is no class$"), compiler_errors():
         raise Failed("Command:\ng++ x.cpp\nOutput:\nx.cpp:7:1: error: 'a' is no class\nx.cpp:9:1: error: other\n")
+
+
+def test_every_layer_that_pytorch_quantised_is_known() -> None:
+    kinds = (torch.nn.Linear, torch.nn.LSTM, torch.nn.GRUCell)
+    net = torch.nn.Sequential(*(kind(4, 4) for kind in kinds))
+    packed = torch.ao.quantization.quantize_dynamic(net, {*kinds}, torch.qint8)
+    assert [*map(is_quantised, packed)] == [True] * 3 and not any(map(is_quantised, net))

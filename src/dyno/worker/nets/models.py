@@ -154,11 +154,20 @@ def count_parameters(module: Any) -> int:
     lists = (module.named_parameters, module.named_buffers)
     own = {name for each in lists for name, _ in each(remove_duplicate=False)}  # a tied weight has two names
     state = [value for name, value in module.state_dict().items() if name not in own]
-    packed = [part for value in state for part in (value if isinstance(value, tuple) else (value,))]
+    packed = [part for value in state for part in _list_parts(value)]
     if not own and isinstance(module, torch.jit.ScriptModule):
         packed += [node.output().toIValue() for node in module.graph.findAllNodes("prim::Constant")]
     tensors = [value for value in packed if isinstance(value, torch.Tensor) and value.dim()]  # scales have none
-    return sum(int(value.numel()) for value in (*module.parameters(), *tensors))
+    return sum(int(value.numel()) for value in (*module.parameters(), *{t.data_ptr(): t for t in tensors}.values()))
+
+
+def _list_parts(value: Any) -> list[Any]:
+    """Return what an entry of a state dict consists of: quantised layers keep weights and biases packed, in tuples."""
+    import torch
+
+    if isinstance(value, torch.ScriptObject) and value._has_method("__getstate__"):  # of recurrent layers
+        value = value.__getstate__()
+    return [part for each in value for part in _list_parts(each)] if isinstance(value, (tuple, list)) else [value]
 
 
 def hash_tensors(tensors: Mapping[str, Any]) -> str:
@@ -167,8 +176,7 @@ def hash_tensors(tensors: Mapping[str, Any]) -> str:
 
     total = hashlib.sha256()
     for name, value in sorted(tensors.items()):
-        # Quantised layers have a tuple of weight and bias.
-        parts = [*value] if isinstance(value, tuple) else [value]
+        parts = _list_parts(value)
         for part in parts:
             if not isinstance(part, torch.Tensor):
                 continue

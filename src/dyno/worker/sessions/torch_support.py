@@ -290,9 +290,10 @@ def count_products(run: Callable[[], Any]) -> dict[str, int]:
 def is_quantised(module: Any) -> bool:
     """Return whether the module is a quantised layer of torch.ao, with packed 8-bit weights.
 
-    These are not parameters; a method `weight` returns them.
+    These are not parameters; a method `weight`, or `get_weight` of a recurrent layer, returns them.
     """
-    return ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None))
+    ways = (getattr(module, name, None) for name in ("weight", "get_weight"))
+    return ".quantized" in type(module).__module__ and any(map(callable, ways))
 
 
 def list_notes(trial: Trial) -> list[str]:
