@@ -162,10 +162,10 @@ def count_parameters(module: Any) -> int:
 
 
 def _list_parts(value: Any) -> list[Any]:
-    """Return what an entry of a state dict consists of: quantised layers keep weights and biases packed, in tuples."""
+    """Return the tensors of a state dict's entry: quantised layers pack weights and biases in tuples."""
     import torch
 
-    if isinstance(value, torch.ScriptObject) and value._has_method("__getstate__"):  # of recurrent layers
+    if isinstance(value, torch.ScriptObject) and value._has_method("__getstate__"):  # a recurrent layer
         value = value.__getstate__()
     return [part for each in value for part in _list_parts(each)] if isinstance(value, (tuple, list)) else [value]
 
