@@ -750,6 +750,83 @@ def test_a_transposed_convolution_in_groups_is_no_end_of_the_quantisation(call: 
     assert [(row["status"], row["outputs"]) for row in found] == [("ok", ""), ("ok", "agree")]
 
 
+def test_products_by_stacked_matrices_are_no_end_of_the_quantisation(call: Any) -> None:
+    text = "(float[n, 4, 5, 8] x) => (float[n, 4, 5, 3] y) { a = MatMul(x, w) r = Relu(a) y = MatMul(r, v) }"
+    rng = np.random.default_rng(0)
+    model = onnx_text.model(
+        text, w=rng.standard_normal((4, 8, 6), np.float32), v=rng.standard_normal((6, 3), np.float32)
+    )
+    found = measured(call, model, "--precision", "fp32,int8", "--input", "x=-2..2")
+    assert [(row["status"], row["outputs"]) for row in found] == [("ok", "")] + [("ok", "agree")] * 3
+    assert "int8" in found[1]["ran_as"] and "fp32" in found[1]["ran_as"]
+
+
+def test_weights_that_are_an_output_too_run_in_every_precision(call: Any) -> None:
+    text = "(float[n, 8] x) => (float[n, 3] y, float[8, 3] w) { y = MatMul(x, w) }"
+    weights = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+    words = ("--precision", "fp32,fp16,int8", "--input", "x=-2..2", "--compared", 2)
+    found = measured(call, onnx_text.model(text, w=weights), *words, backends="onnxruntime")
+    assert [(row["status"], row["outputs"]) for row in found] == [("ok", "")] + [("ok", "agree")] * 2
+    for trial in dyno.load("run").records:
+        np.testing.assert_allclose(trial.outputs()["w"].reshape(2, 8, 3)[0], weights, atol=0.02)
+
+
+def test_nodes_without_names_that_fp16_cannot_hold_stay_in_fp32(call: Any) -> None:
+    """They were said to, under no name, and overflowed."""
+    text = (
+        "(float[n, 8] x) => (float[n, 8] y) { c = MatMul(x, w) a = Mul(c, large) b = MatMul(a, v) y = Mul(b, small) }"
+    )
+    unit = np.eye(8, dtype=np.float32)
+    model = onnx_text.model(text, large=np.float32(6e4), small=np.float32(1e-4), w=unit, v=unit)
+    found = measured(call, model, "--precision", "fp32,fp16", "--input", "x=-2..2", backends="onnxruntime")
+    assert [(row["status"], row["outputs"]) for row in found] == [("ok", ""), ("ok", "agree")]
+    warnings = [w for path in Path("run").glob("trials/*/r0/job.json")
+                for w in json.loads(path.read_text())["artifact"]["made_by"].get("warnings", [])]  # fmt: skip
+    assert warnings == ["kept in FP32, as their values exceed FP16's range: Mul_1, MatMul_2, Mul_3"]
+
+
+def test_what_an_opset_has_in_fp32_alone_stays_in_that(call: Any) -> None:
+    """As the operators that quantise, until opset 19."""
+    model = onnx_text.model("""(float[n, 8] x) => (float[n, 3] y) {
+        q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) y = MatMul(d, w)
+    }""", s=np.float32(0.02), z=np.int8(0), w=np.ones((8, 3), np.float32))  # fmt: skip
+    words = ("--precision", "fp32,fp16", "--input", "x=-2..2")
+    found = measured(call, model, *words, backends="onnxruntime")
+    assert [(row["status"], row["outputs"]) for row in found] == [("ok", ""), ("ok", "agree")]
+
+
+def test_a_branch_that_fp16_breaks_is_named(call: Any) -> None:
+    """It reads what an operator in FP32 reads too, in whose type the converter leaves it."""
+    sides = {}
+    for side, number in ("then", 2), ("else", 3):
+        factor = h.make_node("Constant", [], [f"{side}_c"], value_float=float(number))
+        result = h.make_tensor_value_info(f"{side}_y", KINDS.FLOAT, None)
+        nodes = [factor, h.make_node("Mul", ["x", f"{side}_c"], [f"{side}_y"])]
+        sides[f"{side}_branch"] = h.make_graph(nodes, side, [], [result])
+    nodes = [h.make_node("ReduceSum", ["x"], ["s"], keepdims=0), h.make_node("Cast", ["s"], ["b"], to=KINDS.BOOL),
+             h.make_node("If", ["b"], ["p"], **sides), h.make_node("MatMul", ["p", "w"], ["y"])]  # fmt: skip
+    stored = [numpy_helper.from_array(random_weights(1)[0], "w")]
+    onnx.save(from_x(nodes, stored, "y"), "net.onnx")
+    call("run", "net.onnx", *SHORT, "--backend", "onnxruntime", "--precision", "fp32,fp16", "--out", "run", code=3)
+    full, half = rows(Path("run"))
+    assert full["status"] == "ok" and "breaks what the graphs inside its If operators read" in half["reason"], half
+
+
+def test_int8_keeps_the_factors_of_a_product_and_its_bias(call: Any) -> None:
+    """ONNX Runtime's quantiser drops beta: the outputs were off by 40 % of their size."""
+    text = """(float[n, 8] x) => (float[n, 6] y, float[n, 6] z) {
+        y = Gemm<transB = 1, alpha = 0.5, beta = 2.0>(x, w, b)
+        own = Gemm(x, v) z = Gemm<transB = 1, beta = 2.0>(x, w, own)
+    }"""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (6, 8), "v": (8, 6), "b": (6,)}
+    model = onnx_text.model(text, **{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()})
+    measured(call, model, "--precision", "fp32,int8", "--input", "x=-2..2", "--compared", 32)
+    exact, *others = (t.outputs() for t in dyno.load("run").records)
+    errors = [np.linalg.norm(own[name] - exact[name]) / np.linalg.norm(exact[name]) for own in others for name in "yz"]
+    assert len(others) == 3 and max(errors) < 0.03, errors
+
+
 def test_a_name_that_the_batch_shares_with_a_length_is_neither_s(call: Any) -> None:
     """As of dynamic_axes={0: "dynamic", 1: "dynamic"}: the tokens were as many as the inputs."""
     rng = np.random.default_rng(0)
@@ -889,3 +966,15 @@ def test_the_nodes_of_a_graph_are_one_input(call: Any, edges: str) -> None:
     call("run", "net.onnx", *QUICK, *shapes, "--compared", 2, "--out", "run", code=0)
     assert {(row["batch"], row["outputs"]) for row in rows(Path("run"))} == {("1", ""), ("1", "agree")}
     assert {trial.outputs()["y"].shape for trial in dyno.load("run").records} == {(12, 3)}
+
+
+def test_a_size_that_is_an_input_is_named_where_random_numbers_fail(call: Any) -> None:
+    """As of a mask's decoder, which enlarges to the size of the image."""
+    saved("""(float[1, 2, 4, 4] x, float[2] size) => (float[1, 2, h, w] y) {
+        s = Cast<to = 7>(size) all = Concat<axis = 0>(ones, s) y = Resize<mode = "linear">(x, , , all)
+    }""", ones=np.array([1, 2]))  # fmt: skip
+    call("run", "net.onnx", *QUICK, "--out", "run", code=3)
+    reasons = [row["reason"] for row in rows(Path("run"))]
+    assert all("size held random numbers: --input size=VALUE gives others" in reason for reason in reasons), reasons
+    call("run", "net.onnx", *QUICK, "--input", "size=8", "--compared", 2, "--out", "sized", code=0)
+    assert {trial.outputs()["y"].shape for trial in dyno.load("sized").records} == {(2, 2, 8, 8)}

@@ -25,7 +25,7 @@ AXIS_OPERATOR = re.compile(r"[+*/()]| - ")
 AXIS_TERM = re.compile(r"\s*([+-]?)\s*(?:(\d+)\s*\*\s*)?([^\s+*/()]+)")
 MADE_UP = re.compile(r"unk__|[sud]\d+$|.*(dynamic_axes|dim)_\d+$")  # exporters' names for nameless axes
 # Parts of a single input, such as a graph or a point cloud: their axis is no batch.
-COUNTED_AXIS = re.compile(r"(^|[_\W])(node|edge|atom|vert(ex|ice)|point)s?\d*($|[_\W])", re.IGNORECASE)
+COUNTED_AXIS = re.compile(r"(^|[_\W])(node|edge|atom|vert(ex|ice)|point|voxel|pillar)s?\d*($|[_\W])", re.IGNORECASE)
 TOTAL_AXIS = re.compile("total|mask", re.IGNORECASE)  # past and new tokens together
 PAST_AXIS = re.compile("past", re.IGNORECASE)
 DECODER_TOKENS = "decoder_input_ids"

@@ -206,19 +206,21 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
 
 @contextmanager
 def _drawn_inputs_named(model: ModelSpec, feed: Arrays) -> Iterator[None]:
-    """Add to an engine's error the integer inputs with random values: a sampling rate can't be 0 or 1."""
+    """Add to an engine's error the inputs with random values that may be settings: a sampling rate can't be 0 or 1."""
     try:
         yield
     except (Unavailable, MemoryError):
         raise
     except Exception as e:
         given = {spec.name for spec in model.inputs if spec.low is not None or spec.feeds}
-        kinds = {name: np.asarray(array).dtype for name, array in feed.items() if name not in given}
-        drawn = [name for name, kind in kinds.items() if kind.kind in "iu" and kind != np.uint8]
+        arrays = {name: np.asarray(array) for name, array in feed.items() if name not in given}
+        whole = [name for name, array in arrays.items() if array.dtype.kind in "iu" and array.dtype != np.uint8]
+        drawn = whole or [name for name, array in arrays.items() if array.dtype.kind == "f" and array.ndim < 2]
         if not drawn or isinstance(e, UserError):
             raise
         traceback.print_exc()
-        advice = f"{', '.join(drawn)} held random zeros and ones: --input {drawn[0]}=VALUE gives others"
+        values = "zeros and ones" if whole else "numbers"
+        advice = f"{', '.join(drawn)} held random {values}: --input {drawn[0]}=VALUE gives others"
         raise UserError(f"{type(e).__name__}: {one_line(e)}; {advice}") from e
 
 

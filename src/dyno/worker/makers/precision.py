@@ -28,7 +28,7 @@ from dyno.worker.makers.sensitivity import layers_to_keep, rank_recipe
 from dyno.worker.onnx_graph.check import compare_outputs, compute_outputs
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.fold import fold_graph, lift_constants
-from dyno.worker.onnx_graph.graph_facts import add_weight, list_files_beside, read_graph_facts, set_nodes
+from dyno.worker.onnx_graph.graph_facts import add_weight, graphs_of, list_files_beside, read_graph_facts, set_nodes
 from dyno.worker.onnx_graph.half_precision import to_bf16, to_fp16
 from dyno.worker.onnx_graph.int8 import CALIBRATION_METHODS, DEFAULT_METHOD, to_int8
 from dyno.worker.onnx_graph.placement import JOINTS_OPTION
@@ -332,7 +332,7 @@ class OnnxPrecision(Maker):
         higher = layers_to_keep(recipe, parent)
         keywords = {"higher": [layer.node for layer in higher]} if higher else {}
         converted, facts = convert(model, recipe, parent, folder, **keywords)
-        onnx.checker.check_model(converted, full_check=True)
+        _check_valid(converted, model, recipe.precision, recipe.model.name)
         onnx.save(with_metadata(converted, model), path)
         left = _check_conversion(converted, recipe.precision, recipe.model.name)
         made_by = replace(
@@ -379,6 +379,21 @@ def _read_model(path: str) -> Any:
             f"run it as {facts.precision}, which doesn't change the file, or give the float model"
         )
     return model
+
+
+def _check_valid(converted: Any, model: Any, precision: str, name: str) -> None:
+    """Raise a `UserError` for a graph that a conversion broke; converters overlook graphs inside nodes."""
+    import onnx
+
+    try:
+        onnx.checker.check_model(converted, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
+        inside = sorted({node.op_type for node in model.graph.node if graphs_of(node)})
+        what = f"what the graphs inside its {' and '.join(inside)} operators read" if inside else "its graph"
+        reason = shorten(str(e))[:160]
+        raise UserError(
+            f"{name} can't be made {precision}: the conversion breaks {what} ({reason}); run it in the file's precision"
+        ) from e
 
 
 def _check_conversion(model: Any, precision: str, name: str) -> list[str]:

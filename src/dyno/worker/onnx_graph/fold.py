@@ -15,7 +15,7 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.onnx_graph.check import make_session
-from dyno.worker.onnx_graph.graph_facts import add_weight, copy_message, drop_weight_inputs, set_nodes
+from dyno.worker.onnx_graph.graph_facts import add_weight, copy_message, drop_weight_inputs, graphs_in, set_nodes
 from dyno.worker.onnx_graph.repair import ONNX_DOMAINS
 from dyno.worker.sessions.torch_support import first_line
 
@@ -57,7 +57,7 @@ def fold_graph(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tu
 
 
 def lift_constants(model: Any) -> Any:
-    """Return the graph with Constant nodes as initialisers, and without initialisers among its inputs."""
+    """Return the graph with Constant nodes as initialisers, and no initialiser among its inputs or outputs."""
     import onnx
 
     copy = copy_message(model)
@@ -70,11 +70,39 @@ def lift_constants(model: Any) -> Any:
             remaining.append(node)
         else:
             graph.initializer.add().CopyFrom(tensor)
+    for tensor in (tensor for tensor in graph.initializer if tensor.name in outputs):  # as a detector's anchors
+        name, tensor.name = tensor.name, f"{tensor.name}_stored"
+        for node in (node for each in graphs_in(graph) for node in each.node):
+            node.input[:] = [tensor.name if read == name else read for read in node.input]
+        remaining.append(onnx.helper.make_node("Identity", [tensor.name], [name]))
     set_nodes(graph, remaining)
     drop_weight_inputs(graph)
     # Before IR version 4, every initialiser had to be an input.
     copy.ir_version = max(copy.ir_version, onnx.IR_VERSION_2019_1_22 + 1)
     return copy
+
+
+def multiply_factors(graph: Any) -> set[str]:
+    """Fold alpha and beta of each Gemm into its weights and bias, in place.
+
+    ONNX Runtime's quantiser drops beta. Return the names of the Gemms whose bias is no constant.
+    """
+    import onnx
+
+    stored, left = {tensor.name: tensor for tensor in graph.initializer}, set[str]()
+    for node in (node for node in graph.node if node.op_type == "Gemm" and node.domain in ONNX_DOMAINS):
+        for place, factor in (1, "alpha"), (2, "beta"):
+            found = [attribute for attribute in node.attribute if attribute.name == factor and attribute.f != 1]
+            if not found or len(node.input) <= place:
+                continue
+            if node.input[place] in stored:
+                values = onnx.numpy_helper.to_array(stored[node.input[place]])
+                name = f"{node.input[place]}_{node.output[0]}_{factor}"
+                node.input[place] = add_weight(graph, name, (values * found[0].f).astype(values.dtype))
+                node.attribute.remove(found[0])
+            elif factor == "beta":
+                left.add(node.name)
+    return left
 
 
 def _infer_types(model: Any) -> Any:

@@ -16,7 +16,7 @@ from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import make_example, make_reader
 from dyno.worker.onnx_graph.graph_facts import copy_message, read_graph_facts, reads_of, set_nodes
 from dyno.worker.onnx_graph.placement import list_decoding_nodes, name_nodes
-from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset, retype
+from dyno.worker.onnx_graph.repair import ONNX_DOMAINS, convert_opset, order, read_opset, retype
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 # Operators that lose most in half precision: their values span too many magnitudes
@@ -34,9 +34,12 @@ def to_fp16(
     The warnings include nodes kept for their large values.
     """
     refuse_unconvertible(model, parent, "fp16")
+    name_nodes(model.graph)  # those that stay in FP32 are known by their names
     head = list_decoding_nodes(model.graph, recipe.model)
     large = _too_large(model, make_example(recipe, parent), folder)
-    converted, warnings = convert_mixed(model, set(), sorted({*large, *head, *higher}))
+    own = [node for node in model.graph.node if node.domain in ONNX_DOMAINS]
+    unsupported = {node.op_type for node in own if not _has_type(node, read_opset(model), "tensor(float16)")}
+    converted, warnings = convert_mixed(model, unsupported, sorted({*large, *head, *higher}))
     if large:
         warnings.insert(0, f"kept in FP32, as their values exceed FP16's range: {', '.join(large[:10])}")
     what = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
@@ -230,7 +233,8 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple
 
     refuse_unconvertible(model, parent, "bf16")
     model = convert_opset(model, max(BFLOAT16_OPSET, read_opset(model)))
-    unsupported = {node.op_type for node in model.graph.node if not _has_bf16(node, read_opset(model))}
+    version = read_opset(model)
+    unsupported = {node.op_type for node in model.graph.node if not _has_type(node, version, "tensor(bfloat16)")}
     converted, _ = convert_mixed(
         model, unsupported, sorted(list_decoding_nodes(model.graph, recipe.model))
     )  # warnings on FP16's range don't apply to BF16
@@ -242,16 +246,18 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple
     return converted, MakerFacts(scheme=scheme, warnings=tuple(warnings))
 
 
-def _has_bf16(node: Any, version: int) -> bool:
-    """Return whether the operator has a bfloat16 form in that opset, if it computes in floating point at all."""
+def _has_type(node: Any, version: int, kind: str) -> bool:
+    """Return whether the operator has a form of that type in that opset, if it computes in floating point at all."""
     import onnx
 
     try:
         schema = onnx.defs.get_schema(node.op_type, version, node.domain)
     except onnx.defs.SchemaError:
         return False
+    if any(value.type_str == "tensor(float)" for value in (*schema.inputs, *schema.outputs)):
+        return False
     floats = [c.allowed_type_strs for c in schema.type_constraints if "tensor(float)" in c.allowed_type_strs]
-    return not floats or any("tensor(bfloat16)" in allowed for allowed in floats)
+    return not floats or any(kind in allowed for allowed in floats)
 
 
 def emulate_bfloat16(model: Any) -> Any:

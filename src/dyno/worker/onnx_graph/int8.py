@@ -20,7 +20,7 @@ from dyno.worker import system
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import CalibrationImages, CalibrationInputs, calibration_of, make_reader
 from dyno.worker.onnx_graph.check import make_session
-from dyno.worker.onnx_graph.fold import fold_graph
+from dyno.worker.onnx_graph.fold import fold_graph, multiply_factors
 from dyno.worker.onnx_graph.placement import (
     JOINTS_OPTION,
     LINEAR_OPERATORS,
@@ -138,11 +138,13 @@ def observe_ranges(model: Any, recipe: Recipe, data: Calibration, scratch: Path)
     target = str(recipe.options.get("target", ""))
     check_known("int8 target", target, QUANTISATION_SCHEMES)
     scheme = QUANTISATION_SCHEMES[target]
-    prepared, notes = _prepare_graph(model, data, scratch)
+    prepared, notes, scaled = _prepare_graph(model, data, scratch)
     excluded, transformer = _find_attention(prepared)
-    excluded |= list_decoding_nodes(prepared.graph, recipe.model)
+    excluded |= scaled | list_decoding_nodes(prepared.graph, recipe.model)
     if scheme.quantise_bias:
         excluded |= _find_grouped(prepared)
+    if not scheme.fused:
+        excluded |= _find_stacked(prepared)
     fused = (*OBSERVED_OPERATORS, *(MOVE_OPERATORS if JOINTS_OPTION in recipe.options else ()))
     types = fused if scheme.fused else LINEAR_OPERATORS if transformer else _every_type()
     ranges, collected = _calibrate_ranges(scratch, types, data, recipe)
@@ -240,15 +242,17 @@ def _read_bounds(node: Any, stored: Mapping[str, Any]) -> tuple[float, float]:
     )
 
 
-def _prepare_graph(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str]]:
-    """Return the graph folded (see `fold`) with every node named, also written as prepared.onnx; and warnings."""
+def _prepare_graph(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str], set[str]]:
+    """Return the graph folded (see `fold`) with every node named, also written as prepared.onnx; warnings; and the
+    nodes with factors that couldn't be folded."""
     import onnx
 
     (feeds,) = data.feeds(0, 1)
     prepared, notes = fold_graph(convert_opset(model, max(PER_CHANNEL_OPSET, read_opset(model))), feeds, scratch)
     name_nodes(prepared.graph)
+    scaled = multiply_factors(prepared.graph)
     onnx.save(prepared, scratch / "prepared.onnx")
-    return prepared, notes
+    return prepared, notes, scaled
 
 
 def _every_type() -> set[str]:
@@ -277,6 +281,12 @@ def _find_grouped(model: Any) -> set[str]:
     """
     found = (node for node in model.graph.node if node.op_type == "ConvTranspose" and len(node.input) > 2)
     return {node.name for node in found if any(a.name == "group" and a.i > 1 for a in node.attribute)}
+
+
+def _find_stacked(model: Any) -> set[str]:
+    """Return MatMul nodes with stacked weight matrices: the quantiser gives their rows scales, which no engine reads."""
+    stacked = {tensor.name for tensor in model.graph.initializer if len(tensor.dims) > 2}
+    return {node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in stacked}
 
 
 def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, recipe: Recipe) -> tuple[Ranges, Any]:
