@@ -284,7 +284,7 @@ def _find_grouped(model: Any) -> set[str]:
 
 
 def _find_stacked(model: Any) -> set[str]:
-    """Return MatMul nodes with stacked weight matrices: the quantiser gives their rows scales, which no engine reads."""
+    """Return MatMul nodes with stacked weights: the quantiser gives their rows scales, which no engine reads."""
     stacked = {tensor.name for tensor in model.graph.initializer if len(tensor.dims) > 2}
     return {node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in stacked}
 
