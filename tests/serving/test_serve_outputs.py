@@ -41,7 +41,7 @@ def test_an_engine_with_wrong_outputs_is_never_ranked(call: Any, tmp_path: Path)
     assert said.startswith("Wrong outputs: off by") and "they are not ranked." in " ".join(out.split())
     assert len([*tmp_path.glob("run/reference/trials/*/r*")]) == 1, "one job, and nothing of it is a row"
     assert [t.backend for t in run.records] == ["onnxruntime", wrong]
-    assert "(fp32 allows 0.01) against pytorch fp32; not ranked" in verdict.list_sentences(run.data)[0]
+    assert "(fp32 allows 0.01) against pytorch fp32, so they are not ranked" in verdict.list_sentences(run.data)[0]
     shown = {name: call("show", "run", "--table", "serve", "--format", name)[1] for name in ("json", "csv")}
     figure = tables.draw_latency_by_rate(run.data)
     labels = {text.get_text().partition(wrong)[2] for text in figure.legends[0].get_texts()}
@@ -63,7 +63,7 @@ def test_an_engine_that_is_wrong_in_smaller_batches_is_never_ranked(call: Any, t
 def test_a_wrong_engine_alone_is_not_the_reference(call: Any, tmp_path: Path) -> None:
     _, out, _ = call("bench", "serve", *SMALL, "--backend", "planted_backends:ChangedWeight", code=3)
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
-    assert row["verdict"].startswith("wrong outputs: off by") and "against pytorch fp32; not ranked" in out
+    assert row["verdict"].startswith("wrong outputs: off by") and "against pytorch fp32, so they are not ranked" in out
 
 
 def test_a_reference_among_the_engines_needs_no_job_of_its_own(call: Any, tmp_path: Path) -> None:
