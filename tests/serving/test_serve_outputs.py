@@ -63,7 +63,7 @@ def test_an_engine_that_is_wrong_in_smaller_batches_is_never_ranked(call: Any, t
 def test_a_wrong_engine_alone_is_not_the_reference(call: Any, tmp_path: Path) -> None:
     _, out, _ = call("bench", "serve", *SMALL, "--backend", "planted_backends:ChangedWeight", code=3)
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
-    assert row["verdict"].startswith("wrong outputs: off by") and "against pytorch fp32, so they are not ranked" in out
+    assert row["verdict"].startswith("wrong outputs: off by") and "against pytorch fp32; they are not ranked" in out
 
 
 def test_a_reference_among_the_engines_needs_no_job_of_its_own(call: Any, tmp_path: Path) -> None:
