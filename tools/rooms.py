@@ -65,7 +65,7 @@ WORKER = {
     "inputs": "facts spec",
     "tasks": "spec inspection plugins inputs",
     "sessions": "facts spec backend option_values extras system inputs",
-    "onnx_graph": "facts spec extras system inputs tasks sessions",
+    "onnx_graph": "facts spec record extras system inputs tasks sessions",
     "nets": "facts spec inspection plugins extras inputs tasks sessions onnx_graph",
     "layers": "facts spec backend inputs sessions nets onnx_graph",
     "numerics": "facts spec backend nets sessions onnx_graph",

@@ -258,13 +258,13 @@ def test_a_pointer_or_a_page_in_place_of_a_file_is_named(tmp_path: Path) -> None
     pointer, page = tmp_path / "net.onnx", tmp_path / "net.safetensors"
     pointer.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 97\n")
     page.write_text("\n<!DOCTYPE html><html></html>")
-    with pytest.raises(UserError, match=r"net\.onnx is a pointer of Git LFS and not the model file itself; get that"):
+    with pytest.raises(UserError, match=r"net\.onnx is a Git LFS pointer, not the model file itself; fetch it"):
         model_spec(Study(models=(str(pointer),)), str(pointer))
     study = Study(models=("torchvision:resnet18",), weights=str(page))
     refuses(r"net\.safetensors is a web page and not a weights file; download", model_spec, study, study.models[0])
     for name in ("net.pt", "net.cfg", "weights.safetensors"):
         shutil.copy(pointer, tmp_path / name)
-        refuses(rf"{name} is a pointer of Git LFS and not the", named, tmp_path / name)
+        refuses(rf"{name} is a Git LFS pointer, not the", named, tmp_path / name)
 
 
 def test_a_compressed_file_and_an_ending_in_capitals_say_what_to_do(tmp_path: Path) -> None:

@@ -406,7 +406,7 @@ class _Groups:
 def _find_own_regions(
     links: Sequence[Link], root: Callable[[tuple[int, int]], tuple[int, int]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Return, per module with submodules, the regions of its own code, in the order of its nodes."""
+    """Map each module with submodules to the regions of its direct code, in node order."""
     regions_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for each in links:
         for upper in sorted(each.outer):

@@ -11,6 +11,7 @@ from pathlib import Path
 from dyno.store import cache_dir
 from dyno.worker import registry
 from dyno.worker.nets.checkpoint import PROGRAM, Archive, advise_on_module
+from dyno.worker.record import refuse_pointer
 from dyno.worker.spec import SAVED_SUFFIXES, UserError
 
 HASH_LENGTH = 12  # hex digits of a short commit id
@@ -161,9 +162,8 @@ def refuse_stand_in(text: str, what: str, *, may_be_zip: bool = True) -> None:
     """Raise `UserError` if the file is a Git LFS pointer, a web page or compressed."""
     beginning = b""
     with suppress(OSError), open(text, "rb") as opened:  # reading the whole file will give the reason
+        refuse_pointer(Path(text), what)
         beginning = opened.read(64)
-    if beginning.startswith(b"version https://git-lfs"):
-        raise UserError(f"{text} is a pointer of Git LFS and not the {what} itself; get that with git lfs pull")
     if beginning.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         raise UserError(f"{text} is a web page and not a {what}; download the file itself")
     kinds = COMPRESSION_MAGIC | ({b"PK\3\4": "zip"} if not may_be_zip else {})

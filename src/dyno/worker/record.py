@@ -216,6 +216,14 @@ def check_regular(path: Path, what: str) -> Path:
     return path
 
 
+def refuse_pointer(path: Path, what: str) -> None:
+    """Raise a `UserError` if Git LFS has left a pointer in place of the file."""
+    mark = b"version https://git-lfs"
+    with open(path, "rb") as file:
+        if file.read(len(mark)) == mark:
+            raise UserError(f"{path} is a Git LFS pointer, not the {what} itself; fetch it with git lfs pull")
+
+
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
     """Raise a `UserError` if a folder in `names`, or one below it, is a symbolic link.
 

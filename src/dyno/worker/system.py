@@ -258,7 +258,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def list_causes(error: BaseException, implicit: bool = False) -> list[BaseException]:
     """Return the error and its chain of causes, each once; with `implicit` also the errors being handled.
 
-    PyTorch raises errors that are causes of their own cause.
+    PyTorch raises errors whose chain of causes is a cycle.
     """
     found: list[BaseException] = []
     cause: BaseException | None = error

@@ -126,7 +126,7 @@ def test_a_file_of_weights_that_is_cut_short_is_one_line(weighty: Path) -> None:
     refuses("cut short", read_layers, str(weighty), {"x": (256,)})
     (weighty.parent / "weights.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1024\n")
     refuses(
-        "weights.bin is a pointer of Git LFS and no weights; get those by git lfs pull",
+        "weights.bin is a Git LFS pointer, not the weights file itself; fetch it with git lfs pull",
         read_layers,
         str(weighty),
         {"x": (256,)},

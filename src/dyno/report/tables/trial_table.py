@@ -473,8 +473,7 @@ def _find_contradiction(t: TrialResult, boundary: str, seconds: float) -> float 
 
     Only if no round at this boundary is known to be quiet. None on a GPU, whose copies may take that long undisturbed.
     """
-    is_quiet = any(r.facts.delays.get(boundary) for r in find_quiet_rounds(t, boundary, 0))
-    if t.device.startswith("cuda") or is_quiet:
+    if t.device.startswith("cuda") or any(r.facts.delays.get(boundary) for r in find_quiet_rounds(t, boundary, 0)):
         return None
     usual = min((median(found) for b in LATENCIES if (found := quiet_medians(t, b))), default=math.nan)
     return usual if seconds > MAX_INTERVAL_RATIO * usual else None

@@ -329,9 +329,7 @@ def list_route_findings(results: Results) -> Iterator[Finding]:
             rest = _format_routes(route for route in one.routes if route.outcome != ROUTE_KEPT)
             yield Finding(BEST, f"{text} usual one at batch {one.batch}; it has separate rows{rest}.")
     if others := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in tried if one.kept is None]:
-        yield Finding(
-            NOTE, f"None of the other routes tried to the ONNX file is proven to be faster: {', '.join(others)}."
-        )
+        yield Finding(NOTE, f"No other route to the ONNX file is proven faster; tried: {', '.join(others)}.")
 
 
 def _name_attempt(one: Attempt) -> str:

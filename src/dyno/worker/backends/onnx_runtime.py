@@ -455,7 +455,7 @@ def find_provider(ort: Any, trial: Trial) -> Provider | None:
             ort.register_execution_provider_library(package, str(plugin.get_library_path()))
     devices = tuple(device for device in ort.get_ep_devices() if device.ep_name in names)
     if not devices:
-        raise Unavailable(f"{', '.join(names)} is registered, but finds none of its devices here")
+        raise Unavailable(f"{', '.join(names)} is registered, but finds no device here")
     return Provider(devices[0].ep_name, devices)
 
 

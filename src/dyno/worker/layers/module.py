@@ -36,8 +36,8 @@ def read(module: Any, *args: Any, **keywords: Any) -> LayerGraph:
 def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
     """Run the module once; return a row per call of a part, in the order in which calls end.
 
-    Parts that only call others have no row, nor does a module of several parts itself without parameters or operations
-    of its own. Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's,
+    Parts that only call others have no row, nor does a module of several parts without direct parameters or operations.
+    Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's,
     is `skipped`, as is a part with parameters that was never called itself; it has no outputs. Raise a `UserError` for
     TorchScript and programs of torch.export, which take no hooks (see `list_program_parts`).
     """

@@ -93,7 +93,7 @@ def read_cfg(path: str) -> list[CfgSection]:
 
 # Darknet's layers, by its documentation and C code, made of PyTorch's modules
 #
-# The network is a `torch.fx` graph, so it needs no classes of its own, which would require importing torch here.
+# The network is a `torch.fx` graph, so no class here derives from one of torch, which is imported late.
 
 EPSILON = 1e-5  # of AlexeyAB's Darknet (YOLOv4)
 LEAKY_SLOPE = 0.1

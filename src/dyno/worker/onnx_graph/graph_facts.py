@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.engine import COMPUTE_LAYER, QUANTISED_PRECISIONS
+from dyno.worker.record import refuse_pointer
 from dyno.worker.spec import UserError
 
 # Inputs that are weights, for operators with other constants too: scales, statistics, limits, shapes
@@ -44,10 +45,14 @@ PACKED_INPUTS = {
     "MatMulNBits": ((1,), "bits"), "GatherBlockQuantized": ((0,), "bits"), "QMoE": ((2, 5, 8), "expert_weight_bits"),
 }  # fmt: skip
 PASSED_ON = {"Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # operators that keep values
-STORED = {"Cast", "Identity", "QuantizeLinear", "DequantizeLinear"}  # operators that change the form of values
+RECODING_OPERATORS = {
+    "Cast",
+    "Identity",
+    "QuantizeLinear",
+    "DequantizeLinear",
+}  # change the form of values
 SCALING_OPERATORS = {"Mul", "Div", "Sub", "Add"}  # operators after a Cast that dequantise packed weights
 BIASED_OPERATORS = {"DequantizeLinear", "QLinearConv", "QGemm"}  # operators with biases of 32 bits
-GIT_LFS_POINTER = b"version https://git-lfs"  # start of a file that stands for one that Git LFS has not fetched
 # operators that broadcast a single constant number
 SCALAR_OPERATORS = {"Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min"}
 
@@ -244,11 +249,11 @@ def find_channels(model: Any, name: str) -> int:
             continue
         if node.op_type == "Conv":
             kernel = node.input[1]
-            while (maker := makers.get(kernel)) is not None and maker.op_type in STORED:
+            while (maker := makers.get(kernel)) is not None and maker.op_type in RECODING_OPERATORS:
                 kernel = maker.input[0]
             if (constant := scope.constants.get(kernel)) is not None and len(constant.dims) > 2:
                 return constant.dims[1] * _read_attribute(node, "group", 1)
-        elif node.op_type in STORED | SCALING_OPERATORS:
+        elif node.op_type in RECODING_OPERATORS | SCALING_OPERATORS:
             names.add(node.output[0])
     return 0
 
@@ -450,10 +455,7 @@ def check_files_beside(path: str) -> None:
                 )
             file, end = Path(path).parent / known[LOCATION_KEY], sum(int(text) for text in places.values())
             if (size := file.stat().st_size) < end:
-                with open(file, "rb") as f:
-                    is_pointer = f.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER
-                if is_pointer:
-                    raise UserError(f"{file} is a pointer of Git LFS and no weights; get those by git lfs pull")
+                refuse_pointer(file, "weights file")
                 raise UserError(
                     f"{path} keeps weights in {file}, which is cut short at {size:,} bytes: {tensor.name} ends at "
                     f"{end:,}; copy it again"

@@ -99,7 +99,7 @@ def name_domain(model: Any) -> str:
     return "nodes named ONNX's own domain, which not every engine reads, and no longer do" if named else ""
 
 
-def set_foreign_apart(model: Any) -> bool:
+def hide_foreign_operators(model: Any) -> bool:
     """Move operators that ONNX does not define, such as TensorRT's plug-ins, into a domain ignored by the checker.
 
     Return whether any was moved: operators in ONNX's own domain, or in a domain without a version in the file.
