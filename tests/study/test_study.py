@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import dyno
 from dyno import Study, UserError
 from dyno.runner.run_folder import folder_name
-from dyno.study import study as module
-from dyno.study.study import Choice, find_runtime, model_name, parse_budget, parse_size
+from dyno.study import model_source
+from dyno.study.model_source import model_name
+from dyno.study.study import Choice, find_runtime, parse_budget, parse_size
 from refusals import refuses
 
 
@@ -286,7 +287,7 @@ LIBRARIES = {"torchvision": {"both", "one"}, "timm": {"both", "vit_small"}}
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "list_names", lambda library: frozenset(LIBRARIES[library]))
+    monkeypatch.setattr(model_source, "list_names", lambda library: frozenset(LIBRARIES[library]))
 
 
 def test_usual_names_of_backends_and_precisions_are_known() -> None:
@@ -318,9 +319,9 @@ def test_the_names_of_a_library_are_those_of_its_code() -> None:
     torchvision = pytest.importorskip("torchvision")
     timm = pytest.importorskip("timm")
     listed = {name for name in torchvision.models.list_models() if "quantized" not in name}
-    assert module.list_names("torchvision") >= listed
-    assert module.list_names("timm") >= set(timm.list_models())
-    assert module.find_libraries("resnet18") == ["torchvision", "timm"]
+    assert model_source.list_names("torchvision") >= listed
+    assert model_source.list_names("timm") >= set(timm.list_models())
+    assert model_source.find_libraries("resnet18") == ["torchvision", "timm"]
 
 
 @pytest.mark.parametrize(

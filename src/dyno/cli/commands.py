@@ -37,8 +37,9 @@ from dyno.study.defaults import (
     parse_trackers,
     study_of,
 )
+from dyno.study.model_source import model_name
 from dyno.study.options import MODEL_HELP
-from dyno.study.study import Study, model_name
+from dyno.study.study import Study
 from dyno.worker.extras import name_lacking
 from dyno.worker.option_values import check_range, option
 from dyno.worker.record import write_text

@@ -14,12 +14,13 @@ from dyno.jobs.progress import Progress
 from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.execute import Files
 from dyno.store import cache_dir
-from dyno.study import defaults, input_options
+from dyno.study import input_options
 from dyno.study.defaults import check_weights
 from dyno.study.images import prepare_images
 from dyno.study.interpreters import explain_missing, place_recipe, runtime_of
 from dyno.study.model_info import inspect_model, list_sizes, model_spec
-from dyno.study.study import Choice, Study, model_name, parse_size
+from dyno.study.model_source import model_name, parse_form
+from dyno.study.study import Choice, Study, parse_size
 from dyno.worker import registry, system
 from dyno.worker.facts.job import MODULES, UNWATCHED_ERROR, LayerGraph
 from dyno.worker.record import Record
@@ -75,7 +76,7 @@ def request_own_form(source: str) -> FormRequest:
 
 def is_form(text: Any) -> bool:
     """Return whether the text names a form of a model rather than a model."""
-    return defaults.parse_form(str(text), _list_form_names()) is not None
+    return parse_form(str(text), _list_form_names()) is not None
 
 
 def _list_form_names() -> tuple[str, ...]:
@@ -84,7 +85,7 @@ def _list_form_names() -> tuple[str, ...]:
 
 def _parse_form(text: str, source: str) -> FormRequest | None:
     """Return the named form of the first model; None if the text names another model."""
-    found = defaults.parse_form(text, _list_form_names())
+    found = parse_form(text, _list_form_names())
     if found is None:
         named = text.partition("/")[0]
         if not (Path(text).is_file() or ":" in named or registry.format_of(text)):

@@ -16,8 +16,9 @@ from dyno.formatting import format_count
 from dyno.results.notes import store_models
 from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study.commits import find_head
+from dyno.study.model_source import model_name
 from dyno.study.plan import PlannedTrial, place_of, rename_model
-from dyno.study.study import Choice, Study, model_name
+from dyno.study.study import Choice, Study
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import DamagedRecord, read_json, read_record, write_json, write_text

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from dyno.store import cache_dir
 from dyno.worker import registry
-from dyno.worker.nets.checkpoint import PROGRAM, Archive, advise_on_module
-from dyno.worker.record import refuse_pointer
 from dyno.worker.spec import SAVED_SUFFIXES, UserError
 
 HASH_LENGTH = 12  # hex digits of a short commit id
@@ -127,58 +125,3 @@ def _find_last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 # Files of torch.save given as a model: runnable ones, and advice on the others.
-
-CHECKPOINT_SUFFIXES = (".pt", ".pth")
-DARKNET_SUFFIX = ".cfg"
-COMPRESSION_MAGIC = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"7z\xbc\xaf": "7-Zip",
-}
-
-
-def stored_source(source: str) -> str:
-    """Return the source with the prefix for its content: a YOLO checkpoint (best.pt) or a TorchScript program.
-
-    A .cfg is Darknet's. Raises `UserError` for any other file of torch.save; other sources are returned unchanged.
-    """
-    if Path(source).suffix in (DARKNET_SUFFIX, *CHECKPOINT_SUFFIXES):
-        refuse_stand_in(source, "checkpoint")
-    if Path(source).suffix == DARKNET_SUFFIX and ":" not in source:
-        return f"darknet:{source}"
-    if Path(source).suffix not in CHECKPOINT_SUFFIXES or not Path(source).is_file():
-        return source
-    archive = Archive(source)
-    if archive.kind == PROGRAM:
-        return f"saved:{source}"
-    if not archive.yolo:
-        raise UserError(f"{source} is not a model on its own: {advise_on_module(archive)}")
-    return f"ultralytics:{source}"
-
-
-def refuse_stand_in(text: str, what: str, *, may_be_zip: bool = True) -> None:
-    """Raise `UserError` if the file is a Git LFS pointer, a web page or compressed."""
-    beginning = b""
-    with suppress(OSError), open(text, "rb") as opened:  # reading the whole file will give the reason
-        refuse_pointer(Path(text), what)
-        beginning = opened.read(64)
-    if beginning.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        raise UserError(f"{text} is a web page and not a {what}; download the file itself")
-    kinds = COMPRESSION_MAGIC | ({b"PK\3\4": "zip"} if not may_be_zip else {})
-    for mark in filter(beginning.startswith, kinds):
-        raise UserError(f"{text} is compressed ({kinds[mark]}) and not the {what} itself; unpack it")
-
-
-def keeps_weights(source: str) -> bool:
-    """Return whether the source is a file with its own weights, which no checkpoint or library weights replace.
-
-    Such a file is often compared with the network under a checkpoint, which must not enter the file.
-    """
-    file = split_commit(source)[0]
-    return (
-        bool(registry.format_of(file))
-        or file.startswith("saved:")
-        or file.endswith((*SAVED_SUFFIXES, *CHECKPOINT_SUFFIXES))
-    )

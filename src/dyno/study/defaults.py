@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dyno.store import gpu_identity
-from dyno.study.commits import keeps_weights
-from dyno.study.study import Choice, Study, model_name, name_fields
+from dyno.study.model_source import keeps_weights, model_name, parse_form
+from dyno.study.study import Choice, Study, name_fields
 from dyno.worker import registry
 from dyno.worker.extras import name_lacking
 from dyno.worker.option_values import check_types
-from dyno.worker.spec import ENDPOINT_PREFIX, FIXED, SAVED_SUFFIXES, UserError, check_known, usual_name
+from dyno.worker.spec import ENDPOINT_PREFIX, FIXED, SAVED_SUFFIXES, UserError, check_known
 
 # Checks of a command before anything is trained, measured or written.
 
@@ -229,19 +229,6 @@ def _parse_form(text: str) -> dict[str, Any]:
     backend, precision = parse_form(text, registry.list_backends()) or ("", "")
     settings = {"backends": backend, "precisions": precision}
     return {name: (value,) for name, value in settings.items() if value}
-
-
-def parse_form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the backend with its options, and the precision ("" for the default), of a form such as openvino/bf16.
-
-    `names` are the valid backend names. None for a file or any other name, which is a model.
-    """
-    backend, _, precision = text.partition("/")
-    name, at, options = backend.partition("@")
-    known = name if name in names else usual_name(name)
-    if Path(text).is_file() or known not in names:
-        return None
-    return f"{known}{at}{options}", usual_name(precision)
 
 
 def default_runner(model: str) -> tuple[str, str]:

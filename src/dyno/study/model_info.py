@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 import math
 import os
 import shlex
@@ -32,10 +30,9 @@ from dyno.store import (
     worker_code_sha256,
 )
 from dyno.study import commits, input_options
-from dyno.study.commits import keeps_weights, refuse_stand_in, stored_source
-from dyno.study.defaults import parse_form
 from dyno.study.interpreters import explain_missing, runtime_of
-from dyno.study.study import Choice, Study, find_libraries, list_names, model_name, parse_size
+from dyno.study.model_source import explain_unknown_model, find_file, keeps_weights, model_name, stored_source
+from dyno.study.study import Choice, Study, parse_size
 from dyno.worker import registry, system
 from dyno.worker.inspection import METADATA_FILE, Inspection
 from dyno.worker.nets import huggingface
@@ -44,7 +41,6 @@ from dyno.worker.record import Record, check_regular
 from dyno.worker.spec import (
     ENDPOINT_PREFIX,
     NETWORK_FILES,
-    NETWORK_LIBRARIES,
     SAVED_SUFFIXES,
     TIMM_FOLDER,
     Dims,
@@ -58,21 +54,6 @@ from dyno.worker.spec import (
     make_absolute,
 )
 
-MIN_NAME_SIMILARITY = 0.75  # lower similarities match some of a thousand names anyway
-CHECKPOINT_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights without their network
-# Formats of other programs that Dyno doesn't read, and how to convert them to ONNX. SAVED_MODEL_FILE marks a TensorFlow
-# folder.
-KERAS, TENSORFLOW, SAVED_MODEL_FILE = "Keras", "TensorFlow", "saved_model.pb"
-OTHER_FORMATS = {
-    ".keras": KERAS, ".h5": KERAS, ".hdf5": KERAS, ".pb": TENSORFLOW, ".pdmodel": "PaddlePaddle",
-    ".caffemodel": "Caffe", ".mlmodel": "Core ML", ".mlpackage": "Core ML", ".gguf": "llama.cpp",
-    ".mnn": "MNN",
-}  # fmt: skip
-FORMAT_WRITERS = {
-    KERAS: "let Keras write an ONNX file: model.export('{stem}.onnx', format='onnx')",
-    TENSORFLOW: "write an ONNX file: python -m tf2onnx.convert --saved-model FOLDER --output {stem}.onnx",
-    "PaddlePaddle": "write an ONNX file: paddle2onnx --model_dir FOLDER --save_file {stem}.onnx",
-}
 LIBRARY_FOLDER = "site-packages"  # packages there are identified by version
 INSPECTION_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "transformers", "onnx", "openvino")
 
@@ -100,25 +81,25 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         "preprocess": apply_normalisation(Preprocess(), study, len(study.mean) or study.channels),
     }
     if study.weights:
-        path = _find_file(study.weights, "weights file")
+        path = find_file(study.weights, "weights file")
         if study.pretrained:
             raise UserError("--weights and --pretrained can't be used together")
         if not keeps_weights(source):
             common |= {"weights": str(make_absolute(path)), "weights_sha256": sha256_of(path)}
     if registry.format_of(source):
-        sha256 = sha256_of(path := make_absolute(_find_file(source, "model file")))
+        sha256 = sha256_of(path := make_absolute(find_file(source, "model file")))
         return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **common)
     prefix, folder = huggingface.split_folder(source)
     if prefix:
         return _of_folder(prefix, folder, common)
     if source.endswith(SAVED_SUFFIXES) or source.startswith("saved:"):
-        path = _find_file(source.removeprefix("saved:"), "saved module")
+        path = find_file(source.removeprefix("saved:"), "saved module")
         # Dyno's own files are in folders named after their content, independent of PyTorch's writer.
         own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
         sha256 = path.resolve().parent.name if own else sha256_of(path)
         return ModelSpec(source=f"saved:{make_absolute(path)}", source_sha256=sha256, **common)
     if ":" not in source:
-        raise UserError(_no_model(source))
+        raise UserError(explain_unknown_model(source))
     return ModelSpec(
         source=_make_absolute(source), source_sha256=_source_sha256(source, common.get("weights", "")), **common
     )
@@ -134,82 +115,6 @@ def _of_folder(prefix: str, name: str, common: dict[str, Any]) -> ModelSpec:
     sha256 = digest([(path.name, sha256_of(path)) for path in parts])
     stored = TIMM_FOLDER if prefix in huggingface.TIMM_HUB else prefix
     return ModelSpec(source=f"{stored}{folder}", source_sha256=sha256, **common)
-
-
-def _no_model(source: str) -> str:
-    """Return the error message for a name without a source prefix."""
-    if not source:  # an empty path would be the current folder
-        return "a model has an empty name; give a model's file, or one like torchvision:resnet18"
-    if Path(source, "study.toml").is_file():
-        return f"{source} is a run folder; to resume it: dyno run {shlex.quote(str(Path(source, 'study.toml')))}"
-    if program := TENSORFLOW if Path(source, SAVED_MODEL_FILE).is_file() else OTHER_FORMATS.get(Path(source).suffix):
-        writer = FORMAT_WRITERS.get(program, "give the model as an ONNX file").format(stem=Path(source).stem)
-        return f"{source} is a model of {program}, which Dyno doesn't read; {writer}"
-    if Path(source).is_dir():
-        return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
-    if named := parse_form(source, registry.list_backends()):
-        backend, precision = named
-        asked = f" --precision {precision}" if precision else ""
-        return f"{source} is a backend, not a model; give it with --backend {backend}{asked}"
-    if source.endswith((".yaml", ".yml")):
-        return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
-    if source.endswith(".ort"):
-        return f"{source} is in ONNX Runtime's own format, which only ONNX Runtime reads; give its original .onnx file"
-    if Path(source).suffix == ".py":
-        return _name_functions(source)
-    if Path(source).suffix in CHECKPOINT_SUFFIXES and not Path(source).is_file():
-        return f"there is no such file: {source}"
-    if Path(source).is_file() or Path(source).suffix in CHECKPOINT_SUFFIXES:
-        is_checkpoint = Path(source).suffix in CHECKPOINT_SUFFIXES
-        refuse_stand_in(source, "checkpoint" if is_checkpoint else "model file", may_be_zip=is_checkpoint)
-        if registry.format_of(source.lower()):
-            return f"{source} ends in capitals; rename it to {Path(source).stem}{Path(source).suffix.lower()}"
-        return (
-            f"{source} is not a model file ({', '.join(registry.list_suffixes())}); weights need their network "
-            f"(torchvision:resnet50 --weights {source}); a function is given as FILE.py:FUNCTION"
-        )
-    if "/" in source:
-        return no_such(source)
-    if "," in source:
-        return f"models are given one by one, without commas: {shlex.join(source.split(','))}"
-    if meant := [f"{library}:{source}" for library in find_libraries(source)]:
-        return f"{' and '.join(find_libraries(source))} each have a model {source}; give {' or '.join(meant)}"
-    names = {name: library for library in NETWORK_LIBRARIES for name in list_names(library)}
-    if near := difflib.get_close_matches(source, names, 1, MIN_NAME_SIMILARITY):
-        return f"there is no model {source!r}; did you mean {names[near[0]]}:{near[0]}?"
-    return no_such(source)
-
-
-def _name_functions(source: str) -> str:
-    """Return the error message for a Python file without a function, with the functions that it has."""
-    path = Path(source)
-    if not path.is_file():
-        return f"there is no Python file {source}"
-    try:
-        body = ast.parse(path.read_bytes()).body
-    except (SyntaxError, ValueError) as e:
-        return f"{source} is not valid Python: {e}"
-    calls = [f"{source}:{_describe_call(each)}" for each in body
-             if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]  # fmt: skip
-    if not calls:
-        return f"{source} has no function; write one that returns the module, and give {source}:FUNCTION"
-    return f"give one of the functions of {source}, which returns the module: {', '.join(calls)}"
-
-
-def _describe_call(function: ast.FunctionDef) -> str:
-    """Return a function's name with its required arguments."""
-    given = function.args
-    needed = [a.arg for a in given.args[: len(given.args) - len(given.defaults)]]
-    needed += [a.arg for a, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value is None]
-    return function.name + (f"({', '.join(f'{name}=…' for name in needed)})" if needed else "")
-
-
-def no_such(path: str) -> str:
-    """Return the error message for a missing path of a model or run."""
-    return (
-        f"there is no file or folder {path}; give a model such as torchvision:resnet18, a model's file "
-        f"({', '.join(registry.list_suffixes())}) or FILE.py:FUNCTION, or a run's folder, such as runs/demo"
-    )
 
 
 def apply_normalisation(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
@@ -229,16 +134,6 @@ def apply_normalisation(preprocess: Preprocess, study: Study, channels: int) -> 
     return replace(preprocess, mean=(0.5,) * channels, std=(0.5,) * channels)
 
 
-def _find_file(text: str, what: str) -> Path:
-    path = check_regular(Path(text), what)
-    if path.is_dir():
-        raise UserError(f"{text} is a folder, not a {what}")
-    if not path.is_file():
-        raise UserError(f"there is no {what} {text}")
-    refuse_stand_in(text, what)
-    return path
-
-
 def _make_absolute(source: str) -> str:
     path, _, function = source.rpartition(":")
     if path in NETWORK_FILES:
@@ -247,7 +142,7 @@ def _make_absolute(source: str) -> str:
             if check_regular(Path(function), "checkpoint").is_file()
             else source
         )
-    return f"{make_absolute(_find_file(path, 'Python file'))}:{function}" if path.endswith(".py") else source
+    return f"{make_absolute(find_file(path, 'Python file'))}:{function}" if path.endswith(".py") else source
 
 
 def _source_sha256(source: str, weights: str) -> str:

@@ -22,7 +22,8 @@ from dyno.study.model_info import (
     model_spec,
     refuse_sizes,
 )
-from dyno.study.study import Choice, Study, find_runtime, model_name, parse_size
+from dyno.study.model_source import model_name
+from dyno.study.study import Choice, Study, find_runtime, parse_size
 from dyno.worker import registry, system, tasks
 from dyno.worker.backend import Backend
 from dyno.worker.extras import install

@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 import signal
 import sys
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
+from dyno.study.model_source import find_libraries
 from dyno.study.options import (
     ClusterOptions,
     ComparisonOptions,
@@ -31,9 +29,8 @@ from dyno.study.options import (
     describe_fields,
     settings,
 )
-from dyno.worker import registry, tasks
+from dyno.worker import tasks
 from dyno.worker.jobs.turns import MIN_BLOCKS
-from dyno.worker.nets import huggingface
 from dyno.worker.option_values import MAX_EXACT_INTEGER, check_range, check_types, native, several
 from dyno.worker.record import check_regular
 from dyno.worker.spec import (
@@ -42,10 +39,7 @@ from dyno.worker.spec import (
     DECIDED,
     DEFAULT_ROUNDS,
     FIXED,
-    NETWORK_FILES,
-    NETWORK_LIBRARIES,
     PRECISIONS,
-    SAVED_SUFFIXES,
     Option,
     Plan,
     UserError,
@@ -63,8 +57,6 @@ FIELD_RANGES = {
     "channels": (1, MAX_SIZE), "classes": (1, MAX_BATCH), "samples": (0, 100_000_000), "threads": (0, 10_000),
     "seed": (0, MAX_EXACT_INTEGER),
 }  # fmt: skip
-# Function names that don't identify a network.
-GENERIC_NAMES = "build build_model create_model get_model load_model main make make_model model".split()
 # Fields with several values, by singular name.
 SINGULAR_FIELDS = {
     "model": "models",
@@ -501,21 +493,6 @@ def _parse_pairs(what: str, texts: Iterable[str], form: str) -> dict[str, str]:
     return found
 
 
-def model_name(source: str) -> str:
-    """Return the model's name in tables and folders: the part after the colon, or the file's stem."""
-    if source.partition(":")[0] in NETWORK_FILES:
-        return Path(source.partition(":")[2]).stem
-    if stored := huggingface.split_folder(source)[1]:
-        return Path(stored).name or Path(stored).resolve().name  # the name of "."
-    if registry.format_of(source) or source.endswith((*SAVED_SUFFIXES, ".pt", ".pth", ".cfg")):
-        return Path(source).stem
-    location, _, function = source.rpartition(":")
-    name, bracket, arguments = function.partition("(")
-    if name in GENERIC_NAMES and location:
-        name = Path(location).stem if location.endswith(".py") else location.rpartition(".")[2]
-    return f"{name}{bracket}{arguments}" or location
-
-
 def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:
     for name, table in tables.items():
         for key in table:
@@ -529,22 +506,3 @@ def find_runtime(study: Study, choice: Choice) -> Mapping[str, Any]:
     if choice.runtime and choice.runtime not in study.runtime:
         raise UserError(f"backend {choice.name!r} asks for runtime {choice.runtime!r}, which the study does not define")
     return study.runtime.get(choice.runtime or choice.name, {})
-
-
-# A function registered by the library's decorator, possibly with other decorators in between.
-REGISTERED_FUNCTION = re.compile(r"^@register_model\b.*\n(?:@.*\n(?:[ )].*\n)*)*def (\w+)\(", re.M)
-
-
-@cache
-def list_names(library: str) -> frozenset[str]:
-    """Return the names of the library's networks; empty if it is not installed."""
-    found = find_spec(library)
-    if found is None or not found.origin:
-        return frozenset()
-    files = (Path(found.origin).parent / "models").rglob("*.py")
-    return frozenset(name for file in files for name in REGISTERED_FUNCTION.findall(file.read_text(encoding="utf-8")))
-
-
-def find_libraries(name: str) -> list[str]:
-    """Return the installed libraries that have a network of this name."""
-    return [library for library in NETWORK_LIBRARIES if name in list_names(library)]
