@@ -254,7 +254,7 @@ class RealStudy(KnownStudy):
         rows = sorted((replace(planned.trial, plan=plan) for plan in plans), key=lambda trial: trial.id)
         super().__init__(folder, study, rows, [(1 + slowdowns[0]) / (1 + share) for share in slowdowns])
         self.slowdowns = {trial.id: share for trial, share in zip(rows, slowdowns, strict=True)}
-        artifact = Files(Progress(quiet=True), study.build_timeout_s).of(planned.trial, 0)
+        artifact = Files(Progress(quiet=True), study.build_timeout_s).get(planned.trial, 0)
         assert isinstance(artifact, Artifact)
         self.artifact = artifact
 

@@ -114,7 +114,8 @@ def _describe_accuracy(trial: TrialResult) -> Iterator[str]:
         yield f"{NO_ACCURACY}: the images of {trial.spec.data.name} have no labels"
     for place, (metric, score) in enumerate(measured):
         images = "" if place else f" on {images_tested(score.images, accuracy.set_aside(trial))}"
-        yield f"{metric.label}{f' of {score.of}' if score.of else ''} {_format_percent(score.interval)}{images}"
+        subject = f" of {score.subject}" if score.subject else ""
+        yield f"{metric.label}{subject} {_format_percent(score.interval)}{images}"
 
 
 def _format_percent(share: Interval) -> str:

@@ -114,7 +114,7 @@ def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None,
     None for a module.
     """
     if fastest := _fastest_build(measured):
-        artifact = Files(Progress()).of(trial, fastest.round_index)
+        artifact = Files(Progress()).get(trial, fastest.round_index)
         if isinstance(artifact, Artifact):
             return artifact, [
                 f"build {fastest.build} of {measured.builds}, the fastest; the verdict covers all of them"
@@ -127,7 +127,7 @@ def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None,
         if not trial.model.file:
             return None, []
         raise UserError(f"{trial.model.file} is missing or was changed since it was measured; run the study again")
-    artifact = Files(Progress()).of(trial, 0)
+    artifact = Files(Progress()).get(trial, 0)
     assert artifact is not None
     if isinstance(artifact, Record):
         raise _not_built(measured, artifact)

@@ -33,12 +33,12 @@ def test_by_the_synset_in_the_name(tmp_path: Path, transfer: flat.Transfer) -> N
     folder, out = download(tmp_path / "flat", named=True), tmp_path / "out"
     inode = next(folder.glob("*1_*.JPEG")).stat().st_ino
     done = flat.sort_images(folder, out, transfer=transfer)
-    assert (done.placed, done.there, done.classes, done.unlabelled) == (4, 0, 3, [])
+    assert (done.placed, done.present, done.classes, done.unlabelled) == (4, 0, 3, [])
     assert placed(out) == WANTED
     assert (next((out / "val/n01751748").iterdir()).stat().st_ino == inode) == (transfer != "copy")
     assert len(list(folder.glob("*.JPEG"))) == (0 if transfer == "move" else 4)
     again = flat.sort_images(folder, out, transfer=transfer)
-    assert (again.placed, again.there, again.images) == (0, 4, 4)
+    assert (again.placed, again.present, again.images) == (0, 4, 4)
 
 
 def index(synset: str) -> int:
@@ -97,7 +97,7 @@ def test_a_stopped_move_is_gone_on_with(tmp_path: Path) -> None:
         flat.sort_images(folder, out, table, transfer="move", progress=stop)
     assert len(list(folder.glob("*.JPEG"))) == 2
     done = flat.sort_images(folder, out, table, transfer="move")
-    assert (done.placed, done.there) == (2, 2), "by place, though two are no longer there"
+    assert (done.placed, done.present) == (2, 2), "by place, though two are no longer there"
     assert placed(out) == WANTED
 
 

@@ -17,7 +17,7 @@ class Copier(DeviceSession):
         super().__init__(Device("cuda:0"), slots)
         self.inputs, self.outputs = (Tensor("x", "float32", SHAPE),), (Tensor("y", "float32", SHAPE),)
         size = 4 * int(np.prod(SHAPE))
-        self.place({"x": SHAPE}, {"x": size, "y": size})
+        self.allocate({"x": SHAPE}, {"x": size, "y": size})
 
     def enqueue(self, slot: int) -> None:
         at, size = self._slots[slot].addresses, 4 * int(np.prod(SHAPE))

@@ -260,4 +260,4 @@ def test_pytorch_and_tensorrt_take_turns(net: str, tensorrt_python: str, tmp_pat
         assert len(trial.rounds) == 2 and all(
             len(r.block_medians("latency", "model", "gpu")) >= 3 for r in trial.rounds
         )
-        assert trial.gpu is None or not trial.gpu.others, "members of a turn don't count as others"
+        assert trial.gpu is None or not trial.gpu.other_processes, "members of a turn don't count as others"

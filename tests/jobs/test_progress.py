@@ -59,11 +59,11 @@ def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_wh
     with progress.show_study([trial, other, other]):
         progress.start(trial, 0)
         assert progress.estimate_remaining() is None
-        progress.since -= 200
+        progress.started -= 200
         progress.done(trial, Record("ok"))
         assert progress.estimate_remaining() == pytest.approx(400, rel=0.1)
         progress.start(other, 0)
-        progress.since -= 1000
+        progress.started -= 1000
         assert progress.estimate_remaining() == pytest.approx(200, rel=0.1)
         progress.done(other, Record("ok"))
     with progress.show_study([trial], later=[trial, other]):
@@ -74,7 +74,7 @@ def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_wh
 def test_a_file_that_takes_long_says_how_long(progress: Progress) -> None:
     progress.show_step("make net engine int8 b1 224")
     progress.report_duration()
-    progress.since -= 83
+    progress.started -= 83
     progress.report_duration()
     assert told(progress) == ["make net engine int8 b1 224", "make net engine int8 b1 224: 1:23 minutes"]
 

@@ -252,7 +252,7 @@ class Answering(torch.nn.Module):
 def test_a_module_in_memory_is_seen_by_its_own_names() -> None:
     image = torch.zeros(1, 3, 8, 8)
     found = dyno.inspect((Answering().eval(), (image, image)), "onnx")
-    module, graph = (found.forms[k] for k in found.shown)
+    module, graph = (found.forms[k] for k in found.requested)
     assert [(layer.name, layer.type) for layer in module.layers] == [
         ("conv", "Conv2d"), ("act", "Sigmoid"), ("conv", "Conv2d"),
     ]  # fmt: skip

@@ -117,7 +117,7 @@ def test_each_part_has_its_cause() -> None:
     assert 1e6 * steps["conversion"].difference.value == pytest.approx(8, rel=0.02)
     assert 1e6 * steps["kernel"].difference.value == pytest.approx(95 - 180, rel=0.02)
     assert 1e6 * (steps["between"].b + steps["interrupted"].b) == pytest.approx(5, abs=1)
-    assert found.named == pytest.approx(1, abs=0.03) and found.attributed == pytest.approx(found.named, abs=0.06)
+    assert found.named_share == pytest.approx(1, abs=0.03) and found.attributed == pytest.approx(found.named, abs=0.06)
 
 
 def test_types_decide_in_engines_of_one_library() -> None:
@@ -384,7 +384,7 @@ def test_what_is_proven_and_right_is_kept() -> None:
           for value, verdict, right in measured),
         Outcome(called, "x@n=0", None, "", True, "failed: no opset 20"),
     )  # fmt: skip
-    assert [one.kept for one in outcomes] == [True, True, False, False, False]
+    assert [one.is_kept for one in outcomes] == [True, True, False, False, False]
     assert cures.PrescriptionResult("x", outcomes).sentences == [
         "2 of 5 prescriptions helped.",
         f"The best is {outcomes[1].called.prescription.text}: 1.50x [1.40, 1.60] as fast, by --backend x@n=1.5.",

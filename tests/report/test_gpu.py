@@ -265,7 +265,7 @@ def test_nan_is_not_known_and_not_zero() -> None:
     empty = trace([0, 0], gpu_util=[math.nan] * 2, gpu_memory=[math.nan] * 2)
     found = timeline.summarise_timeline(empty, [(100, 103)])
     assert all(math.isnan(x) for x in (found.memory, found.utilisation, found.clock, found.power, found.temperature))
-    assert (found.others, found.reasons) == (0, {})
+    assert (found.other_processes, found.reasons) == (0, {})
     assert timeline.join_timelines([]) is None
 
 

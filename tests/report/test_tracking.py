@@ -176,7 +176,7 @@ def test_a_tracker_that_refuses_is_one_line(gold: Path, dyno: Any) -> None:
 
 def test_a_run_of_another_kind_is_refused(gold: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard", reason="no TensorBoard (pip install 'inference-dyno[tensorboard]')")
-    monkeypatch.setattr(tracking.tables, "list_leading", lambda run: ([TRIALS.of((), ())], ["of a video"]))
+    monkeypatch.setattr(tracking.tables, "list_leading", lambda run: ([TRIALS.build((), ())], ["of a video"]))
     _, _, err = call("show", gold, "--log", "tensorboard", code=2)
     assert err == f"dyno: {gold} has no trials of a study to log; omit --log\n"
     assert not (gold / "tensorboard").exists()

@@ -69,7 +69,7 @@ class Machine:
 
     @property
     def energy(self) -> Energy:
-        return Meter(self.folder).of(load_run(self.folder).trials[0])
+        return Meter(self.folder).measure(load_run(self.folder).trials[0])
 
 
 @pytest.fixture(params=["cpu_energy", "gpu_energy"])
@@ -83,7 +83,7 @@ def test_joules_of_an_image_are_power_above_idle_over_images(machine: Machine) -
     machine.idle()
     found = machine.energy
     each = [(watts - IDLE_W) / RATE for watts in WATTS]
-    assert found.missing == "" and found.rounds == 3 and found.rate == RATE
+    assert found.missing_reason == "" and found.rounds == 3 and found.rate == RATE
     assert found.net.value == pytest.approx(math.exp(np.log(each).mean()))
     assert min(found.net.low, 2.0) < min(each) and found.net.high > max(each), "three rounds say little"
     assert (found.watts, found.idle) == (pytest.approx(145), pytest.approx(IDLE_W))
@@ -108,26 +108,26 @@ def test_without_asking_the_column_says_so_and_there_is_no_table(machine: Machin
 
 def test_why_there_is_none(machine: Machine) -> None:
     machine.write()
-    assert machine.energy.missing == energy.NO_IDLE
+    assert machine.energy.missing_reason == energy.NO_IDLE
     machine.idle(watts=142.0)
-    assert machine.energy.missing == energy.NO_MORE and math.isnan(machine.energy.net.value)
+    assert machine.energy.missing_reason == energy.NO_MORE and math.isnan(machine.energy.net.value)
     machine.idle()
     for path in (machine.folder / "trials").rglob("telemetry.npz"):
         path.write_bytes(b"PK")
     kind = "cuda" if machine.counter == "gpu_energy" else "cpu"
-    assert machine.energy.missing == energy.NO_COUNTER[kind]
+    assert machine.energy.missing_reason == energy.NO_COUNTER[kind]
 
 
 def test_other_programs_spoil_a_device_s_energy(machine: Machine) -> None:
     machine.write(others=0.7)
     machine.idle()
-    assert machine.energy.missing == energy.OTHERS_BUSY
+    assert machine.energy.missing_reason == energy.OTHERS_BUSY
     machine.write()
-    assert machine.energy.missing == ""
+    assert machine.energy.missing_reason == ""
     machine.idle(others=0.5)
-    assert machine.energy.missing == energy.NOT_IDLE
+    assert machine.energy.missing_reason == energy.NOT_IDLE
     shutil.rmtree(machine.folder / "idle")
-    assert machine.energy.missing == energy.NO_IDLE
+    assert machine.energy.missing_reason == energy.NO_IDLE
 
 
 def test_a_counter_that_is_seldom_written_still_has_its_rate() -> None:

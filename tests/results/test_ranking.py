@@ -72,7 +72,7 @@ def test_the_first_size_that_was_given_is_the_accuracy_reference(tmp_path: Path)
 
 
 def test_without_a_budget_sizes_do_not_compete(tmp_path: Path) -> None:
-    assert [c.where for c in rank_goals(trial_table.read_trials(sized(tmp_path)))] == [
+    assert [c.scope for c in rank_goals(trial_table.read_trials(sized(tmp_path)))] == [
         "digits at size 32",
         "digits at size 64",
     ]
@@ -161,7 +161,11 @@ def test_two_rounds_in_turns_decide_and_lost_ones_are_made_up_for_as_often_as_pl
     found = ranking.gather_evidence(a, b, "model")
     assert found is not None and (found.measured, found.rounds, found.disturbed) == (IN_TURNS, 2, 1)
     assert found.difference == pytest.approx(0.15) and found.unfiltered == pytest.approx(1.1)
-    assert [ranking._is_short(replace(found, seen=looked), planned=3) for looked in (3, 5, 6)] == [True, True, False]
+    assert [ranking._is_short(replace(found, rounds_seen=looked), planned=3) for looked in (3, 5, 6)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("speed", [LATENCY, THROUGHPUT])

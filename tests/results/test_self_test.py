@@ -200,7 +200,7 @@ def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, pa
     found = self_test.Studies(noise, rounds, paired)
     noise = np.concatenate([noise, -noise])
     difference = math.log1p(found.smallest)
-    assert found.seen(difference) == pytest.approx(self_test.TARGET_POWER, abs=0.01)
+    assert found.detection_rate(difference) == pytest.approx(self_test.TARGET_POWER, abs=0.01)
     if paired:
         said = [stats.paired_speedup(logs - difference) for logs in rng.choice(noise, (STUDIES, rounds))]
         if tails == "normal":

@@ -208,7 +208,7 @@ def test_builds_of_tensorrt_are_without_a_timing_cache_and_of_an_engine_there_ar
     monkeypatch.setattr(Files, "make_file", lambda files, recipe: recipes.append(recipe))
     Files(Progress(quiet=True)).make_files([trial])
     for build, recipe in enumerate(recipes, 1):
-        settings = [Settings.of(each.options) for each in (recipe, recipe.fallback) if each is not None]
+        settings = [Settings.from_options(each.options) for each in (recipe, recipe.fallback) if each is not None]
         assert {(each.build, each.timing_cache) for each in settings} == {(build, False)}
         assert recipe.parent == recipes[0].parent, "the graph is made once"
     assert len(recipes) == 3

@@ -58,7 +58,7 @@ def test_a_process_that_is_gone_or_stopped_gives_no_figure(
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter_ns", lambda: next(looks))
         assert latency.measure() == 0
-    assert next(looks) < 6e6 * len(latency._others), "it has 5 ms for each"
+    assert next(looks) < 6e6 * len(latency._neighbours), "it has 5 ms for each"
     if is_gone:
         other.kill()
         other.wait()

@@ -55,7 +55,7 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
 def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int | None, list[int]]:
     """Return the result and the steps of a search in which `needed` layers are needed."""
     found = search._PrecisionSearch(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
-    found.tried = {}
+    found.p_values = {}
 
     def holds(self: Any, count: int) -> bool:
         self.tried[count] = count >= needed
@@ -63,7 +63,7 @@ def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple
 
     monkeypatch.setattr(search._PrecisionSearch, "_is_within_budget", holds)
     monkeypatch.setattr(search._PrecisionSearch, "_count_layers", lambda self: layers)
-    return found._find_fewest(), list(found.tried)
+    return found._find_fewest(), list(found.p_values)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_a_choice_among_many_is_no_likelier_wrong_than_one_trial(monkeypatch: py
         for k, (lost, gained) in enumerate(changed.tolist()):
             chances[k] = stats.paired_chance(gained, common + lost, images, limit)
         one = search._PrecisionSearch(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
-        one.tried = {}
+        one.p_values = {}
         one._find_fewest()
         wrong += bool(one.list_confirmed())
-        alone += any(chances[k] <= 0.025 for k in one.tried)
+        alone += any(chances[k] <= 0.025 for k in one.p_values)
     assert wrong <= 25 + 3 * math.sqrt(25), "2.5 %"
     assert alone > 60, "each by itself"
 
@@ -179,7 +179,7 @@ def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, d
     words = ("run", f"{nets}:light", "--backend", "onnxruntime", "--batch", "1,2", "--out", tmp_path, *ROUTES)
     done = dyno(*words, code=0)
     one = tried(tmp_path)
-    assert one.kept is not None and one.kept.route == "torchscript" and one.kept.ratio > 1.5, one
+    assert one.kept_route is not None and one.kept.route == "torchscript" and one.kept.ratio > 1.5, one
     rows = {(t.variant, t.batch) for t in trial_result.load_run(tmp_path) if t.good}
     usual = {("onnxruntime", 1), ("onnxruntime", 2)}
     assert rows == usual | {("onnxruntime@exporter=torchscript", 1), ("onnxruntime@exporter=torchscript", 2)}

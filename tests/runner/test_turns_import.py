@@ -180,7 +180,7 @@ def test_who_has_imported_needs_its_room(
     advance = InterleavedGroup._advance_members
 
     def seen(self: InterleavedGroup, members: Sequence[InterleavedJob], word: str = "") -> None:
-        named.extend([self.progress.now == f"{members[0].trial.label}  round 1 of 1"] if word == turns.END else [])
+        named.extend([self.progress.current == f"{members[0].trial.label}  round 1 of 1"] if word == turns.END else [])
         advance(self, members, word)
         together.extend([(len(members), self.largest > 0)] if not word else [])
 

@@ -235,7 +235,7 @@ def test_wrong_outputs_have_no_speed_up() -> None:
     first = run_of(*[(0.05, 0.04, 0.01, 0.1)] * 3)
     fast = run_of(*[(0.05, 0.01, 0.01, 0.07)] * 3, backend="fast")
     wrong = run_of(
-        *[(0.05, 0.001, 0.01, 0.06)] * 3, backend="wrong", outputs=Outputs("wrong outputs", 1.0, wrong="off")
+        *[(0.05, 0.001, 0.01, 0.06)] * 3, backend="wrong", outputs=Outputs("wrong outputs", 1.0, fault="off")
     )
     gain = figures.list_speedups([first, fast, wrong], Rule())
     assert gain[0] is None and gain[2] is None

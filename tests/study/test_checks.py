@@ -312,7 +312,7 @@ def test_a_form_is_told_from_a_model_alike_everywhere(tmp_path: Path, monkeypatc
     ):
         assert each_with(["a.onnx", text], {})[1] == ("a.onnx", settings) and forms.is_form(text)
         (side,) = forms.list_forms(Study(models="a.onnx"), [text])[1:]
-        assert side.named and (side.choice.text, side.precision) == (
+        assert side.is_named and (side.choice.text, side.precision) == (
             settings["backends"][0], settings.get("precisions", ("",))[0]
         )  # fmt: skip
     Path("onnxruntime").write_text("a model's file that is called like a backend")

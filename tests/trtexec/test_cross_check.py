@@ -139,14 +139,14 @@ def trial(tmp_path: Path) -> TrialResult:
 
 def parts(trial: TrialResult, given: TrtexecReport, which: str) -> dict[str, float]:
     """Return the parts of the gap whose title begins with `which`, in microseconds by name; check their sum."""
-    (gap,) = [g for g in cross_check.list_gaps(cross_check.read_medians(trial), given) if g.what.startswith(which)]
+    (gap,) = [g for g in cross_check.list_gaps(cross_check.read_medians(trial), given) if g.quantity.startswith(which)]
     assert sum(p.seconds for p in gap.parts) == pytest.approx(gap.seconds, abs=1e-12)
     return {p.name: round(p.seconds / US, 3) for p in gap.parts}
 
 
 def test_medians_are_read_by_tag_boundary_and_clock(trial: TrialResult) -> None:
     own = cross_check.read_medians(trial)
-    assert (own.model, own.model_host, own.whole) == pytest.approx((171 * US, 186 * US, 262 * US))
+    assert (own.model, own.model_host, own.total) == pytest.approx((171 * US, 186 * US, 262 * US))
     assert (own.latency, own.waiting) == pytest.approx((222 * US, 15 * US))
     assert own.rate == pytest.approx(1 / (180 * US))  # queries, not images
     assert (own.clock, own.device, own.graph) == (1980.0, "NVIDIA Example", True)

@@ -72,7 +72,7 @@ def test_where_each_stage_s_time_went() -> None:
     assert by_name["decode"].working == pytest.approx(0.2)
     assert by_name["decode"].starved == pytest.approx(0.8, abs=0.02)
     assert by_name["decode"].blocked == 0
-    assert by_name["inference"].beside.value == pytest.approx(0.010)
+    assert by_name["inference"].in_pipeline.value == pytest.approx(0.010)
 
 
 def test_latency_counts_from_the_reading_of_a_frame() -> None:
@@ -92,7 +92,7 @@ def test_streams_share_the_engine_and_the_processors() -> None:
     assert predicted(stages, 4).rate == pytest.approx(400, rel=0.01)
     many = predicted(stages, 32)
     assert (many.bound, many.rate) == ("inference", pytest.approx(500, rel=0.02))
-    assert many.each == many.rate / 32
+    assert many.stream_rate == many.rate / 32
     assert many.p99 == pytest.approx(32 * 6 / 500, rel=0.2)  # each stream: one decoded, four waiting, one at the engine
     few = predicted(stages, 8, processors=2)
     assert (few.bound, few.rate) == (PROCESSORS, pytest.approx(2 / 0.0121, rel=0.02))
@@ -135,7 +135,7 @@ def test_sentences_say_what_bounds_and_what_would_help() -> None:
     assert "More than the bound was reached" in " ".join(words.list_sentences(video(period=0.005)))
     slower = " ".join(words.list_sentences(video(period=0.020)))
     assert "50.0 % of the bound was reached: the rest is filling" in slower
-    disturbed = " ".join(words.list_sentences(replace(video(period=0.020), others=1.5)))
+    disturbed = " ".join(words.list_sentences(replace(video(period=0.020), other_load=1.5)))
     assert "other programs kept 1.50 of 8 processors busy" in disturbed
 
 

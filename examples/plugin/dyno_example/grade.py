@@ -15,7 +15,7 @@ from dyno.worker.tasks import Arrays, Collector, EvaluationInputs, OutputShapes,
 class Grades(Collector):
     """The number of each image."""
 
-    def of(self, turn: int, fetched: Arrays) -> Any:
+    def collect(self, turn: int, fetched: Arrays) -> Any:
         """Those of one batch."""
         first = next(iter(self.cut(turn, fetched).values()))
         return first.reshape(len(first)).astype(np.float32)

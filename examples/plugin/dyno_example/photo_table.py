@@ -38,7 +38,7 @@ class PhotoTable(DataFormat):
         ]
         if lost := [photo.name for photo in photos if not photo.path.is_file()]:
             raise UserError(f"{table} lists {lost[0]}, which isn't there")
-        return Listing(clean_name(table.parent.name), classes, photos, about={"label_source": "table"})
+        return Listing(clean_name(table.parent.name), classes, photos, metadata={"label_source": "table"})
 
 
 PHOTO_TABLE = PhotoTable()

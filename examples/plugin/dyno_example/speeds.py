@@ -19,7 +19,7 @@ def speeds(run: RunData) -> Table:
     """A row per trial that has a latency."""
     timed = [(t, t.medians("model")) for t in run.records]
     rows = [{"trial": t.label, "fps": t.batch / min(seconds)} for t, seconds in timed if seconds]
-    return SPEEDS.of(COLUMNS, rows, notes=("By the fastest round.",))
+    return SPEEDS.build(COLUMNS, rows, notes=("By the fastest round.",))
 
 
 def drawn(run: RunData) -> Any:

@@ -163,7 +163,7 @@ def _list_plan(study: Study) -> None:
     for entry in planned:
         t = entry.trial
         file = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
-        row = (t.id, t.variant, t.precision, str(t.dims.batch), t.dims.shown, "refused" if entry.refusal else file)
+        row = (t.id, t.variant, t.precision, str(t.dims.batch), t.dims.label, "refused" if entry.refusal else file)
         # A model's name may look like rich's markup.
         table.add_row(*(escape(clean_text(cell)) for cell in ((t.model.name, *row) if len(models) > 1 else row)))
         if entry.refusal:

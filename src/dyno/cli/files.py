@@ -404,7 +404,7 @@ def imagenet_val(
     with report_decoding(verbs=("sorting", "sorted")) as progress:
         transfer: module.Transfer = "copy" if copy else "move" if move else "link"
         result = module.sort_images(flat, out, Path(labels) if labels else None, order, transfer, progress)
-    earlier = f", {result.there:,} of them before" if result.there else ""
+    earlier = f", {result.present:,} of them before" if result.present else ""
     print(f"{result.images:,} images of {result.classes:,} classes are in {out / 'val'}{earlier}")
     if result.unlabelled:
         names = ", ".join(result.unlabelled[:MAX_LISTED]) + (", …" if len(result.unlabelled) > MAX_LISTED else "")

@@ -50,8 +50,8 @@ class Content:
 
     `rows` yields an image, or the reason if unreadable, for each row from an index on. `columns` has an array with an
     entry per row for each further file, including `labels`. `check` takes the reasons by row; it raises, or returns
-    lines for meta.json. `beside` makes further JSON files, by name, from the kept rows. `names` of photographs (empty:
-    unnamed) are for people and change no hash.
+    lines for meta.json. `make_extras` makes further JSON files, by name, from the kept rows. `names` of photographs
+    (empty: unnamed) are for people and change no hash.
     """
 
     rows: Source
@@ -60,7 +60,7 @@ class Content:
     splits: dict[str, np.ndarray]
     meta: dict[str, Any]
     check: Callable[[dict[int, str]], list[str]] = lambda unreadable: list(unreadable.values())
-    beside: Callable[[np.ndarray], dict[str, Any]] = lambda kept: {}
+    make_extras: Callable[[np.ndarray], dict[str, Any]] = lambda kept: {}
     names: tuple[str, ...] = ()
 
 
@@ -149,7 +149,7 @@ def _fill_folder(folder: Path, journal: Path, content: Content) -> None:
         sha.update(f"{name} {array.shape}".encode() + array.astype("<i8").tobytes())
         np.save(folder / f"{name}.npy", array)
         files.append(f"{name}.npy")
-    for name, value in content.beside(kept).items():
+    for name, value in content.make_extras(kept).items():
         text = json.dumps(value)
         sha.update(f"{name} {text}".encode())
         (folder / name).write_text(text, encoding="utf-8")

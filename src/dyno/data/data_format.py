@@ -40,7 +40,7 @@ class LabelFile:
     """A file of labels, a description of its content, and whether it labels objects in the images."""
 
     path: Path
-    what: str
+    description: str
     objects: bool
 
 
@@ -85,7 +85,7 @@ def refuse_labels(folder: Path, is_class_folders: bool) -> None:
     layout = is_class_folders and bool(parts) and all(map(SPLIT_NAME.fullmatch, parts)) and not _has_classes(folder)
     if found is not None and (layout or found.objects or not is_class_folders):
         raise UserError(
-            f"{folder} holds labels that can't be read there: {name_below(found.path, folder)} ({found.what}); "
+            f"{folder} holds labels that can't be read there: {name_below(found.path, folder)} ({found.description}); "
             f"{_suggest_remedy(found)}, or give a folder of the images alone to measure without accuracy"
         )
     if layout and len(parts) > 1:
@@ -115,7 +115,7 @@ def warn_labels(folder: Path) -> list[str]:
     found = find_labels(folder)
     if found is None:
         return []
-    return [f"labels are the folders' names; {name_below(found.path, folder)} ({found.what}) is not read"]
+    return [f"labels are the folders' names; {name_below(found.path, folder)} ({found.description}) is not read"]
 
 
 def _has_classes(folder: Path) -> bool:

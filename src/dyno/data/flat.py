@@ -32,14 +32,14 @@ class SortCounts:
     """Counts of images placed, images already there and classes, and the names of images without a label."""
 
     placed: int = 0
-    there: int = 0
+    present: int = 0
     classes: int = 0
     unlabelled: list[str] = field(default_factory=list)
 
     @property
     def images(self) -> int:
         """Number of images in their class folder now."""
-        return self.placed + self.there
+        return self.placed + self.present
 
 
 def sort_images(
@@ -70,7 +70,7 @@ def sort_images(
     done = SortCounts(classes=len(set(wanted.values())), unlabelled=[name for name in names if name not in wanted])
     for number, (name, label) in enumerate(wanted.items(), 1):
         new = _place_file(folder / name, target / label / name, transfer)
-        done.placed, done.there = done.placed + new, done.there + (not new)
+        done.placed, done.present = done.placed + new, done.present + (not new)
         progress(number, len(wanted))
     return done
 

@@ -87,7 +87,7 @@ def scan_folder(folder: Path, wanted: ScanRequest) -> Listing:
         classes = list_folders(train_root or test_root)
         if not classes and find_images(test_root):
             photos = [Photo(path, name_below(path, folder), -1, "test") for path in find_images(folder)]
-            return Listing(clean_name(folder.name), [], photos, about=_describe_labels("none", folder))
+            return Listing(clean_name(folder.name), [], photos, metadata=_describe_labels("none", folder))
         standard = wanted.outputs == DEFAULT_COUNT and are_known_synsets(classes)
         test = _list_photos(folder, test_root, classes, "test")
         training = _list_photos(folder, train_root, classes, "train") if train_root and wanted.train else []
@@ -108,7 +108,7 @@ def list_calibration_folder(folder: Path) -> Listing:
     photos = [replace(photo, split="test", calibrates=True) for photo in list_calibration_photos(folder)]
     warning = "outputs are compared on the calibration images themselves; give --data for others"
     return Listing(
-        clean_name(make_absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]}
+        clean_name(make_absolute(folder).name), [], photos, metadata={"label_source": "none", "warnings": [warning]}
     )
 
 
@@ -118,11 +118,11 @@ def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: lis
     if not standard:
         if wrong_order := warn_number_order(classes):
             about["warnings"] = [*about.get("warnings", []), *wrong_order]
-        return Listing(name, [clean_name(one) for one in classes], photos, about=about)
+        return Listing(name, [clean_name(one) for one in classes], photos, metadata=about)
     order = list(list_synsets())
     number = [order.index(synset) for synset in classes]
     photos = [replace(photo, label=number[photo.label] if photo.label >= 0 else -1) for photo in photos]
-    return Listing(name, [describe_synset(synset) for synset in order], photos, about=about)
+    return Listing(name, [describe_synset(synset) for synset in order], photos, metadata=about)
 
 
 def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:

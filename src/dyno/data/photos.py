@@ -49,9 +49,9 @@ class Photo:
 
 @dataclass(frozen=True)
 class Annotations:
-    """Objects in the images: `about` goes into meta.json, `truth` makes truth.json from the kept rows."""
+    """Objects in the images: `metadata` goes into meta.json, `truth` makes truth.json from the kept rows."""
 
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     truth: Callable[[np.ndarray], dict[str, Any]]
 
 
@@ -62,7 +62,7 @@ Sizes = list[tuple[int, int] | None]  # height and width of each image; None: un
 class Listing:
     """Images with their splits; `own_calibration`: calibration images come from a separate folder.
 
-    `classes` are printable names, one per label. `about` goes into meta.json. `annotate` reads labels other than one
+    `classes` are printable names, one per label. `metadata` goes into meta.json. `annotate` reads labels other than one
     class per image, from the files `sources`. `sized`: sizes of the originals are kept even without annotations.
     """
 
@@ -70,7 +70,7 @@ class Listing:
     classes: list[str]
     photos: list[Photo]
     own_calibration: bool = False
-    about: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
     sources: list[Path] = field(default_factory=list)
     annotate: Callable[[list[Photo], Sizes], Annotations] | None = None
     sized: bool = False
@@ -100,9 +100,9 @@ def decode_listing(listing: Listing, folder: Path, options: DecodeOptions) -> Da
     count = len(listing.photos)
     listing, shas = _without_test_copies(listing, hashes[:count])
     identity = [(p.split, p.name, p.label, p.calibrates, sha) for p, sha in zip(listing.photos, shas, strict=True)]
-    aside = listing.about.get("set_aside", 0)
+    aside = listing.metadata.get("set_aside", 0)
     # Added only if present, so that other data sets keep their key.
-    marks = [*([aside] if aside else []), *listing.about.get("warnings", [])]
+    marks = [*([aside] if aside else []), *listing.metadata.get("warnings", [])]
     key = store.make_key(
         listing.classes,
         identity,
@@ -125,7 +125,7 @@ def decode_listing(listing: Listing, folder: Path, options: DecodeOptions) -> Da
         test_identity = [("test" if aside else split, *rest) for split, *rest in identity]
         meta_fields["photographs"] = store.make_key(listing.classes, test_identity)
         data_folder = store.write_folder(
-            options.cache, key, _build_content(listing, {**meta_fields, **listing.about}, options)
+            options.cache, key, _build_content(listing, {**meta_fields, **listing.metadata}, options)
         )
     if options.on_unreadable == "refuse":
         _refuse_unreadable(store.read_meta(data_folder)["unreadable"], len(listing.photos))
@@ -276,7 +276,7 @@ def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
     if not taken:
         return listing
     photos = [replace(photo, split="calibration") if i in taken else photo for i, photo in enumerate(test)]
-    return replace(listing, photos=photos, about={**listing.about, "set_aside": len(taken)})
+    return replace(listing, photos=photos, metadata={**listing.metadata, "set_aside": len(taken)})
 
 
 def list_calibration_photos(folder: Path) -> list[Photo]:
@@ -326,7 +326,7 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
         columns["sizes"] = np.array([size or (0, 0) for size in sizes], np.int32)
     if listing.annotate:
         annotations = listing.annotate(photos, sizes)
-        about = {**about, **annotations.about, "truth": TRUTH_FILE}
+        about = {**about, **annotations.metadata, "truth": TRUTH_FILE}
     if left_out := warn_left_out(paths):
         about = {**about, "warnings": [*about.get("warnings", ()), *left_out]}
 

@@ -85,7 +85,7 @@ class LabelTable(DataFormat):
         photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
         warnings = [line for line in (missing, _warn_unlisted(photos, folder, file)) if line]
         about = {"label_source": "imagenet1k" if standard else "table", **({"warnings": warnings} if warnings else {})}
-        return Listing(clean_name(file.stem), classes, _split_photos(photos, wanted), about=about)
+        return Listing(clean_name(file.stem), classes, _split_photos(photos, wanted), metadata=about)
 
 
 LABEL_TABLE = LabelTable()

@@ -174,8 +174,8 @@ class _Description:
     test: list[Path] = field(default_factory=list)
     train: list[Path] = field(default_factory=list)
     sources: list[Path] = field(default_factory=list)
-    lost: str = ""  # warning that training images can't calibrate
-    moved: str = ""  # warning that data.yaml's folder is missing
+    calibration_warning: str = ""  # warning that training images can't calibrate
+    folder_warning: str = ""  # warning that data.yaml's folder is missing
 
 
 class Yolo(DataFormat):
@@ -219,9 +219,9 @@ class Yolo(DataFormat):
             return read_labels(photos, sizes, description.names, description.keypoints, description.folder, warnings)
 
         sources = [*description.sources, *present]
-        warnings = [description.moved] if description.moved else []
-        if description.lost and wanted.calibration and (description.train or wanted.set_aside):
-            warnings.append(description.lost)
+        warnings = [description.folder_warning] if description.folder_warning else []
+        if description.calibration_warning and wanted.calibration and (description.train or wanted.set_aside):
+            warnings.append(description.calibration_warning)
         return Listing(name, description.names, photos, sources=sources, annotate=annotate_photos)
 
 

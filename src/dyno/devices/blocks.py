@@ -42,7 +42,7 @@ class Block:
         return digest([first.model.name, first.dims])[:12]
 
     @property
-    def part(self) -> TrialSelection:
+    def selection(self) -> TrialSelection:
         """The block's selection from the study's plan."""
         return TrialSelection([trial.id for trial in self.trials], [self.source])
 
@@ -50,7 +50,7 @@ class Block:
     def label(self) -> str:
         """Short name for progress lines."""
         dims = self.trials[0].dims
-        return f"{self.trials[0].model.name} b{dims.batch} {dims.shown}".rstrip()
+        return f"{self.trials[0].model.name} b{dims.batch} {dims.label}".rstrip()
 
 
 def split_blocks(planned: Sequence[PlannedTrial]) -> list[Block]:

@@ -128,7 +128,7 @@ def _measure_rounds(
                 stack.enter_context(hold_device(trial.runtime, progress.show_waiting))
         for place in places:
             with confine_to(place):
-                files[place.name] = Files(progress, trial.plan.build_timeout_s).of(trial, 0)
+                files[place.name] = Files(progress, trial.plan.build_timeout_s).get(trial, 0)
         if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
             return lost
         rounds: dict[int, list[InterleavedJob]] = {number: [] for number in numbers}
@@ -138,7 +138,7 @@ def _measure_rounds(
                 # Rounds of a job count from 1 here, as round 0 would evaluate all images.
                 job = Job("run", trial.runtime, trial, number + 1, artifact=None if isinstance(file, Record) else file)
                 own_folder, where = _name_anchor_folder(folder, place, number), partial(confine_to, place)
-                own.append(InterleavedJob(job, own_folder, number, where=where))
+                own.append(InterleavedJob(job, own_folder, number, start_context=where))
         members = [member for own in rounds.values() for member in own]
         name = f"{numbers} {trial.id}"
         InterleavedGroup(members, name, progress, lambda _: None, turns=_each_round, apart=True).run()
@@ -311,13 +311,13 @@ def _measure_together(
         for place in places
     ]
     try:
-        while not all(one.ended for one in running):
+        while not all(one.has_ended for one in running):
             time.sleep(POLL_S)
     finally:
         for one in running:
             one.end()
     for one in running:
-        if lost := one.lost:
+        if lost := one.loss_reason:
             what = f"{one.place.name}: the trial that all devices repeat could not be measured ({lost})"
             if not one.place.gone:
                 raise UserError(what)

@@ -76,11 +76,11 @@ class RunningBlock(ABC):
         """Interrupt it, and kill it if it doesn't end; its jobs die with it."""
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.code is not None
 
     @property
-    def lost(self) -> str:
+    def loss_reason(self) -> str:
         """Reason for its death before its work was done; "" if it ended by itself. Raises `UserError` for bad input."""
         code = self.code or 0
         if code == 0:

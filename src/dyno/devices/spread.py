@@ -96,7 +96,7 @@ class BlockScheduler:
     """Scheduler of blocks on places; `losses` has the lost places of each block, with reasons."""
 
     run: Run
-    own: Study  # the study as each process measures it
+    block_study: Study  # the study as each process measures it
     study: Study  # the study as given
     places: Sequence[Place]
     progress: Progress
@@ -149,7 +149,7 @@ class BlockScheduler:
                 source.rename(target)
         self._note_place(block, place, done="")
         self.progress.relay(place.name, f"{block.label}: {format_count(len(block.trials), 'trial')}")
-        one = blocks.start_process(folder, self.own, block.part, place, retry_failed=self.retry_failed)
+        one = blocks.start_process(folder, self.block_study, block.selection, place, retry_failed=self.retry_failed)
         self.running[place.name] = block, one
 
     def _set_aside(self, block: Block, place: str) -> None:
@@ -169,11 +169,11 @@ class BlockScheduler:
         lost = []
         for name, (block, one) in list(self.running.items()):
             one.pass_on(self.progress)
-            if not one.ended:
+            if not one.has_ended:
                 continue
             one.pass_on(self.progress)
             del self.running[name]
-            if reason := one.lost:
+            if reason := one.loss_reason:
                 lost += self._record_loss(block, one.place, reason)
             else:
                 self._take_results(block)

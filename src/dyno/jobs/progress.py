@@ -38,7 +38,7 @@ class Progress:
         self.quiet = quiet
         self.console = console or stderr_console()
         self.live: Live | None = None
-        self.left: list[Trial] = []
+        self.remaining: list[Trial] = []
         self.later: list[Trial] = []
         self.total = 0
         self.seconds: dict[str, float] = {}
@@ -48,12 +48,12 @@ class Progress:
         # seconds to read the run for an answer; the first reading, which also imports modules, is excluded
         self.answer_s: float | None = None
         self.job: Trial | None = None
-        self.now = ""
+        self.current = ""
         self.step = ""
         self.stage = ""
         self.is_building = False  # whether files are being made, which takes an unknown time
         self.is_sharing = False  # whether another study measures on the same processors
-        self.since = time.monotonic()
+        self.started = time.monotonic()
 
     @contextmanager
     def show_study(self, jobs: list[Trial], later: Sequence[Trial] = ()) -> Iterator[None]:
@@ -61,8 +61,8 @@ class Progress:
 
         The jobs in `later`, after the block, count in the remaining time.
         """
-        self.left, self.later = list(jobs), list(later)
-        self.total = len(self.left)
+        self.remaining, self.later = list(jobs), list(later)
+        self.total = len(self.remaining)
         if self.quiet or not self.console.is_terminal:
             yield
             return
@@ -94,7 +94,7 @@ class Progress:
         """Show that a file is being made; `wrong` is the reason for not using the cached one."""
         what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         batch = f"b{recipe.dims.batch}" if recipe.dims.batch else ""
-        words = (what, recipe.model.name, recipe.format, recipe.precision, batch, recipe.dims.shown)
+        words = (what, recipe.model.name, recipe.format, recipe.precision, batch, recipe.dims.label)
         self._begin_work(" ".join(filter(None, (*words, *_list_options(recipe)))))
         if wrong:
             self._print_line(Text(f"{clean_text(wrong)}; building it again", "yellow"))
@@ -102,8 +102,8 @@ class Progress:
 
     def report_duration(self) -> None:
         """Print the duration of a file that took LONG_S or more."""
-        if (seconds := time.monotonic() - self.since) >= LONG_S:
-            self._print_line(Text(f"{self.now}: {_format_clock(seconds)} minutes", "dim"))
+        if (seconds := time.monotonic() - self.started) >= LONG_S:
+            self._print_line(Text(f"{self.current}: {_format_clock(seconds)} minutes", "dim"))
 
     def show_step(self, what: str) -> None:
         """Show the start of a step that is neither a file nor a trial."""
@@ -153,7 +153,7 @@ class Progress:
         """Show that the job waits for another process; without a terminal as a line, lest it look like a hang."""
         self.stage = f"waiting for process {clean_text(owner)}, another dyno on this device"
         if self.live is None:
-            self._print_line(Text(": ".join(filter(None, (self.now, self.stage)))))
+            self._print_line(Text(": ".join(filter(None, (self.current, self.stage)))))
 
     def report_sharing(self, owner: str) -> None:
         """Tell the user once that blocks are interleaved with another process's."""
@@ -165,7 +165,7 @@ class Progress:
 
     def leave_out(self, trial: Trial) -> None:
         """Drop the further jobs of a trial."""
-        self.left = [job for job in self.left if job != trial]
+        self.remaining = [job for job in self.remaining if job != trial]
 
     def done(
         self, trial: Trial, record: Record, *,
@@ -175,17 +175,17 @@ class Progress:
 
         Give the round's `number` for jobs that run in parallel: the last one that began may be another.
         """
-        if trial in self.left:
-            self.left.remove(trial)
+        if trial in self.remaining:
+            self.remaining.remove(trial)
         if stored:
             return
         step = self.step if number is None else _name_step(trial, number)
         if step:  # otherwise the job did not start, as its file is missing
             # Includes the start of the process and imports.
-            self.seconds[trial.id] = time.monotonic() - self.since if seconds is None else seconds
+            self.seconds[trial.id] = time.monotonic() - self.started if seconds is None else seconds
         width = len(str(self.total))
         text = Text.assemble(
-            (f"{self.total - len(self.left):{width}}/{self.total} ", "dim"),
+            (f"{self.total - len(self.remaining):{width}}/{self.total} ", "dim"),
             (f"{record.status:8}", STATUS_COLOURS.get(record.status, "red")),
             f" {clean_text(trial.label)}",
             (f"  {step}" if step else "", "dim"),
@@ -196,13 +196,13 @@ class Progress:
         self.job, self.step = None, ""
 
     def _begin_work(self, what: str) -> None:
-        self.now, self.stage, self.since = clean_text(what), "start", time.monotonic()
+        self.current, self.stage, self.started = clean_text(what), "start", time.monotonic()
         self.job, self.step = None, ""
 
     def _log_work(self) -> None:
         """Print the step that begins, in a verbose log; a terminal shows it below the lines."""
         if self.live is None and self.is_verbose:
-            self._print_line(Text(self.now))
+            self._print_line(Text(self.current))
 
     def _print_line(self, line: Text) -> None:
         if self.quiet:
@@ -220,17 +220,19 @@ class Progress:
         if not self.seconds or self.is_building:
             return None
         usual = sum(self.seconds.values()) / len(self.seconds)
-        expected = sum(self.seconds.get(trial.id, usual) for trial in (*self.left, *self.later))
+        expected = sum(self.seconds.get(trial.id, usual) for trial in (*self.remaining, *self.later))
         if self.job is None:
             return expected
-        return expected - min(self.seconds.get(self.job.id, usual), time.monotonic() - self.since)
+        return expected - min(self.seconds.get(self.job.id, usual), time.monotonic() - self.started)
 
     def _render_view(self) -> Group:
-        spent = _format_clock(time.monotonic() - self.since)
-        now = Text.assemble("now  ", (self.now, "bold"), f"  {spent} {self.stage}", no_wrap=True, overflow="ellipsis")
+        spent = _format_clock(time.monotonic() - self.started)
+        now = Text.assemble(
+            "now  ", (self.current, "bold"), f"  {spent} {self.stage}", no_wrap=True, overflow="ellipsis"
+        )
         if not self.total:
             return Group(*self.answer, *self.lines, now)
-        finished, remaining = self.total - len(self.left), self.estimate_remaining()
+        finished, remaining = self.total - len(self.remaining), self.estimate_remaining()
         grid = Table.grid(padding=(0, 2))
         grid.add_row(
             ProgressBar(self.total, finished, width=30),
@@ -238,7 +240,7 @@ class Progress:
             # 0:00 might be shown for minutes
             f"about {_format_clock(remaining)} left" if remaining and remaining >= 1 else "",
         )
-        coming = self.left[1:] if self.job else self.left
+        coming = self.remaining[1:] if self.job else self.remaining
         following = ", ".join(dict.fromkeys(clean_text(trial.label) for trial in coming[:2]))
         then = Text(f"then {following}" if following else "", "dim", no_wrap=True, overflow="ellipsis")
         return Group(*self.answer, *self.lines, grid, now, then)

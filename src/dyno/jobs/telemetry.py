@@ -108,8 +108,8 @@ class Telemetry:
         self._period = GPU_PERIOD_S if self._gpu else PERIOD_S
         self._epoch = time.monotonic()
         self._rows: list[tuple[float, ...]] = []
-        self._ended, self._frozen = threading.Event(), threading.Event()
-        self._whole = True  # whether the job has run without a pause since the last sample
+        self._stopped, self._frozen = threading.Event(), threading.Event()
+        self._is_uninterrupted = True  # whether the job has run without a pause since the last sample
         self._importing = 0  # samples before the job began to load, if known
         self._thread: threading.Thread | None = None
 
@@ -122,7 +122,7 @@ class Telemetry:
     def pause(self) -> None:
         """Stop sampling while the job is frozen: it is idle, and others are measured."""
         self._frozen.set()
-        self._whole = False
+        self._is_uninterrupted = False
 
     def resume(self) -> None:
         """Resume sampling; the load since the last sample can't be attributed and becomes NaN."""
@@ -138,7 +138,7 @@ class Telemetry:
 
     def stop(self, path: Path) -> None:
         """Stop sampling and store the columns as an npz file."""
-        self._ended.set()
+        self._stopped.set()
         if self._thread is not None:
             self._thread.join(SHUTDOWN_TIMEOUT_S)
         columns = np.asarray(self._rows, np.float64).reshape(-1, len(self._names))
@@ -161,7 +161,7 @@ class Telemetry:
         before, tree = self._epoch, ProcessTree(pid)
         tree.find_children()
         busy, own = _busy_seconds(), tree.measure()[1]
-        while not self._ended.wait(self._period):
+        while not self._stopped.wait(self._period):
             if self._frozen.is_set():
                 continue
             now, busy_now = time.monotonic(), _busy_seconds()
@@ -172,12 +172,12 @@ class Telemetry:
             span = now - before
             cpu = max(0.0, own_now - own) / span
             others = max(0.0, (busy_now - busy) / span - cpu)
-            if not self._whole:
+            if not self._is_uninterrupted:
                 cpu = others = float("nan")
             gpu = self._look_at_gpu(pids)
             self._rows.append((now - self._epoch, rss, cpu, others, _read_frequency(), self._rapl.joules(), *gpu))
             before, busy, own = now, busy_now, own_now
-            self._whole = not self._frozen.is_set()
+            self._is_uninterrupted = not self._frozen.is_set()
 
     def _look_at_gpu(self, pids: set[int]) -> tuple[float, ...]:
         if self._gpu is None:
@@ -206,19 +206,19 @@ class ProcessTree:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._known: list[psutil.Process] = []
+        self._processes: list[psutil.Process] = []
 
     def find_children(self) -> None:
         """Find the current children. It reads all of /proc: 5 ms of a processor with 130 processes."""
         with suppress(psutil.Error):
             root = psutil.Process(self._pid)
-            self._known = [root, *root.children(recursive=True)]
+            self._processes = [root, *root.children(recursive=True)]
 
     def measure(self) -> tuple[float, float, set[int]]:
         """Return resident bytes, processor seconds and ids; 0 and an empty set for an ended process."""
         rss = cpu = 0.0
         pids: set[int] = set()
-        for process in self._known:
+        for process in self._processes:
             with suppress(psutil.Error), process.oneshot():
                 used, resident = process.cpu_times(), process.memory_info().rss
                 rss, cpu = rss + resident, cpu + used.user + used.system

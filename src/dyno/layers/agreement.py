@@ -102,7 +102,7 @@ def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
             f"give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
     kind = registry.format_of(side.source)
     is_engine = kind is not None and kind.name != forms.ONNX_FORM
-    engine = kind.usual(Path(side.source)) if kind is not None and is_engine else side.choice.name
+    engine = kind.default_backend(Path(side.source)) if kind is not None and is_engine else side.choice.name
     if engine not in (forms.ONNX_FORM, forms.MODULE_FORM) and not registry.find(engine).loads_onnx:
         able = [name for name in registry.list_backends() if registry.find(name).loads_onnx]
         raise UserError(f"{engine} runs no parts of a graph, so its layers can't be compared; these do: "
@@ -112,7 +112,7 @@ def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
             f"behind it")  # fmt: skip
     # a later file runs with default options, the first file and its forms node by node
     if side.choice.name == forms.ONNX_FORM:
-        as_ever = later and not side.named and not side.precision
+        as_ever = later and not side.is_named and not side.precision
         return replace(side, choice=Choice(NODE_BY_NODE.name) if as_ever else NODE_BY_NODE)
     return side
 
@@ -126,7 +126,7 @@ class _FormComparer(forms.FormReader):
         super().__init__(study, batch, progress)
         self._jobs, self._folder, self._runs = 0, folder, runs
         self._graph_files: dict[int, Artifact] = {}
-        self._stored: dict[int, Path] = {}  # folders by the index of the reference's graph
+        self._tensor_folders: dict[int, Path] = {}  # folders by the index of the reference's graph
         self._float = -1
 
     def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
@@ -152,7 +152,7 @@ class _FormComparer(forms.FormReader):
     def compare_all(self, rtol: float, atol: float) -> list[EngineComparison]:
         """Compare each engine with the first; leave out failures, but raise the first one if all fail."""
         found, errors = [], list[forms.NoForm]()
-        for place in range(1, len(self.shown)):
+        for place in range(1, len(self.requested)):
             try:
                 found.append(self.compare_engine(place, rtol, atol))
             except forms.NoForm as e:
@@ -165,7 +165,7 @@ class _FormComparer(forms.FormReader):
     def compare_engine(self, place: int, rtol: float, atol: float) -> EngineComparison:
         """Compare the engine at index `place` of the requested forms with the first."""
         (trial, artifact), (first, _) = self.trials[place], self.trials[0]
-        graph = self.graph_of[self.shown[place]]
+        graph = self.graph_of[self.requested[place]]
         against = self._find_reference_graph(trial, graph)
         precision = max(trial.precision, first.precision, key=lambda name: TOLERANCES[name].limit)
         limit = TOLERANCES[precision].close
@@ -182,32 +182,35 @@ class _FormComparer(forms.FormReader):
 
     def _format_name(self, place: int) -> str:
         """Return the form's title, with the model's name if there are several models."""
-        sources, title = [ran.model.source or ran.model.name for ran, _ in self.trials], self.forms[self.shown[place]]
+        sources, title = (
+            [ran.model.source or ran.model.name for ran, _ in self.trials],
+            self.forms[self.requested[place]],
+        )
         return f"{Path(sources[place]).name} {title.library}" if len({*sources}) > 1 else title.library
 
     def _find_reference_graph(self, trial: Trial, graph: int) -> int:
         """Return the index of the reference's graph; for a module its FP32 export, the engine's own if possible."""
         first, _ = self.trials[0]
         if first.backend != forms.MODULE_FORM:
-            return self.graph_of[self.shown[0]]
+            return self.graph_of[self.requested[0]]
         if trial.precision == "fp32" and trial.model.source == first.model.source:
             return graph
         if self._float < 0:
             self.read(forms.FormRequest(first.model.source, NODE_BY_NODE, "fp32"))
-            self._float = self.graph_of[self.shown[-1]]
+            self._float = self.graph_of[self.requested[-1]]
         return self._float
 
     def _store_reference(self, first: Trial, graph: int) -> Path:
         """Return the folder of the reference's tensors, named as in the graph; store them once per graph."""
-        if graph not in self._stored:
+        if graph not in self._tensor_folders:
             file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
             if of_module := first.backend == forms.MODULE_FORM:
-                calls = agreement_tables.list_tensors(self.forms[self.shown[0]], self.forms[graph])
+                calls = agreement_tables.list_tensors(self.forms[self.requested[0]], self.forms[graph])
                 options |= {"graph": file.path, "calls": [list(call) for call in calls]}
             artifact = None if of_module else file
             self._run_job(Job("reference", first.runtime, first, artifact=artifact, options=options))
-            self._stored[graph] = self._folder / str(self._jobs) / "tensors"
-        return self._stored[graph]
+            self._tensor_folders[graph] = self._folder / str(self._jobs) / "tensors"
+        return self._tensor_folders[graph]
 
     def _run_job(self, job: Job) -> Record:
         """Run the job and return its record; raise `NoForm` if it failed."""

@@ -281,7 +281,7 @@ def list_compared_layers(compared: Sequence[EngineComparison], order: str, top: 
     Rows are the `top` largest own errors (0: all), the first tensor that disagrees, and the suspects.
     """
     rows = [row for each in compared for row in _build_rows(each, order, top)]
-    return LAYER_ERRORS.of(COLUMNS, rows, group=("engine",), printed=PRINTED_COLUMNS)
+    return LAYER_ERRORS.build(COLUMNS, rows, group=("engine",), printed=PRINTED_COLUMNS)
 
 
 def _build_rows(each: EngineComparison, order: str, top: int) -> list[Row]:
@@ -330,7 +330,7 @@ def list_findings(compared: Sequence[EngineComparison], rtol: float, atol: float
         "|b|; own error: the layer alone reads the reference's values; on the outputs: what this alone does to the "
         "network's outputs."
     )
-    return FINDINGS.of(FINDING_COLUMNS, [*map(_build_finding, compared)], notes=tuple(notes), printed=SEARCH_COLUMNS)
+    return FINDINGS.build(FINDING_COLUMNS, [*map(_build_finding, compared)], notes=tuple(notes), printed=SEARCH_COLUMNS)
 
 
 def _build_finding(each: EngineComparison) -> Row:

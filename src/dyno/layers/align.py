@@ -163,7 +163,7 @@ class FormSet:
 
 @dataclass(frozen=True)
 class Link:
-    """Alignment of two forms: counterparts in `lower` of each layer of `upper`, with the evidence (`how`).
+    """Alignment of two forms: counterparts in `lower` of each layer of `upper`, with the evidence (`evidence`).
 
     `sure` holds the pairs found by name. `outer` holds calls of modules with submodules: their own operations lie
     between those of the submodules.
@@ -172,7 +172,7 @@ class Link:
     upper: int
     lower: int
     pairs: Claims
-    how: dict[int, str] = field(default_factory=dict)
+    evidence: dict[int, str] = field(default_factory=dict)
     sure: frozenset[tuple[int, int]] = frozenset()
     outer: frozenset[int] = frozenset()
 
@@ -181,15 +181,15 @@ class Link:
 class Region:
     """Group of corresponding layers: their indices in each form.
 
-    `around` holds the indices of enclosing modules per form; each is a member of one region only.
+    `enclosing` holds the indices of enclosing modules per form; each is a member of one region only.
     """
 
     members: tuple[tuple[int, ...], ...]
-    around: tuple[tuple[int, ...], ...]
+    enclosing: tuple[tuple[int, ...], ...]
 
     def list_members(self, form: int) -> list[int]:
         """Return the indices of the form's members and enclosing modules, in order."""
-        return sorted({*self.members[form], *self.around[form]})
+        return sorted({*self.members[form], *self.enclosing[form]})
 
     def list_layers(self, forms: Sequence[LayerGraph], form: int) -> list[Layer]:
         """Return the region's layers in this form."""

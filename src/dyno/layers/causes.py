@@ -97,11 +97,11 @@ def merge_own_code(found: Sequence[Region], form: int) -> list[Region]:
 
     The module's own time is a single figure, which the merged region gets.
     """
-    outer = {k for region in found for k in region.around[form]}
+    outer = {k for region in found for k in region.enclosing[form]}
     own: dict[int, list[Region]] = {}
     for region in found:
-        if region.around[form] and outer.issuperset(region.members[form]):
-            own.setdefault(min(region.around[form]), []).append(region)  # the innermost: its call ends first
+        if region.enclosing[form] and outer.issuperset(region.members[form]):
+            own.setdefault(min(region.enclosing[form]), []).append(region)  # the innermost: its call ends first
     joined, left = {id(r) for regions in own.values() for r in regions}, []
     for region in found:
         kept = [k for k in region.members[form] if k not in own]
@@ -111,13 +111,15 @@ def merge_own_code(found: Sequence[Region], form: int) -> list[Region]:
         for k in whole:
             members = [sorted({i for r in own[k] for i in r.members[f]}) for f in range(len(region.members))]
             others = {i for i in members[form] if i not in own}
-            left.append(_replace_members(Region(tuple(map(tuple, members)), region.around), form, sorted({k, *others})))
+            left.append(
+                _replace_members(Region(tuple(map(tuple, members)), region.enclosing), form, sorted({k, *others}))
+            )
     return left
 
 
 def _replace_members(region: Region, form: int, members: Sequence[int]) -> Region:
     each = [tuple(members) if f == form else own for f, own in enumerate(region.members)]
-    return Region(tuple(each), region.around)
+    return Region(tuple(each), region.enclosing)
 
 
 @dataclass
@@ -128,11 +130,11 @@ class _TimedForm:
     layers: Sequence[Layer]
     names: list[list[str]]
     seconds: np.ndarray
-    ran: list[bool] = field(init=False)
+    has_run: list[bool] = field(init=False)
     modules: bool = False
 
     def __post_init__(self) -> None:
-        self.ran = [bool(s > 0) or not layer.skipped for s, layer in zip(self.seconds, self.layers, strict=True)]
+        self.has_run = [bool(s > 0) or not layer.skipped for s, layer in zip(self.seconds, self.layers, strict=True)]
 
     def is_conversion(self, k: int) -> bool:
         """Return whether the layer only changes a type or a layout."""
@@ -211,7 +213,7 @@ class _RegionSplitter:
     def _list_parts(self, region: Region) -> list[CausePart]:
         a, b, moving = list[int](), list[int](), list[CausePart]()
         for form, own in ((self.a, a), (self.b, b)):
-            for k in (k for k in region.members[form.side.form] if form.ran[k]):
+            for k in (k for k in region.members[form.side.form] if form.has_run[k]):
                 if form.is_conversion(k):
                     moving.append(self._make_conversion(form, k))
                 else:

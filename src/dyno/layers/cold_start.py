@@ -127,7 +127,7 @@ class ColdStarts:
         ]  # fmt: skip
         decided = zip(self.starts, evidence, stats.decide_family(evidence), strict=True)
         rows = [_make_row(one, speedup if e else None) for one, e, speedup in decided]
-        return COLD_START.of(COLUMNS, rows, notes=(TABLE_NOTE, *self.sentences), printed=PRINTED)
+        return COLD_START.build(COLUMNS, rows, notes=(TABLE_NOTE, *self.sentences), printed=PRINTED)
 
     @property
     def sentences(self) -> list[str]:

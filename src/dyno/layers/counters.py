@@ -182,7 +182,7 @@ def make_counters_table(found: FormSet, reports: Mapping[int, NcuReport], order:
         owners = find_owners(forms[k], report.kernels)
         rows += _build_rows(forms[k], times.name_modules(found, k), report.kernels, owners, order, top)
         notes += (f"{forms[k].library}: {one}." for one in describe_counters(report, owners))
-    return COUNTERS.of(COLUMNS, rows, notes=tuple(notes), group=("form",))
+    return COUNTERS.build(COLUMNS, rows, notes=tuple(notes), group=("form",))
 
 
 def find_owners(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:

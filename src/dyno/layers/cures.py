@@ -42,8 +42,8 @@ TENSORRT_BACKENDS = ("tensorrt", "tensorrt_rtx")
 class Prescription:
     """Change of an engine: further `options`, or another `backend` or `precision`.
 
-    It applies to engines of these `backends`, `precisions` (empty: any) and kinds of `devices` with options in `only`
-    (None: not set), if one of the `causes` costs time. `boundary` is the latency that it may improve.
+    It applies to engines of these `backends`, `precisions` (empty: any) and kinds of `devices` with options in
+    `required` (None: not set), if one of the `causes` costs time. `boundary` is the latency that it may improve.
     """
 
     text: str
@@ -54,13 +54,13 @@ class Prescription:
     precision: str = ""
     precisions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
-    only: Mapping[str, tuple[Option | None, ...]] = field(default_factory=dict)
+    required: Mapping[str, tuple[Option | None, ...]] = field(default_factory=dict)
     boundary: str = "model"
 
     def fits(self, backend: str, precision: str, device: str, options: Mapping[str, Option]) -> bool:
         """Return whether the prescription applies to an engine, and changes its precision if it asks for one."""
         of_these = backend in self.backends and (not self.precisions or precision in self.precisions)
-        so_set = all(options.get(name) in values for name, values in self.only.items())
+        so_set = all(options.get(name) in values for name, values in self.required.items())
         return of_these and so_set and device.partition(":")[0] in self.devices and precision != self.precision
 
 
@@ -93,17 +93,18 @@ PRESCRIPTIONS = (
                  {"cudnn_benchmark": True}, devices=("cuda",)),
     Prescription("eight bits between layers, too: Q/DQ at sums, splits and concatenations",
                  (causes.CONVERSION, causes.SPLIT), TENSORRT_BACKENDS, {"joints": True}, precisions=("int8",),
-                 only={"route": (None, "auto", "graph"), "quantizer": (None, "onnxruntime"), "joints": (None, False)}),
+                 required={"route": (None, "auto", "graph"), "quantizer": (None, "onnxruntime"),
+                           "joints": (None, False)}),
     Prescription("types that the builder chooses, from a calibrator's ranges",
                  (causes.NARROWER, causes.STAYED, causes.CONVERSION, causes.SPLIT, causes.KERNEL), ("tensorrt",),
-                 {"route": "calibrator"}, precisions=("int8",), only={"route": (None, "auto", "graph")}),
+                 {"route": "calibrator"}, precisions=("int8",), required={"route": (None, "auto", "graph")}),
     Prescription("the builder's usual level", (causes.KERNEL, causes.CONVERSION, causes.SPLIT), TENSORRT_BACKENDS,
-                 {"optimization": 3}, only={"optimization": (0, 1, 2)}),
+                 {"optimization": 3}, required={"optimization": (0, 1, 2)}),
     Prescription("the builder's highest level", (causes.KERNEL, causes.CONVERSION), TENSORRT_BACKENDS,
-                 {"optimization": 5}, only={"optimization": (None, 3, 4)}),
+                 {"optimization": 5}, required={"optimization": (None, 3, 4)}),
     Prescription("raw pixels as input, a quarter of the bytes to copy (latency/all)", (causes.COPYING,),
                  ("pytorch", "compile", "onnxruntime", *TENSORRT_BACKENDS), {"input": "uint8"}, devices=("cuda",),
-                 only={"input": (None, "float32")}, boundary="all"),
+                 required={"input": (None, "float32")}, boundary="all"),
     Prescription("another build, without timings of earlier ones", (causes.KERNEL, causes.SAME), ("tensorrt",),
                  {"timing_cache": False, "build": 1}),
 )  # fmt: skip
@@ -164,7 +165,7 @@ class Outcome:
     reason: str = ""
 
     @property
-    def kept(self) -> bool:
+    def is_kept(self) -> bool:
         """Whether the variant is proven faster than B, with right outputs."""
         return self.speedup is not None and self.speedup.verdict == FASTER and self.right
 
@@ -204,18 +205,18 @@ class PrescriptionResult:
         rows = [
             {"prescription": one.called.prescription.text, "called_by": one.called.cause.title,
              "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limit_cells("speedup", one.speedup),
-             "verdict": one.verdict, "outputs": one.outputs, "kept": "yes" if one.kept else "no"}
+             "verdict": one.verdict, "outputs": one.outputs, "kept": "yes" if one.is_kept else "no"}
             for one in self.outcomes
         ]  # fmt: skip
         note = f"Each is a trial beside {self.title}, in turns; all are one family (Holm). Profiled runs are left out."
-        return PRESCRIPTION_TABLE.of(COLUMNS, rows, notes=(note,) if rows else (), printed=keep_printed(COLUMNS))
+        return PRESCRIPTION_TABLE.build(COLUMNS, rows, notes=(note,) if rows else (), printed=keep_printed(COLUMNS))
 
     @property
     def sentences(self) -> list[str]:
         """Number of prescriptions that helped, and the best of them."""
         if not self.outcomes:
             return [f"No cause of {self.title}'s time has a known cure."]
-        kept = [(one.speedup, one) for one in self.outcomes if one.kept and one.speedup]
+        kept = [(one.speedup, one) for one in self.outcomes if one.is_kept and one.speedup]
         told = [f"{len(kept) or 'None'} of {format_count(len(self.outcomes), 'prescription')} helped."]
         if kept:
             found, one = max(kept, key=lambda pair: pair[0].value)

@@ -126,7 +126,7 @@ class ExplanationResult:
             return with_sentences(self.tables, self.sentences, format)
         found, (a, b) = self.waterfall, self.pair.titles
         about: dict[str, Any] = {"reasons": to_json(self.reasons), "a": a, "b": b}
-        about |= {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
+        about |= {"attributed": found.attributed, "named": found.named_share} if found.gap.proven else {}
         return export(self.tables, format, about=about | ({"tried": self.tried.sentences} if self.tried else {}))
 
 
@@ -259,11 +259,11 @@ class PairProfiler(profiling.FormProfiler):
         `sources` and `precisions` are each side's source and requested precision.
         """
         times = self.repeat_rounds(rounds)
-        by_form = dict(zip(self.shown, sources, strict=True))
+        by_form = dict(zip(self.requested, sources, strict=True))
         module_of = self.module_of(by_form)
         sides = [
             PairSide(k, precision, each, self.graph_of.get(k), module_of.get(k))
-            for k, precision, each in zip(self.shown, precisions, times, strict=True)
+            for k, precision, each in zip(self.requested, precisions, times, strict=True)
         ]
         return FormPair(forms.number_titles(self.forms, by_form), sides[0], sides[1], sources[0])
 
@@ -277,7 +277,7 @@ class PairProfiler(profiling.FormProfiler):
             order = range(len(found)) if number % 2 == 0 else reversed(range(len(found)))
             for k in order:
                 inside = self.read_form(*self.trials[k])
-                found[k].append(reorder_times(self.forms[self.shown[k]], inside, self.times[-1]))
+                found[k].append(reorder_times(self.forms[self.requested[k]], inside, self.times[-1]))
         return [tuple(each) for each in found]
 
 

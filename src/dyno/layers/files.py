@@ -96,14 +96,14 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class FormsResult(FormSet):
-    """Forms of a model; `shown` has the indices of the requested forms.
+    """Forms of a model; `requested` has the indices of the requested forms.
 
     `graphs` has each graph's file by index; `module_of` has only modules that are shown. `left_out` lists the forms
     that can't be made, read or timed, with reasons. If layers were timed, `times` has their times by index of the form,
     and `ceilings` the device's ceilings (None: not requested).
     """
 
-    shown: tuple[int, ...] = ()
+    requested: tuple[int, ...] = ()
     graphs: Mapping[int, GraphFile] = field(default_factory=dict)
     name: str = ""
     left_out: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class FormsResult(FormSet):
         elif kind.rated:
             _draw_roofline(self, path)
         else:
-            return _write_graphs(self, dict(zip(self.shown, lines, strict=True)), path)
+            return _write_graphs(self, dict(zip(self.requested, lines, strict=True)), path)
         return [path]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -153,14 +153,14 @@ FILE_KINDS: dict[str, OutputFileKind] = {
     ".speedscope.json": OutputFileKind("speedscope", lambda found, lines: json.dumps(
         graph_files.build_speedscope_profile(lines, found.name, EXPORTER_NAME)), timed=True),
     ".explorer.json": OutputFileKind("Model Explorer", lambda found, lines: json.dumps(
-        graph_files.build_explorer_graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
+        graph_files.build_explorer_graphs([found.forms[k] for k in found.requested], lines, found.name), indent=1)),
     ".node-data.json": OutputFileKind(
         "Model Explorer", lambda _, lines: json.dumps(graph_files.build_node_data(lines)), timed=True),
     GRAPH_SUFFIX: OutputFileKind("Netron", None),
     ".svg": OutputFileKind("a browser", None, timed=True, rated=True),
     ".png": OutputFileKind("a viewer of images", None, timed=True, rated=True),
     PAGE_SUFFIX: OutputFileKind("a browser", lambda found, lines: graph_page.profile_html(
-        found.name, [found.forms[k] for k in found.shown], lines, found.tables), timed=True),
+        found.name, [found.forms[k] for k in found.requested], lines, found.tables), timed=True),
 }  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _draw_roofline(found: FormsResult, path: Path) -> None:
 
 def make_timelines(found: FormsResult) -> list[Timeline]:
     """Return the timelines of the requested forms."""
-    return build_timelines(found, found.times, found.shown)
+    return build_timelines(found, found.times, found.requested)
 
 
 def _write_graphs(found: FormsResult, lines: Mapping[int, Timeline], path: Path) -> list[Path]:

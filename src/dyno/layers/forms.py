@@ -37,12 +37,12 @@ class NoForm(UserError):
 @dataclass(frozen=True)
 class FormRequest:
     """Requested form: a model's source, an engine ("onnx": the graph itself), and a precision ("": the file's own).
-    `named` is true for a form of the first model given by name, false for a model in its own form."""
+    `is_named` is true for a form of the first model given by name, false for a model in its own form."""
 
     source: str
     choice: Choice
     precision: str
-    named: bool = False
+    is_named: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def request_own_form(source: str) -> FormRequest:
     if kind is None:
         return FormRequest(source, Choice(MODULE_FORM), "fp32")
     path = Path(source)
-    name = ONNX_FORM if kind.name == ONNX_FORM else kind.usual(path) if path.is_file() else kind.backend
+    name = ONNX_FORM if kind.name == ONNX_FORM else kind.default_backend(path) if path.is_file() else kind.backend
     return FormRequest(source, Choice(name), "")
 
 
@@ -97,7 +97,7 @@ def _parse_form(text: str, source: str) -> FormRequest | None:
     if precision:
         check_known("precision", precision, PRECISIONS)
     own = "" if registry.format_of(source) else "fp32"  # a file's own precision is known only after reading it
-    return FormRequest(source, choice, precision or own, named=True)
+    return FormRequest(source, choice, precision or own, is_named=True)
 
 
 class FormReader:
@@ -112,7 +112,7 @@ class FormReader:
         self._study, self._batch, self._progress = study, batch, progress
         self._files = Files(progress, study.build_timeout_s)
         self.forms: list[LayerGraph] = []
-        self.shown: list[int] = []
+        self.requested: list[int] = []
         self.graph_of: dict[int, int] = {}
         self.graphs: dict[int, GraphFile] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
@@ -167,9 +167,9 @@ class FormReader:
 
     def describe(self, sides: Sequence[FormRequest]) -> dict[str, Any]:
         """Return the fields of a `FormsResult`; `sides` are the forms read, in this order."""
-        sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
+        sources = {k: side.source for k, side in zip(self.requested, sides, strict=True)}
         return {
-            "forms": number_titles(self.forms, sources), "shown": tuple(self.shown), "graph_of": self.graph_of,
+            "forms": number_titles(self.forms, sources), "shown": tuple(self.requested), "graph_of": self.graph_of,
             "module_of": self.module_of(sources), "graphs": self.graphs, "name": model_name(self._study.models[0]),
             "left_out": tuple(self.left_out),
         }  # fmt: skip
@@ -265,10 +265,10 @@ class FormReader:
 
     def _add_form(self, form: LayerGraph, graph: str) -> int:
         self.forms.append(form)
-        self.shown.append(len(self.forms) - 1)
+        self.requested.append(len(self.forms) - 1)
         if graph:
-            self._graphs.setdefault(graph, self.shown[-1])
-        return self.shown[-1]
+            self._graphs.setdefault(graph, self.requested[-1])
+        return self.requested[-1]
 
     def _launch_job(self, trial: Trial, artifact: Artifact | None, options: dict[str, Any] | None = None) -> LayerGraph:
         job = Job("layers", trial.runtime, trial, artifact=artifact, options=options or {})

@@ -41,14 +41,14 @@ class TimelineStep:
 class Timeline:
     """Steps of one form in execution order; `seconds` [repeats, steps] is empty for an untimed form.
 
-    A repeat is the mean of `runs_each` runs. With `own`, a step's seconds exclude its submodules' steps.
+    A repeat is the mean of `runs_each` runs. With `is_exclusive`, a step's seconds exclude its submodules' steps.
     """
 
     title: str
     steps: tuple[TimelineStep, ...]
     seconds: np.ndarray
     runs_each: int = 1
-    own: bool = False
+    is_exclusive: bool = False
 
     @cached_property
     def medians(self) -> np.ndarray:
@@ -68,7 +68,7 @@ class Timeline:
         if not len(self.seconds):
             return {}
         median, total = float(self.medians[at]), float(self.medians.sum()) or 1.0
-        name = "own median, µs" if self.own else "median, µs"
+        name = "own median, µs" if self.is_exclusive else "median, µs"
         return {name: f"{1e6 * median:.3f}", "share, %": f"{100 * median / total:.2f}"}
 
 
@@ -123,7 +123,7 @@ class Mark:
     """The beginning or the end (`ends`) of a call, in nanoseconds; the end mark of a step has its number in `step`."""
 
     name: str
-    at: int
+    time_ns: int
     ends: bool = False
     step: int | None = None
 
@@ -293,7 +293,7 @@ def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
         lasts = [round(each * 1e9) for each in seconds.tolist()]
         for mark in iter_marks(timeline.steps, lasts, begin):
             name = f"repeat {number}{of_runs}" if mark.name == WHOLE_MODEL else mark.name
-            event = {"ph": "E" if mark.ends else "B", "name": name, "cat": "layers", **thread, "ts": mark.at / 1e3}
+            event = {"ph": "E" if mark.ends else "B", "name": name, "cat": "layers", **thread, "ts": mark.time_ns / 1e3}
             yield event if mark.step is None else {**event, "args": about[mark.step]}
         begin += sum(lasts)
 

@@ -270,7 +270,7 @@ def _build_graph(waterfall: Waterfall, side: PairSide, times: Estimates, parts: 
     (bare,) = build_timelines(waterfall.pair.form_set, {}, [side.form])
     seconds = times.layers[:1, [step.index for step in bare.steps]]
     form = waterfall.pair.forms[side.form]
-    return draw_graph(form, replace(bare, seconds=seconds, own=True), parts)
+    return draw_graph(form, replace(bare, seconds=seconds, is_exclusive=True), parts)
 
 
 def make_explained_page(waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str]) -> str:

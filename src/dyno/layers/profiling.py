@@ -40,10 +40,10 @@ class InspectionResult(FormsResult):
     @cached_property
     def tables(self) -> list[Table]:
         """The layers of one form, or several forms side by side and the conversions inserted by engines."""
-        if len(self.shown) == 1:
-            return [tables.list_layers(self.forms[self.shown[0]])]
-        aligned = tables.align_forms(self, self.shown)
-        return [table for table in (aligned, tables.describe_conversions(self.forms, self.shown)) if table.rows]
+        if len(self.requested) == 1:
+            return [tables.list_layers(self.forms[self.requested[0]])]
+        aligned = tables.align_forms(self, self.requested)
+        return [table for table in (aligned, tables.describe_conversions(self.forms, self.requested)) if table.rows]
 
 
 def inspect(
@@ -69,7 +69,7 @@ def inspect(
     paths = files.list_paths(save)
     files.check(paths, sides, timed=False)
     sides = reading.read_all(sides)
-    if not any(reading.forms[k].layers for k in reading.shown):
+    if not any(reading.forms[k].layers for k in reading.requested):
         raise UserError(f"{model_name(study.models[0])} has no layers: it has no part that can run")
     inspected = InspectionResult(**reading.describe(sides))
     files.save_all(inspected, paths, quiet)
@@ -149,12 +149,12 @@ def profile(
     sides = reading.read_all(sides)
     profiled = ProfileResult(
         **reading.describe(sides),
-        times=dict(zip(reading.shown, reading.times, strict=True)),
+        times=dict(zip(reading.requested, reading.times, strict=True)),
         ceilings=reading.measure_ceilings(study, rates) if roofline else None,
         records=tuple(reading.records),
         order=order,
         top=top,
-        counters=dict(zip(reading.shown, reading.counted, strict=True)) if counters else {},
+        counters=dict(zip(reading.requested, reading.counted, strict=True)) if counters else {},
     )
     files.save_all(profiled, paths, quiet)
     return profiled
@@ -167,12 +167,12 @@ def choose_engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormReq
     chosen = []
     for side in others if only_forms else requested:
         kind = registry.format_of(side.source) if _is_file(side) else None
-        chosen.append(replace(side, choice=Choice(kind.usual(Path(side.source)))) if kind else side)
+        chosen.append(replace(side, choice=Choice(kind.default_backend(Path(side.source)))) if kind else side)
     return chosen
 
 
 def _is_file(side: forms.FormRequest) -> bool:
-    return not side.precision and not side.named
+    return not side.precision and not side.is_named
 
 
 def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
@@ -236,7 +236,7 @@ class FormProfiler(forms.FormReader):
             raise UserError("the forms ran on several devices, which have no common ceilings; profile them one by one")
         runtime = replace(runtime_of(study, Choice(forms.MODULE_FORM)), device=device)
         runtime = replace(runtime, threads=study.threads or system.physical_cores())
-        types = {kind for k, each in zip(self.shown, self.times, strict=True)
+        types = {kind for k, each in zip(self.requested, self.times, strict=True)
                  for kind in list_types(self.forms[k], each.precision)}  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "job"

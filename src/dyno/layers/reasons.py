@@ -51,12 +51,12 @@ class _ReasonWriter:
     """Writer of a waterfall's sentences."""
 
     def __init__(self, waterfall: Waterfall) -> None:
-        self._w, self._gap = waterfall, waterfall.gap
+        self._waterfall, self._gap = waterfall, waterfall.gap
         bare = [VERSION.sub("", title) for title in waterfall.pair.titles]
         # names without versions if they differ
         self._a, self._b = bare if bare[0] != bare[1] else waterfall.pair.titles
         whole = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
-        self._least, self._large = MIN_MENTIONED_SHARE * whole, MIN_PART_SHARE * whole
+        self._min_mentioned, self._min_part = MIN_MENTIONED_SHARE * whole, MIN_PART_SHARE * whole
 
     def state_gap(self) -> Reason:
         """Return the reason that states the difference of the two latencies."""
@@ -66,13 +66,14 @@ class _ReasonWriter:
             text = f"{times}: {_format_seconds(abs(self._gap.difference.value))} {way} {_format_limits(self._gap)}."
         else:
             text = f"{times}: no difference is shown, the interval {_format_limits(self._gap)} holds 0."
-        if left_out := len(self._w.left_out):
-            text += f" {left_out} of {len(self._w.pair.a.processes)} rounds left out: other programs disturbed them."
+        if left_out := len(self._waterfall.left_out):
+            rounds = len(self._waterfall.pair.a.processes)
+            text += f" {left_out} of {rounds} rounds left out: other programs disturbed them."
         return _make_reason(GAP, text, self._gap)
 
     def find_strangers(self) -> Iterator[Reason]:
         """Yield a reason if the two have no common layer, so that the causes below compare nothing."""
-        parts = self._w.parts
+        parts = self._waterfall.parts
         if any(part.a and part.b for part in parts) or not any(part.a for part in parts):
             return
         text = f"No layer of {self._b} corresponds to one of {self._a}, so the networks may differ"
@@ -80,18 +81,18 @@ class _ReasonWriter:
 
     def explain_causes(self) -> Iterator[Reason]:
         """Yield the causes that are proven and large enough, the largest first."""
-        large = [s for s in self._w.causes if s.proven and abs(s.difference.value) >= self._least]
+        large = [s for s in self._waterfall.causes if s.proven and abs(s.difference.value) >= self._min_mentioned]
         for step in sorted(large, key=lambda s: -abs(s.difference.value)):
             text = f"{self._describe_step(step)}: {self._describe_amount(step)}."
             yield _make_reason(step.cause.key, text, step, self._list_names(step))
 
     def explain_largest(self) -> Iterator[Reason]:
         """Yield the part with the largest difference, if it is a large share of the whole."""
-        steps = [s for s in self._w.steps if s.parts and s.cause.region and s.proven]
+        steps = [s for s in self._waterfall.steps if s.parts and s.cause.region and s.proven]
         largest = max(steps, key=lambda s: abs(s.difference.value), default=None)
-        if largest is None or abs(largest.difference.value) < self._large or len(steps) < 2:
+        if largest is None or abs(largest.difference.value) < self._min_part or len(steps) < 2:
             return
-        part = self._w.parts[largest.parts[0]]
+        part = self._waterfall.parts[largest.parts[0]]
         share = f", {largest.a / self._gap.a:.0%} of {self._a}'s latency" if largest.a > largest.b else ""
         named = f"the conversion before {part.before} ({part.names[0]})" if part.before else _join_names(part.names)
         text = f"The largest part is {named}: {_format_seconds(largest.a)} in {self._a}{share}, "
@@ -99,18 +100,18 @@ class _ReasonWriter:
 
     def explain_types(self) -> Iterator[Reason]:
         """Yield why a narrower type isn't faster: layers that kept a wider type, or became slower."""
-        precision = self._w.pair.b.precision
-        stayed = [s for s in self._w.steps if s.cause == causes.STAYED]
+        precision = self._waterfall.pair.b.precision
+        stayed = [s for s in self._waterfall.steps if s.cause == causes.STAYED]
         if stayed and sum(s.b for s in stayed) >= MIN_MENTIONED_SHARE * self._gap.b:
-            parts = [self._w.parts[s.parts[0]] for s in sorted(stayed, key=lambda s: -s.b)]
+            parts = [self._waterfall.parts[s.parts[0]] for s in sorted(stayed, key=lambda s: -s.b)]
             names = tuple(name for part in parts for name in part.names[:1])
             took = _format_seconds(sum(s.b for s in stayed))
             layers = format_count(len(stayed), "layer")
             text = f"{precision} was requested, but {layers} computed in a wider type and took "
             yield Reason(NOT_FASTER, f"{text}{took} of {_format_seconds(self._gap.b)}: {_join_names(names)}.", names)
-        slower = [s for s in self._w.steps if s.cause == causes.NARROWER and s.difference.low > 0]
-        whole = self._w.step(causes.NARROWER, [k for s in slower for k in s.parts])
-        if slower and whole.proven and whole.difference.value >= self._least:
+        slower = [s for s in self._waterfall.steps if s.cause == causes.NARROWER and s.difference.low > 0]
+        whole = self._waterfall.step(causes.NARROWER, [k for s in slower for k in s.parts])
+        if slower and whole.proven and whole.difference.value >= self._min_mentioned:
             names = self._list_names(whole)
             text = (
                 f"{format_count(len(slower), 'layer')} took longer in the narrower type: {self._describe_amount(whole)}"
@@ -121,17 +122,18 @@ class _ReasonWriter:
         """Yield the share of the difference that the layers explain."""
         if not self._gap.proven:
             return
-        also = " and launch gaps" if self._w.on_gpu else ""
-        text = f"Attributed to named layers{also}: {_format_percent(self._w.attributed)} of the difference"
-        if abs(self._w.attributed - self._w.named) >= ZERO_SHARE:
-            text += f", since together they differ by {_format_percent(self._w.named)} of it"
-        rest = [f"{s.cause.title}: {_format_percent(self._w.share(s.difference.value))}" for s in self._w.causes
-                if not s.cause.region]  # fmt: skip
+        also = " and launch gaps" if self._waterfall.on_gpu else ""
+        text = f"Attributed to named layers{also}: {_format_percent(self._waterfall.attributed)} of the difference"
+        if abs(self._waterfall.attributed - self._waterfall.named_share) >= ZERO_SHARE:
+            text += f", since together they differ by {_format_percent(self._waterfall.named_share)} of it"
+        shares = {s.cause.title: self._waterfall.share(s.difference.value) for s in self._waterfall.causes
+                  if not s.cause.region}  # fmt: skip
+        rest = [f"{title}: {_format_percent(share)}" for title, share in shares.items()]
         yield Reason(ATTRIBUTED, "; ".join([text, *rest]) + ".")
 
     def state_excess(self) -> Iterator[Reason]:
         """Yield each side's slow-down of layers by profiling, if it is considerable."""
-        for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
+        for title, side in zip((self._a, self._b), (self._waterfall.a, self._waterfall.b), strict=True):
             if side.excess >= MIN_MENTIONED_SHARE * side.latency[0]:
                 longer = f"took {side.excess / side.latency[0]:.0%} longer than its latency"
                 text = f"Watched, the layers of {title} {longer}: they are scaled down alike, and the intervals "
@@ -143,11 +145,11 @@ class _ReasonWriter:
         text = f"{_format_signed(value)} {_format_limits(step)}"
         if not self._gap.proven:
             return text
-        share = self._w.share(value)
+        share = self._waterfall.share(value)
         return f"{text}, {share:.0%} of the difference" if share > 0 else f"{text}, against the difference"
 
     def _describe_step(self, step: WaterfallStep) -> str:
-        parts = [self._w.parts[k] for k in step.parts]
+        parts = [self._waterfall.parts[k] for k in step.parts]
         count_a, count_b = sum(len(part.a) for part in parts), sum(len(part.b) for part in parts)
         of_a, of_b = self._format_types(parts, 0), self._format_types(parts, 1)
         count, a, b = format_count(len(parts), "part"), self._a, self._b
@@ -156,12 +158,12 @@ class _ReasonWriter:
         are_a = "is" if count_a == 1 else "are"
         times = f"{_format_seconds(step.a)} in {a} and {_format_seconds(step.b)} in {b}"
         lack_b = "has no separate counterpart" if count_b == 1 else "have no separate counterparts"
-        before = next((self._w.parts[k].before for k in self._sort_parts(step)), "")
+        before = next((self._waterfall.parts[k].before for k in self._sort_parts(step)), "")
         longest = f", the longest before {before}" if before else ""
         texts = {
             causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._format_kinds(parts)})",
             causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._format_kinds(parts)})",
-            causes.STAYED: f"{count} of the model {do} not run in {self._w.pair.b.precision} in {b} ({of_b})",
+            causes.STAYED: f"{count} of the model {do} not run in {self._waterfall.pair.b.precision} in {b} ({of_b})",
             causes.PROVIDER: f"{count} of the model {run} on another provider in {b} ({of_b})",
             causes.KERNEL: f"{count} of the model {have} another kernel: {of_a} in {a}, {of_b} in {b}",
             causes.SAME: f"{count} of the model {take} another time with the same kernel ({of_b})",
@@ -178,11 +180,11 @@ class _ReasonWriter:
         return texts[step.cause]
 
     def _sort_parts(self, step: WaterfallStep) -> list[int]:
-        return sorted(step.parts, key=lambda k: -abs(self._w.steps[k].difference.value))
+        return sorted(step.parts, key=lambda k: -abs(self._waterfall.steps[k].difference.value))
 
     def _format_types(self, parts: Sequence[CausePart], side: int) -> str:
         """Format the most common types of layers: `16 Convolution, 3 Add`."""
-        layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
+        layers = self._waterfall.pair.forms[self._waterfall.pair.sides[side].form].layers
         kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
         more = f" and {format_count(len(kinds) - MAX_NAMES, 'more kind')}" if len(kinds) > MAX_NAMES else ""
         return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(MAX_NAMES)) + more
@@ -195,7 +197,7 @@ class _ReasonWriter:
 
     def _list_names(self, step: WaterfallStep) -> tuple[str, ...]:
         """Return a name for each part of the step, the largest difference first."""
-        return tuple(dict.fromkeys(name for k in self._sort_parts(step) for name in self._w.parts[k].names[:1]))
+        return tuple(dict.fromkeys(name for k in self._sort_parts(step) for name in self._waterfall.parts[k].names[:1]))
 
 
 def _make_reason(key: str, text: str, step: WaterfallStep, names: Sequence[str] = ()) -> Reason:

@@ -79,7 +79,7 @@ class Ceilings:
                      **self._compare_with_sheet(MEMORY_CEILING, self.copy.bytes_per_s, self.sheet.memory,
                                                 1e9)})  # fmt: skip
         cache = f" The device's last cache has {self.copy.cache / 1e6:.3g} MB." if self.copy.cache else ""
-        return CEILINGS.of(COLUMNS, rows, notes=(TABLE_NOTE + cache, *self.warnings))
+        return CEILINGS.build(COLUMNS, rows, notes=(TABLE_NOTE + cache, *self.warnings))
 
     def _compare_with_sheet(self, name: str, measured: float | None, sheet: float | None, unit: float) -> Row:
         cells: Row = {"clock": self.clocks[name]} if name in self.clocks else {}

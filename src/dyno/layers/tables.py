@@ -121,7 +121,7 @@ def _is_blocked(forms: Sequence[LayerGraph], region: Region, first: int, other: 
 def _choose_name(forms: Sequence[LayerGraph], region: Region, *order: int) -> str:
     """Return the name of the region's enclosing module, else of its first layer, preferring modules' names."""
     order = (*(k for k, each in enumerate(forms) if each.form == MODULES), *order)
-    around = [forms[form].layers[k] for form in order for k in region.around[form]]
+    around = [forms[form].layers[k] for form in order for k in region.enclosing[form]]
     names = (layer.name for layer in (*around, *(each for form in order for each in region.list_layers(forms, form))))
     return next(names, "") or "(model)"
 
@@ -194,7 +194,7 @@ def list_layers(form: LayerGraph) -> Table:
         Column("nodes", "ONNX nodes that the engine reports for it", kind=TEXT, rank=8),
         Column("remark", "whether it runs, and whether it only converts", kind=TEXT, rank=3),
     )
-    return LAYER_TABLE.of(columns, rows, notes=(summarise_layers(form), *form.notes))
+    return LAYER_TABLE.build(columns, rows, notes=(summarise_layers(form), *form.notes))
 
 
 def _choose_remark(layer: Layer) -> str:
@@ -235,7 +235,7 @@ def align_forms(found: FormSet, shown: Sequence[int]) -> Table:
     notes += describe_totals(found, shown, regions)
     notes += [line for each in links if (line := describe_coverage(forms, each))]
     notes += [note for k in shown for note in forms[k].notes]
-    return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
+    return ALIGNED.build(columns, rows, notes=tuple(dict.fromkeys(notes)))
 
 
 def _choose_letter(position: int) -> str:
@@ -317,7 +317,7 @@ def _describe_change(forms: Sequence[LayerGraph], there: Sequence[int], last: in
 def describe_coverage(forms: Sequence[LayerGraph], link: align.Link) -> str:
     """Describe the evidence for the upper form's counterparts, and the number of unaligned layers."""
     upper, lower = forms[link.upper], forms[link.lower]
-    total, count = sum(not layer.skipped for layer in upper.layers), Counter(link.how.values())
+    total, count = sum(not layer.skipped for layer in upper.layers), Counter(link.evidence.values())
     alone = total - count.total()
     if not total:
         return ""
@@ -344,7 +344,7 @@ def describe_conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> T
         Column("after", "type and layout that it writes", kind=TEXT),
         Column("bytes", "bytes that it writes", "B", COUNT, rank=2),
     )
-    return CONVERSIONS.of(columns, rows)
+    return CONVERSIONS.build(columns, rows)
 
 
 def _make_conversion_row(form: LayerGraph, layer: Layer, writers: dict[str, Layer]) -> Row:

@@ -162,7 +162,7 @@ def make_path_table(paths: Mapping[str, Path], top: int) -> Table:
             rows.append({"form": form, "function": f"{len(rest)} more functions", "path_us": 1e6 * on_path,
                          "time_us": 1e6 * sum(one.time for one in rest), "share": 100 * on_path / whole})  # fmt: skip
     sentences = (f"{form}: {sentence}." for form, path in paths.items() for sentence in path.sentences)
-    return CRITICAL_PATH.of(PATH_COLUMNS, rows, notes=(TABLE_NOTE, *sentences), group=("form",))
+    return CRITICAL_PATH.build(PATH_COLUMNS, rows, notes=(TABLE_NOTE, *sentences), group=("form",))
 
 
 ROW_ORDERS = ("time", "graph")
@@ -233,7 +233,7 @@ def profile_table(
         notes += [*forms[k].notes, *(f"{forms[k].library}: {warning}" for warning in each.warnings)]
     notes += roofline.list_roofline_notes(rows) if ceilings else []
     columns = (*COLUMNS, *(roofline.RATED_COLUMNS if ceilings else ()))
-    return PROFILE.of(columns, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))
+    return PROFILE.build(columns, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))
 
 
 def _build_rows(
@@ -356,4 +356,4 @@ def reconcile(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings | N
     )
     on_gpu = [(forms[k].library, each.gpu.sentence(each.latency)) for k, each in times.items() if each.gpu]
     notes = (note, *(f"{library}: {sentence}." for library, sentence in on_gpu if sentence), *bounds)
-    return RECONCILIATION.of(columns, rows, notes=notes)
+    return RECONCILIATION.build(columns, rows, notes=notes)

@@ -137,14 +137,14 @@ class Waterfall:
         return seconds / whole if whole else math.nan
 
     @property
-    def named(self) -> float:
+    def named_share(self) -> float:
         """Share of the gap in named parts; above 1 if other steps have the opposite sign."""
         return self.share(sum(step.difference.value for step in self.causes if step.cause.region))
 
     @property
     def attributed(self) -> float:
         """Share of the gap that the named parts explain: 1 minus their absolute error, at least 0."""
-        return max(0.0, 1 - abs(1 - self.named)) if self.named == self.named else math.nan
+        return max(0.0, 1 - abs(1 - self.named_share)) if self.named_share == self.named_share else math.nan
 
 
 def make_waterfall(pair: FormPair) -> Waterfall:
@@ -290,7 +290,7 @@ def by_cause(waterfall: Waterfall) -> Table:
         *TIME_COLUMNS,
         Column("reached_us", "the latency after this step", "µs", title="latency, µs", rank=1),
     )
-    return WATERFALL.of(columns, rows, notes=_write_notes(waterfall))
+    return WATERFALL.build(columns, rows, notes=_write_notes(waterfall))
 
 
 def _write_notes(waterfall: Waterfall) -> tuple[str, ...]:
@@ -338,7 +338,7 @@ def by_part(waterfall: Waterfall, top: int) -> Table:
         Column("kernels_a", "kernels or providers in A", kind=TEXT, title="kernel in A", rank=4),
         Column("kernels_b", "kernels or providers in B", kind=TEXT, title="kernel in B", rank=3),
     )  # fmt: skip
-    return PART_TABLE.of(columns, rows)
+    return PART_TABLE.build(columns, rows)
 
 
 MAX_KINDS_LENGTH = 32  # characters of the kinds of layers after "(model)"

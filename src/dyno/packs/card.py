@@ -109,7 +109,7 @@ def _list_fastest(run: RunData) -> Iterator[tuple[str, ...]]:
             contest, first = compare_first(ordered, LATENCY, run), ordered.iloc[0]
             names = [describe_configuration(row) for row in (first, *(row for row, _ in contest.rivals))]
             name = decisions.name_set(names, contest, run) if contest.rivals else names[0]
-            where = ranking.where + (format_size(str(first["size"]), " at size ") if ranking.sizes else "")
+            where = ranking.scope + (format_size(str(first["size"]), " at size ") if ranking.sizes else "")
             where += f" on {first['device']}" if several else ""
             cells = where, str(batch), name, format_ms(first[LATENCY]), _format_rate(first), _format_gain(first)
             yield tuple(escape_markdown(cell) for cell in cells)

@@ -37,7 +37,7 @@ TOML_STRING = re.compile(r"""(?!\"{3}|'{3})(?:"(?:\\.|[^"\\\n])*"|'[^'\n]*')|#.*
 class OpenPack:
     """An unpacked pack: its head, its stored verdict, and the folder of its run."""
 
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     verdict: dict[str, Any]
     run: Path
 

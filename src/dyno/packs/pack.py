@@ -54,7 +54,7 @@ class Redaction:
         root = "|".join(sorted(map(re.escape, roots), key=len, reverse=True))
         self.folders = sorted({f"{folder}/" for folder in folders if folder != folder.parent}, key=len, reverse=True)
         self.path = re.compile(rf"(?<![\w.])/+(?:{root})(?:/[^\s'\"`:,;()\[\]<>|]*)+")
-        self.whole = re.compile(rf"((?:\w+:)?)/+(?:{root})/(?:.*/)?([^/]*)")
+        self.full_path = re.compile(rf"((?:\w+:)?)/+(?:{root})/(?:.*/)?([^/]*)")
         self.identifiers: dict[str, str] = {}
         hidden = {getpass.getuser(): "user", Path.home().name: "user"}
         for number, host in enumerate(() if names else dict.fromkeys((platform.node(), *hosts)), 1):
@@ -81,7 +81,7 @@ class Redaction:
         return value
 
     def _redact_text(self, text: str, key: str) -> str:
-        if key in PATH_KEYS and (match := self.whole.fullmatch(text)):
+        if key in PATH_KEYS and (match := self.full_path.fullmatch(text)):
             text = match[1] + match[2]
         for folder in self.folders:
             text = text.replace(folder, "")

@@ -234,7 +234,7 @@ def reproduce(
 
 
 def _choose_folder(study: Study, opened: OpenPack) -> Path:
-    name = str(opened.about.get("run", ""))
+    name = str(opened.metadata.get("run", ""))
     safe = name if re.fullmatch(r"[\w+=@-][\w.+=@-]{0,79}", name) else "pack"
     return choose_folder(study, RUNS_DIR / f"{safe}-reproduced")[0]
 
@@ -366,7 +366,7 @@ def _check_data(study: Study, packed: Results) -> None:
 
 
 def _make_key(t: TrialResult) -> Key:
-    return t.spec.model.source_sha256 or t.given, t.size, str(t.batch), t.variant, t.precision
+    return t.spec.model.source_sha256 or t.model_name, t.size, str(t.batch), t.variant, t.precision
 
 
 def _compare_runs(packed: RunData, ours: RunData, folder: Path, unavailable: Mapping[str, str]) -> Reproduction:

@@ -105,7 +105,7 @@ def verify_opened(opened: OpenPack, file: Path) -> Verification:
     except Exception as e:  # as its values may be anything
         raise UserError(f"{file} is a damaged pack: no verdict can be computed from it ({type(e).__name__})") from e
     computed = json.loads(json.dumps(computed))
-    packed, found = opened.about["files"], hash_files(opened.run)
+    packed, found = opened.metadata["files"], hash_files(opened.run)
     changed = [f"{name} is not the file that was packed" for name in sorted({*packed, *found})
                if packed.get(name) != found.get(name)]  # fmt: skip
     numbers = sum(_is_number(value) for value, _ in walk_json(computed))

@@ -31,7 +31,7 @@ class Criterion:
 
     condition: str
     fail_on: str
-    words: str
+    text: str
     column: str
     rules: Mapping[str, Any] = field(default_factory=dict)
 
@@ -100,7 +100,7 @@ class Bisection:
         if self.undecided:
             return [*sentences, f"Undecided: {self.undecided}."]
         if not self.bad:
-            return [*sentences, f"No version {CRITERIA[self.by].words} {self.first}."]
+            return [*sentences, f"No version {CRITERIA[self.by].text} {self.first}."]
         (step,) = (s for s in self.steps if s.name == self.bad)
         gap = f", or one of the skipped ones ({', '.join(self.between)})" if self.between else ""
         sentences.append(f"The first bad version is {self.bad}{gap}; the last good one is {self.good}.")
@@ -206,7 +206,7 @@ class BisectionSearch:
         if outcome == BAD:
             return self._bisect_versions(names, high)
         reasons = {
-            UNDECIDED: f"whether {names[high]} {CRITERIA[self.by].words} {names[0]} is not known",
+            UNDECIDED: f"whether {names[high]} {CRITERIA[self.by].text} {names[0]} is not known",
             SKIPPED: "only the first version can be run",
         }
         return Bisection(tuple(self.steps), names[0], undecided=reasons.get(outcome, ""))

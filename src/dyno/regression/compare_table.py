@@ -150,7 +150,7 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
     kept = {_name_trial(t) for t in b} | {_name_trial(x) for x, _ in shared}
     rows += [_make_missing_row(t, rules) for t in a if t.status == "ok" and _name_trial(t) not in kept]
     several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
-    return COMPARE.of(COLUMNS, rows, notes=(*_find_notes(a, b, shared), *left_out), printed=PRINTED,
+    return COMPARE.build(COLUMNS, rows, notes=(*_find_notes(a, b, shared), *left_out), printed=PRINTED,
                       group=("model", "size", "batch", *several), below=trial_table.list_reasons)  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def make_history(runs: Sequence[RunData]) -> Table:
     rows = [row for each in series.values() for row in _add_steps(each)]
     several = ("device",) if len({row["device"] for row in rows}) > 1 else ()
     notes = tuple(_list_steps(rows, dict(dated)))
-    return HISTORY.of(COLUMNS, rows, notes=notes, group=("model", "size", "batch", *several), printed=PRINTED)
+    return HISTORY.build(COLUMNS, rows, notes=notes, group=("model", "size", "batch", *several), printed=PRINTED)
 
 
 def _make_key(row: Mapping[Any, Any]) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def selftest(
         raise _too_short(minutes, least)
     trial = _plan_trial(study, rebuild)
     engines = _Engines(trial, Files(progress, study.build_timeout_s), rebuild)
-    engines.of(0)  # failures to build end the self-test before its time counts
+    engines.pair(0)  # failures to build end the self-test before its time counts
     with progress.show_study([]):
         measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
     stored = StoredSelfTest(
@@ -126,14 +126,14 @@ class _Engines:
     files: Files
     builds: bool
 
-    def of(self, number: int) -> tuple[Artifact | None, Artifact | None]:
+    def pair(self, number: int) -> tuple[Artifact | None, Artifact | None]:
         """Return the file of the round's first process and the file of the others; None if the trial needs no file."""
         if not self.builds:
             return self._build_file(0), self._build_file(0)
         return self._build_file(2 * number), self._build_file(2 * number + 1)
 
     def _build_file(self, number: int) -> Artifact | None:
-        artifact = self.files.of(self.trial, number)
+        artifact = self.files.get(self.trial, number)
         if isinstance(artifact, Record):
             raise UserError(f"{self.trial.label}: {artifact.reason}")
         return artifact
@@ -184,7 +184,7 @@ def _iter_rounds(
 def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
     """Measure one round: a fresh process for each slow-down, all interleaved."""
     members, trial = [], engines.trial
-    first, others = engines.of(number)
+    first, others = engines.pair(number)
     for index, share in enumerate(layout.slowdowns):
         artifact = others if index else first
         # Counted from 1, as round 0 of a trial also evaluates.

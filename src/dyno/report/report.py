@@ -303,7 +303,7 @@ def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
         for row in table.rows:
             row["run"] = name
     all_trials = join_tables(run_tables)
-    return TRIALS.of((*all_trials.columns, Column("run", "its name", kind=TEXT)), all_trials.rows)
+    return TRIALS.build((*all_trials.columns, Column("run", "its name", kind=TEXT)), all_trials.rows)
 
 
 def _make_section(

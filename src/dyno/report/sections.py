@@ -114,7 +114,7 @@ def list_details(results: Results, page: Path) -> list[Detail]:
 
     trial_details = []
     for t in results.trials[:MAX_DETAILS]:
-        table = ROUNDS.of(
+        table = ROUNDS.build(
             [c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t), below=list_doubts
         )
         parts = [Markup(page_part(table, part, heading="")) for part in table.parts()]

@@ -160,10 +160,10 @@ class Chart:
     """A kind of chart, declared at the top of a module of `report/charts` or by an entry point (group `dyno.charts`).
 
     `name` is its file's name, `caption` the text below it. `draw` returns a matplotlib Figure, or None if the run has
-    no data for it. The report draws all that apply, in the order of `place`.
+    no data for it. The report draws all that apply, in the order of `position`.
     """
 
     name: str
     caption: str
     draw: Callable[[RunData], Any]
-    place: int = 100
+    position: int = 100

@@ -148,10 +148,10 @@ def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -
 
 
 class SustainedRatio(NamedTuple):
-    """Ratio a / b under sustained load, the `usual` ratio in short turns, and whether they differ (`has_moved`)."""
+    """Ratio a / b under sustained load, the `short` ratio in short turns, and whether they differ (`has_moved`)."""
 
     value: float
-    usual: float
+    short: float
     has_moved: bool
 
 

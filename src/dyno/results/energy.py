@@ -46,7 +46,7 @@ class Idle:
 class Energy:
     """Energy of a trial: joules per image, `net` and `gross` (without and with idle power), mean W, idle W, images/s.
 
-    `missing` is the reason if there is no figure.
+    `missing_reason` is the reason if there is no figure.
     """
 
     net: stats.Interval
@@ -55,7 +55,7 @@ class Energy:
     idle: float = math.nan
     rate: float = math.nan
     rounds: int = 0
-    missing: str = ""
+    missing_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class Meter:
             kind: Idle(estimate_power(stored, counter), disturbed[kind]) for kind, counter in ENERGY_COLUMNS.items()
         }
 
-    def of(self, t: TrialResult) -> Energy:
+    def measure(self, t: TrialResult) -> Energy:
         """Compute the trial's energy over its good rounds."""
         nothing = stats.find_center([])
         kind = t.device.split(":")[0]
         measured = [r for r in t.good if r.facts.sustained is not None]
         if kind not in ENERGY_COLUMNS or not measured:
-            return Energy(nothing, missing=NOT_ASKED)
+            return Energy(nothing, missing_reason=NOT_ASKED)
         idle = self._idle[kind]
         drawn = [
             (r, found) for r in measured if not _is_shared(r, kind) and (found := _of_round(r, ENERGY_COLUMNS[kind]))
@@ -102,7 +102,7 @@ class Meter:
         }  # fmt: skip
         missing = next((reason for reason, holds in reasons.items() if holds), "")
         if not drawn:
-            return Energy(nothing, missing=missing)
+            return Energy(nothing, missing_reason=missing)
         net = [(r, (each.watts - idle.watts) / each.rate) for r, each in drawn]
         return Energy(
             nothing if missing else stats.find_center(by_build(net)),

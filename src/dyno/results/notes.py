@@ -202,7 +202,7 @@ class Attempt:
     routes: tuple[RouteAttempt, ...] = ()
 
     @property
-    def kept(self) -> RouteAttempt | None:
+    def kept_route(self) -> RouteAttempt | None:
         """The route with separate rows; None if the usual one is as good."""
         return next((one for one in self.routes if one.outcome == ROUTE_KEPT), None)
 

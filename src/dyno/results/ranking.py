@@ -243,13 +243,13 @@ COMPARED_PLACES = 2  # the winner and its runner-up
 class Ranking:
     """Trials of one model on one device, at one size, or at all sizes if an accuracy budget covers them.
 
-    `apart` holds trials that are incomparable with their reference (other weights make another model). `metric` is the
-    accuracy shown. `trials` maps ids to the run's trials.
+    `incomparable` holds trials that are incomparable with their reference (other weights make another model). `metric`
+    is the accuracy shown. `trials` maps ids to the run's trials.
     """
 
-    where: str
+    scope: str
     group: pd.DataFrame
-    apart: pd.DataFrame
+    incomparable: pd.DataFrame
     sizes: bool
     metric: Metric
     trials: Mapping[str, TrialResult] = field(repr=False)
@@ -321,7 +321,7 @@ def list_winners(run: RunData) -> Iterator[tuple[str, str]]:
     for ranking in rank_goals(run):
         ordered = ranking.fastest
         if len(ordered):
-            yield ranking.where, str(ordered.iloc[0]["trial"])
+            yield ranking.scope, str(ordered.iloc[0]["trial"])
 
 
 def list_finalists(run: RunData) -> dict[str, set[str]]:
@@ -459,7 +459,7 @@ def of_rounds(compared: stats.Evidence, own: TrialResult, reference: TrialResult
     """Add the number of rounds and of engine builds to the evidence on two trials."""
     # All shared rounds count as looks at the data, also rounds without a ratio or of a repeated build.
     over = max(list_builds(own), list_builds(reference))
-    return replace(compared, seen=rounds, builds=over if over > 1 else 0)
+    return replace(compared, rounds_seen=rounds, builds=over if over > 1 else 0)
 
 
 def list_builds(t: TrialResult) -> int:
@@ -675,7 +675,7 @@ def _find_wide_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPai
         return
     is_wide = max(gain.high / gain.value, gain.value / gain.low) > MAX_NARROW_RATIO
     found = gather_evidence(run.trials[id], run.trials[reference], boundary, str(winner["clock"]), run.rule)
-    if is_wide and found is not None and found.looked < MAX_NARROW_FACTOR * run.rule.first:
+    if is_wide and found is not None and found.looks < MAX_NARROW_FACTOR * run.rule.first:
         yield UndecidedPair(frozenset((id, reference)), boundary, 1, decided=True)
 
 
@@ -690,7 +690,7 @@ def _is_short(found: stats.Evidence | None, planned: int) -> bool:
 
     Lost rounds are repeated up to the planned number. Their selection doesn't depend on latencies.
     """
-    return found is not None and found.disturbed > 0 and found.rounds < planned and found.looked < 2 * planned
+    return found is not None and found.disturbed > 0 and found.rounds < planned and found.looks < 2 * planned
 
 
 def _count_rounds(more: float | None) -> int:

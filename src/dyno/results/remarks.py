@@ -110,23 +110,23 @@ def describe_copies(t: TrialResult) -> CopyTimes | None:
 class ThrottleCounts:
     """Counts of a boundary's latencies over good rounds: taken, under a throttled GPU (`hit`), and dropped.
 
-    Throttled samples are kept if too few would be left of a round. `why` is the reason for throttling.
+    Throttled samples are kept if too few would be left of a round. `reason` is the reason for throttling.
     """
 
     boundary: str
     taken: int
     hit: int
     dropped: int
-    why: str
+    reason: str
 
     @property
     def sentence(self) -> str:
         """The warning."""
         text = f"{self.boundary}: {self.hit:,} of {self.taken:,} samples were taken while the GPU was throttled"
         if not self.dropped:
-            return f"{text} ({self.why}) and are kept, since too few would be left"
+            return f"{text} ({self.reason}) and are kept, since too few would be left"
         kept = f", {self.hit - self.dropped:,} kept since too few would be left" if self.dropped < self.hit else ""
-        return f"{text} ({self.why}): {self.dropped:,} dropped{kept}"
+        return f"{text} ({self.reason}): {self.dropped:,} dropped{kept}"
 
 
 def describe_throttling(t: TrialResult) -> list[ThrottleCounts]:
@@ -163,8 +163,8 @@ def describe_others(t: TrialResult) -> str:
     busy = (
         f"it was {gpu.busy_before:.0f} % busy before the job began" if gpu.busy_before > timeline.BUSY_PERCENT else ""
     )
-    if gpu.others:
-        return describe_meanwhile(gpu.others) + (f"; {busy}" if busy else "")
+    if gpu.other_processes:
+        return describe_meanwhile(gpu.other_processes) + (f"; {busy}" if busy else "")
     return f"others used the GPU: {busy}" if busy else ""
 
 

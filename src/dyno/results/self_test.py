@@ -47,14 +47,14 @@ class Studies:
             mean, half = stats.judge_apart(sides, 1 - CONFIDENCE)
         self._seen_from, self._called_below = np.sort(half - mean), np.sort(-half - mean)
 
-    def seen(self, difference: float) -> float:
+    def detection_rate(self, difference: float) -> float:
         """Return the share of studies that call a true difference of the logs slower."""
         return float(np.searchsorted(self._seen_from, difference) / len(self._seen_from))
 
     @property
     def false_alarms(self) -> float:
         """Share of studies that call equal processes faster or slower."""
-        return self.seen(0.0) + 1 - float(np.searchsorted(self._called_below, 0.0) / len(self._called_below))
+        return self.detection_rate(0.0) + 1 - float(np.searchsorted(self._called_below, 0.0) / len(self._called_below))
 
     @property
     def smallest(self) -> float:
@@ -407,7 +407,7 @@ class SelfTest:
         truth = 1 / (1 + slowdown)
         held = sum(one.low <= truth <= one.high for one in decisions)
         drawn = Studies(self.noise.ravel(), rounds)
-        expected = drawn.seen(math.log1p(slowdown)) if slowdown else drawn.false_alarms
+        expected = drawn.detection_rate(math.log1p(slowdown)) if slowdown else drawn.false_alarms
         slower, faster = (Rate(words.count(word), len(words)) for word in (stats.SLOWER, stats.FASTER))
         return Verdicts(slowdown, rounds, slower, faster, Rate(held, len(words)), expected)
 

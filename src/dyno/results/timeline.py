@@ -42,12 +42,12 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True)
 class Trace:
-    """Columns of telemetry.npz, float64 [samples]; `at` in seconds of CLOCK_MONOTONIC, like a record's windows.
+    """Columns of telemetry.npz, float64 [samples]; `times` in seconds of CLOCK_MONOTONIC, like a record's windows.
 
     The job began at `epoch`.
     """
 
-    at: np.ndarray
+    times: np.ndarray
     columns: Mapping[str, np.ndarray]
     epoch: float
     before_memory: float
@@ -56,7 +56,7 @@ class Trace:
     def read_column(self, name: str) -> np.ndarray:
         """Return one column; NaN for each sample if it was not stored."""
         values = self.columns.get(f"gpu_{name}")
-        return np.full(len(self.at), math.nan) if values is None else values
+        return np.full(len(self.times), math.nan) if values is None else values
 
     @cached_property
     def reasons(self) -> np.ndarray:
@@ -70,14 +70,14 @@ class Trace:
         if not flagged.any():
             return []
         edges = np.flatnonzero(np.diff(np.concatenate([[False], flagged, [False]]).astype(np.int8)))
-        ends = np.concatenate([[-math.inf], self.at, [math.inf]])
+        ends = np.concatenate([[-math.inf], self.times, [math.inf]])
         return [(float(ends[first]), float(ends[last + 1])) for first, last in edges.reshape(-1, 2)]
 
     def mark_inside(self, windows: Iterable[Window]) -> np.ndarray:
         """Return which samples lie inside one of the windows, bool [samples]."""
-        chosen = np.zeros(len(self.at), bool)
+        chosen = np.zeros(len(self.times), bool)
         for begin, end in windows:
-            chosen |= (self.at >= begin) & (self.at <= end)
+            chosen |= (self.times >= begin) & (self.times <= end)
         return chosen
 
 
@@ -87,8 +87,8 @@ class TelemetrySummary:
 
     `memory` (B) is the peak less the use before the job; `temperature` (degrees C) the highest. Over the timed windows
     are `utilisation` (%), `clock` and `clock_min` (median and lowest SM clock, MHz), `power` (W) and the share of time
-    for each throttle reason. `others` is the most processes of others seen there, `busy_before` the utilisation (%) by
-    others before the job was on the GPU, `memory_before` (B) the use then.
+    for each throttle reason. `other_processes` is the most processes of others seen there, `busy_before` the
+    utilisation (%) by others before the job was on the GPU, `memory_before` (B) the use then.
     """
 
     memory: float = math.nan
@@ -98,7 +98,7 @@ class TelemetrySummary:
     power: float = math.nan
     temperature: float = math.nan
     reasons: dict[str, float] = field(default_factory=dict)
-    others: int = 0
+    other_processes: int = 0
     busy_before: float = math.nan
     memory_before: float = math.nan
 
@@ -136,7 +136,7 @@ def summarise_timeline(trace: Trace, timed: Sequence[Window]) -> TelemetrySummar
         power=_reduce_finite(np.mean, trace.read_column("power")[inside]),
         temperature=_reduce_finite(np.max, trace.read_column("temperature")),
         reasons={reason: share for reason, share in shares.items() if share and reason != CLOCK_REASONS[IDLE_BIT]},
-        others=most_others(trace, inside),
+        other_processes=most_others(trace, inside),
         busy_before=_busy_before(trace),
         memory_before=trace.before_memory,
     )
@@ -163,7 +163,7 @@ def join_timelines(rounds: Sequence[TelemetrySummary]) -> TelemetrySummary | Non
         power=reduce_rounds(np.mean, "power"),
         temperature=reduce_rounds(np.max, "temperature"),
         reasons={name: sum(r.reasons.get(name, 0.0) for r in timed) / len(timed) for name in names},
-        others=max(r.others for r in rounds),
+        other_processes=max(r.other_processes for r in rounds),
         busy_before=reduce_rounds(np.max, "busy_before"),
         memory_before=reduce_rounds(np.max, "memory_before"),
     )

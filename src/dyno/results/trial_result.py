@@ -48,7 +48,7 @@ class Form:
 
     network: str
     file: str
-    place: int
+    position: int
     option: str = FILE_OPTION
 
 
@@ -146,10 +146,10 @@ class TrialResult:
     @property
     def model(self) -> str:
         """Model name in tables; if several files of one network are compared, the network's name."""
-        return self.form.network if self.form else self.given
+        return self.form.network if self.form else self.model_name
 
     @property
-    def given(self) -> str:
+    def model_name(self) -> str:
         """The model's own name, even if the network has several files."""
         return self.spec.model.name
 
@@ -419,7 +419,7 @@ class Results:
 
     def model_facts(self, t: TrialResult) -> ModelFacts:
         """Return the facts of the trial's model at its size."""
-        return self.models.get((t.given, t.size), ModelFacts())
+        return self.models.get((t.model_name, t.size), ModelFacts())
 
     @property
     def name(self) -> str:
@@ -487,9 +487,9 @@ def load_run(run: Path) -> Results:
     models = read_models(run, problems)
     file_forms = find_forms(models)
     placed = {id: placement for placement in list_placements(run, problems) for id in placement.trials}
-    side_forms = name_sides({t.side: t.given for t in trials if t.side})
+    side_forms = name_sides({t.side: t.model_name for t in trials if t.side})
     for t in trials:
-        t.run, t.form, t.placement = run, side_forms.get(t.side) or file_forms.get(t.given), placed.get(t.id)
+        t.run, t.form, t.placement = run, side_forms.get(t.side) or file_forms.get(t.model_name), placed.get(t.id)
     results = Results(
         folder=run,
         trials=sorted(trials, key=_make_sort_key),
@@ -530,7 +530,7 @@ def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
 
 
 def _make_sort_key(t: TrialResult) -> tuple[Any, ...]:
-    dims, place = t.spec.dims, t.form.place if t.form else 0
+    dims, place = t.spec.dims, t.form.position if t.form else 0
     return (t.model, dims.height, dims.width, t.batch, place, *place_in_group(t))
 
 

@@ -31,8 +31,8 @@ class CoreLatency:
     """Meter of the latency from the first of these processors to the others."""
 
     def __init__(self, processors: Sequence[int]) -> None:
-        self._first, *others = processors
-        self._others = others[:: max(1, -(-len(others) // MAX_NEIGHBOURS))]
+        self._own_core, *others = processors
+        self._neighbours = others[:: max(1, -(-len(others) // MAX_NEIGHBOURS))]
         self._answering: subprocess.Popen[bytes] | None = None
         if not others:
             return
@@ -57,8 +57,8 @@ class CoreLatency:
             return 0
         allowed = os.sched_getaffinity(0)
         try:
-            os.sched_setaffinity(0, [self._first])
-            found = [self._measure_to(other) for other in self._others]
+            os.sched_setaffinity(0, [self._own_core])
+            found = [self._measure_to(other) for other in self._neighbours]
             return max(found) if all(found) else 0
         except OSError:
             self.close()

@@ -177,7 +177,7 @@ def choose_reference(
 
     def place(trial: Trial) -> tuple[Any, ...]:
         form = forms.get(trial.model.name)
-        return trial.side, form.place if form else 0, *place_in_group(trial)
+        return trial.side, form.position if form else 0, *place_in_group(trial)
 
     return correctness.first_trial(sorted(trials, key=place), fits)
 

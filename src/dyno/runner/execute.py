@@ -316,7 +316,7 @@ class Rounds:
             pending = []
             for trial in (t for t in group if t in trials):
                 if _find_record(self.run, trial, number) is None and not isinstance(
-                    self.files.of(trial, number), Record
+                    self.files.get(trial, number), Record
                 ):
                     pending.append(trial)
                 else:
@@ -339,7 +339,7 @@ class Rounds:
         for part in [comparisons] if number else [[comparison] for comparison in comparisons]:
             if part and part[0] is not comparisons[0]:
                 self._show_answer(number, is_part=True)
-            for trial in ensemble.measure(self.run, part, number, self.files.of, self.progress, options):
+            for trial in ensemble.measure(self.run, part, number, self.files.get, self.progress, options):
                 self._measure_alone(trial, number, options)
 
     def _measure_alone(self, trial: Trial, number: int, options: Mapping[str, Any]) -> None:
@@ -347,7 +347,7 @@ class Rounds:
         if (stored := _find_record(self.run, trial, number)) is not None:
             self.progress.done(trial, stored, stored=True)
             return
-        folder, artifact = self.run.create_round(trial, number), self.files.of(trial, number)
+        folder, artifact = self.run.create_round(trial, number), self.files.get(trial, number)
         if isinstance(artifact, Record):
             record = replace(artifact, facts=Facts())
             self.run.store(trial, number, record)
@@ -355,7 +355,7 @@ class Rounds:
                 write_text(folder / LOGS[1], artifact.facts.printed)
         else:
             self.progress.start(trial, number)
-            job = ensemble.make_job(trial, number, self.files.of, options)
+            job = ensemble.make_job(trial, number, self.files.get, options)
             record = (self.launch or launch_in_turn)(job, folder, trial.plan.timeout_s, self.progress)
         if record.status != "ok":
             ensemble.note_retry(folder, trial, unmade=isinstance(artifact, Record))
@@ -402,7 +402,7 @@ class Finalists:
         comparisons: list[ensemble.ComparedTrials] = []
         alone: list[Trial] = []
         for group in ensemble.group_trials(trials, self.forms):
-            runnable = [t for t in group if not isinstance(self.files.of(t, number), Record)]
+            runnable = [t for t in group if not isinstance(self.files.get(t, number), Record)]
             wanted = set().union(*(self.boundaries[t.id] for t in group))
             boundaries = tuple(name for name in group[0].plan.boundaries if name in wanted)
             if len(runnable) > 1 and group[0].plan.blocks:
@@ -414,18 +414,18 @@ class Finalists:
                 alone += [t for t in group if t not in runnable]
             else:
                 alone += group
-        return alone + ensemble.measure(self.run, comparisons, number, self.files.of, self.progress, options, kind)
+        return alone + ensemble.measure(self.run, comparisons, number, self.files.get, self.progress, options, kind)
 
     def _confirm_alone(self, trial: Trial, number: int) -> None:
         """Measure one uninterleaved confirmation of a trial."""
-        artifact = self.files.of(trial, number)
+        artifact = self.files.get(trial, number)
         if isinstance(artifact, Record):
             self.run.store(trial, number, artifact, CONFIRMATION)
             return
         folder = self.run.create_round(trial, number, CONFIRMATION)
         self.progress.start(trial, number, "confirmation")
         options = {PLAN_OPTION: {"boundaries": sorted(self.boundaries[trial.id])}}
-        job = ensemble.make_job(trial, number, self.files.of, options, kind=CONFIRMATION)
+        job = ensemble.make_job(trial, number, self.files.get, options, kind=CONFIRMATION)
         self.progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, self.progress))
 
 
@@ -574,7 +574,7 @@ class Files:
         """Make the files of the trials, including all builds of an engine for its rounds."""
         for trial in trials:
             for number in range(max(1, trial.plan.builds)):
-                self.of(trial, number)
+                self.get(trial, number)
 
     def has_file(self, trial: Trial) -> bool:
         """Return whether no file is left to make for the trial."""
@@ -582,7 +582,7 @@ class Files:
             return True
         return self.cache.has(self.cache.make_key(trial.recipe))
 
-    def of(self, trial: Trial, number: int) -> Artifact | Record | None:
+    def get(self, trial: Trial, number: int) -> Artifact | Record | None:
         """Return the file for this round of the trial, else a record with the reason; None if it needs no file."""
         return self.make_file(_of_build(trial.recipe, trial.build(number), trial.backend)) if trial.recipe else None
 

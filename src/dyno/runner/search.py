@@ -83,20 +83,20 @@ class _PrecisionSearch:
     folder: Path
     plain: Trial
     batches: list[Trial]
-    others: list[Trial]
+    other_trials: list[Trial]
     measure: MeasurePrecisions
 
     def run(self) -> list[Trial]:
         """Return the measured candidates: those within the budget in all rounds, the best one at all batches."""
-        self.tried: dict[int, float] = {}  # p-value of a loss beyond the budget, by kept layers
+        self.p_values: dict[int, float] = {}  # p-value of a loss beyond the budget, by kept layers
         self._find_fewest()
         holding = self.list_confirmed()
         fewest = min(holding, default=None)
-        good = [self._make_candidate(self.plain, layers) for layers in self.tried if layers in holding]
+        good = [self._make_candidate(self.plain, layers) for layers in self.p_values if layers in holding]
         if fewest is not None:
             good += [self._make_candidate(other, fewest) for other in self.batches if other.id != self.plain.id]
-            self.measure(good, self.others)
-        failed = [self._make_candidate(self.plain, layers) for layers in self.tried if layers not in holding]
+            self.measure(good, self.other_trials)
+        failed = [self._make_candidate(self.plain, layers) for layers in self.p_values if layers not in holding]
         return [*good, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
 
     def _find_fewest(self) -> int | None:
@@ -107,21 +107,23 @@ class _PrecisionSearch:
         low, high = 1, min(2, most)
         while high > low and not self._is_within_budget(high):
             low, high = high, min(2 * high, most)
-            if len(self.tried) >= MAX_CANDIDATES:
+            if len(self.p_values) >= MAX_CANDIDATES:
                 return None
         if high <= low:
             return None
-        while high - low > 1 and len(self.tried) < MAX_CANDIDATES:
+        while high - low > 1 and len(self.p_values) < MAX_CANDIDATES:
             middle = (low + high) // 2
             low, high = (low, middle) if self._is_within_budget(middle) else (middle, high)
         return high
 
     def list_confirmed(self) -> set[int]:
         """Return the layer counts of candidates within the budget, allowing for the number of candidates tried."""
-        return {layers for layers, holds in zip(self.tried, confirm([*self.tried.values()]), strict=True) if holds}
+        return {
+            layers for layers, holds in zip(self.p_values, confirm([*self.p_values.values()]), strict=True) if holds
+        }
 
     def _is_within_budget(self, layers: int) -> bool:
-        self.tried[layers] = self._find_chance(layers)
+        self.p_values[layers] = self._find_chance(layers)
         return layers in self.list_confirmed()
 
     def _find_chance(self, layers: int) -> float:
@@ -214,7 +216,11 @@ def search_routes(
             store(run, tuple(done.values()))
         for trial in filter(_is_open, own):
             attempt = done.get((_hash_trial(own[0]), _format_name(trial, _choose_float(trial, own))))
-            if attempt and attempt.kept and (other := _reroute_trial(trial, attempt.kept.route, study)) is not None:
+            if (
+                attempt
+                and attempt.kept_route
+                and (other := _reroute_trial(trial, attempt.kept_route.route, study)) is not None
+            ):
                 added.append(other)
     return added
 

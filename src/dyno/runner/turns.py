@@ -51,8 +51,8 @@ MAX_REPEAT_SHARE = 1.0  # repeated blocks as a share of a boundary's time
 class InterleavedJob:
     """A job interleaved with others: its folder, round (-1: outside the study), and memory in bytes (0: unknown).
 
-    It is started in the context `where`, which may confine it. The other fields are its state: `last_message` (""
-    before the first and after its end), running time `used_s`, and `pipes` with the unread `buffer`. Per block,
+    It is started in the context `start_context`, which may confine it. The other fields are its state: `last_message`
+    ("" before the first and after its end), running time `used_s`, and `pipes` with the unread `buffer`. Per block,
     `active_counts` is the number of jobs that measured at once, and `delays` the share of the block that its threads
     waited for a processor (this boundary only).
     """
@@ -61,7 +61,7 @@ class InterleavedJob:
     folder: Path
     round_index: int
     memory: int = 0
-    where: Callable[[], AbstractContextManager[None]] = nullcontext
+    start_context: Callable[[], AbstractContextManager[None]] = nullcontext
     last_message: str = ""
     used_s: float = 0.0
     active_counts: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ class InterleavedGroup:
     members: Sequence[InterleavedJob]
     seed: str
     progress: Progress
-    ended: Callable[[InterleavedJob], None]
+    on_end: Callable[[InterleavedJob], None]
     turns: Callable[[Sequence[InterleavedJob]], list[list[InterleavedJob]]] = list_single_turns
     apart: bool = False
     name: str = field(default_factory=lambda: uuid4().hex[:12])  # id of this set of processes in their records
@@ -121,7 +121,7 @@ class InterleavedGroup:
         """
         runtime = self.members[0].job.runtime
         self.gpu = find_gpu(runtime.device, launcher.make_environment(runtime))
-        if runtime.device == "cpu" and all(member.where is nullcontext for member in self.members):
+        if runtime.device == "cpu" and all(member.start_context is nullcontext for member in self.members):
             self.core_latency = CoreLatency(list_cores()[: max(1, runtime.threads)])
         try:
             if self.is_loaded:
@@ -230,7 +230,7 @@ class InterleavedGroup:
         listen, say = os.pipe()
         try:
             extra = {CONDUCTOR_VARIABLE: f"{hear},{say}"}
-            with member.where():
+            with member.start_context():
                 member.started = launcher.start(job, member.folder, extra, (hear, say), self.pids)
         finally:
             os.close(hear)
@@ -360,7 +360,7 @@ class InterleavedGroup:
         if member.record.status == "oom" and group.alive:  # alone it may have enough memory
             shutil.rmtree(member.folder)
         else:
-            group.ended(member)
+            group.on_end(member)
 
 
 def load_in_parallel(groups: Sequence[InterleavedGroup]) -> None:

@@ -63,20 +63,24 @@ class ApplicationRun(CheckedRun):
         return max(0.0, self.find_stage(WHOLE).value - sum(self.find_stage(n).value for n in APPLICATION_STAGES[:-1]))
 
     @cached_property
-    def _rest(self) -> Interval:
+    def _outside_share(self) -> Interval:
         """Share of a request outside the model, by rounds."""
         return stats.find_center([1 - each[MODEL] / each[WHOLE] for each in self.rounds])
 
     @property
     def share(self) -> Interval:
         """The model's share of a request."""
-        low, high = 1 - self._rest.high, 1 - self._rest.low
-        return Interval(1 - self._rest.value, float(np.maximum(0.0, low)), high)
+        low, high = 1 - self._outside_share.high, 1 - self._outside_share.low
+        return Interval(1 - self._outside_share.value, float(np.maximum(0.0, low)), high)
 
     @property
     def limit(self) -> Interval:
         """Speed-up of a request with a model that takes no time (Amdahl 1967)."""
-        return Interval(1 / self._rest.value, float(np.maximum(1.0, 1 / self._rest.high)), 1 / self._rest.low)
+        return Interval(
+            1 / self._outside_share.value,
+            float(np.maximum(1.0, 1 / self._outside_share.high)),
+            1 / self._outside_share.low,
+        )
 
 
 def list_applications(run: RunData) -> list[ApplicationRun]:
@@ -154,7 +158,7 @@ def _make_application_table(run: RunData) -> Table | None:
     if len(found) > 1:
         gains, first = list_speedups(found, run.rule), find_reference(found)
         rows = [
-            row | ({} if each.outputs.wrong else compare_cells(gain, each is first))
+            row | ({} if each.outputs.fault else compare_cells(gain, each is first))
             for row, gain, each in zip(rows, gains, found, strict=True)
         ]
     note = (
@@ -163,7 +167,7 @@ def _make_application_table(run: RunData) -> Table | None:
         "model that takes no time, 1 / (1 - share). Means over requests, without the fastest and the slowest quarter "
         "of passes."
     )
-    return APPLICATION.of(COLUMNS, rows, notes=(note,), printed=keep_printed(COLUMNS))
+    return APPLICATION.build(COLUMNS, rows, notes=(note,), printed=keep_printed(COLUMNS))
 
 
 def _make_row(run: ApplicationRun) -> Row:
@@ -176,7 +180,7 @@ def _make_row(run: ApplicationRun) -> Row:
     }  # fmt: skip
     if outputs.word:
         row |= {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed}
-    return row | ({"verdict": outputs.wrong} if outputs.wrong else {})
+    return row | ({"verdict": outputs.fault} if outputs.fault else {})
 
 
 def _make_stage_columns(name: str, meaning: str, rank: int) -> tuple[Column, ...]:

@@ -117,15 +117,15 @@ class Outputs:
     """Check of a trial's outputs against those of the trial named `against`.
 
     `word` is the table's ("" if not compared), `error` the relative error, `labels_changed` the percentage of labels
-    that differ, `wrong` the fault, and `missing` why they weren't compared.
+    that differ, `fault` the fault, and `missing_reason` why they weren't compared.
     """
 
     word: str = ""
     error: float = math.nan
     labels_changed: float = math.nan
-    wrong: str = ""
+    fault: str = ""
     against: str = ""
-    missing: str = ""
+    missing_reason: str = ""
 
 
 def list_outputs(run: RunData) -> dict[str, Outputs]:
@@ -138,7 +138,7 @@ def list_outputs(run: RunData) -> dict[str, Outputs]:
             wrong = word == OUTPUTS_WRONG
             found[id] = Outputs(word, float(error), float(labels), verdict if wrong else "", other.configuration)
         else:
-            found[id] = Outputs(missing=_explain_missing(trial, other, run))
+            found[id] = Outputs(missing_reason=_explain_missing(trial, other, run))
     return found
 
 
@@ -161,7 +161,7 @@ class CheckedRun(LoadRun):
     @property
     def is_ranked(self) -> bool:
         """Whether it is compared with the reference: its outputs are not wrong."""
-        return not self.outputs.wrong
+        return not self.outputs.fault
 
 
 # Requests of a run: rates tried with each trial, and the highest that holds.
@@ -175,7 +175,7 @@ class ServingRun(CheckedRun):
     """A trial with the rates tried in each round."""
 
     facts: tuple[ServeFacts, ...]
-    tried: tuple[RateMeasurement, ...]
+    measurements: tuple[RateMeasurement, ...]
 
     @property
     def is_ranked(self) -> bool:
@@ -193,7 +193,7 @@ class ServingRun(CheckedRun):
                 for k, f in enumerate(self.facts)]  # fmt: skip
 
     def _list_holding(self, number: int) -> list[RateMeasurement]:
-        return [t for t in self.tried if t.round == number and t.step.verdict == rates.HOLDS]
+        return [t for t in self.measurements if t.round == number and t.step.verdict == rates.HOLDS]
 
     @cached_property
     def highest(self) -> Interval | None:
@@ -259,4 +259,4 @@ def list_speedups(runs: Sequence[Checked], rule: Rule) -> list[Speedup | None]:
 
 def find_reference(runs: Sequence[Checked]) -> Checked:
     """Return the reference run; one with wrong outputs only if all have them."""
-    return videos.find_reference([each for each in runs if not each.outputs.wrong] or runs)
+    return videos.find_reference([each for each in runs if not each.outputs.fault] or runs)

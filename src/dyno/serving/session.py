@@ -51,11 +51,11 @@ from dyno.worker.spec import (
 class Requests:
     """Settings of arrivals and batches, and the `path` and sha256 of a trace ("" without a trace).
 
-    `least` is the number of requests that the percentile needs.
+    `min_requests` is the number of requests that the percentile needs.
     """
 
     options: ServeOptions
-    least: int
+    min_requests: int
     path: str = ""
     sha256: str = ""
 
@@ -66,7 +66,7 @@ class Requests:
 
     def launch(self, job: Job, folder: Path, timeout_s: float, progress: Progress) -> Record:
         """Run the job and return its record; the rates decide its duration, so it has no timeout."""
-        options = {"settings": to_json(self.options), "least": self.least, "trace": self.path}
+        options = {"settings": to_json(self.options), "least": self.min_requests, "trace": self.path}
         own = dataclasses.replace(job, kind="serve", options={**job.options, **options})
         extra = share_processors(own) if self.options.instances > 1 else {}
         return launch_in_turn(own, folder, math.inf, progress, extra)

@@ -77,17 +77,17 @@ def _at_server(served: ServingRun) -> Iterator[str]:
 
 
 def describe_wrong(served: CheckedRun) -> Iterator[str]:
-    if (outputs := served.outputs).wrong:
-        wrong = outputs.wrong[:1].upper() + outputs.wrong[1:]
+    if (outputs := served.outputs).fault:
+        wrong = outputs.fault[:1].upper() + outputs.fault[1:]
         yield f"{wrong} against {outputs.against}; they are not ranked."
 
 
 def describe_right(served: CheckedRun) -> Iterator[str]:
     outputs = served.outputs
-    if outputs.word and not outputs.wrong:
+    if outputs.word and not outputs.fault:
         yield f"Outputs agree with those of {outputs.against}, {name_distance(outputs.error, outputs.labels_changed)}."
-    elif outputs.missing:
-        yield f"Outputs are compared with none: {outputs.missing}."
+    elif outputs.missing_reason:
+        yield f"Outputs are compared with none: {outputs.missing_reason}."
 
 
 def describe_bound(served: ServingRun) -> str:
@@ -124,7 +124,7 @@ def _describe_highest(served: ServingRun) -> Iterator[str]:
 
 def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
     facts, without = served.facts[0], served.by_round.count(0)
-    once = any(t.step.verdict == serve_rates.HOLDS for t in served.tried)
+    once = any(t.step.verdict == serve_rates.HOLDS for t in served.measurements)
     if facts.searched and once:
         of = f"{without} of {format_count(len(served.facts), 'round')}"
         yield f"{of} ended without a rate that holds {bound} twice."
@@ -132,7 +132,7 @@ def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
         yield f"{_nothing_holds(served, bound, once)}."
         if facts.most > 1 and 2 * facts.max_wait_s > facts.bound_s:
             yield f"A request waits up to {show(facts.max_wait_s, 'duration')} of that for others; shorten --max-wait."
-    if facts.lowest and min(t.step.rate for t in served.tried) <= 1.01 * facts.lowest:
+    if facts.lowest and min(t.step.rate for t in served.measurements) <= 1.01 * facts.lowest:
         yield (
             f"Below {_format_rate(facts.lowest)} fewer than the {facts.least:,} requests that "
             f"{_name_percentile(served.bounded)} needs come in {show(facts.least / facts.lowest, 'duration')}, "
@@ -142,10 +142,10 @@ def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
 
 def _nothing_holds(served: ServingRun, bound: str, once: bool) -> str:
     """Describe that no rate holds, with the lowest rate's latency in its worst round, or that this is unknown."""
-    least, several = min(t.step.rate for t in served.tried), len({t.step.rate for t in served.tried}) > 1
-    found_there = [(t.find_percentile(served.bounded), t) for t in served.tried if t.step.rate == least]
+    least, several = min(t.step.rate for t in served.measurements), len({t.step.rate for t in served.measurements}) > 1
+    found_there = [(t.find_percentile(served.bounded), t) for t in served.measurements if t.step.rate == least]
     latency, lowest = max(found_there, key=lambda pair: pair[0].value if pair[0] else np.inf)
-    if all(t.step.verdict == serve_rates.TOO_FEW for t in served.tried):
+    if all(t.step.verdict == serve_rates.TOO_FEW for t in served.measurements):
         return f"Whether {bound} holds is unknown for {'these rates' if several else 'this rate'}"
     name = _name_percentile(served.bounded)
     place = f"{_format_rate(lowest.step.rate)}{', the lowest,' if several else ''}"
@@ -172,7 +172,7 @@ def _describe_waiting(served: ServingRun) -> Iterator[str]:
 
 
 def _describe_unstable(served: ServingRun) -> Iterator[str]:
-    grown = [t for t in served.tried if t.step.unstable]
+    grown = [t for t in served.measurements if t.step.unstable]
     if grown:
         lowest = min(grown, key=lambda t: t.step.rate)
         yield (
@@ -180,14 +180,14 @@ def _describe_unstable(served: ServingRun) -> Iterator[str]:
             f"answered ({_format_rate(lowest.served)}): {lowest.backlog:,} waited at the end, "
             "and latency grows for as long as it lasts."
         )
-    if refused := sum(t.refused for t in served.tried):
+    if refused := sum(t.refused for t in served.measurements):
         facts = served.facts[0]
         why = ["found the queue full"] * bool(facts.queue) + ["got no answer from the server"] * bool(facts.endpoint)
         yield f"{format_count(refused, 'request')} {' or '.join(why)} and count as beyond every bound."
 
 
 def _describe_short(served: ServingRun) -> Iterator[str]:
-    least, fewest = stats.samples_for(served.facts[0].percentile), min(served.tried, key=lambda t: t.count)
+    least, fewest = stats.samples_for(served.facts[0].percentile), min(served.measurements, key=lambda t: t.count)
     if fewest.count < least:
         rate = fewest.step.rate
         longer = "a longer trace" if fewest.facts.trace else f"at least {least / rate:,.0f} s; omit --duration"
@@ -217,7 +217,7 @@ def _make_serve_table(run: RunData) -> Table | None:
         bounded = served[0].facts[0].bound_s  # without a bound there is no highest rate to compare
         first = figures.find_reference(served) if bounded else None
         rows = [
-            row | ({} if each.outputs.wrong else compare_cells(gain, each is first))
+            row | ({} if each.outputs.fault else compare_cells(gain, each is first))
             for row, gain, each in zip(rows, gains, served, strict=True)
         ]
     notes = [
@@ -226,7 +226,7 @@ def _make_serve_table(run: RunData) -> Table | None:
         "bound. queue and compute: mean time until a request's batch begins, and of that batch, at the highest rate.",
         LATENCY_NOTE,
     ]
-    return SERVE.of(SERVE_COLUMNS, rows, notes=tuple(notes), printed=keep_printed(SERVE_COLUMNS))
+    return SERVE.build(SERVE_COLUMNS, rows, notes=tuple(notes), printed=keep_printed(SERVE_COLUMNS))
 
 
 def _make_row(served: ServingRun) -> Row:
@@ -241,8 +241,8 @@ def _make_row(served: ServingRun) -> Row:
     }  # fmt: skip
     if outputs.word:
         row |= {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed}
-    if outputs.wrong:  # no other verdict
-        row["verdict"] = outputs.wrong
+    if outputs.fault:  # no other verdict
+        row["verdict"] = outputs.fault
     return (
         row
         if there is None
@@ -258,7 +258,7 @@ def _make_rates_table(run: RunData) -> Table | None:
     rows = [
         _rate_row(each, tried)
         for each in figures.list_served(run)
-        for tried in sorted(each.tried, key=lambda t: (t.round, t.step.rate))
+        for tried in sorted(each.measurements, key=lambda t: (t.round, t.step.rate))
     ]
     if not rows:
         return None
@@ -268,7 +268,7 @@ def _make_rates_table(run: RunData) -> Table | None:
         "refused or unanswered requests has no value. Random requests begin with a warm-up that does not count; "
         "all requests of a trace count."
     )
-    return RATES.of(
+    return RATES.build(
         RATE_COLUMNS, rows, group=("label",), notes=(note, LATENCY_NOTE), printed=keep_printed(RATE_COLUMNS)
     )
 
@@ -381,7 +381,7 @@ def draw_latency_by_rate(run: RunData) -> Any:
 
 def _find_points(served: ServingRun, name: str) -> list[tuple[RateMeasurement, float]]:
     """Return the stable rates with a value of the percentile, in seconds, by ascending rate."""
-    found = [(t, t.find_percentile(name)) for t in served.tried if not t.step.unstable]
+    found = [(t, t.find_percentile(name)) for t in served.measurements if not t.step.unstable]
     return sorted(((t, p.value) for t, p in found if p), key=lambda pair: pair[0].step.rate)
 
 
@@ -391,7 +391,7 @@ def _draw_line(axes: Any, served: ServingRun, name: str, alpha: float, hollow: b
              "markersize": 4, "fillstyle": "none" if hollow else "full"}  # fmt: skip
     for number in sorted({t.round for t, _ in points}):
         own = [(t.step.rate, 1e3 * value) for t, value in points if t.round == number]
-        wrong = f", {OUTPUTS_WRONG}" if served.outputs.wrong else ""
+        wrong = f", {OUTPUTS_WRONG}" if served.outputs.fault else ""
         label = None if number else f"{trial.label}, {name}{wrong}"
         axes.plot(
             *zip(*own, strict=True), linestyle=LINES.get(trial.precision, "-"), label=label, linewidth=1.2, **style

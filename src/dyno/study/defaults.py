@@ -236,7 +236,7 @@ def default_runner(model: str) -> tuple[str, str]:
     kind = registry.format_of(model)
     if kind is None:
         return "pytorch", "cpu"
-    return (kind.usual(Path(model)) if Path(model).is_file() else kind.backend), kind.device
+    return (kind.default_backend(Path(model)) if Path(model).is_file() else kind.backend), kind.device
 
 
 def reference_of(study: Study) -> Study | None:

@@ -224,11 +224,11 @@ class _Bar:
     def __init__(self, console: Console | None, verbs: tuple[str, str]) -> None:
         self._console, self._verbs = console, verbs
         self._bar: bars.Progress | None = None
-        self._began, self._first, self._done = time.monotonic(), -1, 0
+        self._began, self._done_before, self._done = time.monotonic(), -1, 0
 
     def __call__(self, done: int, total: int) -> None:
-        if self._first < 0:
-            self._first = done - 1  # earlier ones were decoded by a stopped run
+        if self._done_before < 0:
+            self._done_before = done - 1  # earlier ones were decoded by a stopped run
         self._done = done
         if self._bar is None and time.monotonic() - self._began > QUIET_S:
             self._bar = self._show_bar(total)
@@ -244,13 +244,15 @@ class _Bar:
         columns = bars.BarColumn(30), bars.MofNCompleteColumn(), bars.TimeRemainingColumn()
         what = bars.TextColumn(f"{self._verbs[0]} images")
         bar = bars.Progress(what, *columns, console=console, transient=True, disable=not console.is_terminal)
-        bar.add_task("", total=total, completed=self._first)
+        bar.add_task("", total=total, completed=self._done_before)
         bar.start()
         return bar
 
     def close(self) -> None:
         if self._bar is not None and self._console is not None:
             self._bar.stop()
-            again = f", {self._first:,} before" if self._first else ""
-            line = f"{self._verbs[1]} {self._done - self._first:,} images in {time.monotonic() - self._began:.1f} s"
+            again = f", {self._done_before:,} before" if self._done_before else ""
+            line = (
+                f"{self._verbs[1]} {self._done - self._done_before:,} images in {time.monotonic() - self._began:.1f} s"
+            )
             self._console.print(line + again, highlight=False)

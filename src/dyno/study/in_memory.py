@@ -163,7 +163,9 @@ def _store_module(
 def _list_dims(described: ModuleInputs, dims: Dims, sizes: Sequence[tuple[int, int]]) -> list[Dims]:
     """Return the dims for comparing the stored module: at each size, one row and several."""
     every = dict.fromkeys([(dims.height, dims.width), *(sizes if described.image else ())])
-    batches = dict.fromkeys([1, _widen_batch(described.inputs, dims).batch] if described.free else [dims.batch])
+    batches = dict.fromkeys(
+        [1, _widen_batch(described.inputs, dims).batch] if described.has_free_batch else [dims.batch]
+    )
     return [Dims(batch, height, width) for height, width in every for batch in batches]
 
 

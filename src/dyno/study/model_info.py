@@ -182,7 +182,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
         "task": study.task,
     }
     file_format = registry.format_of(model.file)
-    reader = file_format.usual(Path(model.file)) if file_format and file_format.on_device else ""
+    reader = file_format.default_backend(Path(model.file)) if file_format and file_format.on_device else ""
     runtime = _inspection_runtime(model, reader, study)
     libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
     lasting = replace(runtime, threads=1)  # the number of threads doesn't change the facts

@@ -177,7 +177,7 @@ def place_of(model: ModelSpec) -> str:
 def _check_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> None:
     """Raise `UserError` if the sides share no batch and size, or no configuration."""
     a, b = sides.values()
-    dims = [{(entry.trial.dims.batch, entry.trial.dims.shown) for entry in side} for side in (a, b)]
+    dims = [{(entry.trial.dims.batch, entry.trial.dims.label) for entry in side} for side in (a, b)]
     if not dims[0] & dims[1]:
         in_a, in_b = (", ".join(f"batch {n}{f', size {size}' * bool(size)}" for n, size in sorted(d)) for d in dims)
         raise UserError(f"A runs at {in_a} and B at {in_b}, so nothing can be compared; give --batch and --size")
@@ -323,7 +323,7 @@ def _list_configurations(
     able = [choice for choice in choices if study.backends or _can_read(choice.name, model)]
     kind = registry.format_of(model.file) if model.file else None
     # Another Python may have the backend that reads the file.
-    readers = able or ([Choice(kind.usual(Path(model.file)))] if kind else choices)
+    readers = able or ([Choice(kind.default_backend(Path(model.file)))] if kind else choices)
     by_route = add_routes(readers, study.routes, file=bool(model.file))
     return [(choice, precision) for choice in by_route for precision in choice.precisions or default]
 

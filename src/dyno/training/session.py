@@ -200,7 +200,7 @@ class TrainingView:
     def __init__(self, folder: Path, epochs: int, *, quiet: bool = False, console: Console | None = None) -> None:
         self.folder, self.epochs, self.quiet = folder, epochs, quiet
         self.console = console or stderr_console(quiet=quiet)
-        self._shown = 0
+        self._shown_epochs = 0
         self._modified = 0.0
         self._opening: list[str] = []
         self._bar: Progress | None = None
@@ -214,7 +214,7 @@ class TrainingView:
         refusal is one line.
         """
         done = show_history(self.folder)
-        self._shown = len(done)
+        self._shown_epochs = len(done)
         self._opening = [opening] if opening else []
         if done and len(done) < self.epochs:
             self._opening.append(f"resuming after epoch {len(done)} of {self.epochs}")
@@ -222,7 +222,7 @@ class TrainingView:
         is_plain = self.quiet or not self.console.is_terminal
         with nullcontext() if is_plain else Progress(*columns, console=self.console, transient=True) as self._bar:
             if self._bar is not None:
-                self._task = self._bar.add_task("start", total=self.epochs, completed=self._shown)
+                self._task = self._bar.add_task("start", total=self.epochs, completed=self._shown_epochs)
             yield
             self._print_epochs()
         self._bar = None
@@ -232,7 +232,7 @@ class TrainingView:
         if stage.startswith(TRAINING_STAGES):
             self._print_opening()
         if self._bar is not None:
-            self._bar.update(self._task, description=escape(stage), completed=self._shown)
+            self._bar.update(self._task, description=escape(stage), completed=self._shown_epochs)
         try:
             modified = (self.folder / HISTORY_FILE).stat().st_mtime
         except OSError:
@@ -257,11 +257,11 @@ class TrainingView:
 
     def _print_epochs(self) -> None:
         rows = show_history(self.folder)
-        if len(rows) > self._shown:
+        if len(rows) > self._shown_epochs:
             self._print_opening()
-        for row in rows[self._shown :]:
+        for row in rows[self._shown_epochs :]:
             self.say(format_epoch(row, self.epochs))
-        self._shown = max(self._shown, len(rows))
+        self._shown_epochs = max(self._shown_epochs, len(rows))
 
 
 def format_epoch(row: Row, epochs: int) -> str:
@@ -447,7 +447,7 @@ def _find_record(job: Job, folder: Path) -> Record | None:
     try:
         record = read_record(folder) if same else None
     except DamagedRecord as e:
-        raise UserError(f"{e.what}; give another --out, or remove {folder} to train again") from e
+        raise UserError(f"{e.description}; give another --out, or remove {folder} to train again") from e
     trained = record.facts.training if record is not None and record.status == "ok" else None
     return record if trained is not None and sha256_of(folder / trained.weights) == trained.sha256 else None
 

@@ -37,13 +37,13 @@ ENQUEUE_BOUND_SHARE = 0.8  # share of GPU Compute Time from which trtexec warns 
 class TrialMedians:
     """Medians over the samples of all good rounds, in seconds; None: not measured.
 
-    `model` is `latency/model` by the GPU's clock; `model_host` and `whole` (`latency/all`) are by the host's. `rate` is
+    `model` is `latency/model` by the GPU's clock; `model_host` and `total` (`latency/all`) are by the host's. `rate` is
     in queries/s, with one batch per query. `clock` is the GPU's in MHz while `latency/model` was sampled.
     """
 
     model: float | None
     model_host: float | None
-    whole: float | None
+    total: float | None
     enqueue: float | None
     h2d: float | None
     compute: float | None
@@ -81,7 +81,7 @@ def read_medians(trial: TrialResult) -> TrialMedians:
     return TrialMedians(
         model=compute_median("latency", "model", GPU),
         model_host=compute_median("latency", "model", HOST),
-        whole=compute_median("latency", "all", HOST),
+        total=compute_median("latency", "all", HOST),
         enqueue=compute_median("enqueue", "all", HOST),
         h2d=compute_median("h2d", "all", GPU),
         compute=compute_median("compute", "all", GPU),
@@ -161,15 +161,15 @@ def _explain_model(measured: TrialMedians, flag: str) -> Iterator[str]:
 
 
 def _explain_whole(measured: TrialMedians) -> Iterator[str]:
-    if measured.whole is None or measured.latency is None:
+    if measured.total is None or measured.latency is None:
         return
-    rest = measured.whole - measured.latency
+    rest = measured.total - measured.latency
     if rest >= 0:
         than, why = "more", "trtexec adds up GPU times and leaves out the host's calls and waits"
     else:
         than, why = "less", "copies and launches overlap, and trtexec adds them up"
     yield (
-        f"latency/all, {format_ms(measured.whole)} by the host's clock, is {format_ms(abs(rest))} {than} than "
+        f"latency/all, {format_ms(measured.total)} by the host's clock, is {format_ms(abs(rest))} {than} than "
         f"trtexec's Latency would be: {why}."
     )
 
@@ -207,33 +207,33 @@ class GapPart:
 
     name: str
     seconds: float
-    why: str = ""
+    reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {signed_ms(self.seconds)}{f' ({self.why})' if self.why else ''}"
+        return f"{self.name} {signed_ms(self.seconds)}{f' ({self.reason})' if self.reason else ''}"
 
 
 @dataclass(frozen=True)
 class Gap:
     """Two medians of one quantity in seconds, and the parts of their difference."""
 
-    what: str
-    ours: float
-    theirs: float
+    quantity: str
+    dyno_s: float
+    trtexec_s: float
     parts: tuple[GapPart, ...]
 
     @property
     def seconds(self) -> float:
-        return self.ours - self.theirs
+        return self.dyno_s - self.trtexec_s
 
     @property
     def agree(self) -> bool:
-        return abs(self.seconds) <= CLOSE_SHARE * self.theirs
+        return abs(self.seconds) <= CLOSE_SHARE * self.trtexec_s
 
     def __str__(self) -> str:
-        share = f"{100 * self.seconds / self.theirs:+.1f} %".replace("-", "−") if self.theirs else "no ratio"
-        ours, theirs = format_ms(self.ours), format_ms(self.theirs)
-        head = f"{self.what}: Dyno {ours}, trtexec {theirs}: {signed_ms(self.seconds)} ({share})"
+        share = f"{100 * self.seconds / self.trtexec_s:+.1f} %".replace("-", "−") if self.trtexec_s else "no ratio"
+        ours, theirs = format_ms(self.dyno_s), format_ms(self.trtexec_s)
+        head = f"{self.quantity}: Dyno {ours}, trtexec {theirs}: {signed_ms(self.seconds)} ({share})"
         if self.agree:
             return f"{head}; they agree within {100 * CLOSE_SHARE:g} %."
         causes = [
@@ -285,10 +285,10 @@ def list_gaps(dyno: TrialMedians, report: TrtexecReport) -> Iterator[Gap]:
     if dyno.model is not None:
         parts = _split_gpu_gap(dyno, report, dyno.model - theirs)
         yield Gap("GPU time (latency/model against GPU Compute Time)", dyno.model, theirs, tuple(parts))
-    if report.transfers is not False and report.latency and dyno.whole is not None:
+    if report.transfers is not False and report.latency and dyno.total is not None:
         latency = report.latency
-        parts = _split_latency_gap(dyno, report, dyno.whole - latency)
-        yield Gap("Latency (latency/all against Latency)", dyno.whole, latency, tuple(parts))
+        parts = _split_latency_gap(dyno, report, dyno.total - latency)
+        yield Gap("Latency (latency/all against Latency)", dyno.total, latency, tuple(parts))
     if report.rate and dyno.rate:
         period, its = 1 / dyno.rate, 1 / report.rate
         yield Gap("Time per query at full throughput", period, its, tuple(_split_rate_gap(dyno, report, period - its)))

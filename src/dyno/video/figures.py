@@ -33,15 +33,15 @@ Arrays = Mapping[str, np.ndarray]
 class Stage:
     """A stage of the pipeline.
 
-    Mean seconds per frame with 95 % intervals: `alone`, and `beside` the other stages in the pipeline. Processor time
-    per frame: `cpu` alone, and `cpu_under_load` with every processor at work. Shares of the pipeline's time: `working`,
-    `starved` (its queue was empty) and `blocked` (the next queue was full). `queue` is the mean number of waiting
-    items.
+    Mean seconds per frame with 95 % intervals: `alone`, and `in_pipeline` the other stages in the pipeline. Processor
+    time per frame: `cpu` alone, and `cpu_under_load` with every processor at work. Shares of the pipeline's time:
+    `working`, `starved` (its queue was empty) and `blocked` (the next queue was full). `queue` is the mean number of
+    waiting items.
     """
 
     name: str
     alone: Interval
-    beside: Interval
+    in_pipeline: Interval
     cpu: float
     cpu_under_load: float
     working: float
@@ -84,11 +84,11 @@ def _find_lowest(rates: Mapping[str, float]) -> Bound:
 
 @dataclass(frozen=True)
 class Video:
-    """One round of a trial's network on a video; other programs kept `others` processors busy."""
+    """One round of a trial's network on a video; other programs kept `other_load` processors busy."""
 
     facts: VideoFacts
     arrays: Arrays
-    others: float = 0.0
+    other_load: float = 0.0
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -108,7 +108,7 @@ class Video:
     @property
     def inference_beside(self) -> float:
         """Frames per second of inference beside the other stages, over the time in which it had work."""
-        return self.facts.streams / self._find_stage(SHARED_STAGE).beside.value
+        return self.facts.streams / self._find_stage(SHARED_STAGE).in_pipeline.value
 
     def _find_stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -342,16 +342,18 @@ class Simulation:
         self, servers: Sequence[Server], known: int, streams: int, frames: int, processors: int, depth: int,
         crowding: Callable[[float], float] = lambda busy: 1.0,
     ) -> None:  # fmt: skip
-        self._servers, self._known, self._frames = servers, known, frames
+        self._servers, self._known_stage, self._frames = servers, known, frames
         self._processors, self._depth, self._streams, self._crowding = processors, depth, streams, crowding
         # Frames begun, ended and handed on, by stream and stage, in order.
-        self._begun, self._ended, self._handed = ([[0] * len(servers) for _ in range(streams)] for _ in range(3))
-        self._free = [True for _ in servers]
+        self._started_counts, self._finished_counts, self._handed_counts = (
+            [[0] * len(servers) for _ in range(streams)] for _ in range(3)
+        )
+        self._idle = [True for _ in servers]
         self._waiting = [deque[int]() for _ in servers]  # streams waiting for a shared server
-        self._began = np.zeros((streams, frames))
+        self._start_times = np.zeros((streams, frames))
         self._latencies: list[float] = []
         self._heap: list[tuple[float, int, int]] = []  # work clock at the end of a piece, its stream and stage
-        self._asked = self._done = self._now = 0.0
+        self._requested_processors = self._work_done = self._now = 0.0
 
     def run(self) -> SimulationResult:
         """Run until every frame has gone through."""
@@ -359,53 +361,58 @@ class Simulation:
             self._start_frame(stream, 0)
         while self._heap:
             done, stream, stage = heapq.heappop(self._heap)
-            slowdown = max(1.0, self._asked / self._processors) * self._crowding(self._asked)
-            self._now += (done - self._done) * slowdown
-            self._done = done
+            slowdown = max(1.0, self._requested_processors / self._processors) * self._crowding(
+                self._requested_processors
+            )
+            self._now += (done - self._work_done) * slowdown
+            self._work_done = done
             self._finish_frame(stream, stage)
         return SimulationResult(self._streams * self._frames / self._now, np.array(self._latencies))
 
     def _start_frame(self, stream: int, stage: int) -> None:
         """Begin the next frame waiting for the stage, if there is one and the stage is free."""
-        frame, arrived = self._begun[stream][stage], self._handed[stream][stage - 1] if stage else self._frames
-        if frame > self._handed[stream][stage] or frame == arrived:
+        frame, arrived = (
+            self._started_counts[stream][stage],
+            self._handed_counts[stream][stage - 1] if stage else self._frames,
+        )
+        if frame > self._handed_counts[stream][stage] or frame == arrived:
             return
-        self._begun[stream][stage] += 1
+        self._started_counts[stream][stage] += 1
         if stage:
             self._hand_on(stream, stage - 1)  # room for the previous stage's next frame
         else:
-            self._began[stream, frame] = self._now
+            self._start_times[stream, frame] = self._now
         if not self._servers[stage].shared:
             self._serve_frame(stream, stage)
-        elif self._free[stage]:
-            self._free[stage] = False
+        elif self._idle[stage]:
+            self._idle[stage] = False
             self._serve_frame(stream, stage)
         else:
             self._waiting[stage].append(stream)
 
     def _serve_frame(self, stream: int, stage: int) -> None:
         server = self._servers[stage]
-        self._asked += server.processors
-        seconds = float(server.seconds[self._ended[stream][stage] % len(server.seconds)])
-        heapq.heappush(self._heap, (self._done + seconds, stream, stage))
+        self._requested_processors += server.processors
+        seconds = float(server.seconds[self._finished_counts[stream][stage] % len(server.seconds)])
+        heapq.heappush(self._heap, (self._work_done + seconds, stream, stage))
 
     def _finish_frame(self, stream: int, stage: int) -> None:
         server = self._servers[stage]
-        self._asked -= server.processors
+        self._requested_processors -= server.processors
         if server.shared and self._waiting[stage]:
             self._serve_frame(self._waiting[stage].popleft(), stage)
         else:
-            self._free[stage] = True
-        if stage == self._known:
-            self._latencies.append(self._now - self._began[stream, self._ended[stream][stage]])
-        self._ended[stream][stage] += 1
+            self._idle[stage] = True
+        if stage == self._known_stage:
+            self._latencies.append(self._now - self._start_times[stream, self._finished_counts[stream][stage]])
+        self._finished_counts[stream][stage] += 1
         self._hand_on(stream, stage)
 
     def _hand_on(self, stream: int, stage: int) -> None:
         """Hand an ended frame to the next stage, or keep it until there is room."""
-        last, handed = stage + 1 == len(self._servers), self._handed[stream]
-        is_full = not last and handed[stage] - self._begun[stream][stage + 1] >= self._depth
-        if is_full or handed[stage] == self._ended[stream][stage]:
+        last, handed = stage + 1 == len(self._servers), self._handed_counts[stream]
+        is_full = not last and handed[stage] - self._started_counts[stream][stage + 1] >= self._depth
+        if is_full or handed[stage] == self._finished_counts[stream][stage]:
             return
         handed[stage] += 1
         if not last:
@@ -431,7 +438,7 @@ class StreamPrediction:
     bound: str
 
     @property
-    def each(self) -> float:
+    def stream_rate(self) -> float:
         """Frames per second of one stream."""
         return self.rate / self.streams
 

@@ -44,7 +44,7 @@ def _make_video_table(run: RunData) -> Table | None:
     if len(runs) > 1:
         gains = figures.list_speedups(runs, run.rule)
         rows = [row | compare_cells(gain, gain is None) for row, gain in zip(rows, gains, strict=True)]
-    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_write_notes(runs)), printed=keep_printed(VIDEO_COLUMNS))
+    return VIDEO.build(VIDEO_COLUMNS, rows, notes=tuple(_write_notes(runs)), printed=keep_printed(VIDEO_COLUMNS))
 
 
 def _make_row(run: VideoRun) -> Row:
@@ -81,7 +81,7 @@ def _make_stages_table(run: RunData) -> Table | None:
         {
             "label": each.trial.label, "trial": each.trial.id, "stage": stage.name,
             **limit_cells("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
-            **limit_cells("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.cpu_under_load,
+            **limit_cells("beside_s", stage.in_pipeline), "cpu_s": stage.cpu, "crowded_s": stage.cpu_under_load,
             "working": 100 * stage.working, "starved": 100 * stage.starved, "blocked": 100 * stage.blocked,
             "queue": stage.queue,
         }
@@ -90,7 +90,7 @@ def _make_stages_table(run: RunData) -> Table | None:
     if not rows:
         return None
     shown = keep_printed(STAGE_COLUMNS)
-    return STAGES.of(STAGE_COLUMNS, rows, group=("label",), below=lambda part: [note], printed=shown)
+    return STAGES.build(STAGE_COLUMNS, rows, group=("label",), below=lambda part: [note], printed=shown)
 
 
 def _make_streams_table(run: RunData) -> Table | None:
@@ -99,7 +99,7 @@ def _make_streams_table(run: RunData) -> Table | None:
     videos = {f.trial.label: f for f in runs}
     if not rows:
         return None
-    return STREAM_TABLE.of(
+    return STREAM_TABLE.build(
         STREAM_COLUMNS, rows, group=("label",), printed=keep_printed(STREAM_COLUMNS),
         below=lambda part: describe_streams(videos[part[0]["label"]].typical, part),
     )  # fmt: skip
@@ -110,7 +110,7 @@ def _make_stream_row(run: VideoRun, count: int) -> Row:
     predicted = figures.predict_streams(video, count)
     row = {
         "label": run.trial.label, "trial": run.trial.id, "streams": count, "fps": predicted.rate,
-        "each_fps": predicted.each, "p99_s": predicted.p99, "bound_by": predicted.bound,
+        "each_fps": predicted.stream_rate, "p99_s": predicted.p99, "bound_by": predicted.bound,
     }  # fmt: skip
     if count != video.facts.streams:
         return row
@@ -322,7 +322,7 @@ def _find_source(before: StageTimeline, track: StageTimeline, piece: int) -> int
 
 def _make_table(run: RunData) -> Table | None:
     rows = [row for each in figures.list_runs(run) for row in _iter_rows(each.trial.label, each.typical)]
-    return PATH_TABLE.of(PATH_COLUMNS, rows, notes=(TABLE_NOTE,), group=("label",)) if rows else None
+    return PATH_TABLE.build(PATH_COLUMNS, rows, notes=(TABLE_NOTE,), group=("label",)) if rows else None
 
 
 def _iter_rows(label: str, video: Video) -> Iterator[Row]:
@@ -334,7 +334,11 @@ def _iter_rows(label: str, video: Video) -> Iterator[Row]:
     for name, seconds in found.items():
         row: Row = {"label": label, "stage": name, "path_ms": 1e3 * seconds / frames, "share": 100 * seconds / whole}
         if stage := stages.get(name):
-            row |= {"work_ms": 1e3 * stage.beside.value, "starved": 100 * stage.starved, "blocked": 100 * stage.blocked}
+            row |= {
+                "work_ms": 1e3 * stage.in_pipeline.value,
+                "starved": 100 * stage.starved,
+                "blocked": 100 * stage.blocked,
+            }
         yield row
 
 
@@ -392,7 +396,7 @@ def make_comparison_table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> 
     order = [b.trial.label for _, b in pairs]
     rows.sort(key=lambda row: order.index(row["label"]))
     notes, shown = tuple(_write_sentences(rows)), keep_printed(COMPARISON_COLUMNS)
-    return COMPARISON_TABLE.of(COMPARISON_COLUMNS, rows, notes=notes, group=("label",), printed=shown)
+    return COMPARISON_TABLE.build(COMPARISON_COLUMNS, rows, notes=notes, group=("label",), printed=shown)
 
 
 def _make_shot_key(one: VideoRun) -> tuple[int, ...]:
@@ -403,7 +407,7 @@ def _make_shot_key(one: VideoRun) -> tuple[int, ...]:
 
 def _iter_stages(pair: Pair) -> Iterator[tuple[Pair, str, list[float], list[float]]]:
     """Yield the times per frame of each stage common to both pipelines, by round."""
-    a, b = ([{stage.name: stage.beside.value for stage in video.stages} for video in one.videos] for one in pair)
+    a, b = ([{stage.name: stage.in_pipeline.value for stage in video.stages} for video in one.videos] for one in pair)
     for name in a[0]:
         if all(name in each for each in (*a, *b)):
             yield pair, name, [each[name] for each in a], [each[name] for each in b]

@@ -126,8 +126,8 @@ def _explain_loss(video: Video) -> str:
     facts = video.facts
     more = facts.cpu_whole / video.cpu_under_load if video.cpu_under_load else 1.0
     why = []
-    if video.others > (1 - BOUND_REACHED_SHARE) * facts.processors:
-        why.append(f"other programs kept {format_number(video.others)} of {_format_processors(video)} busy")
+    if video.other_load > (1 - BOUND_REACHED_SHARE) * facts.processors:
+        why.append(f"other programs kept {format_number(video.other_load)} of {_format_processors(video)} busy")
     if more > 1 + (1 - BOUND_REACHED_SHARE):
         why.append(f"a frame took {more:.2f} times the processor time that the bound counts on")
     if video.bound.name == PROCESSORS and video.utilization < BOUND_REACHED_SHARE:

@@ -42,16 +42,16 @@ class GpuWork:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The times of the layers in `inside`, measured by the engine itself, which slows it down.
+    """The times of the layers in `graph`, measured by the engine itself, which slows it down.
 
-    `layers` has seconds, a row per repeat and a column per layer (0: the layer doesn't run). `whole` has the seconds of
-    each watched run by the host's clock. `note` is a sentence on how the engine counts. `work` is the GPU's work and
-    `functions` the time of each function, if the engine reports them.
+    `layers` has seconds, a row per repeat and a column per layer (0: the layer doesn't run). `run_seconds` has the
+    seconds of each watched run by the host's clock. `note` is a sentence on how the engine counts. `work` is the GPU's
+    work and `functions` the time of each function, if the engine reports them.
     """
 
-    inside: LayerGraph
+    graph: LayerGraph
     layers: np.ndarray
-    whole: np.ndarray
+    run_seconds: np.ndarray
     note: str = ""
     work: GpuWork | None = None
     functions: tuple[Function, ...] = ()
@@ -237,7 +237,7 @@ class Backend(ABC):
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Load the model for the trial's dims, precision, threads and device; raise `Unavailable` or `UserError`."""
 
-    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def layer_graph(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the engine's layers for the trial's model; raise `Unavailable` if the backend doesn't report them."""
         raise Unavailable(f"{self.name} doesn't say what its layers are")
 
@@ -306,7 +306,7 @@ class FileFormat(ABC):
         """Return whether a file with one of the suffixes, which may not exist yet, is of this format."""
         return True
 
-    def usual(self, path: Path) -> str:
+    def default_backend(self, path: Path) -> str:
         """Return the backend that runs this file by default."""
         return self.backend
 

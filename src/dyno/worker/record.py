@@ -283,11 +283,11 @@ def check_schema(path: Path, data: Mapping[str, Any]) -> None:
 
 
 class DamagedRecord(UserError):
-    """A record that was cut short or is invalid; `what` describes the damage without advice."""
+    """A record that was cut short or is invalid; `description` describes the damage without advice."""
 
     def __init__(self, path: Path, why: object) -> None:
-        self.what = f"{path} is damaged ({why})"
-        super().__init__(f"{self.what}; the same `dyno run` measures this round again")
+        self.description = f"{path} is damaged ({why})"
+        super().__init__(f"{self.description}; the same `dyno run` measures this round again")
 
 
 def read_record(folder: Path) -> Record | None:

@@ -257,7 +257,7 @@ class Dims:
         return str(self.height) if self.height == self.width else f"{self.height}x{self.width}"
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         """The size, or "" without image inputs."""
         return self.size if self.height else ""
 
@@ -382,7 +382,7 @@ class Trial:
         """Short text for progress and messages, e.g. `resnet18 onnxruntime int8 b8 224`; a free batch is left out."""
         side = f"{self.side.upper()}: " if self.side else ""
         batch = f" b{self.dims.batch}" if self.dims.batch else ""
-        return f"{side}{self.model.name} {self.variant} {self.precision}{batch} {self.dims.shown}".rstrip()
+        return f"{side}{self.model.name} {self.variant} {self.precision}{batch} {self.dims.label}".rstrip()
 
     def build(self, number: int) -> int:
         """Return the engine build of round `number`, counted from 1; 0 if all rounds run the same build."""

@@ -348,13 +348,17 @@ class CpuContention:
 
     def __init__(self) -> None:
         self._processors = shared_processors()
-        self._kept: tuple[float, float, float] | None = None
+        self._last_reading: tuple[float, float, float] | None = None
         self._is_limited = cpu_quota() < math.inf
         self._overheated = count_overheating()
         self._start_interval()
 
     def _start_interval(self) -> None:
-        self._since, self._all, self._own = time.monotonic(), _busy_seconds(self._processors), _own_seconds()
+        self._started, self._all_at_start, self._own_at_start = (
+            time.monotonic(),
+            _busy_seconds(self._processors),
+            _own_seconds(),
+        )
         self._throttled = throttled_seconds() if self._is_limited else 0.0
 
     def count_during(self, blocks: Iterable[int]) -> Iterator[int]:
@@ -365,17 +369,17 @@ class CpuContention:
             yield block
             more = self._measure_interval()
             others, throttled, span = others + more[0], throttled + more[1], span + more[2]
-            self._kept = others, throttled, span
+            self._last_reading = others, throttled, span
 
     def count_busy(self) -> float:
         """Return the mean number of processors kept busy by others; 0 if the system has no such figures."""
-        others, _, span = self._kept or self._measure_interval()
+        others, _, span = self._last_reading or self._measure_interval()
         # The system counts in ticks: over a short time the others' share may seem below 0 or above all processors.
         return min(max(0.0, others / span), float(len(self._processors))) if span > 0 else 0.0
 
     def count_withheld(self) -> float:
         """Return the mean number of processors withheld from this process by a limit; 0 without a limit."""
-        _, throttled, span = self._kept or self._measure_interval()
+        _, throttled, span = self._last_reading or self._measure_interval()
         return throttled / span if span > 0 else 0.0
 
     def count_overheated(self) -> int:
@@ -383,9 +387,9 @@ class CpuContention:
         return count_overheating() - self._overheated
 
     def _measure_interval(self) -> tuple[float, float, float]:
-        others = (_busy_seconds(self._processors) - self._all) - (_own_seconds() - self._own)
+        others = (_busy_seconds(self._processors) - self._all_at_start) - (_own_seconds() - self._own_at_start)
         throttled = throttled_seconds() - self._throttled if self._is_limited else 0.0
-        return others, throttled, time.monotonic() - self._since
+        return others, throttled, time.monotonic() - self._started
 
 
 def run_delay() -> float:

@@ -232,7 +232,7 @@ def test_a_lost_job_is_noticed_while_it_has_nothing_to_do(
     monkeypatch.setattr(slurm_cluster, "QUEUE_POLL_INTERVAL_S", 0.0)
     host = SlurmHost(SimpleNamespace(job_id=1), Mail(tmp_path), "cpu", local=False)
     assert not host.gone, "what became of a job that hasn't started, the queue says"
-    host.about = Node().describe("cpu")
+    host.description = Node().describe("cpu")
     with pytest.raises(NodeLost, match="job 1: Slurm says that it is failed"):
         host.answer()
     assert host.gone

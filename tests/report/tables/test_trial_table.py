@@ -207,7 +207,7 @@ def test_operations_and_not_layers_tell_how_much_ran_as_requested(tmp_path: Path
     assert (few["ran_as"], few["asked_share"], few["precision_ok"]) == ("2 int8 (94%), 19 fp32 (6%)", 0.94, "yes")
     assert (many["ran_as"], many["asked_share"], many["precision_ok"]) == ("2 fp32 (94%), 19 int8 (6%)", 0.06, "no")
     assert "int8 (6% int8)" in printed.trials(found) and "int8 (94% int8)" not in printed.trials(found)
-    words = {t.backend: ran.words for t in found.trials.values() if (ran := read_truth(t))}
+    words = {t.backend: ran.text for t in found.trials.values() if (ran := read_truth(t))}
     assert words["openvino"] == "ran mostly in the requested type (94% of its arithmetic)"
     assert words["onnxruntime"] == "did not run in the requested type (6% of its arithmetic)"
 

@@ -44,7 +44,7 @@ def test_top1_and_top5_count_the_first_answers() -> None:
 
 
 def test_accuracy_of_a_stored_trial(demo: Results) -> None:
-    found, five = TOP1.of(demo.trials[0]), TOP5.of(demo.trials[0])
+    found, five = TOP1.compute(demo.trials[0]), TOP5.compute(demo.trials[0])
     hits = mark_correct(demo.trials[0].answers, 1)
     assert found.images == 360
     assert found.interval.value == hits.mean()
@@ -55,7 +55,7 @@ def test_accuracy_of_a_stored_trial(demo: Results) -> None:
 def test_no_labels_no_accuracy(tmp_path: Path) -> None:
     ways = [Way("pytorch", labelled=False), Way("openvino", labelled=False)]
     a, b = load_run(synthetic.write_run(tmp_path / "r", ways, samples=5, count=20)).trials
-    assert TOP1.of(a) is None
+    assert TOP1.compute(a) is None
     assert TOP1.change(a, b) is None
 
 

@@ -91,7 +91,7 @@ def test_points_of_other_numbers_have_a_tolerance_of_one_by_k(truth: Truth, valu
         right.append([similarity >= t for t in np.arange(0.5, 1, 0.05)])
     for k, shares in enumerate(np.array([a["category_id"] for a in truth["annotations"]]) == np.arange(3)[:, None]):
         alike = np.array(right)[shares].all(axis=0) | ~np.array(right)[shares].any(axis=0)
-        np.testing.assert_allclose(found.each[0, k][alike], np.array(right)[shares].mean(axis=0)[alike])
+        np.testing.assert_allclose(found.precisions[0, k][alike], np.array(right)[shares].mean(axis=0)[alike])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,7 +252,7 @@ def test_scores_are_kept_and_forgotten_with_what_they_are_of(run: Path, monkeypa
     again = [mean_ap.read_detections(t) for t in load_run(run)]
     for a, b in zip(first, again, strict=True):
         assert a and b
-        np.testing.assert_array_equal(a.own.each, b.own.each)
+        np.testing.assert_array_equal(a.own.precisions, b.own.each)
     monkeypatch.setattr(mean_ap, "SCORES_VERSION", mean_ap.SCORES_VERSION + 1)
     with pytest.raises(pytest.fail.Exception, match="again"):
         _ = mean_ap.read_detections(load_run(run).trials[0])

@@ -84,7 +84,7 @@ def over_builds(logs: Sequence[float], builds: int) -> stats.Evidence:
     """Return the rounds' evidence as `ranking.gather_evidence` builds it: each build is one observation."""
     found = stats.pair_evidence(stats.over_units([(number % builds, log) for number, log in enumerate(logs)]))
     assert found is not None
-    return replace(found, seen=len(logs), builds=builds)
+    return replace(found, rounds_seen=len(logs), builds=builds)
 
 
 def share(logs: np.ndarray, judge: Callable[[np.ndarray], stats.Speedup], *which: str) -> float:

@@ -237,8 +237,8 @@ def test_another_program_s_package_runs(other: Path) -> None:
         facts = session.facts()
         assert facts.precision_truth.ok and set(facts.layers_by_type) == {"float32"}
     with pytest.raises(Unavailable, match="don't name their modules"):
-        AOTI.inside(replace(trial, model=MODEL), artifact)
-    layers = AOTI.inside(trial, artifact)
+        AOTI.layer_graph(replace(trial, model=MODEL), artifact)
+    layers = AOTI.layer_graph(trial, artifact)
     assert any(layer.type.endswith("convolution") for layer in layers.layers) and layers.parameters == 306, (
         "a bias of 8 numbers is a part of the code"
     )

@@ -342,7 +342,7 @@ def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Any
     path = onnx_file(text, **dict.fromkeys("wr", np.full((2, 256, 64), 0.01, np.float32)))
     trial = Trial(ModelSpec("made", f"file:{path}"), "openvino", "fp32", Dims(1, 8, 8), runtime=Runtime(threads=1))
     times = OpenVino().load(trial, None).profile(5)
-    counted = [k for k, layer in enumerate(times.inside.layers) if layer.computes_in]
+    counted = [k for k, layer in enumerate(times.graph.layers) if layer.computes_in]
     assert len(counted) == 2 and (times.layers[:, counted] > 0).all()
 
 

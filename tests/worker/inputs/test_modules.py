@@ -121,7 +121,8 @@ def test_an_image_may_have_its_channels_last() -> None:
 
     for example in (torch.rand(1, 8, 12, 3), torch.randint(0, 256, (1, 8, 12, 3), dtype=torch.uint8)):
         found = described(Last(), example)
-        assert found.inputs[0].shape == ("batch", "height", "width", 3) and found.size == (8, 12) and found.free
+        assert found.inputs[0].shape == ("batch", "height", "width", 3)
+        assert found.size == (8, 12) and found.has_free_batch
 
 
 def test_a_scripted_module_may_have_any_name_for_self() -> None:

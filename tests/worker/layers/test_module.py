@@ -148,10 +148,10 @@ class Calls(nn.Module):
 def test_every_call_is_timed_and_no_hook_stays() -> None:
     net, x = Calls().eval(), torch.zeros(1, 4, 8, 8)
     found = module.measure_modules(net, lambda: net(x), lambda: net(x), 5)
-    assert [layer.name for layer in found.inside.layers] == ["conv", "relu", "relu", "unused", ""]
-    assert found.layers.shape == (5, 5) and found.whole.shape == (5,)
+    assert [layer.name for layer in found.graph.layers] == ["conv", "relu", "relu", "unused", ""]
+    assert found.layers.shape == (5, 5) and found.run_seconds.shape == (5,)
     assert (found.layers[:, [0, 1, 2, 4]] > 0).all() and not found.layers[:, 3].any()
-    assert (found.layers.sum(axis=1) <= found.whole).all()
+    assert (found.layers.sum(axis=1) <= found.run_seconds).all()
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
 
 

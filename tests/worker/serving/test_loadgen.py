@@ -85,6 +85,6 @@ def test_an_engine_that_fails_leaves_loadgen_waiting_for_nothing(queue: QueryQue
     assert other == [0, 1]
     with pytest.raises(ValueError, match="broken"):
         answer_requests(queue, answer)
-    queue.done(other)
+    queue.finish(other)
     queue.issue([SimpleNamespace(id=200)])
     assert sorted(told(queue)) == [100, 101, 102, 103, 104, 200]

@@ -201,18 +201,18 @@ def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> N
     rng = np.random.default_rng(0)
     features, scores, more = (rng.standard_normal((4, n)).astype(np.float32) for n in (64, 10, 10))
     collector = TopKCollector(EvaluationInputs(trial, 4, 4))
-    answers = collector.arrays([collector.of(0, {"feat": features, "y": scores})])
+    answers = collector.arrays([collector.collect(0, {"feat": features, "y": scores})])
     np.testing.assert_array_equal(answers["topk_index"][:, 0], scores.argmax(axis=1))
-    assert collector.oddities([]) != [] and collector.of(0, {"a": scores, "b": more}) is None
+    assert collector.oddities([]) != [] and collector.collect(0, {"a": scores, "b": more}) is None
     (line,) = collector.oddities([None])
     assert line.startswith(f"{AMBIGUOUS_SCORES} a and b; rename that one logits")
     order = np.argsort(-scores, axis=1)
     top = {"values": np.take_along_axis(scores, order, axis=1), "indices": order}
     collector = TopKCollector(EvaluationInputs(trial, 4, 4))
-    assert collector.of(0, top) is None and "sorted inside the network" in collector.oddities([None])[0]
-    assert collector.of(0, {"scores": scores, "indices": order}) is not None, "these are in the order of the classes"
+    assert collector.collect(0, top) is None and "sorted inside the network" in collector.oddities([None])[0]
+    assert collector.collect(0, {"scores": scores, "indices": order}) is not None, "in the order of the classes"
     falling = np.arange(40, 0, -1).reshape(4, 10)
-    assert collector.of(0, {"scores": falling}) is not None, "whole numbers may be the scores themselves"
+    assert collector.collect(0, {"scores": falling}) is not None, "whole numbers may be the scores themselves"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_network_that_counts_from_one_is_known_without_its_last_class(
         "labels": np.array(labels, np.int64)[:, None],
     }
     collector = DETECT.collector(inputs)
-    answers = [collector.of(0, outputs)]
+    answers = [collector.collect(0, outputs)]
     assert collector.arrays(answers)["detection_class"].tolist() == found
     notes = collector.oddities(answers)
     assert note in notes[0] if note else notes == []
@@ -274,7 +274,7 @@ def test_the_annotated_objects_tell_how_boxes_are_meant(
     data = DataSpec("d", folder=str(tmp_path), count=1)
     trial = Trial(ModelSpec("net", "fake:net", task="detect"), "fake", "fp32", Dims(1, 64, 64), data=data)
     collector = DETECT.collector(EvaluationInputs(trial, 1, 1, np.arange(1), (64, 64)))
-    answers = [collector.of(0, {"boxes": np.float32([[found]]), "scores": np.float32([[0.9]]),
+    answers = [collector.collect(0, {"boxes": np.float32([[found]]), "scores": np.float32([[0.9]]),
                                 "labels": np.array([[0]])})]  # fmt: skip
     assert collector.arrays(answers)["detection_box"].tolist() == [read]
     notes = collector.oddities(answers)
@@ -290,5 +290,5 @@ def test_boxes_of_another_number_of_classes_have_a_warning(tmp_path: Path) -> No
     table[:, :4], table[0, 4, 0] = 20, 0.9
     for classes, notes in ((2, ["the boxes are of 2 classes, and the data has 3"]), (3, [])):
         collector = DETECT.collector(EvaluationInputs(trial, 1, 1, np.arange(1), (64, 64)))
-        answers = [collector.of(0, {"output0": np.pad(table, ((0, 0), (0, classes - 2), (0, 0)))})]
+        answers = [collector.collect(0, {"output0": np.pad(table, ((0, 0), (0, classes - 2), (0, 0)))})]
         assert collector.oddities(answers) == notes

@@ -283,8 +283,8 @@ def test_what_is_not_understood_is_one_line(arrays: Arrays, classes: int, reason
 def test_a_pose_whose_classes_are_unknown_asks_for_them() -> None:
     shapes = {"o": (1, 4 + 3 + 17 * 3, 8400)}
     with pytest.raises(UnreadBoxes, match="for more than one class give --classes"):
-        list_fits(POSE.seen(shapes, SIZE, 0, ()))
-    assert list_fits(POSE.seen(shapes, SIZE, 3, ()))[0].extra == 17 * 3
+        list_fits(POSE.observe(shapes, SIZE, 0, ()))
+    assert list_fits(POSE.observe(shapes, SIZE, 3, ()))[0].extra == 17 * 3
     table = anchors(np.concatenate([T.centres, np.full((2, FOUND, 1 + 17 * 3), 0.5)], 2))  # or with objectness
     with pytest.raises(UnreadBoxes, match="more than one layout fits; say how many classes"):
         BoxReader(POSE).read_detections({"o": table}, np.array([SIZE, SIZE]), SIZE)

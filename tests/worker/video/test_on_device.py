@@ -94,12 +94,12 @@ def test_frames_of_the_device_s_decoder_are_those_of_the_host_s(matrix: int) -> 
     first, second = feed.arrays()["images"]
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(there.rgb(), here.rgb())
-    assert there.planes().tags == here.tags and there.again().matrix == there.matrix
+    assert there.planes().tags == here.tags and there.reopen().matrix == there.matrix
 
 
 def test_a_frame_of_the_device_is_drawn_on_in_the_host_s_memory() -> None:
     shown = surface(decoded(54, 96, 1))
-    before, untouched = shown.rgb().copy(), shown.again()
+    before, untouched = shown.rgb().copy(), shown.reopen()
     for layer in shown.layers():
         layer.array[:] = 128 // layer.step
     assert np.abs(shown.rgb().astype(int) - before).max() > 20

@@ -42,9 +42,9 @@ class Pairs(Collect):
 
     def work(self, item: Any) -> Iterable[Any]:
         self._held.append(item)
-        return self.rest() if len(self._held) == 2 else ()
+        return self.flush() if len(self._held) == 2 else ()
 
-    def rest(self) -> Iterable[Any]:
+    def flush(self) -> Iterable[Any]:
         held, self._held = self._held, []
         return held
 

@@ -139,7 +139,7 @@ def test_outputs_stay_when_their_slot_runs_again(copiers: int) -> None:
         batches = [Batch([], {"x": np.float32(first + k)}) for k in range(3)]
         done = [done for batch in batches for done in infer.work(batch)]
         while infer.holds:
-            done += infer.rest()
+            done += infer.flush()
         assert [float(batch.outputs[0].mean()) for batch in done] == [first, first + 1, first + 2]
         memory |= {batch.outputs[0].ctypes.data for batch in done}
         for batch in done:

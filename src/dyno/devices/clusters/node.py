@@ -76,7 +76,7 @@ class Node:
     def __init__(self, nice: str = "") -> None:
         self._nice = nice
         self._folder: Path | None = None
-        self._held = -1
+        self._lock_file = -1
         self._process: Popen[bytes] | None = None
         self._sent: dict[str, tuple[int, int]] = {}
 
@@ -94,7 +94,7 @@ class Node:
         Paths in the study are relative to `cwd`, if this host has that folder.
         """
         self.end()
-        self._folder, self._held = _own_folder()
+        self._folder, self._lock_file = _own_folder()
         write_files(files, self._folder)
         self._sent = _list_stamps(self._folder)
         places.set_variables(own)
@@ -121,7 +121,7 @@ class Node:
             self._process = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-            os.close(self._held)
+            os.close(self._lock_file)
             self._folder = None
 
 
@@ -247,7 +247,7 @@ class RemoteBlock(RunningBlock):
         super().__init__(folder, place)
         self._host = host
         self._code: int | None = None
-        self._why = ""
+        self._loss_reason = ""
         host.ask(
             "begin",
             read_files(folder, _list_stamps(folder)),
@@ -256,7 +256,7 @@ class RemoteBlock(RunningBlock):
             str(Path.cwd()),
         )
         self._waits = True
-        self._asked = time.monotonic()
+        self._polled_at = time.monotonic()
 
     @property
     def code(self) -> int | None:
@@ -264,12 +264,12 @@ class RemoteBlock(RunningBlock):
             try:
                 self._read_answer()
             except NodeLost as e:
-                self._host.gone, self._code, self._why = True, GONE_EXIT_CODE, str(e)
+                self._host.gone, self._code, self._loss_reason = True, GONE_EXIT_CODE, str(e)
         return self._code
 
     @property
-    def lost(self) -> str:
-        return f"lost with its node: {self._why}" if self._code == GONE_EXIT_CODE else super().lost
+    def loss_reason(self) -> str:
+        return f"lost with its node: {self._loss_reason}" if self._code == GONE_EXIT_CODE else super().loss_reason
 
     def end(self) -> None:
         if not self._host.gone:
@@ -280,13 +280,13 @@ class RemoteBlock(RunningBlock):
         """Take the answer to the last call if it has arrived; send the next call when it is due."""
         now = time.monotonic()
         if not self._waits:
-            if now - self._asked < POLL_INTERVAL_S:
+            if now - self._polled_at < POLL_INTERVAL_S:
                 return
             self._host.ask("read_news")
-            self._waits, self._asked = True, now
+            self._waits, self._polled_at = True, now
         answer = self._host.answer()
         if answer is None:
-            if now - self._asked > NODE_TIMEOUT_S:
+            if now - self._polled_at > NODE_TIMEOUT_S:
                 raise NodeSilent(f"no answer for {NODE_TIMEOUT_S:g} s")
             return
         self._waits = False

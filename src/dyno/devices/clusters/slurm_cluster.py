@@ -104,9 +104,9 @@ class SlurmHost(RemoteHost):
     def __init__(self, job: Any, mail: Mail, device: str, *, local: bool) -> None:
         super().__init__()
         self.job, self.mail, self.local = job, mail, local
-        self.about: NodeDescription | None = None  # once it has started
-        self._number = 0
-        self._heard = time.monotonic()
+        self.description: NodeDescription | None = None  # once it has started
+        self._request_id = 0
+        self._last_contact = time.monotonic()
         self.ask("describe", device)
 
     @property
@@ -134,23 +134,23 @@ class SlurmHost(RemoteHost):
         return self.local and bool(self.job.done())
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it has nothing more to do, also if it never started."""
-        return self.dead if self.local else self.about is None or self.mail.read(LEFT) is not None
+        return self.dead if self.local else self.description is None or self.mail.read(LEFT) is not None
 
     def ask(self, call: str, *given: Any) -> None:
-        self._number += 1
+        self._request_id += 1
         try:
-            self.mail.send(ASK, self._number, (call, given))
+            self.mail.send(ASK, self._request_id, (call, given))
         except OSError as e:
             raise UserError(f"the run folder can't be written to: {e}") from e
 
     def answer(self) -> tuple[Any] | None:
-        found = self.mail.receive(ANSWER, self._number)
+        found = self.mail.receive(ANSWER, self._request_id)
         if found is None:
             self._check_job()
             return None
-        self._heard = time.monotonic()
+        self._last_contact = time.monotonic()
         if isinstance(found[0], Exception):
             raise self._end_job(" ".join(str(found[0]).split()))
         return found
@@ -162,8 +162,8 @@ class SlurmHost(RemoteHost):
             raise self._end_job(left[0])
         if dead:
             raise self._end_job("its process was killed")
-        if not self.local and self.about and time.monotonic() - self._heard > QUEUE_POLL_INTERVAL_S:
-            self._heard = time.monotonic()
+        if not self.local and self.description and time.monotonic() - self._last_contact > QUEUE_POLL_INTERVAL_S:
+            self._last_contact = time.monotonic()
             state, _ = read_states([self]).get(self.id, ("", ""))
             if is_over(state):
                 raise self._end_job(f"Slurm says that it is {state.lower()}")
@@ -174,7 +174,7 @@ class SlurmHost(RemoteHost):
         with suppress(OSError):
             (self.mail.folder / STOP).touch()
         self.cancel()
-        return NodeLost(f"{self.name}: {why}" + ("" if self.about else f" ({self.last_words()})"))
+        return NodeLost(f"{self.name}: {why}" + ("" if self.description else f" ({self.last_words()})"))
 
     def cancel(self) -> None:
         """Cancel the job."""
@@ -239,9 +239,9 @@ class Queue:
         self.jobs, self.progress = jobs, progress
         self._waiting = list(jobs)
         self._states: dict[str, tuple[str, str]] = {}
-        self._asked = self._first = 0.0
+        self._polled_at = self._first_start = 0.0
         self._awaited = dict[str, float]()  # time since when a job outside the queue is awaited, by id
-        self._why, self._said = "", list[str]()
+        self._failure_reason, self._reported = "", list[str]()
 
     def wait_for_start(self, wait_s: float) -> list[SlurmHost]:
         """Wait until each job has started or failed to start, and return the started ones.
@@ -250,15 +250,15 @@ class Queue:
         state from Slurm. Raises `UserError` if no job starts.
         """
         while self._waiting:
-            if not self._waiting[0].local and time.monotonic() - self._asked > QUEUE_POLL_INTERVAL_S:
-                self._asked, self._states = time.monotonic(), read_states(self._waiting)
+            if not self._waiting[0].local and time.monotonic() - self._polled_at > QUEUE_POLL_INTERVAL_S:
+                self._polled_at, self._states = time.monotonic(), read_states(self._waiting)
             for host in list(self._waiting):
                 self._look_at(host, wait_s)
             if self._waiting:
                 self._show_reasons()
                 time.sleep(POLL_S)
-        if not (found := [host for host in self.jobs if host.about]):
-            raise UserError(f"no job of --cluster slurm can take part: {self._why}")
+        if not (found := [host for host in self.jobs if host.description]):
+            raise UserError(f"no job of --cluster slurm can take part: {self._failure_reason}")
         return found
 
     def _look_at(self, host: SlurmHost, wait_s: float) -> None:
@@ -266,8 +266,8 @@ class Queue:
         now, (state, reason) = time.monotonic(), self._states.get(host.id, ("", ""))
         try:
             if answer := host.answer():
-                host.about = nodes.same_dyno(host.name, answer[0])
-                self._first = self._first or now
+                host.description = nodes.same_dyno(host.name, answer[0])
+                self._first_start = self._first_start or now
                 self._waiting.remove(host)
                 return
         except NodeLost as e:  # with the reason
@@ -281,14 +281,14 @@ class Queue:
         elif awaited > wait_s:
             why = f"did not respond within {wait_s / MINUTE_S:g} min"
             self._leave_out(host, f"{host.name} {why} ({host.last_words()})")
-        elif self._first and now - self._first > wait_s:
+        elif self._first_start and now - self._first_start > wait_s:
             self._leave_out(host, f"{host.name} did not start in time" + (f" ({reason})" if reason else ""))
 
     def _leave_out(self, host: SlurmHost, why: str) -> None:
         self._waiting.remove(host)
         host.gone = True
         host.cancel()
-        self._why = why
+        self._failure_reason = why
         self.progress.note(f"{why}; the study continues without it")
 
     def _show_reasons(self) -> None:
@@ -298,9 +298,9 @@ class Queue:
             state, reason = self._states.get(host.id, ("", ""))
             if state in WAITING_STATES:
                 words.append(f"{host.name} waits in the queue ({state.lower() if reason in ('', 'None') else reason})")
-        if words and words != self._said:
-            self._said = words
-            count = sum(host.about is not None for host in self.jobs)
+        if words and words != self._reported:
+            self._reported = words
+            count = sum(host.description is not None for host in self.jobs)
             self.progress.show_step(f"{count} of {len(self.jobs)} jobs have started; {', '.join(words)}")
 
 
@@ -442,7 +442,7 @@ def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path)
 def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
     places, owners = list[Place](), dict[tuple[str, int], SlurmHost]()
     for host in jobs:
-        about = host.about
+        about = host.description
         assert about is not None
         if device == "cuda":
             unique = about.card.rpartition(", ")[2]
@@ -465,7 +465,7 @@ def _end_jobs(jobs: Sequence[SlurmHost], mail: Path) -> None:
     with suppress(OSError):
         (mail / STOP).touch()
     until = time.monotonic() + SHUTDOWN_TIMEOUT_S
-    while not all(host.ended for host in jobs) and time.monotonic() < until:
+    while not all(host.has_ended for host in jobs) and time.monotonic() < until:
         time.sleep(0.05)
     for host in jobs:
         if not host.dead:

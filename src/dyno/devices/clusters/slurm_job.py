@@ -107,8 +107,8 @@ class Pilot:
         self._silent_s, self._driver = silent_s, driver
         self._node = Node()
         self._signal = ""
-        self._heard: Any = None
-        self._since = time.monotonic()
+        self._last_beat: Any = None
+        self._last_beat_at = time.monotonic()
 
     def interrupt(self, number: int, _frame: object) -> None:
         """Handle a signal, which Slurm sends to end a job."""
@@ -144,9 +144,9 @@ class Pilot:
         if self._driver and not psutil.pid_exists(self._driver):
             return "the command that started it died"
         beat = Mail(self._common).read(DRIVER)
-        if beat != self._heard:
-            self._heard, self._since = beat, time.monotonic()
-        silent = time.monotonic() - self._since
+        if beat != self._last_beat:
+            self._last_beat, self._last_beat_at = beat, time.monotonic()
+        silent = time.monotonic() - self._last_beat_at
         return f"the command that started it did not respond for {silent:.0f} s" if silent > self._silent_s else ""
 
     @property

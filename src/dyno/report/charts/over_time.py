@@ -245,4 +245,4 @@ def make_table(shown: Sequence[Shown]) -> Table:
             timed = next((name for name, (begin, end) in series.timed.items() if begin <= seconds <= end), "")
             values = {each.column: float(found[k]) for each, found in series.values.items()}
             rows.append({"trial": t.id, "label": t.label, "look": k + 1, "seconds": seconds, "timed": timed, **values})
-    return SERIES.of(columns, rows)
+    return SERIES.build(columns, rows)

@@ -28,7 +28,7 @@ REPORT_SECTIONS = ("tables", "accuracy", "side", "")  # sections of the report, 
 def list_kinds() -> list[TableKind]:
     """Return every available table in the report's order: Dyno's own, then those of plug-ins."""
     declared = plugins.list_declared((sys.modules[__name__], *TABLE_MODULES), TableKind, ENTRY_POINT_GROUP).values()
-    return sorted(declared, key=lambda kind: (REPORT_SECTIONS.index(kind.section), kind.place, kind.name))
+    return sorted(declared, key=lambda kind: (REPORT_SECTIONS.index(kind.section), kind.position, kind.name))
 
 
 def make_tables(run: RunData, name: str) -> list[Table]:
@@ -59,7 +59,7 @@ def list_tables() -> Table:
         {"name": kind.name, "holds": kind.description, "command": kind.command or f"dyno show RUN --table {kind.name}"}
         for kind in list_kinds()
     ]
-    return TABLE_LIST.of(COLUMNS, rows)
+    return TABLE_LIST.build(COLUMNS, rows)
 
 
 RUN_COLUMNS = tuple(
@@ -83,7 +83,7 @@ class TableKind:
 
     `name` is for `dyno show --table`; title and description say what it holds. `make` fills it from a run, or returns
     None without data; `nothing` then gives the reason. Tables that are not of a run have no `make`; `command` prints
-    them. The report shows it in its `section`, in the order of `place`. `leads` marks the main table of a run that
+    them. The report shows it in its `section`, in the order of `position`. `leads` marks the main table of a run that
     isn't a study, such as a video: `dyno show` then prints it and its `sentences` instead of the trials and the
     verdict.
     """
@@ -94,12 +94,12 @@ class TableKind:
     make: Callable[[RunData], Table | None] | None = None
     nothing: str = "this run has nothing for it"
     section: str = ""
-    place: int = 100
+    position: int = 100
     command: str = ""
     leads: bool = False
     sentences: Callable[[RunData], Sequence[str]] | None = None
 
-    def of(self, columns: Sequence[Column], rows: Sequence[Row], **more: Any) -> Table:
+    def build(self, columns: Sequence[Column], rows: Sequence[Row], **more: Any) -> Table:
         """Build the table with this content; `more` are fields of `Table`."""
         return Table(self.name, self.title, self.description, tuple(columns), list(rows), **more)
 
@@ -107,7 +107,7 @@ class TableKind:
         """Return the run's table, which may be empty; UserError for a table that is not of a run."""
         if self.make is None:
             raise UserError(f"the table {self.name} is not of a run; `{self.command}` prints it")
-        table = self.make(run) or self.of((), ())
+        table = self.make(run) or self.build((), ())
         if name_items(*run.frame["size"]) == "images":
             return table
         return replace(table, columns=tuple(map(_count_inputs, table.columns)))

@@ -79,7 +79,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
             continue
         shown |= {metric.name: metric for metric, _ in scores}
         names = [column.name for metric, _ in scores for column in metric.columns]
-        row = copy_columns(run, r, (*names, *COPIED_COLUMNS)) | {"of": scores[0][1].of}
+        row = copy_columns(run, r, (*names, *COPIED_COLUMNS)) | {"of": scores[0][1].subject}
         change = scores[0][0].change(t, reference) if reference is not None and reference is not t else None
         if isinstance(change, PairedChange):
             row |= {"gained": change.gained, "lost": change.lost}
@@ -88,7 +88,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
         rows.append(row if change else row | {metric.diff: None for metric, _ in scores})
     if not rows:
         return None
-    ordered = sorted(shown.values(), key=lambda metric: metric.place)
+    ordered = sorted(shown.values(), key=lambda metric: metric.position)
     changes = [m.change_columns[0] for m in ordered if m.diff in m.printed_columns]
     shifts = SHIFT_COLUMNS if labels == "classes" else ()
     columns = (
@@ -101,7 +101,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
         *shifts,
         *DECISION_COLUMNS,
     )
-    return kind.of(columns, rows, printed=keep_printed(columns))
+    return kind.build(columns, rows, printed=keep_printed(columns))
 
 
 def _make_classes_table(run: RunData) -> Table | None:
@@ -127,7 +127,9 @@ def _make_classes_table(run: RunData) -> Table | None:
         Column("taken_for", "the class that the first trial most often takes it for", kind=TEXT, title="taken for"),
         Column("times", "how often", kind=COUNT),
     )
-    return CLASSES.of(columns, rows, notes=("The report's charts/confusion-ID.csv has each whole confusion matrix.",))
+    return CLASSES.build(
+        columns, rows, notes=("The report's charts/confusion-ID.csv has each whole confusion matrix.",)
+    )
 
 
 def _make_flips_table(run: RunData) -> Table | None:
@@ -146,7 +148,7 @@ def _make_flips_table(run: RunData) -> Table | None:
         ]  # fmt: skip
     note = f"At most {MAX_FLIPS} images of a configuration, the lost ones first, each by the reference's score."
     columns = FLIP_COLUMNS
-    return FLIPS.of(columns, rows, group=("label",), notes=(note,), printed=keep_printed(columns)) if rows else None
+    return FLIPS.build(columns, rows, group=("label",), notes=(note,), printed=keep_printed(columns)) if rows else None
 
 
 def _make_box_flips_table(run: RunData) -> Table | None:
@@ -166,7 +168,9 @@ def _make_box_flips_table(run: RunData) -> Table | None:
             for flip in found.flips[:MAX_FLIPS]
         ]  # fmt: skip
     columns = BOX_FLIP_COLUMNS
-    return BOX_FLIPS.of(columns, rows, group=("label",), notes=notes, printed=keep_printed(columns)) if rows else None
+    return (
+        BOX_FLIPS.build(columns, rows, group=("label",), notes=notes, printed=keep_printed(columns)) if rows else None
+    )
 
 
 def _average_precision(run: RunData) -> Table | None:
@@ -176,7 +180,7 @@ def _average_precision(run: RunData) -> Table | None:
     names = list(dict.fromkeys(name for scores in by_trial.values() for name in scores))[:MAX_CLASSES]
     rows = [{"class": name, **{id: scores.get(name) for id, scores in by_trial.items()}} for name in names]
     columns = [Column(t.id, f"AP50-95 of {t.label}", "%", PERCENT, t.label) for t, _ in scored]
-    return AVERAGE_PRECISION.of((Column("class", "of the objects", kind=TEXT), *columns), rows) if rows else None
+    return AVERAGE_PRECISION.build((Column("class", "of the objects", kind=TEXT), *columns), rows) if rows else None
 
 
 def _make_thresholds_table(run: RunData) -> Table | None:
@@ -192,12 +196,12 @@ def _make_thresholds_table(run: RunData) -> Table | None:
                 row |= limit_cells(name, mean_ap.jackknife_ap(values[k]), 100)
             rows.append(row | (limit_cells("f1_diff", changes[k], 100) if changes else {}))
     columns = THRESHOLD_COLUMNS
-    return THRESHOLDS.of(columns, rows, group=("label",), printed=keep_printed(columns)) if rows else None
+    return THRESHOLDS.build(columns, rows, group=("label",), printed=keep_printed(columns)) if rows else None
 
 
 def _make_evaluation_table(run: RunData) -> Table | None:
     rows = [copy_columns(run, r, EVALUATION_COPIED) for _, r in run.frame[run.frame["pipeline_ips"].notna()].iterrows()]
-    return EVALUATION.of(EVALUATION_COLUMNS, rows, notes=(EVALUATION_NOTE,)) if rows else None
+    return EVALUATION.build(EVALUATION_COLUMNS, rows, notes=(EVALUATION_NOTE,)) if rows else None
 
 
 CLASSIFICATION: TableKind = TableKind(
@@ -306,7 +310,7 @@ def _list_pairs(run: RunData, trials: Iterable[TrialResult] = ()) -> list[tuple[
 def _make_agreement_table(run: RunData) -> Table:
     compared = ((t, other, agreement.read_agreement(t, other)) for t, other in _list_pairs(run))
     rows = [_make_row(t.label, other.configuration, result) for t, other, result in compared if result]
-    return AGREEMENT.of(make_columns(RTOL, ATOL), rows)
+    return AGREEMENT.build(make_columns(RTOL, ATOL), rows)
 
 
 def _make_ranks_table(run: RunData) -> Table:
@@ -321,7 +325,7 @@ def make_rank_table(by_trial: Sequence[tuple[str, list[Rank]]]) -> Table:
         for name, own in by_trial
     ]
     longest = max((len(own) for _, own in by_trial), default=0)
-    return RANKS.of((NAME_COLUMN, *(_make_rank_column(n) for n in range(1, longest + 1))), rows)
+    return RANKS.build((NAME_COLUMN, *(_make_rank_column(n) for n in range(1, longest + 1))), rows)
 
 
 def _make_rank_column(number: int) -> Column:
@@ -369,7 +373,7 @@ def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tup
         *dict.fromkeys(f"{_name_trial(t)}: {t.oddity}" for t in good if t.oddity),
         *(f"no outputs from {line}" for line in failed),
     )
-    table = AGREEMENT.of(make_columns(rtol, atol), rows, notes=notes)
+    table = AGREEMENT.build(make_columns(rtol, atol), rows, notes=notes)
     return table, make_rank_table([(name, trial_ranks) for name, trial_ranks in by_trial if trial_ranks]), failed
 
 

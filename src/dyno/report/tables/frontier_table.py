@@ -39,7 +39,7 @@ TABLE_NOTE = (
 
 def _make_frontier_table(run: RunData) -> Table:
     rows = [row for ranking in rank_goals(run) for row in _iter_rows(ranking)]
-    return FRONTIER.of(COLUMNS, rows, notes=(TABLE_NOTE,), group=("model", "device"), printed=PRINTED)
+    return FRONTIER.build(COLUMNS, rows, notes=(TABLE_NOTE,), group=("model", "device"), printed=PRINTED)
 
 
 def _iter_rows(ranking: Ranking) -> Iterator[dict[str, Any]]:
@@ -82,7 +82,7 @@ FRONTIER = TableKind(
     "frontier", "Frontier", "The trials that no other beats in both accuracy and speed, fastest first.",
     _make_frontier_table,
     "no frontier: no trial has both an accuracy and a speed; give labelled images with --data", section="tables",
-    place=3,
+    position=3,
 )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def _break_even(run: RunData) -> Table:
             continue
         if (payoff := break_even(row, run.trials[row["trial"]], reference)) is not None:
             rows.append(_make_breakeven_row(row, run.trials[row["trial"]], payoff))
-    return BREAK_EVEN.of(
+    return BREAK_EVEN.build(
         BREAKEVEN_COLUMNS, rows, notes=(BREAKEVEN_NOTE,), group=("model", "size", "batch"), printed=BREAKEVEN_PRINTED
     )
 
@@ -228,5 +228,5 @@ BREAKEVEN_PRINTED = (*IDENTITY, *PREPARATION_COLUMNS, "extra_s", "gain_us_per_im
 BREAK_EVEN = TableKind(
     "break-even", "When the preparation pays off",
     "After how many images the time to export, build, calibrate and compile has paid for itself.", _break_even,
-    "nothing to pay off: no trial has a reference to gain on", section="tables", place=4,
+    "nothing to pay off: no trial has a reference to gain on", section="tables", position=4,
 )  # fmt: skip

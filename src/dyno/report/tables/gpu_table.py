@@ -32,12 +32,12 @@ def _make_gpu_table(run: RunData) -> Table:
         for _, row in run.frame.iterrows()
         if (t := run.trials[row["trial"]]).gpu is not None
     ]
-    return GPU.of(GPU_COLUMNS, rows, notes=(note,))
+    return GPU.build(GPU_COLUMNS, rows, notes=(note,))
 
 
 def _make_rounds_table(run: RunData) -> Table:
     rows = [row for t in run.records for row in rounds_of(t)]
-    return ROUNDS.of(ROUND_COLUMNS, rows, group=("label",), below=list_doubts)
+    return ROUNDS.build(ROUND_COLUMNS, rows, group=("label",), below=list_doubts)
 
 
 def list_doubts(rows: list[Row]) -> list[str]:
@@ -145,7 +145,7 @@ ROUNDS = TableKind(
 def make_stress_table(title: str, phases: Mapping[str, StressPhase], samples: Mapping[str, np.ndarray]) -> Table:
     """Build a row for each phase of a record; `samples` holds its latencies, `latency_KIND`, in seconds."""
     rows = [_make_stress_row(kind, phase, samples[f"latency_{kind}"]) for kind, phase in phases.items()]
-    return STRESS.of(STRESS_COLUMNS, [{"title": title, **row} for row in rows], group=("title",))
+    return STRESS.build(STRESS_COLUMNS, [{"title": title, **row} for row in rows], group=("title",))
 
 
 def _make_stress_row(kind: str, phase: StressPhase, seconds: np.ndarray) -> Row:
@@ -207,16 +207,16 @@ def _make_energy_table(run: RunData) -> Table | None:
     rows = [
         copy_columns(run, row, ENERGY_COPIED) | {"power_w": found.watts, "images_s": found.rate, "rounds": found.rounds}
         for _, row in run.frame.iterrows()
-        if (t := run.trials[row["trial"]]).good and (found := meter.of(t))
+        if (t := run.trials[row["trial"]]).good and (found := meter.measure(t))
     ]
     if all(row["energy_missing"] == NOT_ASKED for row in rows):
         return None
-    return ENERGY.of(ENERGY_COLUMNS, rows, notes=(TABLE_NOTE,), printed=keep_printed(ENERGY_COLUMNS))
+    return ENERGY.build(ENERGY_COLUMNS, rows, notes=(TABLE_NOTE,), printed=keep_printed(ENERGY_COLUMNS))
 
 
 def _make_memory_table(run: RunData) -> Table | None:
     rows = [_memory_row(t) for t in run.records if t.gpu is not None]
-    return MEMORY.of(MEMORY_COLUMNS, rows, notes=MEMORY_NOTES) if rows else None
+    return MEMORY.build(MEMORY_COLUMNS, rows, notes=MEMORY_NOTES) if rows else None
 
 
 def _memory_row(t: TrialResult) -> Row:

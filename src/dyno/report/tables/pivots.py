@@ -93,7 +93,7 @@ def make_pivot(
             for name in configurations
         ),
     )
-    return kind.of(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations),
+    return kind.build(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations),
                    below=lambda part: [FEW_SAMPLES_NOTE] if any(row["few"] for row in part) else [])  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def _make_sizes_table(run: RunData) -> Table | None:
         }
         for _, r in rows.iterrows()
     ]  # fmt: skip
-    return SIZES.of(SIZE_COLUMNS, cells, notes=(note,))
+    return SIZES.build(SIZE_COLUMNS, cells, notes=(note,))
 
 
 def _make_flops_table(run: RunData) -> Table | None:
@@ -266,7 +266,7 @@ def _make_flops_table(run: RunData) -> Table | None:
             "More than 100 %: the device can do more than PyTorch's matrix product, or an engine did less than "
             "the model's operations (Winograd's convolutions)."
         )
-    return FLOPS.of(FLOPS_COLUMNS, cells, notes=tuple(filter(None, notes)))
+    return FLOPS.build(FLOPS_COLUMNS, cells, notes=tuple(filter(None, notes)))
 
 
 def _describe_peak(peak: precision.Peak) -> str:
@@ -287,7 +287,7 @@ def _make_saturation_table(run: RunData) -> Table:
         }
         for s in find_saturation(run.frame)
     ]  # fmt: skip
-    return SATURATION.of(SATURATION_COLUMNS, rows)
+    return SATURATION.build(SATURATION_COLUMNS, rows)
 
 
 def _make_best_table(run: RunData) -> Table | None:
@@ -304,7 +304,7 @@ def _make_best_table(run: RunData) -> Table | None:
          "images_per_s": r["ips"], "megapixels_per_s": r["ips"] * _count_pixels(r["size"]) / 1e6}
         for r in best
     ]  # fmt: skip
-    return BEST.of(BEST_COLUMNS, cells, notes=tuple(_find_winners(cells)))
+    return BEST.build(BEST_COLUMNS, cells, notes=tuple(_find_winners(cells)))
 
 
 def _find_winners(best: list[dict[str, Any]]) -> Iterator[str]:

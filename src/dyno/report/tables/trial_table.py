@@ -506,7 +506,7 @@ def _read_gpu(t: TrialResult) -> dict[str, Any]:
         return columns
     return columns | {
         "gpu_util": t.gpu.utilisation, "gpu_clock_mhz": t.gpu.clock, "gpu_power_w": t.gpu.power,
-        "gpu_temperature_c": t.gpu.temperature, "throttle": t.gpu.throttle, "gpu_others": t.gpu.others,
+        "gpu_temperature_c": t.gpu.temperature, "throttle": t.gpu.throttle, "gpu_others": t.gpu.other_processes,
         "throttled_samples": sum(span.hit for span in remarks.describe_throttling(t)),
     }  # fmt: skip
 
@@ -514,10 +514,10 @@ def _read_gpu(t: TrialResult) -> dict[str, Any]:
 def _read_energy(t: TrialResult, meter: Meter) -> dict[str, Any]:
     if not t.good:
         return {}
-    found = meter.of(t)
+    found = meter.measure(t)
     return {
         "energy_j": found.net.value, "energy_j_low": found.net.low, "energy_j_high": found.net.high,
-        "energy_gross_j": found.gross, "idle_w": found.idle, "energy_missing": found.missing,
+        "energy_gross_j": found.gross, "idle_w": found.idle, "energy_missing": found.missing_reason,
     }  # fmt: skip
 
 
@@ -643,7 +643,7 @@ def _make_trials_table(run: RunData) -> Table:
         for place, row in enumerate(rows if is_comparison else ranking.order_group(rows, run.trials)):
             row |= {RANK_KEY: next(ranks), FIRST_KEY: place == 0 and len(rows) > 1 and not is_comparison}
     columns, printed = _choose_columns(run.limits)
-    return TRIALS.of(
+    return TRIALS.build(
         columns,
         cells,
         notes=make_footnote(cells, [name for name in PERCENTILES if f"latency_model_ms_{name}" in printed]),
@@ -735,5 +735,5 @@ def _list_unproven(rows: list[Row], wanted_limits: Sequence[limits.Limit]) -> It
 TRIALS = TableKind(
     "trials", "Trials",
     "A row per trial: latency, throughput, speed-up over the reference, verdict, accuracy and its budget, file, build.",
-    _make_trials_table, section="tables", place=1,
+    _make_trials_table, section="tables", position=1,
 )  # fmt: skip

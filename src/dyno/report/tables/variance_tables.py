@@ -49,7 +49,7 @@ def _make_builds_table(run: RunData) -> Table | None:
         return None
     rows = run.frame.to_dict("records")
     notes = (*describe_builds(run.records), *trial_table.make_footnote(rows))
-    return BUILDS.of(COLUMNS, rows, notes=notes, group=("model", "size", "batch"), printed=PRINTED,
+    return BUILDS.build(COLUMNS, rows, notes=notes, group=("model", "size", "batch"), printed=PRINTED,
                      below=trial_table.list_reasons)  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def _make_variance_table(run: RunData) -> Table | None:
                 rows += _make_row(
                     t, boundary, RATIO, _estimate_levels([(each.builds, [*each.logs[:, None]]) for each in ratios])
                 )
-    return VARIANCE.of(VARIANCE_COLUMNS, rows, notes=(VARIANCE_NOTE,)) if rows else None
+    return VARIANCE.build(VARIANCE_COLUMNS, rows, notes=(VARIANCE_NOTE,)) if rows else None
 
 
 def _estimate_levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.VarianceComponents | None:

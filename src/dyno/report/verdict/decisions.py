@@ -262,7 +262,7 @@ class Winner:
         if not isnan(accuracy := row.get(metric.column, math.nan)):
             parts.append(", ".join(filter(None, (f"{metric.label} {accuracy:.2f} %", self._format_change()))))
         if ran := read_truth(trial):
-            parts.append(ran.words)
+            parts.append(ran.text)
         return "; ".join(parts)
 
     def _format_change(self) -> str:
@@ -404,11 +404,11 @@ class Winner:
             what = f"Running for {show(end - begin, 'duration')} without a break, {self.trial.configuration} is "
             what += f"{found.value:.2f}x as fast as {other.configuration} at batch {self.trial.batch}"
             if not found.has_moved:
-                yield Finding(NOTE, f"{what} ({found.usual:.2f}x in short turns).")
+                yield Finding(NOTE, f"{what} ({found.short:.2f}x in short turns).")
                 continue
             clocks = " and ".join(filter(None, (_describe_clock(t, boundary) for t in (self.trial, other))))
             why = f": {clocks}" if clocks else "; heat or a power limit slows one of them more"
-            yield Finding(WARNING, f"{what}, not {found.usual:.2f}x as in short turns{why}.")
+            yield Finding(WARNING, f"{what}, not {found.short:.2f}x as in short turns{why}.")
 
     def write_headline(self) -> str:
         """Describe the fastest trial and its speed-up in one sentence."""
@@ -666,12 +666,12 @@ def decide_run(ranking: Ranking, run: RunData) -> Iterator[Decision]:
 def list_incomparable(ranking: Ranking) -> Iterator[Finding]:
     """Yield the trials that are not ranked because they are not comparable with their reference."""
     reasons: dict[str, list[str]] = {}
-    for _, row in ranking.apart.iterrows():
+    for _, row in ranking.incomparable.iterrows():
         names = reasons.setdefault(str(row["verdict"]), [])
         if (name := ranking.name_row(row)) not in names:
             names.append(name)
     for verdict, names in reasons.items():
-        yield Finding(WARNING, f"{ranking.where}: {', '.join(names)} not ranked, {verdict}.")
+        yield Finding(WARNING, f"{ranking.scope}: {', '.join(names)} not ranked, {verdict}.")
 
 
 def list_failed(ranking: Ranking, run: RunData) -> Decision | None:
@@ -684,11 +684,11 @@ def list_failed(ranking: Ranking, run: RunData) -> Decision | None:
         owner = run.records.owner
         return Decision(
             WARNING,
-            ranking.where,
+            ranking.scope,
             text,
             (("next", f"wait: {MEASURING_REASON.format(owner)}" if owner else RESUME_ADVICE),),
         )
-    return Decision(FAILURE, ranking.where, "no trial succeeded.", (("next", REASONS_NOTE),))
+    return Decision(FAILURE, ranking.scope, "no trial succeeded.", (("next", REASONS_NOTE),))
 
 
 def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
@@ -701,14 +701,14 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
             return _report_no_fit(ranking, within, run, others)
         text = f"no trial is within {run.budget} with confidence."
         step = _advise_on_images(ranking, run) or "allow more loss, or calibrate and quantise differently"
-        return Decision(FAILURE, ranking.where, text, (("next", step),), others)
+        return Decision(FAILURE, ranking.scope, text, (("next", step),), others)
     if ranking.fastest.empty:
-        return Decision(NOTE, ranking.where, "no latency was measured.", findings=others)
+        return Decision(NOTE, ranking.scope, "no latency was measured.", findings=others)
     winner = Winner(ranking, run)
     badge, untried = winner.badge, list_untried(run)
     return Decision(
         NOTE if winner.is_alone else BEST if badge == DECIDED else WARNING,
-        ranking.where,
+        ranking.scope,
         winner.write_headline(),
         (
             ("real", winner.describe_reality()),
@@ -742,7 +742,7 @@ def _report_no_fit(ranking: Ranking, within: pd.DataFrame, run: RunData, others:
     text = f"no trial{_name_batch(ranking)} is within {run.conditions}; the closest is {name}: "
     text += results_limits.describe_misses(closest, run.limits)
     step = _advise_on_limits(closest, run)
-    return Decision(FAILURE, ranking.where, f"{text}.", (("next", step),), others)
+    return Decision(FAILURE, ranking.scope, f"{text}.", (("next", step),), others)
 
 
 def _name_batch(ranking: Ranking) -> str:
@@ -828,7 +828,7 @@ def _decide_most_images(winner: Winner) -> Decision:
         shown.insert(0, ("real", winner.describe_reality()))
     if bound := _describe_copies(winner.trial):
         shown.append(("bound", bound))
-    kind, where = BEST if winner.badge == DECIDED else WARNING, winner.ranking.where
+    kind, where = BEST if winner.badge == DECIDED else WARNING, winner.ranking.scope
     rejected = list_rejected(winner.main_pairs)
     findings = (*winner.confirmed, *winner.list_sustained(), *rejected, *_list_limited(winner))
     text, candidates = winner.describe_rate(), winner.contest.candidates

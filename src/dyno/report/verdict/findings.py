@@ -239,10 +239,10 @@ def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: st
 
 def list_weight_findings(results: Results) -> Iterator[Finding]:
     """Yield warnings on models computed otherwise than stored: other types, weights, functions, modes or readings."""
-    models = dict.fromkeys(t.given for t in results if t.good and IN_SINGLE in remarks.list_warnings(t))
+    models = dict.fromkeys(t.model_name for t in results if t.good and IN_SINGLE in remarks.list_warnings(t))
     advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
     yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
-    lines = ((t.given, line) for t in results if t.good for line in remarks.list_warnings(t))
+    lines = ((t.model_name, line) for t in results if t.good for line in remarks.list_warnings(t))
     beginnings = (AVERAGED_WARNING, AS_IN_TRAINING, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM_WARNING)
     told = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(beginnings))
     yield from (Finding(WARNING, text) for text in told)
@@ -253,14 +253,16 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
 
 def list_label_findings(results: Results) -> Iterator[Finding]:
     """Yield warnings on doubtful labels: numeric names sorted as text, misplaced boxes, or another class order."""
-    lines = [(t.given, line.removeprefix("data: ")) for t in results if t.good for line in remarks.list_warnings(t)]
+    lines = [
+        (t.model_name, line.removeprefix("data: ")) for t in results if t.good for line in remarks.list_warnings(t)
+    ]
     told = dict.fromkeys(f"Labels: {line}." for _, line in lines if line.startswith(TEXT_ORDER))
     told |= dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(AS_READ))
     yield from (Finding(WARNING, text) for text in told)
     matrices = dict[str, accuracy.Confusion]()
     for t in results:
-        if t.good and t.given not in matrices and (matrix := mean_ap.read_any_confusion(t)):
-            matrices[t.given] = matrix
+        if t.good and t.model_name not in matrices and (matrix := mean_ap.read_any_confusion(t)):
+            matrices[t.model_name] = matrix
     for model, matrix in matrices.items():
         if other := matrix.describe_other_order():
             yield Finding(WARNING, f"{model}: {other}.")
@@ -272,12 +274,14 @@ def list_label_findings(results: Results) -> Iterator[Finding]:
 def list_pixel_findings(results: Results) -> Iterator[Finding]:
     """Yield a warning for each model with a guessed image size or image preparation."""
     ran = [t for t in results if t.good or t.status == "failed"]  # perhaps because of the guess
-    sized = {t.given: t.size for t in ran if results.model_facts(t).size_guessed}
+    sized = {t.model_name: t.size for t in ran if results.model_facts(t).size_guessed}
     for model, size in sized.items():
         yield Finding(
             WARNING, f"{model}: the file leaves the image's size free; {size} was chosen: give --size, or --shapes."
         )
-    sentences = dict.fromkeys(f"{t.given}: {text}" for t in results if t.good and (text := describe_guess(t, results)))
+    sentences = dict.fromkeys(
+        f"{t.model_name}: {text}" for t in results if t.good and (text := describe_guess(t, results))
+    )
     yield from (Finding(WARNING, sentence) for sentence in sentences)
 
 
@@ -322,13 +326,11 @@ def list_route_findings(results: Results) -> Iterator[Finding]:
     models = {t.model for t in results}
     tried = [one for one in read_attempts(results.folder) if one.model in models]
     for one in tried:
-        if one.kept is not None:
-            text = (
-                f"{_name_attempt(one)} by the route {one.kept.route} ran {one.kept.ratio:.2f} times as fast as by the"
-            )
+        if (kept := one.kept_route) is not None:
+            text = f"{_name_attempt(one)} by the route {kept.route} ran {kept.ratio:.2f} times as fast as by the"
             rest = _format_routes(route for route in one.routes if route.outcome != ROUTE_KEPT)
             yield Finding(BEST, f"{text} usual one at batch {one.batch}; it has separate rows{rest}.")
-    if others := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in tried if one.kept is None]:
+    if others := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in tried if one.kept_route is None]:
         yield Finding(NOTE, f"No other route to the ONNX file is proven faster; tried: {', '.join(others)}.")
 
 
@@ -350,14 +352,14 @@ def list_unscored_findings(run: RunData) -> Iterator[Finding]:
     With a budget it adds that the budget was not checked, as no trial of the model can fail it.
     """
     budget = "; the budget was not checked" if run.budgets else ""
-    sentences = ((t.given, sentence) for t in run.records if t.good and (sentence := list_unscored(t)))
+    sentences = ((t.model_name, sentence) for t in run.records if t.good and (sentence := list_unscored(t)))
     for model, sentence in dict.fromkeys(sentences):
         yield Finding(WARNING, f"{model}: {sentence}{budget}.")
 
 
 def list_empty_budgets(run: RunData) -> Iterator[Finding]:
     """Yield a warning for each reference whose whole accuracy is within the permitted loss."""
-    references = {t.id: t.given for t in run.references.values()} if run.budgets else {}
+    references = {t.id: t.model_name for t in run.references.values()} if run.budgets else {}
     for _, row in run.frame[run.frame["trial"].isin(list(references))].iterrows():
         for budget in run.budgets:
             metric = list_metrics()[budget.metric]

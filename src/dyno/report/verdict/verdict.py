@@ -262,16 +262,16 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
 
 
 class _NoGain(NamedTuple):
-    """A configuration that isn't faster than the `other`: ratios by batch as text, by relation."""
+    """A configuration that isn't faster than the `other_name`: ratios by batch as text, by relation."""
 
     name: str
-    other: str
+    other_name: str
     relations: dict[str, str]
 
     @property
     def sentence(self) -> str:
         parts = [
-            f"{relation.format('it' if k else self.other)} ({ratios})"
+            f"{relation.format('it' if k else self.other_name)} ({ratios})"
             for k, (relation, ratios) in enumerate(self.relations.items())
         ]
         return f"{self.name} is {' and '.join(parts)}"
@@ -299,7 +299,7 @@ def _join_unexplained(found: list[_NoGain]) -> str:
     """Join findings into one sentence, with `nor` between those that are not shown to be faster."""
     alike = [each for each in found if [*each.relations] == [NOT_SHOWN]]
     first = [each.sentence for each in alike[:1]]
-    others = [f"{each.name} than {each.other} ({each.relations[NOT_SHOWN]})" for each in alike[1:]]
+    others = [f"{each.name} than {each.other_name} ({each.relations[NOT_SHOWN]})" for each in alike[1:]]
     parts = [", nor ".join([*first, *others]), *(each.sentence for each in found if each not in alike)]
     engines = "engine reports" if len(found) == 1 else "engines report"
     return f"{'; '.join(filter(None, parts))}; the {engines} no reason"
@@ -430,7 +430,7 @@ def _find_gpu_doubts(results: Results) -> Iterator[Finding]:
         )
     if throttled := [(t, spans) for t in trials if (spans := remarks.describe_throttling(t))]:
         hit, lost = (sum(getattr(f, name) for _, spans in throttled for f in spans) for name in ("hit", "dropped"))
-        reasons = ", ".join(dict.fromkeys(f.why for _, spans in throttled for f in spans))
+        reasons = ", ".join(dict.fromkeys(f.reason for _, spans in throttled for f in spans))
         yield Finding(
             WARNING,
             f"The GPU was throttled ({reasons}) during {len(throttled)} of {of_trials}: {lost:,} of the {hit:,} "

@@ -24,7 +24,7 @@ ENTRY_POINT_GROUP = "dyno.metrics"
 def list_metrics() -> dict[str, Metric]:
     """Return all metrics by name, Dyno's and those of installed plug-ins, in display order."""
     found = plugins.list_declared(sys.modules[__name__], Metric, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
-    return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+    return dict(sorted(found.items(), key=lambda item: (item[1].position, item[0])))
 
 
 def list_task_metrics(trial: TrialResult) -> list[Metric]:
@@ -34,7 +34,7 @@ def list_task_metrics(trial: TrialResult) -> list[Metric]:
 
 def list_measured(trial: TrialResult) -> list[tuple[Metric, MetricValue]]:
     """Return each metric that has a value for the trial, with the value."""
-    return [(metric, value) for metric in list_task_metrics(trial) if (value := metric.of(trial)) is not None]
+    return [(metric, value) for metric in list_task_metrics(trial) if (value := metric.compute(trial)) is not None]
 
 
 def choose_metric(frame: pd.DataFrame, budgets: Iterable[str] = ()) -> Metric:

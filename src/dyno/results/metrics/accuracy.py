@@ -197,14 +197,14 @@ class PairedChange(Change):
 class HitShare(Metric):
     """Share of images that `hits` marks as correct."""
 
-    by = "Wilson's 95 % interval"
-    change_by = "Tango's 95 % interval"
+    interval_text = "Wilson's 95 % interval"
+    change_interval_text = "Tango's 95 % interval"
 
     @abstractmethod
     def hits(self, trial: TrialResult) -> np.ndarray | None:
         """Return whether each image is answered correctly, bool [N] in the order of `sample`; None if unknown."""
 
-    def of(self, trial: TrialResult) -> MetricValue | None:
+    def compute(self, trial: TrialResult) -> MetricValue | None:
         hits = self.hits(trial)
         return None if hits is None else MetricValue(compute_wilson(int(hits.sum()), len(hits)), len(hits))
 
@@ -239,7 +239,7 @@ class Top1(TopK):
     name = column = "top1"
     label = "top-1"
     meaning = "share of images whose first answer is right"
-    place = 1
+    position = 1
 
 
 class Top5(TopK):
@@ -249,7 +249,7 @@ class Top5(TopK):
     label = "top-5"
     meaning = "share of images with the right answer among the first five"
     printed = ()
-    place = 3
+    position = 3
 
 
 def mark_correct(answers: dict[str, np.ndarray], k: int) -> np.ndarray | None:

@@ -29,16 +29,16 @@ MAX_PLACES = 10_000  # exceeds any number of classes
 class BoxRows:
     """Box rows of several images, in the network's order.
 
-    `images` int64 n, `boxes` float64 n x 4 (two corners, pixels), `scores` and `labels` float64 n, `rest` further
-    values of a row (masks, keypoints; float64 n x ...), and all `values` (float64 n x ...) by the output's position.
-    `counts` is the number of rows per image.
+    `images` int64 n, `boxes` float64 n x 4 (two corners, pixels), `scores` and `labels` float64 n, `extra_values`
+    further values of a row (masks, keypoints; float64 n x ...), and all `values` (float64 n x ...) by the output's
+    position. `counts` is the number of rows per image.
     """
 
     images: np.ndarray
     boxes: np.ndarray
     scores: np.ndarray
     labels: np.ndarray
-    rest: list[np.ndarray]
+    extra_values: list[np.ndarray]
     values: dict[str, np.ndarray]
     counts: np.ndarray
 
@@ -70,7 +70,7 @@ def read_box_rows(trial: TrialResult) -> BoxRows | None:
     images = np.repeat(np.arange(len(counts)), counts)
     keep = (scores > 0) & (images < MAX_IMAGES_READ)
     values = {str(i): table[keep].astype(np.float64) for i, table in enumerate(tables.values())}
-    rest = [found.rest.T] if found.rest is not None and found.rest.size else []
+    rest = [found.extra_values.T] if found.extra_values is not None and found.extra_values.size else []
     rest += [table for name, table in tables.items() if name not in fit.names]
     rows = np.bincount(images[keep], minlength=min(len(counts), MAX_IMAGES_READ))
     return BoxRows(images[keep], boxes[keep], scores[keep], labels[keep].astype(np.float64),
@@ -398,7 +398,7 @@ def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> n
         np.abs(own.boxes[a] - boxes).max(axis=1, initial=0) / side,
         np.abs(own.scores[a] - other.scores[b]) / other.scores.max(initial=np.finfo(np.float64).tiny),
     ]
-    for mine, values in zip(own.rest, other.rest, strict=True):
+    for mine, values in zip(own.extra_values, other.extra_values, strict=True):
         if len(values):
             apart = np.linalg.norm(mine[a] - values[b], axis=1)
             errors.append(apart / max(float(np.sqrt(np.mean(np.square(np.linalg.norm(values, axis=1))))), 1e-30))

@@ -32,13 +32,14 @@ from dyno.worker.system import cache_dir
 class Matches:
     """All detections of one class in descending order of score: `right` and `ignored` bool [thresholds, n].
 
-    `group` [n] is the image group of each detection, `wanted` the objects per image group, and `score` float64 [n].
+    `group` [n] is the image group of each detection, `object_counts` the objects per image group, and `score` float64
+    [n].
     """
 
     right: np.ndarray
     ignored: np.ndarray
     group: np.ndarray
-    wanted: np.ndarray
+    object_counts: np.ndarray
     score: np.ndarray
 
 
@@ -66,7 +67,7 @@ def compute_average_precision(m: Matches, recalls: np.ndarray, without: int | No
     The mean over `recalls` of the best precision at that recall or a higher one (Everingham et al. 2010, with COCO's
     101 points). `ignored` detections count neither as right nor as wrong.
     """
-    wanted = m.wanted.sum() - (m.wanted[without] if without is not None else 0)
+    wanted = m.object_counts.sum() - (m.object_counts[without] if without is not None else 0)
     right, ignored = m.right, m.ignored
     if wanted == 0:
         return np.full(len(right), np.nan)
@@ -93,12 +94,12 @@ def count_matches(m: Matches) -> np.ndarray:
     At the first overlap; float64 [scores, groups, 3]. A match depends only on detections with higher scores, so leaving
     out lower scores changes no match.
     """
-    counts = np.zeros((len(SCORE_THRESHOLDS), len(m.wanted), 3))
+    counts = np.zeros((len(SCORE_THRESHOLDS), len(m.object_counts), 3))
     right, wrong = m.right[0], ~m.right[0] & ~m.ignored[0]
     for own, least in zip(counts, SCORE_THRESHOLDS, strict=True):
         sure = m.score >= least
         own[:, 0], own[:, 1] = (np.bincount(m.group[each & sure], minlength=len(own)) for each in (right, wrong))
-    counts[:, :, 2] = m.wanted
+    counts[:, :, 2] = m.object_counts
     return counts
 
 
@@ -120,12 +121,13 @@ DETECTION_ARRAYS = ("detection_image", "detection_box", "detection_score", "dete
 
 @dataclass(frozen=True)
 class Scores:
-    """Average precision of one trial: `each` [1 + groups, classes, thresholds], for all images, then less each group.
+    """Average precision of one trial: `precisions` [1 + groups, classes, thresholds], for all images, then less each
+    group.
 
     Shares; NaN for a class without objects. `counts` is the sum of `count_matches` over classes.
     """
 
-    each: np.ndarray
+    precisions: np.ndarray
     names: tuple[str, ...]
     images: int
     counts: np.ndarray
@@ -133,12 +135,12 @@ class Scores:
     @cached_property
     def map50_95(self) -> np.ndarray:
         """Mean over classes and thresholds, [1 + groups]."""
-        return _compute_mean(self.each)
+        return _compute_mean(self.precisions)
 
     @cached_property
     def map50(self) -> np.ndarray:
         """Mean over classes at an overlap of 0.5, [1 + groups]."""
-        return _compute_mean(self.each[:, :, :1])
+        return _compute_mean(self.precisions[:, :, :1])
 
     @cached_property
     def rates(self) -> dict[str, np.ndarray]:
@@ -151,7 +153,7 @@ class Scores:
 
     def by_class(self) -> list[tuple[str, float, float]]:
         """Return name, AP50 and AP50-95 of each class that has objects."""
-        whole = self.each[0]
+        whole = self.precisions[0]
         return [(n, float(a[0]), float(a.mean())) for n, a in zip(self.names, whole, strict=True) if a[0] == a[0]]
 
 
@@ -198,7 +200,7 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
         return None
     stored = _ScoreCache(arrays, truth)
     own = stored.scores(kind)
-    if np.isnan(own.each).all():  # no object
+    if np.isnan(own.precisions).all():  # no object
         return None
     return MeanAP(kind, own, own if kind == "bbox" else stored.scores("bbox"))
 
@@ -272,11 +274,11 @@ class _ScoreCache:
         except (OSError, ValueError, KeyError, TypeError):
             computed = score_detections(self._arrays, _parse_truth(self._truth), kind)
         # Same memory order as from the cache, so that sums are rounded alike.
-        computed = replace(computed, each=np.ascontiguousarray(computed.each))
+        computed = replace(computed, precisions=np.ascontiguousarray(computed.precisions))
         with contextlib.suppress(OSError):  # without a cache, compute
             path.parent.mkdir(parents=True, exist_ok=True)
             names = np.array(computed.names, dtype=np.str_)
-            arrays = {"each": computed.each, "names": names, "images": computed.images, "counts": computed.counts}
+            arrays = {"each": computed.precisions, "names": names, "images": computed.images, "counts": computed.counts}
             save_arrays(path, arrays)
         return computed
 
@@ -409,9 +411,9 @@ class MeanAveragePrecision(Metric):
     label = "mAP50-95"
     column = "map50_95"
     meaning = "mean of mAP over overlaps from 0.5 to 0.95"
-    by = "the jackknife's 95 % interval"
-    change_by = "the jackknife's 95 % interval"
-    place = 2
+    interval_text = "the jackknife's 95 % interval"
+    change_interval_text = "the jackknife's 95 % interval"
+    position = 2
 
     def scores(self, result: MeanAP) -> Scores:
         """Return the scores to average."""
@@ -421,7 +423,7 @@ class MeanAveragePrecision(Metric):
         """Return the value from all images, then without each image group, [1 + groups]."""
         return scores.map50_95
 
-    def of(self, trial: TrialResult) -> MetricValue | None:
+    def compute(self, trial: TrialResult) -> MetricValue | None:
         result = read_detections(trial)
         if result is None:
             return None
@@ -436,7 +438,7 @@ class MeanAveragePrecision(Metric):
         if own is None or other is None or own.kind != other.kind or not same_photographs(trial, reference):
             return None
         mine, theirs = self.scores(own), self.scores(other)
-        if mine.images != theirs.images or mine.each.shape != theirs.each.shape:
+        if mine.images != theirs.images or mine.precisions.shape != theirs.precisions.shape:
             return None
         return JackknifedChange(mine.images, jackknife_ap(self.average_scores(mine) - self.average_scores(theirs)))
 
@@ -450,7 +452,7 @@ class MeanAveragePrecision50(MeanAveragePrecision):
     meaning = "mAP at an overlap of 0.5"
     printed = ("",)
     rank = 4
-    place = 4
+    position = 4
 
     def average_scores(self, scores: Scores) -> np.ndarray:
         return scores.map50
@@ -464,13 +466,13 @@ class BoxMeanAveragePrecision(MeanAveragePrecision):
     column = "box_map50_95"
     meaning = "map50_95 of the boxes"
     printed = ()
-    place = 5
+    position = 5
 
     def scores(self, result: MeanAP) -> Scores:
         return result.boxes
 
-    def of(self, trial: TrialResult) -> MetricValue | None:
-        result = super().of(trial)
+    def compute(self, trial: TrialResult) -> MetricValue | None:
+        result = super().compute(trial)
         return None if result is None else MetricValue(result.interval, result.images)
 
 
@@ -481,7 +483,7 @@ class BoxMeanAveragePrecision50(BoxMeanAveragePrecision):
     label = "boxes' mAP50"
     column = "box_map50"
     meaning = "map50 of the boxes"
-    place = 6
+    position = 6
 
     def average_scores(self, scores: Scores) -> np.ndarray:
         return scores.map50

@@ -21,12 +21,12 @@ INTERVAL_SUFFIXES = {"_low": "lower", "_high": "upper"}
 class MetricValue:
     """A trial's value: a share from 0 to 1 with its 95 % interval (NaN: unknown), and the number of `images`.
 
-    `of` names what is scored if the label leaves it open: masks, keypoints.
+    `subject` names what is scored if the label leaves it open: masks, keypoints.
     """
 
     interval: Interval
     images: int
-    of: str = ""
+    subject: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,24 +74,24 @@ class Metric(ABC):
 
     Declared at the top of a module of `results/metrics` or by an entry point of the group `dyno.metrics`; a trial has
     the metrics named by its task. `name` is as in a budget and in the task's `metrics`, `label` as in a sentence and a
-    heading. `column` is its column in the table of trials, explained by `meaning`; `by` names its interval, `change_by`
-    that of the change against the reference. `printed` are suffixes of the columns printed in that table: "" for the
-    value, `_diff` for the change. On a narrow terminal, columns with a high `rank` are dropped first. A run's accuracy
-    is shown by its metric with the lowest `place`.
+    heading. `column` is its column in the table of trials, explained by `meaning`; `interval_text` names its interval,
+    `change_interval_text` that of the change against the reference. `printed` are suffixes of the columns printed in
+    that table: "" for the value, `_diff` for the change. On a narrow terminal, columns with a high `rank` are dropped
+    first. A run's accuracy is shown by its metric with the lowest `position`.
     """
 
     name: str = ""
     label: str = ""
     column: str = ""
     meaning: str = ""
-    by: str = "the 95 % interval"
-    change_by: str = "the 95 % interval"
+    interval_text: str = "the 95 % interval"
+    change_interval_text: str = "the 95 % interval"
     printed: tuple[str, ...] = ("", "_diff")
     rank: int = 0
-    place: int = 100
+    position: int = 100
 
     @abstractmethod
-    def of(self, trial: TrialResult) -> MetricValue | None:
+    def compute(self, trial: TrialResult) -> MetricValue | None:
         """Return the trial's value; None if it has none, e.g. without labels."""
 
     @abstractmethod
@@ -110,14 +110,14 @@ class Metric(ABC):
     @property
     def value_column(self) -> Column:
         """Printed column of the value with its interval."""
-        return Column(self.column, f"with {self.by}", "%", PERCENT, f"{self.label} %", interval=True)
+        return Column(self.column, f"with {self.interval_text}", "%", PERCENT, f"{self.label} %", interval=True)
 
     @property
     def change_columns(self) -> tuple[Column, ...]:
         """Columns of the change and its limits."""
         meaning = f"{self.column} against the reference's, paired"
         head = Column(self.diff, meaning, "points", POINTS, "change, points", 6, True)
-        limits = (f"{end} limit of {self.change_by} of {self.diff}" for end in INTERVAL_SUFFIXES.values())
+        limits = (f"{end} limit of {self.change_interval_text} of {self.diff}" for end in INTERVAL_SUFFIXES.values())
         return (
             head,
             *(Column(self.diff + end, of, "points", POINTS) for end, of in zip(INTERVAL_SUFFIXES, limits, strict=True)),
@@ -127,7 +127,7 @@ class Metric(ABC):
     def columns(self) -> tuple[Column, ...]:
         """Columns of a trial: value, change, and the limits of both."""
         head = Column(self.column, self.meaning, "%", PERCENT, f"{self.label} %", self.rank)
-        limits = (Column(self.column + end, f"{words} limit of {self.by} of {self.column}", "%", PERCENT)
+        limits = (Column(self.column + end, f"{words} limit of {self.interval_text} of {self.column}", "%", PERCENT)
                   for end, words in INTERVAL_SUFFIXES.items())  # fmt: skip
         return (head, *limits, *self.change_columns)
 

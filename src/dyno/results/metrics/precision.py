@@ -58,7 +58,7 @@ class Truth:
         return YES if self.ok else NO if self.refuted else UNCONFIRMED
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Clause on whether it ran in the requested type, with the share of a mixed engine."""
         if self.answer == UNCONFIRMED:
             return "whether it ran in the requested type is not confirmed"

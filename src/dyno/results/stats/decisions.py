@@ -64,7 +64,7 @@ def predict_power(evidence: Evidence, rounds: int, reach: float, level: float, f
 
     freedom = evidence.parts * (rounds - 1)
     error = max(evidence.spread, 1e-9) / math.sqrt(rounds)
-    looked = rounds + evidence.looked - evidence.rounds
+    looked = rounds + evidence.looks - evidence.rounds
     reserved = 0.0 if evidence.rejected is None else rejection.REJECTION_ERROR_SHARE
     wall = t_quantile(freedom, level * share_error(looked, first) * (1 - reserved))
 
@@ -152,7 +152,7 @@ def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -
     """
     rule = rule or Rule()
     judged = [e for e in family if e is not None and not e.single]
-    steps = _apply_holm([e.p_value / rule.share(e.looked) for e in judged])
+    steps = _apply_holm([e.p_value / rule.share(e.looks) for e in judged])
     decided = {id(e): _judge_pair(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
     return [decided.get(id(e)) or _make_unjudged(e) for e in family]
 
@@ -176,7 +176,7 @@ def _make_unjudged(e: Evidence | None) -> Speedup:
 def _judge_pair(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
     """Judge one of `count` pairs by its adjusted p-value and the level of its Holm step (0: not rejected)."""
     simultaneous = ALPHA / count
-    spent = rule.share(e.looked) * (level or simultaneous)
+    spent = rule.share(e.looks) * (level or simultaneous)
     half = e.half_width(spent)
     low, high = e.difference - half, e.difference + half
     more = None

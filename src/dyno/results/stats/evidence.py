@@ -50,11 +50,11 @@ class Evidence:
 
     `error` is its standard error and `freedom` Student's degrees of freedom, NaN with a single round. `spread`, the
     deviation of a round's log ratio, and `parts`, the degrees of freedom per further round, predict how the error
-    falls. `seen` is the number of rounds looked at, if larger. With `builds` above 0, a round here is a build (the mean
-    of its rounds). `rejected` outlying rounds are left out of mean and error; None if rejection is not allowed.
-    `disturbed` further rounds don't count, because other programs took the processors. `unfiltered` is the mean of all.
-    Very few rounds that are `undisturbed` are also tested with the prior spread. Uninterleaved trials have a group of
-    rounds each.
+    falls. `rounds_seen` is the number of rounds looked at, if larger. With `builds` above 0, a round here is a build
+    (the mean of its rounds). `rejected` outlying rounds are left out of mean and error; None if rejection is not
+    allowed. `disturbed` further rounds don't count, because other programs took the processors. `unfiltered` is the
+    mean of all. Very few rounds that are `undisturbed` are also tested with the prior spread. Uninterleaved trials have
+    a group of rounds each.
     """
 
     difference: float
@@ -64,7 +64,7 @@ class Evidence:
     measured: str
     spread: float = math.nan
     parts: float = 1.0
-    seen: int = 0
+    rounds_seen: int = 0
     builds: int = 0
     rejected: int | None = None
     disturbed: int = 0
@@ -134,9 +134,9 @@ class Evidence:
         return math.sqrt(variance / self.rounds)
 
     @property
-    def looked(self) -> int:
+    def looks(self) -> int:
         """Number of rounds at this look."""
-        return max(self.rounds, self.seen)
+        return max(self.rounds, self.rounds_seen)
 
     @property
     def single(self) -> bool:

@@ -159,7 +159,7 @@ class AotInductor(PyTorch):
         with memory_errors():
             return AotSession(trial, artifact)
 
-    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def layer_graph(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the kernels that a given package calls, from its C++; they don't name a model's modules."""
         if not trial.model.file:
             raise Unavailable(
@@ -311,7 +311,7 @@ def _check_outputs(found: list[Any], expected: list[Any], recipe: Recipe) -> Non
 def _describe_given(recipe: Recipe) -> Artifact:
     """Return the user's own package as an artifact."""
     artifact = describe_given(AOTI_FORMAT, recipe, MakerFacts(backend=AotMaker.name))
-    if kept := read_package(recipe.model.file).kept:
+    if kept := read_package(recipe.model.file).kept_facts:
         return replace(artifact, made_by=replace(artifact.made_by, weights_sha256=kept.weights_sha256))
     return artifact
 

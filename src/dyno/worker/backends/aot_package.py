@@ -102,7 +102,7 @@ class CompiledPackage:
         return self.metadata.get("AOTI_DEVICE_KEY", "cpu")
 
     @cached_property
-    def kept(self) -> KeptFacts | None:
+    def kept_facts(self) -> KeptFacts | None:
         """Dyno's entry in the package; None for another program's package."""
         try:
             return from_json(KeptFacts, json.loads(self.metadata[METADATA_KEY]))
@@ -117,9 +117,9 @@ class CompiledPackage:
 
     def describe_inputs(self, tensors: Sequence[Tensor]) -> dict[str, PackageInput]:
         """Return each input of the code by name; a package made by Dyno has one type for all floats."""
-        if self.kept is None:
+        if self.kept_facts is None:
             return {t.name: each for t, each in zip(tensors, self.inputs, strict=True)}
-        kind = PRECISION_TYPES[self.kept.precision]
+        kind = PRECISION_TYPES[self.kept_facts.precision]
         return {t.name: PackageInput(kind if t.dtype.startswith("float") else t.dtype, t.shape) for t in tensors}
 
     @property
@@ -157,7 +157,7 @@ class CompiledPackage:
         """
         free = [each for each in self.inputs if BATCH_AXIS in each.shape]
         largest = min((each.largest for each in free if each.largest), default=0)
-        smallest = 1 if self.kept else max((each.smallest for each in free), default=1)
+        smallest = 1 if self.kept_facts else max((each.smallest for each in free), default=1)
         return (smallest, smallest, largest) if largest else None
 
 
@@ -259,7 +259,7 @@ def read_package(path: str) -> CompiledPackage:
 
 def describe(path: str, package: CompiledPackage) -> FileContents:
     """Return the package's inputs, outputs and precision; for another program's package, inputs by its code."""
-    if kept := package.kept:
+    if kept := package.kept_facts:
         purpose = file_facts.read_purpose(kept.purpose)
         return FileContents(
             kept.inputs,

@@ -415,7 +415,7 @@ class ExecuTorchSession(Session):
     """A loaded program; inputs are copied for each run, since other tensors may reuse their memory."""
 
     def __init__(self, trial: Trial, artifact: Artifact) -> None:
-        self._torch, self._trial, self._made_by = torch_support.import_torch(), trial, artifact.made_by
+        self._torch, self._trial, self._maker_facts = torch_support.import_torch(), trial, artifact.made_by
         self._library = _import_library()
         torch_support.configure(self._torch, trial, benchmark=False)
         with torch_support.silence_warnings():
@@ -443,9 +443,9 @@ class ExecuTorchSession(Session):
 
     def facts(self) -> EngineFacts:
         """Return the program's operators and ExecuTorch's threads."""
-        types = dict(self._made_by.layers_by_type)
+        types = dict(self._maker_facts.layers_by_type)
         return EngineFacts(
-            layers=self._made_by.layers, layers_by_type=types, operators=dict(self._made_by.operators),
+            layers=self._maker_facts.layers, layers_by_type=types, operators=dict(self._maker_facts.operators),
             precision_truth=precision_truth(self._trial.precision, types, f"{ENGINE_NAME} by the program's types"),
             threads=self._library._threadpool_get_thread_count(),
         )  # fmt: skip

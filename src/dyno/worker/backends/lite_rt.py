@@ -177,7 +177,7 @@ class TflitePort:
 
     index: int
     tensor: Tensor
-    stored: str
+    storage_type: str
     scale: float
     zero_point: int
 
@@ -185,9 +185,9 @@ class TflitePort:
         """Return the values as the file stores them."""
         if not self.scale:
             return values
-        kind = np.iinfo(self.stored)
+        kind = np.iinfo(self.storage_type)
         counted = np.rint(values / self.scale) + self.zero_point
-        return np.asarray(np.clip(counted, kind.min, kind.max), self.stored)
+        return np.asarray(np.clip(counted, kind.min, kind.max), self.storage_type)
 
     def read_values(self, stored: np.ndarray) -> np.ndarray:
         """Return the stored values as numbers, floating-point ones as float32."""
@@ -221,7 +221,7 @@ def _read_port(details: Mapping[str, Any], name: str) -> TflitePort:
 def find_range(inputs: Sequence[TflitePort]) -> Preprocess | None:
     """Return the normalisation of a quantised image with a usual range (0 to 255, 0 to 1, -1 to 1); None for others."""
     image = image_of([port.tensor for port in inputs])
-    scale, low = next(((p.scale, float(p.read_values(np.array(np.iinfo(p.stored).min))))
+    scale, low = next(((p.scale, float(p.read_values(np.array(np.iinfo(p.storage_type).min))))
                        for p in inputs if p.tensor == image and p.scale), (0.0, 0.0))  # fmt: skip
     steps = np.iinfo("uint8").max
     for least, most in ((0, 255), (0, 1), (-1, 1)):

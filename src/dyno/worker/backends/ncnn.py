@@ -211,7 +211,7 @@ class Ncnn(Backend):
         """Import the library."""
         load_library("ncnn")
 
-    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def layer_graph(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the layers of the graph file."""
         layers = read_layers(artifact.path if artifact else trial.model.file)
         library = f"{ENGINE_NAME} {system.find_versions(self.requires).get('ncnn', '')}"

@@ -147,7 +147,7 @@ class OnnxRuntime(Backend):
         except _list_errors() as e:
             raise _loading_error(e, f"{path} can't be loaded") from e
 
-    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def layer_graph(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the optimised graph, with the types and shapes of a profiled run; see `load`."""
         session = self.load(trial, artifact)
         try:
@@ -165,11 +165,11 @@ class OnnxFile:
     def __init__(self, ort: Any, path: str, trial: Trial, known: tuple[Tensor, ...]) -> None:
         self.ort, self.path, self.requested = ort, path, trial.precision
         # Batch 0: the batch stays free and may change between runs
-        self.free = trial.dims.batch == 0
+        self.has_free_batch = trial.dims.batch == 0
         self.shapes = static_shapes(known, replace(trial.dims, batch=trial.dims.batch or 1))
         self.provider = find_provider(ort, trial)
         self.providers = [self.provider.name, *DEFAULT_PROVIDERS] if self.provider else DEFAULT_PROVIDERS
-        self._overrides = {} if self.free else find_overrides(known, self.shapes)
+        self._overrides = {} if self.has_free_batch else find_overrides(known, self.shapes)
         self.settings = make_settings(trial)
 
     def open(
@@ -209,7 +209,7 @@ class OnnxFile:
         placed = self._count_assigned(providers)
         operations, bits = _sum_operations(nodes, self.path), self._measure_bits(providers)
         return EngineFacts(
-            layers=len(nodes.seen),
+            layers=len(nodes.kernel_args),
             layers_by_type=nodes.by_type(),
             operations_by_type=operations,
             product_bits=bits,
@@ -247,7 +247,7 @@ class OnnxFile:
             )
         return None
 
-    def inside(self, providers: Any, feeds: Arrays) -> LayerGraph:
+    def layer_graph(self, providers: Any, feeds: Arrays) -> LayerGraph:
         """Return the optimised graph, with each node's entry in a profile of its run."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
@@ -274,7 +274,7 @@ class OnnxFile:
 
 def _sum_operations(nodes: Profile, path: str) -> dict[str, int]:
     """Return the operations of one run by type; {} if unknown, or if all layers have one type."""
-    if len(nodes.by_type()) < 2 or not nodes.seen.keys() <= nodes.outer.keys():  # nested branches or loops
+    if len(nodes.by_type()) < 2 or not nodes.kernel_args.keys() <= nodes.outer.keys():  # nested branches or loops
         return {}
     kernels = kernel_shapes(path)
     return sum_operations((kind, _count_operations(key, nodes, kernels)) for key, kind in nodes.computed_in.items())
@@ -286,7 +286,7 @@ def _count_operations(kernel: Kernel, nodes: Profile, kernels: Mapping[str, Shap
     The profile lacks packed weights: products don't need them, and convolutions take theirs from the file. Channels
     that the library pads count, since it computes them.
     """
-    args = nodes.seen[kernel]
+    args = nodes.kernel_args[kernel]
     operator, shapes, results = args["op_name"], _list_shapes(args, "input"), _list_shapes(args, "output")
     if not shapes or not results:
         return None
@@ -317,7 +317,7 @@ class OnnxRuntimeSession(Session):
         if file.provider and file.provider.name not in self._session.get_providers():
             raise Unavailable(f"ONNX Runtime left {file.provider.name} out: it has no device or library here")
         inputs = tuple(map(_read_tensor, self._session.get_inputs()))
-        self.inputs = inputs if file.free else tuple(replace(t, shape=file.shapes[t.name]) for t in inputs)
+        self.inputs = inputs if file.has_free_batch else tuple(replace(t, shape=file.shapes[t.name]) for t in inputs)
         self.outputs = tuple(_read_tensor(arg) for arg in self._session.get_outputs())
         self._errors = _list_errors()
         self.slots = file.settings["streams"]
@@ -327,7 +327,7 @@ class OnnxRuntimeSession(Session):
 
     def reshape(self, shapes: Mapping[str, Shape]) -> None:
         """See `Session.reshape`."""
-        if not self._file.free and dict(shapes) != self._file.shapes:
+        if not self._file.has_free_batch and dict(shapes) != self._file.shapes:
             super().reshape(shapes)
         self._file.shapes = dict(shapes)
 
@@ -366,9 +366,9 @@ class OnnxRuntimeSession(Session):
         """See `OnnxFile.facts`."""
         return self._file.facts(self._file.providers, self._requests[0].feeds)
 
-    def inside(self) -> LayerGraph:
+    def layer_graph(self) -> LayerGraph:
         """See `OnnxFile.inside`."""
-        return self._file.inside(self._file.providers, self._requests[0].feeds)
+        return self._file.layer_graph(self._file.providers, self._requests[0].feeds)
 
     def profile(self, runs: int) -> LayerTimes:
         """Time the nodes' kernels in a second, equal session, by ONNX Runtime's profiler."""

@@ -96,7 +96,7 @@ class ExecutionGraph:
         compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
         return why_not_faster(self._requested, compute, self.time_by_operator(), CONVERSION_LAYERS)
 
-    def inside(self, library: str) -> LayerGraph:
+    def layer_graph(self, library: str) -> LayerGraph:
         """Return the graph's layers without constants; layers that OpenVINO kept but doesn't run are `skipped`."""
         constant, layers, stored = set[str](), list[Layer](), dict[str, int]()
         for op, info in zip(self._ops, self._infos, strict=True):
@@ -305,12 +305,12 @@ class OpenVino(Backend):
         except RuntimeError as e:
             raise _loading_error(e, f"{trial.model.name} can't be compiled") from e
 
-    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def layer_graph(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the execution graph after a run with counters, which mark executed layers; see `load`."""
         session = self.load(trial, artifact)
         assert isinstance(session, OpenVinoSession)
         try:
-            return ExecutionGraph(session.execution_graph(), trial.precision).inside(f"OpenVINO {read_version()}")
+            return ExecutionGraph(session.execution_graph(), trial.precision).layer_graph(f"OpenVINO {read_version()}")
         finally:
             session.close()
 
@@ -332,7 +332,7 @@ class OpenVinoSession(Session):
         self.slots = int(self._settings["NUM_STREAMS"])
         self._requests = [self._compiled.create_infer_request() for _ in range(self.slots)]
         # A shared tensor doesn't own its memory: the arrays are kept until the slot is bound again.
-        self._held: list[dict[str, tuple[np.ndarray, Any]]] = [{} for _ in range(self.slots)]
+        self._bound: list[dict[str, tuple[np.ndarray, Any]]] = [{} for _ in range(self.slots)]
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Bind the feeds to the slot's request, held until its next `bind`; copied only to change their type."""
@@ -340,7 +340,7 @@ class OpenVinoSession(Session):
             feed = fit_feed(feeds, tensor, self._shapes[tensor.name])
             shared = self._ov.Tensor(feed, shared_memory=True)
             self._requests[slot].set_tensor(port, shared)
-            self._held[slot][tensor.name] = (feed, shared)
+            self._bound[slot][tensor.name] = (feed, shared)
 
     def run(self, slot: int = 0) -> None:
         """Start the slot's request on OpenVINO's threads; raise `MemoryError` when memory runs out."""
@@ -416,7 +416,7 @@ class OpenVinoSession(Session):
         request = compiled.create_infer_request()
         rng = np.random.default_rng(0)
         for port, tensor in zip(compiled.inputs, self.inputs, strict=True):
-            held = self._held[0].get(tensor.name)
+            held = self._bound[0].get(tensor.name)
             feed = held[0] if held else rng.standard_normal(self._shapes[tensor.name]).astype(tensor.dtype)
             request.set_tensor(port, self._ov.Tensor(feed))
         return compiled, request
@@ -439,7 +439,9 @@ class OpenVinoSession(Session):
                 whole.append(time.perf_counter() - start)
             after = _read_layer_times(request, DISCARDED_RUNS + runs_each)
             repeats.append({name: max(0.0, after[name] - before[name]) / runs_each for name in after})
-        inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).inside(f"{ENGINE_NAME} {read_version()}")
+        inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).layer_graph(
+            f"{ENGINE_NAME} {read_version()}"
+        )
         layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in _named_as_last(repeats)]
         repeat = f"the mean of {runs_each} runs" if runs_each > 1 else "one run"
         note = f"{ENGINE_NAME} reports means in whole microseconds: a repeat is {repeat} of a new compilation."
@@ -447,7 +449,7 @@ class OpenVinoSession(Session):
 
     def close(self) -> None:
         """Free the requests, the compiled model and the bound feeds."""
-        self._held.clear()
+        self._bound.clear()
         self._requests.clear()
         del self._compiled, self._model
 

@@ -148,7 +148,7 @@ class TorchSession(Session):
         self._allocate_inputs(dtype)
         self._eager = self._make_callable(dtype)
         self._call: Any = self._eager
-        self._ran = False
+        self._has_run = False
         self._restore: Callable[[], None] | None = None
 
     def _load_module(self) -> tuple[Any, dict[str, Any]]:
@@ -290,7 +290,7 @@ class TorchSession(Session):
                     self._copies.leave(slot)
         except Exception as e:  # foreign code may raise anything for an unsuitable input
             raise self._explain_error(e) from e
-        self._ran = True
+        self._has_run = True
 
     def _compute(self, slot: int) -> Any:
         """Run the module on the slot's inputs, on the current stream."""
@@ -299,7 +299,7 @@ class TorchSession(Session):
     def _explain_error(self, e: Exception) -> Exception:
         if is_memory_error(e):
             return MemoryError(first_line(e))
-        if self._ran or isinstance(e, (UserError, Unavailable, MemoryError)) or "CUDA error" in str(e):
+        if self._has_run or isinstance(e, (UserError, Unavailable, MemoryError)) or "CUDA error" in str(e):
             return e
         shown = ", ".join("x".join(map(str, t.shape)) or t.name for t in self.inputs)
         reason, precision = first_line(e), self._trial.precision

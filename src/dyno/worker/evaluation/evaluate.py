@@ -54,11 +54,11 @@ class DecodedImages(BatchSource):
             trial.data, trial.model.preprocess, tensors, trial.dims, specs
         )
         self.name, self._dtype = image.name, "uint8" if image.dtype == "uint8" else "float32"
-        self._others = input_data.fixed_inputs(tensors, static_shapes(tensors, trial.dims), specs)
+        self._other_feeds = input_data.fixed_inputs(tensors, static_shapes(tensors, trial.dims), specs)
         self.parts = min(threads, self.shape[0])
 
     def new_arrays(self) -> dict[str, np.ndarray]:
-        return {self.name: np.zeros(self.shape, self._dtype), **self._others}
+        return {self.name: np.zeros(self.shape, self._dtype), **self._other_feeds}
 
     def fill(self, feed: Feed, number: int, part: int) -> None:
         batch = self.shape[0]
@@ -146,7 +146,7 @@ class _PipelineRun:
     """One run of a pipeline: batches are read in order into recycled buffers, ahead of the free slots."""
 
     def __init__(self, pipeline: Pipeline, numbers: Sequence[int], keep: Keep, work: Work) -> None:
-        self._session, self._source, self._free = pipeline.session, pipeline.source, deque(pipeline.buffers)
+        self._session, self._source, self._free_feeds = pipeline.session, pipeline.source, deque(pipeline.buffers)
         self._readers, self._workers = (ThreadPoolExecutor(pipeline.helpers) for _ in range(2))
         self._numbers, self._unread, self._keep, self._work = numbers, iter(numbers), keep, work
         self._ready: deque[tuple[Any, list[Future[None]]]] = deque()
@@ -170,8 +170,8 @@ class _PipelineRun:
             return PipelineResult(results[warm_up:], time.perf_counter() - start)
 
     def _read_ahead(self) -> None:
-        while self._free and (number := next(self._unread, None)) is not None:
-            feed, parts = self._free.popleft(), range(self._source.parts)
+        while self._free_feeds and (number := next(self._unread, None)) is not None:
+            feed, parts = self._free_feeds.popleft(), range(self._source.parts)
             self._ready.append((feed, [self._readers.submit(self._source.fill, feed, number, part) for part in parts]))
 
     def _start_slot(self, slot: int) -> None:
@@ -195,7 +195,7 @@ class _PipelineRun:
         small = self._session.slots == 1 or sum(a.nbytes for a in fetched.values()) <= COPIED_OUTPUT_B
         copied = small or any(np.may_share_memory(a, feed) for a in fetched.values() for feed in fed.values())
         outputs = {name: np.array(a) for name, a in fetched.items()} if copied else fetched
-        self._free.append(fed)
+        self._free_feeds.append(fed)
         self._read_ahead()
         result = self._workers.submit(self._work, number, outputs)
         self._reading[slot] = None if copied else result
@@ -244,12 +244,12 @@ class _RowTest:
 
     def __init__(self, session: Session, trial: Trial, batch: int, declared: Mapping[str, Sequence[int]]) -> None:
         self._session, self._trial, self._batch, self._declared = session, trial, batch, declared
-        self._place = batch // 2
+        self._row = batch // 2
         model, tensors = trial.model, session.inputs
         first, second = input_data.read_batches(trial.data, model.preprocess, tensors, trial.dims, 2, model.inputs)
-        self._feeds, self._other = first, second
+        self._feeds, self._second_feeds = first, second
         repeated = input_data.repeat_input(
-            first, {n: trial.dims.batch_axis(n, a.shape) for n, a in first.items()}, self._place
+            first, {n: trial.dims.batch_axis(n, a.shape) for n, a in first.items()}, self._row
         )
         self._differ = any(not np.array_equal(a, repeated[name]) for name, a in first.items())
         self._answers, self._repeats = self._run_batch(first), self._run_batch(repeated)
@@ -300,14 +300,18 @@ class _RowTest:
 
     def _has_variable_rows(self, name: str, a: np.ndarray) -> bool:
         """Return whether an output's number of rows depends on values, as for detections; true for an empty output."""
-        return not a.size or a.shape != self._repeats[name].shape or a.shape != self._run_batch(self._other)[name].shape
+        return (
+            not a.size
+            or a.shape != self._repeats[name].shape
+            or a.shape != self._run_batch(self._second_feeds)[name].shape
+        )
 
     def _measure_change(self, name: str, axes: Sequence[int]) -> float:
         """Return the relative change of one input's outputs with the other inputs of its batch."""
         a, b = self._answers[name], self._repeats[name]
         if a.shape != b.shape or not self._differ:
             return 0.0
-        at = tuple(self._place if k in axes else slice(None) for k in range(a.ndim))
+        at = tuple(self._row if k in axes else slice(None) for k in range(a.ndim))
         return relative_change(a[at], b[at])
 
     def _refuse_ignored(self, name: str, axis: int) -> None:
@@ -315,10 +319,10 @@ class _RowTest:
         a, b = self._answers[name], self._repeats[name]
         if a.shape != b.shape or np.array_equal(a, b):
             return
-        rows = {k: b.take(k, axis) for k in (0, self._place, self._batch - 1)}
+        rows = {k: b.take(k, axis) for k in (0, self._row, self._batch - 1)}
         if all(relative_change(rows[0], row) <= self._limit for row in rows.values()):
             return
-        c = self._run_batch(self._other)[name]
+        c = self._run_batch(self._second_feeds)[name]
         if any(all(each.shape == b.shape and np.array_equal(row, each.take(k, axis)) for each in (a, c))
                for k, row in rows.items()):  # fmt: skip
             raise UserError(
@@ -472,7 +476,7 @@ def evaluate(
         limiter.check_load()
 
     def evaluate_batch(number: int, fetched: Outputs) -> Any:
-        return collector.of(number, rows.arrange_rows(fetched))
+        return collector.collect(number, rows.arrange_rows(fetched))
 
     result = pipeline.run(batches, keep_outputs, evaluate_batch, warm_up)
     limiter.restore_threads()

@@ -47,15 +47,15 @@ class Signature:
 class ModuleInputs:
     """A module's inputs, () for a single image.
 
-    `batch` and `size` (height, width) are those of the description, 0 if it has none. `free`: another batch is
-    accepted. `named`: the user named the batch axis. `ranged` are the inputs with a range from the user.
+    `batch` and `size` (height, width) are those of the description, 0 if it has none. `has_free_batch`: another batch
+    is accepted. `has_named_batch`: the user named the batch axis. `ranged` are the inputs with a range from the user.
     """
 
     inputs: tuple[InputSpec, ...] = ()
     batch: int = 1
     size: tuple[int, int] = (0, 0)
-    free: bool = True
-    named: bool = False
+    has_free_batch: bool = True
+    has_named_batch: bool = False
     ranged: frozenset[str] = frozenset()
 
     @property
@@ -103,7 +103,7 @@ def describe_inputs(
     )
     if stored:
         size = described.size if all(described.size) else stored.size
-        described = replace(described, batch=stored.batch, size=size, named=False)
+        described = replace(described, batch=stored.batch, size=size, has_named_batch=False)
     return replace(described, inputs=()) if _is_image(described.inputs, signature, model) else described
 
 
@@ -326,7 +326,7 @@ def _insert_symbols(specs: tuple[InputSpec, ...]) -> ModuleInputs:
             shape = tuple(places.get(axis, length) for axis, length in enumerate(shape))
         return replace(spec, shape=shape)
 
-    return ModuleInputs(tuple(map(replace_axes, specs)), batch, (height, width), named=named)
+    return ModuleInputs(tuple(map(replace_axes, specs)), batch, (height, width), has_named_batch=named)
 
 
 def _find_sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
@@ -363,8 +363,8 @@ def verify_inputs(
         else spec
         for spec in described.inputs
     )
-    if described.named or not has_batch(specs):
-        return replace(described, inputs=specs, free=has_batch(specs)), result
+    if described.has_named_batch or not has_batch(specs):
+        return replace(described, inputs=specs, has_free_batch=has_batch(specs)), result
     larger_batch = replace(dims, batch=dims.batch + 1)
     for choice in dict.fromkeys(_iter_choices(specs, dims.batch)):
         if has_batch(choice) and accepts(partial(call, module, model, choice, larger_batch), no_memory):
@@ -374,7 +374,7 @@ def verify_inputs(
             return second(described) if second else replace(described, inputs=choice), result
     fixed = _fix_batch(specs, dims.batch, lambda spec: True)
     second = None if described.image else _second_axis(module, model, fixed, dims)
-    return second(described) if second else replace(described, inputs=fixed, free=False), result
+    return second(described) if second else replace(described, inputs=fixed, has_free_batch=False), result
 
 
 def _second_axis(

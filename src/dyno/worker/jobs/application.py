@@ -211,7 +211,7 @@ class _ExplainedErrors:
     """A context that turns errors of the user's code into one line with the place; no generator: requests are timed."""
 
     def __init__(self, application: Application, stage: str, number: int, given: Any) -> None:
-        self._application, self._stage, self._number, self._given = application, stage, number, given
+        self._application, self._stage, self._request_index, self._argument = application, stage, number, given
 
     def __enter__(self) -> None:
         pass
@@ -224,8 +224,8 @@ class _ExplainedErrors:
         what = f"{self._stage} of {self._application.name} failed{_find_place(frames)}"
         message = first_line(error)
         message = type(error).__name__ + (f": {message}" if message != type(error).__name__ else "")
-        request = f", request {self._number + 1}" if self._number >= 0 else ""
-        given = f" on {_describe(self._given)}" if self._given is not None else ""
+        request = f", request {self._request_index + 1}" if self._request_index >= 0 else ""
+        given = f" on {_describe(self._argument)}" if self._argument is not None else ""
         raise UserError(f"{what}{given}{request}: {shorten(message)}") from error
 
 

@@ -133,7 +133,7 @@ def described_shapes(
     lengths = _Lengths(inputs, batched, given, known or {})
     shapes = {tensor.name: lengths.name_shape(tensor) for tensor in inputs}
     lengths.refuse_unknown()
-    is_usual = {t.name: not batched[t.name] and shapes[t.name] == lengths.usual(t) for t in inputs}
+    is_usual = {t.name: not batched[t.name] and shapes[t.name] == lengths.choose_shape(t) for t in inputs}
     return {t.name: shapes[t.name] for t in inputs if t.name in given or not is_usual[t.name]}
 
 
@@ -153,22 +153,22 @@ class _Lengths:
         given: Mapping[str, Shape],
         known: Mapping[str, int],
     ) -> None:
-        self._inputs, self._batched, self._given = inputs, batched, given
+        self._inputs, self._batched, self._requested = inputs, batched, given
         self._image = image_of(inputs)
-        self._known: dict[str, Axis] = {**known}
+        self._axes: dict[str, Axis] = {**known}
         shared = _find_shared_names(inputs, batched)
         for tensor in inputs:
             for k, axis in enumerate(tensor.shape):
                 name, length = self._name_axis(tensor, k), self._given_length(tensor, k)
                 if isinstance(axis, str) and length is not None and not (axis in shared and isinstance(length, str)):
-                    self._known.setdefault(name, length)
+                    self._axes.setdefault(name, length)
         self._solve_sums()
 
     def name_shape(self, tensor: Tensor) -> Shape:
         """Return the input's shape, with the names of axes of unknown length."""
         return tuple(self._find_length(tensor, k) for k in range(len(tensor.shape)))
 
-    def usual(self, tensor: Tensor) -> Shape:
+    def choose_shape(self, tensor: Tensor) -> Shape:
         """Return the input's shape without a description: the batch first, and the size of an image."""
         sides = self._find_sides(tensor)
         return tuple(
@@ -183,7 +183,7 @@ class _Lengths:
             for k, axis in enumerate(tensor.shape):
                 if isinstance(axis, str) and self._find_length(tensor, k) == self._name_axis(tensor, k):
                     for name in self._parse_terms(axis) or {self._name_axis(tensor, k): 1}:
-                        if name and name not in self._known:
+                        if name and name not in self._axes:
                             unknown.setdefault(name, []).append(tensor.name)
         if not unknown:
             return
@@ -217,13 +217,13 @@ class _Lengths:
 
     def _given_length(self, tensor: Tensor, k: int) -> Axis | None:
         """Return the axis according to the user, the batch or the image size; None if they don't determine it."""
-        own = self._given.get(tensor.name)
+        own = self._requested.get(tensor.name)
         if own is not None and len(own) == len(tensor.shape):
             return BATCH_AXIS if k == self._batched[tensor.name] else own[k]
         return BATCH_AXIS if k == self._batched[tensor.name] else self._find_sides(tensor).get(k)
 
     def _find_length(self, tensor: Tensor, k: int) -> Axis:
-        axis, given = tensor.shape[k], self._given.get(tensor.name)
+        axis, given = tensor.shape[k], self._requested.get(tensor.name)
         if given is not None and len(given) == len(tensor.shape):
             return BATCH_AXIS if k == self._batched[tensor.name] else given[k]
         if isinstance(axis, int):  # a fixed first axis is checked against the batch when fed
@@ -231,11 +231,11 @@ class _Lengths:
         if (length := self._given_length(tensor, k)) is not None:
             return length
         name = self._name_axis(tensor, k)
-        if name in self._known:
-            return self._known[name]
+        if name in self._axes:
+            return self._axes[name]
         terms = self._parse_terms(axis)
-        values = {term: self._known.get(term, 0) if term else 1 for term in terms}
-        if not terms or any(term and not isinstance(self._known.get(term), int) for term in terms):
+        values = {term: self._axes.get(term, 0) if term else 1 for term in terms}
+        if not terms or any(term and not isinstance(self._axes.get(term), int) for term in terms):
             return name
         length = sum(terms[term] * int(values[term]) for term in terms)
         if length < 0:
@@ -258,13 +258,13 @@ class _Lengths:
         sums = self._find_sums()
         for _ in sums:
             for terms, length in sums:
-                missing = [name for name in terms if name and name not in self._known]
-                values = [self._known.get(name, 0) for name in terms if name]
+                missing = [name for name in terms if name and name not in self._axes]
+                values = [self._axes.get(name, 0) for name in terms if name]
                 if any(isinstance(value, str) for value in values):
                     continue
-                rest = length - sum(n * (int(self._known.get(name, 0)) if name else 1) for name, n in terms.items())
+                rest = length - sum(n * (int(self._axes.get(name, 0)) if name else 1) for name, n in terms.items())
                 if not missing and rest:
-                    known = ", ".join(f"{name} {self._known[name]}" for name in terms if name)
+                    known = ", ".join(f"{name} {self._axes[name]}" for name in terms if name)
                     whole = f", for a sum of {length}" if length else ""
                     raise UserError(f"the lengths in the shapes don't add up: {known}{whole}; give lengths that fit")
                 if len(missing) == 1:
@@ -272,7 +272,7 @@ class _Lengths:
                     if odd or value < 0:
                         left = rest / terms[missing[0]]
                         raise UserError(f"the lengths in the shapes leave {left:g} for {missing[0]}; give others")
-                    self._known[missing[0]] = value
+                    self._axes[missing[0]] = value
 
     def _find_sums(self) -> list[tuple[dict[str, int], int]]:
         """Return the sums with a known result; an axis named after the total is the sum of past and new."""
@@ -350,7 +350,7 @@ def _inspect_module(
         parameters = models.count_parameters(module)
         inspection = replace(inspection, outputs=_count_classes(outputs, purpose), parameters=parameters).merge(purpose)
     one_image = libraries.is_torchvision_detector(model)
-    most = saved_modules.find_most_batch(module, inputs.inputs) if inputs.free else 0
+    most = saved_modules.find_most_batch(module, inputs.inputs) if inputs.has_free_batch else 0
     limit = f"the program was exported for batches up to {most}" if most else ""
     letterboxed = bool(inspection.preprocess and inspection.preprocess.letterbox)
     unsupported, unchecked = source.check_images(model, rest, letterboxed) if all(own) else ("", "")
@@ -365,7 +365,7 @@ def _inspect_module(
         inputs=inputs.inputs,
         shapes={spec.name: spec.shape for spec in inputs.inputs if BATCH_AXIS in spec.shape[1:]},
         usual_batch=inputs.batch,
-        batch=1 if one_image else 0 if inputs.free else inputs.batch,
+        batch=1 if one_image else 0 if inputs.has_free_batch else inputs.batch,
         batches=(1, inputs.batch, most) if most else None,
         batch_reason=libraries.TAKES_ONE_IMAGE if one_image else limit,
         files=models.hash_files_read(model),
@@ -419,7 +419,7 @@ def _try_inputs(
                 result = module(image)
                 larger = torch.cat([image, image[:1]])  # a program may be fixed at its example's batch
                 if _may_differ(model, {}) and not modules.accepts(lambda: module(larger), _no_memory):
-                    inputs = replace(inputs, free=False)
+                    inputs = replace(inputs, has_free_batch=False)
     except (UserError, MemoryError):
         raise
     except Exception as e:  # foreign code may raise anything for an unsuitable input

@@ -98,7 +98,7 @@ def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) ->
     if trial.backend == MODULE_BACKEND:
         return _inspect_module(trial, options)
     if trial.backend:
-        return registry.find(trial.backend).inside(trial, artifact)
+        return registry.find(trial.backend).layer_graph(trial, artifact)
     path = artifact.path if artifact else trial.model.file
     inputs, _ = read_io(path)
     return graph.read_graph(path, static_shapes(inputs, trial.dims))

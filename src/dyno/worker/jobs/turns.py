@@ -91,7 +91,7 @@ class Interleaved(Uninterleaved):
         self._core_latency = 0  # received with the last message
         for end in (read, write):
             os.set_inheritable(end, False)
-        self._heard, self._said = os.fdopen(read, "r"), os.fdopen(write, "w", buffering=1)
+        self._commands, self._replies = os.fdopen(read, "r"), os.fdopen(write, "w", buffering=1)
 
     def imported(self) -> None:
         """See `Uninterleaved.imported`."""
@@ -114,8 +114,8 @@ class Interleaved(Uninterleaved):
 
     def _ask_conductor(self, line: str) -> str:
         since = time.perf_counter()
-        print(line, file=self._said)
-        word, _, latency = self._heard.readline().strip().partition(" ")
+        print(line, file=self._replies)
+        word, _, latency = self._commands.readline().strip().partition(" ")
         self._core_latency = int(latency or 0)
         self.waited_s += time.perf_counter() - since
         if word not in (GO, END):  # conductor gone: no measurement without a turn

@@ -45,16 +45,16 @@ class MemorySource(Source):
     def __init__(self, source: Source, max_frames: int, count: int) -> None:
         super().__init__(source.name)
         self.images, self.rate = source.images, source.rate
-        self._held = [(frame.picture, frame.name) for frame in itertools.islice(source.read(), max_frames)]
+        self._pictures = [(frame.picture, frame.name) for frame in itertools.islice(source.read(), max_frames)]
         self.notes = source.notes
-        if not self._held:
+        if not self._pictures:
             raise UserError(f"{source.name} has no frames")
-        self.count = count or len(self._held)
+        self.count = count or len(self._pictures)
 
     def read(self, sound: bool = False) -> Iterator[Frame]:
-        for index, (picture, name) in enumerate(itertools.islice(itertools.cycle(self._held), self.count)):
+        for index, (picture, name) in enumerate(itertools.islice(itertools.cycle(self._pictures), self.count)):
             began, seconds = now(), index / self.rate if self.rate else None
-            yield Frame(index, picture.again(), began, None, seconds, name)
+            yield Frame(index, picture.reopen(), began, None, seconds, name)
 
 
 ARRAYS_FILE = "video.npz"
@@ -129,7 +129,7 @@ class _VideoJob:
         self._lanes = lanes_beside(job.trial.runtime.device == "cpu")
         self._preparation = self._new_preparation()
         self._arrays: dict[str, np.ndarray] = {}
-        self._found: list[alone.StageMeasurement] = []
+        self._measurements: list[alone.StageMeasurement] = []
         self._facts = VideoFacts(
             source.name, job.options["output"], job.options["boxes"], slots=session.slots, live=source.live,
             tracker=options.track, expected=source.count, rate=source.rate,
@@ -174,7 +174,7 @@ class _VideoJob:
         assert bench.first is not None
         height, width = bench.first.size
         self._facts = replace(self._facts, height=height, width=width)
-        self._found = [
+        self._measurements = [
             alone.StageMeasurement(
                 stages, self._measure_contention(bench.answered), alone.measure_hand_over(len(stages) - 1)
             )
@@ -182,7 +182,7 @@ class _VideoJob:
 
     def repeat_alone(self) -> None:
         """Repeat the isolated measurements if the source can be read again and the user didn't stop the video."""
-        if self._facts.stopped or self._source.once:
+        if self._facts.stopped or self._source.is_single_pass:
             return
         self._journal.stage("each stage alone")
         # Only the video's own reading of the source counts for its notes.
@@ -190,13 +190,13 @@ class _VideoJob:
         with suppress(KeyboardInterrupt):
             stages, bench, _ = self._engine.call(self._measure_alone)
             cost = self._measure_contention(bench.answered)
-            self._found.append(alone.StageMeasurement(stages, cost, alone.measure_hand_over(len(stages) - 1)))
+            self._measurements.append(alone.StageMeasurement(stages, cost, alone.measure_hand_over(len(stages) - 1)))
         self._source.damaged, self._source.left = damaged, left
         self._store_found()
 
     def _measure_alone(self) -> tuple[dict[str, alone.IsolatedTimes], alone.Bench, measure.Sampling]:
         """Measure every stage alone, in the engine's thread."""
-        journal, session, first = self._journal, self._engine.session, not self._found
+        journal, session, first = self._journal, self._engine.session, not self._measurements
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
         sink = open_sink(path, self._source, self._options.codec) if path else None
         preparations, tracker = self._new_preparations(), self._new_tracker()
@@ -233,7 +233,7 @@ class _VideoJob:
 
     def _store_found(self) -> None:
         """Store the results of the isolated stages so far, and of the video if it has run."""
-        found = alone.join_measurements(self._found)
+        found = alone.join_measurements(self._measurements)
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.stages.items()}
         cpu = {name: one.cpu for name, one in found.stages.items()}
         self._facts = replace(self._facts, cpu=cpu, hand_over=found.hand_over)
@@ -347,7 +347,7 @@ class _VideoJob:
         keep, every = line.keep, line.stages.timed
         for name, timed in every.items():
             self._arrays |= {f"{name}_{key}": array for key, array in timed.arrays(since).items()}
-        began, known, boxes = (np.asarray(each, np.int64) for each in (keep.began, keep.known, keep.boxes))
+        began, known, boxes = (np.asarray(each, np.int64) for each in (keep.began, keep.known_times, keep.boxes))
         self._arrays |= {"frame_began": (began - since) / 1e9, "frame_known": (known - since) / 1e9,
                          "frame_boxes": boxes}  # fmt: skip
 

@@ -51,7 +51,7 @@ def read_nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
         why = "their shapes, or how often a branch or a loop runs, aren't known"
         notes += (f"the operations of {uncounted} of {len(layers)} nodes are not counted: {why}",)
     title = f"ONNX opset {read_opset(model)}"
-    return LayerGraph(form=NODES, library=title, parameters=reader.stored, layers=layers, notes=notes)
+    return LayerGraph(form=NODES, library=title, parameters=reader.weight_count, layers=layers, notes=notes)
 
 
 class _GraphReader:
@@ -61,13 +61,13 @@ class _GraphReader:
         self._shapes, self._scope = dict(shapes), open_graph(model)
         self._types = {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
         types = {*self._types.values()}
-        self._named = {kind: str(onnx.helper.tensor_dtype_to_np_dtype(kind)) if kind else "" for kind in types}
+        self._type_names = {kind: str(onnx.helper.tensor_dtype_to_np_dtype(kind)) if kind else "" for kind in types}
         self._readers = Counter(name for node in graph.node for name in node.input)
         self._wrapped = any(
             WRAPPED in e.value for node in graph.node for e in node.metadata_props if e.key == CLASSES_KEY
         )
         self._counted: set[str] = set()
-        self.stored = 0
+        self.weight_count = 0
 
     def read_layer(self, node: Any) -> Layer:
         """Return the node as a layer, and add its new weights, which no earlier node has, to `self.stored`."""
@@ -77,7 +77,7 @@ class _GraphReader:
         sizes = {weight.key: weight.count for weight in (*own, *inside)}
         fresh = sizes.keys() - self._counted
         self._counted |= fresh
-        self.stored += sum(sizes[key] for key in fresh)
+        self.weight_count += sum(sizes[key] for key in fresh)
         kind = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
         name = name_node(node)
         operator = node.op_type.removeprefix("Fused")
@@ -103,7 +103,7 @@ class _GraphReader:
 
     def _make_port(self, name: str) -> Port:
         shape = tuple(length or -1 for length in self._shapes.get(name, UNKNOWN_SHAPE))
-        return Port(name, shape, self._named.get(self._types.get(name, 0), ""))
+        return Port(name, shape, self._type_names.get(self._types.get(name, 0), ""))
 
 
 def name_node(node: Any) -> str:

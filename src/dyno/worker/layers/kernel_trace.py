@@ -46,7 +46,7 @@ class _Range:
     end: float
     name: str
     run: int = -1  # number of its run; -1: none
-    around: int = -1  # index of the enclosing range
+    parent: int = -1  # index of the enclosing range
     row: int = -1
 
 
@@ -107,8 +107,8 @@ class _Owners:
         for k, one in enumerate(self._ranges):
             while calling and self._ranges[calling[-1]].end <= one.begin:
                 end_range()
-            one.around = calling[-1] if calling else -1
-            one.run = self.runs if one.name == RUN_RANGE else self._ranges[one.around].run if calling else -1
+            one.parent = calling[-1] if calling else -1
+            one.run = self.runs if one.name == RUN_RANGE else self._ranges[one.parent].run if calling else -1
             self.runs += one.name == RUN_RANGE
             calling.append(k)
             self._mark_owner(one.begin, k)
@@ -127,8 +127,8 @@ class _Owners:
             one.row = rows.get((name, seen[one.run, name]), -1) if one.name != RUN_RANGE else -1
             seen[one.run, name] += 1
         for one in self._ranges:  # enclosing ranges come first
-            if one.row < 0 and one.around >= 0:
-                one.row = self._ranges[one.around].row
+            if one.row < 0 and one.parent >= 0:
+                one.row = self._ranges[one.parent].row
 
     def find_owner(self, moment: float) -> tuple[int, int]:
         """Return the run and row numbers of the innermost call; -1 if none."""

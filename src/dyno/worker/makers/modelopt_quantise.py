@@ -116,12 +116,12 @@ class Feeds:
 
     def __init__(self, images: CalibrationImages) -> None:
         self.images = images
-        self.left: Iterator[dict[str, np.ndarray]] = iter(())
+        self.pending: Iterator[dict[str, np.ndarray]] = iter(())
         self.rewind()
 
     def get_next(self) -> dict[str, np.ndarray] | None:
         """Return the next batch; None after the last."""
-        return next(self.left, None)
+        return next(self.pending, None)
 
     def get_first(self) -> dict[str, np.ndarray]:
         """Return the first batch, regardless of the position."""
@@ -129,7 +129,7 @@ class Feeds:
 
     def rewind(self) -> None:
         """Start from the first batch again."""
-        self.left = self.images.feeds(0, len(self.images))
+        self.pending = self.images.feeds(0, len(self.images))
 
 
 def _check_outputs(path: Path, recipe: Recipe, parent: Artifact) -> OutputCheck:

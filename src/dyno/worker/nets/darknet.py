@@ -308,19 +308,21 @@ class WeightReader:
         begin = 12 + (8 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 4)
         if size < begin or (size - begin) % WEIGHT_TYPE.itemsize:
             raise UserError(f"checkpoint {path} is cut short or not Darknet's: its {size} bytes end within a value")
-        self.left = (size - begin) // WEIGHT_TYPE.itemsize
-        self._values = np.memmap(file, WEIGHT_TYPE, "r", begin, (self.left,)) if self.left else np.empty(0, WEIGHT_TYPE)
+        self.remaining = (size - begin) // WEIGHT_TYPE.itemsize
+        self._values = (
+            np.memmap(file, WEIGHT_TYPE, "r", begin, (self.remaining,)) if self.remaining else np.empty(0, WEIGHT_TYPE)
+        )
 
     def take(self, shape: tuple[int, ...], what: str) -> np.ndarray:
         """Return the next values in that shape; raise a `UserError` that names `what` if too few remain."""
         count = int(np.prod(shape))
-        if count > self.left:
+        if count > self.remaining:
             raise UserError(
                 f"the weights in {self.path} don't fit the model: they end in {what}, which needs {count:,} values "
-                f"where {self.left:,} are left"
+                f"where {self.remaining:,} are left"
             )
-        start = len(self._values) - self.left
-        self.left -= count
+        start = len(self._values) - self.remaining
+        self.remaining -= count
         return np.array(self._values[start : start + count]).reshape(shape)
 
 
@@ -343,10 +345,10 @@ def load_weights(layers: Any, path: str, lines: Sequence[int], cfg: str) -> None
         with torch.no_grad():
             for target in (*first, convolution.weight):
                 target.copy_(torch.from_numpy(values.take(tuple(target.shape), what)))
-    if values.left:
+    if values.remaining:
         raise UserError(
-            f"the weights in {path} don't fit the model: {values.left:,} values are left over after the last layer of "
-            f"{cfg}"
+            f"the weights in {path} don't fit the model: {values.remaining:,} values are left over after the last "
+            f"layer of {cfg}"
         )
 
 

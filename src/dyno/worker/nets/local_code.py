@@ -142,22 +142,24 @@ class _SiblingFinder(importlib.abc.MetaPathFinder):
 
     def __init__(self, file: Path, name: str) -> None:
         self._folder = str(make_absolute(file).parent)
-        self._named = {path.relative_to(_find_root(file)).parts[0].removesuffix(".py") for path in local_files(file)}
-        self._own = {name}
+        self._local_names = {
+            path.relative_to(_find_root(file)).parts[0].removesuffix(".py") for path in local_files(file)
+        }
+        self._loaded_names = {name}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if path is not None or not (fullname in self._named or self._wanted_by_own()):
+        if path is not None or not (fullname in self._local_names or self._wanted_by_own()):
             return None  # submodules are found by their package's path
         spec = PathFinder.find_spec(fullname, [self._folder])
         if spec is not None:
-            self._own.add(fullname)
+            self._loaded_names.add(fullname)
         return spec
 
     def _wanted_by_own(self) -> bool:
         """Return whether the file's own code, or a module from its folder, is running, perhaps through a library."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if str(frame.f_globals.get("__name__")).partition(".")[0] in self._own:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in self._loaded_names:
                 return True
             frame = frame.f_back
         return False

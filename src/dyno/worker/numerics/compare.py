@@ -378,12 +378,12 @@ def list_suspects(layers: Sequence[LayerError]) -> list[str]:
 class TensorStages:
     """Tensors by the stage that computes them: suspects in odd stages, others in even ones.
 
-    `numbers` has the stage of each compared tensor and output; `wanted` are the outputs and the tensors read by a later
-    stage.
+    `numbers` has the stage of each compared tensor and output; `tensor_names` are the outputs and the tensors read by a
+    later stage.
     """
 
     numbers: Mapping[str, int]
-    wanted: frozenset[str]
+    tensor_names: frozenset[str]
 
 
 def list_stages(comparison: TensorComparison, chosen: Sequence[str]) -> TensorStages:
@@ -405,7 +405,7 @@ def run_stages(comparison: TensorComparison, plan: TensorStages, reference: Grap
     """Compare the network's outputs when run stage by stage, odd stages in the reference if one is given."""
     values: Values = {name: [feed[name] for feed in comparison.feeds] for name in comparison.feeds[0]}
     for number in range(max(plan.numbers.values()) + 1):
-        outputs = [name for name, own in plan.numbers.items() if own == number and name in plan.wanted]
+        outputs = [name for name, own in plan.numbers.items() if own == number and name in plan.tensor_names]
         if not outputs:
             continue
         graph, engine = comparison.graph, comparison.engine

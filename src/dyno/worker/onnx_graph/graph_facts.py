@@ -94,7 +94,7 @@ class Scope:
         outer: Mapping[str, Constant] | None = None,
         passed: Mapping[str, Constant] | None = None,
     ) -> None:
-        self.graph, self._functions, self._place = graph, functions, place
+        self.graph, self._functions, self._prefix = graph, functions, place
         self.constants = {**(outer or {}), **{c.key.removeprefix(place): c for c in _iter_constants(graph, place)}}
         self._behind = dict(passed or {})  # constants by casted, reshaped or dequantised tensor
         for node in graph.node:
@@ -117,7 +117,7 @@ class Scope:
         """Yield the scopes of a node's branches or loop, and of the function that it calls."""
         around = {**self.constants, **self._behind}
         for number, graph in enumerate(graphs_of(node)):
-            place = f"{self._place}{next(iter(node.output), node.name)}/{number}/"
+            place = f"{self._prefix}{next(iter(node.output), node.name)}/{number}/"
             yield Scope(graph, self._functions, place, around)
         key = (node.domain, node.op_type, getattr(node, "overload", ""))
         if (function := self._functions.get(key)) is not None:

@@ -56,7 +56,7 @@ class RequestSource(Protocol):
     """Source of batches of request numbers, which records their answers; see `Batcher`."""
 
     def take(self) -> list[int] | None: ...
-    def done(self, batch: list[int]) -> None: ...
+    def finish(self, batch: list[int]) -> None: ...
     def unanswered(self, batch: list[int], why: str) -> None: ...
     def stop(self) -> None: ...
 
@@ -103,7 +103,7 @@ class Batcher:
             self.size[batch] = len(batch)
             return batch
 
-    def done(self, batch: list[int]) -> None:
+    def finish(self, batch: list[int]) -> None:
         """Record that the batch was answered now."""
         self.ended[batch] = self._clock.now()
 
@@ -145,7 +145,7 @@ def answer_requests(batcher: RequestSource, answer: Callable[[int], None]) -> No
             except Unanswered as e:
                 batcher.unanswered(batch, str(e))
             else:
-                batcher.done(batch)
+                batcher.finish(batch)
     except BaseException:
         batcher.stop()  # otherwise the other instances would answer all requests
         raise

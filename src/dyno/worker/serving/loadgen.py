@@ -36,7 +36,7 @@ class QueryQueue:
         self._times: list[float] = []
         self._records: dict[int, tuple[float, float, int]] = {}
         self._unanswered: set[int] = set()
-        self._told: set[int] = set()
+        self._announced: set[int] = set()
         self._waiting: deque[int] = deque()
         self._changed = threading.Condition()
         self._is_over = self._is_stopped = False
@@ -111,7 +111,7 @@ class QueryQueue:
             self._records |= dict.fromkeys(batch, (now, np.nan, len(batch)))
             return batch
 
-    def done(self, batch: Sequence[int]) -> None:
+    def finish(self, batch: Sequence[int]) -> None:
         """Record that the batch was answered now."""
         now = self._clock.now()
         self._records |= {number: (self._records[number][0], now, len(batch)) for number in batch}
@@ -135,8 +135,8 @@ class QueryQueue:
     def _tell(self, numbers: Sequence[int]) -> None:
         """Complete the queries, each only once: LoadGen then forgets it, while another instance may still answer it."""
         with self._changed:
-            new = [number for number in numbers if number not in self._told]
-            self._told |= {*new}
+            new = [number for number in numbers if number not in self._announced]
+            self._announced |= {*new}
         self._library.QuerySamplesComplete([self._library.QuerySampleResponse(self._ids[n], 0, 0) for n in new])
 
 

@@ -175,19 +175,19 @@ class CudaGraph:
             work()
         finally:
             graph = call(self._cuda.cuStreamEndCapture, stream)
-        self._made = call(self._cuda.cuGraphInstantiate, graph, 0)
+        self._executable = call(self._cuda.cuGraphInstantiate, graph, 0)
         call(self._cuda.cuGraphDestroy, graph)
         self._launch = self._cuda.cuGraphLaunch
 
     def launch(self) -> None:
         """Queue the whole graph."""
-        (error,) = self._launch(self._made, self._stream)
+        (error,) = self._launch(self._executable, self._stream)
         if error:
             raise CudaError(f"cuGraphLaunch: {_describe_error(self._cuda, error)}")
 
     def close(self) -> None:
         """Free the graph."""
-        self._cuda.cuGraphExecDestroy(self._made)
+        self._cuda.cuGraphExecDestroy(self._executable)
 
 
 # A session with inputs and outputs in GPU memory: copies, slots and their order, for engines that only enqueue
@@ -232,7 +232,7 @@ class DeviceSession(Session):
         """Queue one inference of the slot on the compute stream."""
         raise NotImplementedError
 
-    def place(self, inputs: Mapping[str, Shape], room: Mapping[str, int]) -> None:
+    def allocate(self, inputs: Mapping[str, Shape], room: Mapping[str, int]) -> None:
         """Allocate every slot's memory: `inputs` are the shapes of the feeds, `room` the bytes of each tensor."""
         self._shapes = dict(inputs)
         for slot in self._slots:

@@ -91,7 +91,7 @@ class CudaSession(DeviceSession):
         self.outputs = tuple(tensor(arg) for arg in self._session.get_outputs())
         ranked = (t for t in self.outputs if t.shape)  # an output without dimensions is a scalar or of unknown rank
         self._static = {t.name: t for t in (*self.inputs, *ranked) if all(isinstance(n, int) for n in t.shape)}
-        self.place(file.shapes, {name: _count_bytes(t) for name, t in self._static.items()})
+        self.allocate(file.shapes, {name: _count_bytes(t) for name, t in self._static.items()})
         self._run_options = file.ort.RunOptions()
         # Else every run would end with a wait, and nothing could overlap.
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -133,7 +133,7 @@ class CudaSession(DeviceSession):
             options={**facts.options, "slots": self.slots, **self._providers[0][1]},
         )
 
-    def inside(self) -> LayerGraph:
+    def layer_graph(self) -> LayerGraph:
         """See `OnnxFile.inside`."""
         found: LayerGraph = self._file.inside(self._providers, {})
         return found
@@ -191,7 +191,7 @@ class Profile:
         since = runs[1] if len(runs) > 1 else 0
         nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
         kernels = [e for e in nodes if e["name"].endswith("_kernel_time")]
-        self.seen = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
+        self.kernel_args = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
         self.computed_in = self._find_types()  # types of the compute nodes
         self.outer = {(e["name"], e["args"].get("node_index")): e["args"] for e in _find_outer_kernels(kernels)}
         taken: dict[Any, list[float]] = defaultdict(list)
@@ -208,11 +208,11 @@ class Profile:
 
     def by_provider(self) -> dict[str, int]:
         """Return the number of nodes by execution provider."""
-        return dict(Counter(node["provider"] for node in self.seen.values()))
+        return dict(Counter(node["provider"] for node in self.kernel_args.values()))
 
     def count_operators(self) -> dict[str, int]:
         """Return the number of nodes by operator, after optimisation."""
-        return dict(Counter(node["op_name"] for node in self.seen.values()).most_common())
+        return dict(Counter(node["op_name"] for node in self.kernel_args.values()).most_common())
 
     def time_by_operator(self) -> dict[str, float]:
         """Return each operator's share of the time in kernels, largest first."""
@@ -221,21 +221,21 @@ class Profile:
 
     def notes(self) -> list[str]:
         """Return sentences on why a lowered precision isn't faster."""
-        compute = [(self.seen[kernel]["op_name"], kind) for kernel, kind in self.computed_in.items()]
+        compute = [(self.kernel_args[kernel]["op_name"], kind) for kernel, kind in self.computed_in.items()]
         return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERSION_OPERATORS)
 
     def _find_types(self) -> dict[Kernel, str]:
         """Return the type of each compute node (convolution, matrix product…); products of indices are left out."""
         types = {
             kernel: self._find_type(kernel)
-            for kernel, args in self.seen.items()
+            for kernel, args in self.kernel_args.items()
             if COMPUTE_LAYER.search(args["op_name"])
         }
         return {kernel: kind for kernel, kind in types.items() if kind in (*ARITHMETIC_TYPES, UNKNOWN_TYPE)}
 
     def _find_type(self, kernel: Kernel) -> str:
         """Return the type of the node's first input, or the type to which its operator converts it first."""
-        args = self.seen[kernel]
+        args = self.kernel_args[kernel]
         # no effect on a GPU
         if args["op_name"] == PACKED_OPERATOR and args["provider"] == CPU_PROVIDER:
             if self._levels is None:

@@ -486,7 +486,7 @@ class Copies:
         first = next(iter(bound[0].values()))
         self._torch, self._bound = torch, bound
         self._in, self.compute, self._out = (torch.cuda.Stream(first.device) for _ in range(3))
-        self._there, self._done = ([torch.cuda.Event() for _ in bound] for _ in range(2))
+        self._uploaded, self._computed = ([torch.cuda.Event() for _ in bound] for _ in range(2))
         self._fresh = [False for _ in bound]
         # Floating-point inputs arrive as float32, whatever the module's type; others in their own type.
         self._fed = {n: torch.float32 if t.is_floating_point() else t.dtype for n, t in bound[0].items()}
@@ -528,7 +528,7 @@ class Copies:
                 landed.copy_(host, non_blocking=True)
                 if landed is not bound:
                     bound.copy_(landed)
-            self._there[slot].record(self._in)
+            self._uploaded[slot].record(self._in)
         self._fresh[slot] = True
 
     def bind_tensors(self, feeds: Mapping[str, Any], ready: Any, slot: int) -> None:
@@ -537,7 +537,7 @@ class Copies:
             self._in.wait_event(ready)
             for name, bound in self._bound[slot].items():
                 bound.copy_(feeds[name])
-            self._there[slot].record(self._in)
+            self._uploaded[slot].record(self._in)
         self._fresh[slot] = True
 
     def _find_host_tensor(self, name: str, feed: np.ndarray, slot: int) -> Any:
@@ -548,23 +548,23 @@ class Copies:
         """Copy the feed to the slot's page-locked memory and return that."""
         if name not in self._hosts[slot]:
             self._hosts[slot][name] = self._allocate_locked(feed.shape, self._fed[name])
-        self._there[slot].synchronize()  # an earlier copy may still read it
+        self._uploaded[slot].synchronize()  # an earlier copy may still read it
         np.copyto(self._hosts[slot][name].numpy(), feed)
         return self._hosts[slot][name]
 
     def arrive(self, slot: int) -> None:
         """Make the compute stream wait for the slot's input, if it is new."""
         if self._fresh[slot]:
-            self.compute.wait_event(self._there[slot])
+            self.compute.wait_event(self._uploaded[slot])
             self._fresh[slot] = False
 
     def leave(self, slot: int) -> None:
         """Mark the end of the slot's work on the compute stream."""
-        self._done[slot].record(self.compute)
+        self._computed[slot].record(self.compute)
 
     def wait(self, slot: int) -> None:
         """Return when the slot's work is done."""
-        self._done[slot].synchronize()
+        self._computed[slot].synchronize()
 
     def fetch(self, outputs: Mapping[str, Any], slot: int) -> dict[str, np.ndarray]:
         """Return the tensors as arrays in page-locked memory, valid until the slot is fetched again."""
@@ -574,7 +574,7 @@ class Copies:
 
     def _read_outputs(self, outputs: Mapping[str, Any], slot: int) -> dict[str, np.ndarray]:
         with self._torch.cuda.stream(self._out):
-            self._out.wait_event(self._done[slot])
+            self._out.wait_event(self._computed[slot])
             for name, tensor in outputs.items():
                 typed = as_fetched(tensor).contiguous()
                 self._reserve_buffer(name, typed, slot).copy_(typed, non_blocking=True)

@@ -32,7 +32,7 @@ def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder
     scripts = plugins.list_declared(sys.modules[__name__], Script, ENTRY_POINT_GROUP)
     if trial.backend not in scripts:
         raise UserError(f"there is no script for {trial.backend}; one can be written for {', '.join(scripts)}")
-    part = scripts[trial.backend].part(trial, artifact, about, folder)
+    part = scripts[trial.backend].write_part(trial, artifact, about, folder)
     text = write_script(part, trial, inputs_of(trial, artifact), about)
     (folder / "script.py").write_text(text, encoding="utf-8")
     return tuple(sorted(path.name for path in folder.iterdir() if path.name in ("script.py", "state.pt", "model.py")))
@@ -135,7 +135,7 @@ class Script:
     """A backend's scripts; `part(trial, artifact, about, folder)` returns the backend's part, see `snippets.write`."""
 
     name: str  # the backend's
-    part: Callable[[Trial, Artifact | None, dict[str, Any], Path], ScriptPart]
+    write_part: Callable[[Trial, Artifact | None, dict[str, Any], Path], ScriptPart]
 
 
 def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:

@@ -197,7 +197,7 @@ def lite_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], fold
         "FILE": locate_file(about),
         "THREADS": trial.runtime.threads,
         "KERNELS": "AUTO" if trial.options.get("xnnpack", True) else "BUILTIN_WITHOUT_DEFAULT_DELEGATES",
-        "PORTS": {p.tensor.name: (p.index, p.stored, p.scale, p.zero_point) for p in (*inputs, *outputs)},
+        "PORTS": {p.tensor.name: (p.index, p.storage_type, p.scale, p.zero_point) for p in (*inputs, *outputs)},
         "OUTPUTS": [port.tensor.name for port in outputs],
     }
     imports = "from ai_edge_litert.interpreter import Interpreter, OpResolverType\n"

@@ -82,7 +82,7 @@ class Collector:
         batch, valid = self.evaluated.batch, self.images(turn)
         return {name: a[:valid] if a.ndim and a.shape[0] == batch else a for name, a in fetched.items()}
 
-    def of(self, turn: int, fetched: Arrays) -> Any:
+    def collect(self, turn: int, fetched: Arrays) -> Any:
         """Return the answers of one batch; called from several threads in parallel."""
         return None
 

@@ -54,7 +54,7 @@ class TopKCollector(Collector):
         self.ambiguous: tuple[str, ...] = ()
         self.is_sorted = False
 
-    def of(self, turn: int, fetched: Arrays) -> Any:
+    def collect(self, turn: int, fetched: Arrays) -> Any:
         """Return index and score of the best classes; None without a clear output of class scores.
 
         It needs a row of classes per image. Several candidates are ambiguous for images with labels; else the first

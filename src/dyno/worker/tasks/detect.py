@@ -53,7 +53,7 @@ class Detect(Task):
         """Return the number of values of a box in addition to scores; None for an unknown number of keypoints."""
         return 0
 
-    def beside(self, shapes: Mapping[str, Shape]) -> str:
+    def find_referred(self, shapes: Mapping[str, Shape]) -> str:
         """Return the name of the output that boxes refer to; "" if none."""
         return ""
 
@@ -77,7 +77,7 @@ class Detect(Task):
         known = replace(metadata, classes=model.classes or metadata.classes,
                         keypoints=tuple(model.keypoints or metadata.keypoints))  # fmt: skip
         try:
-            fits = layouts.list_fits(self.seen(outputs.shapes, outputs.size, known.classes or 0, known.keypoints))
+            fits = layouts.list_fits(self.observe(outputs.shapes, outputs.size, known.classes or 0, known.keypoints))
         except UnreadBoxes:
             self._check_classes(model, outputs, known)
             return Purpose(classes=known.classes, keypoints=known.keypoints)
@@ -92,7 +92,7 @@ class Detect(Task):
             return
         try:
             other = layouts.agreed_classes(
-                layouts.list_fits(self.seen(outputs.shapes, outputs.size, 0, known.keypoints))
+                layouts.list_fits(self.observe(outputs.shapes, outputs.size, 0, known.keypoints))
             )
         except UnreadBoxes:
             return
@@ -102,7 +102,7 @@ class Detect(Task):
             f"{model.classes}; check --task and --classes"
         )
 
-    def seen(
+    def observe(
         self,
         shapes: Mapping[str, Shape],
         size: tuple[int, int],
@@ -111,7 +111,7 @@ class Detect(Task):
         images: int = 1,
     ) -> ObservedOutputs:
         """Return the outputs for fitting layouts; raise `UnreadBoxes` without an output that the task needs."""
-        beside = self.beside(shapes)
+        beside = self.find_referred(shapes)
         if self.refers_to and not beside:
             raise UnreadBoxes(shapes, f"there are no {self.refers_to}")
         boxes = {name: shape for name, shape in shapes.items() if name != beside}
@@ -141,18 +141,18 @@ class BoxReader:
         self._task, self._classes, self._keypoints = task, classes, tuple(keypoints)
         self._likely = (classes or likely[0], self._keypoints or tuple(likely[1]))
         self.confidence, self._iou, self._max_detections = confidence, iou, max_detections
-        self._chosen: tuple[Fit, BoxForm] | None = None
+        self._best_fit: tuple[Fit, BoxForm] | None = None
         self._choosing = threading.Lock()
 
     @property
     def fit(self) -> Fit | None:
         """The fit of the chosen layout; None before a batch with boxes."""
-        return self._chosen[0] if self._chosen else None
+        return self._best_fit[0] if self._best_fit else None
 
     @property
     def form(self) -> BoxForm:
         """The form of the boxes."""
-        return self._chosen[1] if self._chosen else CORNERS
+        return self._best_fit[1] if self._best_fit else CORNERS
 
     def read_detections(
         self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int],
@@ -167,7 +167,7 @@ class BoxReader:
         if not len(sizes):
             return []
         chosen = self._choose_layout(outputs, input_size, len(sizes))
-        beside = self._task.beside(shapes_of(outputs))
+        beside = self._task.find_referred(shapes_of(outputs))
         found = []
         for image, (height, width) in enumerate(np.asarray(sizes).tolist()):
             place = ImagePlacement(height, width, *input_size, aspects[image] if aspects else 1.0)
@@ -180,18 +180,18 @@ class BoxReader:
         self, outputs: Mapping[str, np.ndarray], size: tuple[int, int], images: int
     ) -> tuple[Fit, BoxForm] | None:
         with self._choosing:
-            if self._chosen is None:
+            if self._best_fit is None:
                 with contextlib.suppress(UnreadBoxes):
-                    self._chosen = self._fit_layout(outputs, size, images, *self._likely)
-                    self._keypoints = self._likely[1] if self._chosen else self._keypoints
-                    return self._chosen
-                self._chosen = self._fit_layout(outputs, size, images, self._classes, self._keypoints)
-            return self._chosen
+                    self._best_fit = self._fit_layout(outputs, size, images, *self._likely)
+                    self._keypoints = self._likely[1] if self._best_fit else self._keypoints
+                    return self._best_fit
+                self._best_fit = self._fit_layout(outputs, size, images, self._classes, self._keypoints)
+            return self._best_fit
 
     def _fit_layout(
         self, outputs: Mapping[str, np.ndarray], size: tuple[int, int], images: int, classes: int, points: Sequence[int]
     ) -> tuple[Fit, BoxForm] | None:
-        seen = self._task.seen(shapes_of(outputs), size, classes, points, images)
+        seen = self._task.observe(shapes_of(outputs), size, classes, points, images)
         return layouts.choose_layout(replace(seen, values=outputs))
 
     def _read_image(
@@ -212,7 +212,7 @@ class BoxReader:
                 overlap,
                 self._max_detections,
             )
-            parts = [one.boxes, *([one.rest] if one.rest is not None else [])]
+            parts = [one.boxes, *([one.extra_values] if one.extra_values is not None else [])]
             rows = np.concatenate([part[:, kept] for part in parts]).T.astype(np.float32)
         boxes = place.place_boxes(form.convert_boxes(rows[:, :4], place.input))
         keypoints = self._keypoints or layouts.keypoints_of(extra) or (0, 3)
@@ -253,7 +253,7 @@ class DetectionCollector(Collector):
                 f"give a data set with boxes ({e})"
             ) from e
 
-    def of(self, turn: int, fetched: Arrays) -> Any:
+    def collect(self, turn: int, fetched: Arrays) -> Any:
         """Return a batch's samples with their detections, or the reason for a lack of detections."""
         first = turn * self.evaluated.batch
         images = self.images(turn)

@@ -35,7 +35,7 @@ class UnreadBoxes(UserError):
 
     def __init__(self, shapes: Mapping[str, Shape], reason: str) -> None:
         seen = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
-        understood = "; ".join(layout.shown for layout in BOX_LAYOUTS if layout.shown)
+        understood = "; ".join(layout.description for layout in BOX_LAYOUTS if layout.description)
         super().__init__(f"{NO_BOXES} ({seen}): {reason}; understood are {understood}")
 
 
@@ -75,9 +75,9 @@ class Fit:
 class BoxLayout(ABC):
     """A layout of boxes in a network's outputs.
 
-    `shown` describes it in messages; `form` is the usual form of its boxes (`fixed_form`: the only one). `suppressed`:
-    overlapping boxes are already removed. `free_order`: rounding may change the boxes' order. `numbers_classes`: a box
-    has its class's number, by the network's numbering.
+    `description` describes it in messages; `form` is the usual form of its boxes (`fixed_form`: the only one).
+    `suppressed`: overlapping boxes are already removed. `free_order`: rounding may change the boxes' order.
+    `numbers_classes`: a box has its class's number, by the network's numbering.
     """
 
     form: ClassVar[BoxForm] = CORNERS
@@ -85,7 +85,7 @@ class BoxLayout(ABC):
     suppressed = True
     free_order = True
     numbers_classes = False
-    shown: str = field(default="", compare=False, kw_only=True)
+    description: str = field(default="", compare=False, kw_only=True)
 
     @abstractmethod
     def fits(self, seen: ObservedOutputs) -> Fit | None:
@@ -402,23 +402,23 @@ class Queries(Pairs):
 
 
 BOX_LAYOUTS: tuple[BoxLayout, ...] = (
-    AnchorTable(axis=1, shown="batch x (4 + classes) x anchors, in either order (YOLOv8, v11)"),
+    AnchorTable(axis=1, description="batch x (4 + classes) x anchors, in either order (YOLOv8, v11)"),
     AnchorTable(axis=2),
-    AnchorTable(axis=2, objectness=True, shown="batch x anchors x (5 + classes) (YOLOv5, v7)"),
+    AnchorTable(axis=2, objectness=True, description="batch x anchors x (5 + classes) (YOLOv5, v7)"),
     AnchorTable(axis=1, objectness=True),
-    FinalRows(LAST_ROW, shown="rows of box, score and class (end to end)"),
+    FinalRows(LAST_ROW, description="rows of box, score and class (end to end)"),
     FinalRows((*BOX_COLUMNS, "class", "score"), rank=1.1),
     FinalRows(("class", "score", *BOX_COLUMNS), rank=1.2),
     FinalRows(BATCH_ROW),
     FinalRows(("image", *BOX_COLUMNS, "score", "class"), rank=1.1),
     FinalRows(("image", "class", "score", *BOX_COLUMNS), rank=1.2),
-    Lists(shown="boxes, scores and classes (torchvision, EfficientNMS)"),
+    Lists(description="boxes, scores and classes (torchvision, EfficientNMS)"),
     ScoredLists(),
     TensorFlowLists(),
-    SelectedRows(shown="boxes, scores and selected indices (ONNX's NonMaxSuppression)"),
-    Queries("sigmoid", shown="boxes and logits (DETR)"),
+    SelectedRows(description="boxes, scores and selected indices (ONNX's NonMaxSuppression)"),
+    Queries("sigmoid", description="boxes and logits (DETR)"),
     Queries("softmax"),
-    Pairs("scores", shown="boxes and a score of each class"),
+    Pairs("scores", description="boxes and a score of each class"),
     Pairs("first"),
     Pairs("last"),
 )

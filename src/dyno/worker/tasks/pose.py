@@ -27,8 +27,8 @@ class Pose(Detect):
         return math.prod(keypoints) if keypoints else None
 
     def read(self, kept: KeptRows) -> dict[str, Any]:
-        points = kept.rest.reshape(len(kept.rest), *kept.keypoints)
-        return {"keypoints": kept.place.points(kept.form.convert_points(points, kept.place.input))}
+        points = kept.extra_values.reshape(len(kept.extra_values), *kept.keypoints)
+        return {"keypoints": kept.placement.points(kept.form.convert_points(points, kept.placement.input))}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         points = [d.keypoints for d in detections if d.keypoints is not None]

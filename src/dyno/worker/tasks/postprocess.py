@@ -83,7 +83,7 @@ def valid_share(boxes: np.ndarray, form: BoxForm, size: tuple[int, int], loose: 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Boxes of one image in the network's own form: `boxes` 4 x n, and further values in `rest` (values x n).
+    """Boxes of one image in the network's own form: `boxes` 4 x n, and further values in `extra_values` (values x n).
 
     `scores` are classes x n, or n if each box has one class in `labels` (n).
     """
@@ -91,7 +91,7 @@ class Candidates:
     boxes: np.ndarray
     scores: np.ndarray
     labels: np.ndarray | None = None
-    rest: np.ndarray | None = None
+    extra_values: np.ndarray | None = None
 
     def best_scores(self) -> np.ndarray:
         """Return the highest score of each box."""
@@ -102,14 +102,14 @@ class Candidates:
 class KeptRows:
     """The rows of one image left by suppression.
 
-    `rest` are the values after box and scores, `beside` the output that boxes refer to, `boxes` the boxes in the image,
-    `place` the image's place in the input, and `form` that of the coordinates.
+    `extra_values` are the values after box and scores, `referred` the output that boxes refer to, `boxes` the boxes in
+    the image, `placement` the image's place in the input, and `form` that of the coordinates.
     """
 
-    rest: np.ndarray
-    beside: np.ndarray
+    extra_values: np.ndarray
+    referred: np.ndarray
     boxes: np.ndarray
-    place: ImagePlacement
+    placement: ImagePlacement
     form: BoxForm
     keypoints: Sequence[int]
 

@@ -26,15 +26,15 @@ class Segment(Detect):
 
     def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
         """Return one coefficient per prototype."""
-        count = shapes[beside][1] if (beside := self.beside(shapes)) else DEFAULT_PROTOTYPES
+        count = shapes[beside][1] if (beside := self.find_referred(shapes)) else DEFAULT_PROTOTYPES
         return count if isinstance(count, int) else DEFAULT_PROTOTYPES
 
-    def beside(self, shapes: Mapping[str, Shape]) -> str:
+    def find_referred(self, shapes: Mapping[str, Shape]) -> str:
         """Return the name of the prototypes' output."""
         return next((name for name, shape in shapes.items() if len(shape) == 4), "")
 
     def read(self, kept: KeptRows) -> dict[str, Any]:
-        return {"masks": _build_masks(kept.rest, kept.beside, kept.boxes, kept.place)}
+        return {"masks": _build_masks(kept.extra_values, kept.referred, kept.boxes, kept.placement)}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         masks = [mask for detection in detections for mask in detection.masks or ()]

@@ -138,7 +138,7 @@ class Bench:
 
     def _run_turn(self, frames: list[Frame]) -> None:
         batches = self._prepare_batches(frames)
-        self.answered = [done for batch in batches for done in (*self._engine.work(batch), *self._engine.rest())]
+        self.answered = [done for batch in batches for done in (*self._engine.work(batch), *self._engine.flush())]
         self._postprocess_batches()
         if self._tracker is not None:
             for frame in frames:
@@ -162,8 +162,8 @@ class Bench:
             with clock.count_seconds(len(part)):
                 done = [batch for frame in part for batch in self._prepare.work(frame)]
                 while self._prepare.holds:
-                    done += self._prepare.rest()
-                done += self._prepare.rest()
+                    done += self._prepare.flush()
+                done += self._prepare.flush()
                 for batch in done:
                     self._preparation.settle(batch.feed)
             batches += done
@@ -217,7 +217,7 @@ class StageCopy:
         own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
         self._answered = replace(answered, frames=own)
         endless = itertools.chain.from_iterable(source.read() for _ in itertools.count())
-        self._reading: Iterator[Frame] = itertools.cycle(own) if source.once else endless
+        self._reading: Iterator[Frame] = itertools.cycle(own) if source.is_single_pass else endless
 
     def turn(self) -> float:
         """Run a few frames through every stage; return this thread's processor time, in seconds."""
@@ -280,7 +280,7 @@ def measure_contention(
             while not all(turn.done() for turn in turns):
                 done += inference.work(replace(next(batches)))
             while inference.holds:
-                done += inference.rest()
+                done += inference.flush()
             return sum(len(batch.frames) for batch in done)
 
         def run_copies() -> int:

@@ -30,7 +30,7 @@ class VideoSource(Source):
 
     def __init__(self, place: str, live: bool, device: str = "") -> None:
         super().__init__(place if "://" in place else Path(place).name)
-        self.place, self.live, self.once, self._device = place, live, "://" in place, ""
+        self.location, self.live, self.is_single_pass, self._device = place, live, "://" in place, ""
         with open_container(place) as container:
             stream = find_video_stream(container)
             self._aspect = stream.sample_aspect_ratio or SQUARE_PIXELS
@@ -52,7 +52,7 @@ class VideoSource(Source):
             self.note(f"the pixels of {self.name} are not square ({ratio}): {sees}")
 
     def template(self) -> Any:
-        return open_container(self.place)
+        return open_container(self.location)
 
     def _correct_rate(self, times: list[float]) -> None:
         """Take the rate from the frames' times if the file states another, as in Matroska files of variable rate."""
@@ -64,7 +64,7 @@ class VideoSource(Source):
 
     def read(self, sound: bool = False) -> Iterator[Frame]:
         self.damaged = 0
-        with open_container(self.place, self._device) as container:
+        with open_container(self.location, self._device) as container:
             video = find_video_stream(container)
             video.thread_type, video.codec_context.thread_count = "AUTO", media.codec_threads()
             sound_streams = container.streams.audio[:1] if sound else []
@@ -85,10 +85,10 @@ class VideoSource(Source):
                     yield Frame(index, picture_of(decoded), began, decoded.pts, seconds, packets=packets)
                     index, packets, began = index + 1, [], now()
             if not index:
-                raise UserError(f"{self.place} has no frame that can be decoded; it is empty or damaged")
+                raise UserError(f"{self.location} has no frame that can be decoded; it is empty or damaged")
             self.left = packets
             self._correct_rate(times)
-            if not self.once and ending and (whole := _read_end(video)) > ending + MIN_MISSING_S:
+            if not self.is_single_pass and ending and (whole := _read_end(video)) > ending + MIN_MISSING_S:
                 self.note(f"{self.name} ends after {ending:.1f} of {whole:.1f} s: it seems to be cut short")
 
     def _iter_packets(self, container: Any, streams: list[Any]) -> Iterator[Any]:

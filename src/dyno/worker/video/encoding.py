@@ -80,7 +80,7 @@ class VideoSink(Sink):
     def write(self, frame: Frame) -> None:
         if self._stream is None:
             self._create_streams(frame.picture)
-        self._resized += frame.size != self._first
+        self._resized += frame.size != self._first_size
         picture, stream = self._convert_picture(frame.picture), self._stream
         picture.time_base, picture.pts = stream.codec_context.time_base, self._compute_time(frame)
         self._mux_sound(frame.packets, self._container)
@@ -134,7 +134,7 @@ class VideoSink(Sink):
 
     def _create_streams(self, picture: Picture) -> None:
         """Create the streams, with the size and colours of the first picture."""
-        self._first = picture.height, picture.width
+        self._first_size = picture.height, picture.width
         height, width = self._size = self._choose_written_size(picture)
         rate = Fraction(self._source.rate or DEFAULT_RATE).limit_denominator(1001)
         options = {"g": str(max(1, round(PIECE_S * rate))), **FASTEST_SETTINGS.get(self._codec, {})}
@@ -152,7 +152,7 @@ class VideoSink(Sink):
         # B-frames wait for later frames, and would delay the beginning of a fragmented MP4.
         stream.codec_context.max_b_frames = 0
         stream.width, stream.height = width + width % 2, height + height % 2
-        if self._size == self._first and picture.aspect != SQUARE_PIXELS:
+        if self._size == self._first_size and picture.aspect != SQUARE_PIXELS:
             context.sample_aspect_ratio = picture.aspect
         if (stream.width, stream.height) != (width, height):
             became = f"{stream.width} x {stream.height}"

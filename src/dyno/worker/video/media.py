@@ -101,7 +101,7 @@ class Picture(ABC):
     def copy(self) -> Picture:
         """Return a copy of the picture, with its drawings."""
 
-    def again(self) -> Picture:
+    def reopen(self) -> Picture:
         """Return a picture of the same pixels; valid until this one is drawn on."""
         return self.copy()
 
@@ -136,7 +136,7 @@ class Planes(Picture):
         self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
         self.tags = read_tags(decoded)
         self._decoded, self._convert = decoded, convert
-        self._own: Any = None  # copy of the decoded frame
+        self._copied: Any = None  # copy of the decoded frame
 
     @property
     def matrix(self) -> int:
@@ -154,10 +154,10 @@ class Planes(Picture):
         return Pixels(tuple(read_planes(self._find_frame())), self.matrix)
 
     def layers(self) -> tuple[PicturePlane, ...]:
-        if self._own is None:
-            self._own = self._copy_planes()
+        if self._copied is None:
+            self._copied = self._copy_planes()
         rows = compute_weights(find_matrix(self.tags[0], self.height, self.width))
-        parts = zip(read_planes(self._own), (1, 2, 2), rows, strict=True)
+        parts = zip(read_planes(self._copied), (1, 2, 2), rows, strict=True)
         return tuple(PicturePlane(plane, step, (row,)) for plane, step, row in parts)
 
     def copy(self) -> Planes:
@@ -165,18 +165,18 @@ class Planes(Picture):
         made.height, made.width = self.height, self.width
         return made
 
-    def again(self) -> Planes:
+    def reopen(self) -> Planes:
         return type(self)(self._decoded, self._convert, self.aspect)
 
     def video(self) -> Any:
         """Return a frame for an encoder, of even height and width: an odd last row or column is repeated."""
-        if self._own is None and (self.height % 2 or self.width % 2):
-            self._own = self._copy_planes()
+        if self._copied is None and (self.height % 2 or self.width % 2):
+            self._copied = self._copy_planes()
         return self._find_frame()
 
     def _find_frame(self) -> Any:
         """Return the frame in host memory: the copy with drawings, else the decoder's own."""
-        return self._own or self._decoded
+        return self._copied or self._decoded
 
     def _copy_planes(self) -> Any:
         made = make_blank(self.height, self.width)
@@ -261,14 +261,14 @@ class Converter:
     """Converter of decoded frames to RGB arrays; each thread has one object, set up once."""
 
     def __init__(self) -> None:
-        self._own = threading.local()
+        self._thread_local = threading.local()
 
     def __call__(self, decoded: Any) -> np.ndarray:
         import av
 
-        if not hasattr(self._own, "reformat"):
-            self._own.reformat = av.video.reformatter.VideoReformatter().reformat
-        made = self._own.reformat(decoded, format="rgb24", threads=1)
+        if not hasattr(self._thread_local, "reformat"):
+            self._thread_local.reformat = av.video.reformatter.VideoReformatter().reformat
+        made = self._thread_local.reformat(decoded, format="rgb24", threads=1)
         plane = made.planes[0]
         rows = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : 3 * made.width]
         return np.lib.stride_tricks.as_strided(rows, (made.height, made.width, 3), (plane.line_size, 3, 1))
@@ -322,14 +322,14 @@ class Surface(Planes):
         return super().layers()
 
     def _find_frame(self) -> Any:
-        if self._own is None:
+        if self._copied is None:
             light, colours = (tensor.cpu().numpy() for tensor in self.tensors())
             copied = make_blank(self.height, self.width)
             for target, values in zip(read_planes(copied), (light, colours[..., 0], colours[..., 1]), strict=True):
                 np.copyto(target, values)
             copied.colorspace, copied.color_range = self._decoded.colorspace, self._decoded.color_range
-            self._own = copied
-        return self._own
+            self._copied = copied
+        return self._copied
 
 
 # The ends of the pipeline: frames, their source and their sink
@@ -391,16 +391,16 @@ class Source(ABC):
     """A source of frames. `name` is for messages.
 
     `count` is the number of frames (0: unknown), `rate` their average per second (0: none). `live` frames arrive in
-    real time; with `images` each is a separate image file. A source with `once` can't be read twice, or not twice at
-    the same time. After reading, `damaged` counts undecodable pieces, `left` are the packets of sound after the last
-    frame, and `notes` are sentences on the reading.
+    real time; with `images` each is a separate image file. A source with `is_single_pass` can't be read twice, or not
+    twice at the same time. After reading, `damaged` counts undecodable pieces, `left` are the packets of sound after
+    the last frame, and `notes` are sentences on the reading.
     """
 
     count = 0
     rate = 0.0
     live = False
     images = False
-    once = False
+    is_single_pass = False
     damaged = 0
 
     def __init__(self, name: str) -> None:

@@ -66,12 +66,12 @@ class RawSource(Source):
     The second reading begins with the frames of the first.
     """
 
-    once = True
+    is_single_pass = True
 
     def __init__(self, descriptor: int, size: tuple[int, int], rate: float) -> None:
         super().__init__("standard input")
         self._descriptor, self._shape, self.rate = descriptor, (*size[::-1], 3), rate
-        self._seen = deque[np.ndarray]()
+        self._replay = deque[np.ndarray]()
         self._readings = 0
 
     def read(self, sound: bool = False) -> Iterator[Frame]:
@@ -79,14 +79,14 @@ class RawSource(Source):
         self._readings += 1
         while (began := now()) and (image := self._read_frame()) is not None:
             if kept:
-                self._seen.append(image.copy())
+                self._replay.append(image.copy())
             yield Frame(index, Rgb(image), began, None, index / self.rate)
             index += 1
 
     def _read_frame(self) -> np.ndarray | None:
         """Return the next frame, None at the end; an incomplete frame counts as damaged."""
-        if self._seen and self._readings > 1:
-            return self._seen.popleft()
+        if self._replay and self._readings > 1:
+            return self._replay.popleft()
         size = int(np.prod(self._shape))
         parts, left = [], size
         while left and (part := os.read(self._descriptor, left)):
@@ -129,7 +129,7 @@ class CaptureSource(Source):
         import cv2
 
         super().__init__(f"camera {place}" if isinstance(place, int) else Path(place).name)
-        self._place, self.live, self.once = place, live, isinstance(place, int) or "://" in place
+        self._location, self.live, self.is_single_pass = place, live, isinstance(place, int) or "://" in place
         capture = self._open_capture()
         self.rate = max(0.0, float(capture.get(cv2.CAP_PROP_FPS)))
         if self.rate >= COVER_RATE:
@@ -143,7 +143,7 @@ class CaptureSource(Source):
     def _open_capture(self) -> Any:
         import cv2
 
-        capture = cv2.VideoCapture(self._place)
+        capture = cv2.VideoCapture(self._location)
         if not capture.isOpened():
             raise UserError(f"{self.name} can't be opened; check that it is there and that nothing else uses it")
         return capture

@@ -50,7 +50,7 @@ class PipelineStage:
     def in_order(self, done: Sequence[Any]) -> None:
         """Receive the results of `work` or `rest` before they are passed on, in the items' order even with lanes."""
 
-    def rest(self) -> Iterable[Any]:
+    def flush(self) -> Iterable[Any]:
         """Return the items still held: called at the end, and when nothing waits while it `holds`."""
         return ()
 
@@ -179,26 +179,28 @@ class VideoPipeline:
         self._channels = [_Channel(LIVE_QUEUE_DEPTH if live else step.room) for step in steps]
         self.timed = {stage: StageTimestamps() for stage in (name, *(step.name for step in steps))}
         # Items held by lanes: ITEMS_AHEAD per lane, including one being collected and one waiting.
-        self._taken = {k: _Channel(ITEMS_AHEAD * step.lanes - 2) for k, step in enumerate(steps) if step.lanes > 1}
-        self._first = name
+        self._lane_channels = {
+            k: _Channel(ITEMS_AHEAD * step.lanes - 2) for k, step in enumerate(steps) if step.lanes > 1
+        }
+        self._source_stage = name
 
     def list_actions(self) -> list[tuple[str, Callable[[], None]]]:
         """Return the actions of each stage's threads, the reader first."""
         working: list[tuple[str, Callable[[], None]]] = []
         for k, step in enumerate(self._steps):
-            if k in self._taken:
+            if k in self._lane_channels:
                 working += [(step.name, partial(self._work_in_lanes, k)), (step.name, partial(self._collect, k))]
             else:
                 working.append((step.name, partial(step.within, partial(self._run_step, k))))
-        return [(self._first, self._read_source), *working]
+        return [(self._source_stage, self._read_source), *working]
 
     def stop(self) -> None:
         """Stop every stage after its current item."""
-        for channel in (*self._channels, *self._taken.values()):
+        for channel in (*self._channels, *self._lane_channels.values()):
             channel.stop()
 
     def _read_source(self) -> None:
-        timed, channel = self.timed[self._first], self._channels[0]
+        timed, channel = self.timed[self._source_stage], self._channels[0]
         while True:
             item = next(self._source, None)
             if item is None:
@@ -217,7 +219,7 @@ class VideoPipeline:
             item, waiting = self._channels[k].get(wait=not step.holds)
             at_end = item is None and self._channels[k].closed and not step.holds
             began = now()
-            done = list(step.rest() if item is None else step.work(item))
+            done = list(step.flush() if item is None else step.work(item))
             if item is not None or done:
                 self._hand_on(k, began, waiting, done)
             if at_end:
@@ -226,7 +228,7 @@ class VideoPipeline:
 
     def _work_in_lanes(self, k: int) -> None:
         """Start the work on each item; `_collect` passes results on in the items' order."""
-        step, taken = self._steps[k], self._taken[k]
+        step, taken = self._steps[k], self._lane_channels[k]
         with ThreadPoolExecutor(step.lanes, step.name) as lanes:
             while (found := self._channels[k].get(wait=True))[0] is not None:
                 item, waiting = found
@@ -239,7 +241,7 @@ class VideoPipeline:
         A piece begins when it was taken or when the previous one was passed on, so the pieces add up to the time with
         work.
         """
-        while (found := self._taken[k].get(wait=True)[0]) is not None:
+        while (found := self._lane_channels[k].get(wait=True)[0]) is not None:
             (future, waiting), began = found, now()
             self._hand_on(k, began, waiting, list(future.result()))
         self._close_next(k)

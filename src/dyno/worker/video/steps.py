@@ -42,10 +42,10 @@ class PreparationStage(PipelineStage):
 
     def __init__(self, preparations: Sequence[Preparation], feeds: Sequence[Any]) -> None:
         self._feeds, self._batch, self._threads = feeds, preparations[0].batch, len(preparations)
-        self._first = preparations[0]
-        self._free: SimpleQueue[Preparation] = SimpleQueue()
+        self._first_preparation = preparations[0]
+        self._free_preparations: SimpleQueue[Preparation] = SimpleQueue()
         for preparation in preparations:
-            self._free.put(preparation)
+            self._free_preparations.put(preparation)
         self._pool = ThreadPoolExecutor(self._threads, self.name) if self._threads > 1 else None
         self._turn, self._frames = 0, list[Frame]()
         self._filling: deque[tuple[Batch, list[Future[None]]]] = deque()
@@ -77,7 +77,7 @@ class PreparationStage(PipelineStage):
     def holds(self) -> bool:
         return bool(self._filling)
 
-    def rest(self) -> Iterable[Batch]:
+    def flush(self) -> Iterable[Batch]:
         if self._filling:
             return self._take_full_batches(len(self._filling) - 1)
         if not self._frames:
@@ -94,7 +94,7 @@ class PreparationStage(PipelineStage):
     def _complete_batch(self, batch: Batch, writing: Iterable[Future[None]] = ()) -> Batch:
         for each in writing:
             each.result()
-        self._first.complete(batch.feed, len(batch.frames))
+        self._first_preparation.complete(batch.feed, len(batch.frames))
         return batch
 
     def _next_batch(self) -> tuple[Batch, list[Future[None]]]:
@@ -108,12 +108,12 @@ class PreparationStage(PipelineStage):
         return Batch(frames, feed), [submit(self._write_frames, frames[k : k + share], feed, k) for k in starts]
 
     def _write_frames(self, frames: list[Frame], feed: Any, place: int) -> None:
-        preparation = self._free.get()
+        preparation = self._free_preparations.get()
         try:
             for number, frame in enumerate(frames):
                 preparation.write(frame.picture, feed, place + number)
         finally:
-            self._free.put(preparation)
+            self._free_preparations.put(preparation)
 
 
 def count_filling(batch: int, threads: int) -> int:
@@ -136,9 +136,9 @@ class SessionThread:
         self._thread = self._executor.submit(threading.current_thread).result()
         self.session = self.call(load)
         self.lanes = self.session.slots if on_cpu and self.session.stream is None else 1
-        self._free: SimpleQueue[int] = SimpleQueue()
+        self._free_slots: SimpleQueue[int] = SimpleQueue()
         for slot in range(self.session.slots):
-            self._free.put(slot)
+            self._free_slots.put(slot)
         self._spare: SimpleQueue[list[np.ndarray]] = SimpleQueue()
         self._names: tuple[str, ...] = ()
 
@@ -149,19 +149,19 @@ class SessionThread:
 
     def answer(self, batch: Batch) -> Batch:
         """Return the batch with its outputs, computed in the calling thread, one of several lanes."""
-        slot = self._free.get()
+        slot = self._free_slots.get()
         try:
             self.session.bind(batch.feed, slot)
             self.session.complete(slot)
             batch.outputs, batch.names = self._copy_outputs(slot), self._names
         finally:
-            self._free.put(slot)
+            self._free_slots.put(slot)
         return batch
 
     def begin(self, batch: Batch, wait: bool) -> int | None:
         """Start the batch in a free slot and return the slot; without a free slot, `wait` for one or return None."""
         try:
-            slot = self._free.get(block=wait)
+            slot = self._free_slots.get(block=wait)
         except Empty:
             return None
 
@@ -175,7 +175,7 @@ class SessionThread:
     def finish(self, batch: Batch, slot: int) -> Batch:
         """Return the batch with its outputs, and free the slot."""
         batch.outputs, batch.names = self.call(lambda: self._read_outputs(slot)), self._names
-        self._free.put(slot)
+        self._free_slots.put(slot)
         return batch
 
     def _read_outputs(self, slot: int) -> list[np.ndarray]:
@@ -240,7 +240,7 @@ class InferenceStage(PipelineStage):
     def holds(self) -> bool:
         return bool(self._flying)
 
-    def rest(self) -> Iterable[Batch]:
+    def flush(self) -> Iterable[Batch]:
         return [self._finish_batch()] if self._flying else []
 
     def _finish_batch(self) -> Batch:
@@ -258,7 +258,7 @@ class DetectionRecorder:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[str] | None = path.open("w", encoding="utf-8") if path else None
-        self.began, self.known, self.boxes = make_number_array(), make_number_array(), make_number_array()
+        self.began, self.known_times, self.boxes = make_number_array(), make_number_array(), make_number_array()
 
     def add(self, frame: Frame) -> None:
         """Add the next frame."""
@@ -266,7 +266,7 @@ class DetectionRecorder:
         if self._file:
             self._file.write(json.dumps(describe_frame(frame)) + "\n")
         self.began.append(frame.began)
-        self.known.append(now())
+        self.known_times.append(now())
         self.boxes.append(len(frame.detections.scores))
 
     def close(self) -> None:

@@ -236,19 +236,19 @@ def test_what_every_build_says_is_told_from_a_warning() -> None:
 
 
 def test_nothing_said_is_the_default() -> None:
-    assert Settings.of({}) == Settings()
+    assert Settings.from_options({}) == Settings()
     assert Settings().options() == {}
 
 
 def test_only_what_differs_is_kept() -> None:
     options: dict[str, Any] = {"optimization": 5, "refit": False, "profile": "static", "samples": 8, "graph": False}
-    assert Settings.of(options).options() == {"optimization": 5}
+    assert Settings.from_options(options).options() == {"optimization": 5}
 
 
 def test_options_and_settings_say_the_same() -> None:
-    made = Settings.of({"profile": 8, "hardware_compatible": True, "build": 2, "timing_cache": False})
+    made = Settings.from_options({"profile": 8, "hardware_compatible": True, "build": 2, "timing_cache": False})
     assert (made.profile, made.hardware_compatible) == ("8", "ampere_plus")
-    assert Settings.of(made.options()) == made
+    assert Settings.from_options(made.options()) == made
 
 
 def test_the_runner_s_options_are_none_of_the_builder_s() -> None:
@@ -269,5 +269,5 @@ def test_the_runner_s_options_are_none_of_the_builder_s() -> None:
 )
 def test_a_value_that_can_t_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
-        Settings.of(options)
+        Settings.from_options(options)
     assert str(caught.value) == said

@@ -67,7 +67,7 @@ class TensorRT(Backend):
         if reason := refuse_requantising(trial):
             return reason
         try:
-            requested = Settings.of(trial.options)
+            requested = Settings.from_options(trial.options)
             if reason := settings.explain_outside(requested.profile, trial.dims.batch) if trial.dims.batch else "":
                 return reason
             self._choose_route(trial, requested)
@@ -105,7 +105,7 @@ class TensorRT(Backend):
         if trial.model.file.endswith(ENGINE_SUFFIXES):
             dims = replace(trial.dims, batch=0)
             return Recipe(self.name, "engine", trial.precision, trial.model, dims, runtime=trial.runtime)
-        requested = Settings.of(trial.options)
+        requested = Settings.from_options(trial.options)
         route = self._choose_route(trial, requested)
         options = replace(requested, route="auto" if route == "graph" else route).options()
         data = None
@@ -138,7 +138,7 @@ class TensorRT(Backend):
 
         return TensorRTSession(trial, artifact, self.product)
 
-    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+    def layer_graph(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the layers listed at the build, without a GPU; else the layers that the engine reports.
 
         Raise a `UserError` for an engine that doesn't report its layers, and the errors of `describe_given`.

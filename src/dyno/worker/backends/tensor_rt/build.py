@@ -102,13 +102,13 @@ def _set_cache(trt: Any, config: Any, content: bytes) -> bool:
 class TimingCache:
     """The timing cache's file for a version and GPU, and its content when this build began.
 
-    `used` says whether the builder accepted it: a damaged one, or one of another build of the library, is replaced.
+    `is_used` says whether the builder accepted it: a damaged one, or one of another build of the library, is replaced.
     `complaint` is the library's error on it.
     """
 
     path: Path | None
     before: bytes = b""
-    used: bool = False
+    is_used: bool = False
     complaint: str = ""
 
     @classmethod
@@ -121,10 +121,10 @@ class TimingCache:
         cache = cls(Path(folder) / f"{name}.timing")
         cache.before = cache._read_file()
         # 8.6 silently treats unreadable content as an empty cache.
-        cache.used = _measure_size(config, cache.before) > _measure_size(config, b"") and _set_cache(
+        cache.is_used = _measure_size(config, cache.before) > _measure_size(config, b"") and _set_cache(
             trt, config, cache.before
         )
-        if not cache.used:
+        if not cache.is_used:
             _set_cache(trt, config, b"")
         return cache
 
@@ -151,7 +151,7 @@ class TimingCache:
     def to_record(self, log: Any) -> TimingUse:
         """Return whether earlier timings were used, the reason if not, and the number of tactics timed here."""
         file = self.path.name if self.path else ""
-        return TimingUse(self.used, file, log.timed, self.complaint)
+        return TimingUse(self.is_used, file, log.timed, self.complaint)
 
 
 Report = Callable[[str], None]
@@ -219,7 +219,7 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: 
 @contextmanager
 def _open_build(product: str, recipe: Recipe, parent: Artifact, folder: Path) -> Iterator[EngineBuild]:
     trt = library.load(product)
-    settings = Settings.of(recipe.options)
+    settings = Settings.from_options(recipe.options)
     device = _open_device(trt, recipe.runtime.device)
     if settings.refit and device is None:
         raise Unavailable(

@@ -32,7 +32,7 @@ class EngineFormat(FileFormat):
     builders = ("tensorrt", "tensorrt_rtx")
     on_device = True
 
-    def usual(self, path: Path) -> str:
+    def default_backend(self, path: Path) -> str:
         return product_of(path)
 
     def copy(self, made: Path, out: Path) -> None:

@@ -44,7 +44,7 @@ class TensorRTSession(DeviceSession):
         self._graphs: list[CudaGraph | None] = [None] * self.slots
         self._runs = [0] * self.slots
         self._results: list[dict[str, tuple[Shape, str, int]]] = [{} for _ in self._contexts]
-        self.place(wanted, self._room_of(wanted))
+        self.allocate(wanted, self._room_of(wanted))
         for slot in range(self.slots):
             self._allocators[slot] = self._set_addresses(self._contexts[slot], slot)
         self._graphed = self._graphed and not self._allocators[0]  # a graph can't allocate memory

@@ -43,7 +43,7 @@ class Settings:
     build: int = 0
 
     @classmethod
-    def of(cls, options: Mapping[str, Option]) -> Settings:
+    def from_options(cls, options: Mapping[str, Option]) -> Settings:
         """Return the settings among a trial's or a recipe's options; raise a `UserError` for an invalid value."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
@@ -240,7 +240,7 @@ def _make_check(name: str) -> Check:
 
     def check_value(value: Option) -> str:
         try:
-            made = Settings.of({name: value})
+            made = Settings.from_options({name: value})
             if name == "profile":
                 for part in made.profile.split("|"):
                     if made.profile != STATIC_OPTION and not batch_range(part) and not SHAPE_RANGE.fullmatch(part):
