@@ -173,7 +173,7 @@ def test_the_command_prints_what_the_library_renders(run: RunData, dyno: Any, fo
     done = dyno("show", RUN, "--format", format)
     assert (done.returncode, done.stderr) == (0, "")
     found = describe_run(run) if format == "json" else {}
-    tables, said = export([TRIALS.table(run)], format, about=found), verdict.read_verdict(run).lines
+    tables, said = export([TRIALS.table(run)], format, head=found), verdict.read_verdict(run).lines
     told = done.stdout.removeprefix(tables)
     assert told != done.stdout
     plain = told.replace("\\[", "[").replace("\\]", "]")  # Markdown escapes the brackets of an interval

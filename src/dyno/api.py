@@ -66,8 +66,8 @@ class Result:
         check_types({"trial": trial}, {"trial": str})
         from dyno.results import remarks
 
-        chosen = [self.records.trial(trial)] if trial else self.records.trials
-        return list(dict.fromkeys(warning for t in chosen for warning in remarks.list_warnings(t)))
+        trials = [self.records.trial(trial)] if trial else self.records.trials
+        return list(dict.fromkeys(warning for t in trials for warning in remarks.list_warnings(t)))
 
     def confusion(self, trial: str = "") -> pd.DataFrame:
         """Return the number of images by label (row) and predicted class (column).

@@ -65,12 +65,12 @@ def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> in
 
     runs = [trial_table.read_trials(folder) for folder in folders]
     table = join_tables([TRIALS.table(data) for data in runs])
-    print(export([table], format, about=describe_run(runs[0]) if len(runs) == 1 else {}), end="")
+    print(export([table], format, head=describe_run(runs[0]) if len(runs) == 1 else {}), end="")
     for data in runs:
         if format in ("text", "markdown"):
             for t in (t for t in data.records if t.good):
-                of_run = [text] if (text := findings.describe_guess(t, data.records)) else []
-                print("\n" + describe_evaluation(t, format, per_class, of_run).rstrip("\n"))
+                run_warnings = [text] if (text := findings.describe_guess(t, data.records)) else []
+                print("\n" + describe_evaluation(t, format, per_class, run_warnings).rstrip("\n"))
         accuracy.write_confusion(data.records, data.records.folder)
     for data in runs:
         reasons = [findings.list_unscored(t) for t in data.records if t.good]
@@ -88,16 +88,16 @@ Rows = list[list[str]]
 
 
 def describe_evaluation(
-    trial: TrialResult, format: str = "text", per_class: bool = False, of_run: Sequence[str] = ()
+    trial: TrialResult, format: str = "text", per_class: bool = False, run_warnings: Sequence[str] = ()
 ) -> str:
     """Describe a trial in a separate section as text or Markdown; `per_class` lists every class instead of the worst.
 
-    `of_run` are warnings in addition to the trial's own.
+    `run_warnings` are warnings in addition to the trial's own.
     """
     matrix = mean_ap.read_any_confusion(trial)
-    other = matrix.describe_other_order() if matrix else ""
-    told = filter(None, (other, *of_run, *remarks.list_warnings(trial)))
-    warnings = (f"warning: {sentence}" for sentence in told)
+    order_note = matrix.describe_other_order() if matrix else ""
+    sentences = filter(None, (order_note, *run_warnings, *remarks.list_warnings(trial)))
+    warnings = (f"warning: {sentence}" for sentence in sentences)
     lines = [*_describe_accuracy(trial), *_describe_speed(trial), *_describe_classes(trial, per_class), *warnings]
     blocks: list[Sequence[Any]] = [lines, *_iter_tables(trial, per_class)]
     parts = [part for part in blocks if part]
@@ -109,11 +109,11 @@ def describe_evaluation(
 def _describe_accuracy(trial: TrialResult) -> Iterator[str]:
     from dyno.report.verdict import findings
 
-    measured = metrics.list_measured(trial)
-    if not measured and not findings.list_unscored(trial):
+    scores = metrics.list_measured(trial)
+    if not scores and not findings.list_unscored(trial):
         yield f"{NO_ACCURACY}: the images of {trial.spec.data.name} have no labels"
-    for place, (metric, score) in enumerate(measured):
-        images = "" if place else f" on {images_tested(score.images, accuracy.set_aside(trial))}"
+    for index, (metric, score) in enumerate(scores):
+        images = "" if index else f" on {images_tested(score.images, accuracy.set_aside(trial))}"
         subject = f" of {score.subject}" if score.subject else ""
         yield f"{metric.label}{subject} {_format_percent(score.interval)}{images}"
 
@@ -155,14 +155,14 @@ def _describe_classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
     if matrix is None:
         return
     classes = matrix.per_class()
-    wrong = classes[classes["correct"] < classes["images"]]
-    if len(wrong) and not per_class:
+    rows = classes[classes["correct"] < classes["images"]]
+    if len(rows) and not per_class:
         worst = [
-            f"{r['class']} ({r['top1']:.1f} % of {r['images']:,})" for r in wrong.head(LISTED_WORST).to_dict("records")
+            f"{r['class']} ({r['top1']:.1f} % of {r['images']:,})" for r in rows.head(LISTED_WORST).to_dict("records")
         ]
         yield "worst classes: " + "; ".join(worst)
-    if largest := matrix.list_largest(LISTED_WORST):
-        yield "most common confusions: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
+    if pairs := matrix.list_largest(LISTED_WORST):
+        yield "most common confusions: " + "; ".join(f"{a} for {b} ({n:,} of {total:,})" for a, b, n, total in pairs)
 
 
 def _iter_tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]:

@@ -28,8 +28,8 @@ BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 def find_width() -> int:
     """Return the characters per line: COLUMNS, the terminal's width, or MAX_LINE_LENGTH in a file or a pipe."""
-    told = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
-    return shutil.get_terminal_size().columns if told else MAX_LINE_LENGTH
+    is_known = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
+    return shutil.get_terminal_size().columns if is_known else MAX_LINE_LENGTH
 
 
 def format_bold(text: str) -> str:
@@ -43,8 +43,8 @@ def wrap_text(text: str) -> str:
     A command at its end stays in one piece, to be copied.
     """
     indent = read_indentation(text)
-    kept = TRAILING_COMMAND.sub(lambda found: found[0].replace(" ", NO_BREAK_SPACE), clean_text(text))
-    return textwrap.fill(kept, find_width(), initial_indent=indent, subsequent_indent=f"{indent}  ",
+    content = TRAILING_COMMAND.sub(lambda match: match[0].replace(" ", NO_BREAK_SPACE), clean_text(text))
+    return textwrap.fill(content, find_width(), initial_indent=indent, subsequent_indent=f"{indent}  ",
                          break_long_words=False, break_on_hyphens=False).replace(NO_BREAK_SPACE, " ")  # fmt: skip
 
 
@@ -99,8 +99,8 @@ def _format_scaled(value: float, units: tuple[tuple[float, str], ...], digits: i
 
 
 def _format_minutes(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole // 60} min {whole % 60} s" if whole < 7200 else f"{whole / 3600:.1f} h"
+    total = round(seconds)
+    return f"{total // 60} min {total % 60} s" if total < 7200 else f"{total / 3600:.1f} h"
 
 
 def is_bounded(low: float, high: float) -> bool:
@@ -108,13 +108,13 @@ def is_bounded(low: float, high: float) -> bool:
     return 0 < low <= high <= MAX_INTERVAL_RATIO * low
 
 
-def format_limits(low: float, high: float, shown: Callable[[float], str]) -> str:
+def format_limits(low: float, high: float, format_value: Callable[[float], str]) -> str:
     """Return a suffix for a value: ` [1.9, 2.3]`, ` [at least 1.9]` for a wide interval, "" without one."""
     if math.isnan(low) or math.isnan(high):
         return ""
     if is_bounded(low, high):
-        return f" [{shown(low)}, {shown(high)}]"
-    return f" [at least {shown(low)}]" if low > 0 else f" [{UNCLEAR_WORD}]"
+        return f" [{format_value(low)}, {format_value(high)}]"
+    return f" [at least {format_value(low)}]" if low > 0 else f" [{UNCLEAR_WORD}]"
 
 
 def format_ratio(value: float, low: float, high: float) -> str:
@@ -126,24 +126,24 @@ def format_ratio(value: float, low: float, high: float) -> str:
     return f"{value:.2f}x{format_limits(low, high, lambda v: f'{v:.2f}')}"
 
 
-def describe_time(shown: str, time: str = "time") -> str:
+def describe_time(ratio: str, time: str = "time") -> str:
     """Return a clause on B's `time` against A's, with the ratio as formatted by `format_ratio`."""
     return (
-        f"the ratio of B's {time} to A's is {UNCLEAR_WORD}" if shown == UNCLEAR_WORD else f"B takes {shown} A's {time}"
+        f"the ratio of B's {time} to A's is {UNCLEAR_WORD}" if ratio == UNCLEAR_WORD else f"B takes {ratio} A's {time}"
     )
 
 
-def in_brackets(shown: str) -> str:
+def in_brackets(ratio: str) -> str:
     """Return ` (2.10x)` as the end of a sentence; "" for UNCLEAR_WORD."""
-    return "" if shown == UNCLEAR_WORD else f" ({shown})"
+    return "" if ratio == UNCLEAR_WORD else f" ({ratio})"
 
 
-def format_bound(low: float, high: float, least: str = "at least ", most: str = "at most ") -> str:
+def format_bound(low: float, high: float, low_prefix: str = "at least ", high_prefix: str = "at most ") -> str:
     """Return the useful limit of a ratio's wide interval: `at least 3.10x`, `at most 0.40x`, or UNCLEAR_WORD."""
     if low > 1 or (low >= 1 / MAX_INTERVAL_RATIO and high > MAX_INTERVAL_RATIO):
-        return f"{least}{_round_down(low):.2f}x"
+        return f"{low_prefix}{_round_down(low):.2f}x"
     if high < 1 or high <= MAX_INTERVAL_RATIO:
-        return f"{most}{-_round_down(-high):.2f}x"
+        return f"{high_prefix}{-_round_down(-high):.2f}x"
     return UNCLEAR_WORD
 
 
@@ -175,8 +175,8 @@ def images_tested(count: int, set_aside: int) -> str:
     """Describe the images behind an accuracy, and those left out: `42,872 of 43,000 images: 128 were …`."""
     if not set_aside:
         return format_count(count, "image")
-    were = "was" if set_aside == 1 else "were"
-    return f"{count:,} of {count + set_aside:,} images: {set_aside:,} {were} set aside for calibration"
+    verb = "was" if set_aside == 1 else "were"
+    return f"{count:,} of {count + set_aside:,} images: {set_aside:,} {verb} set aside for calibration"
 
 
 def join_names(names: Sequence[str]) -> str:
@@ -184,9 +184,9 @@ def join_names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), *names[-1:]] if len(names) > 1 else names)
 
 
-def format_count(count: int, what: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Return a count with its noun: `1 trial`, `2,300 trials`."""
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def shorten_text(text: object, max_length: int) -> str:
@@ -221,9 +221,9 @@ def format_bullet(text: object) -> str:
 NO_IMAGE = "0"  # size of a trial without image inputs; not shown
 
 
-def format_size(size: str, before: str = ", size ") -> str:
-    """Return the size after `before`; "" if inputs aren't images."""
-    return "" if size == NO_IMAGE else f"{before}{size}"
+def format_size(size: str, prefix: str = ", size ") -> str:
+    """Return the size after `prefix`; "" if inputs aren't images."""
+    return "" if size == NO_IMAGE else f"{prefix}{size}"
 
 
 def name_items(*sizes: str) -> str:

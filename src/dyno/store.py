@@ -70,13 +70,13 @@ def copy_folder(source: Path, target: Path) -> None:
 
 def remember(job: Path, kind: str, key: str) -> None:
     """Store the folder of a successful job in the cache, whole or not at all."""
-    place = find_remembered(kind, key)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=place.parent, ignore_cleanup_errors=True) as scratch:
+    target = find_remembered(kind, key)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{key}.", dir=target.parent, ignore_cleanup_errors=True) as scratch:
         copy_folder(job, Path(scratch) / key)
-        with lock(place.parent / ".lock"):
-            shutil.rmtree(place, ignore_errors=True)
-            (Path(scratch) / key).rename(place)
+        with lock(target.parent / ".lock"):
+            shutil.rmtree(target, ignore_errors=True)
+            (Path(scratch) / key).rename(target)
 
 
 class Run:
@@ -85,52 +85,52 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def round_folder(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
+    def round_folder(self, trial: Trial, round_index: int, kind: str = ROUND) -> Path:
         """Return the folder of this round of the trial; `kind` is the prefix of its name."""
-        return self.folder / "trials" / trial.id / f"{kind}{number}"
+        return self.folder / "trials" / trial.id / f"{kind}{round_index}"
 
-    def record(self, trial: Trial, number: int, kind: str = ROUND) -> Record | None:
+    def record(self, trial: Trial, round_index: int, kind: str = ROUND) -> Record | None:
         """Return the stored record of this round; None if it was not finished."""
-        return read_record(self.round_folder(trial, number, kind))
+        return read_record(self.round_folder(trial, round_index, kind))
 
-    def create_round(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
+    def create_round(self, trial: Trial, round_index: int, kind: str = ROUND) -> Path:
         """Create an empty folder for this round; remove files of an interrupted job."""
-        folder = self.round_folder(trial, number, kind)
+        folder = self.round_folder(trial, round_index, kind)
         if not self.folder.is_dir():  # a new folder would hold only a part of the study
             raise self._make_error()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
 
-    def store(self, trial: Trial, number: int, record: Record, kind: str = ROUND) -> None:
+    def store(self, trial: Trial, round_index: int, record: Record, kind: str = ROUND) -> None:
         """Store a record that no job wrote (a refused trial, a file that could not be made)."""
-        folder = self.create_round(trial, number, kind)
-        write_json(folder / "job.json", to_json(Job("run", trial.runtime, trial, number)))
-        write_record(folder, replace(record, trial=trial.id, round=number))
+        folder = self.create_round(trial, round_index, kind)
+        write_json(folder / "job.json", to_json(Job("run", trial.runtime, trial, round_index)))
+        write_record(folder, replace(record, trial=trial.id, round=round_index))
 
     @contextmanager
-    def hold_lock(self, *, removing: bool = False) -> Iterator[None]:
+    def hold_lock(self, *, is_removal: bool = False) -> Iterator[None]:
         """Lock the folder for one study, refusing a second; raise `Unfinished` if the folder was removed meanwhile."""
 
         def raise_busy(owner: str) -> None:
-            advice = "wait for it" if removing else "wait for it or give another --out"
+            advice = "wait for it" if is_removal else "wait for it or give another --out"
             raise UserError(f"{self.folder} is in use by another dyno (process {owner}); {advice}")
 
         with lock(self.folder / LOCK_FILE, raise_busy):
-            held = (self.folder / LOCK_FILE).stat()
+            lock_stat = (self.folder / LOCK_FILE).stat()
             try:
                 yield
             except (OSError, UserError) as e:  # reading a removed run raises `UserError` too
-                if self._is_there(held):
+                if self._is_there(lock_stat):
                     raise
                 raise self._make_error() from e
-            if not removing and not self._is_there(held):
+            if not is_removal and not self._is_there(lock_stat):
                 raise self._make_error()
 
-    def _is_there(self, held: os.stat_result) -> bool:
+    def _is_there(self, lock_stat: os.stat_result) -> bool:
         """Return whether the folder is still the one that was locked."""
         try:
-            return os.path.samestat(held, (self.folder / LOCK_FILE).stat())
+            return os.path.samestat(lock_stat, (self.folder / LOCK_FILE).stat())
         except OSError:
             return False
 
@@ -189,24 +189,24 @@ def guard_start(folder: Path) -> Iterator[None]:
     If the block raises `UserError`, a newly made folder is removed, so that a mistyped command leaves nothing.
     """
     check_own(folder)
-    new = not folder.exists()
+    is_new = not folder.exists()
     try:
         yield
     except UserError:
-        if new and folder.is_dir() and {each.name for each in folder.iterdir()} <= UNMEASURED_FILES:
+        if is_new and folder.is_dir() and {path.name for path in folder.iterdir()} <= UNMEASURED_FILES:
             shutil.rmtree(folder)
         raise
 
 
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file with its companions: an OpenVINO .xml's .bin, a graph's or an index's weights."""
-    hashed, kind = hashlib.sha256(), registry.format_of(path)
-    for part in (path, *(kind.companions(path) if kind else list_shards(path))):
-        if part.is_file():
-            with open(part, "rb") as f:
+    hasher, kind = hashlib.sha256(), registry.format_of(path)
+    for file in (path, *(kind.companions(path) if kind else list_shards(path))):
+        if file.is_file():
+            with open(file, "rb") as f:
                 while block := f.read(1 << 20):
-                    hashed.update(block)
-    return hashed.hexdigest()
+                    hasher.update(block)
+    return hasher.hexdigest()
 
 
 def beside_its_parts(path: Path, sha256: str) -> Path:
@@ -215,38 +215,38 @@ def beside_its_parts(path: Path, sha256: str) -> Path:
     Engines look for companion files next to the target of a link, or refuse links; onnx refuses hard links too.
     """
     kind = registry.format_of(path)
-    parts = [path, *(kind.companions(path) if kind else ())]
-    names = [os.path.relpath(part, path.parent) for part in parts]
-    linked = len(parts) > 1 and any(part.is_symlink() for part in parts) and all(part.is_file() for part in parts)
-    if not linked or any(".." in Path(name).parts for name in names):
+    files = [path, *(kind.companions(path) if kind else ())]
+    names = [os.path.relpath(file, path.parent) for file in files]
+    has_links = len(files) > 1 and any(file.is_symlink() for file in files) and all(file.is_file() for file in files)
+    if not has_links or any(".." in Path(name).parts for name in names):
         return path
     folder = cache_dir() / "linked" / sha256[:24]
-    for part, name in zip(parts, names, strict=True):
-        real, own = part.resolve(), folder / name
-        if own.exists() and _is_like(own, real):
+    for file, name in zip(files, names, strict=True):
+        source, duplicate = file.resolve(), folder / name
+        if duplicate.exists() and _is_like(duplicate, source):
             continue
-        own.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=own.parent) as scratch:
-            shutil.copy2(real, new := Path(scratch) / own.name)
-            new.replace(own)
+        duplicate.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=duplicate.parent) as scratch:
+            shutil.copy2(source, scratch_file := Path(scratch) / duplicate.name)
+            scratch_file.replace(duplicate)
     return folder / path.name
 
 
-def _is_like(own: Path, real: Path) -> bool:
-    """Return whether `own` is an unchanged copy of the file, by its size and time."""
-    return all(getattr(own.stat(), key) == getattr(real.stat(), key) for key in ("st_size", "st_mtime_ns"))
+def _is_like(duplicate: Path, source: Path) -> bool:
+    """Return whether `duplicate` is an unchanged copy of the file, by its size and time."""
+    return all(getattr(duplicate.stat(), key) == getattr(source.stat(), key) for key in ("st_size", "st_mtime_ns"))
 
 
-def check_writable(path: Path, *, making: bool = False) -> None:
-    """Raise `UserError` if no file can be created there; with `making`, its folders may be missing.
+def check_writable(path: Path, *, parents: bool = False) -> None:
+    """Raise `UserError` if no file can be created there; with `parents`, its folders may be missing.
 
     It is tested with a temporary file, because permissions alone don't decide.
     """
-    beside = path.absolute().parent
-    while making and not beside.exists():
-        beside = beside.parent
+    folder = path.absolute().parent
+    while parents and not folder.exists():
+        folder = folder.parent
     try:
-        tempfile.TemporaryFile(dir=beside).close()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
         raise UserError(f"{path} can't be written ({e.strerror}); give a file in another folder") from e
     if path.is_dir():
@@ -259,10 +259,10 @@ def copy(source: Path, out: Path) -> None:
     kind = registry.format_of(source)
     try:
         with tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as scratch:
-            beside = Path(scratch) / out.name
-            kind.copy(source, beside) if kind else shutil.copyfile(source, beside)
-            for part in beside.parent.iterdir():
-                part.replace(out.with_name(part.name))
+            scratch_file = Path(scratch) / out.name
+            kind.copy(source, scratch_file) if kind else shutil.copyfile(source, scratch_file)
+            for file in scratch_file.parent.iterdir():
+                file.replace(out.with_name(file.name))
     except OSError as e:
         e.filename = str(out) if source.exists() else str(source)  # else a full disk would be reported for the source
         raise
@@ -300,15 +300,15 @@ def _versions_there(
         " try: found[n]=m.version(n)\n except m.PackageNotFoundError: pass\nprint(json.dumps(found))"
     )
     # Our PYTHONPATH would show another interpreter our distributions, which its jobs don't see.
-    ours = system.PYTHON_VARIABLES if python else ()
-    clean = {name: value for name, value in os.environ.items() if name not in ours}
-    names = [one for either in distributions for one in either.split("|")]
+    hidden_variables = system.PYTHON_VARIABLES if python else ()
+    environment = {name: value for name, value in os.environ.items() if name not in hidden_variables}
+    names = [name for alternatives in distributions for name in alternatives.split("|")]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [python or sys.executable, "-c", code, *names],
-            env={**clean, **dict(env)}, capture_output=True, text=True, check=True, timeout=60,
+            env={**environment, **dict(env)}, capture_output=True, text=True, check=True, timeout=60,
         )  # fmt: skip
-        return tuple(json.loads(done.stdout).items())
+        return tuple(json.loads(process.stdout).items())
     except subprocess.CalledProcessError as e:
         reason = (e.stderr.strip().splitlines() or [f"exit code {e.returncode}"])[-1]
         raise UserError(f"the interpreter {python} can't be used: {reason}") from e
@@ -329,24 +329,24 @@ def gpu_identity(device: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def worker_code_sha256(*outside: str) -> str:
+def worker_code_sha256(*plugin_modules: str) -> str:
     """Return the sha256 of the worker's source, which draws weights, exports, converts and builds.
 
-    `outside` are modules of plug-ins: their own files count as well, but not their imports.
+    `plugin_modules` are modules of plug-ins: their own files count as well, but not their imports.
     """
-    total = hashlib.sha256()
+    hasher = hashlib.sha256()
     folder = Path(system.__file__).parent
     for file in sorted(folder.rglob("*.py")):
-        total.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
-    for module in outside:
-        total.update(f"{module} {module_sha256(module)}\n".encode())
-    return total.hexdigest()
+        hasher.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    for module in plugin_modules:
+        hasher.update(f"{module} {module_sha256(module)}\n".encode())
+    return hasher.hexdigest()
 
 
-def list_plugin_modules(*declared: object) -> list[str]:
+def list_plugin_modules(*objects: object) -> list[str]:
     """Return the modules of the objects that come from a plug-in."""
-    places = {type(each).__module__ for each in declared}
-    return sorted(place for place in places if not place.startswith("dyno."))
+    modules = {type(each).__module__ for each in objects}
+    return sorted(module for module in modules if not module.startswith("dyno."))
 
 
 def _list_recipes(recipe: Recipe | None) -> list[Recipe]:
@@ -373,16 +373,18 @@ class Cache:
         Makers of parents count too, as they shape the file as well.
         """
         device, chain = recipe.runtime.device, _list_recipes(recipe)
-        steps = [registry.get_maker(one.maker) for one in chain]
+        makers = [registry.get_maker(each.maker) for each in chain]
         processor = [gpu_identity(device)] if device != "cpu" else system.describe()["cpu_flags"]
         kernels = os.environ.get("ATEN_CPU_CAPABILITY", "")  # PyTorch's kernels differ in their random weights
-        shaped_by = {
+        key_data = {
             "recipe": digest(_at_any_threads(recipe)),
-            "makers": worker_code_sha256(*list_plugin_modules(*steps)),
-            "versions": [find_versions(one.runtime, step.requires) for one, step in zip(chain, steps, strict=True)],
+            "makers": worker_code_sha256(*list_plugin_modules(*makers)),
+            "versions": [
+                find_versions(each.runtime, maker.requires) for each, maker in zip(chain, makers, strict=True)
+            ],
             "machine": [platform.machine(), kernels, *processor],
         }
-        return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
+        return hashlib.sha256(json.dumps(key_data, sort_keys=True).encode()).hexdigest()[:24]
 
     def has(self, key: str) -> bool:
         """Return whether a file is stored under this key, without reading it."""
@@ -422,14 +424,14 @@ class Cache:
     @contextmanager
     def _hold_scratch(self, key: str) -> Iterator[Path]:
         """Hold a temporary folder during the `with` block; stale folders of killed processes are removed first."""
-        with ExitStack() as held:
+        with ExitStack() as stack:
             with lock(self.folder / ".lock"):  # so that no folder is removed before its maker locks it
-                for left in self.folder.glob(".*.*"):
-                    with suppress(UserError, OSError), lock(left / LOCK_FILE, _raise_held):
-                        shutil.rmtree(left, ignore_errors=True)
-                made = tempfile.TemporaryDirectory(prefix=f".{key}.", dir=self.folder, ignore_cleanup_errors=True)
-                scratch = Path(held.enter_context(made))
-                held.enter_context(lock(scratch / LOCK_FILE, _raise_held))
+                for leftover in self.folder.glob(".*.*"):
+                    with suppress(UserError, OSError), lock(leftover / LOCK_FILE, _raise_held):
+                        shutil.rmtree(leftover, ignore_errors=True)
+                directory = tempfile.TemporaryDirectory(prefix=f".{key}.", dir=self.folder, ignore_cleanup_errors=True)
+                scratch = Path(stack.enter_context(directory))
+                stack.enter_context(lock(scratch / LOCK_FILE, _raise_held))
             yield scratch
 
 
@@ -439,5 +441,5 @@ def _raise_held(owner: str) -> None:
 
 def _make_relative(artifact: Artifact, folder: Path) -> Artifact:
     path = Path(artifact.path)
-    inside = path.is_relative_to(folder) or path.is_relative_to(folder.resolve())
-    return replace(artifact, path=path.name) if inside else artifact
+    is_inside = path.is_relative_to(folder) or path.is_relative_to(folder.resolve())
+    return replace(artifact, path=path.name) if is_inside else artifact

@@ -96,16 +96,16 @@ class Column:
             return ""
         if self.kind == TEXT:
             return str(value)
-        form = (lambda v: show(v, self.hint)) if self.hint else KIND_FORMATS[self.kind]
+        format_value = (lambda v: show(v, self.hint)) if self.hint else KIND_FORMATS[self.kind]
         low: Any = row.get(f"{self.name}_low")
         high: Any = row.get(f"{self.name}_high")
         if not self.interval or is_missing(low) or is_missing(high) or (self.hint and math.isinf(high)):
-            return form(value)
+            return format_value(value)
         if self.kind in (PERCENT, POINTS):
-            return f"{form(value)} [{form(low)}, {form(high)}]"
+            return f"{format_value(value)} [{format_value(low)}, {format_value(high)}]"
         if self.kind in (RATIO, FINE) and not is_bounded(low, high):
             return short_bound(low, high)
-        return form(value) + format_limits(low, high, lambda v: form(v).removesuffix("x"))
+        return format_value(value) + format_limits(low, high, lambda v: format_value(v).removesuffix("x"))
 
 
 @dataclass(frozen=True)
@@ -147,38 +147,40 @@ class Table:
         frame = self.to_pandas()
         return str(frame[list(self.printed or frame)].to_html(index=False))
 
-    def parts(self, by: str | Sequence[str] = (), only: str = "") -> Iterator[TablePart]:
+    def parts(self, by: str | Sequence[str] = (), subset: str = "") -> Iterator[TablePart]:
         """Yield the parts to print, grouped by the columns in `by` (comma-separated or a sequence), if any.
 
-        `only` names the columns to print, with commas; "" and ALL_COLUMNS are those in `printed`. Raises `UserError`
+        `subset` names the columns to print, with commas; "" and ALL_COLUMNS are those in `printed`. Raises `UserError`
         for an unknown column.
         """
         requested = [k.strip() for k in by.split(",")] if isinstance(by, str) and by else list(by)
         keys = requested or list(self.group)
         self._check_columns(keys)
-        grouped = self._group_rows(keys)
-        shown = self.find_columns(only) or self._choose_columns(keys, {column.name: column for column in self.columns})
-        for number, (values, rows) in enumerate(grouped.items(), 1):
+        groups = self._group_rows(keys)
+        shown = self.find_columns(subset) or self._choose_columns(
+            keys, {column.name: column for column in self.columns}
+        )
+        for index, (values, rows) in enumerate(groups.items(), 1):
             columns = [c for c in shown if c.identity or any(c.text(r) for r in rows)]
-            own = [*(self.below(rows) if self.below else ()), *(self.notes if number == len(grouped) else ())]
-            yield TablePart(_make_title(keys, values), columns, rows, own)
+            notes = [*(self.below(rows) if self.below else ()), *(self.notes if index == len(groups) else ())]
+            yield TablePart(_make_title(keys, values), columns, rows, notes)
 
-    def find_columns(self, only: str) -> list[Column]:
-        """Return the columns named in `only`, with commas; [] for "" and ALL_COLUMNS."""
-        names = [k.strip() for k in only.split(",")] if only and only != ALL_COLUMNS else []
+    def find_columns(self, subset: str) -> list[Column]:
+        """Return the columns named in `subset`, with commas; [] for "" and ALL_COLUMNS."""
+        names = [k.strip() for k in subset.split(",")] if subset and subset != ALL_COLUMNS else []
         self._check_columns(names)
         return [column for name in names for column in self.columns if column.name == name]
 
     def _check_columns(self, names: Sequence[str]) -> None:
-        known = [column.name for column in self.columns]
-        if unknown := [name for name in names if name not in known]:
-            raise UserError(_no_column(unknown[0], known))
+        column_names = [column.name for column in self.columns]
+        if unknown := [name for name in names if name not in column_names]:
+            raise UserError(_no_column(unknown[0], column_names))
 
     def _group_rows(self, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
-        grouped: dict[tuple[Any, ...], list[Row]] = {}
+        groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
-            grouped.setdefault(tuple(row.get(k) for k in keys), []).append(row)
-        return {values: sorted(rows, key=lambda row: row.get(RANK_KEY, 0)) for values, rows in grouped.items()}
+            groups.setdefault(tuple(row.get(k) for k in keys), []).append(row)
+        return {values: sorted(rows, key=lambda row: row.get(RANK_KEY, 0)) for values, rows in groups.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields with the results of functions in their place: most are closures, which can't be pickled."""
@@ -193,9 +195,9 @@ class Table:
 
     def _choose_columns(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
         """Return the printed columns, without the grouping ones, and without identities equal in all rows."""
-        chosen = [by_name[name] for name in self.printed or by_name if name not in keys]
-        left = [c for c in chosen if not c.identity or len({str(r.get(c.name)) for r in self.rows}) > 1]
-        return left if any(c.identity or c.kind == TEXT for c in left) else chosen
+        candidates = [by_name[name] for name in self.printed or by_name if name not in keys]
+        columns = [c for c in candidates if not c.identity or len({str(r.get(c.name)) for r in self.rows}) > 1]
+        return columns if any(c.identity or c.kind == TEXT for c in columns) else candidates
 
     def to_pandas(self) -> pd.DataFrame:
         """Return every column as a DataFrame: counts as Int64, text as objects, all others as float."""
@@ -211,14 +213,14 @@ def _read_notes(rows: list[Row]) -> list[str]:
 
 
 def _make_title(keys: Sequence[str], values: Sequence[Any]) -> str:
-    named = [(k, v) for k, v in zip(keys, values, strict=True) if (k, v) != ("size", NO_IMAGE)]
-    return ", ".join(clean_text(v) if k in TITLE_COLUMNS else f"{k} {clean_text(v)}" for k, v in named)
+    pairs = [(k, v) for k, v in zip(keys, values, strict=True) if (k, v) != ("size", NO_IMAGE)]
+    return ", ".join(clean_text(v) if k in TITLE_COLUMNS else f"{k} {clean_text(v)}" for k, v in pairs)
 
 
 def _no_column(name: str, columns: list[str]) -> str:
     near = list(dict.fromkeys([*get_close_matches(name, columns, MAX_SUGGESTIONS), *(c for c in columns if name in c)]))
-    meant = f"did you mean {' or '.join(near[:MAX_SUGGESTIONS])}? " if near and name else ""
-    return f"there is no column {name!r}; {meant}the first line of --format csv names all columns"
+    hint = f"did you mean {' or '.join(near[:MAX_SUGGESTIONS])}? " if near and name else ""
+    return f"there is no column {name!r}; {hint}the first line of --format csv names all columns"
 
 
 def join_tables(tables: Sequence[Table]) -> Table:
@@ -234,8 +236,8 @@ def limit_cells(name: str, interval: Interval | Speedup | None, scale: float = 1
     """Return the cells of a number and its limits, multiplied by `scale`; {} for None."""
     if interval is None:
         return {}
-    ends = {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
-    return {key: scale * value for key, value in ends.items()}
+    values = {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return {key: scale * value for key, value in values.items()}
 
 
 def limits_of(name: str, unit: str, kind: str = NUMBER) -> tuple[Column, Column]:

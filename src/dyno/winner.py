@@ -48,36 +48,36 @@ def export_winner(run: RunData, choice: str = "", out: Path | None = None) -> Ex
     MODEL-BACKEND-PRECISION in the current folder. A file missing from the cache is built again. Raises `UserError`.
     """
     results = run.records
-    chosen = _choose_trial(run, choice)
-    trial = chosen.spec
-    artifact, notes = measured_file(chosen, trial)
-    file = _choose_path(out or Path(_format_name(chosen)), Path(artifact.path).suffix if artifact else STATE_SUFFIX)
+    result = _choose_trial(run, choice)
+    trial = result.spec
+    artifact, notes = measured_file(result, trial)
+    file = _choose_path(out or Path(_format_name(result)), Path(artifact.path).suffix if artifact else STATE_SUFFIX)
     script = file.with_suffix(".py")
     _check_free(file, script, artifact)
-    about = {
+    details = {
         "file": file.name,
         "script": script.name,
-        "story": _format_heading(chosen, results, float(run.frame.set_index("trial")["latency_ms"][chosen.id])),
-        "outputs": list(chosen.outputs()) or [t.name for t in (artifact.outputs if artifact else ())],
-        "options": chosen.facts.options,
-        "weights_sha256": chosen.facts.weights_sha256,
+        "story": _format_heading(result, results, float(run.frame.set_index("trial")["latency_ms"][result.id])),
+        "outputs": list(result.outputs()) or [t.name for t in (artifact.outputs if artifact else ())],
+        "options": result.facts.options,
+        "weights_sha256": result.facts.weights_sha256,
     }
     with tempfile.TemporaryDirectory() as scratch:
-        record = launch(Job("take", trial.runtime, trial, artifact=artifact, options=about), Path(scratch), TIMEOUT_S)
+        record = launch(Job("take", trial.runtime, trial, artifact=artifact, options=details), Path(scratch), TIMEOUT_S)
         if record.status != "ok":
-            raise UserError(f"{chosen.label} can't be exported: {record.reason}")
+            raise UserError(f"{result.label} can't be exported: {record.reason}")
         _write_files(Path(scratch), record.facts.files, artifact, file, script)
     size = artifact.bytes if artifact else file.stat().st_size
-    return ExportResult(chosen.id, chosen.label, file, script, size, (*notes, *_list_caveats(results, choice)))
+    return ExportResult(result.id, result.label, file, script, size, (*notes, *_list_caveats(results, choice)))
 
 
-def _write_files(written: Path, names: Sequence[str], artifact: Artifact | None, file: Path, script: Path) -> None:
+def _write_files(scratch: Path, names: Sequence[str], artifact: Artifact | None, file: Path, script: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if artifact is not None:
         copy(Path(artifact.path), file)
-    places = {"script.py": script, "state.pt": file, "model.py": _copied_code(script)}
+    targets = {"script.py": script, "state.pt": file, "model.py": _copied_code(script)}
     for name in names:
-        copy(written / name, places[name])
+        copy(scratch / name, targets[name])
 
 
 def _copied_code(script: Path) -> Path:
@@ -86,10 +86,10 @@ def _copied_code(script: Path) -> Path:
 
 def _choose_trial(run: RunData, choice: str) -> TrialResult:
     """Return the chosen trial; raise `UserError` if it did not run."""
-    chosen = find_trial(run.records, choice) if choice else _find_winner(run)
-    if not chosen.good:
-        raise UserError(f"{chosen.label} did not run ({chosen.status}: {chosen.reason}), so there is nothing to export")
-    return chosen
+    result = find_trial(run.records, choice) if choice else _find_winner(run)
+    if not result.good:
+        raise UserError(f"{result.label} did not run ({result.status}: {result.reason}), so there is nothing to export")
+    return result
 
 
 def _find_winner(run: RunData) -> TrialResult:
@@ -108,21 +108,19 @@ def _list_caveats(results: Results, choice: str) -> list[str]:
     return [f"{contention.sentence} This was the fastest measured."] if contention and contention.mostly else []
 
 
-def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:
+def measured_file(result: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:
     """Return the measured file (the fastest of several builds) with notes; build it again if missing or changed.
 
     None for a module.
     """
-    if fastest := _fastest_build(measured):
+    if fastest := _fastest_build(result):
         artifact = Files(Progress()).get(trial, fastest.round_index)
         if isinstance(artifact, Artifact):
-            return artifact, [
-                f"build {fastest.build} of {measured.builds}, the fastest; the verdict covers all of them"
-            ]
-        raise _not_built(measured, artifact)
-    stored = measured.artifact
-    if stored and Path(stored.path).is_file() and sha256_of(Path(stored.path)) == stored.sha256:
-        return stored, []
+            return artifact, [f"build {fastest.build} of {result.builds}, the fastest; the verdict covers all of them"]
+        raise _not_built(result, artifact)
+    original = result.artifact
+    if original and Path(original.path).is_file() and sha256_of(Path(original.path)) == original.sha256:
+        return original, []
     if trial.recipe is None:
         if not trial.model.file:
             return None, []
@@ -130,25 +128,25 @@ def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None,
     artifact = Files(Progress()).get(trial, 0)
     assert artifact is not None
     if isinstance(artifact, Record):
-        raise _not_built(measured, artifact)
-    same = stored is not None and artifact.sha256 == stored.sha256
-    return artifact, [] if same else ["the file was built again and differs from the one that was measured"]
+        raise _not_built(result, artifact)
+    is_same = original is not None and artifact.sha256 == original.sha256
+    return artifact, [] if is_same else ["the file was built again and differs from the one that was measured"]
 
 
-def _fastest_build(measured: TrialResult) -> Round | None:
+def _fastest_build(result: TrialResult) -> Round | None:
     """Return a round of the build with the shortest latency, by the geometric mean; None if all ran the same file."""
     seconds: dict[int, list[tuple[Round, float]]] = {}
-    for one in measured.good:
-        if one.build and (median := one.median("model")) is not None:
-            seconds.setdefault(one.build, []).append((one, median))
+    for r in result.good:
+        if r.build and (median := r.median("model")) is not None:
+            seconds.setdefault(r.build, []).append((r, median))
     if not seconds:
         return None
     return min(seconds.values(), key=lambda rounds: by_build(rounds)[0])[0][0]
 
 
-def _not_built(measured: TrialResult, failure: Record | None) -> UserError:
+def _not_built(result: TrialResult, failure: Record | None) -> UserError:
     reason = failure.reason if failure else "it has no recipe"
-    return UserError(f"the file of {measured.label} is missing from the cache and can't be built again: {reason}")
+    return UserError(f"the file of {result.label} is missing from the cache and can't be built again: {reason}")
 
 
 def _format_name(trial: TrialResult) -> str:

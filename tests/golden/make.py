@@ -109,7 +109,7 @@ def printed() -> dict[str, str]:
     run = trial_table.read_trials(RUN)
     table = trial_table.TRIALS.table(run)
     formats = {"results.csv": "csv", "results.md": "markdown", "results.json": "json"}
-    return {name: export([table], format, about=describe_run(run)) for name, format in formats.items()}
+    return {name: export([table], format, head=describe_run(run)) for name, format in formats.items()}
 
 
 def check(scratch: Path) -> None:

@@ -45,7 +45,7 @@ def test_in_a_file_a_job_has_a_line_where_it_failed_and_each_has_where_that_is_a
         progress.start(trial, 0)
         progress.done(trial, Record("ok", seconds=2.0))
         progress.done(trial, Record("failed", reason="no file"))
-        progress.done(trial, Record("oom", reason="killed"), seconds=1.0, number=0)
+        progress.done(trial, Record("oom", reason="killed"), seconds=1.0, round_index=0)
     *lines, failed, beside = told(progress)
     assert failed.startswith("2/3 failed ") and "round" not in failed and failed.endswith("no file")
     assert beside.startswith("3/3 oom ") and beside.endswith("round 1 of 1  killed"), "another began after it"

@@ -161,7 +161,7 @@ def test_two_rounds_in_turns_decide_and_lost_ones_are_made_up_for_as_often_as_pl
     found = ranking.gather_evidence(a, b, "model")
     assert found is not None and (found.measured, found.rounds, found.disturbed) == (IN_TURNS, 2, 1)
     assert found.difference == pytest.approx(0.15) and found.unfiltered == pytest.approx(1.1)
-    assert [ranking._is_short(replace(found, rounds_seen=looked), planned=3) for looked in (3, 5, 6)] == [
+    assert [ranking._is_short(replace(found, rounds_seen=looked), target=3) for looked in (3, 5, 6)] == [
         True,
         True,
         False,

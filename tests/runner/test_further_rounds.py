@@ -50,11 +50,11 @@ class Stopped(Progress):
         super().__init__(quiet=True)
         self.rounds, self.began, self.said = rounds, Counter[int](), list[str]()
 
-    def start(self, trial: Trial, number: int, what: str = "round") -> None:
+    def start(self, trial: Trial, round_index: int, kind: str = "round") -> None:
         """See `Progress.start`."""
-        if number >= self.rounds:
+        if round_index >= self.rounds:
             raise KeyboardInterrupt
-        self.began[number] += 1
+        self.began[round_index] += 1
 
     def note(self, line: str) -> None:
         """See `Progress.note`."""

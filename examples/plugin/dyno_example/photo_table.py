@@ -24,7 +24,7 @@ class PhotoTable(DataFormat):
         """By the table alone: whether it is right is for `scan` to say."""
         return (path / TABLE).is_file() if path.is_dir() else path.suffix in self.suffixes
 
-    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
+    def scan(self, path: Path, request: ScanRequest) -> Listing:
         """A label is the class's place in the classes' order."""
         table = path / TABLE if path.is_dir() else path
         with open(table, encoding="utf-8", newline="") as f:

@@ -76,15 +76,15 @@ def write_overview() -> str:
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH) - 2
     parts = ["Usage: dyno [OPTIONS] COMMAND [ARGS]...", f"  {SUMMARY}", _write_section("Examples", EXAMPLES)]
     for heading, commands in COMMANDS.items():
-        across = max(map(len, commands)) + 2
+        name_width = max(map(len, commands)) + 2
         texts = [
-            (name, COMMAND_GROUPS[name] if isinstance(at, dict) else _read_docstring(at))
-            for name, at in commands.items()
+            (name, COMMAND_GROUPS[name] if isinstance(target, dict) else _read_docstring(target))
+            for name, target in commands.items()
         ]
         lines = [
             textwrap.fill(
-                f"{name:{across}}{text.partition('. ')[0].removesuffix('.')}", width - 2,
-                subsequent_indent=" " * across,
+                f"{name:{name_width}}{text.partition('. ')[0].removesuffix('.')}", width - 2,
+                subsequent_indent=" " * name_width,
             ).replace("\n", "\n  ")
             for name, text in texts
         ]  # fmt: skip
@@ -100,18 +100,18 @@ def _read_docstring(at: str) -> str:
     """Return the first line of a function's docstring, from the source of its module."""
     module, _, function = at.partition(":")
     path = Path(__file__).parents[1].joinpath(*module.split(".")[1:]).with_suffix(".py")
-    found = re.search(
+    match = re.search(
         rf'^def {function}\(.*?"""(.*?)(?:"""|\n)', path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    return found[1] if found else ""
+    return match[1] if match else ""
 
 
 def make_app(only: str = "") -> typer.Typer:
     """Build the application with the named command alone, or with all commands, which imports all their modules."""
     from dyno.cli import application
 
-    named = {heading: {only: commands[only]} for heading, commands in COMMANDS.items() if only in commands}
-    return application.make_app(named or COMMANDS, COMMAND_GROUPS, write_overview)
+    selection = {heading: {only: commands[only]} for heading, commands in COMMANDS.items() if only in commands}
+    return application.make_app(selection or COMMANDS, COMMAND_GROUPS, write_overview)
 
 
 def main() -> None:

@@ -55,18 +55,18 @@ class LongHelp:
         rare = () if ctx.meta.get(HELP_ALL) else getattr(self.callback, "rare", ())
         groups: dict[str, list[Any]] = {}
         parameters: list[Any] = self.get_params(ctx)
-        for each in parameters:
-            if each.name not in rare and HELP_ALL not in each.opts:
-                heading = "Arguments" if each.param_type_name == "argument" else each.rich_help_panel or "Options"
-                groups.setdefault(heading, []).append(each)
+        for param in parameters:
+            if param.name not in rare and HELP_ALL not in param.opts:
+                heading = "Arguments" if param.param_type_name == "argument" else param.rich_help_panel or "Options"
+                groups.setdefault(heading, []).append(param)
         order = {name: PANEL_ORDER.index(name if name in PANEL_ORDER else "") for name in groups}
         for heading in sorted(groups, key=order.__getitem__):
             example = GROUP_EXAMPLES.get(heading, "")
-            flags = {flag for each in groups[heading] for flag in each.opts}
-            complete = example and flags.issuperset(word for word in example.split() if word.startswith("--"))
-            with formatter.section(f"{heading}, e.g. {example}" if complete else heading):
-                formatter.write_dl([_describe(each, ctx) for each in groups[heading]])
-        count = len([each for each in parameters if each.name in rare])
+            flags = {flag for param in groups[heading] for flag in param.opts}
+            is_complete = example and flags.issuperset(word for word in example.split() if word.startswith("--"))
+            with formatter.section(f"{heading}, e.g. {example}" if is_complete else heading):
+                formatter.write_dl([_describe(param, ctx) for param in groups[heading]])
+        count = len([param for param in parameters if param.name in rare])
         if count:
             formatter.write_paragraph()
             formatter.write_text(f"{HELP_ALL} shows {count} more option{'s' * (count > 1)}.")
@@ -78,15 +78,15 @@ class Command(LongHelp, typer.core.TyperCommand):
 
 def _describe(parameter: Any, ctx: Any) -> tuple[str, str]:
     """Return a parameter's flags, without its aliases, and its help."""
-    shown = copy.copy(parameter)
-    long = [flag for flag in parameter.opts if flag.startswith("--")]
-    shown.opts = [flag for flag in parameter.opts if flag not in long[1:]]
+    param = copy.copy(parameter)
+    long_flags = [flag for flag in parameter.opts if flag.startswith("--")]
+    param.opts = [flag for flag in parameter.opts if flag not in long_flags[1:]]
     if parameter.metavar is None:
         kind = typing.get_type_hints(ctx.command.callback).get(parameter.name)
-        shown.metavar = METAVARS.get(next(iter(typing.get_args(kind)), kind), "TEXT")
-    name, help = shown.get_help_record(ctx)
+        param.metavar = METAVARS.get(next(iter(typing.get_args(kind)), kind), "TEXT")
+    name, help = param.get_help_record(ctx)
     if parameter.param_type_name == "argument":
-        name = shown.metavar
+        name = param.metavar
     return name, re.sub(r"\[default: \((.*)\)(?=[\];])", r"[default: \1", help)
 
 
@@ -118,7 +118,7 @@ class Commands(LongHelp, typer.core.TyperGroup):
         with formatter.section("Commands"):
             rows = self.commands.items()
             formatter.write_dl(
-                [(name, each.get_short_help_str(MAX_SUMMARY_LENGTH).removesuffix(".")) for name, each in rows]
+                [(name, command.get_short_help_str(MAX_SUMMARY_LENGTH).removesuffix(".")) for name, command in rows]
             )
         if ctx.meta.get(HELP_ALL):
             super().format_options(ctx, formatter)
@@ -167,10 +167,10 @@ def doctor(overrides: options.Overrides, format: options.Format = "text") -> Non
 
 def make_app(listed: Mapping[str, Functions], about: Mapping[str, str], write_help: Callable[[], str]) -> typer.Typer:
     """Build the application from functions by heading, with the help of each group and of the whole."""
-    whole = type("Application", (Commands,), {"write_help": staticmethod(write_help)})
+    group_class = type("Application", (Commands,), {"write_help": staticmethod(write_help)})
     app = typer.Typer(
         name="dyno",
-        cls=whole,
+        cls=group_class,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -178,14 +178,14 @@ def make_app(listed: Mapping[str, Functions], about: Mapping[str, str], write_he
     )
     app.callback()(take_version)
     for functions in listed.values():
-        for name, at in functions.items():
-            if isinstance(at, str):
-                _add_command(app, name, at)
+        for name, target in functions.items():
+            if isinstance(target, str):
+                _add_command(app, name, target)
                 continue
             group = typer.Typer(cls=Commands, no_args_is_help=True, help=about[name])
             app.add_typer(group, name=name)
-            for each, where in at.items():
-                _add_command(group, each, where)
+            for command_name, location in target.items():
+                _add_command(group, command_name, location)
     return app
 
 
@@ -214,6 +214,6 @@ def _print_schema(ctx: typer.Context, show: bool) -> None:
 
 def _add_command(group: typer.Typer, name: str, at: str) -> None:
     module, _, function = at.partition(":")
-    found = getattr(importlib.import_module(module), function)
-    found = options.takes_verbose(found) if name in MEASURING_COMMANDS else found
-    group.command(name, cls=Command)(_take_schema(found))
+    command = getattr(importlib.import_module(module), function)
+    command = options.takes_verbose(command) if name in MEASURING_COMMANDS else command
+    group.command(name, cls=Command)(_take_schema(command))

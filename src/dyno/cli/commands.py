@@ -101,10 +101,10 @@ def look_for_others(wait: bool) -> None:
         return
     from dyno.jobs import telemetry
 
-    cores, began = len(os.sched_getaffinity(0)), time_module.monotonic()
+    cores, start = len(os.sched_getaffinity(0)), time_module.monotonic()
     while (busy := telemetry.count_busy(PROBE_S)) >= MIN_BUSY_CORES:
         line = f"dyno: {busy:.1f} of {cores} processors are busy with other programs"
-        if not wait or time_module.monotonic() - began > MAX_WAIT_S:
+        if not wait or time_module.monotonic() - start > MAX_WAIT_S:
             print(
                 f"{line}, so latencies may differ from a quiet machine's" + ("" if wait else "; --wait waits"),
                 file=sys.stderr,
@@ -136,10 +136,10 @@ def _find_folder(study: Study, models: Sequence[str], out: str) -> Path:
         if path.name == "study.toml" and is_run(path.parent):
             return path.parent
         first = RUNS_DIR / path.stem
-    chosen, notice = choose_folder(study, first)
+    folder, notice = choose_folder(study, first)
     if notice:
         print(f"dyno: {notice}", file=sys.stderr)
-    return chosen
+    return folder
 
 
 def _list_plan(study: Study) -> None:
@@ -151,34 +151,34 @@ def _list_plan(study: Study) -> None:
     from dyno.study.plan import expand
 
     if places.is_several(study):
-        with spread.expected_places(study) as found:
-            planned = expand(places.at_one(study, found))
+        with spread.expected_places(study) as study_places:
+            entries = expand(places.at_one(study, study_places))
     else:
-        planned = expand(study)
-    models = list(dict.fromkeys(entry.trial.model.name for entry in planned))
+        entries = expand(study)
+    models = list(dict.fromkeys(entry.trial.model.name for entry in entries))
     table = Table(box=None, pad_edge=False)
     for heading in (*["model"][: len(models) - 1], "trial", "backend", "precision", "batch", "size", "file"):
         table.add_column(heading, overflow="fold", no_wrap=heading != "model")
-    refused: dict[str, list[str]] = {}
-    for entry in planned:
+    by_reason: dict[str, list[str]] = {}
+    for entry in entries:
         t = entry.trial
         file = f"{t.recipe.format} {t.recipe.precision}" if t.recipe else ""
         row = (t.id, t.variant, t.precision, str(t.dims.batch), t.dims.label, "refused" if entry.refusal else file)
         # A model's name may look like rich's markup.
         table.add_row(*(escape(clean_text(cell)) for cell in ((t.model.name, *row) if len(models) > 1 else row)))
         if entry.refusal:
-            refused.setdefault(entry.refusal, []).append(f"{t.variant} {t.precision}")
-    out = make_console()
-    out.print(table)
-    for reason, rows in refused.items():
-        out.print(escape(clean_text(f"refused: {', '.join(dict.fromkeys(rows))}: {reason}")))
+            by_reason.setdefault(entry.refusal, []).append(f"{t.variant} {t.precision}")
+    console = make_console()
+    console.print(table)
+    for reason, rows in by_reason.items():
+        console.print(escape(clean_text(f"refused: {', '.join(dict.fromkeys(rows))}: {reason}")))
     rounds = format_count(study.rounds, "round") + (" in turns" if study.turns else "")
-    of = f" of {escape(clean_text(models[0]))}" if len(models) == 1 else ""
-    count = sum(map(len, refused.values()))
-    out.print(f"{format_count(len(planned), 'trial')}{of}, {count} refused; {rounds} each. Nothing was run.")
-    out.print(_at_most(study, [entry.trial for entry in planned if not entry.refusal]))
+    scope = f" of {escape(clean_text(models[0]))}" if len(models) == 1 else ""
+    count = sum(map(len, by_reason.values()))
+    console.print(f"{format_count(len(entries), 'trial')}{scope}, {count} refused; {rounds} each. Nothing was run.")
+    console.print(_at_most(study, [entry.trial for entry in entries if not entry.refusal]))
     if missing_gpu(study.device):
-        out.print(f"There is no {study.device} here, so a run would be refused.")
+        console.print(f"There is no {study.device} here, so a run would be refused.")
 
 
 def _at_most(study: Study, trials: Sequence[Trial]) -> str:
@@ -230,7 +230,7 @@ def _format_answer(run: RunData, format: str) -> str:
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict import verdict
 
-    text = export([TRIALS.table(run)], format, about=verdict.describe_run(run) if format == "json" else None)
+    text = export([TRIALS.table(run)], format, head=verdict.describe_run(run) if format == "json" else None)
     if format in ("text", "markdown"):
         lines = map(wrap_text if format == "text" else format_bullet, verdict.read_verdict(run).lines)
         text += "\n" + "\n".join(lines) + "\n"
@@ -249,14 +249,14 @@ def finish(folder: Path, format: str = "text") -> int:
     try:  # first of all, as the reader of a pipe may be gone
         if libraries := page.list_missing():
             page.write_tables([run], [tables.make_tables(run, "all")], folder)
-            last = f"no report: {name_lacking(libraries)}"
+            note = f"no report: {name_lacking(libraries)}"
         else:
-            last = f"report: {page.write_report([run], folder)}"
+            note = f"report: {page.write_report([run], folder)}"
     except (UserError, OSError):  # the disk may be full, but the answer can be printed
         print(answer, end="")
         raise
     print(answer, end="")
-    print(f"\n{last}" if format == "text" else f"dyno: {last}", file=sys.stdout if format == "text" else sys.stderr)
+    print(f"\n{note}" if format == "text" else f"dyno: {note}", file=sys.stdout if format == "text" else sys.stderr)
     code = trial_table.exit_code(
         run.frame, budget=bool(run.budgets), unasked=[t.id for t in run.records.failed_additions]
     )
@@ -269,10 +269,10 @@ def _read_run(folder: Path, overrides: Overrides | None = None) -> RunData:
     from dyno.results.trial_result import load_run
     from dyno.runner import self_test
 
-    chosen = overrides or Overrides()
+    settings = overrides or Overrides()
     results = self_test.attach(load_run(folder))
     return trial_table.read_trials(
-        results, chosen.get("reference"), chosen.get("budget"), chosen.get("equivalent"), chosen.get("limit")
+        results, settings.get("reference"), settings.get("budget"), settings.get("equivalent"), settings.get("limit")
     )
 
 
@@ -359,16 +359,16 @@ def _show_history(runs: Sequence[Path], out: str, format: str, by: str, columns:
     from dyno.regression import history
     from dyno.report.export import export, write_parquet
 
-    read = [_read_run(run, overrides) for run in runs]
-    table = history.make_history(read)
+    run_data = [_read_run(run, overrides) for run in runs]
+    table = history.make_history(run_data)
     if not format and (by or columns):
         raise UserError("a chart of a history takes no --by and no --columns; omit them, or give --format html")
     if not format:
         history.write_chart(table, Path(out))
     elif format == PARQUET_FORMAT:
         write_parquet(Path(out), table)
-    _put_text("" if format in ("", PARQUET_FORMAT) else export([table], format, by, only=columns), out)
-    _warn_of_problems(read)
+    _put_text("" if format in ("", PARQUET_FORMAT) else export([table], format, by, subset=columns), out)
+    _warn_of_problems(run_data)
 
 
 def _show_run(run: Path, out: str, format: str, by: str, table: str, columns: str, overrides: Overrides) -> None:
@@ -381,20 +381,20 @@ def _show_run(run: Path, out: str, format: str, by: str, table: str, columns: st
     from dyno.report.verdict.verdict import describe_run
 
     data = _read_run(run, overrides)
-    leading, sentences = tables.list_leading(data) if not (table or by) else ([], [])
-    chosen, text = leading or tables.make_tables(data, table or trial_table.TRIALS.name), ""
+    leaders, sentences = tables.list_leading(data) if not (table or by) else ([], [])
+    selection, text = leaders or tables.make_tables(data, table or trial_table.TRIALS.name), ""
     if format == PARQUET_FORMAT:
-        if len(chosen) != 1:
-            raise UserError(f"a Parquet file has one table, not {len(chosen)}; choose it with --table NAME")
-        if not chosen[0].rows:
+        if len(selection) != 1:
+            raise UserError(f"a Parquet file has one table, not {len(selection)}; choose it with --table NAME")
+        if not selection[0].rows:
             raise UserError(f"{run} has no table to write: {tables.explain_absence(table)}")
-        write_parquet(Path(out), chosen[0], describe_run(data))
+        write_parquet(Path(out), selection[0], describe_run(data))
     else:
-        text = export(chosen, format, by, describe_run(data) if format == "json" else None, columns)
+        text = export(selection, format, by, describe_run(data) if format == "json" else None, columns)
         text = text or f"{tables.explain_absence(table)}\n"
     if format in ("text", "markdown") and not (table or by):
-        shown = map(wrap_text if format == "text" else format_bullet, sentences or verdict.read_verdict(data).lines)
-        text = ("" if leading else _describe_visible(data)) + text + "\n" + "\n".join(shown) + "\n"
+        lines = map(wrap_text if format == "text" else format_bullet, sentences or verdict.read_verdict(data).lines)
+        text = ("" if leaders else _describe_visible(data)) + text + "\n" + "\n".join(lines) + "\n"
     _put_text(text, out)
     _warn_of_problems([data])
 
@@ -411,8 +411,8 @@ def _put_text(text: str, out: str) -> None:
 
 def _warn_of_problems(runs: Sequence[RunData]) -> None:
     problems = [problem for run in runs for problem in run.records.problems]
-    if (more := len(problems) - MAX_PROBLEMS) > 0:
-        problems[MAX_PROBLEMS:] = [f"{more} more lines like these are in the report"]
+    if (count := len(problems) - MAX_PROBLEMS) > 0:
+        problems[MAX_PROBLEMS:] = [f"{count} more lines like these are in the report"]
     for problem in problems:
         Console(stderr=True).print(f"dyno: {escape(clean_text(problem))}", style="yellow", soft_wrap=True)
 
@@ -423,8 +423,8 @@ def _write_over_time(run: Path, file: str, trials: str, overrides: Overrides) ->
     if not file:
         raise UserError("--trials is for --over-time; add --over-time FILE.svg")
     check_writable(Path(file))
-    chosen = [name for name in map(str.strip, trials.split(",")) if name]
-    print(f"saved {save(_read_run(run, overrides), Path(file), chosen)}", file=sys.stderr)
+    names = [name for name in map(str.strip, trials.split(",")) if name]
+    print(f"saved {save(_read_run(run, overrides), Path(file), names)}", file=sys.stderr)
 
 
 def report(
@@ -474,13 +474,13 @@ def _measure_models(overrides: Overrides, models: Sequence[str], out: str, comma
     """Measure each model with its format's backend or the requested ones; return the run folders."""
     from dyno import api
 
-    folder, each = Path(out) if out else new_folder(command, models), each_with(models, overrides)
+    folder, pairs = Path(out) if out else new_folder(command, models), each_with(models, overrides)
 
     def measure_model(number: int, _: str) -> Path:
-        source, settings = each[number]
+        source, settings = pairs[number]
         return api.run(study_of(source, defaults, settings), _choose_folder(folder, models, number)).folder
 
-    return each_of(models, measure_model, needed=1 if command == "diff" else 0)  # `diff` needs the first model
+    return each_of(models, measure_model, required_count=1 if command == "diff" else 0)  # `diff` needs the first model
 
 
 def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
@@ -511,7 +511,7 @@ def time(
     folders = _measure_models(overrides, models, out, "time")
     runs = [trial_table.read_trials(folder) for folder in folders]
     table = join_tables([trial_table.TRIALS.table(run) for run in runs])
-    print(export([table], format, about=describe_run(runs[0]) if len(runs) == 1 else {}), end="")
+    print(export([table], format, head=describe_run(runs[0]) if len(runs) == 1 else {}), end="")
     for run in runs:
         engines = [t for t in run.records if is_engine(t)]
         if log or (engines and format == "text"):  # an engine's number is explained in trtexec's terms
@@ -541,15 +541,15 @@ def stress(
     from dyno.table import join_tables
 
     folder = Path(out) if out else new_folder("stress", models)
-    checked = module.phases_of(phases)
-    each = each_with(models, overrides)
+    phase_list = module.phases_of(phases)
+    pairs = each_with(models, overrides)
 
     results: list[module.StressResult] = []
 
     def stress_model(number: int, _: str) -> int:
-        source, settings = each[number]
-        place = _choose_folder(folder, models, number)
-        for result in module.run(study_of(source, {}, settings), checked, iterations, place):
+        source, settings = pairs[number]
+        run_folder = _choose_folder(folder, models, number)
+        for result in module.run(study_of(source, {}, settings), phase_list, iterations, run_folder):
             results.append(result)
             if format == "text":
                 print("\n".join([export([result.table]).rstrip("\n"), *map(wrap_text, result.sentences)]))
@@ -558,7 +558,7 @@ def stress(
     done = each_of(models, stress_model)
     if format != "text":
         sentences = [sentence for result in results for sentence in result.sentences]
-        print(export([join_tables([r.table for r in results])], format, about={"sentences": sentences}), end="")
+        print(export([join_tables([r.table for r in results])], format, head={"sentences": sentences}), end="")
     raise typer.Exit(max([*(result.exit_code for result in results), UNFINISHED * (len(done) < len(models))]))
 
 
@@ -601,25 +601,25 @@ def diff(
     from dyno.study.model_info import model_spec
     from dyno.study.plan import USUAL_ROUTE
 
-    for name, value, most in (("rtol", rtol, 1e9), ("atol", atol, 1e9), ("least", least, 1)):
-        check_range(name, value, 0, most)
+    for name, value, max_value in (("rtol", rtol, 1e9), ("atol", atol, 1e9), ("least", least, 1)):
+        check_range(name, value, 0, max_value)
     if overrides.pop("layers", False):
         raise typer.Exit(layers_commands.diff_layers(overrides, models, out, rtol, atol, least, format))
     if name := next((name for name in ("top", "order") if name in overrides), ""):
         raise UserError(f"--{name} is for --layers; add that, or omit it")
-    untimed: dict[str, Any] = {"boundaries": (), "routes": (USUAL_ROUTE,)}
-    studies = [study_of(source, untimed, settings) for source, settings in each_with(models, overrides)]
+    defaults: dict[str, Any] = {"boundaries": (), "routes": (USUAL_ROUTE,)}
+    studies = [study_of(source, defaults, settings) for source, settings in each_with(models, overrides)]
     check_several(studies)
     for study in studies:  # check every study before the first is measured
         model_spec(study, study.models[0])
-    folders = _measure_models(overrides, models, out, "diff", **untimed)
-    values, ranks, failed = accuracy_tables.compare_with_first(
+    folders = _measure_models(overrides, models, out, "diff", **defaults)
+    values, ranks, failures = accuracy_tables.compare_with_first(
         [trial_result.load_run(folder) for folder in folders], rtol, atol
     )
     print(export([values, *([ranks] if ranks.rows else [])], format), end="")
     if least and not all(row["close"] >= least for row in values.rows):  # NaN where nothing was compared
         raise typer.Exit(1)
-    raise typer.Exit(UNFINISHED * (bool(failed) or len(folders) < len(models)))
+    raise typer.Exit(UNFINISHED * (bool(failures) or len(folders) < len(models)))
 
 
 @dataclass(frozen=True)
@@ -652,7 +652,7 @@ def selftest(
     except KeyboardInterrupt:
         print("dyno: stopped; an unfinished self-test is not stored", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    print(export(make_tables(result), format, about=report_self_test.describe_self_test(result)), end="")
+    print(export(make_tables(result), format, head=report_self_test.describe_self_test(result)), end="")
     if format in ("text", "markdown"):
         print(
             "\n"

@@ -42,13 +42,13 @@ EFFORT_SETTINGS: dict[str, Any] = {"seconds": 0.5, "warmup": 0.2, "boundaries": 
 
 def train_once() -> TrainingResult:
     """Return the digits network, trained once and then cached; wait for another demo that trains it."""
-    shaped_by = [
+    key_data = [
         model_spec(Study(models=(DEMO_MODEL,), channels=1), DEMO_MODEL),
         data.prepare_digits(cache_dir() / "datasets", IMAGE_SIZE).sha256,
         dataclasses.asdict(TrainOptions()) | TRAINING_SETTINGS,
         find_versions(Runtime(), ("torch", "torchvision")),
     ]
-    folder = cache_dir() / "trained" / digest(shaped_by)[:24]
+    folder = cache_dir() / "trained" / digest(key_data)[:24]
     with lock(folder.with_suffix(".lock"), _say_waiting):
         return train(
             "digits", model=DEMO_MODEL, size=IMAGE_SIZE, channels=1, out=folder, advise=False, **TRAINING_SETTINGS
@@ -72,8 +72,8 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
         raise UserError(f"minutes is {minutes}; it must be more than 0")
     if out != DEMO_DIR:  # used as given; the default gets another name if it is in use
         check_own(out)
-    if missing := [name for name in REQUIRED_MODULES if name not in find_versions(Runtime(), REQUIRED_MODULES)]:
-        raise UserError(name_lacking(missing, RECOMMENDED_MODULES))
+    if missing_names := [name for name in REQUIRED_MODULES if name not in find_versions(Runtime(), REQUIRED_MODULES)]:
+        raise UserError(name_lacking(missing_names, RECOMMENDED_MODULES))
     console = stderr_console()
     result = train_once()
     study = Study(

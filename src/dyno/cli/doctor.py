@@ -76,10 +76,10 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     `broken`.
     """
     threads = system.physical_cores()
-    places = [(name, Runtime(threads=threads)) for name in registry.list_backends()]
+    targets = [(name, Runtime(threads=threads)) for name in registry.list_backends()]
     for name, table in others.items():
         runtime = Runtime(name=name, python=table["python"], threads=threads)
-        places += [
+        targets += [
             (backend, runtime) for backend in ([name] if name in registry.list_backends() else registry.list_backends())
         ]
     # In parallel, as nothing is timed, and a probe mostly imports a library.
@@ -89,8 +89,8 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         stop_jobs_on_error(pool) as tick,
     ):
         probes = {}
-        for number, (name, runtime) in enumerate(places):
-            probe = pool.submit(_probe_backend, name, runtime, Path(scratch) / str(number), tick)
+        for index, (name, runtime) in enumerate(targets):
+            probe = pool.submit(_probe_backend, name, runtime, Path(scratch) / str(index), tick)
             probes[probe] = f"{name} in {runtime.python}" if runtime.python else name
         _show_progress(probes)
         return [*(probe.result() for probe in probes), *_iter_broken()]
@@ -98,17 +98,17 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _show_progress(probes: Mapping[Future[dict[str, Any]], str]) -> None:
     """Show the running probes on standard error: one line on a terminal, elsewhere a line per answer."""
-    console, began = stderr_console(), time.monotonic()
-    waiting = set(probes)
+    console, start = stderr_console(), time.monotonic()
+    pending = set(probes)
     with console.status("") as status:
-        while waiting:
-            done, waiting = wait(waiting, REFRESH_INTERVAL_S, FIRST_COMPLETED)
-            count, seconds = len(probes) - len(waiting), time.monotonic() - began
-            for number, probe in enumerate(done, count - len(done) + 1):
+        while pending:
+            done, pending = wait(pending, REFRESH_INTERVAL_S, FIRST_COMPLETED)
+            count, seconds = len(probes) - len(pending), time.monotonic() - start
+            for position, probe in enumerate(done, count - len(done) + 1):
                 if not console.is_terminal:
-                    line = f"{number}/{len(probes)} {probes[probe]}: {probe.result()['status']}, {seconds:.0f} s"
+                    line = f"{position}/{len(probes)} {probes[probe]}: {probe.result()['status']}, {seconds:.0f} s"
                     console.print(line, markup=False, highlight=False, soft_wrap=True)
-            names = ", ".join(name for probe, name in probes.items() if probe in waiting)
+            names = ", ".join(name for probe, name in probes.items() if probe in pending)
             status.update(
                 Text(f"{count}/{len(probes)} answered in {seconds:.0f} s{names and f'; waiting for {names}'}")
             )
@@ -128,8 +128,8 @@ def _probe_backend(name: str, runtime: Runtime, folder: Path, tick: Tick) -> dic
 
 
 def _format_detail(probe: Probe, of: Mapping[str, Any]) -> str:
-    without = without_byte_code(of.get("modules", 0), of.get("uncompiled", 0))
-    return "; ".join(filter(None, (probe.detail, without)))
+    byte_code_note = without_byte_code(of.get("modules", 0), of.get("uncompiled", 0))
+    return "; ".join(filter(None, (probe.detail, byte_code_note)))
 
 
 def _iter_broken() -> Iterator[dict[str, Any]]:
@@ -145,20 +145,20 @@ def _describe_libraries() -> Iterator[str]:
     wanted = {name: extra for name, extra in extras.EXTRAS.items() if extra in ALL_EXTRAS}
     groups = {"onnxruntime": extras.ONNX_RUNTIME_BUILDS, "opencv-python": "opencv-python|opencv-python-headless"}
     found = {name: system.find_versions((groups.get(name, name),)) for name in wanted}
-    shown = (
+    texts = (
         f"{each} {version}" for name in wanted if wanted[name] in ENGINE_EXTRAS for each, version in found[name].items()
     )
-    yield f"libraries here: {', '.join(shown) or 'none'}"
-    if lacking := [name for name in wanted if not found[name]]:
-        yield f"not installed: {', '.join(lacking)}; {extras.install(*lacking)}"
+    yield f"libraries here: {', '.join(texts) or 'none'}"
+    if missing_names := [name for name in wanted if not found[name]]:
+        yield f"not installed: {', '.join(missing_names)}; {extras.install(*missing_names)}"
 
 
 def doctor(others: dict[str, dict[str, Any]], format: str) -> int:
     """Print the rows; return 0 if at least one backend works, else 3."""
     rows = examine(others)
     tests = self_test.list_states()
-    about = {"self_tests": tests}
-    print(export([Table("doctor", "Backends", "What works here, and why not.", COLUMNS, rows)], format, about=about),
+    head = {"self_tests": tests}
+    print(export([Table("doctor", "Backends", "What works here, and why not.", COLUMNS, rows)], format, head=head),
           end="")  # fmt: skip
     if format == "text":
         for line in _describe_libraries():

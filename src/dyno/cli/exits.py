@@ -40,11 +40,11 @@ TYPE_NAMES = {"int_parsing": "a whole number", "int_from_float": "a whole number
 
 def replace_renamed(words: Sequence[str]) -> list[str]:
     """Return the command line with the new name of a renamed command; print it on standard error."""
-    new = RENAMED.get("".join(words[:1]))
-    if new is None:
+    replacement = RENAMED.get("".join(words[:1]))
+    if replacement is None:
         return [*words]
-    print(f"dyno: `dyno {words[0]}` is now `dyno {new}`", file=sys.stderr)
-    return [*new.split(), *words[1:]]
+    print(f"dyno: `dyno {words[0]}` is now `dyno {replacement}`", file=sys.stderr)
+    return [*replacement.split(), *words[1:]]
 
 
 def expand_home(words: Sequence[str]) -> list[str]:
@@ -59,13 +59,13 @@ def no_command(name: str, commands: Iterable[str], group: str) -> str:
 
     if name in ("help", "version"):
         return f"there is no command {name!r}; write dyno --{name}"
-    similar = difflib.get_close_matches(name, list(commands), 1)
+    matches = difflib.get_close_matches(name, list(commands), 1)
     if ":" in name or registry.format_of(name) or name.endswith(".toml"):
         return f"there is no command {name!r}; to measure it: dyno run {shlex.quote(name)}"
     if (Path(name) / "trials").is_dir():
         return f"there is no command {name!r}; to see that run: dyno show {shlex.quote(name)}"
-    if similar:
-        return f"there is no command {name!r}; did you mean {group} {similar[0]}?"
+    if matches:
+        return f"there is no command {name!r}; did you mean {group} {matches[0]}?"
     return f"there is no command {name!r}; {group} --help lists them, and dyno run MODEL measures a model"
 
 
@@ -79,10 +79,10 @@ def hint_usage(error: Any, command: str) -> str:
     for reason in getattr(error.__cause__, "errors", list)():  # errors of pydantic, which validates typer's arguments
         if kind := TYPE_NAMES.get(reason["type"]):
             error.message = f"{reason['input']!r} is not {kind}"
-    nearby = getattr(error, "possibilities", None)
-    similar = difflib.get_close_matches(option, nearby or (), 1, MIN_OPTION_SIMILARITY)
-    line = " ".join((error.message if nearby else error.format_message()).split()).removesuffix(".")
-    hint = f"did you mean {similar[0]}? See" if similar else "see"
+    candidates = getattr(error, "possibilities", None)
+    matches = difflib.get_close_matches(option, candidates or (), 1, MIN_OPTION_SIMILARITY)
+    line = " ".join((error.message if candidates else error.format_message()).split()).removesuffix(".")
+    hint = f"did you mean {matches[0]}? See" if matches else "see"
     return f"{line[:1].lower()}{line[1:]}; {hint} {command} --help"
 
 
@@ -155,17 +155,17 @@ def _outlive_readers() -> None:
 
     A closed stream is opened as the null device: otherwise the next opened file would receive the output.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
-            os.fstat(number)
+            os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
         stream = getattr(sys, name)
-        if number and stream is getattr(sys, f"__{name}__"):  # unless a test has replaced it
+        if fd and stream is getattr(sys, f"__{name}__"):  # unless a test has replaced it
             encoding = stream.encoding if stream else "utf-8"
-            raw = _Stream(number, "w", closefd=False)
-            through = number == 2 or raw.isatty()
-            wrapper = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=through)
+            raw = _Stream(fd, "w", closefd=False)
+            per_line = fd == 2 or raw.isatty()
+            wrapper = io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=per_line)
             setattr(sys, name, wrapper)
 
 
@@ -177,9 +177,9 @@ def end(app: typer.Typer) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # enough here; OpenBLAS raises SIGINT if it can't start more
     os.environ["MPLBACKEND"] = "agg"  # charts are files; the user's own setting may need a display
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns if HOME isn't writable
-    for each in (signal.SIGINT, signal.SIGTERM):  # `timeout` and schedulers send SIGTERM: end as after Ctrl-C
-        if signal.getsignal(each) == signal.SIG_DFL:
-            signal.signal(each, signal.default_int_handler)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # `timeout` and schedulers send SIGTERM: end as after Ctrl-C
+        if signal.getsignal(signum) == signal.SIG_DFL:
+            signal.signal(signum, signal.default_int_handler)
     try:
         _check_words(sys.argv[1:])
         _check_memory()
@@ -219,8 +219,8 @@ def _describe_error(e: Exception) -> str:
         return name_lacking([str(e.name)])
     if isinstance(e, MemoryError):
         return NO_MEMORY
-    for words, advice in LIMIT_ADVICE.items():
-        if words in str(e).lower():
+    for phrase, advice in LIMIT_ADVICE.items():
+        if phrase in str(e).lower():
             return advice
     if isinstance(e, OSError) and e.errno is not None:
         advice = OS_ERRORS.get(e.errno, f"{e.strerror or os.strerror(e.errno)}; {OTHER_PATH_ADVICE}")
@@ -244,10 +244,10 @@ def _keep_details(e: Exception) -> str:
 
 def _check_memory() -> None:
     """Refuse a memory limit at which libraries hang or end the process while they are imported."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if allowed != resource.RLIM_INFINITY and allowed < MIN_MEMORY_B:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < MIN_MEMORY_B:
         raise UserError(
-            f"memory is limited to {allowed >> 20:,} MiB (ulimit -v), which is too little; "
+            f"memory is limited to {limit >> 20:,} MiB (ulimit -v), which is too little; "
             f"allow {MIN_MEMORY_B >> 20:,} MiB or more"
         )
 
@@ -269,8 +269,8 @@ def _check_words(words: Sequence[str]) -> None:
         check_utf8(word)
         name, equals, value = word.partition("=")
         if not word or (word.startswith("--") and equals and not value):
-            what = before if not word and before.startswith("-") else name or "an argument"
-            raise UserError(f"{what} is empty, perhaps for a variable that is not set; give a value, or omit it")
+            subject = before if not word and before.startswith("-") else name or "an argument"
+            raise UserError(f"{subject} is empty, perhaps for a variable that is not set; give a value, or omit it")
 
 
 def _describe_leftovers(words: Sequence[str]) -> str:

@@ -131,13 +131,13 @@ def export(
     format: TextFormat = "text",
 ) -> None:  # fmt: skip
     """Write an ONNX file or an engine, or a run's winner with a script. An ONNX file is checked against the model."""
-    given = dict(overrides)
-    asked = options.take_options(ExportOptions, overrides)
+    user_options = dict(overrides)
+    export_options = options.take_options(ExportOptions, overrides)
     path = Path(source)
-    named = ":" in source or path.exists() or registry.format_of(source)
+    is_model = ":" in source or path.exists() or registry.format_of(source)
     is_run = path.is_dir() and not huggingface.split_folder(source)[1]
-    if is_run or trial or not (out or named):
-        _print_export(_export_winner(path, trial, out, given), None, format)
+    if is_run or trial or not (out or is_model):
+        _print_export(_export_winner(path, trial, out, user_options), None, format)
         return
     if out is None:
         raise UserError(
@@ -146,16 +146,16 @@ def export(
     file_format = registry.format_of(out)
     if file_format is None:
         raise UserError(f"export writes {', '.join(registry.list_suffixes())}, not {out.name}")
-    unused = ONLY_ONNX if file_format.builders else ONLY_ENGINES
-    if flag := next((unused[name] for name in unused if name in given), ""):
+    other_flags = ONLY_ONNX if file_format.builders else ONLY_ENGINES
+    if flag := next((other_flags[name] for name in other_flags if name in user_options), ""):
         raise UserError(f"{flag} is not for {out.suffix} files; omit it")
     if file_format.builders and path.suffix == out.suffix:
         raise UserError(f"{source} is already a {out.suffix} file; give the model to build it from")
     if path.is_file() and out.exists() and out.samefile(path):
         raise UserError(f"{out} is the model itself; give another file to write to")
-    check_writable(out, making=True)
+    check_writable(out, parents=True)
     write = _export_engine if file_format.builders else _export_onnx
-    _print_export(*write(source, out, file_format, asked, overrides), format)
+    _print_export(*write(source, out, file_format, export_options, overrides), format)
 
 
 def _print_export(written: ExportedFile, builds: Table | None, format: str) -> None:
@@ -163,7 +163,7 @@ def _print_export(written: ExportedFile, builds: Table | None, format: str) -> N
 
     if format == "json":
         if builds:
-            print(export_tables([builds], format, about=asdict(written)), end="")
+            print(export_tables([builds], format, head=asdict(written)), end="")
         else:
             _print_json(asdict(written))
         return
@@ -183,10 +183,10 @@ def _export_winner(run: Path, trial: str, out: Path | None, given: Mapping[str, 
         raise UserError(f"{run} {reason}" + ("" if run.exists() else "; give a model or a run folder"))
     if given:
         raise UserError("a run's trial is exported as it was measured; omit every option but -o")
-    taken = winner.export_winner(trial_table.read_trials(run), trial, out)
-    text = f"{taken.label}: {taken.file} ({show(taken.bytes, 'bytes')})"
-    notes = tuple(f"warning: {note}" for note in taken.notes)
-    return ExportedFile(str(taken.file), taken.bytes, text, notes, str(taken.script))
+    result = winner.export_winner(trial_table.read_trials(run), trial, out)
+    text = f"{result.label}: {result.file} ({show(result.bytes, 'bytes')})"
+    notes = tuple(f"warning: {note}" for note in result.notes)
+    return ExportedFile(str(result.file), result.bytes, text, notes, str(result.script))
 
 
 Exported = tuple[ExportedFile, Table | None]  # a table of builds if there are several
@@ -198,18 +198,18 @@ def _export_onnx(
     check_known("target", asked.target, LAYER_TARGETS)
     if asked.opset and (allowed := find("onnxruntime").values["opset"](asked.opset)):
         raise UserError(f"--opset {asked.opset} can't be written; an export's opset must be {allowed}")
-    batch, whole = asked.batch or "dynamic", [text for text in asked.shapes if ":" not in text]
-    if whole and "sizes" in overrides:
+    batch, full_shapes = asked.batch or "dynamic", [text for text in asked.shapes if ":" not in text]
+    if full_shapes and "sizes" in overrides:
         raise UserError("--shapes N,C,H,W and --size both set the image size; give one of them")
-    if whole:
-        batch, overrides["channels"], overrides["sizes"] = _parse_shape(whole[-1])
-    named = tuple(text for text in asked.shapes if ":" in text)
-    study = one_model(model, {**overrides, "precisions": (asked.precision,), "shapes": named})
+    if full_shapes:
+        batch, overrides["channels"], overrides["sizes"] = _parse_shape(full_shapes[-1])
+    input_shapes = tuple(text for text in asked.shapes if ":" in text)
+    study = one_model(model, {**overrides, "precisions": (asked.precision,), "shapes": input_shapes})
     trial = _build_trial(study, asked.precision, _parse_batch(batch))
     if trial.model.file and registry.format_of(trial.model.file) is not file_format:
         raise UserError(f"{Path(model).name} can't be made an ONNX file; give the model that it was made from")
-    chosen: dict[str, Option] = {"target": asked.target, **({"opset": asked.opset} if asked.opset else {})}
-    return _make_file(file_format.recipe(replace(trial, options=chosen)), out), None
+    settings: dict[str, Option] = {"target": asked.target, **({"opset": asked.opset} if asked.opset else {})}
+    return _make_file(file_format.recipe(replace(trial, options=settings)), out), None
 
 
 NO_MAX = "a dynamic engine needs --max, its largest batch (--min is 1 and --opt is --max unless given)"
@@ -239,7 +239,7 @@ def _export_engine(
     shapes = _make_profile(",".join(asked.shapes), asked.low, asked.opt, asked.high)
     if asked.batch == "dynamic" and not shapes:
         raise UserError(NO_MAX)
-    static = _parse_batch(asked.batch) if asked.batch else 0
+    fixed_batch = _parse_batch(asked.batch) if asked.batch else 0
     if asked.repeat < 1:
         raise UserError(f"--repeat is {asked.repeat}; it must be at least 1")
     engine = find(usual_name(asked.backend) or file_format.builders[0])
@@ -249,12 +249,12 @@ def _export_engine(
     engine.check_options(choice.options)
     precision, on_gpu = asked.precision, "cuda" in engine.devices
     study = one_model(model, {**overrides, "precisions": (precision,)}, {"device": "cuda:0" if on_gpu else "cpu"})
-    chosen = {**choice.options, **({"profile": shapes} if shapes else {})}
+    settings = {**choice.options, **({"profile": shapes} if shapes else {})}
     runtime = runtime_of(study, choice)
-    if lack := explain_missing(engine.name, runtime):
-        raise UserError(lack)
+    if reason := explain_missing(engine.name, runtime):
+        raise UserError(reason)
     if asked.repeat > 1:
-        return _compare_builds(study, engine, chosen, static or 1, asked.repeat, out)
+        return _compare_builds(study, engine, settings, fixed_batch or 1, asked.repeat, out)
     if not on_gpu and precision in ("fp16", "bf16"):
         raise UserError(
             f"{engine.name} chooses {precision} when it runs a file, not when it makes one; omit --precision"
@@ -262,11 +262,11 @@ def _export_engine(
     has_batch = on_gpu or file_format.on_device  # an IR takes any batch
     if shapes and not on_gpu:
         raise UserError(f"{engine.name}'s files have no range of batches; omit --min, --opt, --max and --shapes")
-    if static and not has_batch:
+    if fixed_batch and not has_batch:
         raise UserError(f"{engine.name}'s files take any batch; omit --batch")
-    trial = _build_trial(study, precision, (static or 1) if has_batch and not shapes else 0)
+    trial = _build_trial(study, precision, (fixed_batch or 1) if has_batch and not shapes else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
-    trial = replace(trial, backend=engine.name, options=chosen, runtime=runtime)
+    trial = replace(trial, backend=engine.name, options=settings, runtime=runtime)
     if refusal := engine.refuse(trial):
         raise UserError(refusal)
     return _make_file(place_recipe(engine.recipe(trial), study), out), None
@@ -332,13 +332,13 @@ def _make_file(recipe: Recipe | None, out: Path) -> ExportedFile:
 def _format_summary(artifact: Artifact, built: int) -> str:
     """Format the file's size, inputs, outputs and making steps; all but the last `built` steps were cached."""
     steps = artifact.made_by.steps
-    cached = len(steps) - built
-    listed = ", ".join(
-        f"{s.maker} {s.precision} {'cached' if i < cached else f'{s.seconds:.1f} s'}" for i, s in enumerate(steps)
+    cached_count = len(steps) - built
+    steps_text = ", ".join(
+        f"{s.maker} {s.precision} {'cached' if i < cached_count else f'{s.seconds:.1f} s'}" for i, s in enumerate(steps)
     )
     tensors = (*artifact.inputs, *artifact.outputs)
-    described = "; ".join(f"{t.name} {t.dtype} {'x'.join(map(str, t.shape))}" for t in tensors)
-    return f"{show(artifact.bytes, 'bytes')}  {described}  ({listed})"
+    tensors_text = "; ".join(f"{t.name} {t.dtype} {'x'.join(map(str, t.shape))}" for t in tensors)
+    return f"{show(artifact.bytes, 'bytes')}  {tensors_text}  ({steps_text})"
 
 
 # `dyno export --repeat`: the same engine built several times, to show how much builds differ.
@@ -361,22 +361,22 @@ def _compare_builds(
         raise UserError(
             f"{engine.name} makes the same file every time; --repeat is for engines that are tuned by timing"
         )
-    fresh = {**options, TIMING_CACHE: False}
-    suffix = "".join(f"@{key}={value}" for key, value in fresh.items())
+    settings = {**options, TIMING_CACHE: False}
+    suffix = "".join(f"@{key}={value}" for key, value in settings.items())
     builds = tuple(f"{engine.name}{suffix}@{BUILD_OPTIONS}={k}" for k in range(1, repeat + 1))
     rounds = max(EXPORT_ROUNDS, study.rounds)
-    repeated = replace(
+    build_study = replace(
         study, backends=builds, batches=(batch,), rounds=rounds, until=FIXED, turns=False, boundaries=("model",)
     )
-    data = run(repeated, out.with_suffix(".builds")).data
-    best = variance_tables.find_fastest(data.records)
-    if best is None or best.artifact is None:
+    data = run(build_study, out.with_suffix(".builds")).data
+    fastest = variance_tables.find_fastest(data.records)
+    if fastest is None or fastest.artifact is None:
         raise UserError(
             f"no build could be timed; `dyno show {shlex.quote(str(out.with_suffix('.builds')))}` has the reasons"
         )
-    copy(Path(best.artifact.path), out)
-    text = f"{out}  the fastest, {best.backend}"
-    return ExportedFile(str(out), best.artifact.bytes, text), variance_tables.BUILDS.table(data)
+    copy(Path(fastest.artifact.path), out)
+    text = f"{out}  the fastest, {fastest.backend}"
+    return ExportedFile(str(out), fastest.artifact.bytes, text), variance_tables.BUILDS.table(data)
 
 
 MAX_LISTED = 3
@@ -436,11 +436,11 @@ def pack(
     from dyno.packs import pack as module
 
     file = module.pack(run or run_folders.find_latest(), out or None, with_names=with_names, card=card)
-    written = [str(path) for path in (file, *(cards.card_paths(file) if card else ()))]
+    paths = [str(path) for path in (file, *(cards.card_paths(file) if card else ()))]
     if format == "json":
-        _print_json(asdict(WrittenFiles(tuple(written))))
+        _print_json(asdict(WrittenFiles(tuple(paths))))
     else:
-        print("\n".join(map(clean_text, written)))
+        print("\n".join(map(clean_text, paths)))
 
 
 def verify(file: Pack, format: TextFormat = "text") -> None:

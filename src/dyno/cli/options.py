@@ -112,18 +112,18 @@ def accept_options(*declared: type | str, rare: str = "", show_all: bool = False
     rare_fields = {option.name for option in options if not (show_all or option.about.get("common"))}
 
     def decorate_command(command: F) -> F:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "overrides"]
+        params = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "overrides"]
 
         def call_command(ctx: typer.Context, **values: Any) -> None:
             overrides = Overrides(
                 (option.name, option.read(values[option.name])) for option in options if is_given(ctx, option.name)
             )
-            command(overrides=overrides, **{p.name: values[p.name] for p in own})
+            command(overrides=overrides, **{p.name: values[p.name] for p in params})
 
-        from_fields = [option.make_parameter(defaults.get(option.name)) for option in options]
-        required = [p for p in own if p.default is p.empty]
-        optional = [p for p in own if p.default is not p.empty]
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *from_fields, *optional)]
+        field_params = [option.make_parameter(defaults.get(option.name)) for option in options]
+        required = [p for p in params if p.default is p.empty]
+        optional = [p for p in params if p.default is not p.empty]
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *field_params, *optional)]
         signature = inspect.Signature([_make_parameter("ctx", typer.Context), *parameters])
         hints = {p.name: p.annotation for p in signature.parameters.values()}
         vars(call_command).update(__signature__=signature, rare=rare_fields | set(rare.split()))
@@ -176,8 +176,8 @@ def is_given(ctx: typer.Context, name: str) -> bool:
 @functools.cache
 def _list_options(declared: type | str) -> list[_Option]:
     if isinstance(declared, str):
-        of_study = {option.name: option for option in _list_options(Study)}
-        return [of_study[name] for name in declared.split()]
+        by_name = {option.name: option for option in _list_options(Study)}
+        return [by_name[name] for name in declared.split()]
     hints, fields = typing.get_type_hints(declared), dataclasses.fields(declared)
     return [_Option(f, hints[f.name], declared) for f in fields if f.metadata.get("flags", "") is not None]
 
@@ -191,8 +191,8 @@ class _Option:
 
     def __init__(self, field: dataclasses.Field[Any], hint: Any, kind: type) -> None:
         self.name, self.default, self.about, self.hint = field.name, field.default, field.metadata, hint
-        owners = (each for each in kind.__mro__ if each in PANELS and self.name in each.__annotations__)
-        self.panel = next((PANELS[each] for each in owners), None)
+        owners = (owner for owner in kind.__mro__ if owner in PANELS and self.name in owner.__annotations__)
+        self.panel = next((PANELS[owner] for owner in owners), None)
         flags: str = self.about.get("flags") or "--" + self.name.replace("_", "-")
         self.flag, *self.aliases = flags.split()
 
@@ -230,9 +230,9 @@ class _Option:
         try:
             return kind(text)
         except ValueError:
-            what = "a whole number" if kind is int else "a number"
+            type_name = "a whole number" if kind is int else "a number"
             example = VALUE_EXAMPLES.get(self.flag) or VALUE_EXAMPLES[kind]
-            raise UserError(f"{self.flag} {text!r} is not {what}; write e.g. {self.flag} {example}") from None
+            raise UserError(f"{self.flag} {text!r} is not {type_name}; write e.g. {self.flag} {example}") from None
 
 
 def take_options(kind: type[Options], overrides: Overrides) -> Options:
@@ -243,8 +243,8 @@ def take_options(kind: type[Options], overrides: Overrides) -> Options:
 
 def parse_pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:
     """Return `[runtime]` tables from texts like `BACKEND=/path/to/python`."""
-    named = (parse_interpreter(text, flag, "BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10") for text in texts)
-    return {name: {"python": path} for name, path in named}
+    pairs = (parse_interpreter(text, flag, "BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10") for text in texts)
+    return {name: {"python": path} for name, path in pairs}
 
 
 def parse_interpreter(text: str, flag: str, form: str) -> tuple[str, str]:

@@ -91,8 +91,8 @@ def _make_row(run: Path) -> tuple[str, str, str, str]:
     try:
         data = trial_table.read_trials(run)
     except UserError as e:
-        _, unreadable, why = str(e).partition(":")
-        return "", "unreadable" if unreadable else "none yet", "", why.strip()
+        _, colon, reason = str(e).partition(":")
+        return "", "unreadable" if colon else "none yet", "", reason.strip()
     except Exception as e:  # one bad folder must not hide the others
         return "", "unreadable", "", f"{type(e).__name__}: {one_line(e)}"
     records = data.records
@@ -112,8 +112,8 @@ def _find_fastest(data: RunData) -> str:
         ranked = ranking.fastest
         if len(ranked):
             best, rivals = ranked.iloc[0], results_ranking.compare_first(ranked, LATENCY, data).rivals
-            others = f" or {len(rivals)} more" if rivals else ""
-            return f"{ranking.name_row(best)}{others}, {format_number(best[LATENCY])} ms at batch {best['batch']}"
+            rest = f" or {len(rivals)} more" if rivals else ""
+            return f"{ranking.name_row(best)}{rest}, {format_number(best[LATENCY])} ms at batch {best['batch']}"
     return ""
 
 
@@ -131,10 +131,10 @@ def remove(
         runs = [str(path) for path in runs_below(run)] if run.is_dir() and not run.is_symlink() else []
         hint = f"; the run folders in it: {', '.join(runs)}" if runs else ""
         raise UserError(f"{run} {reason}{hint}")
-    what = f"{', '.join(trials)} of {run}" if trials else str(run)
-    if sys.stdin.isatty() and not yes and not typer.confirm(f"Remove {what}?"):
+    target = f"{', '.join(trials)} of {run}" if trials else str(run)
+    if sys.stdin.isatty() and not yes and not typer.confirm(f"Remove {target}?"):
         return
-    with Run(run).hold_lock(removing=True):
+    with Run(run).hold_lock(is_removal=True):
         if trials:
             _remove_trials(run, trials)
         else:
@@ -142,20 +142,20 @@ def remove(
 
 
 def _remove_trials(run: Path, wanted: list[str]) -> None:
-    places = [path for path in sorted((run / "trials").iterdir()) if path.is_dir() and not path.is_symlink()]
-    chosen = []
+    folders = [path for path in sorted((run / "trials").iterdir()) if path.is_dir() and not path.is_symlink()]
+    targets = []
     for id in wanted:
-        matches = [path for path in places if path.name.startswith(id)] if id else []
-        matches = matches or _of_form(run, places, id)
+        matches = [path for path in folders if path.name.startswith(id)] if id else []
+        matches = matches or _of_form(run, folders, id)
         if len(matches) != 1:
-            ids = ", ".join(path.name for path in (matches or places)[:5]) + (
-                ", …" if len(matches or places) > 5 else ""
+            ids = ", ".join(path.name for path in (matches or folders)[:5]) + (
+                ", …" if len(matches or folders) > 5 else ""
             )
             raise UserError(
                 f"{len(matches) or 'no'} trials of {run} have an id that begins with {id!r}; its ids are {ids}"
             )
-        chosen.append(matches[0])
-    for path in dict.fromkeys(chosen):
+        targets.append(matches[0])
+    for path in dict.fromkeys(targets):
         shutil.rmtree(path)
         print(f"removed {path}")
     print(f"the report still shows them; `dyno report {shlex.quote(str(run))}` updates it")
@@ -167,11 +167,11 @@ def _of_form(run: Path, places: list[Path], text: str) -> list[Path]:
 
     if not text or not places:
         return []
-    _, fitting = match_form(load_run(run), text)
-    if len(fitting) > 1:
-        labels = ", ".join(f"{t.id} ({t.label})" for t in fitting)
+    _, matches = match_form(load_run(run), text)
+    if len(matches) > 1:
+        labels = ", ".join(f"{t.id} ({t.label})" for t in matches)
         raise UserError(f"{text!r} fits several trials of {run}; choose them by their ids: {labels}")
-    return [path for path in places for t in fitting if path.name == t.id]
+    return [path for path in places for t in matches if path.name == t.id]
 
 
 def _remove_run(run: Path) -> None:
@@ -185,9 +185,9 @@ def _remove_run(run: Path) -> None:
         path = run / name
         if path.is_file() or path.is_symlink():
             path.unlink()
-    others = sorted(path.name for path in run.iterdir())
-    if others:
-        print(f"removed what Dyno wrote into {run}; kept files that Dyno did not write: {', '.join(others)}")
+    leftovers = sorted(path.name for path in run.iterdir())
+    if leftovers:
+        print(f"removed what Dyno wrote into {run}; kept files that Dyno did not write: {', '.join(leftovers)}")
         return
     run.rmdir()
     print(f"removed {run}")

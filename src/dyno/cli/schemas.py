@@ -34,8 +34,8 @@ DYNAMIC_FIELDS: dict[str, tuple[str, ...]] = {
 
 def describe_command(command: str) -> Schema:
     """Return the schema of a command, such as `bench video`."""
-    made = _describe_commands()[command]
-    return {"$schema": DIALECT, "title": f"dyno {command} --format json", **made, "unevaluatedProperties": False}
+    schema = _describe_commands()[command]
+    return {"$schema": DIALECT, "title": f"dyno {command} --format json", **schema, "unevaluatedProperties": False}
 
 
 def _describe_commands() -> dict[str, Schema]:
@@ -61,30 +61,30 @@ def _describe_commands() -> dict[str, Schema]:
                         "video-streams": videos.STREAM_COLUMNS, "video-critical-path": videos.PATH_COLUMNS}  # fmt: skip
     app: Tables = {"app": application.COLUMNS}
     of_show = {kind.name: () for kind in tables.list_kinds()} | {**trials, **of_serving, **of_video, **app}
-    compared: Tables = {"compare": compare_table.COLUMNS, "video-comparison": videos.COMPARISON_COLUMNS}
+    compare_tables: Tables = {"compare": compare_table.COLUMNS, "video-comparison": videos.COMPARISON_COLUMNS}
     of_self_test: Tables = {"visible": self_test.VISIBLE_DIFFERENCE, "verdicts": self_test.VERDICTS}
-    explained = dict.fromkeys(("waterfall", "explained", "prescriptions"), ())
-    built = describe_tables({"builds": trial_table.COLUMNS}, files.ExportedFile, always=True)
+    explain_tables = dict.fromkeys(("waterfall", "explained", "prescriptions"), ())
+    build_schema = describe_tables({"builds": trial_table.COLUMNS}, files.ExportedFile, always=True)
     return {
         "run": describe_tables(trials, RunDescription, always=True),
         "time": describe_tables(trials, RunDescription),
         "eval": describe_tables(trials, RunDescription),
         "show": describe_tables(of_show | {"history": history.COLUMNS, "tables": tables.COLUMNS}, RunDescription),
-        "compare": describe_tables(compared),
+        "compare": describe_tables(compare_tables),
         "bench video": describe_tables(of_video),
         "bench serve": describe_tables(of_serving),
         "bench app": describe_tables(app),
         "bench cold-start": describe_tables({"cold-start": cold_start.COLUMNS}),
         "bench stress": describe_tables({"stress": gpu_table.STRESS_COLUMNS}, StressDescription, always=True),
         "runs list": describe_tables({"runs": tables.RUN_COLUMNS}),
-        **{name: describe_tables(dict.fromkeys(each, ())) for name, each in DYNAMIC_FIELDS.items()},
-        "explain": describe_tables(explained, ExplanationDescription, always=True),
+        **{name: describe_tables(dict.fromkeys(fields, ())) for name, fields in DYNAMIC_FIELDS.items()},
+        "explain": describe_tables(explain_tables, ExplanationDescription, always=True),
         "doctor": describe_tables({"doctor": doctor.COLUMNS}, doctor.MachineDescription, always=True),
         "selftest": describe_tables(of_self_test, self_test.SelfTestDescription, always=True),
         "data train": describe_tables(
             {"epochs": training.COLUMNS, **trials}, training.TrainingDescription, always=True
         ),
-        "export": {"anyOf": [describe_type(files.ExportedFile), built]},
+        "export": {"anyOf": [describe_type(files.ExportedFile), build_schema]},
         "pack": describe_type(files.WrittenFiles),
         "verify": describe_type(VerificationDescription),
         "reproduce": describe_type(ReproductionDescription),
@@ -116,8 +116,8 @@ def describe_tables(tables: Tables, about: Any = None, *, always: bool = False) 
     Without `always`, some documents have only the tables.
     """
     head = describe_type(about) if about else {"properties": {}, "required": []}
-    described = {name: _describe_table(columns) for name, columns in tables.items()}
-    by_name = {"type": "object", "properties": described, "additionalProperties": False}
+    schemas = {name: _describe_table(columns) for name, columns in tables.items()}
+    by_name = {"type": "object", "properties": schemas, "additionalProperties": False}
     return {
         "type": "object",
         "properties": {"schema": {"const": SCHEMA}, **head["properties"], "tables": by_name},
@@ -134,12 +134,12 @@ def _describe_table(columns: Sequence[Column]) -> Schema:
         for column in columns
     }
     row = {"type": "object", "properties": cells, "additionalProperties": False if columns else CELL_SCHEMA}
-    listed = {
+    column_schema = {
         "type": "array",
         "items": {"type": "object", "properties": COLUMN_PROPERTIES, "required": [*COLUMN_PROPERTIES]},
     }
     properties = {
-        "title": {"type": "string"}, "description": {"type": "string"}, "columns": listed,
+        "title": {"type": "string"}, "description": {"type": "string"}, "columns": column_schema,
         "rows": {"type": "array", "items": row}, "notes": {"type": "array", "items": {"type": "string"}},
     }  # fmt: skip
     return {"type": "object", "properties": properties, "required": [*properties]}

@@ -52,20 +52,20 @@ def prepare_digits(cache: Path, size: int = 64) -> DataSpec:
     transform = Transform((size, size), DIGITS_PREPROCESS, channels=1)
     key = store.make_key("digits", transform.identity, made_by, DIGITS_TEST, DIGITS_CALIBRATION)
     if (folder := store.find_folder(cache, key)) is None:
-        small, labels = _small_digits()
+        images, labels = _small_digits()
         order = stratified_order(labels, seed=0)
         train = order[DIGITS_TEST:]
         splits = {"test": order[:DIGITS_TEST], "train": train, "calibration": train[:DIGITS_CALIBRATION]}
-        about = {"name": "digits", "photographs": "digits", "classes": [str(n) for n in range(10)], "made_by": made_by}
-        about |= transform.identity
+        meta = {"name": "digits", "photographs": "digits", "classes": [str(n) for n in range(10)], "made_by": made_by}
+        meta |= transform.identity
 
         def rows(start: int) -> Iterator[DecodedRow]:
-            for image in small[start:]:
-                began = time.perf_counter()
+            for image in images[start:]:
+                start_time = time.perf_counter()
                 pixels = transform.pixels(image)
-                yield seal_row(pixels, time.perf_counter() - began)
+                yield seal_row(pixels, time.perf_counter() - start_time)
 
-        folder = store.write_folder(cache, key, store.Content(rows, transform.shape, {"labels": labels}, splits, about))
+        folder = store.write_folder(cache, key, store.Content(rows, transform.shape, {"labels": labels}, splits, meta))
     return make_spec("digits", folder)
 
 
@@ -112,8 +112,8 @@ def load(
     path = make_absolute(Path(path))
     data_format = format_of(path)
     if data_format.labels and (data_format.labels == "objects") != objects:
-        missing = "boxes, masks or keypoints" if objects else "class for each image"
-        raise UserError(f"{path} is in {data_format.described}, which has no {missing}")
+        label_text = "boxes, masks or keypoints" if objects else "class for each image"
+        raise UserError(f"{path} is in {data_format.described}, which has no {label_text}")
     preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
     count = calibration if isinstance(calibration, int) else 0
     transform = Transform(size, preprocess, channels, upright=objects)

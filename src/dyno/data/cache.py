@@ -80,29 +80,29 @@ def find_folder(cache: Path, key: str) -> Path | None:
     """Find the data set's folder; None if it is missing, or if a file is missing or truncated."""
     folder = Path(cache) / key
     try:
-        about = read_meta(folder)
-        whole = all(isinstance(about[key], kind) for key, kind in META_TYPES.items())
-        whole = whole and (folder / "images.npy").stat().st_size == about["bytes"]
-        whole = whole and all((folder / name).exists() for name in about["files"])
-        whole = whole and _has_numbers(folder / "labels.npy", about["count"])
-        splits = about["splits"].items() if whole else ()
-        whole = whole and all(_has_numbers(folder / f"{name}.npy", many, about["count"]) for name, many in splits)
+        meta = read_meta(folder)
+        is_valid = all(isinstance(meta[key], kind) for key, kind in META_TYPES.items())
+        is_valid = is_valid and (folder / "images.npy").stat().st_size == meta["bytes"]
+        is_valid = is_valid and all((folder / name).exists() for name in meta["files"])
+        is_valid = is_valid and _has_numbers(folder / "labels.npy", meta["count"])
+        splits = meta["splits"].items() if is_valid else ()
+        is_valid = is_valid and all(_has_numbers(folder / f"{name}.npy", size, meta["count"]) for name, size in splits)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return folder if whole else None
+    return folder if is_valid else None
 
 
-def _has_numbers(path: Path, many: int, below: int | None = None) -> bool:
-    """Return whether the file holds `many` integers, each from 0 to `below` - 1 if given."""
-    found = load_array(path)
-    whole = found.shape == (many,) and found.dtype.kind == "i"
-    return whole and (below is None or not many or bool(found.min() >= 0 and found.max() < below))
+def _has_numbers(path: Path, size: int, limit: int | None = None) -> bool:
+    """Return whether the file holds `size` integers, each from 0 to `limit` - 1 if given."""
+    array = load_array(path)
+    is_valid = array.shape == (size,) and array.dtype.kind == "i"
+    return is_valid and (limit is None or not size or bool(array.min() >= 0 and array.max() < limit))
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """Read the data set's meta.json."""
-    about: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    return about
+    meta: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    return meta
 
 
 def write_folder(cache: Path, key: str, content: Content) -> Path:
@@ -110,63 +110,63 @@ def write_folder(cache: Path, key: str, content: Content) -> Path:
 
     Only one process writes at a time, and others wait for its result. A killed run is resumed.
     """
-    needed = len(content.columns["labels"]) * int(np.prod(content.shape))
-    with _explain_file_errors(cache, needed):
+    byte_count = len(content.columns["labels"]) * int(np.prod(content.shape))
+    with _explain_file_errors(cache, byte_count):
         cache.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(cache)
-        part = cache / f".part-{key}"
-        with lock(part / "lock"):  # removed together with the folder
+        part_folder = cache / f".part-{key}"
+        with lock(part_folder / "lock"):  # removed together with the folder
             try:
-                target = find_folder(cache, key) or _make_folder(part, cache / key, content, needed)
+                target = find_folder(cache, key) or _make_folder(part_folder, cache / key, content, byte_count)
             except OSError:
-                shutil.rmtree(part, ignore_errors=True)
+                shutil.rmtree(part_folder, ignore_errors=True)
                 raise
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(part_folder, ignore_errors=True)
             return target
 
 
-def _make_folder(part: Path, target: Path, content: Content, needed: int) -> Path:
-    folder = part / "data"
+def _make_folder(part_folder: Path, target: Path, content: Content, byte_count: int) -> Path:
+    folder = part_folder / "data"
     folder.mkdir(exist_ok=True)
-    present = sum(path.stat().st_size for path in folder.iterdir())
-    if shutil.disk_usage(part).free < needed - present:
+    stored_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    if shutil.disk_usage(part_folder).free < byte_count - stored_bytes:
         raise OSError(errno.ENOSPC, "")
-    _fill_folder(folder, part / "journal", content)
+    _fill_folder(folder, part_folder / "journal", content)
     return _into_place(folder, target)
 
 
 def _fill_folder(folder: Path, journal: Path, content: Content) -> None:
     count = len(content.columns["labels"])
-    written = rows.write_rows(folder / "images.npy", journal, content.shape, count, content.rows)
-    sha, unreadable = written.sha, written.unreadable
+    state = rows.write_rows(folder / "images.npy", journal, content.shape, count, content.rows)
+    sha, unreadable = state.sha, state.unreadable
     lines = content.check(unreadable) if unreadable else []
-    kept = np.array([i for i in range(count) if i not in unreadable], np.int64)
-    new_place = np.full(count, -1, np.int64)
-    new_place[kept] = np.arange(len(kept))
-    splits = {name: place[place >= 0] for name, index in content.splits.items() if len(place := new_place[index])}
+    kept_rows = np.array([i for i in range(count) if i not in unreadable], np.int64)
+    new_index = np.full(count, -1, np.int64)
+    new_index[kept_rows] = np.arange(len(kept_rows))
+    splits = {name: split[split >= 0] for name, index in content.splits.items() if len(split := new_index[index])}
     files = ["images.npy"]
-    for name, array in {**{name: column[kept] for name, column in content.columns.items()}, **splits}.items():
+    for name, array in {**{name: column[kept_rows] for name, column in content.columns.items()}, **splits}.items():
         sha.update(f"{name} {array.shape}".encode() + array.astype("<i8").tobytes())
         np.save(folder / f"{name}.npy", array)
         files.append(f"{name}.npy")
-    for name, value in content.make_extras(kept).items():
+    for name, value in content.make_extras(kept_rows).items():
         text = json.dumps(value)
         sha.update(f"{name} {text}".encode())
         (folder / name).write_text(text, encoding="utf-8")
         files.append(name)
     if content.names:
-        write_json(folder / NAMES_FILE, {"names": [content.names[i] for i in kept]})
-    about = {
+        write_json(folder / NAMES_FILE, {"names": [content.names[i] for i in kept_rows]})
+    meta = {
         **content.meta,
         "sha256": sha.hexdigest(),
-        "count": len(kept),
+        "count": len(kept_rows),
         "splits": {name: len(index) for name, index in splits.items()},
         "unreadable": lines,
-        "decode_s": written.seconds / max(written.kept, 1),
+        "decode_s": state.seconds / max(state.kept, 1),
         "files": files,
         "bytes": (folder / "images.npy").stat().st_size,
     }
-    write_json(folder / "meta.json", about)
+    write_json(folder / "meta.json", meta)
 
 
 def _into_place(folder: Path, target: Path) -> Path:
@@ -178,21 +178,21 @@ def _into_place(folder: Path, target: Path) -> Path:
 
 def _remove_abandoned(cache: Path) -> None:
     """Remove parts left by killed processes if they have not changed for a week."""
-    for part in cache.glob(".part-*"):
+    for part_folder in cache.glob(".part-*"):
         with suppress(OSError):
-            touched = max(path.stat().st_mtime for path in (part, *part.rglob("*")))
-            if time.time() - touched > STALE_S:
-                shutil.rmtree(part, ignore_errors=True)
+            last_change = max(path.stat().st_mtime for path in (part_folder, *part_folder.rglob("*")))
+            if time.time() - last_change > STALE_S:
+                shutil.rmtree(part_folder, ignore_errors=True)
 
 
 @contextmanager
-def _explain_file_errors(cache: Path, needed: int = 0) -> Iterator[None]:
+def _explain_file_errors(cache: Path, byte_count: int = 0) -> Iterator[None]:
     """Turn file system errors of the cache into one line for the user."""
     try:
         yield
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            line = f"the decoded images need {needed / 1e6:,.0f} MB in {cache}, and the disk has too little room"
+            line = f"the decoded images need {byte_count / 1e6:,.0f} MB in {cache}, and the disk has too little room"
             raise UserError(f"{line}; free some, or choose another cache folder") from e
         raise UserError(f"the image cache {cache} can't be written: {e.strerror or e}") from e
 
@@ -207,39 +207,39 @@ def hash_contents(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     cached = _read_index(index)
     parts = [paths[first : first + HASH_CHUNK] for first in range(0, len(paths), HASH_CHUNK)]
     with ThreadPoolExecutor(count_threads()) as pool:
-        found = pool.map(lambda part: [_make_entry(path, cached.get(str(path))) for path in part], parts)
-        entries = [entry for part in found for entry in part]
+        entry_lists = pool.map(lambda part: [_make_entry(path, cached.get(str(path))) for path in part], parts)
+        entries = [entry for part in entry_lists for entry in part]
     # Entries of other files stay, as a folder may be listed with or without its training images.
-    gone = {str(path) for path, entry in zip(paths, entries, strict=True) if not entry}
-    fresh = {str(path): entry for path, entry in zip(paths, entries, strict=True) if entry}
-    fresh = {**{path: entry for path, entry in cached.items() if path not in gone}, **fresh}
-    if fresh != cached:
+    unreadable = {str(path) for path, entry in zip(paths, entries, strict=True) if not entry}
+    new_entries = {str(path): entry for path, entry in zip(paths, entries, strict=True) if entry}
+    new_entries = {**{path: entry for path, entry in cached.items() if path not in unreadable}, **new_entries}
+    if new_entries != cached:
         with _explain_file_errors(Path(cache)), lock(index.with_suffix(".lock")):
-            write_text(index, json.dumps(fresh))  # without indentation: json writes it ten times as fast
+            write_text(index, json.dumps(new_entries))  # without indentation: json writes it ten times as fast
     return [entry[-1] if entry else "" for entry in entries]
 
 
 def _read_index(path: Path) -> dict[str, list[Any]]:
     """Read the index's entries that have valid types: see `_make_entry`."""
     try:
-        stored = read_json(path)
+        entries = read_json(path)
     except (OSError, ValueError):
         return {}
     kinds = [*5 * [int], str]
-    return {name: one for name, one in stored.items() if isinstance(one, list) and [*map(type, one)] == kinds}
+    return {name: entry for name, entry in entries.items() if isinstance(entry, list) and [*map(type, entry)] == kinds}
 
 
 def _make_entry(path: Path, cached: list[Any] | None) -> list[Any] | None:
     """Return [inode, size, mtime, ctime, time of hashing, sha256] of a file, times in ns; None if unreadable."""
     try:
-        now = path.stat()
-        if not stat.S_ISREG(now.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             return None
-        state = [now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+        state = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         if cached and cached[:4] == state and max(state[2:]) + UNSURE_NS < cached[4]:
             return cached
-        when = time.time_ns()
+        hash_time = time.time_ns()
         with open(path, "rb") as f:
-            return [*state, when, hashlib.file_digest(f, "sha256").hexdigest()]
+            return [*state, hash_time, hashlib.file_digest(f, "sha256").hexdigest()]
     except OSError:
         return None

@@ -49,19 +49,19 @@ def find_labels(folder: Path) -> LabelFile | None:
 
     Large folders are searched in part.
     """
-    listed = _list_files(folder)
-    names = {name for files in listed.values() for name in files if is_image(name)}
-    known = names | {stem for name in names if len(stem := Path(name).stem) >= 4 or not stem.isdecimal()}
-    others: list[LabelFile] = []
-    for parent, files in listed.items():
+    files_by_folder = _list_files(folder)
+    names = {name for files in files_by_folder.values() for name in files if is_image(name)}
+    tokens = names | {stem for name in names if len(stem := Path(name).stem) >= 4 or not stem.isdecimal()}
+    label_files: list[LabelFile] = []
+    for parent, files in files_by_folder.items():
         stems = {Path(name).stem for name in files if is_image(name)}
         for name in files:
             if Path(name).suffix.lower() in (*TEXT_SUFFIXES, *ARRAY_SUFFIXES) and not DOCUMENT_NAME.match(name):
-                found = _recognise_file(parent / name, stems, known, len(names))
-                if found is not None and found.objects:
-                    return found
-                others += [found] if found is not None else []
-    return others[0] if others else None
+                labels = _recognise_file(parent / name, stems, tokens, len(names))
+                if labels is not None and labels.objects:
+                    return labels
+                label_files += [labels] if labels is not None else []
+    return label_files[0] if label_files else None
 
 
 def is_coco(file: Path) -> bool:
@@ -80,47 +80,48 @@ def is_yolo(file: Path) -> bool:
 
 def refuse_labels(folder: Path, is_class_folders: bool) -> None:
     """Refuse a folder with labels that would be ignored, or with parts that would be read as classes."""
-    found = find_labels(folder)
+    labels = find_labels(folder)
     parts = list_folders(folder)
-    layout = is_class_folders and bool(parts) and all(map(SPLIT_NAME.fullmatch, parts)) and not _has_classes(folder)
-    if found is not None and (layout or found.objects or not is_class_folders):
+    has_splits = is_class_folders and bool(parts) and all(map(SPLIT_NAME.fullmatch, parts)) and not _has_classes(folder)
+    if labels is not None and (has_splits or labels.objects or not is_class_folders):
         raise UserError(
-            f"{folder} holds labels that can't be read there: {name_below(found.path, folder)} ({found.description}); "
-            f"{_suggest_remedy(found)}, or give a folder of the images alone to measure without accuracy"
+            f"{folder} holds labels that can't be read there: {name_below(labels.path, folder)} "
+            f"({labels.description}); {_suggest_remedy(labels)}, or give a folder of the images alone to measure "
+            "without accuracy"
         )
-    if layout and len(parts) > 1:
-        one = min(
+    if has_splits and len(parts) > 1:
+        choice = min(
             parts,
             key=lambda part: (bool(TRUTH_NAME.search(part)), part.lower().startswith("train"), part not in SPLIT_NAMES),
         )
         raise UserError(
             f"{folder} has {', '.join(parts)}, which are parts of a data set, not classes; put class folders into "
-            f"them, or give one of them, such as {folder / one}, to measure without accuracy"
+            f"them, or give one of them, such as {folder / choice}, to measure without accuracy"
         )
 
 
-def _suggest_remedy(found: LabelFile) -> str:
-    if found.path.name.startswith(("ILSVRC", "LOC_")):
+def _suggest_remedy(labels: LabelFile) -> str:
+    if labels.path.name.startswith(("ILSVRC", "LOC_")):
         return "sort ImageNet's images into class folders with dyno data imagenet-val"
-    if found.path.suffix == ".txt" and found.objects:
+    if labels.path.suffix == ".txt" and labels.objects:
         return "put the images into images/ and their label files into labels/"
-    if found.objects:
+    if labels.objects:
         return "convert them to COCO's or YOLO's format"
-    is_table = found.path.suffix.lower() in (".csv", ".tsv")
+    is_table = labels.path.suffix.lower() in (".csv", ".tsv")
     return "give that file" if is_table else "write them as a table of path,label (.csv)"
 
 
 def warn_labels(folder: Path) -> list[str]:
     """Return a warning if a label file lies among class folders: the folders' names are the labels."""
-    found = find_labels(folder)
-    if found is None:
+    labels = find_labels(folder)
+    if labels is None:
         return []
-    return [f"labels are the folders' names; {name_below(found.path, folder)} ({found.description}) is not read"]
+    return [f"labels are the folders' names; {name_below(labels.path, folder)} ({labels.description}) is not read"]
 
 
 def _has_classes(folder: Path) -> bool:
     """Return whether the folder's splits contain folders that may be classes."""
-    splits = [part for part in list_folders(folder) if part.lower() in SPLIT_NAMES]
+    splits = [folder_name for folder_name in list_folders(folder) if folder_name.lower() in SPLIT_NAMES]
     return any(not SPLIT_NAME.fullmatch(name) for split in splits for name in list_folders(folder / split))
 
 
@@ -132,21 +133,21 @@ def list_folders(folder: Path) -> list[str]:
 
 def _list_files(folder: Path) -> dict[Path, list[str]]:
     """Return the names of the files in each folder, nearest to the top first."""
-    listed: dict[Path, list[str]] = {}
+    files_by_folder: dict[Path, list[str]] = {}
     level = [folder]
     for _ in range(MAX_DEPTH):
-        below: list[Path] = []
-        for place in level:
-            with os.scandir(place) as entries:
-                every = sorted((entry.name, entry.is_dir()) for entry in entries if not is_system(entry.name))
-            listed[place] = [name for name, is_folder in every if not is_folder]
-            below += [place / name for name, is_folder in every if is_folder][:MAX_SUBFOLDERS]
-        level = below
-    return listed
+        subfolders: list[Path] = []
+        for parent in level:
+            with os.scandir(parent) as entries:
+                children = sorted((entry.name, entry.is_dir()) for entry in entries if not is_system(entry.name))
+            files_by_folder[parent] = [name for name, is_folder in children if not is_folder]
+            subfolders += [parent / name for name, is_folder in children if is_folder][:MAX_SUBFOLDERS]
+        level = subfolders
+    return files_by_folder
 
 
-def _recognise_file(file: Path, stems: set[str], known: set[str], images: int) -> LabelFile | None:
-    """Return the file if it has labels. `stems` are of images next to it, `known` names and stems of all `images`."""
+def _recognise_file(file: Path, stems: set[str], tokens: set[str], images: int) -> LabelFile | None:
+    """Return the file if it has labels. `stems` are of images next to it, `tokens` names and stems of all `images`."""
     suffix = file.suffix.lower()
     if suffix in ARRAY_SUFFIXES:
         return (
@@ -162,23 +163,23 @@ def _recognise_file(file: Path, stems: set[str], known: set[str], images: int) -
         return LabelFile(file, "YOLO's format" if is_boxes else "a text for each image", is_boxes)
     lines = [line for line in head.splitlines() if line.strip()]
     if suffix == ".txt" and images > 1 and len(lines) == images and all(len(line.split()) == 1 for line in lines):
-        is_list = not known.isdisjoint(Path(line).name for line in lines)
+        is_list = not tokens.isdisjoint(Path(line).name for line in lines)
         return None if is_list else LabelFile(file, "a label for each image", False)
     if suffix == ".json" and (file.stem in stems or "createml" in file.name):
         return LabelFile(file, "labels of one image" if file.stem in stems else "CreateML's format", True)
-    mentioned = sum(not known.isdisjoint(TOKEN_SEPARATORS.split(line)) for line in lines)
-    if not mentioned or (suffix == ".txt" and all(len(line.split()) == 1 and "," not in line for line in lines)):
+    mentions = sum(not tokens.isdisjoint(TOKEN_SEPARATORS.split(line)) for line in lines)
+    if not mentions or (suffix == ".txt" and all(len(line.split()) == 1 and "," not in line for line in lines)):
         return None
-    boxes = bool(lines) and {"xmin", "bbox"} & set(TOKEN_SEPARATORS.split(lines[0].lower()))
-    return LabelFile(file, "a table of boxes" if boxes else "a table that names the images", bool(boxes))
+    has_boxes = bool(lines) and {"xmin", "bbox"} & set(TOKEN_SEPARATORS.split(lines[0].lower()))
+    return LabelFile(file, "a table of boxes" if has_boxes else "a table that names the images", bool(has_boxes))
 
 
 def _read_head(file: Path, count: int = HEAD_BYTES) -> str:
     if not file.is_file():  # reading a pipe would block
         return ""
     try:
-        with file.open("rb") as opened:
-            return opened.read(count).decode("utf-8-sig", "replace")
+        with file.open("rb") as stream:
+            return stream.read(count).decode("utf-8-sig", "replace")
     except OSError:
         return ""
 
@@ -225,7 +226,7 @@ class DataFormat(ABC):
         """Return whether the path is a data set of this format: a folder, or a file with one of the suffixes."""
 
     @abstractmethod
-    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
+    def scan(self, path: Path, request: ScanRequest) -> Listing:
         """List its images; raise `UserError` with one line."""
 
 
@@ -244,19 +245,19 @@ def format_of(path: Path) -> DataFormat:
     if not path.exists():
         raise UserError(f"no data folder {path}")
     try:
-        fitting = [f for f in every_format if f.fits(path)]
-        fitting = [f for f in fitting if not f.fallback] or fitting
-        fitting = [f for f in fitting if not type(f).__module__.startswith("dyno.")] or fitting
-        if fitting and fitting[0].fallback:
-            refuse_labels(path, is_class_folders=fitting[0].labels == "classes")
+        matches = [f for f in every_format if f.fits(path)]
+        matches = [f for f in matches if not f.fallback] or matches
+        matches = [f for f in matches if not type(f).__module__.startswith("dyno.")] or matches
+        if matches and matches[0].fallback:
+            refuse_labels(path, is_class_folders=matches[0].labels == "classes")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
-    if not fitting:
+    if not matches:
         files = ", ".join(f"a file in {f.described} ({f.suffixes[0]})" for f in every_format if f.suffixes)
         raise UserError(f"{path} is not a folder, nor {files}")
-    if len(fitting) > 1:
-        both, files = (
-            " and ".join(parts) for parts in zip(*((f.described, f.suffixes[0]) for f in fitting), strict=True)
+    if len(matches) > 1:
+        descriptions, files = (
+            " and ".join(parts) for parts in zip(*((f.described, f.suffixes[0]) for f in matches), strict=True)
         )
-        raise UserError(f"{path} is in {both}; give the file of the one to use ({files})")
-    return fitting[0]
+        raise UserError(f"{path} is in {descriptions}; give the file of the one to use ({files})")
+    return matches[0]

@@ -48,32 +48,32 @@ def decode_rows(
     memory = os.memfd_create("dyno-images")
     os.ftruncate(memory, slots * size)
     pixels = np.frombuffer(mmap.mmap(memory, 0), np.uint8).reshape(slots, *shape)
-    (tasks, ask), (results, say) = os.pipe(), os.pipe()
+    (tasks, task_writer), (results, result_writer) = os.pipe(), os.pipe()
     order = {
         "processes": processes, "transform": transform, "paths": [*map(str, paths)],
-        "memory": memory, "slots": slots, "tasks": tasks, "results": say,
+        "memory": memory, "slots": slots, "tasks": tasks, "results": result_writer,
     }  # fmt: skip
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", PROCESS_MODULE], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, pass_fds=(memory, tasks, say), start_new_session=True,
+            stderr=subprocess.DEVNULL, pass_fds=(memory, tasks, result_writer), start_new_session=True,
             env={**os.environ, **ONE_THREAD},
         )  # fmt: skip
     except OSError:
-        os.close(ask)
+        os.close(task_writer)
         os.close(results)
         raise
     finally:
-        for handed_on in (memory, tasks, say):
-            os.close(handed_on)
+        for descriptor in (memory, tasks, result_writer):
+            os.close(descriptor)
     try:
         with open(results, "rb") as lines:
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin:  # the process has ended; there will be no line
                 process.stdin.write(json.dumps(order).encode())
-            yield from _in_order(pixels, ask, lines, range(start, len(paths)))
+            yield from _in_order(pixels, task_writer, lines, range(start, len(paths)))
     finally:
-        os.close(ask)  # closing the pipe ends the processes
+        os.close(task_writer)  # closing the pipe ends the processes
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -82,29 +82,29 @@ def decode_rows(
             process.wait()
 
 
-def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterator[DecodedRow]:
+def _in_order(pixels: np.ndarray, task_writer: int, lines: Any, indices: range) -> Iterator[DecodedRow]:
     """Yield the rows in order, with one image in flight per slot; a slot is reused once its row is yielded."""
-    asked, ready = iter(wanted), dict[int, DecodedRow]()
+    pending, ready = iter(indices), dict[int, DecodedRow]()
 
     def ask_for_next() -> None:
-        if (index := next(asked, None)) is not None:
+        if (index := next(pending, None)) is not None:
             with suppress(BrokenPipeError):  # the processes died, so the lines end
-                os.write(ask, index.to_bytes(INDEX_BYTES, "little"))
+                os.write(task_writer, index.to_bytes(INDEX_BYTES, "little"))
 
     for _ in range(len(pixels)):
         ask_for_next()
-    for index in wanted:
+    for index in indices:
         while index not in ready:
             line = lines.readline()
             if not line.endswith(b"\n"):
                 raise DecoderDied
-            done, seconds, seal, reason = json.loads(line)
-            ready[done] = DecodedRow(reason or pixels[done % len(pixels)], seconds, seal)
-        next_one = ready.pop(index)
-        if not isinstance(next_one.row, str):  # copied, as the receiver may keep it
-            next_one = next_one._replace(row=next_one.row.copy())
+            done_index, seconds, seal, reason = json.loads(line)
+            ready[done_index] = DecodedRow(reason or pixels[done_index % len(pixels)], seconds, seal)
+        decoded = ready.pop(index)
+        if not isinstance(decoded.row, str):  # copied, as the receiver may keep it
+            decoded = decoded._replace(row=decoded.row.copy())
         ask_for_next()
-        yield next_one
+        yield decoded
 
 
 Progress = Callable[[int, int], None]
@@ -205,8 +205,8 @@ class Transform:
 
         try:
             with Image.open(path, formats=FORMATS) as image:
-                sideways = self._upright and image.getexif().get(EXIF_ORIENTATION, 1) in ROTATED_ORIENTATIONS
-                return (image.width, image.height) if sideways else (image.height, image.width)
+                is_rotated = self._upright and image.getexif().get(EXIF_ORIENTATION, 1) in ROTATED_ORIENTATIONS
+                return (image.width, image.height) if is_rotated else (image.height, image.width)
         except Exception:  # `read` reports the reason
             return None
 
@@ -244,34 +244,34 @@ def decode_images(
     Threads and processes decode the same pixels. Threads begin, as Pillow decodes and resizes outside the interpreter's
     lock; processes take over if there are many cores and much is left to do.
     """
-    report = progress or (lambda done, total: None)
+    report = progress or (lambda count, total: None)
     cores = len(os.sched_getaffinity(0))
-    for done, row in enumerate(_iter_rows(paths, transform, start, cores), start + 1):
+    for count, row in enumerate(_iter_rows(paths, transform, start, cores), start + 1):
         yield row
-        report(done, len(paths))
+        report(count, len(paths))
 
 
 def _iter_rows(paths: list[Path], transform: Transform, start: int, cores: int) -> Iterator[DecodedRow]:
-    done, seconds = start, 0.0
+    count, seconds = start, 0.0
     for row in _decode_in_threads(
         paths[: start + 8 * cores] if cores > THREADS_SUFFICE_CORES else paths, transform, start
     ):
-        done, seconds = done + 1, seconds + row.seconds
+        count, seconds = count + 1, seconds + row.seconds
         yield row
-    left = len(paths) - done
-    if left and left * seconds / (done - start) > MIN_PROCESS_GAIN_S * MAX_THREADS:
+    remaining = len(paths) - count
+    if remaining and remaining * seconds / (count - start) > MIN_PROCESS_GAIN_S * MAX_THREADS:
         slots = _count_in_flight(cores, transform)
         with suppress(DecoderDied, OSError):  # threads continue if a decoder was killed or memory is short
-            for row in decode_rows(paths, transform.made_of, transform.shape, done, cores, slots):
-                done += 1
+            for row in decode_rows(paths, transform.made_of, transform.shape, count, cores, slots):
+                count += 1
                 yield row
-    yield from _decode_in_threads(paths, transform, done)
+    yield from _decode_in_threads(paths, transform, count)
 
 
 def _count_in_flight(workers: int, transform: Transform) -> int:
     """Return the number of images decoded ahead of the requested one."""
-    many = max(2 * workers, IN_FLIGHT_BYTES // int(np.prod(transform.shape)))
-    return min(many, 64 * workers)
+    count = max(2 * workers, IN_FLIGHT_BYTES // int(np.prod(transform.shape)))
+    return min(count, 64 * workers)
 
 
 def _decode_in_threads(paths: list[Path], transform: Transform, start: int) -> Iterator[DecodedRow]:
@@ -280,9 +280,9 @@ def _decode_in_threads(paths: list[Path], transform: Transform, start: int) -> I
     chunk = _count_in_flight(workers, transform)
 
     def read_row(path: Path) -> DecodedRow:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         row = transform.read(path)
-        return seal_row(row, time.perf_counter() - began)
+        return seal_row(row, time.perf_counter() - start_time)
 
     with ThreadPoolExecutor(workers) as pool:
         for first in range(start, len(paths), chunk):
@@ -309,11 +309,11 @@ def warn_left_out(paths: list[Path]) -> list[str]:
     """
     from PIL import Image
 
-    examined: dict[str, list[Path]] = {}
+    by_suffix: dict[str, list[Path]] = {}
     for path in paths:
-        examined.setdefault(path.suffix.lower(), []).append(path)
+        by_suffix.setdefault(path.suffix.lower(), []).append(path)
     highest, notes = 0, dict[str, str]()
-    for path in [path for found in examined.values() for path in found[:: max(1, len(found) // EXAMINED_IMAGES)]]:
+    for path in [path for group in by_suffix.values() for path in group[:: max(1, len(group) // EXAMINED_IMAGES)]]:
         with suppress(Exception), Image.open(path, formats=FORMATS) as image:  # `read` gives the reason
             is_deep = ";16" in f"{image.mode} {image.tile}"
             for part in _find_unread(image):
@@ -323,8 +323,8 @@ def warn_left_out(paths: list[Path]) -> list[str]:
                 values = np.asarray(image) if is_whole else np.asarray(image.convert("RGB")).astype(int) * 256 + 255
                 highest = max(highest, int(np.percentile(values, 99.9, method="higher")))
     if 0 < highest < 1 << 14:
-        dark = f"16-bit images have values up to {highest:,}, and only the upper 8 bits are read, so they are dark: "
-        notes["dark"] = f"{dark}scale them to 65,535, or as the network was trained"
+        text = f"16-bit images have values up to {highest:,}, and only the upper 8 bits are read, so they are dark: "
+        notes["dark"] = f"{text}scale them to 65,535, or as the network was trained"
     return list(notes.values())
 
 
@@ -332,12 +332,12 @@ def _find_unread(image: Any) -> list[str]:
     """Name the only part read of an image with more bands, or more pages of its size (others are previews)."""
     extra, size = np.atleast_1d(getattr(image, "tag_v2", {}).get(EXTRA_SAMPLES, ())), image.size
     bands = "first band" if image.getbands()[0] == "L" else "first three bands"
-    found = [f"the {bands}"] if len(extra) > 1 or 0 in extra else []
+    parts = [f"the {bands}"] if len(extra) > 1 or 0 in extra else []
     if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
         image.seek(1)
-        found += ["the first page"] * (image.size == size)
+        parts += ["the first page"] * (image.size == size)
         image.seek(0)
-    return found
+    return parts
 
 
 def register_formats() -> None:

@@ -38,8 +38,8 @@ def main() -> int:
         child, status = os.wait()
         children.discard(child)
         if status:
-            for other in children:
-                os.kill(other, signal.SIGKILL)
+            for sibling in children:
+                os.kill(sibling, signal.SIGKILL)
             return 1
     return 0
 
@@ -49,14 +49,14 @@ def decode_requests(order: dict[str, Any]) -> None:
     size, preprocess, channels, upright = order["transform"]
     transform = Transform(tuple(size), from_json(Preprocess, preprocess), channels, upright)
     memory = np.frombuffer(mmap.mmap(order["memory"], 0), np.uint8).reshape(order["slots"], *transform.shape)
-    while asked := os.read(order["tasks"], INDEX_BYTES):
-        index = int.from_bytes(asked, "little")
-        began = time.perf_counter()
+    while message := os.read(order["tasks"], INDEX_BYTES):
+        index = int.from_bytes(message, "little")
+        start_time = time.perf_counter()
         row = transform.read(Path(order["paths"][index]))
-        done = seal_row(row, time.perf_counter() - began)
+        decoded = seal_row(row, time.perf_counter() - start_time)
         if not isinstance(row, str):
             memory[index % order["slots"]] = row
-        line = [index, done.seconds, done.seal, row if isinstance(row, str) else ""]
+        line = [index, decoded.seconds, decoded.seal, row if isinstance(row, str) else ""]
         os.write(order["results"], json.dumps(line).encode() + b"\n")  # in one piece, as it is short enough for a pipe
 
 

@@ -64,15 +64,15 @@ def sort_images(
         raise UserError(f"no images in {folder}; give the folder that holds the .JPEG files themselves")
     label_of = _from_table(labels, names, order) if labels else {name: _from_name(name) for name in names}
     _check_labels(label_of, before, target)
-    wanted = {name: label for name, label in label_of.items() if label}
-    if not wanted:
+    synsets = {name: label for name, label in label_of.items() if label}
+    if not synsets:
         raise UserError(f"no image in {folder} has a synset in its name, e.g. {names[0]}; give --labels")
-    done = SortCounts(classes=len(set(wanted.values())), unlabelled=[name for name in names if name not in wanted])
-    for number, (name, label) in enumerate(wanted.items(), 1):
-        new = _place_file(folder / name, target / label / name, transfer)
-        done.placed, done.present = done.placed + new, done.present + (not new)
-        progress(number, len(wanted))
-    return done
+    counts = SortCounts(classes=len(set(synsets.values())), unlabelled=[name for name in names if name not in synsets])
+    for count, (name, label) in enumerate(synsets.items(), 1):
+        is_new = _place_file(folder / name, target / label / name, transfer)
+        counts.placed, counts.present = counts.placed + is_new, counts.present + (not is_new)
+        progress(count, len(synsets))
+    return counts
 
 
 def _list_images(folder: Path) -> list[str]:
@@ -114,15 +114,15 @@ def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
             row["ImageId"]: (row["PredictionString"] or "").split()[:1] for row in csv.DictReader(text.splitlines())
         }
         return _by_name(names, {name: first[0] for name, first in table.items() if first})
-    wrong = next((n for n, fields in enumerate(lines, 1) if len(fields) != len(lines[0]) or len(fields) > 2), 0)
-    if wrong:
-        raise UserError(f"{file}, line {wrong} is neither a name and a label nor a label alone, like the first line")
+    bad_line = next((n for n, fields in enumerate(lines, 1) if len(fields) != len(lines[0]) or len(fields) > 2), 0)
+    if bad_line:
+        raise UserError(f"{file}, line {bad_line} is neither a name and a label nor a label alone, like the first line")
     synsets_of_lines = _synsets_of(file, [fields[-1] for fields in lines], order)
     if len(lines[0]) == 2:
-        named = [fields[0] for fields in lines]
-        if twice := [name for name, count in Counter(named).items() if count > 1]:
-            raise UserError(f"{file} has {twice[0]} twice")
-        return _by_name(names, dict(zip(named, synsets_of_lines, strict=True)))
+        image_names = [fields[0] for fields in lines]
+        if repeats := [name for name, count in Counter(image_names).items() if count > 1]:
+            raise UserError(f"{file} has {repeats[0]} twice")
+        return _by_name(names, dict(zip(image_names, synsets_of_lines, strict=True)))
     if len(lines) != len(names):
         raise UserError(
             f"{file} has {len(lines)} labels for {len(names)} images; without names it needs one for each image"
@@ -138,20 +138,20 @@ def _by_name(names: list[str], table: dict[str, str]) -> dict[str, str]:
 
 def _synsets_of(file: Path, labels: list[str], order: str) -> list[str]:
     """Return the labels as synsets, converted from class numbers if they are numbers."""
-    wrong = next((n for n, label in enumerate(labels, 1) if not (SYNSET.fullmatch(label) or label.isdecimal())), 0)
-    if wrong:
-        raise UserError(f"{file}, line {wrong}: {labels[wrong - 1]!r} is neither a synset nor a number")
+    bad_line = next((n for n, label in enumerate(labels, 1) if not (SYNSET.fullmatch(label) or label.isdecimal())), 0)
+    if bad_line:
+        raise UserError(f"{file}, line {bad_line}: {labels[bad_line - 1]!r} is neither a synset nor a number")
     if not any(label.isdecimal() for label in labels):
         return labels
     if not all(label.isdecimal() for label in labels):
         raise UserError(f"{file} mixes synsets and numbers")
-    numbers, every = [int(label) for label in labels], list(list_synsets())
+    numbers, synsets = [int(label) for label in labels], list(list_synsets())
     first = _find_first_class(file, numbers, order)
-    if outside := [number for number in numbers if not first <= number < DEFAULT_COUNT + first]:
+    if outliers := [number for number in numbers if not first <= number < DEFAULT_COUNT + first]:
         raise UserError(
-            f"{file}: there is no class {outside[0]}; the numbers are {first} to {DEFAULT_COUNT - 1 + first}"
+            f"{file}: there is no class {outliers[0]}; the numbers are {first} to {DEFAULT_COUNT - 1 + first}"
         )
-    return [every[number - first] for number in numbers]
+    return [synsets[number - first] for number in numbers]
 
 
 def _find_first_class(file: Path, numbers: list[int], order: str) -> int:
@@ -194,9 +194,9 @@ def _place_file(source: Path, target: Path, transfer: Transfer) -> bool:
         with suppress(OSError):
             source.rename(target)
             return True
-    beside = target.with_name(target.name + PARTIAL_SUFFIX)
-    shutil.copy2(source, beside)
-    beside.replace(target)
+    partial_file = target.with_name(target.name + PARTIAL_SUFFIX)
+    shutil.copy2(source, partial_file)
+    partial_file.replace(target)
     if transfer == "move":
         source.unlink()
     return True

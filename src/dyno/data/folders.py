@@ -50,8 +50,8 @@ class ClassFolders(DataFormat):
     def fits(self, path: Path) -> bool:
         return path.is_dir() and not UNLABELLED_IMAGES.fits(path)
 
-    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return scan_folder(path, wanted)
+    def scan(self, path: Path, request: ScanRequest) -> Listing:
+        return scan_folder(path, request)
 
 
 class UnlabelledImages(DataFormat):
@@ -67,40 +67,40 @@ class UnlabelledImages(DataFormat):
         folders = any(inner.is_dir() and not is_system(inner.name) for inner in path.iterdir())
         return not folders and bool(find_images(path))
 
-    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return replace(scan_folder(path, wanted), sized=wanted.objects)
+    def scan(self, path: Path, request: ScanRequest) -> Listing:
+        return replace(scan_folder(path, request), sized=request.objects)
 
 
 CLASS_FOLDERS = ClassFolders()
 UNLABELLED_IMAGES = UnlabelledImages()
 
 
-def scan_folder(folder: Path, wanted: ScanRequest) -> Listing:
+def scan_folder(folder: Path, request: ScanRequest) -> Listing:
     """List the images of an existing folder, by class folder if it has any; raise `UserError` for an empty one.
 
     With `wanted.train` all images of train/ are listed, and those for calibration are marked among them.
     """
     try:
         test_root, train_root = _find_roots(folder)
-        if wanted.train and train_root is None:
+        if request.train and train_root is None:
             raise UserError(f"{folder} has no train/; put the training images there and the others into test/")
         classes = list_folders(train_root or test_root)
         if not classes and find_images(test_root):
             photos = [Photo(path, name_below(path, folder), -1, "test") for path in find_images(folder)]
             return Listing(clean_name(folder.name), [], photos, metadata=_describe_labels("none", folder))
-        standard = wanted.outputs == DEFAULT_COUNT and are_known_synsets(classes)
+        is_imagenet = request.outputs == DEFAULT_COUNT and are_known_synsets(classes)
         test = _list_photos(folder, test_root, classes, "test")
-        training = _list_photos(folder, train_root, classes, "train") if train_root and wanted.train else []
-        if train_root is None or not wanted.calibration:
-            return _list_labelled(folder, classes, standard, test + training)
+        training = _list_photos(folder, train_root, classes, "train") if train_root and request.train else []
+        if train_root is None or not request.calibration:
+            return _list_labelled(folder, classes, is_imagenet, test + training)
         training = training or _list_photos(folder, train_root, classes, "calibration")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
-    order = stratified_order(np.array([photo.label for photo in training]), wanted.seed)
-    chosen = set(order[: wanted.calibration].tolist())
-    marked = [replace(photo, calibrates=i in chosen) for i, photo in enumerate(training)]
-    kept = [photo for photo in marked if wanted.train or photo.calibrates]
-    return _list_labelled(folder, classes, standard, test + kept)
+    order = stratified_order(np.array([photo.label for photo in training]), request.seed)
+    indices = set(order[: request.calibration].tolist())
+    marked_photos = [replace(photo, calibrates=i in indices) for i, photo in enumerate(training)]
+    kept_photos = [photo for photo in marked_photos if request.train or photo.calibrates]
+    return _list_labelled(folder, classes, is_imagenet, test + kept_photos)
 
 
 def list_calibration_folder(folder: Path) -> Listing:
@@ -112,17 +112,17 @@ def list_calibration_folder(folder: Path) -> Listing:
     )
 
 
-def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: list[Photo]) -> Listing:
-    """List the photos with labels by folder order, or by index among ImageNet's classes if `standard`."""
-    name, about = clean_name(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
-    if not standard:
-        if wrong_order := warn_number_order(classes):
-            about["warnings"] = [*about.get("warnings", []), *wrong_order]
-        return Listing(name, [clean_name(one) for one in classes], photos, metadata=about)
+def _list_labelled(folder: Path, classes: list[str], is_imagenet: bool, photos: list[Photo]) -> Listing:
+    """List the photos with labels by folder order, or by index among ImageNet's classes if `is_imagenet`."""
+    name, meta = clean_name(folder.name), _describe_labels("imagenet1k" if is_imagenet else "folders", folder)
+    if not is_imagenet:
+        if order_warnings := warn_number_order(classes):
+            meta["warnings"] = [*meta.get("warnings", []), *order_warnings]
+        return Listing(name, [clean_name(class_name) for class_name in classes], photos, metadata=meta)
     order = list(list_synsets())
-    number = [order.index(synset) for synset in classes]
-    photos = [replace(photo, label=number[photo.label] if photo.label >= 0 else -1) for photo in photos]
-    return Listing(name, [describe_synset(synset) for synset in order], photos, metadata=about)
+    indices = [order.index(synset) for synset in classes]
+    photos = [replace(photo, label=indices[photo.label] if photo.label >= 0 else -1) for photo in photos]
+    return Listing(name, [describe_synset(synset) for synset in order], photos, metadata=meta)
 
 
 def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
@@ -133,25 +133,25 @@ def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
 
 def _warn_loose(folder: Path) -> list[str]:
     """Return a warning if images lie outside the class folders."""
-    loose = [path for root in {folder, *filter(None, _find_roots(folder))} for path in root.iterdir()]
-    loose = sorted(path for path in loose if is_image(path.name) and not is_system(path.name) and path.is_file())
-    are = "1 image is left out: it is" if len(loose) == 1 else f"{len(loose):,} images are left out: they are"
-    return [f"{are} in no class folder, e.g. {name_below(loose[0], folder)}"] if loose else []
+    files = [path for root in {folder, *filter(None, _find_roots(folder))} for path in root.iterdir()]
+    files = sorted(path for path in files if is_image(path.name) and not is_system(path.name) and path.is_file())
+    clause = "1 image is left out: it is" if len(files) == 1 else f"{len(files):,} images are left out: they are"
+    return [f"{clause} in no class folder, e.g. {name_below(files[0], folder)}"] if files else []
 
 
 def _find_roots(folder: Path) -> tuple[Path, Path | None]:
     """Return the parent folders of the class folders of test images and of training images (None: no train/)."""
     names = list_folders(folder)
-    places = {name.casefold(): folder / name for name in names if list_folders(folder / name)}
-    train = next((places[name] for name in TRAINING_SPLITS if name in places), None)
+    split_folders = {name.casefold(): folder / name for name in names if list_folders(folder / name)}
+    train = next((split_folders[name] for name in TRAINING_SPLITS if name in split_folders), None)
     for name in TEST_SPLITS:
-        if name in places:
-            return places[name], train
+        if name in split_folders:
+            return split_folders[name], train
     if train is not None:
         raise UserError(
             f"{folder} has {train.name}/ but neither test/ nor val/ with class folders; add one, or give {train}"
         )
-    if len(names) == len(places) and names and all(map(SPLIT_NAME.search, names)):
+    if len(names) == len(split_folders) and names and all(map(SPLIT_NAME.search, names)):
         raise UserError(
             f"{folder} has {', '.join(names[:4])}, which hold class folders and seem to be parts of a data set; name "
             f"the test set test, or give its folder alone"
@@ -160,16 +160,16 @@ def _find_roots(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _list_photos(folder: Path, root: Path, classes: list[str], split: str) -> list[Photo]:
-    present = list_folders(root)
-    if not present:
+    names = list_folders(root)
+    if not names:
         raise UserError(f"no class folders in {root}; put the images of each class into a folder named after it")
-    if unknown := sorted(set(present) - set(classes)):
-        raise UserError(f"class {unknown[0]!r} is in {root} but not in the folder of the training images")
-    label = {name: i for i, name in enumerate(classes)}
-    images_of = {name: find_images(root / name) for name in present}
+    if unknown_names := sorted(set(names) - set(classes)):
+        raise UserError(f"class {unknown_names[0]!r} is in {root} but not in the folder of the training images")
+    index_of = {name: i for i, name in enumerate(classes)}
+    images_of = {name: find_images(root / name) for name in names}
     if not any(images_of.values()):
         raise UserError(f"no images in {root}; known formats: {', '.join(sorted(EXTENSIONS))}")
-    if empty := [name for name in present if not images_of[name]]:
-        more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
-        raise UserError(f"class {empty[0]!r} has no images in {root}{more}; add some or remove the folder")
-    return [Photo(path, name_below(path, folder), label[name], split) for name in present for path in images_of[name]]
+    if empty_names := [name for name in names if not images_of[name]]:
+        more = f" (and {len(empty_names) - 1} more)" if len(empty_names) > 1 else ""
+        raise UserError(f"class {empty_names[0]!r} has no images in {root}{more}; add some or remove the folder")
+    return [Photo(path, name_below(path, folder), index_of[name], split) for name in names for path in images_of[name]]

@@ -100,9 +100,9 @@ def decode_listing(listing: Listing, folder: Path, options: DecodeOptions) -> Da
     count = len(listing.photos)
     listing, shas = _without_test_copies(listing, hashes[:count])
     identity = [(p.split, p.name, p.label, p.calibrates, sha) for p, sha in zip(listing.photos, shas, strict=True)]
-    aside = listing.metadata.get("set_aside", 0)
+    set_aside = listing.metadata.get("set_aside", 0)
     # Added only if present, so that other data sets keep their key.
-    marks = [*([aside] if aside else []), *listing.metadata.get("warnings", [])]
+    marks = [*([set_aside] if set_aside else []), *listing.metadata.get("warnings", [])]
     key = store.make_key(
         listing.classes,
         identity,
@@ -122,7 +122,7 @@ def decode_listing(listing: Listing, folder: Path, options: DecodeOptions) -> Da
             **options.transform.identity,
         }
         # Equal with and without images set aside, so that results on the common test images can be compared.
-        test_identity = [("test" if aside else split, *rest) for split, *rest in identity]
+        test_identity = [("test" if set_aside else split, *rest) for split, *rest in identity]
         meta_fields["photographs"] = store.make_key(listing.classes, test_identity)
         data_folder = store.write_folder(
             options.cache, key, _build_content(listing, {**meta_fields, **listing.metadata}, options)
@@ -134,8 +134,8 @@ def decode_listing(listing: Listing, folder: Path, options: DecodeOptions) -> Da
 
 def make_spec(name: str, folder: Path) -> DataSpec:
     """Return the test split of the decoded data set in the folder."""
-    about = store.read_meta(folder)
-    return DataSpec(name, str(folder.resolve()), about["sha256"], "test", about["splits"]["test"])
+    meta = store.read_meta(folder)
+    return DataSpec(name, str(folder.resolve()), meta["sha256"], "test", meta["splits"]["test"])
 
 
 def stratified_order(labels: np.ndarray, seed: int) -> np.ndarray:
@@ -145,9 +145,9 @@ def stratified_order(labels: np.ndarray, seed: int) -> np.ndarray:
     shuffled = rng.permutation(len(labels))
     by_class = shuffled[np.argsort(inverse[shuffled], kind="stable")]
     firsts = np.cumsum(counts) - counts
-    place = np.empty(len(labels))
-    place[by_class] = np.arange(len(labels)) - np.repeat(firsts, counts)
-    quota: np.ndarray = (place + rng.random(len(values))[inverse]) / counts[inverse]
+    position = np.empty(len(labels))
+    position[by_class] = np.arange(len(labels)) - np.repeat(firsts, counts)
+    quota: np.ndarray = (position + rng.random(len(values))[inverse]) / counts[inverse]
     return np.argsort(quota, kind="stable")
 
 
@@ -166,24 +166,24 @@ def name_below(path: Path, folder: Path) -> str:
 def find_images(root: Path) -> list[Path]:
     """Find image files below the folder at any depth, in order; hidden and system files are left out."""
     paths: list[Path] = []
-    above = {os.fspath(root): {place.resolve() for place in (root, *root.parents)}}  # each folder's resolved ancestors
+    parents = {os.fspath(root): {path.resolve() for path in (root, *root.parents)}}  # each folder's resolved ancestors
     for parent, folders, files in os.walk(root, followlinks=True):
-        within = above.pop(parent)
-        real = {name: Path(parent, name).resolve() for name in folders if not is_system(name)}
-        folders[:] = [name for name, place in real.items() if place not in within]  # a link may lead back
-        above |= {os.fspath(Path(parent, name)): within | {real[name]} for name in folders}
+        ancestors = parents.pop(parent)
+        resolved = {name: Path(parent, name).resolve() for name in folders if not is_system(name)}
+        folders[:] = [name for name, path in resolved.items() if path not in ancestors]  # a link may lead back
+        parents |= {os.fspath(Path(parent, name)): ancestors | {resolved[name]} for name in folders}
         paths += [Path(parent, name) for name in files if not is_system(name) and is_image(name)]
     return sorted(paths)
 
 
 def warn_unread_formats(root: Path) -> list[str]:
     """Return a warning if images of unsupported formats lie below the folder."""
-    found = sorted(path for path in root.rglob("*") if path.suffix.lower() in UNREADABLE_SUFFIXES and path.is_file())
-    if not found:
+    files = sorted(path for path in root.rglob("*") if path.suffix.lower() in UNREADABLE_SUFFIXES and path.is_file())
+    if not files:
         return []
-    formats = ", ".join(sorted({path.suffix.lower() for path in found}))
-    are = "1 image is" if len(found) == 1 else f"{len(found):,} images are"
-    return [f"{are} left out: unsupported formats ({formats}), e.g. {name_below(found[0], root)}"]
+    formats = ", ".join(sorted({path.suffix.lower() for path in files}))
+    clause = "1 image is" if len(files) == 1 else f"{len(files):,} images are"
+    return [f"{clause} left out: unsupported formats ({formats}), e.g. {name_below(files[0], root)}"]
 
 
 def warn_number_order(names: list[str]) -> list[str]:
@@ -218,65 +218,65 @@ def find_image_folder(file: Path, names: list[str]) -> tuple[Path, str]:
     the file's name is taken (train.csv, train_images/). Raises `AmbiguousImages` if that doesn't decide.
     """
     split = file.stem.rpartition("_")[2]
-    usual = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", "data", split)]
-    usual.append(file.parent.parent / "images" / split)
-    beside = sorted(inner for inner in file.parent.iterdir() if inner.is_dir() and not is_system(inner.name))[
+    defaults = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", "data", split)]
+    defaults.append(file.parent.parent / "images" / split)
+    siblings = sorted(inner for inner in file.parent.iterdir() if inner.is_dir() and not is_system(inner.name))[
         :SAMPLED_IMAGES
     ]
-    bases = list(dict.fromkeys([*usual, *beside]))
-    first, suffixes = names[:SAMPLED_IMAGES], [""]
-    if not any(map(is_image, first)):
+    bases = list(dict.fromkeys([*defaults, *siblings]))
+    sample, suffixes = names[:SAMPLED_IMAGES], [""]
+    if not any(map(is_image, sample)):
         suffixes += [case for suffix in sorted(EXTENSIONS) for case in (suffix, suffix.upper())]
     hits = {
-        (base, suffix): sum((base / (name + suffix)).is_file() for name in first)
+        (base, suffix): sum((base / (name + suffix)).is_file() for name in sample)
         for suffix in suffixes
         for base in bases
     }
-    most = max(hits.values())
-    if not most:
+    max_hits = max(hits.values())
+    if not max_hits:
         raise UserError(f"image {names[0]} of {file.name} is not in any of {', '.join(map(str, bases))}")
-    tied = [place for place, count in hits.items() if count == most]
-    if chosen := next((place for place in tied if place[0] in usual), None):
-        tied = [place for place in tied if place[0] == chosen[0]]
-    elif len(tied) > 1:
+    candidates = [hit for hit, count in hits.items() if count == max_hits]
+    if choice := next((hit for hit in candidates if hit[0] in defaults), None):
+        candidates = [hit for hit in candidates if hit[0] == choice[0]]
+    elif len(candidates) > 1:
         words = set(WORD.findall(file.stem.lower()))
-        tied = [place for place in tied if words & set(WORD.findall(place[0].name.lower()))] or tied
-    name = next(name for name in first if any((base / (name + suffix)).is_file() for base, suffix in tied))
-    found = [path for base, suffix in tied if (path := base / (name + suffix)).is_file()]
-    others = [path for path in found if not path.samefile(found[0])]  # the file system may ignore case
-    if others:
-        both = " and ".join(name_below(path, file.parent) for path in (found[0], others[0]))
-        raise AmbiguousImages(f"image {name} of {file.name} may be {both}; write it in {file.name} as one of them")
-    return tied[0]
+        candidates = [hit for hit in candidates if words & set(WORD.findall(hit[0].name.lower()))] or candidates
+    name = next(name for name in sample if any((base / (name + suffix)).is_file() for base, suffix in candidates))
+    files = [path for base, suffix in candidates if (path := base / (name + suffix)).is_file()]
+    other_files = [path for path in files if not path.samefile(files[0])]  # the file system may ignore case
+    if other_files:
+        pair = " and ".join(name_below(path, file.parent) for path in (files[0], other_files[0]))
+        raise AmbiguousImages(f"image {name} of {file.name} may be {pair}; write it in {file.name} as one of them")
+    return candidates[0]
 
 
 def without_missing(photos: list[Photo], folder: Path, file: Path, skip: bool) -> tuple[list[Photo], str]:
     """Return the existing images and a warning on missing ones; raise `UserError` unless these may be skipped."""
-    lost = [photo.name for photo in photos if not photo.path.is_file()]
-    if not lost:
+    names = [photo.name for photo in photos if not photo.path.is_file()]
+    if not names:
         return photos, ""
-    missing = f"{len(lost)} of {len(photos)} images of {file.name} are not in {folder}, e.g. {lost[0]}"
+    warning = f"{len(names)} of {len(photos)} images of {file.name} are not in {folder}, e.g. {names[0]}"
     photos = [photo for photo in photos if photo.path.is_file()]
     if not (skip and photos):
         remedy = "leave them out with --unreadable skip" if photos else "put them there"
-        raise UserError(f"{missing}; {remedy}")
-    return photos, f"{missing}; they were left out"
+        raise UserError(f"{warning}; {remedy}")
+    return photos, f"{warning}; they were left out"
 
 
-def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
+def _with_calibration(listing: Listing, max_count: int, seed: int) -> Listing:
     """Set test images aside for calibration if there are no others: at most a fifth, no class's only image."""
     test = listing.photos
     if listing.own_calibration or any(photo.split != "test" for photo in test):
         return listing
     labels = np.array([photo.label for photo in test])
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    only = counts[inverse] == 1
-    order = [i for i in stratified_order(labels, seed).tolist() if not only[i]]
-    taken = set(order[: min(wanted, len(test) // CALIBRATION_DIVISOR)])
-    if not taken:
+    is_single = counts[inverse] == 1
+    order = [i for i in stratified_order(labels, seed).tolist() if not is_single[i]]
+    indices = set(order[: min(max_count, len(test) // CALIBRATION_DIVISOR)])
+    if not indices:
         return listing
-    photos = [replace(photo, split="calibration") if i in taken else photo for i, photo in enumerate(test)]
-    return replace(listing, photos=photos, metadata={**listing.metadata, "set_aside": len(taken)})
+    photos = [replace(photo, split="calibration") if i in indices else photo for i, photo in enumerate(test)]
+    return replace(listing, photos=photos, metadata={**listing.metadata, "set_aside": len(indices)})
 
 
 def list_calibration_photos(folder: Path) -> list[Photo]:
@@ -305,18 +305,18 @@ def calibrate_on(listing: Listing, folder: Path) -> Listing:
 def _without_test_copies(listing: Listing, hashes: list[str]) -> tuple[Listing, list[str]]:
     """Leave out copies of test images from other splits, so that test images are not trained or calibrated on."""
     photos = listing.photos
-    tested = {sha for photo, sha in zip(photos, hashes, strict=True) if photo.split == "test" and sha}
-    keep = [i for i, photo in enumerate(photos) if photo.split == "test" or hashes[i] not in tested]
-    without_copies = replace(listing, photos=[photos[i] for i in keep])
+    test_hashes = {sha for photo, sha in zip(photos, hashes, strict=True) if photo.split == "test" and sha}
+    indices = [i for i, photo in enumerate(photos) if photo.split == "test" or hashes[i] not in test_hashes]
+    without_copies = replace(listing, photos=[photos[i] for i in indices])
     splits = {photo.split for photo in without_copies.photos}
     if listing.own_calibration and "calibration" not in splits:
         raise UserError("every calibration image is also a test image; give a folder with other images")
     if any(photo.split == "train" for photo in photos) and "train" not in splits:
         raise UserError("every training image is also a test image; give others")
-    return without_copies, [hashes[i] for i in keep]
+    return without_copies, [hashes[i] for i in indices]
 
 
-def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptions) -> store.Content:
+def _build_content(listing: Listing, meta: dict[str, Any], options: DecodeOptions) -> store.Content:
     photos = listing.photos
     paths = [photo.path for photo in photos]
     columns = {"labels": np.array([photo.label for photo in photos], np.int64)}
@@ -326,12 +326,12 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
         columns["sizes"] = np.array([size or (0, 0) for size in sizes], np.int32)
     if listing.annotate:
         annotations = listing.annotate(photos, sizes)
-        about = {**about, **annotations.metadata, "truth": TRUTH_FILE}
-    if left_out := warn_left_out(paths):
-        about = {**about, "warnings": [*about.get("warnings", ()), *left_out]}
+        meta = {**meta, **annotations.metadata, "truth": TRUTH_FILE}
+    if warnings := warn_left_out(paths):
+        meta = {**meta, "warnings": [*meta.get("warnings", ()), *warnings]}
 
-    def further_files(kept: np.ndarray) -> dict[str, Any]:
-        return {TRUTH_FILE: annotations.truth(kept)} if annotations else {}
+    def further_files(kept_rows: np.ndarray) -> dict[str, Any]:
+        return {TRUTH_FILE: annotations.truth(kept_rows)} if annotations else {}
 
     def check_unreadable(unreadable: dict[int, str]) -> list[str]:
         lines = [f"{photos[i].name} ({reason})" for i, reason in unreadable.items()]
@@ -345,7 +345,7 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
         options.transform.shape,
         columns,
         _split_photos(photos, options.seed),
-        about,
+        meta,
         check_unreadable,
         further_files,
         tuple(photo.name for photo in photos),
@@ -356,27 +356,27 @@ def _split_photos(photos: list[Photo], seed: int) -> dict[str, np.ndarray]:
     labels = np.array([photo.label for photo in photos], np.int64)
     splits = {}
     for split in ("test", "train", "calibration"):
-        belongs = [photo.split == split or (photo.calibrates and split == "calibration") for photo in photos]
-        if len(chosen := np.flatnonzero(belongs)):
-            splits[split] = chosen[stratified_order(labels[chosen], seed)]
+        is_in_split = [photo.split == split or (photo.calibrates and split == "calibration") for photo in photos]
+        if len(indices := np.flatnonzero(is_in_split)):
+            splits[split] = indices[stratified_order(labels[indices], seed)]
     return splits
 
 
 def _check_classes(listing: Listing, unreadable: dict[int, str], example: str) -> None:
     """Refuse a split with a class that is entirely unreadable."""
     for split in ("test", "train"):
-        wanted = {photo.label for photo in listing.photos if photo.split == split}
+        labels = {photo.label for photo in listing.photos if photo.split == split}
         readable = [photo for i, photo in enumerate(listing.photos) if i not in unreadable]
-        for label in sorted(wanted - {photo.label for photo in readable if photo.split == split}):
-            of = f" of class {listing.classes[label]!r}" if label >= 0 else ""
-            raise UserError(f"no {split} image{of} can be read, e.g. {example}")
+        for label in sorted(labels - {photo.label for photo in readable if photo.split == split}):
+            class_text = f" of class {listing.classes[label]!r}" if label >= 0 else ""
+            raise UserError(f"no {split} image{class_text} can be read, e.g. {example}")
 
 
 def _refuse_unreadable(unreadable: list[str], count: int) -> None:
     if unreadable:
-        named = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
+        examples = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
         raise UserError(
-            f"{len(unreadable)} of {count} images can't be read: {named}; "
+            f"{len(unreadable)} of {count} images can't be read: {examples}; "
             "remove them, or leave them out with --unreadable skip"
         )
 
@@ -394,14 +394,14 @@ def list_synsets() -> dict[str, str]:
     timm's lists are read as files: importing timm would load torch.
     """
     spec = importlib.util.find_spec("timm")
-    folders = [Path(place) / "data" / "_info" for place in (spec.submodule_search_locations or [])] if spec else []
+    folders = [Path(path) / "data" / "_info" for path in (spec.submodule_search_locations or [])] if spec else []
     lists = next((folder for folder in folders if (folder / "imagenet_synsets.txt").is_file()), None)
     if lists is None:
         raise Unavailable(f"ImageNet's list of classes comes with timm; {install('timm')}")
     lemmas = (lists / "imagenet_synset_to_lemma.txt").read_text(encoding="utf-8").splitlines()
-    named = dict(line.split("\t", 1) for line in lemmas if "\t" in line)
+    names = dict(line.split("\t", 1) for line in lemmas if "\t" in line)
     order = (lists / "imagenet_synsets.txt").read_text(encoding="utf-8").split()
-    return {synset: named.get(synset, synset).split(",")[0] for synset in order}
+    return {synset: names.get(synset, synset).split(",")[0] for synset in order}
 
 
 def are_known_synsets(names: list[str]) -> bool:

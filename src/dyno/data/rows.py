@@ -70,42 +70,42 @@ def write_rows(images: Path, journal: Path, shape: tuple[int, ...], count: int, 
 
     Plain writes are used, because writing to mapped memory on a full disk would kill the process.
     """
-    written = RowFileState()
+    state = RowFileState()
     for path in (images, journal):
         path.touch()
     with open(images, "r+b") as pixels, open(journal, "r+b") as lines:
         pixels.write(make_header(count, shape))
-        _count_rows(pixels, lines, shape, written)
-        for decoded in rows(written.done):
+        _count_rows(pixels, lines, shape, state)
+        for decoded in rows(state.done):
             if not isinstance(decoded.row, str):
                 pixels.write(decoded.row.data)
                 pixels.flush()
             lines.write(_format_line(decoded))
             lines.flush()
-            written.add(decoded)
+            state.add(decoded)
         pixels.seek(0)
-        pixels.write(make_header(written.kept, shape))
+        pixels.write(make_header(state.kept, shape))
         pixels.flush()
         os.fsync(pixels.fileno())
-    written.sha.update(f"{written.kept} {shape}".encode())
-    return written
+    state.sha.update(f"{state.kept} {shape}".encode())
+    return state
 
 
 def make_header(count: int, shape: tuple[int, ...]) -> bytes:
     """Return the .npy header; numpy pads it to a length independent of the first axis."""
-    beginning = io.BytesIO()
-    about = {"descr": "|u1", "fortran_order": False, "shape": (count, *shape)}
-    np.lib.format.write_array_header_1_0(beginning, about)
-    return beginning.getvalue()
+    buffer = io.BytesIO()
+    header = {"descr": "|u1", "fortran_order": False, "shape": (count, *shape)}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    return buffer.getvalue()
 
 
-def _count_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], written: RowFileState) -> None:
+def _count_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], state: RowFileState) -> None:
     """Count the rows that are complete in both files, and truncate both after them."""
-    whole = pixels.tell(), 0
+    ends = pixels.tell(), 0
     for decoded in _iter_rows(pixels, lines, shape):
-        written.add(decoded)
-        whole = pixels.tell(), lines.tell()
-    for file, end in zip((pixels, lines), whole, strict=True):
+        state.add(decoded)
+        ends = pixels.tell(), lines.tell()
+    for file, end in zip((pixels, lines), ends, strict=True):
         file.seek(end)
         file.truncate()
 

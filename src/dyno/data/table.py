@@ -65,27 +65,30 @@ class LabelTable(DataFormat):
         folders = [inner.name for inner in path.iterdir() if inner.is_dir() and not is_system(inner.name)]
         return any(all(map(SPLIT_NAME.fullmatch, folders)) or _are_in_one_folder(table) for table in _find_tables(path))
 
-    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
+    def scan(self, path: Path, request: ScanRequest) -> Listing:
         file = path
         if path.is_dir():
-            file, *others = _find_tables(path)
-            if others:
-                named = ", ".join(table.name for table in (file, *others))
-                raise UserError(f"{path} has several tables of labels ({named}); give the path of the one to use")
-        if wanted.train:
+            file, *other_files = _find_tables(path)
+            if other_files:
+                names = ", ".join(table.name for table in (file, *other_files))
+                raise UserError(f"{path} has several tables of labels ({names}); give the path of the one to use")
+        if request.train:
             raise UserError(f"{file} is a table of labels; training needs class folders, train/<class>/… and test/…")
         table = _read_table(file)
-        labels, classes, standard = _number_labels(file, table, wanted.outputs)
+        labels, classes, is_imagenet = _number_labels(file, table, request.outputs)
         folder, suffix = find_image_folder(file, table.names)
         rows = zip(table.names, labels, table.splits, strict=True)
         photos = [Photo(folder / (name + suffix), clean_name(name), label, split) for name, label, split in rows]
         paths = Counter(photo.path for photo in photos)  # ./a.png is a.png
-        if twice := next((photo.name for photo in reversed(photos) if paths[photo.path] > 1), ""):
-            raise UserError(f"{file} lists {twice} twice; each image needs one row with one class")
-        photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
-        warnings = [line for line in (missing, _warn_unlisted(photos, folder, file)) if line]
-        about = {"label_source": "imagenet1k" if standard else "table", **({"warnings": warnings} if warnings else {})}
-        return Listing(clean_name(file.stem), classes, _split_photos(photos, wanted), metadata=about)
+        if repeat := next((photo.name for photo in reversed(photos) if paths[photo.path] > 1), ""):
+            raise UserError(f"{file} lists {repeat} twice; each image needs one row with one class")
+        photos, missing_warning = without_missing(photos, folder, file, request.skip_missing)
+        warnings = [line for line in (missing_warning, _warn_unlisted(photos, folder, file)) if line]
+        meta = {
+            "label_source": "imagenet1k" if is_imagenet else "table",
+            **({"warnings": warnings} if warnings else {}),
+        }
+        return Listing(clean_name(file.stem), classes, _split_photos(photos, request), metadata=meta)
 
 
 LABEL_TABLE = LabelTable()
@@ -118,10 +121,10 @@ def _are_in_one_folder(file: Path) -> bool:
 
 def _warn_unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
     """Return a warning on images in the folder that the table doesn't list."""
-    listed = {photo.path for photo in photos}
-    others = [path for path in folder.iterdir() if is_image(path.name) and path not in listed]
-    are = "1 image is" if len(others) == 1 else f"{len(others):,} images are"
-    return f"{are} not in {file.name} and left out, e.g. {clean_name(min(others).name)}" if others else ""
+    known_paths = {photo.path for photo in photos}
+    paths = [path for path in folder.iterdir() if is_image(path.name) and path not in known_paths]
+    clause = "1 image is" if len(paths) == 1 else f"{len(paths):,} images are"
+    return f"{clause} not in {file.name} and left out, e.g. {clean_name(min(paths).name)}" if paths else ""
 
 
 def _find_tables(folder: Path) -> list[Path]:
@@ -148,24 +151,24 @@ def _read_table(file: Path) -> _LabelRows:
         text = content.decode("utf-16" if content[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"the table {file} can't be read: {getattr(e, 'strerror', None) or 'it is not UTF-8'}") from e
-    first = text.split("\n", 1)[0]
-    delimiter = max("\t;,|", key=first.count)
+    first_line = text.split("\n", 1)[0]
+    delimiter = max("\t;,|", key=first_line.count)
     rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines(), delimiter=delimiter) if any(row)]
     if not rows or len(rows[0]) < 2:
         raise UserError(f"{file} is not a table of labels; it needs a row of path,label for each image")
     header = [re.sub(r"[\s._-]", "", cell.lower()) for cell in rows[0]]
     is_header = not any(map(is_image, rows[0])) and (not {*header}.isdisjoint(PATH_COLUMNS) or _is_path(rows[1:], None))
     if not is_header:
-        header, begin = ["path", "label"] if len(rows[0]) == 2 else [""] * len(rows[0]), 0
+        header, start = ["path", "label"] if len(rows[0]) == 2 else [""] * len(rows[0]), 0
     else:
-        begin = 1
-    body = rows[begin:]
-    if ragged := next((n for n, row in enumerate(body, begin + 1) if len(row) != len(header)), 0):
-        raise UserError(f"{file}, row {ragged} has {len(rows[ragged - 1])} cells, not {len(header)}")
+        start = 1
+    body = rows[start:]
+    if bad_row := next((n for n, row in enumerate(body, start + 1) if len(row) != len(header)), 0):
+        raise UserError(f"{file}, row {bad_row} has {len(rows[bad_row - 1])} cells, not {len(header)}")
     if not {*header}.isdisjoint(BOX_COLUMNS) or not body:
-        what = "holds boxes, which are read only in COCO's or YOLO's format" if body else "has no rows"
-        raise UserError(f"{file} {what}; give a table of path,label")
-    return _choose_columns(file, header, rows[0] if is_header else header, body, begin)
+        problem = "holds boxes, which are read only in COCO's or YOLO's format" if body else "has no rows"
+        raise UserError(f"{file} {problem}; give a table of path,label")
+    return _choose_columns(file, header, rows[0] if is_header else header, body, start)
 
 
 def _is_path(rows: list[list[str]], column: int | None) -> bool:
@@ -174,14 +177,14 @@ def _is_path(rows: list[list[str]], column: int | None) -> bool:
     return bool(cells) and all(any(map(is_image, row)) for row in cells)
 
 
-def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[list[str]], begin: int) -> _LabelRows:
+def _choose_columns(file: Path, header: list[str], titles: list[str], body: list[list[str]], start: int) -> _LabelRows:
     """Choose the columns of paths, labels and splits; several columns of 0 and 1 are one-hot classes."""
-    named = [header.index(name) for name in PATH_COLUMNS if name in header]
-    paths = next((c for c in [*named, *range(len(header))] if _is_path(body, c)), named[0] if named else None)
-    if paths is None:
+    columns = [header.index(name) for name in PATH_COLUMNS if name in header]
+    path = next((c for c in [*columns, *range(len(header))] if _is_path(body, c)), columns[0] if columns else None)
+    if path is None:
         raise UserError(f"{file} has no column of image files; name one path, and one label")
     split = next((header.index(name) for name in SPLIT_COLUMNS if name in header), None)
-    rest = [c for c in range(len(header)) if c not in (paths, split) and header[c]]
+    rest = [c for c in range(len(header)) if c not in (path, split) and header[c]]
     label = next((header.index(name) for name in LABEL_COLUMNS if name in header and header.index(name) in rest), None)
     label = rest[0] if label is None and len(rest) == 1 else label
     classes: list[str] = []
@@ -189,20 +192,22 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
     if label is not None:
         labels, texts = _find_numbers(body, label, [c for c in rest if header[c] in LABEL_COLUMNS])
     elif all(row[c] in ("0", "1", "0.0", "1.0") for row in body for c in rest) and rest:
-        classes = [clean_name(shown[c]) for c in rest]
+        classes = [clean_name(titles[c]) for c in rest]
         marks = [[k for k, c in enumerate(rest) if float(row[c])] for row in body]
-        if wrong := next((n for n, mark in enumerate(marks, begin + 1) if len(mark) != 1), 0):
-            raise UserError(f"{file}, row {wrong}: {len(marks[wrong - begin - 1])} classes are 1; each image needs one")
+        if bad_row := next((n for n, mark in enumerate(marks, start + 1) if len(mark) != 1), 0):
+            raise UserError(
+                f"{file}, row {bad_row}: {len(marks[bad_row - start - 1])} classes are 1; each image needs one"
+            )
         labels = [str(mark[0]) for mark in marks]
-    elif not any(shown):
+    elif not any(titles):
         raise UserError(
-            f"{file} has {len(shown)} columns without names; add a first row that names them, such as path,label,split"
+            f"{file} has {len(titles)} columns without names; add a first row that names them, such as path,label,split"
         )
     else:
-        raise UserError(f"{file} has no column called label or class, only {', '.join(shown)}; name it label")
-    names = [row[paths].replace("\\", "/") for row in body]
-    if empty := next((n for n, cells in enumerate(zip(names, labels, strict=True), begin + 1) if not all(cells)), 0):
-        raise UserError(f"{file}, row {empty} has no {'label' if names[empty - begin - 1] else 'path'}")
+        raise UserError(f"{file} has no column called label or class, only {', '.join(titles)}; name it label")
+    names = [row[path].replace("\\", "/") for row in body]
+    if bad_row := next((n for n, cells in enumerate(zip(names, labels, strict=True), start + 1) if not all(cells)), 0):
+        raise UserError(f"{file}, row {bad_row} has no {'label' if names[bad_row - start - 1] else 'path'}")
     splits = ["test"] * len(body) if split is None else [row[split].lower() for row in body]
     return _LabelRows(names, labels, splits, classes, texts)
 
@@ -211,47 +216,47 @@ def _find_numbers(body: list[list[str]], label: int, columns: list[int]) -> tupl
     """Return each row's label, and its name: of two columns that match one to one, the numbers are the labels."""
     labels = [row[label] for row in body]
     is_number = all(map(CLASS_NUMBER.fullmatch, labels))
-    for other in ([row[c] for row in body] for c in columns if c != label):
-        pairs = {*zip(labels, other, strict=True)}
-        if len(pairs) == len({*labels}) == len({*other}) and is_number != all(map(CLASS_NUMBER.fullmatch, other)):
-            return (labels, other) if is_number else (other, labels)
+    for values in ([row[c] for row in body] for c in columns if c != label):
+        pairs = {*zip(labels, values, strict=True)}
+        if len(pairs) == len({*labels}) == len({*values}) and is_number != all(map(CLASS_NUMBER.fullmatch, values)):
+            return (labels, values) if is_number else (values, labels)
     return labels, []
 
 
 def _number_labels(file: Path, table: _LabelRows, outputs: int) -> tuple[list[int], list[str], bool]:
     """Return each image's class index, the class names, and whether they are ImageNet's 1,000 classes."""
-    labels, named = table.labels, table.classes
-    if all(re.fullmatch(r"-?\d+(\.0+)?", label) for label in labels) and (below := min(labels, key=float))[0] == "-":
-        raise UserError(f"{file} has class {below}; classes are numbered from 0: leave out rows without a class")
+    labels, classes = table.labels, table.classes
+    if all(re.fullmatch(r"-?\d+(\.0+)?", label) for label in labels) and (negative := min(labels, key=float))[0] == "-":
+        raise UserError(f"{file} has class {negative}; classes are numbered from 0: leave out rows without a class")
     if not all(map(CLASS_NUMBER.fullmatch, labels)):
         order = sorted(set(labels))
         if outputs == DEFAULT_COUNT and are_known_synsets(order):
-            every = list(list_synsets())
-            return [every.index(label) for label in labels], [describe_synset(synset) for synset in every], True
-        place = {label: k for k, label in enumerate(order)}
-        return [place[label] for label in labels], [clean_name(label) for label in order], False
+            synsets = list(list_synsets())
+            return [synsets.index(label) for label in labels], [describe_synset(synset) for synset in synsets], True
+        index_of = {label: k for k, label in enumerate(order)}
+        return [index_of[label] for label in labels], [clean_name(label) for label in order], False
     numbers = [int(float(label)) for label in labels]
-    highest, count = max(numbers), len(named) or outputs
+    highest, count = max(numbers), len(classes) or outputs
     if highest >= (count or MAX_CLASSES):
-        known = (
+        range_text = (
             f"the network has {add_noun(count, 'class', 'classes')}, 0 to {count - 1}" if count else "no class is so"
         )
-        since = "; the table counts from 1, subtract 1" if min(numbers) == 1 and highest == count else ""
-        raise UserError(f"{file} has class {highest}, but {known}{since}")
+        hint = "; the table counts from 1, subtract 1" if min(numbers) == 1 and highest == count else ""
+        raise UserError(f"{file} has class {highest}, but {range_text}{hint}")
     texts = dict(zip(numbers, table.texts, strict=False))
-    return numbers, named or [clean_name(texts.get(k, str(k))) for k in range(count or highest + 1)], False
+    return numbers, classes or [clean_name(texts.get(k, str(k))) for k in range(count or highest + 1)], False
 
 
-def _split_photos(photos: list[Photo], wanted: ScanRequest) -> list[Photo]:
+def _split_photos(photos: list[Photo], request: ScanRequest) -> list[Photo]:
     """Return the test images, of one split, and the calibration images, from the training split."""
-    tested = next((split for split in TEST_SPLITS if any(photo.split == split for photo in photos)), None)
-    if tested is None:
+    test_split = next((split for split in TEST_SPLITS if any(photo.split == split for photo in photos)), None)
+    if test_split is None:
         raise UserError(
             f"no row of the table belongs to the split {', '.join(TEST_SPLITS)}; mark the test rows as test"
         )
-    test = [Photo(p.path, p.name, p.label, "test") for p in photos if p.split == tested]
+    test = [Photo(p.path, p.name, p.label, "test") for p in photos if p.split == test_split]
     training = [Photo(p.path, p.name, p.label, "calibration") for p in photos if p.split in TRAINING_SPLITS]
     if not training:
         return test
-    order = stratified_order(np.array([p.label for p in training]), wanted.seed)[: wanted.calibration]
+    order = stratified_order(np.array([p.label for p in training]), request.seed)[: request.calibration]
     return test + [training[i] for i in sorted(order.tolist())]

@@ -42,8 +42,8 @@ def find_label_file(image: Path) -> Path:
     For a link, the target's label file is tried too.
     """
     label = _label_place(image)
-    if not label.is_file() and (real := _label_place(image.resolve())).is_file():
-        return real
+    if not label.is_file() and (target := _label_place(image.resolve())).is_file():
+        return target
     return label
 
 
@@ -68,29 +68,29 @@ def read_labels(
     names = [f"point {i}" for i in range(keypoints[0])] if keypoints else []
     labels = Labels(photos, sizes, classes, keypoints, names, warnings=list(warnings))
     kinds: dict[str, str] = {}
-    without, twice = 0, 0
+    misses, repeats = 0, 0
     for row, photo in enumerate(photos):
         size, file = sizes[row], find_label_file(photo.path)
         if photo.split != "test" or size is None:
             continue
         if not file.is_file():
-            without += 1
+            misses += 1
             continue
         lines = _read_lines(file)
-        once = {line: number for number, line in reversed(lines)}
-        twice += len(lines) - len(once)
-        for line, number in sorted(once.items(), key=lambda item: item[1]):
-            where = f"{name_below(file, folder)}, line {number}"
-            kind, annotation = _parse_object(line, labels, size, where)
+        line_numbers = {line: number for number, line in reversed(lines)}
+        repeats += len(lines) - len(line_numbers)
+        for line, number in sorted(line_numbers.items(), key=lambda item: item[1]):
+            origin = f"{name_below(file, folder)}, line {number}"
+            kind, annotation = _parse_object(line, labels, size, origin)
             labels.add(row, annotation)
-            if kinds.setdefault(kind, where) and len(kinds) > 1:
+            if kinds.setdefault(kind, origin) and len(kinds) > 1:
                 raise UserError(f"boxes and polygons are mixed: {kinds['box']} is a box, {kinds['polygon']} a polygon")
-    if without:
-        are = "1 image without a label file counts" if without == 1 else f"{without} images without a label file count"
-        labels.warnings.append(f"{are} as background")
-    if twice:
-        are = "1 line is a duplicate" if twice == 1 else f"{twice} lines are duplicates"
-        labels.warnings.append(f"{are} within a file: each counts once")
+    if misses:
+        clause = "1 image without a label file counts" if misses == 1 else f"{misses} images without a label file count"
+        labels.warnings.append(f"{clause} as background")
+    if repeats:
+        clause = "1 line is a duplicate" if repeats == 1 else f"{repeats} lines are duplicates"
+        labels.warnings.append(f"{clause} within a file: each counts once")
     return labels.decide_kinds()
 
 
@@ -108,55 +108,57 @@ def _read_lines(file: Path) -> list[tuple[int, str]]:
     return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _parse_object(line: str, labels: Labels, size: tuple[int, int], where: str) -> tuple[str, Annotation]:
+def _parse_object(line: str, labels: Labels, size: tuple[int, int], origin: str) -> tuple[str, Annotation]:
     try:
         first, *rest = (float(number) for number in line.split())
     except ValueError:
-        raise UserError(f"{where}: {line[:60]!r} is not a row of numbers") from None
+        raise UserError(f"{origin}: {line[:60]!r} is not a row of numbers") from None
     if not first.is_integer() or not 0 <= first < len(labels.classes):
-        raise UserError(f"{where}: there is no class {first:g}; the {len(labels.classes)} classes are numbered from 0")
+        raise UserError(f"{origin}: there is no class {first:g}; the {len(labels.classes)} classes are numbered from 0")
     annotation: Annotation = {"category_id": int(first), "iscrowd": 0}
     height, width = size
     if labels.keypoints:
-        return "box", annotation | _parse_pose(rest, labels.keypoints, size, where)
+        return "box", annotation | _parse_pose(rest, labels.keypoints, size, origin)
     if len(rest) == 4:
-        box = _parse_box(rest, size, where)
+        box = _parse_box(rest, size, origin)
         return "box", annotation | {"bbox": box, "area": box[2] * box[3]}
     if len(rest) == 5:
-        raise UserError(f"{where}: 6 numbers are a prediction with its confidence, not a label; give a class and a box")
-    polygon = check_polygon([v * (height if i % 2 else width) for i, v in enumerate(rest)], size, where)
+        raise UserError(
+            f"{origin}: 6 numbers are a prediction with its confidence, not a label; give a class and a box"
+        )
+    polygon = check_polygon([v * (height if i % 2 else width) for i, v in enumerate(rest)], size, origin)
     xs, ys = polygon[::2], polygon[1::2]
-    box = check_box((min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)), size, where)
+    box = check_box((min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)), size, origin)
     return "polygon", annotation | {"bbox": box, "area": compute_polygon_area(polygon), "segmentation": [polygon]}
 
 
-def _parse_box(shares: list[float], size: tuple[int, int], where: str) -> list[float]:
+def _parse_box(shares: list[float], size: tuple[int, int], origin: str) -> list[float]:
     x, y, w, h = shares
     height, width = size
-    return check_box(((x - w / 2) * width, (y - h / 2) * height, w * width, h * height), size, where)
+    return check_box(((x - w / 2) * width, (y - h / 2) * height, w * width, h * height), size, origin)
 
 
-def _parse_pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int], where: str) -> Annotation:
+def _parse_pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int], origin: str) -> Annotation:
     """Parse box and keypoints; a point with two values is visible unless it lies left of or above the image."""
     points, values = shape
     if len(rest) != 4 + points * values:
         raise UserError(
-            f"{where}: {len(rest) - 4} values after the box; {points} keypoints of {values} are needed; "
+            f"{origin}: {len(rest) - 4} values after the box; {points} keypoints of {values} are needed; "
             "correct the line, or kpt_shape in data.yaml"
         )
     height, width = size
-    box, placed = _parse_box(rest[:4], size, where), []
+    box, keypoints = _parse_box(rest[:4], size, origin), []
     for start in range(4, len(rest), values):
         x, y = rest[start], rest[start + 1]
-        visible = rest[start + 2] if values == 3 else 2.0 * (x >= 0 and y >= 0)
-        outside = not all(map(math.isfinite, (x, y, visible)))
-        outside = outside or x * width > width + MAX_OVERHANG_PX or y * height > height + MAX_OVERHANG_PX
-        if outside or (visible and (x * width < -MAX_OVERHANG_PX or y * height < -MAX_OVERHANG_PX)):
-            raise UserError(f"{where}: keypoint {(start - 4) // values} at ({x:g}, {y:g}) lies outside the image")
-        placed += [x * width, y * height, int(visible)] if visible else [0.0, 0.0, 0]
-    visible_points = sum(1 for visible in placed[2::3] if visible > 0)
+        visibility = rest[start + 2] if values == 3 else 2.0 * (x >= 0 and y >= 0)
+        is_outside = not all(map(math.isfinite, (x, y, visibility)))
+        is_outside = is_outside or x * width > width + MAX_OVERHANG_PX or y * height > height + MAX_OVERHANG_PX
+        if is_outside or (visibility and (x * width < -MAX_OVERHANG_PX or y * height < -MAX_OVERHANG_PX)):
+            raise UserError(f"{origin}: keypoint {(start - 4) // values} at ({x:g}, {y:g}) lies outside the image")
+        keypoints += [x * width, y * height, int(visibility)] if visibility else [0.0, 0.0, 0]
+    visible_points = sum(1 for visibility in keypoints[2::3] if visibility > 0)
     area = box[2] * box[3] * BODY_SHARE
-    return {"bbox": box, "area": area, "keypoints": placed, "num_keypoints": visible_points}
+    return {"bbox": box, "area": area, "keypoints": keypoints, "num_keypoints": visible_points}
 
 
 TEST_SPLITS = ("val", "valid", "validation", "test")  # splits with test images
@@ -192,35 +194,35 @@ class Yolo(DataFormat):
             return path.suffix in self.suffixes
         if any(path.glob("data.y*ml")):
             return True
-        beside = [path / "labels", *(path / split / "labels" for split in (*TEST_SPLITS, "train"))]
-        first_labels = (next(labels.rglob("*.txt"), None) for labels in beside if (labels.parent / "images").is_dir())
+        folders = [path / "labels", *(path / split / "labels" for split in (*TEST_SPLITS, "train"))]
+        first_labels = (next(labels.rglob("*.txt"), None) for labels in folders if (labels.parent / "images").is_dir())
         return any(file is not None for file in first_labels) or _has_labels(path)
 
-    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
+    def scan(self, path: Path, request: ScanRequest) -> Listing:
         """List its images; missing training images are a warning if calibration images are requested."""
         description = (
             _from_folders(path) if path.is_dir() and _find_yaml(path) is None else _from_yaml(_find_yaml(path) or path)
         )
         test = [Photo(file, name_below(file, description.folder), -1, "test") for file in description.test]
         labels = {photo.path: find_label_file(photo.path) for photo in test}
-        present = [label for label in labels.values() if label.is_file()]
-        if not present:
+        label_files = [label for label in labels.values() if label.is_file()]
+        if not label_files:
             raise UserError(f"the {len(test)} images in {path} have no label files, e.g. {labels[test[0].path]}")
         _check_orphans(description.folder, labels)
-        photos = test + sample_calibration(description.train, description.folder, wanted.calibration, wanted.seed)
+        photos = test + sample_calibration(description.train, description.folder, request.calibration, request.seed)
         if not description.names:
-            count = max(wanted.outputs, count_classes(present))
-            beside = dict.fromkeys([description.folder, *(label.parent for label in present)])
-            listed, found = _read_names([folder / name for folder in beside for name in NON_LABEL_FILES], count)
-            description = dataclasses.replace(description, names=listed, sources=found)
+            count = max(request.outputs, count_classes(label_files))
+            folders = dict.fromkeys([description.folder, *(label.parent for label in label_files)])
+            names, name_files = _read_names([folder / name for folder in folders for name in NON_LABEL_FILES], count)
+            description = dataclasses.replace(description, names=names, sources=name_files)
         name = clean_name(path.name if path.is_dir() else path.parent.name)
 
         def annotate_photos(photos: list[Photo], sizes: Sizes) -> Annotations:
             return read_labels(photos, sizes, description.names, description.keypoints, description.folder, warnings)
 
-        sources = [*description.sources, *present]
+        sources = [*description.sources, *label_files]
         warnings = [description.folder_warning] if description.folder_warning else []
-        if description.calibration_warning and wanted.calibration and (description.train or wanted.set_aside):
+        if description.calibration_warning and request.calibration and (description.train or request.set_aside):
             warnings.append(description.calibration_warning)
         return Listing(name, description.names, photos, sources=sources, annotate=annotate_photos)
 
@@ -240,10 +242,10 @@ def _read_names(files: list[Path], count: int) -> tuple[list[str], list[Path]]:
 
 def _has_labels(folder: Path) -> bool:
     """Return whether one of the first images directly in the folder has a label file."""
-    first = sorted(file for file in folder.iterdir() if is_image(file.name) and not is_system(file.name))[
+    images = sorted(file for file in folder.iterdir() if is_image(file.name) and not is_system(file.name))[
         :SAMPLED_IMAGES
     ]
-    return any(is_yolo(find_label_file(file)) for file in first)
+    return any(is_yolo(find_label_file(file)) for file in images)
 
 
 def _find_yaml(path: Path) -> Path | None:
@@ -251,23 +253,23 @@ def _find_yaml(path: Path) -> Path | None:
     if path.is_file():
         return path
     files = sorted([*path.glob("*.yaml"), *path.glob("*.yml")])
-    named = [file for file in files if file.stem == "data"]
-    return (named or files)[0] if named or len(files) == 1 else None
+    data_files = [file for file in files if file.stem == "data"]
+    return (data_files or files)[0] if data_files or len(files) == 1 else None
 
 
 def _from_yaml(file: Path) -> _Description:
     yaml = load_library("yaml", "YOLO's format")
     try:
-        about = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
+        config = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"there is no file {file}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:  # invalid dates; unbalanced brackets
         raise UserError(f"{file} is not valid YAML: {' '.join(str(e).split())}") from e
-    if isinstance(about, dict) and about.get("names") is None and type(about.get("nc")) is int:
-        about["names"] = [str(i) for i in range(about["nc"])]
-    if not isinstance(about, dict) or not about.get("names"):
+    if isinstance(config, dict) and config.get("names") is None and type(config.get("nc")) is int:
+        config["names"] = [str(i) for i in range(config["nc"])]
+    if not isinstance(config, dict) or not config.get("names"):
         raise UserError(f"{file} names no classes; write names: [one, two]")
-    names = about["names"]
+    names = config["names"]
     if isinstance(names, dict):
         # ultralytics reads numbers in quotes, too.
         names = {int(key) if str(key).isdecimal() else key: name for key, name in names.items()}
@@ -276,48 +278,48 @@ def _from_yaml(file: Path) -> _Description:
         names = [names[i] for i in range(len(names))]
     if not isinstance(names, list):
         raise UserError(f"{file}: names is {names!r}, not a list of classes; write names: [one, two]")
-    if (count := about.get("nc", len(names))) != len(names):
+    if (count := config.get("nc", len(names))) != len(names):
         raise UserError(f"{file}: nc is {count!r}, but names has {add_noun(len(names), 'class', 'classes')}")
-    root, moved = _find_root(file, about)
-    split = next((split for split in TEST_SPLITS if about.get(split)), None)
+    root, moved = _find_root(file, config)
+    split = next((split for split in TEST_SPLITS if config.get(split)), None)
     if split is None:
         raise UserError(f"{file} has neither val nor test; add the folder of the test images as val")
-    test, wrong = _list_split(root, about[split])
-    if wrong:
-        raise UserError(f"{file}: {wrong}")
-    train, lost = _list_split(root, about["train"]) if about.get("train") else ([], "")
+    test, problem = _list_split(root, config[split])
+    if problem:
+        raise UserError(f"{file}: {problem}")
+    train, lost = _list_split(root, config["train"]) if config.get("train") else ([], "")
     train = sorted(set(train) - set(test))
     if lost:
-        taken = "" if train else "; calibration images are taken from the test images"
-        lost = f"{file.name}, train: {lost}{taken}"
+        consequence = "" if train else "; calibration images are taken from the test images"
+        lost = f"{file.name}, train: {lost}{consequence}"
     classes = [clean_name(str(name)) for name in names]
     return _Description(
-        make_absolute(file.parent), classes, _parse_shape(file, about), test, train, [file], lost, moved
+        make_absolute(file.parent), classes, _parse_shape(file, config), test, train, [file], lost, moved
     )
 
 
-def _parse_shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
-    shape = about.get("kpt_shape") or ()
-    whole = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
-    if shape and not (whole and shape[0] > 0 and shape[1] in (2, 3)):
+def _parse_shape(file: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    shape = config.get("kpt_shape") or ()
+    is_pair = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
+    if shape and not (is_pair and shape[0] > 0 and shape[1] in (2, 3)):
         raise UserError(f"{file}: kpt_shape is {shape!r}, not [number of keypoints, 2 or 3]")
     return tuple(int(n) for n in shape)
 
 
-def _find_root(file: Path, about: dict[str, Any]) -> tuple[Path, str]:
+def _find_root(file: Path, config: dict[str, Any]) -> tuple[Path, str]:
     """Return the base of the paths in data.yaml, and a warning if the folder in its `path` is missing.
 
     `path` may be relative to the file's folder or, as in ultralytics, to the working directory. If it is missing, as in
     a moved data set, the file's folder is the base.
     """
-    own, path = make_absolute(file.parent), about.get("path")
+    base, path = make_absolute(file.parent), config.get("path")
     if not path:
-        return own, ""
+        return base, ""
     names = str(path), str(path).replace("\\", "/")
-    root = next((place for name in names for place in (own / name, Path.cwd() / name) if place.is_dir()), None)
+    root = next((folder for name in names for folder in (base / name, Path.cwd() / name) if folder.is_dir()), None)
     if root is not None:
         return make_absolute(root), ""
-    return own, f"{file.name}: there is no folder {path} (path); the images are taken from the file's folder"
+    return base, f"{file.name}: there is no folder {path} (path); the images are taken from the file's folder"
 
 
 def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
@@ -326,20 +328,20 @@ def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
     The second value is the problem if an entry or all images are missing, else "".
     """
     paths: list[Path] = []
-    entries, wrong = entries if isinstance(entries, list) else [entries], ""
+    entries, problem = entries if isinstance(entries, list) else [entries], ""
     for entry in entries:
         # Some tools write ../valid/images or NAME/valid/images for images in the folder NAME, or backslashes (Windows).
         names = [str(entry), str(entry).replace("\\", "/")]
-        names += [name.removeprefix(above) for name in names for above in ("../", f"{root.name}/")]
-        places = [root / name for name in names]
-        place = next((make_absolute(place) for place in places if place.exists()), None)
-        if place is not None:
-            paths += find_images(place) if place.is_dir() else _in_text(place, root)
+        names += [name.removeprefix(prefix) for name in names for prefix in ("../", f"{root.name}/")]
+        candidates = [root / name for name in names]
+        path = next((make_absolute(path) for path in candidates if path.exists()), None)
+        if path is not None:
+            paths += find_images(path) if path.is_dir() else _in_text(path, root)
         else:
-            wrong = wrong or f"there is no {places[0]}"
+            problem = problem or f"there is no {candidates[0]}"
     if not paths:
-        wrong = wrong or f"no images in {', '.join(map(str, entries))}"
-    return sorted(set(paths)), wrong
+        problem = problem or f"no images in {', '.join(map(str, entries))}"
+    return sorted(set(paths)), problem
 
 
 def _in_text(file: Path, root: Path) -> list[Path]:
@@ -350,8 +352,8 @@ def _in_text(file: Path, root: Path) -> list[Path]:
     lines = [line.replace("\\", "/") for line in lines]
     bases = file.parent, root, Path.cwd()
     paths = [next((base / line for base in bases if (base / line).is_file()), root / line) for line in lines]
-    if lost := [path for path in paths if not path.is_file() or not is_image(path.name)]:
-        raise UserError(f"{len(lost)} of {len(paths)} images in {file} are missing, e.g. {lost[0]}")
+    if missing_paths := [path for path in paths if not path.is_file() or not is_image(path.name)]:
+        raise UserError(f"{len(missing_paths)} of {len(paths)} images in {file} are missing, e.g. {missing_paths[0]}")
     return [make_absolute(path) for path in paths]
 
 
@@ -361,8 +363,8 @@ def _from_folders(folder: Path) -> _Description:
 
     def images_of(*splits: str) -> list[Path]:
         for split in splits:
-            for place in (folder / "images" / split, folder / split / "images"):
-                if place.is_dir() and (paths := find_images(place)):
+            for root in (folder / "images" / split, folder / split / "images"):
+                if root.is_dir() and (paths := find_images(root)):
                     return paths
         return []
 
@@ -377,11 +379,11 @@ def _from_folders(folder: Path) -> _Description:
 
 def _check_orphans(folder: Path, labels: dict[Path, Path]) -> None:
     """Refuse label files without an image; `labels` has the label file of each image."""
-    places = {label.parent: image.parent for image, label in labels.items() if "labels" in label.parts}
-    for place, beside in sorted(places.items()):
-        pictured = {image.stem for image in beside.iterdir() if is_image(image.name)}
-        files = sorted(file for file in place.glob("*.txt") if not is_system(file.name))
-        orphans = [file for file in files if file.stem not in pictured and file.name not in NON_LABEL_FILES]
+    image_folders = {label.parent: image.parent for image, label in labels.items() if "labels" in label.parts}
+    for label_folder, image_folder in sorted(image_folders.items()):
+        image_stems = {image.stem for image in image_folder.iterdir() if is_image(image.name)}
+        files = sorted(file for file in label_folder.glob("*.txt") if not is_system(file.name))
+        orphans = [file for file in files if file.stem not in image_stems and file.name not in NON_LABEL_FILES]
         if orphans:
             more = f" (and {len(orphans) - 1} more)" if len(orphans) > 1 else ""
             raise UserError(f"there is no image for the label file {name_below(orphans[0], folder)}{more}")

@@ -73,13 +73,13 @@ SHUTDOWN_TIMEOUT_S = 10.0  # grace period after an interrupt
 
 
 def start_process(
-    folder: Path, study: Study, part: TrialSelection, place: Place, *, retry_failed: bool
+    folder: Path, study: Study, selection: TrialSelection, place: Place, *, retry_failed: bool
 ) -> RunningBlock:
     """Start measuring the selection at the place, into the folder, which may already hold some of it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / REQUEST_FILE, replace(study, device=place.device).to_toml())
     order = {
-        "schema": SCHEMA, "study": REQUEST_FILE, "sources": list(part.sources), "trials": sorted(part.trials),
+        "schema": SCHEMA, "study": REQUEST_FILE, "sources": list(selection.sources), "trials": sorted(selection.trials),
         "cores": list(place.cores), "retry_failed": retry_failed,
     }  # fmt: skip
     write_json(folder / BLOCK_FILE, order)
@@ -135,8 +135,8 @@ def main(folder: Path) -> int:
         os.sched_setaffinity(0, order["cores"])
     progress = Progress(console=Console(stderr=True, no_color=True, soft_wrap=True, force_terminal=False))
     try:
-        study, part = Study.from_toml(folder / order["study"]), TrialSelection(order["trials"], order["sources"])
-        execute(study, folder, progress, retry_failed=order["retry_failed"], only=part)
+        study, selection = Study.from_toml(folder / order["study"]), TrialSelection(order["trials"], order["sources"])
+        execute(study, folder, progress, retry_failed=order["retry_failed"], only=selection)
     except UserError as e:
         print(e, file=sys.stderr)
         return BAD_INPUT

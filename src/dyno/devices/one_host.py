@@ -44,12 +44,12 @@ LossReasons = dict[str, str]  # place -> reason why the anchor could not be meas
 def plan_anchor(trial: Trial, count: int) -> Trial:
     """Return the anchor with its own plan for `count` devices, in place of the study's rounds and duration."""
     block_s = min(BLOCK_S, MAX_STEP_S / count)
-    own = Plan(
+    plan = Plan(
         ("model",), trial.plan.warmup_s, SLOW_FACTOR * 2 * BLOCKS_PER_KIND * block_s, rounds=ANCHOR_ROUNDS,
         timeout_s=trial.plan.timeout_s, build_timeout_s=trial.plan.build_timeout_s, blocks=BLOCKS_PER_KIND,
         block_s=block_s,
     )  # fmt: skip
-    return replace(trial, plan=own)
+    return replace(trial, plan=plan)
 
 
 def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, progress: Progress) -> LossReasons:
@@ -58,34 +58,34 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, pr
     A failed round ends the measurement. The processes of all rounds start at once if there is enough memory, because
     starting them takes most of the time; failed rounds are retried one by one.
     """
-    lost: LossReasons = {}
+    losses: LossReasons = {}
     with progress.show_study([]):
-        missing = [number for number in range(rounds) if not _is_complete(folder, places, number)]
-        if len(missing) > 1 and nvml.read_available() > nvml.HEADROOM * nvml.DEFAULT_PROCESS_B * len(missing) * len(
+        indices = [index for index in range(rounds) if not _is_complete(folder, places, index)]
+        if len(indices) > 1 and nvml.read_available() > nvml.HEADROOM * nvml.DEFAULT_PROCESS_B * len(indices) * len(
             places
         ):
-            _measure_rounds(trial, folder, places, missing, progress)
-        for number in missing:
-            tries = 0 if _is_complete(folder, places, number) else MAX_ATTEMPTS
+            _measure_rounds(trial, folder, places, indices, progress)
+        for index in indices:
+            tries = 0 if _is_complete(folder, places, index) else MAX_ATTEMPTS
             for _ in range(tries):
-                if not (lost := _measure_rounds(trial, folder, places, [number], progress)):
+                if not (losses := _measure_rounds(trial, folder, places, [index], progress)):
                     break
-            if lost:
+            if losses:
                 break
     for place in places:
         shutil.rmtree(folder / file_name(place) / "compiler", ignore_errors=True)
-    return lost
+    return losses
 
 
 def read(folder: Path, places: Sequence[Place], rounds: int) -> list[AnchorDevice]:
     """Return each place's figures from `rounds` stored rounds."""
-    company = [read_json(folder / _name_counts_file(number))["company"] for number in range(rounds)]
-    found = []
+    active_counts = [read_json(folder / _name_counts_file(index))["company"] for index in range(rounds)]
+    devices = []
     for place in places:
-        medians = (_read_round(folder, place, number).block_medians("latency", "model") for number in range(rounds))
-        counts = (own[place.name] for own in company)
-        found.append(summarise_rounds(place.name, place.card, list(zip(medians, counts, strict=True))))
-    return found
+        medians = (_read_round(folder, place, index).block_medians("latency", "model") for index in range(rounds))
+        counts = (round_counts[place.name] for round_counts in active_counts)
+        devices.append(summarise_rounds(place.name, place.card, list(zip(medians, counts, strict=True))))
+    return devices
 
 
 def summarise_rounds(
@@ -97,13 +97,13 @@ def summarise_rounds(
     one or all. Two consecutive blocks are one of each kind.
     """
     alone, beside, ratios = [], [], []
-    for medians, company in rounds:
-        own = {number // 2: seconds for number, seconds in medians.items() if company[number] == 1}
-        all_at_once = {number // 2: seconds for number, seconds in medians.items() if company[number] > 1}
-        logs = compare_blocks(all_at_once, own)
+    for medians, active_counts in rounds:
+        alone_medians = {index // 2: seconds for index, seconds in medians.items() if active_counts[index] == 1}
+        joint_medians = {index // 2: seconds for index, seconds in medians.items() if active_counts[index] > 1}
+        logs = compare_blocks(joint_medians, alone_medians)
         if logs.size:  # otherwise throttling left no pair
-            alone.append(float(np.median([*own.values()])))
-            beside.append(float(np.median([*all_at_once.values()])))
+            alone.append(float(np.median([*alone_medians.values()])))
+            beside.append(float(np.median([*joint_medians.values()])))
             ratios.append(math.exp(float(np.median(logs))))
     return AnchorDevice(place, card, tuple(alone), tuple(beside), tuple(ratios))
 
@@ -114,7 +114,7 @@ def file_name(place: Place) -> str:
 
 
 def _measure_rounds(
-    trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequence[int], progress: Progress
+    trial: Trial, folder: Path, places: Sequence[Place], indices: Sequence[int], progress: Progress
 ) -> LossReasons:
     """Measure these rounds in fresh processes, in parallel; return the failed places with reasons.
 
@@ -129,33 +129,35 @@ def _measure_rounds(
         for place in places:
             with confine_to(place):
                 files[place.name] = Files(progress, trial.plan.build_timeout_s).get(trial, 0)
-        if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
-            return lost
-        rounds: dict[int, list[InterleavedJob]] = {number: [] for number in numbers}
-        for number, own in rounds.items():
+        if losses := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
+            return losses
+        rounds: dict[int, list[InterleavedJob]] = {index: [] for index in indices}
+        for index, jobs in rounds.items():
             for place in places:
                 file = files[place.name]
                 # Rounds of a job count from 1 here, as round 0 would evaluate all images.
-                job = Job("run", trial.runtime, trial, number + 1, artifact=None if isinstance(file, Record) else file)
-                own_folder, where = _name_anchor_folder(folder, place, number), partial(confine_to, place)
-                own.append(InterleavedJob(job, own_folder, number, start_context=where))
-        members = [member for own in rounds.values() for member in own]
-        name = f"{numbers} {trial.id}"
+                job = Job("run", trial.runtime, trial, index + 1, artifact=None if isinstance(file, Record) else file)
+                job_folder, confine = _name_anchor_folder(folder, place, index), partial(confine_to, place)
+                jobs.append(InterleavedJob(job, job_folder, index, start_context=confine))
+        members = [member for jobs in rounds.values() for member in jobs]
+        name = f"{indices} {trial.id}"
         InterleavedGroup(members, name, progress, lambda _: None, turns=_each_round, apart=True).run()
-    for number, own in rounds.items():
-        failed = {place.name: why for place, member in zip(places, own, strict=True) if (why := _find_failure(member))}
-        lost |= failed
-        if not failed:
-            company = {place.name: member.active_counts for place, member in zip(places, own, strict=True)}
-            write_json(folder / _name_counts_file(number), {"schema": SCHEMA, "company": company})
-    return lost
+    for index, jobs in rounds.items():
+        failures = {
+            place.name: reason for place, member in zip(places, jobs, strict=True) if (reason := _find_failure(member))
+        }
+        losses |= failures
+        if not failures:
+            active_counts = {place.name: member.active_counts for place, member in zip(places, jobs, strict=True)}
+            write_json(folder / _name_counts_file(index), {"schema": SCHEMA, "company": active_counts})
+    return losses
 
 
 def _each_round(members: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
     """Return the turns of each round: each device alone, and all devices at once."""
-    numbers = sorted({member.round_index for member in members})
-    rounds = [[member for member in members if member.round_index == number] for number in numbers]
-    return [turn for own in rounds for turn in list_single_and_joint_turns(own)]
+    round_indices = sorted({member.round_index for member in members})
+    rounds = [[member for member in members if member.round_index == round_index] for round_index in round_indices]
+    return [turn for round_members in rounds for turn in list_single_and_joint_turns(round_members)]
 
 
 def _find_failure(member: InterleavedJob) -> str:
@@ -166,24 +168,24 @@ def _find_failure(member: InterleavedJob) -> str:
     return "" if record.status == "ok" else f"{record.status} at {record.stage}: {record.reason}"
 
 
-def _name_counts_file(number: int) -> str:
-    return f"r{number}.json"
+def _name_counts_file(round_index: int) -> str:
+    return f"r{round_index}.json"
 
 
-def _name_anchor_folder(folder: Path, place: Place, number: int) -> Path:
-    return folder / file_name(place) / f"r{number}"
+def _name_anchor_folder(folder: Path, place: Place, round_index: int) -> Path:
+    return folder / file_name(place) / f"r{round_index}"
 
 
-def _is_complete(folder: Path, places: Sequence[Place], number: int) -> bool:
+def _is_complete(folder: Path, places: Sequence[Place], round_index: int) -> bool:
     """Return whether the round is stored and readable."""
-    if not (folder / _name_counts_file(number)).is_file():
+    if not (folder / _name_counts_file(round_index)).is_file():
         return False
-    return all(_read_round(folder, place, number).block_medians("latency", "model") for place in places)
+    return all(_read_round(folder, place, round_index).block_medians("latency", "model") for place in places)
 
 
-def _read_round(folder: Path, place: Place, number: int) -> Round:
-    own = _name_anchor_folder(folder, place, number)
-    return Round(own, number, good_record(own) or Record("failed"), place.device)
+def _read_round(folder: Path, place: Place, round_index: int) -> Round:
+    round_folder = _name_anchor_folder(folder, place, round_index)
+    return Round(round_folder, round_index, good_record(round_folder) or Record("failed"), place.device)
 
 
 POLL_S = 0.1
@@ -206,44 +208,44 @@ def measure_devices(study: Study, folder: Path, places: Sequence[Place], progres
     fails at all places. Blocks run one at a time on a machine if a place is slower with the others than alone, beyond
     the spread between rounds and the margin of equivalence.
     """
-    own = replace(
+    anchor_study = replace(
         study, device=places[0].device, rounds=DEFAULT_ROUNDS, until=FIXED, boundaries=("model",), budget={}, limit={},
         search=False, confirm=0, builds=1,
     )  # fmt: skip
-    planned = blocks.find_anchor(expand(own))
-    if planned is None or len(places) < 2:
+    anchor = blocks.find_anchor(expand(anchor_study))
+    if anchor is None or len(places) < 2:
         return StudyPlaces(places)
-    in_turns = all(place.host is None for place in places)
-    trial = plan_anchor(planned.trial, len(places)) if in_turns else planned.trial
+    is_interleaved = all(place.host is None for place in places)
+    trial = plan_anchor(anchor.trial, len(places)) if is_interleaved else anchor.trial
     key = digest([trial.id, [[place.name, place.card] for place in places]])
-    asked = f"{key} {study.equivalent:g}"
-    if (stored := read_devices(folder)) and stored.key == asked:
+    request = f"{key} {study.equivalent:g}"
+    if (stored := read_devices(folder)) and stored.key == request:
         return StudyPlaces(places, _find_disturbed(stored, places))
     progress.show_step(f"{trial.label} on each device alone and on all at once, to measure interference")
-    own_folder = folder / ANCHORS / key[:12]  # named by the set of devices
-    if in_turns:
-        rows = _in_turns(trial, own_folder, places, study.equivalent, progress)
-        if isinstance(rows, dict):
-            return _drop_places(rows, study, folder, places, progress)
+    anchor_folder = folder / ANCHORS / key[:12]  # named by the set of devices
+    if is_interleaved:
+        devices = _in_turns(trial, anchor_folder, places, study.equivalent, progress)
+        if isinstance(devices, dict):
+            return _drop_places(devices, study, folder, places, progress)
     else:
-        rows = _measure_apart(own, planned, own_folder, places, progress)
-    found = AnchorDevices(trial.label, tuple(rows), study.equivalent, key=asked)
-    if found.disturbed:
-        margin = max(percent_slower(one.value) for one in found.disturbed.values())
-        hosts = _find_disturbed(found, places)
-        where = f" on {', '.join(sorted(hosts))}" if len({place.machine for place in places}) > 1 else ""
+        devices = _measure_apart(anchor_study, anchor, anchor_folder, places, progress)
+    anchor_devices = AnchorDevices(trial.label, tuple(devices), study.equivalent, key=request)
+    if anchor_devices.disturbed:
+        margin = max(percent_slower(speedup.value) for speedup in anchor_devices.disturbed.values())
+        hosts = _find_disturbed(anchor_devices, places)
+        host_text = f" on {', '.join(sorted(hosts))}" if len({place.machine for place in places}) > 1 else ""
         progress.note(
-            f"{found.slower}; blocks are measured one at a time{where}, and side by side with "
+            f"{anchor_devices.slower}; blocks are measured one at a time{host_text}, and side by side with "
             f"--equivalent {int(margin) + 1}"
         )
-    found = replace(found, side_by_side=not found.disturbed)
-    store_devices(folder, found)
-    return StudyPlaces(places, _find_disturbed(found, places))
+    anchor_devices = replace(anchor_devices, side_by_side=not anchor_devices.disturbed)
+    store_devices(folder, anchor_devices)
+    return StudyPlaces(places, _find_disturbed(anchor_devices, places))
 
 
-def _find_disturbed(found: AnchorDevices, places: Sequence[Place]) -> set[str]:
+def _find_disturbed(anchor_devices: AnchorDevices, places: Sequence[Place]) -> set[str]:
     """Return the machines with devices that disturb each other."""
-    return {place.machine for place in places if place.name in found.disturbed}
+    return {place.machine for place in places if place.name in anchor_devices.disturbed}
 
 
 def _in_turns(
@@ -255,28 +257,28 @@ def _in_turns(
     same number of rounds is measured again, and all rounds decide.
     """
     for rounds in (ANCHOR_ROUNDS, 2 * ANCHOR_ROUNDS):
-        if lost := measure(trial, folder, places, rounds, progress):
-            return lost
-        found = AnchorDevices(trial.label, tuple(read(folder, places, rounds)), equivalent)
-        if not found.disturbed:
+        if losses := measure(trial, folder, places, rounds, progress):
+            return losses
+        anchor_devices = AnchorDevices(trial.label, tuple(read(folder, places, rounds)), equivalent)
+        if not anchor_devices.disturbed:
             break
         if rounds == ANCHOR_ROUNDS:
-            progress.show_step(f"{found.slower}; that is measured again, since it would slow down the study")
-    return list(found.devices)
+            progress.show_step(f"{anchor_devices.slower}; that is measured again, since it would slow down the study")
+    return list(anchor_devices.devices)
 
 
 def _drop_places(
-    lost: LossReasons, study: Study, folder: Path, places: Sequence[Place], progress: Progress
+    losses: LossReasons, study: Study, folder: Path, places: Sequence[Place], progress: Progress
 ) -> StudyPlaces:
     """Continue without the places where the anchor failed; with all places if it failed everywhere."""
-    rest = [place for place in places if place.name not in lost]
-    for name, why in lost.items():
-        progress.note(f"{name}: the trial that all devices repeat could not be measured ({why})")
-    if not rest:
+    live_places = [place for place in places if place.name not in losses]
+    for name, reason in losses.items():
+        progress.note(f"{name}: the trial that all devices repeat could not be measured ({reason})")
+    if not live_places:
         progress.note("so interference between the devices is unknown; they are used side by side")
         return StudyPlaces(places)
-    progress.note(f"the study continues without {', '.join(lost)}")
-    return measure_devices(study, folder, rest, progress)
+    progress.note(f"the study continues without {', '.join(losses)}")
+    return measure_devices(study, folder, live_places, progress)
 
 
 def _measure_apart(
@@ -289,43 +291,43 @@ def _measure_apart(
     hosts: dict[str, list[Place]] = {}
     for place in places:
         hosts.setdefault(place.machine, []).append(place)
-    alone = [[own[k] for own in hosts.values() if k < len(own)] for k in range(max(map(len, hosts.values())))]
-    beside = [place for own in hosts.values() if len(own) > 1 for place in own]
-    part = TrialSelection([anchor.trial.id], [anchor.source])
-    for together, how in [*((some, ALONE) for some in alone), (beside, BESIDE)]:
-        _measure_together(study, part, folder, [place for place in together if not place.gone], how, progress)
-    found = []
+    waves = [[peers[k] for peers in hosts.values() if k < len(peers)] for k in range(max(map(len, hosts.values())))]
+    joint_places = [place for peers in hosts.values() if len(peers) > 1 for place in peers]
+    selection = TrialSelection([anchor.trial.id], [anchor.source])
+    for batch, kind in [*((group, ALONE) for group in waves), (joint_places, BESIDE)]:
+        _measure_together(study, selection, folder, [place for place in batch if not place.gone], kind, progress)
+    devices = []
     for place in list_left(places):
-        alone_s, beside_s = (_read_medians(_name_folder(folder, place, how)) if place in some else ()
-                             for how, some in ((ALONE, places), (BESIDE, beside)))  # fmt: skip
-        found.append(AnchorDevice(place.name, place.card, alone_s, beside_s))
-    return found
+        alone_s, beside_s = (_read_medians(_name_folder(folder, place, kind)) if place in group else ()
+                             for kind, group in ((ALONE, places), (BESIDE, joint_places)))  # fmt: skip
+        devices.append(AnchorDevice(place.name, place.card, alone_s, beside_s))
+    return devices
 
 
 def _measure_together(
-    study: Study, part: TrialSelection, folder: Path, places: Sequence[Place], how: str, progress: Progress
+    study: Study, selection: TrialSelection, folder: Path, places: Sequence[Place], kind: str, progress: Progress
 ) -> None:
     """Measure the anchor at these places at once."""
-    running = [
-        blocks.start_process(_name_folder(folder, place, how), study, part, place, retry_failed=False)
+    processes = [
+        blocks.start_process(_name_folder(folder, place, kind), study, selection, place, retry_failed=False)
         for place in places
     ]
     try:
-        while not all(one.has_ended for one in running):
+        while not all(process.has_ended for process in processes):
             time.sleep(POLL_S)
     finally:
-        for one in running:
-            one.end()
-    for one in running:
-        if lost := one.loss_reason:
-            what = f"{one.place.name}: the trial that all devices repeat could not be measured ({lost})"
-            if not one.place.gone:
-                raise UserError(what)
-            progress.note(f"{what}; the study continues without that device")
+        for process in processes:
+            process.end()
+    for process in processes:
+        if reason := process.loss_reason:
+            text = f"{process.place.name}: the trial that all devices repeat could not be measured ({reason})"
+            if not process.place.gone:
+                raise UserError(text)
+            progress.note(f"{text}; the study continues without that device")
 
 
-def _name_folder(folder: Path, place: Place, how: str) -> Path:
-    return folder / f"{file_name(place)}-{how}"
+def _name_folder(folder: Path, place: Place, kind: str) -> Path:
+    return folder / f"{file_name(place)}-{kind}"
 
 
 def _read_medians(folder: Path) -> tuple[float, ...]:

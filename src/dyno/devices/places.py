@@ -140,64 +140,64 @@ def parse_places(device: str, threads: int = 0) -> list[Place]:
 
     Raises `UserError` for a missing device, a name given twice, or devices of two kinds.
     """
-    listed = split_devices(device)
-    if len(set(listed)) < len(listed):
+    names = split_devices(device)
+    if len(set(names)) < len(names):
         raise UserError(f"a device is named twice in {device!r}; name each once")
-    kinds = {name.partition(":")[0] for name in listed}
+    kinds = {name.partition(":")[0] for name in names}
     if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
-        usual = "cuda:0,cuda:1 or cpu:0,cpu:1"
-        raise UserError(f"a study is spread over devices of one kind, e.g. {usual}, not {device!r}")
-    return _split_cores(listed) if kinds == {"cpu"} else _list_gpus(listed, threads)
+        example = "cuda:0,cuda:1 or cpu:0,cpu:1"
+        raise UserError(f"a study is spread over devices of one kind, e.g. {example}, not {device!r}")
+    return _split_cores(names) if kinds == {"cpu"} else _list_gpus(names, threads)
 
 
-def _list_gpus(listed: list[str], threads: int) -> list[Place]:
+def _list_gpus(names: list[str], threads: int) -> list[Place]:
     """Return the GPUs, each with a share of the physical cores if a share has enough cores for the threads.
 
     Jobs pin themselves to the first processors that they may use; without shares all jobs would use the same ones.
     """
     cores = system.core_threads()
-    each = len(cores) // len(listed)
-    found = [_make_gpu_place(name) for name in listed]
-    if not 0 < threads <= each:
-        return found
-    order = sorted(listed)
-    return [replace(place, cores=list_share(cores, each, order.index(place.name))) for place in found]
+    share_size = len(cores) // len(names)
+    places = [_make_gpu_place(name) for name in names]
+    if not 0 < threads <= share_size:
+        return places
+    sorted_names = sorted(names)
+    return [replace(place, cores=list_share(cores, share_size, sorted_names.index(place.name))) for place in places]
 
 
-def list_share(cores: Sequence[Sequence[int]], each: int, k: int) -> tuple[int, ...]:
-    """Return the logical processors of the k-th share of `each` physical cores."""
-    return tuple(cpu for core in cores[k * each : (k + 1) * each] for cpu in core)
+def list_share(cores: Sequence[Sequence[int]], share_size: int, index: int) -> tuple[int, ...]:
+    """Return the logical processors of the k-th share of `share_size` physical cores."""
+    return tuple(cpu for core in cores[index * share_size : (index + 1) * share_size] for cpu in core)
 
 
 def _make_gpu_place(name: str) -> Place:
     """Return the GPU of this name as a place; its processes see no other GPU."""
     if missing_gpu(name):
         raise UserError(f"there is no {name} here: neither NVML nor CUDA's driver sees such a GPU; omit it")
-    number = int(name.partition(":")[2] or 0)
-    visible = [one.strip() for one in os.environ.get(VISIBLE_DEVICES, "").split(",") if one.strip()]
+    index = int(name.partition(":")[2] or 0)
+    visible_gpus = [item.strip() for item in os.environ.get(VISIBLE_DEVICES, "").split(",") if item.strip()]
     gpu = find_gpu(name, os.environ)
     if gpu is None:
-        return Place(name, "cuda:0", name, env={VISIBLE_DEVICES: visible[number] if visible else str(number)})
+        return Place(name, "cuda:0", name, env={VISIBLE_DEVICES: visible_gpus[index] if visible_gpus else str(index)})
     gpu.close()
     return Place(name, "cuda:0", f"{gpu.name}, driver {gpu.driver}, {gpu.uuid}", env={VISIBLE_DEVICES: gpu.uuid})
 
 
-def _split_cores(listed: list[str]) -> list[Place]:
+def _split_cores(names: list[str]) -> list[Place]:
     """Return equal, disjoint shares of the physical cores that this process may use, `cpu:0` first."""
-    count = len(listed)
-    if set(listed) != {f"cpu:{k}" for k in range(count)}:
-        usual = ",".join(f"cpu:{k}" for k in range(count)) if count < 5 else f"cpu:0,cpu:1,…,cpu:{count - 1}"
-        raise UserError(f"shares of the processor are numbered from 0, so {count} of them are {usual}")
-    threads, each = system.core_threads(), len(system.core_threads()) // count
-    if not each:
-        needed = f"{count} shares of the processor need as many physical cores"
-        raise UserError(f"{needed}, and there are {len(threads)} here")
+    count = len(names)
+    if set(names) != {f"cpu:{k}" for k in range(count)}:
+        example = ",".join(f"cpu:{k}" for k in range(count)) if count < 5 else f"cpu:0,cpu:1,…,cpu:{count - 1}"
+        raise UserError(f"shares of the processor are numbered from 0, so {count} of them are {example}")
+    all_cores, share_size = system.core_threads(), len(system.core_threads()) // count
+    if not share_size:
+        requirement = f"{count} shares of the processor need as many physical cores"
+        raise UserError(f"{requirement}, and there are {len(all_cores)} here")
     model = system.describe()["cpu"]
-    found = []
-    for name in listed:
-        cores = list_share(threads, each, int(name.partition(":")[2]))
-        found.append(Place(name, "cpu", describe_share(model, cores), cores, threads=each))
-    return found
+    places = []
+    for name in names:
+        cores = list_share(all_cores, share_size, int(name.partition(":")[2]))
+        places.append(Place(name, "cpu", describe_share(model, cores), cores, threads=share_size))
+    return places
 
 
 def describe_share(model: str, cores: Sequence[int]) -> str:
@@ -207,14 +207,14 @@ def describe_share(model: str, cores: Sequence[int]) -> str:
 
 def list_left(places: Sequence[Place]) -> list[Place]:
     """Return the places that can still begin a block; raise `Unfinished` if all are gone."""
-    there = [place for place in places if not place.gone]
-    if not there:
+    live_places = [place for place in places if not place.gone]
+    if not live_places:
         raise Unfinished("every device of the study was lost; the same command measures what is missing")
-    return there
+    return live_places
 
 
 def at_one(study: Study, places: Sequence[Place]) -> Study:
     """Return the study as measured by the process of each place."""
-    here = len(os.sched_getaffinity(0))  # of this process, which makes the plan
-    few = min(here, *(place.threads for place in places))
-    return replace(study, device=places[0].device, threads=study.threads or few, on="")
+    core_count = len(os.sched_getaffinity(0))  # of this process, which makes the plan
+    threads = min(core_count, *(place.threads for place in places))
+    return replace(study, device=places[0].device, threads=study.threads or threads, on="")

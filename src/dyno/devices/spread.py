@@ -36,15 +36,15 @@ def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = 
         return
     for name in OF_ONE_DEVICE:
         if getattr(study, name):
-            on = study.on or study.device
-            raise UserError(f"{name} is for a study on one device, and there are several ({on}); give one")
+            target = study.on or study.device
+            raise UserError(f"{name} is for a study on one device, and there are several ({target}); give one")
     check_own(folder)
     refuse_other(study, folder)
     if folder.is_dir():
         with Run(folder).hold_lock():  # refuse a folder that is in use before waiting for a cluster
             pass
-    with _found_places(study, folder, progress) as found:
-        _run_blocks(study, folder, found, progress, retry_failed)
+    with _found_places(study, folder, progress) as place_list:
+        _run_blocks(study, folder, place_list, progress, retry_failed)
 
 
 def _parse_cluster(study: Study) -> tuple[str, str]:
@@ -76,19 +76,19 @@ def expected_places(study: Study) -> AbstractContextManager[list[Place]]:
     return nullcontext(places.parse_places(study.device, study.threads))
 
 
-def _run_blocks(study: Study, folder: Path, found: list[Place], progress: Progress, retry_failed: bool) -> None:
-    own = places.at_one(study, found)
+def _run_blocks(study: Study, folder: Path, place_list: list[Place], progress: Progress, retry_failed: bool) -> None:
+    own = places.at_one(study, place_list)
     planned, store = expand(own), Run(folder)
     with store.hold_lock():
         planned = prepare(study, store, planned, progress)
-        every = blocks.split_blocks(planned)
-        open_blocks = [block for block in every if retry_failed or not _is_done(store, block, study)]
+        all_blocks = blocks.split_blocks(planned)
+        open_blocks = [block for block in all_blocks if retry_failed or not _is_done(store, block, study)]
         if not open_blocks:
             return
-        company = one_host.StudyPlaces(found)
+        setup = one_host.StudyPlaces(place_list)
         if len(open_blocks) > 1:
-            company = one_host.measure_devices(own, folder, found, progress)
-        BlockScheduler(store, own, study, company.places, progress, retry_failed, company.in_turn).measure(open_blocks)
+            setup = one_host.measure_devices(own, folder, place_list, progress)
+        BlockScheduler(store, own, study, setup.places, progress, retry_failed, setup.in_turn).measure(open_blocks)
 
 
 @dataclass
@@ -105,43 +105,43 @@ class BlockScheduler:
     running: dict[str, tuple[Block, RunningBlock]] = field(default_factory=dict)
     losses: dict[str, list[str]] = field(default_factory=dict)
 
-    def measure(self, waiting: list[Block]) -> None:
+    def measure(self, queue: list[Block]) -> None:
         """Measure the blocks, each at the place where it was begun, else at the free place with the fewest blocks."""
-        waiting = list(waiting)
+        queue = list(queue)
         try:
-            while waiting or self.running:
-                self._start_blocks(waiting)
+            while queue or self.running:
+                self._start_blocks(queue)
                 time.sleep(one_host.POLL_S)
-                waiting += self._take_ended()
+                queue += self._take_ended()
         finally:
-            for _, one in self.running.values():
-                one.end()
+            for _, process in self.running.values():
+                process.end()
 
-    def _start_blocks(self, waiting: list[Block]) -> None:
+    def _start_blocks(self, queue: list[Block]) -> None:
         if not self.running:  # otherwise a running block reports why its place is lost
             places.list_left(self.places)
         # Blocks per place so far, so that no place stays idle if blocks run one at a time.
-        begun = Counter(placement.place for placement in list_placements(self.run.folder))
-        for place in sorted(self.places, key=lambda place: begun[place.name]):
-            busy = {one.place.machine for _, one in self.running.values()}
-            if place.gone or place.name in self.running or place.machine in busy.intersection(self.in_turn):
+        block_counts = Counter(placement.place for placement in list_placements(self.run.folder))
+        for place in sorted(self.places, key=lambda place: block_counts[place.name]):
+            busy_machines = {process.place.machine for _, process in self.running.values()}
+            if place.gone or place.name in self.running or place.machine in busy_machines.intersection(self.in_turn):
                 continue
-            block = next((b for b in waiting if self._begun_at(b) in ("", place.name)), None)
+            block = next((b for b in queue if self._begun_at(b) in ("", place.name)), None)
             if block is not None:
-                waiting.remove(block)
+                queue.remove(block)
                 self._begin_block(block, place)
 
     def _begun_at(self, block: Block) -> str:
         """Return the place that the block belongs to; "" if it can go anywhere."""
-        begun = read_placement(self.run.folder, block.id)
-        return next((place.name for place in self.places if not place.gone and _is_same_place(place, begun)), "")
+        placement = read_placement(self.run.folder, block.id)
+        return next((place.name for place in self.places if not place.gone and _is_same_place(place, placement)), "")
 
     def _begin_block(self, block: Block, place: Place) -> None:
         """Start the block's process, with the block's rows that the run folder already has."""
         folder = _name_folder(self.run, block)
-        begun = read_placement(self.run.folder, block.id)
-        if begun and not _is_same_place(place, begun):
-            self._set_aside(block, begun.place)
+        placement = read_placement(self.run.folder, block.id)
+        if placement and not _is_same_place(place, placement):
+            self._set_aside(block, placement.place)
         for trial in block.trials:
             source, target = self.run.folder / "trials" / trial.id, folder / "trials" / trial.id
             if source.is_dir() and not target.exists():
@@ -149,8 +149,8 @@ class BlockScheduler:
                 source.rename(target)
         self._note_place(block, place, done="")
         self.progress.relay(place.name, f"{block.label}: {format_count(len(block.trials), 'trial')}")
-        one = blocks.start_process(folder, self.block_study, block.selection, place, retry_failed=self.retry_failed)
-        self.running[place.name] = block, one
+        process = blocks.start_process(folder, self.block_study, block.selection, place, retry_failed=self.retry_failed)
+        self.running[place.name] = block, process
 
     def _set_aside(self, block: Block, place: str) -> None:
         """Archive the block's rows of a device that this command lacks: all rounds of a block are of one device."""
@@ -160,25 +160,25 @@ class BlockScheduler:
             for row in rows:
                 archive_trial(self.run, row, OTHER_DEVICES_DIR)
             self.losses.setdefault(block.id, []).append(f"{place}: the device is no longer one of the study's")
-            gone = f"{place} is no longer there; its measurements are in {OTHER_DEVICES_DIR}"
-            self.progress.note(f"{block.label}: restarted, as {gone}")
+            reason = f"{place} is no longer there; its measurements are in {OTHER_DEVICES_DIR}"
+            self.progress.note(f"{block.label}: restarted, as {reason}")
         shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
 
     def _take_ended(self) -> list[Block]:
         """Take the results of the ended processes; return the blocks to start anew."""
-        lost = []
-        for name, (block, one) in list(self.running.items()):
-            one.pass_on(self.progress)
-            if not one.has_ended:
+        lost_blocks = []
+        for name, (block, process) in list(self.running.items()):
+            process.pass_on(self.progress)
+            if not process.has_ended:
                 continue
-            one.pass_on(self.progress)
+            process.pass_on(self.progress)
             del self.running[name]
-            if reason := one.loss_reason:
-                lost += self._record_loss(block, one.place, reason)
+            if reason := process.loss_reason:
+                lost_blocks += self._record_loss(block, process.place, reason)
             else:
                 self._take_results(block)
-                self._note_place(block, one.place, done=_hash_request(block, self.study))
-        return lost
+                self._note_place(block, process.place, done=_hash_request(block, self.study))
+        return lost_blocks
 
     def _record_loss(self, block: Block, place: Place, reason: str) -> list[Block]:
         """Record the loss; return the block, to start anew on one device, or nothing after MAX_LOSSES losses."""
@@ -188,11 +188,11 @@ class BlockScheduler:
             self._take_results(block)
             self.progress.note(f"{block.label} is left unmeasured: its process was lost {len(losses)} times ({reason})")
             return []
-        if all(other.gone for other in self.places):
+        if all(candidate.gone for candidate in self.places):
             self.progress.note(f"{block.label}: its process on {place.name} was {reason}")
-        left = places.list_left(self.places)
-        others = [other for other in left if other.name != place.name] or left
-        target = next((other for other in others if other.name not in self.running), others[0])
+        live_places = places.list_left(self.places)
+        candidates = [candidate for candidate in live_places if candidate.name != place.name] or live_places
+        target = next((candidate for candidate in candidates if candidate.name not in self.running), candidates[0])
         self.progress.note(f"{block.label}: its process on {place.name} was {reason}; it goes to {target.name}")
         shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
         self._note_place(block, target, done="")
@@ -201,24 +201,24 @@ class BlockScheduler:
     def _take_results(self, block: Block) -> None:
         """Move the contents of the block's folder into the run folder, and remove it."""
         folder = _name_folder(self.run, block)
-        for part in ("trials", "truth"):
-            for found in sorted((folder / part).glob("*")):
-                target = self.run.folder / part / found.name
+        for name in ("trials", "truth"):
+            for path in sorted((folder / name).glob("*")):
+                target = self.run.folder / name / path.name
                 if not target.exists():
                     target.parent.mkdir(exist_ok=True)
-                    found.rename(target)
+                    path.rename(target)
         shutil.rmtree(folder)
 
     def _note_place(self, block: Block, place: Place, *, done: str) -> None:
-        begun = read_placement(self.run.folder, block.id) or Placement()
-        lost = tuple(dict.fromkeys([*begun.lost, *self.losses.get(block.id, [])]))
+        last_placement = read_placement(self.run.folder, block.id) or Placement()
+        lost = tuple(dict.fromkeys([*last_placement.lost, *self.losses.get(block.id, [])]))
         trials = tuple(trial.id for trial in block.trials)
         placement = Placement(block.label, place.name, place.card, place.machine, trials, lost, done)
         store_placement(self.run.folder, block.id, placement)
 
 
-def _is_same_place(place: Place, begun: Placement | None) -> bool:
-    return begun is not None and (place.name, place.card) == (begun.place, begun.card)
+def _is_same_place(place: Place, placement: Placement | None) -> bool:
+    return placement is not None and (place.name, place.card) == (placement.place, placement.card)
 
 
 def _name_folder(run: Run, block: Block) -> Path:
@@ -231,6 +231,6 @@ def _hash_request(block: Block, study: Study) -> str:
 
 def _is_done(run: Run, block: Block, study: Study) -> bool:
     """Return whether the run folder has the whole block, measured for this request."""
-    present = all((run.folder / "trials" / trial.id).is_dir() for trial in block.trials)
-    begun = read_placement(run.folder, block.id)
-    return present and begun is not None and begun.done == _hash_request(block, study)
+    is_present = all((run.folder / "trials" / trial.id).is_dir() for trial in block.trials)
+    placement = read_placement(run.folder, block.id)
+    return is_present and placement is not None and placement.done == _hash_request(block, study)

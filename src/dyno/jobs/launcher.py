@@ -102,8 +102,8 @@ def _forbid_tf32(job: Job) -> dict[str, str]:
 
     An engine may use TF32 by default, and ONNX Runtime's TensorRT provider has no option against it.
     """
-    of = job.trial or job.recipe
-    is_fp32 = of is not None and of.precision == "fp32" and TF32_VARIABLE not in dict(job.runtime.env)
+    spec = job.trial or job.recipe
+    is_fp32 = spec is not None and spec.precision == "fp32" and TF32_VARIABLE not in dict(job.runtime.env)
     return {TF32_VARIABLE: "0"} if is_fp32 else {}
 
 
@@ -114,61 +114,61 @@ def launch(
     tick: Tick | None = None,
     extra: Mapping[str, str] | None = None,
     *,
-    inherited: Sequence[int] = (),
+    fds: Sequence[int] = (),
     patience_s: float = 0.0,
     tool: Sequence[str] = (),
 ) -> Record:
     """Run the job in the folder and return its record; a crash, a hang or an out-of-memory kill gives a record too.
 
     `tick` is called about twenty times a second with the job's stage and elapsed seconds. `extra` is added to the job's
-    environment, and the job inherits the open files `inherited`. An interrupt kills the job. With `patience_s` the job
+    environment, and the job inherits the open files `fds`. An interrupt kills the job. With `patience_s` the job
     is interrupted instead and has that many seconds to end well; then `Interrupted` is raised with its record. `tool`
     is a command that starts and watches the job's process, such as a profiler; at the time limit it is interrupted
     first, so that it can write its data.
     """
-    started = start(job, folder, extra, inherited, tool=tool)
+    job_process = start(job, folder, extra, fds, tool=tool)
     try:
-        timed_out = _watch_process(started.process, folder, timeout_s, tick)
-        if timed_out and tool:
-            _let_end(started.process)
+        has_timed_out = _watch_process(job_process.process, folder, timeout_s, tick)
+        if has_timed_out and tool:
+            _let_end(job_process.process)
     except KeyboardInterrupt:
-        record = _interrupt_job(started, patience_s) if patience_s else None
-        abandon(started)
+        record = _interrupt_job(job_process, patience_s) if patience_s else None
+        abandon(job_process)
         if record is None:
             raise
         raise Interrupted(record) from None
     except BaseException:
-        abandon(started)
+        abandon(job_process)
         raise
-    return finish(started, timeout_s, timed_out)
+    return finish(job_process, timeout_s, has_timed_out)
 
 
 @contextmanager
 def stop_jobs_on_error(pool: ThreadPoolExecutor) -> Iterator[Tick]:
     """Yield a `tick` for jobs launched by the pool's threads: an error or interrupt in the block kills them."""
-    stopped = Event()
+    stop_event = Event()
 
     def check_stopped(stage: str, seconds: float) -> None:
-        if stopped.is_set():
+        if stop_event.is_set():
             raise KeyboardInterrupt  # raised in the job's thread, which then kills the job's process
 
     try:
         yield check_stopped
     except BaseException:
-        stopped.set()
+        stop_event.set()
         pool.shutdown(wait=False, cancel_futures=True)
         raise
 
 
-def _interrupt_job(started: JobProcess, patience_s: float) -> Record | None:
+def _interrupt_job(job_process: JobProcess, patience_s: float) -> Record | None:
     """Interrupt the job; return its record if it ends well within `patience_s` seconds, else None."""
     with suppress(ProcessLookupError):
-        os.kill(started.process.pid, signal.SIGINT)
+        os.kill(job_process.process.pid, signal.SIGINT)
     try:
-        started.process.wait(patience_s)
+        job_process.process.wait(patience_s)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second interrupt by the user
         return None
-    record = read_record(started.folder)
+    record = read_record(job_process.folder)
     return record if record is not None and record.status == "ok" else None
 
 
@@ -195,24 +195,24 @@ def start(
     job: Job,
     folder: Path,
     extra: Mapping[str, str] | None = None,
-    inherited: Sequence[int] = (),
+    fds: Sequence[int] = (),
     mates: Collection[int] = (),
     tool: Sequence[str] = (),
 ) -> JobProcess:
-    """Start the job's process in the folder, with `extra` in its environment and the open files `inherited`.
+    """Start the job's process in the folder, with `extra` in its environment and the open files `fds`.
 
     `mates` are the processes that are interleaved with it; `tool` is as in `launch`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Files of an earlier job must not be taken for this one's.
-    for stale in ("record.json", "partial.json", "stage", *LOGS):
-        (folder / stale).unlink(missing_ok=True)
+    for name in ("record.json", "partial.json", "stage", *LOGS):
+        (folder / name).unlink(missing_ok=True)
     write_json(folder / "job.json", check_readable(job))
     python = job.runtime.python or sys.executable
     kills = _kernel_kills()
     telemetry = Telemetry(job.runtime.device, make_environment(job.runtime), mates, partial(read_stage, folder))
     launcher = system.UNDER_TOOL if tool else os.getpid()
-    id = f"{_id_of_jobs()}-{uuid4().hex[:12]}"
+    job_id = f"{_id_of_jobs()}-{uuid4().hex[:12]}"
     with open(folder / LOGS[0], "ab") as out, open(folder / LOGS[1], "ab") as err:  # append
         try:
             process = subprocess.Popen(
@@ -223,9 +223,9 @@ def start(
                 env={**_choose_compiler_cache(job.kind, folder), **make_environment(job.runtime), **_forbid_tf32(job),
                      **(extra or {}),
                      "DYNO_LAUNCHER": str(launcher), STARTED_VARIABLE: repr(time.monotonic()),
-                     JOB_VARIABLE: " ".join(filter(None, (os.environ.get(JOB_VARIABLE), id)))},
+                     JOB_VARIABLE: " ".join(filter(None, (os.environ.get(JOB_VARIABLE), job_id)))},
                 start_new_session=True,
-                pass_fds=inherited,
+                pass_fds=fds,
             )  # fmt: skip
         except OSError as e:
             if e.errno in OF_THIS_PROCESS:
@@ -234,26 +234,26 @@ def start(
                 raise UserError(f"{tool[0]} can't be started ({e.strerror})") from e
             raise UserError(f"the interpreter {python} can't be started ({e.strerror}); give another --python") from e
     telemetry.watch(process.pid)
-    return JobProcess(job, folder, process, telemetry, kills, id)
+    return JobProcess(job, folder, process, telemetry, kills, job_id)
 
 
-def abandon(started: JobProcess) -> None:
+def abandon(job_process: JobProcess) -> None:
     """Kill the job with all its processes, whether it runs, is stopped or has ended."""
-    _kill_group(started.process)
-    _kill_strays(started.id)
-    trim_logs(started.folder, max_bytes=KEPT_HEAD_B + KEPT_TAIL_B + len(TRUNCATION_MARK))
-    started.telemetry.stop(started.folder / "telemetry.npz")
+    _kill_group(job_process.process)
+    _kill_strays(job_process.id)
+    trim_logs(job_process.folder, max_bytes=KEPT_HEAD_B + KEPT_TAIL_B + len(TRUNCATION_MARK))
+    job_process.telemetry.stop(job_process.folder / "telemetry.npz")
 
 
-def finish(started: JobProcess, timeout_s: float, timed_out: bool) -> Record:
+def finish(job_process: JobProcess, timeout_s: float, has_timed_out: bool) -> Record:
     """End the job, kill its remaining processes, and return its record; one is written if it left none."""
-    abandon(started)
-    job, folder, code = started.job, started.folder, started.process.returncode
+    abandon(job_process)
+    job, folder, code = job_process.job, job_process.folder, job_process.process.returncode
     record = read_record(folder)
     if record is None and code == os.EX_CANTCREAT:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
     if record is None:
-        record = _ended_without(job, folder, code, timed_out, timeout_s, _kernel_kills() > started.kills)
+        record = _ended_without(job, folder, code, has_timed_out, timeout_s, _kernel_kills() > job_process.kills)
         write_record(folder, record)
         (folder / "partial.json").unlink(missing_ok=True)
     return record
@@ -282,14 +282,14 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _kill_strays(id: str) -> None:
+def _kill_strays(job_id: str) -> None:
     """Kill processes of the job that left its group, and their new children."""
     for _ in range(MAX_SWEEPS):
-        found = list(_find_processes(id.encode()))
-        for pid in found:
+        pids = list(_find_processes(job_id.encode()))
+        for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not found:
+        if not pids:
             return
         time.sleep(0.01)
 
@@ -306,21 +306,21 @@ def _find_processes(text: bytes) -> Iterator[int]:
 def _id_of_jobs() -> str:
     """Return the id of this process's jobs; from the first call on, a shell waits to clean up after this process."""
     id = uuid4().hex
-    read, write = os.pipe()
+    read_fd, write_fd = os.pipe()
     with suppress(OSError):
         subprocess.Popen(
-            ["/bin/sh", "-c", SWEEP, id], stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            ["/bin/sh", "-c", SWEEP, id], stdin=read_fd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         ).wait()  # fmt: skip
-        atexit.register(_dismiss_shell, write)
-    os.close(read)
+        atexit.register(_dismiss_shell, write_fd)
+    os.close(read_fd)
     return id
 
 
-def _dismiss_shell(write: int) -> None:
+def _dismiss_shell(write_fd: int) -> None:
     """Tell the shell that there is nothing to kill: all jobs have ended."""
     with suppress(OSError):
-        os.write(write, b"\n")
+        os.write(write_fd, b"\n")
 
 
 def trim_logs(folder: Path, max_bytes: int = 2 * (KEPT_HEAD_B + KEPT_TAIL_B)) -> None:
@@ -336,21 +336,21 @@ def _trim_log(f: BinaryIO) -> None:
     size = f.seek(0, os.SEEK_END)
     f.seek(KEPT_HEAD_B)
     pattern = re.escape(TRUNCATION_MARK).replace(re.escape("{:,}"), "([0-9,]+)")
-    before = re.match(pattern.encode(), f.read(100))
-    begin = KEPT_HEAD_B + (before.end() if before else 0)
+    mark = re.match(pattern.encode(), f.read(100))
+    begin = KEPT_HEAD_B + (mark.end() if mark else 0)
     if size - begin <= KEPT_TAIL_B:
         return
-    left_out = size - begin - KEPT_TAIL_B + (int(before[1].replace(b",", b"")) if before else 0)
+    omitted_bytes = size - begin - KEPT_TAIL_B + (int(mark[1].replace(b",", b"")) if mark else 0)
     f.seek(-KEPT_TAIL_B, os.SEEK_END)
     tail = f.read(KEPT_TAIL_B)
     f.seek(KEPT_HEAD_B)
-    end = KEPT_HEAD_B + f.write(TRUNCATION_MARK.format(left_out).encode() + tail)
+    end = KEPT_HEAD_B + f.write(TRUNCATION_MARK.format(omitted_bytes).encode() + tail)
     while os.fstat(f.fileno()).st_size > size:  # a job's last line, the reason for its end, often arrives here
         f.seek(size)
-        more = f.read(COPY_CHUNK_B)
-        size += len(more)
+        chunk = f.read(COPY_CHUNK_B)
+        size += len(chunk)
         f.seek(end)
-        end += f.write(more)
+        end += f.write(chunk)
         f.flush()
     f.seek(end)
     f.truncate()
@@ -374,7 +374,7 @@ def read_stage(folder: Path) -> str:
         return "start"
 
 
-def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s: float, oom_killed: bool) -> Record:
+def _ended_without(job: Job, folder: Path, code: int, has_timed_out: bool, timeout_s: float, is_oom: bool) -> Record:
     """Build a record for a job without one: its measurements so far, and how it ended.
 
     A trial that crashed or hung while closing its engine has all its measurements, and counts.
@@ -384,22 +384,22 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
     if (folder / "partial.json").exists():
         with suppress(UserError, ValueError):
             record = from_json(Record, read_json(folder / "partial.json"))
-    if timed_out:
-        longer = "; --timeout SECONDS allows more" if job.kind == "run" else ""
-        status, reason = "timeout", f"not finished after {timeout_s:g} s; killed{longer}"
-    elif oom_killed and code == -signal.SIGKILL:
+    if has_timed_out:
+        hint = "; --timeout SECONDS allows more" if job.kind == "run" else ""
+        status, reason = "timeout", f"not finished after {timeout_s:g} s; killed{hint}"
+    elif is_oom and code == -signal.SIGKILL:
         status, reason = "oom", OUT_OF_MEMORY
     elif code < 0:
         status, reason = "crashed", f"killed by {signal.Signals(-code).name}"
     else:
         status, reason = "crashed", f"exited with code {code} without a record"
-    last = _last_line(folder / "stderr.log") if code > 0 else ""
-    reason = f"{reason}: {last}" if last else reason
-    ended = replace(record, status=status, stage=stage, reason=reason)
-    measured = job.kind == "run" and stage == CLOSE_STAGE and record.stage == CLOSE_STAGE
-    if measured and status != "oom" and not ended.was_killed:
+    last_line = _last_line(folder / "stderr.log") if code > 0 else ""
+    reason = f"{reason}: {last_line}" if last_line else reason
+    failure = replace(record, status=status, stage=stage, reason=reason)
+    is_measured = job.kind == "run" and stage == CLOSE_STAGE and record.stage == CLOSE_STAGE
+    if is_measured and status != "oom" and not failure.was_killed:
         return replace(record, status="ok", warnings=(*record.warnings, describe_close(reason)))
-    return ended
+    return failure
 
 
 def _last_line(path: Path) -> str:

@@ -45,13 +45,13 @@ class Gpu:
             ),
         )
 
-    def sample(self, own: Collection[int]) -> tuple[float, ...]:
+    def sample(self, job_pids: Collection[int]) -> tuple[float, ...]:
         """Return the current values of NVML_COLUMNS.
 
         The units are B, %, MHz, MHz, W, J since the driver was loaded, degrees C, NVML's bit mask of reasons, number of
-        compute processes, and number of those among `own`.
+        compute processes, and number of those among `job_pids`.
         """
-        return (*(self._query_value(query) for query in self._queries), *self._count_processes(own))
+        return (*(self._query_value(query) for query in self._queries), *self._count_processes(job_pids))
 
     def free(self) -> float:
         """Return the free bytes of the GPU's memory; NaN if unreported."""
@@ -61,12 +61,12 @@ class Gpu:
         """Shut NVML down."""
         self._query_value(self._nvml.nvmlShutdown)
 
-    def _count_processes(self, own: Collection[int]) -> tuple[float, float]:
+    def _count_processes(self, job_pids: Collection[int]) -> tuple[float, float]:
         try:
             pids = {p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
         except self._nvml.NVMLError:
             return math.nan, math.nan
-        return float(len(pids)), float(len(pids.intersection(own)))
+        return float(len(pids)), float(len(pids.intersection(job_pids)))
 
     def _query_value(self, query: Callable[[], Any]) -> float:
         try:
@@ -85,8 +85,8 @@ def find_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
     CUDA_VISIBLE_DEVICES is honoured (numbers, UUIDs and prefixes of UUIDs). Numbers follow the PCI bus, as in NVML;
     CUDA counts the fastest first, which differs if GPUs of several kinds are mixed.
     """
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or not (number or "0").isdigit():
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index or "0").isdigit():
         return None
     try:
         import pynvml
@@ -97,26 +97,26 @@ def find_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
     except pynvml.NVMLError:
         return None
     try:
-        return Gpu(pynvml, _find_handle(pynvml, int(number or 0), environment.get("CUDA_VISIBLE_DEVICES")))
+        return Gpu(pynvml, _find_handle(pynvml, int(index or 0), environment.get("CUDA_VISIBLE_DEVICES")))
     except (LookupError, pynvml.NVMLError):
         pynvml.nvmlShutdown()
         return None
 
 
-def _find_handle(nvml: Any, number: int, visible: str | None) -> Any:
+def _find_handle(nvml: Any, index: int, visible: str | None) -> Any:
     """Return NVML's handle of the job's device; raise LookupError if the job can't see it."""
     if visible is None:
-        return nvml.nvmlDeviceGetHandleByIndex(number)
-    chosen = visible.split(",")[number].strip()
-    if chosen.isdigit():
-        return nvml.nvmlDeviceGetHandleByIndex(int(chosen))
-    if chosen.startswith("MIG-"):
-        return nvml.nvmlDeviceGetHandleByUUID(chosen)
-    every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    fits = [h for h in every if chosen and _read_text(partial(nvml.nvmlDeviceGetUUID, h), nvml).startswith(chosen)]
-    if len(fits) != 1:
-        raise LookupError(chosen)
-    return fits[0]
+        return nvml.nvmlDeviceGetHandleByIndex(index)
+    device = visible.split(",")[index].strip()
+    if device.isdigit():
+        return nvml.nvmlDeviceGetHandleByIndex(int(device))
+    if device.startswith("MIG-"):
+        return nvml.nvmlDeviceGetHandleByUUID(device)
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    matches = [h for h in handles if device and _read_text(partial(nvml.nvmlDeviceGetUUID, h), nvml).startswith(device)]
+    if len(matches) != 1:
+        raise LookupError(device)
+    return matches[0]
 
 
 def _read_text(query: Callable[[], Any], nvml: Any) -> str:
@@ -135,10 +135,10 @@ DEFAULT_PROCESS_B = 1 << 30  # assumed need of a process before any was measured
 
 def read_available() -> int:
     """Return the bytes available to new processes: the machine's, or the rest of the container's limit."""
-    free = int(psutil.virtual_memory().available)
+    free_bytes = int(psutil.virtual_memory().available)
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        used_bytes = int(Path("/sys/fs/cgroup/memory.current").read_text())
     except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
+        return free_bytes
+    return free_bytes if limit == "max" else min(free_bytes, max(0, int(limit) - used_bytes))

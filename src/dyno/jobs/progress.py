@@ -84,20 +84,20 @@ class Progress:
     @contextmanager
     def hidden_answers(self) -> Iterator[None]:
         """Show no answers during the `with` block: they belong to a study inside this one."""
-        before, self.answer_s = self.answer_s, math.inf
+        answer_s, self.answer_s = self.answer_s, math.inf
         try:
             yield
         finally:
-            self.answer_s = before
+            self.answer_s = answer_s
 
-    def show_making(self, recipe: Recipe, wrong: str = "") -> None:
-        """Show that a file is being made; `wrong` is the reason for not using the cached one."""
-        what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
+    def show_making(self, recipe: Recipe, reason: str = "") -> None:
+        """Show that a file is being made; `reason` is the reason for not using the cached one."""
+        verb = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         batch = f"b{recipe.dims.batch}" if recipe.dims.batch else ""
-        words = (what, recipe.model.name, recipe.format, recipe.precision, batch, recipe.dims.label)
-        self._begin_work(" ".join(filter(None, (*words, *_list_options(recipe)))))
-        if wrong:
-            self._print_line(Text(f"{clean_text(wrong)}; building it again", "yellow"))
+        fields = (verb, recipe.model.name, recipe.format, recipe.precision, batch, recipe.dims.label)
+        self._begin_work(" ".join(filter(None, (*fields, *_list_options(recipe)))))
+        if reason:
+            self._print_line(Text(f"{clean_text(reason)}; building it again", "yellow"))
         self._log_work()
 
     def report_duration(self) -> None:
@@ -105,9 +105,9 @@ class Progress:
         if (seconds := time.monotonic() - self.started) >= LONG_S:
             self._print_line(Text(f"{self.current}: {_format_clock(seconds)} minutes", "dim"))
 
-    def show_step(self, what: str) -> None:
+    def show_step(self, step: str) -> None:
         """Show the start of a step that is neither a file nor a trial."""
-        self._begin_work(what)
+        self._begin_work(step)
         self._log_work()
 
     def note(self, line: str) -> None:
@@ -122,11 +122,11 @@ class Progress:
         """
         lines = [Text(f"{clean_text(title)}: {clean_text(sentence)}", "bold") for sentence in sentences]
         if self.live is None:
-            left = self.estimate_remaining()
-            until = f", about {_format_clock(left)} left" if left and left >= 1 else ""
-            shown = ["as before"] if sentences and sentences == self.printed else sentences
+            remaining_s = self.estimate_remaining()
+            remaining = f", about {_format_clock(remaining_s)} left" if remaining_s and remaining_s >= 1 else ""
+            texts = ["as before"] if sentences and sentences == self.printed else sentences
             self._print_line(
-                Text(": ".join(filter(None, (f"{clean_text(title)}{until}", " ".join(map(clean_text, shown))))))
+                Text(": ".join(filter(None, (f"{clean_text(title)}{remaining}", " ".join(map(clean_text, texts))))))
             )
             self.printed = sentences
             return
@@ -139,9 +139,9 @@ class Progress:
         """Show a line of another process, which measures at the place."""
         self._print_line(Text.assemble((f"{clean_text(place)} ", "dim"), clean_text(line)))
 
-    def start(self, trial: Trial, number: int, what: str = "round") -> None:
+    def start(self, trial: Trial, round_index: int, kind: str = "round") -> None:
         """Show the start of a job: the round (or confirmation) with this number, counted from 0."""
-        step = _name_step(trial, number, what)
+        step = _name_step(trial, round_index, kind)
         self._begin_work(f"{trial.label}  {step}")
         self.job, self.step = trial, step
 
@@ -169,17 +169,17 @@ class Progress:
 
     def done(
         self, trial: Trial, record: Record, *,
-        stored: bool = False, seconds: float | None = None, number: int | None = None,
+        is_stored: bool = False, seconds: float | None = None, round_index: int | None = None,
     ) -> None:  # fmt: skip
         """Show that a job ended after `seconds` (default: since it began), or that its record was stored already.
 
-        Give the round's `number` for jobs that run in parallel: the last one that began may be another.
+        Give the round's `round_index` for jobs that run in parallel: the last one that began may be another.
         """
         if trial in self.remaining:
             self.remaining.remove(trial)
-        if stored:
+        if is_stored:
             return
-        step = self.step if number is None else _name_step(trial, number)
+        step = self.step if round_index is None else _name_step(trial, round_index)
         if step:  # otherwise the job did not start, as its file is missing
             # Includes the start of the process and imports.
             self.seconds[trial.id] = time.monotonic() - self.started if seconds is None else seconds
@@ -195,8 +195,8 @@ class Progress:
             self._print_line(text)
         self.job, self.step = None, ""
 
-    def _begin_work(self, what: str) -> None:
-        self.current, self.stage, self.started = clean_text(what), "start", time.monotonic()
+    def _begin_work(self, label: str) -> None:
+        self.current, self.stage, self.started = clean_text(label), "start", time.monotonic()
         self.job, self.step = None, ""
 
     def _log_work(self) -> None:
@@ -219,31 +219,31 @@ class Progress:
         """
         if not self.seconds or self.is_building:
             return None
-        usual = sum(self.seconds.values()) / len(self.seconds)
-        expected = sum(self.seconds.get(trial.id, usual) for trial in (*self.remaining, *self.later))
+        mean_s = sum(self.seconds.values()) / len(self.seconds)
+        total_s = sum(self.seconds.get(trial.id, mean_s) for trial in (*self.remaining, *self.later))
         if self.job is None:
-            return expected
-        return expected - min(self.seconds.get(self.job.id, usual), time.monotonic() - self.started)
+            return total_s
+        return total_s - min(self.seconds.get(self.job.id, mean_s), time.monotonic() - self.started)
 
     def _render_view(self) -> Group:
         spent = _format_clock(time.monotonic() - self.started)
-        now = Text.assemble(
+        line = Text.assemble(
             "now  ", (self.current, "bold"), f"  {spent} {self.stage}", no_wrap=True, overflow="ellipsis"
         )
         if not self.total:
-            return Group(*self.answer, *self.lines, now)
-        finished, remaining = self.total - len(self.remaining), self.estimate_remaining()
+            return Group(*self.answer, *self.lines, line)
+        done_count, remaining = self.total - len(self.remaining), self.estimate_remaining()
         grid = Table.grid(padding=(0, 2))
         grid.add_row(
-            ProgressBar(self.total, finished, width=30),
-            f"{finished}/{self.total} jobs",
+            ProgressBar(self.total, done_count, width=30),
+            f"{done_count}/{self.total} jobs",
             # 0:00 might be shown for minutes
             f"about {_format_clock(remaining)} left" if remaining and remaining >= 1 else "",
         )
-        coming = self.remaining[1:] if self.job else self.remaining
-        following = ", ".join(dict.fromkeys(clean_text(trial.label) for trial in coming[:2]))
-        then = Text(f"then {following}" if following else "", "dim", no_wrap=True, overflow="ellipsis")
-        return Group(*self.answer, *self.lines, grid, now, then)
+        next_jobs = self.remaining[1:] if self.job else self.remaining
+        labels = ", ".join(dict.fromkeys(clean_text(trial.label) for trial in next_jobs[:2]))
+        next_line = Text(f"then {labels}" if labels else "", "dim", no_wrap=True, overflow="ellipsis")
+        return Group(*self.answer, *self.lines, grid, line, next_line)
 
 
 def stderr_console(*, quiet: bool = False) -> Console:
@@ -251,8 +251,8 @@ def stderr_console(*, quiet: bool = False) -> Console:
     return Console(stderr=True, quiet=quiet, force_terminal=None if can_draw(sys.stderr) else False)
 
 
-def _name_step(trial: Trial, number: int, what: str = "round") -> str:
-    return f"{what} {number + 1} of {trial.plan.rounds}"
+def _name_step(trial: Trial, round_index: int, kind: str = "round") -> str:
+    return f"{kind} {round_index + 1} of {trial.plan.rounds}"
 
 
 def _format_clock(seconds: float) -> str:

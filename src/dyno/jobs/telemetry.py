@@ -33,10 +33,10 @@ class Package:
 
     def joules(self) -> float:
         """Return the counter's value in joules, corrected for overflows (at most one between two calls)."""
-        now = int(self.file.read_text())
-        self.overflows += now < self.last
-        self.last = now
-        return 1e-6 * (now + self.overflows * self.size)
+        value = int(self.file.read_text())
+        self.overflows += value < self.last
+        self.last = value
+        return 1e-6 * (value + self.overflows * self.size)
 
 
 class Rapl:
@@ -153,30 +153,30 @@ class Telemetry:
         """Return the GPU's name and UUID, and its state before the job."""
         if self._gpu is None:
             return {}
-        before = dict(zip(nvml.NVML_COLUMNS, self._before, strict=True))
-        state = {f"gpu_before_{name}": np.asarray(before[f"gpu_{name}"]) for name in ("memory", "util", "processes")}
+        values = dict(zip(nvml.NVML_COLUMNS, self._before, strict=True))
+        state = {f"gpu_before_{name}": np.asarray(values[f"gpu_{name}"]) for name in ("memory", "util", "processes")}
         return {**state, "gpu_name": np.asarray(self._gpu.name), "gpu_uuid": np.asarray(self._gpu.uuid)}
 
     def _sample_process(self, pid: int) -> None:
         before, tree = self._epoch, ProcessTree(pid)
         tree.find_children()
-        busy, own = _busy_seconds(), tree.measure()[1]
+        total_cpu, tree_cpu = _busy_seconds(), tree.measure()[1]
         while not self._stopped.wait(self._period):
             if self._frozen.is_set():
                 continue
-            now, busy_now = time.monotonic(), _busy_seconds()
+            now, total_cpu_now = time.monotonic(), _busy_seconds()
             if not self._read_stage().startswith(QUIET_STAGES):
                 tree.find_children()
-            rss, own_now, pids = tree.measure()
+            rss, tree_cpu_now, pids = tree.measure()
             rss = rss or float("nan")  # unknown for a process that has just ended
             span = now - before
-            cpu = max(0.0, own_now - own) / span
-            others = max(0.0, (busy_now - busy) / span - cpu)
+            cpu = max(0.0, tree_cpu_now - tree_cpu) / span
+            others = max(0.0, (total_cpu_now - total_cpu) / span - cpu)
             if not self._is_uninterrupted:
                 cpu = others = float("nan")
             gpu = self._look_at_gpu(pids)
             self._rows.append((now - self._epoch, rss, cpu, others, _read_frequency(), self._rapl.joules(), *gpu))
-            before, busy, own = now, busy_now, own_now
+            before, total_cpu, tree_cpu = now, total_cpu_now, tree_cpu_now
             self._is_uninterrupted = not self._frozen.is_set()
 
     def _look_at_gpu(self, pids: set[int]) -> tuple[float, ...]:
@@ -220,8 +220,8 @@ class ProcessTree:
         pids: set[int] = set()
         for process in self._processes:
             with suppress(psutil.Error), process.oneshot():
-                used, resident = process.cpu_times(), process.memory_info().rss
-                rss, cpu = rss + resident, cpu + used.user + used.system
+                times, resident = process.cpu_times(), process.memory_info().rss
+                rss, cpu = rss + resident, cpu + times.user + times.system
                 pids.add(process.pid)
         return rss, cpu, pids
 

@@ -83,38 +83,40 @@ def diff_layers(
     (top,), (rtol, atol) = at_least(0, top=top), at_least(0, float, rtol=rtol, atol=atol)
     check_known("order", order, ORDERS)
     study = one_model(model, settings)
-    asked = [_make_runnable(side, place > 0) for place, side in enumerate(forms.list_forms(study, others))]
-    if len(asked) < 2:
+    requests = [_make_runnable(request, index > 0) for index, request in enumerate(forms.list_forms(study, others))]
+    if len(requests) < 2:
         raise UserError("nothing to compare the layers with: give a form, such as openvino or onnxruntime/int8, or "
                         "another ONNX file")  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        reading = _FormComparer(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
-        reading.read(asked[0])
-        reading.read_all(asked[1:])
-        engines = tuple(reading.compare_all(rtol, atol))
-    return LayerAgreement(engines, rtol, atol, order, top, tuple(reading.left_out))
+        comparer = _FormComparer(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
+        comparer.read(requests[0])
+        comparer.read_all(requests[1:])
+        engines = tuple(comparer.compare_all(rtol, atol))
+    return LayerAgreement(engines, rtol, atol, order, top, tuple(comparer.left_out))
 
 
-def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
+def _make_runnable(form: forms.FormRequest, is_later: bool) -> forms.FormRequest:
     """Return the form with its engine; raise `UserError` if that engine can't run parts of a graph."""
-    if later and side.choice.name == forms.MODULE_FORM:
-        raise UserError(f"{model_name(side.source)} is a PyTorch module, not a graph whose layers can be compared; "
+    if is_later and form.choice.name == forms.MODULE_FORM:
+        raise UserError(f"{model_name(form.source)} is a PyTorch module, not a graph whose layers can be compared; "
             f"give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
-    kind = registry.format_of(side.source)
-    is_engine = kind is not None and kind.name != forms.ONNX_FORM
-    engine = kind.default_backend(Path(side.source)) if kind is not None and is_engine else side.choice.name
+    file_format = registry.format_of(form.source)
+    is_engine = file_format is not None and file_format.name != forms.ONNX_FORM
+    engine = (
+        file_format.default_backend(Path(form.source)) if file_format is not None and is_engine else form.choice.name
+    )
     if engine not in (forms.ONNX_FORM, forms.MODULE_FORM) and not registry.find(engine).loads_onnx:
-        able = [name for name in registry.list_backends() if registry.find(name).loads_onnx]
+        backends = [name for name in registry.list_backends() if registry.find(name).loads_onnx]
         raise UserError(f"{engine} runs no parts of a graph, so its layers can't be compared; these do: "
-                        f"{', '.join(able)}")  # fmt: skip
+                        f"{', '.join(backends)}")  # fmt: skip
     if is_engine:
-        raise UserError(f"{side.source} is not an ONNX graph; give the ONNX file that it was made from, and {engine} "
+        raise UserError(f"{form.source} is not an ONNX graph; give the ONNX file that it was made from, and {engine} "
             f"behind it")  # fmt: skip
     # a later file runs with default options, the first file and its forms node by node
-    if side.choice.name == forms.ONNX_FORM:
-        as_ever = later and not side.is_named and not side.precision
-        return replace(side, choice=Choice(NODE_BY_NODE.name) if as_ever else NODE_BY_NODE)
-    return side
+    if form.choice.name == forms.ONNX_FORM:
+        is_default = is_later and not form.is_named and not form.precision
+        return replace(form, choice=Choice(NODE_BY_NODE.name) if is_default else NODE_BY_NODE)
+    return form
 
 
 class _FormComparer(forms.FormReader):
@@ -131,8 +133,8 @@ class _FormComparer(forms.FormReader):
 
     def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return a module's own layers, or an empty form for an engine, as its graph has the layers."""
-        of_module = trial.backend == forms.MODULE_FORM
-        return super().read_form(trial, None) if of_module else LayerGraph(form=LAYERS, library=trial.backend)
+        is_module = trial.backend == forms.MODULE_FORM
+        return super().read_form(trial, None) if is_module else LayerGraph(form=LAYERS, library=trial.backend)
 
     def give_title(self, form: LayerGraph, trial: Trial) -> LayerGraph:
         """Return the form with its title; "node by node" replaces the options of an unoptimised graph."""
@@ -151,64 +153,64 @@ class _FormComparer(forms.FormReader):
 
     def compare_all(self, rtol: float, atol: float) -> list[EngineComparison]:
         """Compare each engine with the first; leave out failures, but raise the first one if all fail."""
-        found, errors = [], list[forms.NoForm]()
-        for place in range(1, len(self.requested)):
+        comparisons, errors = [], list[forms.NoForm]()
+        for index in range(1, len(self.requested)):
             try:
-                found.append(self.compare_engine(place, rtol, atol))
+                comparisons.append(self.compare_engine(index, rtol, atol))
             except forms.NoForm as e:
                 errors.append(e)
-        if not found:
+        if not comparisons:
             raise errors[0]
         self.left_out += map(str, errors)
-        return found
+        return comparisons
 
-    def compare_engine(self, place: int, rtol: float, atol: float) -> EngineComparison:
-        """Compare the engine at index `place` of the requested forms with the first."""
-        (trial, artifact), (first, _) = self.trials[place], self.trials[0]
-        graph = self.graph_of[self.requested[place]]
-        against = self._find_reference_graph(trial, graph)
-        precision = max(trial.precision, first.precision, key=lambda name: TOLERANCES[name].limit)
+    def compare_engine(self, index: int, rtol: float, atol: float) -> EngineComparison:
+        """Compare the engine at index `index` of the requested forms with the first."""
+        (trial, artifact), (reference, _) = self.trials[index], self.trials[0]
+        graph = self.graph_of[self.requested[index]]
+        reference_graph = self._find_reference_graph(trial, graph)
+        precision = max(trial.precision, reference.precision, key=lambda name: TOLERANCES[name].limit)
         limit = TOLERANCES[precision].close
         options = {
-            "graph": self._graph_files[graph].path, "reference_graph": self._graph_files[against].path,
-            "reference": str(self._store_reference(first, against)), "limits": [limit, rtol, atol],
-            "always": trial.precision != first.precision,
+            "graph": self._graph_files[graph].path, "reference_graph": self._graph_files[reference_graph].path,
+            "reference": str(self._store_reference(reference, reference_graph)), "limits": [limit, rtol, atol],
+            "always": trial.precision != reference.precision,
         }  # fmt: skip
         job = Job("layer_errors", trial.runtime, trial, artifact=artifact, options=options)
         errors = self._run_job(job).facts.layer_errors
         assert isinstance(errors, LayerErrors)
-        names = self._format_name(place), self._format_name(0)
+        names = self._format_name(index), self._format_name(0)
         return EngineComparison(*names, self.forms[graph], errors, precision, limit)
 
-    def _format_name(self, place: int) -> str:
+    def _format_name(self, index: int) -> str:
         """Return the form's title, with the model's name if there are several models."""
         sources, title = (
-            [ran.model.source or ran.model.name for ran, _ in self.trials],
-            self.forms[self.requested[place]],
+            [t.model.source or t.model.name for t, _ in self.trials],
+            self.forms[self.requested[index]],
         )
-        return f"{Path(sources[place]).name} {title.library}" if len({*sources}) > 1 else title.library
+        return f"{Path(sources[index]).name} {title.library}" if len({*sources}) > 1 else title.library
 
     def _find_reference_graph(self, trial: Trial, graph: int) -> int:
         """Return the index of the reference's graph; for a module its FP32 export, the engine's own if possible."""
-        first, _ = self.trials[0]
-        if first.backend != forms.MODULE_FORM:
+        reference, _ = self.trials[0]
+        if reference.backend != forms.MODULE_FORM:
             return self.graph_of[self.requested[0]]
-        if trial.precision == "fp32" and trial.model.source == first.model.source:
+        if trial.precision == "fp32" and trial.model.source == reference.model.source:
             return graph
         if self._float < 0:
-            self.read(forms.FormRequest(first.model.source, NODE_BY_NODE, "fp32"))
+            self.read(forms.FormRequest(reference.model.source, NODE_BY_NODE, "fp32"))
             self._float = self.graph_of[self.requested[-1]]
         return self._float
 
-    def _store_reference(self, first: Trial, graph: int) -> Path:
+    def _store_reference(self, reference: Trial, graph: int) -> Path:
         """Return the folder of the reference's tensors, named as in the graph; store them once per graph."""
         if graph not in self._tensor_folders:
             file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
-            if of_module := first.backend == forms.MODULE_FORM:
+            if is_module := reference.backend == forms.MODULE_FORM:
                 calls = agreement_tables.list_tensors(self.forms[self.requested[0]], self.forms[graph])
                 options |= {"graph": file.path, "calls": [list(call) for call in calls]}
-            artifact = None if of_module else file
-            self._run_job(Job("reference", first.runtime, first, artifact=artifact, options=options))
+            artifact = None if is_module else file
+            self._run_job(Job("reference", reference.runtime, reference, artifact=artifact, options=options))
             self._tensor_folders[graph] = self._folder / str(self._jobs) / "tensors"
         return self._tensor_folders[graph]
 

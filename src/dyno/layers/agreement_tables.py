@@ -29,24 +29,24 @@ def list_tensors(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
     forms = (module, graph)
     link = align.link_layers(forms, 0, 1)
     calls, readers = module.count_calls(), _find_readers(graph.layers)
-    found: dict[str, ModuleCall] = {}
+    by_tensor: dict[str, ModuleCall] = {}
     for region in align.find_regions(forms, [link]):
-        last = _find_last_tensor(forms, region)
-        call = _find_result_call(module, link, region, last, readers) if last is not None else None
-        if call is not None and last is not None:
-            found.setdefault(last.name, (*calls[call], last.name))
-    return [*found.values()]
+        tensor = _find_last_tensor(forms, region)
+        call = _find_result_call(module, link, region, tensor, readers) if tensor is not None else None
+        if call is not None and tensor is not None:
+            by_tensor.setdefault(tensor.name, (*calls[call], tensor.name))
+    return [*by_tensor.values()]
 
 
 def _find_readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
     """Return the modules of each tensor's readers, looking through quantisation nodes."""
     readers: dict[str, set[str]] = defaultdict(set)
     for layer in reversed(layers):
-        behind = (
+        later_modules = (
             [name for port in layer.outputs for name in readers[port.name]] if layer.type in QUANTISE_OPERATORS else ()
         )
         for port in layer.inputs:
-            readers[port.name].update(layer.modules, behind)
+            readers[port.name].update(layer.modules, later_modules)
     return readers
 
 
@@ -54,22 +54,22 @@ def _find_last_tensor(forms: Sequence[LayerGraph], region: Region) -> Port | Non
     """Return the region's only unread tensor, ignoring quantisation nodes; None unless there is exactly one."""
     nodes = [forms[1].layers[k] for k in region.members[1]]
     nodes = [node for node in nodes if node.type not in QUANTISE_OPERATORS]
-    read = {port.name for node in nodes for port in node.inputs}
-    written = [port for node in nodes for port in node.outputs[:1] if port.name not in read]
-    return written[0] if len(written) == 1 else None
+    read_names = {port.name for node in nodes for port in node.inputs}
+    outputs = [port for node in nodes for port in node.outputs[:1] if port.name not in read_names]
+    return outputs[0] if len(outputs) == 1 else None
 
 
 def _find_result_call(
-    module: LayerGraph, link: align.Link, region: Region, last: Port, readers: Mapping[str, set[str]]
+    module: LayerGraph, link: align.Link, region: Region, tensor: Port, readers: Mapping[str, set[str]]
 ) -> int | None:
-    """Return the index of the region's last call if it computes the tensor `last` itself, else None."""
-    ran = [k for k in region.list_members(0) if not module.layers[k].skipped and module.layers[k].outputs]
-    if not ran or module.layers[ran[-1]].outputs[0].shape != last.shape:
+    """Return the index of the region's last call if it computes the tensor `tensor` itself, else None."""
+    calls = [k for k in region.list_members(0) if not module.layers[k].skipped and module.layers[k].outputs]
+    if not calls or module.layers[calls[-1]].outputs[0].shape != tensor.shape:
         return None
-    call, name = ran[-1], module.layers[ran[-1]].name
-    around = call in link.outer  # its own operators may not come last
-    inside = any(reader == name or reader.startswith(f"{name}." if name else "") for reader in readers[last.name])
-    return None if around and inside else call
+    call, name = calls[-1], module.layers[calls[-1]].name
+    is_outer = call in link.outer  # its own operators may not come last
+    is_read = any(reader == name or reader.startswith(f"{name}." if name else "") for reader in readers[tensor.name])
+    return None if is_outer and is_read else call
 
 
 # Findings from an engine's layer errors, as sentences.
@@ -161,11 +161,11 @@ class EngineComparison:
             yield from self._describe_retest()
 
     def _describe_left_out(self) -> Iterator[str]:
-        found, theirs, mismatched = len(self.errors.layers), self.errors.reference_layers, self.errors.mismatched
-        if found < MIN_COMPARED_SHARE * theirs:
-            have = "has" if found == 1 else "have"
+        count, total, mismatched = len(self.errors.layers), self.errors.reference_layers, self.errors.mismatched
+        if count < MIN_COMPARED_SHARE * total:
+            verb = "has" if count == 1 else "have"
             yield (
-                f"only {found:,} of the reference's {format_count(theirs, 'tensor')} {have} a counterpart; what lies "
+                f"only {count:,} of the reference's {format_count(total, 'tensor')} {verb} a counterpart; what lies "
                 "between two of them counts as the later one's own."
             )
         if mismatched:
@@ -176,15 +176,15 @@ class EngineComparison:
             )
 
     def _describe_nonfinite(self) -> Iterator[str]:
-        theirs = next((layer for layer in self.errors.layers if layer.total.reference_nonfinite), None)
-        if theirs is not None:
-            count = f"{theirs.total.reference_nonfinite:,} values"
-            yield f"the reference itself has NaN or infinity from {self.name_layer(theirs.tensor)} on: {count}."
-        own = next((layer for layer in self.errors.layers if layer.total.nonfinite), None)
-        if own is not None:
-            made = "on the reference's values too" if own.own.nonfinite else "but not on the reference's values"
-            count = f"{own.total.nonfinite:,} values"
-            yield f"first layer with NaN or infinity: {self.name_layer(own.tensor)}, {count}, {made}."
+        reference = next((layer for layer in self.errors.layers if layer.total.reference_nonfinite), None)
+        if reference is not None:
+            count = f"{reference.total.reference_nonfinite:,} values"
+            yield f"the reference itself has NaN or infinity from {self.name_layer(reference.tensor)} on: {count}."
+        engine = next((layer for layer in self.errors.layers if layer.total.nonfinite), None)
+        if engine is not None:
+            origin = "on the reference's values too" if engine.own.nonfinite else "but not on the reference's values"
+            count = f"{engine.total.nonfinite:,} values"
+            yield f"first layer with NaN or infinity: {self.name_layer(engine.tensor)}, {count}, {origin}."
 
     def _describe_first(self) -> Iterator[str]:
         first = self.first
@@ -193,14 +193,16 @@ class EngineComparison:
                 yield "with the layers' outputs marked, every layer agrees."
             return
         before = max((layer.total.error for layer in self.errors.layers if layer.tensor in first.reads), default=0.0)
-        own, total = first.own.error, first.total.error
-        whose = (
-            "made here" if not math.isfinite(own) or own > FALLEN_SHARE * total else "added up over the layers before"
+        own_error, total = first.own.error, first.total.error
+        origin = (
+            "made here"
+            if not math.isfinite(own_error) or own_error > FALLEN_SHARE * total
+            else "added up over the layers before"
         )
-        far = f"off by {_format_error(total)}" if math.isfinite(total) else "not finite"
+        deviation = f"off by {_format_error(total)}" if math.isfinite(total) else "not finite"
         yield (
-            f"first layer that disagrees: {self.name_layer(first.tensor)}, {far}; its own error is "
-            f"{_format_error(own)}, that of its inputs {_format_error(before)}: {whose}."
+            f"first layer that disagrees: {self.name_layer(first.tensor)}, {deviation}; its own error is "
+            f"{_format_error(own_error)}, that of its inputs {_format_error(before)}: {origin}."
         )
         if self.agrees:
             yield "the outputs of the unmodified engine agree all the same."
@@ -209,42 +211,42 @@ class EngineComparison:
         if not self.errors.boundary:
             return
         before, after = map(self.name_layer, self.errors.boundary)
-        good = f"the one ending at {before} agrees" if before else "even the first layer's disagrees"
-        bad = f"the one ending at {after} doesn't" if after else "the whole network's doesn't"
+        before_text = f"the one ending at {before} agrees" if before else "even the first layer's disagrees"
+        after_text = f"the one ending at {after} doesn't" if after else "the whole network's doesn't"
         yield (
             "the error vanishes when tensors are marked. Of graphs cut off after one layer, without other marks, "
-            f"{good}, {bad}: look at what is fused there."
+            f"{before_text}, {after_text}: look at what is fused there."
         )
 
     def _describe_suspects(self) -> str:
         effects = {layer.tensor: layer.effect or 0.0 for layer in self.errors.layers}
         total = sum(effect**2 for effect in effects.values())
-        listed = ", ".join(self.suspects[:MAX_SUSPECTS_NAMED])
-        more = f" and {len(self.suspects) - MAX_SUSPECTS_NAMED} more" if len(self.suspects) > MAX_SUSPECTS_NAMED else ""
-        which = f"{format_count(len(self.suspects), 'layer')} of {len(self.compared):,}"
+        names = ", ".join(self.suspects[:MAX_SUSPECTS_NAMED])
+        rest = f" and {len(self.suspects) - MAX_SUSPECTS_NAMED} more" if len(self.suspects) > MAX_SUSPECTS_NAMED else ""
+        subject = f"{format_count(len(self.suspects), 'layer')} of {len(self.compared):,}"
         if not total or not math.isfinite(total):
-            return f"suspected: {which}, {listed}{more}."
+            return f"suspected: {subject}, {names}{rest}."
         share = sum(effects[name] ** 2 for name in self.errors.suspects) / total
-        makes = "makes" if len(self.suspects) == 1 else "make"
-        return f"{which} {makes} {share:.0%} of the error that layers add by themselves: {listed}{more}."
+        verb = "makes" if len(self.suspects) == 1 else "make"
+        return f"{subject} {verb} {share:.0%} of the error that layers add by themselves: {names}{rest}."
 
     def _describe_retest(self) -> Iterator[str]:
         cut, substituted = self.errors.cut, self.errors.substituted
         if substituted is None or cut is None:
             yield "not tested again: the reference has no graph of these layers to replace them."
             return
-        place = "its place" if len(self.suspects) == 1 else "their place"
+        phrase = "its place" if len(self.suspects) == 1 else "their place"
         yield (
-            f"{self.verdict}: with no tensor marked and the reference in {place}, the outputs are "
+            f"{self.verdict}: with no tensor marked and the reference in {phrase}, the outputs are "
             f"{_describe_difference(substituted)}; with the graph only cut there, {_describe_difference(cut)}."
         )
-        others = [e for e in self.errors.layers if e.tensor not in self.errors.suspects and e.effect is not None]
-        most = max(others, key=lambda layer: layer.effect or 0.0, default=None)
-        left = substituted.error  # outputs disagree even without the suspects
-        if most is not None and self.limit < left < math.inf and (most.effect or 0.0) >= MIN_MENTIONED_SHARE * left:
+        other_layers = [e for e in self.errors.layers if e.tensor not in self.errors.suspects and e.effect is not None]
+        peak = max(other_layers, key=lambda layer: layer.effect or 0.0, default=None)
+        rest = substituted.error  # outputs disagree even without the suspects
+        if peak is not None and self.limit < rest < math.inf and (peak.effect or 0.0) >= MIN_MENTIONED_SHARE * rest:
             yield (
-                f"the outputs still disagree: of the other layers, {self.name_layer(most.tensor)} contributes most, "
-                f"{_format_error(most.effect or 0.0)} of their size."
+                f"the outputs still disagree: of the other layers, {self.name_layer(peak.tensor)} contributes most, "
+                f"{_format_error(peak.effect or 0.0)} of their size."
             )
 
 
@@ -284,36 +286,38 @@ def list_compared_layers(compared: Sequence[EngineComparison], order: str, top: 
     return LAYER_ERRORS.build(COLUMNS, rows, group=("engine",), printed=PRINTED_COLUMNS)
 
 
-def _build_rows(each: EngineComparison, order: str, top: int) -> list[Row]:
-    layers = each.errors.layers
+def _build_rows(engine: EngineComparison, order: str, top: int) -> list[Row]:
+    layers = engine.errors.layers
     largest = sorted(layers, key=lambda layer: -layer.own.error)
-    kept = {*each.errors.suspects, *(layer.tensor for layer in largest[: top or None])}
-    chosen = layers if order == "graph" else largest
+    names = {*engine.errors.suspects, *(layer.tensor for layer in largest[: top or None])}
+    series = layers if order == "graph" else largest
     errors = {layer.tensor: layer.total.error for layer in layers}
     total = sum((layer.effect or 0.0) ** 2 for layer in layers)
-    return [_build_row(each, layer, errors, total) for layer in chosen if layer.tensor in kept or layer is each.first]
+    return [
+        _build_row(engine, layer, errors, total) for layer in series if layer.tensor in names or layer is engine.first
+    ]
 
 
-def _build_row(each: EngineComparison, layer: LayerError, errors: Mapping[str, float], total: float) -> Row:
-    node, suspect = each.nodes.get(layer.tensor, Layer()), layer.tensor in each.errors.suspects
-    before = max((errors.get(name, 0.0) for name in layer.reads), default=0.0)
+def _build_row(engine: EngineComparison, layer: LayerError, errors: Mapping[str, float], total: float) -> Row:
+    node, is_suspect = engine.nodes.get(layer.tensor, Layer()), layer.tensor in engine.errors.suspects
+    input_error = max((errors.get(name, 0.0) for name in layer.reads), default=0.0)
     names = [name or WHOLE_MODEL for name in node.modules] or [node.name]
     share = 100 * layer.effect**2 / total if layer.effect is not None and total and math.isfinite(total) else None
     remarks = {
-        "first that disagrees": layer is each.first,
-        "suspect": suspect,
+        "first that disagrees": layer is engine.first,
+        "suspect": is_suspect,
         f"{layer.total.nonfinite:,} values not finite": layer.total.nonfinite,
         "the reference is not finite": layer.total.reference_nonfinite,
     }
     return {
-        "engine": each.name, "reference": each.reference, "modules": " ".join(names), "modules_names": names,
+        "engine": engine.name, "reference": engine.reference, "modules": " ".join(names), "modules_names": names,
         "layer": node.name, "type": node.type, "tensor": layer.tensor, "error": keep_finite(layer.total.error),
         "own_error": keep_finite(layer.own.error),
-        "growth": keep_finite(layer.total.error / before) if before else None,
+        "growth": keep_finite(layer.total.error / input_error) if input_error else None,
         "effect": keep_finite(layer.effect), "close": 100 * layer.total.close, "own_close": 100 * layer.own.close,
         "max_abs": layer.total.max_abs, "max_rel": layer.total.max_rel, "nonfinite": layer.total.nonfinite,
         "reference_nonfinite": layer.total.reference_nonfinite, "share": share,
-        "suspect": "yes" if suspect else "no", "remark": ", ".join(text for text, holds in remarks.items() if holds),
+        "suspect": "yes" if is_suspect else "no", "remark": ", ".join(text for text, holds in remarks.items() if holds),
     }  # fmt: skip
 
 
@@ -333,19 +337,19 @@ def list_findings(compared: Sequence[EngineComparison], rtol: float, atol: float
     return FINDINGS.build(FINDING_COLUMNS, [*map(_build_finding, compared)], notes=tuple(notes), printed=SEARCH_COLUMNS)
 
 
-def _build_finding(each: EngineComparison) -> Row:
-    errors = each.errors
-    tested = {"unmodified": errors.unmodified, "marked": errors.marked, "cut": errors.cut,
+def _build_finding(engine: EngineComparison) -> Row:
+    errors = engine.errors
+    cases = {"unmodified": errors.unmodified, "marked": errors.marked, "cut": errors.cut,
               "substituted": errors.substituted}  # fmt: skip
     return {
-        "engine": each.name, "reference": each.reference, "precision": each.precision, "limit": each.limit,
-        "layers": len(each.compared), "runs": errors.runs, "parts": errors.parts, "unmatched": errors.unmatched,
+        "engine": engine.name, "reference": engine.reference, "precision": engine.precision, "limit": engine.limit,
+        "layers": len(engine.compared), "runs": errors.runs, "parts": errors.parts, "unmatched": errors.unmatched,
         "mismatched": errors.mismatched, "reference_layers": errors.reference_layers,
         "close": 100 * errors.unmodified.close if errors.unmodified else None,
-        **{f"{name}_error": keep_finite(apart.error) if apart else None for name, apart in tested.items()},
-        "first": each.name_layer(each.first.tensor) if each.first else "",
-        "suspect_count": len(each.suspects) if each.verdict else None, "suspects": ", ".join(each.suspects),
-        "boundary": " to ".join(each.name_layer(name) or "end" for name in errors.boundary), "verdict": each.verdict,
+        **{f"{key}_error": keep_finite(case.error) if case else None for key, case in cases.items()},
+        "first": engine.name_layer(engine.first.tensor) if engine.first else "",
+        "suspect_count": len(engine.suspects) if engine.verdict else None, "suspects": ", ".join(engine.suspects),
+        "boundary": " to ".join(engine.name_layer(key) or "end" for key in errors.boundary), "verdict": engine.verdict,
     }  # fmt: skip
 
 

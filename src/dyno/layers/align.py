@@ -36,9 +36,9 @@ class Flow:
             self.before.append(list(dict.fromkeys(sources)))
             for source in self.before[index]:
                 self.after[source].append(index)
-            fed = [port for port in layer.inputs if port.name not in writer]
-            still = not fed and self.constant.issuperset(self.before[index])
-            if complete and (still or layer.type in SHAPE_OPERATORS):
+            inputs = [port for port in layer.inputs if port.name not in writer]
+            is_constant = not inputs and self.constant.issuperset(self.before[index])
+            if complete and (is_constant or layer.type in SHAPE_OPERATORS):
                 self.constant.add(index)
             writer.update({port.name: index for port in layer.outputs})
 
@@ -55,19 +55,19 @@ def extend_claims(
     An unclaimed node between two claimed nodes belongs to the helpers between their counterparts, if the node `fits`
     them.
     """
-    named = {layer: {layer} for own in claims.values() for layer in own}
+    layer_claims = {layer: {layer} for layers in claims.values() for layer in layers}
     above, below = _find_neighbours(graph, claims)
-    higher, lower = _find_neighbours(engine, named)
+    higher, lower = _find_neighbours(engine, layer_claims)
     neighbours: dict[tuple[int, int], set[int]] = {}
     for layer in helpers:
         for pair in product(higher[layer], lower[layer]):
             neighbours.setdefault(pair, set()).add(layer)
-    extended = {node: set(own) for node, own in claims.items() if own}
+    extended = {node: set(layers) for node, layers in claims.items() if layers}
     for node in graph.forwards:
         if node not in extended and node not in graph.constant:
             matches = [neighbours.get(pair, set()) for pair in product(above[node], below[node])]
-            if reached := {layer for layer in set().union(*matches) if fits(node, layer)}:
-                extended[node] = reached
+            if counterparts := {layer for layer in set().union(*matches) if fits(node, layer)}:
+                extended[node] = counterparts
     return extended
 
 
@@ -81,7 +81,7 @@ def place_layers(
     dequantisation or a constant layer. Any other layer joins the last counterpart of its inputs, except inputs in
     `ends`, which are known to end their counterpart. `layers` must be in execution order.
     """
-    placements = {index: set(own) for index, own in claims.items() if own}
+    placements = {index: set(claim) for index, claim in claims.items() if claim}
     how = dict.fromkeys(placements, BY_NAME)
     forwards, backwards = flow.forwards, flow.backwards
 
@@ -90,35 +90,35 @@ def place_layers(
             placements[index], how[index] = counterparts, BY_CONSTANT if index in flow.constant else BY_FLOW
 
     def find_claims(neighbours: Sequence[int]) -> set[int]:
-        return {one for neighbour in neighbours for one in placements.get(neighbour, ())}
+        return {counterpart for neighbour in neighbours for counterpart in placements.get(neighbour, ())}
 
     above, below = _find_neighbours(flow, placements)
     for index in forwards:
         if index not in placements and index not in flow.constant:
             place_layer(index, above[index] & below[index])
-    behind = dict[int, set[int]]()  # counterparts of the readers of unclaimed layers, up to the next product
+    reader_claims = dict[int, set[int]]()  # counterparts of the readers of unclaimed layers, up to the next product
     for index in backwards:
         if index not in placements:
-            reached = find_claims(flow.after[index])
+            counterparts = find_claims(flow.after[index])
             if index in flow.constant:
-                place_layer(index, reached)
+                place_layer(index, counterparts)
                 continue
-            reached |= {one for reader in flow.after[index] for one in behind.get(reader, ())}
+            counterparts |= {one for reader in flow.after[index] for one in reader_claims.get(reader, ())}
             # An engine's layer may begin with a product or dequantisation, and rarely ends with it.
             if layers[index].flops or layers[index].type == DEQUANTISE_OPERATOR:
-                place_layer(index, {min(reached)} if reached else set())
+                place_layer(index, {min(counterparts)} if counterparts else set())
             else:
-                behind[index] = reached
+                reader_claims[index] = counterparts
     for index in forwards:
-        open_ones = [] if index in flow.constant else [one for one in flow.before[index] if one not in ends]
-        if index not in placements and (reached := find_claims(open_ones)):
-            place_layer(index, {max(reached)})
+        open_inputs = [] if index in flow.constant else [one for one in flow.before[index] if one not in ends]
+        if index not in placements and (counterparts := find_claims(open_inputs)):
+            place_layer(index, {max(counterparts)})
     for index in backwards:
-        if index not in placements and (reached := find_claims(flow.after[index])):
-            place_layer(index, {min(reached)})
+        if index not in placements and (counterparts := find_claims(flow.after[index])):
+            place_layer(index, {min(counterparts)})
     for index in forwards:
-        if index not in placements and index not in flow.constant and (reached := find_claims(flow.before[index])):
-            place_layer(index, {max(reached)})
+        if index not in placements and index not in flow.constant and (counterparts := find_claims(flow.before[index])):
+            place_layer(index, {max(counterparts)})
     return placements, how
 
 
@@ -134,11 +134,11 @@ def _find_nearest(
 
     `order` must visit a layer's neighbours along the edges first.
     """
-    reached: list[set[int]] = [set() for _ in edges]
+    counterparts: list[set[int]] = [set() for _ in edges]
     for index in order:
         for neighbour in edges[index]:
-            reached[index] |= claims.get(neighbour, reached[neighbour])
-    return reached
+            counterparts[index] |= claims.get(neighbour, counterparts[neighbour])
+    return counterparts
 
 
 # Suffixes that engines add to names of nodes and tensors.
@@ -212,33 +212,33 @@ def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     graph, engine = forms[upper].layers, forms[lower].layers
     names = {layer.name: k for k, layer in enumerate(graph)}
     tensors = {port.name: k for k, layer in enumerate(graph) for port in layer.outputs}
-    moving = [layer for layer in engine if layer.moves and layer.inputs and layer.outputs]
-    moved = {layer.inputs[0].name: layer.outputs[0].name for layer in moving}
+    conversions = [layer for layer in engine if layer.moves and layer.inputs and layer.outputs]
+    output_of = {layer.inputs[0].name: layer.outputs[0].name for layer in conversions}
     claims: Claims = defaultdict(set)
     for index, layer in enumerate(engine):
         nodes = [_find_index(name, names, tensors) for name in layer.nodes or (layer.name,)]
         nodes += [_find_index(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
         if not layer.moves and nodes == [None] * len(nodes):  # a conversion behind it may have the tensor's name
-            nodes = [_find_index(moved[port.name], tensors) for port in layer.outputs if port.name in moved]
+            nodes = [_find_index(output_of[port.name], tensors) for port in layer.outputs if port.name in output_of]
         for node in nodes:
             if node is not None:
                 claims[node].add(index)
-    inner, outer = Flow(graph), Flow(engine)
-    named = set().union(*claims.values())
-    unnamed = [k for k, layer in enumerate(engine) if k not in named and not layer.moves]
-    names_types = any(
+    graph_flow, engine_flow = Flow(graph), Flow(engine)
+    named_layers = set().union(*claims.values())
+    helpers = [k for k, layer in enumerate(engine) if k not in named_layers and not layer.moves]
+    has_types = any(
         layer.computes_in for layer in engine
     )  # an engine that reports types also reports which layers have no product
 
     def can_hold(node: int, layer: int) -> bool:
-        return bool(engine[layer].computes_in) or not (names_types and graph[node].flops)
+        return bool(engine[layer].computes_in) or not (has_types and graph[node].flops)
 
-    extended = extend_claims(inner, outer, claims, unnamed, can_hold)
-    pairs, how = place_layers(graph, extended, inner, _find_ends(engine, tensors))
-    for node in extended.keys() - claims.keys():
+    all_claims = extend_claims(graph_flow, engine_flow, claims, helpers, can_hold)
+    pairs, how = place_layers(graph, all_claims, graph_flow, _find_ends(engine, tensors))
+    for node in all_claims.keys() - claims.keys():
         how[node] = BY_FLOW
-    sure = frozenset((node, layer) for node, own in claims.items() for layer in own)
-    return Link(upper, lower, _extend_pairs(pairs, outer, unnamed), how, sure)
+    sure = frozenset((node, layer) for node, layers in claims.items() for layer in layers)
+    return Link(upper, lower, _extend_pairs(pairs, engine_flow, helpers), how, sure)
 
 
 def _find_ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
@@ -246,17 +246,17 @@ def _find_ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
 
     Outputs named after the layer are ignored: such an engine doesn't name its tensors.
     """
-    written = (port.name for layer in engine if not layer.skipped for port in layer.outputs if port.name != layer.name)
-    return {tensors[name] for name in written if name in tensors}
+    names = (port.name for layer in engine if not layer.skipped for port in layer.outputs if port.name != layer.name)
+    return {tensors[name] for name in names if name in tensors}
 
 
-def _extend_pairs(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
+def _extend_pairs(pairs: Mapping[int, set[int]], engine: Flow, helpers: Sequence[int]) -> Claims:
     """Return the pairs extended by the engine's layers without a node.
 
     Such a layer gets the nodes of its only reader with nodes (OpenVINO's LSTM also writes states that nothing reads).
     """
     nodes_of = _invert_claims(pairs)
-    for layer in reversed(unnamed):
+    for layer in reversed(helpers):
         readers = [reader for reader in engine.after[layer] if reader in nodes_of]
         if layer not in nodes_of and len(readers) == 1:
             nodes_of[layer] = set(nodes_of[readers[0]])
@@ -266,7 +266,7 @@ def _extend_pairs(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence
 def _find_index(name: str, *tables: Mapping[str, int]) -> int | None:
     """Return the index of a name, with or without an engine's suffixes, in the first table that has it; else None."""
     stem = TOKEN_NUMBER.sub("", FUSION_SUFFIX.sub("", name))
-    stems = [name, stem, *(stem.removesuffix(added) for added in ADDED_SUFFIXES if stem.endswith(added))]
+    stems = [name, stem, *(stem.removesuffix(suffix) for suffix in ADDED_SUFFIXES if stem.endswith(suffix))]
     return next((table[each] for each in stems for table in tables if each in table), None)
 
 
@@ -280,63 +280,65 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     nodes: dict[str, dict[int | None, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, node in enumerate(graph):
         for text in node.modules:
-            name, number = _parse_call(text, name_of)
-            nodes[name][number].append(index)
+            name, repeat = _parse_call(text, name_of)
+            nodes[name][repeat].append(index)
     claims: Claims = defaultdict(set)
     for name, by_call in nodes.items():
-        calls_of = by_name.get(name, [])
+        module_calls = by_name.get(name, [])
         first = 0 if len(by_call) > 1 else None  # the first call is unnumbered if later calls are numbered
-        for number, indices in by_call.items():
-            which = first if number is None else number
-            chosen = calls_of if which is None else calls_of[which : which + 1]
-            for one, counterpart in _pair_calls(chosen, indices):
-                claims[counterpart].add(one)
-    sure = frozenset((call, node) for node, own in claims.items() for call in own)
+        for repeat, indices in by_call.items():
+            position = first if repeat is None else repeat
+            call_indices = module_calls if position is None else module_calls[position : position + 1]
+            for call_index, counterpart in _pair_calls(call_indices, indices):
+                claims[counterpart].add(call_index)
+    sure = frozenset((call, node) for node, group in claims.items() for call in group)
     claims, how = place_layers(graph, claims, Flow(graph))
     if "" not in by_name:  # the model's own code, outside its submodules
-        alone = {k for k, node in enumerate(graph) if node.modules == ("",)}
-        claims = {k: called for k, called in claims.items() if k not in alone}
+        own_nodes = {k for k, node in enumerate(graph) if node.modules == ("",)}
+        claims = {k: group for k, group in claims.items() if k not in own_nodes}
     pairs = _invert_claims(claims)
     names = {name for name in by_name if name}
     inner = {name[: m.start()] for name in names for m in re.finditer(r"\.", name)}
     outer = frozenset(k for k, call in enumerate(calls) if call.name in inner or not call.name)
-    ran = [k for k, call in enumerate(calls) if k not in outer and not call.skipped]
-    leaves = {place: pairs[k] for place, k in enumerate(ran) if k in pairs}
-    whole, _ = place_layers([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
-    kept = {k: own for k, own in pairs.items() if k in outer} | {ran[place]: own for place, own in whole.items()}
+    order = [k for k, call in enumerate(calls) if k not in outer and not call.skipped]
+    leaves = {leaf: pairs[k] for leaf, k in enumerate(order) if k in pairs}
+    leaf_pairs, _ = place_layers([calls[k] for k in order], leaves, Flow([calls[k] for k in order], complete=False))
+    union = {k: group for k, group in pairs.items() if k in outer} | {
+        order[leaf]: group for leaf, group in leaf_pairs.items()
+    }
     # A call counts as found by name if any of its nodes was, else by data flow.
-    named = {call for node, own in claims.items() if how.get(node) == BY_NAME for call in own}
-    return Link(upper, lower, kept, {call: BY_NAME if call in named else BY_FLOW for call in kept}, sure, outer)
+    named_calls = {call for node, group in claims.items() if how.get(node) == BY_NAME for call in group}
+    return Link(upper, lower, union, {call: BY_NAME if call in named_calls else BY_FLOW for call in union}, sure, outer)
 
 
-def _parse_call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
+def _parse_call(name: str, name_of: Mapping[str, str]) -> tuple[str, int | None]:
     """Return the module's name in its calls, and the call's index if the name has one: `relu_1` is the second.
 
-    `known` maps every name of a module to its name in calls; a shared module has several names.
+    `name_of` maps every name of a module to its name in calls; a shared module has several names.
     """
     for text in (name, name.removeprefix(WRAPPER_PREFIX)):
-        if text in known:
-            return known[text], None
-        again = re.fullmatch(r"(.*)_(\d+)", text)
-        if again and again[1] in known:
-            return known[again[1]], int(again[2])
+        if text in name_of:
+            return name_of[text], None
+        match = re.fullmatch(r"(.*)_(\d+)", text)
+        if match and match[1] in name_of:
+            return name_of[match[1]], int(match[2])
     return name, None
 
 
 def _pair_calls(calls: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]:
     """Pair calls with nodes: equally many nodes per call, in order, or all with all if they don't divide evenly."""
     if calls and len(nodes) % len(calls) == 0:
-        each = len(nodes) // len(calls)
-        return [(call, node) for k, call in enumerate(calls) for node in nodes[k * each : (k + 1) * each]]
+        per_call = len(nodes) // len(calls)
+        return [(call, node) for k, call in enumerate(calls) for node in nodes[k * per_call : (k + 1) * per_call]]
     return [(call, node) for call in calls for node in nodes]
 
 
 def _invert_claims(claims: Mapping[int, set[int]]) -> Claims:
-    turned: Claims = defaultdict(set)
-    for one, others in claims.items():
-        for other in others:
-            turned[other].add(one)
-    return dict(turned)
+    inverse: Claims = defaultdict(set)
+    for index, counterparts in claims.items():
+        for counterpart in counterparts:
+            inverse[counterpart].add(index)
+    return dict(inverse)
 
 
 def find_regions(forms: Sequence[LayerGraph], links: Sequence[Link]) -> list[Region]:
@@ -346,11 +348,11 @@ def find_regions(forms: Sequence[LayerGraph], links: Sequence[Link]) -> list[Reg
     """
     groups = _Groups(forms)
     pairs = [
-        ((each.upper, upper), (each.lower, lower), (upper, lower) in each.sure)
-        for each in links
-        for upper, own in each.pairs.items()
+        ((link.upper, upper), (link.lower, lower), (upper, lower) in link.sure)
+        for link in links
+        for upper, own in link.pairs.items()
         for lower in sorted(own)
-        if upper not in each.outer
+        if upper not in link.outer
     ]
 
     def rank_doubt(pair: tuple[tuple[int, int], tuple[int, int], bool]) -> tuple[bool, bool]:
@@ -358,30 +360,30 @@ def find_regions(forms: Sequence[LayerGraph], links: Sequence[Link]) -> list[Reg
         # Sure pairs come first, then guesses that pair a product with a multiplying layer.
         return not sure, not (forms[upper].layers[node].flops and forms[lower].layers[layer].computes_in)
 
-    for one, other, sure in sorted(pairs, key=rank_doubt):
-        groups.join(one, other, sure)
-    root, parent = groups.find_root, groups.parent
-    around = _find_own_regions(links, root)
-    for one, places in around.items():  # its parameters and operations count once
-        parent[one] = places[0]
+    for layer, other, sure in sorted(pairs, key=rank_doubt):
+        groups.join(layer, other, sure)
+    find_root, parent = groups.find_root, groups.parent
+    around = _find_own_regions(links, find_root)
+    for layer, roots in around.items():  # its parameters and operations count once
+        parent[layer] = roots[0]
     members: dict[tuple[int, int], list[list[int]]] = {}
     for form, k in sorted(parent):
-        members.setdefault(root((form, k)), [[] for _ in forms])[form].append(k)
-    besides: dict[tuple[int, int], list[list[int]]] = {one: [[] for _ in forms] for one in members}
-    for (form, k), places in around.items():
-        for place in places:
-            besides[place][form].append(k)
-    whole = {one: Region(tuple(map(tuple, own)), tuple(map(tuple, besides[one]))) for one, own in members.items()}
-    return [whole[one] for one in _sort_regions(forms, root, around.keys())]
+        members.setdefault(find_root((form, k)), [[] for _ in forms])[form].append(k)
+    outer: dict[tuple[int, int], list[list[int]]] = {layer: [[] for _ in forms] for layer in members}
+    for (form, k), roots in around.items():
+        for root in roots:
+            outer[root][form].append(k)
+    regions = {layer: Region(tuple(map(tuple, own)), tuple(map(tuple, outer[layer]))) for layer, own in members.items()}
+    return [regions[layer] for layer in _sort_regions(forms, find_root, around.keys())]
 
 
 class _Groups:
     """Disjoint sets of the layers of all forms; a layer is (form, index)."""
 
     def __init__(self, forms: Sequence[LayerGraph]) -> None:
-        every = [(form, k) for form, inside in enumerate(forms) for k in range(len(inside.layers))]
-        self.parent = {one: one for one in every}
-        self._forms = {one: {one[0]} for one in every}
+        layers = [(form, k) for form, graph in enumerate(forms) for k in range(len(graph.layers))]
+        self.parent = {layer: layer for layer in layers}
+        self._forms = {layer: {layer[0]} for layer in layers}
 
     def find_root(self, layer: tuple[int, int]) -> tuple[int, int]:
         """Return the layer that represents the group."""
@@ -404,58 +406,60 @@ class _Groups:
 
 
 def _find_own_regions(
-    links: Sequence[Link], root: Callable[[tuple[int, int]], tuple[int, int]]
+    links: Sequence[Link], find_root: Callable[[tuple[int, int]], tuple[int, int]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """Map each module with submodules to the regions of its direct code, in node order."""
     regions_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for each in links:
-        for upper in sorted(each.outer):
-            nodes = [lower for lower in sorted(each.pairs.get(upper, ())) if (upper, lower) in each.sure]
-            places = dict.fromkeys(root((each.lower, lower)) for lower in nodes)
-            if places:
-                regions_of.setdefault((each.upper, upper), [*places])
+    for link in links:
+        for upper in sorted(link.outer):
+            nodes = [lower for lower in sorted(link.pairs.get(upper, ())) if (upper, lower) in link.sure]
+            roots = dict.fromkeys(find_root((link.lower, lower)) for lower in nodes)
+            if roots:
+                regions_of.setdefault((link.upper, upper), [*roots])
     return regions_of
 
 
 def _sort_regions(
-    forms: Sequence[LayerGraph], root: Callable[[tuple[int, int]], tuple[int, int]], around: Collection[tuple[int, int]]
+    forms: Sequence[LayerGraph],
+    find_root: Callable[[tuple[int, int]], tuple[int, int]],
+    around: Collection[tuple[int, int]],
 ) -> list[tuple[int, int]]:
     """Return the regions in the order of the first form; regions that it lacks follow their neighbour in a later form.
 
     Modules in `around` end after their submodules, so another form places the regions of their own operations.
     """
-    first: tuple[int, int] = (-1, -1)  # start of the order
-    behind: dict[tuple[int, int], list[tuple[int, int]]] = {first: []}
-    for form, inside in enumerate(forms):
-        previous, beside = first, Counter[tuple[int, int]]()  # regions inserted from this form, by neighbour
-        last = {root((form, k)): k for k in range(len(inside.layers)) if (form, k) not in around}
-        early = Flow(inside.layers).constant if form else set()  # shape computations run before all others
-        for k in range(len(inside.layers)):
-            one = root((form, k))
-            if (form, k) in around or (form and k != last[one] and (one not in behind or k in early)):
+    start: tuple[int, int] = (-1, -1)  # start of the order
+    followers: dict[tuple[int, int], list[tuple[int, int]]] = {start: []}
+    for form, graph in enumerate(forms):
+        previous, offsets = start, Counter[tuple[int, int]]()  # regions inserted from this form, by neighbour
+        last = {find_root((form, k)): k for k in range(len(graph.layers)) if (form, k) not in around}
+        constant = Flow(graph.layers).constant if form else set()  # shape computations run before all others
+        for k in range(len(graph.layers)):
+            region = find_root((form, k))
+            if (form, k) in around or (form and k != last[region] and (region not in followers or k in constant)):
                 continue
-            if one not in behind:
-                where = previous if form else first
-                behind[one] = []
-                behind[where].insert(beside[where], one)
-                beside[where] += 1
-            previous = one
-    order, left = [], [first]
-    while left:
-        one = left.pop()
-        order.append(one)
-        left += reversed(behind[one])
+            if region not in followers:
+                neighbour = previous if form else start
+                followers[region] = []
+                followers[neighbour].insert(offsets[neighbour], region)
+                offsets[neighbour] += 1
+            previous = region
+    order, stack = [], [start]
+    while stack:
+        region = stack.pop()
+        order.append(region)
+        stack += reversed(followers[region])
     return order[1:]
 
 
-def find_pivots(found: FormSet) -> list[Link]:
+def find_pivots(form_set: FormSet) -> list[Link]:
     """Return the links of all forms: graphs and modules with the first graph, engines with their own (or the first)."""
-    forms, graph_of = found.forms, found.graph_of
-    graphs = [k for k, each in enumerate(forms) if each.form == NODES]
+    forms, graph_of = form_set.forms, form_set.graph_of
+    graphs = [k for k, form in enumerate(forms) if form.form == NODES]
     links = [link_layers(forms, graphs[0], k) for k in graphs[1:]] if graphs else []
-    for k, each in enumerate(forms):
-        if each.form == MODULES:
+    for k, form in enumerate(forms):
+        if form.form == MODULES:
             links += [link_layers(forms, k, graph) for graph in graphs[:1]]
-        elif each.form != NODES and (graphs or k in graph_of):
+        elif form.form != NODES and (graphs or k in graph_of):
             links.append(link_layers(forms, graph_of.get(k, graphs[0]), k))
     return links

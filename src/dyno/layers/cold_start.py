@@ -77,31 +77,31 @@ class ColdStartSamples:
     @property
     def wholes(self) -> list[float]:
         """Seconds to the first answer, by round."""
-        return [one.first_answer for one in self.rounds]
+        return [start.first_answer for start in self.rounds]
 
     @property
     def later(self) -> float:
         """Median seconds of a later call."""
-        return statistics.median(value for each in self.rounds for value in each.later)
+        return statistics.median(value for start in self.rounds for value in start.later)
 
     @property
     def middle(self) -> ColdStart:
         """Round with the median first answer; of two, the slower one."""
-        return sorted(self.rounds, key=lambda one: one.first_answer)[len(self.rounds) // 2]
+        return sorted(self.rounds, key=lambda start: start.first_answer)[len(self.rounds) // 2]
 
     def describe(self) -> str:
         """Describe the longest parts before the first answer, and a later call."""
         middle = self.middle
         largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:MAX_PARTS_NAMED]
-        named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
-        times = format_number(stats.find_center(self.wholes).value / self.later)
-        return f"{self.title}, files {self.files}: most of it is {named}; a later call takes 1/{times} of it."
+        part_text = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
+        ratio = format_number(stats.find_center(self.wholes).value / self.later)
+        return f"{self.title}, files {self.files}: most of it is {part_text}; a later call takes 1/{ratio} of it."
 
     def describe_uncompiled(self) -> str:
         """Return a sentence on libraries without byte-code, with the remedy; "" if only a few modules lack it."""
-        if found := without_byte_code(self.middle.modules, self.middle.uncompiled):
-            ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
-            return f"{self.title}, files {self.files}: {found}; {ends}."
+        if problem := without_byte_code(self.middle.modules, self.middle.uncompiled):
+            remedy = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
+            return f"{self.title}, files {self.files}: {problem}; {remedy}."
         return ""
 
 
@@ -119,14 +119,14 @@ class ColdStarts:
 
         Each is compared with the first form of the same place, in one family of tests.
         """
-        first = {one.files: one for one in reversed(self.starts)}
+        references = {start.files: start for start in reversed(self.starts)}
         evidence = [
-            stats.pair_evidence([math.log(a / b) for a, b in zip(other.wholes, one.wholes, strict=True)])
-            if (other := first[one.files]) is not one else None
-            for one in self.starts
+            stats.pair_evidence([math.log(a / b) for a, b in zip(reference.wholes, start.wholes, strict=True)])
+            if (reference := references[start.files]) is not start else None
+            for start in self.starts
         ]  # fmt: skip
-        decided = zip(self.starts, evidence, stats.decide_family(evidence), strict=True)
-        rows = [_make_row(one, speedup if e else None) for one, e, speedup in decided]
+        decisions = zip(self.starts, evidence, stats.decide_family(evidence), strict=True)
+        rows = [_make_row(start, speedup if e else None) for start, e, speedup in decisions]
         return COLD_START.build(COLUMNS, rows, notes=(TABLE_NOTE, *self.sentences), printed=PRINTED)
 
     @property
@@ -146,15 +146,15 @@ def without_byte_code(modules: int, uncompiled: int) -> str:
     return f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
 
 
-def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
-    middle = one.middle
+def _make_row(samples: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
+    middle = samples.middle
     parts = {f"{name}_ms": 1e3 * seconds for name, seconds in middle.parts.items()}
     row: Row = {
-        "form": one.title, "files": one.files,
-        **limit_cells("first_answer_ms", stats.find_center(one.wholes), 1e3), **parts,
+        "form": samples.title, "files": samples.files,
+        **limit_cells("first_answer_ms", stats.find_center(samples.wholes), 1e3), **parts,
         "rest_ms": 1e3 * (middle.first_answer - sum(middle.parts.values())),
-        "later_ms": 1e3 * one.later,
-        "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),
+        "later_ms": 1e3 * samples.later,
+        "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(samples.rounds),
     }  # fmt: skip
     return row | (compare_cells(speedup, False) or {"verdict": "reference"})
 
@@ -184,15 +184,15 @@ def bench_cold_start(
     if COLD in FILE_STATES[files] and not hasattr(os, "posix_fadvise"):
         raise UserError("this system can't drop files from its cache; give --files memory")
     study, progress = one_model(model, settings), Progress(quiet=quiet)
-    reading = ColdStartReader(study, batch, progress)
-    sides = choose_engines(forms.list_forms(study, others))
-    if any(side.choice.name == forms.ONNX_FORM for side in sides):
+    reader = ColdStartReader(study, batch, progress)
+    requests = choose_engines(forms.list_forms(study, others))
+    if any(request.choice.name == forms.ONNX_FORM for request in requests):
         raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
-    reading.read_all(sides)
+    reader.read_all(requests)
     with progress.show_study([]):
-        started, failed = _start_forms(reading.trials, progress)
-        starts = _measure_starts(started, rounds, FILE_STATES[files], progress)
-    return ColdStarts(starts, (*reading.left_out, *failed))
+        started_forms, errors = _start_forms(reader.trials, progress)
+        starts = _measure_starts(started_forms, rounds, FILE_STATES[files], progress)
+    return ColdStarts(starts, (*reader.left_out, *errors))
 
 
 class ColdStartReader(forms.FormReader):
@@ -220,36 +220,38 @@ def _start_forms(
     trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress
 ) -> tuple[list[_StartedForm], list[str]]:
     """Return the forms that answer an unmeasured start, and the errors of the others; raise `UserError` if all fail."""
-    several = len({trial.model.name for trial, _ in trials}) > 1
-    found, errors = [], list[UserError]()
+    has_many_models = len({trial.model.name for trial, _ in trials}) > 1
+    started_forms, errors = [], list[UserError]()
     for trial, artifact in trials:
-        model = f"{trial.model.name} " if several else ""
+        model = f"{trial.model.name} " if has_many_models else ""
         form = _StartedForm(f"{model}{trial.variant} {trial.precision}", trial, artifact)
         progress.show_step(f"start {form.title} unmeasured")
         try:
             form.read = _measure_start(form, progress).files
-            found.append(form)
+            started_forms.append(form)
         except UserError as e:
             errors.append(e)
-    if not found:
+    if not started_forms:
         raise errors[0]
-    return found, [str(e) for e in errors]
+    return started_forms, [str(e) for e in errors]
 
 
 def _measure_starts(
-    each: Sequence[_StartedForm], rounds: int, states: Sequence[str], progress: Progress
+    started_forms: Sequence[_StartedForm], rounds: int, states: Sequence[str], progress: Progress
 ) -> tuple[ColdStartSamples, ...]:
     rounds_of: dict[tuple[str, str], list[ColdStart]] = {}
-    for number in range(rounds):
-        order = [(form, state) for form in each for state in states]
-        random.Random(number).shuffle(order)
+    for round_index in range(rounds):
+        order = [(form, state) for form in started_forms for state in states]
+        random.Random(round_index).shuffle(order)
         for form, state in order:
-            progress.show_step(f"start {form.title}, files {state}, round {number + 1} of {rounds}")
+            progress.show_step(f"start {form.title}, files {state}, round {round_index + 1} of {rounds}")
             if state == COLD:
                 drop(form.read)
             rounds_of.setdefault((form.title, state), []).append(_measure_start(form, progress))
     return tuple(
-        ColdStartSamples(form.title, state, tuple(rounds_of[form.title, state])) for form in each for state in states
+        ColdStartSamples(form.title, state, tuple(rounds_of[form.title, state]))
+        for form in started_forms
+        for state in states
     )
 
 

@@ -53,8 +53,8 @@ def inspect(
     """Show the layers of modules, ONNX graphs and engines side by side."""
     from dyno.layers import profiling
 
-    inspected = profiling.inspect(*models, save=save, quiet=False, **overrides)
-    print_tables(inspected.tables, inspected.left_out, format)
+    result = profiling.inspect(*models, save=save, quiet=False, **overrides)
+    print_tables(result.tables, result.left_out, format)
 
 
 def print_tables(tables: Sequence[Table], left_out: Sequence[str], format: str) -> NoReturn:
@@ -101,11 +101,11 @@ def profile(
 
     if format == "html":
         files.check_library(files.LAYOUT_LIBRARY)
-    profiled = profiling.profile(*models, save=save, quiet=False, **overrides)
+    result = profiling.profile(*models, save=save, quiet=False, **overrides)
     if format != "html":
-        print_tables(profiled.tables, profiled.left_out, format)
-    print(make_page(f"Time by layer: {profiled.name}", profiled.html))
-    raise typer.Exit(exits.left_out(profiled.left_out))
+        print_tables(result.tables, result.left_out, format)
+    print(make_page(f"Time by layer: {result.name}", result.html))
+    raise typer.Exit(exits.left_out(result.left_out))
 
 
 # `dyno explain`: why one engine is faster than another.
@@ -143,14 +143,14 @@ def explain(
     from dyno.layers import explaining
     from dyno.layers.explaining import ExplanationResult
 
-    at_once = "prescriptions" in overrides and format in ("text", "markdown")  # other formats print one document
+    is_early = "prescriptions" in overrides and format in ("text", "markdown")  # other formats print one document
 
     def print_first(known: ExplanationResult) -> None:
-        if at_once:
+        if is_early:
             print(known.export(format), flush=True)
 
-    explained = explaining.explain(*what, save=save, first=print_first, quiet=False, **overrides)
-    print(explained.tried.export(format) if at_once and explained.tried else explained.export(format), end="")
+    result = explaining.explain(*what, save=save, report=print_first, quiet=False, **overrides)
+    print(result.tried.export(format) if is_early and result.tried else result.export(format), end="")
 
 
 # `dyno bench cold-start`: from the start of a process to the first answer.
@@ -206,8 +206,8 @@ def diff_layers(
 
     if out:
         raise UserError("--layers keeps no run folder; omit --out")
-    for flag, instead in (INSTEAD[name] for name in INSTEAD if name in overrides):
-        raise UserError(f"--layers takes no {flag}; give {instead}")
+    for flag, replacement in (INSTEAD[name] for name in INSTEAD if name in overrides):
+        raise UserError(f"--layers takes no {flag}; give {replacement}")
     batches = overrides.pop("batches", (1,))
     if len(batches) != 1:
         raise UserError("--layers compares one batch; give one, e.g. --batch 1")
@@ -216,5 +216,5 @@ def diff_layers(
         model, *others, batch=batches[0], rtol=rtol, atol=atol, quiet=False, **overrides
     )
     print(export(agreement.tables, format), end="")
-    missing = exits.left_out(agreement.left_out)
-    return int(bool(least) and not agreement.close >= least) or missing
+    exit_code = exits.left_out(agreement.left_out)
+    return int(bool(least) and not agreement.close >= least) or exit_code

@@ -94,32 +94,32 @@ def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:
     """Yield the kernels from the lines below the headings and the units."""
     if len(lines) < 2:
         return
-    heads, *rest = (next(csv.reader([line])) for line in lines[:2])
-    units = dict(zip(heads, rest[0], strict=True))
-    ranges = next((k for k, head in enumerate(heads) if RANGES_COLUMN in head), None)
+    headings, *rest = (next(csv.reader([line])) for line in lines[:2])
+    units = dict(zip(headings, rest[0], strict=True))
+    range_column = next((k for k, heading in enumerate(headings) if RANGES_COLUMN in heading), None)
     for line in lines[2:]:
         cells = next(csv.reader([line]))
-        if len(cells) != len(heads) and ranges is not None:
-            cells = _split_line(line, ranges, len(heads))
-        if len(cells) != len(heads):  # ncu ended within this line
+        if len(cells) != len(headings) and range_column is not None:
+            cells = _split_line(line, range_column, len(headings))
+        if len(cells) != len(headings):  # ncu ended within this line
             continue
-        row = dict(zip(heads, cells, strict=True))
-        figures = {name: _parse_figure(row, units, about["metric"]) for name, about in METRICS.items()}
-        around = _parse_ranges(cells[ranges]) if ranges is not None else ()
-        yield Kernel(shorten_kernel(row[NAME_COLUMN]), around, **figures)
+        row = dict(zip(headings, cells, strict=True))
+        figures = {name: _parse_figure(row, units, metadata["metric"]) for name, metadata in METRICS.items()}
+        ranges = _parse_ranges(cells[range_column]) if range_column is not None else ()
+        yield Kernel(shorten_kernel(row[NAME_COLUMN]), ranges, **figures)
 
 
-def _split_line(line: str, ranges: int, count: int) -> list[str]:
+def _split_line(line: str, range_column: int, count: int) -> list[str]:
     """Split a line into cells although ncu left quotes, such as those of JSON, unescaped in the ranges."""
-    cells = line.removeprefix('"').removesuffix('"').split('","', ranges)
-    return [*cells[:-1], *cells[-1].rsplit('","', count - ranges - 1)]
+    cells = line.removeprefix('"').removesuffix('"').split('","', range_column)
+    return [*cells[:-1], *cells[-1].rsplit('","', count - range_column - 1)]
 
 
 def _parse_ranges(cell: str) -> tuple[str, ...]:
     """Return the messages of a cell's ranges, the outermost first; a range without a message has its own name."""
     texts = re.findall(r'"(.+?)"(?="|  "|\s*$)', cell.replace('""', '"'))
-    found = (NVTX_RANGE.fullmatch(text) for text in texts)
-    return tuple(match[2] or match[1] for match in found if match)
+    matches = (NVTX_RANGE.fullmatch(text) for text in texts)
+    return tuple(match[2] or match[1] for match in matches if match)
 
 
 def _parse_figure(row: Mapping[str, str], units: Mapping[str, str], metric: str) -> float:
@@ -172,25 +172,25 @@ TABLE_NOTE = (
 )
 
 
-def make_counters_table(found: FormSet, reports: Mapping[int, NcuReport], order: str, top: int) -> Table:
+def make_counters_table(form_set: FormSet, reports: Mapping[int, NcuReport], order: str, top: int) -> Table:
     """Build rows for each form's `top` slowest kernels (0: all), by time or as run (`graph`), and one for the rest.
 
     `reports` has the kernels by index of the form.
     """
-    forms, rows, notes = found.forms, list[Row](), [TABLE_NOTE]
+    forms, rows, notes = form_set.forms, list[Row](), [TABLE_NOTE]
     for k, report in reports.items():
         owners = find_owners(forms[k], report.kernels)
-        rows += _build_rows(forms[k], times.name_modules(found, k), report.kernels, owners, order, top)
-        notes += (f"{forms[k].library}: {one}." for one in describe_counters(report, owners))
+        rows += _build_rows(forms[k], times.name_modules(form_set, k), report.kernels, owners, order, top)
+        notes += (f"{forms[k].library}: {sentence}." for sentence in describe_counters(report, owners))
     return COUNTERS.build(COLUMNS, rows, notes=tuple(notes), group=("form",))
 
 
 def find_owners(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:
     """Return the layer index of each kernel, by the innermost range with a layer's name; None if unknown."""
-    rows: dict[str, int] = {}
-    for k, (name, number) in enumerate(form.count_calls()):
-        rows.setdefault(range_name(name, number + 1) if form.form == MODULES else name, k)
-    return [next((rows[name] for name in reversed(kernel.ranges) if name in rows), None) for kernel in kernels]
+    layer_of: dict[str, int] = {}
+    for k, (name, call_index) in enumerate(form.count_calls()):
+        layer_of.setdefault(range_name(name, call_index + 1) if form.form == MODULES else name, k)
+    return [next((layer_of[name] for name in reversed(kernel.ranges) if name in layer_of), None) for kernel in kernels]
 
 
 def _build_rows(
@@ -203,19 +203,19 @@ def _build_rows(
 ) -> list[Row]:
     total = _sum_seconds(kernels) or 1.0
     slowest = sorted(range(len(kernels)), key=lambda i: -_read_seconds(kernels[i]))
-    chosen = slowest if not top or len(slowest) <= top + 1 else slowest[:top]
+    top_kernels = slowest if not top or len(slowest) <= top + 1 else slowest[:top]
     rows = []
-    for i in sorted(chosen) if order == "graph" else chosen:
+    for i in sorted(top_kernels) if order == "graph" else top_kernels:
         kernel, owner = kernels[i], owners[i]
-        own = names[owner] if owner is not None else []
+        modules = names[owner] if owner is not None else []
         layer = form.layers[owner].name if owner is not None and form.form != MODULES else ""
         rows.append({
-            "form": form.library, "modules": " ".join(own), "modules_names": own, "layer": layer,
+            "form": form.library, "modules": " ".join(modules), "modules_names": modules, "layer": layer,
             "kernel": kernel.name, **_sum_kernels([kernel], total),
             **{column.name: _read_figure(kernel, column) for column in COLUMNS if column.name in METRICS},
             "finding": describe_bound(kernel),
         })  # fmt: skip
-    rest = [kernels[i] for i in sorted(set(slowest) - set(chosen))]
+    rest = [kernels[i] for i in sorted(set(slowest) - set(top_kernels))]
     if rest:
         label = format_count(len(rest), "more kernel")
         rows.append({"form": form.library, "modules": label, "modules_names": [label], **_sum_kernels(rest, total)})
@@ -255,19 +255,19 @@ def find_bound(kernel: Kernel) -> str:
 
 def describe_bound(kernel: Kernel) -> str:
     """Describe the resource that bounds the kernel, with the figures behind it."""
-    kind, sm, memory = find_bound(kernel), f"{kernel.sm:.0f} %", f"{kernel.memory:.0f} %"
-    if kind == BOUND_BY_DRAM:
+    bound, sm, memory = find_bound(kernel), f"{kernel.sm:.0f} %", f"{kernel.memory:.0f} %"
+    if bound == BOUND_BY_DRAM:
         return f"memory-bound: {memory} of DRAM bandwidth"
-    if kind == BOUND_BY_CACHES:
+    if bound == BOUND_BY_CACHES:
         return f"memory-bound: caches at {memory}, DRAM at {kernel.dram:.0f} %"
-    if kind == COMPUTE_BOUND:
+    if bound == COMPUTE_BOUND:
         unit = "tensor cores" if kernel.tensor >= kernel.sm else "SMs"
         return f"compute-bound: {unit} at {sm} of their peak"
-    if kind == SMALL_GRIDS and kernel.blocks < kernel.sms:
+    if bound == SMALL_GRIDS and kernel.blocks < kernel.sms:
         return f"too small a grid: {format_count(int(kernel.blocks), 'block')} for {kernel.sms:.0f} SMs"
-    if kind == SMALL_GRIDS:
+    if bound == SMALL_GRIDS:
         return f"too small a grid: {format_number(kernel.waves, 2)} of a wave"
-    return f"latency-bound: SMs at {sm}, memory at {memory}" if kind else ""
+    return f"latency-bound: SMs at {sm}, memory at {memory}" if bound else ""
 
 
 def describe_counters(report: NcuReport, owners: Sequence[int | None]) -> list[str]:
@@ -276,11 +276,11 @@ def describe_counters(report: NcuReport, owners: Sequence[int | None]) -> list[s
     sentences = [_describe_bounds(kernels), _describe_tensor_cores(kernels)]
     if report.cut_short:
         sentences.insert(0, f"only the first {len(kernels)} of its kernels were counted: {report.cut_short}")
-    lost = [kernel for kernel, owner in zip(kernels, owners, strict=True) if owner is None]
-    if lost:
-        share = 100 * _sum_seconds(lost) / (_sum_seconds(kernels) or 1.0)
-        sentences.append(f"of no layer: {format_count(len(lost), 'kernel')}, {share:.0f} % of the time")
-    return [one for one in sentences if one]
+    orphans = [kernel for kernel, owner in zip(kernels, owners, strict=True) if owner is None]
+    if orphans:
+        share = 100 * _sum_seconds(orphans) / (_sum_seconds(kernels) or 1.0)
+        sentences.append(f"of no layer: {format_count(len(orphans), 'kernel')}, {share:.0f} % of the time")
+    return [sentence for sentence in sentences if sentence]
 
 
 def _describe_bounds(kernels: Sequence[Kernel]) -> str:
@@ -288,25 +288,25 @@ def _describe_bounds(kernels: Sequence[Kernel]) -> str:
     total = _sum_seconds(kernels) or 1.0
     shares: dict[str, float] = {}
     for kernel in kernels:
-        if kind := find_bound(kernel):
-            shares[kind] = shares.get(kind, 0.0) + 100 * _read_seconds(kernel) / total
-    parts = [f"{share:.0f} % {kind}" for kind, share in sorted(shares.items(), key=lambda item: -item[1])]
+        if bound := find_bound(kernel):
+            shares[bound] = shares.get(bound, 0.0) + 100 * _read_seconds(kernel) / total
+    parts = [f"{share:.0f} % {bound}" for bound, share in sorted(shares.items(), key=lambda item: -item[1])]
     return f"the time of its {format_count(len(kernels), 'kernel')} is {', '.join(parts)}" if parts else ""
 
 
 def _describe_tensor_cores(kernels: Sequence[Kernel]) -> str:
     """Describe how much the tensor cores worked, and in how many of the longest kernels they were idle."""
-    known = [kernel for kernel in kernels if not math.isnan(kernel.tensor)]
-    if not known:
+    subset = [kernel for kernel in kernels if not math.isnan(kernel.tensor)]
+    if not subset:
         return ""
-    if all(kernel.tensor <= IDLE_PERCENT for kernel in known):
-        return f"the tensor cores are idle (up to {IDLE_PERCENT:.0f} %) in all {len(known)} kernels"
-    slowest = sorted(known, key=lambda kernel: -_read_seconds(kernel))
-    idle = next(k for k, kernel in enumerate(slowest) if kernel.tensor > IDLE_PERCENT)
-    mean = sum(kernel.tensor * _read_seconds(kernel) for kernel in known) / (_sum_seconds(known) or 1.0)
+    if all(kernel.tensor <= IDLE_PERCENT for kernel in subset):
+        return f"the tensor cores are idle (up to {IDLE_PERCENT:.0f} %) in all {len(subset)} kernels"
+    slowest = sorted(subset, key=lambda kernel: -_read_seconds(kernel))
+    idle_count = next(k for k, kernel in enumerate(slowest) if kernel.tensor > IDLE_PERCENT)
+    mean = sum(kernel.tensor * _read_seconds(kernel) for kernel in subset) / (_sum_seconds(subset) or 1.0)
     text = f"the tensor cores work {mean:.0f} % of the kernels' time"
-    longest = "the longest kernel" if idle == 1 else f"the {idle} longest kernels"
-    return f"{text}, and are idle (up to {IDLE_PERCENT:.0f} %) in {longest}" if idle else text
+    longest = "the longest kernel" if idle_count == 1 else f"the {idle_count} longest kernels"
+    return f"{text}, and are idle (up to {IDLE_PERCENT:.0f} %) in {longest}" if idle_count else text
 
 
 # Hardware counters of an engine's kernels: one inference in a job under NVIDIA's ncu.
@@ -328,8 +328,8 @@ FAILURE_MARK = "Failed to profile"
 
 def find_tool() -> str:
     """Return the path of ncu; raise `UserError` if it is not installed."""
-    if found := shutil.which(PROFILER):
-        return found
+    if path := shutil.which(PROFILER):
+        return path
     raise UserError(
         f"there is no {PROFILER} on the PATH, which reads hardware counters; install NVIDIA Nsight Compute, "
         "or add its folder, such as /usr/local/cuda/bin"
@@ -341,7 +341,7 @@ def build_command(tool: str, log: Path) -> list[str]:
 
     The GPU's clocks are left alone. Caches are emptied before each kernel, so that its repeats are alike.
     """
-    metrics = [about["metric"] for about in METRICS.values() if about["requested"]]
+    metrics = [metadata["metric"] for metadata in METRICS.values() if metadata["requested"]]
     return [tool, "--clock-control", "none", "--cache-control", "all", "--profile-from-start", "off", "--nvtx",
             "--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(metrics),
             "--log-file", str(log)]  # fmt: skip
@@ -361,8 +361,8 @@ def count_kernels(
         job = Job("counters", trial.runtime, trial, artifact=artifact)
         record = launch_in_turn(job, folder, timeout_s, progress, tool=build_command(tool, log))
         report = read_ncu(_read_text(log))
-        printed = [read_ncu(_read_text(folder / name)).errors for name in ("stdout.log", "stderr.log")]
-    return judge_counts(record, replace(report, errors=(*report.errors, *printed[0], *printed[1])), timeout_s)
+        log_errors = [read_ncu(_read_text(folder / name)).errors for name in ("stdout.log", "stderr.log")]
+    return judge_counts(record, replace(report, errors=(*report.errors, *log_errors[0], *log_errors[1])), timeout_s)
 
 
 def _read_text(path: Path) -> str:
@@ -381,18 +381,18 @@ def judge_counts(record: Record, report: NcuReport, timeout_s: float) -> NcuRepo
 
 def _find_reason(record: Record, errors: Sequence[str], timeout_s: float) -> str:
     """Return why kernels are missing; ncu's reason comes before the job's, as ncu may have ended the job."""
-    known = next((cause for sign, cause in FAILURE_CAUSES.items() if any(sign in error for error in errors)), "")
-    if known:
-        return known
+    known_cause = next((cause for sign, cause in FAILURE_CAUSES.items() if any(sign in error for error in errors)), "")
+    if known_cause:
+        return known_cause
     if record.status == "timeout":
         return f"{PROFILER} wasn't done after {timeout_s:g} s"
     if record.status == "ok" and not errors:
         return f"{PROFILER} saw no kernel between the start and the stop of its profiling"
     if record.status in ("failed", "skipped", "oom"):
         return record.reason
-    failed = next((error for error in errors if FAILURE_MARK in error), "")
-    if failed:
-        other = next((error for error in errors if error != failed), "")
+    failure = next((error for error in errors if FAILURE_MARK in error), "")
+    if failure:
+        other = next((error for error in errors if error != failure), "")
         detail = f" ({other.rstrip(':.')})" if other else ""
-        return f"{PROFILER} {failed[0].lower()}{failed[1:]}{detail}; other programs may be using the GPU"
+        return f"{PROFILER} {failure[0].lower()}{failure[1:]}{detail}; other programs may be using the GPU"
     return f"{PROFILER} says: {errors[0]}" if errors else record.reason

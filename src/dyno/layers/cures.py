@@ -59,9 +59,9 @@ class Prescription:
 
     def fits(self, backend: str, precision: str, device: str, options: Mapping[str, Option]) -> bool:
         """Return whether the prescription applies to an engine, and changes its precision if it asks for one."""
-        of_these = backend in self.backends and (not self.precisions or precision in self.precisions)
-        so_set = all(options.get(name) in values for name, values in self.required.items())
-        return of_these and so_set and device.partition(":")[0] in self.devices and precision != self.precision
+        is_listed = backend in self.backends and (not self.precisions or precision in self.precisions)
+        has_options = all(options.get(name) in values for name, values in self.required.items())
+        return is_listed and has_options and device.partition(":")[0] in self.devices and precision != self.precision
 
 
 PRESCRIPTIONS = (
@@ -127,15 +127,15 @@ def choose_prescriptions(
     The cost of copies is NaN until they are measured, as the waterfall covers the model alone.
     """
     costs = {step.cause: _estimate_saving(waterfall, step) for step in waterfall.causes}
-    least = MIN_CAUSE_SHARE * waterfall.gap.b
-    called = []
-    for each in PRESCRIPTIONS:
-        if not each.fits(backend, precision, device, options):
+    min_cost = MIN_CAUSE_SHARE * waterfall.gap.b
+    indications = []
+    for prescription in PRESCRIPTIONS:
+        if not prescription.fits(backend, precision, device, options):
             continue
-        cause = max(each.causes, key=lambda cause: costs.get(cause, 0.0))
-        if cause is causes.COPYING or costs.get(cause, 0.0) >= least:
-            called.append(IndicatedPrescription(each, cause, costs.get(cause, math.nan)))
-    return sorted(called, key=lambda one: (math.isnan(one.seconds), -one.seconds))
+        cause = max(prescription.causes, key=lambda cause: costs.get(cause, 0.0))
+        if cause is causes.COPYING or costs.get(cause, 0.0) >= min_cost:
+            indications.append(IndicatedPrescription(prescription, cause, costs.get(cause, math.nan)))
+    return sorted(indications, key=lambda indication: (math.isnan(indication.seconds), -indication.seconds))
 
 
 def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
@@ -203,10 +203,10 @@ class PrescriptionResult:
     def table(self) -> Table:
         """A row per prescription tried."""
         rows = [
-            {"prescription": one.called.prescription.text, "called_by": one.called.cause.title,
-             "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limit_cells("speedup", one.speedup),
-             "verdict": one.verdict, "outputs": one.outputs, "kept": "yes" if one.is_kept else "no"}
-            for one in self.outcomes
+            {"prescription": result.called.prescription.text, "called_by": result.called.cause.title,
+             "cost_us": 1e6 * result.called.seconds, "engine": result.engine, **limit_cells("speedup", result.speedup),
+             "verdict": result.verdict, "outputs": result.outputs, "kept": "yes" if result.is_kept else "no"}
+            for result in self.outcomes
         ]  # fmt: skip
         note = f"Each is a trial beside {self.title}, in turns; all are one family (Holm). Profiled runs are left out."
         return PRESCRIPTION_TABLE.build(COLUMNS, rows, notes=(note,) if rows else (), printed=keep_printed(COLUMNS))
@@ -216,13 +216,15 @@ class PrescriptionResult:
         """Number of prescriptions that helped, and the best of them."""
         if not self.outcomes:
             return [f"No cause of {self.title}'s time has a known cure."]
-        kept = [(one.speedup, one) for one in self.outcomes if one.is_kept and one.speedup]
-        told = [f"{len(kept) or 'None'} of {format_count(len(self.outcomes), 'prescription')} helped."]
-        if kept:
-            found, one = max(kept, key=lambda pair: pair[0].value)
-            gain = format_ratio(found.value, found.low, found.high)
-            told.append(f"The best is {one.called.prescription.text}: {gain} as fast, by --backend {one.engine}.")
-        return [*told, f"The trials are in {self.folder}."] if self.folder else told
+        kept_outcomes = [(result.speedup, result) for result in self.outcomes if result.is_kept and result.speedup]
+        sentences = [f"{len(kept_outcomes) or 'None'} of {format_count(len(self.outcomes), 'prescription')} helped."]
+        if kept_outcomes:
+            speedup, result = max(kept_outcomes, key=lambda pair: pair[0].value)
+            gain = format_ratio(speedup.value, speedup.low, speedup.high)
+            sentences.append(
+                f"The best is {result.called.prescription.text}: {gain} as fast, by --backend {result.engine}."
+            )
+        return [*sentences, f"The trials are in {self.folder}."] if self.folder else sentences
 
     def export(self, format: str = "text") -> str:
         """Return the table and the sentences, in text or Markdown."""
@@ -237,81 +239,83 @@ def check_cures(model: Any, sides: Sequence[Any]) -> None:
 
 
 def try_cures(
-    waterfall: Waterfall, sides: Sequence[FormRequest], study: Study, batch: int, rounds: int, progress: Progress
+    waterfall: Waterfall, requests: Sequence[FormRequest], study: Study, batch: int, rounds: int, progress: Progress
 ) -> PrescriptionResult:
     """Try the variants that the waterfall from A to B suggests: measure A, B and each variant interleaved.
 
     `study` has the model, the data and the measurement settings; `rounds` is the number of rounds. A prescription is
     kept if its variant is proven faster than B (tested as one family) with right outputs.
     """
-    a, b = ((side.choice, side.precision) for side in sides[-2:])
+    a, b = ((request.choice, request.precision) for request in requests[-2:])
     title = _format_choice(*b)
-    called = choose_prescriptions(waterfall, b[0].name, b[1], study.device, b[0].options)
+    indications = choose_prescriptions(waterfall, b[0].name, b[1], study.device, b[0].options)
     variants = {
-        _format_choice(*variant): (variant, one)
-        for one in called
-        if (variant := _apply_prescription(*b, one)) not in (a, b)
+        _format_choice(*variant): (variant, indication)
+        for indication in indications
+        if (variant := _apply_prescription(*b, indication)) not in (a, b)
     }
     if not variants:
         return PrescriptionResult(title, ())
-    asked = tuple(dict.fromkeys((_format_choice(*a), _format_choice(*b), *variants)))
-    boundaries = dict.fromkeys(("model", *(one.prescription.boundary for _, one in variants.values())))
-    own = replace(study, backends=asked, precisions=(), batches=(batch,), rounds=rounds, until=FIXED,
+    backends = tuple(dict.fromkeys((_format_choice(*a), _format_choice(*b), *variants)))
+    boundaries = dict.fromkeys(("model", *(indication.prescription.boundary for _, indication in variants.values())))
+    trial_study = replace(study, backends=backends, precisions=(), batches=(batch,), rounds=rounds, until=FIXED,
                   boundaries=tuple(boundaries))  # fmt: skip
     folder = new_folder("explain", study.models)
-    wanted = "; ".join(one.prescription.text for _, one in variants.values())
-    progress.show_step(f"trying {format_count(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
-    execute(own, folder, progress)
+    texts = "; ".join(indication.prescription.text for _, indication in variants.values())
+    progress.show_step(f"trying {format_count(len(variants), 'prescription')} for {title}, in {folder}: {texts}")
+    execute(trial_study, folder, progress)
     data = trial_table.read_trials(folder)
     trials = {_make_key(t.backend, t.precision, t.options): t for t in data.records}
-    beside = trials.get(_make_key(b[0].name, b[1], b[0].options))
-    if beside is None or not beside.good:
-        show = f"dyno show {shlex.quote(str(folder))}"
-        raise UserError(f"{title} did not run beside its variants; `{show}` has the reason")
+    reference = trials.get(_make_key(b[0].name, b[1], b[0].options))
+    if reference is None or not reference.good:
+        command = f"dyno show {shlex.quote(str(folder))}"
+        raise UserError(f"{title} did not run beside its variants; `{command}` has the reason")
     pairs = [
-        (one, text, trials.get(_make_key(choice.name, precision, choice.options)))
-        for text, ((choice, precision), one) in variants.items()
+        (indication, text, trials.get(_make_key(choice.name, precision, choice.options)))
+        for text, ((choice, precision), indication) in variants.items()
     ]
-    return PrescriptionResult(title, _decide_outcomes(pairs, beside, data), folder)
+    return PrescriptionResult(title, _decide_outcomes(pairs, reference, data), folder)
 
 
 def _decide_outcomes(
-    pairs: Sequence[tuple[IndicatedPrescription, str, TrialResult | None]], beside: TrialResult, data: RunData
+    pairs: Sequence[tuple[IndicatedPrescription, str, TrialResult | None]], reference: TrialResult, data: RunData
 ) -> tuple[Outcome, ...]:
     """Return the outcome of each variant, all tested as one family."""
     rows = {row["trial"]: row for row in data.frame.to_dict("records")}
     evidence = [
-        ranking.gather_evidence(t, beside, one.prescription.boundary, rule=data.rule)
+        ranking.gather_evidence(t, reference, indication.prescription.boundary, rule=data.rule)
         if t is not None and t.good
         else None
-        for one, _, t in pairs
+        for indication, _, t in pairs
     ]
-    decided = stats.decide_family(evidence, data.rule)
+    decisions = stats.decide_family(evidence, data.rule)
     return tuple(
-        Outcome(_add_copies(called, beside), text, speedup if e else None, *_judge_trial(t, rows))
-        for (called, text, t), e, speedup in zip(pairs, evidence, decided, strict=True)
+        Outcome(_add_copies(indication, reference), text, speedup if e else None, *_judge_trial(t, rows))
+        for (indication, text, t), e, speedup in zip(pairs, evidence, decisions, strict=True)
     )
 
 
-def _add_copies(called: IndicatedPrescription, beside: TrialResult) -> IndicatedPrescription:
-    if called.cause is not causes.COPYING:
-        return called
-    whole, model = (float(np.median(beside.medians(boundary, "host"))) for boundary in ("all", "model"))
-    return replace(called, seconds=max(0.0, whole - model))
+def _add_copies(indication: IndicatedPrescription, reference: TrialResult) -> IndicatedPrescription:
+    if indication.cause is not causes.COPYING:
+        return indication
+    total, model = (float(np.median(reference.medians(boundary, "host"))) for boundary in ("all", "model"))
+    return replace(indication, seconds=max(0.0, total - model))
 
 
-def _judge_trial(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool, str]:
+def _judge_trial(result: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool, str]:
     """Return the state of the trial's outputs, whether they are right, and the reason for a missing speed."""
-    if t is None:
+    if result is None:
         return "", False, "no such engine was planned"
-    outputs = str(rows[t.id]["outputs"] or "")
-    return outputs, outputs in ("", OUTPUTS_AGREE), "" if t.good else f"{t.status}: {t.reason}"
+    outputs = str(rows[result.id]["outputs"] or "")
+    return outputs, outputs in ("", OUTPUTS_AGREE), "" if result.good else f"{result.status}: {result.reason}"
 
 
-def _apply_prescription(choice: Choice, precision: str, called: IndicatedPrescription) -> tuple[Choice, str]:
-    new = called.prescription
-    kept = choice.options if new.backend in ("", choice.name) else {}
-    return replace(choice, name=new.backend or choice.name, options={**kept, **new.options}), new.precision or precision
+def _apply_prescription(choice: Choice, precision: str, indication: IndicatedPrescription) -> tuple[Choice, str]:
+    change = indication.prescription
+    options = choice.options if change.backend in ("", choice.name) else {}
+    return replace(
+        choice, name=change.backend or choice.name, options={**options, **change.options}
+    ), change.precision or precision
 
 
 def _format_choice(choice: Choice, precision: str) -> str:

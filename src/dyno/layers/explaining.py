@@ -99,18 +99,18 @@ class ExplanationResult:
         `.json` stores the measurement, which `dyno.explain(path)` reads; `.svg` and `.png` draw the waterfall; `.html`
         is a page with the tables and also the graphs of the layers.
         """
-        place = Path(path)
-        check_saved(place)
-        if place.suffix == JSON_SUFFIX:
-            pairs.write_pair(place, self.pair)
-        elif place.suffix == ".png":
+        target = Path(path)
+        check_saved(target)
+        if target.suffix == JSON_SUFFIX:
+            pairs.write_pair(target, self.pair)
+        elif target.suffix == ".png":
             figure = draw_waterfall(self.waterfall)
-            save_figure(figure, place, laid_out(figure))
-        elif place.suffix == PAGE_SUFFIX:
-            write_text(place, graph_page.make_explained_page(self.waterfall, self.tables, self.sentences))
+            save_figure(figure, target, laid_out(figure))
+        elif target.suffix == PAGE_SUFFIX:
+            write_text(target, graph_page.make_explained_page(self.waterfall, self.tables, self.sentences))
         else:
-            write_text(place, graph_page.draw_explained_chart(self.waterfall))
-        return [place]
+            write_text(target, graph_page.draw_explained_chart(self.waterfall))
+        return [target]
 
     @property
     def html(self) -> str:
@@ -124,17 +124,19 @@ class ExplanationResult:
             return make_page(f"From {a} to {b}", self.html) + "\n"
         if format != "json":
             return with_sentences(self.tables, self.sentences, format)
-        found, (a, b) = self.waterfall, self.pair.titles
-        about: dict[str, Any] = {"reasons": to_json(self.reasons), "a": a, "b": b}
-        about |= {"attributed": found.attributed, "named": found.named_share} if found.gap.proven else {}
-        return export(self.tables, format, about=about | ({"tried": self.tried.sentences} if self.tried else {}))
+        waterfall, (a, b) = self.waterfall, self.pair.titles
+        description: dict[str, Any] = {"reasons": to_json(self.reasons), "a": a, "b": b}
+        description |= (
+            {"attributed": waterfall.attributed, "named": waterfall.named_share} if waterfall.gap.proven else {}
+        )
+        return export(self.tables, format, head=description | ({"tried": self.tried.sentences} if self.tried else {}))
 
 
 def check_saved(path: Path) -> None:
     """Raise `UserError` for a file with an unknown suffix, a missing library or no write permission."""
     if path.suffix not in SAVED_FORMATS:
-        known = ", ".join(f"{ending} ({what})" for ending, what in SAVED_FORMATS.items())
-        raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
+        endings = ", ".join(f"{ending} ({content})" for ending, content in SAVED_FORMATS.items())
+        raise UserError(f"{str(path)!r} can't be saved; end its name in one of {endings}")
     if path.suffix != JSON_SUFFIX:
         files.check_library(files.CHART_LIBRARY)
     check_writable(path)
@@ -149,7 +151,7 @@ def explain(
     top: int = DEFAULT_TOP,
     save: str | Path | Sequence[str | Path] = (),
     prescriptions: bool = False,
-    first: Callable[[ExplanationResult], None] = lambda explained: None,
+    report: Callable[[ExplanationResult], None] = lambda explained: None,
     quiet: bool = True,
     **settings: Any,
 ) -> ExplanationResult:
@@ -161,7 +163,7 @@ def explain(
     `runs` profiled runs per process. `top` parts are listed (0: all). `save` names files to write (see
     `ExplanationResult.save`), checked first. With `prescriptions`, variants of B that may be faster are then measured
     with it (see `ExplanationResult.tried`). As that may take long, the result so far is saved before, and passed to
-    `first`. `settings` are fields of `dyno.Study`. Raises `UserError` if layers have no times.
+    `report`. `settings` are fields of `dyno.Study`. Raises `UserError` if layers have no times.
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)
     (runs,), (top,) = at_least(5, runs=runs), at_least(0, top=top)
@@ -174,18 +176,18 @@ def explain(
     progress = Progress(quiet=quiet)
     if prescriptions:
         cures.check_cures(model, sides)
-    found = ExplanationResult(_find_pair(model, sides, batch, rounds, runs, settings, progress), top)
+    result = ExplanationResult(_find_pair(model, sides, batch, rounds, runs, settings, progress), top)
     for path in paths:
-        found.save(path)
+        result.save(path)
     if not prescriptions:
-        return found
-    first(found)
+        return result
+    report(result)
     study = one_model(model, settings)
-    tried = cures.try_cures(found.waterfall, forms.list_forms(study, sides), study, batch, rounds, progress)
-    found = replace(found, tried=tried)
+    tried = cures.try_cures(result.waterfall, forms.list_forms(study, sides), study, batch, rounds, progress)
+    result = replace(result, tried=tried)
     for path in paths:
-        found.save(path)
-    return found
+        result.save(path)
+    return result
 
 
 def _find_pair(
@@ -203,16 +205,18 @@ def _find_pair(
         return _of_run(Path(model), sides, rounds, runs, settings, progress)
     study = one_model(model, settings)
     if len(sides) == 1:  # both models in their own form
-        asked = [forms.request_own_form(source) for source in (study.models[0], Study(models=tuple(sides)).models[0])]
+        listing = [forms.request_own_form(source) for source in (study.models[0], Study(models=tuple(sides)).models[0])]
     else:
-        asked = forms.list_forms(study, sides)
-    chosen = profiling.choose_engines(asked)[-2:]
-    for side in chosen:
-        profiling.check(side, study.device)
-    reading = PairProfiler(study, batch, progress, runs)
-    for side in chosen:
-        reading.read(side)
-    return reading.build_pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
+        listing = forms.list_forms(study, sides)
+    requests = profiling.choose_engines(listing)[-2:]
+    for request in requests:
+        profiling.check(request, study.device)
+    profiler = PairProfiler(study, batch, progress, runs)
+    for request in requests:
+        profiler.read(request)
+    return profiler.build_pair(
+        rounds, [request.source for request in requests], [request.precision for request in requests]
+    )
 
 
 def _of_run(
@@ -223,31 +227,31 @@ def _of_run(
         raise UserError(f"{', '.join(settings)} can't be given for a run: its trials say how they are measured")
     refuse_links(folder, [pairs.PAIRS_DIR])  # before measuring, as pairs are stored there
     records = load_run(folder)
-    found = [find_trial(records, str(name)) for name in names]
-    if failed := next((each for each in found if not each.good), None):
-        raise UserError(f"{failed.label} did not run ({failed.status}: {failed.reason}), so it can't be explained")
-    if found[0].id == found[1].id:
-        raise UserError(f"{names[0]} and {names[1]} are the same trial of {folder}, {found[0].label}")
-    apart = [k for k in ("model", "size", "batch") if getattr(found[0], k) != getattr(found[1], k)]
-    if apart:
-        raise UserError(f"{found[0].label} and {found[1].label} differ in {' and '.join(apart)}; give their ids")
-    trials = [each.spec for each in found]
+    results = [find_trial(records, str(name)) for name in names]
+    if failure := next((result for result in results if not result.good), None):
+        raise UserError(f"{failure.label} did not run ({failure.status}: {failure.reason}), so it can't be explained")
+    if results[0].id == results[1].id:
+        raise UserError(f"{names[0]} and {names[1]} are the same trial of {folder}, {results[0].label}")
+    keys = [k for k in ("model", "size", "batch") if getattr(results[0], k) != getattr(results[1], k)]
+    if keys:
+        raise UserError(f"{results[0].label} and {results[1].label} differ in {' and '.join(keys)}; give their ids")
+    trials = [result.spec for result in results]
     for trial in trials:
         profiling.check(forms.FormRequest("", Choice(trial.backend), trial.precision), trial.runtime.device)
     study = Study(models=(trials[0].model.source or trials[0].model.file,))
-    reading, notes = PairProfiler(study, found[0].batch, progress, runs), list[str]()
-    for measured, trial in zip(found, trials, strict=True):
-        file, remarks = measured_file(measured, trial)
-        notes += [f"{measured.label}: {note}" for note in remarks]
-        reading.read_trial(trial, trial.recipe, file)
-    pair = reading.build_pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
-    a, b = (find_center(quiet_medians(each, "model")).value for each in found)
-    whole = replace(pair, a=replace(pair.a, stored=a), b=replace(pair.b, stored=b), notes=tuple(notes))
-    path = pairs.name_file(folder, *(each.id for each in found))
+    profiler, notes = PairProfiler(study, results[0].batch, progress, runs), list[str]()
+    for result, trial in zip(results, trials, strict=True):
+        file, remarks = measured_file(result, trial)
+        notes += [f"{result.label}: {note}" for note in remarks]
+        profiler.read_trial(trial, trial.recipe, file)
+    pair = profiler.build_pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
+    a, b = (find_center(quiet_medians(result, "model")).value for result in results)
+    stored_pair = replace(pair, a=replace(pair.a, stored=a), b=replace(pair.b, stored=b), notes=tuple(notes))
+    path = pairs.name_file(folder, *(result.id for result in results))
     with suppress(OSError):  # a read-only run stores no pair
         path.parent.mkdir(exist_ok=True)
-        pairs.write_pair(path, whole)
-    return whole
+        pairs.write_pair(path, stored_pair)
+    return stored_pair
 
 
 class PairProfiler(profiling.FormProfiler):
@@ -259,49 +263,49 @@ class PairProfiler(profiling.FormProfiler):
         `sources` and `precisions` are each side's source and requested precision.
         """
         times = self.repeat_rounds(rounds)
-        by_form = dict(zip(self.requested, sources, strict=True))
-        module_of = self.module_of(by_form)
+        source_of = dict(zip(self.requested, sources, strict=True))
+        module_of = self.module_of(source_of)
         sides = [
-            PairSide(k, precision, each, self.graph_of.get(k), module_of.get(k))
-            for k, precision, each in zip(self.requested, precisions, times, strict=True)
+            PairSide(k, precision, processes, self.graph_of.get(k), module_of.get(k))
+            for k, precision, processes in zip(self.requested, precisions, times, strict=True)
         ]
-        return FormPair(forms.number_titles(self.forms, by_form), sides[0], sides[1], sources[0])
+        return FormPair(forms.number_titles(self.forms, source_of), sides[0], sides[1], sources[0])
 
     def repeat_rounds(self, rounds: int) -> list[tuple[Times, ...]]:
         """Return the times of each form by process: the first round, then further rounds.
 
         Each round reverses the order of the forms. Raises `UserError` if a form's layers differ between processes.
         """
-        found = [[times] for times in self.times]
-        for number in range(1, rounds):
-            order = range(len(found)) if number % 2 == 0 else reversed(range(len(found)))
+        times_by_form = [[times] for times in self.times]
+        for round_index in range(1, rounds):
+            order = range(len(times_by_form)) if round_index % 2 == 0 else reversed(range(len(times_by_form)))
             for k in order:
-                inside = self.read_form(*self.trials[k])
-                found[k].append(reorder_times(self.forms[self.requested[k]], inside, self.times[-1]))
-        return [tuple(each) for each in found]
+                form = self.read_form(*self.trials[k])
+                times_by_form[k].append(reorder_times(self.forms[self.requested[k]], form, self.times[-1]))
+        return [tuple(processes) for processes in times_by_form]
 
 
-def reorder_times(first: LayerGraph, inside: LayerGraph, times: Times) -> Times:
+def reorder_times(first: LayerGraph, form: LayerGraph, times: Times) -> Times:
     """Return the times of a form in another process, in the layer order of the first process.
 
     Engines number inserted conversions anew in each process, so conversions are identified by the writers of their
     inputs. Raises `UserError` if the layers differ.
     """
-    places = {key: k for k, key in enumerate(_make_keys(inside))}
+    index_of = {key: k for k, key in enumerate(_make_keys(form))}
     keys = _make_keys(first)
-    if places.keys() != set(keys):
-        raise UserError(f"{inside.library} has different layers in each process; explain one process with rounds=1")
-    return replace(times, layers=times.layers[:, [places[key] for key in keys]])
+    if index_of.keys() != set(keys):
+        raise UserError(f"{form.library} has different layers in each process; explain one process with rounds=1")
+    return replace(times, layers=times.layers[:, [index_of[key] for key in keys]])
 
 
 def _make_keys(form: LayerGraph) -> list[tuple[str, str, int]]:
     """Return a key per layer that is stable across processes."""
     writers = {port.name: layer for layer in form.layers for port in layer.outputs}
-    seen: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     keys = []
     for layer in form.layers:
         sources = [w.type if w.moves else w.name for p in layer.inputs if (w := writers.get(p.name))]
         key = (layer.type, " ".join(sources)) if layer.moves else (layer.type, layer.name)
-        keys.append((*key, seen[key]))
-        seen[key] += 1
+        keys.append((*key, counts[key]))
+        counts[key] += 1
     return keys

@@ -39,25 +39,25 @@ MARGIN_FACTOR = 2.0  # distance of the edge from the outermost layer, as a facto
 MAX_AREA, MIN_AREA = 420.0, 6.0  # points² for a layer with all the time, and with no time
 
 
-def draw_roofline(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings) -> Any | None:
+def draw_roofline(form_set: FormSet, times: Mapping[int, Times], ceilings: Ceilings) -> Any | None:
     """Draw the roofline as a matplotlib figure; None if no layer multiplies.
 
     A point's area is the layer's share of the time. Layers without products are left out, as they have no operations.
     """
-    work = {k: count_work(found, k, each.precision) for k, each in times.items()}
-    points = {k: own for k, each in times.items() if (own := _compute_points(each, work[k]))}
+    work = {k: count_work(form_set, k, timing.precision) for k, timing in times.items()}
+    points = {k: group for k, timing in times.items() if (group := _compute_points(timing, work[k]))}
     if not points:
         return None
-    every = np.array([point for own in points.values() for point in own])
+    all_points = np.array([point for group in points.values() for point in group])
     with apply_style() as figure_class:
         figure = figure_class((WIDTH, 5.2), layout="constrained")
         axes = figure.subplots()
-        for k, own in points.items():
-            x, y, share = np.array(own).T
+        for k, group in points.items():
+            x, y, share = np.array(group).T
             axes.scatter(x, y, s=MIN_AREA + MAX_AREA * share, color=choose_color(times[k].backend),
                          alpha=0.6, linewidth=0.4, edgecolor=INK, marker=choose_marker(times[k].precision),
-                         label=found.forms[k].library)  # fmt: skip
-        _draw_roofs(axes, ceilings, {one.kind for k in points for one in work[k] if one.flops}, every[:, 0])
+                         label=form_set.forms[k].library)  # fmt: skip
+        _draw_roofs(axes, ceilings, {layer.kind for k in points for layer in work[k] if layer.flops}, all_points[:, 0])
         axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOPS")
         make_logarithmic(axes, "x", *axes.get_xlim())
         make_logarithmic(axes, "y", *axes.get_ylim())
@@ -65,12 +65,12 @@ def draw_roofline(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings
     return figure
 
 
-def _compute_points(each: Times, work: Sequence[LayerWork]) -> list[tuple[float, float, float]]:
+def _compute_points(times: Times, work: Sequence[LayerWork]) -> list[tuple[float, float, float]]:
     """Return operations per byte, TFLOPS and share of the time of each multiplying layer."""
-    seconds = np.median(each.layers, axis=0)
+    seconds = np.median(times.layers, axis=0)
     return [
-        (one.flops / one.bytes, one.flops / seconds[i] / 1e12, float(seconds[i] / seconds.sum()))
-        for i, one in enumerate(work) if one.flops and one.bytes and seconds[i] > 0
+        (layer.flops / layer.bytes, layer.flops / seconds[i] / 1e12, float(seconds[i] / seconds.sum()))
+        for i, layer in enumerate(work) if layer.flops and layer.bytes and seconds[i] > 0
     ]  # fmt: skip
 
 
@@ -121,14 +121,14 @@ class FormsResult(FormSet):
         The suffix chooses the tool: see docs/layer-files.md. Raises `UserError` for an unknown suffix, and OSError if
         the file can't be written.
         """
-        path, lines = Path(path), make_timelines(self)
+        path, timelines = Path(path), make_timelines(self)
         kind = find_kind(path, bool(self.times))
         if kind.text is not None:
-            write_text(path, kind.text(self, lines) + "\n")
+            write_text(path, kind.text(self, timelines) + "\n")
         elif kind.rated:
             _draw_roofline(self, path)
         else:
-            return _write_graphs(self, dict(zip(self.requested, lines, strict=True)), path)
+            return _write_graphs(self, dict(zip(self.requested, timelines, strict=True)), path)
         return [path]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -177,13 +177,13 @@ def find_kind(path: Path, timed: bool) -> OutputFileKind:
     kind = next((kind for ending, kind in FILE_KINDS.items() if path.name.endswith(ending)), None)
     if kind is not None and (timed or not kind.timed):
         return kind
-    known = ", ".join(f"{ending} ({kind.opens})" for ending, kind in FILE_KINDS.items() if timed or not kind.timed)
+    endings = ", ".join(f"{ending} ({kind.opens})" for ending, kind in FILE_KINDS.items() if timed or not kind.timed)
     if kind is None:
-        raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
-    raise UserError(f"{path.name} needs times of layers; `dyno profile` saves it, `dyno inspect` saves {known}")
+        raise UserError(f"{str(path)!r} can't be saved; end its name in one of {endings}")
+    raise UserError(f"{path.name} needs times of layers; `dyno profile` saves it, `dyno inspect` saves {endings}")
 
 
-def check(paths: Sequence[Path], sides: Sequence[FormRequest], timed: bool, rated: bool = False) -> None:
+def check(paths: Sequence[Path], requests: Sequence[FormRequest], timed: bool, rated: bool = False) -> None:
     """Raise `UserError` for a file that can't be written or made from these forms. Nothing is read or measured yet."""
     for path in paths:
         kind = find_kind(path, timed)
@@ -194,25 +194,25 @@ def check(paths: Sequence[Path], sides: Sequence[FormRequest], timed: bool, rate
         if kind.rated:
             check_library(CHART_LIBRARY)
         check_writable(path)
-        if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
+        if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in requests):
             raise UserError(f"{path} is the model itself; give another file to save to")
-        if kind is FILE_KINDS[GRAPH_SUFFIX] and not any(map(_has_graph, sides)):
+        if kind is FILE_KINDS[GRAPH_SUFFIX] and not any(map(_has_graph, requests)):
             raise UserError(f"{path.name} needs an ONNX graph, but no form is made from one; "
                             f"add onnxruntime, or another that is")  # fmt: skip
 
 
-def _has_graph(side: FormRequest) -> bool:
+def _has_graph(request: FormRequest) -> bool:
     """Return whether the form is an ONNX graph, or may be made from one."""
-    kind = registry.format_of(side.source)
-    return kind.name == forms.ONNX_FORM if kind else side.choice.name != forms.MODULE_FORM
+    file_format = registry.format_of(request.source)
+    return file_format.name == forms.ONNX_FORM if file_format else request.choice.name != forms.MODULE_FORM
 
 
-def save_all(found: FormsResult, paths: Sequence[Path], quiet: bool) -> None:
+def save_all(result: FormsResult, paths: Sequence[Path], quiet: bool) -> None:
     """Write the files; unless `quiet`, print the programs that open them."""
     for path in paths:
-        for written in found.save(path):
+        for file in result.save(path):
             if not quiet:
-                print(f"saved {written}, for {find_kind(path, bool(found.times)).opens}", file=sys.stderr)
+                print(f"saved {file}, for {find_kind(path, bool(result.times)).opens}", file=sys.stderr)
 
 
 def check_library(name: str) -> None:
@@ -221,10 +221,10 @@ def check_library(name: str) -> None:
         raise UserError(name_lacking([name]))
 
 
-def _draw_roofline(found: FormsResult, path: Path) -> None:
-    if found.ceilings is None:
+def _draw_roofline(result: FormsResult, path: Path) -> None:
+    if result.ceilings is None:
         raise UserError("the chart needs the device's ceilings; profile with roofline=True")
-    figure = draw_roofline(found, found.times, found.ceilings)
+    figure = draw_roofline(result, result.times, result.ceilings)
     if figure is None:
         raise UserError("no layer multiplies, so a roofline chart has nothing to show")
     if path.suffix == ".png":
@@ -233,26 +233,26 @@ def _draw_roofline(found: FormsResult, path: Path) -> None:
         write_text(path, style.render_svg(figure, "roofline"))
 
 
-def make_timelines(found: FormsResult) -> list[Timeline]:
+def make_timelines(result: FormsResult) -> list[Timeline]:
     """Return the timelines of the requested forms."""
-    return build_timelines(found, found.times, found.requested)
+    return build_timelines(result, result.times, result.requested)
 
 
-def _write_graphs(found: FormsResult, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
+def _write_graphs(result: FormsResult, timelines: Mapping[int, Timeline], path: Path) -> list[Path]:
     """Write each graph, annotated with the forms made from it; number the file names from the second on."""
-    written: list[Path] = []
-    for graph, file in found.graphs.items():
-        made = {k: line for k, line in lines.items() if found.graph_of.get(k) == graph}
-        module = next((found.module_of[k] for k in (*made, graph) if k in found.module_of), None)
-        if module is not None and module in lines:
-            made = {module: lines[module], **made}
-        notes = graph_files.list_node_notes(found.forms, graph, made, module)
-        out = path.with_name(f"{path.stem}-{len(written) + 1}{path.suffix}") if written else path
+    paths: list[Path] = []
+    for graph, file in result.graphs.items():
+        form_timelines = {k: timeline for k, timeline in timelines.items() if result.graph_of.get(k) == graph}
+        module = next((result.module_of[k] for k in (*form_timelines, graph) if k in result.module_of), None)
+        if module is not None and module in timelines:
+            form_timelines = {module: timelines[module], **form_timelines}
+        notes = graph_files.list_node_notes(result.forms, graph, form_timelines, module)
+        out = path.with_name(f"{path.stem}-{len(paths) + 1}{path.suffix}") if paths else path
         _annotate_graph(file, out, notes)
-        written.append(out)
-    if not written:
+        paths.append(out)
+    if not paths:
         raise UserError(f"{path.name} needs an ONNX graph, but no form was made from one; add onnxruntime")
-    return written
+    return paths
 
 
 def _annotate_graph(file: GraphFile, out: Path, notes: Sequence[Note]) -> None:

@@ -56,12 +56,12 @@ class GraphFile:
 def list_forms(study: Study, others: Sequence[Any]) -> list[FormRequest]:
     """Return the study's model in its own form, then the others: its named forms, or other models in theirs."""
     source = study.models[0]
-    found = [
+    requests = [
         request_own_form(source),
         *(_parse_form(str(o), source) or request_own_form(Study(models=(o,)).models[0]) for o in others),
     ]
-    check_weights(study, [side.source for side in found])
-    return found
+    check_weights(study, [request.source for request in requests])
+    return requests
 
 
 def request_own_form(source: str) -> FormRequest:
@@ -85,19 +85,19 @@ def _list_form_names() -> tuple[str, ...]:
 
 def _parse_form(text: str, source: str) -> FormRequest | None:
     """Return the named form of the first model; None if the text names another model."""
-    found = parse_form(text, _list_form_names())
-    if found is None:
-        named = text.partition("/")[0]
-        if not (Path(text).is_file() or ":" in named or registry.format_of(text)):
-            check_known("form", named.partition("@")[0], _list_form_names())
+    form = parse_form(text, _list_form_names())
+    if form is None:
+        name = text.partition("/")[0]
+        if not (Path(text).is_file() or ":" in name or registry.format_of(text)):
+            check_known("form", name.partition("@")[0], _list_form_names())
         return None
-    choice, precision = Choice.parse(found[0]), found[1]
+    choice, precision = Choice.parse(form[0]), form[1]
     if choice.name == MODULE_FORM and registry.format_of(source):
         raise UserError(f"there is no PyTorch module in {source}; give the model that it was exported from first")
     if precision:
         check_known("precision", precision, PRECISIONS)
-    own = "" if registry.format_of(source) else "fp32"  # a file's own precision is known only after reading it
-    return FormRequest(source, choice, precision or own, is_named=True)
+    default = "" if registry.format_of(source) else "fp32"  # a file's own precision is known only after reading it
+    return FormRequest(source, choice, precision or default, is_named=True)
 
 
 class FormReader:
@@ -119,55 +119,55 @@ class FormReader:
         self.left_out: list[str] = []  # one reason for each missing form
         self.trials: list[tuple[Trial, Artifact | None]] = []  # trials read, each with its file
 
-    def read_all(self, sides: Sequence[FormRequest]) -> list[FormRequest]:
+    def read_all(self, requests: Sequence[FormRequest]) -> list[FormRequest]:
         """Read these forms and return the readable ones; list the others in `left_out`. Raise an error if all fail.
 
         An unwatchable first form is dropped silently if others were requested.
         """
-        kept, errors = [], list[UserError]()
-        for place, side in enumerate(sides):
+        readable, errors = [], list[UserError]()
+        for index, request in enumerate(requests):
             try:
-                self.read(side)
-                kept.append(side)
+                self.read(request)
+                readable.append(request)
             except NoForm as e:
                 if UNWATCHED_ERROR not in str(e):
                     errors.append(e)
-                elif place or len(sides) == 1:
-                    errors.append(_reword_error(side, e))
-        if not kept:
+                elif index or len(requests) == 1:
+                    errors.append(_reword_error(request, e))
+        if not readable:
             raise errors[0]
         self.left_out += map(str, errors)
-        return kept
+        return readable
 
-    def read(self, side: FormRequest) -> None:
+    def read(self, request: FormRequest) -> None:
         """Read the form, and the graph that it was made from."""
-        study = replace(self._study, models=(side.source,))
-        model = model_spec(study, side.source)
-        runtime = replace(runtime_of(study, side.choice), threads=study.threads or system.physical_cores())
-        engine = None if side.choice.name in (ONNX_FORM, MODULE_FORM) else registry.find(side.choice.name)
+        study = replace(self._study, models=(request.source,))
+        model = model_spec(study, request.source)
+        runtime = replace(runtime_of(study, request.choice), threads=study.threads or system.physical_cores())
+        engine = None if request.choice.name in (ONNX_FORM, MODULE_FORM) else registry.find(request.choice.name)
         if engine and runtime.device == "cpu" and "cpu" not in engine.devices:
             runtime = replace(runtime, device=f"{engine.devices[0]}:0")
-        if engine and (lack := explain_missing(engine.name, runtime)):
-            raise UserError(f"{engine.name}: {lack}")
-        trial = Trial(model, side.choice.name, side.precision or "fp32", Dims(self._batch, 0, 0),
-                      side.choice.options, runtime=runtime)  # fmt: skip
-        kind = registry.format_of(model.file)
-        on_device = bool(kind and kind.on_device)
+        if engine and (reason := explain_missing(engine.name, runtime)):
+            raise UserError(f"{engine.name}: {reason}")
+        trial = Trial(model, request.choice.name, request.precision or "fp32", Dims(self._batch, 0, 0),
+                      request.choice.options, runtime=runtime)  # fmt: skip
+        file_format = registry.format_of(model.file)
+        on_device = bool(file_format and file_format.on_device)
         if self.runs_all:
-            self.read_engine(replace(study, device=runtime.device) if on_device else study, side, trial)
-        elif side.choice.name == MODULE_FORM:
+            self.read_engine(replace(study, device=runtime.device) if on_device else study, request, trial)
+        elif request.choice.name == MODULE_FORM:
             # The module is read without inspecting its inputs first.
-            asked = {"sizes": [list(parse_size(size)) for size in study.sizes],
+            options = {"sizes": [list(parse_size(size)) for size in study.sizes],
                      "overrides": input_options.parse_overrides(study.inputs, study.shapes)}  # fmt: skip
-            self._add_form(self._launch_job(trial, None, asked), "")
+            self._add_form(self._launch_job(trial, None, options), "")
         elif on_device:
             self._add_form(self.read_form(trial, None), "")
         else:
-            self.read_engine(study, side, trial)
+            self.read_engine(study, request, trial)
 
-    def describe(self, sides: Sequence[FormRequest]) -> dict[str, Any]:
-        """Return the fields of a `FormsResult`; `sides` are the forms read, in this order."""
-        sources = {k: side.source for k, side in zip(self.requested, sides, strict=True)}
+    def describe(self, requests: Sequence[FormRequest]) -> dict[str, Any]:
+        """Return the fields of a `FormsResult`; `requests` are the forms read, in this order."""
+        sources = {k: request.source for k, request in zip(self.requested, requests, strict=True)}
         return {
             "forms": number_titles(self.forms, sources), "shown": tuple(self.requested), "graph_of": self.graph_of,
             "module_of": self.module_of(sources), "graphs": self.graphs, "name": model_name(self._study.models[0]),
@@ -183,45 +183,45 @@ class FormReader:
         """Return the form that an engine runs."""
         return self._launch_job(trial, artifact)
 
-    def read_engine(self, study: Study, side: FormRequest, trial: Trial) -> None:
+    def read_engine(self, study: Study, request: FormRequest, trial: Trial) -> None:
         """Make the file of an engine's form; read the form and the graph behind it."""
         model, inspection = inspect_model(trial.model, study)
         size = list_sizes(study, inspection)[0]
         batch = inspection.batch or self._batch
-        precision = side.precision or model.precision or "fp32"
+        precision = request.precision or model.precision or "fp32"
         study = replace(study, precisions=(precision,))
         data = prepare_images(study, model, size) if study.data or study.calibration else DataSpec(count=1)
         dims = Dims(batch, *size, inspection.shapes)
         trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
-        kind, reason = registry.format_of(model.file), ""
-        if side.choice.name != ONNX_FORM:
-            reason = registry.find(side.choice.name).refuse(trial)
-        elif kind and kind.name != ONNX_FORM:
+        file_format, reason = registry.format_of(model.file), ""
+        if request.choice.name != ONNX_FORM:
+            reason = registry.find(request.choice.name).refuse(trial)
+        elif file_format and file_format.name != ONNX_FORM:
             reason = f"there is no ONNX graph in {model.file}"
         if reason:
             raise no_form(trial, reason)
         recipe = self._make_recipe(study, trial)
         artifact = self._make_file(recipe, trial) if recipe else None
-        if side.choice.name == ONNX_FORM:
-            shown = self._add_form(self._read_graph_form(trial, artifact), artifact.sha256 if artifact else "")
-            self.graphs[shown] = _make_graph_file(trial, artifact)
+        if request.choice.name == ONNX_FORM:
+            index = self._add_form(self._read_graph_form(trial, artifact), artifact.sha256 if artifact else "")
+            self.graphs[index] = _make_graph_file(trial, artifact)
             return
         self.read_trial(trial, recipe, artifact)
 
     def read_trial(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Read the trial's form, made by the recipe, and the graph behind it."""
-        form = self._add_form(self.give_title(self.read_form(trial, artifact), trial), "")
+        form_index = self._add_form(self.give_title(self.read_form(trial, artifact), trial), "")
         self.trials.append((trial, artifact))
-        behind = self._find_onnx_file(recipe, artifact)
-        if behind is not None:
+        graph_file = self._find_onnx_file(recipe, artifact)
+        if graph_file is not None:
             with suppress(NoForm):  # the engine's own layers don't need it
-                self.graph_of[form] = self.find_graph(trial, behind)
+                self.graph_of[form_index] = self.find_graph(trial, graph_file)
 
     def give_title(self, form: LayerGraph, trial: Trial) -> LayerGraph:
         """Return the form with its precision (unless fp32) and its options in its title."""
-        lowered = (trial.precision,) if trial.precision != "fp32" else ()
+        precisions = (trial.precision,) if trial.precision != "fp32" else ()
         options = [f"{name}={value}" for name, value in trial.options.items()]
-        return replace(form, library=" ".join((form.library, *lowered, *options)))
+        return replace(form, library=" ".join((form.library, *precisions, *options)))
 
     def _make_recipe(self, study: Study, trial: Trial) -> Recipe | None:
         if trial.backend == ONNX_FORM:  # the file shared by engines of any batch, if there is one
@@ -296,21 +296,21 @@ def no_form(trial: Trial, reason: str) -> NoForm:
 def number_titles(forms: Sequence[LayerGraph], sources: Mapping[int, str]) -> tuple[LayerGraph, ...]:
     """Return the forms with unique titles: numbered, and with the model's name if there are several models."""
     titles: Counter[str] = Counter()
-    named = list(forms)
+    titled_forms = list(forms)
     for k, source in sources.items():
         title = forms[k].library
         if len(set(sources.values())) > 1:
             title = f"{title}, {Path(source).name}"
         titles[title] += 1
-        named[k] = replace(forms[k], library=f"{title} ({titles[title]})" if titles[title] > 1 else title)
-    return tuple(named)
+        titled_forms[k] = replace(forms[k], library=f"{title} ({titles[title]})" if titles[title] > 1 else title)
+    return tuple(titled_forms)
 
 
-def _reword_error(side: FormRequest, error: UserError) -> UserError:
+def _reword_error(request: FormRequest, error: UserError) -> UserError:
     """Return the error, reworded for a module given in memory, which Dyno stored as a program."""
-    if cache_dir() not in Path(side.source).parents:
+    if cache_dir() not in Path(request.source).parents:
         return error
-    name = model_name(side.source)
+    name = model_name(request.source)
     return UserError(f"{name}: a module in memory is passed on as a program, {UNWATCHED_ERROR}; name it as "
                      'FILE.py:FUNCTION, or look at its other forms: dyno.inspect(module, "onnx")')  # fmt: skip
 

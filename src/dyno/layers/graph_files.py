@@ -55,41 +55,45 @@ class Timeline:
         """Median seconds of each step; their sum is the time of all layers."""
         return np.median(self.seconds, axis=0) if len(self.seconds) else np.zeros(len(self.steps))
 
-    def describe_step(self, at: int) -> dict[str, str]:
+    def describe_step(self, index: int) -> dict[str, str]:
         """Describe a step: its layer, type, modules, computing type, kernel, output and time, as far as known."""
-        step, layer = self.steps[at], self.steps[at].layer
-        own = {"layer": layer.name or self.steps[at].stack[-1], "type": layer.type, "modules": " ".join(step.modules)}
-        ran = {"computes in": layer.computes_in, "kernel": layer.tactic, "output": format_output(layer)}
-        moves = {"remark": "only changes type or layout" if layer.moves else ""}
-        return {name: text for name, text in {**own, **ran, **moves, **self.describe_time(at)}.items() if text}
+        step, layer = self.steps[index], self.steps[index].layer
+        head = {
+            "layer": layer.name or self.steps[index].stack[-1],
+            "type": layer.type,
+            "modules": " ".join(step.modules),
+        }
+        engine = {"computes in": layer.computes_in, "kernel": layer.tactic, "output": format_output(layer)}
+        remark = {"remark": "only changes type or layout" if layer.moves else ""}
+        return {name: text for name, text in {**head, **engine, **remark, **self.describe_time(index)}.items() if text}
 
-    def describe_time(self, at: int) -> dict[str, str]:
+    def describe_time(self, index: int) -> dict[str, str]:
         """Return the step's median and its share of the medians' sum, as text; {} if nothing was timed."""
         if not len(self.seconds):
             return {}
-        median, total = float(self.medians[at]), float(self.medians.sum()) or 1.0
+        median, total = float(self.medians[index]), float(self.medians.sum()) or 1.0
         name = "own median, µs" if self.is_exclusive else "median, µs"
         return {name: f"{1e6 * median:.3f}", "share, %": f"{100 * median / total:.2f}"}
 
 
-def build_timelines(found: FormSet, times: Mapping[int, Times], shown: Sequence[int]) -> list[Timeline]:
+def build_timelines(form_set: FormSet, times: Mapping[int, Times], shown: Sequence[int]) -> list[Timeline]:
     """Build the timelines of the forms `shown` (indices); `times` has the times of the timed forms."""
     timelines = []
     for k in shown:
-        form, origin, timed = found.forms[k], find_origins(found, k), times.get(k)
-        seconds = timed.layers if timed else np.zeros((0, len(form.layers)))
-        ran = [i for i, layer in enumerate(form.layers) if not layer.skipped or seconds[:, i].any()]
-        steps = tuple(_make_step(form, i, origin[i][0]) for i in ran)
-        each = len(timed.profiled) // len(timed.layers) if timed else 1
-        timelines.append(Timeline(form.library, steps, seconds[:, ran], each, form.form == MODULES))
+        form, origin, timing = form_set.forms[k], find_origins(form_set, k), times.get(k)
+        seconds = timing.layers if timing else np.zeros((0, len(form.layers)))
+        indices = [i for i, layer in enumerate(form.layers) if not layer.skipped or seconds[:, i].any()]
+        steps = tuple(_make_step(form, i, origin[i][0]) for i in indices)
+        runs_each = len(timing.profiled) // len(timing.layers) if timing else 1
+        timelines.append(Timeline(form.library, steps, seconds[:, indices], runs_each, form.form == MODULES))
     return timelines
 
 
 def _make_step(form: LayerGraph, index: int, modules: list[str]) -> TimelineStep:
     layer = form.layers[index]
-    around = _find_shared_modules(modules)
+    outer_modules = _find_shared_modules(modules)
     if form.form == MODULES:
-        return TimelineStep(index, layer, (WHOLE_MODEL, *around), tuple(modules))
+        return TimelineStep(index, layer, (WHOLE_MODEL, *outer_modules), tuple(modules))
     if not modules:
         group = CONVERSIONS_NAME if layer.moves else f"({layer.type})"
         return TimelineStep(index, layer, (WHOLE_MODEL, group, layer.name or layer.type))
@@ -98,7 +102,7 @@ def _make_step(form: LayerGraph, index: int, modules: list[str]) -> TimelineStep
         label = format_names(modules)
     if form.form == LAYERS and len(modules) > 1:
         label = f"{label}: {layer.type}"
-    return TimelineStep(index, layer, (WHOLE_MODEL, *around, label), tuple(modules))
+    return TimelineStep(index, layer, (WHOLE_MODEL, *outer_modules, label), tuple(modules))
 
 
 def _find_shared_modules(modules: Sequence[str]) -> tuple[str, ...]:
@@ -106,8 +110,8 @@ def _find_shared_modules(modules: Sequence[str]) -> tuple[str, ...]:
     if not modules or WHOLE_MODEL in modules:
         return ()
     paths = [name.split(MODULE_SEPARATOR) for name in modules]
-    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
-    return tuple(accumulate(shared, lambda one, other: f"{one}{MODULE_SEPARATOR}{other}"))
+    prefix = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    return tuple(accumulate(prefix, lambda path, name: f"{path}{MODULE_SEPARATOR}{name}"))
 
 
 def format_output(layer: Layer) -> str:
@@ -133,16 +137,16 @@ def iter_marks(steps: Sequence[TimelineStep], nanoseconds: Sequence[int], begin:
 
     Each step begins at the end of the previous one; a call around steps lasts from its first to its last step.
     """
-    calling: list[str] = []
-    at = begin
-    for number, (step, lasts) in enumerate(zip(steps, nanoseconds, strict=True)):
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(calling, step.stack, strict=False)))
-        yield from (Mark(name, at, ends=True) for name in reversed(calling[shared:]))
-        yield from (Mark(name, at) for name in step.stack[shared:])
-        at += lasts
-        yield Mark(step.stack[-1], at, ends=True, step=number)
-        calling = [*step.stack[:-1]]  # steps are listed as their calls end
-    yield from (Mark(name, at, ends=True) for name in reversed(calling))
+    open_calls: list[str] = []
+    time_ns = begin
+    for step_index, (step, duration) in enumerate(zip(steps, nanoseconds, strict=True)):
+        depth = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(open_calls, step.stack, strict=False)))
+        yield from (Mark(name, time_ns, ends=True) for name in reversed(open_calls[depth:]))
+        yield from (Mark(name, time_ns) for name in step.stack[depth:])
+        time_ns += duration
+        yield Mark(step.stack[-1], time_ns, ends=True, step=step_index)
+        open_calls = [*step.stack[:-1]]  # steps are listed as their calls end
+    yield from (Mark(name, time_ns, ends=True) for name in reversed(open_calls))
 
 
 # Layers as graphs for Model Explorer, and their times as its node data (colours).
@@ -159,40 +163,40 @@ def build_explorer_graphs(forms: Sequence[LayerGraph], timelines: Sequence[Timel
 
     A node is a layer, its namespace the modules around it, an edge a tensor from its writer to a reader.
     """
-    drawn = [_build_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
-    return {"label": name, "graphs": drawn}
+    graphs = [_build_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
+    return {"label": name, "graphs": graphs}
 
 
 def _build_graph(form: LayerGraph, timeline: Timeline) -> dict[str, Any]:
-    flow, place = Flow(form.layers), {step.index: at for at, step in enumerate(timeline.steps)}
+    flow, step_of = Flow(form.layers), {step.index: index for index, step in enumerate(timeline.steps)}
     nodes = []
-    for at, step in enumerate(timeline.steps):
+    for index, step in enumerate(timeline.steps):
         nodes.append({
             "id": str(step.index), "label": step.layer.type or step.stack[-1],
             "namespace": "/".join(name.replace("/", "|") for name in _list_modules(step)),
-            "attrs": _list_pairs(timeline.describe_step(at)),
+            "attrs": _list_pairs(timeline.describe_step(index)),
             "outputsMetadata": [_build_output(str(k), port) for k, port in enumerate(step.layer.outputs)],
-            "incomingEdges": [{"sourceNodeId": str(source), "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
-                              for number, source in enumerate(flow.before[step.index]) if source in place],
+            "incomingEdges": [{"sourceNodeId": str(source), "sourceNodeOutputId": "0", "targetNodeInputId": str(slot)}
+                              for slot, source in enumerate(flow.before[step.index]) if source in step_of],
         })  # fmt: skip
     return {"id": timeline.title, "nodes": nodes}
 
 
 def _build_output(name: str, port: Port) -> dict[str, Any]:
-    about = {"tensor_name": port.name, "shape": format_shape(port), "type": port.dtype, "layout": port.format}
-    return {"id": name, "attrs": _list_pairs(about)}
+    attributes = {"tensor_name": port.name, "shape": format_shape(port), "type": port.dtype, "layout": port.format}
+    return {"id": name, "attrs": _list_pairs(attributes)}
 
 
 def _list_modules(step: TimelineStep) -> list[str]:
     """Return the short names of the modules around the layer; a module's call is not a separate group."""
-    around = step.stack[1:-1]
+    outer_modules = step.stack[1:-1]
     if not step.modules:  # a group by operator
-        return [*around]
-    return [name.removeprefix(f"{outer}.") for outer, name in zip(("", *around), around, strict=False)]
+        return [*outer_modules]
+    return [name.removeprefix(f"{outer}.") for outer, name in zip(("", *outer_modules), outer_modules, strict=False)]
 
 
-def _list_pairs(about: dict[str, str]) -> list[dict[str, str]]:
-    return [{"key": key, "value": value} for key, value in about.items() if value]
+def _list_pairs(attributes: dict[str, str]) -> list[dict[str, str]]:
+    return [{"key": key, "value": value} for key, value in attributes.items() if value]
 
 
 def build_node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -222,19 +226,19 @@ class Note:
     lines: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
 
-    def add(self, title: str, about: Mapping[str, str], nodes: int) -> None:
-        """Add a layer that stands for `nodes` nodes, from the form with this title.
+    def add(self, title: str, facts: Mapping[str, str], node_count: int) -> None:
+        """Add a layer that stands for `node_count` nodes, from the form with this title.
 
         Facts of a form's further layers are appended to those of its first.
         """
-        stands = {"stands for": format_count(nodes, "node")} if nodes > 1 else {}
-        for name, text in {**about, **stands}.items():
+        scope = {"stands for": format_count(node_count, "node")} if node_count > 1 else {}
+        for name, text in {**facts, **scope}.items():
             key = f"{title}: {name}"
             self.facts[key] = f"{self.facts[key]}; {text}" if key in self.facts else text
-        parts = [about.get("layer", ""), about.get("type", ""), about.get("computes in", "")]
-        parts += [f"{name.removesuffix(f', {unit}')} {about[name]} {unit}" for unit in UNITS for name in about
+        parts = [facts.get("layer", ""), facts.get("type", ""), facts.get("computes in", "")]
+        parts += [f"{name.removesuffix(f', {unit}')} {facts[name]} {unit}" for unit in UNITS for name in facts
                   if name.endswith(f", {unit}")]  # fmt: skip
-        parts += [f"for {text}" for text in stands.values()]
+        parts += [f"for {text}" for text in scope.values()]
         self.lines.append(f"{title}: {', '.join(filter(None, parts))}")
 
 
@@ -251,14 +255,14 @@ def list_node_notes(
         if k == module:
             layers_of = invert_link(align.link_layers(forms, k, graph))
         else:
-            layers_of = {node: sorted(own) for node, own in align.link_layers(forms, graph, k).pairs.items()}
-        place = {step.index: at for at, step in enumerate(timeline.steps)}
-        nodes = Counter(i for own in layers_of.values() for i in own)
+            layers_of = {node: sorted(group) for node, group in align.link_layers(forms, graph, k).pairs.items()}
+        step_of = {step.index: index for index, step in enumerate(timeline.steps)}
+        node_counts = Counter(i for group in layers_of.values() for i in group)
         for node, note in enumerate(notes_of):
-            ran = [i for i in layers_of.get(node, ()) if i in place]
-            for i in ran:
-                note.add(timeline.title, timeline.describe_step(place[i]), nodes[i])
-            if not ran:
+            step_layers = [i for i in layers_of.get(node, ()) if i in step_of]
+            for i in step_layers:
+                note.add(timeline.title, timeline.describe_step(step_of[i]), node_counts[i])
+            if not step_layers:
                 note.lines.append(f"{timeline.title}: {NO_TIME}")
     return notes_of
 
@@ -278,7 +282,7 @@ def chrome_trace(timelines: Sequence[Timeline], exporter: str) -> dict[str, Any]
     Modules are around their layers. Times are in microseconds, to the nanosecond. Begin and end are separate events:
     readers add an event's begin and duration, and the rounded sum may exceed the call around it.
     """
-    events = [event for pid, each in enumerate(timelines, 1) for event in _iter_events(each, pid)]
+    events = [event for pid, timeline in enumerate(timelines, 1) for event in _iter_events(timeline, pid)]
     return export.trace_document(events, exporter, HOW_TIMED)
 
 
@@ -286,16 +290,16 @@ def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     thread = {"pid": pid, "tid": 1}
     yield from export.process_event(pid, timeline.title)
     yield export.track_event(pid, 1, "layers")
-    about = [timeline.describe_step(at) for at in range(len(timeline.steps))]
-    of_runs = f", mean of {format_count(timeline.runs_each, 'run')}" if timeline.runs_each > 1 else ""
+    descriptions = [timeline.describe_step(index) for index in range(len(timeline.steps))]
+    runs_text = f", mean of {format_count(timeline.runs_each, 'run')}" if timeline.runs_each > 1 else ""
     begin = 0
-    for number, seconds in enumerate(timeline.seconds, 1):
-        lasts = [round(each * 1e9) for each in seconds.tolist()]
-        for mark in iter_marks(timeline.steps, lasts, begin):
-            name = f"repeat {number}{of_runs}" if mark.name == WHOLE_MODEL else mark.name
+    for repeat, seconds in enumerate(timeline.seconds, 1):
+        durations = [round(duration * 1e9) for duration in seconds.tolist()]
+        for mark in iter_marks(timeline.steps, durations, begin):
+            name = f"repeat {repeat}{runs_text}" if mark.name == WHOLE_MODEL else mark.name
             event = {"ph": "E" if mark.ends else "B", "name": name, "cat": "layers", **thread, "ts": mark.time_ns / 1e3}
-            yield event if mark.step is None else {**event, "args": about[mark.step]}
-        begin += sum(lasts)
+            yield event if mark.step is None else {**event, "args": descriptions[mark.step]}
+        begin += sum(durations)
 
 
 def build_speedscope_profile(timelines: Sequence[Timeline], name: str, exporter: str) -> dict[str, Any]:

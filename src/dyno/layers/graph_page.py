@@ -41,17 +41,17 @@ def draw_graph(form: LayerGraph, timeline: Timeline, parts: Mapping[int, int] = 
 
     `parts` maps layers to parts of the model; the numbers are shared with the graph next to it.
     """
-    total, most = float(timeline.medians.sum()), float(timeline.medians.max(initial=0.0))
+    total, largest = float(timeline.medians.sum()), float(timeline.medians.max(initial=0.0))
     nodes: list[dict[str, Any]] = []
-    for at, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
+    for index, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
         node = {
             "id": step.index, "type": step.layer.type.rpartition(".")[2] or step.stack[-1],
-            "name": step.modules[0] if step.modules else "", "about": timeline.describe_step(at),
+            "name": step.modules[0] if step.modules else "", "about": timeline.describe_step(index),
         }  # fmt: skip
         if step.index in parts:
             node["part"] = parts[step.index]
         if total:
-            node |= {"heat": round(seconds / most, 4), "share": round(100 * seconds / total, 2)}
+            node |= {"heat": round(seconds / largest, 4), "share": round(100 * seconds / total, 2)}
         nodes.append(node)
     return {"title": timeline.title, "nodes": nodes, "edges": _find_edges(form, {node["id"] for node in nodes})}
 
@@ -61,26 +61,26 @@ def _find_edges(form: LayerGraph, shown: set[int]) -> list[tuple[int, int]]:
     flow = Flow(form.layers)
     sources: list[list[int]] = []
     for index in flow.forwards:
-        reached = [source for before in flow.before[index] for source in
+        writers = [source for before in flow.before[index] for source in
                    ([before] if before in shown else sources[before] if before < index else [])]  # fmt: skip
-        sources.append(list(dict.fromkeys(reached)))
+        sources.append(list(dict.fromkeys(writers)))
     edges = [(source, index) for index in flow.forwards if index in shown for source in sources[index]]
     return edges + _find_return_edges(form, {source for source, _ in edges}) if form.form == MODULES else edges
 
 
-def _find_return_edges(form: LayerGraph, read: set[int]) -> list[tuple[int, int]]:
+def _find_return_edges(form: LayerGraph, read_calls: set[int]) -> list[tuple[int, int]]:
     """Return edges from calls with unread results to the call around them, as its own code uses the results."""
-    around = {layer.name: index for index, layer in enumerate(form.layers)}
-    pairs = ((index, around.get(layer.name.rpartition(".")[0])) for index, layer in enumerate(form.layers))
-    return [(index, call) for index, call in pairs if call is not None and index not in read and index != call]
+    index_of = {layer.name: index for index, layer in enumerate(form.layers)}
+    pairs = ((index, index_of.get(layer.name.rpartition(".")[0])) for index, layer in enumerate(form.layers))
+    return [(index, call) for index, call in pairs if call is not None and index not in read_calls and index != call]
 
 
 def draw_graphs(graphs: Sequence[Mapping[str, Any]]) -> str:
     """Draw the graphs side by side, laid out when opened. The page needs `graph_scripts` once."""
-    shown = [each for each in graphs if each["nodes"] and len(each["nodes"]) <= MAX_LAYERS]
+    shown = [graph for graph in graphs if graph["nodes"] and len(graph["nodes"]) <= MAX_LAYERS]
     if not shown:
         return ""
-    counts = ", ".join(f"{each['title']}, {format_count(len(each['nodes']), 'layer')}" for each in shown)
+    counts = ", ".join(f"{graph['title']}, {format_count(len(graph['nodes']), 'layer')}" for graph in shown)
     content = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")  # no text may end the element
     return (
         f'<details class="layer-graph"><summary>{html.escape(f"Graph of the layers: {counts}")}</summary>\n'
@@ -130,15 +130,15 @@ def build_tree(timeline: Timeline) -> TreeMapNode:
     """Build the tree of the model's parts; a module's own code is a part named `itself`."""
     root = TreeMapNode("(model)")
     by_name: dict[tuple[str, ...], TreeMapNode] = {(): root}
-    for at, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
+    for index, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
         path = step.stack[1:]
         for depth in range(1, len(path) + 1):
             if path[:depth] not in by_name:
                 by_name[path[:depth]] = TreeMapNode(path[depth - 1])
                 by_name[path[: depth - 1]].parts.append(by_name[path[:depth]])
-        about = "\n".join(f"{name}: {text}" for name, text in timeline.describe_step(at).items())
-        own = TreeMapNode(OWN_LAYERS, seconds, step.layer.type, about)
-        by_name[path].parts.append(own)
+        title = "\n".join(f"{name}: {text}" for name, text in timeline.describe_step(index).items())
+        leaf = TreeMapNode(OWN_LAYERS, seconds, step.layer.type, title)
+        by_name[path].parts.append(leaf)
         for depth in range(len(path) + 1):
             by_name[path[:depth]].seconds += seconds
     return _simplify_node(root)
@@ -151,15 +151,15 @@ def _simplify_node(node: TreeMapNode) -> TreeMapNode:
         node.parts = [replace(part, name=part.type) for part in node.parts]
     if len(node.parts) != 1:
         return node
-    (only,) = node.parts
-    name = node.name if only.name in (OWN_LAYERS, only.type) else only.name
-    return TreeMapNode(name, only.seconds, only.type, only.title, only.parts)
+    (child,) = node.parts
+    name = node.name if child.name in (OWN_LAYERS, child.type) else child.name
+    return TreeMapNode(name, child.seconds, child.type, child.title, child.parts)
 
 
 def draw_tree_maps(timelines: Sequence[Timeline]) -> str:
     """Return the tree map of each form as self-contained HTML; hovering over a box shows its details."""
-    drawn = "\n".join(_draw_figure(timeline) for timeline in timelines)
-    return f"<style>{_read_file(TREE_STYLE)}</style>\n{drawn}"
+    figures = "\n".join(_draw_figure(timeline) for timeline in timelines)
+    return f"<style>{_read_file(TREE_STYLE)}</style>\n{figures}"
 
 
 def _draw_figure(timeline: Timeline) -> str:
@@ -202,26 +202,26 @@ def lay_out_boxes(
 
 
 def _draw_area(
-    nodes: Sequence[TreeMapNode], around: str, width: float, height: float, total: float, kinds: Mapping[str, str]
+    nodes: Sequence[TreeMapNode], parent: str, width: float, height: float, total: float, kinds: Mapping[str, str]
 ) -> str:
-    """Draw the nodes inside the module `around` them, in an area of `width` by `height` pixels."""
-    drawn = []
-    for node, place in lay_out_boxes(nodes, width, height):
+    """Draw the nodes inside the module `parent` in an area of `width` by `height` pixels."""
+    boxes = []
+    for node, box in lay_out_boxes(nodes, width, height):
         share = f"{show(node.seconds, 'duration')}, {100 * node.seconds / total:.1f} %"
         title = html.escape("\n".join(filter(None, (f"{node.name}: {share}", node.title))))
         x, y = 100 / width, 100 / height
-        where = f"left:{x * place['x']:.3f}%;top:{y * place['y']:.3f}%;width:{x * place['dx']:.3f}%"
-        where += f";height:{y * place['dy']:.3f}%"
-        name = html.escape(node.name.removeprefix(f"{around}."))
-        if node.parts and place["dx"] >= MIN_WIDTH and place["dy"] >= MIN_HEIGHT:
-            inner = place["dx"] - 2 * BORDER, place["dy"] - HEADING_HEIGHT - BORDER
-            inside = f'<div class="inside">{_draw_area(node.parts, node.name, *inner, total, kinds)}</div>'
-            shown = f"<span>{name}: {share}</span>{inside}"
-            drawn.append(f'<div class="module" style="{where}" title="{title}">{shown}</div>')
+        style = f"left:{x * box['x']:.3f}%;top:{y * box['y']:.3f}%;width:{x * box['dx']:.3f}%"
+        style += f";height:{y * box['dy']:.3f}%"
+        name = html.escape(node.name.removeprefix(f"{parent}."))
+        if node.parts and box["dx"] >= MIN_WIDTH and box["dy"] >= MIN_HEIGHT:
+            inner_size = box["dx"] - 2 * BORDER, box["dy"] - HEADING_HEIGHT - BORDER
+            content = f'<div class="inside">{_draw_area(node.parts, node.name, *inner_size, total, kinds)}</div>'
+            label = f"<span>{name}: {share}</span>{content}"
+            boxes.append(f'<div class="module" style="{style}" title="{title}">{label}</div>')
         else:
-            tone = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER_COLOUR)}"
-            drawn.append(f'<div style="{where}{tone}" title="{title}"><span>{name}</span><span>{share}</span></div>')
-    return "".join(drawn)
+            color = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER_COLOUR)}"
+            boxes.append(f'<div style="{style}{color}" title="{title}"><span>{name}</span><span>{share}</span></div>')
+    return "".join(boxes)
 
 
 def profile_fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
@@ -232,7 +232,7 @@ def profile_fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> 
 def profile_html(name: str, forms: Sequence[LayerGraph], timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
     """Return the whole page of times by layer: the fragment, and the graph of each form."""
     graphs = [draw_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
-    figures = "\n".join(draw_graphs([each]) for each in graphs)
+    figures = "\n".join(draw_graphs([graph]) for graph in graphs)
     body = f"{profile_fragment(timelines, tables)}\n{figures}"
     return make_page(f"Time by layer: {name}", body, graph=graph_scripts())
 
@@ -261,16 +261,16 @@ def draw_explained_graphs(waterfall: Waterfall) -> str:
     The page needs `graph_scripts` once.
     """
     sides, estimates = waterfall.pair.sides, (waterfall.a, waterfall.b)
-    parts = [{layer: number for number, part in enumerate(waterfall.parts) for layer in (part.a, part.b)[k]}
+    parts = [{layer: part_index for part_index, part in enumerate(waterfall.parts) for layer in (part.a, part.b)[k]}
              for k in range(2)]  # fmt: skip
     return draw_graphs([_build_graph(waterfall, *each) for each in zip(sides, estimates, parts, strict=True)])
 
 
 def _build_graph(waterfall: Waterfall, side: PairSide, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
-    (bare,) = build_timelines(waterfall.pair.form_set, {}, [side.form])
-    seconds = times.layers[:1, [step.index for step in bare.steps]]
+    (timeline,) = build_timelines(waterfall.pair.form_set, {}, [side.form])
+    seconds = times.layers[:1, [step.index for step in timeline.steps]]
     form = waterfall.pair.forms[side.form]
-    return draw_graph(form, replace(bare, seconds=seconds, is_exclusive=True), parts)
+    return draw_graph(form, replace(timeline, seconds=seconds, is_exclusive=True), parts)
 
 
 def make_explained_page(waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str]) -> str:
@@ -290,18 +290,18 @@ def explained_section(results: Results, prefix: str) -> list[ExplanationSection]
     from markupsafe import Markup
 
     names = {trial.id: f"{trial.configuration}, {trial.model} at batch {trial.batch}" for trial in results}
-    parts = []
-    for number, (path, a, b) in enumerate(pairs.list_stored_pairs(results.folder)):
+    sections = []
+    for pair_index, (path, a, b) in enumerate(pairs.list_stored_pairs(results.folder)):
         if a not in names or b not in names:
             continue
         title = f"from {names[a]} to {names[b]}"
         try:
-            found = make_waterfall(pairs.read_pair(path))
+            waterfall = make_waterfall(pairs.read_pair(path))
         except (OSError, ValueError, UserError) as e:
-            parts.append(ExplanationSection(title, "", f"{path.name} can't be read ({e}); explain the pair again"))
+            sections.append(ExplanationSection(title, "", f"{path.name} can't be read ({e}); explain the pair again"))
             continue
-        sentences = [reason.text for reason in reasons.list_reasons_why(found)]
-        shown = list_waterfall_tables(found, LISTED_PARTS)
-        fragment = make_explained_fragment(found, shown, sentences, f"{prefix}-why{number}")
-        parts.append(ExplanationSection(title, Markup(f"{fragment}\n{draw_explained_graphs(found)}")))
-    return parts
+        sentences = [reason.text for reason in reasons.list_reasons_why(waterfall)]
+        tables = list_waterfall_tables(waterfall, LISTED_PARTS)
+        fragment = make_explained_fragment(waterfall, tables, sentences, f"{prefix}-why{pair_index}")
+        sections.append(ExplanationSection(title, Markup(f"{fragment}\n{draw_explained_graphs(waterfall)}")))
+    return sections

@@ -88,13 +88,13 @@ def _convert_side(side: PairSide) -> dict[str, Any]:
     processes = []
     for times in side.processes:
         gpu = times.gpu and {**_list_nanoseconds(times.gpu, GPU_ARRAYS), "kernels": times.gpu.kernels.tolist()}
-        known = {"warnings": list(times.warnings), **({"gpu": gpu} if gpu else {})}
-        processes.append({**_list_nanoseconds(times, ARRAY_NAMES), **known})
+        content = {"warnings": list(times.warnings), **({"gpu": gpu} if gpu else {})}
+        processes.append({**_list_nanoseconds(times, ARRAY_NAMES), **content})
     return {**to_json(replace(side, processes=())), "processes": processes}
 
 
-def _list_nanoseconds(of: Times | LaunchTimes, names: Sequence[str]) -> dict[str, Any]:
-    return {name: np.rint(NS_PER_S * getattr(of, name)).astype(int).tolist() for name in names}
+def _list_nanoseconds(times: Times | LaunchTimes, names: Sequence[str]) -> dict[str, Any]:
+    return {name: np.rint(NS_PER_S * getattr(times, name)).astype(int).tolist() for name in names}
 
 
 MAX_LATENCY_S = 1e6  # upper limit of a valid inference time
@@ -109,7 +109,7 @@ def read_pair(path: Path) -> FormPair:
         raise UserError(f"{path} holds no explained pair; `dyno explain MODEL A B --save FILE.json` writes one")
     check_schema(path, data)
     try:
-        forms = tuple(from_json(LayerGraph, each) for each in data["forms"])
+        forms = tuple(from_json(LayerGraph, content) for content in data["forms"])
         pair = FormPair(forms, _read_side(data["a"]), _read_side(data["b"]), data["source"], tuple(data["notes"]))
         problem = _find_problem(pair)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as e:
@@ -121,10 +121,10 @@ def read_pair(path: Path) -> FormPair:
 
 def _read_side(data: Mapping[str, Any]) -> PairSide:
     processes = []
-    for each in data["processes"]:
-        gpu = each.get("gpu")  # None: on a CPU, or in a file of an older version
+    for entry in data["processes"]:
+        gpu = entry.get("gpu")  # None: on a CPU, or in a file of an older version
         launches = LaunchTimes(**_read_seconds(gpu, GPU_ARRAYS), kernels=np.array(gpu["kernels"])) if gpu else None
-        processes.append(Times(**_read_seconds(each, ARRAY_NAMES), warnings=tuple(each["warnings"]), gpu=launches))
+        processes.append(Times(**_read_seconds(entry, ARRAY_NAMES), warnings=tuple(entry["warnings"]), gpu=launches))
     return PairSide(**{**data, "processes": tuple(processes)})
 
 
@@ -135,13 +135,15 @@ def _read_seconds(data: Mapping[str, Any], names: Sequence[str]) -> dict[str, An
 def _find_problem(pair: FormPair) -> str:
     """Describe a mismatch of times and layers; "" without one. Raise IndexError for a missing form."""
     for side in pair.sides:
-        layers = len(pair.forms[side.form].layers)
-        if not side.processes or any(each.layers.shape[1:] != (layers,) for each in side.processes):
-            return f"it has {layers} layers, but a different number of times"
-        for each in side.processes:
-            whole = each.unprofiled.ndim == each.profiled.ndim == 1 and len(each.unprofiled) and len(each.profiled)
-            if not whole or not all(
-                ((a >= 0) & (a < MAX_LATENCY_S)).all() for a in (getattr(each, n) for n in ARRAY_NAMES)
+        layer_count = len(pair.forms[side.form].layers)
+        if not side.processes or any(times.layers.shape[1:] != (layer_count,) for times in side.processes):
+            return f"it has {layer_count} layers, but a different number of times"
+        for times in side.processes:
+            is_whole = (
+                times.unprofiled.ndim == times.profiled.ndim == 1 and len(times.unprofiled) and len(times.profiled)
+            )
+            if not is_whole or not all(
+                ((a >= 0) & (a < MAX_LATENCY_S)).all() for a in (getattr(times, n) for n in ARRAY_NAMES)
             ):
                 return f"its times must be from 0 to {MAX_LATENCY_S:g} s"
         for index in (side.graph, side.module):
@@ -155,9 +157,9 @@ def list_pair_warnings(side: PairSide) -> list[str]:
 
     Warnings that differ only in numbers are listed once.
     """
-    kinds: dict[str, list[str]] = {}
-    for each in side.processes:
-        for warning in each.warnings:
-            kinds.setdefault(NUMBER.sub("", warning), []).append(warning)
+    groups: dict[str, list[str]] = {}
+    for times in side.processes:
+        for warning in times.warnings:
+            groups.setdefault(NUMBER.sub("", warning), []).append(warning)
     count = len(side.processes)
-    return [own[0] if count == 1 else f"{own[0]} ({len(own)} of {count} processes)" for own in kinds.values()]
+    return [group[0] if count == 1 else f"{group[0]} ({len(group)} of {count} processes)" for group in groups.values()]

@@ -64,16 +64,16 @@ def inspect(
     """
     (batch,) = at_least(1, batch=batch)
     study = one_model(model, settings)
-    reading = forms.FormReader(study, batch, Progress(quiet=quiet))
-    sides = forms.list_forms(study, others)
+    reader = forms.FormReader(study, batch, Progress(quiet=quiet))
+    requests = forms.list_forms(study, others)
     paths = files.list_paths(save)
-    files.check(paths, sides, timed=False)
-    sides = reading.read_all(sides)
-    if not any(reading.forms[k].layers for k in reading.requested):
+    files.check(paths, requests, timed=False)
+    requests = reader.read_all(requests)
+    if not any(reader.forms[k].layers for k in reader.requested):
         raise UserError(f"{model_name(study.models[0])} has no layers: it has no part that can run")
-    inspected = InspectionResult(**reading.describe(sides))
-    files.save_all(inspected, paths, quiet)
-    return inspected
+    result = InspectionResult(**reader.describe(requests))
+    files.save_all(result, paths, quiet)
+    return result
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class ProfileResult(FormsResult):
     def tables(self) -> list[Table]:
         """Times of each form's layers, and the share of the latency that they explain; then, if measured, the critical
         path (GPU), the ceilings and the hardware counters."""
-        paths = {self.forms[k].library: each.path for k, each in self.times.items() if each.functions}
-        listed = (self.order, self.top)
+        paths = {self.forms[k].library: timing.path for k, timing in self.times.items() if timing.functions}
+        listing = (self.order, self.top)
         return [
-            times.profile_table(self, self.times, *listed, self.ceilings),
+            times.profile_table(self, self.times, *listing, self.ceilings),
             times.reconcile(self, self.times, self.ceilings),
             *([times.make_path_table(paths, self.top)] if paths else []),
             *([self.ceilings.table()] if self.ceilings else []),
-            *([hardware.make_counters_table(self, self.counters, *listed)] if self.counters else []),
+            *([hardware.make_counters_table(self, self.counters, *listing)] if self.counters else []),
         ]
 
     @property
@@ -140,59 +140,65 @@ def profile(
     if sheet and not roofline:
         raise UserError("--data-sheet needs measured ceilings; add --roofline")
     study = one_model(model, settings)
-    sides = choose_engines(forms.list_forms(study, others))
-    for side in sides:
-        check(side, study.device, counters)
-    reading = FormProfiler(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
+    requests = choose_engines(forms.list_forms(study, others))
+    for request in requests:
+        check(request, study.device, counters)
+    profiler = FormProfiler(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
     paths = files.list_paths(save)
-    files.check(paths, sides, timed=True, rated=roofline)
-    sides = reading.read_all(sides)
-    profiled = ProfileResult(
-        **reading.describe(sides),
-        times=dict(zip(reading.requested, reading.times, strict=True)),
-        ceilings=reading.measure_ceilings(study, rates) if roofline else None,
-        records=tuple(reading.records),
+    files.check(paths, requests, timed=True, rated=roofline)
+    requests = profiler.read_all(requests)
+    result = ProfileResult(
+        **profiler.describe(requests),
+        times=dict(zip(profiler.requested, profiler.times, strict=True)),
+        ceilings=profiler.measure_ceilings(study, rates) if roofline else None,
+        records=tuple(profiler.records),
         order=order,
         top=top,
-        counters=dict(zip(reading.requested, reading.counted, strict=True)) if counters else {},
+        counters=dict(zip(profiler.requested, profiler.counted, strict=True)) if counters else {},
     )
-    files.save_all(profiled, paths, quiet)
-    return profiled
+    files.save_all(result, paths, quiet)
+    return result
 
 
-def choose_engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
+def choose_engines(requests: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
     """Return the forms with each file's usual backend; without the first file if only its named forms are requested."""
-    first, *others = requested
-    only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
-    chosen = []
-    for side in others if only_forms else requested:
-        kind = registry.format_of(side.source) if _is_file(side) else None
-        chosen.append(replace(side, choice=Choice(kind.default_backend(Path(side.source)))) if kind else side)
-    return chosen
+    first, *others = requests
+    has_forms_only = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
+    engines = []
+    for request in others if has_forms_only else requests:
+        file_format = registry.format_of(request.source) if _is_file(request) else None
+        engines.append(
+            replace(request, choice=Choice(file_format.default_backend(Path(request.source))))
+            if file_format
+            else request
+        )
+    return engines
 
 
-def _is_file(side: forms.FormRequest) -> bool:
-    return not side.precision and not side.is_named
+def _is_file(request: forms.FormRequest) -> bool:
+    return not request.precision and not request.is_named
 
 
-def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
+def check(request: forms.FormRequest, device: str, counters: bool = False) -> None:
     """Raise `UserError` for a form without layer times on the device, or for `counters` on a CPU.
 
     An engine file runs on its format's device if `device` is the CPU.
     """
-    file_format = registry.format_of(side.source)
+    file_format = registry.format_of(request.source)
     if file_format and file_format.on_device and device == "cpu":
         device = file_format.device
-    name, kind = side.choice.name, device.split(":")[0]
-    if name == forms.ONNX_FORM or kind not in registry.find(name).profiled:
-        what = f"{name} reports no layer times on {kind}"
+    name, device_kind = request.choice.name, device.split(":")[0]
+    if name == forms.ONNX_FORM or device_kind not in registry.find(name).profiled:
+        problem = f"{name} reports no layer times on {device_kind}"
         if name == forms.ONNX_FORM:
-            what = "an ONNX graph doesn't run by itself"
-        able = [
-            f"{each} ({', '.join(on)})" for each in registry.list_backends() if (on := registry.find(each).profiled)
+            problem = "an ONNX graph doesn't run by itself"
+        backends = [
+            f"{backend} ({', '.join(devices)})"
+            for backend in registry.list_backends()
+            if (devices := registry.find(backend).profiled)
         ]
-        raise UserError(f"{what}; these report layer times: {', '.join(able)}")
-    if counters and kind != "cuda":
+        raise UserError(f"{problem}; these report layer times: {', '.join(backends)}")
+    if counters and device_kind != "cuda":
         raise UserError("hardware counters are those of an NVIDIA GPU; add --device cuda:0")
 
 
@@ -213,38 +219,38 @@ class FormProfiler(forms.FormReader):
     def read_form(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form after storing its times, all from one process."""
         # Counters come first: if they fail, no time is wasted on measuring.
-        counted = [hardware.count_kernels(self._tool, trial, artifact, self._progress)] if self._tool else []
+        reports = [hardware.count_kernels(self._tool, trial, artifact, self._progress)] if self._tool else []
         job = Job("profile", trial.runtime, replace(trial, plan=self._plan), artifact=artifact,
                   options={"runs": self._runs})  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "job"
-            record, inside = self.run_job(job, folder)
+            record, form = self.run_job(job, folder)
             samples = read_npz(folder / "samples.npz")
             clock = _read_clock(folder, *record.facts.timed.values())
         self.records.append(record)
-        self.counted += counted
+        self.counted += reports
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
                                 times.read_launches(samples), clock, trial.backend, trial.precision,
                                 record.facts.functions))  # fmt: skip
         self._devices.add(trial.runtime.device)
-        return inside
+        return form
 
     def measure_ceilings(self, study: Study, sheet: Rates) -> Ceilings:
         """Measure with PyTorch the ceilings of the forms' common device, for their layers' data types."""
-        device, *others = self._devices
-        if others:
+        device, *other_devices = self._devices
+        if other_devices:
             raise UserError("the forms ran on several devices, which have no common ceilings; profile them one by one")
         runtime = replace(runtime_of(study, Choice(forms.MODULE_FORM)), device=device)
         runtime = replace(runtime, threads=study.threads or system.physical_cores())
-        types = {kind for k, each in zip(self.requested, self.times, strict=True)
-                 for kind in list_types(self.forms[k], each.precision)}  # fmt: skip
+        types = {kind for k, timing in zip(self.requested, self.times, strict=True)
+                 for kind in list_types(self.forms[k], timing.precision)}  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / "job"
             record = find_ceilings(runtime, types, folder, self._progress)
             copy = record.facts.copy
             if record.status != "ok" or copy is None:
                 raise UserError(f"the ceilings of {device} can't be measured: {record.reason}")
-            windows = {**{name: one.window for name, one in record.facts.peak.items()}, MEMORY_CEILING: copy.window}
+            windows = {**{name: peak.window for name, peak in record.facts.peak.items()}, MEMORY_CEILING: copy.window}
             clocks = {name: _read_clock(folder, window) for name, window in windows.items()}
         return Ceilings(record.facts.peak, copy, record.warnings, sheet, clocks)
 

@@ -52,18 +52,18 @@ class _ReasonWriter:
 
     def __init__(self, waterfall: Waterfall) -> None:
         self._waterfall, self._gap = waterfall, waterfall.gap
-        bare = [VERSION.sub("", title) for title in waterfall.pair.titles]
+        names = [VERSION.sub("", title) for title in waterfall.pair.titles]
         # names without versions if they differ
-        self._a, self._b = bare if bare[0] != bare[1] else waterfall.pair.titles
-        whole = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
-        self._min_mentioned, self._min_part = MIN_MENTIONED_SHARE * whole, MIN_PART_SHARE * whole
+        self._a, self._b = names if names[0] != names[1] else waterfall.pair.titles
+        scale = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
+        self._min_mentioned, self._min_part = MIN_MENTIONED_SHARE * scale, MIN_PART_SHARE * scale
 
     def state_gap(self) -> Reason:
         """Return the reason that states the difference of the two latencies."""
         times = f"{self._b} takes {_format_seconds(self._gap.b)}, {self._a} {_format_seconds(self._gap.a)}"
         if self._gap.proven:
-            way = "less" if self._gap.difference.value < 0 else "more"
-            text = f"{times}: {_format_seconds(abs(self._gap.difference.value))} {way} {_format_limits(self._gap)}."
+            change = "less" if self._gap.difference.value < 0 else "more"
+            text = f"{times}: {_format_seconds(abs(self._gap.difference.value))} {change} {_format_limits(self._gap)}."
         else:
             text = f"{times}: no difference is shown, the interval {_format_limits(self._gap)} holds 0."
         if left_out := len(self._waterfall.left_out):
@@ -81,8 +81,8 @@ class _ReasonWriter:
 
     def explain_causes(self) -> Iterator[Reason]:
         """Yield the causes that are proven and large enough, the largest first."""
-        large = [s for s in self._waterfall.causes if s.proven and abs(s.difference.value) >= self._min_mentioned]
-        for step in sorted(large, key=lambda s: -abs(s.difference.value)):
+        large_steps = [s for s in self._waterfall.causes if s.proven and abs(s.difference.value) >= self._min_mentioned]
+        for step in sorted(large_steps, key=lambda s: -abs(s.difference.value)):
             text = f"{self._describe_step(step)}: {self._describe_amount(step)}."
             yield _make_reason(step.cause.key, text, step, self._list_names(step))
 
@@ -94,36 +94,36 @@ class _ReasonWriter:
             return
         part = self._waterfall.parts[largest.parts[0]]
         share = f", {largest.a / self._gap.a:.0%} of {self._a}'s latency" if largest.a > largest.b else ""
-        named = f"the conversion before {part.before} ({part.names[0]})" if part.before else _join_names(part.names)
-        text = f"The largest part is {named}: {_format_seconds(largest.a)} in {self._a}{share}, "
+        part_name = f"the conversion before {part.before} ({part.names[0]})" if part.before else _join_names(part.names)
+        text = f"The largest part is {part_name}: {_format_seconds(largest.a)} in {self._a}{share}, "
         yield _make_reason(ALONE, f"{text}{_format_seconds(largest.b)} in {self._b}.", largest, part.names)
 
     def explain_types(self) -> Iterator[Reason]:
         """Yield why a narrower type isn't faster: layers that kept a wider type, or became slower."""
         precision = self._waterfall.pair.b.precision
-        stayed = [s for s in self._waterfall.steps if s.cause == causes.STAYED]
-        if stayed and sum(s.b for s in stayed) >= MIN_MENTIONED_SHARE * self._gap.b:
-            parts = [self._waterfall.parts[s.parts[0]] for s in sorted(stayed, key=lambda s: -s.b)]
+        stayed_steps = [s for s in self._waterfall.steps if s.cause == causes.STAYED]
+        if stayed_steps and sum(s.b for s in stayed_steps) >= MIN_MENTIONED_SHARE * self._gap.b:
+            parts = [self._waterfall.parts[s.parts[0]] for s in sorted(stayed_steps, key=lambda s: -s.b)]
             names = tuple(name for part in parts for name in part.names[:1])
-            took = _format_seconds(sum(s.b for s in stayed))
-            layers = format_count(len(stayed), "layer")
-            text = f"{precision} was requested, but {layers} computed in a wider type and took "
-            yield Reason(NOT_FASTER, f"{text}{took} of {_format_seconds(self._gap.b)}: {_join_names(names)}.", names)
-        slower = [s for s in self._waterfall.steps if s.cause == causes.NARROWER and s.difference.low > 0]
-        whole = self._waterfall.step(causes.NARROWER, [k for s in slower for k in s.parts])
-        if slower and whole.proven and whole.difference.value >= self._min_mentioned:
-            names = self._list_names(whole)
+            time = _format_seconds(sum(s.b for s in stayed_steps))
+            layer_count = format_count(len(stayed_steps), "layer")
+            text = f"{precision} was requested, but {layer_count} computed in a wider type and took "
+            yield Reason(NOT_FASTER, f"{text}{time} of {_format_seconds(self._gap.b)}: {_join_names(names)}.", names)
+        losses = [s for s in self._waterfall.steps if s.cause == causes.NARROWER and s.difference.low > 0]
+        total = self._waterfall.step(causes.NARROWER, [k for s in losses for k in s.parts])
+        if losses and total.proven and total.difference.value >= self._min_mentioned:
+            names = self._list_names(total)
             text = (
-                f"{format_count(len(slower), 'layer')} took longer in the narrower type: {self._describe_amount(whole)}"
+                f"{format_count(len(losses), 'layer')} took longer in the narrower type: {self._describe_amount(total)}"
             )
-            yield _make_reason(NOT_FASTER, f"{text}, most of it in {_join_names(names[:1])}.", whole, names)
+            yield _make_reason(NOT_FASTER, f"{text}, most of it in {_join_names(names[:1])}.", total, names)
 
     def sum_attributed(self) -> Iterator[Reason]:
         """Yield the share of the difference that the layers explain."""
         if not self._gap.proven:
             return
-        also = " and launch gaps" if self._waterfall.on_gpu else ""
-        text = f"Attributed to named layers{also}: {_format_percent(self._waterfall.attributed)} of the difference"
+        extra = " and launch gaps" if self._waterfall.on_gpu else ""
+        text = f"Attributed to named layers{extra}: {_format_percent(self._waterfall.attributed)} of the difference"
         if abs(self._waterfall.attributed - self._waterfall.named_share) >= ZERO_SHARE:
             text += f", since together they differ by {_format_percent(self._waterfall.named_share)} of it"
         shares = {s.cause.title: self._waterfall.share(s.difference.value) for s in self._waterfall.causes
@@ -135,8 +135,8 @@ class _ReasonWriter:
         """Yield each side's slow-down of layers by profiling, if it is considerable."""
         for title, side in zip((self._a, self._b), (self._waterfall.a, self._waterfall.b), strict=True):
             if side.excess >= MIN_MENTIONED_SHARE * side.latency[0]:
-                longer = f"took {side.excess / side.latency[0]:.0%} longer than its latency"
-                text = f"Watched, the layers of {title} {longer}: they are scaled down alike, and the intervals "
+                share_text = f"took {side.excess / side.latency[0]:.0%} longer than its latency"
+                text = f"Watched, the layers of {title} {share_text}: they are scaled down alike, and the intervals "
                 text += "include the other extreme."
                 yield Reason(WATCHED, text, seconds=side.excess)
 
@@ -151,25 +151,26 @@ class _ReasonWriter:
     def _describe_step(self, step: WaterfallStep) -> str:
         parts = [self._waterfall.parts[k] for k in step.parts]
         count_a, count_b = sum(len(part.a) for part in parts), sum(len(part.b) for part in parts)
-        of_a, of_b = self._format_types(parts, 0), self._format_types(parts, 1)
+        types_a, types_b = self._format_types(parts, 0), self._format_types(parts, 1)
         count, a, b = format_count(len(parts), "part"), self._a, self._b
-        one = len(parts) == 1
-        do, run, have, take = ("does", "runs", "has", "takes") if one else ("do", "run", "have", "take")
-        are_a = "is" if count_a == 1 else "are"
+        is_single = len(parts) == 1
+        do, run, have, take = ("does", "runs", "has", "takes") if is_single else ("do", "run", "have", "take")
+        verb_a = "is" if count_a == 1 else "are"
         times = f"{_format_seconds(step.a)} in {a} and {_format_seconds(step.b)} in {b}"
-        lack_b = "has no separate counterpart" if count_b == 1 else "have no separate counterparts"
+        predicate_b = "has no separate counterpart" if count_b == 1 else "have no separate counterparts"
         before = next((self._waterfall.parts[k].before for k in self._sort_parts(step)), "")
-        longest = f", the longest before {before}" if before else ""
+        reader_text = f", the longest before {before}" if before else ""
+        precision = self._waterfall.pair.b.precision
         texts = {
             causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._format_kinds(parts)})",
             causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._format_kinds(parts)})",
-            causes.STAYED: f"{count} of the model {do} not run in {self._waterfall.pair.b.precision} in {b} ({of_b})",
-            causes.PROVIDER: f"{count} of the model {run} on another provider in {b} ({of_b})",
-            causes.KERNEL: f"{count} of the model {have} another kernel: {of_a} in {a}, {of_b} in {b}",
-            causes.SAME: f"{count} of the model {take} another time with the same kernel ({of_b})",
-            causes.FUSED: f"{format_count(count_a, 'layer')} of {a} {are_a} fused or left out in {b} ({of_a})",
-            causes.SPLIT: f"{format_count(count_b, 'layer')} of {b} {lack_b} in {a} ({of_b})",
-            causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}{longest}",
+            causes.STAYED: f"{count} of the model {do} not run in {precision} in {b} ({types_b})",
+            causes.PROVIDER: f"{count} of the model {run} on another provider in {b} ({types_b})",
+            causes.KERNEL: f"{count} of the model {have} another kernel: {types_a} in {a}, {types_b} in {b}",
+            causes.SAME: f"{count} of the model {take} another time with the same kernel ({types_b})",
+            causes.FUSED: f"{format_count(count_a, 'layer')} of {a} {verb_a} fused or left out in {b} ({types_a})",
+            causes.SPLIT: f"{format_count(count_b, 'layer')} of {b} {predicate_b} in {a} ({types_b})",
+            causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}{reader_text}",
             causes.CALLS: f"The model's own code and calling its parts, {times}",
             causes.UNALIGNED: f"{count_a} layers of {a} and {count_b} of {b}, whose counterparts are not known",
             causes.INTERRUPTED: f"Interruptions by other programs, {times}; measure again when the machine is quiet",
@@ -182,17 +183,17 @@ class _ReasonWriter:
     def _sort_parts(self, step: WaterfallStep) -> list[int]:
         return sorted(step.parts, key=lambda k: -abs(self._waterfall.steps[k].difference.value))
 
-    def _format_types(self, parts: Sequence[CausePart], side: int) -> str:
+    def _format_types(self, parts: Sequence[CausePart], side_index: int) -> str:
         """Format the most common types of layers: `16 Convolution, 3 Add`."""
-        layers = self._waterfall.pair.forms[self._waterfall.pair.sides[side].form].layers
-        kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
-        more = f" and {format_count(len(kinds) - MAX_NAMES, 'more kind')}" if len(kinds) > MAX_NAMES else ""
-        return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(MAX_NAMES)) + more
+        layers = self._waterfall.pair.forms[self._waterfall.pair.sides[side_index].form].layers
+        kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side_index])
+        suffix = f" and {format_count(len(kinds) - MAX_NAMES, 'more kind')}" if len(kinds) > MAX_NAMES else ""
+        return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(MAX_NAMES)) + suffix
 
     def _format_kinds(self, parts: Sequence[CausePart]) -> str:
         """Format the most common compute types of the parts in A and in B."""
         kinds = Counter(part.types for part in parts)
-        before, after = max(kinds, key=lambda each: kinds[each], default=("", ""))
+        before, after = max(kinds, key=lambda types: kinds[types], default=("", ""))
         return f"{before} in {self._a}, {after} in {self._b}"
 
     def _list_names(self, step: WaterfallStep) -> tuple[str, ...]:
@@ -205,8 +206,8 @@ def _make_reason(key: str, text: str, step: WaterfallStep, names: Sequence[str] 
 
 
 def _join_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    suffix = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + suffix
 
 
 def _format_percent(share: float) -> str:

@@ -63,16 +63,16 @@ class Ceilings:
     @property
     def rates(self) -> Rates:
         """Measured rates."""
-        found = {name: one.flops_per_s for name, one in self.products.items() if one.flops_per_s}
-        return Rates(found, self.copy.bytes_per_s)
+        products = {name: peak.flops_per_s for name, peak in self.products.items() if peak.flops_per_s}
+        return Rates(products, self.copy.bytes_per_s)
 
     def table(self) -> Table:
         """Build a row per ceiling; a type unsupported by the device or PyTorch has the reason as its remark."""
         rows: list[Row] = [
-            {"ceiling": f"matrix product, {name}", "tflops": (one.flops_per_s or math.nan) / 1e12,
-             "of": f"{one.side} x {one.side}" if one.side else "", "remark": one.missing,
-             **self._compare_with_sheet(name, one.flops_per_s, self.sheet.products.get(name), 1e12)}
-            for name, one in self.products.items()
+            {"ceiling": f"matrix product, {name}", "tflops": (peak.flops_per_s or math.nan) / 1e12,
+             "of": f"{peak.side} x {peak.side}" if peak.side else "", "remark": peak.missing,
+             **self._compare_with_sheet(name, peak.flops_per_s, self.sheet.products.get(name), 1e12)}
+            for name, peak in self.products.items()
         ]  # fmt: skip
         rows.append({"ceiling": "copy, read and written", "gb_s": self.copy.bytes_per_s / 1e9,
                      "of": f"{self.copy.bytes / 1e6:,.0f} MB",
@@ -90,23 +90,23 @@ class Ceilings:
 
 def parse_data_sheet(texts: Sequence[str]) -> Rates:
     """Parse texts such as `fp16=989` (TFLOPS) and `memory=4800` (GB/s) into rates; raise `UserError` for others."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for text in texts:
-        name, _, number = text.partition("=")
-        if name not in (known := (*CEILING_TYPES, MEMORY_CEILING)):
-            raise UserError(f"--data-sheet {text}: unknown ceiling {name!r}; give one of {', '.join(known)}")
-        if name in found:
+        name, _, value_text = text.partition("=")
+        if name not in (names := (*CEILING_TYPES, MEMORY_CEILING)):
+            raise UserError(f"--data-sheet {text}: unknown ceiling {name!r}; give one of {', '.join(names)}")
+        if name in rates:
             raise UserError(f"--data-sheet has {name} twice; give it once")
         try:
-            value = float(number)
+            value = float(value_text)
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and value > 0):
             unit = "GB/s" if name == MEMORY_CEILING else "TFLOPS"
             raise UserError(f"--data-sheet {text}: give {name} as a number of {unit}, such as {name}=100")
-        found[name] = value * (1e9 if name == MEMORY_CEILING else 1e12)
-    memory = found.pop(MEMORY_CEILING, None)
-    return Rates(found, memory)
+        rates[name] = value * (1e9 if name == MEMORY_CEILING else 1e12)
+    memory = rates.pop(MEMORY_CEILING, None)
+    return Rates(rates, memory)
 
 
 # Work of a layer: operations, bytes, and type of arithmetic.
@@ -128,26 +128,26 @@ class LayerWork:
         """Return the least seconds that the rates allow, and the limiting ceiling; None if unknown."""
         if self.flops is None or rates.memory is None or (self.bytes is None and not self.flops):
             return None
-        moving = (self.bytes or 0) / rates.memory
+        move_seconds = (self.bytes or 0) / rates.memory
         if not self.flops:
-            return moving, MEMORY_CEILING
+            return move_seconds, MEMORY_CEILING
         peak = rates.products.get(self.kind)
         if peak is None:
             return None
-        computing = self.flops / peak
-        return max(moving, computing), ARITHMETIC if computing >= moving else MEMORY_CEILING
+        compute_seconds = self.flops / peak
+        return max(move_seconds, compute_seconds), ARITHMETIC if compute_seconds >= move_seconds else MEMORY_CEILING
 
 
-def count_work(found: FormSet, k: int, precision: str) -> list[LayerWork]:
+def count_work(form_set: FormSet, k: int, precision: str) -> list[LayerWork]:
     """Count the work of each layer of form `k`; an engine's operations come from the nodes of its graph."""
-    form, graph = found.forms[k], found.graph_of.get(k)
+    form, graph = form_set.forms[k], form_set.graph_of.get(k)
     if form.form == MODULES or graph is None:
         counts = [layer.flops for layer in form.layers]
     else:
-        counts = _count_node_flops(found.forms, k, graph)
-    written = {port.name: port for layer in form.layers for port in layer.outputs}
+        counts = _count_node_flops(form_set.forms, k, graph)
+    outputs = {port.name: port for layer in form.layers for port in layer.outputs}
     return [
-        LayerWork(count, count_moved_bytes(layer, written), _find_type(layer, form.form == MODULES, precision))
+        LayerWork(count, count_moved_bytes(layer, outputs), _find_type(layer, form.form == MODULES, precision))
         for layer, count in zip(form.layers, counts, strict=True)
     ]
 
@@ -165,35 +165,35 @@ def _count_node_flops(forms: Sequence[LayerGraph], k: int, graph: int) -> list[i
     layers = forms[k].layers
     computing = [i for i, layer in enumerate(layers) if layer.computes_in and not layer.moves]
     counts: list[int | None] = [0] * len(layers)
-    pairs, doubtful = align.link_layers(forms, graph, k).pairs, set[int]()
-    for node, each in enumerate(forms[graph].layers):
-        own = pairs.get(node, set())
-        at = next((i for i in computing if i in own), None)
-        if at is not None and (before := counts[at]) is not None:
-            counts[at] = None if each.flops is None else before + each.flops
-        elif at is None and each.flops != 0:
-            doubtful |= {*own, *computing}
-    return [count or None if i in doubtful else count for i, count in enumerate(counts)]
+    pairs, doubtful_layers = align.link_layers(forms, graph, k).pairs, set[int]()
+    for node, node_layer in enumerate(forms[graph].layers):
+        counterparts = pairs.get(node, set())
+        index = next((i for i in computing if i in counterparts), None)
+        if index is not None and (before := counts[index]) is not None:
+            counts[index] = None if node_layer.flops is None else before + node_layer.flops
+        elif index is None and node_layer.flops != 0:
+            doubtful_layers |= {*counterparts, *computing}
+    return [count or None if i in doubtful_layers else count for i, count in enumerate(counts)]
 
 
-def count_moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
+def count_moved_bytes(layer: Layer, outputs: Mapping[str, Port]) -> int | None:
     """Return the bytes of the layer's inputs, weights and outputs, each once; None if a shape is unknown.
 
-    `written` has all layers' outputs by name: a writer may know more of a tensor than its reader.
+    `outputs` has all layers' outputs by name: a writer may know more of a tensor than its reader.
     """
-    ports = {(port.name or str(k)): written.get(port.name, port) for k, port in enumerate(layer.inputs)}
+    ports = {(port.name or str(k)): outputs.get(port.name, port) for k, port in enumerate(layer.inputs)}
     tensors = [*ports.values(), *layer.outputs]
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in tensors):
         return None
-    computing = layer.computes_in or layer.outputs[0].dtype
-    moved = sum(math.prod(port.shape) * TYPE_BYTES.get(port.dtype, 1) for port in tensors)
-    return moved + layer.parameters * TYPE_BYTES.get(computing, 1)
+    dtype = layer.computes_in or layer.outputs[0].dtype
+    total = sum(math.prod(port.shape) * TYPE_BYTES.get(port.dtype, 1) for port in tensors)
+    return total + layer.parameters * TYPE_BYTES.get(dtype, 1)
 
 
 def _find_type(layer: Layer, is_module: bool, precision: str) -> str:
     """Return the ceiling's type: an engine's declared compute type, or a module's output type."""
-    named = layer.computes_in or (layer.outputs[0].dtype if is_module and layer.outputs else "")
-    kind = CEILING_PRECISIONS.get(named, "")
+    dtype = layer.computes_in or (layer.outputs[0].dtype if is_module and layer.outputs else "")
+    kind = CEILING_PRECISIONS.get(dtype, "")
     return "tf32" if kind == "fp32" and precision == "tf32" else kind
 
 
@@ -244,31 +244,31 @@ class RooflineRating:
     ceilings: Ceilings
     flops: int | None = None
 
-    def make_cells(self, chosen: Collection[int], seconds: float) -> Row:
+    def make_cells(self, indices: Collection[int], seconds: float) -> Row:
         """Return the cells of RATED_COLUMNS for these layers together, which took `seconds`.
 
         The roof of several layers is the sum of the known roofs, so it is never too high.
         """
         if not seconds:
             return {}
-        known = [self.work[i] for i in chosen if len(chosen) == 1 or self.work[i] != NOTHING_KNOWN]
-        flops, moved = _sum_known(each.flops for each in known), _sum_known(each.bytes for each in known)
+        known_work = [self.work[i] for i in indices if len(indices) == 1 or self.work[i] != NOTHING_KNOWN]
+        flops, size = _sum_known(work.flops for work in known_work), _sum_known(work.bytes for work in known_work)
         cells: Row = {"tflops": flops / seconds / 1e12} if flops else {}
-        if moved:
-            cells |= {"gb_s": moved / seconds / 1e9, "intensity": flops / moved if flops is not None else None}
-        if (reached := self._compute_reached(chosen, seconds, self.ceilings.rates)) is not None:
-            cells |= {"reached": reached, "bound": self._find_bound(chosen, reached)}
-            cells["above"] = self._explain_excess(chosen, cells["bound"]) if reached > 100 else ""
-        if (of_sheet := self._compute_reached(chosen, seconds, self.ceilings.sheet)) is not None:
+        if size:
+            cells |= {"gb_s": size / seconds / 1e9, "intensity": flops / size if flops is not None else None}
+        if (reached := self._compute_reached(indices, seconds, self.ceilings.rates)) is not None:
+            cells |= {"reached": reached, "bound": self._find_bound(indices, reached)}
+            cells["above"] = self._explain_excess(indices, cells["bound"]) if reached > 100 else ""
+        if (of_sheet := self._compute_reached(indices, seconds, self.ceilings.sheet)) is not None:
             cells["of_sheet"] = of_sheet
         return cells
 
-    def of_latency(self, chosen: Collection[int], latency: float) -> Row:
+    def of_latency(self, indices: Collection[int], latency: float) -> Row:
         """Return the cells of OF_LATENCY, for the layers that ran."""
         cells: Row = {"tflops": self.flops / latency / 1e12} if self.flops else {}
-        if (reached := self._compute_reached(chosen, latency, self.ceilings.rates)) is not None:
+        if (reached := self._compute_reached(indices, latency, self.ceilings.rates)) is not None:
             cells |= {"roof_ms": 1e3 * latency * reached / 100, "reached": reached}
-        if (of_sheet := self._compute_reached(chosen, latency, self.ceilings.sheet)) is not None:
+        if (of_sheet := self._compute_reached(indices, latency, self.ceilings.sheet)) is not None:
             cells["of_sheet"] = of_sheet
         return cells
 
@@ -279,32 +279,32 @@ class RooflineRating:
             shares[self.make_cells([i], time).get("bound", "")] += time / (sum(seconds) or 1.0)
         if not sum(shares.values()):
             return ""
-        words = {ARITHMETIC: "bound by arithmetic", MEMORY_CEILING: "bound by memory", NEITHER: "bound by neither"}
-        parts = [f"{100 * shares[name]:.0f} % of the time in layers {word}" for name, word in words.items()]
-        unknown = f", {100 * shares['']:.0f} % in layers whose bound isn't known" if shares[""] >= 0.005 else ""
-        return ", ".join([parts[0], *(part.replace("of the time in layers ", "") for part in parts[1:])]) + unknown
+        phrases = {ARITHMETIC: "bound by arithmetic", MEMORY_CEILING: "bound by memory", NEITHER: "bound by neither"}
+        parts = [f"{100 * shares[name]:.0f} % of the time in layers {phrase}" for name, phrase in phrases.items()]
+        unknown_text = f", {100 * shares['']:.0f} % in layers whose bound isn't known" if shares[""] >= 0.005 else ""
+        return ", ".join([parts[0], *(part.replace("of the time in layers ", "") for part in parts[1:])]) + unknown_text
 
-    def _compute_reached(self, chosen: Collection[int], seconds: float, rates: Rates) -> float | None:
+    def _compute_reached(self, indices: Collection[int], seconds: float, rates: Rates) -> float | None:
         """Return the sum of the known least times, in percent of the seconds; None if all are unknown."""
-        least = self._list_least(chosen, rates)
-        return 100 * sum(time for time, _ in least) / seconds if least else None
+        times = self._list_least(indices, rates)
+        return 100 * sum(time for time, _ in times) / seconds if times else None
 
-    def _list_least(self, chosen: Collection[int], rates: Rates) -> list[tuple[float, str]]:
-        return [each for i in chosen if (each := self.work[i].find_least(rates)) is not None]
+    def _list_least(self, indices: Collection[int], rates: Rates) -> list[tuple[float, str]]:
+        return [each for i in indices if (each := self.work[i].find_least(rates)) is not None]
 
-    def _find_bound(self, chosen: Collection[int], reached: float) -> str:
+    def _find_bound(self, indices: Collection[int], reached: float) -> str:
         """Return the ceiling that accounts for most of the least times, or NEITHER if these are too short."""
         if reached < NEAR_ROOF_PERCENT:
             return NEITHER
-        least = self._list_least(chosen, self.ceilings.rates)
-        return max((ARITHMETIC, MEMORY_CEILING), key=lambda name: sum(time for time, bound in least if bound == name))
+        times = self._list_least(indices, self.ceilings.rates)
+        return max((ARITHMETIC, MEMORY_CEILING), key=lambda name: sum(time for time, bound in times if bound == name))
 
-    def _explain_excess(self, chosen: Collection[int], bound: str) -> str:
+    def _explain_excess(self, indices: Collection[int], bound: str) -> str:
         if self.ceilings.warnings:
             return CEILINGS_DISTURBED
         if bound == ARITHMETIC:
             return BEYOND_PRODUCT
-        largest = max(self.work[i].bytes or 0 for i in chosen)
+        largest = max(self.work[i].bytes or 0 for i in indices)
         return MAYBE_CACHED if largest <= self.ceilings.copy.cache else BEYOND_COPY
 
 
@@ -312,17 +312,17 @@ NOTHING_KNOWN = LayerWork(0, None)  # no products, and an unknown number of byte
 
 
 def _sum_known(values: Iterable[int | None]) -> int | None:
-    each = [*values]
-    return None if None in each else sum(value for value in each if value is not None)
+    counts = [*values]
+    return None if None in counts else sum(value for value in counts if value is not None)
 
 
-def rate_layers(found: FormSet, k: int, precision: str, ceilings: Ceilings) -> RooflineRating:
+def rate_layers(form_set: FormSet, k: int, precision: str, ceilings: Ceilings) -> RooflineRating:
     """Rate form `k` under the ceilings."""
-    flops = _sum_known(layer.flops for layer in found.forms[found.graph_of.get(k, k)].layers)
-    return RooflineRating(count_work(found, k, precision), ceilings, flops)
+    flops = _sum_known(layer.flops for layer in form_set.forms[form_set.graph_of.get(k, k)].layers)
+    return RooflineRating(count_work(form_set, k, precision), ceilings, flops)
 
 
 def list_roofline_notes(rows: Iterable[Row]) -> list[str]:
     """Explain the words in these rows of RATED_COLUMNS."""
-    found = dict.fromkeys(row["above"] for row in rows if row.get("above"))
-    return [RATED_NOTE, *(f"Above the roof, {name}: {ABOVE_ROOF_REASONS[name]}." for name in found)]
+    reasons = dict.fromkeys(row["above"] for row in rows if row.get("above"))
+    return [RATED_NOTE, *(f"Above the roof, {name}: {ABOVE_ROOF_REASONS[name]}." for name in reasons)]

@@ -34,18 +34,18 @@ def is_norm(layer: Layer) -> bool:
     return any(name in layer.type for name in NORM_LAYERS)
 
 
-def describe_totals(found: FormSet, shown: Sequence[int], regions: Sequence[Region]) -> list[str]:
+def describe_totals(form_set: FormSet, shown: Sequence[int], regions: Sequence[Region]) -> list[str]:
     """Explain why each form's number of parameters differs from that of the form shown before it."""
-    forms = found.forms
-    counted = [k for k in shown if forms[k].parameters]
+    forms = form_set.forms
+    counted_forms = [k for k in shown if forms[k].parameters]
     lines = []
-    for first, k in pairwise(counted):
-        apart = forms[first].parameters - forms[k].parameters
-        if apart:
+    for first, k in pairwise(counted_forms):
+        difference = forms[first].parameters - forms[k].parameters
+        if difference:
             # An engine's graph has folded batch norms, but no padded weights.
-            reasons = list(_find_reasons(forms, first, k, regions, found.graph_of.get(k, k)))
+            reasons = list(_find_reasons(forms, first, k, regions, form_set.graph_of.get(k, k)))
             lines.append(
-                f"{forms[k].library} has {abs(apart):,} {'fewer' if apart > 0 else 'more'} parameters than "
+                f"{forms[k].library} has {abs(difference):,} {'fewer' if difference > 0 else 'more'} parameters than "
                 f"{forms[first].library}: {'; '.join(reasons)}."
             )
     return lines
@@ -55,55 +55,55 @@ def _find_reasons(
     forms: Sequence[LayerGraph], first: int, other: int, regions: Sequence[Region], graph: int
 ) -> Iterator[str]:
     """Yield the reasons: folded batch norms, padded weights, shared weights, and the place of the rest."""
-    left = forms[first].parameters - forms[other].parameters
+    remainder = forms[first].parameters - forms[other].parameters
     differences = {id(r): r.sum_added(forms, first) - r.sum_added(forms, other) for r in regions}
-    folded = [r for r in regions if r.members[graph] and _is_folded(forms, first, graph, r)]
-    if folded:
-        norms = [n for r in folded for n in r.list_layers(forms, first) if is_norm(n)]
+    folded_regions = [r for r in regions if r.members[graph] and _is_folded(forms, first, graph, r)]
+    if folded_regions:
+        norms = [n for r in folded_regions for n in r.list_layers(forms, first) if is_norm(n)]
         before, change = sum(n.added for n in norms), 0
-        for r in folded:
-            apart = r.sum_added(forms, first) - r.sum_added(forms, graph)
-            change, differences[id(r)] = change + apart, differences[id(r)] - apart
+        for r in folded_regions:
+            difference = r.sum_added(forms, first) - r.sum_added(forms, graph)
+            change, differences[id(r)] = change + difference, differences[id(r)] - difference
         where = "layer before it" if len(norms) == 1 else "layers before them"
-        became = f"became {before - change:,} biases" if before != change else "need no further biases"
-        yield f"{format_count(len(norms), 'batch norm')} folded into the {where}, whose {before:,} parameters {became}"
-        left -= change
-    padded = [r for r in regions if differences[id(r)] and _is_blocked(forms, r, first, other)]
-    if filled := sum(differences.pop(id(r)) for r in padded):
-        yield f"{abs(filled):,} zeros fill up blocks of channels in its layout{'' if filled < 0 else ' no longer'}"
-        left -= filled
+        outcome = f"became {before - change:,} biases" if before != change else "need no further biases"
+        yield f"{format_count(len(norms), 'batch norm')} folded into the {where}, whose {before:,} parameters {outcome}"
+        remainder -= change
+    padded_regions = [r for r in regions if differences[id(r)] and _is_blocked(forms, r, first, other)]
+    if padding := sum(differences.pop(id(r)) for r in padded_regions):
+        yield f"{abs(padding):,} zeros fill up blocks of channels in its layout{'' if padding < 0 else ' no longer'}"
+        remainder -= padding
     # By name: a module's own code may be spread over regions, and its calls may come in another order.
-    whole, sharing = Counter[str](), Counter[str]()
+    totals, shared_counts = Counter[str](), Counter[str]()
     for r in regions:
         name = _choose_name(forms, r, first, other)
-        whole[name] += differences.get(id(r), 0)
+        totals[name] += differences.get(id(r), 0)
         uses = [sum(layer.shared for layer in r.list_layers(forms, form)) for form in (first, other)]
-        sharing[name] += uses[1] - uses[0]
-    alike = [whole.pop(name) for name in [*whole] if whole[name] == sharing[name]]
-    once = "are stored once for several layers that have the same values"
-    anew = "are stored anew for each layer that has these values"
-    for sign, words in ((1, once), (-1, anew)):
-        if shared := sum(n for n in alike if sign * n > 0):
-            yield f"{abs(shared):,} {words}"
-            left -= shared
-    where = _describe_place(whole)
-    if left == forms[first].parameters - forms[other].parameters:
+        shared_counts[name] += uses[1] - uses[0]
+    shared_totals = [totals.pop(name) for name in [*totals] if totals[name] == shared_counts[name]]
+    once_text = "are stored once for several layers that have the same values"
+    anew_text = "are stored anew for each layer that has these values"
+    for sign, text in ((1, once_text), (-1, anew_text)):
+        if count := sum(n for n in shared_totals if sign * n > 0):
+            yield f"{abs(count):,} {text}"
+            remainder -= count
+    where = _describe_place(totals)
+    if remainder == forms[first].parameters - forms[other].parameters:
         yield where or "in which parts is not known"
-    elif left:
-        yield f"{abs(left):,} {'fewer' if left > 0 else 'more'} elsewhere{where and f', {where}'}"
+    elif remainder:
+        yield f"{abs(remainder):,} {'fewer' if remainder > 0 else 'more'} elsewhere{where and f', {where}'}"
 
 
-def _describe_place(whole: Mapping[str, int]) -> str:
+def _describe_place(totals: Mapping[str, int]) -> str:
     """Describe the place of most of the difference, if one part can be named for it."""
-    apart = {name: abs(count) for name, count in whole.items() if count}
-    if not apart:
+    sizes = {name: abs(count) for name, count in totals.items() if count}
+    if not sizes:
         return ""
-    if min(whole.values()) < 0 < max(whole.values()):
+    if min(totals.values()) < 0 < max(totals.values()):
         return "more in some parts and fewer in others"
-    name = max(apart, key=lambda each: apart[each])
-    if len(apart) == 1:
+    name = max(sizes, key=lambda each: sizes[each])
+    if len(sizes) == 1:
         return f"all of them in {name}"
-    return f"{'most' if 2 * apart[name] > sum(apart.values()) else f'{apart[name]:,}'} of them in {name}"
+    return f"{'most' if 2 * sizes[name] > sum(sizes.values()) else f'{sizes[name]:,}'} of them in {name}"
 
 
 def _is_folded(forms: Sequence[LayerGraph], first: int, other: int, region: Region) -> bool:
@@ -114,15 +114,15 @@ def _is_folded(forms: Sequence[LayerGraph], first: int, other: int, region: Regi
 
 def _is_blocked(forms: Sequence[LayerGraph], region: Region, first: int, other: int) -> bool:
     """Return whether a form stores the region's tensors in blocks of channels, which pads the weights."""
-    every = (*region.list_layers(forms, first), *region.list_layers(forms, other))
-    return any(port.format == BLOCKED_LAYOUT for layer in every for port in layer.outputs)
+    layers = (*region.list_layers(forms, first), *region.list_layers(forms, other))
+    return any(port.format == BLOCKED_LAYOUT for layer in layers for port in layer.outputs)
 
 
 def _choose_name(forms: Sequence[LayerGraph], region: Region, *order: int) -> str:
     """Return the name of the region's enclosing module, else of its first layer, preferring modules' names."""
     order = (*(k for k, each in enumerate(forms) if each.form == MODULES), *order)
-    around = [forms[form].layers[k] for form in order for k in region.enclosing[form]]
-    names = (layer.name for layer in (*around, *(each for form in order for each in region.list_layers(forms, form))))
+    outer = [forms[form].layers[k] for form in order for k in region.enclosing[form]]
+    names = (layer.name for layer in (*outer, *(each for form in order for each in region.list_layers(forms, form))))
     return next(names, "") or "(model)"
 
 
@@ -135,19 +135,19 @@ def _format_operations(count: int) -> str:
 
 def summarise_layers(form: LayerGraph) -> str:
     """Describe a form in one sentence."""
-    ran = [layer for layer in form.layers if not layer.skipped]
-    sentence = f"{form.library}: {format_count(len(ran), form.form.removesuffix('s'))}"
+    run_layers = [layer for layer in form.layers if not layer.skipped]
+    sentence = f"{form.library}: {format_count(len(run_layers), form.form.removesuffix('s'))}"
     if form.form == MODULES:
-        sentence = f"{form.library}: {format_count(len(ran), 'call')} of modules"
+        sentence = f"{form.library}: {format_count(len(run_layers), 'call')} of modules"
     if form.parameters:
         sentence += f", {form.parameters:,} parameters"
     if operations := sum(layer.flops or 0 for layer in form.layers):
-        some = "at least " if form.form == NODES and any(layer.flops is None for layer in form.layers) else ""
-        sentence += f", {some}{_format_operations(operations)}"
-    if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
-        sentence += f", {idle:,} more that run nothing"
-    if moves := sum(layer.moves for layer in ran):
-        sentence += f", {moves:,} of the layers only {'changes' if moves == 1 else 'change'} types or layouts"
+        prefix = "at least " if form.form == NODES and any(layer.flops is None for layer in form.layers) else ""
+        sentence += f", {prefix}{_format_operations(operations)}"
+    if idle_count := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
+        sentence += f", {idle_count:,} more that run nothing"
+    if move_count := sum(layer.moves for layer in run_layers):
+        sentence += f", {move_count:,} of the layers only {'changes' if move_count == 1 else 'change'} types or layouts"
     return f"{sentence}."
 
 
@@ -210,9 +210,9 @@ def format_shape(port: Port) -> str:
     return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
 
-def align_forms(found: FormSet, shown: Sequence[int]) -> Table:
+def align_forms(form_set: FormSet, shown: Sequence[int]) -> Table:
     """Build a table of the forms `shown` (indices), with a row per region; other forms only help to align them."""
-    forms, links = found.forms, align.find_pivots(found)
+    forms, links = form_set.forms, align.find_pivots(form_set)
     regions = [
         r for r in align.find_regions(forms, links)
         if any(not layer.skipped or layer.parameters for k in shown for layer in r.list_layers(forms, k))
@@ -232,8 +232,8 @@ def align_forms(found: FormSet, shown: Sequence[int]) -> Table:
         Column("remark", "what happened on the way", kind=TEXT, rank=1),
     ]  # fmt: skip
     notes = [summarise_layers(forms[k]) for k in shown]
-    notes += describe_totals(found, shown, regions)
-    notes += [line for each in links if (line := describe_coverage(forms, each))]
+    notes += describe_totals(form_set, shown, regions)
+    notes += [line for link in links if (line := describe_coverage(forms, link))]
     notes += [note for k in shown for note in forms[k].notes]
     return ALIGNED.build(columns, rows, notes=tuple(dict.fromkeys(notes)))
 
@@ -244,12 +244,12 @@ def _choose_letter(position: int) -> str:
 
 def format_names(names: Sequence[str]) -> str:
     """Format a region's first few names; later names drop the parent that they share with the first."""
-    first, *others = names or [""]
+    first, *rest = names or [""]
     parent = "" if "/" in first else first.rpartition(".")[0]
-    shown = [each.removeprefix(parent) if parent and each.startswith(f"{parent}.") else each
-             for each in others[: MAX_PRINTED_NAMES - 1]]  # fmt: skip
-    more = f" … and {len(others) + 1 - MAX_PRINTED_NAMES} more" if len(others) >= MAX_PRINTED_NAMES else ""
-    return ", ".join([first, *shown]) + more
+    short_names = [name.removeprefix(parent) if parent and name.startswith(f"{parent}.") else name
+             for name in rest[: MAX_PRINTED_NAMES - 1]]  # fmt: skip
+    suffix = f" … and {len(rest) + 1 - MAX_PRINTED_NAMES} more" if len(rest) >= MAX_PRINTED_NAMES else ""
+    return ", ".join([first, *short_names]) + suffix
 
 
 def make_names_cell(name: str) -> Callable[[Row], str]:
@@ -262,22 +262,22 @@ MODULE_NAMES = make_names_cell("modules")
 
 def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region) -> Row:
     row: Row = {}
-    present = []
+    present_forms = []
     for position, k in enumerate(shown):
         name = _choose_letter(position)
         row[f"{name}_names"] = _list_names(forms, region, k)
         row[name] = " ".join(row[f"{name}_names"])
         row[f"parameters_{name}"] = region.sum_added(forms, k) or None
-        present += [k] if row[name] else []
-    last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
+        present_forms += [k] if row[name] else []
+    last_layer = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
     # A graph has each operation in its place; a module with submodules has all its own ones in one place.
     order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
-    counted = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
-    flops = sum(each.flops or 0 for each in region.list_layers(forms, counted)) if counted is not None else 0
-    row["output"] = format_shape(last.outputs[0]) if last.outputs else ""
+    form = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
+    flops = sum(layer.flops or 0 for layer in region.list_layers(forms, form)) if form is not None else 0
+    row["output"] = format_shape(last_layer.outputs[0]) if last_layer.outputs else ""
     row["flops"] = flops or None
-    row["bytes"] = count_activation_bytes(last)
-    row["remark"] = _describe_change(forms, present, shown[-1], region)
+    row["bytes"] = count_activation_bytes(last_layer)
+    row["remark"] = _describe_change(forms, present_forms, shown[-1], region)
     return row
 
 
@@ -293,23 +293,25 @@ def _list_names(forms: Sequence[LayerGraph], region: Region, form: int) -> list[
     return [WHOLE_MODEL] if any(forms[k].layers[i].modules == ("",) for k in graphs for i in region.members[k]) else []
 
 
-def _describe_change(forms: Sequence[LayerGraph], there: Sequence[int], last: int, region: Region) -> str:
-    """Describe fusions, folded batch norms and layers in one form only; `there` are the forms with the region."""
-    before, after = ([forms[k].layers[i] for i in region.list_members(k)] for k in (there[0], there[-1]))
-    if len(there) == 1:
+def _describe_change(forms: Sequence[LayerGraph], holders: Sequence[int], last: int, region: Region) -> str:
+    """Describe fusions, folded batch norms and layers in one form only; `holders` are the forms with the region."""
+    before, after = ([forms[k].layers[i] for i in region.list_members(k)] for k in (holders[0], holders[-1]))
+    if len(holders) == 1:
         if all(layer.moves for layer in after):
             return "conversion"
         if all(layer.skipped for layer in after):
             return _choose_remark(after[0])
-        known = forms[there[0]].form != LAYERS or any(region.members[k] for k, f in enumerate(forms) if f.form == NODES)
-        return "nothing runs for it" if known and there[0] != last else "counterpart unknown"
+        is_known = forms[holders[0]].form != LAYERS or any(
+            region.members[k] for k, f in enumerate(forms) if f.form == NODES
+        )
+        return "nothing runs for it" if is_known and holders[0] != last else "counterpart unknown"
     remarks = []
     norms = sum(map(is_norm, before))
     if norms and not any(map(is_norm, after)):
         remarks.append("batch norm folded")
     if len(after) == 1 and len(before) - norms > 1:
         remarks.append(f"{len(before) - norms} fused into one")
-    if last not in there:
+    if last not in holders:
         remarks.append("nothing runs for it")
     return ", ".join(remarks)
 
@@ -317,13 +319,13 @@ def _describe_change(forms: Sequence[LayerGraph], there: Sequence[int], last: in
 def describe_coverage(forms: Sequence[LayerGraph], link: align.Link) -> str:
     """Describe the evidence for the upper form's counterparts, and the number of unaligned layers."""
     upper, lower = forms[link.upper], forms[link.lower]
-    total, count = sum(not layer.skipped for layer in upper.layers), Counter(link.evidence.values())
-    alone = total - count.total()
+    total, counts = sum(not layer.skipped for layer in upper.layers), Counter(link.evidence.values())
+    unaligned = total - counts.total()
     if not total:
         return ""
-    words = {BY_NAME: "by name", BY_FLOW: "by what flows between those", BY_CONSTANT: "computed before the first run"}
-    shares = [f"{count[why]:,} {text}" for why, text in words.items() if count[why]]
-    shares += [f"{alone:,} unaligned ({alone / total:.1%})"] if alone else []
+    phrases = {BY_NAME: "by name", BY_FLOW: "by what flows between those", BY_CONSTANT: "computed before the first run"}
+    shares = [f"{counts[evidence]:,} {text}" for evidence, text in phrases.items() if counts[evidence]]
+    shares += [f"{unaligned:,} unaligned ({unaligned / total:.1%})"] if unaligned else []
     return f"{upper.library} aligned with {lower.library}, {total:,} in all: {', '.join(shares)}."
 
 
@@ -333,8 +335,8 @@ def describe_conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> T
     for k in shown:
         form = forms[k]
         writers = {port.name: layer for layer in form.layers for port in layer.outputs}
-        moving = [layer for layer in form.layers if form.form == LAYERS and layer.moves and not layer.skipped]
-        rows += [_make_conversion_row(form, layer, writers) for layer in moving]
+        conversions = [layer for layer in form.layers if form.form == LAYERS and layer.moves and not layer.skipped]
+        rows += [_make_conversion_row(form, layer, writers) for layer in conversions]
     columns = (
         Column("engine", "whose conversion it is", kind=TEXT, identity=True),
         Column("layer", "the conversion itself", kind=TEXT, rank=3),
@@ -348,14 +350,14 @@ def describe_conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> T
 
 
 def _make_conversion_row(form: LayerGraph, layer: Layer, writers: dict[str, Layer]) -> Row:
-    read, written = layer.inputs[:1], layer.outputs[:1]
-    source = writers.get(read[0].name) if read else None
-    readers = [each.name for each in form.layers for port in each.inputs if written and port.name == written[0].name]
-    before = source.outputs[0] if source and source.outputs else read[0] if read else Port("")
+    inputs, outputs = layer.inputs[:1], layer.outputs[:1]
+    writer = writers.get(inputs[0].name) if inputs else None
+    readers = [each.name for each in form.layers for port in each.inputs if outputs and port.name == outputs[0].name]
+    before = writer.outputs[0] if writer and writer.outputs else inputs[0] if inputs else Port("")
     return {
-        "engine": form.library, "layer": layer.name, "writer": source.name if source else before.name,
+        "engine": form.library, "layer": layer.name, "writer": writer.name if writer else before.name,
         "reader": ", ".join(readers) or "output", "before": _format_type(before),
-        "after": _format_type(written[0]) if written else "", "bytes": count_activation_bytes(layer),
+        "after": _format_type(outputs[0]) if outputs else "", "bytes": count_activation_bytes(layer),
     }  # fmt: skip
 
 

@@ -68,19 +68,19 @@ class LaunchTimes:
         if not self.latency.size:
             return ""
         enqueue = float(np.median(self.enqueue)) if self.enqueue.size else None
-        found = Launch(latency, float(np.median(self.latency)), enqueue)
-        return found.sentence or (
-            f"not launch-bound: of {show(latency, 'duration')} the GPU needs {show(found.gpu, 'duration')} from its "
+        launch = Launch(latency, float(np.median(self.latency)), enqueue)
+        return launch.sentence or (
+            f"not launch-bound: of {show(latency, 'duration')} the GPU needs {show(launch.gpu, 'duration')} from its "
             "first kernel to its last"
         )
 
     def _describe_kernels(self, latency: float) -> str:
         idle = self.measure_idle(latency)
-        waits = f"the GPU ran no kernel in {100 * idle:.0f} % of the latency"
+        idle_text = f"the GPU ran no kernel in {100 * idle:.0f} % of the latency"
         if idle >= LAUNCH_BOUND_SHARE:
-            return f"launch-bound: {waits}; it waits for the host between {int(np.median(self.kernels))} kernels"
+            return f"launch-bound: {idle_text}; it waits for the host between {int(np.median(self.kernels))} kernels"
         if idle > BUSY_SHARE:
-            return f"launch-bound in part: {waits}"
+            return f"launch-bound in part: {idle_text}"
         return f"compute-bound: the GPU ran kernels in {100 * (1 - idle):.0f} % of the latency"
 
 
@@ -130,37 +130,37 @@ class Path:
     def sentences(self) -> list[str]:
         """Division of the path, and, if profiling slowed the runs, the bounds of the host's share."""
         shares: dict[str, float] = {}
-        whole = sum(one.path for one in self.functions) or 1.0
-        for one in self.functions:
-            shares[one.where] = shares.get(one.where, 0.0) + one.path / whole
-        ordered = sorted(shares.items(), key=lambda item: -item[1])
-        parts = [f"{100 * share:.0f} % {IN_WORDS.get(where, where)}" for where, share in ordered]
-        told = ["the critical path is " + ", ".join(parts)]
+        total = sum(func.path for func in self.functions) or 1.0
+        for func in self.functions:
+            shares[func.where] = shares.get(func.where, 0.0) + func.path / total
+        sorted_shares = sorted(shares.items(), key=lambda item: -item[1])
+        parts = [f"{100 * share:.0f} % {IN_WORDS.get(where, where)}" for where, share in sorted_shares]
+        sentences = ["the critical path is " + ", ".join(parts)]
         if self.slowed > MAX_SLOWDOWN:
-            most = sum(share for where, share in shares.items() if where != "GPU")
-            told.append(
+            host = sum(share for where, share in shares.items() if where != "GPU")
+            sentences.append(
                 f"watching made the run {self.slowed:.1f} times as long: unwatched, the host with its calls has at "
-                f"least {100 * min(self.idle, most):.0f} % of the path, the share in which the GPU is idle, and at "
-                f"most {100 * most:.0f} %"
+                f"least {100 * min(self.idle, host):.0f} % of the path, the share in which the GPU is idle, and at "
+                f"most {100 * host:.0f} %"
             )
-        return told
+        return sentences
 
 
 def make_path_table(paths: Mapping[str, Path], top: int) -> Table:
     """Build rows for each form's `top` functions (0: all) by time on the critical path, and one for the rest."""
     rows: list[Row] = []
     for form, path in paths.items():
-        each = path.functions
-        whole = sum(one.path for one in each) or 1.0
-        shown = each if not top or len(each) <= top + 1 else each[:top]
-        rest = each[len(shown) :]
-        rows += [{"form": form, "where": one.where, "function": one.name, "calls": one.calls or None,
-                  "time_us": 1e6 * one.time, "path_us": 1e6 * one.path, "share": 100 * one.path / whole,
-                  "waiting_us": 1e6 * one.waiting or None} for one in shown]  # fmt: skip
+        functions = path.functions
+        total = sum(func.path for func in functions) or 1.0
+        top_functions = functions if not top or len(functions) <= top + 1 else functions[:top]
+        rest = functions[len(top_functions) :]
+        rows += [{"form": form, "where": func.where, "function": func.name, "calls": func.calls or None,
+                  "time_us": 1e6 * func.time, "path_us": 1e6 * func.path, "share": 100 * func.path / total,
+                  "waiting_us": 1e6 * func.waiting or None} for func in top_functions]  # fmt: skip
         if rest:
-            on_path = sum(one.path for one in rest)
+            on_path = sum(func.path for func in rest)
             rows.append({"form": form, "function": f"{len(rest)} more functions", "path_us": 1e6 * on_path,
-                         "time_us": 1e6 * sum(one.time for one in rest), "share": 100 * on_path / whole})  # fmt: skip
+                         "time_us": 1e6 * sum(func.time for func in rest), "share": 100 * on_path / total})  # fmt: skip
     sentences = (f"{form}: {sentence}." for form, path in paths.items() for sentence in path.sentences)
     return CRITICAL_PATH.build(PATH_COLUMNS, rows, notes=(TABLE_NOTE, *sentences), group=("form",))
 
@@ -219,39 +219,39 @@ class Times:
 
 
 def profile_table(
-    found: FormSet, times: Mapping[int, Times], order: str, top: int, ceilings: Ceilings | None = None
+    form_set: FormSet, times: Mapping[int, Times], order: str, top: int, ceilings: Ceilings | None = None
 ) -> Table:
     """Build rows for each form's `top` layers (0: all), by time or as run (`graph`), and one for the rest.
 
     A layer's time is its median over the repeats; shares refer to the sum of these. With `ceilings` each layer is rated
     by them.
     """
-    forms, rows, notes = found.forms, list[Row](), list[str]()
-    for k, each in times.items():
-        rated = roofline.rate_layers(found, k, each.precision, ceilings) if ceilings else None
-        rows += _build_rows(forms[k], name_modules(found, k), each, order, top, rated)
-        notes += [*forms[k].notes, *(f"{forms[k].library}: {warning}" for warning in each.warnings)]
+    forms, rows, notes = form_set.forms, list[Row](), list[str]()
+    for k, timing in times.items():
+        rating = roofline.rate_layers(form_set, k, timing.precision, ceilings) if ceilings else None
+        rows += _build_rows(forms[k], name_modules(form_set, k), timing, order, top, rating)
+        notes += [*forms[k].notes, *(f"{forms[k].library}: {warning}" for warning in timing.warnings)]
     notes += roofline.list_roofline_notes(rows) if ceilings else []
     columns = (*COLUMNS, *(roofline.RATED_COLUMNS if ceilings else ()))
     return PROFILE.build(columns, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))
 
 
 def _build_rows(
-    form: LayerGraph, names: Sequence[list[str]], each: Times, order: str, top: int, rated: RooflineRating | None
+    form: LayerGraph, names: Sequence[list[str]], times: Times, order: str, top: int, rating: RooflineRating | None
 ) -> list[Row]:
     """Build the rows of one form, without skipped layers that took no time."""
-    seconds, ran = each.layers, each.list_ran(form)
+    seconds, run_layers = times.layers, times.list_ran(form)
     medians = np.median(seconds, axis=0)
-    slowest = sorted(ran, key=lambda i: -medians[i])
-    chosen = slowest[: top or None]
-    rest = sorted(set(ran) - set(chosen))
-    listed = sorted(chosen) if order == "graph" else chosen
-    rows = [_build_row(form, form.layers[i], names[i], seconds[:, [i]]) for i in listed]
+    slowest = sorted(run_layers, key=lambda i: -medians[i])
+    top_layers = slowest[: top or None]
+    rest = sorted(set(run_layers) - set(top_layers))
+    indices = sorted(top_layers) if order == "graph" else top_layers
+    rows = [_build_row(form, form.layers[i], names[i], seconds[:, [i]]) for i in indices]
     if rest:
         rows.append(_build_row(form, Layer(), [format_count(len(rest), "more layer")], seconds[:, rest]))
-    for row, layers in zip(rows, [*([i] for i in listed), *([rest] if rest else [])], strict=True):
-        row |= rated.make_cells(layers, row["seconds"]) if rated else {}
-    total, cumulative = medians[ran].sum() or 1.0, 0.0
+    for row, layers in zip(rows, [*([i] for i in indices), *([rest] if rest else [])], strict=True):
+        row |= rating.make_cells(layers, row["seconds"]) if rating else {}
+    total, cumulative = medians[run_layers].sum() or 1.0, 0.0
     for row in rows:
         row["share"] = 100 * row["seconds"] / total
         cumulative += row["share"]
@@ -272,20 +272,20 @@ def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.nda
     }  # fmt: skip
 
 
-def name_modules(found: FormSet, k: int) -> list[list[str]]:
+def name_modules(form_set: FormSet, k: int) -> list[list[str]]:
     """Return the module names of each layer of form `k`, in the order of their calls.
 
     Without known modules they are the graph's nodes; a conversion inserted by the engine has no names.
     """
-    return [modules or nodes for modules, nodes in find_origins(found, k)]
+    return [modules or nodes for modules, nodes in find_origins(form_set, k)]
 
 
-def find_origins(found: FormSet, k: int) -> list[tuple[list[str], list[str]]]:
+def find_origins(form_set: FormSet, k: int) -> list[tuple[list[str], list[str]]]:
     """Return the original modules of each layer of form `k`, in the order of their calls, and the graph's nodes.
 
     Both are empty for a conversion inserted by the engine.
     """
-    forms, graph, owner = found.forms, found.graph_of.get(k), found.module_of.get(k)
+    forms, graph, owner = form_set.forms, form_set.graph_of.get(k), form_set.module_of.get(k)
     form = forms[k]
     if form.form == MODULES:
         return [([layer.name or WHOLE_MODEL], []) for layer in form.layers]
@@ -301,43 +301,45 @@ def find_origins(found: FormSet, k: int) -> list[tuple[list[str], list[str]]]:
             return [forms[owner].layers[call].name or WHOLE_MODEL for call in calls[node]]
         return [name or WHOLE_MODEL for name in forms[pivot].layers[node].modules]
 
-    origin_of = []
+    origins = []
     for i, layer in enumerate(form.layers):
-        own = nodes.get(i, ()) if not layer.moves else ()
-        runs = [node for node in own if node not in constant] or own  # submodules may share constant nodes
-        modules = dict.fromkeys(name for node in runs for name in list_modules(node))
-        origin_of.append(([*modules], [forms[pivot].layers[node].name for node in own]))
-    return origin_of
+        layer_nodes = nodes.get(i, ()) if not layer.moves else ()
+        origin = [
+            node for node in layer_nodes if node not in constant
+        ] or layer_nodes  # submodules may share constant nodes
+        modules = dict.fromkeys(name for node in origin for name in list_modules(node))
+        origins.append(([*modules], [forms[pivot].layers[node].name for node in layer_nodes]))
+    return origins
 
 
 def invert_link(link: align.Link) -> dict[int, list[int]]:
     """Return the upper form's counterparts of each lower layer; for outer modules only sure pairs."""
     by_lower: dict[int, list[int]] = {}
-    for upper, own in sorted(link.pairs.items()):
-        for lower in own:
+    for upper, counterparts in sorted(link.pairs.items()):
+        for lower in counterparts:
             if upper not in link.outer or (upper, lower) in link.sure:
                 by_lower.setdefault(lower, []).append(upper)
     return by_lower
 
 
-def reconcile(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings | None = None) -> Table:
+def reconcile(form_set: FormSet, times: Mapping[int, Times], ceilings: Ceilings | None = None) -> Table:
     """Build a row per form: the unprofiled latency, the sum of its layers, and the remainder.
 
     With `ceilings` the latency is also rated by them.
     """
-    forms, rows, bounds = found.forms, list[Row](), list[str]()
-    for k, each in times.items():
-        latency, layers = median_interval(each.unprofiled), float(np.median(each.layers, axis=0).sum())
+    forms, rows, bounds = form_set.forms, list[Row](), list[str]()
+    for k, timing in times.items():
+        latency, layers = median_interval(timing.unprofiled), float(np.median(timing.layers, axis=0).sum())
         rows.append({
             "form": forms[k].library, **limit_cells("unprofiled_ms", latency, 1e3), "layers_ms": 1e3 * layers,
-            "remainder_ms": 1e3 * (latency.value - layers), "profiled_ms": 1e3 * float(np.median(each.profiled)),
-            "repeats": len(each.layers), "runs": len(each.profiled), "clock": each.clock,
-            **(each.gpu.cells(each.latency) if each.gpu else {}),
+            "remainder_ms": 1e3 * (latency.value - layers), "profiled_ms": 1e3 * float(np.median(timing.profiled)),
+            "repeats": len(timing.layers), "runs": len(timing.profiled), "clock": timing.clock,
+            **(timing.gpu.cells(timing.latency) if timing.gpu else {}),
         })  # fmt: skip
         if ceilings:
-            rated = roofline.rate_layers(found, k, each.precision, ceilings)
-            rows[-1] |= rated.of_latency(each.list_ran(forms[k]), each.latency)
-            bounds.append(f"{forms[k].library}: {rated.sentence(np.median(each.layers, axis=0))}.")
+            rating = roofline.rate_layers(form_set, k, timing.precision, ceilings)
+            rows[-1] |= rating.of_latency(timing.list_ran(forms[k]), timing.latency)
+            bounds.append(f"{forms[k].library}: {rating.sentence(np.median(timing.layers, axis=0))}.")
     columns = (
         Column("form", "which engine", kind=TEXT),
         Column("unprofiled_ms", "median latency with nothing switched on", "ms", title="unprofiled, ms", interval=True),
@@ -354,6 +356,6 @@ def reconcile(found: FormSet, times: Mapping[int, Times], ceilings: Ceilings | N
         "The remainder is the unprofiled median less the sum of the layers' medians: time between layers or, if "
         "negative, the cost of watching. The time of a watched run is not a latency."
     )
-    on_gpu = [(forms[k].library, each.gpu.sentence(each.latency)) for k, each in times.items() if each.gpu]
+    on_gpu = [(forms[k].library, timing.gpu.sentence(timing.latency)) for k, timing in times.items() if timing.gpu]
     notes = (note, *(f"{library}: {sentence}." for library, sentence in on_gpu if sentence), *bounds)
     return RECONCILIATION.build(columns, rows, notes=notes)

@@ -101,7 +101,7 @@ class Waterfall:
     @property
     def on_gpu(self) -> bool:
         """Whether kernels of a GPU were recorded on either side."""
-        return any(each.waiting.any() for each in (self.a, self.b))
+        return any(side.waiting.any() for side in (self.a, self.b))
 
     @cached_property
     def remainders(self) -> list[WaterfallStep]:
@@ -115,26 +115,26 @@ class Waterfall:
     @cached_property
     def causes(self) -> list[WaterfallStep]:
         """A step per cause, in the order of CAUSES, then `remainders`."""
-        return [self.step(cause, own) for cause, own in causes.by_cause(self.parts).items()] + self.remainders
+        return [self.step(cause, indices) for cause, indices in causes.by_cause(self.parts).items()] + self.remainders
 
-    def step(self, cause: Cause, places: Sequence[int]) -> WaterfallStep:
+    def step(self, cause: Cause, indices: Sequence[int]) -> WaterfallStep:
         """Return the common step of the parts with these indices.
 
         If profiling slowed layers, the interval covers both ways of correcting for it.
         """
-        a, b = [k for p in places for k in self.parts[p].a], [k for p in places for k in self.parts[p].b]
-        step = _make_step(cause, self.a.layers[:, a].sum(axis=1), self.b.layers[:, b].sum(axis=1), tuple(places))
+        a, b = [k for p in indices for k in self.parts[p].a], [k for p in indices for k in self.parts[p].b]
+        step = _make_step(cause, self.a.layers[:, a].sum(axis=1), self.b.layers[:, b].sum(axis=1), tuple(indices))
         if not self.a.excess and not self.b.excess:
             return step
-        removed = (side.watch_overhead_removed[:, k].sum(axis=1) for side, k in ((self.a, a), (self.b, b)))
-        other = _make_step(cause, *removed).difference
-        low, high = min(step.difference.low, other.low), max(step.difference.high, other.high)
+        totals = (side.watch_overhead_removed[:, k].sum(axis=1) for side, k in ((self.a, a), (self.b, b)))
+        corrected = _make_step(cause, *totals).difference
+        low, high = min(step.difference.low, corrected.low), max(step.difference.high, corrected.high)
         return replace(step, difference=Interval(step.difference.value, low, high))
 
     def share(self, seconds: float) -> float:
         """Return the seconds as a share of the gap; NaN if the gap is 0."""
-        whole = self.gap.difference.value
-        return seconds / whole if whole else math.nan
+        gap = self.gap.difference.value
+        return seconds / gap if gap else math.nan
 
     @property
     def named_share(self) -> float:
@@ -154,25 +154,25 @@ def make_waterfall(pair: FormPair) -> Waterfall:
     are resampled, each with its process of A and of B. Rounds with a ratio of latencies rejected by `find_rejected`
     count as disturbed, and are left out.
     """
-    sides = np.array([[np.median(each.unprofiled) for each in side.processes] for side in pair.sides])
-    left_out = find_rejected(np.log(sides[1] / sides[0]))
-    rounds = [number for number in range(sides.shape[1]) if number not in left_out]
-    a, b = (_make_estimates([side.processes[number] for number in rounds]) for side in pair.sides)
+    latencies = np.array([[np.median(times.unprofiled) for times in side.processes] for side in pair.sides])
+    left_out = find_rejected(np.log(latencies[1] / latencies[0]))
+    rounds = [round_index for round_index in range(latencies.shape[1]) if round_index not in left_out]
+    a, b = (_make_estimates([side.processes[round_index] for round_index in rounds]) for side in pair.sides)
     return Waterfall(pair, tuple(causes.split_regions(pair)), a, b, tuple(sorted(left_out)))
 
 
 def _make_estimates(processes: Sequence[Times]) -> Estimates:
     rng = np.random.default_rng(SEED)  # equal seed, so that both sides draw the same rounds
     medians = np.hstack([_resample_medians(samples, rng) for samples in _list_samples(processes)])
-    latency, layers, sums, working = medians[:, 0], medians[:, 1:-2], medians[:, -2], medians[:, -1]
+    latency, layers, sums, busy = medians[:, 0], medians[:, 1:-2], medians[:, -2], medians[:, -1]
     watched = float(layers[0].sum())
     layers, removed = scale_layers(latency, layers), lower_layers(latency, layers)
-    left = np.maximum(0.0, latency - layers.sum(axis=1))
-    left[left < ZERO_S] = 0.0  # rounding errors of scaled layers
-    interrupted = np.clip(sums - layers.sum(axis=1), 0.0, left)
+    remainder = np.maximum(0.0, latency - layers.sum(axis=1))
+    remainder[remainder < ZERO_S] = 0.0  # rounding errors of scaled layers
+    interrupted = np.clip(sums - layers.sum(axis=1), 0.0, remainder)
     interrupted[interrupted < ZERO_S] = 0.0  # rounding errors
-    waiting = np.clip(latency - working, 0.0, left - interrupted)
-    return Estimates(latency, layers, removed, interrupted, waiting, left - interrupted - waiting, watched)
+    waiting = np.clip(latency - busy, 0.0, remainder - interrupted)
+    return Estimates(latency, layers, removed, interrupted, waiting, remainder - interrupted - waiting, watched)
 
 
 def _list_samples(processes: Sequence[Times]) -> list[np.ndarray]:
@@ -182,25 +182,25 @@ def _list_samples(processes: Sequence[Times]) -> list[np.ndarray]:
     """
     # Without recorded kernels no GPU waits, so its busy time is infinite.
     busy = [t.gpu.busy if t.gpu and t.gpu.busy.size else np.array([np.inf]) for t in processes]
-    each = [(t.unprofiled[:, None], np.column_stack([t.layers, t.layers.sum(axis=1)]), own[:, None])
-            for t, own in zip(processes, busy, strict=True)]  # fmt: skip
-    if len(each) == 1:
-        return [*each[0]]
-    return [np.array([np.concatenate([np.median(part, axis=0) for part in parts]) for parts in each])]
+    samples = [(t.unprofiled[:, None], np.column_stack([t.layers, t.layers.sum(axis=1)]), busy_times[:, None])
+            for t, busy_times in zip(processes, busy, strict=True)]  # fmt: skip
+    if len(samples) == 1:
+        return [*samples[0]]
+    return [np.array([np.concatenate([np.median(array, axis=0) for array in arrays]) for arrays in samples])]
 
 
 def _resample_medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return the medians of the rows and of resamples of the rows [1 + resamples, columns]."""
     count = len(samples)
-    drawn = [samples] + [samples[rng.integers(count, size=count)] for _ in range(RESAMPLES)]
-    return np.array([np.median(each, axis=0) for each in drawn])
+    resamples = [samples] + [samples[rng.integers(count, size=count)] for _ in range(RESAMPLES)]
+    return np.array([np.median(each, axis=0) for each in resamples])
 
 
 def scale_layers(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Return the layers' seconds [draws, layers], scaled by one factor if their sum exceeds the latency [draws]."""
     factors = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), ZERO_S))
-    found: np.ndarray = layers * factors[:, None]
-    return found
+    scaled: np.ndarray = layers * factors[:, None]
+    return scaled
 
 
 def lower_layers(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
@@ -211,20 +211,20 @@ def lower_layers(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """
     if not layers.size:
         return layers
-    falling = -np.sort(-layers, axis=1)
-    off = (falling.cumsum(axis=1) - latency[:, None]) / np.arange(1, layers.shape[1] + 1)
-    last = np.maximum(0, (falling > off).sum(axis=1) - 1)
-    found: np.ndarray = np.maximum(0.0, layers - np.maximum(0.0, np.take_along_axis(off, last[:, None], axis=1)))
-    return found
+    descending = -np.sort(-layers, axis=1)
+    cuts = (descending.cumsum(axis=1) - latency[:, None]) / np.arange(1, layers.shape[1] + 1)
+    last = np.maximum(0, (descending > cuts).sum(axis=1) - 1)
+    lowered: np.ndarray = np.maximum(0.0, layers - np.maximum(0.0, np.take_along_axis(cuts, last[:, None], axis=1)))
+    return lowered
 
 
-def _make_step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ...] = ()) -> WaterfallStep:
+def _make_step(cause: Cause, a: np.ndarray, b: np.ndarray, indices: tuple[int, ...] = ()) -> WaterfallStep:
     tail = 50 * (1 - CONFIDENCE)
-    apart = b - a
-    ends = [float(apart[0]), *map(float, np.percentile(apart[1:], [tail, 100 - tail]))]
+    difference = b - a
+    values = [float(difference[0]), *map(float, np.percentile(difference[1:], [tail, 100 - tail]))]
     # sums of floats are rarely equal
-    value, low, high = (seconds if abs(seconds) >= ZERO_S else 0.0 for seconds in ends)
-    return WaterfallStep(cause, float(a[0]), float(b[0]), Interval(value, low, high), places)
+    value, low, high = (seconds if abs(seconds) >= ZERO_S else 0.0 for seconds in values)
+    return WaterfallStep(cause, float(a[0]), float(b[0]), Interval(value, low, high), indices)
 
 
 # Waterfall tables: a row per cause, and a row per part of the model.
@@ -281,8 +281,8 @@ def by_cause(waterfall: Waterfall) -> Table:
         parts = len(step.parts) or None
         rows.append({"cause": step.cause.title, "key": step.cause.key, "parts": parts,
                      **_make_time_cells(waterfall, step), "reached_us": 1e6 * reached})  # fmt: skip
-    last = {"cause": f"B: {title_b}", **_make_time_cells(waterfall, gap), "reached_us": 1e6 * gap.b}
-    rows.append({**last, "a_us": None})
+    last_row = {"cause": f"B: {title_b}", **_make_time_cells(waterfall, gap), "reached_us": 1e6 * gap.b}
+    rows.append({**last_row, "a_us": None})
     columns = (
         Column("cause", "why these parts take another time", kind=TEXT),
         Column("key", "the cause's name for programs", kind=TEXT, cell=lambda row: ""),
@@ -307,11 +307,11 @@ def _write_notes(waterfall: Waterfall) -> tuple[str, ...]:
 
 
 def _make_time_cells(waterfall: Waterfall, step: WaterfallStep) -> Row:
-    differs, share = (
+    difference, share = (
         limit_cells("difference_us", step.difference, 1e6),
         _compute_share(waterfall, step.difference.value),
     )
-    return {"a_us": 1e6 * step.a, "b_us": 1e6 * step.b, **differs, "share": share}
+    return {"a_us": 1e6 * step.a, "b_us": 1e6 * step.b, **difference, "share": share}
 
 
 def _compute_share(waterfall: Waterfall, seconds: float) -> float | None:
@@ -350,15 +350,15 @@ def _make_row(waterfall: Waterfall, k: int) -> Row:
     if part.before:
         row["modules_names"] = [f"{part.names[0]} before {part.before}"]
     elif part.names == (WHOLE_MODEL,):  # several parts may share this name
-        own = part.a or part.b
+        indices = part.a or part.b
         form = waterfall.pair.forms[waterfall.pair.sides[0 if part.a else 1].form]
         row["modules_names"] = [
-            f"{WHOLE_MODEL}: {shorten_text(_format_counts([form.layers[i].type for i in own]), MAX_KINDS_LENGTH)}"
+            f"{WHOLE_MODEL}: {shorten_text(_format_counts([form.layers[i].type for i in indices]), MAX_KINDS_LENGTH)}"
         ]
-    for name, side, own, kind in zip("ab", waterfall.pair.sides, (part.a, part.b), part.types, strict=True):
-        layers = [waterfall.pair.forms[side.form].layers[i] for i in own]
-        row[f"layers_{name}"] = " ".join(filter(None, (_format_counts([each.type for each in layers]), kind)))
-        row[f"kernels_{name}"] = _format_counts([each.tactic for each in layers if each.tactic])
+    for name, side, indices, dtype in zip("ab", waterfall.pair.sides, (part.a, part.b), part.types, strict=True):
+        layers = [waterfall.pair.forms[side.form].layers[i] for i in indices]
+        row[f"layers_{name}"] = " ".join(filter(None, (_format_counts([layer.type for layer in layers]), dtype)))
+        row[f"kernels_{name}"] = _format_counts([layer.tactic for layer in layers if layer.tactic])
     return row | _make_time_cells(waterfall, step)
 
 
@@ -392,9 +392,9 @@ def draw_waterfall(waterfall: Waterfall) -> Any:
         corners = [reached]
         for y, step in enumerate(steps, 1):
             value = 1e6 * step.difference.value
-            tone = REST_COLOUR if not step.cause.region else SHORTER_COLOUR if value < 0 else LONGER_COLOUR
+            color = REST_COLOUR if not step.cause.region else SHORTER_COLOUR if value < 0 else LONGER_COLOUR
             hatch = "" if step.cause.region else "//"
-            axes.barh(y, value, 0.66, left=reached, color=tone, hatch=hatch, edgecolor="white", linewidth=0)
+            axes.barh(y, value, 0.66, left=reached, color=color, hatch=hatch, edgecolor="white", linewidth=0)
             limits = [reached + 1e6 * end for end in (step.difference.low, step.difference.high)]
             axes.plot(limits, [y, y], color=INK, lw=1.1, marker="|", ms=5)
             axes.plot([reached, reached], [y - 1, y], color=INK, lw=0.6)

@@ -83,11 +83,11 @@ def _write_verdict(run: RunData, verdict: Sequence[Decision]) -> Iterator[str]:
 def _write_proof(run: RunData, study: Study, file: Path) -> Iterator[str]:
     """Yield the run's method and versions, the hash of its pack, and commands to repeat and verify it."""
     versions = (run.records.environment.get("versions") or {}).items()
-    about = {
+    facts = {
         "Measured": ", ".join(filter(None, about_run(run.records))),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions if version),
     }
-    yield from (f"- {name}: {escape_markdown(text)}" for name, text in about.items() if text)
+    yield from (f"- {name}: {escape_markdown(text)}" for name, text in facts.items() if text)
     yield f"- Proof: {escape_markdown(file.name)}, sha256 `{sha256_of(file)}`"
     yield from (
         "",
@@ -100,17 +100,17 @@ def _write_proof(run: RunData, study: Study, file: Path) -> Iterator[str]:
 
 def _list_fastest(run: RunData) -> Iterator[tuple[str, ...]]:
     """Yield a row per model, size, device and batch: the fastest configuration, or the candidates."""
-    several = run.frame["device"].nunique() > 1
+    has_several = run.frame["device"].nunique() > 1
     for ranking in rank_goals(run):
         for batch, rows in ranking.group.groupby("batch", sort=True):
-            ordered = sort_rows(keep_eligible(rows), run.trials)
-            if ordered.empty:
+            sorted_rows = sort_rows(keep_eligible(rows), run.trials)
+            if sorted_rows.empty:
                 continue
-            contest, first = compare_first(ordered, LATENCY, run), ordered.iloc[0]
+            contest, first = compare_first(sorted_rows, LATENCY, run), sorted_rows.iloc[0]
             names = [describe_configuration(row) for row in (first, *(row for row, _ in contest.rivals))]
             name = decisions.name_set(names, contest, run) if contest.rivals else names[0]
             where = ranking.scope + (format_size(str(first["size"]), " at size ") if ranking.sizes else "")
-            where += f" on {first['device']}" if several else ""
+            where += f" on {first['device']}" if has_several else ""
             cells = where, str(batch), name, format_ms(first[LATENCY]), _format_rate(first), _format_gain(first)
             yield tuple(escape_markdown(cell) for cell in cells)
 
@@ -122,8 +122,8 @@ def _format_rate(row: pd.Series) -> str:
 def _format_gain(row: pd.Series) -> str:
     if is_missing(row["speedup"]):
         return ""
-    shown = format_ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
-    return "reference" if row["trial"] == row["reference"] else f"{shown} ({row['verdict']})"
+    ratio = format_ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
+    return "reference" if row["trial"] == row["reference"] else f"{ratio} ({row['verdict']})"
 
 
 def _describe_badge(verdict: Sequence[Decision], run: RunData) -> tuple[str, str]:
@@ -135,9 +135,9 @@ def _describe_badge(verdict: Sequence[Decision], run: RunData) -> tuple[str, str
     names = [describe_configuration(rows.loc[id]) for id in decision.candidates[:2]]
     colour = STATE_COLOURS.get(decision.badge, DOUBTFUL_COLOUR)
     if len(decision.candidates) > 1:
-        more = len(decision.candidates) - len(names)
-        shown = join_names([*names, *([f"{more} more"] if more else [])])
-        return f"{shown}: {STATE_WORDS.get(decision.badge, decision.badge)}", colour
+        rest_count = len(decision.candidates) - len(names)
+        winners = join_names([*names, *([f"{rest_count} more"] if rest_count else [])])
+        return f"{winners}: {STATE_WORDS.get(decision.badge, decision.badge)}", colour
     gain = next((figure.value for figure in decision.figures if figure.name == "speed-up"), "")
     if gain in ("undecided", "unproven"):
         return f"{names[0]}: {gain}", colour
@@ -146,7 +146,7 @@ def _describe_badge(verdict: Sequence[Decision], run: RunData) -> tuple[str, str
 
 def draw_badge(text: str, colour: str) -> str:
     """Draw a badge as SVG; its text is fitted, so that the font's width doesn't matter."""
-    widths = [round(len(each) * LETTER_WIDTH) + 2 * BADGE_MARGIN for each in (BADGE_LABEL, text)]
+    widths = [round(len(label) * LETTER_WIDTH) + 2 * BADGE_MARGIN for label in (BADGE_LABEL, text)]
     title, total = html.escape(f"{BADGE_LABEL}: {text}"), sum(widths)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{BADGE_HEIGHT}" role="img" '
@@ -157,17 +157,17 @@ def draw_badge(text: str, colour: str) -> str:
         f'fill="{colour}"/>',
         '<g fill="#fff" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">',
     ]
-    for each, left, width in zip((BADGE_LABEL, text), (0, widths[0]), widths, strict=True):
+    for label, left, width in zip((BADGE_LABEL, text), (0, widths[0]), widths, strict=True):
         parts.append(
             f'<text x="{left + BADGE_MARGIN}" y="14" textLength="{width - 2 * BADGE_MARGIN}" '
-            f'lengthAdjust="spacingAndGlyphs">{html.escape(each)}</text>'
+            f'lengthAdjust="spacingAndGlyphs">{html.escape(label)}</text>'
         )
     return "\n".join([*parts, "</g>", "</svg>", ""])
 
 
 def write_command(study: Study) -> str:
     """Return the command line of a study without two sides."""
-    words = ["dyno", "run", *study.models]
+    args = ["dyno", "run", *study.models]
     for field in dataclasses.fields(study):
         value = getattr(study, field.name)
         flags, default = field.metadata.get("flags", ""), field.default
@@ -176,17 +176,17 @@ def write_command(study: Study) -> str:
         if field.name == "models" or value in (None, default):
             continue
         flag = flags.split()[0] if flags else f"--{field.name.replace('_', '-')}"
-        words += _write_option(field.name, flag, value)
-    return shlex.join(words)
+        args += _write_option(field.name, flag, value)
+    return shlex.join(args)
 
 
 def _write_option(name: str, flag: str, value: Any) -> list[str]:
     if name == "runtime":
-        return [word for key in value for word in (flag, f"{key}=PYTHON")]
+        return [arg for key in value for arg in (flag, f"{key}=PYTHON")]
     if isinstance(value, Mapping):
-        return [word for key, item in value.items() for word in (flag, f"{key}={_format_word(item)}")]
+        return [arg for key, item in value.items() for arg in (flag, f"{key}={_format_word(item)}")]
     if name in REPEATABLE:
-        return [word for item in value for word in (flag, str(item))]
+        return [arg for item in value for arg in (flag, str(item))]
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag[2:]}"]
     text = ",".join(map(_format_word, value)) if isinstance(value, tuple) else _format_word(value)

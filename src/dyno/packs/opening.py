@@ -54,10 +54,10 @@ def open_pack(file: str | Path) -> Iterator[OpenPack]:
         folder = Path(scratch)
         try:
             _check_zip(file)
-            with zipfile.ZipFile(file) as packed:
-                _unpack(packed, folder, file)
-            about = read_json(folder / HEAD_MEMBER)
-            _check_schema(file, about)
+            with zipfile.ZipFile(file) as archive:
+                _unpack(archive, folder, file)
+            head = read_json(folder / HEAD_MEMBER)
+            _check_schema(file, head)
             verdict = read_json(folder / VERDICT_MEMBER)
             for path in sorted(folder.rglob("*.npz")):
                 _check_zip(path)
@@ -74,12 +74,12 @@ def open_pack(file: str | Path) -> Iterator[OpenPack]:
         except UserError:
             raise
         except FileNotFoundError as e:
-            missing = f"it has no {Path(e.filename).name}" if Path(e.filename) != file else "there is no such file"
-            raise UserError(f"{file} is not a pack: {missing}; give a file that `dyno pack` wrote") from e
+            problem = f"it has no {Path(e.filename).name}" if Path(e.filename) != file else "there is no such file"
+            raise UserError(f"{file} is not a pack: {problem}; give a file that `dyno pack` wrote") from e
         except Exception as e:  # parsers raise nearly everything on bad data
-            why = shorten(str(e).replace(f"{folder}/", "")) or type(e).__name__
-            raise UserError(f"{file} is a damaged pack ({why}); get it again, or write it again") from e
-        yield OpenPack(about, verdict, folder / RUN_MEMBER)
+            reason = shorten(str(e).replace(f"{folder}/", "")) or type(e).__name__
+            raise UserError(f"{file} is a damaged pack ({reason}); get it again, or write it again") from e
+        yield OpenPack(head, verdict, folder / RUN_MEMBER)
 
 
 def find_limit(path: Path) -> int:
@@ -89,19 +89,19 @@ def find_limit(path: Path) -> int:
 
 def _check_zip(file: Path) -> None:
     """Raise `UserError` unless the file has the end of a zip file with a small directory."""
-    about = file.stat()
-    not_pack = f"{file} is not a pack; give a file that `dyno pack` wrote"
-    if not stat.S_ISREG(about.st_mode):
-        raise UserError(f"{not_pack}, not a folder" if stat.S_ISDIR(about.st_mode) else not_pack)
-    if about.st_size > MAX_BYTES:
-        raise UserError(f"{file} is too large for a pack: {about.st_size >> 20:,} MiB, at most {MAX_BYTES >> 20:,}")
+    info = file.stat()
+    message = f"{file} is not a pack; give a file that `dyno pack` wrote"
+    if not stat.S_ISREG(info.st_mode):
+        raise UserError(f"{message}, not a folder" if stat.S_ISDIR(info.st_mode) else message)
+    if info.st_size > MAX_BYTES:
+        raise UserError(f"{file} is too large for a pack: {info.st_size >> 20:,} MiB, at most {MAX_BYTES >> 20:,}")
     with open(file, "rb") as f:
-        begins = f.read(4)
-        f.seek(max(0, about.st_size - END_BYTES - ZIP64_BYTES))
+        signature = f.read(4)
+        f.seek(max(0, info.st_size - END_BYTES - ZIP64_BYTES))
         tail = f.read()
     end = tail[-END_BYTES:]
-    if begins != b"PK\x03\x04":
-        raise UserError(not_pack)
+    if signature != b"PK\x03\x04":
+        raise UserError(message)
     if len(end) < END_BYTES or end[:4] != END_SIGNATURE:
         raise UserError(f"{file} is a damaged pack: its end is missing; get it again, or write it again")
     count, size = struct.unpack("<HI", end[10:16])
@@ -109,11 +109,11 @@ def _check_zip(file: Path) -> None:
         raise UserError(f"{file} is too large for a pack: it has more than {MAX_MEMBERS:,} files")
 
 
-def _unpack(packed: zipfile.ZipFile, folder: Path, file: Path) -> None:
-    members = packed.infolist()
+def _unpack(archive: zipfile.ZipFile, folder: Path, file: Path) -> None:
+    members = archive.infolist()
     if len(members) > MAX_MEMBERS or len({m.filename for m in members}) < len(members):
         raise UserError(f"{file} is not a pack: it has too many files, or two with the same name")
-    total = texts = 0
+    total = text_bytes = 0
     for member in members:
         is_link = stat.S_ISLNK(member.external_attr >> 16)
         if is_link or not MEMBER_NAME.fullmatch(member.filename) or member.flag_bits & 1:
@@ -121,13 +121,13 @@ def _unpack(packed: zipfile.ZipFile, folder: Path, file: Path) -> None:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise UserError(f"{file} is not a pack: {shorten(member.filename)!r} uses another compression")
         target, size = folder / member.filename, 0
-        most = find_limit(target)
+        max_bytes = find_limit(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with packed.open(member) as source, open(target, "xb") as out:
+        with archive.open(member) as source, open(target, "xb") as out:
             while block := source.read(BLOCK_BYTES):
                 size, total = size + len(block), total + len(block)
-                texts += 0 if target.suffix == ".npz" else len(block)
-                if size > most or total > MAX_BYTES or texts > MAX_TEXT_BYTES:
+                text_bytes += 0 if target.suffix == ".npz" else len(block)
+                if size > max_bytes or total > MAX_BYTES or text_bytes > MAX_TEXT_BYTES:
                     raise UserError(f"{file} is too large for a pack: {shorten(member.filename)} unpacks to too much")
                 out.write(block)
 
@@ -148,25 +148,25 @@ def _check_values(value: Any) -> None:
             raise ValueError("a number is too large")
 
 
-def refuse_code(run: Path, what: str) -> None:
+def refuse_code(run: Path, subject: str) -> None:
     """Raise `UserError` if a file of the run names Python code as MODULE:NAME: reading it would import that."""
     study = tomllib.loads((run / STUDY_FILE).read_text(encoding="utf-8"))
-    named = [*map(str, study.get("backends") or ()), str(study.get("task") or "")]
-    named = [text.partition("@")[0] for text in named]
+    names = [*map(str, study.get("backends") or ()), str(study.get("task") or "")]
+    names = [text.partition("@")[0] for text in names]
     for path in sorted(run.rglob("*.json")):
         tables = [value for value, _ in walk_json(read_json(path)) if isinstance(value, dict)]
-        named += [str(table[key]) for table in tables for key in ("backend", "maker", "task") if key in table]
-    if found := next((name for name in named if ":" in name), ""):
-        raise UserError(f"{what} names code in Python, {shorten(found)!r}, which isn't loaded from a pack")
+        names += [str(table[key]) for table in tables for key in ("backend", "maker", "task") if key in table]
+    if code_name := next((name for name in names if ":" in name), ""):
+        raise UserError(f"{subject} names code in Python, {shorten(code_name)!r}, which isn't loaded from a pack")
 
 
-def _check_schema(file: Path, about: Mapping[str, Any]) -> None:
-    if about.get("format") != PACK_FORMAT:
+def _check_schema(file: Path, head: Mapping[str, Any]) -> None:
+    if head.get("format") != PACK_FORMAT:
         raise UserError(f"{file} is not a pack; give a file that `dyno pack` wrote")
-    if about.get("schema") != PACK_SCHEMA:
-        theirs, version = shorten(str(about.get("schema"))), shorten(str(about.get("dyno")))
+    if head.get("schema") != PACK_SCHEMA:
+        schema, version = shorten(str(head.get("schema"))), shorten(str(head.get("dyno")))
         raise UserError(
-            f"{file} is a pack of schema {theirs}, written by Dyno {version}; this Dyno reads {PACK_SCHEMA}"
+            f"{file} is a pack of schema {schema}, written by Dyno {version}; this Dyno reads {PACK_SCHEMA}"
         )
-    if not isinstance(about.get("files"), dict):
+    if not isinstance(head.get("files"), dict):
         raise ValueError("it has no hashes of its files")

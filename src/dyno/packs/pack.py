@@ -49,23 +49,23 @@ IDENTIFIER = re.compile(
 class Redaction:
     """Redaction of folders, device identifiers, the user's name and hosts' names (unless `names`) in texts."""
 
-    def __init__(self, folders: Sequence[Path], hosts: Sequence[str] = (), *, names: bool = False) -> None:
+    def __init__(self, folders: Sequence[Path], hosts: Sequence[str] = (), *, with_names: bool = False) -> None:
         roots = {*HIDDEN_ROOTS, *(path.name for path in Path("/").iterdir() if path.is_dir())}
         root = "|".join(sorted(map(re.escape, roots), key=len, reverse=True))
         self.folders = sorted({f"{folder}/" for folder in folders if folder != folder.parent}, key=len, reverse=True)
         self.path = re.compile(rf"(?<![\w.])/+(?:{root})(?:/[^\s'\"`:,;()\[\]<>|]*)+")
         self.full_path = re.compile(rf"((?:\w+:)?)/+(?:{root})/(?:.*/)?([^/]*)")
         self.identifiers: dict[str, str] = {}
-        hidden = {getpass.getuser(): "user", Path.home().name: "user"}
-        for number, host in enumerate(() if names else dict.fromkeys((platform.node(), *hosts)), 1):
-            word = f"host-{number}" if number > 1 else "host"
-            hidden |= {host: word} | ({} if host.replace(".", "").isdigit() else {host.partition(".")[0]: word})
+        aliases = {getpass.getuser(): "user", Path.home().name: "user"}
+        for number, host in enumerate(() if with_names else dict.fromkeys((platform.node(), *hosts)), 1):
+            alias = f"host-{number}" if number > 1 else "host"
+            aliases |= {host: alias} | ({} if host.replace(".", "").isdigit() else {host.partition(".")[0]: alias})
         self.names = [
-            (re.compile(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])"), word)
-            for name, word in sorted(hidden.items(), key=lambda item: -len(item[0]))
+            (re.compile(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])"), alias)
+            for name, alias in sorted(aliases.items(), key=lambda item: -len(item[0]))
             if name
         ]
-        self.with_host = names
+        self.with_host = with_names
 
     def redact_value(self, value: Any, key: str = "") -> Any:
         """Return a JSON value with all its texts redacted."""
@@ -85,10 +85,10 @@ class Redaction:
             text = match[1] + match[2]
         for folder in self.folders:
             text = text.replace(folder, "")
-        text = self.path.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
-        for name, word in self.names:
-            text = name.sub(word, text)
-        return IDENTIFIER.sub(lambda it: self.identifiers.setdefault(it[0], f"id-{len(self.identifiers) + 1}"), text)
+        text = self.path.sub(lambda m: m[0].rstrip("/").rpartition("/")[2], text)
+        for name, alias in self.names:
+            text = name.sub(alias, text)
+        return IDENTIFIER.sub(lambda m: self.identifiers.setdefault(m[0], f"id-{len(self.identifiers) + 1}"), text)
 
 
 def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = False, card: bool = False) -> Path:
@@ -104,7 +104,7 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     notes = (read_table(path, []) or {} for path in sorted((folder / PLACEMENTS_DIR).glob("*.json")))
     # Hosts of the run's blocks; also from damaged notes, which are copied unchanged.
     hosts = [host for note in notes if isinstance(host := note.get("host"), str) and host]
-    redaction = Redaction(folders, hosts, names=with_names)
+    redaction = Redaction(folders, hosts, with_names=with_names)
     name = redaction.redact_value(results.name)
     file = Path(out) if out else Path(f"{name}{PACK_SUFFIX}")
     for path in (file, *(card_paths(file) if card else ())):
@@ -112,34 +112,34 @@ def pack(run: str | Path, out: str | Path | None = None, *, with_names: bool = F
     if file.suffix != ".zip":
         raise UserError(f"{file} must end in .zip, by which `dyno site` finds packs; give {file.name}.zip")
     with tempfile.TemporaryDirectory() as scratch:
-        copied = Path(scratch) / RUN_MEMBER
-        _copy_run(folder, copied, results, redaction)
-        opening.refuse_code(copied, f"{folder}, which can't become a pack,")
-        study, read = read_earlier(copied), read_results(load_run(copied))
+        run_copy = Path(scratch) / RUN_MEMBER
+        _copy_run(folder, run_copy, results, redaction)
+        opening.refuse_code(run_copy, f"{folder}, which can't become a pack,")
+        study, run_data = read_earlier(run_copy), read_results(load_run(run_copy))
         if card and (study is None or study.baseline):
             raise UserError(f"{folder} compares two sides, which a card can't show; omit --card")
-        verdict = describe_verdict(read, copied)
+        verdict = describe_verdict(run_data, run_copy)
         if _list_choices(verdict) != _list_choices(describe_verdict(read_results(results), folder)):
             raise UserError(f"{folder} gets another verdict when folder and user names are removed; please report it")
         write_json(Path(scratch) / VERDICT_MEMBER, verdict)
-        write_json(Path(scratch) / HEAD_MEMBER, _describe_pack(copied, name, with_names))
+        write_json(Path(scratch) / HEAD_MEMBER, _describe_pack(run_copy, name, with_names))
         _write_zip(Path(scratch), file)
         if card and study is not None:
-            write_card(read, study, file)
+            write_card(run_data, study, file)
     return file
 
 
-def _copy_run(folder: Path, copied: Path, results: Results, redaction: Redaction) -> None:
+def _copy_run(folder: Path, run_copy: Path, results: Results, redaction: Redaction) -> None:
     """Copy the files behind the verdict, redacted."""
-    copied.mkdir(parents=True)
+    run_copy.mkdir(parents=True)
     study = read_earlier(folder)
     if study is None:
         raise UserError(f"{folder} has no study.toml, so it can't be repeated; run the study again")
     table = {name: value for name, value in redaction.redact_value(study.to_table()).items() if name != "on"}
     table["runtime"] = {name: {"python": each.get("python", "")} for name, each in study.runtime.items()}
-    write_text(copied / STUDY_FILE, Study(**redaction.redact_value(table)).to_toml())
+    write_text(run_copy / STUDY_FILE, Study(**redaction.redact_value(table)).to_toml())
     for path in _list_files(folder):
-        target = copied / path.relative_to(folder)
+        target = run_copy / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             if path.suffix == ".npz":
@@ -149,7 +149,7 @@ def _copy_run(folder: Path, copied: Path, results: Results, redaction: Redaction
         except ValueError as e:
             raise UserError(f"{path} is damaged ({e}); the same `dyno run` measures it again") from e
     if results.self_test:
-        write_json(copied / SELF_TEST_FILE, redaction.redact_value(to_json(results.self_test)))
+        write_json(run_copy / SELF_TEST_FILE, redaction.redact_value(to_json(results.self_test)))
 
 
 def _copy_arrays(path: Path, target: Path, redaction: Redaction) -> None:
@@ -164,41 +164,41 @@ def _list_files(folder: Path) -> Iterator[Path]:
     yield from (path for name in PACKED_FILES if (path := folder / name).is_file())
     for name in PACKED_FOLDERS:
         for path in sorted((folder / name).rglob("*")):
-            of_job = path.parent.parent.parent.name == "trials" or name in ("peak", "idle", "anchors")
-            fits = path.name in JOB_FILES if of_job else path.suffix in (".json", ".npz")
-            if fits and path.is_file() and not path.is_symlink():
+            is_job_file = path.parent.parent.parent.name == "trials" or name in ("peak", "idle", "anchors")
+            is_packed = path.name in JOB_FILES if is_job_file else path.suffix in (".json", ".npz")
+            if is_packed and path.is_file() and not path.is_symlink():
                 yield path
 
 
 def _describe_pack(run: Path, name: str, with_names: bool) -> dict[str, Any]:
     """Return the pack's head: the run's name, versions, and hashes of models, data and the run's files."""
     models, data = {}, {}
-    for t in load_run(run):
-        model, images = t.spec.model, t.spec.data
+    for trial in load_run(run):
+        model, images = trial.spec.model, trial.spec.data
         models[model.source] = {key: getattr(model, key) for key in ("source", "source_sha256", "weights_sha256")}
         if images.sha256:
             data[images.sha256] = {"name": images.name, "sha256": images.sha256}
     host = {"host": platform.node()} if with_names else {}
-    about = {"format": opening.PACK_FORMAT, "schema": opening.PACK_SCHEMA, "dyno": __version__, "run": name, **host}
-    return {**about, "models": [*models.values()], "data": [*data.values()], "files": hash_files(run)}
+    head = {"format": opening.PACK_FORMAT, "schema": opening.PACK_SCHEMA, "dyno": __version__, "run": name, **host}
+    return {**head, "models": [*models.values()], "data": [*data.values()], "files": hash_files(run)}
 
 
 def _write_zip(folder: Path, file: Path) -> None:
     """Write the folder's files as a zip file with reproducible bytes."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = {path: path.stat().st_size for path in paths}
-    too_large = any(size > opening.find_limit(path) for path, size in sizes.items())
-    figures = len(paths), sum(sizes.values()), sum(n for path, n in sizes.items() if path.suffix != ".npz")
+    is_too_large = any(size > opening.find_limit(path) for path, size in sizes.items())
+    totals = len(paths), sum(sizes.values()), sum(n for path, n in sizes.items() if path.suffix != ".npz")
     limits = opening.MAX_MEMBERS, opening.MAX_BYTES, opening.MAX_TEXT_BYTES
-    if too_large or any(figure > limit for figure, limit in zip(figures, limits, strict=True)):
-        total = f"{format_count(len(paths), 'file')} of {figures[1] >> 20:,} MiB"
+    if is_too_large or any(value > limit for value, limit in zip(totals, limits, strict=True)):
+        total = f"{format_count(len(paths), 'file')} of {totals[1] >> 20:,} MiB"
         raise UserError(f"the run is too large for a pack ({total}); run it with fewer images or configurations")
-    with replace_file(file) as f, zipfile.ZipFile(f, "w") as packed:
+    with replace_file(file) as f, zipfile.ZipFile(f, "w") as archive:
         for path in paths:
-            about = zipfile.ZipInfo(path.relative_to(folder).as_posix(), (1980, 1, 1, 0, 0, 0))
-            about.compress_type, about.create_system, about.external_attr = zipfile.ZIP_DEFLATED, 3, 0o100644 << 16
-            packed.writestr(about, path.read_bytes())
+            member = zipfile.ZipInfo(path.relative_to(folder).as_posix(), (1980, 1, 1, 0, 0, 0))
+            member.compress_type, member.create_system, member.external_attr = zipfile.ZIP_DEFLATED, 3, 0o100644 << 16
+            archive.writestr(member, path.read_bytes())
 
 
 def _list_choices(verdict: Mapping[str, Any]) -> list[Any]:
-    return [[each[key] for key in ("by", "certainty", "candidates")] for each in verdict["decisions"]]
+    return [[decision[key] for key in ("by", "certainty", "candidates")] for decision in verdict["decisions"]]

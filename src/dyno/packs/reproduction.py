@@ -63,12 +63,12 @@ class RatioPair:
 
     @property
     def sentence(self) -> str:
-        pairs = self.pack, self.here
-        shown = [UNCLEAR_WORD if math.isnan(value) else format_ratio(value, low, high) for low, value, high in pairs]
-        outcome = {True: "the intervals overlap", None: "too little evidence to compare them"}
-        words = outcome.get(self.agrees, "a difference larger than the noise of both")
+        ranges = self.pack, self.here
+        ratios = [UNCLEAR_WORD if math.isnan(value) else format_ratio(value, low, high) for low, value, high in ranges]
+        outcomes = {True: "the intervals overlap", None: "too little evidence to compare them"}
+        outcome = outcomes.get(self.agrees, "a difference larger than the noise of both")
         name = f"{self.where}: {self.configuration} over {self.reference}"
-        return f"{name}: {shown[0]} in the pack, {shown[1]} here: {words}."
+        return f"{name}: {ratios[0]} in the pack, {ratios[1]} here: {outcome}."
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class RankingPair:
     def sentence(self) -> str:
         if not (self.pack and self.here):
             return f"{self.where}, {self.by}: the winners can't be compared."
-        outcome = {True: "the same ranking", False: "another ranking", None: "neither run names one winner"}
-        same, pack, here = outcome[self.agrees], *(join_names(list(names)) for names in (self.pack, self.here))
-        return f"{self.where}, {self.by}: {same}: {pack} in the pack, {here} here."
+        outcomes = {True: "the same ranking", False: "another ranking", None: "neither run names one winner"}
+        outcome, pack, here = outcomes[self.agrees], *(join_names(list(names)) for names in (self.pack, self.here))
+        return f"{self.where}, {self.by}: {outcome}: {pack} in the pack, {here} here."
 
 
 class RankingDescription(TypedDict):
@@ -163,17 +163,17 @@ class Reproduction:
         lines += [pair.sentence for pair in self.rankings] + [pair.sentence for pair in self.ratios]
         lines += [f"{name} didn't finish here: {reason}." for name, reason in self.failed.items()]
         lines += [f"{name} can't run here: {reason}." for name, reason in self.unavailable.items()]
-        changed = [
+        changes = [
             f"{name.removesuffix('_bytes')} {_format_value(name, a)} (here {_format_value(name, b)})"
             for name, (a, b) in self.differences.items()
         ]
-        return [*lines, f"What differs: {'; '.join(changed) or 'nothing that the records have'}."]
+        return [*lines, f"What differs: {'; '.join(changes) or 'nothing that the records have'}."]
 
     def _describe_counts(self) -> str:
         groups = (("ranking", self.rankings), ("ratio", self.ratios))
         counts = [f"{sum(pair.agrees is True for pair in p)} of {format_count(len(p), name)}" for name, p in groups]
-        uncertain = sum(pair.agrees is None for _, pairs in groups for pair in pairs)
-        text = f"{' and '.join(counts)} agree" + (f", {uncertain} can't be compared" if uncertain else "")
+        unclear_count = sum(pair.agrees is None for _, pairs in groups for pair in pairs)
+        text = f"{' and '.join(counts)} agree" + (f", {unclear_count} can't be compared" if unclear_count else "")
         advice = "; pack a run of 3 or more rounds, and reproduce it on an idle machine"
         return text + (advice if self.outcome == "undecided" else "")
 
@@ -185,7 +185,7 @@ class Reproduction:
             "ratios": [
                 {
                     **vars(pair), "agrees": pair.agrees,
-                    **{side: [x if math.isfinite(x) else None for x in vars(pair)[side]] for side in ("pack", "here")},
+                    **{key: [x if math.isfinite(x) else None for x in vars(pair)[key]] for key in ("pack", "here")},
                 }
                 for pair in self.ratios
             ],
@@ -214,49 +214,49 @@ def reproduce(
     or needs a file that is not here.
     """
     file = Path(file)
-    with open_pack(file) as opened:
-        verified = verify_opened(opened, file)
-        if verified.exit_code:
+    with open_pack(file) as pack:
+        verification = verify_opened(pack, file)
+        if verification.exit_code:
             raise UserError(f"{file} is not verified, so it isn't run; see `dyno verify {shlex.quote(str(file))}`")
-        theirs = load_run(opened.run)
-        study, unavailable = _make_study(opened, theirs, [model] if isinstance(model, (str, Path)) else model, data)
+        pack_run = load_run(pack.run)
+        study, unavailable = _make_study(pack, pack_run, [model] if isinstance(model, (str, Path)) else model, data)
         if minutes is not None:
             study = replace(study, minutes=minutes, until=DECIDED, rounds=max(2, study.rounds))
-        folder = Path(out) if out else _choose_folder(study, opened)
+        folder = Path(out) if out else _choose_folder(study, pack)
         plan = f"This runs {', '.join(study.models)} with {', '.join(study.backends)} into {folder}."
         if confirm is not None and not confirm(plan):
             raise UserError("nothing was run")
-        _check_data(study, theirs)
+        _check_data(study, pack_run)
         from dyno import api
 
-        ours = api.run(study, folder, quiet=quiet)
-        return _compare_runs(read_results(theirs), ours.data, folder, unavailable)
+        own_run = api.run(study, folder, quiet=quiet)
+        return _compare_runs(read_results(pack_run), own_run.data, folder, unavailable)
 
 
-def _choose_folder(study: Study, opened: OpenPack) -> Path:
-    name = str(opened.metadata.get("run", ""))
-    safe = name if re.fullmatch(r"[\w+=@-][\w.+=@-]{0,79}", name) else "pack"
-    return choose_folder(study, RUNS_DIR / f"{safe}-reproduced")[0]
+def _choose_folder(study: Study, pack: OpenPack) -> Path:
+    name = str(pack.metadata.get("run", ""))
+    stem = name if re.fullmatch(r"[\w+=@-][\w.+=@-]{0,79}", name) else "pack"
+    return choose_folder(study, RUNS_DIR / f"{stem}-reproduced")[0]
 
 
 # A pack's study with this machine's files.
 
 
 def _make_study(
-    opened: OpenPack, packed: Results, given: Sequence[str | Path], data: str | Path
+    pack: OpenPack, pack_run: Results, paths: Sequence[str | Path], data: str | Path
 ) -> tuple[Study, dict[str, str]]:
     """Return the pack's study for this machine, and the reasons for configurations left out, by name."""
-    table = Study.from_toml(opened.run / "study.toml").to_table()
-    if others := sorted(table.keys() - {*KEPT_FIELDS, *REPLACED_FIELDS}):
-        named = join_names(others)
-        raise UserError(f"a study with {named} can't be reproduced from a pack; run it from its study file")
-    models = _find_models(packed, table["models"], list(map(str, given)))
-    backends, unavailable = _choose_backends(table, packed)
+    table = Study.from_toml(pack.run / "study.toml").to_table()
+    if other_names := sorted(table.keys() - {*KEPT_FIELDS, *REPLACED_FIELDS}):
+        text = join_names(other_names)
+        raise UserError(f"a study with {text} can't be reproduced from a pack; run it from its study file")
+    models = _find_models(pack_run, table["models"], list(map(str, paths)))
+    backends, unavailable = _choose_backends(table, pack_run)
     images = str(table.get("data", ""))
     if images and images != BUILT_IN and not data:
-        recorded = {(t.spec.data.name, t.spec.data.sha256) for t in packed if t.spec.data.sha256}
+        datasets = {(t.spec.data.name, t.spec.data.sha256) for t in pack_run if t.spec.data.sha256}
         names = ", ".join(
-            f"{shorten(name)} (sha256 {sha256[:SHOWN_HASH_LENGTH]}…)" for name, sha256 in sorted(recorded)
+            f"{shorten(name)} (sha256 {sha256[:SHOWN_HASH_LENGTH]}…)" for name, sha256 in sorted(datasets)
         )
         raise UserError(f"the pack was measured on images: {names or images}; give their folder with --data")
     if data and (not images or images == BUILT_IN):
@@ -267,36 +267,36 @@ def _make_study(
     return Study(**settings), unavailable
 
 
-def _find_models(packed: Results, sources: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+def _find_models(pack_run: Results, sources: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
     """Return the source of each model here: a library's name, or the user's file with the same content."""
     hashes = dict[str, list[str]]()  # lists, as files in several folders may have one name
-    for model in (t.spec.model for t in packed):
-        known = hashes.setdefault(_shorten_source(model.source), [])
-        known += [] if model.source_sha256 in known else [model.source_sha256]
-    here = {path: _hash_source(path) for path in given}
-    used, found = set(), []
+    for model in (t.spec.model for t in pack_run):
+        candidates = hashes.setdefault(_shorten_source(model.source), [])
+        candidates += [] if model.source_sha256 in candidates else [model.source_sha256]
+    local_hashes = {path: _hash_source(path) for path in paths}
+    used_paths, models = set(), []
     for source in sources:
         if LIBRARY_SOURCE.fullmatch(source):
-            found.append(source)
+            models.append(source)
             continue
         name = _shorten_source(source)
-        known = hashes.get(name, [""])
-        expected = known.pop(0) if len(known) > 1 else known[0]
+        candidates = hashes.get(name, [""])
+        expected = candidates.pop(0) if len(candidates) > 1 else candidates[0]
         if not expected:
             raise UserError(f"the pack has no hash of its model {shorten(name)!r}, so it can't be reproduced")
-        path = next((path for path, sha256 in here.items() if sha256 == expected), "")
+        path = next((path for path, sha256 in local_hashes.items() if sha256 == expected), "")
         if not path:
-            others = "".join(f"; {path} has {sha256[:SHOWN_HASH_LENGTH]}…" for path, sha256 in here.items())
-            needed = f"{shorten(name)!r} with sha256 {expected[:SHOWN_HASH_LENGTH]}…"
-            raise UserError(f"the pack needs your own file of its model {needed}{others}: give it with --model")
-        used.add(path)
+            files = "".join(f"; {path} has {sha256[:SHOWN_HASH_LENGTH]}…" for path, sha256 in local_hashes.items())
+            pack_file = f"{shorten(name)!r} with sha256 {expected[:SHOWN_HASH_LENGTH]}…"
+            raise UserError(f"the pack needs your own file of its model {pack_file}{files}: give it with --model")
+        used_paths.add(path)
         function = name.rpartition(":")[2] if ".py:" in name else ""
         if function and not FUNCTION_NAME.fullmatch(function):
             raise UserError(f"the pack's model {shorten(name)!r} names no plain function, so it isn't called")
-        found.append(f"{path}:{function}" if function and path.endswith(".py") else path)
-    if unused := [path for path in given if path not in used]:
-        raise UserError(f"{unused[0]} is not a model of the pack; omit it")
-    return tuple(found)
+        models.append(f"{path}:{function}" if function and path.endswith(".py") else path)
+    if unused_paths := [path for path in paths if path not in used_paths]:
+        raise UserError(f"{unused_paths[0]} is not a model of the pack; omit it")
+    return tuple(models)
 
 
 def _shorten_source(source: str) -> str:
@@ -310,10 +310,10 @@ def _hash_source(text: str) -> str:
     return sha256_with_imports(path) if path.suffix == ".py" else sha256_of(path)
 
 
-def _choose_backends(table: Mapping[str, Any], packed: Results) -> tuple[tuple[str, ...], dict[str, str]]:
+def _choose_backends(table: Mapping[str, Any], pack_run: Results) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the backends to run, with their options, and the reasons for others left out."""
-    texts = table.get("backends") or _name_backends(packed, bool(table.get("precisions")))
-    kept, unavailable = [], {}
+    texts = table.get("backends") or _name_backends(pack_run, bool(table.get("precisions")))
+    backends, unavailable = [], {}
     for text in texts:
         choice = Choice.parse(text)
         if not _is_known(choice.name):
@@ -325,11 +325,11 @@ def _choose_backends(table: Mapping[str, Any], packed: Results) -> tuple[tuple[s
         ):
             unavailable[text] = "its options name a file"
         else:
-            kept.append(text)
-    if not kept:
+            backends.append(text)
+    if not backends:
         reasons = "; ".join(f"{shorten(name)}: {reason}" for name, reason in unavailable.items())
         raise UserError(f"no configuration of the pack can run here ({reasons})")
-    return tuple(kept), unavailable
+    return tuple(backends), unavailable
 
 
 def _is_known(backend: str) -> bool:
@@ -339,27 +339,27 @@ def _is_known(backend: str) -> bool:
         return False
 
 
-def _name_backends(packed: Results, precisions_given: bool) -> list[str]:
+def _name_backends(pack_run: Results, has_precisions: bool) -> list[str]:
     """Return the backends of a study that didn't name any, each with the precisions that it ran in."""
-    ran: dict[str, list[str]] = {}
-    for t in packed:
+    runs: dict[str, list[str]] = {}
+    for t in pack_run:
         if t.good and not t.options:
-            ran.setdefault(t.backend, []).append(t.precision)
-    return [name if precisions_given else f"{name}@precision={'+'.join(dict.fromkeys(p))}" for name, p in ran.items()]
+            runs.setdefault(t.backend, []).append(t.precision)
+    return [name if has_precisions else f"{name}@precision={'+'.join(dict.fromkeys(p))}" for name, p in runs.items()]
 
 
-def _check_data(study: Study, packed: Results) -> None:
+def _check_data(study: Study, pack_run: Results) -> None:
     """Raise `UserError` if the images here differ from the pack's."""
     if not study.data:
         return
-    expected = {t.spec.data.sha256 for t in packed} - {""}
-    found = {entry.trial.data.sha256 for entry in expand(study)} - {""}
-    if found != expected:
-        shown = [
-            join_names([f"sha256 {each[:SHOWN_HASH_LENGTH]}…" for each in sorted(each)]) for each in (found, expected)
+    expected = {t.spec.data.sha256 for t in pack_run} - {""}
+    actual = {entry.trial.data.sha256 for entry in expand(study)} - {""}
+    if actual != expected:
+        texts = [
+            join_names([f"sha256 {each[:SHOWN_HASH_LENGTH]}…" for each in sorted(each)]) for each in (actual, expected)
         ]
-        other = f"other images ({shown[0]}) than the pack ({shown[1]})"
-        raise UserError(f"{study.data} has {other}; give theirs with --data")
+        difference = f"other images ({texts[0]}) than the pack ({texts[1]})"
+        raise UserError(f"{study.data} has {difference}; give theirs with --data")
 
 
 # Comparison of both runs.
@@ -369,30 +369,30 @@ def _make_key(t: TrialResult) -> Key:
     return t.spec.model.source_sha256 or t.model_name, t.size, str(t.batch), t.variant, t.precision
 
 
-def _compare_runs(packed: RunData, ours: RunData, folder: Path, unavailable: Mapping[str, str]) -> Reproduction:
-    here = {_make_key(t): t for t in ours.records}
+def _compare_runs(pack_run: RunData, own_run: RunData, folder: Path, unavailable: Mapping[str, str]) -> Reproduction:
+    own_trials = {_make_key(trial): trial for trial in own_run.records}
     absent, failed = dict(unavailable), {}
-    left_out = tuple(name.partition("@")[0] for name in unavailable)
-    for t in packed.records:
-        own = here.get(_make_key(t))
-        if t.status != "ok" or (own is None and t.backend in left_out):
+    missing_backends = tuple(name.partition("@")[0] for name in unavailable)
+    for trial in pack_run.records:
+        own_trial = own_trials.get(_make_key(trial))
+        if trial.status != "ok" or (own_trial is None and trial.backend in missing_backends):
             continue
-        if own is None or own.status == "skipped":
-            absent[t.label] = own.reason if own else "this machine's study has no such trial"
-        elif own.status != "ok":
-            failed[t.label] = f"{own.status}, {own.reason}"
-    rankings, ratios = tuple(_pair_rankings(packed, ours)), tuple(_pair_ratios(packed, ours, here))
-    return Reproduction(folder, rankings, ratios, absent, failed, _find_differences(packed.records, ours.records))
+        if own_trial is None or own_trial.status == "skipped":
+            absent[trial.label] = own_trial.reason if own_trial else "this machine's study has no such trial"
+        elif own_trial.status != "ok":
+            failed[trial.label] = f"{own_trial.status}, {own_trial.reason}"
+    rankings, ratios = tuple(_pair_rankings(pack_run, own_run)), tuple(_pair_ratios(pack_run, own_run, own_trials))
+    return Reproduction(folder, rankings, ratios, absent, failed, _find_differences(pack_run.records, own_run.records))
 
 
-def _pair_ratios(packed: RunData, ours: RunData, here: Mapping[Key, TrialResult]) -> Iterator[RatioPair]:
-    own_rows = {row["trial"]: row for row in ours.frame.to_dict("records")}
-    for row in packed.frame.to_dict("records"):
-        t, reference = packed.trials[row["trial"]], packed.references.get(row["trial"])
-        own = here.get(_make_key(t))
-        if reference is None or reference.id == t.id or own is None or not (t.good and own.good):
+def _pair_ratios(pack_run: RunData, own_run: RunData, own_trials: Mapping[Key, TrialResult]) -> Iterator[RatioPair]:
+    own_rows = {row["trial"]: row for row in own_run.frame.to_dict("records")}
+    for row in pack_run.frame.to_dict("records"):
+        t, reference = pack_run.trials[row["trial"]], pack_run.references.get(row["trial"])
+        own_trial = own_trials.get(_make_key(t))
+        if reference is None or reference.id == t.id or own_trial is None or not (t.good and own_trial.good):
             continue
-        own_row, own_reference = own_rows[own.id], ours.references.get(own.id)
+        own_row, own_reference = own_rows[own_trial.id], own_run.references.get(own_trial.id)
         if own_reference is None or _make_key(own_reference) != _make_key(reference):
             continue
         where = f"{t.model} at size {t.size}, batch {t.batch}" if t.size != "0" else f"{t.model}, batch {t.batch}"
@@ -405,15 +405,15 @@ def _read_limits(row: Mapping[str, Any]) -> tuple[float, float, float]:
     return low, value, high
 
 
-def _pair_rankings(packed: RunData, ours: RunData) -> Iterator[RankingPair]:
+def _pair_rankings(pack_run: RunData, own_run: RunData) -> Iterator[RankingPair]:
     """Yield both runs' decisions on the same model, size and measure; each winner must have run in both."""
-    ran = [{_make_key(t) for t in run.records if t.status == "ok"} for run in (packed, ours)]
-    here = {subject: trials for subject, _, trials in _list_decisions(ours)}
-    for subject, where, trials in _list_decisions(packed):
-        own = here.get(subject, [])
-        comparable = own and _make_key(trials[0]) in ran[1] and _make_key(own[0]) in ran[0]
+    keys = [{_make_key(t) for t in run.records if t.status == "ok"} for run in (pack_run, own_run)]
+    own_decisions = {subject: trials for subject, _, trials in _list_decisions(own_run)}
+    for subject, where, trials in _list_decisions(pack_run):
+        own_trials = own_decisions.get(subject, [])
+        is_comparable = own_trials and _make_key(trials[0]) in keys[1] and _make_key(own_trials[0]) in keys[0]
         by = subject[-1]
-        yield RankingPair(where, by, _name_trials(trials, by), _name_trials(own, by) if comparable else ())
+        yield RankingPair(where, by, _name_trials(trials, by), _name_trials(own_trials, by) if is_comparable else ())
 
 
 def _name_trials(trials: Sequence[TrialResult], by: str) -> tuple[str, ...]:
@@ -435,11 +435,11 @@ def _format_value(name: str, value: Any) -> str:
     return show(value, "bytes") if name == "memory_bytes" else str(value)
 
 
-def _find_differences(packed: Results, ours: Results) -> dict[str, tuple[Any, Any]]:
-    runs = packed, ours
+def _find_differences(pack_run: Results, own_run: Results) -> dict[str, tuple[Any, Any]]:
+    runs = pack_run, own_run
     versions = [r.environment.get("versions") or {} for r in runs]
     counts = [{t.facts.threads for t in r if t.good and t.facts.threads is not None} for r in runs]
-    a, b = ({**r.environment, **own, "threads": ", ".join(map(str, sorted(threads)))}
-            for r, own, threads in zip(runs, versions, counts, strict=True))  # fmt: skip
+    a, b = ({**r.environment, **libraries, "threads": ", ".join(map(str, sorted(threads)))}
+            for r, libraries, threads in zip(runs, versions, counts, strict=True))  # fmt: skip
     names = dict.fromkeys((*COMPARED_FACTS, "threads", *versions[0], *versions[1]))
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}

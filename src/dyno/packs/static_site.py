@@ -58,7 +58,7 @@ def write_site(packs: str | Path, out: str | Path) -> Table:
     files = sorted(path for path in packs.glob("*.zip") if path.is_file()) if packs.is_dir() else []
     if not files or len(files) > MAX_PACKS:
         raise UserError(f"{packs} has {len(files):,} packs; give a folder of 1 to {MAX_PACKS:,} files of `dyno pack`")
-    check_writable(out / INDEX_PAGE, making=True)
+    check_writable(out / INDEX_PAGE, parents=True)
     refuse_links(out, (REPORTS_DIR,))
     out.mkdir(parents=True, exist_ok=True)
     rows = [_read_pack(file, out / REPORTS_DIR / name) for file, name in zip(files, _name_reports(files), strict=True)]
@@ -70,31 +70,31 @@ def write_site(packs: str | Path, out: str | Path) -> Table:
 
 def _name_reports(files: list[Path]) -> Iterator[str]:
     """Yield a unique folder name of plain characters for each pack."""
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for file in files:
         base = file_name(file.name.removesuffix(PACK_SUFFIX)).strip(".").lower() or "pack"
         names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
-        name = next(each for each in names if each not in taken)
-        taken.add(name)
+        name = next(each for each in names if each not in used_names)
+        used_names.add(name)
         yield name
 
 
-def _read_pack(file: Path, place: Path) -> Row:
+def _read_pack(file: Path, folder: Path) -> Row:
     row: Row = {"pack": clean_text(shorten(file.name))}
     try:
-        with open_pack(file) as opened:
-            verified = verify_opened(opened, file)
-            row["verified"] = f"no: {verified.differences[0]}" if verified.differences else "yes"
-            named = opened.run.rename(opened.run.with_name(place.name))  # the report takes its title from the folder
-            run = read_results(load_run(named))
+        with open_pack(file) as pack:
+            verification = verify_opened(pack, file)
+            row["verified"] = f"no: {verification.differences[0]}" if verification.differences else "yes"
+            run_folder = pack.run.rename(pack.run.with_name(folder.name))  # the report takes its title from the folder
+            run = read_results(load_run(run_folder))
             row |= _describe_run(run)
             if len(run.frame) > MAX_TRIALS:
                 return row | {"problem": f"too large for a report: more than {MAX_TRIALS} trials"}
-            page = write_report([run], place)
-            for path in (page, *place.rglob("*.md"), *place.rglob("*.csv")):
-                text = path.read_text(encoding="utf-8").replace(f"{named.parent}/", "")
+            page = write_report([run], folder)
+            for path in (page, *folder.rglob("*.md"), *folder.rglob("*.csv")):
+                text = path.read_text(encoding="utf-8").replace(f"{run_folder.parent}/", "")
                 write_text(path, JOB_FOLDER_LINK.sub("", text))
-            return row | {LINK_KEY: quote(f"{REPORTS_DIR}/{place.name}/{page.name}")}
+            return row | {LINK_KEY: quote(f"{REPORTS_DIR}/{folder.name}/{page.name}")}
     except UserError as e:
         return {"verified": "no", **row, "problem": clean_text(str(e).replace(str(file), "it"))}
     except Exception as e:  # the values of a pack may be anything
@@ -110,11 +110,11 @@ def _describe_run(run: RunData) -> Row:
     if not decisions:
         return row | {"problem": "it has no decision"}
     decision, trials = decisions[0], run.frame.set_index("trial")
-    chosen = [trials.loc[id] for id in decision.candidates]
-    more = f" and {len(decisions) - 1} more" if len(decisions) > 1 else ""
-    row |= {"model": (decision.where or str(run.frame["model"].iloc[0])) + more, "certainty": decision.badge}
-    row |= {"fastest": " or ".join(map(describe_configuration, chosen)) or "none"}
-    row |= {"precision": ", ".join(dict.fromkeys(str(each["precision"]) for each in chosen))}
-    if len(chosen) == 1 and not is_missing(chosen[0]["speedup"]) and chosen[0].name != chosen[0]["reference"]:
-        row |= {"speedup": format_ratio(*(chosen[0][name] for name in ("speedup", "speedup_low", "speedup_high")))}
+    rows = [trials.loc[id] for id in decision.candidates]
+    suffix = f" and {len(decisions) - 1} more" if len(decisions) > 1 else ""
+    row |= {"model": (decision.where or str(run.frame["model"].iloc[0])) + suffix, "certainty": decision.badge}
+    row |= {"fastest": " or ".join(map(describe_configuration, rows)) or "none"}
+    row |= {"precision": ", ".join(dict.fromkeys(str(each["precision"]) for each in rows))}
+    if len(rows) == 1 and not is_missing(rows[0]["speedup"]) and rows[0].name != rows[0]["reference"]:
+        row |= {"speedup": format_ratio(*(rows[0][name] for name in ("speedup", "speedup_low", "speedup_high")))}
     return row

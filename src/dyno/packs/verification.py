@@ -36,12 +36,12 @@ def describe_verdict(run: RunData, folder: Path) -> dict[str, Any]:
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict.verdict import describe_run
 
-    text = export([TRIALS.table(run)], "json", about=describe_run(run))
+    text = export([TRIALS.table(run)], "json", head=describe_run(run))
     for name in (shlex.quote(str(folder)), str(folder)):  # a sentence names the folder in the next command
-        written = re.escape(json.dumps(name, ensure_ascii=False)[1:-1])
+        pattern = re.escape(json.dumps(name, ensure_ascii=False)[1:-1])
         if "/" not in name:  # it may equal any word of the verdict, so only in commands
-            written = rf"(?P<command>dyno [^;:]* ){written}(?![\w./-])"
-        text = re.sub(written, lambda found: found.groupdict().get("command", "") + RUN_MEMBER.upper(), text)
+            pattern = rf"(?P<command>dyno [^;:]* ){pattern}(?![\w./-])"
+        text = re.sub(pattern, lambda m: m.groupdict().get("command", "") + RUN_MEMBER.upper(), text)
     document = parse_json(text)
     document |= document["tables"]["trials"]
     return {name: document[name] for name in ("visible", "decisions", "verdict", "rows", "notes") if name in document}
@@ -81,9 +81,9 @@ class Verification:
         """Sentences on the outcome, or on the first differences."""
         if not self.differences:
             return [f"verified: {format_count(self.numbers, 'number')} of the verdict follow from the samples"]
-        more = len(self.differences) - MAX_SHOWN
-        shown = [*self.differences[:MAX_SHOWN], *([f"{more} more"] if more > 0 else [])]
-        return [f"not verified: {format_count(len(self.differences), 'difference')}", *shown]
+        rest_count = len(self.differences) - MAX_SHOWN
+        lines = [*self.differences[:MAX_SHOWN], *([f"{rest_count} more"] if rest_count > 0 else [])]
+        return [f"not verified: {format_count(len(self.differences), 'difference')}", *lines]
 
 
 def verify(file: str | Path) -> Verification:
@@ -91,41 +91,41 @@ def verify(file: str | Path) -> Verification:
 
     Raises `UserError` for a file that is no pack, or can't be read. See `open_pack`.
     """
-    with open_pack(file) as opened:
-        return verify_opened(opened, Path(file))
+    with open_pack(file) as pack:
+        return verify_opened(pack, Path(file))
 
 
-def verify_opened(opened: OpenPack, file: Path) -> Verification:
+def verify_opened(pack: OpenPack, file: Path) -> Verification:
     """Verify an open pack: see `verify`."""
     try:
-        computed = describe_verdict(read_results(load_run(opened.run)), opened.run)
+        computed = describe_verdict(read_results(load_run(pack.run)), pack.run)
     except UserError as e:
-        why = str(e).replace(f"{opened.run}/", "").replace(str(opened.run), "the run")
-        raise UserError(f"{file} is a damaged pack: {why}") from e
+        reason = str(e).replace(f"{pack.run}/", "").replace(str(pack.run), "the run")
+        raise UserError(f"{file} is a damaged pack: {reason}") from e
     except Exception as e:  # as its values may be anything
         raise UserError(f"{file} is a damaged pack: no verdict can be computed from it ({type(e).__name__})") from e
     computed = json.loads(json.dumps(computed))
-    packed, found = opened.metadata["files"], hash_files(opened.run)
-    changed = [f"{name} is not the file that was packed" for name in sorted({*packed, *found})
-               if packed.get(name) != found.get(name)]  # fmt: skip
+    expected, actual = pack.metadata["files"], hash_files(pack.run)
+    changes = [f"{name} is not the file that was packed" for name in sorted({*expected, *actual})
+               if expected.get(name) != actual.get(name)]  # fmt: skip
     numbers = sum(_is_number(value) for value, _ in walk_json(computed))
-    return Verification(numbers, (*changed, *_list_differences(opened.verdict, computed)))
+    return Verification(numbers, (*changes, *_list_differences(pack.verdict, computed)))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _list_differences(stored: Any, computed: Any, place: str = "") -> Iterator[str]:
+def _list_differences(stored: Any, computed: Any, path: str = "") -> Iterator[str]:
     if isinstance(stored, dict) and isinstance(computed, dict):
         for key in [*computed, *(key for key in stored if key not in computed)]:
-            yield from _list_differences(stored.get(key), computed.get(key), f"{place}.{key}" if place else key)
+            yield from _list_differences(stored.get(key), computed.get(key), f"{path}.{key}" if path else key)
     elif isinstance(stored, list) and isinstance(computed, list) and len(stored) == len(computed):
-        for number, (a, b) in enumerate(zip(stored, computed, strict=True)):
-            yield from _list_differences(a, b, f"{place}[{number}]")
+        for index, (a, b) in enumerate(zip(stored, computed, strict=True)):
+            yield from _list_differences(a, b, f"{path}[{index}]")
     elif not _is_same(stored, computed):
-        shown = [shorten(json.dumps(value, ensure_ascii=False)) for value in (stored, computed)]
-        yield f"{place} is {shown[0]}, but the samples give {shown[1]}"
+        texts = [shorten(json.dumps(value, ensure_ascii=False)) for value in (stored, computed)]
+        yield f"{path} is {texts[0]}, but the samples give {texts[1]}"
 
 
 def _is_same(a: Any, b: Any) -> bool:

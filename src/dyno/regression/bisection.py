@@ -90,8 +90,8 @@ class Bisection:
         step = next((s for s in self.steps if s.name == (self.bad if name == self.first else name)), None)
         if step is None or step.comparison is None or step.comparison.result is None:
             return None
-        side = "trial_a" if name == self.first else "trial_b"
-        return next((step.comparison.result.records.trial(r[side]) for r in step.comparison.rows), None)
+        column = "trial_a" if name == self.first else "trial_b"
+        return next((step.comparison.result.records.trial(r[column]) for r in step.comparison.rows), None)
 
     @property
     def verdicts(self) -> list[str]:
@@ -105,8 +105,8 @@ class Bisection:
         gap = f", or one of the skipped ones ({', '.join(self.between)})" if self.between else ""
         sentences.append(f"The first bad version is {self.bad}{gap}; the last good one is {self.good}.")
         sentences.append(f"Against {self.first}: {step.line.partition(', ')[2]}.")
-        changed = "; ".join(self.changed) or "nothing in the records"
-        return [*sentences, f"Changed from {self.good} to {self.bad}: {changed}."]
+        changes = "; ".join(self.changed) or "nothing in the records"
+        return [*sentences, f"Changed from {self.good} to {self.bad}: {changes}."]
 
 
 def bisect(
@@ -149,9 +149,9 @@ def bisect(
     if pythons:
         interpreters: dict[str, Callable[[], str]] = {name: partial(str, path) for name, path in pythons.items()}
     else:
-        needed = {version: [f"{library}=={version}", "numpy", *add] for version in versions}
+        packages_of = {version: [f"{library}=={version}", "numpy", *add] for version in versions}
         make = study_interpreters.python_with
-        interpreters = {version: partial(make, packages) for version, packages in needed.items()}
+        interpreters = {version: partial(make, packages) for version, packages in packages_of.items()}
     if len(interpreters) < 2:
         raise UserError("bisect needs two or more versions, the good one first")
     folder = folder_for(out, "bisect", [source])
@@ -160,15 +160,15 @@ def bisect(
     return search.run()
 
 
-def _choose_backend(source: str, library: str, chosen: Sequence[str]) -> str:
+def _choose_backend(source: str, library: str, backends: Sequence[str]) -> str:
     """Return the backend for the model: the chosen one, else the default, or the first that needs the library."""
-    if len(chosen) > 1:
-        raise UserError(f"bisect runs one backend, not {', '.join(chosen)}")
+    if len(backends) > 1:
+        raise UserError(f"bisect runs one backend, not {', '.join(backends)}")
     default, _ = default_runner(commits.split_commit(source)[0])
-    if chosen or not library:
-        return chosen[0] if chosen else default
+    if backends or not library:
+        return backends[0] if backends else default
     for name in (default, *registry.list_backends()):
-        if any(library in either.split("|") for either in registry.find(name).requires):
+        if any(library in requirement.split("|") for requirement in registry.find(name).requires):
             return name
     raise UserError(f"no backend needs {library}; give --backend")
 
@@ -213,17 +213,17 @@ class BisectionSearch:
 
     def _bisect_versions(self, names: list[str], high: int) -> Bisection:
         """Find the first bad version between the first version (good) and the version at index `high` (bad)."""
-        low, untried, reason = 0, list(range(1, high)), ""
-        while untried and not reason:
-            middle = untried.pop(len(untried) // 2)
+        low, candidates, reason = 0, list(range(1, high)), ""
+        while candidates and not reason:
+            middle = candidates.pop(len(candidates) // 2)
             outcome = self._compare_version(names[0], names[middle])
             low, high = (middle, high) if outcome == GOOD else (low, middle) if outcome == BAD else (low, high)
-            untried = [k for k in untried if low < k < high]
+            candidates = [k for k in candidates if low < k < high]
             if outcome == UNDECIDED:
                 reason = f"{names[middle]} is undecided; it lies between {names[low]}, which is good, "
                 reason += f"and {names[high]}, which is bad"
-        skipped = {s.name for s in self.steps if s.outcome == SKIPPED}
-        between = tuple(name for name in names[low + 1 : high] if name in skipped)
+        skipped_names = {s.name for s in self.steps if s.outcome == SKIPPED}
+        between = tuple(name for name in names[low + 1 : high] if name in skipped_names)
         return Bisection(tuple(self.steps), names[0], names[low], names[high], between, reason)
 
     def _compare_version(self, first: str, name: str) -> str:
@@ -262,11 +262,11 @@ class BisectionSearch:
 def _judge_version(name: str, first: str, comparison: Comparison, column: str) -> BisectionStep:
     """Return a version's step, judged by its comparison; a failed trial means skipped or undecided."""
     rows = comparison.rows
-    if failed := next((r for r in rows if r["status_a"] != "ok"), None):
-        return BisectionStep(name, UNDECIDED, f"{first} is {failed['status_a']}", comparison)
-    broken = next((r for r in rows if r["status"] != "ok"), None)
-    if broken and column != "ratio":
-        return BisectionStep(name, SKIPPED, f"{broken['status']}, {broken['reason']}", comparison)
+    if failed_row := next((r for r in rows if r["status_a"] != "ok"), None):
+        return BisectionStep(name, UNDECIDED, f"{first} is {failed_row['status_a']}", comparison)
+    broken_row = next((r for r in rows if r["status"] != "ok"), None)
+    if broken_row and column != "ratio":
+        return BisectionStep(name, SKIPPED, f"{broken_row['status']}, {broken_row['reason']}", comparison)
     if column != "ratio" and any(is_missing(r[column]) or r[column] == "" for r in rows):
         return BisectionStep(name, UNDECIDED, "it has no value to judge it by", comparison)
     if comparison.exit_code == 1:
@@ -274,6 +274,6 @@ def _judge_version(name: str, first: str, comparison: Comparison, column: str) -
     if comparison.exit_code == 0:
         return BisectionStep(name, GOOD, "", comparison)
     row: Row = next(filter(explain_undecided, rows), rows[0])
-    ran = row["status"] == "ok" and row["ratio"] == row["ratio"] and row["ratio"] is not None
+    has_ratio = row["status"] == "ok" and row["ratio"] == row["ratio"] and row["ratio"] is not None
     reason = explain_undecided(row) if row["status"] == "ok" else f"{row['status']}, {row['reason']}"
-    return BisectionStep(name, UNDECIDED if ran else SKIPPED, reason, comparison)
+    return BisectionStep(name, UNDECIDED if has_ratio else SKIPPED, reason, comparison)

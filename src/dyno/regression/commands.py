@@ -92,11 +92,11 @@ def compare(
     versions = options.take_options(BisectOptions, overrides)
     fail_on = overrides.pop("fail_on", "")
     if versions.bisect:
-        others = {"B": b, "junit": junit, "summary": summary, "format": format != "text"}
-        others |= {f.name: f.name in overrides for kind in (GateOptions, SideOptions) for f in fields(kind)}
+        refused_options = {"B": b, "junit": junit, "summary": summary, "format": format != "text"}
+        refused_options |= {f.name: f.name in overrides for kind in (GateOptions, SideOptions) for f in fields(kind)}
         if versions.by == "agreement":
-            others |= {"least": False, "rtol": False}
-        _refuse_beside_bisect([name for name, given in others.items() if given], overrides)
+            refused_options |= {"least": False, "rtol": False}
+        _refuse_beside_bisect([name for name, given in refused_options.items() if given], overrides)
         raise typer.Exit(_bisect(a, versions, fail_on, out, overrides))
     if given := next((f.name for f in fields(versions) if getattr(versions, f.name)), ""):
         raise UserError(f"--{given.replace('add', 'with')} is for --bisect; add that, or omit it")
@@ -115,7 +115,7 @@ def check_files(junit: str, summary: str) -> None:
     from dyno.store import check_writable
 
     if junit:
-        check_writable(Path(junit), making=True)
+        check_writable(Path(junit), parents=True)
     if summary and Path(summary).is_dir():
         raise UserError(f"{summary} is a folder; give the file to write")
 

@@ -50,11 +50,11 @@ COPIED_COLUMNS = ("model", "backend", "precision", "batch", "size", "device", "r
                   "ran_as", "asked_share", "precision_ok", "builds")  # fmt: skip
 
 
-def describe_outcome(r: Row) -> str:
+def describe_outcome(row: Row) -> str:
     """Return a row's verdict; without one, its trial's status."""
-    if r["verdict"]:
-        return str(r["verdict"])
-    return str(r["status"]) if r["status_a"] == r["status"] else f"{r['status']} (was {r['status_a']})"
+    if row["verdict"]:
+        return str(row["verdict"])
+    return str(row["status"]) if row["status_a"] == row["status"] else f"{row['status']} (was {row['status_a']})"
 
 
 def _metric_columns(metric: Metric) -> Iterator[Column]:
@@ -110,15 +110,15 @@ def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Tabl
     possible explanations of a difference. Raises `UserError` if nothing can be compared.
     """
     rules = rules or GateRules()
-    shared = pair_trials(a, b)
-    if not shared:
+    pairs = pair_trials(a, b)
+    if not pairs:
         raise UserError(f"{a.folder} and {b.folder} share no trial; {_some_trials(a)} against {_some_trials(b)}")
-    if not any(x.good for x, _ in shared):
+    if not any(x.good for x, _ in pairs):
         raise UserError(f"nothing to compare: no trial of both runs succeeded in {a.folder}")
     table = _make_table(a, b, rules, (_check_outputs(a), _check_outputs(b)))
-    refused = [r["verdict"] for r in table.rows if r["verdict"].startswith(INCOMPARABLE)]
-    if len(refused) == len(table.rows):
-        reason = Counter(verdict.partition(": ")[2] for verdict in refused).most_common(1)[0][0]
+    refusals = [r["verdict"] for r in table.rows if r["verdict"].startswith(INCOMPARABLE)]
+    if len(refusals) == len(table.rows):
+        reason = Counter(verdict.partition(": ")[2] for verdict in refusals).most_common(1)[0][0]
         raise UserError(f"{a.folder} and {b.folder} can't be compared: {reason}")
     return table
 
@@ -135,23 +135,23 @@ def compare_sides(run: Results, rules: GateRules) -> Table:
 
 
 def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked, Checked]) -> Table:
-    shared = pair_trials(a, b)
-    elsewhere = other_machine(a, b)
-    outputs = [(checked[0].get(x.id, ""), checked[1].get(y.id, "")) for x, y in shared]
-    looks = 2 if rules.gate and any(x.side for x, _ in shared) else 1  # failed trials are measured once more
-    speeds = _compare_speeds(shared, outputs, stats.Rule(rules.tolerance, looks=looks), known_sessions(a, b))
-    accuracies = _compare_accuracies(shared, rules.loss)
-    rows = [_apply_gate(compare_trial(x, y, rules, both, speed | accuracy), x, y, rules, elsewhere)
-            for (x, y), both, speed, accuracy in zip(shared, outputs, speeds, accuracies, strict=True)]  # fmt: skip
-    refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
+    pairs = pair_trials(a, b)
+    machine_diff = other_machine(a, b)
+    outputs = [(checked[0].get(x.id, ""), checked[1].get(y.id, "")) for x, y in pairs]
+    looks = 2 if rules.gate and any(x.side for x, _ in pairs) else 1  # failed trials are measured once more
+    speeds = _compare_speeds(pairs, outputs, stats.Rule(rules.tolerance, looks=looks), known_sessions(a, b))
+    accuracies = _compare_accuracies(pairs, rules.loss)
+    rows = [_apply_gate(compare_trial(x, y, rules, checks, speed | accuracy), x, y, rules, machine_diff)
+            for (x, y), checks, speed, accuracy in zip(pairs, outputs, speeds, accuracies, strict=True)]  # fmt: skip
+    refused_rows = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
     left_out = [
-        f"{clean_text(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused
+        f"{clean_text(y.label)} is {r['verdict']}" for (_, y), r in zip(pairs, rows, strict=True) if r in refused_rows
     ]
-    kept = {_name_trial(t) for t in b} | {_name_trial(x) for x, _ in shared}
-    rows += [_make_missing_row(t, rules) for t in a if t.status == "ok" and _name_trial(t) not in kept]
-    several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
-    return COMPARE.build(COLUMNS, rows, notes=(*_find_notes(a, b, shared), *left_out), printed=PRINTED,
-                      group=("model", "size", "batch", *several), below=trial_table.list_reasons)  # fmt: skip
+    paired_names = {_name_trial(t) for t in b} | {_name_trial(x) for x, _ in pairs}
+    rows += [_make_missing_row(t, rules) for t in a if t.status == "ok" and _name_trial(t) not in paired_names]
+    device_key = ("device",) if len({r["device"] for r in rows}) > 1 else ()
+    return COMPARE.build(COLUMNS, rows, notes=(*_find_notes(a, b, pairs), *left_out), printed=PRINTED,
+                      group=("model", "size", "batch", *device_key), below=trial_table.list_reasons)  # fmt: skip
 
 
 def known_sessions(a: Results, b: Results) -> tuple[int, float]:
@@ -167,19 +167,19 @@ def known_sessions(a: Results, b: Results) -> tuple[int, float]:
 
 def other_machine(a: Results, b: Results) -> str:
     """Return the facts that distinguish the machines of two runs; "" if they seem to be the same."""
-    before, now = _flatten_values(a.environment), _flatten_values(b.environment)
-    changed = [n for n in MACHINE_FACTS if before.get(n) and now.get(n) and before[n] != now[n]]
-    return "; ".join(f"{n} {before[n]} against {now[n]}" for n in changed)
+    before, after = _flatten_values(a.environment), _flatten_values(b.environment)
+    names = [n for n in MACHINE_FACTS if before.get(n) and after.get(n) and before[n] != after[n]]
+    return "; ".join(f"{n} {before[n]} against {after[n]}" for n in names)
 
 
 def _apply_gate(
-    row: dict[str, Any], a: TrialResult, b: TrialResult, rules: GateRules, elsewhere: str
+    row: dict[str, Any], a: TrialResult, b: TrialResult, rules: GateRules, machine_diff: str
 ) -> dict[str, Any]:
     """Return the row with the gate's decision, and the reason if undecided."""
     high = row["ratio_high"]
     if not rules.gate or STATUS in row["failed"]:
         return row
-    failed = [c for c in row["failed"].split(", ") if c and c != SLOWER]
+    conditions = [c for c in row["failed"].split(", ") if c and c != SLOWER]
     contention = cpu_contention([a, b]) if row["measured"] != stats.IN_TURNS else None
     if is_missing(row["ratio"]):
         reason = row["verdict"] or f"A is {row['status_a']}, B is {row['status']}"
@@ -189,11 +189,11 @@ def _apply_gate(
         reason = "A and B are the same measurement; measure B itself"
     elif row["verdict"] == TWO_SESSIONS:
         reason = "A and B were measured in two sessions; measure both again side by side, with --remeasure"
-    elif elsewhere:
-        reason = f"A was measured on another machine ({elsewhere}); measure it again here with --remeasure"
+    elif machine_diff:
+        reason = f"A was measured on another machine ({machine_diff}); measure it again here with --remeasure"
     elif contention and contention.mostly:
-        busy = f"other programs kept up to {contention.processors:.1f} processors busy"
-        reason = f"{busy}, and it wasn't measured in turns"
+        load_text = f"other programs kept up to {contention.processors:.1f} processors busy"
+        reason = f"{load_text}, and it wasn't measured in turns"
     elif SLOWER not in row["failed"] and high >= 1 + rules.tolerance:
         reason = (
             f"{TOO_FEW_ROUNDS}: the interval reaches {format_slowdown(high - 1)}, and {100 * rules.tolerance:g} % "
@@ -201,7 +201,7 @@ def _apply_gate(
         )
     else:
         return row
-    return row | {"failed": ", ".join(failed), "undecided": reason}
+    return row | {"failed": ", ".join(conditions), "undecided": reason}
 
 
 def _check_outputs(run: Results) -> Checked:
@@ -220,20 +220,20 @@ def pair_trials(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]
     unique in both runs.
     """
     ids = {t.id: t for t in b}
-    own_ids = {t.id for t in a}
+    a_ids = {t.id for t in a}
     left, right = defaultdict[str, list[TrialResult]](list), defaultdict[str, list[TrialResult]](list)
     for run, by_name in ((a, left), (b, right)):
         for t in run:
-            if not (t.id in ids and t.id in own_ids):
+            if not (t.id in ids and t.id in a_ids):
                 by_name[_name_trial(t)].append(t)
-    matched = []
+    pairs = []
     for t in a:
         name = _name_trial(t)
         if t.id in ids:
-            matched.append((t, ids[t.id]))
+            pairs.append((t, ids[t.id]))
         elif len(left[name]) == len(right[name]) == 1:
-            matched.append((t, right[name][0]))
-    return matched
+            pairs.append((t, right[name][0]))
+    return pairs
 
 
 def _name_trial(t: TrialResult) -> str:
@@ -241,21 +241,21 @@ def _name_trial(t: TrialResult) -> str:
 
 
 def _some_trials(run: Results) -> str:
-    first, *others = [clean_text(t.label) for t in run]
-    return first + (f" and {len(others)} more" if others else "")
+    first, *rest = [clean_text(t.label) for t in run]
+    return first + (f" and {len(rest)} more" if rest else "")
 
 
 def compare_trial(
-    a: TrialResult, b: TrialResult, rules: GateRules, checked: tuple[str, str], judged: dict[str, Any]
+    a: TrialResult, b: TrialResult, rules: GateRules, checked: tuple[str, str], pair_columns: dict[str, Any]
 ) -> dict[str, Any]:
     """Compare a trial of A with its counterpart in B, as a dict of COLUMNS; unused columns are "", None or NaN.
 
-    `checked` has the entries of `_check_outputs` for A and for B, `judged` the columns of `_compare_speeds` and
+    `checked` has the entries of `_check_outputs` for A and for B, `pair_columns` the columns of `_compare_speeds` and
     `_compare_accuracies` for the pair.
     """
-    own = trial_table.make_trial_row(b, trial_table.ComparisonBasis(None))
+    cells = trial_table.make_trial_row(b, trial_table.ComparisonBasis(None))
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
-        name: own[name] for name in COPIED_COLUMNS if name in own
+        name: cells[name] for name in COPIED_COLUMNS if name in cells
     }
     if b.side:  # a pair belongs to both sides
         columns["options"] = columns["options"].removeprefix(f"side={b.side.upper()}").strip()
@@ -263,7 +263,7 @@ def compare_trial(
     columns |= {"status_a": a.status, "trial_a": a.id, "trial_b": b.id, **rounds}
     if reason := explain_refusal(a, b):
         return columns | {"verdict": f"{INCOMPARABLE}: {reason}"}
-    columns |= judged | _compare_outputs(*checked)
+    columns |= pair_columns | _compare_outputs(*checked)
     if (values := agreement.read_agreement(b, a, rules.rtol, rules.atol)) is not None:
         columns |= {"close": values.close, "max_abs": values.max_abs}
     columns["failed"] = ", ".join(c for c in rules.fail_on if _has_failed(c, columns, rules, bool(a.good and b.good)))
@@ -272,9 +272,9 @@ def compare_trial(
 
 def _make_missing_row(a: TrialResult, rules: GateRules) -> dict[str, Any]:
     """Return the row of a trial missing in B's run: it fails, or is undecided under a gate."""
-    own = trial_table.make_trial_row(a, trial_table.ComparisonBasis(None))
+    cells = trial_table.make_trial_row(a, trial_table.ComparisonBasis(None))
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS}
-    columns |= {name: own[name] for name in IDENTITY if name in own} | {"device": own["device"]}
+    columns |= {name: cells[name] for name in IDENTITY if name in cells} | {"device": cells["device"]}
     columns |= {"status_a": a.status, "status": MISSING, "reason": "B has no such trial", "trial_a": a.id}
     columns |= {"rounds_a": len(a.good), "rounds_b": 0}
     if STATUS in rules.fail_on:
@@ -289,16 +289,16 @@ def explain_refusal(a: TrialResult, b: TrialResult) -> str:
         return OTHER_WEIGHTS
     data = [(d.sha256, d.split if d.sha256 else d.seed) for d in (a.spec.data, b.spec.data)]
     if data[0] != data[1]:
-        aside = [accuracy.set_aside(t) for t in (a, b)]
-        if a.good and b.good and aside[0] != aside[1] and accuracy.same_photographs(a, b):
-            fewest, most = sorted(aside)
+        aside_counts = [accuracy.set_aside(t) for t in (a, b)]
+        if a.good and b.good and aside_counts[0] != aside_counts[1] and accuracy.same_photographs(a, b):
+            fewest, most = sorted(aside_counts)
             return f"different test images, {most:,} set aside for calibration in one run and {fewest:,} in the other"
         return "different data"
     if reason := find_mismatch(b, a):
         return reason
-    timed = [", ".join(x for x in LATENCIES if t.medians(x)) or "none" for t in (a, b)]
-    if a.good and b.good and timed[0] != timed[1] and not trial_table.compared_boundary(b, a):
-        return f"different boundaries, latency of {timed[0]} against {timed[1]}"
+    boundaries = [", ".join(x for x in LATENCIES if t.medians(x)) or "none" for t in (a, b)]
+    if a.good and b.good and boundaries[0] != boundaries[1] and not trial_table.compared_boundary(b, a):
+        return f"different boundaries, latency of {boundaries[0]} against {boundaries[1]}"
     return ""
 
 
@@ -310,19 +310,19 @@ def _identify_weights(t: TrialResult) -> str:
 
 
 def _compare_speeds(
-    shared: Sequence[tuple[TrialResult, TrialResult]],
+    pairs: Sequence[tuple[TrialResult, TrialResult]],
     checked: Sequence[tuple[str, str]],
     rule: stats.Rule,
-    known: tuple[int, float],
+    sessions: tuple[int, float],
 ) -> list[dict[str, Any]]:
     """Return the columns on speed of each pair; comparable pairs are judged as one family.
 
-    Pairs from two sessions are compared by the machine's `known` spread, as `known_sessions` returns it.
+    Pairs from two sessions are compared by the machine's spread between sessions, as `known_sessions` returns it.
     """
     rows: list[dict[str, Any]] = []
     family: list[stats.Evidence | None] = []
-    unjudged: dict[int, str] = {}  # verdicts without an interval, by index of the pair
-    for (a, b), outputs in zip(shared, checked, strict=True):
+    fixed_verdicts: dict[int, str] = {}  # verdicts without an interval, by index of the pair
+    for (a, b), outputs in zip(pairs, checked, strict=True):
         boundary = "" if explain_refusal(a, b) else trial_table.compared_boundary(b, a)
         clock = clock_of(boundary, a, b)
         medians = quiet_medians(a, boundary, clock), quiet_medians(b, boundary, clock)
@@ -334,20 +334,20 @@ def _compare_speeds(
             f"latency_{side}_ms": 1e3 * stats.find_center(m).value for side, m in zip("ab", medians, strict=True)
         }
         rows.append({"boundary": boundary, **latencies})
-        wrong = any(each.startswith(OUTPUTS_WRONG) for each in outputs)
+        has_wrong_outputs = any(output.startswith(OUTPUTS_WRONG) for output in outputs)
         # A's speed-up over B is the ratio of B's latency to A's.
-        evidence = None if wrong else ranking.gather_evidence(a, b, boundary, clock)
+        evidence = None if has_wrong_outputs else ranking.gather_evidence(a, b, boundary, clock)
         if evidence is not None and _list_times(a) & _list_times(b):
-            evidence, unjudged[len(family)] = stats.between_sessions(evidence, 0, 0.0), SAME_MEASUREMENT
+            evidence, fixed_verdicts[len(family)] = stats.between_sessions(evidence, 0, 0.0), SAME_MEASUREMENT
         elif evidence is not None and not evidence.single and _are_two_sessions(a, b):  # each is one observation
-            evidence = stats.between_sessions(evidence, *known)
-            unjudged |= {len(family): TWO_SESSIONS} if evidence.single else {}
+            evidence = stats.between_sessions(evidence, *sessions)
+            fixed_verdicts |= {len(family): TWO_SESSIONS} if evidence.single else {}
         family.append(evidence)
     count = sum(1 for e in family if e is not None and not e.single)
-    for place, (row, e, (s, verdict)) in enumerate(zip(rows, family, judge_family(family, rule), strict=True)):
+    for index, (row, e, (s, verdict)) in enumerate(zip(rows, family, judge_family(family, rule), strict=True)):
         if e is not None:
             row |= {"ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "p_value": s.p,
-                    "verdict": unjudged.get(place, verdict), "measured": s.measured}  # fmt: skip
+                    "verdict": fixed_verdicts.get(index, verdict), "measured": s.measured}  # fmt: skip
             level = stats.ALPHA / max(count, 1) / rule.looks
             row["smallest"] = 100 * smallest_slowdown(e.error, e.freedom, level, rule.margin)
     return rows
@@ -387,15 +387,15 @@ def judge_family(family: Sequence[stats.Evidence | None], rule: stats.Rule) -> l
 
     "Slower" claims a ratio above 1 + the margin, so Holm's steps for it start from there.
     """
-    shifted = [e and replace(e, difference=e.difference - rule.reach) for e in family]
-    both = zip(stats.decide_family(family, rule), stats.decide_family(shifted, rule), strict=True)
-    return [(s, _choose_verdict(s, beyond, rule.margin)) for s, beyond in both]
+    shifted_family = [e and replace(e, difference=e.difference - rule.reach) for e in family]
+    decisions = zip(stats.decide_family(family, rule), stats.decide_family(shifted_family, rule), strict=True)
+    return [(speedup, _choose_verdict(speedup, shifted, rule.margin)) for speedup, shifted in decisions]
 
 
-def _choose_verdict(s: stats.Speedup, beyond: stats.Speedup, margin: float) -> str:
-    if s.verdict == stats.FASTER:
-        return stats.SLOWER if s.low > 1 + margin and beyond.verdict == stats.FASTER else TOLERATED
-    return stats.FASTER if s.verdict == stats.SLOWER else s.verdict
+def _choose_verdict(speedup: stats.Speedup, shifted: stats.Speedup, margin: float) -> str:
+    if speedup.verdict == stats.FASTER:
+        return stats.SLOWER if speedup.low > 1 + margin and shifted.verdict == stats.FASTER else TOLERATED
+    return stats.FASTER if speedup.verdict == stats.SLOWER else speedup.verdict
 
 
 def _compare_outputs(a: str, b: str) -> dict[str, Any]:
@@ -408,18 +408,18 @@ def _compare_outputs(a: str, b: str) -> dict[str, Any]:
     }
 
 
-def _compare_accuracies(shared: Sequence[tuple[TrialResult, TrialResult]], loss: float) -> list[dict[str, Any]]:
+def _compare_accuracies(pairs: Sequence[tuple[TrialResult, TrialResult]], loss: float) -> list[dict[str, Any]]:
     """Return the columns on accuracy of each pair; comparable pairs are judged as one family."""
     rows: list[dict[str, Any]] = []
-    judged: dict[int, Change] = {}  # changes by index of the row
-    for a, b in shared:
+    changes: dict[int, Change] = {}  # changes by index of the row
+    for a, b in pairs:
         rows.append({})
         for columns, change in () if explain_refusal(a, b) else _compare_accuracy(a, b):
             rows[-1] = {**columns, **rows[-1]}
-            judged.setdefault(len(rows) - 1, change)
-    verdicts = judge_accuracies([change.cautious for change in judged.values()], loss)
-    for place, verdict in zip(judged, verdicts, strict=True):
-        rows[place]["accuracy"] = verdict
+            changes.setdefault(len(rows) - 1, change)
+    verdicts = judge_accuracies([change.cautious for change in changes.values()], loss)
+    for index, verdict in zip(changes, verdicts, strict=True):
+        rows[index]["accuracy"] = verdict
     return rows
 
 
@@ -430,10 +430,10 @@ def judge_accuracies(changes: Sequence[stats.Interval], loss: float) -> list[str
     """
     chances = [_find_chance(change, loss) for change in changes]
     verdicts = [NO_CHANGE] * len(changes)
-    for k, place in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
-        if chances[place] > stats.ALPHA / (len(chances) - k):
+    for k, index in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
+        if chances[index] > stats.ALPHA / (len(chances) - k):
             break
-        verdicts[place] = LOST if changes[place].value < 0 else GAINED
+        verdicts[index] = LOST if changes[index].value < 0 else GAINED
     return verdicts
 
 
@@ -445,60 +445,60 @@ def _find_chance(change: stats.Interval, loss: float) -> float:
     from scipy.special import ndtr, ndtri
 
     value = change.value
-    beyond, reach = (-loss - value, change.high - value) if value < 0 else (value, value - change.low)
-    if not beyond > 0 or math.isnan(reach):
+    excess, reach = (-loss - value, change.high - value) if value < 0 else (value, value - change.low)
+    if not excess > 0 or math.isnan(reach):
         return 1.0
-    return float(2 * ndtr(ndtri(stats.ALPHA / 2) * beyond / reach)) if reach > 0 else 0.0
+    return float(2 * ndtr(ndtri(stats.ALPHA / 2) * excess / reach)) if reach > 0 else 0.0
 
 
 def _compare_accuracy(a: TrialResult, b: TrialResult) -> Iterator[tuple[dict[str, Any], Change]]:
     """Yield the columns and the change of each metric that both trials have; the first one is judged."""
-    before = {metric.name: value for metric, value in metrics.list_measured(a)}
-    for metric, own in metrics.list_measured(b):
+    a_values = {metric.name: value for metric, value in metrics.list_measured(a)}
+    for metric, b_value in metrics.list_measured(b):
         change = metric.change(b, a)
-        if change is None or metric.name not in before:
+        if change is None or metric.name not in a_values:
             continue
         yield {
             "images": change.images, "judged_by": metric.diff,
-            f"{metric.column}_a": 100 * before[metric.name].interval.value,
-            f"{metric.column}_b": 100 * own.interval.value, **in_percent(metric.diff, change.difference),
+            f"{metric.column}_a": 100 * a_values[metric.name].interval.value,
+            f"{metric.column}_b": 100 * b_value.interval.value, **in_percent(metric.diff, change.difference),
         }, change  # fmt: skip
 
 
-def _has_failed(condition: str, r: Row, rules: GateRules, both_ran: bool) -> bool:
+def _has_failed(condition: str, row: Row, rules: GateRules, both_ran: bool) -> bool:
     if condition == STATUS:
-        return bool(r["status_a"] == "ok" and r["status"] != "ok")
+        return bool(row["status_a"] == "ok" and row["status"] != "ok")
     if condition == SLOWER:
-        return bool(r["verdict"] == stats.SLOWER)
+        return bool(row["verdict"] == stats.SLOWER)
     if condition == LESS_ACCURATE:
-        return bool(r["accuracy"] == LOST)
+        return bool(row["accuracy"] == LOST)
     if condition == WRONG_OUTPUTS:
-        return bool(both_ran and r["outputs"] == OUTPUTS_WRONG and r["outputs_a"] != OUTPUTS_WRONG)
+        return bool(both_ran and row["outputs"] == OUTPUTS_WRONG and row["outputs_a"] != OUTPUTS_WRONG)
     # Missing outputs, or outputs of another shape, have no share and don't agree.
-    return both_ran and not (r.get("close") or 0.0) >= rules.least
+    return both_ran and not (row.get("close") or 0.0) >= rules.least
 
 
-def _find_notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> Iterator[str]:
+def _find_notes(a: Results, b: Results, pairs: list[tuple[TrialResult, TrialResult]]) -> Iterator[str]:
     """Yield notes on possible explanations of the differences."""
-    changed = dict(_find_differences(a.environment, b.environment))
-    for x, y in shared:
+    changes = dict(_find_differences(a.environment, b.environment))
+    for x, y in pairs:
         if x.good and y.good:
-            changed |= _find_differences(x.good[0].record.system, y.good[0].record.system)
-            changed |= _find_differences({"threads": x.facts.threads}, {"threads": y.facts.threads})
-    if changed and a.folder != b.folder:
-        differences = [f"{name} {before} against {after}" for name, (before, after) in changed.items()]
+            changes |= _find_differences(x.good[0].record.system, y.good[0].record.system)
+            changes |= _find_differences({"threads": x.facts.threads}, {"threads": y.facts.threads})
+    if changes and a.folder != b.folder:
+        differences = [f"{name} {before} against {after}" for name, (before, after) in changes.items()]
         rest = [f"{len(differences) - MAX_DIFFERENCES} more"] if len(differences) > MAX_DIFFERENCES else []
         text = "; ".join(differences[:MAX_DIFFERENCES] + rest)
         yield f"the machines or versions differ, which may explain the whole difference: {text}"
-    if cores := find_apart_jobs(t for pair in shared for t in pair):
+    if cores := find_apart_jobs(t for pair in pairs for t in pair):
         yield f"the {cores.clause}; this may explain the whole difference"
-    if warned := sum(1 for pair in shared if any(remarks.list_warnings(t) for t in pair)):
-        trials = format_count(len(shared), "trial")
-        yield f"{warned} of {trials} with warnings that may explain a change; `dyno report` lists them"
+    if warning_count := sum(1 for pair in pairs if any(remarks.list_warnings(t) for t in pair)):
+        trials = format_count(len(pairs), "trial")
+        yield f"{warning_count} of {trials} with warnings that may explain a change; `dyno report` lists them"
     for name, run in (("A", a), ("B", b)):
-        paired = {t.id for pair in shared for t in pair}
-        if unpaired := [clean_text(t.label) for t in run if t.id not in paired]:
-            yield f"only in {name}: {unpaired[0]}" + (f" and {len(unpaired) - 1} more" if len(unpaired) > 1 else "")
+        paired_ids = {t.id for pair in pairs for t in pair}
+        if labels := [clean_text(t.label) for t in run if t.id not in paired_ids]:
+            yield f"only in {name}: {labels[0]}" + (f" and {len(labels) - 1} more" if len(labels) > 1 else "")
     yield from (*a.problems, *b.problems)
 
 

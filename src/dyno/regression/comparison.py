@@ -109,21 +109,21 @@ class Comparison:
 
         The format is small enough for the standard library.
         """
-        counts = {"failures": sum(bool(r["failed"]) for r in self.rows),
-                  "errors": sum(bool(not r["failed"] and explain_undecided(r)) for r in self.rows)}  # fmt: skip
+        counts = {"failures": sum(bool(row["failed"]) for row in self.rows),
+                  "errors": sum(bool(not row["failed"] and explain_undecided(row)) for row in self.rows)}  # fmt: skip
         attributes = {"name": "dyno compare", "tests": str(len(self.rows)), **{k: str(n) for k, n in counts.items()}}
         suites = Xml.Element("testsuites", attributes)
         suite = Xml.SubElement(suites, "testsuite", attributes)
-        for r in self.rows:
-            seconds = "0" if is_missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
-            about = {"classname": "dyno.compare", "name": describe_where(r), "time": seconds}
-            case = Xml.SubElement(suite, "testcase", about)
-            if r["failed"]:
-                Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(explain_failure(r))})
-            elif reason := explain_undecided(r):
+        for row in self.rows:
+            seconds = "0" if is_missing(row["latency_b_ms"]) else f"{row['latency_b_ms'] / 1e3:.9f}"
+            labels = {"classname": "dyno.compare", "name": describe_where(row), "time": seconds}
+            case = Xml.SubElement(suite, "testcase", labels)
+            if row["failed"]:
+                Xml.SubElement(case, "failure", {"type": row["failed"], "message": drop_controls(explain_failure(row))})
+            elif reason := explain_undecided(row):
                 Xml.SubElement(case, "error", {"type": "undecided", "message": drop_controls(reason)})
-            ratio = "" if is_missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
-            Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{describe_outcome(r)}")
+            ratio = "" if is_missing(row["ratio"]) else f"{RATIO_SHOWN.text(row)} the latency, "
+            Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{describe_outcome(row)}")
         Xml.SubElement(suite, "system-out").text = "\n".join(map(drop_controls, self.verdicts))
         Xml.indent(suites)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -146,11 +146,11 @@ class Comparison:
             return []
         a, b = (_describe_side(side) for side in study.sides.values())
         sentences = [f"A is {a}, B is {b}."]
-        for r in self.rows:
-            pair = [self.result.records.trial(r[name]) for name in ("trial_a", "trial_b")]
+        for row in self.rows:
+            pair = [self.result.records.trial(row[name]) for name in ("trial_a", "trial_b")]
             if differences := list_changes(pair[0], pair[1]):
-                where = f"{describe_where(r)}: " if len(self.rows) > 1 else ""
-                sentences.append(f"{where}besides the speed, these changed: {'; '.join(differences)}.")
+                prefix = f"{describe_where(row)}: " if len(self.rows) > 1 else ""
+                sentences.append(f"{prefix}besides the speed, these changed: {'; '.join(differences)}.")
         return sentences
 
 
@@ -185,15 +185,15 @@ def compare(
     sources = [source for source in (a, b) if source is not None]
     if not sources:
         raise UserError("there is nothing to compare; give two run folders or models")
-    if refused := next((name for name in settings if name in REFUSED_OPTIONS), ""):
-        raise UserError(f"a comparison doesn't take {refused}; {LIMITS_ADVICE}")
+    if refused_name := next((name for name in settings if name in REFUSED_OPTIONS), ""):
+        raise UserError(f"a comparison doesn't take {refused_name}; {LIMITS_ADVICE}")
     runs = [_load_run(source) for source in sources]
     if None not in runs and not (remeasure or baseline_python or commits or settings):
-        loaded = [self_test.renew(run) for run in runs if run is not None]
-        if len(loaded) == 1:
-            return Comparison(tables.compare_sides(loaded[0], rules), loaded[0].folder)
-        both = tables.pair_trials(loaded[0], loaded[1])
-        return Comparison(tables.compare_runs(loaded[0], loaded[1], rules), video=videos.make_comparison_table(both))
+        results = [self_test.renew(run) for run in runs if run is not None]
+        if len(results) == 1:
+            return Comparison(tables.compare_sides(results[0], rules), results[0].folder)
+        pairs = tables.pair_trials(results[0], results[1])
+        return Comparison(tables.compare_runs(results[0], results[1], rules), video=videos.make_comparison_table(pairs))
     if len(runs) == 2 and None not in runs and not remeasure:
         raise UserError("two stored runs are compared as they are; --remeasure measures both here, with other settings")
     study = _build_study(sources, remeasure, baseline_python, commits, settings)
@@ -318,9 +318,9 @@ def list_comparison(table: Table, stored: bool = True) -> list[str]:
     lines = [f"{describe_where(r)}: {r['verdict']}, so the speed is not judged."
              for r in rows if r["verdict"].startswith(OUTPUTS_WRONG)]  # fmt: skip
     verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
-    shared = sum(r["status"] != MISSING for r in rows)
-    gone = f", {len(rows) - shared} only in A" if shared < len(rows) else ""
-    lines += [f"{format_count(shared, 'shared trial' if stored else 'pair')}{gone}: {verdicts}."]
+    shared_count = sum(r["status"] != MISSING for r in rows)
+    missing_text = f", {len(rows) - shared_count} only in A" if shared_count < len(rows) else ""
+    lines += [f"{format_count(shared_count, 'shared trial' if stored else 'pair')}{missing_text}: {verdicts}."]
     lines += [f"failed: {describe_where(r)}: {explain_failure(r)}" for r in rows if r["failed"]]
     lines += [f"undecided: {describe_where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
     if not any(map(_has_run, rows)):
@@ -335,10 +335,10 @@ def _describe_method(rows: list[Row], stored: bool) -> list[str]:
     if not methods:
         return []
     rounds = max((min(r["rounds_a"], r["rounds_b"]) for r in rows), default=0)
-    apart = WIDENED_NOTE if stats.IN_TWO_SESSIONS in methods else STORED_NOTE
-    apart = SESSIONS_NOTE if any(r["verdict"] == TWO_SESSIONS for r in rows) else apart
-    apart = COPIED_NOTE if any(r["verdict"] == SAME_MEASUREMENT for r in rows) else apart
-    sentences = [apart if stored else f"Measured {' or '.join(sorted(methods))}, {format_count(rounds, 'round')}."]
+    note = WIDENED_NOTE if stats.IN_TWO_SESSIONS in methods else STORED_NOTE
+    note = SESSIONS_NOTE if any(r["verdict"] == TWO_SESSIONS for r in rows) else note
+    note = COPIED_NOTE if any(r["verdict"] == SAME_MEASUREMENT for r in rows) else note
+    sentences = [note if stored else f"Measured {' or '.join(sorted(methods))}, {format_count(rounds, 'round')}."]
     builds = [int(r["builds"]) for r in rows if not is_missing(r["builds"])]
     if 1 in builds:
         sentences.append("One build of each engine tuned by timing: another may differ; see --builds.")
@@ -350,44 +350,44 @@ def _describe_method(rows: list[Row], stored: bool) -> list[str]:
 
 
 def _describe_power(rows: list[Row]) -> list[str]:
-    smallest = [r["smallest"] for r in rows if not is_missing(r["smallest"])]
-    if not smallest:
+    slowdowns = [r["smallest"] for r in rows if not is_missing(r["smallest"])]
+    if not slowdowns:
         return []
-    least, most = format_slowdown(min(smallest) / 100), format_slowdown(max(smallest) / 100)
+    least, most = format_slowdown(min(slowdowns) / 100), format_slowdown(max(slowdowns) / 100)
     span = least if least == most else f"{least.removesuffix(' %')} to {most}"
-    caught = f"a slow-down of {span} is caught in {100 * TARGET_POWER:g} % of comparisons"
-    return [f"With these rounds and this spread, {caught}."]
+    text = f"a slow-down of {span} is caught in {100 * TARGET_POWER:g} % of comparisons"
+    return [f"With these rounds and this spread, {text}."]
 
 
-def describe_where(r: Row) -> str:
+def describe_where(row: Row) -> str:
     """Return a short name of the row's trial."""
-    return f"{clean_text(r['model'])} {clean_text(configuration_of(r))} b{r['batch']} {r['size']}"
+    return f"{clean_text(row['model'])} {clean_text(configuration_of(row))} b{row['batch']} {row['size']}"
 
 
-def explain_failure(r: Row) -> str:
+def explain_failure(row: Row) -> str:
     """Return the reason for a row's failure."""
-    return "; ".join(_explain_failure(condition, r) for condition in r["failed"].split(", "))
+    return "; ".join(_explain_failure(condition, row) for condition in row["failed"].split(", "))
 
 
-def _explain_failure(condition: str, r: Row) -> str:
+def _explain_failure(condition: str, row: Row) -> str:
     if condition == SLOWER:
-        return f"slower, {RATIO_SHOWN.text(r)} the latency"
+        return f"slower, {RATIO_SHOWN.text(row)} the latency"
     if condition == LESS_ACCURATE:
-        low, value, high = (format_points(r[f"{r['judged_by']}{x}"] / 100) for x in ("_low", "", "_high"))
+        low, value, high = (format_points(row[f"{row['judged_by']}{x}"] / 100) for x in ("_low", "", "_high"))
         return f"less accurate, {value} points [{low}, {high}] on the same images"
     if condition == STATUS:
-        return f"was ok, now {r['status']}: {clean_text(r['reason'])}"
+        return f"was ok, now {row['status']}: {clean_text(row['reason'])}"
     if condition == WRONG_OUTPUTS:
-        return str(r["verdict"])
-    if is_missing(r["close"]):
+        return str(row["verdict"])
+    if is_missing(row["close"]):
         return "no outputs to compare with A's"
-    return f"only {floor_percent(r['close'])} % of values agree"
+    return f"only {floor_percent(row['close'])} % of values agree"
 
 
-def explain_undecided(r: Row) -> str:
+def explain_undecided(row: Row) -> str:
     """Return the reason why a row is undecided; "" if it is decided."""
-    reason = r["verdict"] if r["verdict"].startswith((INCOMPARABLE, OUTPUTS_WRONG)) else ""
-    return str(r["undecided"] or reason)
+    reason = row["verdict"] if row["verdict"].startswith((INCOMPARABLE, OUTPUTS_WRONG)) else ""
+    return str(row["undecided"] or reason)
 
 
 def exit_code(table: Table) -> int:
@@ -397,5 +397,5 @@ def exit_code(table: Table) -> int:
     return UNDECIDED if any(map(explain_undecided, table.rows)) or not any(map(_has_run, table.rows)) else GOOD
 
 
-def _has_run(r: Row) -> bool:
-    return bool(r["status"] == r["status_a"] == "ok")
+def _has_run(row: Row) -> bool:
+    return bool(row["status"] == row["status_a"] == "ok")

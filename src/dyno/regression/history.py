@@ -69,26 +69,26 @@ def make_history(runs: Sequence[RunData]) -> Table:
     A `step` is a trial's latency over that of its previous measurement at the same boundary and clock; failed trials
     and wrong outputs have no step. Raises `UserError` for a run that is named twice, or without a common trial.
     """
-    dated = sorted(zip(names_of(runs), runs, strict=True), key=lambda pair: read_start(pair[1].records))
+    dated_runs = sorted(zip(names_of(runs), runs, strict=True), key=lambda pair: read_start(pair[1].records))
     series: dict[tuple[str, ...], list[tuple[Row, dict[str, str]]]] = {}
-    near = min((n for run in runs for t in run.trials.values() for n in list_core_latencies(t)), default=0.0)
-    for place, (name, run) in enumerate(dated):
+    min_latency = min((n for run in runs for t in run.trials.values() for n in list_core_latencies(t)), default=0.0)
+    for run_index, (name, run) in enumerate(dated_runs):
         cells = run.frame.to_dict("records")
-        count = Counter(map(_make_key, cells))
+        counts = Counter(map(_make_key, cells))
         for row in cells:
             trial, key = run.trials[row["trial"]], _make_key(row)
-            key = key if count[key] == 1 else (*key, trial.id)  # rows with equal keys are matched by id
-            facts = _read_facts(trial, row, run, near)
-            own = {"run": name, "#place": place, "date": format_moment(read_start(run.records)), "model": key[0]}
-            own |= {column: facts.get(column, "") for column in ("commit", "dyno")}
-            own |= {"weights": facts.get("weights", ""), "versions": trial.described_versions}
-            series.setdefault(key, []).append((row | own, facts))
+            key = key if counts[key] == 1 else (*key, trial.id)  # rows with equal keys are matched by id
+            facts = _read_facts(trial, row, run, min_latency)
+            extra = {"run": name, "#place": run_index, "date": format_moment(read_start(run.records)), "model": key[0]}
+            extra |= {column: facts.get(column, "") for column in ("commit", "dyno")}
+            extra |= {"weights": facts.get("weights", ""), "versions": trial.described_versions}
+            series.setdefault(key, []).append((row | extra, facts))
     if not any(len(rows) > 1 for rows in series.values()):
         raise UserError(f"the {len(runs)} runs have no trial in common; `dyno report` shows them side by side")
-    rows = [row for each in series.values() for row in _add_steps(each)]
-    several = ("device",) if len({row["device"] for row in rows}) > 1 else ()
-    notes = tuple(_list_steps(rows, dict(dated)))
-    return HISTORY.build(COLUMNS, rows, notes=notes, group=("model", "size", "batch", *several), printed=PRINTED)
+    rows = [row for entries in series.values() for row in _add_steps(entries)]
+    device_key = ("device",) if len({row["device"] for row in rows}) > 1 else ()
+    notes = tuple(_list_steps(rows, dict(dated_runs)))
+    return HISTORY.build(COLUMNS, rows, notes=notes, group=("model", "size", "batch", *device_key), printed=PRINTED)
 
 
 def _make_key(row: Mapping[Any, Any]) -> tuple[str, ...]:
@@ -97,8 +97,8 @@ def _make_key(row: Mapping[Any, Any]) -> tuple[str, ...]:
     return (model[1] if model else str(row["model"]), *(str(row[name]) for name in IDENTITY if name != "model"))
 
 
-def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData, near: float) -> dict[str, str]:
-    """Return facts that may explain a changed latency, by name; `near` is the least core-to-core latency."""
+def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData, min_latency: float) -> dict[str, str]:
+    """Return facts that may explain a changed latency, by name; `min_latency` is the least core-to-core latency."""
     model, environment = trial.spec.model, run.records.environment
     commit = AT_COMMIT.fullmatch(str(row["model"]))
     facts = {
@@ -108,17 +108,17 @@ def _read_facts(trial: TrialResult, row: Mapping[Any, Any], run: RunData, near: 
         "dyno": (environment.get("versions") or {}).get("inference-dyno", ""),
         **trial.versions,
         "threads": trial.facts.threads,
-        "processors": _name_distance(list_core_latencies(trial), near),
+        "processors": _name_distance(list_core_latencies(trial), min_latency),
         **{name: environment.get(name) for name in MACHINE_FACTS},
     }
     return {name: clean_text(value) for name, value in facts.items() if value not in (None, "", [])}
 
 
-def _name_distance(latencies: Sequence[float], near: float) -> str:
+def _name_distance(latencies: Sequence[float], min_latency: float) -> str:
     """Return how far apart the processors were; "" without a core-to-core latency."""
     if not latencies:
         return ""
-    return "far apart" if median(latencies) > CACHE_DISTANCE_RATIO * near else "near each other"
+    return "far apart" if median(latencies) > CACHE_DISTANCE_RATIO * min_latency else "near each other"
 
 
 def _add_steps(series: Sequence[tuple[Row, dict[str, str]]]) -> Iterator[Row]:
@@ -129,12 +129,12 @@ def _add_steps(series: Sequence[tuple[Row, dict[str, str]]]) -> Iterator[Row]:
             yield row
             continue
         if last is not None:
-            before, known = last
-            names = dict.fromkeys((*known, *facts))
-            changed = [
-                f"{n} {known.get(n, 'none')} to {facts.get(n, 'none')}" for n in names if known.get(n) != facts.get(n)
+            before, base = last
+            names = dict.fromkeys((*base, *facts))
+            changes = [
+                f"{n} {base.get(n, 'none')} to {facts.get(n, 'none')}" for n in names if base.get(n) != facts.get(n)
             ]
-            row["changed"] = "; ".join(changed)
+            row["changed"] = "; ".join(changes)
             if all(before[name] == row[name] for name in ("boundary", "clock")):
                 step = row[LATENCY] / before[LATENCY]
                 row |= {"step": step, "#before": before, "#seen": _is_seen(before, row)}
@@ -153,27 +153,27 @@ def _is_seen(before: Row, row: Row) -> bool:
 
 def _list_steps(rows: Sequence[Row], runs: Mapping[str, RunData]) -> Iterator[str]:
     """Yield a sentence on each of the largest slow-downs with disjoint intervals, and on what they prove."""
-    slower = [row for row in rows if row.get("#seen") and row["step"] > 1]
-    for row in sorted(slower, key=lambda row: row["step"], reverse=True)[:MAX_STEPS_NAMED]:
+    rises = [row for row in rows if row.get("#seen") and row["step"] > 1]
+    for row in sorted(rises, key=lambda row: row["step"], reverse=True)[:MAX_STEPS_NAMED]:
         name = " ".join(str(row[key]) for key in ("model", "backend", "options", "precision") if row[key])
-        why = f"with it changed {row['changed']}" if row["changed"] else "nothing that is recorded changed"
+        cause = f"with it changed {row['changed']}" if row["changed"] else "nothing that is recorded changed"
         before = row["#before"]
         yield (
             f"{name} at batch {row['batch']} took {row['step']:.2f}x as long from {row['run']} ({row['date']}) on: "
-            f"{format_number(before[LATENCY])} to {format_number(row[LATENCY])} ms; {why}."
+            f"{format_number(before[LATENCY])} to {format_number(row[LATENCY])} ms; {cause}."
         )
-    if not slower:
-        bounded = any("#before" in row and not is_missing(row["latency_ms_low"]) for row in rows)
+    if not rises:
+        has_intervals = any("#before" in row and not is_missing(row["latency_ms_low"]) for row in rows)
         yield (
             "No latency rose beyond the intervals of two runs."
-            if bounded
+            if has_intervals
             else "Single rounds have no interval, so no step can be told from noise; measure more --rounds."
         )
         return
-    first, then = (
-        shlex.quote(str(runs[name].records.folder)) for name in (slower[0]["#before"]["run"], slower[0]["run"])
+    first, second = (
+        shlex.quote(str(runs[name].records.folder)) for name in (rises[0]["#before"]["run"], rises[0]["run"])
     )
-    yield f"Runs of different sessions prove no cause; measured side by side: dyno compare {first} {then} --remeasure"
+    yield f"Runs of different sessions prove no cause; measured side by side: dyno compare {first} {second} --remeasure"
 
 
 # History as a chart.
@@ -223,12 +223,12 @@ def draw_history(table: Table) -> Any:
 
 def _draw_line(axes: Any, line: Any) -> None:
     low, value, high = (line[f"latency_ms{end}"].astype(float) for end in ("_low", "", "_high"))
-    look = charts.choose_stroke(line.iloc[0])
-    axes.plot(line["#place"], value, **look)
-    axes.vlines(line["#place"], low, high, color=look["color"], lw=4, alpha=0.35)
+    stroke = charts.choose_stroke(line.iloc[0])
+    axes.plot(line["#place"], value, **stroke)
+    axes.vlines(line["#place"], low, high, color=stroke["color"], lw=4, alpha=0.35)
     for _, row in line.iterrows():
         if row.get("#seen") is True:
-            (ring,) = axes.plot(row["#place"], row[LATENCY], "o", ms=14, mfc="none", mec=look["color"], mew=1.5)
+            (ring,) = axes.plot(row["#place"], row[LATENCY], "o", ms=14, mfc="none", mec=stroke["color"], mew=1.5)
             style.add_tooltip(ring, f"{row['configuration']}: {row['step']:.2f}x; {row['changed']}")
             text = {"xytext": (0, 11), "textcoords": "offset points", "ha": "center", "fontsize": 8.5}
             axes.annotate(f"{row['step']:.2f}x", (row["#place"], row[LATENCY]), **text)

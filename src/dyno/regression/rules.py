@@ -63,9 +63,9 @@ class GateRules:
     def _parse_conditions(self, conditions: tuple[str, ...]) -> None:
         names = []
         for name, parse in ((SLOWER, parse_percent), (LESS_ACCURATE, parse_points)):
-            limited = [c for c in conditions if c.startswith(f"{name}=")]
-            if len({parse(c.partition("=")[2]) for c in limited}) > 1:
-                raise UserError(f"{', '.join(limited)} contradict each other; give one of them")
+            entries = [c for c in conditions if c.startswith(f"{name}=")]
+            if len({parse(c.partition("=")[2]) for c in entries}) > 1:
+                raise UserError(f"{', '.join(entries)} contradict each other; give one of them")
         for text in conditions:
             name, equals, limit = text.partition("=")
             if name not in CONDITIONS:
@@ -91,9 +91,9 @@ def format_slowdown(share: float) -> str:
 
 def parse_percent(text: str) -> float:
     """Return the share for a text such as `2%`; raise `UserError` for anything but a percentage of 0 to 1000."""
-    number = text.strip().removesuffix("%")
+    digits = text.strip().removesuffix("%")
     try:
-        value = float(number) / 100
+        value = float(digits) / 100
     except ValueError:
         value = math.nan
     if not (text.strip().endswith("%") and 0 <= value <= MAX_TOLERANCE):
@@ -149,19 +149,19 @@ def list_changes(a: TrialResult, b: TrialResult) -> list[str]:
     ]
 
 
-def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
-    system: Mapping[str, Any] = t.good[0].record.system
+def _list_facts(trial: TrialResult) -> Iterator[tuple[str, str]]:
+    system: Mapping[str, Any] = trial.good[0].record.system
     if python := system.get("python"):
         yield "Python", str(python)
     for name, version in (system.get("versions") or {}).items():
         yield str(name), str(version)
-    if types := read_truth(t):
+    if types := read_truth(trial):
         yield "ran as", str(types) or UNKNOWN
     for name in ("layers", "parameters"):
-        count = t.count(name)
+        count = trial.count(name)
         yield name, UNKNOWN if count is None else f"{count:,}"
-    size = t.artifact.bytes if t.artifact else t.value("file_size")
+    size = trial.artifact.bytes if trial.artifact else trial.value("file_size")
     if size:
         yield "file size", show(float(size), "bytes")
-    if t.facts.threads is not None:
-        yield "threads", str(t.facts.threads)
+    if trial.facts.threads is not None:
+        yield "threads", str(trial.facts.threads)

@@ -91,31 +91,31 @@ def selftest(
     study = _build_study(model, backend, device, fields)
     if rounds and rounds < MIN_STUDY_ROUNDS:
         raise UserError(f"{rounds} rounds are too few for a self-test; give {MIN_STUDY_ROUNDS} or more")
-    if not minutes * 60 >= (least := MIN_STUDY_ROUNDS * len(layout.slowdowns) * study.seconds):
-        raise _too_short(minutes, least)
+    if not minutes * 60 >= (min_seconds := MIN_STUDY_ROUNDS * len(layout.slowdowns) * study.seconds):
+        raise _too_short(minutes, min_seconds)
     trial = _plan_trial(study, rebuild)
     engines = _Engines(trial, Files(progress, study.build_timeout_s), rebuild)
     engines.pair(0)  # failures to build end the self-test before its time counts
     with progress.show_study([]):
-        measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
-    stored = StoredSelfTest(
+        test_rounds = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
+    result = StoredSelfTest(
         datetime.now().astimezone().isoformat(timespec="seconds"),
         __version__, self_test.identify_machine(device), device, trial.label,
-        trial.runtime.threads, study.seconds, study.block, DEFAULT_ROUNDS, measured,
+        trial.runtime.threads, study.seconds, study.block, DEFAULT_ROUNDS, test_rounds,
         find_versions(trial.runtime, registry.find(trial.backend).requires), builds=rebuild,
     )  # fmt: skip
     if keep and not rebuild:
-        stored = self_test.keep(stored)
-    return CalibrationResult(stored)
+        result = self_test.keep(result)
+    return CalibrationResult(result)
 
 
 def _build_study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Study:
     """Return the study of the single trial, on the given backend or the first one installed."""
-    given = {**TEST_SETTINGS, **({} if model else OF_MODEL), **fields}
-    study = Study(models=(model or TEST_MODEL,), device=device, boundaries=("model",), **given)
+    settings = {**TEST_SETTINGS, **({} if model else OF_MODEL), **fields}
+    study = Study(models=(model or TEST_MODEL,), device=device, boundaries=("model",), **settings)
     check_device(study)
-    chosen = [backend] if backend else [name for name in TEST_BACKENDS if name in list_installed(device)]
-    return replace(study, backends=tuple(chosen[:1]), turns=True)
+    backends = [backend] if backend else [name for name in TEST_BACKENDS if name in list_installed(device)]
+    return replace(study, backends=tuple(backends[:1]), turns=True)
 
 
 @dataclass(frozen=True)
@@ -132,22 +132,22 @@ class _Engines:
             return self._build_file(0), self._build_file(0)
         return self._build_file(2 * number), self._build_file(2 * number + 1)
 
-    def _build_file(self, number: int) -> Artifact | None:
-        artifact = self.files.get(self.trial, number)
+    def _build_file(self, build_index: int) -> Artifact | None:
+        artifact = self.files.get(self.trial, build_index)
         if isinstance(artifact, Record):
             raise UserError(f"{self.trial.label}: {artifact.reason}")
         return artifact
 
 
 def _plan_trial(study: Study, builds: bool) -> Trial:
-    planned = expand(replace(study, builds=MIN_STUDY_ROUNDS) if builds else study)
-    if len(planned) > 1:
-        names = ", ".join(entry.trial.label for entry in planned[:3])
-        made = f"these options make {len(planned)} trials ({names}…)"
-        raise UserError(f"{made}, and a self-test measures one; give one of each")
-    if planned[0].refusal:
-        raise UserError(planned[0].refusal)
-    trial = planned[0].trial
+    entries = expand(replace(study, builds=MIN_STUDY_ROUNDS) if builds else study)
+    if len(entries) > 1:
+        names = ", ".join(entry.trial.label for entry in entries[:3])
+        problem = f"these options make {len(entries)} trials ({names}…)"
+        raise UserError(f"{problem}, and a self-test measures one; give one of each")
+    if entries[0].refusal:
+        raise UserError(entries[0].refusal)
+    trial = entries[0].trial
     return replace(trial, plan=replace(trial.plan, builds=MAX_BUILDS)) if builds else trial
 
 
@@ -163,46 +163,48 @@ def _iter_rounds(
     engines: _Engines, layout: Layout, minutes: float, max_rounds: int, progress: Progress
 ) -> Iterator[TestRound]:
     """Yield rounds of fresh processes until the time is up or `max_rounds` are done (0: no limit)."""
-    began, longest, number = time.monotonic(), 0.0, 0
+    start, longest_s, round_index = time.monotonic(), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
-        while number < MIN_STUDY_ROUNDS or time.monotonic() - began + longest <= minutes * 60:
-            since = time.monotonic()
+        while round_index < MIN_STUDY_ROUNDS or time.monotonic() - start + longest_s <= minutes * 60:
+            round_start = time.monotonic()
             progress.show_step(
-                f"self-test, round {number + 1}, after {(since - began) / 60:.1f} of {minutes:g} minutes"
+                f"self-test, round {round_index + 1}, after {(round_start - start) / 60:.1f} of {minutes:g} minutes"
             )
-            place = Path(folder) / str(number)
-            yield _measure_round(engines, layout, place, number, progress)
-            shutil.rmtree(place, ignore_errors=True)
-            longest = max(longest, time.monotonic() - since)
-            if not number and longest * MIN_STUDY_ROUNDS > minutes * 60:
-                raise _too_short(minutes, longest * MIN_STUDY_ROUNDS)
-            number += 1
-            if number == max_rounds:
+            round_folder = Path(folder) / str(round_index)
+            yield _measure_round(engines, layout, round_folder, round_index, progress)
+            shutil.rmtree(round_folder, ignore_errors=True)
+            longest_s = max(longest_s, time.monotonic() - round_start)
+            if not round_index and longest_s * MIN_STUDY_ROUNDS > minutes * 60:
+                raise _too_short(minutes, longest_s * MIN_STUDY_ROUNDS)
+            round_index += 1
+            if round_index == max_rounds:
                 return
 
 
-def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
+def _measure_round(engines: _Engines, layout: Layout, folder: Path, round_index: int, progress: Progress) -> TestRound:
     """Measure one round: a fresh process for each slow-down, all interleaved."""
     members, trial = [], engines.trial
-    first, others = engines.pair(number)
+    first_file, other_file = engines.pair(round_index)
     for index, share in enumerate(layout.slowdowns):
-        artifact = others if index else first
+        artifact = other_file if index else first_file
         # Counted from 1, as round 0 of a trial also evaluates.
-        own = Job("run", trial.runtime, trial, artifact=artifact, round=number + 1, options={SLOWDOWN_OPTION: share})
-        members.append(InterleavedJob(own, place / str(index), number))
+        job = Job(
+            "run", trial.runtime, trial, artifact=artifact, round=round_index + 1, options={SLOWDOWN_OPTION: share}
+        )
+        members.append(InterleavedJob(job, folder / str(index), round_index))
         members[-1].folder.mkdir(parents=True)
     before = psutil.cpu_times()
     with hold_device(trial.runtime, progress.show_waiting):
-        InterleavedGroup(members, f"self-test {number}", Progress(quiet=True), lambda _: None).run()
-    measured = [_read_round(member, len(members)) for member in members]
-    medians = [process.block_medians("latency", "model") for process in measured]
+        InterleavedGroup(members, f"self-test {round_index}", Progress(quiet=True), lambda _: None).run()
+    rounds = [_read_round(member, len(members)) for member in members]
+    medians = [process.block_medians("latency", "model") for process in rounds]
     pairs = [
         ProcessPair(layout.slowdowns[b], tuple(map(float, compare_blocks(medians[a], medians[b]))))
         for a, b in layout.pairs
     ]
-    busy = [float(process.facts.others_busy.get("model", 0.0)) for process in measured]
-    first_s, stolen = statistics.median(medians[0].values()), _compute_stolen_share(before)
-    return TestRound(first_s, tuple(pairs), statistics.fmean(busy), stolen, _read_clocks(measured))
+    busy_counts = [float(process.facts.others_busy.get("model", 0.0)) for process in rounds]
+    first_s, stolen_share = statistics.median(medians[0].values()), _compute_stolen_share(before)
+    return TestRound(first_s, tuple(pairs), statistics.fmean(busy_counts), stolen_share, _read_clocks(rounds))
 
 
 def _read_round(member: InterleavedJob, count: int) -> Round:
@@ -217,20 +219,20 @@ def _read_round(member: InterleavedJob, count: int) -> Round:
 
 def _compute_stolen_share(before: Any) -> float:
     """Return the share of all processors' time since `before` that the host gave to other guests; 0 if unknown."""
-    now = psutil.cpu_times()
-    span = sum(now) - sum(before)
-    return max(0.0, getattr(now, "steal", 0.0) - getattr(before, "steal", 0.0)) / span if span > 0 else 0.0
+    after = psutil.cpu_times()
+    span = sum(after) - sum(before)
+    return max(0.0, getattr(after, "steal", 0.0) - getattr(before, "steal", 0.0)) / span if span > 0 else 0.0
 
 
-def _read_clocks(measured: Sequence[Round]) -> tuple[float, ...]:
+def _read_clocks(rounds: Sequence[Round]) -> tuple[float, ...]:
     """Return the mean clock of each process in MHz (the GPU's if it ran on one); () if the system reports none."""
     clocks = []
-    for process in measured:
+    for process in rounds:
         name = "gpu_clock" if process.device.startswith("cuda") else "frequency"
         try:
             values = read_npz(process.folder / "telemetry.npz", (name,)).get(name)
         except (OSError, ValueError):
             values = None
-        known = [float(v) for v in values if v == v] if values is not None else []
-        clocks += [statistics.fmean(known)] if known else []
+        samples = [float(v) for v in values if v == v] if values is not None else []
+        clocks += [statistics.fmean(samples)] if samples else []
     return tuple(clocks)

@@ -29,22 +29,22 @@ By = str | Sequence[str]
 
 
 def export(
-    tables: Sequence[Table], format: str = "text", by: By = (), about: Mapping[str, Any] | None = None, only: str = ""
+    tables: Sequence[Table], format: str = "text", by: By = (), head: Mapping[str, Any] | None = None, subset: str = ""
 ) -> str:
     """Return the tables in one of FORMATS, ending with a newline.
 
     `csv`, `json` and `html` (a page) hold plain values. csv and json have every column, other formats the printed ones,
-    in one part per value of the columns `by`. `only` selects columns (EVERY: all) in all formats but json. `about`
+    in one part per value of the columns `by`. `subset` selects columns (EVERY: all) in all formats but json. `head`
     starts the JSON object, which holds the `columns`, `rows` and `notes` of each table by name. UserError for an
     unknown format or column.
     """
     check_known("format", format, FORMATS)
     if format == "json":
-        return _format_json(tables, about or {})
-    return FORMATS[format](tables, by, only)
+        return _format_json(tables, head or {})
+    return FORMATS[format](tables, by, subset)
 
 
-def write_parquet(path: Path, table: Table, about: Mapping[str, Any] | None = None) -> None:
+def write_parquet(path: Path, table: Table, head: Mapping[str, Any] | None = None) -> None:
     """Write all columns of a table as a Parquet file: int64 for counts, string for text, double for other numbers.
 
     Missing values are null. Each field's metadata has the column's `unit`, `kind` and `meaning`. The schema's metadata
@@ -56,15 +56,15 @@ def write_parquet(path: Path, table: Table, about: Mapping[str, Any] | None = No
     types = {COUNT: pa.int64(), TEXT: pa.string()}
     fields, arrays = [], []
     for column in table.columns:
-        own = {"unit": column.unit, "kind": column.kind, "meaning": column.meaning}
-        fields.append(pa.field(column.name, types.get(column.kind, pa.float64()), metadata=own))
+        metadata = {"unit": column.unit, "kind": column.kind, "meaning": column.meaning}
+        fields.append(pa.field(column.name, types.get(column.kind, pa.float64()), metadata=metadata))
         values = [_fill_missing(row.get(column.name)) for row in table.rows]
-        read = {COUNT: int, TEXT: str}.get(column.kind, float)
-        arrays.append(pa.array([None if value == "" else read(value) for value in values], fields[-1].type))
-    named = {"table": table.name, "title": table.title, "description": table.description, "notes": list(table.notes)}
-    described = json.dumps({"schema": SCHEMA, **(about or {}), **named}, ensure_ascii=False)
+        convert = {COUNT: int, TEXT: str}.get(column.kind, float)
+        arrays.append(pa.array([None if value == "" else convert(value) for value in values], fields[-1].type))
+    details = {"table": table.name, "title": table.title, "description": table.description, "notes": list(table.notes)}
+    header = json.dumps({"schema": SCHEMA, **(head or {}), **details}, ensure_ascii=False)
     with replace_file(path) as file:
-        pyarrow.parquet.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields, {"dyno": described})), file)
+        pyarrow.parquet.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields, {"dyno": header})), file)
 
 
 def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: str) -> str:
@@ -74,16 +74,16 @@ def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: st
     text = export(tables, format)
     if format == "csv":
         return text
-    as_line = formatting.wrap_text if format == "text" else formatting.format_bullet
-    return text + "\n" + "\n".join(map(as_line, sentences)) + "\n"
+    format_line = formatting.wrap_text if format == "text" else formatting.format_bullet
+    return text + "\n" + "\n".join(map(format_line, sentences)) + "\n"
 
 
-def _format_csv(tables: Sequence[Table], by: By, only: str) -> str:
+def _format_csv(tables: Sequence[Table], by: By, subset: str) -> str:
     text_file = io.StringIO()
     writer = csv.writer(text_file, lineterminator="\n")
-    for number, table in enumerate(tables):
-        text_file.write("\n" if number else "")
-        columns = table.find_columns(only) or table.columns
+    for index, table in enumerate(tables):
+        text_file.write("\n" if index else "")
+        columns = table.find_columns(subset) or table.columns
         writer.writerow([csv_cell(c.name) for c in columns])
         writer.writerows([csv_cell(_fill_missing(row.get(c.name))) for c in columns] for row in table.rows)
     return text_file.getvalue()
@@ -93,17 +93,17 @@ def _fill_missing(value: Any) -> Any:
     return "" if is_missing(value) else value
 
 
-def _format_json(tables: Sequence[Table], about: Mapping[str, Any]) -> str:
+def _format_json(tables: Sequence[Table], head: Mapping[str, Any]) -> str:
     by_name = {table.name: _convert_table(table) for table in tables}
-    document = {"schema": SCHEMA, **about, "tables": by_name}
+    document = {"schema": SCHEMA, **head, "tables": by_name}
     return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
 
 
 def _convert_table(table: Table) -> dict[str, Any]:
-    about = {name: getattr(table, name) for name in ("title", "description")}
+    head = {name: getattr(table, name) for name in ("title", "description")}
     columns = [{name: getattr(c, name) for name in ("name", "unit", "kind", "meaning")} for c in table.columns]
     rows = [{c.name: _convert_value(row.get(c.name)) for c in table.columns} for row in table.rows]
-    return {**about, "columns": columns, "rows": rows, "notes": list(table.notes)}
+    return {**head, "columns": columns, "rows": rows, "notes": list(table.notes)}
 
 
 def _convert_value(value: Any) -> Any:
@@ -119,25 +119,25 @@ def _make_heading(table: Table, part: TablePart, is_only: bool) -> str:
     return part.title if is_only and "statistic" not in table.group else f"{table.title}: {part.title}"
 
 
-def _format_markdown(tables: Sequence[Table], by: By, only: str) -> str:
+def _format_markdown(tables: Sequence[Table], by: By, subset: str) -> str:
     blocks = []
     for table in tables:
         blocks += [f"## {table.name}\n"] if len(tables) > 1 else []
-        for part in table.parts(by, only):
+        for part in table.parts(by, subset):
             # Only text is escaped: numbers with intervals have no meaning in Markdown.
             cells = [
                 [escape_markdown(c.text(r)) if c.kind == TEXT else c.text(r) for c in part.columns] for r in part.rows
             ]
-            heads = [escape_markdown(c.heading) for c in part.columns]
-            written = markdown_table(heads, cells, [c.right for c in part.columns])
-            below = "".join(f"\n- {escape_markdown(note)}" for note in part.notes)
+            headings = [escape_markdown(c.heading) for c in part.columns]
+            text = markdown_table(headings, cells, [c.right for c in part.columns])
+            notes = "".join(f"\n- {escape_markdown(note)}" for note in part.notes)
             heading = escape_markdown(_make_heading(table, part, len(tables) == 1))
-            blocks.append(f"### {heading}\n\n{written}" + (below + "\n" if below else ""))
+            blocks.append(f"### {heading}\n\n{text}" + (notes + "\n" if notes else ""))
     return "\n".join(blocks)
 
 
-def _format_page(tables: Sequence[Table], by: By = (), only: str = "", sentences: Sequence[str] = ()) -> str:
-    body = make_parts(tables, by, only) + make_list(sentences)
+def _format_page(tables: Sequence[Table], by: By = (), subset: str = "", sentences: Sequence[str] = ()) -> str:
+    body = make_parts(tables, by, subset) + make_list(sentences)
     return make_page(tables[0].title if tables else "", body, heading=False) + "\n"
 
 
@@ -148,8 +148,8 @@ def make_page(title: str, body: str, *, heading: bool = True, graph: str = "") -
     """
     from markupsafe import Markup
 
-    shown = f"<h1>{html.escape(title)}</h1>\n" * heading
-    content = Markup(f"<section>{shown}{body}</section>")
+    title_html = f"<h1>{html.escape(title)}</h1>\n" * heading
+    content = Markup(f"<section>{title_html}{body}</section>")
     return render_page("base.html.j2", title=title or "Dyno", content=content, graph=graph)
 
 
@@ -176,13 +176,13 @@ def _file_of_page(name: str) -> str:
 
 def make_list(sentences: Sequence[str]) -> str:
     """Return sentences as an HTML list, "" without any."""
-    listed = "".join(f"<li>{html.escape(sentence)}</li>\n" for sentence in sentences)
-    return f"<ul>\n{listed}</ul>\n" if listed else ""
+    items = "".join(f"<li>{html.escape(sentence)}</li>\n" for sentence in sentences)
+    return f"<ul>\n{items}</ul>\n" if items else ""
 
 
-def make_parts(tables: Sequence[Table], by: By = (), only: str = "") -> str:
+def make_parts(tables: Sequence[Table], by: By = (), subset: str = "") -> str:
     """Return the tables as HTML for embedding in a page."""
-    return "\n".join(page_part(each, part) for each in tables for part in each.parts(by, only))
+    return "\n".join(page_part(table, part) for table in tables for part in table.parts(by, subset))
 
 
 def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
@@ -213,49 +213,49 @@ def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
 
 def _format_classes(column: Column, text: str = "") -> str:
     """Return CSS classes; long lists of words are folded to keep later columns on the page."""
-    folded = column.kind == TEXT and len(text) > 2 * MAX_NAME_WIDTH and " " in text
-    classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0) + ["wide"] * folded)
+    is_folded = column.kind == TEXT and len(text) > 2 * MAX_NAME_WIDTH and " " in text
+    classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0) + ["wide"] * is_folded)
     return f' class="{classes}"' if classes else ""
 
 
 def _html_cell(column: Column, row: Row, is_hidden: bool, link: str = "") -> str:
     key = html.escape(str(_fill_missing(row.get(column.name))))
     text = column.text(row)
-    shown = f'<a href="{html.escape(link)}">{html.escape(text)}</a>' if link else html.escape(text)
-    return f'<td{_format_classes(column, text)}{" hidden" * is_hidden} data-v="{key}">{shown}</td>'
+    content = f'<a href="{html.escape(link)}">{html.escape(text)}</a>' if link else html.escape(text)
+    return f'<td{_format_classes(column, text)}{" hidden" * is_hidden} data-v="{key}">{content}</td>'
 
 
-def _format_text(tables: Sequence[Table], by: By, only: str) -> str:
-    return "\n".join(text for table in tables for text in _text_parts(table, by, only, len(tables) == 1))
+def _format_text(tables: Sequence[Table], by: By, subset: str) -> str:
+    return "\n".join(text for table in tables for text in _text_parts(table, by, subset, len(tables) == 1))
 
 
-def _text_parts(table: Table, by: By, only: str, is_only: bool) -> Iterator[str]:
+def _text_parts(table: Table, by: By, subset: str, is_only: bool) -> Iterator[str]:
     """Yield the table's parts as text; the last part's note tells how to see omitted columns."""
-    width, max_columns = formatting.find_width(), 0 if only else table.max_columns
+    width, max_columns = formatting.find_width(), 0 if subset else table.max_columns
     width = min(width, PIPED_WIDTH) if max_columns else width
-    parts, hidden = [*table.parts(by, only)], dict[str, None]()
-    for number, part in enumerate(parts, 1):
-        columns = part.columns if only else _choose_columns(part, width, max_columns)
-        hidden |= dict.fromkeys(clean_text(c.heading) for c in part.columns if c not in columns)
+    parts, hidden_headings = [*table.parts(by, subset)], dict[str, None]()
+    for index, part in enumerate(parts, 1):
+        columns = part.columns if subset else _choose_columns(part, width, max_columns)
+        hidden_headings |= dict.fromkeys(clean_text(c.heading) for c in part.columns if c not in columns)
         notes = [*part.notes]
-        if number == len(parts) and hidden:
-            more = MORE_COLUMNS if max_columns else f"not shown at this width: {', '.join(hidden)}"
+        if index == len(parts) and hidden_headings:
+            hint = MORE_COLUMNS if max_columns else f"not shown at this width: {', '.join(hidden_headings)}"
             notes[len(notes) - bool(table.notes) :] = [
-                "; ".join([*(note.rstrip(".") for note in table.notes[-1:]), more])
+                "; ".join([*(note.rstrip(".") for note in table.notes[-1:]), hint])
             ]
         yield _text_part(_make_heading(table, part, is_only), replace(part, columns=columns, notes=notes), width)
 
 
 def _choose_columns(part: TablePart, width: int, max_columns: int) -> list[Column]:
     """Return the columns that fit, at most `max_columns` (0: any number); the least important are dropped first."""
-    columns, longest = list(part.columns), MAX_NAME_WIDTH if width < MAX_LINE_LENGTH else MAX_LINE_LENGTH
-    widest = {}
+    columns, max_length = list(part.columns), MAX_NAME_WIDTH if width < MAX_LINE_LENGTH else MAX_LINE_LENGTH
+    widths = {}
     for c in columns:
-        texts = [clean_text(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)]
-        words = longest if c.kind == TEXT else MAX_LINE_LENGTH  # text can be folded
-        widest[c.name] = min(max(map(_count_cells, texts)), words)
+        texts = [clean_text(c.heading), *(_shorten_cell(c, r, max_length) for r in part.rows)]
+        limit = max_length if c.kind == TEXT else MAX_LINE_LENGTH  # text can be folded
+        widths[c.name] = min(max(map(_count_cells, texts)), limit)
     while any(c.rank for c in columns) and (
-        sum(widest[c.name] + COLUMN_GAP for c in columns) - COLUMN_GAP > width
+        sum(widths[c.name] + COLUMN_GAP for c in columns) - COLUMN_GAP > width
         or (max_columns and len(columns) > max_columns)
     ):
         columns.remove(max(reversed(columns), key=lambda c: c.rank))
@@ -264,22 +264,22 @@ def _choose_columns(part: TablePart, width: int, max_columns: int) -> list[Colum
 
 def _text_part(title: str, part: TablePart, width: int) -> str:
     """Return the part as text; if it is too wide, cells are folded between words, or each row becomes a list."""
-    longest, columns = MAX_NAME_WIDTH if width < MAX_LINE_LENGTH else MAX_LINE_LENGTH, part.columns
-    cells = [[clean_text(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)] for c in columns]
-    below = [
+    max_length, columns = MAX_NAME_WIDTH if width < MAX_LINE_LENGTH else MAX_LINE_LENGTH, part.columns
+    cells = [[clean_text(c.heading), *(_shorten_cell(c, r, max_length) for r in part.rows)] for c in columns]
+    notes = [
         textwrap.fill(clean_text(note), width, initial_indent="  ", subsequent_indent="    ") for note in part.notes
     ]
     widths = _choose_widths(cells, width - COLUMN_GAP * (len(columns) - 1))
     if not widths:
-        listed = [_format_list(cells, i + 1, bool(r.get(FIRST_KEY))) for i, r in enumerate(part.rows)]
-        return "\n".join([title, "─" * width, *listed, "─" * width, *below]) + "\n"
+        lists = [_format_list(cells, i + 1, bool(r.get(FIRST_KEY))) for i, r in enumerate(part.rows)]
+        return "\n".join([title, "─" * width, *lists, "─" * width, *notes]) + "\n"
     head, *rows = (
         _format_row([texts[i] for texts in cells], widths, [c.right for c in columns])
         for i in range(len(part.rows) + 1)
     )
     rows = [formatting.format_bold(text) if r.get(FIRST_KEY) else text for text, r in zip(rows, part.rows, strict=True)]
     rule = "─" * (sum(widths) + COLUMN_GAP * (len(columns) - 1))
-    return "\n".join([title, rule, head, rule, *rows, rule, *below]) + "\n"
+    return "\n".join([title, rule, head, rule, *rows, rule, *notes]) + "\n"
 
 
 def _shorten_cell(column: Column, row: Row, max_length: int) -> str:
@@ -287,21 +287,21 @@ def _shorten_cell(column: Column, row: Row, max_length: int) -> str:
     return shorten_text(column.text(row), max_length if column.identity else MAX_LINE_LENGTH)
 
 
-def _choose_widths(columns: Sequence[list[str]], whole: int) -> list[int]:
+def _choose_widths(columns: Sequence[list[str]], total: int) -> list[int]:
     """Return each column's width, at least its longest word; columns that lack least get spare space first.
 
     Words longer than a third of the width are broken. Empty if the columns don't fit even then.
     """
-    wanted = [max(map(_count_cells, texts)) for texts in columns]
-    if sum(wanted) <= whole:
-        return wanted
+    full_widths = [max(map(_count_cells, texts)) for texts in columns]
+    if sum(full_widths) <= total:
+        return full_widths
     widths = [max((_count_cells(word) for text in texts for word in text.split()), default=1) for texts in columns]
-    if sum(min(width, max(1, whole // WORD_BREAK_DIVISOR)) for width in widths) > whole:
+    if sum(min(width, max(1, total // WORD_BREAK_DIVISOR)) for width in widths) > total:
         return []
-    while sum(widths) > whole:
+    while sum(widths) > total:
         widths[widths.index(max(widths))] -= 1
-    for index in sorted(range(len(widths)), key=lambda i: wanted[i] - widths[i]):
-        widths[index] += max(0, min(wanted[index] - widths[index], whole - sum(widths)))
+    for index in sorted(range(len(widths)), key=lambda i: full_widths[i] - widths[i]):
+        widths[index] += max(0, min(full_widths[index] - widths[index], total - sum(widths)))
     return widths
 
 
@@ -309,9 +309,9 @@ def _format_row(texts: Sequence[str], widths: Sequence[int], right: Sequence[boo
     """Return a table row: one line, or several if cells are folded."""
     cells = [_fold_text(text, width) for text, width in zip(texts, widths, strict=True)]
     height = max(map(len, cells), default=1)
-    padded = [[*lines, *[""] * (height - len(lines))] for lines in cells]
+    columns = [[*lines, *[""] * (height - len(lines))] for lines in cells]
     return "\n".join(
-        (" " * COLUMN_GAP).join(map(_pad_text, [lines[i] for lines in padded], widths, right)).rstrip()
+        (" " * COLUMN_GAP).join(map(_pad_text, [lines[i] for lines in columns], widths, right)).rstrip()
         for i in range(height)
     )
 

@@ -50,8 +50,8 @@ def keep_leading(run: RunData) -> RunData:
     A group is a model, size and device; the verdict starts with its smallest batch. More rows would be illegible.
     """
     groups = run.frame.groupby(["model", "size", "device"], sort=False)
-    first = (run.frame["batch"] == groups["batch"].transform("min")) & (groups.ngroup() < MAX_GROUPS)
-    return replace(run, frame=run.frame[first])
+    is_leading = (run.frame["batch"] == groups["batch"].transform("min")) & (groups.ngroup() < MAX_GROUPS)
+    return replace(run, frame=run.frame[is_leading])
 
 
 def make_cell(run: RunData) -> str:
@@ -65,10 +65,10 @@ def make_cell(run: RunData) -> str:
 
 
 def _write_decisions(run: RunData) -> Iterator[str]:
-    read = verdict.read_verdict(run)
-    for finding in read.wrong:
+    run_verdict = verdict.read_verdict(run)
+    for finding in run_verdict.wrong:
         yield f"<p><strong>Wrong: {escape(finding.text)}</strong></p>"
-    for decision in read.decisions:
+    for decision in run_verdict.decisions:
         text = decision.text[:1].upper() + decision.text[1:]
         answers = "".join(f"<br>{escape(name)}: {escape(answer)}" for name, answer in decision.answers)
         yield f"<p>{escape(decision.where)}<br><strong>{escape(text)}</strong>{answers}</p>"
@@ -78,15 +78,15 @@ def _write_chart(run: RunData) -> Iterator[str]:
     if find_spec("matplotlib") is None:
         return
     by_name = {chart.name: chart for chart in charts.list_charts()}
-    first = keep_leading(run)
-    drawings = ((name, by_name[name].draw(first if name in BATCH_CHARTS else run)) for name in HEADLINE_CHARTS)
+    lead_run = keep_leading(run)
+    drawings = ((name, by_name[name].draw(lead_run if name in BATCH_CHARTS else run)) for name in HEADLINE_CHARTS)
     name, figure = next(((name, figure) for name, figure in drawings if figure is not None), ("", None))
     if figure is not None:
-        drawing = base64.b64encode(
+        image = base64.b64encode(
             style.render_svg(figure, "cell", style.laid_out(figure), on_paper=True).encode()
         ).decode()
-        shown = "width: 100%; max-width: 860px; background: #fff"
-        yield f'<img style="{shown}" alt="{name}" src="data:image/svg+xml;base64,{drawing}">'
+        css = "width: 100%; max-width: 860px; background: #fff"
+        yield f'<img style="{css}" alt="{name}" src="data:image/svg+xml;base64,{image}">'
 
 
 def _write_rows(table: Table) -> Iterator[str]:
@@ -128,30 +128,30 @@ def draw_charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Char
 
     `prefix` starts the ids in the drawings; `name`, unless empty, starts the file names.
     """
-    one = partial(_draw_kind, run, folder, prefix, name)
-    count = range(len(charts.list_charts()))
-    most = min(len(os.sched_getaffinity(0)), len(count))
+    draw = partial(_draw_kind, run, folder, prefix, name)
+    indices = range(len(charts.list_charts()))
+    max_processes = min(len(os.sched_getaffinity(0)), len(indices))
     # A fork copies only the current thread: a lock held by another would stay locked.
-    if len(run.frame) >= MIN_PARALLEL_TRIALS and most > 1 and threading.active_count() == 1:
+    if len(run.frame) >= MIN_PARALLEL_TRIALS and max_processes > 1 and threading.active_count() == 1:
         try:
-            return _filter_present(_side_by_side(one, count, most))
+            return _filter_present(_side_by_side(draw, indices, max_processes))
         except BrokenProcessPool:  # a process was killed, e.g. for lack of memory
             pass
-    return _filter_present(map(one, count))
+    return _filter_present(map(draw, indices))
 
 
-def draw_headline(run: RunData, drawn: Sequence[ChartDrawing], prefix: str) -> ChartDrawing | None:
+def draw_headline(run: RunData, drawings: Sequence[ChartDrawing], prefix: str) -> ChartDrawing | None:
     """Return the chart for the top of the page: one of those drawn, or one of the `keep_leading` rows; else None."""
-    first, kinds = keep_leading(run), {kind.name: kind for kind in charts.list_charts()}
-    for found in (chart for wanted in HEADLINE_CHARTS for chart in drawn if chart.name == wanted):
-        if found.name not in BATCH_CHARTS:
-            return found
-        narrow = _draw_chart(first, kinds[found.name], f"{prefix}-narrow", "", width=PHONE_WIDTH)
+    lead_run, kinds = keep_leading(run), {kind.name: kind for kind in charts.list_charts()}
+    for drawing in (chart for name in HEADLINE_CHARTS for chart in drawings if chart.name == name):
+        if drawing.name not in BATCH_CHARTS:
+            return drawing
+        narrow = _draw_chart(lead_run, kinds[drawing.name], f"{prefix}-narrow", "", width=PHONE_WIDTH)
         if narrow is None:
             continue
-        if len(first.frame) == len(run.frame):
-            return replace(found, narrow=narrow.svg)
-        wide = _draw_chart(first, kinds[found.name], f"{prefix}-first", f"{found.caption} {SMALLEST_BATCH_NOTE}")
+        if len(lead_run.frame) == len(run.frame):
+            return replace(drawing, narrow=narrow.svg)
+        wide = _draw_chart(lead_run, kinds[drawing.name], f"{prefix}-first", f"{drawing.caption} {SMALLEST_BATCH_NOTE}")
         return wide and replace(wide, narrow=narrow.svg)
     return None
 
@@ -161,8 +161,8 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name)
 
 
-def _draw_kind(run: RunData, folder: Path, prefix: str, name: str, number: int) -> ChartDrawing | None:
-    chart: Chart = charts.list_charts()[number]
+def _draw_kind(run: RunData, folder: Path, prefix: str, name: str, index: int) -> ChartDrawing | None:
+    chart: Chart = charts.list_charts()[index]
     file = folder / f"{file_name(f'{name}-{chart.name}' if name else chart.name)}.png"
     return _draw_chart(run, chart, prefix, chart.caption, file)
 
@@ -184,7 +184,7 @@ def _draw_chart(
     return ChartDrawing(chart.name, caption, svg)
 
 
-def _side_by_side(one: partial[ChartDrawing | None], count: range, max_processes: int) -> list[ChartDrawing | None]:
+def _side_by_side(draw: partial[ChartDrawing | None], indices: range, max_processes: int) -> list[ChartDrawing | None]:
     import matplotlib.backends.backend_agg
     import matplotlib.backends.backend_svg
     import matplotlib.figure  # noqa: F401 - imported once, here
@@ -192,28 +192,28 @@ def _side_by_side(one: partial[ChartDrawing | None], count: range, max_processes
     # The function is inherited, not sent: before Python 3.11.5, a process that dies with a full pipe ends nothing.
     with (
         warnings.catch_warnings(),
-        ProcessPoolExecutor(max_processes, get_context("fork"), _prepare_process, (one,)) as pool,
+        ProcessPoolExecutor(max_processes, get_context("fork"), _prepare_process, (draw,)) as pool,
     ):
         warnings.simplefilter("ignore", DeprecationWarning)  # libraries' threads survive a fork
-        return [*pool.map(_draw_inherited, count)]
+        return [*pool.map(_draw_inherited, indices)]
 
 
-def _prepare_process(one: partial[ChartDrawing | None]) -> None:
+def _prepare_process(draw: partial[ChartDrawing | None]) -> None:
     """Prepare a drawing process.
 
     It ignores interrupts, because the command handles them and ends its processes; here they would print a traceback.
     """
     global _one
-    _one = one
+    _one = draw
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _draw_inherited(number: int) -> ChartDrawing | None:
-    return _one(number)
+def _draw_inherited(index: int) -> ChartDrawing | None:
+    return _one(index)
 
 
-def _filter_present(drawn: Iterable[ChartDrawing | None]) -> list[ChartDrawing]:
-    return [each for each in drawn if each is not None]
+def _filter_present(drawings: Iterable[ChartDrawing | None]) -> list[ChartDrawing]:
+    return [drawing for drawing in drawings if drawing is not None]
 
 
 LEAD_NOTE = (
@@ -242,8 +242,8 @@ def write_report(runs: Sequence[RunData], out: Path) -> Path:
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
         parts = [
-            _make_section(run, own_tables, out, i, name, len(runs) > 1)
-            for i, (run, own_tables, name) in enumerate(zip(runs, all_tables, names, strict=True))
+            _make_section(run, run_tables, out, i, name, len(runs) > 1)
+            for i, (run, run_tables, name) in enumerate(zip(runs, all_tables, names, strict=True))
         ]
         write_tables(runs, all_tables, out)
         write_text(page, _format_html(parts, export([_all_trials(runs, names)], "csv")))
@@ -254,13 +254,13 @@ def write_report(runs: Sequence[RunData], out: Path) -> Path:
 
 def list_missing() -> list[str]:
     """Return the libraries required for the page and its charts that can't be imported."""
-    found = []
+    missing_names = []
     for name in REQUIRED_MODULES:
         try:
             import_module(name)
         except ImportError:
-            found.append(name)
-    return found
+            missing_names.append(name)
+    return missing_names
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
@@ -269,11 +269,11 @@ def names_of(runs: Sequence[RunData]) -> list[str]:
     File names made from them are unique, too. UserError for a run given twice, and for paths that differ only in
     characters that file names can't have.
     """
-    places = [run.records.folder.resolve().parts for run in runs]
-    if len(set(places)) < len(places):
+    paths = [run.records.folder.resolve().parts for run in runs]
+    if len(set(paths)) < len(paths):
         raise UserError("a run is named twice; name each once")
-    for depth in range(1, max(map(len, places)) + 1):
-        names = ["/".join(parts[-depth:]) for parts in places]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-depth:]) for parts in paths]
         if len({file_name(name) for name in names}) == len(names):
             return names
     raise UserError("the runs' folders differ only in punctuation; rename one of them")
@@ -283,13 +283,13 @@ def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out
     """Write OUT/results.csv, tables.md and tables/*.csv; for several runs, CSV file names begin with the run's name."""
     refuse_links(out, ("tables",))
     (out / "tables").mkdir(parents=True, exist_ok=True)
-    parts, names, on_page = [], names_of(runs), {kind.name for kind in tables.list_kinds() if kind.section}
-    for name, own_tables in zip(names, all_tables, strict=True):
-        for table in own_tables:
+    parts, names, page_names = [], names_of(runs), {kind.name for kind in tables.list_kinds() if kind.section}
+    for name, run_tables in zip(names, all_tables, strict=True):
+        for table in run_tables:
             file = file_name(f"{name}-{table.name}" if len(runs) > 1 else table.name)
             write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
-        shown = [table for table in own_tables if table.name in on_page]  # other tables are too long to read
-        parts.append(f"# Tables of {escape_markdown(name)}\n\n{LEAD_NOTE}\n\n{export(shown, 'markdown')}")
+        page_tables = [table for table in run_tables if table.name in page_names]  # other tables are too long to read
+        parts.append(f"# Tables of {escape_markdown(name)}\n\n{LEAD_NOTE}\n\n{export(page_tables, 'markdown')}")
     write_text(out / "tables.md", "\n".join(parts))
     write_text(out / "results.csv", export([_all_trials(runs, names)], "csv"))
 
@@ -307,7 +307,7 @@ def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
 
 
 def _make_section(
-    run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str, several: bool
+    run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str, is_multi_run: bool
 ) -> dict[str, Any]:
     """Return the page content of one run, by template variable.
 
@@ -315,36 +315,36 @@ def _make_section(
     """
     from markupsafe import Markup
 
-    places = {kind.name: kind.section for kind in tables.list_kinds()}
+    table_sections = {kind.name: kind.section for kind in tables.list_kinds()}
     leaders, summary = tables.list_leading(run)
     names = {TRIALS.name, *(table.name for table in leaders)}
-    read = verdict.read_verdict(run)
+    run_verdict = verdict.read_verdict(run)
     # With a single model, size and batch, the trials' table already has the side-by-side values.
-    left_out = {"", "side"} if len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2 else {""}
-    folded = [
+    skipped_sections = {"", "side"} if len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2 else {""}
+    folded_tables = [
         (f"{table.title}: {part.title}" if part.title else table.title, Markup(page_part(table, part, heading="")))
         for table in run_tables
-        if table.name not in names and places[table.name] not in left_out
+        if table.name not in names and table_sections[table.name] not in skipped_sections
         for part in table.parts()
     ]
-    drawn = draw_charts(run, out / "charts", f"r{index}", name if several else "")
+    drawings = draw_charts(run, out / "charts", f"r{index}", name if is_multi_run else "")
     accuracy.write_confusion(run.records, out / "charts")
-    headline = draw_headline(run, drawn, f"r{index}")
+    headline = draw_headline(run, drawings, f"r{index}")
     return {
         "name": name,
         "results": run.records,
         "date": format_moment(read_start(run.records)),
         "about": sections.about_run(run.records),
         "visible": self_test.of_run(run.records),
-        "verdict": replace(read, decisions=()) if leaders else read,
+        "verdict": replace(run_verdict, decisions=()) if leaders else run_verdict,
         "method": sections.list_terms(run),
         "machine": sections.describe_machine(run.records.environment),
         "summary": summary,
         "leading": [Markup(page_part(table, part)) for table in leaders for part in table.parts()],
         "trials": [Markup(page_part(t, part)) for t in run_tables if t.name == TRIALS.name for part in t.parts()],
-        "tables": folded,
+        "tables": folded_tables,
         "headline": headline,
-        "charts": [chart for chart in drawn if headline is None or chart.svg is not headline.svg],
+        "charts": [chart for chart in drawings if headline is None or chart.svg is not headline.svg],
         "complaints": sections.list_complaints(run.records),
         "details": sections.list_details(run.records, out),
         "explained": import_module(EXPLANATION_MODULE).explained_section(run.records, f"r{index}"),

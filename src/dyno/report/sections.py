@@ -81,19 +81,19 @@ def list_complaints(results: Results) -> list[Complaint]:
 
     Texts that differ only in numbers are one cause, shown with the first one's numbers.
     """
-    failed = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
+    failures = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
     warnings = [("warning", t.label, " ".join(w.split())) for t in results for w in remarks.list_warnings(t)]
-    alike: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for kind, label, text in (*(("unreadable", "", p) for p in results.problems), *failed, *warnings):
-        alike.setdefault((kind, NUMBERS.sub("#", text)), []).append((label, text))
-    causes = [_make_complaint(kind, group) for (kind, _), group in alike.items()]
+    by_cause: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for kind, label, text in (*(("unreadable", "", p) for p in results.problems), *failures, *warnings):
+        by_cause.setdefault((kind, NUMBERS.sub("#", text)), []).append((label, text))
+    causes = [_make_complaint(kind, group) for (kind, _), group in by_cause.items()]
     return sorted(causes, key=lambda each: (each.kind == "warning", -len(each.trials) * (each.kind == "warning")))
 
 
 def _make_complaint(kind: str, group: list[tuple[str, str]]) -> Complaint:
     labels = list(dict.fromkeys(label for label, _ in group))
-    numbers = "; other trials in other numbers" if len({text for _, text in group}) > 1 else ""
-    return Complaint(kind, [label for label in labels if label], group[0][1] + numbers)
+    suffix = "; other trials in other numbers" if len({text for _, text in group}) > 1 else ""
+    return Complaint(kind, [label for label in labels if label], group[0][1] + suffix)
 
 
 @dataclass(frozen=True)
@@ -118,33 +118,33 @@ def list_details(results: Results, page: Path) -> list[Detail]:
             [c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t), below=list_doubts
         )
         parts = [Markup(page_part(table, part, heading="")) for part in table.parts()]
-        place = t.rounds[0].folder.parent if t.rounds else results.folder / "trials" / t.id
-        folder = Path(os.path.relpath(place, page)).as_posix()
+        trial_folder = t.rounds[0].folder.parent if t.rounds else results.folder / "trials" / t.id
+        folder = Path(os.path.relpath(trial_folder, page)).as_posix()
         trial_details.append(Detail(t.label, t.id, t.status, folder, list(_list_facts(t)), Markup("").join(parts)))
     return trial_details
 
 
-def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
-    if t.reason:
-        yield "reason", t.reason
-    types = read_truth(t)
+def _list_facts(trial: TrialResult) -> Iterator[tuple[str, str]]:
+    if trial.reason:
+        yield "reason", trial.reason
+    types = read_truth(trial)
     facts: list[tuple[str, Any]] = [
-        ("options", t.facts.options or t.options),
+        ("options", trial.facts.options or trial.options),
         ("layers by type", str(types) if types else ""),
         ("precision", types.sentence if types else ""),
-        ("nodes by provider", t.facts.nodes_by_provider),
-        ("threads", t.facts.threads),
-        ("slowest layers", _format_slowest(t)),
-        ("notes", "; ".join(remarks.list_notes(t))),
-        ("GPU meanwhile", _describe_gpu(t)),
-        ("made by", _format_steps(t)),
-        ("ready after", show(build_seconds(t), "duration")),
-        ("import", show(t.value("import"), "duration")),
-        ("load", show(t.value("load"), "duration")),
-        ("first call", show(t.value("first_call"), "duration")),
-        ("peak memory", show(t.value("peak_memory"), "bytes")),
-        ("weights sha256", t.facts.weights_sha256[:16]),
-        ("inputs sha256", t.facts.inputs_sha256[:16]),
+        ("nodes by provider", trial.facts.nodes_by_provider),
+        ("threads", trial.facts.threads),
+        ("slowest layers", _format_slowest(trial)),
+        ("notes", "; ".join(remarks.list_notes(trial))),
+        ("GPU meanwhile", _describe_gpu(trial)),
+        ("made by", _format_steps(trial)),
+        ("ready after", show(build_seconds(trial), "duration")),
+        ("import", show(trial.value("import"), "duration")),
+        ("load", show(trial.value("load"), "duration")),
+        ("first call", show(trial.value("first_call"), "duration")),
+        ("peak memory", show(trial.value("peak_memory"), "bytes")),
+        ("weights sha256", trial.facts.weights_sha256[:16]),
+        ("inputs sha256", trial.facts.inputs_sha256[:16]),
     ]
     yield from ((name, _format_value("", value)) for name, value in facts if value)
 
@@ -209,7 +209,7 @@ def list_terms(run: RunData) -> Terms:
 def _explain_decision(run: RunData, plans: Sequence[Plan]) -> Terms:
     """Explain the verdicts on speed: pairs, interval, margin, family, and looks."""
     rows = run.frame[run.frame["measured"] != ""]
-    judged = rows[rows["p_value"].notna()]
+    judged_rows = rows[rows["p_value"].notna()]
     pairs = Counter(rows["measured"])
     rounds = int(run.frame["rounds"].max()) if len(run.frame) else 0
     return [
@@ -217,43 +217,43 @@ def _explain_decision(run: RunData, plans: Sequence[Plan]) -> Terms:
         *_of_builds(run),
         *([("reference", _join_distinct(t.configuration for t in run.references.values()))] if pairs else []),
         ("compared", _explain_pairs(pairs, _join_distinct(p.block_s for p in plans if p.blocks))),
-        *([("interval", "; ".join(_explain_interval(how, pairs) for how in pairs))] if len(judged) else []),
+        *([("interval", "; ".join(_explain_interval(order, pairs) for order in pairs))] if len(judged_rows) else []),
         ("equivalent", f"the whole interval is within ±{100 * run.rule.margin:g} %"),
-        ("family", _explain_family(judged.groupby("reference").size().max() if len(judged) else 0)),
+        ("family", _explain_family(judged_rows.groupby("reference").size().max() if len(judged_rows) else 0)),
         ("looks", _explain_looks(run.rule, rounds)),
     ]
 
 
 def _of_builds(run: RunData) -> Terms:
     """Return a term on the builds of engines tuned by timing; empty without such engines."""
-    most = int(run.frame["builds"].fillna(0).max()) if len(run.frame) else 0
-    if most < 2:
-        return [("builds", "one of each engine tuned by timing: another build may differ")] * most
-    return [("builds", f"{most} of each engine tuned by timing; a build is one observation, the mean of its rounds")]
+    builds = int(run.frame["builds"].fillna(0).max()) if len(run.frame) else 0
+    if builds < 2:
+        return [("builds", "one of each engine tuned by timing: another build may differ")] * builds
+    return [("builds", f"{builds} of each engine tuned by timing; a build is one observation, the mean of its rounds")]
 
 
 def _explain_pairs(pairs: Counter[str], block: str) -> str:
-    in_turns, apart = pairs[IN_TURNS], pairs[ONE_AFTER_ANOTHER]
-    how = f"in turns: alive together, one runs a block of {block} s while the others are frozen"
-    how += ", so each works a part of the time"
+    turns_count, apart_count = pairs[IN_TURNS], pairs[ONE_AFTER_ANOTHER]
+    method = f"in turns: alive together, one runs a block of {block} s while the others are frozen"
+    method += ", so each works a part of the time"
     if not pairs:
         return "nothing: no two trials here have a speed-up"
-    if not in_turns:
+    if not turns_count:
         return "one after the other, so changes of the machine between two of them are in their ratio"
-    return f"{how}; {format_count(apart, 'pair')} one after the other" if apart else how
+    return f"{method}; {format_count(apart_count, 'pair')} one after the other" if apart_count else method
 
 
-def _explain_interval(how: str, pairs: Counter[str]) -> str:
-    return f"of pairs {how}, {INTERVALS[how]}" if len(pairs) > 1 else INTERVALS[how]
+def _explain_interval(order: str, pairs: Counter[str]) -> str:
+    return f"of pairs {order}, {INTERVALS[order]}" if len(pairs) > 1 else INTERVALS[order]
 
 
 def _explain_family(max_rows: int) -> str:
-    alone = "winner and runner-up, and confirmations, are judged each at 5 %"
+    exception = "winner and runner-up, and confirmations, are judged each at 5 %"
     if max_rows < 2:
-        return f"one row at most is judged against a reference, so there is nothing to correct for; {alone}"
+        return f"one row at most is judged against a reference, so there is nothing to correct for; {exception}"
     return (
         f"up to {max_rows} rows against one reference are judged together (Holm): the chance that any pair of equal "
-        f"speeds is called faster or slower is at most 5 %; {alone}"
+        f"speeds is called faster or slower is at most 5 %; {exception}"
     )
 
 
@@ -272,19 +272,19 @@ def _explain_level(results: Results, plans: Sequence[Plan]) -> str:
     trials = results.trials
     threads = _join_distinct(t.spec.runtime.threads for t in trials)
     devices = _join_distinct(t.device for t in trials)
-    company = "alone from start to end"
+    context = "alone from start to end"
     if any(plan.blocks for plan in plans):
-        company = "in blocks after those of other processes, which fill the caches: a loop alone may be faster"
+        context = "in blocks after those of other processes, which fill the caches: a loop alone may be faster"
     return (
         f"a row's backend, options, precision, batch and size on {devices} of this machine as it was, with {threads} "
-        f"threads pinned to the same cores for all, warm, one process running at a time, {company}; a speed-up is of "
+        f"threads pinned to the same cores for all, warm, one process running at a time, {context}; a speed-up is of "
         "two rows of one model, size, batch and device"
     )
 
 
 def _format_inputs(trials: list[TrialResult]) -> str:
-    answered = [t.facts.data for t in trials if t.facts.data]
-    data: Sequence[AnsweredImages | DataSpec] = answered or [t.spec.data for t in trials]
+    answered_data = [t.facts.data for t in trials if t.facts.data]
+    data: Sequence[AnsweredImages | DataSpec] = answered_data or [t.spec.data for t in trials]
     return _join_distinct(f"{d.name} ({d.split}, {format_count(d.count, 'image')})" for d in data)
 
 
@@ -306,11 +306,11 @@ def _gpu_method(trials: list[TrialResult]) -> Terms:
 
 
 def _explain_stopping(plans: Sequence[Plan], trials: list[TrialResult]) -> str:
-    ended = Counter(
+    reason_counts = Counter(
         STOP_REASONS.get(m.stopped, m.stopped)
         for t in trials for r in t.good for m in r.record.measurements if m.stopped
     )  # fmt: skip
-    counts = ", ".join(f"{n} × {reason}" for reason, n in ended.most_common())
+    counts = ", ".join(f"{n} × {reason}" for reason, n in reason_counts.most_common())
     interval = _join_distinct(f"{100 * p.interval:g} %" for p in plans)
     seconds = _join_distinct(p.seconds for p in plans)
     limit = f"when the median is known to ±{interval} or after {seconds} s per boundary"

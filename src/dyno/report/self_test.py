@@ -50,13 +50,13 @@ def with_range(value: float, low: float, high: float) -> str:
 def grade_self_test(test: SelfTest) -> str:
     """Describe the grade in one sentence."""
     rounds = test.stored.study_rounds
-    seen = test.find_visible(rounds)
+    visible = test.find_visible(rounds)
     worst = f"more than {show_percent(max(GRADES.values()))}"
     limit = f"{show_percent(GRADES[test.grade])} or less" if test.grade != WORST_GRADE else worst
-    own = ", each with separate builds," if test.stored.builds else ""
+    build_note = ", each with separate builds," if test.stored.builds else ""
     return (
-        f"Grade {test.grade} ({limit}): a study of {rounds} rounds in turns{own} sees a difference of "
-        f"{with_range(seen.value, seen.low, seen.high)} or more here, four times out of five."
+        f"Grade {test.grade} ({limit}): a study of {rounds} rounds in turns{build_note} sees a difference of "
+        f"{with_range(visible.value, visible.low, visible.high)} or more here, four times out of five."
     )
 
 
@@ -118,13 +118,13 @@ def _drop_infinite(value: float) -> float | None:
 
 
 def _describe_spread(test: SelfTest) -> str:
-    spread, parts = test.spread, test.levels
-    total = parts.process + parts.block or math.nan
-    fresh = "builds and processes" if test.stored.builds else "processes"
+    spread, levels = test.spread, test.levels
+    total = levels.process + levels.block or math.nan
+    sources = "builds and processes" if test.stored.builds else "processes"
     return (
         f"Two equal processes differ by {with_range(spread.value, spread.low, spread.high)} (standard deviation of the "
-        f"log ratio in a round); of its variance {show_percent(parts.process / total)} comes from fresh {fresh} and "
-        f"{show_percent(parts.block / total)} from the blocks within them."
+        f"log ratio in a round); of its variance {show_percent(levels.process / total)} comes from fresh {sources} and "
+        f"{show_percent(levels.block / total)} from the blocks within them."
     )
 
 
@@ -155,34 +155,34 @@ def _describe_sessions(test: SelfTest) -> list[str]:
 
 
 def _describe_equal(test: SelfTest) -> str:
-    same, alarms, held = test.equal, test.false_alarms(), test.coverage
+    equal, alarms, coverage = test.equal, test.false_alarms(), test.coverage
     return (
-        f"Equal processes over all {format_count(len(test.rounds), 'round')}: {same.value:.4f}x [{same.low:.4f}, "
-        f"{same.high:.4f}], {same.verdict}. In studies of {POWER_CURVE_ROUNDS[0]} rounds {alarms.hits} of "
-        f"{alarms.count} raised a false alarm (at most {show_percent(alarms.at_most)}), and {held.hits} of "
-        f"{held.count} intervals hold the truth."
+        f"Equal processes over all {format_count(len(test.rounds), 'round')}: {equal.value:.4f}x [{equal.low:.4f}, "
+        f"{equal.high:.4f}], {equal.verdict}. In studies of {POWER_CURVE_ROUNDS[0]} rounds {alarms.hits} of "
+        f"{alarms.count} raised a false alarm (at most {show_percent(alarms.at_most)}), and {coverage.hits} of "
+        f"{coverage.count} intervals hold the truth."
     )
 
 
 def _describe_surprises(test: SelfTest) -> list[str]:
     """Describe contradictions between the self-test and Dyno's promises."""
     surprises = []
-    for one in test.verdicts:
-        studies = f"of {one.slower.count} studies of {one.rounds} rounds"
-        if not one.slowdown and one.false.interval.low > MAX_FALSE_ALARMS:
-            surprises.append(f"{one.false.hits} {studies} raised a false alarm: verdicts are not to be trusted here.")
-        elif one.slowdown and _is_unlike(one):
+    for case in test.verdicts:
+        studies = f"of {case.slower.count} studies of {case.rounds} rounds"
+        if not case.slowdown and case.false.interval.low > MAX_FALSE_ALARMS:
+            surprises.append(f"{case.false.hits} {studies} raised a false alarm: verdicts are not to be trusted here.")
+        elif case.slowdown and _is_unlike(case):
             surprises.append(
-                f"A slow-down of {show_percent(one.slowdown)} was seen by {one.slower.hits} {studies}, and the noise "
-                f"predicts {show_percent(one.predicted)}: rounds here depend on each other."
+                f"A slow-down of {show_percent(case.slowdown)} was seen by {case.slower.hits} {studies}, and the noise "
+                f"predicts {show_percent(case.predicted)}: rounds here depend on each other."
             )
     return surprises
 
 
-def _is_unlike(one: Verdicts) -> bool:
+def _is_unlike(case: Verdicts) -> bool:
     """Return whether the predicted power is outside the interval of the observed power."""
-    seen = one.slower.interval
-    return not seen.low <= one.predicted <= seen.high
+    interval = case.slower.interval
+    return not interval.low <= case.predicted <= interval.high
 
 
 def of_run(results: Results) -> str:
@@ -190,25 +190,25 @@ def of_run(results: Results) -> str:
     summary = results.self_test
     if summary is None:
         return ""
-    timed = [t for t in results if t.good]
-    rounds = max((len(t.good) for t in timed), default=0)
-    in_turns = any(r.turns for t in timed for r in t.good)
-    seconds = min((t.spec.plan.seconds for t in timed), default=0.0)
-    tested = f"self-test of {summary.date[:10]}, grade {summary.grade}"
+    trials = [t for t in results if t.good]
+    rounds = max((len(t.good) for t in trials), default=0)
+    is_in_turns = any(r.turns for t in trials for r in t.good)
+    seconds = min((t.spec.plan.seconds for t in trials), default=0.0)
+    source = f"self-test of {summary.date[:10]}, grade {summary.grade}"
     if rounds < 2:
-        return f"This run can't tell a difference from noise: it has one round ({tested})."
+        return f"This run can't tell a difference from noise: it has one round ({source})."
     rule = make_rule(results.settings)
-    judged = max(1, max(Counter(t.group for t in timed).values()) - 1)  # the rows of a reference are one family
-    seen = find_visible(summary, rounds, seconds, in_turns, stats.ALPHA * rule.share(rounds) / judged)
-    how = f"{rounds} rounds {stats.IN_TURNS if in_turns else stats.ONE_AFTER_ANOTHER}"
-    how += f", {judged} rows judged together" if judged > 1 else ""
-    if math.isnan(seen):
-        return f"Which differences this run can see isn't known: the self-test was too short for {how} ({tested})."
-    if seen > 1:
-        return f"This run can see no difference below a factor of two ({how}; {tested})."
+    row_count = max(1, max(Counter(t.group for t in trials).values()) - 1)  # the rows of a reference are one family
+    visible = find_visible(summary, rounds, seconds, is_in_turns, stats.ALPHA * rule.share(rounds) / row_count)
+    setting = f"{rounds} rounds {stats.IN_TURNS if is_in_turns else stats.ONE_AFTER_ANOTHER}"
+    setting += f", {row_count} rows judged together" if row_count > 1 else ""
+    if math.isnan(visible):
+        return f"Which differences this run can see isn't known: the self-test was too short for {setting} ({source})."
+    if visible > 1:
+        return f"This run can see no difference below a factor of two ({setting}; {source})."
     return (
-        f"This run can see differences of ≥ {show_percent(seen)} ({how}, "
-        f"{round(100 * TARGET_POWER)} % power; {tested})."
+        f"This run can see differences of ≥ {show_percent(visible)} ({setting}, "
+        f"{round(100 * TARGET_POWER)} % power; {source})."
     )
 
 
@@ -247,23 +247,23 @@ VERDICTS = (
 def make_tables(test: SelfTest) -> list[Table]:
     """Build the tables of visible differences by rounds, and of verdicts on equal and slowed-down processes."""
     rows = [_make_visible_row(test, rounds) for rounds in POWER_CURVE_ROUNDS]
-    every = [
+    tables = [
         Table("visible", "The smallest difference that can be seen (80 % power)", "By the rounds of a study.",
               VISIBLE_DIFFERENCE, rows, printed=("rounds", "turns", "apart")),
         Table("verdicts", "Verdicts on known differences", "A row for each slow-down and number of rounds.", VERDICTS,
-              [_make_verdict_row(one) for one in test.verdicts],
+              [_make_verdict_row(case) for case in test.verdicts],
               printed=("slowdown", "rounds", "studies", "slower", "faster", "expected", "covered")),
     ]  # fmt: skip
-    return [table for table in every if table.rows]
+    return [table for table in tables if table.rows]
 
 
 def _make_visible_row(test: SelfTest, rounds: int) -> Row:
     return {"rounds": rounds, **limit_cells("turns", test.find_visible(rounds)), "apart": test.visible_apart(rounds)}
 
 
-def _make_verdict_row(one: Verdicts) -> Row:
+def _make_verdict_row(case: Verdicts) -> Row:
     return {
-        "slowdown": one.slowdown, "rounds": one.rounds, "studies": one.slower.count, "expected": one.predicted,
-        **limit_cells("slower", one.slower.interval), **limit_cells("faster", one.faster.interval),
-        **limit_cells("covered", one.covered.interval),
+        "slowdown": case.slowdown, "rounds": case.rounds, "studies": case.slower.count, "expected": case.predicted,
+        **limit_cells("slower", case.slower.interval), **limit_cells("faster", case.faster.interval),
+        **limit_cells("covered", case.covered.interval),
     }  # fmt: skip

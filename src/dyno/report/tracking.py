@@ -89,10 +89,10 @@ def log_run(run: RunData, names: Sequence[str]) -> Iterator[str]:
     if tables.list_leading(run)[0]:
         raise UserError(f"{run.records.folder} has no trials of a study to log; omit --log")
     os.environ |= {name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ}
-    tracked = describe_run(run)
+    tracked_run = describe_run(run)
     for name in names:
         try:
-            yield WRITERS[name](tracked)
+            yield WRITERS[name](tracked_run)
         except UserError:
             raise
         except Exception as e:  # server down, unknown project, missing key
@@ -104,25 +104,25 @@ def describe_run(run: RunData) -> TrackedRun:
     """Return a run in a tracker's terms."""
     verdict = read_verdict(run)
     winners = {decision.candidates[0] for decision in verdict.decisions if len(decision.candidates) == 1}
-    started = read_start(run.records) or DEFAULT_DATE
+    start = read_start(run.records) or DEFAULT_DATE
     rows = TRIALS.table(run).rows
     trials = [_describe_trial(row, run.trials[row["trial"]], run, row["trial"] in winners) for row in rows]
     return TrackedRun(
-        run.records.folder, run.records.name, datetime.fromisoformat(started), verdict.sentences, trials,
+        run.records.folder, run.records.name, datetime.fromisoformat(start), verdict.sentences, trials,
         run.records.settings,
     )  # fmt: skip
 
 
 def _describe_trial(row: Row, trial: TrialResult, run: RunData, is_winner: bool) -> TrackedTrial:
-    own = (run.records.environment.get("versions") or {}).get("inference-dyno", "")
-    versions = {"dyno": own, "versions": trial.described_versions}
+    dyno_version = (run.records.environment.get("versions") or {}).get("inference-dyno", "")
+    versions = {"dyno": dyno_version, "versions": trial.described_versions}
     parameters = {name: str(row[name]) for name in PARAMETER_COLUMNS} | versions
     tags = {name: str(row.get(name) or "") for name in TAG_COLUMNS} | {"winner": "yes" if is_winner else "no"}
     accuracies = [column.name for metric in metrics.list_metrics().values() for column in metric.columns]
-    numbers = {name: float(row[name]) for name in (*METRIC_COLUMNS, *accuracies) if not is_missing(row.get(name))}
+    values = {name: float(row[name]) for name in (*METRIC_COLUMNS, *accuracies) if not is_missing(row.get(name))}
     return TrackedTrial(
         trial.id, clean_text(trial.label), {k: v[:MAX_PARAMETER_LENGTH] for k, v in parameters.items() if v},
-        {k: v for k, v in tags.items() if v}, numbers, is_winner,
+        {k: v for k, v in tags.items() if v}, values, is_winner,
     )  # fmt: skip
 
 
@@ -135,36 +135,36 @@ def _log_to_mlflow(run: TrackedRun) -> str:
 
     client = MlflowClient()
     experiment = client.get_experiment_by_name(run.name)
-    place = experiment.experiment_id if experiment else client.create_experiment(run.name)
-    client.set_experiment_tag(place, "mlflow.note.content", "\n\n".join(run.sentences))
-    study = _find_mlflow_run(client, place, {"dyno.run": run.id, "dyno.trial": ""}, run.name)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(run.name)
+    client.set_experiment_tag(experiment_id, "mlflow.note.content", "\n\n".join(run.sentences))
+    study = _find_mlflow_run(client, experiment_id, {"dyno.run": run.id, "dyno.trial": ""}, run.name)
     client.set_tag(study, "mlflow.note.content", "\n\n".join(run.sentences))
     for path in run.files:
         client.log_artifact(study, str(path))
     for trial in run.trials:
         ids = {"dyno.run": run.id, "dyno.trial": trial.id, "mlflow.parentRunId": study}
-        _fill_mlflow_run(client, _find_mlflow_run(client, place, ids, trial.name), trial)
+        _fill_mlflow_run(client, _find_mlflow_run(client, experiment_id, ids, trial.name), trial)
     client.set_terminated(study)
     return f"logged {format_count(len(run.trials), 'trial')} to MLflow's experiment {run.name} at {client.tracking_uri}"
 
 
 def _find_mlflow_run(client: Any, experiment: str, ids: Mapping[str, str], name: str) -> str:
     """Return the id of the run with these tags; create it if needed."""
-    wanted = " and ".join(f"tags.`{key}` = '{ids[key]}'" for key in ("dyno.run", "dyno.trial"))
-    found = client.search_runs([experiment], wanted, max_results=1)
-    run = found[0] if found else client.create_run(experiment, run_name=name, tags=dict(ids))
+    query = " and ".join(f"tags.`{key}` = '{ids[key]}'" for key in ("dyno.run", "dyno.trial"))
+    matches = client.search_runs([experiment], query, max_results=1)
+    run = matches[0] if matches else client.create_run(experiment, run_name=name, tags=dict(ids))
     return str(run.info.run_id)
 
 
 def _fill_mlflow_run(client: Any, id: str, trial: TrackedTrial) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
-    now = int(datetime.now().timestamp() * 1000)
-    stored = client.get_run(id).data.params  # parameters can't be changed
+    timestamp = int(datetime.now().timestamp() * 1000)
+    parameters = client.get_run(id).data.params  # parameters can't be changed
     client.log_batch(
         id,
-        metrics=[Metric(name, value, now, 0) for name, value in trial.metrics.items()],
-        params=[Param(name, value) for name, value in trial.parameters.items() if name not in stored],
+        metrics=[Metric(name, value, timestamp, 0) for name, value in trial.metrics.items()],
+        params=[Param(name, value) for name, value in trial.parameters.items() if name not in parameters],
         tags=[RunTag(name, value) for name, value in trial.tags.items()],
     )
     client.set_terminated(id, "FINISHED" if trial.tags.get("status") in ("ok", "skipped") else "FAILED")
@@ -174,24 +174,24 @@ def _log_to_wandb(run: TrackedRun) -> str:
     """Log one run with a table of the trials, the winner as its summary, and the report as an artifact."""
     import wandb
 
-    fields = [*dict.fromkeys(name for t in run.trials for part in (t.parameters, t.metrics, t.tags) for name in part)]
+    fields = [*dict.fromkeys(name for t in run.trials for group in (t.parameters, t.metrics, t.tags) for name in group)]
     rows = [{**t.parameters, **t.metrics, **t.tags} for t in run.trials]
     settings = json.loads(json.dumps(run.settings, default=str))
     project, notes = os.environ.get("WANDB_PROJECT", "dyno"), "\n".join(run.sentences)
     with wandb.init(
         project=project, name=run.name, id=run.id, resume="allow", config=settings, notes=notes,
         settings=wandb.Settings(console="off"),
-    ) as logged:  # fmt: skip
-        logged.log({"trials": wandb.Table(fields, [[row.get(name) for name in fields] for row in rows])})
+    ) as wandb_run:  # fmt: skip
+        wandb_run.log({"trials": wandb.Table(fields, [[row.get(name) for name in fields] for row in rows])})
         for winner in run.winners[:1]:
-            logged.summary.update({"winner": winner.name, **winner.parameters, **winner.metrics})
-        logged.summary["verdict"] = " ".join(run.sentences)
+            wandb_run.summary.update({"winner": winner.name, **winner.parameters, **winner.metrics})
+        wandb_run.summary["verdict"] = " ".join(run.sentences)
         artifact = wandb.Artifact(f"dyno-{run.id}", type="report")
         for path in run.files:
             artifact.add_file(str(path))
-        logged.log_artifact(artifact)
-        where = logged.dir.removesuffix("/files") if logged.offline else logged.url
-    return f"logged {format_count(len(run.trials), 'trial')} to Weights & Biases: {where}"
+        wandb_run.log_artifact(artifact)
+        location = wandb_run.dir.removesuffix("/files") if wandb_run.offline else wandb_run.url
+    return f"logged {format_count(len(run.trials), 'trial')} to Weights & Biases: {location}"
 
 
 def _log_to_tensorboard(run: TrackedRun) -> str:
@@ -201,15 +201,15 @@ def _log_to_tensorboard(run: TrackedRun) -> str:
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    out, moment = run.folder / TENSORBOARD_DIR, run.began.timestamp()
+    out, timestamp = run.folder / TENSORBOARD_DIR, run.began.timestamp()
     refuse_links(run.folder, (TENSORBOARD_DIR,))
     shutil.rmtree(out, ignore_errors=True)
     for trial in run.trials:
-        words = {name: trial.tags[name] for name in ("verdict", "status", "winner") if name in trial.tags}
+        tags = {name: trial.tags[name] for name in ("verdict", "status", "winner") if name in trial.tags}
         writer = EventFileWriter(str(out / file_name(f"{trial.name}-{trial.id[:SHORT_ID_LENGTH]}")))
         values = [Summary.Value(tag=name, simple_value=value) for name, value in trial.metrics.items()]
-        for summary in (hparams_pb(trial.parameters | words, trial.id, moment), Summary(value=values)):
-            writer.add_event(Event(wall_time=moment, step=0, summary=summary))
+        for summary in (hparams_pb(trial.parameters | tags, trial.id, timestamp), Summary(value=values)):
+            writer.add_event(Event(wall_time=timestamp, step=0, summary=summary))
         writer.close()
     return (
         f"logged {format_count(len(run.trials), 'trial')} to TensorBoard: tensorboard --logdir {shlex.quote(str(out))}"

@@ -78,20 +78,20 @@ def block_ratios(
         if x.ok and x.turns in ys
     ]
     quiet_a, quiet_b = (_quiet_delay(t, boundary) for t in (a, b))
-    usual = _find_usual_latencies((r for pair in pairs for r in pair), boundary)
+    span = _find_usual_latencies((r for pair in pairs for r in pair), boundary)
     sets = []
     for x, y in pairs:
-        of_x, of_y = (r.block_medians(tag, boundary, clock, settled=settled) for r in (x, y))
-        logs = compare_blocks(of_x, of_y)
+        medians_x, medians_y = (r.block_medians(tag, boundary, clock, settled=settled) for r in (x, y))
+        logs = compare_blocks(medians_x, medians_y)
         disturbed = set[int]()
         if not keep_disturbed:
-            disturbed = x.disturbed_blocks(boundary, quiet_a, usual) | y.disturbed_blocks(boundary, quiet_b, usual)
-        quiet = compare_blocks(of_x, of_y, disturbed)
-        is_quiet = len(quiet) >= min(MIN_QUIET_BLOCKS, len(logs))
+            disturbed = x.disturbed_blocks(boundary, quiet_a, span) | y.disturbed_blocks(boundary, quiet_b, span)
+        quiet_logs = compare_blocks(medians_x, medians_y, disturbed)
+        is_quiet = len(quiet_logs) >= min(MIN_QUIET_BLOCKS, len(logs))
         if logs.size:
             builds = (x.build, y.build) if x.build or y.build else None
             has_delays = all(r.facts.delays.get(boundary) for r in (x, y))
-            sets.append(RoundRatios(builds, quiet if is_quiet else logs, is_quiet, has_delays))
+            sets.append(RoundRatios(builds, quiet_logs if is_quiet else logs, is_quiet, has_delays))
     return sets
 
 
@@ -120,14 +120,14 @@ def find_apart_jobs(trials: Iterable[TrialResult]) -> ApartJobs | None:
     """Return the jobs whose processors were further apart than in others; None without any."""
     medians = [latency for t in trials for latency in list_core_latencies(t)]
     near = min(medians, default=0.0)
-    apart = [latency for latency in medians if latency > CACHE_DISTANCE_RATIO * near]
-    return ApartJobs(len(apart), len(medians), float(np.median(apart)), near) if apart else None
+    far_latencies = [latency for latency in medians if latency > CACHE_DISTANCE_RATIO * near]
+    return ApartJobs(len(far_latencies), len(medians), float(np.median(far_latencies)), near) if far_latencies else None
 
 
-def list_core_latencies(t: TrialResult) -> list[float]:
+def list_core_latencies(trial: TrialResult) -> list[float]:
     """Return the median core-to-core latency of each good round that measured it, in ns."""
-    known = ([n for each in r.facts.core_latencies.values() for n in each if n] for r in t.good)
-    return [float(np.median(latencies)) for latencies in known if latencies]
+    round_latencies = ([n for each in r.facts.core_latencies.values() for n in each if n] for r in trial.good)
+    return [float(np.median(latencies)) for latencies in round_latencies if latencies]
 
 
 def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -> stats.Interval | None:
@@ -144,7 +144,7 @@ def find_drift(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -
 
     changes = np.array([theilslopes(logs).slope * (len(logs) - 1) for logs in rounds])
     half = stats.t_quantile(len(changes) - 1, DRIFT_ERROR_RATE) * changes.std(ddof=1) / math.sqrt(len(changes))
-    return stats.Interval(*(math.expm1(changes.mean() + side * half) for side in (0, -1, 1)))
+    return stats.Interval(*(math.expm1(changes.mean() + sign * half) for sign in (0, -1, 1)))
 
 
 class SustainedRatio(NamedTuple):
@@ -164,16 +164,16 @@ def compare_sustained(
     by more than the `margin` and lies outside the 95 % prediction interval of a further round (Student's, from the
     spread of the rounds). None also with a single round.
     """
-    alone_a, alone_b = (replace(t, rounds=t.sustained, companions=[]) for t in (a, b))
-    sustained = average_rounds(block_ratios(alone_a, alone_b, boundary, clock, settled=True))
+    sustained_a, sustained_b = (replace(t, rounds=t.sustained, companions=[]) for t in (a, b))
+    sustained = average_rounds(block_ratios(sustained_a, sustained_b, boundary, clock, settled=True))
     rounds = np.array(log_ratios(a, b, boundary, clock))
     if len(rounds) < MIN_QUIET_ROUNDS or not sustained:
         return None
     logs = np.delete(rounds, stats.find_rejected(rounds))
-    usual, moved = float(np.mean(logs)), float(np.mean(sustained) - np.mean(logs))
+    usual_log, shift = float(np.mean(logs)), float(np.mean(sustained) - np.mean(logs))
     spread = float(np.std(logs, ddof=1)) * math.sqrt(1 / len(sustained) + 1 / len(logs))
-    has_moved = abs(moved) > max(math.log1p(margin), stats.t_quantile(len(logs) - 1) * spread)
-    return SustainedRatio(math.exp(usual + moved), math.exp(usual), has_moved)
+    has_moved = abs(shift) > max(math.log1p(margin), stats.t_quantile(len(logs) - 1) * spread)
+    return SustainedRatio(math.exp(usual_log + shift), math.exp(usual_log), has_moved)
 
 
 def list_quiet_rounds(
@@ -184,61 +184,61 @@ def list_quiet_rounds(
     Their processors were at the distance (near or apart) that most blocks of all trials had. If a trial has fewer than
     `min_rounds` of them, all timed rounds of every trial are returned.
     """
-    timed = [[r for r in t.good if r.find_measurement(_name_tag(boundary), boundary)] for t in trials]
-    usual = _find_usual_latencies((r for rounds in timed for r in rounds), boundary)
-    quiet = []
-    for t, rounds in zip(trials, timed, strict=True):
+    timed_rounds = [[r for r in t.good if r.find_measurement(_name_tag(boundary), boundary)] for t in trials]
+    span = _find_usual_latencies((r for rounds in timed_rounds for r in rounds), boundary)
+    quiet_rounds = []
+    for t, rounds in zip(trials, timed_rounds, strict=True):
         delay = _quiet_delay(t, boundary)
-        quiet.append([r for r in rounds if _is_undisturbed(r, boundary, delay, usual)])
-    return quiet if min(map(len, quiet)) >= min_rounds else timed
+        quiet_rounds.append([r for r in rounds if _is_undisturbed(r, boundary, delay, span)])
+    return quiet_rounds if min(map(len, quiet_rounds)) >= min_rounds else timed_rounds
 
 
-def find_quiet_rounds(t: TrialResult, boundary: str, min_rounds: int = 1) -> list[Round]:
+def find_quiet_rounds(trial: TrialResult, boundary: str, min_rounds: int = 1) -> list[Round]:
     """Return one trial's undisturbed rounds (`list_quiet_rounds`), cached."""
     key = "quiet rounds", boundary, min_rounds
-    if key not in t.computed:
-        [t.computed[key]] = list_quiet_rounds([t], boundary, min_rounds)
-    return cast("list[Round]", t.computed[key])
+    if key not in trial.computed:
+        [trial.computed[key]] = list_quiet_rounds([trial], boundary, min_rounds)
+    return cast("list[Round]", trial.computed[key])
 
 
-def quiet_medians(t: TrialResult, boundary: str, clock: str = "") -> list[float]:
+def quiet_medians(trial: TrialResult, boundary: str, clock: str = "") -> list[float]:
     """Return the median latency in seconds of each undisturbed round, by that clock; without any, of all rounds.
 
     If rounds go through several builds, one value per build.
     """
     key = "quiet medians", boundary, clock
-    if key not in t.computed:
-        names = {r.folder.name for r in find_quiet_rounds(t, boundary)}
-        t.computed[key] = t.medians(boundary, clock, names)
-    return cast("list[float]", t.computed[key])
+    if key not in trial.computed:
+        names = {r.folder.name for r in find_quiet_rounds(trial, boundary)}
+        trial.computed[key] = trial.medians(boundary, clock, names)
+    return cast("list[float]", trial.computed[key])
 
 
-def _is_undisturbed(r: Round, boundary: str, delay: float | None, usual: tuple[float, float]) -> bool:
+def _is_undisturbed(r: Round, boundary: str, delay: float | None, span: tuple[float, float]) -> bool:
     """Return whether enough blocks are undisturbed for the round's median to be a quiet machine's."""
     count = len(r.facts.delays.get(boundary, ()))
-    return count - len(r.disturbed_blocks(boundary, delay, usual)) >= max(min(MIN_UNDISTURBED_BLOCKS, count), count / 2)
+    return count - len(r.disturbed_blocks(boundary, delay, span)) >= max(min(MIN_UNDISTURBED_BLOCKS, count), count / 2)
 
 
 def _name_tag(boundary: str) -> str:
     return "throughput" if boundary == "throughput" else "latency"
 
 
-def _quiet_delay(t: TrialResult, boundary: str) -> float | None:
+def _quiet_delay(trial: TrialResult, boundary: str) -> float | None:
     """Return the delay of the trial's quietest round; a round disturbed throughout looks quiet by itself."""
-    delays = [r.facts.delays.get(boundary, ()) for r in (*t.rounds, *t.companions) if r.ok]
+    delays = [r.facts.delays.get(boundary, ()) for r in (*trial.rounds, *trial.companions) if r.ok]
     return min((quiet_delay(each) for each in delays if each), default=None)
 
 
 def _find_usual_latencies(rounds: Iterable[Round], boundary: str) -> tuple[float, float]:
     """Return the range of core-to-core latencies, ns, of most blocks: processors near each other, or apart."""
-    known = [[n for n in r.facts.core_latencies.get(boundary, ()) if n] for r in rounds]
-    near = min((quiet_delay(each) for each in known if each), default=0.0)
+    latencies = [[n for n in r.facts.core_latencies.get(boundary, ()) if n] for r in rounds]
+    near = min((quiet_delay(each) for each in latencies if each), default=0.0)
     low, high = ANY_LATENCY
     limit = CACHE_DISTANCE_RATIO * near or high
-    apart = [n > limit for each in known for n in each]
-    return (limit, high) if sum(apart) > len(apart) / 2 else (low, limit)
+    is_apart = [n > limit for each in latencies for n in each]
+    return (limit, high) if sum(is_apart) > len(is_apart) / 2 else (low, limit)
 
 
-def compare_blocks(a: Mapping[int, float], b: Mapping[int, float], left_out: Collection[int] = ()) -> np.ndarray:
-    """Return log(a / b) of each common block outside `left_out`, float64 [blocks]."""
-    return np.array([math.log(a[k] / b[k]) for k in sorted(a.keys() & b.keys()) if k not in left_out])
+def compare_blocks(a: Mapping[int, float], b: Mapping[int, float], disturbed: Collection[int] = ()) -> np.ndarray:
+    """Return log(a / b) of each common block outside `disturbed`, float64 [blocks]."""
+    return np.array([math.log(a[k] / b[k]) for k in sorted(a.keys() & b.keys()) if k not in disturbed])

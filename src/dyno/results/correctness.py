@@ -50,13 +50,13 @@ def find_references(results: Results, requested: str | None = None) -> dict[str,
     for t in results.trials:
         groups.setdefault(t.group, []).append(t)
     fits = make_matcher(requested, results.trials) if requested else None
-    chosen = {group: first_trial(_list_candidates(trials), fits) for group, trials in groups.items()}
-    if requested and not any(chosen.values()):
+    references = {group: first_trial(_list_candidates(trials), fits) for group, trials in groups.items()}
+    if requested and not any(references.values()):
         available = sorted({f"{t.backend}/{t.precision}" for t in results.trials if t.good})
         raise UserError(
             f"no successful trial fits the reference {requested!r}; available: {', '.join(available) or 'none'}"
         )
-    return {t.id: ref for t in results.trials if (ref := chosen[t.group]) is not None}
+    return {t.id: ref for t in results.trials if (ref := references[t.group]) is not None}
 
 
 def _list_candidates(trials: Sequence[TrialResult]) -> list[TrialResult]:
@@ -82,8 +82,8 @@ def make_matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
     name = usual_name(backend)
 
     def is_match(t: T) -> bool:
-        own, *its = t.variant.split("@")
-        return own == name and precision in ("", t.precision) and (not options or sorted(options) == sorted(its))
+        first, *rest = t.variant.split("@")
+        return first == name and precision in ("", t.precision) and (not options or sorted(options) == sorted(rest))
 
     return is_match
 
@@ -96,24 +96,24 @@ def first_trial(trials: Sequence[T], fits: Callable[[T], bool] | None) -> T | No
     """
     if fits:
         return next((t for t in trials if fits(t)), None)
-    full = [t for t in trials if t.precision == "fp32"]
-    baselines = [t for name in BASELINES for t in sorted(full, key=lambda t: len(t.options)) if t.backend == name]
-    return next(iter(baselines or full or trials), None)
+    fp32 = [t for t in trials if t.precision == "fp32"]
+    baselines = [t for name in BASELINES for t in sorted(fp32, key=lambda t: len(t.options)) if t.backend == name]
+    return next(iter(baselines or fp32 or trials), None)
 
 
-def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:
+def accuracy_references(results: Results, by_id: dict[str, TrialResult]) -> dict[str, TrialResult]:
     """Return the trial to compare each trial's accuracy with, by trial id: the reference at the first size.
 
     So a budget also limits the loss by smaller images. With one size, or without a reference at the first size, it is
-    the trial's own reference (`chosen`).
+    the trial's own reference (`by_id`).
     """
     sizes = [str(size) for size in results.settings.get("sizes") or ()]
     if len(sizes) < 2:
-        return chosen
+        return by_id
     height, _, width = sizes[0].lower().partition("x")
-    first = height if width in ("", height) else sizes[0].lower()
-    at_first = {(t.model, t.batch, t.device): chosen[t.id] for t in results if t.size == first and t.id in chosen}
-    references = {t.id: at_first.get((t.model, t.batch, t.device), chosen.get(t.id)) for t in results}
+    first_size = height if width in ("", height) else sizes[0].lower()
+    by_group = {(t.model, t.batch, t.device): by_id[t.id] for t in results if t.size == first_size and t.id in by_id}
+    references = {t.id: by_group.get((t.model, t.batch, t.device), by_id.get(t.id)) for t in results}
     return {id: reference for id, reference in references.items() if reference is not None}
 
 
@@ -124,13 +124,13 @@ def list_output_sources(results: Results) -> list[TrialResult]:
     return []
 
 
-def compared_with(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:
+def compared_with(results: Results, by_id: dict[str, TrialResult]) -> dict[str, TrialResult]:
     """Return the trial to compare each trial's outputs with, by trial id.
 
-    It is a trial that ran only for that purpose, else the trial's reference (`chosen`).
+    It is a trial that ran only for that purpose, else the trial's reference (`by_id`).
     """
-    others = {t.group: t for t in list_output_sources(results) if t.good}
-    return chosen | {t.id: others[t.group] for t in results if t.group in others}
+    sources = {t.group: t for t in list_output_sources(results) if t.good}
+    return by_id | {t.id: sources[t.group] for t in results if t.group in sources}
 
 
 def find_mismatch(a: TrialResult, b: TrialResult) -> str:
@@ -140,9 +140,9 @@ def find_mismatch(a: TrialResult, b: TrialResult) -> str:
     """
     if a.facts.random_outputs or b.facts.random_outputs:
         return CHANGING_OUTPUTS
-    files = a.form and b.form and a.form != b.form  # files have their own hashes, even with equal weights
+    is_other_file = a.form and b.form and a.form != b.form  # files have their own hashes, even with equal weights
     weights = {t.facts.weights_sha256 for t in (a, b)} - {""}
-    if len(weights) > 1 and not files:
+    if len(weights) > 1 and not is_other_file:
         return OTHER_WEIGHTS
     return OTHER_INPUTS if other_inputs(a, b) else ""
 
@@ -247,9 +247,9 @@ class Correctness:
             return ""
         return self._describe_doubt(self._changed_count, self.answers, "answers change", self.tolerance.changed)
 
-    def _describe_doubt(self, hits: int, count: int, what: str, allowed: float) -> str:
+    def _describe_doubt(self, hits: int, count: int, subject: str, allowed: float) -> str:
         return (
-            f"can't tell with {count} whether more than {allowed:.0%} of the {what}, which {self.precision} allows "
+            f"can't tell with {count} whether more than {allowed:.0%} of the {subject}, which {self.precision} allows "
             f"({hits} did): about {stats.estimate_needed(hits, count, allowed):,} are needed"
         )
 
@@ -258,26 +258,26 @@ class Correctness:
         """Description of errors beyond the tolerance, with the tolerance; "" without any."""
         if self.ok or self.mismatch:
             return self.mismatch
-        allowed = self.tolerance
+        tolerance = self.tolerance
         text = f"off by {format_number(self.error, 2)} of their size"
         if self._is_far:
-            return f"{text} ({self.precision} allows {allowed.limit:g})"
-        return f"{text} and {self.changed:.1%} of the answers changed ({self.precision} allows {allowed.changed:.0%})"
+            return f"{text} ({self.precision} allows {tolerance.limit:g})"
+        return f"{text} and {self.changed:.1%} of the answers changed ({self.precision} allows {tolerance.changed:.0%})"
 
 
 def name_distance(error: float, labels_changed: float = math.nan) -> str:
     """Describe the deviation from the reference's outputs; `labels_changed` in percent."""
-    words = []
+    phrases = []
     if not math.isnan(error):
-        words.append(
+        phrases.append(
             f"off by {show(error, 'percentage', 2)}"
             if error > EXACT_ERROR
             else f"to {show(EXACT_ERROR, 'percentage', 1)}"
         )
     if not math.isnan(labels_changed):
         share = show(labels_changed / 100, "percentage", 2)
-        words.append(f"{share} of labels differ" if labels_changed else "no label differs")
-    return ", ".join(words)
+        phrases.append(f"{share} of labels differ" if labels_changed else "no label differs")
+    return ", ".join(phrases)
 
 
 def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness | None:
@@ -290,12 +290,12 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     """
     if trial is reference or find_mismatch(trial, reference):
         return None
-    own, other, apart = agreement.paired_outputs(trial, reference)
-    if not own or not other:
+    actual, expected, omitted = agreement.paired_outputs(trial, reference)
+    if not actual or not expected:
         return None
     # A module quantised by PyTorch has the precision FP32; files made from it round differently by one step.
-    ran = read_truth(reference)
-    types = [name for name in (ran.types if ran else ()) if name in TOLERANCES]
+    truth = read_truth(reference)
+    types = [name for name in (truth.types if truth else ()) if name in TOLERANCES]
     precision = max(trial.precision, reference.precision, *types, key=lambda name: TOLERANCES[name].limit)
     tolerance = TOLERANCES[precision]
     if _run_one_quantised_file(trial, reference):
@@ -304,60 +304,60 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
         return Correctness(np.inf, None, tolerance, precision, NOT_FINITE)
     if (rows := agreement.pair_rows(trial, reference)) is not None:
         return _judge_boxes(rows.errors, tolerance, precision)
-    shapes = [[list(a.shape[1:]) for a in arrays] for arrays in (own, other)]
+    shapes = [[list(a.shape[1:]) for a in arrays] for arrays in (actual, expected)]
     if shapes[0] != shapes[1]:
         return Correctness(np.inf, None, tolerance, precision, f"outputs of shape {shapes[0]} instead of {shapes[1]}")
-    if apart > tolerance.changed:
-        text = f"different numbers of rows for {apart:.1%} of the inputs ({precision} allows {tolerance.changed:.0%})"
+    if omitted > tolerance.changed:
+        text = f"different numbers of rows for {omitted:.1%} of the inputs ({precision} allows {tolerance.changed:.0%})"
         return Correctness(np.inf, None, tolerance, precision, text)
-    channels = trial.task.labels == "objects" and tolerance.quantile == 1
-    if channels:
-        own, other = ([_values_first(array) for array in arrays] for arrays in (own, other))
-    pairs = [(a[:n], b[:n]) for a, b in zip(own, other, strict=True) if (n := min(len(a), len(b))) and b[:1].size]
+    has_channels = trial.task.labels == "objects" and tolerance.quantile == 1
+    if has_channels:
+        actual, expected = ([_values_first(array) for array in arrays] for arrays in (actual, expected))
+    pairs = [(a[:n], b[:n]) for a, b in zip(actual, expected, strict=True) if (n := min(len(a), len(b))) and b[:1].size]
     if not pairs:
         return None
     values = [pair for pair in pairs if not _have_labels(*pair)]
     if text := _compare_not_finite(values):
         return Correctness(np.inf, None, tolerance, precision, text)
-    errors = [distances(a, b, channels) for a, b in values]
-    worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors), default=math.nan)
+    errors = [distances(a, b, has_channels) for a, b in values]
+    worst_error = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors), default=math.nan)
     changed, answers = None, 0
-    if worst > tolerance.close:
-        changed, answers = _compute_changed(trial, reference, own[0], other[0], tolerance)
+    if worst_error > tolerance.close:
+        changed, answers = _compute_changed(trial, reference, actual[0], expected[0], tolerance)
     labels = [_compare_labels(*pair, values, tolerance, precision) for pair in pairs if _have_labels(*pair)]
-    mismatch = next((wrong for _, wrong in labels if wrong), "")
+    mismatch = next((fault for _, fault in labels if fault), "")
     share = max((share for share, _ in labels), default=math.nan)
     far, inputs = max(((int((e > tolerance.limit).sum()), len(e)) for e in errors), default=(0, 0))
-    return Correctness(worst, changed, tolerance, precision, mismatch, share, answers, far, inputs)
+    return Correctness(worst_error, changed, tolerance, precision, mismatch, share, answers, far, inputs)
 
 
 def _run_one_quantised_file(a: TrialResult, b: TrialResult) -> bool:
     """Return whether both run the same quantised user file, and so share its error."""
     file = a.spec.model.file
-    as_it_is = all(t.precision in QUANTISED_PRECISIONS and not t.made_by.scheme for t in (a, b))
-    return bool(file) and file == b.spec.model.file and as_it_is
+    is_unchanged = all(t.precision in QUANTISED_PRECISIONS and not t.made_by.scheme for t in (a, b))
+    return bool(file) and file == b.spec.model.file and is_unchanged
 
 
-def _have_labels(own: np.ndarray, other: np.ndarray) -> bool:
+def _have_labels(actual: np.ndarray, expected: np.ndarray) -> bool:
     """Return whether both outputs are labels, also as whole numbers in float32."""
-    return is_labels(other) or (is_labels(own) and bool((other == np.round(other)).all()))
+    return is_labels(expected) or (is_labels(actual) and bool((expected == np.round(expected)).all()))
 
 
 def _compare_not_finite(values: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
     """Describe NaN and infinities at other places than the reference's; "" without any."""
-    one_sided = [(a, b, found) for a, b in values if (found := find_one_sided(a, b)).any()]
+    one_sided = [(a, b, mask) for a, b in values if (mask := find_one_sided(a, b)).any()]
     if not one_sided:
         return ""
-    count, total = sum(int(found.sum()) for *_, found in one_sided), sum(a.size for a, _ in values)
+    count, total = sum(int(mask.sum()) for *_, mask in one_sided), sum(a.size for a, _ in values)
     share = f"{count:,} of {total:,} values"
-    if any((~np.isfinite(a) & found).any() for a, _, found in one_sided):
+    if any((~np.isfinite(a) & mask).any() for a, _, mask in one_sided):
         return f"{NOT_FINITE}; {share} are not those of the reference"
     return f"the reference's outputs are NaN or infinite where this engine gives numbers, in {share}"
 
 
 def _compare_labels(
-    own: np.ndarray,
-    other: np.ndarray,
+    actual: np.ndarray,
+    expected: np.ndarray,
     values: Sequence[tuple[np.ndarray, np.ndarray]],
     tolerance: Tolerance,
     precision: str,
@@ -366,21 +366,21 @@ def _compare_labels(
 
     One label may differ by chance if there are enough; a single input with many labels may not have too large a share.
     """
-    if "f" in (own.dtype.kind, other.dtype.kind):  # floating-point types round large integers
-        own, other = own.astype(np.float32), other.astype(np.float32)
-    differs = own != other
-    scores = next((b for _, b in values if _are_ranked(b, other)), None)
+    if "f" in (actual.dtype.kind, expected.dtype.kind):  # floating-point types round large integers
+        actual, expected = actual.astype(np.float32), expected.astype(np.float32)
+    is_different = actual != expected
+    scores = next((b for _, b in values if _are_ranked(b, expected)), None)
     if scores is not None:
-        differs &= ~_are_tied(own, other, scores, tolerance.limit)
-    share = float(differs.mean())
-    if share > tolerance.labels and not (differs.sum() == 1 and differs.size >= MIN_LABELS):
+        is_different &= ~_are_tied(actual, expected, scores, tolerance.limit)
+    share = float(is_different.mean())
+    if share > tolerance.labels and not (is_different.sum() == 1 and is_different.size >= MIN_LABELS):
         return (
             share,
             f"{show(share, 'percentage', 2)} of labels differ ({precision} allows {100 * tolerance.labels:g} %)",
         )
-    most = float(differs.reshape(len(differs), -1).mean(axis=1).max())
-    if most > MAX_FLIPPED_SHARE and differs[0].size >= MIN_LABELS:
-        return share, f"{show(most, 'percentage', 2)} of labels differ in one input ({100 * MAX_FLIPPED_SHARE:g} % may)"
+    peak = float(is_different.reshape(len(is_different), -1).mean(axis=1).max())
+    if peak > MAX_FLIPPED_SHARE and is_different[0].size >= MIN_LABELS:
+        return share, f"{show(peak, 'percentage', 2)} of labels differ in one input ({100 * MAX_FLIPPED_SHARE:g} % may)"
     return share, ""
 
 
@@ -390,19 +390,19 @@ def _are_ranked(scores: np.ndarray, indices: np.ndarray) -> bool:
                 and (scores[:, 1:] <= scores[:, :-1]).all())  # fmt: skip
 
 
-def _are_tied(own: np.ndarray, other: np.ndarray, scores: np.ndarray, limit: float) -> np.ndarray:
+def _are_tied(actual: np.ndarray, expected: np.ndarray, scores: np.ndarray, limit: float) -> np.ndarray:
     """Return whether each index of a top-k may stand at its rank.
 
     It may if the reference's score of it differs from that rank's score by at most the tolerance. For an index that the
     reference doesn't list, the reference's last score is an upper bound.
     """
     scores = scores.astype(np.float64)
-    room = limit * np.sqrt(np.mean(_zero_not_finite(scores) ** 2, axis=1, keepdims=True))
-    listed = own[:, :, None] == other[:, None, :]
-    theirs = np.where(listed.any(axis=2), np.take_along_axis(scores, listed.argmax(axis=2), axis=1), scores[:, -1:])
+    margin = limit * np.sqrt(np.mean(_zero_not_finite(scores) ** 2, axis=1, keepdims=True))
+    matches = actual[:, :, None] == expected[:, None, :]
+    values = np.where(matches.any(axis=2), np.take_along_axis(scores, matches.argmax(axis=2), axis=1), scores[:, -1:])
     with np.errstate(invalid="ignore"):
-        tied: np.ndarray = (theirs == scores) | (np.abs(theirs - scores) <= room)
-    return tied
+        is_tied: np.ndarray = (values == scores) | (np.abs(values - scores) <= margin)
+    return is_tied
 
 
 def _zero_not_finite(array: np.ndarray) -> np.ndarray:
@@ -418,33 +418,33 @@ def _judge_boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Co
     """Judge paired boxes by the share of errors beyond the limit, at most `tolerance.changed`; None without errors."""
     if not errors.size:
         return None
-    beyond = errors > tolerance.limit
-    share = float(beyond.mean())
+    is_beyond = errors > tolerance.limit
+    share = float(is_beyond.mean())
     text = (
         f"{share:.1%} of the boxes have no partner or are off by more than {tolerance.limit:g} of their size "
         f"({precision} allows {tolerance.changed:.0%})"
     )
-    error = float(errors[~beyond].max(initial=0.0))
-    is_wrong = stats.exceeds(int(beyond.sum()), beyond.size, tolerance.changed)
-    return Correctness(error, share, tolerance, precision, text if is_wrong else "", answers=beyond.size)
+    error = float(errors[~is_beyond].max(initial=0.0))
+    is_wrong = stats.exceeds(int(is_beyond.sum()), is_beyond.size, tolerance.changed)
+    return Correctness(error, share, tolerance, precision, text if is_wrong else "", answers=is_beyond.size)
 
 
 def _compute_changed(
-    trial: TrialResult, reference: TrialResult, own: np.ndarray, other: np.ndarray, tolerance: Tolerance
+    trial: TrialResult, reference: TrialResult, actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance
 ) -> tuple[float | None, int]:
     """Return the share of the reference's answers that changed (None without answers), and the number of answers."""
     if boxes := agreement.compare_boxes(trial, reference):
         own_share = boxes.own_share if boxes.own_share is not None else 0.0
         return 1 - min(boxes.share, own_share), boxes.expected if boxes.share <= own_share else max(boxes.own, 1)
-    if trial.task.labels != "classes" or is_labels(other) or own.ndim != 2 or own.shape[1] < 2:
+    if trial.task.labels != "classes" or is_labels(expected) or actual.ndim != 2 or actual.shape[1] < 2:
         return None, 0
-    count = min(len(own), len(other))
-    a, b = own[:count].astype(np.float64), other[:count].astype(np.float64)
+    count = min(len(actual), len(expected))
+    a, b = actual[:count].astype(np.float64), expected[:count].astype(np.float64)
     # Non-finite values are equal in both: the best finite value counts.
     a, b = (np.where(np.isfinite(b), array, -np.inf) for array in (a, b))
     rows, classes = np.arange(count), a.argmax(axis=1)
     # A class is a tie if its score is within the tolerance of the first: rounding may decide.
     with np.errstate(invalid="ignore"):  # a row without a number has no answer
         lead = b.max(axis=1) - b[rows, classes]
-    tied = tolerance.limit * np.sqrt(np.mean(_zero_not_finite(b) ** 2, axis=1))
-    return float((lead > tied).mean()), count
+    tie_limit = tolerance.limit * np.sqrt(np.mean(_zero_not_finite(b) ** 2, axis=1))
+    return float((lead > tie_limit).mean()), count

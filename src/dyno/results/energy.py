@@ -74,43 +74,43 @@ class Meter:
 
     @cached_property
     def _idle(self) -> dict[str, Idle]:
-        stored = _read_counters(self.folder / IDLE_DIR)
+        counters = _read_counters(self.folder / IDLE_DIR)
         trace = timeline.read_timeline(self.folder / IDLE_DIR)
-        others = float(np.nanmean(stored["others"])) if len(stored.get("others", ())) else 0.0
-        used = trace is not None and float(np.nan_to_num(trace.read_column("util")).mean()) > timeline.BUSY_PERCENT
-        shared = trace is not None and (used or timeline.most_others(trace) > 0)
-        disturbed = {"cuda": shared, "cpu": others > MAX_OTHER_CORES}
+        other_cores = float(np.nanmean(counters["others"])) if len(counters.get("others", ())) else 0.0
+        is_used = trace is not None and float(np.nan_to_num(trace.read_column("util")).mean()) > timeline.BUSY_PERCENT
+        is_shared = trace is not None and (is_used or timeline.most_others(trace) > 0)
+        disturbed = {"cuda": is_shared, "cpu": other_cores > MAX_OTHER_CORES}
         return {
-            kind: Idle(estimate_power(stored, counter), disturbed[kind]) for kind, counter in ENERGY_COLUMNS.items()
+            kind: Idle(estimate_power(counters, counter), disturbed[kind]) for kind, counter in ENERGY_COLUMNS.items()
         }
 
-    def measure(self, t: TrialResult) -> Energy:
+    def measure(self, trial: TrialResult) -> Energy:
         """Compute the trial's energy over its good rounds."""
-        nothing = stats.find_center([])
-        kind = t.device.split(":")[0]
-        measured = [r for r in t.good if r.facts.sustained is not None]
-        if kind not in ENERGY_COLUMNS or not measured:
-            return Energy(nothing, missing_reason=NOT_ASKED)
+        no_interval = stats.find_center([])
+        kind = trial.device.split(":")[0]
+        rounds = [r for r in trial.good if r.facts.sustained is not None]
+        if kind not in ENERGY_COLUMNS or not rounds:
+            return Energy(no_interval, missing_reason=NOT_ASKED)
         idle = self._idle[kind]
-        drawn = [
-            (r, found) for r in measured if not _is_shared(r, kind) and (found := _of_round(r, ENERGY_COLUMNS[kind]))
+        powers = [
+            (r, power) for r in rounds if not _is_shared(r, kind) and (power := _of_round(r, ENERGY_COLUMNS[kind]))
         ]
         reasons = {
-            NO_COUNTER[kind]: not any(_of_round(r, ENERGY_COLUMNS[kind]) for r in measured),
-            OTHERS_BUSY: not drawn, NO_IDLE: math.isnan(idle.watts), NOT_IDLE: idle.disturbed,
-            NO_MORE: any(each.watts <= idle.watts for _, each in drawn),
+            NO_COUNTER[kind]: not any(_of_round(r, ENERGY_COLUMNS[kind]) for r in rounds),
+            OTHERS_BUSY: not powers, NO_IDLE: math.isnan(idle.watts), NOT_IDLE: idle.disturbed,
+            NO_MORE: any(power.watts <= idle.watts for _, power in powers),
         }  # fmt: skip
-        missing = next((reason for reason, holds in reasons.items() if holds), "")
-        if not drawn:
-            return Energy(nothing, missing_reason=missing)
-        net = [(r, (each.watts - idle.watts) / each.rate) for r, each in drawn]
+        missing = next((reason for reason, applies in reasons.items() if applies), "")
+        if not powers:
+            return Energy(no_interval, missing_reason=missing)
+        net = [(r, (power.watts - idle.watts) / power.rate) for r, power in powers]
         return Energy(
-            nothing if missing else stats.find_center(by_build(net)),
-            stats.find_center(by_build([(r, each.watts / each.rate) for r, each in drawn])).value,
-            _compute_mean([each.watts for _, each in drawn]),
+            no_interval if missing else stats.find_center(by_build(net)),
+            stats.find_center(by_build([(r, power.watts / power.rate) for r, power in powers])).value,
+            _compute_mean([power.watts for _, power in powers]),
             idle.watts,
-            _compute_mean([each.rate for _, each in drawn]),
-            len(drawn),
+            _compute_mean([power.rate for _, power in powers]),
+            len(powers),
             missing,
         )
 
@@ -130,21 +130,21 @@ def _is_shared(r: Round, kind: str) -> bool:
     return r.trace is not None and timeline.most_others(r.trace, r.trace.mark_inside([sustained.window])) > 0
 
 
-def estimate_power(stored: dict[str, np.ndarray], counter: str, window: Window = (-math.inf, math.inf)) -> float:
+def estimate_power(counters: dict[str, np.ndarray], counter: str, window: Window = (-math.inf, math.inf)) -> float:
     """Estimate the mean W in the window (seconds of CLOCK_MONOTONIC): the least-squares slope of the counter over time.
 
     Counters updated at most ten times a second have an error in each reading, which a difference of two readings would
     have in full. NaN with too few readings.
     """
-    at, joules = stored.get("at", np.empty(0)) + stored.get("epoch", 0.0), stored.get(counter)
+    times, joules = counters.get("at", np.empty(0)) + counters.get("epoch", 0.0), counters.get(counter)
     if joules is None:
         return math.nan
-    chosen = (at >= window[0]) & (at <= window[1]) & ~np.isnan(joules)
-    at, joules = at[chosen], joules[chosen]
-    if len(at) < MIN_READINGS or at[-1] - at[0] < MIN_SPAN_S:
+    is_inside = (times >= window[0]) & (times <= window[1]) & ~np.isnan(joules)
+    times, joules = times[is_inside], joules[is_inside]
+    if len(times) < MIN_READINGS or times[-1] - times[0] < MIN_SPAN_S:
         return math.nan
-    apart = at - at.mean()
-    return float((apart * (joules - joules.mean())).sum() / (apart**2).sum())
+    offsets = times - times.mean()
+    return float((offsets * (joules - joules.mean())).sum() / (offsets**2).sum())
 
 
 def _read_counters(folder: Path) -> dict[str, np.ndarray]:

@@ -41,17 +41,17 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
     unpacked size above the file's, which Dyno never writes.
     """
     arrays = {}
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is not a regular file")
     try:
-        with zipfile.ZipFile(path) as stored:
-            if sum(info.file_size for info in stored.infolist()) > about.st_size:
+        with zipfile.ZipFile(path) as archive:
+            if sum(info.file_size for info in archive.infolist()) > status.st_size:
                 raise ValueError(f"{path} would unpack to more than its size")
-            for info in stored.infolist():
+            for info in archive.infolist():
                 name = info.filename.removesuffix(".npy")
                 if names is None or name in names:
-                    arrays[name] = _parse_array(stored.read(info))
+                    arrays[name] = _parse_array(archive.read(info))
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as e:
         raise ValueError(f"{path} is damaged: {e}") from e
     return arrays
@@ -60,13 +60,13 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
 def _parse_array(data: bytes) -> np.ndarray:
     if data[:6] != NPY_MAGIC:
         raise ValueError("a member of the npz file is not an array")
-    wide = 2 if data[6] == 1 else 4
-    start = 8 + wide + int.from_bytes(data[8 : 8 + wide], "little")
+    length_size = 2 if data[6] == 1 else 4
+    start = 8 + length_size + int.from_bytes(data[8 : 8 + length_size], "little")
     shape, fortran, dtype = _parse_header(data[:start])
     if dtype.hasobject:
         raise ValueError("the npz file holds Python objects, which are never loaded")
-    flat = np.frombuffer(data, dtype, offset=start)
-    return flat.reshape(shape, order="F" if fortran else "C")
+    array = np.frombuffer(data, dtype, offset=start)
+    return array.reshape(shape, order="F" if fortran else "C")
 
 
 def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
@@ -75,16 +75,16 @@ def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
     A missing file isn't an error. samples.npz is read whole; of outputs.npz, perhaps large, only the directory.
     """
     arrays: dict[str, dict[str, np.ndarray]] = {}
-    for name, only in (("samples.npz", None), ("outputs.npz", ())):
+    for name, names in (("samples.npz", None), ("outputs.npz", ())):
         try:
-            arrays[name] = read_npz(folder / name, only)
+            arrays[name] = read_npz(folder / name, names)
         except FileNotFoundError:
             continue
         except (OSError, ValueError):
             return {}, name
     samples = arrays.get("samples.npz", {})
-    whole = all(a.dtype.kind in NUMERIC_KINDS and a.ndim == 1 + (name == LAYERS_ARRAY) for name, a in samples.items())
-    return (samples, "") if whole else ({}, "samples.npz")
+    is_ok = all(a.dtype.kind in NUMERIC_KINDS and a.ndim == 1 + (name == LAYERS_ARRAY) for name, a in samples.items())
+    return (samples, "") if is_ok else ({}, "samples.npz")
 
 
 def read_numbers(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
@@ -206,11 +206,11 @@ def read_stored(path: Path, kind: type[T], problems: list[str] | None = None) ->
     Keys that are no fields of the dataclass, such as `schema`, are ignored.
     """
     problems = [] if problems is None else problems
-    stored = read_table(path, problems)
-    if stored is None:
+    table = read_table(path, problems)
+    if table is None:
         return None
     try:
-        return _read_fields(kind, _without_nulls(stored))
+        return _read_fields(kind, _without_nulls(table))
     except UserError as e:
         problems.append(f"{path} is damaged ({e}); it is left out")
         return None
@@ -234,8 +234,8 @@ def read_measured(folder: Path, record: Record) -> tuple[Record, dict[str, np.nd
     """Return the record and its samples (None: not read); unreadable measurements turn the record into a failure."""
     if record.status != "ok":
         return record, None
-    samples, damaged = read_samples(folder)
-    if not damaged:
+    samples, damaged_file = read_samples(folder)
+    if not damaged_file:
         return record, samples
-    reason = f"{damaged} is damaged; the same `dyno run` measures this round again"
+    reason = f"{damaged_file} is damaged; the same `dyno run` measures this round again"
     return replace(record, status="failed", stage="", reason=reason), {}

@@ -80,9 +80,9 @@ class Limit:
         return f"{self.name}={self.text}"
 
 
-def make_limits(wanted: Mapping[str, str]) -> tuple[Limit, ...]:
+def make_limits(texts: Mapping[str, str]) -> tuple[Limit, ...]:
     """Build limits from a study's table: `{"p99": "5ms"}`; `UserError` for an unknown name, number or unit."""
-    return tuple(_make_limit(name, str(text).strip()) for name, text in wanted.items())
+    return tuple(_make_limit(name, str(text).strip()) for name, text in texts.items())
 
 
 def _make_limit(name: str, text: str) -> Limit:
@@ -100,10 +100,10 @@ def _make_limit(name: str, text: str) -> Limit:
     return Limit(name, maximum, match[1] + match[2])
 
 
-def check_settings(wanted: Mapping[str, str], boundaries: Sequence[str], energy: bool) -> None:
+def check_settings(texts: Mapping[str, str], boundaries: Sequence[str], has_energy: bool) -> None:
     """Raise `UserError` for an invalid limit of a study, and for a limit on an unmeasured quantity."""
-    for limit in make_limits(wanted):
-        if limit.name == "energy" and not energy:
+    for limit in make_limits(texts):
+        if limit.name == "energy" and not has_energy:
             raise UserError(f"the limit {limit} needs the energy measured; add --energy")
         if limit.name in LATENCIES and "model" not in boundaries:
             raise UserError(f"the limit {limit} is on latency/model; add model to --boundaries")
@@ -144,9 +144,9 @@ class LimitCheck:
             return f"{value}, not decided against {self.limit.text}"
         if self.share >= 2:
             return f"{value}, {format_number(self.share)} times the limit"
-        beyond = abs(100 * (self.share - 1))
-        how_far = f"{beyond:.0f} %" if beyond >= 1 else "less than 1 %"
-        return f"{value}, {how_far} {'over' if self.state == OVER else 'below'}"
+        excess = abs(100 * (self.share - 1))
+        excess_text = f"{excess:.0f} %" if excess >= 1 else "less than 1 %"
+        return f"{value}, {excess_text} {'over' if self.state == OVER else 'below'}"
 
 
 def check_limits(row: Mapping[str, Any], limits: Sequence[Limit]) -> list[LimitCheck]:
@@ -165,8 +165,8 @@ def _check_limit(row: Mapping[str, Any], limit: Limit) -> LimitCheck:
     samples = _read_number(row, "samples_model") if quantity.percentile else math.inf
     if quantity.percentile and samples < samples_for(quantity.percentile) and not low > limit.maximum:
         return LimitCheck(limit, UNDECIDED, value, low, high, int(samples))
-    least, most = (value if math.isnan(end) else end for end in (low, high))
-    state = WITHIN if max(value, most) <= limit.maximum else OVER if min(value, least) > limit.maximum else UNDECIDED
+    lower, upper = (value if math.isnan(end) else end for end in (low, high))
+    state = WITHIN if max(value, upper) <= limit.maximum else OVER if min(value, lower) > limit.maximum else UNDECIDED
     return LimitCheck(limit, state, value, low, high)
 
 
@@ -177,9 +177,9 @@ def _read_number(row: Mapping[str, Any], column: str) -> float:
 
 def check_frame(frame: pd.DataFrame, limits: Sequence[Limit]) -> None:
     """Raise `UserError` for a limit on a quantity that no trial of a stored run has."""
-    good = [row for row in frame.to_dict("records") if row["status"] == "ok"]
+    good_rows = [row for row in frame.to_dict("records") if row["status"] == "ok"]
     for limit in limits:
-        checks = [_check_limit(row, limit) for row in good]
+        checks = [_check_limit(row, limit) for row in good_rows]
         if checks and all(check.state == UNMEASURED for check in checks):
             raise UserError(f"no trial can be judged by the limit {limit}: {checks[0].text}")
 

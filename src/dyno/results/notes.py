@@ -62,8 +62,8 @@ def read_models(run: Path, problems: list[str] | None = None) -> FactsBySize:
 
 def store_models(run: Path, facts: Iterable[ModelFacts]) -> None:
     """Write the facts into a run folder, keeping facts of other models and sizes."""
-    if current := {(one.model, one.size): one for one in facts}:
-        _store(run / MODELS_FILE, Models(tuple({**read_models(run), **current}.values())))
+    if new_facts := {(entry.model, entry.size): entry for entry in facts}:
+        _store(run / MODELS_FILE, Models(tuple({**read_models(run), **new_facts}.values())))
 
 
 # Measurements of the anchor trial, which all devices of a study repeat: differences and mutual slow-downs.
@@ -101,33 +101,33 @@ class AnchorDevices:
     @property
     def speedups(self) -> dict[str, stats.Speedup]:
         """Speed of each place beside the others relative to the place alone, judged as one family."""
-        timed = [d for d in self.devices if d.beside or d.ratios]
+        devices = [d for d in self.devices if d.beside or d.ratios]
         family = [
             stats.pair_evidence([-math.log(ratio) for ratio in d.ratios])
             if d.ratios
             else stats.collect_evidence(d.beside, d.alone)
-            for d in timed
+            for d in devices
         ]
         rule = stats.Rule(self.equivalent / 100)
-        return dict(zip((d.place for d in timed), stats.decide_family(family, rule), strict=True))
+        return dict(zip((d.place for d in devices), stats.decide_family(family, rule), strict=True))
 
     @property
     def disturbed(self) -> dict[str, stats.Speedup]:
         """Places that are slower beside the others than alone, with certainty and beyond `equivalent`."""
         limit = -stats.Rule(self.equivalent / 100).reach
         return {
-            place: found
-            for place, found in self.speedups.items()
-            if found.verdict == stats.SLOWER and math.log(found.value) < limit
+            place: speedup
+            for place, speedup in self.speedups.items()
+            if speedup.verdict == stats.SLOWER and math.log(speedup.value) < limit
         }
 
     @property
     def slower(self) -> str:
         """Slow-downs of the disturbed places, as text."""
-        each = ", ".join(
-            f"{place} is {percent_slower(one.value):.2g} % slower" for place, one in self.disturbed.items()
+        text = ", ".join(
+            f"{place} is {percent_slower(speedup.value):.2g} % slower" for place, speedup in self.disturbed.items()
         )
-        return f"{each} beside the other devices than alone"
+        return f"{text} beside the other devices than alone"
 
     @property
     def extremes(self) -> tuple[AnchorDevice, AnchorDevice, bool] | None:
@@ -135,12 +135,12 @@ class AnchorDevices:
 
         All pairs are judged as one family; None with fewer than two measured devices.
         """
-        timed = sorted((d for d in self.devices if d.alone), key=estimate_latency)
-        pairs = [*combinations(timed, 2)]
+        devices = sorted((d for d in self.devices if d.alone), key=estimate_latency)
+        pairs = [*combinations(devices, 2)]
         if not pairs:
             return None
-        judged = stats.decide_family([stats.collect_evidence(fast.alone, slow.alone) for fast, slow in pairs])
-        return timed[0], timed[-1], judged[pairs.index((timed[0], timed[-1]))].verdict == stats.FASTER
+        speedups = stats.decide_family([stats.collect_evidence(fast.alone, slow.alone) for fast, slow in pairs])
+        return devices[0], devices[-1], speedups[pairs.index((devices[0], devices[-1]))].verdict == stats.FASTER
 
 
 def percent_slower(speedup: float) -> float:
@@ -162,14 +162,14 @@ def read_devices(run: Path) -> AnchorDevices | None:
     return replace(stored, devices=tuple(rows), equivalent=max(0.0, stored.equivalent))
 
 
-def store_devices(run: Path, found: AnchorDevices) -> None:
+def store_devices(run: Path, devices: AnchorDevices) -> None:
     """Write the measurements of the anchor trial."""
-    _store(run / DEVICES_FILE, found)
+    _store(run / DEVICES_FILE, devices)
 
 
-def _filter_numbers(stored: Sequence[float]) -> tuple[float, ...]:
+def _filter_numbers(values: Sequence[float]) -> tuple[float, ...]:
     """Return the values that can be medians or ratios."""
-    return tuple(float(x) for x in stored if math.isfinite(x) and x > 0)
+    return tuple(float(x) for x in values if math.isfinite(x) and x > 0)
 
 
 # Alternative routes to the ONNX file, and their outcomes.
@@ -204,7 +204,7 @@ class Attempt:
     @property
     def kept_route(self) -> RouteAttempt | None:
         """The route with separate rows; None if the usual one is as good."""
-        return next((one for one in self.routes if one.outcome == ROUTE_KEPT), None)
+        return next((route for route in self.routes if route.outcome == ROUTE_KEPT), None)
 
 
 @dataclass(frozen=True)
@@ -273,8 +273,8 @@ class Placement:
 
 def list_placements(run: Path, problems: list[str] | None = None) -> list[Placement]:
     """Read the placements of a run's blocks; empty for a study on one device."""
-    found = (read_stored(path, Placement, problems) for path in sorted((run / PLACEMENTS_DIR).glob("*.json")))
-    return [placement for placement in found if placement]
+    placements = (read_stored(path, Placement, problems) for path in sorted((run / PLACEMENTS_DIR).glob("*.json")))
+    return [placement for placement in placements if placement]
 
 
 def read_placement(run: Path, block: str) -> Placement | None:

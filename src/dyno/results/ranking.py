@@ -146,8 +146,8 @@ def order_group(rows: Sequence[Row], trials: Mapping[str, TrialResult]) -> list[
     comparable = [row for row in rows if not row["verdict"].startswith(INCOMPARABLE)]
     ordered = _sort_rows(_keep_eligible(comparable), trials)
     for choose in (_rank_by_latency, list):
-        placed = {row["trial"] for row in ordered}
-        ordered += choose([row for row in rows if row["trial"] not in placed])
+        ranked_ids = {row["trial"] for row in ordered}
+        ordered += choose([row for row in rows if row["trial"] not in ranked_ids])
     return ordered
 
 
@@ -170,10 +170,10 @@ def _keep_eligible(rows: Sequence[Row]) -> list[Row]:
 
 
 def _rank_by_latency(rows: Sequence[Row]) -> list[Row]:
-    timed = [row for row in rows if not is_missing(row[LATENCY])]
-    if _is_in_turns(timed):
-        return sorted(timed, key=lambda row: -row["speedup"])
-    return sorted(timed, key=itemgetter(LATENCY))
+    timed_rows = [row for row in rows if not is_missing(row[LATENCY])]
+    if _is_in_turns(timed_rows):
+        return sorted(timed_rows, key=lambda row: -row["speedup"])
+    return sorted(timed_rows, key=itemgetter(LATENCY))
 
 
 def _is_in_turns(rows: Sequence[Row]) -> bool:
@@ -306,8 +306,8 @@ def rank_goals(run: RunData) -> list[Ranking]:
 
 
 def _make_ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
-    apart = rows["verdict"].str.startswith(INCOMPARABLE)
-    return Ranking(where, rows[~apart], rows[apart], sizes, choose_metric(rows[~apart], run.budget_metrics), run.trials)
+    mask = rows["verdict"].str.startswith(INCOMPARABLE)
+    return Ranking(where, rows[~mask], rows[mask], sizes, choose_metric(rows[~mask], run.budget_metrics), run.trials)
 
 
 def is_within_limits(run: RunData) -> bool:
@@ -329,18 +329,18 @@ def list_finalists(run: RunData) -> dict[str, set[str]]:
 
     Finalists are each winner, its runner-up, and the reference of its speed-up.
     """
-    found: dict[str, set[str]] = {}
+    finalists: dict[str, set[str]] = {}
     for ranking in rank_goals(run):
         for speed in (LATENCY, THROUGHPUT):
             ordered = ranking.rank_by(speed)
-            chosen = [str(id) for id in ordered["trial"].iloc[:COMPARED_PLACES]]
+            ids = [str(id) for id in ordered["trial"].iloc[:COMPARED_PLACES]]
             if len(ordered) and (reference := ranking.find_reference(ordered.iloc[0])) is not None:
-                chosen.append(reference.id)
-            if len(set(chosen)) > 1:  # a single trial was not selected by chance
+                ids.append(reference.id)
+            if len(set(ids)) > 1:  # a single trial was not selected by chance
                 boundary = "throughput" if speed == THROUGHPUT else str(ordered.iloc[0]["boundary"])
-                for id in chosen:
-                    found.setdefault(id, set()).add(boundary)
-    return found
+                for id in ids:
+                    finalists.setdefault(id, set()).add(boundary)
+    return finalists
 
 
 # CPU contention: load by other programs during a study, and its effect on the rankings.
@@ -395,14 +395,16 @@ def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Con
     Contention matters if it disturbed at least a tenth of the timed jobs, or at least half of one trial's rounds.
     `compared` tells whether the trials are compared with each other.
     """
-    timed = [t.good for t in results]
-    over = [[r for r in rounds if _measure_excess(r) > 0] for rounds in timed]
-    jobs, disturbed = sum(map(len, timed)), [r for rounds in over for r in rounds]
-    few = len(disturbed) < MIN_DISTURBED_SHARE * jobs
-    if not disturbed or (few and all(2 * len(bad) < len(all_) for bad, all_ in zip(over, timed, strict=True) if bad)):
+    good_rounds = [t.good for t in results]
+    busy_rounds = [[r for r in rounds if _measure_excess(r) > 0] for rounds in good_rounds]
+    jobs, disturbed = sum(map(len, good_rounds)), [r for rounds in busy_rounds for r in rounds]
+    is_rare = len(disturbed) < MIN_DISTURBED_SHARE * jobs
+    if not disturbed or (
+        is_rare and all(2 * len(busy) < len(good) for busy, good in zip(busy_rounds, good_rounds, strict=True) if busy)
+    ):
         return None
-    most = max(max(r.facts.others_busy.values()) for r in disturbed)
-    return Contention(jobs, len(disturbed), sum(not r.turns for r in disturbed), most, compared)
+    processors = max(max(r.facts.others_busy.values()) for r in disturbed)
+    return Contention(jobs, len(disturbed), sum(not r.turns for r in disturbed), processors, compared)
 
 
 def _measure_excess(r: Round) -> float:
@@ -426,7 +428,7 @@ def make_rule(settings: Mapping[str, Any], equivalent: float | None = None) -> s
 
 
 def gather_evidence(
-    own: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
+    trial: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
 ) -> stats.Evidence | None:
     """Collect the evidence from the rounds of both trials at the boundary, by that clock.
 
@@ -434,66 +436,66 @@ def gather_evidence(
     builds of either engine, one observation is a build: the mean of its rounds. In an adaptive study, unpaired
     comparisons use only rounds that both trials have, so that further rounds of other trials change no decision.
     """
-    sets = block_ratios(reference, own, boundary, clock)
-    paired = average_rounds(sets)
-    are_rounds = max(list_builds(own), list_builds(reference)) < 2
-    unfiltered = log_ratios(reference, own, boundary, clock, keep_disturbed=True)
-    both = own.round_medians(boundary, clock).keys() & reference.round_medians(boundary, clock).keys()
+    sets = block_ratios(reference, trial, boundary, clock)
+    pair_ratios = average_rounds(sets)
+    are_rounds = max(list_builds(trial), list_builds(reference)) < 2
+    all_ratios = log_ratios(reference, trial, boundary, clock, keep_disturbed=True)
+    shared_rounds = trial.round_medians(boundary, clock).keys() & reference.round_medians(boundary, clock).keys()
     medians = []
-    for t, rounds in zip((own, reference), list_quiet_rounds((own, reference), boundary), strict=True):
-        quiet = {r.folder.name for r in rounds}
-        medians.append(t.medians(boundary, clock, quiet & both if rule is not None and rule.first else quiet))
-    if len(paired) >= MIN_ROUNDS or (paired and min(map(len, medians)) < MIN_ROUNDS):
-        found = stats.pair_evidence(paired, are_rounds)
-        if found is not None:
-            left_out = len(unfiltered) - len(paired)
-            mean = float(np.mean(unfiltered))
-            undisturbed = are_quiet(sets) and all(each.has_delays for each in sets)
-            found = replace(found, disturbed=left_out, unfiltered=mean, undisturbed=undisturbed)
+    for t, rounds in zip((trial, reference), list_quiet_rounds((trial, reference), boundary), strict=True):
+        names = {r.folder.name for r in rounds}
+        medians.append(t.medians(boundary, clock, names & shared_rounds if rule is not None and rule.first else names))
+    if len(pair_ratios) >= MIN_ROUNDS or (pair_ratios and min(map(len, medians)) < MIN_ROUNDS):
+        evidence = stats.pair_evidence(pair_ratios, are_rounds)
+        if evidence is not None:
+            disturbed = len(all_ratios) - len(pair_ratios)
+            mean = float(np.mean(all_ratios))
+            is_undisturbed = are_quiet(sets) and all(each.has_delays for each in sets)
+            evidence = replace(evidence, disturbed=disturbed, unfiltered=mean, undisturbed=is_undisturbed)
     else:
-        found = stats.collect_evidence(medians[0], medians[1], are_rounds)
-    return found and of_rounds(found, own, reference, len(both))
+        evidence = stats.collect_evidence(medians[0], medians[1], are_rounds)
+    return evidence and of_rounds(evidence, trial, reference, len(shared_rounds))
 
 
-def of_rounds(compared: stats.Evidence, own: TrialResult, reference: TrialResult, rounds: int) -> stats.Evidence:
+def of_rounds(evidence: stats.Evidence, trial: TrialResult, reference: TrialResult, round_count: int) -> stats.Evidence:
     """Add the number of rounds and of engine builds to the evidence on two trials."""
     # All shared rounds count as looks at the data, also rounds without a ratio or of a repeated build.
-    over = max(list_builds(own), list_builds(reference))
-    return replace(compared, rounds_seen=rounds, builds=over if over > 1 else 0)
+    builds = max(list_builds(trial), list_builds(reference))
+    return replace(evidence, rounds_seen=round_count, builds=builds if builds > 1 else 0)
 
 
-def list_builds(t: TrialResult) -> int:
+def list_builds(trial: TrialResult) -> int:
     """Return the number of measured builds of the trial's engine, 0 if every build would be the same file."""
-    return len({r.build for r in t.good} - {0}) or t.builds
+    return len({r.build for r in trial.good} - {0}) or trial.builds
 
 
 def estimate_speedup(
-    own: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
+    trial: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
 ) -> stats.Speedup:
     """Compute the speed-up, reference latency / own latency, at the boundary, with its interval and verdict.
 
     For a single pair, not one of a family.
     """
-    return stats.decide(gather_evidence(own, reference, boundary, clock, rule), rule)
+    return stats.decide(gather_evidence(trial, reference, boundary, clock, rule), rule)
 
 
 def compare_rows(
-    own: TrialResult, other: TrialResult, row: pd.Series, of_other: pd.Series, speed: str, rule: stats.Rule | None
+    trial: TrialResult, other: TrialResult, row: pd.Series, other_row: pd.Series, speed: str, rule: stats.Rule | None
 ) -> stats.Evidence | None:
-    """Collect the evidence on the speed-up of `own` over `other`, by LATENCY or THROUGHPUT.
+    """Collect the evidence on the speed-up of `trial` over `other`, by LATENCY or THROUGHPUT.
 
-    `row` and `of_other` are their table rows. If throughput was not measured, it is that of consecutive batches.
+    `row` and `other_row` are their table rows. If throughput was not measured, it is that of consecutive batches.
     """
     if speed == LATENCY:
-        return gather_evidence(own, other, str(row["boundary"]), str(row["clock"]), rule)
-    logs, are_rounds = log_ratios(own, other, "throughput"), max(list_builds(own), list_builds(other)) < 2
-    if len(logs) >= MIN_ROUNDS:
-        found = stats.pair_evidence(logs, are_rounds)
+        return gather_evidence(trial, other, str(row["boundary"]), str(row["clock"]), rule)
+    ratios, are_rounds = log_ratios(trial, other, "throughput"), max(list_builds(trial), list_builds(other)) < 2
+    if len(ratios) >= MIN_ROUNDS:
+        evidence = stats.pair_evidence(ratios, are_rounds)
     else:
-        has_throughput = all(t.value("throughput", "throughput") is not None for t in (own, other))
-        rounds = list_quiet_rounds((own, other), "throughput" if has_throughput else str(row["boundary"]))
-        found = stats.collect_evidence(image_costs(rounds[0], row), image_costs(rounds[1], of_other), are_rounds)
-    return found and of_rounds(found, own, other, min(len(own.good), len(other.good)))
+        has_throughput = all(t.value("throughput", "throughput") is not None for t in (trial, other))
+        rounds = list_quiet_rounds((trial, other), "throughput" if has_throughput else str(row["boundary"]))
+        evidence = stats.collect_evidence(image_costs(rounds[0], row), image_costs(rounds[1], other_row), are_rounds)
+    return evidence and of_rounds(evidence, trial, other, min(len(trial.good), len(other.good)))
 
 
 def image_costs(rounds: Iterable[Round], row: pd.Series) -> list[float]:
@@ -520,8 +522,8 @@ class Contest:
     @cached_property
     def rivals(self) -> list[tuple[pd.Series, stats.Speedup]]:
         """Rows that may be as fast as the first, each with the first row's speed-up over it."""
-        further = (row for _, row in self.ranked.iloc[1:].iterrows())
-        return [(row, lead) for row, lead in zip(further, self.leads, strict=True) if lead.verdict != stats.FASTER]
+        further_rows = (row for _, row in self.ranked.iloc[1:].iterrows())
+        return [(row, lead) for row, lead in zip(further_rows, self.leads, strict=True) if lead.verdict != stats.FASTER]
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -543,13 +545,13 @@ def compare_first(ranked: pd.DataFrame, speed: str, run: RunData) -> Contest:
     """Compare the first row of a ranking by LATENCY or THROUGHPUT with all further rows."""
     if ranked.empty:
         return Contest(ranked)
-    first, *others = (row for _, row in ranked.iterrows())
-    own = run.trials[first["trial"]]
-    family = [compare_rows(own, run.trials[row["trial"]], first, row, speed, run.rule) for row in others]
-    found = stats.decide_family(family, run.rule)
+    first, *further_rows = (row for _, row in ranked.iterrows())
+    first_trial = run.trials[first["trial"]]
+    family = [compare_rows(first_trial, run.trials[row["trial"]], first, row, speed, run.rule) for row in further_rows]
+    leads = stats.decide_family(family, run.rule)
     if speed == LATENCY:
-        found = [_read_lead(first, row) or lead for row, lead in zip(others, found, strict=True)]
-    return Contest(ranked, tuple(found), tuple(family))
+        leads = [_read_lead(first, row) or lead for row, lead in zip(further_rows, leads, strict=True)]
+    return Contest(ranked, tuple(leads), tuple(family))
 
 
 def _read_lead(first: pd.Series, row: pd.Series) -> stats.Speedup | None:
@@ -595,12 +597,12 @@ def list_contenders(run: RunData) -> set[str]:
     """
     if run.records.settings.get("until") == EVERY_ROW or any(trial.side for trial in run.trials.values()):
         return {*run.trials}
-    found = {*list_finalists(run)}
+    contenders = {*list_finalists(run)}
     for ranking in rank_goals(run):
         contest = compare_first(ranking.rank_by(LATENCY), LATENCY, run)
-        others = zip((str(row["trial"]) for _, row in contest.ranked.iloc[1:].iterrows()), contest.leads, strict=True)
-        found |= {id for id, lead in others if not (lead.verdict == stats.FASTER and lead.value >= CLEAR_LEAD)}
-    return found
+        leads = zip((str(row["trial"]) for _, row in contest.ranked.iloc[1:].iterrows()), contest.leads, strict=True)
+        contenders |= {id for id, lead in leads if not (lead.verdict == stats.FASTER and lead.value >= CLEAR_LEAD)}
+    return contenders
 
 
 @dataclass(frozen=True)
@@ -625,20 +627,20 @@ def list_pending(run: RunData) -> list[UndecidedPair]:
     of rounds (`@rounds=`), only lost rounds are repeated.
     """
     rows = run.frame[run.frame["status"] == "ok"]
-    good, ranked = set(rows["trial"]), [ranking.rank_by(LATENCY) for ranking in rank_goals(run)]
-    asked = {str(winners["trial"].iloc[0]) for winners in ranked if len(winners)}
-    if run.records.settings.get("until") == EVERY_ROW or any(run.trials[id].side for id in good):
-        asked = good
+    good_ids, rankings = set(rows["trial"]), [ranking.rank_by(LATENCY) for ranking in rank_goals(run)]
+    relevant_ids = {str(winners["trial"].iloc[0]) for winners in rankings if len(winners)}
+    if run.records.settings.get("until") == EVERY_ROW or any(run.trials[id].side for id in good_ids):
+        relevant_ids = good_ids
     pairs = [
         UndecidedPair(
             frozenset((row["trial"], row["reference"])), str(row["boundary"]), _count_rounds(row["more_rounds"])
         )
         for row in rows[rows["verdict"] == stats.UNDECIDED].to_dict("records")
-        if row["trial"] in asked and _shares_rounds(run, row["trial"], row["reference"])
+        if row["trial"] in relevant_ids and _shares_rounds(run, row["trial"], row["reference"])
     ]
-    for winners in ranked:
+    for winners in rankings:
         pairs += [*_find_close_pairs(winners, run), *_find_wide_pair(winners, run)]
-    return [pair for pair in dict.fromkeys(pairs) if pair.trials <= good]
+    return [pair for pair in dict.fromkeys(pairs) if pair.trials <= good_ids]
 
 
 def _find_close_pairs(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
@@ -647,17 +649,17 @@ def _find_close_pairs(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedP
     Other rivals get further rounds only with `--until every-row`.
     """
     contest = compare_first(ranked, LATENCY, run)
-    for place, (lead, found) in enumerate(zip(contest.leads, contest.evidence, strict=True), 1):
-        winner, rival = ranked.iloc[0], ranked.iloc[place]
-        both = run.trials[winner["trial"]], run.trials[rival["trial"]]
-        if both[0].group != both[1].group or lead.verdict != stats.UNDECIDED:
+    for index, (lead, evidence) in enumerate(zip(contest.leads, contest.evidence, strict=True), 1):
+        winner, rival = ranked.iloc[0], ranked.iloc[index]
+        trials = run.trials[winner["trial"]], run.trials[rival["trial"]]
+        if trials[0].group != trials[1].group or lead.verdict != stats.UNDECIDED:
             continue
-        shares = _shares_rounds(run, winner["trial"], rival["trial"])
-        planned = run.rule.first if shares else min(result.planned_rounds for result in both)
-        if _is_short(found, planned) or (place < COMPARED_PLACES and shares):
+        has_study_rounds = _shares_rounds(run, winner["trial"], rival["trial"])
+        target = run.rule.first if has_study_rounds else min(result.planned_rounds for result in trials)
+        if _is_short(evidence, target) or (index < COMPARED_PLACES and has_study_rounds):
             pair = frozenset((str(winner["trial"]), str(rival["trial"])))
             yield UndecidedPair(
-                pair, str(winner["boundary"]), _count_rounds(lead.more) if place < COMPARED_PLACES else 1
+                pair, str(winner["boundary"]), _count_rounds(lead.more) if index < COMPARED_PLACES else 1
             )
 
 
@@ -669,28 +671,28 @@ def _find_wide_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPai
     """
     if ranked.empty:
         return
-    winner, gain = ranked.iloc[0], read_speedup(ranked.iloc[0])
+    winner, speedup = ranked.iloc[0], read_speedup(ranked.iloc[0])
     id, reference, boundary = (str(winner[name]) for name in ("trial", "reference", "boundary"))
-    if gain.verdict not in (stats.FASTER, stats.SLOWER) or not _shares_rounds(run, id, reference):
+    if speedup.verdict not in (stats.FASTER, stats.SLOWER) or not _shares_rounds(run, id, reference):
         return
-    is_wide = max(gain.high / gain.value, gain.value / gain.low) > MAX_NARROW_RATIO
-    found = gather_evidence(run.trials[id], run.trials[reference], boundary, str(winner["clock"]), run.rule)
-    if is_wide and found is not None and found.looks < MAX_NARROW_FACTOR * run.rule.first:
+    is_wide = max(speedup.high / speedup.value, speedup.value / speedup.low) > MAX_NARROW_RATIO
+    evidence = gather_evidence(run.trials[id], run.trials[reference], boundary, str(winner["clock"]), run.rule)
+    if is_wide and evidence is not None and evidence.looks < MAX_NARROW_FACTOR * run.rule.first:
         yield UndecidedPair(frozenset((id, reference)), boundary, 1, decided=True)
 
 
 def _shares_rounds(run: RunData, *ids: str) -> bool:
     """Return whether the trials have the study's number of rounds, not their backend's (`@rounds=`)."""
-    own = run.records.settings.get("rounds", DEFAULT_ROUNDS)
-    return all(run.trials[id].planned_rounds in (0, own) for id in ids)
+    study_rounds = run.records.settings.get("rounds", DEFAULT_ROUNDS)
+    return all(run.trials[id].planned_rounds in (0, study_rounds) for id in ids)
 
 
-def _is_short(found: stats.Evidence | None, planned: int) -> bool:
+def _is_short(evidence: stats.Evidence | None, target: int) -> bool:
     """Return whether a pair lost rounds to other programs and has fewer left than planned.
 
     Lost rounds are repeated up to the planned number. Their selection doesn't depend on latencies.
     """
-    return found is not None and found.disturbed > 0 and found.rounds < planned and found.looks < 2 * planned
+    return evidence is not None and evidence.disturbed > 0 and evidence.rounds < target and evidence.looks < 2 * target
 
 
 def _count_rounds(more: float | None) -> int:

@@ -40,8 +40,8 @@ class Launch:
     @property
     def share(self) -> float:
         """Least share of an inference spent launching: outside the GPU's work, or inside `run`."""
-        inside = self.enqueue or 0.0
-        return max(self.outside, inside if inside >= HOST_BOUND_SHARE * self.gpu else 0.0) / self.host
+        enqueue = self.enqueue or 0.0
+        return max(self.outside, enqueue if enqueue >= HOST_BOUND_SHARE * self.gpu else 0.0) / self.host
 
     @property
     def sentence(self) -> str:
@@ -60,14 +60,14 @@ class Launch:
         return ""
 
 
-def describe_launch(t: TrialResult) -> Launch | None:
+def describe_launch(trial: TrialResult) -> Launch | None:
     """Return a trial's launch times at latency/model; None unless measured by both clocks."""
-    host, gpu = t.medians("model", "host"), t.medians("model", "gpu")
+    host, gpu = trial.medians("model", "host"), trial.medians("model", "gpu")
     if not host or not gpu:
         return None
-    others = [t.samples("enqueue", "all"), t.samples("queued", "model")]
-    inside, queued = (float(np.median(samples)) if samples.size else None for samples in others)
-    return Launch(float(np.median(host)), float(np.median(gpu)), inside, queued)
+    sample_arrays = [trial.samples("enqueue", "all"), trial.samples("queued", "model")]
+    enqueue, queued = (float(np.median(samples)) if samples.size else None for samples in sample_arrays)
+    return Launch(float(np.median(host)), float(np.median(gpu)), enqueue, queued)
 
 
 # Copies overlap the model's work on other batches: they bound throughput only if they take nearly all its time.
@@ -96,14 +96,14 @@ class CopyTimes:
         )
 
 
-def describe_copies(t: TrialResult) -> CopyTimes | None:
+def describe_copies(trial: TrialResult) -> CopyTimes | None:
     """Return a trial's copy times on a GPU; None unless all three boundaries were measured there."""
-    model, whole = t.medians("model", "host"), t.medians("all", "host")
-    rates = [rate for r in t.good if (rate := r.value("throughput", "throughput"))]
-    if t.device == "cpu" or not (model and whole and rates):
+    model, total = trial.medians("model", "host"), trial.medians("all", "host")
+    rates = [rate for r in trial.good if (rate := r.value("throughput", "throughput"))]
+    if trial.device == "cpu" or not (model and total and rates):
         return None
-    inside = float(np.median(model))
-    return CopyTimes(t.batch / float(np.median(rates)), inside, float(np.median(whole)) - inside)
+    model_time = float(np.median(model))
+    return CopyTimes(trial.batch / float(np.median(rates)), model_time, float(np.median(total)) - model_time)
 
 
 @dataclass(frozen=True)
@@ -125,27 +125,27 @@ class ThrottleCounts:
         text = f"{self.boundary}: {self.hit:,} of {self.taken:,} samples were taken while the GPU was throttled"
         if not self.dropped:
             return f"{text} ({self.reason}) and are kept, since too few would be left"
-        kept = f", {self.hit - self.dropped:,} kept since too few would be left" if self.dropped < self.hit else ""
-        return f"{text} ({self.reason}): {self.dropped:,} dropped{kept}"
+        kept_text = f", {self.hit - self.dropped:,} kept since too few would be left" if self.dropped < self.hit else ""
+        return f"{text} ({self.reason}): {self.dropped:,} dropped{kept_text}"
 
 
-def describe_throttling(t: TrialResult) -> list[ThrottleCounts]:
+def describe_throttling(trial: TrialResult) -> list[ThrottleCounts]:
     """Return the throttled samples at each boundary of a trial that has any."""
-    if not any(r.trace is not None and r.trace.throttled for r in t.good):
+    if not any(r.trace is not None and r.trace.throttled for r in trial.good):
         return []
-    boundaries = (_count_throttled(t, boundary) for boundary in ("model", "all"))
-    return [each for each in boundaries if each.hit]
+    boundaries = (_count_throttled(trial, boundary) for boundary in ("model", "all"))
+    return [counts for counts in boundaries if counts.hit]
 
 
-def _count_throttled(t: TrialResult, boundary: str) -> ThrottleCounts:
+def _count_throttled(trial: TrialResult, boundary: str) -> ThrottleCounts:
     taken, hit, lost = (
-        sum(counts) for counts in zip((0, 0, 0), *(r.count_throttled(boundary) for r in t.good), strict=True)
+        sum(counts) for counts in zip((0, 0, 0), *(r.count_throttled(boundary) for r in trial.good), strict=True)
     )
-    return ThrottleCounts(boundary, taken, hit, lost, _join_reasons(t, boundary))
+    return ThrottleCounts(boundary, taken, hit, lost, _join_reasons(trial, boundary))
 
 
-def _join_reasons(t: TrialResult, boundary: str) -> str:
-    windows = [(r.trace, r.facts.timed.get(boundary)) for r in t.good]
+def _join_reasons(trial: TrialResult, boundary: str) -> str:
+    windows = [(r.trace, r.facts.timed.get(boundary)) for r in trial.good]
     reasons = [timeline.throttle_reasons(trace, window) for trace, window in windows if trace and window]
     return ", ".join(dict.fromkeys(w for w in reasons if w))
 
@@ -155,9 +155,9 @@ def describe_meanwhile(others: int) -> str:
     return f"{'another process was' if others == 1 else f'{others} other processes were'} on the GPU meanwhile"
 
 
-def describe_others(t: TrialResult) -> str:
+def describe_others(trial: TrialResult) -> str:
     """Describe other users of the GPU; "" without any."""
-    gpu = t.gpu
+    gpu = trial.gpu
     if gpu is None:
         return ""
     busy = (
@@ -168,23 +168,23 @@ def describe_others(t: TrialResult) -> str:
     return f"others used the GPU: {busy}" if busy else ""
 
 
-def list_gpu_warnings(t: TrialResult) -> list[str]:
+def list_gpu_warnings(trial: TrialResult) -> list[str]:
     """Return reasons to doubt a trial's numbers: throttling, and other users of the GPU."""
-    if t.gpu is None:
+    if trial.gpu is None:
         return []
-    return [*(each.sentence for each in describe_throttling(t)), *filter(None, [describe_others(t)])]
+    return [*(each.sentence for each in describe_throttling(trial)), *filter(None, [describe_others(trial)])]
 
 
-def list_gpu_notes(t: TrialResult) -> list[str]:
+def list_gpu_notes(trial: TrialResult) -> list[str]:
     """Return explanations of a trial's numbers: launching, copies, a power cap, occupied memory."""
-    launching, copies = describe_launch(t) if t.device != "cpu" else None, describe_copies(t)
-    sentences = [launching.sentence] if launching and launching.sentence else []
+    launch, copies = describe_launch(trial) if trial.device != "cpu" else None, describe_copies(trial)
+    sentences = [launch.sentence] if launch and launch.sentence else []
     sentences += [copies.sentence] if copies and copies.is_bound else []
-    if t.gpu is None:
+    if trial.gpu is None:
         return sentences
-    if capped := t.gpu.reasons.get(timeline.POWER_CAP, 0.0):
-        sentences.append(f"the GPU's clock was limited by its power cap for {100 * capped:.0f} % of the time")
-    first = [r.trace for r in t.good if r.trace is not None and (not r.facts.turns or not r.facts.turns.place)]
+    if cap_share := trial.gpu.reasons.get(timeline.POWER_CAP, 0.0):
+        sentences.append(f"the GPU's clock was limited by its power cap for {100 * cap_share:.0f} % of the time")
+    first = [r.trace for r in trial.good if r.trace is not None and (not r.facts.turns or not r.facts.turns.place)]
     taken = max((trace.before_memory for trace in first), default=0.0)  # later processes of a set see Dyno's own memory
     if taken > OCCUPIED_MEMORY_B:
         sentences.append(f"{show(taken, 'bytes')} of the GPU's memory were in use before the job began")
@@ -195,19 +195,23 @@ def _format_time(seconds: float) -> str:
     return show(seconds, "duration")
 
 
-def list_warnings(t: TrialResult) -> list[str]:
+def list_warnings(trial: TrialResult) -> list[str]:
     """Return the distinct warnings of all rounds and of the file's makers, in order."""
-    stored = [w for r in t.rounds for w in r.warnings] + [*t.made_by.warnings]
-    moved = t.placement.warnings if t.placement else []
-    return list(dict.fromkeys([*stored, *moved, *list_gpu_warnings(t)]))
+    warnings = [w for r in trial.rounds for w in r.warnings] + [*trial.made_by.warnings]
+    placement_warnings = trial.placement.warnings if trial.placement else []
+    return list(dict.fromkeys([*warnings, *placement_warnings, *list_gpu_warnings(trial)]))
 
 
-def list_notes(t: TrialResult) -> list[str]:
+def list_notes(trial: TrialResult) -> list[str]:
     """Return explanations of the numbers: the engine's, and INT8's calibration data unless it is real images."""
-    calibration = t.facts.calibration
-    return [*([calibration.note] if calibration and calibration.note else []), *t.facts.notes, *list_gpu_notes(t)]
+    calibration = trial.facts.calibration
+    return [
+        *([calibration.note] if calibration and calibration.note else []),
+        *trial.facts.notes,
+        *list_gpu_notes(trial),
+    ]
 
 
-def list_reasons(t: TrialResult) -> list[str]:
+def list_reasons(trial: TrialResult) -> list[str]:
     """Return explanations of the speed: the engine's own notes, and remarks from the GPU's clock and telemetry."""
-    return [*(note for note in t.facts.notes if not note.startswith(OUTSIDE_NOTE)), *list_gpu_notes(t)]
+    return [*(note for note in trial.facts.notes if not note.startswith(OUTSIDE_NOTE)), *list_gpu_notes(trial)]

@@ -70,43 +70,43 @@ class Round:
         """
         if tag in LOADING_STEPS and self.facts.turns and self.facts.turns.together > 1:
             return None
-        measured = self.find_measurement(tag, boundary)
-        value = math.nan if measured is None or measured.value is None else float(measured.value)
+        measurement = self.find_measurement(tag, boundary)
+        value = math.nan if measurement is None or measurement.value is None else float(measurement.value)
         return value if math.isfinite(value) else None
 
     def raw_samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """Return all samples (seconds for a latency, images/s for throughput) as float64; empty if not measured."""
-        measured = self.find_measurement(tag, boundary, clock)
-        if measured is None or not measured.samples:
+        measurement = self.find_measurement(tag, boundary, clock)
+        if measurement is None or not measurement.samples:
             return np.empty(0)
-        return self._samples.get(measured.samples, np.empty(0))
+        return self._samples.get(measurement.samples, np.empty(0))
 
     def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
         """Return the samples that count: `raw_samples`, without latencies taken while the GPU was throttled.
 
         If too few would be left, throttled samples stay in.
         """
-        taken = self.raw_samples(tag, boundary, clock)
+        samples = self.raw_samples(tag, boundary, clock)
         if tag != "latency":
-            return taken
-        clean = self._mark_clean(taken, boundary)
-        return taken if clean.sum() < timeline.MIN_SAMPLES or clean.all() else taken[clean]
+            return samples
+        is_clean = self._mark_clean(samples, boundary)
+        return samples if is_clean.sum() < timeline.MIN_SAMPLES or is_clean.all() else samples[is_clean]
 
-    def _mark_clean(self, taken: np.ndarray, boundary: str) -> np.ndarray:
+    def _mark_clean(self, samples: np.ndarray, boundary: str) -> np.ndarray:
         window = self.facts.timed.get(boundary)
         if self.trace is None or window is None or not self.trace.throttled:
-            return np.ones(len(taken), bool)
+            return np.ones(len(samples), bool)
         # The host's samples fill the window; the GPU's omit the gaps between calls.
-        turns = self.raw_samples("latency", boundary, HOST)
-        if (numbers := self._find_blocks("latency", boundary, len(taken))) is not None:
-            return timeline.clean_blocks(taken, numbers, self.facts.blocks[boundary], self.trace.throttled)
-        return timeline.find_clean(turns if len(turns) == len(taken) else taken, window, self.trace.throttled)
+        host_s = self.raw_samples("latency", boundary, HOST)
+        if (block_index := self._find_blocks("latency", boundary, len(samples))) is not None:
+            return timeline.clean_blocks(samples, block_index, self.facts.blocks[boundary], self.trace.throttled)
+        return timeline.find_clean(host_s if len(host_s) == len(samples) else samples, window, self.trace.throttled)
 
     def count_throttled(self, boundary: str) -> tuple[int, int, int]:
         """Count a boundary's latencies: all, taken under a throttled GPU, and dropped."""
-        taken = self.raw_samples("latency", boundary)
-        hit = len(taken) - int(self._mark_clean(taken, boundary).sum())
-        return len(taken), hit, len(taken) - len(self.samples("latency", boundary))
+        samples = self.raw_samples("latency", boundary)
+        hit = len(samples) - int(self._mark_clean(samples, boundary).sum())
+        return len(samples), hit, len(samples) - len(self.samples("latency", boundary))
 
     @cached_property
     def trace(self) -> timeline.Trace | None:
@@ -122,15 +122,15 @@ class Round:
         return self._medians[key]
 
     def disturbed_blocks(
-        self, boundary: str, quiet: float | None = None, usual: tuple[float, float] = ANY_LATENCY
+        self, boundary: str, quiet_delay: float | None = None, span: tuple[float, float] = ANY_LATENCY
     ) -> set[int]:
         """Return the indices of blocks disturbed by other programs or by moved processors.
 
-        `quiet`: the engine's own delay in its quietest round; `usual`: accepted core-to-core latencies, ns.
+        `quiet_delay`: the engine's own delay in its quietest round; `span`: accepted core-to-core latencies, ns.
         """
-        delayed = find_disturbed(self.facts.delays.get(boundary, ()), quiet)
-        moved = [n and not usual[0] < n <= usual[1] for n in self.facts.core_latencies.get(boundary, ())]
-        return {number for flags in (delayed, moved) for number, is_disturbed in enumerate(flags) if is_disturbed}
+        delays = find_disturbed(self.facts.delays.get(boundary, ()), quiet_delay)
+        moves = [n and not span[0] < n <= span[1] for n in self.facts.core_latencies.get(boundary, ())]
+        return {index for flags in (delays, moves) for index, is_disturbed in enumerate(flags) if is_disturbed}
 
     @property
     def turns(self) -> str:
@@ -159,20 +159,20 @@ class Round:
         self, tag: str, boundary: str, clock: str = "", *, keep_throttled: bool = False
     ) -> dict[int, np.ndarray]:
         """Return the samples that count of each block, by block index; empty if there are no blocks."""
-        taken = self.raw_samples(tag, boundary, clock)
-        numbers = self._find_blocks(tag, boundary, len(taken))
-        if numbers is None:
+        samples = self.raw_samples(tag, boundary, clock)
+        block_index = self._find_blocks(tag, boundary, len(samples))
+        if block_index is None:
             return {}
         if tag == "latency" and not keep_throttled:
-            kept = self._mark_clean(taken, boundary)
-            taken, numbers = taken[kept], numbers[kept]
-        return {int(k): taken[numbers == k] for k in np.unique(numbers)}
+            is_clean = self._mark_clean(samples, boundary)
+            samples, block_index = samples[is_clean], block_index[is_clean]
+        return {int(k): samples[block_index == k] for k in np.unique(block_index)}
 
     def _find_blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:
         """Return the block index of each of `count` samples, None if they are not in blocks."""
-        measured = self.find_measurement(tag, boundary, HOST)
-        numbers = self._samples.get(f"{measured.samples}_block") if measured is not None else None
-        return numbers if numbers is not None and count and len(numbers) == count else None
+        measurement = self.find_measurement(tag, boundary, HOST)
+        block_index = self._samples.get(f"{measurement.samples}_block") if measurement is not None else None
+        return block_index if block_index is not None and count and len(block_index) == count else None
 
     @cached_property
     def _samples(self) -> dict[str, np.ndarray]:

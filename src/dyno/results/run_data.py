@@ -42,7 +42,7 @@ class RunData:
     @property
     def budget_metrics(self) -> list[str]:
         """Names of the budgets' metrics."""
-        return [each.metric for each in self.budgets]
+        return [budget.metric for budget in self.budgets]
 
     @property
     def budget(self) -> str:

@@ -38,13 +38,13 @@ class Studies:
     def __init__(
         self, noise: np.ndarray, rounds: int, paired: bool = True, draws: int = DRAWN_STUDIES, seed: int = 0
     ) -> None:
-        draw = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
         noise = np.concatenate([noise, -noise])
         if paired:
-            mean, half = stats.judge_studies(draw.choice(noise, (draws, rounds)), 1 - CONFIDENCE)
+            mean, half = stats.judge_studies(rng.choice(noise, (draws, rounds)), 1 - CONFIDENCE)
         else:
-            sides = draw.choice(noise / math.sqrt(2), (2, draws, rounds))
-            mean, half = stats.judge_apart(sides, 1 - CONFIDENCE)
+            groups = rng.choice(noise / math.sqrt(2), (2, draws, rounds))
+            mean, half = stats.judge_apart(groups, 1 - CONFIDENCE)
         self._seen_from, self._called_below = np.sort(half - mean), np.sort(-half - mean)
 
     def detection_rate(self, difference: float) -> float:
@@ -80,11 +80,11 @@ def smallest_with_limits(noise: np.ndarray, rounds: int) -> Interval:
     value = find_smallest(noise.ravel(), rounds)
     if len(noise) < MIN_ROUNDS_FOR_LIMITS:
         return Interval(value, math.nan, math.nan)
-    draw = np.random.default_rng(1)
-    sets = (noise[draw.integers(len(noise), size=len(noise))].ravel() for _ in range(DRAWN_SETS))
-    each = [Studies(one, rounds, draws=STUDIES_PER_SET, seed=number).smallest for number, one in enumerate(sets)]
+    rng = np.random.default_rng(1)
+    sets = (noise[rng.integers(len(noise), size=len(noise))].ravel() for _ in range(DRAWN_SETS))
+    values = [Studies(sample, rounds, draws=STUDIES_PER_SET, seed=seed).smallest for seed, sample in enumerate(sets)]
     tail = (1 - CONFIDENCE) / 2
-    low, high = (float(np.quantile(each, share)) for share in (tail, 1 - tail))
+    low, high = (float(np.quantile(values, share)) for share in (tail, 1 - tail))
     return Interval(value, min(low, value), max(high, value))
 
 
@@ -190,18 +190,18 @@ def read(content: dict[str, Any]) -> StoredSelfTest | None:
 def _is_whole(stored: StoredSelfTest) -> bool:
     """Return whether there are enough rounds for a spread, all with the same pairs and plausible numbers."""
     rounds = stored.rounds
-    layouts = {tuple(pair.slowdown for pair in one.pairs) for one in rounds}
+    layouts = {tuple(pair.slowdown for pair in r.pairs) for r in rounds}
     if len(rounds) < MIN_ROUNDS or len(layouts) > 1:
         return False
     (layout,) = layouts
     if 0.0 not in layout or not all(0 <= slowdown <= MAX_LOG_RATIO for slowdown in layout):
         return False
-    logs = [pair.logs for one in rounds for pair in one.pairs]
+    logs = [pair.logs for r in rounds for pair in r.pairs]
     if not all(logs) or not all(abs(log) <= MAX_LOG_RATIO for log in itertools.chain(*logs)):
         return False
-    watched = [number for one in rounds for number in (one.others, one.steal, *one.clock)]
-    return all(0 < one.first_s < MAX_QUANTITY for one in rounds) and all(
-        0 <= number < MAX_QUANTITY for number in watched
+    readings = [reading for r in rounds for reading in (r.others, r.steal, *r.clock)]
+    return all(0 < r.first_s < MAX_QUANTITY for r in rounds) and all(
+        0 <= reading < MAX_QUANTITY for reading in readings
     )
 
 
@@ -301,14 +301,14 @@ def find_visible(
         return math.inf
     by_rounds = summary.turns if in_turns else summary.apart
     smallest = {int(count): value for count, value in by_rounds.items() if count.isdecimal()}
-    nearest = max((count for count in smallest if count <= rounds), default=0)
-    if not nearest:
+    nearest_count = max((count for count in smallest if count <= rounds), default=0)
+    if not nearest_count:
         return math.nan
-    more = math.sqrt(nearest / rounds)  # extrapolation to more rounds than tabled
-    shorter = max(1.0, summary.seconds / seconds) if in_turns and seconds > 0 else 1.0
+    extrapolation = math.sqrt(nearest_count / rounds)  # extrapolation to more rounds than tabled
+    block_factor = max(1.0, summary.seconds / seconds) if in_turns and seconds > 0 else 1.0
     freedom = (1 if in_turns else 2) * (rounds - 1)
-    stricter = _compute_reach(freedom, level) / _compute_reach(freedom, 1 - CONFIDENCE)
-    return smallest[nearest] * more * math.sqrt(1 + summary.block * (shorter - 1)) * stricter
+    level_factor = _compute_reach(freedom, level) / _compute_reach(freedom, 1 - CONFIDENCE)
+    return smallest[nearest_count] * extrapolation * math.sqrt(1 + summary.block * (block_factor - 1)) * level_factor
 
 
 def _compute_reach(freedom: int, level: float) -> float:
@@ -333,11 +333,11 @@ class SelfTest:
     @cached_property
     def slowdowns(self) -> list[float]:
         """Slow-downs of processes as shares, including 0, in order."""
-        return sorted({pair.slowdown for one in self.rounds for pair in one.pairs})
+        return sorted({pair.slowdown for r in self.rounds for pair in r.pairs})
 
     def list_pairs(self, slowdown: float) -> list[ProcessPair]:
         """Return the pairs with that slow-down, in the order of rounds."""
-        return [pair for one in self.rounds for pair in one.pairs if pair.slowdown == slowdown]
+        return [pair for r in self.rounds for pair in r.pairs if pair.slowdown == slowdown]
 
     @cached_property
     def spread(self) -> stats.Interval:
@@ -353,12 +353,12 @@ class SelfTest:
     @cached_property
     def noise(self) -> np.ndarray:
         """Log ratios of each round less the true ones, float64 [rounds, pairs]."""
-        return np.array([[pair.log + math.log1p(pair.slowdown) for pair in one.pairs] for one in self.rounds])
+        return np.array([[pair.log + math.log1p(pair.slowdown) for pair in r.pairs] for r in self.rounds])
 
     @cached_property
     def steps(self) -> np.ndarray:
         """Log ratios of uninterleaved processes: first processes of consecutive rounds, float64 [rounds - 1]."""
-        return np.diff(np.log([one.first_s for one in self.rounds]))
+        return np.diff(np.log([r.first_s for r in self.rounds]))
 
     @cached_property
     def apart(self) -> float:
@@ -368,7 +368,7 @@ class SelfTest:
     @property
     def sessions(self) -> tuple[float, ...]:
         """Log latency of each self-test of this kind, this one's last."""
-        return (*self.stored.sessions, statistics.median(math.log(one.first_s) for one in self.rounds))
+        return (*self.stored.sessions, statistics.median(math.log(r.first_s) for r in self.rounds))
 
     @property
     def session_spread(self) -> float:
@@ -389,7 +389,7 @@ class SelfTest:
         """
         halves = [
             (statistics.median(pair.logs[::2]) - statistics.median(pair.logs[1::2])) ** 2 / 4
-            for one in self.rounds for pair in one.pairs if len(pair.logs) > 1
+            for r in self.rounds for pair in r.pairs if len(pair.logs) > 1
         ]  # fmt: skip
         total = self.spread.value**2
         block = min(total, statistics.fmean(halves)) if halves else 0.0
@@ -403,29 +403,29 @@ class SelfTest:
 
     def _count_verdicts(self, slowdown: float, rounds: int) -> Verdicts:
         decisions = [stats.paired_speedup(logs) for logs in self._split_studies(slowdown, rounds)]
-        words = [one.verdict for one in decisions]
+        verdicts = [decision.verdict for decision in decisions]
         truth = 1 / (1 + slowdown)
-        held = sum(one.low <= truth <= one.high for one in decisions)
-        drawn = Studies(self.noise.ravel(), rounds)
-        expected = drawn.detection_rate(math.log1p(slowdown)) if slowdown else drawn.false_alarms
-        slower, faster = (Rate(words.count(word), len(words)) for word in (stats.SLOWER, stats.FASTER))
-        return Verdicts(slowdown, rounds, slower, faster, Rate(held, len(words)), expected)
+        covered = sum(decision.low <= truth <= decision.high for decision in decisions)
+        studies = Studies(self.noise.ravel(), rounds)
+        predicted = studies.detection_rate(math.log1p(slowdown)) if slowdown else studies.false_alarms
+        slower, faster = (Rate(verdicts.count(verdict), len(verdicts)) for verdict in (stats.SLOWER, stats.FASTER))
+        return Verdicts(slowdown, rounds, slower, faster, Rate(covered, len(verdicts)), predicted)
 
     def _split_studies(self, slowdown: float, rounds: int) -> list[list[float]]:
         """Return the log ratios of disjoint studies of `rounds` rounds, from the pairs of one slow-down."""
-        each = [[pair.log for pair in one.pairs if pair.slowdown == slowdown] for one in self.rounds]
-        starts = range(0, len(each) - rounds + 1, rounds)
-        return [list(logs) for start in starts for logs in zip(*each[start : start + rounds], strict=False)]
+        logs_by_round = [[pair.log for pair in r.pairs if pair.slowdown == slowdown] for r in self.rounds]
+        starts = range(0, len(logs_by_round) - rounds + 1, rounds)
+        return [list(logs) for start in starts for logs in zip(*logs_by_round[start : start + rounds], strict=False)]
 
     @cached_property
     def coverage(self) -> Rate:
         """Rate of the shortest studies whose interval holds the true ratio."""
-        each = [one.covered for one in self.verdicts if one.rounds == POWER_CURVE_ROUNDS[0]]
-        return Rate(sum(one.hits for one in each), sum(one.count for one in each))
+        rates = [one.covered for one in self.verdicts if one.rounds == POWER_CURVE_ROUNDS[0]]
+        return Rate(sum(one.hits for one in rates), sum(one.count for one in rates))
 
     def false_alarms(self, rounds: int = POWER_CURVE_ROUNDS[0]) -> Rate:
         """Return the rate of studies of `rounds` rounds that called equal processes faster or slower."""
-        rates = [one.false for one in self.verdicts if not one.slowdown and one.rounds == rounds]
+        rates = [v.false for v in self.verdicts if not v.slowdown and v.rounds == rounds]
         return rates[0] if rates else Rate(0, 0)
 
     def find_visible(self, rounds: int) -> stats.Interval:
@@ -449,7 +449,7 @@ class SelfTest:
         """Limiting noise: process, neighbours, clocks, or block if no watched quantity explains it."""
         if self.levels.largest == "process":
             return "process"
-        others, steal = (statistics.fmean(getattr(one, name) for one in self.rounds) for name in ("others", "steal"))
+        others, steal = (statistics.fmean(getattr(r, name) for r in self.rounds) for name in ("others", "steal"))
         if others > BUSY_CORES or steal > STOLEN_SHARE:
             return "neighbours"
         return "clocks" if self.clock_spread > CLOCK_SPREAD else "block"
@@ -457,7 +457,7 @@ class SelfTest:
     @cached_property
     def clock_spread(self) -> float:
         """Relative standard deviation of the clock between processes; 0 if unknown."""
-        clocks = [clock for one in self.rounds for clock in one.clock if clock > 0]
+        clocks = [clock for r in self.rounds for clock in r.clock if clock > 0]
         return statistics.stdev(clocks) / statistics.fmean(clocks) if len(clocks) > 1 else 0.0
 
     def summary(self) -> SelfTestSummary:

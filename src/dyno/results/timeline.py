@@ -66,19 +66,19 @@ class Trace:
     @cached_property
     def throttled(self) -> list[Window]:
         """Intervals of throttling (THROTTLING_BITS), from the last sample before to the first after."""
-        flagged = (self.reasons & THROTTLING_BITS) != 0
-        if not flagged.any():
+        is_throttled = (self.reasons & THROTTLING_BITS) != 0
+        if not is_throttled.any():
             return []
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], flagged, [False]]).astype(np.int8)))
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_throttled, [False]]).astype(np.int8)))
         ends = np.concatenate([[-math.inf], self.times, [math.inf]])
         return [(float(ends[first]), float(ends[last + 1])) for first, last in edges.reshape(-1, 2)]
 
     def mark_inside(self, windows: Iterable[Window]) -> np.ndarray:
         """Return which samples lie inside one of the windows, bool [samples]."""
-        chosen = np.zeros(len(self.times), bool)
+        is_inside = np.zeros(len(self.times), bool)
         for begin, end in windows:
-            chosen |= (self.times >= begin) & (self.times <= end)
-        return chosen
+            is_inside |= (self.times >= begin) & (self.times <= end)
+        return is_inside
 
 
 @dataclass(frozen=True)
@@ -112,31 +112,31 @@ class TelemetrySummary:
 def read_timeline(folder: Path) -> Trace | None:
     """Read the GPU columns of FOLDER/telemetry.npz; None without them."""
     try:
-        stored = read_numbers(folder / "telemetry.npz", TELEMETRY_ARRAYS)
+        arrays = read_numbers(folder / "telemetry.npz", TELEMETRY_ARRAYS)
     except (OSError, ValueError):  # absent, truncated, or not an npz
         return None
-    if "gpu_memory" not in stored or "epoch" not in stored:
+    if "gpu_memory" not in arrays or "epoch" not in arrays:
         return None
-    columns = {name: a for name, a in stored.items() if name.startswith("gpu_") and a.ndim}
-    memory, processes = (float(stored.get(f"gpu_before_{name}", math.nan)) for name in ("memory", "processes"))
-    epoch = float(stored["epoch"])
-    return Trace(stored["at"] + epoch, columns, epoch, memory, processes)
+    columns = {name: a for name, a in arrays.items() if name.startswith("gpu_") and a.ndim}
+    memory, processes = (float(arrays.get(f"gpu_before_{name}", math.nan)) for name in ("memory", "processes"))
+    epoch = float(arrays["epoch"])
+    return Trace(arrays["at"] + epoch, columns, epoch, memory, processes)
 
 
-def summarise_timeline(trace: Trace, timed: Sequence[Window]) -> TelemetrySummary:
+def summarise_timeline(trace: Trace, windows: Sequence[Window]) -> TelemetrySummary:
     """Summarise a round; without windows only memory and temperature are known."""
-    inside = trace.mark_inside(timed)
-    mask = trace.reasons[inside & ~np.isnan(trace.read_column("throttle"))]
+    is_inside = trace.mark_inside(windows)
+    mask = trace.reasons[is_inside & ~np.isnan(trace.read_column("throttle"))]
     shares = {reason: float(((mask & bit) != 0).mean()) for bit, reason in CLOCK_REASONS.items() if len(mask)}
     return TelemetrySummary(
         memory=_reduce_finite(np.max, trace.read_column("memory") - trace.before_memory),
-        utilisation=_reduce_finite(np.mean, trace.read_column("util")[inside]),
-        clock=_reduce_finite(np.median, trace.read_column("clock")[inside]),
-        clock_min=_reduce_finite(np.min, trace.read_column("clock")[inside]),
-        power=_reduce_finite(np.mean, trace.read_column("power")[inside]),
+        utilisation=_reduce_finite(np.mean, trace.read_column("util")[is_inside]),
+        clock=_reduce_finite(np.median, trace.read_column("clock")[is_inside]),
+        clock_min=_reduce_finite(np.min, trace.read_column("clock")[is_inside]),
+        power=_reduce_finite(np.mean, trace.read_column("power")[is_inside]),
         temperature=_reduce_finite(np.max, trace.read_column("temperature")),
         reasons={reason: share for reason, share in shares.items() if share and reason != CLOCK_REASONS[IDLE_BIT]},
-        other_processes=most_others(trace, inside),
+        other_processes=most_others(trace, is_inside),
         busy_before=_busy_before(trace),
         memory_before=trace.before_memory,
     )
@@ -153,8 +153,8 @@ def join_timelines(rounds: Sequence[TelemetrySummary]) -> TelemetrySummary | Non
     def reduce_rounds(statistic: Any, name: str) -> float:
         return _reduce_finite(statistic, np.asarray([getattr(r, name) for r in rounds], np.float64))
 
-    timed = [r for r in rounds if not math.isnan(r.utilisation)] or list(rounds)
-    names = dict.fromkeys(name for r in timed for name in r.reasons)
+    timed_rounds = [r for r in rounds if not math.isnan(r.utilisation)] or list(rounds)
+    names = dict.fromkeys(name for r in timed_rounds for name in r.reasons)
     return TelemetrySummary(
         memory=reduce_rounds(np.max, "memory"),
         utilisation=reduce_rounds(np.mean, "utilisation"),
@@ -162,7 +162,7 @@ def join_timelines(rounds: Sequence[TelemetrySummary]) -> TelemetrySummary | Non
         clock_min=reduce_rounds(np.min, "clock_min"),
         power=reduce_rounds(np.mean, "power"),
         temperature=reduce_rounds(np.max, "temperature"),
-        reasons={name: sum(r.reasons.get(name, 0.0) for r in timed) / len(timed) for name in names},
+        reasons={name: sum(r.reasons.get(name, 0.0) for r in timed_rounds) / len(timed_rounds) for name in names},
         other_processes=max(r.other_processes for r in rounds),
         busy_before=reduce_rounds(np.max, "busy_before"),
         memory_before=reduce_rounds(np.max, "memory_before"),
@@ -170,13 +170,13 @@ def join_timelines(rounds: Sequence[TelemetrySummary]) -> TelemetrySummary | Non
 
 
 def _reduce_finite(statistic: Any, values: np.ndarray) -> float:
-    finite = values[~np.isnan(values)]
-    return float(statistic(finite)) if len(finite) else math.nan
+    finite_values = values[~np.isnan(values)]
+    return float(statistic(finite_values)) if len(finite_values) else math.nan
 
 
-def most_others(trace: Trace, inside: np.ndarray | slice = slice(None)) -> int:
+def most_others(trace: Trace, samples: np.ndarray | slice = slice(None)) -> int:
     """Return the largest number of other users' compute processes on the GPU in those samples."""
-    return int(np.nan_to_num(_count_others(trace)[inside]).max(initial=0))
+    return int(np.nan_to_num(_count_others(trace)[samples]).max(initial=0))
 
 
 def _count_others(trace: Trace) -> np.ndarray:
@@ -185,36 +185,36 @@ def _count_others(trace: Trace) -> np.ndarray:
     In a container, NVML's process ids may be of another namespace, so that the job can't be told from others. Then one
     process counts as the job as soon as there are more than before it began.
     """
-    processes, own = trace.read_column("processes"), trace.read_column("own")
-    if np.nan_to_num(own).max(initial=0) > 0:
-        return np.asarray(processes - own)
-    before = np.minimum(np.nan_to_num(trace.before_processes), processes)
-    return np.asarray(np.maximum(before, processes - 1))
+    processes, own_processes = trace.read_column("processes"), trace.read_column("own")
+    if np.nan_to_num(own_processes).max(initial=0) > 0:
+        return np.asarray(processes - own_processes)
+    processes_before = np.minimum(np.nan_to_num(trace.before_processes), processes)
+    return np.asarray(np.maximum(processes_before, processes - 1))
 
 
 def _busy_before(trace: Trace) -> float:
     """Return the utilisation (%) by others before the job took memory; NaN if it took memory at once."""
-    grown = trace.read_column("memory") > trace.before_memory + MIN_GROWTH_B
-    quiet = int(np.argmax(grown)) if grown.any() else 0
-    return _reduce_finite(np.min, trace.read_column("util")[:quiet]) if quiet >= LEADING_SAMPLES else math.nan
+    has_grown = trace.read_column("memory") > trace.before_memory + MIN_GROWTH_B
+    count = int(np.argmax(has_grown)) if has_grown.any() else 0
+    return _reduce_finite(np.min, trace.read_column("util")[:count]) if count >= LEADING_SAMPLES else math.nan
 
 
 def throttle_reasons(trace: Trace, window: Window) -> str:
     """Return the throttle reasons inside or next to the window, as text."""
-    near = [s for s in trace.throttled if s[0] < window[1] and s[1] > window[0]]
-    bits = int(np.bitwise_or.reduce(trace.reasons[trace.mark_inside(near)]))
+    windows = [s for s in trace.throttled if s[0] < window[1] and s[1] > window[0]]
+    bits = int(np.bitwise_or.reduce(trace.reasons[trace.mark_inside(windows)]))
     return ", ".join(reason for bit, reason in CLOCK_REASONS.items() if bit & THROTTLING_BITS & bits)
 
 
 def clean_blocks(
-    samples: np.ndarray, numbers: np.ndarray, blocks: Sequence[Sequence[float]], intervals: Sequence[Window]
+    samples: np.ndarray, block_index: np.ndarray, blocks: Sequence[Sequence[float]], intervals: Sequence[Window]
 ) -> np.ndarray:
     """Apply `find_clean` to samples in blocks, given each sample's block index and each block's window."""
-    kept = np.ones(len(samples), bool)
-    for number, (begin, end) in enumerate(blocks):
-        own = numbers == number
-        kept[own] = find_clean(samples[own], (begin, end), intervals)
-    return kept
+    is_clean = np.ones(len(samples), bool)
+    for index, (begin, end) in enumerate(blocks):
+        is_block = block_index == index
+        is_clean[is_block] = find_clean(samples[is_block], (begin, end), intervals)
+    return is_clean
 
 
 def find_clean(samples: np.ndarray, window: Window, intervals: Sequence[Window]) -> np.ndarray:
@@ -229,7 +229,7 @@ def find_clean(samples: np.ndarray, window: Window, intervals: Sequence[Window])
     begin, end = window
     ends = begin + np.cumsum(samples) * ((end - begin) / total)
     starts = np.concatenate([[begin], ends[:-1]])
-    kept = np.ones(len(samples), bool)
+    is_clean = np.ones(len(samples), bool)
     for first, last in intervals:
-        kept &= (ends <= first) | (starts >= last)
-    return kept
+        is_clean &= (ends <= first) | (starts >= last)
+    return is_clean

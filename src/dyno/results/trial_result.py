@@ -55,7 +55,7 @@ class Form:
 def name_sides(names: Mapping[str, str]) -> dict[str, Form]:
     """Return the form of each side of a comparison, by its letter; `names` are model names by side."""
     network = " and ".join(dict.fromkeys(names[side] for side in sorted(names)))
-    return {side: Form(network, side.upper(), place, "side") for place, side in enumerate(sorted(names))}
+    return {side: Form(network, side.upper(), index, "side") for index, side in enumerate(sorted(names))}
 
 
 def find_forms(models: FactsBySize) -> dict[str, Form]:
@@ -66,37 +66,37 @@ def find_forms(models: FactsBySize) -> dict[str, Form]:
     compute the same is decided later, by their outputs.
     """
     groups: list[list[str]] = []
-    sized: dict[str, dict[str, ModelFacts]] = {}
+    facts_by_name: dict[str, dict[str, ModelFacts]] = {}
     for (name, size), facts in models.items():
         if facts.signature:
-            sized.setdefault(name, {})[size] = facts
-    for name, rows in sized.items():
-        same_network = next((group for group in groups if _is_alike(sized[group[0]], rows)), None)
-        if same_network is None:
+            facts_by_name.setdefault(name, {})[size] = facts
+    for name, size_facts in facts_by_name.items():
+        network_group = next((group for group in groups if _is_alike(facts_by_name[group[0]], size_facts)), None)
+        if network_group is None:
             groups.append([name])
         else:
-            same_network.append(name)
-    return {name: form for group in groups if len(group) > 1 for name, form in _make_forms(group, sized)}
+            network_group.append(name)
+    return {name: form for group in groups if len(group) > 1 for name, form in _make_forms(group, facts_by_name)}
 
 
-def _make_forms(group: list[str], sized: Mapping[str, Mapping[str, ModelFacts]]) -> list[tuple[str, Form]]:
-    files = {name: next(iter(sized[name].values())).file or name for name in group}
-    counted = Counter(files.values())
-    shown = {name: file if counted[file] == 1 else name for name, file in files.items()}
+def _make_forms(group: list[str], facts_by_name: Mapping[str, Mapping[str, ModelFacts]]) -> list[tuple[str, Form]]:
+    files = {name: next(iter(facts_by_name[name].values())).file or name for name in group}
+    counts = Counter(files.values())
+    label_of = {name: file if counts[file] == 1 else name for name, file in files.items()}
     stems = {Path(file).stem for file in files.values()}
-    first = list(shown.values())
-    listed = " and ".join(first) if len(first) <= MAX_FILES_NAMED else f"{first[0]} and {len(first) - 1} more"
-    network = stems.pop() if len(stems) == 1 else listed
-    return [(name, Form(network, shown[name], place)) for place, name in enumerate(group)]
+    labels = list(label_of.values())
+    label_text = " and ".join(labels) if len(labels) <= MAX_FILES_NAMED else f"{labels[0]} and {len(labels) - 1} more"
+    network = stems.pop() if len(stems) == 1 else label_text
+    return [(name, Form(network, label_of[name], index)) for index, name in enumerate(group)]
 
 
 def _is_alike(a: Mapping[str, ModelFacts], b: Mapping[str, ModelFacts]) -> bool:
     left, right = (next(iter(rows.values())).signature for rows in (a, b))
     try:
-        fits = all(_can_fit(x, y) for x, y in zip(left, right, strict=True))
+        can_fit = all(_can_fit(x, y) for x, y in zip(left, right, strict=True))
     except ValueError:
         return False
-    return fits and all(_same_work(a[size], b[size]) for size in a.keys() & b.keys())
+    return can_fit and all(_same_work(a[size], b[size]) for size in a.keys() & b.keys())
 
 
 def _can_fit(a: Any, b: Any) -> bool:
@@ -204,8 +204,8 @@ class TrialResult:
     @property
     def variant(self) -> str:
         """Backend, options, and a runtime other than `main`, in the format of `Trial.variant`."""
-        named = self.options if self.runtime == "main" else {**self.options, "runtime": self.runtime}
-        return self.backend + "".join(f"@{key}={value}" for key, value in sorted(named.items()))
+        options = self.options if self.runtime == "main" else {**self.options, "runtime": self.runtime}
+        return self.backend + "".join(f"@{key}={value}" for key, value in sorted(options.items()))
 
     @property
     def configuration(self) -> str:
@@ -332,7 +332,7 @@ class TrialResult:
     def gpu(self) -> timeline.TelemetrySummary | None:
         """Summary of the GPU's telemetry in the good rounds; None on a CPU or if nothing was stored."""
         traces = [(r.trace, list(r.facts.timed.values())) for r in self.good if r.trace is not None]
-        return timeline.join_timelines([timeline.summarise_timeline(trace, timed) for trace, timed in traces])
+        return timeline.join_timelines([timeline.summarise_timeline(trace, windows) for trace, windows in traces])
 
     def value(self, tag: str, boundary: str = "") -> float | None:
         """Return the median of a single value over the good rounds, or None."""
@@ -361,13 +361,13 @@ class TrialResult:
         clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
         return [(r, s) for r in self.good if (s := r.samples(tag, boundary, clock)).size]
 
-    def medians(self, boundary: str, clock: str = "", only: Collection[str] | None = None) -> list[float]:
-        """Return the median latency in seconds of each good round, or of rounds in the folders `only`.
+    def medians(self, boundary: str, clock: str = "", folder_names: Collection[str] | None = None) -> list[float]:
+        """Return the median latency in seconds of each good round, or of rounds in the folders `folder_names`.
 
         If rounds go through several builds, one value per build. Comparisons between processes use these values.
         """
         medians = self.round_medians(boundary, clock)
-        names = medians.keys() if only is None else medians.keys() & only
+        names = medians.keys() if folder_names is None else medians.keys() & folder_names
         return by_build((r, medians[r.folder.name]) for r in self.good if r.folder.name in names)
 
     def round_medians(self, boundary: str, clock: str = "") -> dict[str, float]:
@@ -389,8 +389,8 @@ def clock_of(boundary: str, *trials: TrialResult) -> str:
 
     GPU if every timed round has it, else HOST, so that a time with launch overhead is never compared with one without.
     """
-    timed = [r for t in trials for r in t.good if r.find_measurement("latency", boundary)]
-    return GPU if timed and all(r.find_measurement("latency", boundary, GPU) for r in timed) else HOST
+    timed_rounds = [r for t in trials for r in t.good if r.find_measurement("latency", boundary)]
+    return GPU if timed_rounds and all(r.find_measurement("latency", boundary, GPU) for r in timed_rounds) else HOST
 
 
 @dataclass(repr=False)
@@ -417,9 +417,9 @@ class Results:
         """study.toml as a table; empty if it is missing, unreadable or not written by Dyno."""
         return read_settings(self.study)
 
-    def model_facts(self, t: TrialResult) -> ModelFacts:
+    def model_facts(self, trial: TrialResult) -> ModelFacts:
         """Return the facts of the trial's model at its size."""
-        return self.models.get((t.model_name, t.size), ModelFacts())
+        return self.models.get((trial.model_name, trial.size), ModelFacts())
 
     @property
     def name(self) -> str:
@@ -449,11 +449,11 @@ class Results:
         if any(self.settings.get(name) for name in ("backends", "precisions", "baseline")):
             return []
 
-        def fails(t: TrialResult, *, own: bool) -> bool:
-            return t.status == "failed" and (t.precision == (t.spec.model.precision or "fp32")) is own
+        def fails(t: TrialResult, *, is_own: bool) -> bool:
+            return t.status == "failed" and (t.precision == (t.spec.model.precision or "fp32")) is is_own
 
-        stopped = {(t.model, t.backend, t.batch, t.size) for t in self if fails(t, own=True)}
-        return [t for t in self if fails(t, own=False) and (t.model, t.backend, t.batch, t.size) not in stopped]
+        failed_keys = {(t.model, t.backend, t.batch, t.size) for t in self if fails(t, is_own=True)}
+        return [t for t in self if fails(t, is_own=False) and (t.model, t.backend, t.batch, t.size) not in failed_keys]
 
     def trial(self, id: str) -> TrialResult:
         """Return the trial whose id equals or begins with `id`; UserError unless exactly one matches."""
@@ -486,10 +486,10 @@ def load_run(run: Path) -> Results:
     study = run / "study.toml"
     models = read_models(run, problems)
     file_forms = find_forms(models)
-    placed = {id: placement for placement in list_placements(run, problems) for id in placement.trials}
+    placements = {id: placement for placement in list_placements(run, problems) for id in placement.trials}
     side_forms = name_sides({t.side: t.model_name for t in trials if t.side})
     for t in trials:
-        t.run, t.form, t.placement = run, side_forms.get(t.side) or file_forms.get(t.model_name), placed.get(t.id)
+        t.run, t.form, t.placement = run, side_forms.get(t.side) or file_forms.get(t.model_name), placements.get(t.id)
     results = Results(
         folder=run,
         trials=sorted(trials, key=_make_sort_key),
@@ -529,33 +529,33 @@ def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
     return TrialResult(folder.name, job.trial, rounds["r"], rounds["c"], rounds["t"], rounds["s"], job.artifact)
 
 
-def _make_sort_key(t: TrialResult) -> tuple[Any, ...]:
-    dims, place = t.spec.dims, t.form.position if t.form else 0
-    return (t.model, dims.height, dims.width, t.batch, place, *place_in_group(t))
+def _make_sort_key(trial: TrialResult) -> tuple[Any, ...]:
+    dims, index = trial.spec.dims, trial.form.position if trial.form else 0
+    return (trial.model, dims.height, dims.width, trial.batch, index, *place_in_group(trial))
 
 
-def place_in_group(t: Trial | TrialResult) -> tuple[Any, ...]:
+def place_in_group(trial: Trial | TrialResult) -> tuple[Any, ...]:
     """Return a trial's sort key within its group: backend, PyTorch first; precision; options."""
-    precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
-    return t.backend != "pytorch", t.backend, precision, t.variant, t.precision, t.id
+    precision = PRECISIONS.index(trial.precision) if trial.precision in PRECISIONS else len(PRECISIONS)
+    return trial.backend != "pytorch", trial.backend, precision, trial.variant, trial.precision, trial.id
 
 
 def find_trial(results: Results, choice: str) -> TrialResult:
     """Find a trial by its id, or by backend and precision; among several batches, the smallest that ran."""
-    name, fitting = match_form(results, choice)
-    fitting = [t for t in fitting if t.good] or fitting
-    matching = [t for t in fitting if t.variant == name] or fitting
-    if not matching and re.fullmatch("[0-9a-f]{4,12}", choice):
+    name, candidates = match_form(results, choice)
+    candidates = [t for t in candidates if t.good] or candidates
+    matches = [t for t in candidates if t.variant == name] or candidates
+    if not matches and re.fullmatch("[0-9a-f]{4,12}", choice):
         return results.trial(choice)
-    if not matching:
+    if not matches:
         available = ", ".join(dict.fromkeys(f"{t.variant}/{t.precision}" for t in results))
         raise UserError(f"no trial of {results.folder} is {choice!r}; there are {available}")
-    models = dict.fromkeys((t.model, t.size) for t in matching)
-    kinds = dict.fromkeys((t.variant, t.precision) for t in matching)
-    if len(models) > 1 or len(kinds) > 1:
-        labels = ", ".join(f"{t.id} ({t.label})" for t in matching)
+    models = dict.fromkeys((t.model, t.size) for t in matches)
+    variants = dict.fromkeys((t.variant, t.precision) for t in matches)
+    if len(models) > 1 or len(variants) > 1:
+        labels = ", ".join(f"{t.id} ({t.label})" for t in matches)
         raise UserError(f"{choice!r} fits several trials of {results.folder}; choose one by its id: {labels}")
-    return min(matching, key=lambda t: (not t.good, t.batch))
+    return min(matches, key=lambda t: (not t.good, t.batch))
 
 
 def match_form(results: Results, text: str) -> tuple[str, list[TrialResult]]:

@@ -31,22 +31,22 @@ class CoreLatency:
     """Meter of the latency from the first of these processors to the others."""
 
     def __init__(self, processors: Sequence[int]) -> None:
-        self._own_core, *others = processors
-        self._neighbours = others[:: max(1, -(-len(others) // MAX_NEIGHBOURS))]
+        self._own_core, *neighbours = processors
+        self._neighbours = neighbours[:: max(1, -(-len(neighbours) // MAX_NEIGHBOURS))]
         self._answering: subprocess.Popen[bytes] | None = None
-        if not others:
+        if not neighbours:
             return
         with suppress(OSError, AttributeError):  # a system without memory files
-            shared = os.memfd_create("dyno")
+            memory_fd = os.memfd_create("dyno")
             try:
-                os.ftruncate(shared, mmap.PAGESIZE)
-                self._memory = mmap.mmap(shared, mmap.PAGESIZE)
-                command = [sys.executable, "-I", "-S", __file__, str(shared)]
+                os.ftruncate(memory_fd, mmap.PAGESIZE)
+                self._memory = mmap.mmap(memory_fd, mmap.PAGESIZE)
+                command = [sys.executable, "-I", "-S", __file__, str(memory_fd)]
                 self._answering = subprocess.Popen(
-                    command, 0, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[shared]
+                    command, 0, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[memory_fd]
                 )
             finally:
-                os.close(shared)
+                os.close(memory_fd)
 
     def measure(self) -> int:
         """Return the round-trip nanoseconds to the furthest processor; 0 if a processor was taken.
@@ -55,57 +55,57 @@ class CoreLatency:
         """
         if self._answering is None:
             return 0
-        allowed = os.sched_getaffinity(0)
+        affinity = os.sched_getaffinity(0)
         try:
             os.sched_setaffinity(0, [self._own_core])
-            found = [self._measure_to(other) for other in self._neighbours]
-            return max(found) if all(found) else 0
+            latencies = [self._measure_to(processor) for processor in self._neighbours]
+            return max(latencies) if all(latencies) else 0
         except OSError:
             self.close()
             return 0
         finally:
-            os.sched_setaffinity(0, allowed)
+            os.sched_setaffinity(0, affinity)
 
-    def _measure_to(self, other: int) -> int:
+    def _measure_to(self, processor: int) -> int:
         assert self._answering is not None and self._answering.stdin is not None
         memory, clock = self._memory, time.perf_counter_ns
         best, deadline = 0, clock() + round(TAKEN_TIMEOUT_S * 1e9)
         while memory[READY_OFFSET] and clock() < deadline:  # it is still on the previous processor
             pass
         memory[REQUEST_OFFSET] = memory[ANSWER_OFFSET] = 0
-        self._answering.stdin.write(f"{other}\n".encode())
+        self._answering.stdin.write(f"{processor}\n".encode())
         while not memory[READY_OFFSET] and clock() < deadline:
             pass
         for _ in range(REPEATS if memory[READY_OFFSET] else 0):
             begin = clock()
-            for number in range(SIGNALS_PER_REPEAT):
-                memory[REQUEST_OFFSET] = sent = 1 + number % 2
-                while memory[ANSWER_OFFSET] != sent:
+            for index in range(SIGNALS_PER_REPEAT):
+                memory[REQUEST_OFFSET] = request = 1 + index % 2
+                while memory[ANSWER_OFFSET] != request:
                     if clock() > deadline:
                         memory[REQUEST_OFFSET] = LEAVE_SIGNAL
                         return 0
-            took = (clock() - begin) // SIGNALS_PER_REPEAT
-            best = min(best or took, took)
+            latency = (clock() - begin) // SIGNALS_PER_REPEAT
+            best = min(best or latency, latency)
         memory[REQUEST_OFFSET] = LEAVE_SIGNAL
         return best
 
     def close(self) -> None:
         """End the answering process."""
         if self._answering is not None:
-            with self._answering as ended:  # closes its pipe, and waits
-                ended.kill()
+            with self._answering as process:  # closes its pipe, and waits
+                process.kill()
             self._answering = None
 
 
-def answer(shared: int) -> None:
+def answer(memory_fd: int) -> None:
     """Answer each signal in the shared memory, on the processors named by lines of standard input."""
-    memory = mmap.mmap(shared, mmap.PAGESIZE)
+    memory = mmap.mmap(memory_fd, mmap.PAGESIZE)
     while line := sys.stdin.readline():
         os.sched_setaffinity(0, [int(line)])
         signal.alarm(MAX_LIFETIME_S)
         memory[READY_OFFSET] = 1
-        while (sent := memory[REQUEST_OFFSET]) != LEAVE_SIGNAL:
-            memory[ANSWER_OFFSET] = sent
+        while (request := memory[REQUEST_OFFSET]) != LEAVE_SIGNAL:
+            memory[ANSWER_OFFSET] = request
         memory[READY_OFFSET] = 0
         signal.alarm(0)
 

@@ -42,24 +42,24 @@ def launch_in_turn(
 
 
 @contextmanager
-def hold_device(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
+def hold_device(runtime: Runtime, on_wait: Waiting) -> Iterator[None]:
     """Hold the runtime's GPU during the block, after waiting for any other dyno that holds it.
 
     Parallel studies would slow each other down unevenly, and a builder that times its kernels beside a running job may
-    pick the wrong ones. `waiting` is called with the process that holds the GPU. Nothing is held for a CPU.
+    pick the wrong ones. `on_wait` is called with the process that holds the GPU. Nothing is held for a CPU.
     """
     if not (uuid := _find_uuid(runtime)):
         yield
         return
-    with lock(cache_dir() / "gpus" / f"{uuid}.lock", waiting):
+    with lock(cache_dir() / "gpus" / f"{uuid}.lock", on_wait):
         yield
 
 
 @contextmanager
-def processors_held(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
+def processors_held(runtime: Runtime, on_wait: Waiting) -> Iterator[None]:
     """Hold this process's processors during the block, after waiting for any other dyno on one of them.
 
-    The next process has a place in a queue, so that two studies that hold them for short blocks alternate. `waiting` is
+    The next process has a place in a queue, so that two studies that hold them for short blocks alternate. `on_wait` is
     called with the process that holds one. Nothing is held for a job on a GPU, or if files can't be locked.
     """
     if runtime.device != "cpu":
@@ -67,7 +67,7 @@ def processors_held(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
         return
     try:
         processors = _processors(cache_dir() / "processors" / f"{platform.node()}.lock")
-        processors.take(_list_ranges(os.sched_getaffinity(0)), waiting)
+        processors.take(_list_ranges(os.sched_getaffinity(0)), on_wait)
     except OSError:  # such as ENOLCK on some network file systems
         yield
         return
@@ -89,13 +89,13 @@ class _Processors:
         self._users = 0
         self._guard = threading.Lock()
 
-    def take(self, ranges: Sequence[tuple[int, int]], waiting: Waiting) -> None:
+    def take(self, ranges: Sequence[tuple[int, int]], on_wait: Waiting) -> None:
         """Lock the ranges of processors (first, count)."""
         with self._guard:
             if not self._users:
                 try:
                     self._lock_ranges([(NEXT_BYTE, 1)], lambda owner: None)
-                    self._lock_ranges(ranges, waiting)
+                    self._lock_ranges(ranges, on_wait)
                 except BaseException:  # an interrupt while waiting, in a process that may live on
                     fcntl.lockf(self._file, fcntl.LOCK_UN)
                     raise
@@ -109,18 +109,18 @@ class _Processors:
             if not self._users:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
 
-    def _lock_ranges(self, ranges: Sequence[tuple[int, int]], waiting: Waiting) -> None:
+    def _lock_ranges(self, ranges: Sequence[tuple[int, int]], on_wait: Waiting) -> None:
         for first, count in ranges:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
             except (BlockingIOError, PermissionError):  # POSIX allows either for a locked range
-                waiting(self._find_owner(first, count))
+                on_wait(self._find_owner(first, count))
                 fcntl.lockf(self._file, fcntl.LOCK_EX, count, first)
 
     def _find_owner(self, first: int, count: int) -> str:
         """Return the process that holds part of the range; "unknown" once released, or for another container."""
-        asked = struct.pack(FLOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
-        kind, *_, process = struct.unpack(FLOCK_FORMAT, fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
+        request = struct.pack(FLOCK_FORMAT, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+        kind, *_, process = struct.unpack(FLOCK_FORMAT, fcntl.fcntl(self._file, fcntl.F_GETLK, request))
         return str(process) if kind != fcntl.F_UNLCK and process > 0 else "unknown"
 
 
@@ -132,8 +132,8 @@ def _list_ranges(processors: set[int]) -> list[tuple[int, int]]:
 
     A fixed order of several locks prevents deadlocks.
     """
-    numbered = groupby(enumerate(sorted(processors)), key=lambda pair: pair[1] - pair[0])
-    runs = [[number for _, number in run] for _, run in numbered]
+    groups = groupby(enumerate(sorted(processors)), key=lambda pair: pair[1] - pair[0])
+    runs = [[processor for _, processor in run] for _, run in groups]
     return [(run[0], len(run)) for run in runs]
 
 

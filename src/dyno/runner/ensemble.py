@@ -37,19 +37,19 @@ def note_retry(folder: Path, trial: Trial, *, unmade: bool = False) -> None:
 
 
 def _made_with(trial: Trial) -> dict[str, Any]:
-    used: list[tuple[Backend | Maker, Runtime]] = [(registry.find(trial.backend), trial.runtime)]
+    tools: list[tuple[Backend | Maker, Runtime]] = [(registry.find(trial.backend), trial.runtime)]
     recipe = trial.recipe
     while isinstance(recipe, Recipe):
-        used.append((registry.get_maker(recipe.maker), recipe.runtime))
+        tools.append((registry.get_maker(recipe.maker), recipe.runtime))
         recipe = recipe.parent
-    versions_: dict[str, Any] = {"code": worker_code_sha256(*list_plugin_modules(*(user for user, _ in used)))}
-    for user, runtime in used:
-        versions_.setdefault(user.name, {}).update(find_versions(runtime, ("numpy", *user.requires)))
-    return versions_
+    versions: dict[str, Any] = {"code": worker_code_sha256(*list_plugin_modules(*(tool for tool, _ in tools)))}
+    for tool, runtime in tools:
+        versions.setdefault(tool.name, {}).update(find_versions(runtime, ("numpy", *tool.requires)))
+    return versions
 
 
-def clear_failed(run: Run, trials: list[Trial], all_failed: bool) -> list[str]:
-    """Remove failed rounds whose cause may be gone, or with `all_failed` all of them, to measure them again.
+def clear_failed(run: Run, trials: list[Trial], should_clear_all: bool) -> list[str]:
+    """Remove failed rounds whose cause may be gone, or with `should_clear_all` all of them, to measure them again.
 
     Returns sentences on what was done. Successful rounds and refused rows stay.
     """
@@ -62,7 +62,7 @@ def clear_failed(run: Run, trials: list[Trial], all_failed: bool) -> list[str]:
                 continue
             if record is None or record.status == "ok" or record.stage == "plan":
                 continue
-            if reason := "as requested" if all_failed else _reason_to_retry(folder, record, trial):
+            if reason := "as requested" if should_clear_all else _reason_to_retry(folder, record, trial):
                 shutil.rmtree(folder)
                 reasons[reason] += 1
     return [f"{n} failed job{'s' * (n != 1)} tried again: {reason}" for reason, n in reasons.items()]
@@ -112,24 +112,24 @@ def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
     """Return why the failure may not recur, else ""."""
     if record.was_killed or record.reason == OUT_OF_MEMORY:
         return record.reason
-    before, now = _load_json(folder / MADE_WITH), _made_with(trial)
-    earlier, limit = before.pop(TIMEOUT_OPTION, None), trial.plan.build_timeout_s
+    old_versions, versions = _load_json(folder / MADE_WITH), _made_with(trial)
+    old_limit, limit = old_versions.pop(TIMEOUT_OPTION, None), trial.plan.build_timeout_s
     if record.status == "timeout":
-        if earlier is None:  # its file was there
+        if old_limit is None:  # its file was there
             plan = _load_json(folder / "job.json").get("trial", {}).get("plan", {})
-            earlier, limit = plan.get("timeout_s", 0.0), trial.plan.timeout_s
-        if limit > earlier:
-            return f"{limit:g} s instead of {earlier:g} s"
-    if not before or before == now:
+            old_limit, limit = plan.get("timeout_s", 0.0), trial.plan.timeout_s
+        if limit > old_limit:
+            return f"{limit:g} s instead of {old_limit:g} s"
+    if not old_versions or old_versions == versions:
         return ""
-    changed = {
+    changes = {
         name: version
-        for key, libraries in now.items()
+        for key, libraries in versions.items()
         if isinstance(libraries, dict)
         for name, version in libraries.items()
-        if before.get(key, {}).get(name) != version
+        if old_versions.get(key, {}).get(name) != version
     }
-    return ", ".join(f"{name} is {version} now" for name, version in changed.items()) or "Dyno's code has changed"
+    return ", ".join(f"{name} is {version} now" for name, version in changes.items()) or "Dyno's code has changed"
 
 
 def _load_json(path: Path) -> dict[str, Any]:
@@ -160,14 +160,14 @@ def group_trials(trials: Sequence[Trial], forms: Forms = NO_FORMS) -> list[list[
 
     In a comparison, a group is one configuration on both sides, under any model names.
     """
-    by_key: dict[tuple[object, ...], list[Trial]] = {}
+    groups: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
         dims = trial.dims
         shapes = tuple(sorted(dims.shapes.items()))
-        compared = (trial.variant, trial.precision) if trial.side else (model_key(trial, forms),)
-        key = compared, dims.batch, dims.height, dims.width, shapes, trial.runtime.device
-        by_key.setdefault(key, []).append(trial)
-    return list(by_key.values())
+        subject = (trial.variant, trial.precision) if trial.side else (model_key(trial, forms),)
+        key = subject, dims.batch, dims.height, dims.width, shapes, trial.runtime.device
+        groups.setdefault(key, []).append(trial)
+    return list(groups.values())
 
 
 def choose_reference(
@@ -183,18 +183,18 @@ def choose_reference(
 
 
 def make_job(
-    trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None = None, kind: str = ROUND
+    trial: Trial, round_index: int, file_of: FileOf, options: Mapping[str, Any] | None = None, kind: str = ROUND
 ) -> Job:
     """Build the job of a trial's round with its engine's build; `options` are added to the job's.
 
     Confirmations and companions count from 1: round 0 answers all images, which only the trial's own round does.
     """
-    artifact, build = file_of(trial, number), trial.build(number)
+    artifact, build = file_of(trial, round_index), trial.build(round_index)
     return Job(
         "run",
         trial.runtime,
         trial,
-        number + (kind != ROUND),
+        round_index + (kind != ROUND),
         artifact=artifact if isinstance(artifact, Artifact) else None,
         options={**(options or {}), **({BUILD_OPTIONS: build} if build else {})},
     )
@@ -217,7 +217,7 @@ class ComparedTrials:
 def measure(
     run: Run,
     comparisons: Sequence[ComparedTrials],
-    number: int,
+    round_index: int,
     file_of: FileOf,
     progress: Progress,
     options: Mapping[str, Any] | None = None,
@@ -228,40 +228,40 @@ def measure(
     Reasons are a single trial, or memory for only one process. `options` are added to those of the jobs; `kind` is
     ROUND, CONFIRMATION or SUSTAINED.
     """
-    alone: list[Trial] = []
+    rest: list[Trial] = []
     while comparisons:
         groups: dict[str, tuple[ComparedTrials, InterleavedGroup]] = {}
-        ended: list[InterleavedJob] = []
+        ended_jobs: list[InterleavedJob] = []
 
-        def end(member: InterleavedJob, ended: list[InterleavedJob] = ended) -> None:
-            ended.append(member)
+        def end(member: InterleavedJob, ended_jobs: list[InterleavedJob] = ended_jobs) -> None:
+            ended_jobs.append(member)
             assert member.record is not None
             if member.round_index >= 0:
                 if member.record.status != "ok" and kind == ROUND:
                     note_retry(member.folder, member.trial)
-                progress.done(member.trial, member.record, seconds=member.used_s, number=member.round_index)
+                progress.done(member.trial, member.record, seconds=member.used_s, round_index=member.round_index)
 
         for comparison in comparisons:
             ids = {trial.id for trial in (*comparison.trials, comparison.reference, *comparison.rivals) if trial}
             if len(ids) < 2 or not comparison.trials:
-                alone += comparison.trials
+                rest += comparison.trials
                 continue
-            members = _build_members(run, comparison, number, file_of, kind, options)
-            group = InterleavedGroup(members, f"{number} {members[0].trial.id}", progress, end)
+            members = _build_members(run, comparison, round_index, file_of, kind, options)
+            group = InterleavedGroup(members, f"{round_index} {members[0].trial.id}", progress, end)
             groups[group.name] = comparison, group
         _run_groups([group for _, group in groups.values()], progress)
 
         comparisons = []
         for comparison, group in groups.values():
-            own = [member for member in ended if member.group is group]
-            measured = {member.trial.id for member in own if member.round_index >= 0}
-            if left := [trial for trial in comparison.trials if trial.id not in measured]:
-                if len(own) > 1:
-                    comparisons.append(replace(comparison, trials=left))
+            group_jobs = [member for member in ended_jobs if member.group is group]
+            measured_ids = {member.trial.id for member in group_jobs if member.round_index >= 0}
+            if trials := [trial for trial in comparison.trials if trial.id not in measured_ids]:
+                if len(group_jobs) > 1:
+                    comparisons.append(replace(comparison, trials=trials))
                     continue
-                progress.note(f"memory for only one process: {left[0].model.name} is measured one after the other")
-                alone += left
-    return alone
+                progress.note(f"memory for only one process: {trials[0].model.name} is measured one after the other")
+                rest += trials
+    return rest
 
 
 def _run_groups(groups: Sequence[InterleavedGroup], progress: Progress) -> None:
@@ -276,7 +276,12 @@ def _run_groups(groups: Sequence[InterleavedGroup], progress: Progress) -> None:
 
 
 def _build_members(
-    run: Run, comparison: ComparedTrials, number: int, file_of: FileOf, kind: str, options: Mapping[str, Any] | None
+    run: Run,
+    comparison: ComparedTrials,
+    round_index: int,
+    file_of: FileOf,
+    kind: str,
+    options: Mapping[str, Any] | None,
 ) -> list[InterleavedJob]:
     """Build a job for each trial, the reference first.
 
@@ -284,31 +289,31 @@ def _build_members(
     """
     reference, ids = comparison.reference, {trial.id for trial in comparison.trials}
     if comparison.boundaries:
-        planned = {**(options or {}).get(PLAN_OPTION, {}), "boundaries": list(comparison.boundaries)}
-        options = {**(options or {}), PLAN_OPTION: planned}
+        plan = {**(options or {}).get(PLAN_OPTION, {}), "boundaries": list(comparison.boundaries)}
+        options = {**(options or {}), PLAN_OPTION: plan}
     order = sorted(comparison.trials, key=lambda trial: reference is None or trial.id != reference.id)
     members = [
         InterleavedJob(
-            make_job(trial, number, file_of, options, kind),
-            run.create_round(trial, number, kind),
-            number,
+            make_job(trial, round_index, file_of, options, kind),
+            run.create_round(trial, round_index, kind),
+            round_index,
             _read_memory(run, trial),
         )
         for trial in order
     ]
     if reference is not None and reference.id not in ids:
-        members.insert(0, _build_companion(run, reference, number, file_of, options))
-    return [*members, *(_build_companion(run, rival, number, file_of, options) for rival in comparison.rivals)]
+        members.insert(0, _build_companion(run, reference, round_index, file_of, options))
+    return [*members, *(_build_companion(run, rival, round_index, file_of, options) for rival in comparison.rivals)]
 
 
 def _build_companion(
-    run: Run, trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None
+    run: Run, trial: Trial, round_index: int, file_of: FileOf, options: Mapping[str, Any] | None
 ) -> InterleavedJob:
-    free = 0  # index of the next companion
-    while run.record(trial, free, COMPANION) is not None:
-        free += 1
-    companion = make_job(trial, number, file_of, options, COMPANION)
-    return InterleavedJob(companion, run.create_round(trial, free, COMPANION), -1, _read_memory(run, trial))
+    index = 0  # index of the next companion
+    while run.record(trial, index, COMPANION) is not None:
+        index += 1
+    companion = make_job(trial, round_index, file_of, options, COMPANION)
+    return InterleavedJob(companion, run.create_round(trial, index, COMPANION), -1, _read_memory(run, trial))
 
 
 def _read_memory(run: Run, trial: Trial) -> int:

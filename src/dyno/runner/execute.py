@@ -164,70 +164,70 @@ class Rounds:
     limit_s: float = math.inf
 
     def measure_rounds(
-        self, trials: list[Trial], others: Sequence[Trial] = (), *, max_rounds: int = sys.maxsize
+        self, trials: list[Trial], rivals: Sequence[Trial] = (), *, max_rounds: int = sys.maxsize
     ) -> None:
         """Measure every missing round of the trials, up to `max_rounds`, one model after the other.
 
-        Interleaved trials also run beside their reference among the `others`. Models are not compared with each other;
+        Interleaved trials also run beside their reference among the `rivals`. Models are not compared with each other;
         if a long study is stopped early, some models are complete.
         """
         models: dict[str, list[Trial]] = {}
         for trial in trials:
             models.setdefault(model_key(trial, self.forms), []).append(trial)
-        every = [_order_jobs(same_model) for same_model in models.values()]
-        orders = [[job for job in order if job[1] < max_rounds] for order in every]
-        later = [trial for order in every for trial, number in order if number >= max_rounds]
-        with self.progress.show_study([trial for order in orders for trial, _ in order], later):
-            for (key, same_model), order in zip(models.items(), orders, strict=True):
-                incomplete = [trial for trial in same_model if _is_incomplete(self.run, trial, max_rounds)]
-                planned = max(trial.plan.rounds for trial in same_model)
-                turns = bool(same_model[0].plan.blocks)
-                beside = [t for t in others if model_key(t, self.forms) == key] if turns else []
+        all_orders = [_order_jobs(model_trials) for model_trials in models.values()]
+        orders = [[job for job in order if job[1] < max_rounds] for order in all_orders]
+        later_trials = [trial for order in all_orders for trial, round_index in order if round_index >= max_rounds]
+        with self.progress.show_study([trial for order in orders for trial, _ in order], later_trials):
+            for (key, model_trials), order in zip(models.items(), orders, strict=True):
+                incomplete = [trial for trial in model_trials if _is_incomplete(self.run, trial, max_rounds)]
+                rounds = max(trial.plan.rounds for trial in model_trials)
+                has_turns = bool(model_trials[0].plan.blocks)
+                peers = [t for t in rivals if model_key(t, self.forms) == key] if has_turns else []
                 # Interleaved trials with stored rounds may be measured again beside others.
-                first = self._make_files([*same_model, *beside] if turns and incomplete else incomplete, beside)
-                if turns:
-                    todo = [trial for trial in same_model if trial not in first]
-                    for number in range(min(planned, max_rounds)):
-                        is_new = any(_find_record(self.run, trial, number) is None for trial in incomplete)
-                        self._in_turns(todo, number, beside, self.options, [] if number else first)
-                        following = [trial for trial in same_model if number + 1 < trial.plan.rounds]
-                        if MIN_ROUNDS <= number + 1 < planned:
-                            following = self._choose_trials(following, number + 1, self.limit_s / len(models))
-                        if is_new and todo and number < planned - 1:
-                            self._show_answer(number, planned)
-                        todo = following
+                measured = self._make_files([*model_trials, *peers] if has_turns and incomplete else incomplete, peers)
+                if has_turns:
+                    todo = [trial for trial in model_trials if trial not in measured]
+                    for round_index in range(min(rounds, max_rounds)):
+                        is_new = any(_find_record(self.run, trial, round_index) is None for trial in incomplete)
+                        self._in_turns(todo, round_index, peers, self.options, [] if round_index else measured)
+                        next_trials = [trial for trial in model_trials if round_index + 1 < trial.plan.rounds]
+                        if MIN_ROUNDS <= round_index + 1 < rounds:
+                            next_trials = self._choose_trials(next_trials, round_index + 1, self.limit_s / len(models))
+                        if is_new and todo and round_index < rounds - 1:
+                            self._show_answer(round_index, rounds)
+                        todo = next_trials
                     continue
-                for number, jobs in itertools.groupby(order, key=lambda job: job[1]):
+                for round_index, jobs in itertools.groupby(order, key=lambda job: job[1]):
                     for trial, _ in jobs:
-                        self._measure_alone(trial, number, self.options)
-                    if incomplete and number < planned - 1:
-                        self._show_answer(number, planned)
+                        self._measure_alone(trial, round_index, self.options)
+                    if incomplete and round_index < rounds - 1:
+                        self._show_answer(round_index, rounds)
 
-    def _choose_trials(self, trials: Sequence[Trial], number: int, limit_s: float) -> list[Trial]:
-        """Return the trials for round `number`: all within the time limit, else possible winners, or none."""
+    def _choose_trials(self, trials: Sequence[Trial], round_index: int, limit_s: float) -> list[Trial]:
+        """Return the trials for round `round_index`: all within the time limit, else possible winners, or none."""
         from dyno.report.tables import trial_table
         from dyno.results import ranking
 
-        dropped, spent = frozenset(read_dropped(self.run.folder).trials), _sum_seconds(self.run, trials)
-        others = dropped.difference(trial.id for trial in trials)
-        is_late = number >= FULL_ROUNDS
-        if spent * (number + 1) / number <= limit_s * (PLANNED_ROUNDS_SHARE if is_late else 1):
+        dropped_ids, spent_s = frozenset(read_dropped(self.run.folder).trials), _sum_seconds(self.run, trials)
+        other_ids = dropped_ids.difference(trial.id for trial in trials)
+        is_late = round_index >= FULL_ROUNDS
+        if spent_s * (round_index + 1) / round_index <= limit_s * (PLANNED_ROUNDS_SHARE if is_late else 1):
             # the stored note may be damaged
-            if is_late and (others != dropped or (self.run.folder / FEWER_ROUNDS_FILE).is_file()):
-                store_dropped(self.run.folder, others)
+            if is_late and (other_ids != dropped_ids or (self.run.folder / FEWER_ROUNDS_FILE).is_file()):
+                store_dropped(self.run.folder, other_ids)
             return [*trials]
-        if others == dropped and any(_find_record(self.run, trial, number) is None for trial in trials):
+        if other_ids == dropped_ids and any(_find_record(self.run, trial, round_index) is None for trial in trials):
             contenders = ranking.list_contenders(trial_table.read_trials(self.run.folder))
-            dropped = others.union(trial.id for trial in trials if trial.id not in contenders)
-        chosen = [trial for trial in trials if trial.id not in dropped]
-        is_over = is_late and spent + sum(_last_seconds(self.run, trial) for trial in chosen) > limit_s
-        store_dropped(self.run.folder, dropped, is_over=is_over)
+            dropped_ids = other_ids.union(trial.id for trial in trials if trial.id not in contenders)
+        next_trials = [trial for trial in trials if trial.id not in dropped_ids]
+        is_over = is_late and spent_s + sum(_last_seconds(self.run, trial) for trial in next_trials) > limit_s
+        store_dropped(self.run.folder, dropped_ids, is_over=is_over)
         for trial in trials:
-            if is_over or trial not in chosen:
+            if is_over or trial not in next_trials:
                 self.progress.leave_out(trial)
-        return [] if is_over else chosen
+        return [] if is_over else next_trials
 
-    def _make_files(self, trials: Sequence[Trial], measured: Sequence[Trial]) -> list[Trial]:
+    def _make_files(self, trials: Sequence[Trial], peers: Sequence[Trial]) -> list[Trial]:
         """Make the trials' files; return the trials measured once meanwhile (see `Rounds`)."""
         references = [
             ensemble.choose_reference(group, self.fits, self.forms)
@@ -241,65 +241,65 @@ class Rounds:
 
         ready: list[Trial] = []
         done: list[Trial] = []
-        begun, delayed = time.monotonic(), 0
+        begin, max_delay = time.monotonic(), 0
         order = sorted(trials, key=lambda trial: (delay(trial), not self.files.has_file(trial)))
         with self.progress.pause_estimate():
-            for place, trial in enumerate(order):
+            for index, trial in enumerate(order):
                 needs_file = not self.files.has_file(trial)
-                is_late = not done and needs_file and time.monotonic() - begun > FIRST_ANSWER_AFTER_S
-                if delay(trial) > delayed or is_late:
-                    left = format_count(len(order) - place, "trial")
-                    missing = "still without a file" if needs_file else "still to compile"
-                    done += self._measure_ready(ready, measured, done, f"{left} {missing}")
-                delayed = max(delayed, delay(trial))
+                is_late = not done and needs_file and time.monotonic() - begin > FIRST_ANSWER_AFTER_S
+                if delay(trial) > max_delay or is_late:
+                    trial_count = format_count(len(order) - index, "trial")
+                    state = "still without a file" if needs_file else "still to compile"
+                    done += self._measure_ready(ready, peers, done, f"{trial_count} {state}")
+                max_delay = max(max_delay, delay(trial))
                 self.files.make_files([trial])
                 ready.append(trial)
         return done
 
     def _measure_ready(
-        self, ready: Sequence[Trial], measured: Sequence[Trial], done: Sequence[Trial], reason: str
+        self, trials: Sequence[Trial], peers: Sequence[Trial], done: Sequence[Trial], reason: str
     ) -> list[Trial]:
         """Measure the missing first rounds of these trials and show the answer; return the trials measured."""
-        new = [t for t in ready if t.plan.blocks and t not in measured and _find_record(self.run, t, 0) is None]
-        if new:
+        new_trials = [t for t in trials if t.plan.blocks and t not in peers and _find_record(self.run, t, 0) is None]
+        if new_trials:
             self.progress.note(f"{reason}: the ready trials are measured once first")
-            stored = [trial for trial in ready if trial not in (*new, *measured, *done)]
-            self._in_turns(new, 0, [*measured, *stored], self.options, done)
+            stored_trials = [trial for trial in trials if trial not in (*new_trials, *peers, *done)]
+            self._in_turns(new_trials, 0, [*peers, *stored_trials], self.options, done)
             self._show_answer(0, is_part=True)
-        return new
+        return new_trials
 
-    def measure_further_round(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
-        """Measure round `number` of trials of one model, at these boundaries only."""
-        again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
-        random.Random(number).shuffle(again)
+    def measure_further_round(self, trials: list[Trial], round_index: int, boundaries: Sequence[str]) -> None:
+        """Measure round `round_index` of trials of one model, at these boundaries only."""
+        round_trials = [replace(trial, plan=replace(trial.plan, rounds=round_index + 1)) for trial in trials]
+        random.Random(round_index).shuffle(round_trials)
         options = {PLAN_OPTION: {"boundaries": list(boundaries)}}
-        with self.progress.show_study(again):
-            self.files.make_files(again)
-            if again[0].plan.blocks:
-                self._in_turns(again, number, (), options)
-                self._show_answer(number)
+        with self.progress.show_study(round_trials):
+            self.files.make_files(round_trials)
+            if round_trials[0].plan.blocks:
+                self._in_turns(round_trials, round_index, (), options)
+                self._show_answer(round_index)
                 return
-            for trial in again:
-                self._measure_alone(trial, number, options)
+            for trial in round_trials:
+                self._measure_alone(trial, round_index, options)
 
-    def _show_answer(self, number: int, planned: int = 0, *, is_part: bool = False) -> None:
+    def _show_answer(self, round_index: int, rounds: int = 0, *, is_part: bool = False) -> None:
         """Show the study's answer after this round of the planned ones (0: a further round), or after a part of it."""
         from dyno.report.tables import trial_table
         from dyno.report.verdict import verdict
 
-        before = self.progress.answer_s
-        if not self.progress.quiet and (before or 0.0) < MAX_READING_S:
-            since = time.monotonic()
+        previous_s = self.progress.answer_s
+        if not self.progress.quiet and (previous_s or 0.0) < MAX_READING_S:
+            begin = time.monotonic()
             answer = verdict.answer_so_far(trial_table.read_trials(self.run.folder))
-            title = f"{'in' if is_part else 'after'} round {number + 1}" + (f" of {planned}" if planned else "")
+            title = f"{'in' if is_part else 'after'} round {round_index + 1}" + (f" of {rounds}" if rounds else "")
             self.progress.show_answer(title, answer.sentences, answer.rows)
-            self.progress.answer_s = 0.0 if before is None else time.monotonic() - since
+            self.progress.answer_s = 0.0 if previous_s is None else time.monotonic() - begin
 
     def _in_turns(
         self,
         trials: Sequence[Trial],
-        number: int,
-        others: Sequence[Trial],
+        round_index: int,
+        peers: Sequence[Trial],
         options: Mapping[str, Any],
         done: Sequence[Trial] = (),
     ) -> None:
@@ -310,52 +310,52 @@ class Rounds:
         join, so that every pair has as many rounds.
         """
         comparisons: list[ensemble.ComparedTrials] = []
-        groups = ensemble.group_trials([*trials, *others, *done], self.forms)
-        random.Random(number).shuffle(groups)
+        groups = ensemble.group_trials([*trials, *peers, *done], self.forms)
+        random.Random(round_index).shuffle(groups)
         for group in groups:
             pending = []
             for trial in (t for t in group if t in trials):
-                if _find_record(self.run, trial, number) is None and not isinstance(
-                    self.files.get(trial, number), Record
+                if _find_record(self.run, trial, round_index) is None and not isinstance(
+                    self.files.get(trial, round_index), Record
                 ):
                     pending.append(trial)
                 else:
-                    self._measure_alone(trial, number, options)
+                    self._measure_alone(trial, round_index, options)
             if not pending:
                 continue
-            stored = {trial.id: _find_record(self.run, trial, number) for trial in group}
-            runnable = [t for t in group if (r := stored[t.id]) is None or r.status == "ok"]
+            records = {trial.id: _find_record(self.run, trial, round_index) for trial in group}
+            runnable = [t for t in group if (r := records[t.id]) is None or r.status == "ok"]
             reference = ensemble.choose_reference(runnable, self.fits, self.forms)
-            earlier = [t for t in runnable if stored[t.id] and t != reference and (self.is_fixed or t in done)]
-            rivals = earlier
-            if earlier and reference not in pending:
-                every = done if self.is_fixed and earlier[0].plan.rounds > 1 else ()
+            candidates = [t for t in runnable if records[t.id] and t != reference and (self.is_fixed or t in done)]
+            rivals = candidates
+            if candidates and reference not in pending:
+                fixed_rivals = done if self.is_fixed and candidates[0].plan.rounds > 1 else ()
                 finalists = list_finalists(self.run.folder)
-                rivals = [trial for trial in earlier if trial in every or trial.id in finalists]
-            elif not earlier and pending == [reference]:  # others were measured beside it
+                rivals = [trial for trial in candidates if trial in fixed_rivals or trial.id in finalists]
+            elif not candidates and pending == [reference]:  # others were measured beside it
                 reference = ensemble.choose_reference([t for t in runnable if t != reference], self.fits, self.forms)
             comparisons.append(ensemble.ComparedTrials(pending, reference, rivals=rivals))
         # A first answer doesn't wait for other batches and sizes.
-        for part in [comparisons] if number else [[comparison] for comparison in comparisons]:
-            if part and part[0] is not comparisons[0]:
-                self._show_answer(number, is_part=True)
-            for trial in ensemble.measure(self.run, part, number, self.files.get, self.progress, options):
-                self._measure_alone(trial, number, options)
+        for chunk in [comparisons] if round_index else [[comparison] for comparison in comparisons]:
+            if chunk and chunk[0] is not comparisons[0]:
+                self._show_answer(round_index, is_part=True)
+            for trial in ensemble.measure(self.run, chunk, round_index, self.files.get, self.progress, options):
+                self._measure_alone(trial, round_index, options)
 
-    def _measure_alone(self, trial: Trial, number: int, options: Mapping[str, Any]) -> None:
+    def _measure_alone(self, trial: Trial, round_index: int, options: Mapping[str, Any]) -> None:
         """Measure one round of one trial, unless it is stored or an earlier round failed."""
-        if (stored := _find_record(self.run, trial, number)) is not None:
-            self.progress.done(trial, stored, stored=True)
+        if (stored_record := _find_record(self.run, trial, round_index)) is not None:
+            self.progress.done(trial, stored_record, is_stored=True)
             return
-        folder, artifact = self.run.create_round(trial, number), self.files.get(trial, number)
+        folder, artifact = self.run.create_round(trial, round_index), self.files.get(trial, round_index)
         if isinstance(artifact, Record):
             record = replace(artifact, facts=Facts())
-            self.run.store(trial, number, record)
+            self.run.store(trial, round_index, record)
             if artifact.facts.printed:
                 write_text(folder / LOGS[1], artifact.facts.printed)
         else:
-            self.progress.start(trial, number)
-            job = ensemble.make_job(trial, number, self.files.get, options)
+            self.progress.start(trial, round_index)
+            job = ensemble.make_job(trial, round_index, self.files.get, options)
             record = (self.launch or launch_in_turn)(job, folder, trial.plan.timeout_s, self.progress)
         if record.status != "ok":
             ensemble.note_retry(folder, trial, unmade=isinstance(artifact, Record))
@@ -385,47 +385,47 @@ class Finalists:
             self._measure_rounds(1, SUSTAINED, {PLAN_OPTION: plan})
 
     def _measure_rounds(self, rounds: int, kind: str, options: Mapping[str, Any] | None = None) -> None:
-        repeated = [replace(t, plan=replace(t.plan, rounds=rounds)) for t in self.trials if t.id in self.boundaries]
-        pending = [(t, k) for t, k in _order_jobs(repeated) if self.run.record(t, k, kind) is None]
+        finalists = [replace(t, plan=replace(t.plan, rounds=rounds)) for t in self.trials if t.id in self.boundaries]
+        pending = [(t, k) for t, k in _order_jobs(finalists) if self.run.record(t, k, kind) is None]
         with self.progress.show_study([trial for trial, _ in pending]):
             self.files.make_files(trial for trial, _ in pending)
-            for number in sorted({k for _, k in pending}):
-                alone = self._measure_in_turns([t for t, k in pending if k == number], number, kind, options)
+            for round_index in sorted({k for _, k in pending}):
+                rest = self._measure_in_turns([t for t, k in pending if k == round_index], round_index, kind, options)
                 if kind == CONFIRMATION:  # uninterleaved sustained load proves nothing: the machine may have changed
-                    for trial in alone:
-                        self._confirm_alone(trial, number)
+                    for trial in rest:
+                        self._confirm_alone(trial, round_index)
 
     def _measure_in_turns(
-        self, trials: Sequence[Trial], number: int, kind: str, options: Mapping[str, Any] | None
+        self, trials: Sequence[Trial], round_index: int, kind: str, options: Mapping[str, Any] | None
     ) -> list[Trial]:
         """Measure one round of trials that can be interleaved; return the others."""
         comparisons: list[ensemble.ComparedTrials] = []
-        alone: list[Trial] = []
+        rest: list[Trial] = []
         for group in ensemble.group_trials(trials, self.forms):
-            runnable = [t for t in group if not isinstance(self.files.get(t, number), Record)]
-            wanted = set().union(*(self.boundaries[t.id] for t in group))
-            boundaries = tuple(name for name in group[0].plan.boundaries if name in wanted)
+            runnable = [t for t in group if not isinstance(self.files.get(t, round_index), Record)]
+            boundary_names = set().union(*(self.boundaries[t.id] for t in group))
+            boundaries = tuple(name for name in group[0].plan.boundaries if name in boundary_names)
             if len(runnable) > 1 and group[0].plan.blocks:
                 comparisons.append(
                     ensemble.ComparedTrials(
                         runnable, ensemble.choose_reference(runnable, self.fits, self.forms), boundaries
                     )
                 )
-                alone += [t for t in group if t not in runnable]
+                rest += [t for t in group if t not in runnable]
             else:
-                alone += group
-        return alone + ensemble.measure(self.run, comparisons, number, self.files.get, self.progress, options, kind)
+                rest += group
+        return rest + ensemble.measure(self.run, comparisons, round_index, self.files.get, self.progress, options, kind)
 
-    def _confirm_alone(self, trial: Trial, number: int) -> None:
+    def _confirm_alone(self, trial: Trial, round_index: int) -> None:
         """Measure one uninterleaved confirmation of a trial."""
-        artifact = self.files.get(trial, number)
+        artifact = self.files.get(trial, round_index)
         if isinstance(artifact, Record):
-            self.run.store(trial, number, artifact, CONFIRMATION)
+            self.run.store(trial, round_index, artifact, CONFIRMATION)
             return
-        folder = self.run.create_round(trial, number, CONFIRMATION)
-        self.progress.start(trial, number, "confirmation")
+        folder = self.run.create_round(trial, round_index, CONFIRMATION)
+        self.progress.start(trial, round_index, "confirmation")
         options = {PLAN_OPTION: {"boundaries": sorted(self.boundaries[trial.id])}}
-        job = ensemble.make_job(trial, number, self.files.get, options, kind=CONFIRMATION)
+        job = ensemble.make_job(trial, round_index, self.files.get, options, kind=CONFIRMATION)
         self.progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, self.progress))
 
 
@@ -433,8 +433,8 @@ def _store_refusals(run: Run, planned: list[PlannedTrial]) -> None:
     """Store a row for each refused trial."""
     for entry in planned:
         if entry.refusal:
-            stored = run.record(entry.trial, 0)
-            if stored is None or (stored.stage == "plan" and stored.reason != entry.refusal):
+            record = run.record(entry.trial, 0)
+            if record is None or (record.stage == "plan" and record.reason != entry.refusal):
                 run.store(entry.trial, 0, Record(entry.status, "plan", entry.refusal))
 
 
@@ -450,18 +450,18 @@ def _copy_truth(run: Run, planned: list[PlannedTrial]) -> None:
 def _order_jobs(trials: list[Trial]) -> list[tuple[Trial, int]]:
     """Return all jobs of these trials by round, each round shuffled with its number as seed (reproducible)."""
     order = []
-    for number in range(max((trial.plan.rounds for trial in trials), default=0)):
-        jobs = [(trial, number) for trial in trials if number < trial.plan.rounds]
-        random.Random(number).shuffle(jobs)
+    for round_index in range(max((trial.plan.rounds for trial in trials), default=0)):
+        jobs = [(trial, round_index) for trial in trials if round_index < trial.plan.rounds]
+        random.Random(round_index).shuffle(jobs)
         order += jobs
     return order
 
 
-def _find_record(run: Run, trial: Trial, number: int) -> Record | None:
+def _find_record(run: Run, trial: Trial, round_index: int) -> Record | None:
     """Return the record of the round, else of an earlier failed round, unless that was killed by another program."""
-    records = [run.record(trial, k) for k in range(number + 1)]
-    failed = (record for record in records if record is not None and record.status != "ok" and not record.was_killed)
-    return records[-1] or next(failed, None)
+    records = [run.record(trial, k) for k in range(round_index + 1)]
+    failures = (record for record in records if record is not None and record.status != "ok" and not record.was_killed)
+    return records[-1] or next(failures, None)
 
 
 def _compiles(trial: Trial) -> bool:
@@ -473,7 +473,7 @@ def _builds_slowly(trial: Trial) -> bool:
 
 
 def _is_incomplete(run: Run, trial: Trial, max_rounds: int) -> bool:
-    return any(_find_record(run, trial, number) is None for number in range(min(trial.plan.rounds, max_rounds)))
+    return any(_find_record(run, trial, k) is None for k in range(min(trial.plan.rounds, max_rounds)))
 
 
 # Further rounds for undecided pairs, until they are decided or time is up.
@@ -489,31 +489,31 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], forms: Forms, measure
     undecided. Earlier measurements count, so repeating the command changes nothing, and more minutes continue.
     """
     models = list(dict.fromkeys(model_key(trial, forms) for trial in trials))
-    for place, name in enumerate(models):
-        own = [trial for trial in trials if model_key(trial, forms) == name]
-        allowed = _sum_seconds(run, own) + (60 * study.minutes - _sum_seconds(run, trials)) / (len(models) - place)
-        while pairs := _find_pending(run.folder, own):
-            left = allowed - _sum_seconds(run, own)
-            hopeful = [pair for pair in pairs if _fits(run, own, pair, left)]
-            ids = frozenset().union(*(pair.trials for pair in hopeful or pairs))
-            todo = [trial for trial in own if trial.id in ids]
-            if not hopeful or sum(_last_seconds(run, trial) for trial in todo) > left:
+    for index, name in enumerate(models):
+        group = [trial for trial in trials if model_key(trial, forms) == name]
+        limit_s = _sum_seconds(run, group) + (60 * study.minutes - _sum_seconds(run, trials)) / (len(models) - index)
+        while pairs := _find_pending(run.folder, group):
+            remaining_s = limit_s - _sum_seconds(run, group)
+            feasible_pairs = [pair for pair in pairs if _fits(run, group, pair, remaining_s)]
+            ids = frozenset().union(*(pair.trials for pair in feasible_pairs or pairs))
+            todo = [trial for trial in group if trial.id in ids]
+            if not feasible_pairs or sum(_last_seconds(run, trial) for trial in todo) > remaining_s:
                 minutes = f"{study.minutes:g} minute{'s' * (study.minutes != 1)}"
                 open_ids = frozenset().union(*(pair.trials for pair in pairs if not pair.decided))
                 if count := len(open_ids):
-                    what = f"{count} trials are left in pairs that {minutes} could not decide"
-                    progress.note(f"{name or 'the comparison'}: {what}")
+                    note = f"{count} trials are left in pairs that {minutes} could not decide"
+                    progress.note(f"{name or 'the comparison'}: {note}")
                 break
-            last = max(_find_last_round(run, trial) for trial in todo)
-            whole = all(_find_last_round(run, trial) == last for trial in todo)
+            last_round = max(_find_last_round(run, trial) for trial in todo)
+            is_complete = all(_find_last_round(run, trial) == last_round for trial in todo)
             boundaries = tuple(name for name in study.boundaries if any(pair.boundary == name for pair in pairs))
-            measure(todo, last + 1 if whole else last, boundaries)  # complete a partial round
+            measure(todo, last_round + 1 if is_complete else last_round, boundaries)  # complete a partial round
 
 
-def _fits(run: Run, trials: Sequence[Trial], pair: UndecidedPair, left: float) -> bool:
+def _fits(run: Run, trials: Sequence[Trial], pair: UndecidedPair, remaining_s: float) -> bool:
     """Return whether the pair's estimated rounds fit into the seconds left."""
     seconds = sum(_last_seconds(run, trial) for trial in trials if trial.id in pair.trials)
-    return pair.more * seconds <= left
+    return pair.more * seconds <= remaining_s
 
 
 def list_finalists(folder: Path) -> dict[str, set[str]]:
@@ -573,8 +573,8 @@ class Files:
     def make_files(self, trials: Iterable[Trial]) -> None:
         """Make the files of the trials, including all builds of an engine for its rounds."""
         for trial in trials:
-            for number in range(max(1, trial.plan.builds)):
-                self.get(trial, number)
+            for round_index in range(max(1, trial.plan.builds)):
+                self.get(trial, round_index)
 
     def has_file(self, trial: Trial) -> bool:
         """Return whether no file is left to make for the trial."""
@@ -582,9 +582,9 @@ class Files:
             return True
         return self.cache.has(self.cache.make_key(trial.recipe))
 
-    def get(self, trial: Trial, number: int) -> Artifact | Record | None:
+    def get(self, trial: Trial, index: int) -> Artifact | Record | None:
         """Return the file for this round of the trial, else a record with the reason; None if it needs no file."""
-        return self.make_file(_of_build(trial.recipe, trial.build(number), trial.backend)) if trial.recipe else None
+        return self.make_file(_of_build(trial.recipe, trial.build(index), trial.backend)) if trial.recipe else None
 
     def make_file(self, recipe: Recipe) -> Artifact | Record:
         """Return the recipe's file, from the cache if all its inputs are unchanged."""
@@ -605,9 +605,9 @@ class Files:
 
     def _with_fallback(self, recipe: Recipe, substitute_key: str) -> Artifact | Record:
         key = self.cache.make_key(recipe)
-        stored = self.cache.find(key)[0] or self.cache.find(substitute_key)[0]
-        if stored is not None:
-            return stored
+        cached_file = self.cache.find(key)[0] or self.cache.find(substitute_key)[0]
+        if cached_file is not None:
+            return cached_file
         if key not in self.results:
             self.results[key] = self._build_file(recipe, key, self.cache.find(key)[1])
         artifact = self.results[key]
@@ -615,15 +615,15 @@ class Files:
             return artifact
         if artifact.status not in RETRY_ROUTE_STATUSES or artifact.facts.no_route:
             return artifact
-        other = self.make_file(recipe.fallback)
+        result = self.make_file(recipe.fallback)
         # The last route's failure is reported: it has the fixed batch that earlier ones may have proposed.
-        return other if isinstance(other, Record) else self._store_substitute(other, artifact, substitute_key)
+        return result if isinstance(result, Record) else self._store_substitute(result, artifact, substitute_key)
 
-    def _store_substitute(self, other: Artifact, failed: Record, key: str) -> Artifact:
+    def _store_substitute(self, file: Artifact, failure: Record, key: str) -> Artifact:
         """Cache and return another route's file in place of the failed one, so that the failed route isn't retried."""
-        warning = f"made by another route ({other.made_by.onnx_route or 'not folded'}), because the usual one "
-        warning += f"ended as {failed.status} at {failed.stage}: {failed.reason}"
-        substitute = replace(other, made_by=replace(other.made_by, warnings=(*other.made_by.warnings, warning)))
+        warning = f"made by another route ({file.made_by.onnx_route or 'not folded'}), because the usual one "
+        warning += f"ended as {failure.status} at {failure.stage}: {failure.reason}"
+        substitute = replace(file, made_by=replace(file.made_by, warnings=(*file.made_by.warnings, warning)))
         with self.cache.making(key) as folder:
             write_record(folder, Record("ok", artifact=substitute))
         return substitute
@@ -641,11 +641,11 @@ class Files:
             timing = {TIMING_VARIABLE: str(self.cache.timing)}
             record = launch_in_turn(job, folder, self.timeout_s, self.progress, timing)
             _warn_of_shared_gpu(folder, record)
-            printed = read_end(folder / LOGS[1], MAX_LOG_BYTES)  # its folder is deleted next
-            failure = Facts(no_route=record.facts.no_route, printed=printed)
+            output = read_end(folder / LOGS[1], MAX_LOG_BYTES)  # its folder is deleted next
+            failure = Facts(no_route=record.facts.no_route, printed=output)
         if record.status != "ok":
-            longer = "; --build-timeout SECONDS allows more" if record.status == "timeout" else ""
-            return Record(record.status, record.stage, record.reason + longer, system=record.system, facts=failure)
+            hint = "; --build-timeout SECONDS allows more" if record.status == "timeout" else ""
+            return Record(record.status, record.stage, record.reason + hint, system=record.system, facts=failure)
         self.built += 1
         self.progress.report_duration()
         artifact, damage = self.cache.find(key)
@@ -659,9 +659,9 @@ def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
     """
     if not build:
         return recipe
-    fresh = {TIMING_CACHE: False} if TIMING_CACHE in registry.find(backend).options else {}
+    overrides = {TIMING_CACHE: False} if TIMING_CACHE in registry.find(backend).options else {}
     fallback = _of_build(recipe.fallback, build, backend) if recipe.fallback else None
-    return replace(recipe, options={**recipe.options, **fresh, BUILD_OPTIONS: build}, fallback=fallback)
+    return replace(recipe, options={**recipe.options, **overrides, BUILD_OPTIONS: build}, fallback=fallback)
 
 
 def _warn_of_shared_gpu(folder: Path, record: Record) -> None:

@@ -42,12 +42,12 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
 
     A disturbed measurement is stored but not cached. A failure is a record with the reason.
     """
-    if (stored := good_record(folder)) is not None:
-        return stored
+    if (stored_record := good_record(folder)) is not None:
+        return stored_record
     runtime = replace(runtime_of(study, Choice("pytorch")), threads=study.threads or system.physical_cores())
     key = _compute_key(runtime)
-    cached = find_remembered("peaks", key)
-    if good_record(cached) is None:
+    cache_folder = find_remembered("peaks", key)
+    if good_record(cache_folder) is None:
         progress.show_step(f"peak of {runtime.device}")
         shutil.rmtree(folder, ignore_errors=True)
         record = launch_in_turn(Job("peak", runtime), folder, TIMEOUT_S, progress)
@@ -55,7 +55,7 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
             remember(folder, "peaks", key)
         return record
     shutil.rmtree(folder, ignore_errors=True)
-    copy_folder(cached, folder)
+    copy_folder(cache_folder, folder)
     return good_record(folder) or Record("failed", "peak", "the peak could not be copied from the cache")
 
 
@@ -87,11 +87,11 @@ def keep_idle(study: Study, folder: Path, progress: Progress) -> None:
 def _compute_key(runtime: Runtime) -> str:
     """Return a hash of everything that the peak depends on."""
     machine = system.describe()
-    parts: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "cpu": [machine["cpu"], machine["cpu_flags"], machine["cores"]],
         "device": [runtime.device, gpu_identity(runtime.device) if runtime.device != "cpu" else ""],
         "threads": runtime.threads,
         "code": worker_code_sha256(),
         "torch": find_versions(runtime, ("torch",)),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]

@@ -91,12 +91,12 @@ def list_stored(folder: Path) -> list[StoredTrial]:
 def read_earlier(folder: Path) -> Study | None:
     """Return the folder's study, or None if it has none."""
     path = folder / "study.toml"
-    return Study.from_toml(path, usual=EARLIER_DEFAULTS) if path.is_file() else None
+    return Study.from_toml(path, defaults=EARLIER_DEFAULTS) if path.is_file() else None
 
 
 def is_measured(folder: Path) -> bool:
     """Return whether the folder has any successful measurement."""
-    return any(_is_good(record) for of in ("", "blocks/*/") for record in folder.glob(f"{of}trials/*/*/record.json"))
+    return any(_is_good(record) for top in ("", "blocks/*/") for record in folder.glob(f"{top}trials/*/*/record.json"))
 
 
 def _is_good(record: Path) -> bool:
@@ -109,12 +109,12 @@ def _is_good(record: Path) -> bool:
 def list_contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
     """Return the settings that keep two studies from sharing a folder: (name, before, now)."""
     # Adaptive rounds are judged by the number of rounds before the first look.
-    fixed = ("rounds", "until") if before.until in ADAPTIVE_RULES else ()
-    free = {*STUDY_AXES, *REPEATABLE_SETTINGS, "runtime"}.difference(fixed)
-    names = [f.name for f in fields(Study) if f.name not in free]
+    fixed_names = ("rounds", "until") if before.until in ADAPTIVE_RULES else ()
+    free_names = {*STUDY_AXES, *REPEATABLE_SETTINGS, "runtime"}.difference(fixed_names)
+    names = [f.name for f in fields(Study) if f.name not in free_names]
     settings = [(name, a, b) for name in names if (a := getattr(before, name)) != (b := getattr(study, name))]
-    same = {"weights": _same_content, "on": _same_kind}
-    settings = [(name, a, b) for name, a, b in settings if name not in same or not same[name](a, b)]
+    comparisons = {"weights": _same_content, "on": _same_kind}
+    settings = [(name, a, b) for name, a, b in settings if name not in comparisons or not comparisons[name](a, b)]
     for name in before.runtime.keys() & study.runtime.keys():
         if before.runtime[name] != study.runtime[name]:
             a, b = (one.runtime[name].get("python", "") for one in (before, study))
@@ -149,9 +149,9 @@ def refuse_other(study: Study, folder: Path) -> None:
     """Raise `UserError` if the folder was measured with contradicting settings."""
     before = read_earlier(folder)
     if before is not None and (settings := list_contradictions(before, study)) and is_measured(folder):
-        remove = f"dyno runs rm {shlex.quote(str(folder))}"
+        command = f"dyno runs rm {shlex.quote(str(folder))}"
         raise UserError(
-            f"{folder} {describe_differences(settings)}; give another --out, or remove it with `{remove}` first"
+            f"{folder} {describe_differences(settings)}; give another --out, or remove it with `{command}` first"
         )
 
 
@@ -164,25 +164,25 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
     before, stored_trials = read_earlier(run.folder), list_stored(run.folder / "trials")
     if before is not None and list_contradictions(before, study):  # changed settings before anything was measured
         before = None
-        for old in stored_trials:
-            _move_folder(old.folder, run.folder / ARCHIVE_DIR / REPLACED_DIR)
+        for row in stored_trials:
+            _move_folder(row.folder, run.folder / ARCHIVE_DIR / REPLACED_DIR)
         stored_trials = []
     _refuse_other_threads(run.folder, stored_trials, planned)
-    named = _name_models(planned, stored_trials)
-    notes = [*_archive_rows(run, stored_trials, named), *_restore_rows(run, named)]
+    entries = _name_models(planned, stored_trials)
+    notes = [*_archive_rows(run, stored_trials, entries), *_restore_rows(run, entries)]
     stored_trials = list_stored(run.folder / "trials")
     (run.folder / "trials").mkdir(parents=True, exist_ok=True)
     write_text(
-        run.folder / "study.toml", (_join_studies(before, study, stored_trials, named) if before else study).to_toml()
+        run.folder / "study.toml", (_join_studies(before, study, stored_trials, entries) if before else study).to_toml()
     )
     gpu = {"gpu": gpu_identity(study.device)} if study.device != "cpu" else {}
     commit = {"commit": head} if (head := find_head()) else {}
     machine = system.describe(RECORDED_DISTRIBUTIONS)
     machine["versions"] = {"inference-dyno": __version__, **machine["versions"]}
     write_json(run.folder / "environment.json", {**machine, **gpu, **commit})
-    known = (one for one in named if one.model_facts.set_fields())
+    known = (entry for entry in entries if entry.model_facts.set_fields())
     store_models(run.folder, [replace(e.model_facts, model=e.trial.model.name, size=e.trial.dims.size) for e in known])
-    return named, notes
+    return entries, notes
 
 
 def _refuse_other_threads(folder: Path, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> None:
@@ -202,26 +202,26 @@ def _join_studies(before: Study, study: Study, stored_trials: list[StoredTrial],
     An axis left open by only one of the studies gets the values of its trials.
     """
     trials = [entry.trial for entry in stored_trials], [entry.trial for entry in planned]
-    joined: dict[str, Any] = {"runtime": {**before.runtime, **study.runtime}}
+    settings: dict[str, Any] = {"runtime": {**before.runtime, **study.runtime}}
     for name in STUDY_AXES:
         values = getattr(before, name), getattr(study, name)
         if any(values) and not all(values):
             values = (values[0] or _values_of(name, before, trials[0]), values[1] or _values_of(name, study, trials[1]))
-        joined[name] = tuple(dict.fromkeys((*values[0], *values[1])))
-    return replace(study, **joined)
+        settings[name] = tuple(dict.fromkeys((*values[0], *values[1])))
+    return replace(study, **settings)
 
 
 def _values_of(axis: str, study: Study, trials: list[Trial]) -> tuple[Any, ...]:
     """Return the values of an open axis, from the study's trials."""
-    own = [t for t in trials if t.model.name in map(model_name, study.models)] or trials
+    model_trials = [t for t in trials if t.model.name in map(model_name, study.models)] or trials
     if axis == "backends":
-        return tuple(dict.fromkeys(t.backend for t in own if not t.options))
+        return tuple(dict.fromkeys(t.backend for t in model_trials if not t.options))
     if axis == "precisions":
-        mixed = {Choice.parse(text).name for text in study.backends if Choice.parse(text).precisions}
-        return tuple(dict.fromkeys(t.model.precision or "fp32" for t in own if t.backend not in mixed))
+        backends = {Choice.parse(text).name for text in study.backends if Choice.parse(text).precisions}
+        return tuple(dict.fromkeys(t.model.precision or "fp32" for t in model_trials if t.backend not in backends))
     if axis == "batches":
-        return tuple(dict.fromkeys(t.dims.batch for t in own))
-    return tuple(dict.fromkeys(t.dims.size for t in own if t.dims.height))
+        return tuple(dict.fromkeys(t.dims.batch for t in model_trials))
+    return tuple(dict.fromkeys(t.dims.size for t in model_trials if t.dims.height))
 
 
 def _name_models(planned: list[PlannedTrial], stored_trials: list[StoredTrial]) -> list[PlannedTrial]:
@@ -229,24 +229,24 @@ def _name_models(planned: list[PlannedTrial], stored_trials: list[StoredTrial]) 
 
     A new model is named by its source if its name is in use.
     """
-    names = {old.trial.model.source: old.trial.model.name for old in stored_trials}
-    models = {old.trial.model.name: old.trial.model for old in reversed(stored_trials)}
-    named = []
+    names = {row.trial.model.source: row.trial.model.name for row in stored_trials}
+    models = {row.trial.model.name: row.trial.model for row in reversed(stored_trials)}
+    entries = []
     for entry in planned:
         model = entry.trial.model
-        other = models.get(model.name)
+        namesake = models.get(model.name)
         name = names.get(model.source, model.name)
-        if other is not None and model.source not in names and not _has_moved(other, model):
+        if namesake is not None and model.source not in names and not _has_moved(namesake, model):
             name = place_of(model)
-        named.append(entry if name == model.name else replace(entry, trial=rename_model(entry.trial, name)))
-    return named
+        entries.append(entry if name == model.name else replace(entry, trial=rename_model(entry.trial, name)))
+    return entries
 
 
 def _has_moved(old: ModelSpec, new: ModelSpec) -> bool:
     """Return whether the new model replaces the old one: the old file is gone, or both have the same content."""
     path = _find_file(old)
-    gone = (path.suffix == ".py" or registry.format_of(path)) and not path.exists()
-    return old.name == new.name and (gone or _identify_content(old) == _identify_content(new))
+    is_gone = (path.suffix == ".py" or registry.format_of(path)) and not path.exists()
+    return old.name == new.name and (is_gone or _identify_content(old) == _identify_content(new))
 
 
 def _identify_content(model: ModelSpec) -> tuple[str, ...]:
@@ -257,38 +257,38 @@ def _identify_content(model: ModelSpec) -> tuple[str, ...]:
 def _archive_rows(run: Run, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> list[str]:
     """Archive rows of other versions of the models, and rows whose trial is now measured differently."""
     current = {entry.trial.model.name: entry for entry in planned}
-    wanted = {hash_question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
-    unplanned = {row.trial.model for row in stored_trials if row.trial.model.name not in current}
-    overwritten_files = {model: find_overwritten(model) for model in unplanned}
-    moved: dict[tuple[str, Path], int] = {}
+    planned_ids = {hash_question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
+    other_models = {row.trial.model for row in stored_trials if row.trial.model.name not in current}
+    overwritten_files = {model: find_overwritten(model) for model in other_models}
+    counts: dict[tuple[str, Path], int] = {}
     for row in stored_trials:
         old, new = row.trial.model, current.get(row.trial.model.name)
-        other = _what_changed(old, new) if new is not None else overwritten_files[old]
-        changed = bool(other)
-        restart = bool(row.refused) and (
-            row.question in wanted or (new is not None and not new.uninspected and row.refused != "skipped")
+        changed_file = _what_changed(old, new) if new is not None else overwritten_files[old]
+        has_changed = bool(changed_file)
+        should_restart = bool(row.refused) and (
+            row.question in planned_ids or (new is not None and not new.uninspected and row.refused != "skipped")
         )
-        if not changed and not restart and wanted.get(row.question, row.trial.id) == row.trial.id:
+        if not has_changed and not should_restart and planned_ids.get(row.question, row.trial.id) == row.trial.id:
             continue
         if row.refused:
             shutil.rmtree(row.folder)
             continue
-        place = run.folder / ARCHIVE_DIR / (digest(old)[:12] if changed else REPLACED_DIR)
-        _move_folder(row.folder, place)
-        reason = f"of an earlier {other}" if changed else "measured differently now"
-        moved[reason, place] = moved.get((reason, place), 0) + 1
-    return [f"{_format_count(n)} {reason}: moved to {place}" for (reason, place), n in moved.items()]
+        archive = run.folder / ARCHIVE_DIR / (digest(old)[:12] if has_changed else REPLACED_DIR)
+        _move_folder(row.folder, archive)
+        reason = f"of an earlier {changed_file}" if has_changed else "measured differently now"
+        counts[reason, archive] = counts.get((reason, archive), 0) + 1
+    return [f"{_format_count(n)} {reason}: moved to {archive}" for (reason, archive), n in counts.items()]
 
 
-def _what_changed(old: ModelSpec, now: PlannedTrial) -> str:
+def _what_changed(old: ModelSpec, entry: PlannedTrial) -> str:
     """Return the file in which the planned model differs from the old one, or "".
 
     A model that could not be inspected is compared only by its file.
     """
-    new = now.trial.model
-    if _identify_content(old) == _identify_content(new) if now.uninspected else digest(old) == digest(new):
+    new = entry.trial.model
+    if _identify_content(old) == _identify_content(new) if entry.uninspected else digest(old) == digest(new):
         return ""
-    if now.uninspected and not new.source_sha256:
+    if entry.uninspected and not new.source_sha256:
         return ""
     if old.weights_sha256 != new.weights_sha256:
         return Path(new.weights or old.weights).name
@@ -297,13 +297,13 @@ def _what_changed(old: ModelSpec, now: PlannedTrial) -> str:
 
 def find_overwritten(model: ModelSpec) -> str:
     """Return the file of an unplanned model if its content has changed, else ""."""
-    place, weights = _find_file(model), Path(model.weights)
-    if model.source_sha256 and place.is_file():
-        now = sha256_with_imports(place) if place.suffix == ".py" else sha256_of(place)
-        if now != model.source_sha256:
-            return place.name
-    changed = model.weights_sha256 and weights.is_file() and sha256_of(weights) != model.weights_sha256
-    return weights.name if changed else ""
+    path, weights = _find_file(model), Path(model.weights)
+    if model.source_sha256 and path.is_file():
+        sha256 = sha256_with_imports(path) if path.suffix == ".py" else sha256_of(path)
+        if sha256 != model.source_sha256:
+            return path.name
+    has_changed = model.weights_sha256 and weights.is_file() and sha256_of(weights) != model.weights_sha256
+    return weights.name if has_changed else ""
 
 
 def _find_file(model: ModelSpec) -> Path:
@@ -314,24 +314,23 @@ def _find_file(model: ModelSpec) -> Path:
 
 def _restore_rows(run: Run, planned: list[PlannedTrial]) -> list[str]:
     """Restore archived rows of the models' current files."""
-    wanted = {hash_question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
-    places = {digest(entry.trial.model)[:12] for entry in planned if not entry.uninspected} | {REPLACED_DIR}
-    restored: list[str] = []
-    for path in sorted(run.folder / ARCHIVE_DIR / name for name in places):
-        for archived in list_stored(path):
-            fits = (
-                wanted.get(archived.question, "" if path.name == REPLACED_DIR else archived.trial.id)
-                == archived.trial.id
+    planned_ids = {hash_question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
+    names = {digest(entry.trial.model)[:12] for entry in planned if not entry.uninspected} | {REPLACED_DIR}
+    restored_ids: list[str] = []
+    for path in sorted(run.folder / ARCHIVE_DIR / name for name in names):
+        for row in list_stored(path):
+            is_current = (
+                planned_ids.get(row.question, "" if path.name == REPLACED_DIR else row.trial.id) == row.trial.id
             )
-            target = run.folder / "trials" / archived.trial.id
-            if fits and not target.exists():
-                archived.folder.rename(target)
-                restored.append(target.name)
+            target = run.folder / "trials" / row.trial.id
+            if is_current and not target.exists():
+                row.folder.rename(target)
+                restored_ids.append(target.name)
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
     return (
-        [f"{_format_count(len(restored))} of the current files: restored from {run.folder / ARCHIVE_DIR}"]
-        if restored
+        [f"{_format_count(len(restored_ids))} of the current files: restored from {run.folder / ARCHIVE_DIR}"]
+        if restored_ids
         else []
     )
 
@@ -401,11 +400,11 @@ def choose_folder(study: Study, preferred: Path | None = None) -> tuple[Path, st
     if not reason:
         return preferred, ""
     alternatives = list(_iter_alternatives(study, preferred))
-    chosen = next((folder for folder in alternatives if folder.exists() and not _in_use(study, folder)), None)
-    if chosen is not None:
-        return chosen, f"{preferred} {reason}: continuing in {chosen}"
-    chosen = next(folder for folder in alternatives if not folder.exists())
-    return chosen, f"{preferred} {reason}: writing to {chosen}"
+    folder = next((folder for folder in alternatives if folder.exists() and not _in_use(study, folder)), None)
+    if folder is not None:
+        return folder, f"{preferred} {reason}: continuing in {folder}"
+    folder = next(folder for folder in alternatives if not folder.exists())
+    return folder, f"{preferred} {reason}: writing to {folder}"
 
 
 def _in_use(study: Study, folder: Path) -> str:
@@ -413,8 +412,8 @@ def _in_use(study: Study, folder: Path) -> str:
     if not folder.exists():
         return ""
     if not (folder / "study.toml").is_file():
-        empty = folder.is_dir() and {path.name for path in folder.iterdir()} <= REFUSED_STUDY_FILES
-        return "" if empty else "is not a run folder"
+        is_unused = folder.is_dir() and {path.name for path in folder.iterdir()} <= REFUSED_STUDY_FILES
+        return "" if is_unused else "is not a run folder"
     try:
         before = read_earlier(folder)
     except UserError:

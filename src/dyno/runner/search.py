@@ -50,13 +50,13 @@ def search_precisions(study: Study, folder: Path, trials: list[Trial], measure: 
 
     if not (folder / "trials").is_dir():
         return []
-    failing = findings.list_failing(trial_table.read_trials(folder))
-    added: list[Trial] = []
+    failing_ids = findings.list_failing(trial_table.read_trials(folder))
+    new_trials: list[Trial] = []
     for trial in trials:
-        if trial.id in failing and with_kept_layers(study, trial, 1) is not None:
+        if trial.id in failing_ids and with_kept_layers(study, trial, 1) is not None:
             batches = [other for other in trials if _hash_series(other) == _hash_series(trial)]
-            added += _PrecisionSearch(study, folder, trial, batches, trials, measure).run()
-    return added
+            new_trials += _PrecisionSearch(study, folder, trial, batches, trials, measure).run()
+    return new_trials
 
 
 def with_kept_layers(study: Study, trial: Trial, layers: int) -> Trial | None:
@@ -69,8 +69,8 @@ def with_kept_layers(study: Study, trial: Trial, layers: int) -> Trial | None:
         recipe = engine.recipe(candidate)
     except UserError:
         return None
-    same = recipe == engine.recipe(replace(trial, recipe=None))
-    return None if same else replace(candidate, recipe=place_recipe(recipe, study))
+    is_unchanged = recipe == engine.recipe(replace(trial, recipe=None))
+    return None if is_unchanged else replace(candidate, recipe=place_recipe(recipe, study))
 
 
 def _hash_series(trial: Trial) -> str:
@@ -90,23 +90,25 @@ class _PrecisionSearch:
         """Return the measured candidates: those within the budget in all rounds, the best one at all batches."""
         self.p_values: dict[int, float] = {}  # p-value of a loss beyond the budget, by kept layers
         self._find_fewest()
-        holding = self.list_confirmed()
-        fewest = min(holding, default=None)
-        good = [self._make_candidate(self.plain, layers) for layers in self.p_values if layers in holding]
-        if fewest is not None:
-            good += [self._make_candidate(other, fewest) for other in self.batches if other.id != self.plain.id]
-            self.measure(good, self.other_trials)
-        failed = [self._make_candidate(self.plain, layers) for layers in self.p_values if layers not in holding]
-        return [*good, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
+        confirmed_counts = self.list_confirmed()
+        min_layers = min(confirmed_counts, default=None)
+        trials = [self._make_candidate(self.plain, layers) for layers in self.p_values if layers in confirmed_counts]
+        if min_layers is not None:
+            trials += [self._make_candidate(trial, min_layers) for trial in self.batches if trial.id != self.plain.id]
+            self.measure(trials, self.other_trials)
+        failed = [
+            self._make_candidate(self.plain, layers) for layers in self.p_values if layers not in confirmed_counts
+        ]
+        return [*trials, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
 
     def _find_fewest(self) -> int | None:
         """Double the layers until the budget holds, then bisect; None if half of the layers are not enough."""
         if self._is_within_budget(1):
             return 1
-        most = self._count_layers() // 2
-        low, high = 1, min(2, most)
+        max_layers = self._count_layers() // 2
+        low, high = 1, min(2, max_layers)
         while high > low and not self._is_within_budget(high):
-            low, high = high, min(2 * high, most)
+            low, high = high, min(2 * high, max_layers)
             if len(self.p_values) >= MAX_CANDIDATES:
                 return None
         if high <= low:
@@ -206,23 +208,23 @@ def search_routes(
     `file_of` makes a file, `measure` runs a study in a folder. Attempts are stored in the run folder, so that a resumed
     study takes the same routes.
     """
-    done = {(one.key, one.configuration): one for one in read_attempts(run)}
-    added: list[Trial] = []
-    for own in _by_model(trials):
-        wanted = [one for one in _iter_configurations(own, file_of) if (one.key, one.name) not in done]
-        if wanted:
-            found = _try_routes(study, run / ROUTES_DIR / wanted[0].key, wanted, progress, measure)
-            done |= {(one.key, one.configuration): one for one in found}
-            store(run, tuple(done.values()))
-        for trial in filter(_is_open, own):
-            attempt = done.get((_hash_trial(own[0]), _format_name(trial, _choose_float(trial, own))))
+    attempts = {(one.key, one.configuration): one for one in read_attempts(run)}
+    new_trials: list[Trial] = []
+    for group in _by_model(trials):
+        configs = [one for one in _iter_configurations(group, file_of) if (one.key, one.name) not in attempts]
+        if configs:
+            results = _try_routes(study, run / ROUTES_DIR / configs[0].key, configs, progress, measure)
+            attempts |= {(one.key, one.configuration): one for one in results}
+            store(run, tuple(attempts.values()))
+        for trial in filter(_is_open, group):
+            attempt = attempts.get((_hash_trial(group[0]), _format_name(trial, _choose_float(trial, group))))
             if (
                 attempt
                 and attempt.kept_route
-                and (other := _reroute_trial(trial, attempt.kept_route.route, study)) is not None
+                and (new_trial := _reroute_trial(trial, attempt.kept_route.route, study)) is not None
             ):
-                added.append(other)
-    return added
+                new_trials.append(new_trial)
+    return new_trials
 
 
 def _hash_trial(trial: Trial) -> str:
@@ -241,18 +243,22 @@ def _by_model(trials: Sequence[Trial]) -> list[list[Trial]]:
     return [*by_model.values()]
 
 
-def _iter_configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Configuration]:
+def _iter_configurations(group: Sequence[Trial], file_of: FileOf) -> Iterator[Configuration]:
     """Yield the configurations of one model's trials that may gain by another route, with the routes to try."""
-    seen = set()
-    for trial in own:
-        if not _is_open(trial) or (probe := _make_probe(trial, own)) is None or probe.variant + probe.precision in seen:
+    keys = set()
+    for trial in group:
+        if (
+            not _is_open(trial)
+            or (probe := _make_probe(trial, group)) is None
+            or probe.variant + probe.precision in keys
+        ):
             continue
-        seen.add(probe.variant + probe.precision)
+        keys.add(probe.variant + probe.precision)
         chain = [*_iter_recipes(trial.recipe)]
-        exported = file_of(chain[-1])
-        if isinstance(exported, Artifact):
+        artifact = file_of(chain[-1])
+        if isinstance(artifact, Artifact):
             folds = any(recipe.maker == ONNX_STATIC for recipe in chain)
-            if routes := list_other_routes(exported.made_by, folds, trial.model.source.endswith(".pt2")):
+            if routes := list_other_routes(artifact.made_by, folds, trial.model.source.endswith(".pt2")):
                 yield Configuration(probe, routes)
 
 
@@ -269,49 +275,49 @@ def _iter_recipes(recipe: Recipe | None) -> Iterator[Recipe]:
         recipe = recipe.parent
 
 
-def _make_probe(trial: Trial, own: Sequence[Trial]) -> Trial | None:
+def _make_probe(trial: Trial, trials: Sequence[Trial]) -> Trial | None:
     """Return the trial for testing routes: at the model's first shape, in the type that decides the route.
 
     None for a trial at another shape, because the first shape represents it.
     """
-    if trial.dims != own[0].dims:
+    if trial.dims != trials[0].dims:
         return None
-    return replace(trial, precision=_choose_float(trial, own), recipe=None, data=DataSpec())
+    return replace(trial, precision=_choose_float(trial, trials), recipe=None, data=DataSpec())
 
 
-def _choose_float(trial: Trial, own: Sequence[Trial]) -> str:
+def _choose_float(trial: Trial, trials: Sequence[Trial]) -> str:
     """Return the floating-point type that decides the trial's route.
 
     A quantised trial takes the first of BASE_PRECISIONS in which the study runs its configuration, else fp32.
     """
     if trial.precision not in LOWERED_PRECISIONS:
         return trial.precision
-    has = {other.precision for other in own if other.variant == trial.variant}
-    return next((precision for precision in BASE_PRECISIONS if precision in has), "fp32")
+    precisions = {other.precision for other in trials if other.variant == trial.variant}
+    return next((precision for precision in BASE_PRECISIONS if precision in precisions), "fp32")
 
 
 def _try_routes(
-    study: Study, folder: Path, wanted: Sequence[Configuration], progress: Progress, measure: MeasureRoutes
+    study: Study, folder: Path, configs: Sequence[Configuration], progress: Progress, measure: MeasureRoutes
 ) -> list[Attempt]:
     """Measure each configuration's routes beside its usual one; return the attempts, empty if they can't be planned."""
-    model, dims = wanted[0].trial.model, wanted[0].trial.dims
-    asked = dict.fromkeys(one.write_form(route) for one in wanted for route in ("", *one.routes))
-    own = replace(
-        study, models=(_find_source(study, model),), backends=tuple(asked), precisions=(), batches=(dims.batch,),
+    model, dims = configs[0].trial.model, configs[0].trial.dims
+    backends = dict.fromkeys(one.write_form(route) for one in configs for route in ("", *one.routes))
+    route_study = replace(
+        study, models=(_find_source(study, model),), backends=tuple(backends), precisions=(), batches=(dims.batch,),
         sizes=(dims.size,) if dims.height else (), data="", calibration="", budget={}, limit={}, reference="",
         routes=(USUAL_ROUTE,), confirm=0, sustained=0, search=False, peak=False, energy=False, builds=1, until=FIXED,
         boundaries=(SEARCH_BOUNDARY,), seconds=min(study.seconds, MAX_PROCESS_S),
     )  # fmt: skip
-    names = ", ".join(dict.fromkeys(route for one in wanted for route in one.routes))
+    names = ", ".join(dict.fromkeys(route for one in configs for route in one.routes))
     progress.show_step(f"other routes of {model.name}: {names}")
     attempts: list[Attempt] = []
     for rounds in (1, PROOF_ROUNDS):
         try:
-            measure(replace(own, rounds=rounds), folder)
+            measure(replace(route_study, rounds=rounds), folder)
         except UserError as e:
             progress.note(f"other routes of {model.name} can't be tried: {e}")
             return []
-        attempts = _decide_attempts(wanted, folder)
+        attempts = _decide_attempts(configs, folder)
         if not any(route.ratio >= MIN_GAIN for one in attempts for route in one.routes):
             break
     return attempts
@@ -322,31 +328,37 @@ def _find_source(study: Study, model: ModelSpec) -> str:
     return next(source for source in study.models if model_spec(study, source).source == model.source)
 
 
-def _decide_attempts(wanted: Sequence[Configuration], folder: Path) -> list[Attempt]:
+def _decide_attempts(configs: Sequence[Configuration], folder: Path) -> list[Attempt]:
     """Return the attempts, with all routes decided as one family; each configuration keeps its fastest proven route."""
     from dyno.report.tables import trial_table
 
     data = trial_table.read_trials(folder)
-    ran = {(t.variant, t.precision): t for t in data.records}
+    trials = {(t.variant, t.precision): t for t in data.records}
     outputs = {row["trial"]: str(row["outputs"] or "") for row in data.frame.to_dict("records")}
     pairs = [
-        (one, name, ran.get(one.describe_place(name)), ran.get(one.describe_place()))
-        for one in wanted
-        for name in one.routes
+        (config, name, trials.get(config.describe_place(name)), trials.get(config.describe_place()))
+        for config in configs
+        for name in config.routes
     ]
     evidence = [
-        ranking.gather_evidence(t, usual, SEARCH_BOUNDARY, rule=data.rule)
-        if t and usual and t.good and usual.good
+        ranking.gather_evidence(t, usual_trial, SEARCH_BOUNDARY, rule=data.rule)
+        if t and usual_trial and t.good and usual_trial.good
         else None
-        for _, _, t, usual in pairs
+        for _, _, t, usual_trial in pairs
     ]
-    decided = stats.decide_family(evidence, data.rule)
-    tried: dict[str, list[RouteAttempt]] = {}
-    for (one, name, t, _), speedup in zip(pairs, decided, strict=True):
-        tried.setdefault(one.name, []).append(_judge_route(name, t, speedup, outputs))
+    speedups = stats.decide_family(evidence, data.rule)
+    routes: dict[str, list[RouteAttempt]] = {}
+    for (config, name, t, _), speedup in zip(pairs, speedups, strict=True):
+        routes.setdefault(config.name, []).append(_judge_route(name, t, speedup, outputs))
     return [
-        Attempt(one.key, one.trial.model.name, one.name, one.trial.dims.batch, tuple(_best_kept(tried[one.name])))
-        for one in wanted
+        Attempt(
+            config.key,
+            config.trial.model.name,
+            config.name,
+            config.trial.dims.batch,
+            tuple(_best_kept(routes[config.name])),
+        )
+        for config in configs
     ]
 
 
@@ -357,8 +369,8 @@ def _judge_route(name: str, t: TrialResult | None, speedup: stats.Speedup, outpu
         return RouteAttempt(name, 0.0, ROUTE_WRONG)
     if math.isnan(speedup.value):
         return RouteAttempt(name, 0.0, ROUTE_NOT_FASTER, "the usual route failed when measured with it")
-    proven = speedup.verdict == stats.FASTER and speedup.value >= MIN_GAIN
-    return RouteAttempt(name, speedup.value, ROUTE_KEPT if proven else ROUTE_NOT_FASTER)
+    is_proven = speedup.verdict == stats.FASTER and speedup.value >= MIN_GAIN
+    return RouteAttempt(name, speedup.value, ROUTE_KEPT if is_proven else ROUTE_NOT_FASTER)
 
 
 def _best_kept(routes: Sequence[RouteAttempt]) -> list[RouteAttempt]:

@@ -28,8 +28,8 @@ def _read_test(path: Path) -> StoredSelfTest | None:
 
 def identify_machine(device: str) -> dict[str, Any]:
     """Return the facts that identify this machine and device; self-tests of other machines are invalid here."""
-    about = system.describe()
-    host = {"host": platform.node(), "cpu": about["cpu"], "cores": about["cores"], "machine": about["machine"]}
+    facts = system.describe()
+    host = {"host": platform.node(), "cpu": facts["cpu"], "cores": facts["cores"], "machine": facts["machine"]}
     if device == "cpu":
         return host
     gpu = find_gpu(device, os.environ)
@@ -45,30 +45,30 @@ def find_place(device: str) -> Path:
     return cache_dir() / "self-tests" / f"{key}.json"
 
 
-def keep(stored: StoredSelfTest) -> StoredSelfTest:
+def keep(test: StoredSelfTest) -> StoredSelfTest:
     """Store the self-test in place of an earlier one; return it with the latencies of earlier ones of its kind."""
-    path = find_place(stored.device)
-    earlier = _read_test(path)
-    if earlier is not None and earlier.is_like(stored):
-        stored = replace(stored, sessions=SelfTest(earlier).sessions)
+    path = find_place(test.device)
+    previous_test = _read_test(path)
+    if previous_test is not None and previous_test.is_like(test):
+        test = replace(test, sessions=SelfTest(previous_test).sessions)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, to_json(stored))
-    return stored
+    write_json(path, to_json(test))
+    return test
 
 
 def find(device: str) -> tuple[SelfTest | None, str]:
     """Return the self-test of this machine and device; if invalid, None and why: "" (never tested) or the fault."""
     path = find_place(device)
-    if (stored := _read_test(path)) is None:
+    if (test := _read_test(path)) is None:
         return None, "it can't be read" if path.is_file() else ""
-    now = identify_machine(device)
-    changed = [name for name in sorted(now.keys() | stored.machine.keys()) if now.get(name) != stored.machine.get(name)]
-    if changed:
-        what = ", ".join(
-            f"{name} was {stored.machine.get(name) or 'unknown'} and is {now.get(name)}" for name in changed
+    facts = identify_machine(device)
+    names = [name for name in sorted(facts.keys() | test.machine.keys()) if facts.get(name) != test.machine.get(name)]
+    if names:
+        changes = ", ".join(
+            f"{name} was {test.machine.get(name) or 'unknown'} and is {facts.get(name)}" for name in names
         )
-        return None, f"the machine has changed since {stored.date[:10]}: {what}"
-    return SelfTest(stored), ""
+        return None, f"the machine has changed since {test.date[:10]}: {changes}"
+    return SelfTest(test), ""
 
 
 def list_states() -> list[dict[str, Any]]:
@@ -76,18 +76,18 @@ def list_states() -> list[dict[str, Any]]:
 
     Each has `device`, `grade`, `date` ("" without a valid test) and its `state` as text.
     """
-    kept = (cache_dir() / "self-tests").glob("*.json")
+    paths = (cache_dir() / "self-tests").glob("*.json")
     devices = sorted(
-        {"cpu", *(one.device for path in kept if (one := _read_test(path)) and find_place(one.device) == path)}
+        {"cpu", *(test.device for path in paths if (test := _read_test(path)) and find_place(test.device) == path)}
     )
     return [_describe_state(device) for device in devices]
 
 
 def _describe_state(device: str) -> dict[str, Any]:
-    test, wrong = find(device)
-    again = f"dyno selftest{'' if device == 'cpu' else f' --device {device}'}"
+    test, fault = find(device)
+    command = f"dyno selftest{'' if device == 'cpu' else f' --device {device}'}"
     if test is None:
-        state = f"not valid: {wrong}; run `{again}` again" if wrong else f"none yet; run `{again}`"
+        state = f"not valid: {fault}; run `{command}` again" if fault else f"none yet; run `{command}`"
         return {"device": device, "grade": "", "date": "", "state": state}
     date = test.stored.date
     return {
@@ -106,16 +106,16 @@ def summarise_self_test(device: str) -> SelfTestSummary | None:
 
 def keep_in(folder: Path, device: str) -> None:
     """Store the summary of this machine's self-test, if any, in the run folder."""
-    if stored := summarise_self_test(device):
-        write_json(folder / SELF_TEST_FILE, to_json(stored))
+    if summary := summarise_self_test(device):
+        write_json(folder / SELF_TEST_FILE, to_json(summary))
 
 
 def renew(results: Results) -> Results:
     """Return the results with this machine's latest self-test, if theirs is an earlier one from this machine."""
     for device in {t.device for t in results}:
-        here = summarise_self_test(device)
-        if here and results.self_test and here.machine == results.self_test.machine:
-            results.self_test = here
+        summary = summarise_self_test(device)
+        if summary and results.self_test and summary.machine == results.self_test.machine:
+            results.self_test = summary
     return results
 
 
@@ -124,10 +124,10 @@ def attach(results: Results) -> Results:
 
     Results lack a self-test if they are older than it.
     """
-    here, there = system.describe(), results.environment
+    machine, run_machine = system.describe(), results.environment
     devices = {t.device for t in results}
-    same = all(here[name] == there.get(name) for name in ("cpu", "cores", "memory_bytes", "os"))
-    if not results.self_test and len(devices) == 1 and same:
+    is_same_machine = all(machine[name] == run_machine.get(name) for name in ("cpu", "cores", "memory_bytes", "os"))
+    if not results.self_test and len(devices) == 1 and is_same_machine:
         (device,) = devices
         results.self_test = summarise_self_test(device)
     return results

@@ -31,12 +31,12 @@ DYNAMIC_REMEDY = "export or build it with a dynamic batch"
 
 def phases_of(text: str) -> list[str]:
     """Parse `min,opt,max,random` or numbers into a list; raise `UserError` for anything else."""
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [name for name in names if name not in STRESS_PHASES and not (name.isdecimal() and int(name) > 0)]
-    if unknown or not names:
+    names = [item.strip() for item in text.split(",") if item.strip()]
+    unknown_names = [name for name in names if name not in STRESS_PHASES and not (name.isdecimal() and int(name) > 0)]
+    if unknown_names or not names:
         raise UserError(
             f"--phases takes {', '.join(STRESS_PHASES)} and numbers of at least 1, not "
-            f"{', '.join(unknown) or 'nothing'}"
+            f"{', '.join(unknown_names) or 'nothing'}"
         )
     return list(dict.fromkeys(names))
 
@@ -71,7 +71,7 @@ def _test_trials(
     planned: list[PlannedTrial], phases: list[str], iterations: int, folder: Path
 ) -> Iterator[StressResult]:
     progress = Progress()
-    for number, entry in enumerate(planned):
+    for index, entry in enumerate(planned):
         if entry.refusal:
             raise UserError(entry.refusal)
         trial = replace(entry.trial, dims=replace(entry.trial.dims, batch=0))
@@ -85,7 +85,7 @@ def _test_trials(
         if isinstance(artifact, Record):
             raise UserError(f"{trial.label}: {artifact.reason}")
         _check_free(trial, artifact)
-        job_folder = folder / "stress" / str(number)
+        job_folder = folder / "stress" / str(index)
         refuse_links(folder, ("stress",))
         job = Job(
             "stress", trial.runtime, trial, artifact=artifact, options={"phases": phases, "iterations": iterations}
@@ -95,16 +95,16 @@ def _test_trials(
             progress.show_step(f"stress test of {trial.label}: {len(phases)} phases of {iterations:,} batches")
             with Run(folder).hold_lock():
                 record = launch_in_turn(job, job_folder, timeout, progress)
-        stored = job_folder / "samples.npz"
-        yield _describe_test(trial.label, record, read_npz(stored) if stored.exists() else {})
+        samples_path = job_folder / "samples.npz"
+        yield _describe_test(trial.label, record, read_npz(samples_path) if samples_path.exists() else {})
 
 
 def _check_free(trial: Trial, artifact: Artifact | None) -> None:
     """Raise UserError for a file with a fixed batch, before a process is started."""
-    first = [t.shape[0] for t in artifact.inputs if t.shape] if artifact else []
-    if first and all(isinstance(size, int) for size in first):
+    batches = [t.shape[0] for t in artifact.inputs if t.shape] if artifact else []
+    if batches and all(isinstance(size, int) for size in batches):
         raise UserError(
-            f"{trial.model.name} takes only batch {first[0]}, and a stress test changes it; {DYNAMIC_REMEDY}"
+            f"{trial.model.name} takes only batch {batches[0]}, and a stress test changes it; {DYNAMIC_REMEDY}"
         )
 
 
@@ -112,8 +112,8 @@ def _describe_test(title: str, record: Record, samples: dict[str, np.ndarray]) -
     phases = record.facts.stress
     sentences = [f"{record.status}: {record.reason}"] if record.status != "ok" else []
     sentences += [_format_sentence(name, phase) for name, phase in phases.items()]
-    code = 3 if record.status != "ok" else int(not all(phase.ok for phase in phases.values()))
-    return StressResult(gpu_table.make_stress_table(title, phases, samples), tuple(sentences), code)
+    exit_code = 3 if record.status != "ok" else int(not all(phase.ok for phase in phases.values()))
+    return StressResult(gpu_table.make_stress_table(title, phases, samples), tuple(sentences), exit_code)
 
 
 def _format_sentence(name: str, phase: StressPhase) -> str:

@@ -150,46 +150,46 @@ class InterleavedGroup:
     def _load_members(self) -> None:
         """Start jobs in shuffled order until memory is full: import several at once, then load and warm up each."""
         self.together = len(self.members) if self.loads_in_parallel() else 1
-        waiting, place = self._shuffle_items("start", self.members), 0
-        while waiting:
-            together: list[InterleavedJob] = []
-            while waiting and len(together) < self._at_once():
-                first_waits = self.members[0] in waiting[1:]
-                group = together if self.together > 1 else ()
-                if self.apart or not place or self._has_room([waiting[0], *group], 1 + len(together) + first_waits):
-                    self._start_member(waiting[0], place)
-                    together.append(waiting[0])
-                    place += 1
-                elif together:  # their need is known after loading
+        queue, index = self._shuffle_items("start", self.members), 0
+        while queue:
+            jobs: list[InterleavedJob] = []
+            while queue and len(jobs) < self._at_once():
+                is_first_queued = self.members[0] in queue[1:]
+                group = jobs if self.together > 1 else ()
+                if self.apart or not index or self._has_room([queue[0], *group], 1 + len(jobs) + is_first_queued):
+                    self._start_member(queue[0], index)
+                    jobs.append(queue[0])
+                    index += 1
+                elif jobs:  # their need is known after loading
                     break
-                del waiting[0]
-            self._advance_members(together)
-            imported = [member for member in together if member.last_message]
+                del queue[0]
+            self._advance_members(jobs)
+            imported = [member for member in jobs if member.last_message]
             if self.together > 1:
                 self._load_engines(imported)
                 for member in imported:
                     self._warm_members([member])
             elif self.apart:
-                for number in sorted({member.round_index for member in imported}):  # rounds may share a device
-                    one_round = [member for member in imported if member.round_index == number]
-                    self._load_engines(one_round)
-                    self._warm_members(one_round)
+                for round_index in sorted({member.round_index for member in imported}):  # rounds may share a device
+                    round_jobs = [member for member in imported if member.round_index == round_index]
+                    self._load_engines(round_jobs)
+                    self._warm_members(round_jobs)
             else:
-                self._load_in_turn(imported, waiting)
+                self._load_in_turn(imported, queue)
 
-    def _load_in_turn(self, imported: Sequence[InterleavedJob], waiting: Sequence[InterleavedJob]) -> None:
+    def _load_in_turn(self, jobs: Sequence[InterleavedJob], queue: Sequence[InterleavedJob]) -> None:
         """Load and warm up one job after the other, as far as there is room."""
-        for number, member in enumerate(imported):
-            first_waits = self.members[0] in (*imported[number + 1 :], *waiting)
-            if number and not self._has_room([member], 1 + first_waits):
+        for index, member in enumerate(jobs):
+            is_first_queued = self.members[0] in (*jobs[index + 1 :], *queue)
+            if index and not self._has_room([member], 1 + is_first_queued):
                 self._let_go(member)
                 shutil.rmtree(member.folder)
                 continue
-            free = self.gpu.free() if self.gpu else 0.0
+            free_bytes = self.gpu.free() if self.gpu else 0.0
             self._load_engines([member])
             self._warm_members([member])
             if self.gpu and member.last_message:
-                self.largest_on_gpu = max(self.largest_on_gpu, free - self.gpu.free())
+                self.largest_on_gpu = max(self.largest_on_gpu, free_bytes - self.gpu.free())
 
     def _at_once(self) -> int:
         """Return how many jobs import in parallel.
@@ -221,21 +221,21 @@ class InterleavedGroup:
             return False
         return nvml.read_available() > HEADROOM * need * count
 
-    def _start_member(self, member: InterleavedJob, place: int) -> None:
-        turns = {"set": self.name, "place": place, "together": self.together}
+    def _start_member(self, member: InterleavedJob, index: int) -> None:
+        turns = {"set": self.name, "place": index, "together": self.together}
         job = member.job = replace(member.job, options={**member.job.options, "turns": turns})
         member.group = self
         self.progress.start(member.trial, member.round_index)
-        hear, tell = os.pipe()
-        listen, say = os.pipe()
+        input_read, input_write = os.pipe()
+        output_read, output_write = os.pipe()
         try:
-            extra = {CONDUCTOR_VARIABLE: f"{hear},{say}"}
+            variables = {CONDUCTOR_VARIABLE: f"{input_read},{output_write}"}
             with member.start_context():
-                member.started = launcher.start(job, member.folder, extra, (hear, say), self.pids)
+                member.started = launcher.start(job, member.folder, variables, (input_read, output_write), self.pids)
         finally:
-            os.close(hear)
-            os.close(say)
-            member.pipes = (listen, tell)
+            os.close(input_read)
+            os.close(output_write)
+            member.pipes = (output_read, input_write)
         self.alive.append(member)
 
     def _let_go(self, member: InterleavedJob) -> None:
@@ -251,31 +251,31 @@ class InterleavedGroup:
         Blocks in which other programs disturbed a member are repeated by all, within MAX_REPEAT_SHARE.
         """
         plan, boundary = self.alive[0].job.plan, self.alive[0].last_message.removeprefix(READY).strip()
-        last = plan.boundaries[-1]
+        last_boundary = plan.boundaries[-1]
         seconds = plan.seconds * len(self.alive)
         for member in self.alive:
             member.delays.clear()
-        spent: list[float] = []  # by block
+        times: list[float] = []  # by block
         while self.alive:
-            disturbed = self._disturbed_blocks()
-            again = sum(spent[number] for number in disturbed)
-            counted, left = sum(spent) - again, len(spent) - len(disturbed)
-            if left >= min(plan.blocks, MIN_BLOCKS) and (left >= plan.blocks or counted >= seconds):
+            disturbed_blocks = self._disturbed_blocks()
+            disturbed_s = sum(times[block] for block in disturbed_blocks)
+            valid_s, valid_blocks = sum(times) - disturbed_s, len(times) - len(disturbed_blocks)
+            if valid_blocks >= min(plan.blocks, MIN_BLOCKS) and (valid_blocks >= plan.blocks or valid_s >= seconds):
                 break
-            if sum(spent) >= (1 + MAX_REPEAT_SHARE) * seconds and len(spent) >= min(plan.blocks, MIN_BLOCKS):
+            if sum(times) >= (1 + MAX_REPEAT_SHARE) * seconds and len(times) >= min(plan.blocks, MIN_BLOCKS):
                 break
-            number, begun = len(spent), sum(spent)
-            spent.append(0.0)
-            for turn in self._shuffle_items(f"{boundary} {number}", self.turns(self.alive)):
-                self.progress.tick(f"{boundary} in turns, block {number + 1}", begun + spent[number])
-                spent[number] += self._measure_block([member for member in turn if member in self.alive])
+            block, elapsed = len(times), sum(times)
+            times.append(0.0)
+            for turn in self._shuffle_items(f"{boundary} {block}", self.turns(self.alive)):
+                self.progress.tick(f"{boundary} in turns, block {block + 1}", elapsed + times[block])
+                times[block] += self._measure_block([member for member in turn if member in self.alive])
         order = self._shuffle_items(f"{boundary} end", self.alive)
-        if boundary == last:  # the reference's record is stored first
+        if boundary == last_boundary:  # the reference's record is stored first
             order.sort(key=lambda member: member is not self.members[0])
         groups = list_single_turns(order)
         if self.apart:
             groups = [order]
-        elif self.together > 1 and boundary == last:
+        elif self.together > 1 and boundary == last_boundary:
             groups = [order[:1], order[1:]]
         for group in filter(None, groups):
             self.progress.start(group[0].trial, group[0].round_index)
@@ -287,7 +287,7 @@ class InterleavedGroup:
         Members measuring in parallel disturb each other, so then no block counts as disturbed.
         """
         flags = [find_disturbed(member.delays) for member in self.alive] if self.turns is list_single_turns else []
-        return {number for own in flags for number, is_disturbed in enumerate(own) if is_disturbed}
+        return {block for member_flags in flags for block, is_disturbed in enumerate(member_flags) if is_disturbed}
 
     def _measure_block(self, members: Sequence[InterleavedJob]) -> float:
         """Measure a block with these jobs at once; return the sum of their running seconds."""
@@ -296,65 +296,65 @@ class InterleavedGroup:
             member.active_counts.append(len(members))
         self._advance_members(members, GO)
         for member in members:
-            word, _, delay = member.last_message.partition(" ")
-            if word == DONE:
+            answer, _, delay = member.last_message.partition(" ")
+            if answer == DONE:
                 member.last_message = DONE
                 member.delays.append(float(delay or 0.0))
         return sum(member.used_s for member in members) - before
 
-    def _shuffle_items(self, what: str, listed: Sequence[T]) -> list[T]:
-        return random.Random(f"{self.seed} {what}").sample(list(listed), len(listed))
+    def _shuffle_items(self, label: str, items: Sequence[T]) -> list[T]:
+        return random.Random(f"{self.seed} {label}").sample(list(items), len(items))
 
-    def _advance_members(self, members: Sequence[InterleavedJob], word: str = "") -> None:
-        """Send `word` to the jobs and run them in parallel until each has answered or ended.
+    def _advance_members(self, members: Sequence[InterleavedJob], command: str = "") -> None:
+        """Send `command` to the jobs and run them in parallel until each has answered or ended.
 
         No other dyno measures on these processors meanwhile.
         """
         if not members:
             return
         with processors_held(members[0].job.runtime, self.progress.report_sharing):
-            self._run_members(members, word)
+            self._run_members(members, command)
 
-    def _run_members(self, members: Sequence[InterleavedJob], word: str) -> None:
-        running, looked, elapsed = list(members), time.monotonic(), 0.0
-        measuring = word == GO and any(member.last_message not in (IMPORTED, LOADED) for member in members)
-        if measuring and self.core_latency:
-            word = f"{GO} {self.core_latency.measure()}"
-            looked = time.monotonic()
-        if word:
-            for member in running:
+    def _run_members(self, members: Sequence[InterleavedJob], command: str) -> None:
+        live_jobs, last_poll, elapsed = list(members), time.monotonic(), 0.0
+        is_measuring = command == GO and any(member.last_message not in (IMPORTED, LOADED) for member in members)
+        if is_measuring and self.core_latency:
+            command = f"{GO} {self.core_latency.measure()}"
+            last_poll = time.monotonic()
+        if command:
+            for member in live_jobs:
                 _wake_member(member)
-            for member in running:
+            for member in live_jobs:
                 with suppress(BrokenPipeError):
-                    os.write(member.pipes[1], f"{word}\n".encode())
-        for member in running:
+                    os.write(member.pipes[1], f"{command}\n".encode())
+        for member in live_jobs:
             member.last_message = ""
-        while running:
-            _read_lines(running)
+        while live_jobs:
+            _read_lines(live_jobs)
             now = time.monotonic()
-            elapsed, looked = elapsed + min(now - looked, MAX_POLL_GAP_S), now
-            late = [p for p in running if not p.last_message and p.used_s + elapsed > p.trial.plan.timeout_s]
-            for member in [p for p in running if p.last_message or p in late or _find_process(p).poll() is not None]:
-                running.remove(member)
+            elapsed, last_poll = elapsed + min(now - last_poll, MAX_POLL_GAP_S), now
+            late = [p for p in live_jobs if not p.last_message and p.used_s + elapsed > p.trial.plan.timeout_s]
+            for member in [p for p in live_jobs if p.last_message or p in late or _find_process(p).poll() is not None]:
+                live_jobs.remove(member)
                 self._stop_member(member, elapsed, member in late)
             for member in members:
                 launcher.trim_logs(member.folder)
-            if not measuring:
+            if not is_measuring:
                 self.progress.tick(launcher.read_stage(members[-1].folder), members[-1].used_s + elapsed)
 
-    def _stop_member(self, member: InterleavedJob, elapsed: float, timed_out: bool) -> None:
+    def _stop_member(self, member: InterleavedJob, elapsed: float, has_timed_out: bool) -> None:
         """Freeze the job if it answered, else take its record; `elapsed` is its running time since its last message."""
-        started, group = member.started, member.group
-        assert started is not None and group is not None
+        job_process, group = member.started, member.group
+        assert job_process is not None and group is not None
         if member.last_message:
-            _send_signal(started, signal.SIGSTOP)
-            started.telemetry.pause()
+            _send_signal(job_process, signal.SIGSTOP)
+            job_process.telemetry.pause()
         member.used_s += elapsed
         if member.last_message:
             if member.last_message != IMPORTED and not member.last_message.startswith(DONE):
-                group.largest = max(group.largest, _measure_resident(started.process.pid))
+                group.largest = max(group.largest, _measure_resident(job_process.process.pid))
             return
-        member.record = launcher.finish(started, member.trial.plan.timeout_s, timed_out)
+        member.record = launcher.finish(job_process, member.trial.plan.timeout_s, has_timed_out)
         group.alive.remove(member)
         _close_pipes(member)
         if member.record.status == "oom" and group.alive:  # alone it may have enough memory
@@ -375,8 +375,8 @@ def load_in_parallel(groups: Sequence[InterleavedGroup]) -> None:
         return
     for group in groups:
         group.together, group.is_loaded = len(members), True
-        for place, member in enumerate(group._shuffle_items("start", group.members)):
-            group._start_member(member, place)
+        for index, member in enumerate(group._shuffle_items("start", group.members)):
+            group._start_member(member, index)
     groups[0]._advance_members(members)
     groups[0]._load_engines([member for member in members if member.last_message])
 
@@ -394,34 +394,34 @@ def _find_process(member: InterleavedJob) -> subprocess.Popen[bytes]:
 
 def _read_lines(members: Sequence[InterleavedJob]) -> None:
     """Read the next line of each job that has one within POLL_S."""
-    ready, _, _ = select.select([member.pipes[0] for member in members], [], [], POLL_S)
-    closed = False
+    ready_fds, _, _ = select.select([member.pipes[0] for member in members], [], [], POLL_S)
+    is_closed = False
     for member in members:
-        if member.pipes[0] in ready:
-            more = os.read(member.pipes[0], 4096)
-            member.buffer += more
-            closed = closed or not more
+        if member.pipes[0] in ready_fds:
+            data = os.read(member.pipes[0], 4096)
+            member.buffer += data
+            is_closed = is_closed or not data
         line, newline, rest = member.buffer.partition(b"\n")
         if newline:
             member.buffer, member.last_message = rest, line.decode()
-    if closed and not any(member.last_message for member in members):  # a job is about to end
+    if is_closed and not any(member.last_message for member in members):  # a job is about to end
         time.sleep(POLL_S)
 
 
-def _send_signal(started: launcher.JobProcess, number: int) -> None:
+def _send_signal(job_process: launcher.JobProcess, signal_number: int) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(started.process.pid, number)
+        os.killpg(job_process.process.pid, signal_number)
 
 
 def _close_pipes(member: InterleavedJob) -> None:
-    for end in member.pipes:
-        os.close(end)
+    for fd in member.pipes:
+        os.close(fd)
 
 
 def _measure_resident(pid: int) -> int:
     """Return the resident bytes of the process and its children; 0 if it is gone."""
     try:
         root = psutil.Process(pid)
-        return sum(one.memory_info().rss for one in (root, *root.children(recursive=True)))
+        return sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
     except psutil.Error:
         return 0

@@ -85,15 +85,15 @@ class ApplicationRun(CheckedRun):
 
 def list_applications(run: RunData) -> list[ApplicationRun]:
     """Return each trial that answered an application's requests, in the order of the trials."""
-    found = []
+    runs = []
     for trial in run.records:
         rounds = [r for r in trial.good if r.facts.application and (r.folder / ARRAYS_FILE).is_file()]
         if rounds and (facts := rounds[0].facts.application):
-            found.append(
+            runs.append(
                 ApplicationRun(trial, facts, tuple(_average_stages(read_npz(r.folder / ARRAYS_FILE)) for r in rounds))
             )
-    outputs = list_outputs(run) if found else {}
-    return [replace(each, outputs=outputs[each.trial.id]) for each in found]
+    outputs = list_outputs(run) if runs else {}
+    return [replace(each, outputs=outputs[each.trial.id]) for each in runs]
 
 
 def _average_stages(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -103,8 +103,8 @@ def _average_stages(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     """
     order = np.argsort(arrays[WHOLE].sum(axis=0), kind="stable")
     cut = int(TRIMMED_SHARE * len(order))
-    middle = order[cut : len(order) - cut]
-    return {name: float(arrays[name][:, middle].mean()) for name in APPLICATION_STAGES}
+    passes = order[cut : len(order) - cut]
+    return {name: float(arrays[name][:, passes].mean()) for name in APPLICATION_STAGES}
 
 
 # Table of an application, and sentences on it.
@@ -117,27 +117,27 @@ def list_sentences(run: ApplicationRun) -> list[str]:
 
 
 def _describe_share(run: ApplicationRun) -> Iterator[str]:
-    seconds, whole = (show(run.find_stage(name).value, "duration") for name in (MODEL, WHOLE))
+    seconds, total = (show(run.find_stage(name).value, "duration") for name in (MODEL, WHOLE))
     share = _format_limited(run.share, lambda value: format_number(100 * value))
-    most = _format_limited(run.limit, lambda value: f"{value:.2f}")
+    gain = _format_limited(run.limit, lambda value: f"{value:.2f}")
     yield (
-        f"The model is {share} % of a request ({seconds} of {whole}): a faster engine makes a request at most {most} "
+        f"The model is {share} % of a request ({seconds} of {total}): a faster engine makes a request at most {gain} "
         "times as fast."
     )
 
 
-def _format_limited(found: Interval, format: Callable[[float], str]) -> str:
-    return format(found.value) + format_limits(found.low, found.high, format)
+def _format_limited(interval: Interval, format: Callable[[float], str]) -> str:
+    return format(interval.value) + format_limits(interval.low, interval.high, format)
 
 
 def _describe_longest(run: ApplicationRun) -> Iterator[str]:
-    whole = run.find_stage(WHOLE).value
-    shares = {name: run.find_stage(name).value / whole for name in APPLICATION_STAGES[:-1]}
-    longest = max(shares, key=lambda name: shares[name])
-    if longest != MODEL:
+    total = run.find_stage(WHOLE).value
+    shares = {name: run.find_stage(name).value / total for name in APPLICATION_STAGES[:-1]}
+    stage = max(shares, key=lambda name: shares[name])
+    if stage != MODEL:
         yield (
-            f"The longest stage is {longest}, {show(shares[longest], 'percentage')}: twice as fast, it would make a "
-            f"request {1 / (1 - shares[longest] / 2):.2f}x as fast."
+            f"The longest stage is {stage}, {show(shares[stage], 'percentage')}: twice as fast, it would make a "
+            f"request {1 / (1 - shares[stage] / 2):.2f}x as fast."
         )
 
 
@@ -151,15 +151,15 @@ def _describe_between(run: ApplicationRun) -> Iterator[str]:
 
 
 def _make_application_table(run: RunData) -> Table | None:
-    found = list_applications(run)
-    if not found:
+    runs = list_applications(run)
+    if not runs:
         return None
-    rows = [_make_row(each) for each in found]
-    if len(found) > 1:
-        gains, first = list_speedups(found, run.rule), find_reference(found)
+    rows = [_make_row(app_run) for app_run in runs]
+    if len(runs) > 1:
+        gains, reference = list_speedups(runs, run.rule), find_reference(runs)
         rows = [
-            row | ({} if each.outputs.fault else compare_cells(gain, each is first))
-            for row, gain, each in zip(rows, gains, found, strict=True)
+            row | ({} if app_run.outputs.fault else compare_cells(gain, app_run is reference))
+            for row, gain, app_run in zip(rows, gains, runs, strict=True)
         ]
     note = (
         "Requests are answered one at a time, from the start of preprocess to the end of postprocess; the stages and "

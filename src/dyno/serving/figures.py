@@ -73,10 +73,10 @@ class RateMeasurement:
         At a rate far too high, the server may answer only earlier requests.
         """
         first, ended, due = self.step.first, self.arrays["ended"], self.arrays["arrival"]
-        since = float(due[first - 1]) if first else 0.0
-        answered = ended[ended > since]  # NaN without an answer
-        begins = not first and due[0] == since  # a trace's first request starts the clock, after no interval
-        return float((len(answered) - begins) / (answered.max() - since)) if len(answered) else 0.0
+        start = float(due[first - 1]) if first else 0.0
+        answered = ended[ended > start]  # NaN without an answer
+        skips_first = not first and due[0] == start  # a trace's first request starts the clock, after no interval
+        return float((len(answered) - skips_first) / (answered.max() - start)) if len(answered) else 0.0
 
     @property
     def mean_batch(self) -> float:
@@ -95,18 +95,18 @@ class RateMeasurement:
         return self._compute_mean(self._choose_counted("ended") - self._choose_counted("began"))
 
     def _compute_mean(self, seconds: np.ndarray) -> float:
-        chosen = seconds[self._answered]
-        return float(chosen.mean()) if len(chosen) else math.nan
+        values = seconds[self._answered]
+        return float(values.mean()) if len(values) else math.nan
 
     def find_percentile(self, name: str) -> Interval | None:
         """Return the percentile of the latencies; None with too few requests, or if it falls on unanswered ones."""
         if self.count < stats.samples_for(PERCENTILES[name]):
             return None
         q = PERCENTILES[name]
-        found = videos.section_interval(
-            self.latencies, lambda part: rates.find_percentile(part, q), stats.samples_for(q)
+        interval = videos.section_interval(
+            self.latencies, lambda section: rates.find_percentile(section, q), stats.samples_for(q)
         )
-        return found if math.isfinite(found.value) else None
+        return interval if math.isfinite(interval.value) else None
 
 
 # Check of the answers to requests, from a run's table of trials.
@@ -130,26 +130,28 @@ class Outputs:
 
 def list_outputs(run: RunData) -> dict[str, Outputs]:
     """Return the output check of each trial of the run, by id."""
-    found = {}
+    outputs = {}
     columns = [run.frame[name] for name in ("trial", "outputs", "output_error", "labels_changed", "verdict")]
     for id, word, error, labels, verdict in zip(*columns, strict=True):
-        trial, other = run.trials[id], run.compared.get(id)
-        if word and other:
-            wrong = word == OUTPUTS_WRONG
-            found[id] = Outputs(word, float(error), float(labels), verdict if wrong else "", other.configuration)
+        trial, reference = run.trials[id], run.compared.get(id)
+        if word and reference:
+            is_wrong = word == OUTPUTS_WRONG
+            outputs[id] = Outputs(
+                word, float(error), float(labels), verdict if is_wrong else "", reference.configuration
+            )
         else:
-            found[id] = Outputs(missing_reason=_explain_missing(trial, other, run))
-    return found
+            outputs[id] = Outputs(missing_reason=_explain_missing(trial, reference, run))
+    return outputs
 
 
-def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData) -> str:
+def _explain_missing(trial: TrialResult, reference: TrialResult | None, run: RunData) -> str:
     """Return why the outputs were not compared; "" for the reference itself."""
     if trial.spec.model.source.startswith(ENDPOINT_PREFIX):
         return "the right answers of the server's model aren't known here; give its file as MODEL"
-    if other is None or other is trial:
-        failed = (t for t in list_output_sources(run.records) if t.group == trial.group and not t.good)
-        return next((f"{t.configuration} gave none ({t.status}: {t.reason})" for t in failed), "")
-    return find_mismatch(trial, other) or "one of both left none"
+    if reference is None or reference is trial:
+        failures = (t for t in list_output_sources(run.records) if t.group == trial.group and not t.good)
+        return next((f"{t.configuration} gave none ({t.status}: {t.reason})" for t in failures), "")
+    return find_mismatch(trial, reference) or "one of both left none"
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,8 @@ class ServingRun(CheckedRun):
         return [max((t.step.rate for t in self._list_holding(k)), default=0.0) if f.highest is None else f.highest
                 for k, f in enumerate(self.facts)]  # fmt: skip
 
-    def _list_holding(self, number: int) -> list[RateMeasurement]:
-        return [t for t in self.measurements if t.round == number and t.step.verdict == rates.HOLDS]
+    def _list_holding(self, round_index: int) -> list[RateMeasurement]:
+        return [t for t in self.measurements if t.round == round_index and t.step.verdict == rates.HOLDS]
 
     @cached_property
     def highest(self) -> Interval | None:
@@ -210,9 +212,9 @@ class ServingRun(CheckedRun):
         """Measurement at the highest rate of the median round; of several at that rate, the last."""
         if self.highest is None:
             return None
-        middle = sorted(self.by_round)[(len(self.by_round) - 1) // 2]
-        holding = [t for k, rate in enumerate(self.by_round) if rate == middle for t in self._list_holding(k)]
-        return next((t for t in reversed(holding) if t.step.rate == middle), None)
+        median_rate = sorted(self.by_round)[(len(self.by_round) - 1) // 2]
+        candidates = [t for k, rate in enumerate(self.by_round) if rate == median_rate for t in self._list_holding(k)]
+        return next((t for t in reversed(candidates) if t.step.rate == median_rate), None)
 
     @property
     def capacity(self) -> Interval:
@@ -226,21 +228,21 @@ class ServingRun(CheckedRun):
 
 def list_served(run: RunData) -> list[ServingRun]:
     """Return each trial that answered requests, in the order of the trials."""
-    found = []
+    runs = []
     for trial in run.records:
         rounds = [(r, r.facts.serve) for r in trial.good if r.facts.serve and (r.folder / ARRAYS_FILE).is_file()]
         tried = tuple(t for k, (r, facts) in enumerate(rounds) for t in _list_tried(r, facts, k))
         if tried:
-            found.append(ServingRun(trial, tuple(facts for _, facts in rounds), tried))
-    compared = list_outputs(run) if found else {}
-    return [replace(each, outputs=compared[each.trial.id]) for each in found]
+            runs.append(ServingRun(trial, tuple(facts for _, facts in rounds), tried))
+    outputs = list_outputs(run) if runs else {}
+    return [replace(each, outputs=outputs[each.trial.id]) for each in runs]
 
 
-def _list_tried(one: Round, facts: ServeFacts, number: int) -> list[RateMeasurement]:
-    arrays = read_npz(one.folder / ARRAYS_FILE)
+def _list_tried(round_data: Round, facts: ServeFacts, round_index: int) -> list[RateMeasurement]:
+    arrays = read_npz(round_data.folder / ARRAYS_FILE)
     names = ("arrival", "began", "ended", "size", "refused")
     return [
-        RateMeasurement(step, facts, {name: arrays[f"{name}_{k}"] for name in names}, number)
+        RateMeasurement(step, facts, {name: arrays[f"{name}_{k}"] for name in names}, round_index)
         for k, step in enumerate(facts.steps)
     ]
 
@@ -252,9 +254,9 @@ def list_speedups(runs: Sequence[Checked], rule: Rule) -> list[Speedup | None]:
     """
     if not find_reference(runs).is_ranked:
         return [None] * len(runs)
-    ranked = [each for each in runs if each.is_ranked]
-    decided = dict(zip((each.trial.id for each in ranked), videos.list_speedups(ranked, rule), strict=True))
-    return [decided.get(each.trial.id) for each in runs]
+    ranked_runs = [each for each in runs if each.is_ranked]
+    speedups = dict(zip((each.trial.id for each in ranked_runs), videos.list_speedups(ranked_runs, rule), strict=True))
+    return [speedups.get(each.trial.id) for each in runs]
 
 
 def find_reference(runs: Sequence[Checked]) -> Checked:

@@ -67,9 +67,9 @@ class Requests:
     def launch(self, job: Job, folder: Path, timeout_s: float, progress: Progress) -> Record:
         """Run the job and return its record; the rates decide its duration, so it has no timeout."""
         options = {"settings": to_json(self.options), "least": self.min_requests, "trace": self.path}
-        own = dataclasses.replace(job, kind="serve", options={**job.options, **options})
-        extra = share_processors(own) if self.options.instances > 1 else {}
-        return launch_in_turn(own, folder, math.inf, progress, extra)
+        serve_job = dataclasses.replace(job, kind="serve", options={**job.options, **options})
+        extra = share_processors(serve_job) if self.options.instances > 1 else {}
+        return launch_in_turn(serve_job, folder, math.inf, progress, extra)
 
 
 SERVE_FILE = "serve.json"  # in the run folder: the measured requests
@@ -142,8 +142,8 @@ def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dic
         raise UserError("an endpoint takes the place of a backend; omit --backend")
     if expected := registry.find(ENDPOINT_PREFIX.rstrip(":")).values["url"](url):
         raise UserError(f"the endpoint is {url!r}; write {expected}")
-    here = ":" in str(model) or Path(model).is_file()
-    return str(model) if here else f"{ENDPOINT_PREFIX}{model}", {
+    is_local = ":" in str(model) or Path(model).is_file()
+    return str(model) if is_local else f"{ENDPOINT_PREFIX}{model}", {
         **settings,
         "backends": (f"{ENDPOINT_PREFIX.rstrip(':')}@url={url}",),
     }
@@ -151,12 +151,12 @@ def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dic
 
 def _check_options(options: ServeOptions, study: Study) -> None:
     """Raise `UserError` for impossible options, before anything is started."""
-    most = max(study.batches, default=1)
-    if options.queue and options.queue < most:
-        raise UserError(f"queue is {options.queue}; it must be at least the largest batch, {most}")
-    if any(size > most for size in options.engine_batches):
+    max_batch = max(study.batches, default=1)
+    if options.queue and options.queue < max_batch:
+        raise UserError(f"queue is {options.queue}; it must be at least the largest batch, {max_batch}")
+    if any(size > max_batch for size in options.engine_batches):
         raise UserError(
-            f"engine_batches has {max(options.engine_batches)}; --batch {most} is the largest batch that comes"
+            f"engine_batches has {max(options.engine_batches)}; --batch {max_batch} is the largest batch that comes"
         )
 
 
@@ -187,32 +187,32 @@ def bench_app(
     (name,) = study.models
     model = model_spec(study, name)
     photos = list_photos(str(data)) if data else []
-    chosen = [photos[k * len(photos) // MAX_PHOTOS] for k in range(MAX_PHOTOS)] if photos[MAX_PHOTOS:] else photos
+    subset = [photos[k * len(photos) // MAX_PHOTOS] for k in range(MAX_PHOTOS)] if photos[MAX_PHOTOS:] else photos
     folder = folder_for(out, "app", [name])
     progress = Progress(quiet=quiet)
-    about = {"application": digest(model), "images": len(photos),
-             "photos": digest([(photo.name, sha256_of(photo)) for photo in chosen])}  # fmt: skip
+    setup = {"application": digest(model), "images": len(photos),
+             "photos": digest([(photo.name, sha256_of(photo)) for photo in subset])}  # fmt: skip
     with guard_start(folder), tempfile.TemporaryDirectory() as scratch:
-        inputs, known = folder / APPLICATION_ARRAYS_FILE, folder / APPLICATION_FILE
-        before = read_json(known) if known.is_file() and inputs.is_file() else {}
-        is_same = all(before.get(key) == value for key, value in about.items())
+        inputs, file = folder / APPLICATION_ARRAYS_FILE, folder / APPLICATION_FILE
+        previous = read_json(file) if file.is_file() and inputs.is_file() else {}
+        is_same = all(previous.get(key) == value for key, value in setup.items())
         facts = (
-            from_json(ApplicationFacts, before["facts"])
+            from_json(ApplicationFacts, previous["facts"])
             if is_same
-            else _record_inputs(study, model, chosen, Path(scratch) / "job", progress)
+            else _record_inputs(study, model, subset, Path(scratch) / "job", progress)
         )
-        about["facts"] = to_json(facts)
-        store_about(folder, known.name, about, "of another application, or other requests", "without an application")
+        setup["facts"] = to_json(facts)
+        store_about(folder, file.name, setup, "of another application, or other requests", "without an application")
         if not is_same:
             shutil.copyfile(Path(scratch) / "job" / INPUTS_FILE, inputs)
         study = replace(
             study, inputs=(str(inputs),), batches=(facts.batch,), compared=facts.requests * facts.calls * facts.batch
         )
 
-        def launch_application(job: Job, place: Path, timeout_s: float, progress: Progress) -> Record:
-            options = {**job.options, "requests": [*map(str, chosen)], "count": facts.requests}
-            own = dataclasses.replace(job, kind="application", options=options)
-            return launch_in_turn(own, place, timeout_s, progress)
+        def launch_application(job: Job, job_folder: Path, timeout_s: float, progress: Progress) -> Record:
+            options = {**job.options, "requests": [*map(str, subset)], "count": facts.requests}
+            app_job = dataclasses.replace(job, kind="application", options=options)
+            return launch_in_turn(app_job, job_folder, timeout_s, progress)
 
         execute(study, folder, progress, retry_failed=True, launch=launch_application)
     if is_measured(folder) and (reference := reference_of(study)):

@@ -50,17 +50,17 @@ from dyno.worker.serving.options import PERCENTILES
 OTHER_PROGRAMS_WARNING = ": other programs kept "  # start of a rate's warning
 
 
-def describe_company(served: CheckedRun) -> Iterator[str]:
+def describe_company(run: CheckedRun) -> Iterator[str]:
     """Yield a sentence on processors kept busy by other programs, over all rates and rounds; then warnings."""
-    busy = [r.facts.others_busy for r in served.trial.good if OTHER_PROGRAMS_WARNING in " ".join(r.warnings)]
+    busy = [r.facts.others_busy for r in run.trial.good if OTHER_PROGRAMS_WARNING in " ".join(r.warnings)]
     if busy:
-        most = max(max(each.values()) for each in busy)
-        rounds = format_count(len(served.trial.good), "round")
-        yield f"Other programs kept up to {most:.1f} processors busy meanwhile, in {len(busy)} of {rounds}."
-    yield from (f"{warning}." for warning in served.warnings if OTHER_PROGRAMS_WARNING not in warning)
+        max_busy = max(max(each.values()) for each in busy)
+        rounds = format_count(len(run.trial.good), "round")
+        yield f"Other programs kept up to {max_busy:.1f} processors busy meanwhile, in {len(busy)} of {rounds}."
+    yield from (f"{warning}." for warning in run.warnings if OTHER_PROGRAMS_WARNING not in warning)
 
 
-def list_sentences(served: ServingRun) -> list[str]:
+def list_sentences(run: ServingRun) -> list[str]:
     """Describe a trial: wrong outputs, the highest rate that holds, waiting and computing there, and failed rates.
 
     Rates fail if they are too high, or measured for too short a time. The last sentences are on correct outputs and on
@@ -68,132 +68,132 @@ def list_sentences(served: ServingRun) -> list[str]:
     """
     parts = (_at_server, describe_wrong, _describe_highest, _describe_waiting, _describe_unstable, _describe_short,
              describe_right, describe_company)  # fmt: skip
-    return [sentence for describe in parts for sentence in describe(served)]
+    return [sentence for describe in parts for sentence in describe(run)]
 
 
-def _at_server(served: ServingRun) -> Iterator[str]:
-    if url := served.facts[0].endpoint:
+def _at_server(run: ServingRun) -> Iterator[str]:
+    if url := run.facts[0].endpoint:
         yield (f"Answered by {url}: times include the way there and back; its type and device aren't known.")
 
 
-def describe_wrong(served: CheckedRun) -> Iterator[str]:
-    if (outputs := served.outputs).fault:
-        wrong = outputs.fault[:1].upper() + outputs.fault[1:]
-        yield f"{wrong} against {outputs.against}; they are not ranked."
+def describe_wrong(run: CheckedRun) -> Iterator[str]:
+    if (outputs := run.outputs).fault:
+        sentence = outputs.fault[:1].upper() + outputs.fault[1:]
+        yield f"{sentence} against {outputs.against}; they are not ranked."
 
 
-def describe_right(served: CheckedRun) -> Iterator[str]:
-    outputs = served.outputs
+def describe_right(run: CheckedRun) -> Iterator[str]:
+    outputs = run.outputs
     if outputs.word and not outputs.fault:
         yield f"Outputs agree with those of {outputs.against}, {name_distance(outputs.error, outputs.labels_changed)}."
     elif outputs.missing_reason:
         yield f"Outputs are compared with none: {outputs.missing_reason}."
 
 
-def describe_bound(served: ServingRun) -> str:
+def describe_bound(run: ServingRun) -> str:
     """Format the bound, `p99 <= 20 ms`; "" without a bound."""
-    facts = served.facts[0]
+    facts = run.facts[0]
     if not facts.bound_s:
         return ""
-    return f"{_name_percentile(served.bounded)} <= {show(facts.bound_s, 'duration')}"
+    return f"{_name_percentile(run.bounded)} <= {show(facts.bound_s, 'duration')}"
 
 
 def _name_percentile(percentile: str) -> str:
     return f"p{100 * PERCENTILES[percentile]:g}"
 
 
-def _describe_highest(served: ServingRun) -> Iterator[str]:
-    facts = served.facts[0]
+def _describe_highest(run: ServingRun) -> Iterator[str]:
+    facts = run.facts[0]
     if not facts.bound_s:
         return
-    bound = describe_bound(served)
-    if served.highest is None:
-        yield from _explain_no_rate(served, bound)
+    bound = describe_bound(run)
+    if run.highest is None:
+        yield from _explain_no_rate(run, bound)
         return
-    share = served.highest.value / served.capacity.value
-    how = " It is the highest of the requested rates."
+    share = run.highest.value / run.capacity.value
+    note = " It is the highest of the requested rates."
     if facts.searched:
-        how = f" Searched, to steps of {show(facts.resolution, 'percentage')}."
-    if any(f.searched and f.highest is None for f in served.facts):
-        how = " The search ended early, so a higher rate may hold."
+        note = f" Searched, to steps of {show(facts.resolution, 'percentage')}."
+    if any(f.searched and f.highest is None for f in run.facts):
+        note = " The search ended early, so a higher rate may hold."
     yield (
-        f"{_format_rate(served.highest.value)} hold {bound}: {show(share, 'percentage')} of the "
-        f"{_format_rate(served.capacity.value)} that full batches of {facts.most} allow.{how}"
+        f"{_format_rate(run.highest.value)} hold {bound}: {show(share, 'percentage')} of the "
+        f"{_format_rate(run.capacity.value)} that full batches of {facts.most} allow.{note}"
     )
 
 
-def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
-    facts, without = served.facts[0], served.by_round.count(0)
-    once = any(t.step.verdict == serve_rates.HOLDS for t in served.measurements)
-    if facts.searched and once:
-        of = f"{without} of {format_count(len(served.facts), 'round')}"
-        yield f"{of} ended without a rate that holds {bound} twice."
+def _explain_no_rate(run: ServingRun, bound: str) -> Iterator[str]:
+    facts, failed_rounds = run.facts[0], run.by_round.count(0)
+    has_held = any(t.step.verdict == serve_rates.HOLDS for t in run.measurements)
+    if facts.searched and has_held:
+        rounds = f"{failed_rounds} of {format_count(len(run.facts), 'round')}"
+        yield f"{rounds} ended without a rate that holds {bound} twice."
     else:
-        yield f"{_nothing_holds(served, bound, once)}."
+        yield f"{_nothing_holds(run, bound, has_held)}."
         if facts.most > 1 and 2 * facts.max_wait_s > facts.bound_s:
             yield f"A request waits up to {show(facts.max_wait_s, 'duration')} of that for others; shorten --max-wait."
-    if facts.lowest and min(t.step.rate for t in served.measurements) <= 1.01 * facts.lowest:
+    if facts.lowest and min(t.step.rate for t in run.measurements) <= 1.01 * facts.lowest:
         yield (
             f"Below {_format_rate(facts.lowest)} fewer than the {facts.least:,} requests that "
-            f"{_name_percentile(served.bounded)} needs come in {show(facts.least / facts.lowest, 'duration')}, "
+            f"{_name_percentile(run.bounded)} needs come in {show(facts.least / facts.lowest, 'duration')}, "
             "so no lower rate was tried; a longer --duration tries them."
         )
 
 
-def _nothing_holds(served: ServingRun, bound: str, once: bool) -> str:
+def _nothing_holds(run: ServingRun, bound: str, has_held: bool) -> str:
     """Describe that no rate holds, with the lowest rate's latency in its worst round, or that this is unknown."""
-    least, several = min(t.step.rate for t in served.measurements), len({t.step.rate for t in served.measurements}) > 1
-    found_there = [(t.find_percentile(served.bounded), t) for t in served.measurements if t.step.rate == least]
-    latency, lowest = max(found_there, key=lambda pair: pair[0].value if pair[0] else np.inf)
-    if all(t.step.verdict == serve_rates.TOO_FEW for t in served.measurements):
-        return f"Whether {bound} holds is unknown for {'these rates' if several else 'this rate'}"
-    name = _name_percentile(served.bounded)
-    place = f"{_format_rate(lowest.step.rate)}{', the lowest,' if several else ''}"
-    if lowest.step.verdict == serve_rates.TOO_FEW:
-        return f"Whether a rate that was tried holds {bound} is unknown: at {place} too few requests came"
-    found = f"{name} is {show(latency.value, 'duration')}" if latency else f"{name} falls on requests without an answer"
-    return f"No rate that was tried holds {bound}{' in every round' if once else ''}: at {place} {found}"
+    min_rate, has_several = min(t.step.rate for t in run.measurements), len({t.step.rate for t in run.measurements}) > 1
+    pairs = [(t.find_percentile(run.bounded), t) for t in run.measurements if t.step.rate == min_rate]
+    latency, result = max(pairs, key=lambda pair: pair[0].value if pair[0] else np.inf)
+    if all(t.step.verdict == serve_rates.TOO_FEW for t in run.measurements):
+        return f"Whether {bound} holds is unknown for {'these rates' if has_several else 'this rate'}"
+    name = _name_percentile(run.bounded)
+    rate = f"{_format_rate(result.step.rate)}{', the lowest,' if has_several else ''}"
+    if result.step.verdict == serve_rates.TOO_FEW:
+        return f"Whether a rate that was tried holds {bound} is unknown: at {rate} too few requests came"
+    text = f"{name} is {show(latency.value, 'duration')}" if latency else f"{name} falls on requests without an answer"
+    return f"No rate that was tried holds {bound}{' in every round' if has_held else ''}: at {rate} {text}"
 
 
-def _describe_waiting(served: ServingRun) -> Iterator[str]:
-    there = served.at_highest
-    if there is None:
+def _describe_waiting(run: ServingRun) -> Iterator[str]:
+    result = run.at_highest
+    if result is None:
         return
-    queued, computed = there.queued, there.computed
+    queued, computed = result.queued, result.computed
     yield (
         f"There a request waits {show(queued, 'duration')} and is computed in {show(computed, 'duration')} on average: "
         f"{show(queued / (queued + computed), 'percentage')} of its time it waits; a batch has "
-        f"{format_number(there.mean_batch)} requests."
+        f"{format_number(result.mean_batch)} requests."
     )
-    found = there.find_percentile(served.bounded)
-    if found and np.isfinite(found.high) and found.high > there.facts.bound_s:
-        name = _name_percentile(served.bounded)
+    interval = result.find_percentile(run.bounded)
+    if interval and np.isfinite(interval.high) and interval.high > result.facts.bound_s:
+        name = _name_percentile(run.bounded)
         yield f"The interval of that {name} reaches beyond the bound; a longer --duration narrows it."
 
 
-def _describe_unstable(served: ServingRun) -> Iterator[str]:
-    grown = [t for t in served.measurements if t.step.unstable]
-    if grown:
-        lowest = min(grown, key=lambda t: t.step.rate)
+def _describe_unstable(run: ServingRun) -> Iterator[str]:
+    unstable_rates = [t for t in run.measurements if t.step.unstable]
+    if unstable_rates:
+        result = min(unstable_rates, key=lambda t: t.step.rate)
         yield (
-            f"At {_format_rate(lowest.step.rate)} more requests come than are "
-            f"answered ({_format_rate(lowest.served)}): {lowest.backlog:,} waited at the end, "
+            f"At {_format_rate(result.step.rate)} more requests come than are "
+            f"answered ({_format_rate(result.served)}): {result.backlog:,} waited at the end, "
             "and latency grows for as long as it lasts."
         )
-    if refused := sum(t.refused for t in served.measurements):
-        facts = served.facts[0]
+    if refused := sum(t.refused for t in run.measurements):
+        facts = run.facts[0]
         why = ["found the queue full"] * bool(facts.queue) + ["got no answer from the server"] * bool(facts.endpoint)
         yield f"{format_count(refused, 'request')} {' or '.join(why)} and count as beyond every bound."
 
 
-def _describe_short(served: ServingRun) -> Iterator[str]:
-    least, fewest = stats.samples_for(served.facts[0].percentile), min(served.measurements, key=lambda t: t.count)
-    if fewest.count < least:
-        rate = fewest.step.rate
-        longer = "a longer trace" if fewest.facts.trace else f"at least {least / rate:,.0f} s; omit --duration"
+def _describe_short(run: ServingRun) -> Iterator[str]:
+    minimum, result = stats.samples_for(run.facts[0].percentile), min(run.measurements, key=lambda t: t.count)
+    if result.count < minimum:
+        rate = result.step.rate
+        advice = "a longer trace" if result.facts.trace else f"at least {minimum / rate:,.0f} s; omit --duration"
         yield (
-            f"{_format_rate(rate)} came for too short a time: {format_count(fewest.count, 'request')}, and "
-            f"{_name_percentile(served.bounded)} needs {least:,}, so {longer}."
+            f"{_format_rate(rate)} came for too short a time: {format_count(result.count, 'request')}, and "
+            f"{_name_percentile(run.bounded)} needs {minimum:,}, so {advice}."
         )
 
 
@@ -208,17 +208,17 @@ LATENCY_NOTE = (
 
 
 def _make_serve_table(run: RunData) -> Table | None:
-    served = figures.list_served(run)
-    if not served:
+    runs = figures.list_served(run)
+    if not runs:
         return None
-    rows = [_make_row(each) for each in served]
-    if len(served) > 1:
-        gains = figures.list_speedups(served, run.rule)
-        bounded = served[0].facts[0].bound_s  # without a bound there is no highest rate to compare
-        first = figures.find_reference(served) if bounded else None
+    rows = [_make_row(serving_run) for serving_run in runs]
+    if len(runs) > 1:
+        gains = figures.list_speedups(runs, run.rule)
+        bound = runs[0].facts[0].bound_s  # without a bound there is no highest rate to compare
+        reference = figures.find_reference(runs) if bound else None
         rows = [
-            row | ({} if each.outputs.fault else compare_cells(gain, each is first))
-            for row, gain, each in zip(rows, gains, served, strict=True)
+            row | ({} if serving_run.outputs.fault else compare_cells(gain, serving_run is reference))
+            for row, gain, serving_run in zip(rows, gains, runs, strict=True)
         ]
     notes = [
         "highest rate: the highest that holds the bound; in a search it has held it twice, and one above that held it "
@@ -229,15 +229,15 @@ def _make_serve_table(run: RunData) -> Table | None:
     return SERVE.build(SERVE_COLUMNS, rows, notes=tuple(notes), printed=keep_printed(SERVE_COLUMNS))
 
 
-def _make_row(served: ServingRun) -> Row:
-    there = served.at_highest
-    outputs = served.outputs
+def _make_row(run: ServingRun) -> Row:
+    result = run.at_highest
+    outputs = run.outputs
     row: Row = {
-        "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
-        "bound": describe_bound(served),
-        "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
-        **limit_cells("rate", served.highest), **limit_cells("full_rate", served.capacity),
-        "lanes": served.facts[0].lanes,
+        "label": run.trial.label, "trial": run.trial.id, "rounds": len(run.facts),
+        "bound": describe_bound(run),
+        "holds": "" if not run.facts[0].bound_s else "yes" if run.highest else "none",
+        **limit_cells("rate", run.highest), **limit_cells("full_rate", run.capacity),
+        "lanes": run.facts[0].lanes,
     }  # fmt: skip
     if outputs.word:
         row |= {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed}
@@ -245,20 +245,20 @@ def _make_row(served: ServingRun) -> Row:
         row["verdict"] = outputs.fault
     return (
         row
-        if there is None
-        else row | limit_cells("latency_s", there.find_percentile(served.bounded)) | _time_cells(there)
+        if result is None
+        else row | limit_cells("latency_s", result.find_percentile(run.bounded)) | _time_cells(result)
     )
 
 
-def _time_cells(tried: RateMeasurement) -> Row:
-    return {"mean_batch": tried.mean_batch, "queue_s": tried.queued, "compute_s": tried.computed}
+def _time_cells(result: RateMeasurement) -> Row:
+    return {"mean_batch": result.mean_batch, "queue_s": result.queued, "compute_s": result.computed}
 
 
 def _make_rates_table(run: RunData) -> Table | None:
     rows = [
-        _rate_row(each, tried)
-        for each in figures.list_served(run)
-        for tried in sorted(each.measurements, key=lambda t: (t.round, t.step.rate))
+        _rate_row(serving_run, result)
+        for serving_run in figures.list_served(run)
+        for result in sorted(serving_run.measurements, key=lambda t: (t.round, t.step.rate))
     ]
     if not rows:
         return None
@@ -273,16 +273,16 @@ def _make_rates_table(run: RunData) -> Table | None:
     )
 
 
-def _rate_row(served: ServingRun, tried: RateMeasurement) -> Row:
+def _rate_row(run: ServingRun, result: RateMeasurement) -> Row:
     row: Row = {
-        "label": served.trial.label, "trial": served.trial.id, "round": tried.round + 1, "rate": tried.step.rate,
-        "served": tried.served, "requests": tried.count, **_time_cells(tried), "refused": tried.refused,
-        "left": tried.unanswered,
-        "holds": tried.step.verdict or ("unstable" if tried.step.unstable else ""),
-        "loadgen_s": tried.step.loadgen_s or None,
+        "label": run.trial.label, "trial": run.trial.id, "round": result.round + 1, "rate": result.step.rate,
+        "served": result.served, "requests": result.count, **_time_cells(result), "refused": result.refused,
+        "left": result.unanswered,
+        "holds": result.step.verdict or ("unstable" if result.step.unstable else ""),
+        "loadgen_s": result.step.loadgen_s or None,
     }  # fmt: skip
     for name in PERCENTILES:
-        row |= limit_cells(f"{name}_s", tried.find_percentile(name))
+        row |= limit_cells(f"{name}_s", result.find_percentile(name))
     return row
 
 
@@ -359,19 +359,19 @@ def draw_latency_by_rate(run: RunData) -> Any:
 
     Each stable rate of each round is a point.
     """
-    served = [each for each in figures.list_served(run) if _find_points(each, MEDIAN_NAME)]
-    if not served:
+    runs = [serving_run for serving_run in figures.list_served(run) if _find_points(serving_run, MEDIAN_NAME)]
+    if not runs:
         return None
     with apply_style() as figure_class:
         figure = figure_class(figsize=(WIDTH, SERVING_HEIGHT), layout="constrained")
         axes = figure.subplots()
-        for number, each in enumerate(served):
-            kinds = [(e.trial.backend, e.trial.precision) for e in served[: number + 1]]
-            hollow = kinds.count(kinds[-1]) > 1  # same backend and precision as an earlier one
-            if each.bounded != MEDIAN_NAME:
-                _draw_line(axes, each, MEDIAN_NAME, MEDIAN_OPACITY, hollow)
-            _draw_line(axes, each, each.bounded, 1.0, hollow)
-        if bound := served[0].facts[0].bound_s:
+        for index, serving_run in enumerate(runs):
+            kinds = [(e.trial.backend, e.trial.precision) for e in runs[: index + 1]]
+            is_hollow = kinds.count(kinds[-1]) > 1  # same backend and precision as an earlier one
+            if serving_run.bounded != MEDIAN_NAME:
+                _draw_line(axes, serving_run, MEDIAN_NAME, MEDIAN_OPACITY, is_hollow)
+            _draw_line(axes, serving_run, serving_run.bounded, 1.0, is_hollow)
+        if bound := runs[0].facts[0].bound_s:
             axes.axhline(1e3 * bound, color=EDGE, linestyle="--", linewidth=1)
         axes.set(yscale="log", xlabel="requests/s", ylabel="latency, ms", xlim=(0, None))
         make_logarithmic(axes, "y", *axes.get_ylim())
@@ -379,27 +379,27 @@ def draw_latency_by_rate(run: RunData) -> Any:
     return figure
 
 
-def _find_points(served: ServingRun, name: str) -> list[tuple[RateMeasurement, float]]:
+def _find_points(run: ServingRun, name: str) -> list[tuple[RateMeasurement, float]]:
     """Return the stable rates with a value of the percentile, in seconds, by ascending rate."""
-    found = [(t, t.find_percentile(name)) for t in served.measurements if not t.step.unstable]
-    return sorted(((t, p.value) for t, p in found if p), key=lambda pair: pair[0].step.rate)
+    points = [(t, t.find_percentile(name)) for t in run.measurements if not t.step.unstable]
+    return sorted(((t, p.value) for t, p in points if p), key=lambda pair: pair[0].step.rate)
 
 
-def _draw_line(axes: Any, served: ServingRun, name: str, alpha: float, hollow: bool) -> None:
-    points, trial = _find_points(served, name), served.trial
+def _draw_line(axes: Any, run: ServingRun, name: str, alpha: float, is_hollow: bool) -> None:
+    points, trial = _find_points(run, name), run.trial
     style = {"color": choose_color(trial.backend), "alpha": alpha, "marker": choose_marker(trial.precision),
-             "markersize": 4, "fillstyle": "none" if hollow else "full"}  # fmt: skip
-    for number in sorted({t.round for t, _ in points}):
-        own = [(t.step.rate, 1e3 * value) for t, value in points if t.round == number]
-        wrong = f", {OUTPUTS_WRONG}" if served.outputs.fault else ""
-        label = None if number else f"{trial.label}, {name}{wrong}"
+             "markersize": 4, "fillstyle": "none" if is_hollow else "full"}  # fmt: skip
+    for round_index in sorted({t.round for t, _ in points}):
+        series = [(t.step.rate, 1e3 * value) for t, value in points if t.round == round_index]
+        suffix = f", {OUTPUTS_WRONG}" if run.outputs.fault else ""
+        label = None if round_index else f"{trial.label}, {name}{suffix}"
         axes.plot(
-            *zip(*own, strict=True), linestyle=LINES.get(trial.precision, "-"), label=label, linewidth=1.2, **style
+            *zip(*series, strict=True), linestyle=LINES.get(trial.precision, "-"), label=label, linewidth=1.2, **style
         )
-    for tried, value in points:
-        (point,) = axes.plot(tried.step.rate, 1e3 * value, **style)
+    for result, value in points:
+        (point,) = axes.plot(result.step.rate, 1e3 * value, **style)
         add_tooltip(
-            point, f"{trial.label}: {format_number(tried.step.rate)} requests/s, {name} {show(value, 'duration')}"
+            point, f"{trial.label}: {format_number(result.step.rate)} requests/s, {name} {show(value, 'duration')}"
         )
 
 

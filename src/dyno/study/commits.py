@@ -20,18 +20,18 @@ def split_commit(source: str) -> tuple[str, str]:
 
     Only files have commits. A file whose whole name contains the @ has none.
     """
-    before, at, commit = source.rpartition("@")
-    file, _, _ = _split_source(before)
-    known = file.endswith((".py", *SAVED_SUFFIXES)) or registry.format_of(file) is not None
-    if not (at and commit and known) or Path(source).exists():
+    base, separator, commit = source.rpartition("@")
+    file, _, _ = _split_source(base)
+    is_known = file.endswith((".py", *SAVED_SUFFIXES)) or registry.format_of(file) is not None
+    if not (separator and commit and is_known) or Path(source).exists():
         return source, ""
-    return before, commit
+    return base, commit
 
 
 def fix_commit(source: str) -> str:
     """Return the source with its commit as a hash, which stays valid when a branch moves on."""
-    place, commit = split_commit(source)
-    return f"{place}@{_resolve_commit(_find_root(_split_source(place)[0]), commit)[:HASH_LENGTH]}" if commit else source
+    base, commit = split_commit(source)
+    return f"{base}@{_resolve_commit(_find_root(_split_source(base)[0]), commit)[:HASH_LENGTH]}" if commit else source
 
 
 def checked_out(source: str) -> str:
@@ -40,16 +40,16 @@ def checked_out(source: str) -> str:
     Git LFS files are fetched by git; submodules are left out. Raises `UserError` without git, the repository, the
     commit or the file.
     """
-    place, commit = split_commit(source)
+    base, commit = split_commit(source)
     if not commit:
         return source
-    file, colon, function = _split_source(place)
+    file, colon, function = _split_source(base)
     root = _find_root(file)
     commit = _resolve_commit(root, commit)
-    inside = os.path.relpath(Path(file).absolute(), root)
-    if _run_git(root, "cat-file", "-e", f"{commit}:{Path(inside).as_posix()}").returncode:
-        raise UserError(f"there is no {inside} at commit {commit[:HASH_LENGTH]} of {root}")
-    return f"{_check_out_commit(root, commit) / inside}{colon}{function}"
+    relative_path = os.path.relpath(Path(file).absolute(), root)
+    if _run_git(root, "cat-file", "-e", f"{commit}:{Path(relative_path).as_posix()}").returncode:
+        raise UserError(f"there is no {relative_path} at commit {commit[:HASH_LENGTH]} of {root}")
+    return f"{_check_out_commit(root, commit) / relative_path}{colon}{function}"
 
 
 def find_head() -> str:
@@ -60,8 +60,8 @@ def find_head() -> str:
     with suppress(UserError):
         head = _run_git(Path.cwd(), "rev-parse", "--verify", "--quiet", "HEAD")
         if not head.returncode:
-            changed = _run_git(Path.cwd(), "status", "--porcelain", "--untracked-files=no", "--ignore-submodules")
-            return head.stdout.strip()[:HASH_LENGTH] + "+" * bool(changed.stdout.strip())
+            status = _run_git(Path.cwd(), "status", "--porcelain", "--untracked-files=no", "--ignore-submodules")
+            return head.stdout.strip()[:HASH_LENGTH] + "+" * bool(status.stdout.strip())
     return ""
 
 
@@ -76,19 +76,19 @@ def _find_root(file: str) -> Path:
     folder = Path(file).absolute().parent
     while not folder.is_dir():
         folder = folder.parent
-    done = _run_git(folder, "rev-parse", "--show-toplevel")
-    if done.returncode:
-        raise UserError(f"{file} is in no git repository that can be read: {_find_last_line(done)}")
-    top = Path(done.stdout.strip())
+    process = _run_git(folder, "rev-parse", "--show-toplevel")
+    if process.returncode:
+        raise UserError(f"{file} is in no git repository that can be read: {_find_last_line(process)}")
+    top = Path(process.stdout.strip())
     # As the user wrote it, if the path goes through a link.
     return next((each for each in (folder, *folder.parents) if each.resolve() == top.resolve()), top)
 
 
 def _resolve_commit(root: Path, commit: str) -> str:
-    done = _run_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
-    if done.returncode:
+    process = _run_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
+    if process.returncode:
         raise UserError(f"there is no commit {commit!r} in {root}; fetch it first, such as by `git fetch --unshallow`")
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 def _check_out_commit(root: Path, commit: str) -> Path:
@@ -102,26 +102,26 @@ def _check_out_commit(root: Path, commit: str) -> Path:
         index = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
         tree = Path(scratch) / "tree"
         tree.mkdir()
-        for words in (["read-tree", commit], ["checkout-index", "--all", f"--prefix={tree}/"]):
-            if (done := _run_git(root, *words, env=index)).returncode:
+        for args in (["read-tree", commit], ["checkout-index", "--all", f"--prefix={tree}/"]):
+            if (process := _run_git(root, *args, env=index)).returncode:
                 raise UserError(
-                    f"the files of commit {commit[:HASH_LENGTH]} can't be taken from {root}: {_find_last_line(done)}"
+                    f"the files of commit {commit[:HASH_LENGTH]} can't be taken from {root}: {_find_last_line(process)}"
                 )
         with suppress(OSError):  # another process was faster
             tree.rename(folder)
     return folder
 
 
-def _run_git(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", *words]
+def _run_git(folder: Path, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", *args]
     try:
         return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
     except FileNotFoundError:
         raise UserError("git is not installed, and a model's commit needs it; install git") from None
 
 
-def _find_last_line(done: subprocess.CompletedProcess[str]) -> str:
-    return (done.stderr.strip().splitlines() or ["git gave no message"])[-1]
+def _find_last_line(process: subprocess.CompletedProcess[str]) -> str:
+    return (process.stderr.strip().splitlines() or ["git gave no message"])[-1]
 
 
 # Files of torch.save given as a model: runnable ones, and advice on the others.

@@ -46,18 +46,18 @@ def find_format(file: str, format: str = "") -> str:
 
     Raises `UserError` for an unknown suffix, Parquet without a file, and a missing library.
     """
-    ending = Path(file).suffix
-    chosen = format or SUFFIX_FORMATS.get(ending, "" if file else "text")
-    if not chosen:
+    suffix = Path(file).suffix
+    result = format or SUFFIX_FORMATS.get(suffix, "" if file else "text")
+    if not result:
         raise UserError(
-            f"{file} has an unknown ending {ending!r}; known: {', '.join(SUFFIX_FORMATS)}, or give --format"
+            f"{file} has an unknown ending {suffix!r}; known: {', '.join(SUFFIX_FORMATS)}, or give --format"
         )
-    check_known("format", chosen, (*TEXT_FORMATS, PARQUET_FORMAT))
-    if chosen == PARQUET_FORMAT and not file:
+    check_known("format", result, (*TEXT_FORMATS, PARQUET_FORMAT))
+    if result == PARQUET_FORMAT and not file:
         raise UserError("Parquet is not for a terminal; give a file: -o FILE.parquet")
-    if chosen == PARQUET_FORMAT and not is_installed("pyarrow"):
+    if result == PARQUET_FORMAT and not is_installed("pyarrow"):
         raise UserError(f"Parquet: {name_lacking(['pyarrow'])}")
-    return chosen
+    return result
 
 
 def parse_trackers(text: str) -> list[str]:
@@ -72,10 +72,10 @@ def parse_trackers(text: str) -> list[str]:
 
 def check_threads(study: Study) -> None:
     """Raise `UserError` for more threads than processors: they would wait for each other."""
-    here = len(os.sched_getaffinity(0))
-    if study.threads > here:
-        there = "is 1 processor" if here == 1 else f"are {here} processors"
-        raise UserError(f"threads is {study.threads}, but there {there} here; give at most {here}")
+    processors = len(os.sched_getaffinity(0))
+    if study.threads > processors:
+        phrase = "is 1 processor" if processors == 1 else f"are {processors} processors"
+        raise UserError(f"threads is {study.threads}, but there {phrase} here; give at most {processors}")
 
 
 def check_weights(study: Study, models: Sequence[str]) -> None:
@@ -192,18 +192,18 @@ def study_of_own_jobs(model: str, batch: int, settings: Mapping[str, Any]) -> tu
     """
     settings = name_fields(settings)
     study = study_of(model, {**OWN_JOBS, "batches": (batch,)}, settings)
-    several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
+    is_comparison = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
     if "rounds" not in settings:
-        study = replace(study, rounds=COMPARED_ROUNDS if several else 1)
-    return study, several
+        study = replace(study, rounds=COMPARED_ROUNDS if is_comparison else 1)
+    return study, is_comparison
 
 
-def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> Study:
-    """Build the model's study, with `settings` over the `usual` ones.
+def one_model(model: Any, settings: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Study:
+    """Build the model's study, with `settings` over the `defaults` ones.
 
     Raises `UserError` for a missing device, and for several devices.
     """
-    study = Study(models=(model,), **{**(usual or {}), **name_fields(settings)})
+    study = Study(models=(model,), **{**(defaults or {}), **name_fields(settings)})
     if "device" in settings or study.on:  # callers decide whether a file's default device must exist
         check_device(study)
     return study
@@ -215,11 +215,11 @@ def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[
     A form after the first model, such as openvino/int8, is the first model in that backend and precision. Files have
     their own weights, so weight settings apply only to other models.
     """
-    forms = [_parse_form(model) if number else {} for number, model in enumerate(models)]
+    forms = [_parse_form(model) if index else {} for index, model in enumerate(models)]
     sources = [models[0] if form else model for model, form in zip(models, forms, strict=True)]
-    of_others = () if all(map(keeps_weights, sources)) else ("weights", "pretrained")
+    excluded = () if all(map(keeps_weights, sources)) else ("weights", "pretrained")
     return [
-        (source, {name: v for name, v in settings.items() if not (keeps_weights(source) and name in of_others)} | form)
+        (source, {name: v for name, v in settings.items() if not (keeps_weights(source) and name in excluded)} | form)
         for source, form in zip(sources, forms, strict=True)
     ]
 
@@ -250,9 +250,9 @@ def reference_of(study: Study) -> Study | None:
     if model.startswith(BACKEND_PREFIXES) or (kind and kind.on_device):
         return None
     backend, _ = default_runner(model)
-    usual = study.precisions or ("fp32",)
+    precisions = study.precisions or ("fp32",)
     choices = map(Choice.parse, study.backends)
-    if any(each.name == backend and "fp32" in (each.precisions or usual) for each in choices):
+    if any(choice.name == backend and "fp32" in (choice.precisions or precisions) for choice in choices):
         return None
     return replace(study, backends=(backend,), precisions=(), boundaries=(), rounds=1, builds=1)
 
@@ -266,26 +266,26 @@ def folder_for(out: str | Path | None, command: str, models: Sequence[str]) -> P
 def new_folder(command: str, models: Sequence[str]) -> Path:
     """Return the path of a new folder for a command that always measures again."""
     name = "-".join(map(model_name, models))[:60]
-    first = Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    path, number = first, 1
+    base = Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    path, index = base, 1
     while path.exists():  # another one began in the same second
-        number += 1
-        path = first.with_name(f"{first.name}-{number}")
+        index += 1
+        path = base.with_name(f"{base.name}-{index}")
     return path
 
 
-def each_of(models: Sequence[str], measure: Callable[[int, str], T], needed: int = 0) -> list[T]:
+def each_of(models: Sequence[str], measure: Callable[[int, str], T], required_count: int = 0) -> list[T]:
     """Call `measure` for each model and return the results; other models continue after a failure (a line on stderr).
 
-    Raises the `UserError` of the first `needed` models, and the first error if every model fails.
+    Raises the `UserError` of the first `required_count` models, and the first error if every model fails.
     """
     results: list[T] = []
     errors: list[UserError] = []
-    for number, model in enumerate(models):
+    for index, model in enumerate(models):
         try:
-            results.append(measure(number, model))
+            results.append(measure(index, model))
         except UserError as e:
-            if number < needed:
+            if index < required_count:
                 raise
             errors.append(e)
     if not results:

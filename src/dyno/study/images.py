@@ -45,10 +45,10 @@ def prepare_images(
         image = "image input (N x C x H x W, in floating point or bytes)"
         raise UserError(f"{model.name} has no {image} that images could be fed to; omit --data")
     cache, task = cache_dir() / "datasets", tasks.find_task(model.task)
-    objects = task.labels == "objects"
+    has_boxes = task.labels == "objects"
     if not study.data:
         folder = Path(study.calibration)
-        options: dict[str, Any] = {"on_unreadable": study.unreadable, "channels": model.channels, "objects": objects}
+        options: dict[str, Any] = {"on_unreadable": study.unreadable, "channels": model.channels, "objects": has_boxes}
         with report_decoding(console) as progress:
             data = dyno_data.calibration_alone(folder, cache, size, model.preprocess, progress=progress, **options)
         warn_unreadable(dyno_data.read_meta(data), console)
@@ -58,17 +58,17 @@ def prepare_images(
     path, outputs = Path(study.data), outputs or model.classes or 0
     data_format = dyno_data.format_of(path)
     if data_format.labels not in ("", task.labels):
-        labelled = "class folders or a table of path,label"
-        labelled += ", or --task detect if it gives boxes" * (not study.task)
-        expected = "annotations in COCO's or YOLO's format, or one folder of images" if objects else labelled
+        class_data = "class folders or a table of path,label"
+        class_data += ", or --task detect if it gives boxes" * (not study.task)
+        expected = "annotations in COCO's or YOLO's format, or one folder of images" if has_boxes else class_data
         raise UserError(
             f"{study.data} is in {data_format.described}, but {model.name} is for {model.task}; give {expected}"
         )
-    if study.budget and objects and not data_format.labels:
+    if study.budget and has_boxes and not data_format.labels:
         raise UserError(f"a budget needs boxes, and {study.data} has none; give annotations in COCO's or YOLO's format")
     settings: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
     settings |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
-    settings |= {"objects": objects, "needs": task.needs, "outputs": outputs}
+    settings |= {"objects": has_boxes, "needs": task.needs, "outputs": outputs}
     with report_decoding(console) as progress:
         data = dyno_data.load(path, cache, size, model.preprocess, progress=progress, **settings)
     meta = dyno_data.read_meta(data)
@@ -89,8 +89,8 @@ def remove_crop(study: Study, model: ModelSpec, inspection: Inspection, size: tu
         photos = list_photos(study.data)
     except UserError:  # `prepare_images` reports it, knowing the network's classes
         return model
-    few = photos[:: max(1, len(photos) // EXAMINED_IMAGES)]
-    if any(found != size for found in read_sizes(few, Transform(size, model.preprocess, model.channels))):
+    sample = photos[:: max(1, len(photos) // EXAMINED_IMAGES)]
+    if any(image_size != size for image_size in read_sizes(sample, Transform(size, model.preprocess, model.channels))):
         return model
     return replace(model, preprocess=replace(model.preprocess, resize=1.0))
 
@@ -112,24 +112,24 @@ def calibrates(study: Study) -> bool:
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.list_backends()]
     for choice in choices:
         engine = registry.find(choice.name)
-        reads = any(engine.reads(source) for source in study.models if registry.format_of(source))
-        added = study.adds_precisions and (reads or not all(map(registry.format_of, study.models)))
-        asked = choice.precisions or study.precisions or (CALIBRATED_PRECISIONS if added else ())
-        precisions = set(asked) & set(engine.precisions)
-        keeps = "keep" in choice.options or (study.searches and "keep" in engine.options)
-        if precisions & CALIBRATED_PRECISIONS or (keeps and precisions & RANKED_PRECISIONS):
+        can_read = any(engine.reads(source) for source in study.models if registry.format_of(source))
+        is_added = study.adds_precisions and (can_read or not all(map(registry.format_of, study.models)))
+        candidates = choice.precisions or study.precisions or (CALIBRATED_PRECISIONS if is_added else ())
+        precisions = set(candidates) & set(engine.precisions)
+        can_keep = "keep" in choice.options or (study.searches and "keep" in engine.options)
+        if precisions & CALIBRATED_PRECISIONS or (can_keep and precisions & RANKED_PRECISIONS):
             return True
     return False
 
 
-def warn_unreadable(about: dict[str, Any], console: Console | None) -> None:
+def warn_unreadable(meta: dict[str, Any], console: Console | None) -> None:
     """Print the names of unreadable images, which are left out."""
-    if unreadable := about.get("unreadable"):
+    if unreadable := meta.get("unreadable"):
         from dyno.formatting import format_count
         from dyno.jobs.progress import stderr_console
 
-        shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
-        line = f"{format_count(len(unreadable), 'image')} can't be read, left out: {shown}"
+        sample = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
+        line = f"{format_count(len(unreadable), 'image')} can't be read, left out: {sample}"
         (console or stderr_console()).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -139,44 +139,44 @@ def _prepare_digits(cache: Path, model: ModelSpec, size: tuple[int, int], output
     data = dyno_data.prepare_digits(cache, size[0])
     _check_labels("digits", dyno_data.read_meta(data), model, outputs)
     if model.channels != 1:
-        given = f"digits are grey, but {model.name} takes {model.channels} channels"
-        raise UserError(f"{given}; give a model of one (with --channels 1), or other images")
+        problem = f"digits are grey, but {model.name} takes {model.channels} channels"
+        raise UserError(f"{problem}; give a model of one (with --channels 1), or other images")
     return data
 
 
-def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> None:
+def _check_labels(name: str, meta: dict[str, Any], model: ModelSpec, outputs: int) -> None:
     """Raise `UserError` for labels that don't fit the model's task or its number of classes."""
-    has, classes = about.get("has", []), len(about["classes"])
-    needed = tasks.find_task(model.task).needs
-    if needed and has and needed not in has:
+    annotations, classes = meta.get("has", []), len(meta["classes"])
+    need = tasks.find_task(model.task).needs
+    if need and annotations and need not in annotations:
         raise UserError(
-            f"{model.name} is for {model.task}, but {name} has no {needed} for all objects; "
-            f"give data with {needed}, or a network for detect"
+            f"{model.name} is for {model.task}, but {name} has no {need} for all objects; "
+            f"give data with {need}, or a network for detect"
         )
-    if needed == "keypoints" and has and model.keypoints and tuple(about["keypoints"])[:1] != model.keypoints[:1]:
-        expected, present = model.keypoints[0], about["keypoints"][0]
+    if need == "keypoints" and annotations and model.keypoints and tuple(meta["keypoints"])[:1] != model.keypoints[:1]:
+        expected, present = model.keypoints[0], meta["keypoints"][0]
         # values of a box; a file may not tell which are scores
         values = (model.classes or 1) + math.prod(model.keypoints)
-        own = f", or --classes {classes}" if classes and classes + math.prod(about["keypoints"]) == values else ""
+        hint = f", or --classes {classes}" if classes and classes + math.prod(meta["keypoints"]) == values else ""
         raise UserError(
             f"{name} has {present} keypoints, but {model.name} gives {expected}; "
-            f"give data with {expected}, or a network of {present}{own}"
+            f"give data with {expected}, or a network of {present}{hint}"
         )
     if not outputs or not classes or outputs == classes:
         return
-    folders = about.get("label_source") == "folders"
-    has_now = add_noun(classes, "class folder") if folders else add_noun(classes, "class", "classes")
-    line = f"{name} has {has_now}, but {model.name} has {add_noun(outputs, 'class', 'classes')}"
-    deeper = (Path(name, one) for one in about["classes"] if folders and Path(name, one).is_dir())
-    if inner := next((one for one in deeper if len(list_folders(one)) == outputs), None):
-        raise UserError(f"{line}; give {inner}, which has {outputs}")
+    has_folders = meta.get("label_source") == "folders"
+    classes_text = add_noun(classes, "class folder") if has_folders else add_noun(classes, "class", "classes")
+    line = f"{name} has {classes_text}, but {model.name} has {add_noun(outputs, 'class', 'classes')}"
+    subfolders = (Path(name, folder) for folder in meta["classes"] if has_folders and Path(name, folder).is_dir())
+    if subfolder := next((folder for folder in subfolders if len(list_folders(folder)) == outputs), None):
+        raise UserError(f"{line}; give {subfolder}, which has {outputs}")
     build = "" if registry.format_of(model.source) else f"build it with --classes {classes}"
-    if has or classes > outputs:
-        unused = about.get("unused", [])
-        without = f" (without annotation: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''})" if unused else ""
-        raise UserError(f"{line}; give the data that it was trained for{build and f', or {build}'}{without}")
-    table = f"{'give a table of path,label with' if folders else 'write'} the network's numbers as labels"
-    synsets = f"name {'the folders' if folders else 'them'} by their ImageNet synsets (n01440764)"
+    if annotations or classes > outputs:
+        unused = meta.get("unused", [])
+        examples = f" (without annotation: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''})" if unused else ""
+        raise UserError(f"{line}; give the data that it was trained for{build and f', or {build}'}{examples}")
+    table = f"{'give a table of path,label with' if has_folders else 'write'} the network's numbers as labels"
+    synsets = f"name {'the folders' if has_folders else 'them'} by their ImageNet synsets (n01440764)"
     alone = "or put the images into one folder to use them without labels"
     raise UserError(f"{line}; {', '.join(filter(None, (build, table, synsets * (outputs == DEFAULT_COUNT), alone)))}")
 
@@ -185,21 +185,21 @@ def check_images(study: Study, model: ModelSpec, inspection: Inspection, data: D
     """Raise `UserError` for images that Dyno can't prepare for the model, and for classes in another order."""
     if not data.folder:
         return
-    if how := inspection.unsupported_images:
+    if detail := inspection.unsupported_images:
         raise UserError(
-            f"{model.name} takes images {how}, which Dyno can't prepare; omit the images to measure speed alone, or "
+            f"{model.name} takes images {detail}, which Dyno can't prepare; omit the images to measure speed alone, or "
             "give a function, FILE.py:FUNCTION, whose module takes usual images and does that itself"
         )
-    about = dyno_data.read_meta(data)
-    place = {_simplify_name(name): k for k, name in enumerate(inspection.class_names)}
-    for number, name in enumerate(about["classes"] if len(place) == len(inspection.class_names) else ()):
-        if (own := place.get(_simplify_name(name), number)) != number:
+    meta = dyno_data.read_meta(data)
+    indices = {_simplify_name(name): k for k, name in enumerate(inspection.class_names)}
+    for index, name in enumerate(meta["classes"] if len(indices) == len(inspection.class_names) else ()):
+        if (own := indices.get(_simplify_name(name), index)) != index:
             remedy = (
-                "give the categories or names the network's numbers" if about.get("has") else
+                "give the categories or names the network's numbers" if meta.get("has") else
                 "give a table of path,label with the network's numbers as labels"
             )  # fmt: skip
             raise UserError(
-                f"{name!r} is class {number} of {study.data} and class {own} of {model.name}, so its accuracy would be "
+                f"{name!r} is class {index} of {study.data} and class {own} of {model.name}, so its accuracy would be "
                 f"wrong; {remedy}"
             )
 
@@ -213,11 +213,11 @@ def report_decoding(
     console: Console | None = None, verbs: tuple[str, str] = ("decoding", "decoded")
 ) -> Iterator[Progress]:
     """Report decoding progress during the block: a bar on stderr after 1 s, or without a terminal a final line."""
-    shown = _Bar(console, verbs)
+    bar = _Bar(console, verbs)
     try:
-        yield shown
+        yield bar
     finally:
-        shown.close()
+        bar.close()
 
 
 class _Bar:
@@ -242,8 +242,8 @@ class _Bar:
 
         console = self._console = self._console or stderr_console()
         columns = bars.BarColumn(30), bars.MofNCompleteColumn(), bars.TimeRemainingColumn()
-        what = bars.TextColumn(f"{self._verbs[0]} images")
-        bar = bars.Progress(what, *columns, console=console, transient=True, disable=not console.is_terminal)
+        label = bars.TextColumn(f"{self._verbs[0]} images")
+        bar = bars.Progress(label, *columns, console=console, transient=True, disable=not console.is_terminal)
         bar.add_task("", total=total, completed=self._done_before)
         bar.start()
         return bar
@@ -251,8 +251,8 @@ class _Bar:
     def close(self) -> None:
         if self._bar is not None and self._console is not None:
             self._bar.stop()
-            again = f", {self._done_before:,} before" if self._done_before else ""
+            suffix = f", {self._done_before:,} before" if self._done_before else ""
             line = (
                 f"{self._verbs[1]} {self._done - self._done_before:,} images in {time.monotonic() - self._began:.1f} s"
             )
-            self._console.print(line + again, highlight=False)
+            self._console.print(line + suffix, highlight=False)

@@ -59,18 +59,18 @@ def _enter_fake_mode() -> None:
     import_torch()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    entered = threading.Event()
+    event = threading.Event()
 
     def enter() -> None:
         try:
             with FakeTensorMode():
                 pass
         finally:
-            entered.set()
+            event.set()
         threading.Event().wait()
 
     threading.Thread(target=enter, daemon=True).start()
-    entered.wait()
+    event.wait()
 
 
 def _save_module(
@@ -81,34 +81,34 @@ def _save_module(
         name = getattr(module, "__name__", type(module).__name__)
         raise UserError(f"the model {name} is not a torch.nn.Module; call it, or name it as FILE.py:FUNCTION")
     torch = import_torch()
-    if (running := saved_modules.make_runnable(module)) is not module:
-        module, examples = running, saved_modules.program_examples(module) if examples is None else examples
+    if (runnable := saved_modules.make_runnable(module)) is not module:
+        module, examples = runnable, saved_modules.program_examples(module) if examples is None else examples
     module = unwrap_module(torch, module)
     name = getattr(module, "original_name", type(module).__name__)
-    devices = {each.device.type for each in (*module.parameters(), *module.buffers())}
+    devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
     if "meta" in devices:
         raise UserError(f"{name} has no weights yet (device meta); give it some first, by to_empty() and a state_dict")
     if devices - {"cpu"}:
         module = copy.deepcopy(module).cpu()
     model = ModelSpec(name, "", channels=channels)
     with _hold_eval_mode(module):
-        described = modules.describe_inputs(module, model, examples, overrides)
+        module_inputs = modules.describe_inputs(module, model, examples, overrides)
         first_size = sizes[0] if sizes else (DEFAULT_SIZE, DEFAULT_SIZE)
-        dims = Dims(described.batch, *(described.size if all(described.size) else first_size))
-        first = next(iter(modules.signature_of(module).required), "input")
-        image = InputSpec(first, "float32", ("batch", channels, "height", "width"))
-        specs = described.inputs or (image,)
-        if not described.batch or any(spec.shape[:1] == (0,) for spec in specs):
+        dims = Dims(module_inputs.batch, *(module_inputs.size if all(module_inputs.size) else first_size))
+        first_name = next(iter(modules.signature_of(module).required), "input")
+        image = InputSpec(first_name, "float32", ("batch", channels, "height", "width"))
+        specs = module_inputs.inputs or (image,)
+        if not module_inputs.batch or any(spec.shape[:1] == (0,) for spec in specs):
             raise UserError(f"an example input of {name} has no elements; give one of at least one item")
         try:
-            verified, _ = modules.verify_inputs(module, model, replace(described, inputs=specs), dims)
+            verified, _ = modules.verify_inputs(module, model, replace(module_inputs, inputs=specs), dims)
         except UserError:
             raise
         except Exception as e:  # any exception of the user's module means that it refuses the input
-            other = "" if examples is not None else modules.advise_on_inputs(model)
-            hint = modules.advice_on_reason(module, _shorten_error(e), "give") or other
-            refused = f"{name} refuses {modules.list_inputs(specs, dims)}: {_shorten_error(e)}"
-            raise UserError(f"{refused}; {hint}" if hint else refused) from e
+            advice = "" if examples is not None else modules.advise_on_inputs(model)
+            hint = modules.advice_on_reason(module, _shorten_error(e), "give") or advice
+            message = f"{name} refuses {modules.list_inputs(specs, dims)}: {_shorten_error(e)}"
+            raise UserError(f"{message}; {hint}" if hint else message) from e
     with _hold_eval_mode(module):  # again, with the original buffers
         return _store_module(module, model, verified, replace(dims, batch=verified.batch), sizes)
 
@@ -127,20 +127,20 @@ class Storage:
 
 
 def _store_module(
-    module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims, sizes: Sequence[tuple[int, int]]
+    module: Any, model: ModelSpec, module_inputs: ModuleInputs, dims: Dims, sizes: Sequence[tuple[int, int]]
 ) -> str:
     import torch
 
     reasons = []
-    tried = _list_dims(described, dims, sizes)
-    for each in tried:
-        saved_modules.check_guards(module, model, described.inputs, replace(each, batch=dims.batch))
+    candidates = _list_dims(module_inputs, dims, sizes)
+    for candidate in candidates:
+        saved_modules.check_guards(module, model, module_inputs.inputs, replace(candidate, batch=dims.batch))
     for storage in STORAGE_KINDS[-1:] if isinstance(module, torch.jit.ScriptModule) else STORAGE_KINDS:
         try:
             with _silence_torch():
-                text, write, taken = storage.make(module, model, described.inputs, dims)
-                inputs = [*map(to_json, taken)]
-                description = json.dumps({"inputs": inputs, "batch": described.batch, "size": described.size})
+                text, write, specs = storage.make(module, model, module_inputs.inputs, dims)
+                inputs = [*map(to_json, specs)]
+                description = json.dumps({"inputs": inputs, "batch": module_inputs.batch, "size": module_inputs.size})
                 weights = models.weights_sha256(module)
                 identity = "\n".join((storage.suffix, torch.__version__, weights, text, description))
                 key = hashlib.sha256(identity.encode()).hexdigest()[:24]
@@ -148,7 +148,7 @@ def _store_module(
                 if not path.is_file():
                     _write_file(path, write, description)
                 with _hold_eval_mode(module):
-                    saved_modules.compare_answers(module, str(path), model, (described.inputs, taken), tried)
+                    saved_modules.compare_answers(module, str(path), model, (module_inputs.inputs, specs), candidates)
                 return str(path)
         except (MemoryError, OSError):
             raise
@@ -160,13 +160,13 @@ def _store_module(
     )
 
 
-def _list_dims(described: ModuleInputs, dims: Dims, sizes: Sequence[tuple[int, int]]) -> list[Dims]:
+def _list_dims(module_inputs: ModuleInputs, dims: Dims, sizes: Sequence[tuple[int, int]]) -> list[Dims]:
     """Return the dims for comparing the stored module: at each size, one row and several."""
-    every = dict.fromkeys([(dims.height, dims.width), *(sizes if described.image else ())])
+    all_sizes = dict.fromkeys([(dims.height, dims.width), *(sizes if module_inputs.image else ())])
     batches = dict.fromkeys(
-        [1, _widen_batch(described.inputs, dims).batch] if described.has_free_batch else [dims.batch]
+        [1, _widen_batch(module_inputs.inputs, dims).batch] if module_inputs.has_free_batch else [dims.batch]
     )
-    return [Dims(batch, height, width) for height, width in every for batch in batches]
+    return [Dims(batch, height, width) for height, width in all_sizes for batch in batches]
 
 
 def _export_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
@@ -186,12 +186,12 @@ def _flat_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tu
     import torch
 
     args, keywords = modules.make_example(model, specs, _widen_batch(specs, dims))
-    given, positional_args = dict(keywords), iter(args)
-    given |= {spec.name: next(positional_args) for spec in specs if not spec.keyword}
+    values, positional_args = dict(keywords), iter(args)
+    values |= {spec.name: next(positional_args) for spec in specs if not spec.keyword}
     arrays = tuple(replace(spec, keyword=False) for spec in specs if spec.dtype)
-    flat = make_positional(torch, module, specs, flat=True)
+    wrapper = make_positional(torch, module, specs, flat=True)
     shapes = (tuple(_find_free_axes(spec) for spec in arrays),) if _has_free_axis(specs) else None
-    program = _export_module(flat, tuple(given[spec.name] for spec in arrays), {}, shapes)
+    program = _export_module(wrapper, tuple(values[spec.name] for spec in arrays), {}, shapes)
     return _identify_program(program), _make_writer(program), arrays
 
 
@@ -209,7 +209,7 @@ def _identify_program(program: Any) -> str:
 def _make_writer(program: Any) -> Callable[..., Any]:
     import torch
 
-    return lambda place, extra: torch.export.save(program, place, extra_files=extra)
+    return lambda path, extra: torch.export.save(program, path, extra_files=extra)
 
 
 def _widen_batch(specs: Specs, dims: Dims) -> Dims:
@@ -236,7 +236,7 @@ def _script_module(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> t
     import torch
 
     script = torch.jit.script(module)
-    return _identify_script(script), lambda place, extra: torch.jit.save(script, place, _extra_files=extra), specs
+    return _identify_script(script), lambda path, extra: torch.jit.save(script, path, _extra_files=extra), specs
 
 
 def _identify_script(script: Any) -> str:
@@ -263,10 +263,10 @@ def _write_file(path: Path, write: Callable[..., Any], description: str) -> None
     """Write the file under a temporary name and rename it, because another process may read it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        part = Path(scratch) / path.name
-        write(str(part), {INPUTS_MEMBER: description})
-        saved_modules.load(str(part))  # text in a program's results can be written but not read
-        part.replace(path)
+        scratch_file = Path(scratch) / path.name
+        write(str(scratch_file), {INPUTS_MEMBER: description})
+        saved_modules.load(str(scratch_file))  # text in a program's results can be written but not read
+        scratch_file.replace(path)
 
 
 @contextmanager

@@ -44,13 +44,13 @@ def parse_shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Parse shape and type by input from `NAME:1x3x224x224`, `NAME:batchx128:int64` or, for a scalar, `NAME::int64`."""
     by_name: dict[str, dict[str, Any]] = {}
     for text in texts:
-        parts = SHAPE_PATTERN.fullmatch(text)
-        axes = [int(axis) if axis.isdecimal() else axis for axis in re.findall(AXIS_PATTERN, parts[2])] if parts else []
-        if parts is None or axes[:1] == [0] or axes.count("batch") > 1:
+        match = SHAPE_PATTERN.fullmatch(text)
+        axes = [int(axis) if axis.isdecimal() else axis for axis in re.findall(AXIS_PATTERN, match[2])] if match else []
+        if match is None or axes[:1] == [0] or axes.count("batch") > 1:
             raise UserError(f"shape {text!r} is not NAME:1x3x224x224 or NAME:batchx128:int64, with one batch")
-        if parts[3] is not None:
-            check_known(f"type of input {parts[1]!r}", parts[3], INPUT_TYPES)
-        by_name[parts[1]] = {"shape": axes, **({"dtype": parts[3]} if parts[3] else {})}
+        if match[3] is not None:
+            check_known(f"type of input {match[1]!r}", match[3], INPUT_TYPES)
+        by_name[match[1]] = {"shape": axes, **({"dtype": match[3]} if match[3] else {})}
     return by_name
 
 
@@ -69,8 +69,8 @@ def _parse_values(text: str) -> dict[str, dict[str, Any]]:
         raise UserError(f"input {text!r} is larger than any number of an input; give one below 2**64")
     if dots and numbers[0] > numbers[1]:
         raise UserError(f"input {text!r} has a range whose end is below its start; write NAME=LOW..HIGH")
-    ends = [int(n) if isinstance(n, bool) else n for n in numbers]  # numbers, as in a record
-    value_range = {"low": ends[0], "high": ends[-1]}
+    bounds = [int(n) if isinstance(n, bool) else n for n in numbers]  # numbers, as in a record
+    value_range = {"low": bounds[0], "high": bounds[-1]}
     return {name: value_range if dots else {**value_range, "value": numbers[0]}}
 
 
@@ -90,15 +90,15 @@ def _read_arrays(path: Path) -> dict[str, dict[str, Any]]:
     the numeric shape).
     """
     try:
-        stored = load_arrays(check_regular(path, "array file"))
+        contents = load_arrays(check_regular(path, "array file"))
     except (OSError, ValueError) as e:
         raise UserError(f"{path} can't be read as arrays by input name (numpy.savez): {e}") from e
-    if empty := [name for name, a in stored.items() if a.ndim and not len(a)]:
-        raise UserError(f"the array {empty[0]!r} in {path} is empty; give one with values")
+    if empty_names := [name for name, a in contents.items() if a.ndim and not len(a)]:
+        raise UserError(f"the array {empty_names[0]!r} in {path} is empty; give one with values")
     # Infinite values are valid, e.g. in attention masks.
-    if unusable := [name for name, a in stored.items() if a.dtype.kind == "f" and np.isnan(a).any()]:
-        raise UserError(f"the array {unusable[0]!r} in {path} has values that are not numbers (NaN); replace them")
-    arrays = {name: (a.shape, str(a.dtype)) for name, a in stored.items()}
+    if nan_names := [name for name, a in contents.items() if a.dtype.kind == "f" and np.isnan(a).any()]:
+        raise UserError(f"the array {nan_names[0]!r} in {path} has values that are not numbers (NaN); replace them")
+    arrays = {name: (a.shape, str(a.dtype)) for name, a in contents.items()}
     rows = next((shape[0] for shape, _ in arrays.values() if shape), 0)
     sha256, by_name = sha256_of(path), {}
     for name, (shape, dtype) in arrays.items():

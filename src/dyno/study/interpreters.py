@@ -21,18 +21,18 @@ from dyno.worker.spec import Recipe, Runtime, UserError, clean_text
 THIS_RUNTIME = Runtime()
 
 
-def list_installed(device: str, named: Collection[str] = ()) -> list[str]:
-    """Return the backends that run on the device and are installed in this Python, or are in `named`."""
+def list_installed(device: str, extra_names: Collection[str] = ()) -> list[str]:
+    """Return the backends that run on the device and are installed in this Python, or are in `extra_names`."""
     kind = device.split(":")[0]
-    fitting = [name for name in registry.list_backends() if kind in registry.find(name).devices]
-    return [name for name in fitting if name in named or not find_missing(name)]
+    names = [name for name in registry.list_backends() if kind in registry.find(name).devices]
+    return [name for name in names if name in extra_names or not find_missing(name)]
 
 
 def find_missing(name: str, runtime: Runtime = THIS_RUNTIME) -> str:
     """Return the backend's first library that is missing in the runtime, or ""."""
     requires = registry.find(name).requires
-    present = find_versions(runtime, requires)
-    return next((either.split("|")[0] for either in requires if not present.keys() & set(either.split("|"))), "")
+    versions = find_versions(runtime, requires)
+    return next((either.split("|")[0] for either in requires if not versions.keys() & set(either.split("|"))), "")
 
 
 def explain_missing(name: str, runtime: Runtime = THIS_RUNTIME) -> str:
@@ -52,8 +52,8 @@ def place_recipe(recipe: Recipe | None, study: Study) -> Recipe | None:
         return None
     runtime = recipe.runtime
     if runtime.name in study.runtime:
-        configured = runtime_of(study, Choice(runtime.name))
-        runtime = replace(runtime, python=configured.python, env=configured.env)
+        replacement = runtime_of(study, Choice(runtime.name))
+        runtime = replace(runtime, python=replacement.python, env=replacement.env)
     return replace(
         recipe,
         parent=place_recipe(recipe.parent, study),
@@ -107,8 +107,8 @@ def python_with(packages: Sequence[str]) -> str:
 
 
 def _find_uv() -> str:
-    beside = Path(sys.executable).with_name("uv")
-    uv = str(beside) if beside.is_file() else shutil.which("uv")
+    candidate = Path(sys.executable).with_name("uv")
+    uv = str(candidate) if candidate.is_file() else shutil.which("uv")
     if uv is None:
         raise UserError("uv is not installed; it makes an environment for each version: pip install uv")
     return uv

@@ -68,12 +68,12 @@ class InspectionFailed(UserError):
 
 def model_spec(study: Study, source: str) -> ModelSpec:
     """Return the model as named by the user, with the hashes of all files that define it."""
-    named, source = source, stored_source(commits.checked_out(source))
-    first, *others = source.partition("(")[0].split(",")
-    if others and (":" in first or registry.format_of(first)) and not Path(source).exists():
-        raise UserError(f"models are given one by one, without commas: {shlex.join([first, *others])}")
-    common: dict[str, Any] = {
-        "name": model_name(named if commits.split_commit(named)[1] else source),
+    original, source = source, stored_source(commits.checked_out(source))
+    first, *rest = source.partition("(")[0].split(",")
+    if rest and (":" in first or registry.format_of(first)) and not Path(source).exists():
+        raise UserError(f"models are given one by one, without commas: {shlex.join([first, *rest])}")
+    fields: dict[str, Any] = {
+        "name": model_name(original if commits.split_commit(original)[1] else source),
         "pretrained": study.pretrained and not keeps_weights(source),
         "seed": study.seed,
         "classes": study.classes,
@@ -85,36 +85,36 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         if study.pretrained:
             raise UserError("--weights and --pretrained can't be used together")
         if not keeps_weights(source):
-            common |= {"weights": str(make_absolute(path)), "weights_sha256": sha256_of(path)}
+            fields |= {"weights": str(make_absolute(path)), "weights_sha256": sha256_of(path)}
     if registry.format_of(source):
         sha256 = sha256_of(path := make_absolute(find_file(source, "model file")))
-        return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **common)
+        return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **fields)
     prefix, folder = huggingface.split_folder(source)
     if prefix:
-        return _of_folder(prefix, folder, common)
+        return _of_folder(prefix, folder, fields)
     if source.endswith(SAVED_SUFFIXES) or source.startswith("saved:"):
         path = find_file(source.removeprefix("saved:"), "saved module")
         # Dyno's own files are in folders named after their content, independent of PyTorch's writer.
-        own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
-        sha256 = path.resolve().parent.name if own else sha256_of(path)
-        return ModelSpec(source=f"saved:{make_absolute(path)}", source_sha256=sha256, **common)
+        is_own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
+        sha256 = path.resolve().parent.name if is_own else sha256_of(path)
+        return ModelSpec(source=f"saved:{make_absolute(path)}", source_sha256=sha256, **fields)
     if ":" not in source:
         raise UserError(explain_unknown_model(source))
     return ModelSpec(
-        source=_make_absolute(source), source_sha256=_source_sha256(source, common.get("weights", "")), **common
+        source=_make_absolute(source), source_sha256=_source_sha256(source, fields.get("weights", "")), **fields
     )
 
 
-def _of_folder(prefix: str, name: str, common: dict[str, Any]) -> ModelSpec:
+def _of_folder(prefix: str, name: str, fields: dict[str, Any]) -> ModelSpec:
     """Return the model of a Hugging Face or timm folder: a local one with its weights, the hub's only if pretrained."""
-    folder = huggingface.locate(prefix, name, common["pretrained"])
+    folder = huggingface.locate(prefix, name, fields["pretrained"])
     weights = huggingface.weight_files(folder)
-    owned = Path(name).is_dir() and bool(weights) and not common.get("weights")
-    common["pretrained"] = common["pretrained"] or owned
-    parts = [*sorted(folder.glob("*.json")), *(weights if common["pretrained"] else ())]
-    sha256 = digest([(path.name, sha256_of(path)) for path in parts])
-    stored = TIMM_FOLDER if prefix in huggingface.TIMM_HUB else prefix
-    return ModelSpec(source=f"{stored}{folder}", source_sha256=sha256, **common)
+    has_weights = Path(name).is_dir() and bool(weights) and not fields.get("weights")
+    fields["pretrained"] = fields["pretrained"] or has_weights
+    files = [*sorted(folder.glob("*.json")), *(weights if fields["pretrained"] else ())]
+    sha256 = digest([(path.name, sha256_of(path)) for path in files])
+    source_prefix = TIMM_FOLDER if prefix in huggingface.TIMM_HUB else prefix
+    return ModelSpec(source=f"{source_prefix}{folder}", source_sha256=sha256, **fields)
 
 
 def apply_normalisation(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
@@ -185,16 +185,16 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     reader = file_format.default_backend(Path(model.file)) if file_format and file_format.on_device else ""
     runtime = _inspection_runtime(model, reader, study)
     libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
-    lasting = replace(runtime, threads=1)  # the number of threads doesn't change the facts
-    attached = Path(model.source.partition(":")[2]).parent / METADATA_FILE
-    parts = [
+    key_runtime = replace(runtime, threads=1)  # the number of threads doesn't change the facts
+    metadata_file = Path(model.source.partition(":")[2]).parent / METADATA_FILE
+    key_parts = [
         model,
         options,
-        lasting,
+        key_runtime,
         worker_code_sha256(*list_plugin_modules(file_format)),
         find_versions(runtime, libraries),
     ]
-    key = digest([*parts, sha256_of(attached) if attached.is_file() else ""])[:24]
+    key = digest([*key_parts, sha256_of(metadata_file) if metadata_file.is_file() else ""])[:24]
     record = good_record(find_remembered("inspections", key))
     if record is None or (record.inspection and _have_changed(record.inspection.files)):
         with tempfile.TemporaryDirectory() as scratch:
@@ -234,8 +234,8 @@ def _refuse_settings(model: ModelSpec, study: Study, inspection: Inspection, cha
     if len(study.models) == 1:
         refuse_sizes(study, model, inspection)
         if study.channels not in (channels, Study.channels):
-            has = format_count(channels, "channel")
-            raise UserError(f"{model.name} takes images of {has}, not {study.channels}; omit --channels")
+            expected = format_count(channels, "channel")
+            raise UserError(f"{model.name} takes images of {expected}, not {study.channels}; omit --channels")
 
 
 def _have_changed(files: Mapping[str, str]) -> bool:
@@ -249,8 +249,8 @@ def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
     if not name:
         return Runtime(threads=threads)
     choice = next((choice for choice in map(Choice.parse, study.backends) if choice.name == name), Choice(name))
-    if lack := explain_missing(name, runtime := replace(runtime_of(study, choice), threads=threads)):
-        raise UserError(f"{model.name} is an engine of {name}: {lack}")
+    if reason := explain_missing(name, runtime := replace(runtime_of(study, choice), threads=threads)):
+        raise UserError(f"{model.name} is an engine of {name}: {reason}")
     if runtime.device == "cpu" and "cpu" not in registry.find(name).devices:
         raise UserError(f"{model.name} is an engine for a GPU; choose the GPU with --device cuda:0")
     return runtime
@@ -281,12 +281,12 @@ def list_sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
 
 def list_batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
     low, best, high = inspection.batches or (1, 1, math.inf)
-    outside = [batch for batch in study.batches if not low <= batch <= high]
-    if outside and inspection.batch_reason:
-        raise UserError(f"{inspection.batch_reason}, not {outside[0]}; export it with a wider range")
-    if outside:
+    misfits = [batch for batch in study.batches if not low <= batch <= high]
+    if misfits and inspection.batch_reason:
+        raise UserError(f"{inspection.batch_reason}, not {misfits[0]}; export it with a wider range")
+    if misfits:
         raise UserError(
-            f"batch {outside[0]} is outside the engine's profile, {low} to {high}; build it with a wider one"
+            f"batch {misfits[0]} is outside the engine's profile, {low} to {high}; build it with a wider one"
         )
     fixed = inspection.batch
     wrong = [batch for batch in study.batches if fixed and batch != fixed]
@@ -310,14 +310,14 @@ def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, I
     Models are inspected in parallel, as many as processors and memory allow, each on its share of the processors. After
     a failure beside others, a model is inspected again alone, because it may have lacked memory or time.
     """
-    most = min(len(models), len(os.sched_getaffinity(0)), int(read_available() / (HEADROOM * DEFAULT_PROCESS_B)))
-    found: dict[str, InspectedModel | UserError] = {**_side_by_side(study, models, most)} if most > 1 else {}
-    for key in models.keys() - found.keys():
+    workers = min(len(models), len(os.sched_getaffinity(0)), int(read_available() / (HEADROOM * DEFAULT_PROCESS_B)))
+    results: dict[str, InspectedModel | UserError] = {**_side_by_side(study, models, workers)} if workers > 1 else {}
+    for key in models.keys() - results.keys():
         try:
-            found[key] = inspect_model(models[key], study)
+            results[key] = inspect_model(models[key], study)
         except UserError as e:
-            found[key] = e
-    return found
+            results[key] = e
+    return results
 
 
 def _side_by_side(study: Study, models: Mapping[str, ModelSpec], max_parallel: int) -> dict[str, InspectedModel]:
@@ -328,13 +328,13 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], max_parallel: i
         """Confine this thread's processes to a share: with threads for all cores, they would wait for each other."""
         os.sched_setaffinity(0, shares.popleft())
 
-    inspected = {}
+    results = {}
     with ThreadPoolExecutor(max_parallel, initializer=keep_to_share) as pool, stop_jobs_on_error(pool) as tick:
         pending = {key: pool.submit(inspect_model, model, study, tick) for key, model in models.items()}
         for key, future in pending.items():
             with suppress(UserError):
-                inspected[key] = future.result()
-    return inspected
+                results[key] = future.result()
+    return results
 
 
 def _split_processors(count: int) -> list[list[int]]:

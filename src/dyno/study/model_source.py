@@ -53,8 +53,8 @@ def model_name(source: str) -> str:
     """Return the model's name in tables and folders: the part after the colon, or the file's stem."""
     if source.partition(":")[0] in NETWORK_FILES:
         return Path(source.partition(":")[2]).stem
-    if stored := huggingface.split_folder(source)[1]:
-        return Path(stored).name or Path(stored).resolve().name  # the name of "."
+    if folder := huggingface.split_folder(source)[1]:
+        return Path(folder).name or Path(folder).resolve().name  # the name of "."
     if registry.format_of(source) or source.endswith((*SAVED_SUFFIXES, ".pt", ".pth", ".cfg")):
         return Path(source).stem
     location, _, function = source.rpartition(":")
@@ -100,20 +100,20 @@ def parse_form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
     `names` are the valid backend names. None for a file or any other name, which is a model.
     """
     backend, _, precision = text.partition("/")
-    name, at, options = backend.partition("@")
-    known = name if name in names else usual_name(name)
-    if Path(text).is_file() or known not in names:
+    name, separator, options = backend.partition("@")
+    backend_name = name if name in names else usual_name(name)
+    if Path(text).is_file() or backend_name not in names:
         return None
-    return f"{known}{at}{options}", usual_name(precision)
+    return f"{backend_name}{separator}{options}", usual_name(precision)
 
 
 @cache
 def list_names(library: str) -> frozenset[str]:
     """Return the names of the library's networks; empty if it is not installed."""
-    found = find_spec(library)
-    if found is None or not found.origin:
+    spec = find_spec(library)
+    if spec is None or not spec.origin:
         return frozenset()
-    files = (Path(found.origin).parent / "models").rglob("*.py")
+    files = (Path(spec.origin).parent / "models").rglob("*.py")
     return frozenset(name for file in files for name in REGISTERED_FUNCTION.findall(file.read_text(encoding="utf-8")))
 
 
@@ -122,27 +122,27 @@ def find_libraries(name: str) -> list[str]:
     return [library for library in NETWORK_LIBRARIES if name in list_names(library)]
 
 
-def find_file(text: str, what: str) -> Path:
-    path = check_regular(Path(text), what)
+def find_file(text: str, noun: str) -> Path:
+    path = check_regular(Path(text), noun)
     if path.is_dir():
-        raise UserError(f"{text} is a folder, not a {what}")
+        raise UserError(f"{text} is a folder, not a {noun}")
     if not path.is_file():
-        raise UserError(f"there is no {what} {text}")
-    refuse_stand_in(text, what)
+        raise UserError(f"there is no {noun} {text}")
+    refuse_stand_in(text, noun)
     return path
 
 
-def refuse_stand_in(text: str, what: str, *, may_be_zip: bool = True) -> None:
+def refuse_stand_in(text: str, noun: str, *, may_be_zip: bool = True) -> None:
     """Raise `UserError` if the file is a Git LFS pointer, a web page or compressed."""
     beginning = b""
-    with suppress(OSError), open(text, "rb") as opened:  # reading the whole file will give the reason
-        refuse_pointer(Path(text), what)
-        beginning = opened.read(64)
+    with suppress(OSError), open(text, "rb") as file:  # reading the whole file will give the reason
+        refuse_pointer(Path(text), noun)
+        beginning = file.read(64)
     if beginning.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        raise UserError(f"{text} is a web page and not a {what}; download the file itself")
+        raise UserError(f"{text} is a web page and not a {noun}; download the file itself")
     kinds = COMPRESSION_MAGIC | ({b"PK\3\4": "zip"} if not may_be_zip else {})
     for mark in filter(beginning.startswith, kinds):
-        raise UserError(f"{text} is compressed ({kinds[mark]}) and not the {what} itself; unpack it")
+        raise UserError(f"{text} is compressed ({kinds[mark]}) and not the {noun} itself; unpack it")
 
 
 def explain_unknown_model(source: str) -> str:
@@ -156,10 +156,10 @@ def explain_unknown_model(source: str) -> str:
         return f"{source} is a model of {program}, which Dyno doesn't read; {writer}"
     if Path(source).is_dir():
         return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
-    if named := parse_form(source, registry.list_backends()):
-        backend, precision = named
-        asked = f" --precision {precision}" if precision else ""
-        return f"{source} is a backend, not a model; give it with --backend {backend}{asked}"
+    if form := parse_form(source, registry.list_backends()):
+        backend, precision = form
+        precision_flag = f" --precision {precision}" if precision else ""
+        return f"{source} is a backend, not a model; give it with --backend {backend}{precision_flag}"
     if source.endswith((".yaml", ".yml")):
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
@@ -181,11 +181,11 @@ def explain_unknown_model(source: str) -> str:
         return no_such(source)
     if "," in source:
         return f"models are given one by one, without commas: {shlex.join(source.split(','))}"
-    if meant := [f"{library}:{source}" for library in find_libraries(source)]:
-        return f"{' and '.join(find_libraries(source))} each have a model {source}; give {' or '.join(meant)}"
+    if candidates := [f"{library}:{source}" for library in find_libraries(source)]:
+        return f"{' and '.join(find_libraries(source))} each have a model {source}; give {' or '.join(candidates)}"
     names = {name: library for library in NETWORK_LIBRARIES for name in list_names(library)}
-    if near := difflib.get_close_matches(source, names, 1, MIN_NAME_SIMILARITY):
-        return f"there is no model {source!r}; did you mean {names[near[0]]}:{near[0]}?"
+    if matches := difflib.get_close_matches(source, names, 1, MIN_NAME_SIMILARITY):
+        return f"there is no model {source!r}; did you mean {names[matches[0]]}:{matches[0]}?"
     return no_such(source)
 
 
@@ -198,8 +198,8 @@ def _name_functions(source: str) -> str:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError) as e:
         return f"{source} is not valid Python: {e}"
-    calls = [f"{source}:{_describe_call(each)}" for each in body
-             if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]  # fmt: skip
+    calls = [f"{source}:{_describe_call(node)}" for node in body
+             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]  # fmt: skip
     if not calls:
         return f"{source} has no function; write one that returns the module, and give {source}:FUNCTION"
     return f"give one of the functions of {source}, which returns the module: {', '.join(calls)}"
@@ -207,10 +207,10 @@ def _name_functions(source: str) -> str:
 
 def _describe_call(function: ast.FunctionDef) -> str:
     """Return a function's name with its required arguments."""
-    given = function.args
-    needed = [a.arg for a in given.args[: len(given.args) - len(given.defaults)]]
-    needed += [a.arg for a, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value is None]
-    return function.name + (f"({', '.join(f'{name}=…' for name in needed)})" if needed else "")
+    args = function.args
+    names = [a.arg for a in args.args[: len(args.args) - len(args.defaults)]]
+    names += [a.arg for a, value in zip(args.kwonlyargs, args.kw_defaults, strict=True) if value is None]
+    return function.name + (f"({', '.join(f'{name}=…' for name in names)})" if names else "")
 
 
 def no_such(path: str) -> str:

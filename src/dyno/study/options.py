@@ -257,7 +257,7 @@ def describe_fields(kind: type) -> str:
     return "\n    ".join(f"{f.name}: {f.metadata['help'].rstrip('.')}{_format_default(f)}." for f in fields)
 
 
-def _format_default(one: dataclasses.Field[Any]) -> str:
-    usual = one.metadata.get("usual") or one.default
-    silent = usual in ("", (), None, dataclasses.MISSING) or usual is False
-    return "" if silent else f" (default: {usual})"
+def _format_default(field: dataclasses.Field[Any]) -> str:
+    usual = field.metadata.get("usual") or field.default
+    is_silent = usual in ("", (), None, dataclasses.MISSING) or usual is False
+    return "" if is_silent else f" (default: {usual})"

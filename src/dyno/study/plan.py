@@ -96,8 +96,8 @@ def options_of(text: str) -> dict[str, Option]:
         elif part.startswith("opset") and part[len("opset") :].isdecimal():
             options["opset"] = int(part[len("opset") :])
         else:
-            known = f"{', '.join(ROUTE_PARTS)}, joined by +, or is {USUAL_ROUTE} or all"
-            raise UserError(f"unknown route {text!r}; a route is made of {known}")
+            notation = f"{', '.join(ROUTE_PARTS)}, joined by +, or is {USUAL_ROUTE} or all"
+            raise UserError(f"unknown route {text!r}; a route is made of {notation}")
     return options
 
 
@@ -112,27 +112,27 @@ def add_routes(choices: list[Choice], routes: tuple[str, ...], *, file: bool = F
         names = ["fold", *names] if "all" in routes else names
     by_route = []
     for choice in choices:
-        reads = "exporter" in registry.find(choice.name).options
+        can_read = "exporter" in registry.find(choice.name).options
         by_route += (
             [replace(choice, options={**choice.options, **options_of(name)}) for name in names]
-            if reads and names
+            if can_read and names
             else [choice]
         )
     return by_route
 
 
-def list_other_routes(made_by: MakerFacts, folds: bool, program: bool = False) -> tuple[str, ...]:
+def list_other_routes(made_by: MakerFacts, is_folded: bool, program: bool = False) -> tuple[str, ...]:
     """Return the routes that may give an engine another graph than the one exported first.
 
-    `folds` tells whether the engine's usual route fixes and folds shapes anyway, `program` whether the model is a
+    `is_folded` tells whether the engine's usual route fixes and folds shapes anyway, `program` whether the model is a
     torch.export program: PyTorch can't trace its free batch.
     """
     if made_by.operators.keys() <= MERGED_COMBINATIONS:
         return ()
-    other = () if program or made_by.exporter == "torchscript" else ("torchscript",)
-    if folds:
-        return tuple(f"{name}+static+fold" for name in other)
-    return (*other, f"{made_by.exporter}+static+fold")
+    exporters = () if program or made_by.exporter == "torchscript" else ("torchscript",)
+    if is_folded:
+        return tuple(f"{name}+static+fold" for name in exporters)
+    return (*exporters, f"{made_by.exporter}+static+fold")
 
 
 # Two sides of a comparison: trials distinguished by side and name, and their pairs.
@@ -144,15 +144,15 @@ def pair_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> list[PlannedTrial
     Raises `UserError` if the sides have no pair.
     """
     names: dict[str, set[str]] = {}
-    for entry in (entry for planned in sides.values() for entry in planned):
+    for entry in (entry for entries in sides.values() for entry in entries):
         names.setdefault(entry.trial.model.name, set()).add(digest(entry.trial.model))
-    shared = {name for name, models in names.items() if len(models) > 1}
+    shared_names = {name for name, models in names.items() if len(models) > 1}
     _check_sides(sides)
     trials = []
-    for side, planned in sides.items():
-        for entry in planned:
+    for side, entries in sides.items():
+        for entry in entries:
             model = entry.trial.model
-            trial = rename_model(entry.trial, place_of(model)) if model.name in shared else entry.trial
+            trial = rename_model(entry.trial, place_of(model)) if model.name in shared_names else entry.trial
             trials.append(replace(entry, trial=replace(trial, side=side)))
     return trials
 
@@ -201,11 +201,11 @@ def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
     for side in study.sides.values():
         check_weights(side, [source for each in study.sides.values() for source in each.models])
     if study.baseline:
-        planned = pair_sides({side: _expand_models(own, own.models) for side, own in study.sides.items()})
+        entries = pair_sides({side: _expand_models(own, own.models) for side, own in study.sides.items()})
     else:
-        planned = _expand_models(study, study.models)
-    _check_builds(study, planned)
-    return planned
+        entries = _expand_models(study, study.models)
+    _check_builds(study, entries)
+    return entries
 
 
 def _expand_models(study: Study, sources: Sequence[str]) -> list[PlannedTrial]:
@@ -222,20 +222,20 @@ def _expand_models(study: Study, sources: Sequence[str]) -> list[PlannedTrial]:
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
         check_known("backend of a runtime", name, {*users, *SEPARATE_STEPS, *registry.list_backends()})
-    failed = []
-    inspected = _inspect_sources(study, sources)
+    errors = []
+    inspections = _inspect_sources(study, sources)
     if len(sources) == len(study.models):
-        _check_sizes(study, inspected)
+        _check_sizes(study, inspections)
     by_id: dict[str, PlannedTrial] = {}
     for source in sources:
         try:
-            planned = _of_model(study, inspected[source], choices)
+            entries = _of_model(study, inspections[source], choices)
         except UserError as e:
-            failed.append(e)
-            if len(failed) == len(sources):
-                raise failed[0] from e
-            planned = _of_uninspected(study, source, choices, e)
-        for entry in planned:
+            errors.append(e)
+            if len(errors) == len(sources):
+                raise errors[0] from e
+            entries = _of_uninspected(study, source, choices, e)
+        for entry in entries:
             by_id.setdefault(entry.trial.id, replace(entry, source=source))
     if study.reference and len(sources) == len(study.models):
         _check_reference(study.reference, list(by_id.values()))
@@ -245,42 +245,42 @@ def _expand_models(study: Study, sources: Sequence[str]) -> list[PlannedTrial]:
 def _inspect_sources(study: Study, sources: Sequence[str]) -> dict[str, InspectedModel | UserError]:
     """Inspect these models of the study; return the results, or why a model can't be used."""
     models: dict[str, ModelSpec] = {}
-    wrong: dict[str, UserError] = {}
+    errors: dict[str, UserError] = {}
     for source in sources:
         try:
             models[source] = _name_model(study, source, model_spec(study, source))
         except UserError as e:
-            wrong[source] = e
-    return {**wrong, **inspect_models(study, models)}
+            errors[source] = e
+    return {**errors, **inspect_models(study, models)}
 
 
-def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list[Choice]) -> list[PlannedTrial]:
+def _of_model(study: Study, result: InspectedModel | UserError, choices: list[Choice]) -> list[PlannedTrial]:
     """Return the trials of one model, after decoding its images."""
-    if isinstance(inspected, UserError):
-        raise inspected
-    model, inspection = inspected
+    if isinstance(result, UserError):
+        raise result
+    model, inspection = result
     try:
-        pairs, counts = list_sizes(study, inspection), list_batches(study, inspection)
+        sizes, batches = list_sizes(study, inspection), list_batches(study, inspection)
     except UserError as e:
         raise UserError(f"{model.name}: {e}") from e
-    planned: list[PlannedTrial] = []
-    refused: list[PlannedTrial] = []
-    whole = model
-    for height, width in pairs:
-        model = remove_crop(study, whole, inspection, (height, width))
+    accepted: list[PlannedTrial] = []
+    refusals: list[PlannedTrial] = []
+    original = model
+    for height, width in sizes:
+        model = remove_crop(study, original, inspection, (height, width))
         data = prepare_images(study, model, (height, width), inspection.outputs)
         check_images(study, model, inspection, data)
         _check_budget(study, model, data, inspection.outputs)
-        for batch in counts:
+        for batch in batches:
             dims = Dims(batch, height, width, inspection.shapes)
             model_facts = _model_facts(study, inspection, dims, model)
             for choice, precision in _list_configurations(study, choices, model, data):
                 entry = _check_trial(study, _build_trial(study, choice, model, precision, dims, data))
-                lacks = precision not in registry.find(choice.name).precisions
-                is_unasked = study.adds_precisions and (lacks or precision != _own_precision(model))
-                rows = refused if entry.refusal and is_unasked else planned
+                is_unsupported = precision not in registry.find(choice.name).precisions
+                is_unasked = study.adds_precisions and (is_unsupported or precision != _own_precision(model))
+                rows = refusals if entry.refusal and is_unasked else accepted
                 rows.append(replace(entry, model_facts=model_facts))
-    return planned or refused  # the reasons, for a model that nothing here can run
+    return accepted or refusals  # the reasons, for a model that nothing here can run
 
 
 def _of_uninspected(study: Study, source: str, choices: list[Choice], error: UserError) -> list[PlannedTrial]:
@@ -291,12 +291,12 @@ def _of_uninspected(study: Study, source: str, choices: list[Choice], error: Use
         model = _name_model(study, source, ModelSpec(model_name(source), source, channels=study.channels))
     status, reason = (error.status, error.reason) if isinstance(error, InspectionFailed) else ("failed", str(error))
     reason = reason.removeprefix(f"{model.name}: ")
-    pairs = [parse_size(size) for size in study.sizes] or [(0, 0)]
+    sizes = [parse_size(size) for size in study.sizes] or [(0, 0)]
     rows = []
-    for pair in pairs:
+    for size in sizes:
         for batch in study.batches or (1,):
             for choice, precision in _list_configurations(study, choices, model):
-                trial = _build_trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
+                trial = _build_trial(study, choice, model, precision, Dims(batch, *size), DataSpec())
                 rows.append(PlannedTrial(trial, reason, status, uninspected=True))
     return rows
 
@@ -316,14 +316,14 @@ def _list_configurations(
     """
     default = study.precisions or (_own_precision(model),)
     if study.adds_precisions and default == ("fp32",):
-        on_cpu = study.device.partition(":")[0] == "cpu"
-        half = ("bf16",) if on_cpu and system.has_arithmetic("bf16") else () if on_cpu else ("fp16",)
-        calibrated = data is not None and data.folder and read_meta(data)["splits"].get("calibration")
-        default += half + (("int8",) if calibrated else ())
-    able = [choice for choice in choices if study.backends or _can_read(choice.name, model)]
+        is_cpu = study.device.partition(":")[0] == "cpu"
+        half_precision = ("bf16",) if is_cpu and system.has_arithmetic("bf16") else () if is_cpu else ("fp16",)
+        has_calibration = data is not None and data.folder and read_meta(data)["splits"].get("calibration")
+        default += half_precision + (("int8",) if has_calibration else ())
+    compatible = [choice for choice in choices if study.backends or _can_read(choice.name, model)]
     kind = registry.format_of(model.file) if model.file else None
     # Another Python may have the backend that reads the file.
-    readers = able or ([Choice(kind.default_backend(Path(model.file)))] if kind else choices)
+    readers = compatible or ([Choice(kind.default_backend(Path(model.file)))] if kind else choices)
     by_route = add_routes(readers, study.routes, file=bool(model.file))
     return [(choice, precision) for choice in by_route for precision in choice.precisions or default]
 
@@ -337,32 +337,32 @@ def _can_read(name: str, model: ModelSpec) -> bool:
     return not model.file or registry.find(name).reads(model.file)
 
 
-def _check_reference(reference: str, planned: list[PlannedTrial]) -> None:
+def _check_reference(reference: str, entries: list[PlannedTrial]) -> None:
     """Raise `UserError` for a reference that fits no trial, before anything is measured."""
-    trials = [entry.trial for entry in planned]
+    trials = [entry.trial for entry in entries]
     if not any(map(correctness.make_matcher(reference, trials), trials)):
         configurations = sorted({f"{t.backend}/{t.precision}" for t in trials})
         raise UserError(f"no trial fits the reference {reference!r}; there are {', '.join(configurations)}")
 
 
-def _check_sizes(study: Study, inspected: dict[str, InspectedModel | UserError]) -> None:
+def _check_sizes(study: Study, inspections: dict[str, InspectedModel | UserError]) -> None:
     """Raise `UserError` for sizes if no model takes an image; if any does, the others run without a size."""
-    known = [each for each in inspected.values() if not isinstance(each, UserError)]
-    if known and not any(any(inspection.size) for _, inspection in known):
-        refuse_sizes(study, *known[0])
+    results = [each for each in inspections.values() if not isinstance(each, UserError)]
+    if results and not any(any(inspection.size) for _, inspection in results):
+        refuse_sizes(study, *results[0])
 
 
-def _check_builds(study: Study, planned: list[PlannedTrial]) -> None:
+def _check_builds(study: Study, entries: list[PlannedTrial]) -> None:
     """Raise `UserError` for several builds if nothing is built, or if a backend's own number of rounds is smaller."""
     if study.builds == 1:
         return
-    if not any(one.trial.plan.builds or _has_builds(one) for one in planned):
-        names = ", ".join(dict.fromkeys(one.trial.backend for one in planned))
+    if not any(entry.trial.plan.builds or _has_builds(entry) for entry in entries):
+        names = ", ".join(dict.fromkeys(entry.trial.backend for entry in entries))
         raise UserError(
             f"builds is {study.builds}, but the engines here ({names}) are the same in every build, or built already; "
             f"omit --builds, which is for engines tuned by timing (tensorrt)"
         )
-    for trial in (one.trial for one in planned):
+    for trial in (entry.trial for entry in entries):
         if trial.plan.builds > trial.plan.rounds:
             raise UserError(
                 f"{trial.backend} has rounds={trial.plan.rounds}, too few for --builds {study.builds}; omit its rounds="
@@ -379,8 +379,8 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
     task = tasks.find_task(model.task)
     for metric in study.budget:
         if metric not in task.metrics:
-            other = f"give a budget of {task.metrics[0]}" if task.metrics else "no budget can be checked"
-            raise UserError(f"{model.name} is for {model.task}, which has no {metric}; {other}")
+            advice = f"give a budget of {task.metrics[0]}" if task.metrics else "no budget can be checked"
+            raise UserError(f"{model.name} is for {model.task}, which has no {metric}; {advice}")
         if 0 < outputs < task.least_outputs.get(metric, 0):
             raise UserError(f"{metric} is always met with {outputs} classes; give a budget of {task.metrics[0]}")
     if study.budget and not read_meta(data)["classes"]:
@@ -423,5 +423,5 @@ def _count_builds(study: Study, engine: Backend, trial: Trial) -> int:
     """
     if BUILD_OPTIONS not in engine.options or BUILD_OPTIONS in trial.options:
         return int(BUILD_OPTIONS in trial.options)
-    again = engine.recipe(replace(trial, options={**trial.options, BUILD_OPTIONS: 1}))
-    return study.builds if again != engine.recipe(trial) else 0
+    build_recipe = engine.recipe(replace(trial, options={**trial.options, BUILD_OPTIONS: 1}))
+    return study.builds if build_recipe != engine.recipe(trial) else 0

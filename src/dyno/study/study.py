@@ -89,31 +89,31 @@ class Choice:
     @property
     def text(self) -> str:
         """Notation of the choice, as read by `parse`."""
-        given: dict[str, Option] = {**self.options}
-        given |= {"precision": "+".join(self.precisions)} if self.precisions else {}
-        given |= {"runtime": self.runtime} if self.runtime else {}
-        given |= {"rounds": self.rounds} if self.rounds else {}
+        options: dict[str, Option] = {**self.options}
+        options |= {"precision": "+".join(self.precisions)} if self.precisions else {}
+        options |= {"runtime": self.runtime} if self.runtime else {}
+        options |= {"rounds": self.rounds} if self.rounds else {}
         return self.name + "".join(f"@{key}={str(value).lower() if isinstance(value, bool) else value}"
-                                   for key, value in given.items())  # fmt: skip
+                                   for key, value in options.items())  # fmt: skip
 
     @classmethod
     def parse(cls, text: str) -> Choice:
         """Parse `compile@mode=max-autotune` or `onnxruntime@runtime=old`; `UserError` for a broken option."""
         name, *parts = text.split("@")
-        found: dict[str, str] = {}
+        values: dict[str, str] = {}
         for part in parts:
             key, equals, value = part.partition("=")
             if not (key and equals and value):
                 raise UserError(f"backend option {part!r} in {text!r} is not NAME=VALUE")
-            if key in found:
+            if key in values:
                 raise UserError(f"option {key} is given twice in {text!r}; give it once")
-            found[key] = value
-        precisions = tuple(map(usual_name, found["precision"].split("+"))) if "precision" in found else ()
-        options = {key: _parse_value(value) for key, value in found.items() if key not in RESERVED_OPTIONS}
-        rounds = found.get("rounds", "")
+            values[key] = value
+        precisions = tuple(map(usual_name, values["precision"].split("+"))) if "precision" in values else ()
+        options = {key: _parse_value(value) for key, value in values.items() if key not in RESERVED_OPTIONS}
+        rounds = values.get("rounds", "")
         if rounds and not (rounds.isdecimal() and 1 <= int(rounds) <= MAX_ROUNDS):
             raise UserError(f"rounds={rounds} in {text!r} is not a whole number from 1 to {MAX_ROUNDS:,}")
-        return cls(name, options, precisions, found.get("runtime", ""), int(rounds or 0))
+        return cls(name, options, precisions, values.get("runtime", ""), int(rounds or 0))
 
 
 def _parse_value(text: str) -> Option:
@@ -159,13 +159,13 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
     def _settle_options(self) -> None:
         """Fill in open settings: a requested number of rounds is fixed, else rounds continue until decided."""
-        asked = self.rounds is not None
-        least = max(DEFAULT_ROUNDS, self.builds) if isinstance(self.builds, int) else DEFAULT_ROUNDS
-        object.__setattr__(self, "rounds", self.rounds if asked else least)
-        object.__setattr__(self, "until", self.until or (FIXED if asked else DECIDED))
+        has_rounds = self.rounds is not None
+        default_rounds = max(DEFAULT_ROUNDS, self.builds) if isinstance(self.builds, int) else DEFAULT_ROUNDS
+        object.__setattr__(self, "rounds", self.rounds if has_rounds else default_rounds)
+        object.__setattr__(self, "until", self.until or (FIXED if has_rounds else DECIDED))
         if self.turns is None:  # for processes that measure alone
-            alone = self.samples or self.interval != Plan.interval
-            object.__setattr__(self, "turns", CAN_INTERLEAVE and not alone)
+            is_alone = self.samples or self.interval != Plan.interval
+            object.__setattr__(self, "turns", CAN_INTERLEAVE and not is_alone)
 
     def _convert_baseline(self, name: str, value: Any) -> Any:
         """Return a value of the baseline as in a study file."""
@@ -206,9 +206,9 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
     def _check_numbers(self) -> None:
         """Raise `UserError` for a number out of its range."""
-        for name, (least, most) in FIELD_RANGES.items():
+        for name, (low, high) in FIELD_RANGES.items():
             if getattr(self, name) is not None:
-                check_range(name, getattr(self, name), least, most)
+                check_range(name, getattr(self, name), low, high)
         if self.builds > self.rounds:
             raise UserError(
                 f"builds is {self.builds}, but a round runs one build, and rounds is {self.rounds}; "
@@ -231,8 +231,8 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             )
         for name in ("mean", "std"):
             if not all(abs(number) <= MAX_PIXEL_VALUE for number in getattr(self, name)):
-                shown = ", ".join(map(str, getattr(self, name)))
-                raise UserError(f"{name} is {shown}; pixels are 0 to 1, so divide mean and std by 255")
+                text = ", ".join(map(str, getattr(self, name)))
+                raise UserError(f"{name} is {text}; pixels are 0 to 1, so divide mean and std by 255")
 
     def _check_together(self) -> None:
         """Raise `UserError` for options that contradict each other."""
@@ -259,8 +259,8 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             limits.check_settings(self.limit, self.boundaries, self.energy)
 
     @classmethod
-    def from_toml(cls, path: str | Path, usual: Mapping[str, Any] | None = None, **changes: Any) -> Self:
-        """Read a study file; `changes` (given options) override the file, which overrides the `usual` values.
+    def from_toml(cls, path: str | Path, defaults: Mapping[str, Any] | None = None, **changes: Any) -> Self:
+        """Read a study file; `changes` (given options) override the file, which overrides the `defaults` values.
 
         Raises `UserError` for unknown keys.
         """
@@ -281,13 +281,13 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
             check_known("key", key, tuple(f.name for f in dataclasses.fields(cls)), f" in {path.name}")
         if not (table.keys() | changes.keys()) >= {"models"}:
             raise UserError(f'{path} names no models; write models = ["torchvision:resnet18"], or the like')
-        own = {**(usual or {}), **table}
+        fields = {**(defaults or {}), **table}
         try:
-            return cls(**{**own, **changes})
+            return cls(**{**fields, **changes})
         except TypeError as e:
             raise UserError(f"{path}: {e}") from e
         except UserError as e:
-            raise UserError(f"{path}: {e}" if not changes or _refuses(cls, own, str(e)) else str(e)) from e
+            raise UserError(f"{path}: {e}" if not changes or _refuses(cls, fields, str(e)) else str(e)) from e
 
     def to_table(self) -> dict[str, Any]:
         """Return the study as a TOML table, without values at their defaults."""
@@ -308,8 +308,8 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         """Studies of both sides of a comparison (`a`: the baseline); without one, this study under the name ""."""
         if not self.baseline:
             return {"": self}
-        own = dataclasses.replace(self, baseline={})
-        return {"a": dataclasses.replace(own, **self.baseline), "b": own}
+        base = dataclasses.replace(self, baseline={})
+        return {"a": dataclasses.replace(base, **self.baseline), "b": base}
 
     @property
     def adds_precisions(self) -> bool:
@@ -343,13 +343,13 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
     @property
     def plan(self) -> Plan:
         """Measurement plan of each trial; a fixed number of samples disables the other stopping rules."""
-        fixed = self.samples > 0
+        is_fixed = self.samples > 0
         return Plan(
             boundaries=self.boundaries,
             warmup_s=self.warmup,
-            seconds=1e6 if fixed else self.seconds,
-            min_samples=self.samples if fixed else 30,
-            max_samples=self.samples if fixed else 100_000,
+            seconds=1e6 if is_fixed else self.seconds,
+            min_samples=self.samples if is_fixed else 30,
+            max_samples=self.samples if is_fixed else 100_000,
             interval=self.interval,
             rounds=self.rounds,
             blocks=max(MIN_BLOCKS, round(self.seconds / self.block)) if self.turns else 0,
@@ -363,8 +363,8 @@ def name_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `UserError` if both are given, and for a `size` of two numbers, which elsewhere are height and width.
     """
-    if both := next((one for one in SINGULAR_FIELDS if one in settings and SINGULAR_FIELDS[one] in settings), ""):
-        raise UserError(f"{both} and {SINGULAR_FIELDS[both]} are one setting; give one of them")
+    if alias := next((name for name in SINGULAR_FIELDS if name in settings and SINGULAR_FIELDS[name] in settings), ""):
+        raise UserError(f"{alias} and {SINGULAR_FIELDS[alias]} are one setting; give one of them")
     size = settings.get("size")
     if isinstance(size, Sized) and not isinstance(size, str) and len(size) > 1:
         pair = "x".join(map(str, several(size)[:2]))
@@ -406,9 +406,9 @@ def _name_backend(text: Any) -> Any:
     """Return a backend with its options, under Dyno's names."""
     if not isinstance(text, str):  # refused later
         return text
-    name, at, options = text.partition("@")
-    named = Choice.parse(text).text if "precision=" in options else text
-    return named if usual_name(name) == name else f"{usual_name(name)}{at}{named.partition('@')[2]}"
+    name, separator, options = text.partition("@")
+    notation = Choice.parse(text).text if "precision=" in options else text
+    return notation if usual_name(name) == name else f"{usual_name(name)}{separator}{notation.partition('@')[2]}"
 
 
 def _in_memory(value: Any) -> bool:
@@ -417,12 +417,12 @@ def _in_memory(value: Any) -> bool:
     PyTorch is not imported for this.
     """
     torch = sys.modules.get("torch")
-    first = value[0] if isinstance(value, tuple) and len(value) == 2 else value
-    pair = first is not value
-    program = getattr(sys.modules.get("torch.export"), "ExportedProgram", ())
-    if torch is None or not isinstance(first, (torch.nn.Module, program)):
+    module = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+    is_pair = module is not value
+    program_type = getattr(sys.modules.get("torch.export"), "ExportedProgram", ())
+    if torch is None or not isinstance(module, (torch.nn.Module, program_type)):
         return False
-    return not (pair and isinstance(value[1], (str, Path, torch.nn.Module)))
+    return not (is_pair and isinstance(value[1], (str, Path, torch.nn.Module)))
 
 
 def _make_tuple(value: Any) -> tuple[Any, ...]:
@@ -455,24 +455,24 @@ def parse_size(text: str) -> tuple[int, int]:
     """Parse height and width from `224` or `480x640`."""
     height, _, width = text.lower().partition("x")
     try:
-        found = int(height), int(width if "x" in text.lower() else height)
+        size = int(height), int(width if "x" in text.lower() else height)
     except ValueError:
-        found = (0, 0)
-    if min(found) < 1:
+        size = (0, 0)
+    if min(size) < 1:
         raise UserError(f"image size {text!r} is not a number of pixels like 224, or HEIGHTxWIDTH like 480x640")
-    check_range("image size", max(found), 1, MAX_SIZE)
-    return found
+    check_range("image size", max(size), 1, MAX_SIZE)
+    return size
 
 
 def parse_budget(texts: Iterable[str]) -> dict[str, float]:
     """Parse permitted losses in points from `top1=0.5`, separated by commas."""
-    found = {}
+    losses = {}
     for name, points in _parse_pairs("budget", texts, "NAME=POINTS, e.g. top1=0.5").items():
         try:
-            found[name] = float(points)
+            losses[name] = float(points)
         except ValueError:
             raise UserError(f"budget '{name}={points}' is not NAME=POINTS, e.g. top1=0.5") from None
-    return found
+    return losses
 
 
 def parse_limits(texts: Iterable[str]) -> dict[str, str]:
@@ -480,17 +480,17 @@ def parse_limits(texts: Iterable[str]) -> dict[str, str]:
     return _parse_pairs("limit", texts, "NAME=MOST, e.g. p99=5ms or size=20MB")
 
 
-def _parse_pairs(what: str, texts: Iterable[str], form: str) -> dict[str, str]:
+def _parse_pairs(noun: str, texts: Iterable[str], form: str) -> dict[str, str]:
     """Parse `NAME=VALUE`, separated by commas; `UserError` for a repeated name."""
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for text in (part.strip() for each in texts for part in each.split(",") if part.strip()):
-        name, is_given, value = (part.strip() for part in text.partition("="))
-        if not is_given:
-            raise UserError(f"{what} {text!r} is not {form}")
-        if name in found:
-            raise UserError(f"the {what} {name} is given twice, as {found[name]} and {value}; give it once")
-        found[name] = value
-    return found
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals:
+            raise UserError(f"{noun} {text!r} is not {form}")
+        if name in pairs:
+            raise UserError(f"the {noun} {name} is given twice, as {pairs[name]} and {value}; give it once")
+        pairs[name] = value
+    return pairs
 
 
 def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:

@@ -63,11 +63,11 @@ def train(
     engines = result.engines
     if format == "text":
         raise typer.Exit(finish(engines.folder) if engines else 0)
-    about: TrainingDescription = {
+    description: TrainingDescription = {
         "folder": str(result.folder), "weights": str(result.weights), "top1": result.top1, "top5": result.top5,
         "best_epoch": result.best_epoch,
     }  # fmt: skip
     epochs = Table("epochs", "Training", "A row per epoch.", COLUMNS, list(result.history))
     tables = [epochs, *([trial_table.TRIALS.table(engines.data)] if engines else [])]
-    print(export(tables, format, about=about), end="")
+    print(export(tables, format, head=description), end="")
     raise typer.Exit(trial_table.exit_code(engines.data.frame) if engines else 0)

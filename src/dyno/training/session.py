@@ -82,11 +82,11 @@ def find_source(data: str, holdout: float | None, out: Path, seed: int) -> str:
         raise UserError(f"{folder} is in {kind.described}; only classifiers are trained here, give class folders")
     if kind.suffixes:
         raise UserError(f"{folder} is in {kind.described}; training needs class folders")
-    tested = any(_has_classes(folder / name) for name in ("test", "val"))
+    has_test = any(_has_classes(folder / name) for name in ("test", "val"))
     has_training = _has_classes(folder / "train")
-    if tested and not has_training:
+    if has_test and not has_training:
         raise UserError(f"{folder} has no train/; put the training images there")
-    if tested:
+    if has_test:
         if holdout is not None:
             raise UserError(f"{folder} already has test images; omit --holdout")
         return data
@@ -107,39 +107,39 @@ def _split_images(root: Path, share: float, seed: int) -> dict[str, Path]:
     if not listing.classes:
         raise UserError(f"{root} holds images without class folders; put those of each class into a folder")
     rng = np.random.default_rng(seed)
-    placed: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for label, name in enumerate(listing.classes):
         photos = [photo for photo in listing.photos if photo.label == label]
         if len(photos) < 2:
             raise UserError(f"class {name!r} has one image; it needs two, one to train on and one to test on")
-        held = min(max(1, round(share * len(photos))), len(photos) - 1)
-        tested = set(rng.permutation(len(photos))[:held].tolist())
+        test_count = min(max(1, round(share * len(photos))), len(photos) - 1)
+        test_indices = set(rng.permutation(len(photos))[:test_count].tolist())
         for i, photo in enumerate(photos):
-            split = "test" if i in tested else "train"
-            placed[f"{split}/{photo.path.relative_to(root).as_posix()}"] = photo.path
-    return placed
+            split = "test" if i in test_indices else "train"
+            paths[f"{split}/{photo.path.relative_to(root).as_posix()}"] = photo.path
+    return paths
 
 
-def _link_folder(split: dict[str, Path], where: Path, out: Path) -> Path:
+def _link_folder(split: dict[str, Path], folder: Path, out: Path) -> Path:
     """Return the folder of links, created if missing; refuse to change it once a training has begun."""
-    wanted = {place: os.fspath(path) for place, path in split.items()}
-    if where.is_dir():
-        links = [path for path in where.rglob("*") if path.is_symlink()]
-        if {path.relative_to(where).as_posix(): os.fspath(path.readlink()) for path in links} == wanted:
-            return where
+    link_targets = {name: os.fspath(path) for name, path in split.items()}
+    if folder.is_dir():
+        links = [path for path in folder.rglob("*") if path.is_symlink()]
+        if {path.relative_to(folder).as_posix(): os.fspath(path.readlink()) for path in links} == link_targets:
+            return folder
         if (out / "state.pt").exists():
             raise UserError(
                 f"the training in {out} began with another split (the images, --holdout or --seed changed); "
                 "give another --out, or remove that folder to start over"
             )
-        shutil.rmtree(where)
-    part = where.with_name(where.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    for place, target in wanted.items():
-        (part / place).parent.mkdir(parents=True, exist_ok=True)
-        (part / place).symlink_to(target)
-    part.rename(where)
-    return where
+        shutil.rmtree(folder)
+    scratch = folder.with_name(folder.name + ".part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    for name, target in link_targets.items():
+        (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+        (scratch / name).symlink_to(target)
+    scratch.rename(folder)
+    return folder
 
 
 def decode_split(
@@ -153,15 +153,15 @@ def decode_split(
     if study.data == "digits":
         test = prepare_images(study, model, size, console=console)
         return replace(test, split="train"), test
-    larger, preprocess, channels = size, model.preprocess, model.channels
+    decoded_size, preprocess, channels = size, model.preprocess, model.channels
     if options.augment in CROPPING_AUGMENTATIONS:
-        room = max(RESIZE_FACTOR, preprocess.resize)
-        larger = (round(size[0] * room), round(size[1] * room))
+        factor = max(RESIZE_FACTOR, preprocess.resize)
+        decoded_size = (round(size[0] * factor), round(size[1] * factor))
         preprocess = replace(preprocess, resize=1.0 if preprocess.resize else 0.0)
     on_unreadable: dyno_data.OnUnreadable = "skip" if study.unreadable == "skip" else "refuse"
     images, cache = Path(study.data), cache_dir() / "datasets"
     with report_decoding(console) as progress:
-        data = dyno_data.load(images, cache, larger, preprocess, 0, on_unreadable, progress, channels, train=True)
+        data = dyno_data.load(images, cache, decoded_size, preprocess, 0, on_unreadable, progress, channels, train=True)
     warn_unreadable(dyno_data.read_meta(data), console)
     training = replace(data, split="train", count=dyno_data.read_meta(data)["splits"].get("train", 0))
     if not training.count:
@@ -213,11 +213,11 @@ class TrainingView:
         The opening lines (what is trained, epochs done before) are printed once all checks have passed, so that a
         refusal is one line.
         """
-        done = show_history(self.folder)
-        self._shown_epochs = len(done)
+        rows = show_history(self.folder)
+        self._shown_epochs = len(rows)
         self._opening = [opening] if opening else []
-        if done and len(done) < self.epochs:
-            self._opening.append(f"resuming after epoch {len(done)} of {self.epochs}")
+        if rows and len(rows) < self.epochs:
+            self._opening.append(f"resuming after epoch {len(rows)} of {self.epochs}")
         columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         is_plain = self.quiet or not self.console.is_terminal
         with nullcontext() if is_plain else Progress(*columns, console=self.console, transient=True) as self._bar:
@@ -284,8 +284,8 @@ def draw_curves(rows: tuple[Row, ...], path: Path) -> None:
         ("top-1, %", (("top1", "test", "onnxruntime"),)),
         ("learning rate", (("lr", "at the end of the epoch", "openvino"),)),
     )
-    with apply_style() as figure_of:
-        figure = figure_of(figsize=(WIDTH, 2.9), layout="constrained")
+    with apply_style() as figure_class:
+        figure = figure_class(figsize=(WIDTH, 2.9), layout="constrained")
         for axes, (title, lines) in zip(figure.subplots(1, 3), panels, strict=True):
             for name, label, color in lines:
                 axes.plot(epochs, [row[name] for row in rows], "o-", ms=3, color=COLORS[color], label=label)
@@ -362,13 +362,13 @@ def train(
     measure the trained weights. With `advise` the commands for that are printed. Raises `UserError`.
     """
     settings = native(settings)
-    given: dict[str, Any] = {name: settings.pop(name) for name in OF_STUDY if name in settings}
-    kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
-    check_types({**settings, "data": data, "out": out, "holdout": holdout}, kinds)
-    chosen = make_options(settings)
-    given["backends"] = then or "pytorch"  # a single name is accepted
-    study = Study(models=(model,), sizes=(str(size),) if size else (), seed=chosen.seed, data=str(data),
-                  device=chosen.device, **given)  # fmt: skip
+    study_fields: dict[str, Any] = {name: settings.pop(name) for name in OF_STUDY if name in settings}
+    types = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
+    check_types({**settings, "data": data, "out": out, "holdout": holdout}, types)
+    options = make_options(settings)
+    study_fields["backends"] = then or "pytorch"  # a single name is accepted
+    study = Study(models=(model,), sizes=(str(size),) if size else (), seed=options.seed, data=str(data),
+                  device=options.device, **study_fields)  # fmt: skip
     for choice in map(Choice.parse, study.backends):
         registry.find(choice.name)
     check_threads(study)
@@ -377,35 +377,35 @@ def train(
     folder = Path(out) if out else Path("runs") / f"train-{model_name(study.models[0])}"
     if resume and not (folder / "state.pt").is_file():
         raise UserError(f"there is no training to resume in {folder}; omit --resume to start one")
-    view = TrainingView(folder, chosen.epochs, quiet=quiet)
+    view = TrainingView(folder, options.epochs, quiet=quiet)
     with guard_start(folder), Run(folder).hold_lock():
-        plan = _plan_training(study, chosen, holdout, folder, view)
-        record, now = _run_job(plan, folder, view)
-    found = record.facts.training
-    assert found is not None  # present after every successful job of this kind
+        plan = _plan_training(study, options, holdout, folder, view)
+        record, is_new = _run_job(plan, folder, view)
+    facts = record.facts.training
+    assert facts is not None  # present after every successful job of this kind
     result = TrainingResult(
-        folder, folder / found.weights, found.top1, found.top5, found.best_epoch, show_history(folder)
+        folder, folder / facts.weights, facts.top1, facts.top5, facts.best_epoch, show_history(folder)
     )
-    _print_outcome(plan, found, result, view, now=now, advise=advise)
+    _print_outcome(plan, facts, result, view, is_new=is_new, advise=advise)
     return replace(result, engines=_measure_engines(plan, result, quiet)) if then else result
 
 
 def _plan_training(
-    study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView
+    study: Study, options: TrainOptions, holdout: float | None, folder: Path, view: TrainingView
 ) -> TrainingPlan:
     """Inspect the model, list and decode the images; all checks are made before a training begins."""
     source = study.models[0]
     if registry.format_of(source):
         raise UserError(f"{source} can't be trained; give the PyTorch model it was exported from")
-    study = replace(study, data=find_source(study.data, holdout, folder, chosen.seed))
+    study = replace(study, data=find_source(study.data, holdout, folder, options.seed))
     requested = model_spec(study, source)
     unweighted = replace(requested, weights="", weights_sha256="", pretrained=False)
-    inspected, seen = inspect_model(unweighted, study)
-    size = list_sizes(study, seen)[0]
-    model = replace(requested, preprocess=inspected.preprocess)
-    training, test = decode_split(study, model, size, chosen, view.console)
+    inspected_model, inspection = inspect_model(unweighted, study)
+    size = list_sizes(study, inspection)[0]
+    model = replace(requested, preprocess=inspected_model.preprocess)
+    training, test = decode_split(study, model, size, options, view.console)
     names = list_classes(training)
-    return TrainingPlan(study, replace(model, classes=len(names)), size, training, test, chosen, names)
+    return TrainingPlan(study, replace(model, classes=len(names)), size, training, test, options, names)
 
 
 def _run_job(plan: TrainingPlan, folder: Path, view: TrainingView) -> tuple[Record, bool]:
@@ -416,11 +416,11 @@ def _run_job(plan: TrainingPlan, folder: Path, view: TrainingView) -> tuple[Reco
         f"{len(plan.classes)} classes ({names}), testing on {_count_images(plan.test)}"
     )
     job = plan.make_job()
-    if stored := _find_record(job, folder):
+    if stored_record := _find_record(job, folder):
         view.say(f"{opening}: trained already")
-        return stored, False
-    begun = datetime.now(UTC).isoformat(timespec="seconds")
-    _write_description(plan, folder, {"status": "running", "started": begun})
+        return stored_record, False
+    start = datetime.now(UTC).isoformat(timespec="seconds")
+    _write_description(plan, folder, {"status": "running", "started": start})
     with device_lock.hold_device(job.runtime, view.waiting), view.running(opening):
         record = launch(job, folder, math.inf, view.tick)
     if rows := show_history(folder):
@@ -428,8 +428,8 @@ def _run_job(plan: TrainingPlan, folder: Path, view: TrainingView) -> tuple[Reco
             draw_curves(rows, folder / CURVES_FILE)
         except ModuleNotFoundError as e:
             view.say(f"no {CURVES_FILE}: {name_lacking([e.name or 'matplotlib'])}")
-    about = {"status": record.status, "reason": record.reason, "started": begun}
-    _write_description(plan, folder, {**about, "result": to_json(record.facts.training), "system": record.system})
+    outcome = {"status": record.status, "reason": record.reason, "started": start}
+    _write_description(plan, folder, {**outcome, "result": to_json(record.facts.training), "system": record.system})
     if record.status != "ok":
         raise UserError(_explain_end(record, plan, len(rows)))
     return record, True
@@ -441,15 +441,15 @@ def _find_record(job: Job, folder: Path) -> Record | None:
     Raises `UserError` if the record is damaged.
     """
     try:
-        same = json.loads((folder / "job.json").read_text(encoding="utf-8")) == json.loads(json.dumps(to_json(job)))
+        is_same = json.loads((folder / "job.json").read_text(encoding="utf-8")) == json.loads(json.dumps(to_json(job)))
     except (OSError, ValueError):
         return None
     try:
-        record = read_record(folder) if same else None
+        record = read_record(folder) if is_same else None
     except DamagedRecord as e:
         raise UserError(f"{e.description}; give another --out, or remove {folder} to train again") from e
-    trained = record.facts.training if record is not None and record.status == "ok" else None
-    return record if trained is not None and sha256_of(folder / trained.weights) == trained.sha256 else None
+    facts = record.facts.training if record is not None and record.status == "ok" else None
+    return record if facts is not None and sha256_of(folder / facts.weights) == facts.sha256 else None
 
 
 def _count_images(data: DataSpec) -> int:
@@ -458,7 +458,7 @@ def _count_images(data: DataSpec) -> int:
     return int(read_meta(data)["splits"][data.split])
 
 
-def _write_description(plan: TrainingPlan, folder: Path, about: dict[str, Any]) -> None:
+def _write_description(plan: TrainingPlan, folder: Path, outcome: dict[str, Any]) -> None:
     """Write training.json: settings, model, data and the outcome."""
     data = {
         "source": plan.study.data,
@@ -469,11 +469,11 @@ def _write_description(plan: TrainingPlan, folder: Path, about: dict[str, Any]) 
     settings = {**plan.options.settings(), "workers": plan.options.workers}
     write_json(
         folder / "training.json",
-        {**about, "model": to_json(plan.model), "size": list(plan.size), "settings": settings, "data": data},
+        {**outcome, "model": to_json(plan.model), "size": list(plan.size), "settings": settings, "data": data},
     )
 
 
-def _explain_end(record: Record, plan: TrainingPlan, done: int) -> str:
+def _explain_end(record: Record, plan: TrainingPlan, epoch_count: int) -> str:
     if record.status == "oom":
         size = "x".join(map(str, plan.size))
         return (
@@ -481,23 +481,23 @@ def _explain_end(record: Record, plan: TrainingPlan, done: int) -> str:
         )
     if record.status in ("failed", "skipped"):
         return record.reason
-    return f"the training {record.status} after {done} epochs ({record.reason}); the same command resumes there"
+    return f"the training {record.status} after {epoch_count} epochs ({record.reason}); the same command resumes there"
 
 
 def _print_outcome(
-    plan: TrainingPlan, facts: TrainingFacts, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
+    plan: TrainingPlan, facts: TrainingFacts, result: TrainingResult, view: TrainingView, *, is_new: bool, advise: bool
 ) -> None:
     from dyno.formatting import show
     from dyno.results.stats import compute_wilson
 
     for note in facts.notes:
         view.say(f"note: {note}")
-    share = compute_wilson(facts.hits, facts.count)
-    five = f", top-5 {result.top5:.2f} %" if len(plan.classes) > 5 else ""
-    took = f", trained in {show(facts.seconds, 'duration')}" if now else ""
+    interval = compute_wilson(facts.hits, facts.count)
+    top5_text = f", top-5 {result.top5:.2f} %" if len(plan.classes) > 5 else ""
+    time_text = f", trained in {show(facts.seconds, 'duration')}" if is_new else ""
     view.say(
-        f"{result.weights}: epoch {result.best_epoch}, top-1 {result.top1:.2f} % [{100 * share.low:.2f}, "
-        f"{100 * share.high:.2f}] on {facts.count} images in PyTorch fp32{five}{took}"
+        f"{result.weights}: epoch {result.best_epoch}, top-1 {result.top1:.2f} % [{100 * interval.low:.2f}, "
+        f"{100 * interval.high:.2f}] on {facts.count} images in PyTorch fp32{top5_text}{time_text}"
     )
     for command in ("eval", "run") if advise else ():
         view.say(f"next: {next_command(command, plan, result.weights)}")
@@ -523,9 +523,9 @@ def next_command(command: str, plan: TrainingPlan, weights: Path) -> str:
 
 def _measure_engines(plan: TrainingPlan, result: TrainingResult, quiet: bool) -> Result:
     """Measure the trained weights with PyTorch and the other backends, in the folder `engines`."""
-    others = tuple(name for name in plan.study.backends if name != "pytorch")
+    other_backends = tuple(name for name in plan.study.backends if name != "pytorch")
     study = replace(
-        plan.study, backends=("pytorch", *others), weights=str(result.weights), pretrained=False,
+        plan.study, backends=("pytorch", *other_backends), weights=str(result.weights), pretrained=False,
         classes=plan.model.classes, sizes=(Dims(1, *plan.size).size,), rounds=1, until=FIXED, seconds=1.0,
     )  # fmt: skip
     return run(study, result.folder / "engines", quiet=quiet)

@@ -39,8 +39,8 @@ def choose_graph_flag(trial: TrialResult) -> str:
 
 def read_version(trial: TrialResult) -> str:
     """Return TensorRT's version from the job's record; "" if it isn't stored."""
-    for one in trial.rounds:
-        versions = one.record.system.get("versions") or {}
+    for r in trial.rounds:
+        versions = r.record.system.get("versions") or {}
         if name := next((name for name in versions if name.startswith("tensorrt")), ""):
             return str(versions[name])
     return ""
@@ -54,9 +54,9 @@ def find_engine(trial: TrialResult) -> str:
 def read_shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
     """Return the input shapes by name; empty if the record has neither shapes nor a described file."""
     dims = trial.spec.dims
-    given = {name: dims.resolve(shape) for name, shape in dims.shapes.items()}
-    described = {t.name: t.shape for t in (trial.artifact.inputs if trial.artifact else ())}
-    return {name: given.get(name) or _fill_shape(shape, dims) for name, shape in described.items()} or given
+    shapes = {name: dims.resolve(shape) for name, shape in dims.shapes.items()}
+    input_shapes = {t.name: t.shape for t in (trial.artifact.inputs if trial.artifact else ())}
+    return {name: shapes.get(name) or _fill_shape(shape, dims) for name, shape in input_shapes.items()} or shapes
 
 
 def _fill_shape(shape: tuple[int | str, ...], dims: Dims) -> tuple[int, ...]:
@@ -81,12 +81,12 @@ def read_timing(trial: TrialResult, boundary: str = "model", times: str = TIMES_
     path = find_engine(trial)
     if not path:
         raise UserError(f"{trial.label}: the record names no engine file for trtexec to load; time an .engine file")
-    plan, ran = trial.spec.plan, trial.facts.options
+    plan, options = trial.spec.plan, trial.facts.options
     arguments = [name_tool(trial), f"--loadEngine={path}"]
     if is_dynamic(trial):
         arguments.append(f"--shapes={make_spec(read_shapes(trial)) or 'INPUT:NxCxHxW'}")
     arguments.append(f"--device={trial.device.partition(':')[2] or 0}")
-    has_graph, copies = ran.get("graph", True), boundary != "model"
+    has_graph, copies = options.get("graph", True), boundary != "model"
     if has_defaults_of_11(read_version(trial)):
         arguments += ["--noCudaGraph"] * (not has_graph) + ["--includeDataTransfers"] * copies
     else:
@@ -113,15 +113,15 @@ def read_build(trial: TrialResult) -> list[str]:
         return []
     version = read_version(trial) or next(iter(made_by.versions.values()), "")
     rtx, major = is_rtx(trial), int(version.partition(".")[0] or 10)
-    same = made_by.route != "graph" or trial.precision in ("fp32", "tf32", model.precision)
-    source, converted = model.source, f"{trial.model}.{'fp32' if same else trial.precision}.onnx"
-    onnx = source.removeprefix("file:") if same and source.endswith(".onnx") else converted
+    is_original = made_by.route != "graph" or trial.precision in ("fp32", "tf32", model.precision)
+    source, converted_name = model.source, f"{trial.model}.{'fp32' if is_original else trial.precision}.onnx"
+    onnx = source.removeprefix("file:") if is_original and source.endswith(".onnx") else converted_name
     profile = _choose_profile(trial, made_by.profiles)
     engine = PurePath(find_engine(trial) or "model.engine").name
     arguments = [name_tool(trial), f"--onnx={onnx}", f"--saveEngine={engine}"]
     arguments += _list_precision_flags(trial, 11 if rtx else major)
-    for number, name in enumerate(("min", "opt", "max") if profile else ()):
-        arguments.append(f"--{name}Shapes={make_spec({key: ranges[number] for key, ranges in profile.items()})}")
+    for index, name in enumerate(("min", "opt", "max") if profile else ()):
+        arguments.append(f"--{name}Shapes={make_spec({key: ranges[index] for key, ranges in profile.items()})}")
     if made_by.options.get("optimization") is not None and not rtx:
         arguments.append(f"--builderOptimizationLevel={made_by.options['optimization']}")
     if workspace := made_by.options.get("workspace_mb"):
@@ -137,13 +137,13 @@ def _list_precision_flags(trial: TrialResult, major: int) -> list[str]:
 
     RTX and TensorRT 11 and later always have them in the graph.
     """
-    exact = ["--noTF32"] if trial.precision != "tf32" else []  # Dyno allows it only on request
+    tf32_flags = ["--noTF32"] if trial.precision != "tf32" else []  # Dyno allows it only on request
     if major >= 11:
-        return exact
+        return tf32_flags
     if trial.made_by.typed == "strongly" and major == 10:
-        return [*exact, "--stronglyTyped"]
-    calibrated = ["--calib=calibration.cache"] if trial.made_by.route == "calibrator" else []
-    return [*exact, *PRECISION_FLAGS.get(trial.precision, ()), *calibrated]
+        return [*tf32_flags, "--stronglyTyped"]
+    calib_flags = ["--calib=calibration.cache"] if trial.made_by.route == "calibrator" else []
+    return [*tf32_flags, *PRECISION_FLAGS.get(trial.precision, ()), *calib_flags]
 
 
 def _choose_profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -151,5 +151,5 @@ def _choose_profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -
     if not profiles:
         return {}
     recipe = trial.spec.recipe
-    free = recipe is not None and recipe.parent is not None and not recipe.parent.dims.batch
-    return profiles[0] if free or any(low != high for low, _, high in profiles[0].values()) else {}
+    has_free_batch = recipe is not None and recipe.parent is not None and not recipe.parent.dims.batch
+    return profiles[0] if has_free_batch or any(low != high for low, _, high in profiles[0].values()) else {}

@@ -72,12 +72,12 @@ class TrialMedians:
 def read_medians(trial: TrialResult) -> TrialMedians:
     """Return the trial's medians."""
 
-    def compute_median(tag: str, boundary: str, by: str) -> float | None:
-        samples = trial.parts(tag, boundary, by)
+    def compute_median(tag: str, boundary: str, clock: str) -> float | None:
+        samples = trial.parts(tag, boundary, clock)
         return stats.over_rounds(samples).median if samples else None
 
     images = trial.value("throughput", "throughput")
-    names = (str(one.read_arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", "")) for one in trial.good)
+    names = (str(r.read_arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", "")) for r in trial.good)
     return TrialMedians(
         model=compute_median("latency", "model", GPU),
         model_host=compute_median("latency", "model", HOST),
@@ -94,9 +94,9 @@ def read_medians(trial: TrialResult) -> TrialMedians:
 
 
 def _find_clock(trial: TrialResult) -> float | None:
-    clocks = [find_clock(one.trace, one.facts.timed.get("model")) for one in trial.good]
-    known = [clock for clock in clocks if clock]
-    return statistics.median(known) if known else None
+    clocks = [find_clock(r.trace, r.facts.timed.get("model")) for r in trial.good]
+    known_clocks = [clock for clock in clocks if clock]
+    return statistics.median(known_clocks) if known_clocks else None
 
 
 def find_clock(trace: timeline.Trace | None, window: timeline.Window | None) -> float | None:
@@ -117,76 +117,74 @@ def signed_ms(seconds: float) -> str:
 
 def explain_terms(trial: TrialResult) -> list[str]:
     """Explain the trial's numbers in trtexec's terms, in sentences that also name missing measurements."""
-    measured = read_medians(trial)
+    medians = read_medians(trial)
     flag, version = command.choose_graph_flag(trial), command.read_version(trial)
     return [
-        *_explain_terms(measured),
-        *_explain_model(measured, flag),
-        *_explain_whole(measured),
-        *_explain_throughput(measured, trial),
-        _describe_run_mode(measured, flag, "--noCudaGraph" if has_defaults_of_11(version) else f"no {flag}"),
+        *_explain_terms(medians),
+        *_explain_model(medians, flag),
+        *_explain_whole(medians),
+        *_explain_throughput(medians, trial),
+        _describe_run_mode(medians, flag, "--noCudaGraph" if has_defaults_of_11(version) else f"no {flag}"),
     ]
 
 
-def _explain_terms(measured: TrialMedians) -> Iterator[str]:
+def _explain_terms(medians: TrialMedians) -> Iterator[str]:
     values = {
-        "Enqueue Time": measured.enqueue,
-        "H2D Latency": measured.h2d,
-        "GPU Compute Time": measured.compute,
-        "D2H Latency": measured.d2h,
-        "Latency (H2D + GPU Compute + D2H)": measured.latency,
+        "Enqueue Time": medians.enqueue,
+        "H2D Latency": medians.h2d,
+        "GPU Compute Time": medians.compute,
+        "D2H Latency": medians.d2h,
+        "Latency (H2D + GPU Compute + D2H)": medians.latency,
     }
-    listed = ", ".join(f"{name} {format_ms(value)}" for name, value in values.items() if value is not None)
-    if listed:
-        yield f"In trtexec's terms (medians): {listed}."
+    text = ", ".join(f"{name} {format_ms(value)}" for name, value in values.items() if value is not None)
+    if text:
+        yield f"In trtexec's terms (medians): {text}."
     else:
         yield "The record has no enqueue, H2D, compute and D2H times, so latency/all can't be split into them."
 
 
-def _explain_model(measured: TrialMedians, flag: str) -> Iterator[str]:
-    if measured.model is None:
+def _explain_model(medians: TrialMedians, flag: str) -> Iterator[str]:
+    if medians.model is None:
         return
-    like = f"--noDataTransfers {flag}" if measured.graph else "--noDataTransfers"
-    text = (
-        f"latency/model, {format_ms(measured.model)} by the GPU's clock, is what trtexec calls GPU Compute Time with "
-    )
-    text += like
-    if measured.waiting is not None:
-        waiting = format_ms(measured.waiting)
+    flags = f"--noDataTransfers {flag}" if medians.graph else "--noDataTransfers"
+    text = f"latency/model, {format_ms(medians.model)} by the GPU's clock, is what trtexec calls GPU Compute Time with "
+    text += flags
+    if medians.waiting is not None:
+        waiting = format_ms(medians.waiting)
         text += f"; the host's clock adds {waiting} of launching and waiting, which trtexec doesn't count"
     yield text + "."
-    if measured.enqueue is not None and measured.enqueue > ENQUEUE_BOUND_SHARE * measured.model:
-        advice = "" if measured.graph else f"; a CUDA graph ({flag}) would help"
-        yield f"Enqueue Time is {measured.enqueue / measured.model:.0%} of that, so the host may set the pace{advice}."
+    if medians.enqueue is not None and medians.enqueue > ENQUEUE_BOUND_SHARE * medians.model:
+        advice = "" if medians.graph else f"; a CUDA graph ({flag}) would help"
+        yield f"Enqueue Time is {medians.enqueue / medians.model:.0%} of that, so the host may set the pace{advice}."
 
 
-def _explain_whole(measured: TrialMedians) -> Iterator[str]:
-    if measured.total is None or measured.latency is None:
+def _explain_whole(medians: TrialMedians) -> Iterator[str]:
+    if medians.total is None or medians.latency is None:
         return
-    rest = measured.total - measured.latency
+    rest = medians.total - medians.latency
     if rest >= 0:
-        than, why = "more", "trtexec adds up GPU times and leaves out the host's calls and waits"
+        comparison, reason = "more", "trtexec adds up GPU times and leaves out the host's calls and waits"
     else:
-        than, why = "less", "copies and launches overlap, and trtexec adds them up"
+        comparison, reason = "less", "copies and launches overlap, and trtexec adds them up"
     yield (
-        f"latency/all, {format_ms(measured.total)} by the host's clock, is {format_ms(abs(rest))} {than} than "
-        f"trtexec's Latency would be: {why}."
+        f"latency/all, {format_ms(medians.total)} by the host's clock, is {format_ms(abs(rest))} {comparison} than "
+        f"trtexec's Latency would be: {reason}."
     )
 
 
-def _explain_throughput(measured: TrialMedians, trial: TrialResult) -> Iterator[str]:
-    if measured.rate is None:
+def _explain_throughput(medians: TrialMedians, trial: TrialResult) -> Iterator[str]:
+    if medians.rate is None:
         return
     slots = trial.facts.options.get("slots")
     flight = f"{slots} batches in flight and " if slots else ""
     yield (
-        f"Throughput is {measured.rate:,.1f} qps (a query is a batch of {trial.batch}), with {flight}copies included; "
+        f"Throughput is {medians.rate:,.1f} qps (a query is a batch of {trial.batch}), with {flight}copies included; "
         "trtexec keeps two queries in flight."
     )
 
 
-def _describe_run_mode(measured: TrialMedians, flag: str, without: str) -> str:
-    launches = f"replayed a CUDA graph ({flag})" if measured.graph else f"launched kernel by kernel ({without})"
+def _describe_run_mode(medians: TrialMedians, flag: str, no_graph_flag: str) -> str:
+    launches = f"replayed a CUDA graph ({flag})" if medians.graph else f"launched kernel by kernel ({no_graph_flag})"
     return (
         f"Dyno {launches} and waited by spinning (--useSpinWait; without it trtexec's host thread sleeps, and waking "
         "it can leave the GPU idle between queries)."
@@ -246,10 +244,10 @@ def compare_results(trial: TrialResult, report: TrtexecReport) -> list[str]:
     """Compare trtexec's numbers with the trial's: each gap split into parts, or one sentence on why not."""
     if refusal := list_differences(trial, report):
         return [refusal]
-    differences = list(list_gaps(read_medians(trial), report))
-    if not differences:
+    gaps = list(list_gaps(read_medians(trial), report))
+    if not gaps:
         return ["Not compared: the record and trtexec have no measurement in common."]
-    return [*map(str, differences), *_find_notes(trial, report)]
+    return [*map(str, gaps), *_find_notes(trial, report)]
 
 
 def list_differences(trial: TrialResult, report: TrtexecReport) -> str:
@@ -261,17 +259,17 @@ def list_differences(trial: TrialResult, report: TrtexecReport) -> str:
             f"differ; time the same file with --loadEngine={engine or 'ENGINE'}."
         )
     if engine and report.engine and _parse_file_name(engine) != _parse_file_name(report.engine):
-        ran = f"trtexec ran {_parse_file_name(report.engine)}, Dyno {_parse_file_name(engine)}"
-        return f"Not compared: {ran}; time one engine file with both."
+        text = f"trtexec ran {_parse_file_name(report.engine)}, Dyno {_parse_file_name(engine)}"
+        return f"Not compared: {text}; time one engine file with both."
     if report.streams > 1:
         return f"Not compared: trtexec ran {report.streams} inferences side by side; run it without --infStreams."
     device = read_medians(trial).device
     if device and report.device and device != report.device:
         return f"Not compared: trtexec ran on {report.device}, Dyno on {device}."
-    ours, theirs, spec = command.read_shapes(trial), report.shapes, command.make_spec
-    if not ours or not theirs or ours == theirs:
+    shapes, trtexec_shapes, describe = command.read_shapes(trial), report.shapes, command.make_spec
+    if not shapes or not trtexec_shapes or shapes == trtexec_shapes:
         return ""
-    return f"Not compared: trtexec ran {spec(theirs)}, Dyno {spec(ours)}; give both the same shapes."
+    return f"Not compared: trtexec ran {describe(trtexec_shapes)}, Dyno {describe(shapes)}; give both the same shapes."
 
 
 def _parse_file_name(path: str) -> str:
@@ -281,63 +279,63 @@ def _parse_file_name(path: str) -> str:
 
 def list_gaps(dyno: TrialMedians, report: TrtexecReport) -> Iterator[Gap]:
     """Yield the gaps of GPU time, latency and throughput that both sides measured."""
-    theirs = report.compute
+    compute = report.compute
     if dyno.model is not None:
-        parts = _split_gpu_gap(dyno, report, dyno.model - theirs)
-        yield Gap("GPU time (latency/model against GPU Compute Time)", dyno.model, theirs, tuple(parts))
+        parts = _split_gpu_gap(dyno, report, dyno.model - compute)
+        yield Gap("GPU time (latency/model against GPU Compute Time)", dyno.model, compute, tuple(parts))
     if report.transfers is not False and report.latency and dyno.total is not None:
         latency = report.latency
         parts = _split_latency_gap(dyno, report, dyno.total - latency)
         yield Gap("Latency (latency/all against Latency)", dyno.total, latency, tuple(parts))
     if report.rate and dyno.rate:
-        period, its = 1 / dyno.rate, 1 / report.rate
-        yield Gap("Time per query at full throughput", period, its, tuple(_split_rate_gap(dyno, report, period - its)))
+        period, ref = 1 / dyno.rate, 1 / report.rate
+        yield Gap("Time per query at full throughput", period, ref, tuple(_split_rate_gap(dyno, report, period - ref)))
 
 
 def _split_gpu_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
     """Split a gap between two GPU times: each cause in turn takes the most that it can account for."""
-    left = gap
+    rest = gap
     for cause in (_explain_graph, _explain_clocks, _explain_launch):
-        if part := cause(dyno, report, left):
-            left -= part.seconds
+        if part := cause(dyno, report, rest):
+            rest -= part.seconds
             yield part
-    why = "" if abs(left) < CLOSE_SHARE * report.compute or (dyno.clock and report.clock) else NO_CLOCKS
-    yield GapPart(UNEXPLAINED, left, why)
+    reason = "" if abs(rest) < CLOSE_SHARE * report.compute or (dyno.clock and report.clock) else NO_CLOCKS
+    yield GapPart(UNEXPLAINED, rest, reason)
 
 
-def _compute_share(left: float, expected: float) -> float:
+def _compute_share(rest: float, expected: float) -> float:
     """Return the part of the rest that the cause can account for; 0 if it has the opposite sign."""
-    return math.copysign(min(abs(left), abs(expected)), left) if left * expected > 0 else 0.0
+    return math.copysign(min(abs(rest), abs(expected)), rest) if rest * expected > 0 else 0.0
 
 
-def _explain_graph(dyno: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
+def _explain_graph(dyno: TrialMedians, report: TrtexecReport, rest: float) -> GapPart | None:
     """Return a CUDA graph's part: a graph on one side saves at most the difference of both enqueue times."""
     if report.graph is None or report.graph == dyno.graph:
         return None
-    why = f"only {'Dyno' if dyno.graph else 'trtexec'} used one"
+    reason = f"only {'Dyno' if dyno.graph else 'trtexec'} used one"
     if dyno.enqueue is None or report.enqueue is None:
-        return GapPart(CUDA_GRAPH, 0.0, f"{why}, and without enqueue times its share is unknown")
-    saved = abs(dyno.enqueue - report.enqueue)
-    return GapPart(CUDA_GRAPH, _compute_share(left, -saved if dyno.graph else saved), why)
+        return GapPart(CUDA_GRAPH, 0.0, f"{reason}, and without enqueue times its share is unknown")
+    saving = abs(dyno.enqueue - report.enqueue)
+    return GapPart(CUDA_GRAPH, _compute_share(rest, -saving if dyno.graph else saving), reason)
 
 
-def _explain_clocks(dyno: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
+def _explain_clocks(dyno: TrialMedians, report: TrtexecReport, rest: float) -> GapPart | None:
     """Return the clocks' part: the time of compute-bound work is inversely proportional to the clock."""
     if not dyno.clock or not report.clock:
         return None
     expected = report.compute * (report.clock / dyno.clock - 1)
-    return GapPart("clocks", _compute_share(left, expected), f"{dyno.clock:.0f} MHz here, {report.clock:.0f} MHz there")
+    return GapPart("clocks", _compute_share(rest, expected), f"{dyno.clock:.0f} MHz here, {report.clock:.0f} MHz there")
 
 
-def _explain_launch(dyno: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
+def _explain_launch(dyno: TrialMedians, report: TrtexecReport, rest: float) -> GapPart | None:
     """Return the launch's part: trtexec launches a query during the previous one; Dyno's GPU waits for the launch.
 
     trtexec's start event is reached when the previous query ends.
     """
-    if dyno.enqueue is None or left <= 0:
+    if dyno.enqueue is None or rest <= 0:
         return None
-    why = "at most one enqueue, which trtexec hides by queueing ahead"
-    return GapPart("launch", _compute_share(left, dyno.enqueue), why)
+    reason = "at most one enqueue, which trtexec hides by queueing ahead"
+    return GapPart("launch", _compute_share(rest, dyno.enqueue), reason)
 
 
 def _split_latency_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
@@ -349,12 +347,12 @@ def _split_latency_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) ->
     yield GapPart("copies", copies, "H2D and D2H by the GPU's clock")
     *causes, unexplained = _split_gpu_gap(dyno, report, gpu)
     yield from causes
-    left = gap - copies - gpu
+    rest = gap - copies - gpu
     if dyno.waiting is not None:
-        waiting = _compute_share(left, dyno.waiting)
-        left -= waiting
+        waiting = _compute_share(rest, dyno.waiting)
+        rest -= waiting
         yield GapPart("synchronisation", waiting, "the host's launch and spinning wait, which trtexec's sum leaves out")
-    yield GapPart(UNEXPLAINED, left + unexplained.seconds, "the host's calls for the copies are in it")
+    yield GapPart(UNEXPLAINED, rest + unexplained.seconds, "the host's calls for the copies are in it")
 
 
 def _split_rate_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
@@ -363,25 +361,25 @@ def _split_rate_gap(dyno: TrialMedians, report: TrtexecReport, gap: float) -> It
     if compute is None:
         yield GapPart(UNEXPLAINED, gap, "the record has no GPU time")
         return
-    theirs = report.compute
-    gpu = compute - theirs
+    trtexec_compute = report.compute
+    gpu = compute - trtexec_compute
     copies = max(0.0, max(dyno.h2d or 0.0, dyno.d2h or 0.0) - compute)
-    copies -= max(0.0, max(report.h2d or 0.0, report.d2h or 0.0) - theirs)
+    copies -= max(0.0, max(report.h2d or 0.0, report.d2h or 0.0) - trtexec_compute)
     yield GapPart("GPU compute", gpu)
     yield GapPart("copies", copies, "trtexec made none" if report.transfers is False else "where they outlast compute")
-    why = "the GPU's idle time" + ("; trtexec's host sleeps while it waits" if report.spin is False else "")
-    yield GapPart("launch and synchronisation", gap - gpu - copies, why)
+    reason = "the GPU's idle time" + ("; trtexec's host sleeps while it waits" if report.spin is False else "")
+    yield GapPart("launch and synchronisation", gap - gpu - copies, reason)
 
 
 def _find_notes(trial: TrialResult, report: TrtexecReport) -> Iterator[str]:
-    ours, theirs = command.read_version(trial), report.version
-    if ours and theirs and ours.split(".")[:2] != theirs.split(".")[:2]:
-        yield f"trtexec is of TensorRT {theirs}, Dyno ran {ours}: kernels and launch costs may differ."
+    version, trtexec_version = command.read_version(trial), report.version
+    if version and trtexec_version and version.split(".")[:2] != trtexec_version.split(".")[:2]:
+        yield f"trtexec is of TensorRT {trtexec_version}, Dyno ran {version}: kernels and launch costs may differ."
     if not report.engine and not report.shapes:
         yield "The file names neither engine nor shapes nor flags; they are assumed to be the same."
     if report.spin is False:
-        how = "without --noSpinWait" if has_defaults_of_11(theirs) else "with --useSpinWait"
-        yield f"trtexec's host slept while it waited; {how} both wait alike."
+        advice = "without --noSpinWait" if has_defaults_of_11(trtexec_version) else "with --useSpinWait"
+        yield f"trtexec's host slept while it waited; {advice} both wait alike."
     for warning in report.warnings:
         yield f"trtexec warns: {warning}"
 
@@ -465,10 +463,10 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
                 f"{arguments[0]} was stopped: not finished after {LOAD_TIMEOUT_S + 2 * measuring_s:.0f} s"
             ) from e
         finally:
-            ended = time.monotonic()
+            end_time = time.monotonic()
             process.kill()
             process.wait()
             telemetry.stop(folder / "telemetry.npz")
         report = log.parse_log(output.decode(errors="replace"), f"{arguments[0]}'s output")
-        timed = ended - trial.spec.plan.seconds, ended
-        return replace(report, clock=find_clock(timeline.read_timeline(folder), timed))
+        window = end_time - trial.spec.plan.seconds, end_time
+        return replace(report, clock=find_clock(timeline.read_timeline(folder), window))

@@ -108,10 +108,10 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
     medians = dict(_parse_medians(lines[start:], name))
     if "compute" not in medians:
         raise UserError(f"{name} ends before trtexec's summary does; run trtexec again")
-    running = RUNNING_LINE.search(text)
-    options = re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", running[2] if running else "")  # values may hold spaces
+    run = RUNNING_LINE.search(text)
+    options = re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", run[2] if run else "")  # values may hold spaces
     flags = {key: (value or "").strip() for key, value in options}
-    version = _find_echo(lines, "TensorRT version") or _format_version(running[1] if running else None)
+    version = _find_echo(lines, "TensorRT version") or _format_version(run[1] if run else None)
     return TrtexecReport(
         **{**medians, **_read_run_options(flags, lines, version)},
         rate=_find_rate(lines, name),
@@ -138,10 +138,10 @@ def _parse_medians(lines: Iterable[str], name: str) -> Iterable[tuple[str, float
     for line in lines:
         label, _, rest = line.partition(": ")
         if label in METRIC_NAMES and rest.startswith("min = "):  # --verbose explains each metric below, after its name
-            found = MEDIAN_VALUE.search(rest)
-            if found is None:
+            match = MEDIAN_VALUE.search(rest)
+            if match is None:
                 raise UserError(f"{name} has a metric without median; {LOG_ADVICE}")
-            yield METRIC_NAMES[label], _parse_number(found[1], name) / 1e3
+            yield METRIC_NAMES[label], _parse_number(match[1], name) / 1e3
 
 
 def _parse_number(text: Any, name: str) -> float:
@@ -183,8 +183,8 @@ def _read_run_options(flags: Mapping[str, str], lines: list[str], version: str) 
         graph = True
     if any(sentence in line for line in lines for sentence in NO_GRAPH):
         graph = False
-    given = flags.get("infStreams") or flags.get("streams", "")  # the name up to 8.5
-    streams = _find_echo(lines, "Inference Streams") or _find_echo(lines, "Streams") or given
+    flag_value = flags.get("infStreams") or flags.get("streams", "")  # the name up to 8.5
+    streams = _find_echo(lines, "Inference Streams") or _find_echo(lines, "Streams") or flag_value
     return {
         "graph": graph,
         "transfers": is_enabled("Data transfers"),
@@ -195,8 +195,8 @@ def _read_run_options(flags: Mapping[str, str], lines: list[str], version: str) 
 
 def _find_shapes(lines: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Return the input shapes, from the created bindings or else from `--shapes`."""
-    bound = (BINDING_LINE.match(line) for line in lines)
-    from_bindings = {match[1]: _parse_dims(match[2]) for match in bound if match}
+    matches = (BINDING_LINE.match(line) for line in lines)
+    from_bindings = {match[1]: _parse_dims(match[2]) for match in matches if match}
     from_flags = re.findall(r"([^,]+):([\dx]+)(?:,|$)", flags.get("shapes", ""))
     return from_bindings or {name.strip("'\\"): _parse_dims(text) for name, text in from_flags}
 
@@ -226,17 +226,17 @@ def _parse_times(text: str, name: str) -> TrtexecReport:
     columns = {key: _read_column(rows, key, name) for key in ("enq", "h2d", "compute", "d2h")}
     if columns["compute"] is None:
         raise UserError(f"{name} holds no computeMs, so trtexec did not write it; {LOG_ADVICE}")
-    moved = [values for key in ("h2d", "d2h") if (values := columns[key]) is not None]
+    copies = [values for key in ("h2d", "d2h") if (values := columns[key]) is not None]
     enqueue, h2d, compute, d2h = (None if each is None else float(np.median(each)) for each in columns.values())
     assert compute is not None
     return TrtexecReport(
         compute,
-        latency=float(np.median(np.sum([columns["compute"], *moved], axis=0))),
+        latency=float(np.median(np.sum([columns["compute"], *copies], axis=0))),
         enqueue=enqueue,
         h2d=h2d,
         d2h=d2h,
         rate=_compute_exported_rate(rows),
-        transfers=any(values.any() for values in moved) if moved else None,
+        transfers=any(values.any() for values in copies) if copies else None,
     )
 
 

@@ -76,6 +76,6 @@ def exit_load(result: LoadResult) -> int:
     """Print the reasons of unfinished trials, and return the exit code."""
     from dyno.report.tables import trial_table
 
-    for failed in (t for t in result.records if t.status != "ok"):
-        print(f"dyno: {failed.label}: {failed.reason}", file=sys.stderr)
+    for trial in (t for t in result.records if t.status != "ok"):
+        print(f"dyno: {trial.label}: {trial.reason}", file=sys.stderr)
     return trial_table.exit_code(result.data.frame)

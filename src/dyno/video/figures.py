@@ -60,10 +60,10 @@ class StageTimeline:
     handed: np.ndarray
     waiting: np.ndarray
 
-    def find_last(self, times: np.ndarray, limit: float, before: int) -> int:
-        """Return the index below `before` of the latest time not after the limit; -1 without any."""
-        earlier = np.where(times[:before] <= limit, times[:before], -np.inf)
-        return int(earlier.argmax()) if len(earlier) and np.isfinite(earlier.max()) else -1
+    def find_last(self, times: np.ndarray, limit: float, stop: int) -> int:
+        """Return the index below `stop` of the latest time not after the limit; -1 without any."""
+        candidates = np.where(times[:stop] <= limit, times[:stop], -np.inf)
+        return int(candidates.argmax()) if len(candidates) and np.isfinite(candidates.max()) else -1
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Bound:
     name: str
     rate: float
 
-    def share(self, reached: float) -> float:
-        return reached / self.rate
+    def share(self, rate: float) -> float:
+        return rate / self.rate
 
 
 def _find_lowest(rates: Mapping[str, float]) -> Bound:
@@ -135,11 +135,11 @@ class Video:
         seconds = sum(s.cpu_under_load * shares.get(s.name, 1.0) for s in self.stages)
         return rates | {PROCESSORS: self.facts.processors / seconds if seconds > 0 else math.inf}
 
-    def find_percentile(self, q: float, to: str = "known") -> float | None:
+    def find_percentile(self, q: float, event: str = "known") -> float | None:
         """Return a percentile of the latencies; None with too few frames. The median needs only one frame."""
-        samples = self.list_latencies(to)
-        least = 1 if q == PERCENTILES[0] else stats.samples_for(q)
-        return stats.percentile_of(samples, q) if len(samples) >= least else None
+        samples = self.list_latencies(event)
+        min_count = 1 if q == PERCENTILES[0] else stats.samples_for(q)
+        return stats.percentile_of(samples, q) if len(samples) >= min_count else None
 
     @property
     def utilization(self) -> float:
@@ -151,13 +151,13 @@ class Video:
         """Processor time per frame of all stages with every processor at work, in seconds."""
         return sum(stage.cpu_under_load for stage in self.stages)
 
-    def find_crowding(self, busy: float) -> float:
-        """Return the factor on processor time while `busy` processors are busy.
+    def find_crowding(self, busy_count: float) -> float:
+        """Return the factor on processor time while `busy_count` processors are busy.
 
         As measured if all are busy; proportional between that and one.
         """
-        others = self.facts.processors - 1
-        share = min(max((busy - 1) / others, 0.0), 1.0) if others else 0.0
+        other_count = self.facts.processors - 1
+        share = min(max((busy_count - 1) / other_count, 0.0), 1.0) if other_count else 0.0
         return 1 + (max(self.facts.crowding, 1.0) - 1) * share
 
     @property
@@ -169,10 +169,10 @@ class Video:
         """Return the bound if that stage took only a `share` of its time and processor time."""
         return _find_lowest(self.find_limits(self.facts.streams, {name: share}))
 
-    def list_latencies(self, to: str) -> np.ndarray:
+    def list_latencies(self, event: str) -> np.ndarray:
         """Return the seconds from the start of reading a frame until its boxes are `known`, or it is `written`."""
         began = self.arrays["frame_began"]
-        ended = self.arrays["frame_known"] if to == "known" else self.arrays.get("encode_ended", np.empty(0))
+        ended = self.arrays["frame_known"] if event == "known" else self.arrays.get("encode_ended", np.empty(0))
         count = min(len(began), len(ended))
         return np.asarray(ended[:count] - began[:count])
 
@@ -180,19 +180,19 @@ class Video:
         """Return the stored times of the stage, sorted by start."""
         times = [self.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed", "waiting")]
         order = np.argsort(times[0], kind="stable")
-        return StageTimeline(name, *(each[order] for each in times))
+        return StageTimeline(name, *(array[order] for array in times))
 
     def _make_stage(self, name: str) -> Stage:
-        found = self.read_timeline(name)
-        began, ended, handed, waiting = found.began, found.ended, found.handed, found.waiting
-        frames, whole = max(1, len(self.arrays["frame_known"])), self.facts.seconds
+        timeline = self.read_timeline(name)
+        began, ended, handed, waiting = timeline.began, timeline.ended, timeline.handed, timeline.waiting
+        frames, total = max(1, len(self.arrays["frame_known"])), self.facts.seconds
         starved = began[1:] - handed[:-1]
         cpu = self.facts.cpu.get(name, 0.0)
         cpu_under_load = cpu * self.find_crowding(self.facts.processors)
         if name == SHARED_STAGE and self.facts.cpu_inference:  # measured separately
             cpu_under_load = max(cpu, self.facts.cpu_inference)
         parts = ended - began, starved, handed - ended
-        working, empty, blocked = (float(seconds.sum() / whole) for seconds in parts)
+        working, empty, blocked = (float(seconds.sum() / total) for seconds in parts)
         alone, beside = mean_interval(self.arrays[f"alone_{name}"]), mean_interval(ended - began, len(began) / frames)
         queue = float(waiting.mean()) if len(waiting) else 0.0
         return Stage(name, alone, beside, cpu, cpu_under_load, working, empty, blocked, queue)
@@ -206,14 +206,14 @@ def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float
     section has fewer than `min_count` samples, or an estimate isn't finite.
     """
     value = estimate(samples)
-    each = (
+    estimates = (
         [estimate(part) for part in np.array_split(samples, INTERVAL_SECTIONS)]
         if len(samples) >= min_count * INTERVAL_SECTIONS
         else []
     )
-    if not each or not np.isfinite([value, *each]).all():
+    if not estimates or not np.isfinite([value, *estimates]).all():
         return Interval(value, math.nan, math.nan)
-    spread = math.sqrt(sum((one - value) ** 2 for one in each) / (INTERVAL_SECTIONS - 1))
+    spread = math.sqrt(sum((section_value - value) ** 2 for section_value in estimates) / (INTERVAL_SECTIONS - 1))
     reach = stats.t_quantile(INTERVAL_SECTIONS - 1) * spread / math.sqrt(INTERVAL_SECTIONS)
     return Interval(value, max(0.0, value - reach), value + reach)
 
@@ -251,15 +251,15 @@ Run = TypeVar("Run", bound=LoadRun)
 
 def find_reference(runs: Sequence[Run]) -> Run:
     """Return the reference run: PyTorch, else the first."""
-    return next((each for each in runs if each.trial.backend == REFERENCE_BACKEND), runs[0])
+    return next((run for run in runs if run.trial.backend == REFERENCE_BACKEND), runs[0])
 
 
 def list_speedups(runs: Sequence[Run], rule: Rule) -> list[Speedup | None]:
     """Return the speed-up of each run over the reference, with a verdict; None for the reference."""
-    first = find_reference(runs)
-    others = [each for each in runs if each is not first]
-    decided = iter(stats.decide_family([stats.collect_evidence(each.seconds, first.seconds) for each in others], rule))
-    return [None if each is first else next(decided) for each in runs]
+    reference = find_reference(runs)
+    rest = [run for run in runs if run is not reference]
+    speedups = iter(stats.decide_family([stats.collect_evidence(run.seconds, reference.seconds) for run in rest], rule))
+    return [None if run is reference else next(speedups) for run in runs]
 
 
 @dataclass(frozen=True)
@@ -271,8 +271,8 @@ class VideoRun(LoadRun):
     @cached_property
     def typical(self) -> Video:
         """The round of median rate, for details."""
-        middle = statistics.median_low(video.rate for video in self.videos)
-        return next(video for video in self.videos if video.rate == middle)
+        median_rate = statistics.median_low(video.rate for video in self.videos)
+        return next(video for video in self.videos if video.rate == median_rate)
 
     @cached_property
     def rate(self) -> Interval:
@@ -286,7 +286,7 @@ class VideoRun(LoadRun):
 
 def list_runs(run: RunData) -> list[VideoRun]:
     """Return each trial that answered a video, in the order of the trials."""
-    return [each for trial in run.records if (each := list_videos(trial)) is not None]
+    return [video_run for trial in run.records if (video_run := list_videos(trial)) is not None]
 
 
 def list_videos(trial: TrialResult) -> VideoRun | None:
@@ -296,9 +296,9 @@ def list_videos(trial: TrialResult) -> VideoRun | None:
         for r in trial.good
         if r.facts.video is not None and (r.folder / ARRAYS_FILE).is_file()
     )
-    whole = tuple(video for video in videos if not video.facts.stopped)
+    full_videos = tuple(video for video in videos if not video.facts.stopped)
     # The rate of the first frames is not that of the whole video.
-    return VideoRun(trial, whole or videos) if videos else None
+    return VideoRun(trial, full_videos or videos) if videos else None
 
 
 # Prediction for several videos through one engine, from the stages measured alone. Every stream has its own stages;
@@ -339,10 +339,10 @@ class Simulation:
     """
 
     def __init__(
-        self, servers: Sequence[Server], known: int, streams: int, frames: int, processors: int, depth: int,
+        self, servers: Sequence[Server], box_stage: int, streams: int, frames: int, processors: int, depth: int,
         crowding: Callable[[float], float] = lambda busy: 1.0,
     ) -> None:  # fmt: skip
-        self._servers, self._known_stage, self._frames = servers, known, frames
+        self._servers, self._known_stage, self._frames = servers, box_stage, frames
         self._processors, self._depth, self._streams, self._crowding = processors, depth, streams, crowding
         # Frames begun, ended and handed on, by stream and stage, in order.
         self._started_counts, self._finished_counts, self._handed_counts = (
@@ -360,22 +360,22 @@ class Simulation:
         for stream in range(self._streams):
             self._start_frame(stream, 0)
         while self._heap:
-            done, stream, stage = heapq.heappop(self._heap)
+            end, stream, stage = heapq.heappop(self._heap)
             slowdown = max(1.0, self._requested_processors / self._processors) * self._crowding(
                 self._requested_processors
             )
-            self._now += (done - self._work_done) * slowdown
-            self._work_done = done
+            self._now += (end - self._work_done) * slowdown
+            self._work_done = end
             self._finish_frame(stream, stage)
         return SimulationResult(self._streams * self._frames / self._now, np.array(self._latencies))
 
     def _start_frame(self, stream: int, stage: int) -> None:
         """Begin the next frame waiting for the stage, if there is one and the stage is free."""
-        frame, arrived = (
+        frame, arrived_count = (
             self._started_counts[stream][stage],
             self._handed_counts[stream][stage - 1] if stage else self._frames,
         )
-        if frame > self._handed_counts[stream][stage] or frame == arrived:
+        if frame > self._handed_counts[stream][stage] or frame == arrived_count:
             return
         self._started_counts[stream][stage] += 1
         if stage:
@@ -410,12 +410,12 @@ class Simulation:
 
     def _hand_on(self, stream: int, stage: int) -> None:
         """Hand an ended frame to the next stage, or keep it until there is room."""
-        last, handed = stage + 1 == len(self._servers), self._handed_counts[stream]
-        is_full = not last and handed[stage] - self._started_counts[stream][stage + 1] >= self._depth
+        is_last, handed = stage + 1 == len(self._servers), self._handed_counts[stream]
+        is_full = not is_last and handed[stage] - self._started_counts[stream][stage + 1] >= self._depth
         if is_full or handed[stage] == self._finished_counts[stream][stage]:
             return
         handed[stage] += 1
-        if not last:
+        if not is_last:
             self._start_frame(stream, stage + 1)
         self._start_frame(stream, stage)
 
@@ -446,14 +446,14 @@ class StreamPrediction:
 def predict_streams(video: Video, streams: int) -> StreamPrediction:
     """Predict the result of `streams` streams like this one, each read as fast as the pipeline takes it."""
     servers = [_make_server(video, stage) for stage in video.stages]
-    known = max(place for place, stage in enumerate(video.stages) if stage.name in BOX_STAGES)
+    box_stage = max(index for index, stage in enumerate(video.stages) if stage.name in BOX_STAGES)
     frames = max(len(video.stages), min(MAX_FRAMES_PER_STREAM, MAX_SIMULATED_FRAMES // streams))
     facts = video.facts
-    found = Simulation(servers, known, streams, frames, facts.processors, facts.depth, video.find_crowding).run()
-    latency = stats.percentile_of(found.latencies, PERCENTILES[-1])
-    more_in_flight = (facts.slots - 1) * next(s.alone.value for s in video.stages if s.name == SHARED_STAGE)
-    lowest = _find_lowest(video.find_limits(streams))
-    return StreamPrediction(streams, found.rate, latency + more_in_flight, lowest.name)
+    result = Simulation(servers, box_stage, streams, frames, facts.processors, facts.depth, video.find_crowding).run()
+    latency = stats.percentile_of(result.latencies, PERCENTILES[-1])
+    slot_seconds = (facts.slots - 1) * next(s.alone.value for s in video.stages if s.name == SHARED_STAGE)
+    bound = _find_lowest(video.find_limits(streams))
+    return StreamPrediction(streams, result.rate, latency + slot_seconds, bound.name)
 
 
 def _make_server(video: Video, stage: Stage) -> Server:
@@ -461,14 +461,14 @@ def _make_server(video: Video, stage: Stage) -> Server:
 
     The simulation slows all stages alike, so these seconds include the stage's own slow-down under full CPU load.
     """
-    in_crowd = stage.cpu_under_load / stage.cpu / video.find_crowding(video.facts.processors) if stage.cpu else 1.0
-    handed = video.facts.hand_over if stage is not video.stages[0] else 0.0
-    seconds = video.arrays[f"alone_{stage.name}"] * in_crowd + handed
-    processors = (stage.cpu + handed) / (stage.alone.value + handed)
+    slowdown = stage.cpu_under_load / stage.cpu / video.find_crowding(video.facts.processors) if stage.cpu else 1.0
+    hand_over = video.facts.hand_over if stage is not video.stages[0] else 0.0
+    seconds = video.arrays[f"alone_{stage.name}"] * slowdown + hand_over
+    processors = (stage.cpu + hand_over) / (stage.alone.value + hand_over)
     return Server(seconds, processors, stage.name == SHARED_STAGE)
 
 
 def count_fitting(video: Video, rate: float) -> int:
     """Return how many streams at that rate each fit by the bounds, at most MAX_STREAMS; 0 if none fits."""
-    fits = [k for k in range(1, MAX_STREAMS + 1) if min(video.find_limits(k).values()) / k >= rate]
-    return max(fits, default=0)
+    counts = [k for k in range(1, MAX_STREAMS + 1) if min(video.find_limits(k).values()) / k >= rate]
+    return max(counts, default=0)

@@ -62,16 +62,16 @@ class VideoJobSpec:
 
     def list_unwritten(self) -> tuple[str, ...]:
         """Return the requested files that don't exist."""
-        wanted = [Path(path) for path in (self.output, self.boxes) if path]
-        made = [p for p in wanted if p.exists() or (self.several and any(p.parent.glob(
+        paths = [Path(path) for path in (self.output, self.boxes) if path]
+        written_paths = [p for p in paths if p.exists() or (self.several and any(p.parent.glob(
             f"{glob.escape(p.stem)}-*{glob.escape(p.suffix)}")))]  # fmt: skip
-        return tuple(str(path) for path in wanted if path not in made)
+        return tuple(str(path) for path in paths if path not in written_paths)
 
     def name_output(self, path: str, trial: Trial) -> str:
         if not path or not self.several:
             return path
-        whole = Path(path)
-        return str(whole.with_name(f"{whole.stem}-{trial.variant}-{trial.precision}{whole.suffix}"))
+        target = Path(path)
+        return str(target.with_name(f"{target.stem}-{trial.variant}-{trial.precision}{target.suffix}"))
 
     def make_job(self, job: Job, folder: Path) -> Job:
         """Return a round's job with the video in place of the usual measurement."""
@@ -90,12 +90,12 @@ class VideoJobSpec:
 
         After an interrupt the job closes its file, and its record is stored before the interrupt is raised again.
         """
-        own = self.make_job(job, folder)
-        pipe = own.options["source"]
+        new_job = self.make_job(job, folder)
+        pipe = new_job.options["source"]
         inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
         try:
-            with hold_device(own.runtime, progress.show_waiting):
-                return launch(own, folder, math.inf, progress.tick, share_processors(own), inherited=inherited,
+            with hold_device(new_job.runtime, progress.show_waiting):
+                return launch(new_job, folder, math.inf, progress.tick, share_processors(new_job), fds=inherited,
                               patience_s=SHUTDOWN_TIMEOUT_S)  # fmt: skip
         except Interrupted as e:
             progress.done(job.trial, e.record) if job.trial else None
@@ -151,10 +151,10 @@ class VideoResult(LoadResult):
     @property
     def refused(self) -> str:
         """Why the source, or the boxes in the networks' outputs, can't be read; "" if they can."""
-        worst = [trial.worst.record if trial.worst else None for trial in self.records]
-        failed = [r for r in worst if r is not None and r.status == "failed"]
-        refused = [r.reason for r in failed if r.stage == OPENING_STAGE or NO_BOXES in r.reason]
-        return refused[0] if refused and len(refused) == len(worst) else ""
+        records = [trial.worst.record if trial.worst else None for trial in self.records]
+        failures = [r for r in records if r is not None and r.status == "failed"]
+        reasons = [r.reason for r in failures if r.stage == OPENING_STAGE or NO_BOXES in r.reason]
+        return reasons[0] if reasons and len(reasons) == len(records) else ""
 
     def save(self, path: Path) -> None:
         """Write the pipeline's trace: a track for each stage and frame of each engine's typical round."""
@@ -185,8 +185,8 @@ def bench_video(
     check_types({"options": options}, {"options": VideoOptions | None})
     study, several = study_of_own_jobs(model, 1, settings)
     (name,) = study.models
-    written = str(output or ""), str(boxes or "")
-    job_spec = VideoJobSpec(_make_absolute(source), *written, options or VideoOptions(), several)
+    file_names = str(output or ""), str(boxes or "")
+    job_spec = VideoJobSpec(_make_absolute(source), *file_names, options or VideoOptions(), several)
     _check_options(job_spec, study)
     if save and not str(save).endswith(TRACE_SUFFIX):
         raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE_SUFFIX} (Perfetto)")
@@ -230,49 +230,49 @@ def _check_options(job_spec: VideoJobSpec, study: Study) -> None:
         raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
     if job_spec.options.streams > 1 and (job_spec.source == STDIN_SOURCE or job_spec.source.startswith("camera:")):
         raise UserError(f"{job_spec.source} can be read only once; omit --streams")
-    path, local = Path(job_spec.source), _is_path(job_spec.source)
-    if local and not path.exists():
+    path, is_local = Path(job_spec.source), _is_path(job_spec.source)
+    if is_local and not path.exists():
         raise UserError(f"{path} does not exist; give a video, an image, a folder of images, a URL, camera:0 or -")
-    for written in filter(None, (job_spec.output, job_spec.boxes)):
-        for kind, read in (("source", job_spec.source if local else ""), ("model", *study.models)):
-            if read and Path(read).exists() and Path(written).resolve() == Path(read).resolve():
-                raise UserError(f"{written} is the {kind} itself; give another name for the output")
+    for target in filter(None, (job_spec.output, job_spec.boxes)):
+        for kind, origin in (("source", job_spec.source if is_local else ""), ("model", *study.models)):
+            if origin and Path(origin).exists() and Path(target).resolve() == Path(origin).resolve():
+                raise UserError(f"{target} is the {kind} itself; give another name for the output")
     if job_spec.output:
-        _check_output(Path(job_spec.output), path if local else None)
+        _check_output(Path(job_spec.output), path if is_local else None)
     if job_spec.boxes:
-        check_writable(Path(job_spec.boxes), making=True)
+        check_writable(Path(job_spec.boxes), parents=True)
 
 
 def _check_output(output: Path, source: Path | None) -> None:
     """Raise `UserError` for an unwritable suffix or folder, and for image output if `source` has no images."""
     suffix = output.suffix.lower()
-    images = source is not None and (source.is_dir() or source.suffix.lower() in IMAGE_SUFFIXES)
-    if images and not suffix:
-        check_writable(output / "*", making=True)
+    has_images = source is not None and (source.is_dir() or source.suffix.lower() in IMAGE_SUFFIXES)
+    if has_images and not suffix:
+        check_writable(output / "*", parents=True)
         if source is not None and output.resolve() == source.resolve().parent:
             raise UserError(f"{source.name} lies in {output}, and would be overwritten; give another folder")
         return
-    if suffix not in (*VIDEO_SUFFIXES, *(IMAGE_SUFFIXES if images else ())):
-        others = "a folder, .png, .jpg, " if images else ""
+    if suffix not in (*VIDEO_SUFFIXES, *(IMAGE_SUFFIXES if has_images else ())):
+        choices = "a folder, .png, .jpg, " if has_images else ""
         raise UserError(f"{output} can't be written: {suffix or 'a name without a suffix'} is not a video container; "
-                        f"give {others}.mp4, .mkv, .webm or .avi")  # fmt: skip
+                        f"give {choices}.mp4, .mkv, .webm or .avi")  # fmt: skip
     if suffix in IMAGE_SUFFIXES and source is not None and source.is_dir():
         count = sum(file.suffix.lower() in IMAGE_SUFFIXES for file in source.iterdir())
         if count > 1:
             raise UserError(f"{source.name} has {count} images; give a folder or a video, not {output.name}")
-    check_writable(output, making=True)
+    check_writable(output, parents=True)
 
 
-def store_about(folder: Path, name: str, about: Mapping[str, Any], other: str, lacking: str) -> None:
-    """Store `about` in the folder's file `name`; UserError if the folder was measured with other values.
+def store_about(folder: Path, name: str, description: Mapping[str, Any], mismatch_text: str, missing_text: str) -> None:
+    """Store `description` in the folder's file `name`; UserError if the folder was measured with other values.
 
-    `other` and `lacking` complete the error messages, for other values and for a folder without the file.
+    `mismatch_text` and `missing_text` complete the error messages, for other values and for a folder without the file.
     """
     path = folder / name
-    stored = read_json(path) if path.is_file() else {}
-    if any(stored.get(key, value) != value for key, value in about.items()) and is_measured(folder):
-        raise UserError(f"{folder} is {other}; give another --out")
+    content = read_json(path) if path.is_file() else {}
+    if any(content.get(key, value) != value for key, value in description.items()) and is_measured(folder):
+        raise UserError(f"{folder} is {mismatch_text}; give another --out")
     if (folder / "study.toml").is_file() and not path.is_file():
-        raise UserError(f"{folder} is of a run {lacking}; give another --out")
+        raise UserError(f"{folder} is of a run {missing_text}; give another --out")
     with Run(folder).hold_lock():  # also makes the folder Dyno's
-        write_json(path, about)
+        write_json(path, description)

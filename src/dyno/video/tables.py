@@ -40,7 +40,7 @@ def _make_video_table(run: RunData) -> Table | None:
     runs = figures.list_runs(run)
     if not runs:
         return None
-    rows = [_make_row(each) for each in runs]
+    rows = [_make_row(video_run) for video_run in runs]
     if len(runs) > 1:
         gains = figures.list_speedups(runs, run.rule)
         rows = [row | compare_cells(gain, gain is None) for row, gain in zip(rows, gains, strict=True)]
@@ -79,18 +79,18 @@ def _make_stages_table(run: RunData) -> Table | None:
     )
     rows: list[Row] = [
         {
-            "label": each.trial.label, "trial": each.trial.id, "stage": stage.name,
+            "label": video_run.trial.label, "trial": video_run.trial.id, "stage": stage.name,
             **limit_cells("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
             **limit_cells("beside_s", stage.in_pipeline), "cpu_s": stage.cpu, "crowded_s": stage.cpu_under_load,
             "working": 100 * stage.working, "starved": 100 * stage.starved, "blocked": 100 * stage.blocked,
             "queue": stage.queue,
         }
-        for each in figures.list_runs(run) for stage in each.typical.stages
+        for video_run in figures.list_runs(run) for stage in video_run.typical.stages
     ]  # fmt: skip
     if not rows:
         return None
-    shown = keep_printed(STAGE_COLUMNS)
-    return STAGES.build(STAGE_COLUMNS, rows, group=("label",), below=lambda part: [note], printed=shown)
+    printed = keep_printed(STAGE_COLUMNS)
+    return STAGES.build(STAGE_COLUMNS, rows, group=("label",), below=lambda part: [note], printed=printed)
 
 
 def _make_streams_table(run: RunData) -> Table | None:
@@ -107,30 +107,30 @@ def _make_streams_table(run: RunData) -> Table | None:
 
 def _make_stream_row(run: VideoRun, count: int) -> Row:
     video = run.typical
-    predicted = figures.predict_streams(video, count)
+    prediction = figures.predict_streams(video, count)
     row = {
-        "label": run.trial.label, "trial": run.trial.id, "streams": count, "fps": predicted.rate,
-        "each_fps": predicted.stream_rate, "p99_s": predicted.p99, "bound_by": predicted.bound,
+        "label": run.trial.label, "trial": run.trial.id, "streams": count, "fps": prediction.rate,
+        "each_fps": prediction.stream_rate, "p99_s": prediction.p99, "bound_by": prediction.bound,
     }  # fmt: skip
     if count != video.facts.streams:
         return row
-    error, p99 = 100 * (predicted.rate / video.rate - 1), video.find_percentile(PERCENTILES[-1])
+    error, p99 = 100 * (prediction.rate / video.rate - 1), video.find_percentile(PERCENTILES[-1])
     return row | {"reached_fps": video.rate, "error": error, "reached_p99_s": p99}
 
 
 def describe_streams(video: Video, rows: list[Row]) -> list[str]:
     """Describe the prediction's error for the measured number of streams, and how many fit at the source's rate."""
-    off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
+    error = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
     sentences = [
         f"Predicted from the stages alone, with one engine for all streams and videos read as fast as they are taken. "
-        f"For {format_count(video.facts.streams, 'stream')}, which ran, it is {show(abs(off), 'percentage')} "
-        f"{'above' if off >= 0 else 'below'} the measured rate."
+        f"For {format_count(video.facts.streams, 'stream')}, which ran, it is {show(abs(error), 'percentage')} "
+        f"{'above' if error >= 0 else 'below'} the measured rate."
     ]
     if video.facts.rate > 0:
-        fit = figures.count_fitting(video, video.facts.rate)
-        most = f"{fit} or more" if fit == figures.MAX_STREAMS else str(fit)
+        stream_count = figures.count_fitting(video, video.facts.rate)
+        text = f"{stream_count} or more" if stream_count == figures.MAX_STREAMS else str(stream_count)
         sentences.append(
-            f"Streams that fit at this video's own {format_number(video.facts.rate)} frames/s, by the bounds: {most}."
+            f"Streams that fit at this video's own {format_number(video.facts.rate)} frames/s, by the bounds: {text}."
         )
     return sentences
 
@@ -209,13 +209,13 @@ def draw_timeline(run: RunData) -> Any:
     runs = figures.list_runs(run)[:MAX_DRAWN_TRIALS]
     if not runs:
         return None
-    rows = [len(each.typical.stages) for each in runs]
+    rows = [len(video_run.typical.stages) for video_run in runs]
     with apply_style() as figure_class:
         figure = figure_class(figsize=(WIDTH, 0.8 * len(runs) + 0.3 * sum(rows)), layout="constrained")
-        places = figure.subplots(len(runs), 1, squeeze=False, height_ratios=rows)[:, 0]
-        for axes, each in zip(places, runs, strict=True):
-            _draw_panel(axes, each)
-        places[-1].set_xlabel("ms")
+        panels = figure.subplots(len(runs), 1, squeeze=False, height_ratios=rows)[:, 0]
+        for axes, video_run in zip(panels, runs, strict=True):
+            _draw_panel(axes, video_run)
+        panels[-1].set_xlabel("ms")
     return figure
 
 
@@ -224,13 +224,13 @@ def _draw_panel(axes: Any, run: VideoRun) -> None:
     begin, end = _choose_window(video)
     axes.set_title(run.trial.label, fontsize=9)
     for row, stage in enumerate(video.stages):
-        found = video.read_timeline(stage.name)
-        for k in np.flatnonzero((found.handed > begin) & (found.began < end)):
-            at = [1e3 * (times[k] - begin) for times in (found.began, found.ended, found.handed)]
-            axes.barh(row, at[2] - at[1], STAGE_HEIGHT, at[1], color=FAINT)
-            (bar,) = axes.barh(row, at[1] - at[0], STAGE_HEIGHT, at[0], color=PALETTE[k % len(PALETTE)])
+        timeline = video.read_timeline(stage.name)
+        for k in np.flatnonzero((timeline.handed > begin) & (timeline.began < end)):
+            ms = [1e3 * (times[k] - begin) for times in (timeline.began, timeline.ended, timeline.handed)]
+            axes.barh(row, ms[2] - ms[1], STAGE_HEIGHT, ms[1], color=FAINT)
+            (bar,) = axes.barh(row, ms[1] - ms[0], STAGE_HEIGHT, ms[0], color=PALETTE[k % len(PALETTE)])
             add_tooltip(
-                bar, f"{stage.name} {k}: {at[1] - at[0]:.3g} ms, then {at[2] - at[1]:.3g} ms without room behind it"
+                bar, f"{stage.name} {k}: {ms[1] - ms[0]:.3g} ms, then {ms[2] - ms[1]:.3g} ms without room behind it"
             )
     axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(video.stages) - 0.5, -0.5))
     axes.set_yticks(range(len(video.stages)), [stage.name for stage in video.stages])
@@ -267,52 +267,52 @@ NO_ROOM_S = 1e-4  # a piece of work handed on later than this waited for room
 def compute_critical_path(video: Video) -> dict[str, float]:
     """Return the seconds on the critical path by stage and between stages; their sum is the end of the last work."""
     tracks = [video.read_timeline(stage.name) for stage in video.stages]
-    found = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
+    path_seconds = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
     for name, seconds in _walk_path(tracks):
-        found[name] += seconds
-    return found
+        path_seconds[name] += seconds
+    return path_seconds
 
 
 def _walk_path(tracks: list[StageTimeline]) -> Iterator[tuple[str, float]]:
     """Yield the pieces of the path, from its end back to the start of the run."""
-    place = max((k for k, track in enumerate(tracks) if len(track.ended)), key=lambda k: tracks[k].ended.max())
-    piece = int(tracks[place].ended.argmax())
+    stage_index = max((k for k, track in enumerate(tracks) if len(track.ended)), key=lambda k: tracks[k].ended.max())
+    piece = int(tracks[stage_index].ended.argmax())
     while True:
-        track = tracks[place]
+        track = tracks[stage_index]
         begin = float(track.began[piece])
         yield track.name, float(track.ended[piece]) - begin
-        place, piece, now = _find_enabler(tracks, place, piece, begin)
+        stage_index, piece, end = _find_enabler(tracks, stage_index, piece, begin)
         if piece < 0:
-            yield HAND_OVER, now
+            yield HAND_OVER, end
             return
-        yield HAND_OVER, now - float(tracks[place].ended[piece])
+        yield HAND_OVER, end - float(tracks[stage_index].ended[piece])
 
 
-def _find_enabler(tracks: list[StageTimeline], place: int, piece: int, begin: float) -> tuple[int, int, float]:
+def _find_enabler(tracks: list[StageTimeline], stage_index: int, piece: int, begin: float) -> tuple[int, int, float]:
     """Find the piece of work whose end allowed this one to begin.
 
     Returns its stage, its index (-1: the run's start), and the end of the path's part between stages.
     """
-    now = begin
+    end = begin
     while True:
-        track = tracks[place]
-        free = track.find_last(track.handed, begin, piece)
-        came = _find_source(tracks[place - 1], track, piece) if place else -1
-        free_at = float(track.handed[free]) if free >= 0 else -1.0
-        came_at = min(float(tracks[place - 1].handed[came]), begin) if came >= 0 else -1.0
-        if free < 0 and came < 0:
-            return place, -1, now
-        earlier = (place, free) if free_at >= came_at else (place - 1, came)
-        own = tracks[earlier[0]]
-        waited = float(own.handed[earlier[1]] - own.ended[earlier[1]]) > NO_ROOM_S
-        if not waited or earlier[0] + 1 >= len(tracks):
-            return *earlier, now
+        track = tracks[stage_index]
+        free_piece = track.find_last(track.handed, begin, piece)
+        source = _find_source(tracks[stage_index - 1], track, piece) if stage_index else -1
+        free_time = float(track.handed[free_piece]) if free_piece >= 0 else -1.0
+        source_time = min(float(tracks[stage_index - 1].handed[source]), begin) if source >= 0 else -1.0
+        if free_piece < 0 and source < 0:
+            return stage_index, -1, end
+        enabler = (stage_index, free_piece) if free_time >= source_time else (stage_index - 1, source)
+        enabler_track = tracks[enabler[0]]
+        has_waited = float(enabler_track.handed[enabler[1]] - enabler_track.ended[enabler[1]]) > NO_ROOM_S
+        if not has_waited or enabler[0] + 1 >= len(tracks):
+            return *enabler, end
         # It waited for room, which the next stage made by beginning a piece: follow that one.
-        following = tracks[earlier[0] + 1]
-        taker = following.find_last(following.began, float(own.handed[earlier[1]]), len(following.began))
-        if taker < 0 or float(following.began[taker]) >= begin:
-            return *earlier, now
-        place, piece, begin = earlier[0] + 1, taker, float(following.began[taker])
+        next_track = tracks[enabler[0] + 1]
+        taker = next_track.find_last(next_track.began, float(enabler_track.handed[enabler[1]]), len(next_track.began))
+        if taker < 0 or float(next_track.began[taker]) >= begin:
+            return *enabler, end
+        stage_index, piece, begin = enabler[0] + 1, taker, float(next_track.began[taker])
 
 
 def _find_source(before: StageTimeline, track: StageTimeline, piece: int) -> int:
@@ -321,7 +321,7 @@ def _find_source(before: StageTimeline, track: StageTimeline, piece: int) -> int
 
 
 def _make_table(run: RunData) -> Table | None:
-    rows = [row for each in figures.list_runs(run) for row in _iter_rows(each.trial.label, each.typical)]
+    rows = [row for video_run in figures.list_runs(run) for row in _iter_rows(video_run.trial.label, video_run.typical)]
     return PATH_TABLE.build(PATH_COLUMNS, rows, notes=(TABLE_NOTE,), group=("label",)) if rows else None
 
 
@@ -329,10 +329,10 @@ def _iter_rows(label: str, video: Video) -> Iterator[Row]:
     """Yield a row for each stage and for the time between; empty with several streams, as times are the first one's."""
     if video.facts.streams > 1:
         return
-    found, stages = compute_critical_path(video), {stage.name: stage for stage in video.stages}
-    whole, frames = sum(found.values()) or 1.0, max(1, video.facts.frames)
-    for name, seconds in found.items():
-        row: Row = {"label": label, "stage": name, "path_ms": 1e3 * seconds / frames, "share": 100 * seconds / whole}
+    path_seconds, stages = compute_critical_path(video), {stage.name: stage for stage in video.stages}
+    total, frames = sum(path_seconds.values()) or 1.0, max(1, video.facts.frames)
+    for name, seconds in path_seconds.items():
+        row: Row = {"label": label, "stage": name, "path_ms": 1e3 * seconds / frames, "share": 100 * seconds / total}
         if stage := stages.get(name):
             row |= {
                 "work_ms": 1e3 * stage.in_pipeline.value,
@@ -387,48 +387,48 @@ def make_comparison_table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> 
     pairs = [(a, b) for x, y in trials if (a := figures.list_videos(x)) and (b := figures.list_videos(y))]
     if not pairs:
         return None
-    same = [pair for pair in pairs if _make_shot_key(pair[0]) == _make_shot_key(pair[1])]
-    wholes = [(pair, END_TO_END, pair[0].seconds, pair[1].seconds) for pair in same]
-    rows = [*_judge_parts(wholes), *_judge_parts([each for pair in same for each in _iter_stages(pair)])]
+    matches = [pair for pair in pairs if _make_shot_key(pair[0]) == _make_shot_key(pair[1])]
+    totals = [(pair, END_TO_END, pair[0].seconds, pair[1].seconds) for pair in matches]
+    rows = [*_judge_parts(totals), *_judge_parts([part for pair in matches for part in _iter_stages(pair)])]
     rows += [
-        {"label": b.trial.label, "part": END_TO_END, "verdict": OTHER_VIDEO} for a, b in pairs if (a, b) not in same
+        {"label": b.trial.label, "part": END_TO_END, "verdict": OTHER_VIDEO} for a, b in pairs if (a, b) not in matches
     ]
     order = [b.trial.label for _, b in pairs]
     rows.sort(key=lambda row: order.index(row["label"]))
-    notes, shown = tuple(_write_sentences(rows)), keep_printed(COMPARISON_COLUMNS)
-    return COMPARISON_TABLE.build(COMPARISON_COLUMNS, rows, notes=notes, group=("label",), printed=shown)
+    notes, printed = tuple(_write_sentences(rows)), keep_printed(COMPARISON_COLUMNS)
+    return COMPARISON_TABLE.build(COMPARISON_COLUMNS, rows, notes=notes, group=("label",), printed=printed)
 
 
-def _make_shot_key(one: VideoRun) -> tuple[int, ...]:
+def _make_shot_key(run: VideoRun) -> tuple[int, ...]:
     """Return the facts that must be equal in comparable videos."""
-    facts = one.typical.facts
+    facts = run.typical.facts
     return facts.frames, facts.height, facts.width, facts.streams
 
 
 def _iter_stages(pair: Pair) -> Iterator[tuple[Pair, str, list[float], list[float]]]:
     """Yield the times per frame of each stage common to both pipelines, by round."""
-    a, b = ([{stage.name: stage.in_pipeline.value for stage in video.stages} for video in one.videos] for one in pair)
+    a, b = ([{stage.name: stage.in_pipeline.value for stage in video.stages} for video in run.videos] for run in pair)
     for name in a[0]:
-        if all(name in each for each in (*a, *b)):
-            yield pair, name, [each[name] for each in a], [each[name] for each in b]
+        if all(name in seconds_of for seconds_of in (*a, *b)):
+            yield pair, name, [seconds_of[name] for seconds_of in a], [seconds_of[name] for seconds_of in b]
 
 
 def _judge_parts(parts: Sequence[tuple[Pair, str, list[float], list[float]]]) -> list[Row]:
     """Return a row for each part, all judged as one family."""
-    decided = stats.decide_family([stats.collect_evidence(b, a) for _, _, a, b in parts])
+    speedups = stats.decide_family([stats.collect_evidence(b, a) for _, _, a, b in parts])
     return [
         {
             "label": pair[1].trial.label, "part": name, "a_ms": 1e3 * stats.find_center(a).value,
             "b_ms": 1e3 * stats.find_center(b).value, "ratio": 1 / speedup.value, "ratio_low": 1 / speedup.high,
             "ratio_high": 1 / speedup.low, "verdict": speedup.verdict, "rounds_a": len(a), "rounds_b": len(b),
         }
-        for (pair, name, a, b), speedup in zip(parts, decided, strict=True)
+        for (pair, name, a, b), speedup in zip(parts, speedups, strict=True)
     ]  # fmt: skip
 
 
 def _write_sentences(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if row["part"] == END_TO_END and "ratio" in row:
-            shown = format_ratio(row["ratio"], row["ratio_low"], row["ratio_high"])
-            yield f"{clean_text(row['label'])} end to end: {describe_time(shown, 'time per frame')}: {row['verdict']}."
+            ratio = format_ratio(row["ratio"], row["ratio_low"], row["ratio_high"])
+            yield f"{clean_text(row['label'])} end to end: {describe_time(ratio, 'time per frame')}: {row['verdict']}."
     yield "A stage's time is that in the pipeline. The gate's conditions are on inference alone."

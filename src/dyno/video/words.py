@@ -22,13 +22,13 @@ BOUND_REACHED_SHARE = 0.95  # share of the bound at which there is nothing left 
 
 def describe_each(runs: Sequence[Run], describe: Callable[[Run], Iterable[str]]) -> list[str]:
     """Return the sentences of each trial, under its name if there are several."""
-    named = [(each, [f"{each.trial.label}:"] if len(runs) > 1 else []) for each in runs]
-    return [line for each, name in named for line in (*name, *describe(each))]
+    entries = [(run, [f"{run.trial.label}:"] if len(runs) > 1 else []) for run in runs]
+    return [line for run, name in entries for line in (*name, *describe(run))]
 
 
 def describe_runs(runs: Sequence[VideoRun]) -> list[str]:
     """Return the sentences of each trial."""
-    sentences = describe_each(runs, lambda each: [*list_sentences(each.typical), *(f"{w}." for w in each.warnings)])
+    sentences = describe_each(runs, lambda run: [*list_sentences(run.typical), *(f"{w}." for w in run.warnings)])
     return [*sentences, LATENCY_NOTE]
 
 
@@ -46,13 +46,13 @@ def list_sentences(video: Video) -> list[str]:
 
 def _describe_rates(video: Video) -> str:
     facts = video.facts
-    ended = " until it was stopped" if facts.stopped else ""
-    each = "each at " if facts.streams > 1 else ""
-    realtime = f" ({each}{video.rate / facts.streams / facts.rate:.2f} times its own speed)" if facts.rate else ""
-    several = f"{facts.streams} streams at once, the first of " if facts.streams > 1 else ""
+    end = " until it was stopped" if facts.stopped else ""
+    per_stream = "each at " if facts.streams > 1 else ""
+    realtime = f" ({per_stream}{video.rate / facts.streams / facts.rate:.2f} times its own speed)" if facts.rate else ""
+    prefix = f"{facts.streams} streams at once, the first of " if facts.streams > 1 else ""
     return (
-        f"{several}{format_count(facts.frames, 'frame')} of {facts.width} x {facts.height} in "
-        f"{show(facts.seconds, 'duration')}{ended}: {_format_rate(video.rate)} end to end{realtime}; inference alone "
+        f"{prefix}{format_count(facts.frames, 'frame')} of {facts.width} x {facts.height} in "
+        f"{show(facts.seconds, 'duration')}{end}: {_format_rate(video.rate)} end to end{realtime}; inference alone "
         f"{_format_rate(video.inference_rate)}, and {_format_rate(video.inference_beside)} beside the other stages."
     )
 
@@ -61,10 +61,10 @@ def _describe_set_up(video: Video) -> Iterator[str]:
     """Describe an unusual set-up: threads, and the source of frames."""
     facts = video.facts
     if facts.prepared == DEVICE:
-        copying = format_count(facts.lanes, "thread")
+        threads = format_count(facts.lanes, "thread")
         yield (
             f"Frames are prepared where the network computes, and only predictions above the score threshold come "
-            f"back; {copying} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
+            f"back; {threads} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
         )
     elif facts.lanes > 1:
         yield f"{facts.lanes} threads prepare frames, and as many post-process them."
@@ -98,57 +98,59 @@ def _describe_changes(video: Video) -> Iterator[str]:
     if bound.name == PROCESSORS:
         stage = max(video.stages, key=lambda each: each.cpu_under_load)
         share = stage.cpu_under_load / video.cpu_under_load
-        what = (
+        sentence = (
             f"The processors bound the pipeline: the stages share them, and {stage.name} takes "
             f"{show(share, 'percentage')} of the processor time."
         )
     else:
         stage = video.slowest
-        what = f"{stage.name.capitalize()} bounds the whole."
-    after = video.find_bound(stage.name, MAJORITY)
-    gain = after.rate / bound.rate
-    limit = "the processors bound it" if after.name == PROCESSORS else f"{after.name} bounds it"
-    then = f", and then {limit}" if after.name != bound.name else ""
-    possible = f"{_format_rate(after.rate)} would be possible ({gain:.2f}x)"
-    yield f"{what} If {stage.name} took half the time, {possible}{then}."
-    reached = bound.share(video.rate)
-    if reached > 1 / BOUND_REACHED_SHARE:
+        sentence = f"{stage.name.capitalize()} bounds the whole."
+    new_bound = video.find_bound(stage.name, MAJORITY)
+    gain = new_bound.rate / bound.rate
+    limit = "the processors bound it" if new_bound.name == PROCESSORS else f"{new_bound.name} bounds it"
+    limit_text = f", and then {limit}" if new_bound.name != bound.name else ""
+    rate_text = f"{_format_rate(new_bound.rate)} would be possible ({gain:.2f}x)"
+    yield f"{sentence} If {stage.name} took half the time, {rate_text}{limit_text}."
+    reached_share = bound.share(video.rate)
+    if reached_share > 1 / BOUND_REACHED_SHARE:
         yield (
             "More than the bound was reached, so something held up the stages while they were measured alone; measure "
             "again when nothing else runs."
         )
-    if reached < BOUND_REACHED_SHARE:
-        yield f"{show(reached, 'percentage')} of the bound was reached: {_explain_loss(video)}."
+    if reached_share < BOUND_REACHED_SHARE:
+        yield f"{show(reached_share, 'percentage')} of the bound was reached: {_explain_loss(video)}."
 
 
 def _explain_loss(video: Video) -> str:
     """Explain why the bound was not reached, as far as known."""
     facts = video.facts
-    more = facts.cpu_whole / video.cpu_under_load if video.cpu_under_load else 1.0
-    why = []
+    cpu_ratio = facts.cpu_whole / video.cpu_under_load if video.cpu_under_load else 1.0
+    parts = []
     if video.other_load > (1 - BOUND_REACHED_SHARE) * facts.processors:
-        why.append(f"other programs kept {format_number(video.other_load)} of {_format_processors(video)} busy")
-    if more > 1 + (1 - BOUND_REACHED_SHARE):
-        why.append(f"a frame took {more:.2f} times the processor time that the bound counts on")
+        parts.append(f"other programs kept {format_number(video.other_load)} of {_format_processors(video)} busy")
+    if cpu_ratio > 1 + (1 - BOUND_REACHED_SHARE):
+        parts.append(f"a frame took {cpu_ratio:.2f} times the processor time that the bound counts on")
     if video.bound.name == PROCESSORS and video.utilization < BOUND_REACHED_SHARE:
-        why.append(f"the stages kept {show(video.utilization, 'percentage')} of the processors' time busy")
-    return ", and ".join(why) or "the rest is filling and emptying the pipeline, and stages that waited for each other"
+        parts.append(f"the stages kept {show(video.utilization, 'percentage')} of the processors' time busy")
+    return (
+        ", and ".join(parts) or "the rest is filling and emptying the pipeline, and stages that waited for each other"
+    )
 
 
 def _describe_latencies(video: Video) -> Iterator[str]:
-    for to, what in (("known", "its boxes are known"), ("written", "it is written")):
-        found = {q: value for q in PERCENTILES if (value := video.find_percentile(q, to)) is not None}
-        if found and (to == "known" or video.facts.output):
-            parts = [f"p{100 * q:g} {show(value, 'duration')}" for q, value in found.items()]
-            yield f"From the beginning of a frame's reading until {what}: {', '.join(parts)}."
+    for event, description in (("known", "its boxes are known"), ("written", "it is written")):
+        values = {q: value for q in PERCENTILES if (value := video.find_percentile(q, event)) is not None}
+        if values and (event == "known" or video.facts.output):
+            parts = [f"p{100 * q:g} {show(value, 'duration')}" for q, value in values.items()]
+            yield f"From the beginning of a frame's reading until {description}: {', '.join(parts)}."
 
 
 def _describe_objects(video: Video) -> Iterator[str]:
     facts = video.facts
     if facts.tracker:
-        each = ", ".join(f"{count} of class {kind}" for kind, count in facts.objects.items())
+        counts_text = ", ".join(f"{count} of class {kind}" for kind, count in facts.objects.items())
         total = format_count(sum(facts.objects.values()), "object")
-        yield f"{facts.tracker} followed {total}{f': {each}' if len(facts.objects) > 1 else ''}."
+        yield f"{facts.tracker} followed {total}{f': {counts_text}' if len(facts.objects) > 1 else ''}."
 
 
 def _format_rate(value: float) -> str:
@@ -173,7 +175,7 @@ HOW_MEASURED = (
 
 def chrome_trace(runs: Sequence[VideoRun]) -> dict[str, Any]:
     """Build a process for each trial's typical round, with a track for each stage and frame; microseconds."""
-    events = [event for pid, each in enumerate(runs, 1) for event in _iter_events(each, pid)]
+    events = [event for pid, run in enumerate(runs, 1) for event in _iter_events(run, pid)]
     return export.trace_document(events, "dyno", HOW_MEASURED)
 
 
@@ -184,17 +186,17 @@ def _iter_events(run: VideoRun, pid: int) -> Iterator[Event]:
         yield export.track_event(pid, tid, stage.name)
         yield from _iter_stage_events(video, stage.name, {"pid": pid, "tid": tid})
     frames = zip(video.arrays["frame_began"], video.arrays["frame_known"], video.arrays["frame_boxes"], strict=True)
-    for number, (began, known, boxes) in enumerate(frames):
-        one = {"cat": "frame", "name": f"frame {number}", "id": number, "pid": pid, "tid": 0}
-        yield {"ph": "b", **one, "ts": 1e6 * began, "args": {"boxes": int(boxes)}}
-        yield {"ph": "e", **one, "ts": 1e6 * known}
+    for frame_index, (began, known, boxes) in enumerate(frames):
+        event = {"cat": "frame", "name": f"frame {frame_index}", "id": frame_index, "pid": pid, "tid": 0}
+        yield {"ph": "b", **event, "ts": 1e6 * began, "args": {"boxes": int(boxes)}}
+        yield {"ph": "e", **event, "ts": 1e6 * known}
 
 
 def _iter_stage_events(video: Video, name: str, track: Event) -> Iterator[Event]:
-    found = video.read_timeline(name)
-    for number in range(len(found.began)):
-        about = {"args": {"waiting": int(found.waiting[number])}}
-        pieces = (f"{name} {number}", found.began, found.ended), ("no room", found.ended, found.handed)
-        for what, begin, end in pieces:
-            yield {"ph": "B", "name": what, "cat": "stage", **track, "ts": 1e6 * begin[number], **about}
-            yield {"ph": "E", "name": what, "cat": "stage", **track, "ts": 1e6 * end[number]}
+    timeline = video.read_timeline(name)
+    for index in range(len(timeline.began)):
+        arguments = {"args": {"waiting": int(timeline.waiting[index])}}
+        pieces = (f"{name} {index}", timeline.began, timeline.ended), ("no room", timeline.ended, timeline.handed)
+        for label, begin, end in pieces:
+            yield {"ph": "B", "name": label, "cat": "stage", **track, "ts": 1e6 * begin[index], **arguments}
+            yield {"ph": "E", "name": label, "cat": "stage", **track, "ts": 1e6 * end[index]}

@@ -201,12 +201,12 @@ class Backend(ABC):
         if trial.precision in WEIGHT_PRECISIONS and trial.precision not in (trial.model.precision, *self.precisions):
             return f"{trial.precision} is only for files with such weights; Dyno doesn't quantise to it"
         precisions = [name for name in self.precisions if name != "tf32" or not on_cpu]
-        of_file = trial.precision == trial.model.precision and trial.precision in self.file_precisions
-        if trial.precision not in precisions and not of_file:
+        is_file_precision = trial.precision == trial.model.precision and trial.precision in self.file_precisions
+        if trial.precision not in precisions and not is_file_precision:
             is_default = not trial.model.file and trial.precision == (trial.model.precision or "fp32")
             names = f"--precision {precisions[0]}, or --backend {self.name}/{precisions[0]}" if precisions else ""
-            step = f"; give {names}" if is_default and names else ""
-            return f"{self.name} has no {trial.precision} here (it has {', '.join(precisions)}){step}"
+            advice = f"; give {names}" if is_default and names else ""
+            return f"{self.name} has no {trial.precision} here (it has {', '.join(precisions)}){advice}"
         if trial.runtime.device.split(":")[0] not in self.devices:
             return f"{self.name} can't run on {trial.runtime.device} (it runs on {', '.join(self.devices)})"
         file = trial.model.file
@@ -244,10 +244,10 @@ class Backend(ABC):
 
 def refuse_requantising(trial: Trial) -> str:
     """Return why an already quantised file can't run in the trial's precision; "" if it can."""
-    own = trial.model.precision
-    if own not in QUANTISED_PRECISIONS or trial.precision == own:
+    dtype = trial.model.precision
+    if dtype not in QUANTISED_PRECISIONS or trial.precision == dtype:
         return ""
-    return f"the file's weights are {own} already; run it as {own}, or give the float file for {trial.precision}"
+    return f"the file's weights are {dtype} already; run it as {dtype}, or give the float file for {trial.precision}"
 
 
 class Maker(ABC):
@@ -317,8 +317,8 @@ class FileFormat(ABC):
     def copy(self, file: Path, out: Path) -> None:
         """Copy the file with its companions."""
         shutil.copyfile(file, out)
-        for part in self.companions(file):
-            shutil.copyfile(part, out.with_suffix(part.suffix))
+        for companion in self.companions(file):
+            shutil.copyfile(companion, out.with_suffix(companion.suffix))
 
     def recipe(self, trial: Trial) -> Recipe | None:
         """Return the recipe by which `dyno export` makes such a file from the trial's model; None if it can't."""
@@ -333,19 +333,19 @@ def artifact_of(
     path: Path,
     format: str,
     precision: str,
-    ends: Ends,
+    boundary: Ends,
     made_by: MakerFacts,
     began: float,
     parent_sha256: str = "",
-    beside: Sequence[Path] = (),
+    companions: Sequence[Path] = (),
 ) -> Artifact:
-    """Return the artifact of the file at `path` and its companions in `beside`.
+    """Return the artifact of the file at `path` and its companions in `companions`.
 
-    `ends` are its inputs and outputs. `began` is the start of its making, in seconds of `perf_counter`.
+    `boundary` are its inputs and outputs. `began` is the start of its making, in seconds of `perf_counter`.
     """
-    content = b"".join(each.read_bytes() for each in (path, *beside))
+    content = b"".join(file.read_bytes() for file in (path, *companions))
     sha256, seconds = hashlib.sha256(content).hexdigest(), time.perf_counter() - began
-    return Artifact(format, str(path), sha256, len(content), precision, *ends, seconds, parent_sha256, made_by)
+    return Artifact(format, str(path), sha256, len(content), precision, *boundary, seconds, parent_sha256, made_by)
 
 
 def make_derived(parent: Artifact, path: Path, precision: str, made_by: MakerFacts, began: float) -> Artifact:
@@ -353,8 +353,8 @@ def make_derived(parent: Artifact, path: Path, precision: str, made_by: MakerFac
 
     Format, inputs and outputs are the parent's.
     """
-    ends = (parent.inputs, parent.outputs)
-    return artifact_of(path, parent.format, precision, ends, made_by, began, parent.sha256)
+    boundary = (parent.inputs, parent.outputs)
+    return artifact_of(path, parent.format, precision, boundary, made_by, began, parent.sha256)
 
 
 def describe_given(file_format: FileFormat, recipe: Recipe, made_by: MakerFacts) -> Artifact:
@@ -362,9 +362,9 @@ def describe_given(file_format: FileFormat, recipe: Recipe, made_by: MakerFacts)
     path = recipe.model.file
     contents = file_format.read(path, Trial(recipe.model, file_format.backend, recipe.precision, recipe.dims))
     made_by = replace(made_by, parameters=contents.parameters)
-    ends = (contents.inputs, contents.outputs)
-    beside = file_format.companions(Path(path))
-    artifact = artifact_of(Path(path), file_format.name, contents.precision, ends, made_by, 0.0, beside=beside)
+    boundary = (contents.inputs, contents.outputs)
+    files = file_format.companions(Path(path))
+    artifact = artifact_of(Path(path), file_format.name, contents.precision, boundary, made_by, 0.0, companions=files)
     return replace(artifact, seconds=0.0, made_by=replace(made_by, weights_sha256=artifact.sha256))
 
 

@@ -70,7 +70,7 @@ def load_library(module: str, user: str = "", error: type[Exception] = Unavailab
         is_absent = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
         first, *_ = str(e).splitlines() or [type(e).__name__]
         reason = "is not installed in this Python" if is_absent else f"can't be imported ({first})"
-        cure = next((cure for words, cure in INSTALL_ADVICE.items() if words in first.lower()), cure or install(name))
+        cure = next((cure for phrase, cure in INSTALL_ADVICE.items() if phrase in first.lower()), cure or install(name))
         raise error(f"{f'{user} needs {name}, which' if user else name} {reason}; {cure}") from e
 
 
@@ -81,22 +81,22 @@ def install(*libraries: str) -> str:
     """
     names = [find_distribution(library) for library in libraries]
     extras = {EXTRAS[name] for name in names if name in EXTRAS}
-    alone = [name for name in dict.fromkeys(names) if name not in EXTRAS]
-    present = find_versions(("torch", ONNX_RUNTIME_BUILDS))
-    alone = [_fit_torchao(present.get("torch", "")) if name == "torchao" else name for name in alone]
-    if "torch" in present and NEED_TORCH & {*extras, *alone}:
-        alone.append(f"torch=={present['torch'].partition('+')[0]}")
-    if "onnxruntime" not in present and present.keys() - {"torch"}:
+    packages = [name for name in dict.fromkeys(names) if name not in EXTRAS]
+    versions = find_versions(("torch", ONNX_RUNTIME_BUILDS))
+    packages = [_fit_torchao(versions.get("torch", "")) if name == "torchao" else name for name in packages]
+    if "torch" in versions and NEED_TORCH & {*extras, *packages}:
+        packages.append(f"torch=={versions['torch'].partition('+')[0]}")
+    if "onnxruntime" not in versions and versions.keys() - {"torch"}:
         extras = {"onnx_files" if extra == "onnx" else extra for extra in extras}
-    chosen = [f"'inference-dyno[{','.join(sorted(extras))}]'"] if extras else []
-    return " ".join([_find_install_command(), *chosen, *alone])
+    requirements = [f"'inference-dyno[{','.join(sorted(extras))}]'"] if extras else []
+    return " ".join([_find_install_command(), *requirements, *packages])
 
 
 def _fit_torchao(torch: str) -> str:
     """Return the requirement of the torchao for this version of PyTorch; the newest if the version is unknown."""
-    number = torch.partition("+")[0]
-    fitting = TORCHAO_VERSIONS.get(number) or TORCHAO_VERSIONS.get(number.rpartition(".")[0])
-    return f"torchao=={fitting}" if fitting else "'torchao>=0.17'"
+    version = torch.partition("+")[0]
+    torchao_version = TORCHAO_VERSIONS.get(version) or TORCHAO_VERSIONS.get(version.rpartition(".")[0])
+    return f"torchao=={torchao_version}" if torchao_version else "'torchao>=0.17'"
 
 
 def _find_install_command() -> str:
@@ -117,8 +117,8 @@ def find_distribution(library: str) -> str:
     return name if name in EXTRAS or name.replace("_", "-") not in EXTRAS else name.replace("_", "-")
 
 
-def name_lacking(names: Iterable[str], also: Iterable[str] = ()) -> str:
-    """Return one line on missing libraries, with the command to install them and the libraries in `also`."""
-    named = [find_distribution(name) for name in names]
-    listed = ", ".join(named[:-1]) + " and " * (len(named) > 1) + named[-1]
-    return f"this needs {listed}, not installed here; {install(*named, *also)}"
+def name_lacking(names: Iterable[str], extra_names: Iterable[str] = ()) -> str:
+    """Return one line on missing libraries, with the command to install them and the libraries in `extra_names`."""
+    distributions = [find_distribution(name) for name in names]
+    text = ", ".join(distributions[:-1]) + " and " * (len(distributions) > 1) + distributions[-1]
+    return f"this needs {text}, not installed here; {install(*distributions, *extra_names)}"

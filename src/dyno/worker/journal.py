@@ -96,9 +96,9 @@ class Journal:
             self.facts(evaluation=facts)
         self.add(*evaluation.list_measurements())
 
-    def store_profile(self, tag: str, whole: np.ndarray, layers_tag: str, layers: np.ndarray) -> None:
+    def store_profile(self, tag: str, run_seconds: np.ndarray, layers_tag: str, layers: np.ndarray) -> None:
         """Store the seconds of watched runs and of their layers [repeats, layers] under the tags."""
-        self.samples.update({tag: whole, layers_tag: layers})
+        self.samples.update({tag: run_seconds, layers_tag: layers})
         save_arrays(self.folder / "samples.npz", self.samples)
         self.add(*(Measurement(name, "s", "duration", None, name, "model", "host") for name in (tag, layers_tag)))
 

@@ -83,13 +83,13 @@ def make_file(job: Job, journal: Journal) -> None:
     artifact: Artifact = maker.make(replace(job.recipe, runtime=job.runtime), job.artifact, journal.folder)
     seconds = time.perf_counter() - start
     step = MakerStep(job.recipe.maker, artifact.format, artifact.precision, seconds, artifact.bytes)
-    before = job.artifact.made_by if job.artifact else MakerFacts()
+    parent_facts = job.artifact.made_by if job.artifact else MakerFacts()
     # The user's own file was read, not made: no step, no time.
     steps = [step] if Path(artifact.path).resolve().is_relative_to(journal.folder.resolve()) else []
     # Warnings on a file hold for every file made from it.
-    warnings = tuple(dict.fromkeys([*before.warnings, *artifact.made_by.warnings]))
-    made_by = MakerFacts(**before.set_fields(ORIGIN_FIELDS)).merge(artifact.made_by)
-    made_by = replace(made_by, steps=(*before.steps, *steps), warnings=warnings)
+    warnings = tuple(dict.fromkeys([*parent_facts.warnings, *artifact.made_by.warnings]))
+    made_by = MakerFacts(**parent_facts.set_fields(ORIGIN_FIELDS)).merge(artifact.made_by)
+    made_by = replace(made_by, steps=(*parent_facts.steps, *steps), warnings=warnings)
     journal.record = replace(journal.record, artifact=replace(artifact, seconds=seconds, made_by=made_by))
 
 
@@ -100,8 +100,8 @@ def probe(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     journal.facts(probe=backend.probe())
     modules, uncompiled = system.count_compiled()
-    about = {**journal.record.system, "modules": modules, "uncompiled": uncompiled}
-    journal.record = replace(journal.record, system=about)
+    system_facts = {**journal.record.system, "modules": modules, "uncompiled": uncompiled}
+    journal.record = replace(journal.record, system=system_facts)
 
 
 def inspect_job(job: Job, journal: Journal) -> None:
@@ -147,10 +147,10 @@ def find_peak(job: Job, journal: Journal) -> None:
     journal.stage("peak")
     journal.record = replace(journal.record, system=system.describe(("numpy", "torch")))
     contention = system.CpuContention()
-    for name, found in jobs_stress.measure_peak(
+    for name, peak in jobs_stress.measure_peak(
         job.runtime, types=job.options.get("types", tuple(jobs_stress.PRODUCT_TYPES))
     ):
-        journal.facts(peak={**journal.record.facts.peak, name: found})
+        journal.facts(peak={**journal.record.facts.peak, name: peak})
         journal.add()
     if job.options.get("copy"):
         journal.facts(copy=jobs_stress.copy(job.runtime))
@@ -177,10 +177,10 @@ OTHER_JOBS: dict[str, Callable[[Job, Journal], None] | str] = {
 
 
 def _find_job(kind: str) -> Callable[[Job, Journal], None]:
-    found = OTHER_JOBS[kind]
-    if not isinstance(found, str):
-        return found
-    module, _, name = found.partition(":")
+    target = OTHER_JOBS[kind]
+    if not isinstance(target, str):
+        return target
+    module, _, name = target.partition(":")
     function: Callable[[Job, Journal], None] = getattr(importlib.import_module(f"dyno.worker.jobs.{module}"), name)
     return function
 
@@ -193,9 +193,9 @@ def perform(job: Job, journal: Journal, turns: Uninterleaved) -> Record:
         if job.kind == "run":
             assert job.trial is not None
             if turns.conducted:
-                own = from_json(Turns, job.options["turns"])
-                turns.together = own.together
-                journal.facts(turns=own)
+                turn_facts = from_json(Turns, job.options["turns"])
+                turns.together = turn_facts.together
+                journal.facts(turns=turn_facts)
             run_trial(job, job.trial, journal, turns)
         else:
             _find_job(job.kind)(job, journal)

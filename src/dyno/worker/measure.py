@@ -56,10 +56,10 @@ class Sampling:
     windows: tuple[tuple[float, float], ...] = ()
 
 
-def make_step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None = None) -> Callable[[], None]:
+def make_step(session: Session, boundary: str, feeds: Feeds, timer: Stopwatch | None = None) -> Callable[[], None]:
     """Return a function that runs one inference within the boundary.
 
-    The boundary is `model` (inputs bound before) or `all` (host memory to host memory). `watch` also times the model's
+    The boundary is `model` (inputs bound before) or `all` (host memory to host memory). `timer` also times the model's
     work on the GPU; `measure_latency` reads it.
     """
     run, wait = session.run, session.wait
@@ -67,17 +67,17 @@ def make_step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | 
         session.bind(feeds[0])
 
         def run_watched() -> None:
-            assert watch is not None
-            watch.start()
+            assert timer is not None
+            timer.start()
             run()
-            watch.stop()
+            timer.stop()
             wait()
 
         def on_device() -> None:
             run()
             wait()
 
-        return run_watched if watch else on_device
+        return run_watched if timer else on_device
 
     turn = 0
 
@@ -117,39 +117,39 @@ def find_restore(session: Session, feeds: Feeds, warn: Callable[[str], None]) ->
     return restore
 
 
-def warm_up(once: Callable[[], None], plan: Plan, restore: Restore = None) -> bool:
+def warm_up(run_step: Callable[[], None], plan: Plan, restore: Restore = None) -> bool:
     """Repeat until two consecutive windows have the same median within 2 %, or `plan.warmup_s` ends; True if steady."""
     deadline = now() + int(plan.warmup_s * 1e9)
     window_ns = int(plan.warmup_s * 1e9 / 10)
     previous = math.inf
     while now() < deadline:
-        median = float(np.median(_time_window(once, window_ns, restore)))
+        median = float(np.median(_time_window(run_step, window_ns, restore)))
         if abs(median - previous) <= STEADY_CHANGE * median:
             return True
         previous = median
     return False
 
 
-def _time_window(once: Callable[[], None], length_ns: int, restore: Restore) -> list[int]:
+def _time_window(run_step: Callable[[], None], length_ns: int, restore: Restore) -> list[int]:
     times: list[int] = []
     end = now() + length_ns
     while len(times) < MIN_SAMPLES or now() < end:
         if restore:
             restore()
         start = now()
-        once()
+        run_step()
         times.append(now() - start)
     return times
 
 
 def measure_latency(
-    once: Callable[[], None],
+    run_step: Callable[[], None],
     plan: Plan,
-    watch: Stopwatch | None = None,
+    timer: Stopwatch | None = None,
     blocks: Iterable[int] | None = None,
     restore: Restore = None,
 ) -> Sampling:
-    """Measure the seconds per inference by the host's clock, and by the GPU's if `watch` is given.
+    """Measure the seconds per inference by the host's clock, and by the GPU's if `timer` is given.
 
     Sampling ends when the median's 95 % interval is within `plan.interval` on both sides (not before a quarter of the
     time, so that a burst can't end it), after `plan.seconds`, or at `plan.max_samples`. With `blocks`, each number it
@@ -157,11 +157,11 @@ def measure_latency(
     is called before each run, untimed.
     """
     if blocks is not None:
-        return _latency_in_blocks(once, plan, blocks, watch, restore)
+        return _latency_in_blocks(run_step, plan, blocks, timer, restore)
     times: list[int] = []
     gpu: list[float] = []
     check = max(plan.min_samples, MIN_SAMPLES)
-    deadline = earliest = 0
+    deadline = earliest_end = 0
 
     def find_end_reason(end: int) -> str:
         nonlocal check
@@ -170,75 +170,75 @@ def measure_latency(
             return "samples"
         if end >= deadline and count >= MIN_SAMPLES:
             return "seconds"
-        if count >= check and end >= earliest:
+        if count >= check and end >= earliest_end:
             check = int(count * 1.5)
             return "interval" if half_width(gpu or times) <= plan.interval else ""
         return ""
 
     with _no_garbage_collection():
-        deadline, earliest = (now() + int(plan.seconds * share * 1e9) for share in (1, 0.25))
-        stopped, window = _add_samples(once, watch, times, gpu, find_end_reason, restore)
-    return Sampling(_convert_to_seconds(times), stopped, gpu=np.asarray(gpu) if watch else None, window=window)
+        deadline, earliest_end = (now() + int(plan.seconds * share * 1e9) for share in (1, 0.25))
+        stopped, window = _add_samples(run_step, timer, times, gpu, find_end_reason, restore)
+    return Sampling(_convert_to_seconds(times), stopped, gpu=np.asarray(gpu) if timer else None, window=window)
 
 
 def _latency_in_blocks(
-    once: Callable[[], None], plan: Plan, blocks: Iterable[int], watch: Stopwatch | None, restore: Restore
+    run_step: Callable[[], None], plan: Plan, blocks: Iterable[int], timer: Stopwatch | None, restore: Restore
 ) -> Sampling:
     times: list[int] = []
     gpu: list[float] = []
-    numbers: list[int] = []
+    block_numbers: list[int] = []
     windows: list[tuple[float, float]] = []
-    most = max(1, plan.max_samples // plan.blocks)
-    before = deadline = 0
-    fastest = math.inf  # ns, untimed runs
+    limit = max(1, plan.max_samples // plan.blocks)
+    first_sample = deadline = 0
+    min_ns = math.inf  # ns, untimed runs
 
     def find_end_reason(end: int) -> str:
-        count = len(times) - before
-        return "blocks" if count >= most or (end >= deadline and (count >= MIN_SAMPLES or not is_stalled())) else ""
+        count = len(times) - first_sample
+        return "blocks" if count >= limit or (end >= deadline and (count >= MIN_SAMPLES or not is_stalled())) else ""
 
     def is_stalled() -> bool:
         """Return whether the block has fewer runs than fit into it: its median would include a pause."""
-        return MIN_SAMPLES * min(fastest, *times) < plan.block_s * 1e9
+        return MIN_SAMPLES * min(min_ns, *times) < plan.block_s * 1e9
 
     with _no_garbage_collection():
-        for number in blocks:
-            before, opened = len(times), now()
+        for block_number in blocks:
+            first_sample, block_start = len(times), now()
             for _ in range(DISCARDED):
                 if restore:
                     restore()
                 start = now()
-                once()
-                fastest = min(fastest, now() - start)
-                if now() - opened > DISCARDED_SHARE * plan.block_s * 1e9:
+                run_step()
+                min_ns = min(min_ns, now() - start)
+                if now() - block_start > DISCARDED_SHARE * plan.block_s * 1e9:
                     break
             deadline = now() + int(plan.block_s * 1e9)
-            windows.append(_add_samples(once, watch, times, gpu, find_end_reason, restore)[1])
-            numbers += [number] * (len(times) - before)
-    sampling = Sampling(_convert_to_seconds(times), "blocks", gpu=np.asarray(gpu) if watch else None)
-    return replace(sampling, **_block_fields(numbers, windows))
+            windows.append(_add_samples(run_step, timer, times, gpu, find_end_reason, restore)[1])
+            block_numbers += [block_number] * (len(times) - first_sample)
+    sampling = Sampling(_convert_to_seconds(times), "blocks", gpu=np.asarray(gpu) if timer else None)
+    return replace(sampling, **_block_fields(block_numbers, windows))
 
 
 def _add_samples(
-    once: Callable[[], None],
-    watch: Stopwatch | None,
+    run_step: Callable[[], None],
+    timer: Stopwatch | None,
     times: list[int],
     gpu: list[float],
-    ended: Callable[[int], str],
+    find_end: Callable[[int], str],
     restore: Restore,
 ) -> tuple[str, tuple[float, float]]:
-    """Add samples until `ended`, called with the clock after each, gives a reason; return it and the time window."""
+    """Add samples until `find_end`, called with the clock after each, gives a reason; return it and the time window."""
     append = times.append
     begin = now()
     while True:
         if restore:
             restore()
         start = now()
-        once()
+        run_step()
         end = now()
         append(end - start)
-        if watch:
-            gpu.append(watch.seconds())
-        if reason := ended(end):
+        if timer:
+            gpu.append(timer.seconds())
+        if reason := find_end(end):
             return reason, (begin / 1e9, end / 1e9)
 
 
@@ -246,13 +246,13 @@ def _convert_to_seconds(times: list[int]) -> np.ndarray:
     return np.asarray(times, np.float64) / 1e9
 
 
-def _block_fields(numbers: list[int], windows: list[tuple[float, float]]) -> dict[str, Any]:
+def _block_fields(block_numbers: list[int], windows: list[tuple[float, float]]) -> dict[str, Any]:
     """Return the fields of `Sampling` for blocks: `block`, `windows` and `window`."""
     window = (windows[0][0], windows[-1][1]) if windows else (0.0, 0.0)
-    return {"block": np.asarray(numbers, np.int32), "windows": tuple(windows), "window": window}
+    return {"block": np.asarray(block_numbers, np.int32), "windows": tuple(windows), "window": window}
 
 
-def measure_queued(session: Session, watch: Stopwatch, plan: Plan) -> np.ndarray | None:
+def measure_queued(session: Session, timer: Stopwatch, plan: Plan) -> np.ndarray | None:
     """Return the GPU's seconds of runs queued behind another run, so that they include no launch.
 
     On an idle stream, the first event passes before the host has launched the work, so the launch counts as GPU time.
@@ -260,26 +260,26 @@ def measure_queued(session: Session, watch: Stopwatch, plan: Plan) -> np.ndarray
     `run` waits for it: the stream would be idle all the same.
     """
 
-    def queue(runs: int, ahead: int = 0) -> tuple[float, float]:
-        for _ in range(ahead):
+    def queue(runs: int, runs_ahead: int = 0) -> tuple[float, float]:
+        for _ in range(runs_ahead):
             session.run()
-        watch.start()
-        began = now()
+        timer.start()
+        start = now()
         for _ in range(runs):
             session.run()
-        launched = now() - began
-        watch.stop()
+        launch_ns = now() - start
+        timer.stop()
         session.wait()
-        return launched / 1e9 / runs, watch.seconds() / runs
+        return launch_ns / 1e9 / runs, timer.seconds() / runs
 
-    launch, work = np.median([queue(LAUNCH_TEST_RUNS) for _ in range(MIN_SAMPLES)], axis=0)
-    if launch > MAX_LAUNCH_SHARE * work:
+    launch_seconds, work_seconds = np.median([queue(LAUNCH_TEST_RUNS) for _ in range(MIN_SAMPLES)], axis=0)
+    if launch_seconds > MAX_LAUNCH_SHARE * work_seconds:
         return None
-    ahead = 1 + math.ceil(launch / work)
+    runs_ahead = 1 + math.ceil(launch_seconds / work_seconds)
     samples: list[float] = []
     deadline = now() + int(plan.seconds * PARTS_TIME_SHARE * 1e9)
     while len(samples) < MIN_SAMPLES or (len(samples) < plan.max_samples and now() < deadline):
-        samples.append(queue(1, ahead)[1])
+        samples.append(queue(1, runs_ahead)[1])
     return np.asarray(samples)
 
 
@@ -302,11 +302,11 @@ def half_width(times: Sequence[float]) -> float:
     It is distribution-free (David and Nagaraja, Order Statistics, 2003, section 7.1, normal approximation to the
     binomial).
     """
-    ordered = np.sort(np.asarray(times, np.float64))
-    reach = 0.98 * math.sqrt(len(ordered))
-    low = ordered[max(0, math.floor(len(ordered) / 2 - reach))]
-    high = ordered[min(len(ordered) - 1, math.ceil(len(ordered) / 2 + reach))]
-    median = float(np.median(ordered))
+    sorted_times = np.sort(np.asarray(times, np.float64))
+    reach = 0.98 * math.sqrt(len(sorted_times))
+    low = sorted_times[max(0, math.floor(len(sorted_times) / 2 - reach))]
+    high = sorted_times[min(len(sorted_times) - 1, math.ceil(len(sorted_times) / 2 + reach))]
+    median = float(np.median(sorted_times))
     return float(max(high - median, median - low)) / median if median else math.inf
 
 
@@ -321,8 +321,8 @@ def measure_throughput(
     if blocks is not None:
         return _throughput_in_blocks(session, feeds, batch, plan, blocks)
     with _no_garbage_collection():
-        begin, done = _run_pipeline(session, feeds, plan.seconds, MIN_SAMPLES, plan.max_samples)
-    return _over_all(begin, done, batch, plan.max_samples)
+        begin, ends = _run_pipeline(session, feeds, plan.seconds, MIN_SAMPLES, plan.max_samples)
+    return _over_all(begin, ends, batch, plan.max_samples)
 
 
 SLOT_RUNS = 5  # minimum per slot counts: other programs disturb some runs
@@ -334,7 +334,7 @@ def find_slow_slot(session: Session, feeds: Feeds) -> str:
 
     Batches end in order, so one slow slot delays all of them, and no other measurement shows it.
     """
-    fastest = [math.inf] * session.slots
+    best_ns = [math.inf] * session.slots
     for _ in range(SLOT_RUNS if session.slots > 1 else 0):
         for slot in range(session.slots):
             begin = now()
@@ -342,13 +342,13 @@ def find_slow_slot(session: Session, feeds: Feeds) -> str:
             session.run(slot)
             session.wait(slot)
             session.fetch(slot)
-            fastest[slot] = min(fastest[slot], now() - begin)
-    slowest = int(np.argmax(fastest))
-    others = [seconds for slot, seconds in enumerate(fastest) if slot != slowest]
-    if not others or fastest[slowest] <= SLOW_SLOT * statistics.median(others):
+            best_ns[slot] = min(best_ns[slot], now() - begin)
+    slowest = int(np.argmax(best_ns))
+    other_ns = [seconds for slot, seconds in enumerate(best_ns) if slot != slowest]
+    if not other_ns or best_ns[slowest] <= SLOW_SLOT * statistics.median(other_ns):
         return ""
-    times = fastest[slowest] / statistics.median(others)
-    return f"slot {slowest + 1} of {session.slots} takes {times:.1f} times as long as the others and limits throughput"
+    ratio = best_ns[slowest] / statistics.median(other_ns)
+    return f"slot {slowest + 1} of {session.slots} takes {ratio:.1f} times as long as the others and limits throughput"
 
 
 def throughput_in_lanes(
@@ -358,81 +358,81 @@ def throughput_in_lanes(
 
     `answer` returns when its batch is done. Value and samples are those of `measure_throughput`.
     """
-    most, turns = -(-plan.max_samples // lanes), itertools.cycle(feeds)
+    max_batches, feed_cycle = -(-plan.max_samples // lanes), itertools.cycle(feeds)
 
     def run_lane() -> list[int]:
-        done: list[int] = []
-        while len(done) < MIN_SAMPLES or (len(done) < most and now() < deadline):
-            answer(next(turns))
-            done.append(now())
-        return done
+        ends: list[int] = []
+        while len(ends) < MIN_SAMPLES or (len(ends) < max_batches and now() < deadline):
+            answer(next(feed_cycle))
+            ends.append(now())
+        return ends
 
     with _no_garbage_collection(), ThreadPoolExecutor(lanes) as pool:
         begin = now()
         deadline = begin + int(plan.seconds * 1e9)
-        running = [pool.submit(run_lane) for _ in range(lanes)]
-        done = sorted(itertools.chain.from_iterable(one.result() for one in running))
-    return _over_all(begin, done, batch, plan.max_samples)
+        futures = [pool.submit(run_lane) for _ in range(lanes)]
+        ends = sorted(itertools.chain.from_iterable(future.result() for future in futures))
+    return _over_all(begin, ends, batch, plan.max_samples)
 
 
-def _over_all(begin: int, done: Sequence[int], batch: int, max_batches: int) -> Sampling:
-    """Return the throughput of batches that ended at the times `done`, in ns."""
-    rate = batch * len(done) / ((done[-1] - begin) / 1e9)
-    stopped = "samples" if len(done) >= max_batches else "seconds"
-    return Sampling(_compute_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
+def _over_all(begin: int, ends: Sequence[int], batch: int, max_batches: int) -> Sampling:
+    """Return the throughput of batches that ended at the times `ends`, in ns."""
+    rate = batch * len(ends) / ((ends[-1] - begin) / 1e9)
+    stopped = "samples" if len(ends) >= max_batches else "seconds"
+    return Sampling(_compute_rates(ends, begin, batch), stopped, rate, window=(begin / 1e9, ends[-1] / 1e9))
 
 
 def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int]) -> Sampling:
-    rates, numbers, images, seconds = [], [], 0, 0.0
+    rates, block_numbers, images, seconds = [], [], 0, 0.0
     windows: list[tuple[float, float]] = []
-    most = max(1, plan.max_samples // plan.blocks)
+    limit = max(1, plan.max_samples // plan.blocks)
     with _no_garbage_collection():
-        for number in blocks:
-            begin, done = _run_pipeline(session, feeds, plan.block_s, MIN_SAMPLES + session.slots, most)
-            full = len(done) - session.slots  # batches ended after the first, all slots full
-            span = max(done[full] - done[0], 1) / 1e9
-            rates.append(batch * full / span)
-            numbers.append(number)
-            windows.append((begin / 1e9, done[-1] / 1e9))
-            images, seconds = images + batch * full, seconds + span
+        for block_number in blocks:
+            begin, ends = _run_pipeline(session, feeds, plan.block_s, MIN_SAMPLES + session.slots, limit)
+            full_count = len(ends) - session.slots  # batches ended after the first, all slots full
+            span = max(ends[full_count] - ends[0], 1) / 1e9
+            rates.append(batch * full_count / span)
+            block_numbers.append(block_number)
+            windows.append((begin / 1e9, ends[-1] / 1e9))
+            images, seconds = images + batch * full_count, seconds + span
     sampling = Sampling(np.asarray(rates, np.float64), "blocks", images / seconds)
-    return replace(sampling, **_block_fields(numbers, windows))
+    return replace(sampling, **_block_fields(block_numbers, windows))
 
 
 def _run_pipeline(
     session: Session, feeds: Feeds, seconds: float, min_batches: int, max_batches: int
 ) -> tuple[int, list[int]]:
     """Run batches through all slots; return the start of the first batch and the end of each, in ns."""
-    done: list[int] = []
+    ends: list[int] = []
     slots, turn = session.slots, 0
     begin = now()
     deadline = begin + int(seconds * 1e9)
     while turn < min_batches or (turn < max_batches and now() < deadline):
         slot = turn % slots
         if turn >= slots:
-            _finish_slot(session, slot, done)
+            _finish_slot(session, slot, ends)
         session.bind(feeds[turn % len(feeds)], slot)
         session.run(slot)
         turn += 1
-    for late in range(max(0, turn - slots), turn):
-        _finish_slot(session, late % slots, done)
-    return begin, done
+    for pending in range(max(0, turn - slots), turn):
+        _finish_slot(session, pending % slots, ends)
+    return begin, ends
 
 
-def _finish_slot(session: Session, slot: int, done: list[int]) -> None:
+def _finish_slot(session: Session, slot: int, ends: list[int]) -> None:
     session.wait(slot)
     session.fetch(slot)
-    done.append(now())
+    ends.append(now())
 
 
-def _compute_rates(done: Sequence[int], begin: int, batch: int) -> np.ndarray:
-    rates, opened, images = [], begin, 0
-    for at in done:
+def _compute_rates(ends: Sequence[int], begin: int, batch: int) -> np.ndarray:
+    rates, window_start, images = [], begin, 0
+    for end in ends:
         images += batch
-        if at - opened >= RATE_WINDOW_S * 1e9:
-            rates.append(images / ((at - opened) / 1e9))
-            opened, images = at, 0
-    return np.asarray(rates or [images / max((done[-1] - opened) / 1e9, 1e-9)], np.float64)
+        if end - window_start >= RATE_WINDOW_S * 1e9:
+            rates.append(images / ((end - window_start) / 1e9))
+            window_start, images = end, 0
+    return np.asarray(rates or [images / max((ends[-1] - window_start) / 1e9, 1e-9)], np.float64)
 
 
 @contextmanager

@@ -80,8 +80,8 @@ def check_values(backend: str, options: Mapping[str, Option], checks: Mapping[st
     """Raise a `UserError` for an invalid value, with the option, the value and the requirement."""
     for name, value in options.items():
         if name in checks and (expected := checks[name](value)):
-            shown = str(value).lower() if isinstance(value, bool) else value
-            raise UserError(f"{name}={shown}: {backend}'s {name} must be {expected}")
+            value_text = str(value).lower() if isinstance(value, bool) else value
+            raise UserError(f"{name}={value_text}: {backend}'s {name} must be {expected}")
 
 
 def settle(options: Any) -> None:
@@ -91,8 +91,8 @@ def settle(options: Any) -> None:
     """
     hints = typing.get_type_hints(type(options))
     for name, value in list(vars(options).items()):
-        plain = native(value)
-        object.__setattr__(options, name, several(plain) if typing.get_origin(hints[name]) is tuple else plain)
+        item = native(value)
+        object.__setattr__(options, name, several(item) if typing.get_origin(hints[name]) is tuple else item)
     check_types(vars(options), hints)
 
 
@@ -115,9 +115,9 @@ def native(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+def check_types(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
     """Raise a `UserError` for a value outside its annotation, or an integer above `MAX_EXACT_INTEGER`."""
-    for name, value in given.items():
+    for name, value in values.items():
         if name in kinds and not _is_of_type(value, kinds[name]):
             raise UserError(f"{name} is {_format_value(value)}; it must be {_describe_kind(kinds[name])}")
         if name in kinds and any(abs(number) > MAX_EXACT_INTEGER for number in _whole_numbers(value)):
@@ -144,9 +144,9 @@ def _whole_numbers(value: Any) -> Iterator[int]:
         yield from _whole_numbers([*value.values()])
 
 
-def at_least(minimum: int, kind: type = int, **given: Any) -> list[Any]:
+def at_least(minimum: int, kind: type = int, **values: Any) -> list[Any]:
     """Return the numbers as Python numbers; raise a `UserError` for another type or a value below `minimum`."""
-    numbers = native(given)
+    numbers = native(values)
     check_types(numbers, dict.fromkeys(numbers, kind))
     for name, value in numbers.items():
         if not value >= minimum:
@@ -162,7 +162,7 @@ def _is_of_type(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is dict:
         return isinstance(value, dict) and all(_is_of_type(item, args[1]) for item in value.values())
     if args:
-        return any(_is_of_type(value, one) for one in args)
+        return any(_is_of_type(value, arg) for arg in args)
     if kind in (int, float):
         return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
     return kind is Any or isinstance(value, kind)
@@ -183,5 +183,5 @@ def _describe_kind(kind: Any) -> str:
     if typing.get_origin(kind) is dict:
         return f"a table of: {_describe_kind(args[1])}"
     if args:
-        return " or ".join(_describe_kind(one) for one in args if one is not type(None))
+        return " or ".join(_describe_kind(arg) for arg in args if arg is not type(None))
     return TYPE_WORDS.get(kind) or f"of type {kind.__name__}"

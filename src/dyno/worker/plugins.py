@@ -22,13 +22,13 @@ def list_declared(
     A place is a package (with all modules) or the name of a module. A place wins over an entry point of the same name.
     Entry points that can't be loaded, or give another kind of object, are left out; `list_broken` names them.
     """
-    own: dict[str, Declared] = {}
+    objects: dict[str, Declared] = {}
     for place in places if isinstance(places, tuple) else (places,):
         for module in [importlib.import_module(place)] if isinstance(place, str) else _import_modules(place):
-            own |= {value.name: value for value in vars(module).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
-    loaded = _load_group(group).values() if group else ()
-    others = {value.name: value for value in loaded if isinstance(value, kind)}  # type: ignore[attr-defined]
-    return {**others, **own}
+            objects |= {value.name: value for value in vars(module).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
+    values = _load_group(group).values() if group else ()
+    plugins = {value.name: value for value in values if isinstance(value, kind)}  # type: ignore[attr-defined]
+    return {**plugins, **objects}
 
 
 def _import_modules(package: ModuleType) -> list[ModuleType]:

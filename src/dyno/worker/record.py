@@ -86,17 +86,17 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
     A reader sees the whole new file or the previous one; an error keeps the previous file. A link of that name is
     replaced and its target kept.
     """
-    beside = path.with_name(path.name + ".part")
-    beside.unlink(missing_ok=True)  # left by a killed process, or a link
+    part_path = path.with_name(path.name + ".part")
+    part_path.unlink(missing_ok=True)  # left by a killed process, or a link
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as f:
+        with open(os.open(part_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
-        os.replace(beside, path)
+        os.replace(part_path, path)
     except OSError as e:
         with suppress(OSError):  # useless on a full disk
-            beside.unlink(missing_ok=True)
+            part_path.unlink(missing_ok=True)
         e.filename = e.filename or str(path)
         raise
 
@@ -105,8 +105,8 @@ LOCK_FILE = "lock"  # file held while working in a folder
 
 
 @contextmanager
-def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterator[None]:
-    """Hold the lock file; if another process has it, call `busy` with its id, then wait unless `busy` raises.
+def lock(path: Path, on_busy: Callable[[str], None] = lambda owner: None) -> Iterator[None]:
+    """Hold the lock file; if another process has it, call `on_busy` with its id, then wait unless `on_busy` raises.
 
     The lock ends with the process, however it ends. The folder may be removed with it: a waiting process then locks a
     new file.
@@ -116,11 +116,11 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
         if path.is_symlink() or not (path.is_file() or not path.exists()):  # a folder from elsewhere may hold anything
             raise UserError(f"{path} is not a regular file, so it can't be locked; remove it")
         try:
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:  # folder removed meanwhile
             continue
-        with open(number, "a+") as f:
-            if os.fstat(number).st_nlink > 1:  # writing would overwrite its other names
+        with open(descriptor, "a+") as f:
+            if os.fstat(descriptor).st_nlink > 1:  # writing would overwrite its other names
                 raise UserError(f"{path} is a hard link to another file, so it can't be locked; remove it")
             is_mine = _try_lock(f)
             if not is_mine:
@@ -128,7 +128,7 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
                 is_mine = _try_lock(f)
             if not is_mine:
                 f.seek(0)
-                busy(f.read(20).strip() or "unknown")
+                on_busy(f.read(20).strip() or "unknown")
                 fcntl.flock(f, fcntl.LOCK_EX)
             if not _is_at(f, path):
                 continue
@@ -139,9 +139,9 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
             return
 
 
-def _try_lock(opened: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
+def _try_lock(file: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
     try:
-        fcntl.flock(opened, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -150,19 +150,19 @@ def _try_lock(opened: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
 def lock_owner(path: Path) -> str:
     """Return the id of the process that holds the lock; "" without one or if the file can't be read."""
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return ""
-    with open(number) as f:
+    with open(descriptor) as f:
         try:
             return "" if _try_lock(f, fcntl.LOCK_SH) else f.read(20).strip() or "unknown"
         except OSError:  # file systems without locks
             return ""
 
 
-def _is_at(opened: IO[str], path: Path) -> bool:
+def _is_at(file: IO[str], path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(opened.fileno()), path.stat())
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
 
@@ -189,12 +189,12 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
     Brackets that are nested too deeply raise it too.
     """
     try:
-        parsed = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("its brackets are nested too deeply") from None
-    if not isinstance(parsed, dict):
+    if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
-    return parsed
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -209,19 +209,19 @@ def read_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def check_regular(path: Path, what: str) -> Path:
+def check_regular(path: Path, noun: str) -> Path:
     """Return the path; raise a `UserError` for a pipe, a socket or a device, which would block."""
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UserError(f"{what} {path} is not a regular file; give a file")
+        raise UserError(f"{noun} {path} is not a regular file; give a file")
     return path
 
 
-def refuse_pointer(path: Path, what: str) -> None:
+def refuse_pointer(path: Path, noun: str) -> None:
     """Raise a `UserError` if Git LFS has left a pointer in place of the file."""
     mark = b"version https://git-lfs"
     with open(path, "rb") as file:
         if file.read(len(mark)) == mark:
-            raise UserError(f"{path} is a Git LFS pointer, not the {what} itself; fetch it with git lfs pull")
+            raise UserError(f"{path} is a Git LFS pointer, not the {noun} itself; fetch it with git lfs pull")
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
@@ -230,8 +230,8 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
     Files would be written through the link into another place.
     """
     for folder_path in (folder / name for name in names):
-        below = (Path(above, path) for above, folders, _ in os.walk(folder_path) for path in folders)
-        for path in (folder_path, *below):
+        subfolders = (Path(parent, path) for parent, folders, _ in os.walk(folder_path) for path in folders)
+        for path in (folder_path, *subfolders):
             if path.is_symlink():
                 raise UserError(f"{path} is a symbolic link, and nothing is written through one; remove it")
 
@@ -285,8 +285,8 @@ def check_schema(path: Path, data: Mapping[str, Any]) -> None:
 class DamagedRecord(UserError):
     """A record that was cut short or is invalid; `description` describes the damage without advice."""
 
-    def __init__(self, path: Path, why: object) -> None:
-        self.description = f"{path} is damaged ({why})"
+    def __init__(self, path: Path, reason: object) -> None:
+        self.description = f"{path} is damaged ({reason})"
         super().__init__(f"{self.description}; the same `dyno run` measures this round again")
 
 
@@ -312,9 +312,9 @@ def read_record(folder: Path) -> Record | None:
     return record
 
 
-def describe_close(how: str) -> str:
+def describe_close(error: str) -> str:
     """Return the warning about an engine that failed while closing."""
-    return f"the engine failed as it was closed, after everything was measured: {how}"
+    return f"the engine failed as it was closed, after everything was measured: {error}"
 
 
 def one_line(e: BaseException) -> str:

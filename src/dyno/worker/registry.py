@@ -49,14 +49,14 @@ def list_formats() -> dict[str, FileFormat]:
 
 def format_of(path: str | PurePath) -> FileFormat | None:
     """Return the format of the model file by its suffix and, if needed, its content; else None."""
-    kinds = () if str(path).startswith("saved:") else list_formats().values()
-    named = (kind for kind in kinds if str(path).endswith(kind.suffixes))
-    return next((kind for kind in named if kind.fits(Path(path))), None)
+    formats = () if str(path).startswith("saved:") else list_formats().values()
+    candidates = (file_format for file_format in formats if str(path).endswith(file_format.suffixes))
+    return next((file_format for file_format in candidates if file_format.fits(Path(path))), None)
 
 
 def list_suffixes() -> tuple[str, ...]:
     """Return the suffixes of model files."""
-    return tuple(suffix for kind in list_formats().values() for suffix in kind.suffixes)
+    return tuple(suffix for file_format in list_formats().values() for suffix in file_format.suffixes)
 
 
 @cache
@@ -73,11 +73,11 @@ def _import_object(name: str, kind: type[Kind], noun: str) -> Kind:
     """Return the object at `module:NAME`, or an instance if it is a class."""
     module, _, attribute = name.partition(":")
     try:
-        loaded = getattr(importlib.import_module(module), attribute)
-        loaded = loaded() if isinstance(loaded, type) else loaded
+        value = getattr(importlib.import_module(module), attribute)
+        value = value() if isinstance(value, type) else value
     except Exception as e:  # foreign code may raise anything
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"{noun} {name!r} can't be loaded: {reason}") from e
-    if not isinstance(loaded, kind):
+    if not isinstance(value, kind):
         raise UserError(f"{noun} {name!r} is not a {kind.__module__}.{kind.__name__}")
-    return loaded
+    return value

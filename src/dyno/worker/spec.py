@@ -88,17 +88,17 @@ OTHER_NAMES = {
 
 def usual_name(name: str) -> str:
     """Return Dyno's name of a backend or precision, given an alias or another capitalisation."""
-    small = str(name).lower()
-    return OTHER_NAMES.get(small, small if small in (*PRECISIONS, *OTHER_NAMES.values()) else name)
+    lower_name = str(name).lower()
+    return OTHER_NAMES.get(lower_name, lower_name if lower_name in (*PRECISIONS, *OTHER_NAMES.values()) else name)
 
 
-def check_known(what: str, name: str, known: Iterable[str], where: str = "") -> None:
+def check_known(noun: str, name: str, names: Iterable[str], context: str = "") -> None:
     """Raise a `UserError` with the nearest spelling if the name is not known."""
-    known = tuple(known)
-    if name not in known:
-        similar = difflib.get_close_matches(str(name), known, 1)
-        hint = f"did you mean {similar[0]!r}?" if similar else f"known: {', '.join(known) or 'none'}"
-        raise UserError(f"unknown {what} {name!r}{where}; {hint}")
+    names = tuple(names)
+    if name not in names:
+        similar = difflib.get_close_matches(str(name), names, 1)
+        hint = f"did you mean {similar[0]!r}?" if similar else f"known: {', '.join(names) or 'none'}"
+        raise UserError(f"unknown {noun} {name!r}{context}; {hint}")
 
 
 def clean_text(text: object) -> str:
@@ -122,23 +122,23 @@ def shorten(text: object, max_length: int = 300) -> str:
     return f"{sentence} ({line[:half].rstrip()} {ELLIPSIS})"
 
 
-def add_noun(count: int, noun: str, many: str = "") -> str:
-    """Return `1 image` or `2 images`; `many` is an irregular plural."""
-    return f"{count} {noun if count == 1 else many or f'{noun}s'}"
+def add_noun(count: int, noun: str, plural: str = "") -> str:
+    """Return `1 image` or `2 images`; `plural` is an irregular plural."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def make_absolute(path: Path) -> Path:
     """Return the absolute path without resolving links: a link's target may have another name and no suffix."""
-    plain = Path(os.path.abspath(path))  # noqa: PTH100 - Path has nothing that leaves links alone
+    abs_path = Path(os.path.abspath(path))  # noqa: PTH100 - Path has nothing that leaves links alone
     # After a link to a folder, `..` is not the folder in the text.
-    return path.resolve() if path.exists() and not (plain.exists() and plain.samefile(path)) else plain
+    return path.resolve() if path.exists() and not (abs_path.exists() and abs_path.samefile(path)) else abs_path
 
 
 def check_utf8(name: str) -> None:
     """Raise a `UserError` for a name that is not UTF-8: tables, TOML and terminals can't show it."""
-    shown = name.encode("utf-8", "backslashreplace").decode()
-    if shown != name:
-        raise UserError(f"the name {shown} is not UTF-8; rename it, or give a link with another name")
+    escaped_name = name.encode("utf-8", "backslashreplace").decode()
+    if escaped_name != name:
+        raise UserError(f"the name {escaped_name} is not UTF-8; rename it, or give a link with another name")
 
 
 @dataclass(frozen=True)
@@ -245,11 +245,11 @@ class Dims:
 
     def batch_axis(self, name: str, shape: Sequence[int | str]) -> int | None:
         """Return the batch axis of an input; None if it has no batch axis."""
-        described = self.shapes.get(name, shape)
-        if BATCH_AXIS in described:
-            return [*described].index(BATCH_AXIS)
-        may_be = bool(shape) and name not in self.shapes
-        return 0 if may_be and (isinstance(shape[0], str) or shape[0] == self.batch) else None
+        axes = self.shapes.get(name, shape)
+        if BATCH_AXIS in axes:
+            return [*axes].index(BATCH_AXIS)
+        can_assume = bool(shape) and name not in self.shapes
+        return 0 if can_assume and (isinstance(shape[0], str) or shape[0] == self.batch) else None
 
     @property
     def size(self) -> str:
@@ -374,8 +374,8 @@ class Trial:
     @property
     def variant(self) -> str:
         """The backend as tables show it: name, options, and the runtime's name unless that is `main`."""
-        named = {**self.options, **({"runtime": self.runtime.name} if self.runtime.name != "main" else {})}
-        return self.backend + "".join(f"@{key}={value}" for key, value in sorted(named.items()))
+        settings = {**self.options, **({"runtime": self.runtime.name} if self.runtime.name != "main" else {})}
+        return self.backend + "".join(f"@{key}={value}" for key, value in sorted(settings.items()))
 
     @property
     def label(self) -> str:
@@ -384,9 +384,9 @@ class Trial:
         batch = f" b{self.dims.batch}" if self.dims.batch else ""
         return f"{side}{self.model.name} {self.variant} {self.precision}{batch} {self.dims.label}".rstrip()
 
-    def build(self, number: int) -> int:
-        """Return the engine build of round `number`, counted from 1; 0 if all rounds run the same build."""
-        return 1 + number % self.plan.builds if self.plan.builds > 1 else 0
+    def build(self, round_index: int) -> int:
+        """Return the engine build of round `round_index`, counted from 1; 0 if all rounds run the same build."""
+        return 1 + round_index % self.plan.builds if self.plan.builds > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -458,14 +458,14 @@ def _make_identity(value: Any) -> Any:
     return [_make_identity(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 
-def _strip_place(source: str, hashed: bool) -> str:
+def _strip_place(source: str, is_hashed: bool) -> str:
     """Return the source without the path of a file: its sha256 identifies the file."""
-    place, _, function = source.rpartition(":")
+    location, _, function = source.rpartition(":")
     if source.startswith(("file:", "saved:", f"{NETWORK_FOLDER}:", TIMM_FOLDER)) or (
-        hashed and source.partition(":")[0] in NETWORK_FILES
+        is_hashed and source.partition(":")[0] in NETWORK_FILES
     ):
         return source.partition(":")[0]
-    return function if place.endswith(".py") else source
+    return function if location.endswith(".py") else source
 
 
 def to_json(value: Any) -> Any:

@@ -43,16 +43,16 @@ SILENCING_VARIABLES = {
 
 def cache_dir() -> Path:
     """Return the folder of all caches: DYNO_CACHE, or `dyno` in the user's cache folder, or else a temporary one."""
-    if own := os.environ.get("DYNO_CACHE"):
-        return Path(own)
+    if override := os.environ.get("DYNO_CACHE"):
+        return Path(override)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path is to be ignored, by the specification
     if base.is_absolute():
         return base / "dyno"
     try:
-        usual = Path.home() / ".cache" / "dyno"
+        default_dir = Path.home() / ".cache" / "dyno"
     except RuntimeError:  # no HOME and a numeric user, as in a container
         return temporary_home() / ".cache" / "dyno"
-    return usual if usual.exists() or _can_be_written(usual) else temporary_home() / ".cache" / "dyno"
+    return default_dir if default_dir.exists() or _can_be_written(default_dir) else temporary_home() / ".cache" / "dyno"
 
 
 def temporary_home() -> Path:
@@ -75,9 +75,9 @@ def missing_variables(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     except KeyError:
         pass
-    missing = {} if any(map(environment.get, USER_VARIABLES)) else {"USER": f"user{os.getuid()}"}
+    variables = {} if any(map(environment.get, USER_VARIABLES)) else {"USER": f"user{os.getuid()}"}
     home = Path(environment.get("HOME") or "/nowhere")
-    return missing if home.is_dir() and os.access(home, os.W_OK) else {**missing, "HOME": str(temporary_home())}
+    return variables if home.is_dir() and os.access(home, os.W_OK) else {**variables, "HOME": str(temporary_home())}
 
 
 def count_compiled() -> tuple[int, int]:
@@ -87,8 +87,8 @@ def count_compiled() -> tuple[int, int]:
     """
     modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] != "dyno"]
     specs = [spec for module in modules if (spec := getattr(module, "__dict__", {}).get("__spec__"))]
-    stored = [cached for spec in specs if isinstance(cached := getattr(spec, "cached", None), str)]
-    return len(stored), sum(not Path(path).exists() for path in stored)
+    cache_paths = [cached for spec in specs if isinstance(cached := getattr(spec, "cached", None), str)]
+    return len(cache_paths), sum(not Path(path).exists() for path in cache_paths)
 
 
 def keep_probes() -> None:
@@ -101,12 +101,12 @@ def keep_byte_code() -> None:
 
     Each set of installed libraries has its folder: two versions of a file may have equal size and time.
     """
-    stored = [Path(spec.cached) for name in HEAVY_LIBRARIES if (spec := _find_module_spec(name)) and spec.cached]
-    if all(path.exists() or (not sys.dont_write_bytecode and _can_be_written(path)) for path in stored):
+    cache_paths = [Path(spec.cached) for name in HEAVY_LIBRARIES if (spec := _find_module_spec(name)) and spec.cached]
+    if all(path.exists() or (not sys.dont_write_bytecode and _can_be_written(path)) for path in cache_paths):
         return
-    own = cache_dir() / "byte-code" / _hash_packages()
-    if own.exists() or _can_be_written(own):
-        sys.pycache_prefix, sys.dont_write_bytecode = str(own), False
+    folder = cache_dir() / "byte-code" / _hash_packages()
+    if folder.exists() or _can_be_written(folder):
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -120,23 +120,23 @@ def _find_module_spec(name: str) -> ModuleSpec | None:
 
 def _can_be_written(path: Path) -> bool:
     """Return whether the file can be created, together with its missing parent folders."""
-    above = next(above for above in path.parents if above.exists())
-    return above.is_dir() and os.access(above, os.W_OK)
+    parent = next(parent for parent in path.parents if parent.exists())
+    return parent.is_dir() and os.access(parent, os.W_OK)
 
 
 def _hash_packages() -> str:
     """Return a hash of this interpreter's version and of all packages installed in it."""
     folders = [Path(entry) for entry in sys.path if entry.endswith("-packages") and Path(entry).is_dir()]
-    found = sorted(str(path) for folder in folders for path in folder.glob("*-info"))
-    return hashlib.sha256("\n".join([sys.version, *found]).encode()).hexdigest()[:16]
+    info_paths = sorted(str(path) for folder in folders for path in folder.glob("*-info"))
+    return hashlib.sha256("\n".join([sys.version, *info_paths]).encode()).hexdigest()[:16]
 
 
 def list_cores() -> list[int]:
     """Return this process's logical processors: first one per physical core, fastest first, then the others."""
-    allowed = sorted(os.sched_getaffinity(0))
-    first = [cpu for cpu in allowed if cpu == min(_find_siblings(cpu, allowed))]
-    first.sort(key=_read_capacity, reverse=True)
-    return first + [cpu for cpu in allowed if cpu not in first]
+    allowed_cpus = sorted(os.sched_getaffinity(0))
+    first_threads = [cpu for cpu in allowed_cpus if cpu == min(_find_siblings(cpu, allowed_cpus))]
+    first_threads.sort(key=_read_capacity, reverse=True)
+    return first_threads + [cpu for cpu in allowed_cpus if cpu not in first_threads]
 
 
 def physical_cores() -> int:
@@ -193,14 +193,14 @@ def _read_throttled(group: Path) -> float:
 
 def describe_mixed_cores() -> str:
     """Describe this process's kinds of cores if their capacities differ by over a tenth; else ""."""
-    of_each = [_read_capacity(threads[0]) for threads in core_threads()]
-    kinds = sorted(set(of_each), reverse=True)
+    capacities = [_read_capacity(threads[0]) for threads in core_threads()]
+    kinds = sorted(set(capacities), reverse=True)
     if not kinds or kinds[-1] >= SAME_CAPACITY_SHARE * kinds[0]:
         return ""
-    counts = " and ".join(f"{of_each.count(kind)} at {kind / kinds[0]:.0%}" for kind in kinds)
+    counts = " and ".join(f"{capacities.count(kind)} at {kind / kinds[0]:.0%}" for kind in kinds)
     return (
         f"the threads run on cores of different speed ({counts} of the fastest's), and wait for the slowest; "
-        f"--threads {of_each.count(kinds[0])} uses the fastest alone"
+        f"--threads {capacities.count(kinds[0])} uses the fastest alone"
     )
 
 
@@ -216,36 +216,36 @@ def _read_capacity(cpu: int) -> int:
 
 def core_threads() -> list[tuple[int, ...]]:
     """Return the physical cores this process may use, each as its logical processors."""
-    allowed = sorted(os.sched_getaffinity(0))
-    return sorted({tuple(_find_siblings(cpu, allowed)) for cpu in allowed})
+    allowed_cpus = sorted(os.sched_getaffinity(0))
+    return sorted({tuple(_find_siblings(cpu, allowed_cpus)) for cpu in allowed_cpus})
 
 
 def last_cache() -> int:
     """Return the bytes of a processor's largest cache according to Linux; 0 if unknown."""
-    found = [0]
+    sizes = [0]
     for file in (CPUS_DIR / "cpu0/cache").glob("index*/size"):
         try:
-            found.append(int(file.read_text().strip().removesuffix("K")) * 1024)  # Linux always gives KiB
+            sizes.append(int(file.read_text().strip().removesuffix("K")) * 1024)  # Linux always gives KiB
         except (OSError, ValueError):
             continue
-    return max(found)
+    return max(sizes)
 
 
-def _find_siblings(cpu: int, allowed: Container[int]) -> list[int]:
+def _find_siblings(cpu: int, allowed_cpus: Container[int]) -> list[int]:
     try:
         text = (CPUS_DIR / f"cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
         return [cpu]
     ranges = [part.split("-") for part in text.strip().split(",")]
-    same = [n for r in ranges for n in range(int(r[0]), int(r[-1]) + 1)]
-    return [n for n in same if n in allowed] or [cpu]
+    siblings = [n for r in ranges for n in range(int(r[0]), int(r[-1]) + 1)]
+    return [n for n in siblings if n in allowed_cpus] or [cpu]
 
 
 def pin(threads: int) -> list[int]:
     """Pin this process to a processor per thread; return the processors' numbers."""
-    chosen = list_cores()[: max(1, threads)]
-    os.sched_setaffinity(0, chosen)
-    return chosen
+    cpus = list_cores()[: max(1, threads)]
+    os.sched_setaffinity(0, cpus)
+    return cpus
 
 
 CPUS_DIR = Path("/sys/devices/system/cpu")
@@ -260,26 +260,26 @@ def list_causes(error: BaseException, implicit: bool = False) -> list[BaseExcept
 
     PyTorch raises errors whose chain of causes is a cycle.
     """
-    found: list[BaseException] = []
+    causes: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in found:
-        found.append(cause)
+    while cause is not None and cause not in causes:
+        causes.append(cause)
         cause = cause.__cause__ or (cause.__context__ if implicit else None)
-    return found
+    return causes
 
 
-def raise_if_disk_full(error: BaseException, folder: Path, needed: int = 0) -> None:
+def raise_if_disk_full(error: BaseException, folder: Path, size: int = 0) -> None:
     """Raise an `OSError` if the folder's disk was full, which is not the fault of the failed job.
 
     Libraries wrap that error, rephrase it, or only report a failed stream and remove their output: so the folder must
-    also have room for `needed` bytes.
+    also have room for `size` bytes.
     """
     for cause in list_causes(error, implicit=True):
         if isinstance(cause, OSError) and cause.errno in DISK_FULL:
             raise OSError(cause.errno, os.strerror(cause.errno), str(cause.filename or folder)) from error
-    named = next((number for number in DISK_FULL if os.strerror(number) in str(error)), 0)
-    if number := named or (_lacks_room(folder, needed) if needed else 0):
-        raise OSError(number, os.strerror(number), str(folder)) from error
+    named_code = next((code for code in DISK_FULL if os.strerror(code) in str(error)), 0)
+    if code := named_code or (_lacks_room(folder, size) if size else 0):
+        raise OSError(code, os.strerror(code), str(folder)) from error
 
 
 def _lacks_room(folder: Path, size: int) -> int:
@@ -363,19 +363,19 @@ class CpuContention:
 
     def count_during(self, blocks: Iterable[int]) -> Iterator[int]:
         """Yield the same blocks and count contention only within them: other processes run between blocks."""
-        others = throttled = span = 0.0
+        busy = throttled = span = 0.0
         for block in blocks:
             self._start_interval()
             yield block
-            more = self._measure_interval()
-            others, throttled, span = others + more[0], throttled + more[1], span + more[2]
-            self._last_reading = others, throttled, span
+            interval = self._measure_interval()
+            busy, throttled, span = busy + interval[0], throttled + interval[1], span + interval[2]
+            self._last_reading = busy, throttled, span
 
     def count_busy(self) -> float:
         """Return the mean number of processors kept busy by others; 0 if the system has no such figures."""
-        others, _, span = self._last_reading or self._measure_interval()
+        busy, _, span = self._last_reading or self._measure_interval()
         # The system counts in ticks: over a short time the others' share may seem below 0 or above all processors.
-        return min(max(0.0, others / span), float(len(self._processors))) if span > 0 else 0.0
+        return min(max(0.0, busy / span), float(len(self._processors))) if span > 0 else 0.0
 
     def count_withheld(self) -> float:
         """Return the mean number of processors withheld from this process by a limit; 0 without a limit."""
@@ -387,9 +387,9 @@ class CpuContention:
         return count_overheating() - self._overheated
 
     def _measure_interval(self) -> tuple[float, float, float]:
-        others = (_busy_seconds(self._processors) - self._all_at_start) - (_own_seconds() - self._own_at_start)
+        busy = (_busy_seconds(self._processors) - self._all_at_start) - (_own_seconds() - self._own_at_start)
         throttled = throttled_seconds() - self._throttled if self._is_limited else 0.0
-        return others, throttled, time.monotonic() - self._started
+        return busy, throttled, time.monotonic() - self._started
 
 
 def run_delay() -> float:
@@ -439,7 +439,7 @@ def peak_memory() -> int:
 def find_versions(distributions: Iterable[str]) -> dict[str, str]:
     """Return the installed version of each distribution (`a|b`: either); absent distributions are left out."""
     installed = {}
-    for name in (one for either in distributions for one in either.split("|")):
+    for name in (option for group in distributions for option in group.split("|")):
         try:
             installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

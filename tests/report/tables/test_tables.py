@@ -152,7 +152,7 @@ def test_a_table_that_was_pickled_prints_the_same(root: Path) -> None:
         again = pickle.loads(pickle.dumps(table))
         for format in ("text", "markdown", "csv", "json"):
             assert export([again], format) == export([table], format), table.name
-        assert export([again], only=ALL_COLUMNS) == export([table], only=ALL_COLUMNS)
+        assert export([again], subset=ALL_COLUMNS) == export([table], subset=ALL_COLUMNS)
         assert again.to_pandas().equals(table.to_pandas())
 
 

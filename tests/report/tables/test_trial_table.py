@@ -291,9 +291,9 @@ def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> Non
     assert max(map(len, piped.splitlines())) <= 120 and len(re.split(" {2,}", piped.splitlines()[2])) == 8
     assert piped.count("more columns: dyno show --columns all") == 1
     assert "change, points" not in piped
-    every = export([tables.make_tables(whole, "trials")[0]], only="all")
+    every = export([tables.make_tables(whole, "trials")[0]], subset="all")
     assert "change, points" in every.splitlines()[2] and "more columns" not in every
-    chosen = export([tables.make_tables(whole, "trials")[0]], only="backend, latency_ms").splitlines()[2]
+    chosen = export([tables.make_tables(whole, "trials")[0]], subset="backend, latency_ms").splitlines()[2]
     assert chosen.split() == ["backend", "latency", "ms"]
     refuses("there is no column 'latency'", export, [tables.make_tables(whole, "trials")[0]], only="latency")
 

@@ -168,8 +168,8 @@ def test_other_routes_where_the_graph_may_differ(
 def test_a_program_of_torch_export_is_not_traced_for_speed() -> None:
     """PyTorch refuses its free batch ("JIT Tracing of SymInts"): each such route cost a failed row and ten seconds."""
     made_by = MakerFacts(operators={"MatMul": 1}, exporter="dynamo")
-    assert list_other_routes(made_by, folds=False, program=True) == ("dynamo+static+fold",)
-    assert list_other_routes(made_by, folds=True, program=True) == ()
+    assert list_other_routes(made_by, is_folded=False, program=True) == ("dynamo+static+fold",)
+    assert list_other_routes(made_by, is_folded=True, program=True) == ()
 
 
 def test_routes_by_name() -> None:

@@ -259,7 +259,7 @@ def test_pixels_are_the_processors(kind: str, settings: dict[str, Any], folders:
     processor = put_processor(folders, tmp_path, kind, **settings)
     spec = ModelSpec("m", f"hf:{tmp_path}")
     source, rest = models.find_source(spec)
-    assert source.check_images(spec, rest, letterboxed=False) == ("", "")
+    assert source.check_images(spec, rest, is_letterboxed=False) == ("", "")
     preprocess, size = source.read_image_config(spec, rest)
     assert preprocess is not None and size is not None
     for shape in ((90, 131), (131, 90)):

@@ -145,7 +145,7 @@ def test_batches_raise_the_capacity() -> None:
     [(1000, 0.992, rates.HOLDS), (1000, 0.98, rates.OVER), (500, 9.0, rates.TOO_FEW), (1000, 0.0, "")],
 )
 def test_the_verdict_on_a_bound(count: int, bound: float, expected: str) -> None:
-    assert rates.judge_rate(np.linspace(0, 1, count), 0.99, bound, 662, grows=False) == expected
+    assert rates.judge_rate(np.linspace(0, 1, count), 0.99, bound, 662, is_growing=False) == expected
 
 
 def test_an_unanswered_request_is_beyond_every_bound() -> None:

@@ -88,8 +88,8 @@ class Node:
         visible = os.environ.get(places.VISIBLE_DEVICES, "0")
         return NodeDescription(host, __version__, places.parse_places("cuda:0")[0].card, visible, cores)
 
-    def begin(self, files: Files, env: Mapping[str, str], own: Mapping[str, str | None], cwd: str) -> None:
-        """Start the block with these files in its folder, `env` added, and the user's own variables `own`.
+    def begin(self, files: Files, env: Mapping[str, str], user_env: Mapping[str, str | None], cwd: str) -> None:
+        """Start the block with these files in its folder, `env` added, and the user's own variables `user_env`.
 
         Paths in the study are relative to `cwd`, if this host has that folder.
         """
@@ -97,7 +97,7 @@ class Node:
         self._folder, self._lock_file = _own_folder()
         write_files(files, self._folder)
         self._sent = _list_stamps(self._folder)
-        places.set_variables(own)
+        places.set_variables(user_env)
         with suppress(PermissionError):  # children inherit niceness; Ray raises it
             os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
@@ -130,41 +130,41 @@ def _own_folder() -> tuple[Path, int]:
 
     Folders left by killed processes are removed first.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+    for stale_folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):  # in use, or owned by another user
-            number = _lock_folder(left, fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(number)
+            descriptor = _lock_folder(stale_folder, fcntl.LOCK_NB)
+            shutil.rmtree(stale_folder, ignore_errors=True)
+            os.close(descriptor)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         with suppress(FileNotFoundError):  # a stale folder removed before it was locked
-            number = _lock_folder(folder)
+            descriptor = _lock_folder(folder)
             if folder.exists():
-                return folder, number
-            os.close(number)
+                return folder, descriptor
+            os.close(descriptor)
 
 
-def _lock_folder(folder: Path, how: int = 0) -> int:
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _lock_folder(folder: Path, flags: int = 0) -> int:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | how)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
     except OSError:
-        os.close(number)
+        os.close(descriptor)
         raise
-    return number
+    return descriptor
 
 
 def _list_stamps(folder: Path) -> dict[str, tuple[int, int]]:
     """Return each file's time and size."""
-    found = {}
+    stamps = {}
     for path in sorted(folder.rglob("*")):
         try:
             status = path.stat()
         except FileNotFoundError:  # just removed
             continue
         if path.is_file() and path.name != LOCK_FILE:
-            found[path.relative_to(folder).as_posix()] = (status.st_mtime_ns, status.st_size)
-    return found
+            stamps[path.relative_to(folder).as_posix()] = (status.st_mtime_ns, status.st_size)
+    return stamps
 
 
 def read_files(folder: Path, names: Iterable[str]) -> Files:
@@ -189,10 +189,10 @@ def write_files(files: Files, folder: Path) -> None:
         write_bytes(path, files[name])
 
 
-def mirror(news: FolderUpdate, folder: Path) -> None:
+def mirror(update: FolderUpdate, folder: Path) -> None:
     """Update the folder to the node's state: write changed files and remove deleted ones."""
-    write_files(news.changed, folder)
-    for name in _list_stamps(folder).keys() - set(news.names):
+    write_files(update.changed, folder)
+    for name in _list_stamps(folder).keys() - set(update.names):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -218,20 +218,20 @@ class RemoteHost(ABC):
         self.gone = False
 
     @abstractmethod
-    def ask(self, call: str, *given: Any) -> None:
+    def ask(self, call: str, *args: Any) -> None:
         """Call this method of the node; a pending answer to an earlier call is dropped."""
 
     @abstractmethod
     def answer(self) -> tuple[Any] | None:
         """Return the answer to the last call; None until it arrives. Raise `NodeLost` if it never will."""
 
-    def call(self, call: str, *given: Any, within: float) -> Any:
-        """Call the method and return its answer; raise `NodeLost` without one, or after `within` seconds."""
-        self.ask(call, *given)
-        until = time.monotonic() + within
+    def call(self, call: str, *args: Any, timeout_s: float) -> Any:
+        """Call the method and return its answer; raise `NodeLost` without one, or after `timeout_s` seconds."""
+        self.ask(call, *args)
+        deadline = time.monotonic() + timeout_s
         while (answer := self.answer()) is None:
-            if time.monotonic() > until:
-                raise NodeSilent(f"no answer for {within:g} s")
+            if time.monotonic() > deadline:
+                raise NodeSilent(f"no answer for {timeout_s:g} s")
             time.sleep(0.05)
         return answer[0]
 
@@ -274,7 +274,7 @@ class RemoteBlock(RunningBlock):
     def end(self) -> None:
         if not self._host.gone:
             with suppress(NodeLost):
-                self._host.call("end", within=NODE_TIMEOUT_S)
+                self._host.call("end", timeout_s=NODE_TIMEOUT_S)
 
     def _read_answer(self) -> None:
         """Take the answer to the last call if it has arrived; send the next call when it is due."""
@@ -290,12 +290,12 @@ class RemoteBlock(RunningBlock):
                 raise NodeSilent(f"no answer for {NODE_TIMEOUT_S:g} s")
             return
         self._waits = False
-        news: FolderUpdate | None = answer[0]
-        if news is not None:  # None is the answer to `begin`
-            mirror(news, self.folder)
-            if news.code is not None:
+        update: FolderUpdate | None = answer[0]
+        if update is not None:  # None is the answer to `begin`
+            mirror(update, self.folder)
+            if update.code is not None:
                 self.end()
-                self._code = news.code
+                self._code = update.code
 
 
 def check_device(device: str) -> None:
@@ -304,32 +304,32 @@ def check_device(device: str) -> None:
         raise UserError(f"on a cluster every device of a kind takes part; give --device cpu or cuda, not {device!r}")
 
 
-def same_dyno(name: str, about: NodeDescription) -> NodeDescription:
-    """Return `about` unchanged; raise `UserError` if that host has another version of Dyno."""
-    if about.version != __version__:
-        raise UserError(f"{name} has Dyno {about.version}, and this is {__version__}; install the same on all hosts")
-    return about
+def same_dyno(name: str, info: NodeDescription) -> NodeDescription:
+    """Return `info` unchanged; raise `UserError` if that host has another version of Dyno."""
+    if info.version != __version__:
+        raise UserError(f"{name} has Dyno {info.version}, and this is {__version__}; install the same on all hosts")
+    return info
 
 
-def make_gpu_place(about: NodeDescription, name: str, host: RemoteHost) -> Place:
+def make_gpu_place(info: NodeDescription, name: str, host: RemoteHost) -> Place:
     """Return the GPU of a node as a place, by its name on that host."""
-    where = f"{about.host}/{name}"
-    return Place(where, "cuda:0", about.card, threads=len(about.cores), machine=about.host, host=host)
+    place_name = f"{info.host}/{name}"
+    return Place(place_name, "cuda:0", info.card, threads=len(info.cores), machine=info.host, host=host)
 
 
-def make_core_place(about: NodeDescription, own: Sequence[tuple[int, ...]], host: RemoteHost) -> Place:
+def make_core_place(info: NodeDescription, core_cpus: Sequence[tuple[int, ...]], host: RemoteHost) -> Place:
     """Return these physical cores of a node as a place."""
-    cores = tuple(cpu for core in own for cpu in core)
+    cores = tuple(cpu for core in core_cpus for cpu in core)
     return Place(
-        about.host, "cpu", describe_share(about.card, cores), cores, threads=len(own), machine=about.host, host=host
+        info.host, "cpu", describe_share(info.card, cores), cores, threads=len(core_cpus), machine=info.host, host=host
     )
 
 
 def number_names(places: Sequence[Place]) -> list[Place]:
     """Return the places with unique names: the second place of a name is NAME#2."""
-    names, named = Counter[str](), []
+    names, unique_places = Counter[str](), []
     for place in places:
         names[place.name] += 1
-        number = names[place.name]
-        named.append(replace(place, name=f"{place.name}#{number}") if number > 1 else place)
-    return named
+        count = names[place.name]
+        unique_places.append(replace(place, name=f"{place.name}#{count}") if count > 1 else place)
+    return unique_places

@@ -39,17 +39,17 @@ def hold_places(address: str, device: str) -> Iterator[list[Place]]:
     os.environ |= {**RAY_VARIABLES, **os.environ}
     ray = load_library("ray", "--cluster ray", UserError)
     _check_reachable(address)
-    terminate = signal.getsignal(signal.SIGTERM)  # Ray's own handler prints the trace of its C++
+    handler = signal.getsignal(signal.SIGTERM)  # Ray's own handler prints the trace of its C++
     try:
         ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
-        if terminate is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, terminate)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
     except SystemExit as e:  # Ray turns SIGTERM during its start into this
         ray.shutdown()
         raise KeyboardInterrupt from e
     except (ConnectionError, RuntimeError, ValueError, OSError) as e:
-        where = f"at {address}" if address else "here"
-        raise UserError(f"no Ray cluster answers {where}: {shorten(e, 200)}") from e
+        location = f"at {address}" if address else "here"
+        raise UserError(f"no Ray cluster answers {location}: {shorten(e, 200)}") from e
     try:
         yield _list_places(device)
     finally:
@@ -60,8 +60,8 @@ def _check_reachable(address: str) -> None:
     """Raise `UserError` for a malformed or unreachable address: Ray would retry for minutes."""
     if address in LOCAL_ADDRESSES:
         return
-    scheme, _, place = address.rpartition("://")
-    host, _, port = place.rpartition(":")
+    scheme, _, netloc = address.rpartition("://")
+    host, _, port = netloc.rpartition(":")
     if scheme not in ("", "ray") or not host or not port.isdecimal() or int(port) > LAST_PORT:
         advice = "write --cluster ray=HOST:PORT of its head node"
         raise UserError(f"{address!r} is not the address of a Ray cluster; {advice}")
@@ -79,23 +79,24 @@ def _list_places(device: str) -> list[Place]:
     remote: Any = ray.remote(Node)
     actors = []
     for node in sorted(_list_alive().values(), key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         count = int(node["Resources"].get("GPU" if device == "cuda" else "CPU", 0))
-        wanted = [{"num_gpus": 1, "num_cpus": 0}] * count if device == "cuda" else [{"num_cpus": count}] * (count > 0)
+        requests = [{"num_gpus": 1, "num_cpus": 0}] * count if device == "cuda" else [{"num_cpus": count}] * (count > 0)
         actors += [
-            (node, count, remote.options(scheduling_strategy=there, **each).remote(NICENESS_ADVICE)) for each in wanted
+            (node, count, remote.options(scheduling_strategy=strategy, **request).remote(NICENESS_ADVICE))
+            for request in requests
         ]
     if not actors:
         kind = "GPU" if device == "cuda" else "processor"
         raise UserError(f"no node of the Ray cluster has a {kind}; see `ray status`")
-    taken, places = Counter[str](), []
+    used_cores, places = Counter[str](), []
     for node, count, actor in actors:
         host = RayHost(actor)
-        about = _describe_node(host, node, device)
-        if about is not None and device == "cuda":
-            places.append(nodes.make_gpu_place(about, f"cuda:{about.gpu}", host))
-        elif about is not None:
-            places.append(_choose_processors(about, count, taken, host))
+        info = _describe_node(host, node, device)
+        if info is not None and device == "cuda":
+            places.append(nodes.make_gpu_place(info, f"cuda:{info.gpu}", host))
+        elif info is not None:
+            places.append(_choose_processors(info, count, used_cores, host))
     if not places:
         raise UserError("every node of the Ray cluster was lost before it answered; see `ray status`")
     return nodes.number_names(places)
@@ -116,27 +117,27 @@ def _describe_node(host: RayHost, node: dict[str, Any], device: str) -> NodeDesc
     """
     name = node["NodeManagerHostname"]
     try:
-        about: NodeDescription = host.call("describe", device, within=START_TIMEOUT_S)
+        info: NodeDescription = host.call("describe", device, timeout_s=START_TIMEOUT_S)
     except NodeSilent as e:
         raise UserError(f"{name} did not answer within {START_TIMEOUT_S:g} s; is it busy with other Ray tasks?") from e
     except NodeLost as e:
         if node["NodeID"] not in _list_alive():
             return None
         raise UserError(f"{name} can't take part: {e}; install Dyno {__version__} there as here") from e
-    return nodes.same_dyno(name, about)
+    return nodes.same_dyno(name, info)
 
 
-def _choose_processors(about: NodeDescription, count: int, taken: Counter[str], host: RayHost) -> Place:
+def _choose_processors(info: NodeDescription, count: int, used_cores: Counter[str], host: RayHost) -> Place:
     """Return a node's processors: all physical cores of its host, or Ray's count of them if that is lower.
 
     Two nodes of one host share no core if there are enough.
     """
-    first = taken[about.host]
-    own = about.cores[first : first + count] if count < len(about.cores) else about.cores
-    if not own:
-        raise UserError(f"the Ray nodes of {about.host} count more processors than it has physical cores")
-    taken[about.host] += count
-    return nodes.make_core_place(about, own, host)
+    start = used_cores[info.host]
+    cores = info.cores[start : start + count] if count < len(info.cores) else info.cores
+    if not cores:
+        raise UserError(f"the Ray nodes of {info.host} count more processors than it has physical cores")
+    used_cores[info.host] += count
+    return nodes.make_core_place(info, cores, host)
 
 
 class RayHost(RemoteHost):
@@ -147,8 +148,8 @@ class RayHost(RemoteHost):
         self._actor = actor
         self._pending: Any = None
 
-    def ask(self, call: str, *given: Any) -> None:
-        self._pending = getattr(self._actor, call).remote(*given)
+    def ask(self, call: str, *args: Any) -> None:
+        self._pending = getattr(self._actor, call).remote(*args)
 
     def answer(self) -> tuple[Any] | None:
         import ray

@@ -61,27 +61,27 @@ def parse(spec: str) -> SlurmRequest:
     items = [item.strip() for item in spec.split(",")] if spec.strip() else []
     jobs = items.pop(0) if items and "=" not in items[0] else "1"
     if not _is_count(jobs):
-        needed = "a whole number of jobs of at least 1"
-        raise UserError(f"--cluster slurm needs {needed}, not {jobs!r}; write e.g. {CLUSTER_EXAMPLE}")
-    given: dict[str, str] = {}
+        requirement = "a whole number of jobs of at least 1"
+        raise UserError(f"--cluster slurm needs {requirement}, not {jobs!r}; write e.g. {CLUSTER_EXAMPLE}")
+    options: dict[str, str] = {}
     for item in items:
-        name, _, value = (part.strip() for part in item.partition("="))
+        name, _, value = (text.strip() for text in item.partition("="))
         if not value:
             raise UserError(f"{item!r} of --cluster slurm is not NAME=VALUE; write e.g. {CLUSTER_EXAMPLE}")
         check_known("option", name, ("cluster", *DEFAULT_MINUTES, *OF_SBATCH), " of --cluster slurm")
-        if name in given:
+        if name in options:
             raise UserError(f"{name} is given twice for --cluster slurm; give it once")
-        given[name] = value
-    cluster = given.pop("cluster", CLUSTER_KINDS[0])
+        options[name] = value
+    cluster = options.pop("cluster", CLUSTER_KINDS[0])
     check_known("cluster", cluster, CLUSTER_KINDS, " of --cluster slurm")
     minutes = {}
-    for name, usual in DEFAULT_MINUTES.items():
-        if not _is_count(value := given.pop(name, str(usual))):
+    for name, default in DEFAULT_MINUTES.items():
+        if not _is_count(value := options.pop(name, str(default))):
             raise UserError(f"{name} of --cluster slurm must be a whole number of minutes, not {value!r}")
         minutes[name] = int(value)
-    if given and cluster == "local":
-        raise UserError(f"cluster=local runs the jobs on this host, where {', '.join(given)} has no meaning; omit it")
-    return SlurmRequest(int(jobs), cluster, minutes, given)
+    if options and cluster == "local":
+        raise UserError(f"cluster=local runs the jobs on this host, where {', '.join(options)} has no meaning; omit it")
+    return SlurmRequest(int(jobs), cluster, minutes, options)
 
 
 def _is_count(text: str) -> bool:
@@ -138,29 +138,29 @@ class SlurmHost(RemoteHost):
         """Whether it has nothing more to do, also if it never started."""
         return self.dead if self.local else self.description is None or self.mail.read(LEFT) is not None
 
-    def ask(self, call: str, *given: Any) -> None:
+    def ask(self, call: str, *args: Any) -> None:
         self._request_id += 1
         try:
-            self.mail.send(ASK, self._request_id, (call, given))
+            self.mail.send(ASK, self._request_id, (call, args))
         except OSError as e:
             raise UserError(f"the run folder can't be written to: {e}") from e
 
     def answer(self) -> tuple[Any] | None:
-        found = self.mail.receive(ANSWER, self._request_id)
-        if found is None:
+        message = self.mail.receive(ANSWER, self._request_id)
+        if message is None:
             self._check_job()
             return None
         self._last_contact = time.monotonic()
-        if isinstance(found[0], Exception):
-            raise self._end_job(" ".join(str(found[0]).split()))
-        return found
+        if isinstance(message[0], Exception):
+            raise self._end_job(" ".join(str(message[0]).split()))
+        return message
 
     def _check_job(self) -> None:
         """Raise `NodeLost` if the job has ended."""
-        dead = self.dead  # read before looking for its last message
-        if left := self.mail.read(LEFT):
-            raise self._end_job(left[0])
-        if dead:
+        is_dead = self.dead  # read before looking for its last message
+        if message := self.mail.read(LEFT):
+            raise self._end_job(message[0])
+        if is_dead:
             raise self._end_job("its process was killed")
         if not self.local and self.description and time.monotonic() - self._last_contact > QUEUE_POLL_INTERVAL_S:
             self._last_contact = time.monotonic()
@@ -168,13 +168,13 @@ class SlurmHost(RemoteHost):
             if is_over(state):
                 raise self._end_job(f"Slurm says that it is {state.lower()}")
 
-    def _end_job(self, why: str) -> NodeLost:
+    def _end_job(self, reason: str) -> NodeLost:
         """End the job, even if it no longer exists, and return the error."""
         self.gone = True
         with suppress(OSError):
             (self.mail.folder / STOP).touch()
         self.cancel()
-        return NodeLost(f"{self.name}: {why}" + ("" if self.description else f" ({self.last_words()})"))
+        return NodeLost(f"{self.name}: {reason}" + ("" if self.description else f" ({self.last_words()})"))
 
     def cancel(self) -> None:
         """Cancel the job."""
@@ -214,16 +214,16 @@ def read_states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
     ids = [host.id for host in hosts]
     command = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.SubprocessError):
         return {}
-    if done.returncode and "Invalid job id" not in done.stderr:
+    if process.returncode and "Invalid job id" not in process.stderr:
         return {}
-    found = {}
-    for line in done.stdout.splitlines():
-        number, state, reason = (part.strip() for part in line.split("|", 2))
-        found[number] = state, reason
-    return {one: found.get(one, ("FORGOTTEN", "")) for one in ids}
+    states = {}
+    for line in process.stdout.splitlines():
+        job_id, state, reason = (cell.strip() for cell in line.split("|", 2))
+        states[job_id] = state, reason
+    return {job_id: states.get(job_id, ("FORGOTTEN", "")) for job_id in ids}
 
 
 # Waiting for Slurm jobs to start, with messages; jobs that fail to start are left out.
@@ -257,9 +257,9 @@ class Queue:
             if self._waiting:
                 self._show_reasons()
                 time.sleep(POLL_S)
-        if not (found := [host for host in self.jobs if host.description]):
+        if not (hosts := [host for host in self.jobs if host.description]):
             raise UserError(f"no job of --cluster slurm can take part: {self._failure_reason}")
-        return found
+        return hosts
 
     def _look_at(self, host: SlurmHost, wait_s: float) -> None:
         """Check whether the job has started, or never will."""
@@ -275,33 +275,33 @@ class Queue:
             return
         if state in WAITING_STATES:
             self._awaited.pop(host.id, None)
-        awaited = now - self._awaited.setdefault(host.id, now) if state not in WAITING_STATES else 0.0
+        waited_s = now - self._awaited.setdefault(host.id, now) if state not in WAITING_STATES else 0.0
         if is_over(state):
             self._leave_out(host, f"{host.name} did not start: it is {state.lower()} ({host.last_words()})")
-        elif awaited > wait_s:
-            why = f"did not respond within {wait_s / MINUTE_S:g} min"
-            self._leave_out(host, f"{host.name} {why} ({host.last_words()})")
+        elif waited_s > wait_s:
+            text = f"did not respond within {wait_s / MINUTE_S:g} min"
+            self._leave_out(host, f"{host.name} {text} ({host.last_words()})")
         elif self._first_start and now - self._first_start > wait_s:
             self._leave_out(host, f"{host.name} did not start in time" + (f" ({reason})" if reason else ""))
 
-    def _leave_out(self, host: SlurmHost, why: str) -> None:
+    def _leave_out(self, host: SlurmHost, reason: str) -> None:
         self._waiting.remove(host)
         host.gone = True
         host.cancel()
-        self._failure_reason = why
-        self.progress.note(f"{why}; the study continues without it")
+        self._failure_reason = reason
+        self.progress.note(f"{reason}; the study continues without it")
 
     def _show_reasons(self) -> None:
         """Show why the jobs wait, as reported by Slurm, whenever that changes."""
-        words = []
+        parts = []
         for host in self._waiting:
             state, reason = self._states.get(host.id, ("", ""))
             if state in WAITING_STATES:
-                words.append(f"{host.name} waits in the queue ({state.lower() if reason in ('', 'None') else reason})")
-        if words and words != self._reported:
-            self._reported = words
+                parts.append(f"{host.name} waits in the queue ({state.lower() if reason in ('', 'None') else reason})")
+        if parts and parts != self._reported:
+            self._reported = parts
             count = sum(host.description is not None for host in self.jobs)
-            self.progress.show_step(f"{count} of {len(self.jobs)} jobs have started; {', '.join(words)}")
+            self.progress.show_step(f"{count} of {len(self.jobs)} jobs have started; {', '.join(parts)}")
 
 
 ID_FILE = "id"  # file with the job's id in Slurm
@@ -323,7 +323,7 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
     `UserError`, one line.
     """
     nodes.check_device(device)
-    wanted, submitit = parse(spec), load_library("submitit", "--cluster slurm", UserError)
+    request, submitit = parse(spec), load_library("submitit", "--cluster slurm", UserError)
     base = folder.resolve() / SLURM_DIR
     refuse_links(base.parent, [SLURM_DIR])
     try:
@@ -335,9 +335,9 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
     jobs: list[SlurmHost] = []
     try:
         with _keep_beating(mail):
-            for number in range(wanted.jobs):
-                jobs.append(_submit_job(submitit, wanted, device, mail, number))
-            yield _list_places(Queue(jobs, progress).wait_for_start(wanted.minutes["wait"] * MINUTE_S), device)
+            for index in range(request.jobs):
+                jobs.append(_submit_job(submitit, request, device, mail, index))
+            yield _list_places(Queue(jobs, progress).wait_for_start(request.minutes["wait"] * MINUTE_S), device)
     finally:
         _end_jobs(jobs, mail)
         shutil.rmtree(base, ignore_errors=True)
@@ -347,51 +347,51 @@ def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> It
 
 def _end_earlier(base: Path) -> None:
     """End the jobs of a command that died: running jobs end without their files, others leave the queue."""
-    found = [path.read_text(errors="replace").strip() for path in base.glob(f"*/*/{ID_FILE}") if path.is_file()]
-    cancel([one for one in found if one.isascii() and one.isdecimal()])  # a copied folder may hold anything
+    texts = [path.read_text(errors="replace").strip() for path in base.glob(f"*/*/{ID_FILE}") if path.is_file()]
+    cancel([text for text in texts if text.isascii() and text.isdecimal()])  # a copied folder may hold anything
     shutil.rmtree(base, ignore_errors=True)
 
 
 @contextmanager
 def _keep_beating(mail: Path) -> Iterator[None]:
     """Send heartbeats during the `with` block."""
-    over = Event()
+    stop_event = Event()
 
     def write_beats() -> None:
         count = 0
-        while not over.is_set():
+        while not stop_event.is_set():
             with suppress(OSError):  # a full disk, or an outage of the file system
                 Mail(mail).send(DRIVER, 0, count := count + 1)
-            over.wait(HEARTBEAT_INTERVAL_S)
+            stop_event.wait(HEARTBEAT_INTERVAL_S)
 
     thread = Thread(target=write_beats, name="dyno-slurm", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stop_event.set()
         thread.join()
 
 
-def _submit_job(submitit: Any, wanted: SlurmRequest, device: str, mail: Path, number: int) -> SlurmHost:
-    folder = mail / str(number)
+def _submit_job(submitit: Any, request: SlurmRequest, device: str, mail: Path, index: int) -> SlurmHost:
+    folder = mail / str(index)
     folder.mkdir()
     setting: dict[str, Any] = {"silent_s": HEARTBEAT_TIMEOUT_S}
     executor: Any
-    if wanted.local:
-        setting |= {"driver": os.getpid(), **_reserve_share(wanted, device, number)}
+    if request.local:
+        setting |= {"driver": os.getpid(), **_reserve_share(request, device, index)}
         executor = submitit.LocalExecutor(mail / "logs")
-        executor.update_parameters(timeout_min=wanted.minutes["time"])
+        executor.update_parameters(timeout_min=request.minutes["time"])
     else:
-        executor = _make_executor(submitit, wanted, device, mail / "logs")
+        executor = _make_executor(submitit, request, device, mail / "logs")
     try:
         # This command may run inside a Slurm job; its own jobs must not inherit that environment.
-        with submitit.helpers.clean_env(), _interrupts_ignored() if wanted.local else nullcontext():
+        with submitit.helpers.clean_env(), _interrupts_ignored() if request.local else nullcontext():
             job = executor.submit(slurm_job.main, str(folder), setting)
     except submitit.core.utils.FailedJobError as e:
         raise UserError(f"Slurm refuses the job: {clean_text(str(e).strip().splitlines()[-1])}") from e
-    host = SlurmHost(job, Mail(folder), device, local=wanted.local)
-    if not wanted.local:
+    host = SlurmHost(job, Mail(folder), device, local=request.local)
+    if not request.local:
         (folder / ID_FILE).write_text(host.id)
     return host
 
@@ -405,22 +405,22 @@ def _interrupts_ignored() -> Iterator[None]:
     if current_thread() is not main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
 
 
-def _reserve_share(wanted: SlurmRequest, device: str, number: int) -> dict[str, Any]:
+def _reserve_share(request: SlurmRequest, device: str, index: int) -> dict[str, Any]:
     """Return the reservation of a job on this host: a share of the processors, or a GPU."""
     if device == "cuda":
-        return {"visible": devices.parse_places(f"cuda:{number}")[0].env[devices.VISIBLE_DEVICES]}
-    devices.parse_places(",".join(f"cpu:{k}" for k in range(wanted.jobs)))  # raises `UserError` if there are fewer
-    return {"share": [number, wanted.jobs]}
+        return {"visible": devices.parse_places(f"cuda:{index}")[0].env[devices.VISIBLE_DEVICES]}
+    devices.parse_places(",".join(f"cpu:{k}" for k in range(request.jobs)))  # raises `UserError` if there are fewer
+    return {"share": [index, request.jobs]}
 
 
-def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path) -> Any:
+def _make_executor(submitit: Any, request: SlurmRequest, device: str, logs: Path) -> Any:
     try:
         # It replaces the shell: a signal would end the shell, and then Slurm kills the rest of the job.
         executor = submitit.SlurmExecutor(logs, python=f"exec {shlex.quote(sys.executable)}")
@@ -429,12 +429,12 @@ def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path)
             "--cluster slurm needs Slurm's commands (sbatch, squeue, scancel), which are missing here; run the "
             "command on a host of the cluster, or try it with --cluster slurm=2,cluster=local"
         ) from e
-    own = {"gres": "gpu:1"} if device == "cuda" else {} if "cpus-per-task" in wanted.sbatch else {"exclusive": True}
+    option = {"gres": "gpu:1"} if device == "cuda" else {} if "cpus-per-task" in request.sbatch else {"exclusive": True}
     # Without srun: in some versions its step gets other processors than the job. Without requeue: the study has lost a
     # job by the time that Slurm starts it again.
     executor.update_parameters(
-        job_name=JOB_NAME, time=wanted.minutes["time"], use_srun=False,
-        additional_parameters={"no-requeue": True, **own, **wanted.sbatch},
+        job_name=JOB_NAME, time=request.minutes["time"], use_srun=False,
+        additional_parameters={"no-requeue": True, **option, **request.sbatch},
     )  # fmt: skip
     return executor
 
@@ -442,18 +442,18 @@ def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path)
 def _list_places(jobs: Sequence[SlurmHost], device: str) -> list[Place]:
     places, owners = list[Place](), dict[tuple[str, int], SlurmHost]()
     for host in jobs:
-        about = host.description
-        assert about is not None
+        info = host.description
+        assert info is not None
         if device == "cuda":
-            unique = about.card.rpartition(", ")[2]
-            name = unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}"
-            places.append(nodes.make_gpu_place(about, name, host))
+            uuid = info.card.rpartition(", ")[2]
+            name = uuid[:12] if uuid.startswith("GPU-") else f"cuda:{info.gpu}"
+            places.append(nodes.make_gpu_place(info, name, host))
             continue
-        places.append(nodes.make_core_place(about, about.cores, host))
+        places.append(nodes.make_core_place(info, info.cores, host))
         for cpu in places[-1].cores:
-            if (other := owners.setdefault((about.host, cpu), host)) is not host:
+            if (owner := owners.setdefault((info.host, cpu), host)) is not host:
                 raise UserError(
-                    f"{other.name} and {host.name} have the same processors of {about.host}: Slurm does not bind jobs "
+                    f"{owner.name} and {host.name} have the same processors of {info.host}: Slurm does not bind jobs "
                     f"to processors there; omit cpus-per-task, so that each job gets its own host"
                 )
     # Sorted, as the jobs of the next command may start in another order.
@@ -464,8 +464,8 @@ def _end_jobs(jobs: Sequence[SlurmHost], mail: Path) -> None:
     """End all jobs: started ones end by themselves, with their processes, others through Slurm."""
     with suppress(OSError):
         (mail / STOP).touch()
-    until = time.monotonic() + SHUTDOWN_TIMEOUT_S
-    while not all(host.has_ended for host in jobs) and time.monotonic() < until:
+    deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+    while not all(host.has_ended for host in jobs) and time.monotonic() < deadline:
         time.sleep(0.05)
     for host in jobs:
         if not host.dead:

@@ -45,18 +45,18 @@ class Mail:
 
     def send(self, kind: str, number: int, message: Any) -> None:
         """Store a message atomically; unlike results, it needn't survive a crash of the machine."""
-        beside = self.folder / f".{kind}.part"
-        beside.write_bytes(pickle.dumps(message))
-        os.replace(beside, self._name(kind, number))
+        partial_file = self.folder / f".{kind}.part"
+        partial_file.write_bytes(pickle.dumps(message))
+        os.replace(partial_file, self._name(kind, number))
 
     def _name(self, kind: str, number: int) -> Path:
         return self.folder / f"{kind}-{number}"
 
     def receive(self, kind: str, number: int) -> tuple[Any] | None:
         """Remove and return the message with this number; None if it hasn't arrived."""
-        if (found := self.read(kind, number)) is not None:
+        if (message := self.read(kind, number)) is not None:
             self._name(kind, number).unlink()
-        return found
+        return message
 
     def read(self, kind: str, number: int = 0) -> tuple[Any] | None:
         """Return the message with this number, and keep it; None if it hasn't arrived."""
@@ -116,23 +116,23 @@ class Pilot:
 
     def serve(self) -> None:
         """Answer calls until the job must end; then end the block's process."""
-        number, why = 0, "it was interrupted"
+        number, reason = 0, "it was interrupted"
         try:
-            while not (over := self._find_reason()):
-                asked = self.mail.receive(ASK, number + 1)
-                if asked is None:
+            while not (end_reason := self._find_reason()):
+                request = self.mail.receive(ASK, number + 1)
+                if request is None:
                     time.sleep(POLL_INTERVAL_S)
                     continue
                 number += 1
-                self.mail.send(ANSWER, number, self._call_node(*asked[0]))
-            why = over
+                self.mail.send(ANSWER, number, self._call_node(*request[0]))
+            reason = end_reason
         except OSError as e:
-            why = f"it could not go on: {e}"
+            reason = f"it could not go on: {e}"
         finally:
             if not self._signal:  # otherwise Slurm kills the rest within 30 seconds
                 self._node.end()
             with suppress(OSError):
-                self.mail.send(LEFT, 0, why)
+                self.mail.send(LEFT, 0, reason)
             self._node.end()
 
     def _find_reason(self) -> str:
@@ -143,19 +143,19 @@ class Pilot:
             return "it is over"
         if self._driver and not psutil.pid_exists(self._driver):
             return "the command that started it died"
-        beat = Mail(self._common).read(DRIVER)
-        if beat != self._last_beat:
-            self._last_beat, self._last_beat_at = beat, time.monotonic()
-        silent = time.monotonic() - self._last_beat_at
-        return f"the command that started it did not respond for {silent:.0f} s" if silent > self._silent_s else ""
+        heartbeat = Mail(self._common).read(DRIVER)
+        if heartbeat != self._last_beat:
+            self._last_beat, self._last_beat_at = heartbeat, time.monotonic()
+        silent_s = time.monotonic() - self._last_beat_at
+        return f"the command that started it did not respond for {silent_s:.0f} s" if silent_s > self._silent_s else ""
 
     @property
     def _common(self) -> Path:
         return self.mail.folder.parent
 
-    def _call_node(self, call: str, given: tuple[Any, ...]) -> Any:
+    def _call_node(self, call: str, args: tuple[Any, ...]) -> Any:
         """Call the node's method; return its answer, or the error."""
         try:
-            return getattr(self._node, call)(*given)
+            return getattr(self._node, call)(*args)
         except (OSError, UserError) as e:
             return e

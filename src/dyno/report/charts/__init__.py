@@ -13,5 +13,5 @@ CHART_MODULES = ("dyno.video.tables", "dyno.serving.tables")  # modules of other
 
 def list_charts() -> list[Chart]:
     """Return every available chart in the report's order: Dyno's own, then those of installed distributions."""
-    found = plugins.list_declared((sys.modules[__name__], *CHART_MODULES), Chart, ENTRY_POINT_GROUP).values()
-    return sorted(found, key=lambda chart: (chart.position, chart.name))
+    charts = plugins.list_declared((sys.modules[__name__], *CHART_MODULES), Chart, ENTRY_POINT_GROUP).values()
+    return sorted(charts, key=lambda chart: (chart.position, chart.name))

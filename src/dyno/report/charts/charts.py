@@ -70,23 +70,23 @@ def draw_lines(rows: pd.DataFrame, axis: str, columns: Mapping[str, str]) -> Any
 
     Panels are in two columns: two columns of one group, or two groups, are side by side.
     """
-    panels, left = panels_of(list_configurations(rows), axis)
+    panels, omitted_count = panels_of(list_configurations(rows), axis)
     if not panels:
         return None
-    drawn = [(title, group, column) for title, group in panels for column in columns]
-    across = min(2, len(drawn))
-    down = math.ceil(len(drawn) / across)
+    plots = [(title, group, column) for title, group in panels for column in columns]
+    column_count = min(2, len(plots))
+    row_count = math.ceil(len(plots) / column_count)
     with apply_style() as figure_class:
-        figure = figure_class((WIDTH, 2.9 * down + 0.8), layout="constrained")
-        grid = figure.subplots(down, across, squeeze=False).ravel()
-        for axes, (title, group, column) in zip(grid, drawn, strict=False):
+        figure = figure_class((WIDTH, 2.9 * row_count + 0.8), layout="constrained")
+        grid = figure.subplots(row_count, column_count, squeeze=False).ravel()
+        for axes, (title, group, column) in zip(grid, plots, strict=False):
             draw(axes, group, axis, column)
             axes.set_ylabel(columns[column])
             axes.set_title(title if column == next(iter(columns)) else "")
             axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}")
-        for axes in grid[len(drawn) :]:
+        for axes in grid[len(plots) :]:
             axes.remove()
-        draw_legend(figure, panels, left)
+        draw_legend(figure, panels, omitted_count)
     return figure
 
 
@@ -101,14 +101,14 @@ def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
 def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
     """Draw a line per configuration on an axis from 0, with a shaded interval if the column has one."""
     for _, series in group.groupby("configuration", sort=False):
-        first, ordered = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
-        axes.plot(ordered["place"], ordered[column], **choose_stroke(first))
+        first, points = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
+        axes.plot(points["place"], points[column], **choose_stroke(first))
         if f"{column}_low" in series:
-            bounded_rows = ordered.dropna(subset=[f"{column}_low"])
+            bounded_rows = points.dropna(subset=[f"{column}_low"])
             limits = bounded_rows[f"{column}_low"], bounded_rows[f"{column}_high"]
-            tight = [is_bounded(*pair) for pair in zip(*limits, strict=True)]
+            is_narrow = [is_bounded(*pair) for pair in zip(*limits, strict=True)]
             axes.fill_between(
-                bounded_rows["place"], *limits, where=tight, color=choose_color(first["backend"]), alpha=0.1, lw=0
+                bounded_rows["place"], *limits, where=is_narrow, color=choose_color(first["backend"]), alpha=0.1, lw=0
             )
     ticks = sorted(set(group["place"]))
     names = {place_of(v): str(v) for v in group[axis]}
@@ -124,29 +124,29 @@ def list_configurations(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of the first MAX_CONFIGURATIONS, with `configuration` and `twin`, its index among look-alikes."""
     rows = rows.assign(configuration=[configuration_of(r) for _, r in rows.iterrows()])
     rows = rows[rows["configuration"].isin(list(dict.fromkeys(rows["configuration"]))[:MAX_CONFIGURATIONS])]
-    alike: dict[tuple[str, str], dict[str, int]] = {}
-    lines = list(zip(rows["configuration"], rows["backend"], rows["precision"], strict=True))
-    for name, *kind in lines:
-        names = alike.setdefault((kind[0], kind[1]), {})
+    twin_indices: dict[tuple[str, str], dict[str, int]] = {}
+    keys = list(zip(rows["configuration"], rows["backend"], rows["precision"], strict=True))
+    for name, *kind in keys:
+        names = twin_indices.setdefault((kind[0], kind[1]), {})
         names.setdefault(name, len(names))
-    return rows.assign(twin=[alike[backend, precision][name] for name, backend, precision in lines])
+    return rows.assign(twin=[twin_indices[backend, precision][name] for name, backend, precision in keys])
 
 
-def choose_stroke(r: Any) -> dict[str, Any]:
+def choose_stroke(row: Any) -> dict[str, Any]:
     """Return a configuration's line style; of two that differ only in options, the second has hollow markers."""
-    tone = choose_color(r["backend"])
-    inside = {"mfc": "white", "mec": tone, "mew": 1.3} if r["twin"] else {"mec": "white", "mew": 0.6}
-    looks = {
-        "color": tone,
-        "marker": choose_marker(r["precision"]),
-        "ls": LINES.get(r["precision"], "-"),
+    color = choose_color(row["backend"])
+    fill = {"mfc": "white", "mec": color, "mew": 1.3} if row["twin"] else {"mec": "white", "mew": 0.6}
+    line_style = {
+        "color": color,
+        "marker": choose_marker(row["precision"]),
+        "ls": LINES.get(row["precision"], "-"),
         "lw": 1.6,
         "ms": 6,
     }
-    return looks | inside
+    return line_style | fill
 
 
-def draw_legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
+def draw_legend(figure: Any, panels: list[Panel], omitted_count: int = 0) -> None:
     """Draw one legend below all panels, with the number of panels left out."""
     from matplotlib.lines import Line2D
 
@@ -154,7 +154,7 @@ def draw_legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
     place_legend(
         figure,
         [Line2D([], [], label=shorten_text(r["configuration"], MAX_NAME_LENGTH), **choose_stroke(r)) for r in rows],
-        left,
+        omitted_count,
     )
 
 
@@ -167,20 +167,20 @@ def one_of_each(panels: list[Panel]) -> list[Any]:
     return list(first_rows.values())
 
 
-def place_legend(figure: Any, handles: list[Any], left: int) -> None:
+def place_legend(figure: Any, handles: list[Any], omitted_count: int) -> None:
     """Place the handles below the figure, in as many columns as their names allow."""
     columns = 4 if max(len(h.get_label()) for h in handles) < 22 else 2
-    title = f"{left} more panels are left out; their numbers are in tables.md" if left else None
+    title = f"{omitted_count} more panels are left out; their numbers are in tables.md" if omitted_count else None
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.6, title=title)
 
 
 def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
     """Return a panel's title from the values common to its rows."""
-    named = dict(zip(keys, values, strict=True))
-    parts = [shorten_text(named["model"], MAX_NAME_LENGTH)] + [
-        f"{k} {named[k]}" for k in ("size", "batch") if k in named and (k, named[k]) != ("size", NO_IMAGE)
+    fields = dict(zip(keys, values, strict=True))
+    parts = [shorten_text(fields["model"], MAX_NAME_LENGTH)] + [
+        f"{k} {fields[k]}" for k in ("size", "batch") if k in fields and (k, fields[k]) != ("size", NO_IMAGE)
     ]
-    return ", ".join(parts + ([named["device"]] if named["device"] != "cpu" else []))
+    return ", ".join(parts + ([fields["device"]] if fields["device"] != "cpu" else []))
 
 
 def place_of(value: Any) -> float:
@@ -201,8 +201,8 @@ SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("th
 def draw_latency(run: RunData) -> Any:
     """Draw bars of latency per batch with intervals between processes, a panel per model, size and batch (R15)."""
     rows = run.frame.dropna(subset=[LATENCY])
-    value = "latency", lambda r: show(r[LATENCY] * 1e-3, "duration")
-    return rows_figure(run, rows, _latency_panel, "latency per batch, ms", *value)
+    number_column = "latency", lambda r: show(r[LATENCY] * 1e-3, "duration")
+    return rows_figure(run, rows, _latency_panel, "latency per batch, ms", *number_column)
 
 
 def draw_speedup(run: RunData) -> Any:
@@ -217,72 +217,72 @@ def draw_speedup(run: RunData) -> Any:
 
 def keep_compared(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of every reference with at least one bounded speed-up against it."""
-    told = [r["reference"] for _, r in rows.iterrows() if r["verdict"] != "reference" and is_sure(r)]
-    return rows[rows["reference"].isin(told)]
+    references = [r["reference"] for _, r in rows.iterrows() if r["verdict"] != "reference" and is_sure(r)]
+    return rows[rows["reference"].isin(references)]
 
 
-def is_sure(r: pd.Series) -> bool:
+def is_sure(row: pd.Series) -> bool:
     """Return whether the speed-up is known within a factor of two, or has no interval."""
-    return bool(r["speedup_low"] != r["speedup_low"] or is_bounded(r["speedup_low"], r["speedup_high"]))
+    return bool(row["speedup_low"] != row["speedup_low"] or is_bounded(row["speedup_low"], row["speedup_high"]))
 
 
-def format_speedup(r: pd.Series) -> str:
+def format_speedup(row: pd.Series) -> str:
     """Return the speed-up as text, or the useful limit of a wide interval."""
-    return f"{r['speedup']:.2f}x" if is_sure(r) else short_bound(r["speedup_low"], r["speedup_high"])
+    return f"{row['speedup']:.2f}x" if is_sure(row) else short_bound(row["speedup_low"], row["speedup_high"])
 
 
 def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
     limit = set_scale(axes, rows[LATENCY], rows["latency_ms_high"].max())
-    logarithmic = axes.get_xscale() == "log"
-    for y, (_, r) in enumerate(rows.iterrows()):
-        if logarithmic:  # the length of a bar means nothing on a logarithmic axis
-            _plot_point(axes, r, r[LATENCY], y)
+    is_logarithmic = axes.get_xscale() == "log"
+    for y, (_, row) in enumerate(rows.iterrows()):
+        if is_logarithmic:  # the length of a bar means nothing on a logarithmic axis
+            _plot_point(axes, row, row[LATENCY], y)
         else:
-            hatch = HATCHES.get(r["precision"], "")
+            hatch = HATCHES.get(row["precision"], "")
             (bar,) = axes.barh(
-                y, r[LATENCY], 0.72, color=choose_color(r["backend"]), hatch=hatch, edgecolor="white", lw=0
+                y, row[LATENCY], 0.72, color=choose_color(row["backend"]), hatch=hatch, edgecolor="white", lw=0
             )
-            add_tooltip(bar, _describe_row(r))
-        _draw_whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
+            add_tooltip(bar, _describe_row(row))
+        _draw_whisker(axes, row["latency_ms_low"], row["latency_ms_high"], y, limit)
 
 
 def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
     axes.axvline(1, color=INK, lw=1)
-    sure = [r for _, r in rows.iterrows() if is_sure(r)]  # a wild estimate must not squeeze the others
-    intervals = [r["speedup_high"] for r in sure if is_bounded(r["speedup_low"], r["speedup_high"])]
-    limit = set_scale(axes, [*(r["speedup"] for r in sure), 1], max(intervals, default=float("nan")))
+    sure_rows = [r for _, r in rows.iterrows() if is_sure(r)]  # a wild estimate must not squeeze the others
+    intervals = [r["speedup_high"] for r in sure_rows if is_bounded(r["speedup_low"], r["speedup_high"])]
+    limit = set_scale(axes, [*(r["speedup"] for r in sure_rows), 1], max(intervals, default=float("nan")))
     for y, (_, r) in enumerate(rows.iterrows()):
-        hollow = {} if is_sure(r) else {"mfc": "white", "mec": choose_color(r["backend"]), "mew": 1.3}
-        _plot_point(axes, r, r["speedup"], y, **hollow)
+        marker_style = {} if is_sure(r) else {"mfc": "white", "mec": choose_color(r["backend"]), "mew": 1.3}
+        _plot_point(axes, r, r["speedup"], y, **marker_style)
         _draw_whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
 
 
-def _plot_point(axes: Any, r: pd.Series, x: float, y: float, **looks: Any) -> None:
+def _plot_point(axes: Any, r: pd.Series, x: float, y: float, **style: Any) -> None:
     """Plot a row's marker with a tooltip of its numbers."""
-    looks = {"mec": "white", "mew": 0.7, "ms": 9} | looks
+    style = {"mec": "white", "mew": 0.7, "ms": 9} | style
     add_tooltip(
-        axes.plot(x, y, choose_marker(r["precision"]), color=choose_color(r["backend"]), **looks)[0], _describe_row(r)
+        axes.plot(x, y, choose_marker(r["precision"]), color=choose_color(r["backend"]), **style)[0], _describe_row(r)
     )
 
 
-def _describe_row(r: pd.Series) -> str:
+def _describe_row(row: pd.Series) -> str:
     """Describe a row: its configuration with latency, images per second and speed-up."""
-    interval = format_limits(r["latency_ms_low"], r["latency_ms_high"], lambda v: show(v * 1e-3, "duration"))
-    words = [f"{configuration_of(r)}, batch {r['batch']}: {show(r[LATENCY] * 1e-3, 'duration')}{interval}"]
-    if r[THROUGHPUT] == r[THROUGHPUT]:
-        words.append(f"{format_number(r[THROUGHPUT])} {name_items(r['size'])}/s")
-    if r["speedup"] == r["speedup"] and r["verdict"] != "reference":
-        words.append(f"{format_ratio(r['speedup'], r['speedup_low'], r['speedup_high'])}, {r['verdict']}")
-    return "; ".join(words)
+    interval = format_limits(row["latency_ms_low"], row["latency_ms_high"], lambda v: show(v * 1e-3, "duration"))
+    parts = [f"{configuration_of(row)}, batch {row['batch']}: {show(row[LATENCY] * 1e-3, 'duration')}{interval}"]
+    if row[THROUGHPUT] == row[THROUGHPUT]:
+        parts.append(f"{format_number(row[THROUGHPUT])} {name_items(row['size'])}/s")
+    if row["speedup"] == row["speedup"] and row["verdict"] != "reference":
+        parts.append(f"{format_ratio(row['speedup'], row['speedup_low'], row['speedup_high'])}, {row['verdict']}")
+    return "; ".join(parts)
 
 
-def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
-    """Scale the horizontal axis for the values and return its end; `highest` ends the widest interval (NaN: none).
+def set_scale(axes: Any, values: Iterable[float], interval_end: float) -> float:
+    """Scale the horizontal axis for the values and return its end; `interval_end` ends the widest interval (NaN: none).
 
     It starts at 0, or is logarithmic if values differ by more than a factor of LOG_AXIS_RATIO.
     """
     low, high = min(values), max(values)
-    limit = _choose_axis_end(high, highest)
+    limit = _choose_axis_end(high, interval_end)
     if high > LOG_AXIS_RATIO * low > 0:
         limit *= 1.2
         make_logarithmic(axes, "x", low / 1.6, limit)
@@ -303,12 +303,12 @@ def _draw_whisker(axes: Any, low: float, high: float, y: float, limit: float) ->
     begin, end = (min(max(each, left), limit) for each in (low, high))
     axes.plot([begin, end], [y, y], color=INK, lw=1.1)
     # An arrow marks an interval that continues beyond the axis; a plain end would be read as its limit.
-    for place, value in ((begin, low), (end, high)):
+    for x, value in ((begin, low), (end, high)):
         shape = "<" if value < left else ">" if value > limit else "|"
-        axes.plot([place], [y], shape, color=INK, ms=5, mew=1.1, clip_on=False)
+        axes.plot([x], [y], shape, color=INK, ms=5, mew=1.1, clip_on=False)
 
 
-def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading: str, value: Any) -> Any:
+def rows_figure(run: RunData, rows: pd.DataFrame, draw_panel: Any, label: str, heading: str, format_value: Any) -> Any:
     """Draw panels of rows in the order of the trials' table: names on the left, numbers with a heading on the right.
 
     None without rows.
@@ -318,34 +318,34 @@ def rows_figure(run: RunData, rows: pd.DataFrame, draw: Any, axis: str, heading:
     if not groups:
         return None
     heights = [max(len(g), 2) * ROW_HEIGHT for _, g in groups]
-    total = sum(heights) + 0.62 * len(groups) + 0.35
+    height = sum(heights) + 0.62 * len(groups) + 0.35
     with apply_style() as figure_class:
-        figure = figure_class((WIDTH, total))
+        figure = figure_class((WIDTH, height))
         grid = figure.add_gridspec(
             len(groups), 1, height_ratios=heights, hspace=0.62 / (sum(heights) / len(heights)),
-            left=0.3, right=0.88, top=1 - 0.3 / total, bottom=0.5 / total,
+            left=0.3, right=0.88, top=1 - 0.3 / height, bottom=0.5 / height,
         )  # fmt: skip
         for i, (title, group) in enumerate(groups):
-            ordered = ranking.order_frame(group, run.trials)
+            group_rows = ranking.order_frame(group, run.trials)
             axes = figure.add_subplot(grid[i])
-            draw(axes, ordered)
-            _name_rows(axes, ordered, value)
-            place = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
-            axes.annotate(heading, (1.015, 0), (0, -3), **place)  # above it would overlap the title
+            draw_panel(axes, group_rows)
+            _name_rows(axes, group_rows, format_value)
+            text_style = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
+            axes.annotate(heading, (1.015, 0), (0, -3), **text_style)  # above it would overlap the title
             axes.set_title(title, x=0 if len(title) < 60 else -0.4)
-        axes.set_xlabel(axis)
+        axes.set_xlabel(label)
         if left_out:
             figure.text(0.88, 0, f"{left_out} more groups are in results.csv", ha="right", va="bottom", fontsize=8)
     return figure
 
 
-def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
+def _name_rows(axes: Any, rows: pd.DataFrame, format_value: Any) -> None:
     axes.set_yticks(range(len(rows)), [shorten_text(configuration_of(r), MAX_NAME_LENGTH) for _, r in rows.iterrows()])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     for y, (_, r) in enumerate(rows.iterrows()):
-        axes.text(1.015, y, value(r), transform=axes.get_yaxis_transform(), va="center", fontweight="bold")
+        axes.text(1.015, y, format_value(r), transform=axes.get_yaxis_transform(), va="center", fontweight="bold")
 
 
 def draw_accuracy(run: RunData, speed: str = LATENCY) -> Any:
@@ -359,13 +359,13 @@ def draw_accuracy(run: RunData, speed: str = LATENCY) -> Any:
         return None
     with apply_style() as figure_class:
         figure = figure_class((WIDTH, 3.9 * len(panels) + 0.5), layout="constrained")
-        places = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-        for axes, (title, group, metric) in zip(places, panels, strict=True):
-            edge = ranking.find_pareto(group, speed, metric.column)
-            _accuracy_panel(axes, group, edge, speed, metric)
+        grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axes, (title, group, metric) in zip(grid, panels, strict=True):
+            frontier = ranking.find_pareto(group, speed, metric.column)
+            _accuracy_panel(axes, group, frontier, speed, metric)
             _draw_limits(axes, run.limits if speed == LATENCY else ())
             axes.set_title(title, pad=20)
-            axes.text(0, 1.03, _named_frontier(edge, group), transform=axes.transAxes, fontsize=8.5)
+            axes.text(0, 1.03, _named_frontier(frontier, group), transform=axes.transAxes, fontsize=8.5)
         _add_legend(figure, ranking.list_usable(run.frame).dropna(subset=[speed]))
     return figure
 
@@ -382,48 +382,48 @@ def _accuracy_panels(run: RunData, speed: str) -> Iterator[tuple[str, pd.DataFra
                 yield title_of(keys, values), group, metric
 
 
-def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
+def _named_frontier(frontier: pd.DataFrame, group: pd.DataFrame) -> str:
     """List the frontier's names, which would cover crowded points."""
-    unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
+    keys = [k for k in ("size", "batch") if group[k].nunique() > 1]
     names = [
-        " ".join([shorten_text(configuration_of(r), MAX_NAME_LENGTH), *(f"{k} {r[k]}" for k in unequal)])
-        for _, r in edge.iterrows()
+        " ".join([shorten_text(configuration_of(r), MAX_NAME_LENGTH), *(f"{k} {r[k]}" for k in keys)])
+        for _, r in frontier.iterrows()
     ]
-    more = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return "frontier (ringed), fastest first: " + ", ".join(names[:MAX_NAMED]) + more
+    rest = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return "frontier (ringed), fastest first: " + ", ".join(names[:MAX_NAMED]) + rest
 
 
-def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: str, metric: Metric) -> None:
-    steps = "steps-post" if speed == LATENCY else "steps-pre"
-    axes.plot(edge[speed], edge[metric.column], drawstyle=steps, color=INK, lw=1, ls=(0, (4, 2)), zorder=1)
-    chosen = set(edge["trial"])
+def _accuracy_panel(axes: Any, group: pd.DataFrame, frontier: pd.DataFrame, speed: str, metric: Metric) -> None:
+    drawstyle = "steps-post" if speed == LATENCY else "steps-pre"
+    axes.plot(frontier[speed], frontier[metric.column], drawstyle=drawstyle, color=INK, lw=1, ls=(0, (4, 2)), zorder=1)
+    ids = set(frontier["trial"])
     limit = set_scale(axes, group[speed], group[SPEED_LIMITS[speed][1]].max())
-    for _, r in group.iterrows():
-        tone, value = choose_color(r["backend"]), r[metric.column]
-        low, high = (r[name] for name in SPEED_LIMITS[speed])
+    for _, row in group.iterrows():
+        color, value = choose_color(row["backend"]), row[metric.column]
+        low, high = (row[name] for name in SPEED_LIMITS[speed])
         if is_bounded(low, high):
-            axes.plot([low, min(high, limit)], [value] * 2, color=tone, lw=1.1, alpha=0.8)
+            axes.plot([low, min(high, limit)], [value] * 2, color=color, lw=1.1, alpha=0.8)
             if high > limit:  # a plain end would be read as the interval's limit
-                axes.plot([limit], [value], ">", color=tone, ms=5)
-        axes.plot([r[speed]] * 2, metric.interval(r), color=tone, lw=1.1, alpha=0.8)
-        ring = {"mec": INK, "mew": 1.6, "ms": 11} if r["trial"] in chosen else {"mec": "white", "mew": 0.8, "ms": 9}
-        _plot_point(axes, r, r[speed], value, zorder=4 if r["trial"] in chosen else 3, **ring)
+                axes.plot([limit], [value], ">", color=color, ms=5)
+        axes.plot([row[speed]] * 2, metric.interval(row), color=color, lw=1.1, alpha=0.8)
+        ring = {"mec": INK, "mew": 1.6, "ms": 11} if row["trial"] in ids else {"mec": "white", "mew": 0.8, "ms": 9}
+        _plot_point(axes, row, row[speed], value, zorder=4 if row["trial"] in ids else 3, **ring)
     axes.margins(y=0.12)
     if axes.get_xscale() == "linear":
         axes.set_xlim(left=max(0.0, 1.1 * group[speed].min() - 0.1 * limit))
-    measured = "latency per batch, ms" if speed == LATENCY else f"{name_items(*group['size'])} per second"
-    axes.set_xlabel(f"{measured} (95 % interval between processes)")
+    label = "latency per batch, ms" if speed == LATENCY else f"{name_items(*group['size'])} per second"
+    axes.set_xlabel(f"{label} (95 % interval between processes)")
     axes.set_ylabel(f"{metric.label}, % (95 % interval)")
 
 
 def _draw_limits(axes: Any, limits: Sequence[Limit]) -> None:
     """Draw the limit on the median latency as a line, if it is on the axis."""
     for limit in (each for each in limits if each.name == "p50"):
-        at = 1e3 * limit.maximum
+        x = 1e3 * limit.maximum
         left, right = axes.get_xlim()
-        if left < at < right:
-            axes.axvline(at, color=INK, lw=1, ls=":", zorder=1)
-            axes.text(at, 0.99, f" limit {limit}", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
+        if left < x < right:
+            axes.axvline(x, color=INK, lw=1, ls=":", zorder=1)
+            axes.text(x, 0.99, f" limit {limit}", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
 
 
 def _add_legend(figure: Any, rows: pd.DataFrame) -> None:
@@ -436,14 +436,14 @@ def _add_legend(figure: Any, rows: pd.DataFrame) -> None:
 
 
 def _choose_groups(groups: list[Panel]) -> tuple[list[Panel], int]:
-    kept: list[Panel] = []
+    panels: list[Panel] = []
     bars = 0
     for title, group in groups:
-        if bars + len(group) > MAX_BARS and kept:
+        if bars + len(group) > MAX_BARS and panels:
             break
-        kept.append((title, group.nsmallest(MAX_BARS, LATENCY)))
+        panels.append((title, group.nsmallest(MAX_BARS, LATENCY)))
         bars += len(group)
-    return kept, len(groups) - len(kept)
+    return panels, len(groups) - len(panels)
 
 
 LATENCIES = Chart(
@@ -497,7 +497,7 @@ def inference_time(run: RunData) -> Any:
         for (size, batch), group in rows.groupby(["size", "batch"], sort=False)
         if group["model"].nunique() > 1
     ]
-    panels, left = groups[:MAX_PANELS], max(0, len(groups) - MAX_PANELS)
+    panels, omitted_count = groups[:MAX_PANELS], max(0, len(groups) - MAX_PANELS)
     if not panels:
         return None
     with apply_style() as figure_class:
@@ -510,27 +510,27 @@ def inference_time(run: RunData) -> Any:
             Patch(label=shorten_text(r["configuration"], MAX_NAME_LENGTH), **_choose_fill(r))
             for r in one_of_each(panels)
         ]
-        place_legend(figure, handles, left)
+        place_legend(figure, handles, omitted_count)
     return figure
 
 
 def _draw_bars(axes: Any, group: pd.DataFrame) -> None:
     models, configurations = list(dict.fromkeys(group["model"])), list(dict.fromkeys(group["configuration"]))
     width, count = 0.84 / len(configurations), len(models) * len(configurations)
-    for place, name in enumerate(configurations):
-        for _, r in group[group["configuration"] == name].iterrows():
-            x = models.index(r["model"]) + (place - (len(configurations) - 1) / 2) * width
-            axes.bar(x, r[LATENCY], 0.92 * width, **_choose_fill(r))
+    for index, name in enumerate(configurations):
+        for _, row in group[group["configuration"] == name].iterrows():
+            x = models.index(row["model"]) + (index - (len(configurations) - 1) / 2) * width
+            axes.bar(x, row[LATENCY], 0.92 * width, **_choose_fill(row))
             if count <= UPRIGHT_LABEL_BARS:
                 axes.annotate(
-                    format_number(r[LATENCY]), (x, r[LATENCY]), (0, 2), textcoords="offset points", ha="center",
+                    format_number(row[LATENCY]), (x, row[LATENCY]), (0, 2), textcoords="offset points", ha="center",
                     va="bottom", fontsize=7, rotation=90 if count > FLAT_LABEL_BARS else 0,
                 )  # fmt: skip
     low, high = group[LATENCY].min(), group[LATENCY].max()
     make_logarithmic(axes, "y", low / 2, high * (4 if FLAT_LABEL_BARS < count <= UPRIGHT_LABEL_BARS else 1.6))
     axes.set_ylabel("latency per batch, ms")
-    tilted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, models)) > 70 else {}
-    axes.set_xticks(range(len(models)), [shorten_text(m, MAX_NAME_LENGTH) for m in models], **tilted)
+    label_style = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if sum(map(len, models)) > 70 else {}
+    axes.set_xticks(range(len(models)), [shorten_text(m, MAX_NAME_LENGTH) for m in models], **label_style)
     axes.tick_params(axis="x", length=0)
     axes.grid(False, axis="x")
 
@@ -573,10 +573,10 @@ def _find_main_type(types: str) -> str:
     return types.split(",")[0].split()[1] if types else ""
 
 
-def _choose_fill(r: Any) -> dict[str, Any]:
-    hatch = HATCHES.get(r["precision"], "")
-    return {"facecolor": choose_color(r["backend"]), "hatch": hatch, "edgecolor": "white", "linewidth": 0,
-            "alpha": 0.55 if r["twin"] else 1.0}  # fmt: skip
+def _choose_fill(row: Any) -> dict[str, Any]:
+    hatch = HATCHES.get(row["precision"], "")
+    return {"facecolor": choose_color(row["backend"]), "hatch": hatch, "edgecolor": "white", "linewidth": 0,
+            "alpha": 0.55 if row["twin"] else 1.0}  # fmt: skip
 
 
 INFERENCE_TIME = Chart("inference-time", "Latency per batch of all models, on a logarithmic axis.", inference_time, 8)
@@ -608,32 +608,32 @@ ROUND_SPREAD = 0.5  # part of a row's height for its rounds, in time order
 def draw_rounds(run: RunData) -> Any:
     """Draw a dot for each round's median latency, a row per trial; None if no trial has several rounds."""
     rows = run.frame[run.frame["rounds"] > 1].dropna(subset=[LATENCY])
-    spread = partial(_draw_panel, trials=run.trials)
-    value = "slowest over fastest", partial(_format_range, trials=run.trials)
-    return rows_figure(run, rows, spread, "median latency of each round, ms", *value)
+    draw_panel = partial(_draw_panel, trials=run.trials)
+    number_column = "slowest over fastest", partial(_format_range, trials=run.trials)
+    return rows_figure(run, rows, draw_panel, "median latency of each round, ms", *number_column)
 
 
 def _draw_panel(axes: Any, rows: pd.DataFrame, trials: dict[str, TrialResult]) -> None:
     medians = [_find_medians(r, trials) for _, r in rows.iterrows()]
-    every = [value for own in medians for value in own.values()]
-    set_scale(axes, every, max(every))
-    for y, ((_, r), own) in enumerate(zip(rows.iterrows(), medians, strict=True)):
+    values = [value for trial_medians in medians for value in trial_medians.values()]
+    set_scale(axes, values, max(values))
+    for y, ((_, r), trial_medians) in enumerate(zip(rows.iterrows(), medians, strict=True)):
         axes.plot([r[LATENCY]] * 2, [y - 0.4, y + 0.4], color=INK, lw=1)
-        for number, (name, value) in enumerate(own.items()):
-            place = y + ROUND_SPREAD * (number / max(1, len(own) - 1) - 0.5)
-            (dot,) = axes.plot(value, place, "o", color=choose_color(r["backend"]), mec="white", mew=0.4, ms=5)
+        for index, (name, value) in enumerate(trial_medians.items()):
+            dot_y = y + ROUND_SPREAD * (index / max(1, len(trial_medians) - 1) - 0.5)
+            (dot,) = axes.plot(value, dot_y, "o", color=choose_color(r["backend"]), mec="white", mew=0.4, ms=5)
             add_tooltip(dot, f"{name.removeprefix('r')}. round: {show(value * 1e-3, 'duration')}")
 
 
-def _find_medians(r: pd.Series, trials: dict[str, TrialResult]) -> dict[str, float]:
+def _find_medians(row: pd.Series, trials: dict[str, TrialResult]) -> dict[str, float]:
     """Return each round's median latency in ms, by folder name."""
-    medians = trials[r["trial"]].round_medians(str(r["boundary"]), str(r["clock"]))
+    medians = trials[row["trial"]].round_medians(str(row["boundary"]), str(row["clock"]))
     return {name: 1e3 * seconds for name, seconds in medians.items()}
 
 
-def _format_range(r: pd.Series, trials: dict[str, TrialResult]) -> str:
+def _format_range(row: pd.Series, trials: dict[str, TrialResult]) -> str:
     """Format the percentage by which the slowest round exceeds the fastest."""
-    medians = _find_medians(r, trials).values()
+    medians = _find_medians(row, trials).values()
     return show(max(medians) / min(medians) - 1, "percentage", 2)
 
 
@@ -661,14 +661,14 @@ def draw_matrices(run: RunData) -> Any:
 
     None without a matrix.
     """
-    drawn = list(_find_distinct(run))[:MAX_DRAWN]
-    if not drawn:
+    matrices = list(_find_distinct(run))[:MAX_DRAWN]
+    if not matrices:
         return None
-    sides = [min(WIDTH, max(3.2, 1.6 + 0.32 * len(matrix.classes))) for _, matrix in drawn]
+    heights = [min(WIDTH, max(3.2, 1.6 + 0.32 * len(matrix.classes))) for _, matrix in matrices]
     with apply_style() as figure_class:
-        figure = figure_class(figsize=(max(sides), sum(sides)), layout="constrained")
-        places = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=sides)[:, 0]
-        for axes, (label, matrix) in zip(places, drawn, strict=True):
+        figure = figure_class(figsize=(max(heights), sum(heights)), layout="constrained")
+        grid = figure.subplots(len(matrices), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (label, matrix) in zip(grid, matrices, strict=True):
             axes.set_title(label, fontsize=9)
             _draw_matrix(axes, matrix)
     return figure
@@ -676,18 +676,18 @@ def draw_matrices(run: RunData) -> Any:
 
 def _find_distinct(run: RunData) -> Iterator[tuple[str, Confusion]]:
     """Yield each distinct matrix with a title that counts further configurations with it."""
-    best = {run.trials[id].configuration for _, id in list_winners(run)}
-    alike: dict[tuple[str, str, bytes], list[str]] = {}
+    winners = {run.trials[id].configuration for _, id in list_winners(run)}
+    labels: dict[tuple[str, str, bytes], list[str]] = {}
     matrices: dict[tuple[str, str, bytes], Confusion] = {}
-    for t in sorted(accuracy.choose_trials(run.records), key=lambda t: t.configuration not in best):
+    for t in sorted(accuracy.choose_trials(run.records), key=lambda t: t.configuration not in winners):
         matrix = accuracy.read_confusion(t)
         if matrix and len(matrix.classes) > 1:
             key = t.model, t.size, matrix.classes.tobytes() + matrix.counts.tobytes()
-            alike.setdefault(key, []).append(shorten_text(t.label, 2 * MAX_CLASS_LENGTH))
+            labels.setdefault(key, []).append(shorten_text(t.label, 2 * MAX_CLASS_LENGTH))
             matrices.setdefault(key, matrix)
-    for key, (first, *others) in alike.items():
-        more = f", and {len(others)} more with the same matrix" if others else ""
-        yield first + more, matrices[key]
+    for key, (first, *rest) in labels.items():
+        suffix = f", and {len(rest)} more with the same matrix" if rest else ""
+        yield first + suffix, matrices[key]
 
 
 def _draw_matrix(axes: Any, matrix: Confusion) -> None:
@@ -697,14 +697,14 @@ def _draw_matrix(axes: Any, matrix: Confusion) -> None:
     axes.pcolormesh(matrix.counts / total, cmap=_make_colormap(), vmin=0, vmax=1, rasterized=count > MAX_VECTOR_CELLS)
     axes.set_aspect("equal")
     axes.invert_yaxis()
-    unnamed = "" if count <= MAX_LABELLED else f", {count:,} classes in the order of the CSV file"
-    axes.set_xlabel("answer" + unnamed)
+    suffix = "" if count <= MAX_LABELLED else f", {count:,} classes in the order of the CSV file"
+    axes.set_xlabel("answer" + suffix)
     axes.set_ylabel("label")
     ticks = range(count) if count <= MAX_LABELLED else []
     names = [shorten_text(name, MAX_CLASS_LENGTH) for name in matrix.names]
-    middles = [place + 0.5 for place in ticks]
-    axes.set_xticks(middles, names if ticks else [], rotation=90, fontsize=8)
-    axes.set_yticks(middles, names if ticks else [], fontsize=8)
+    positions = [tick + 0.5 for tick in ticks]
+    axes.set_xticks(positions, names if ticks else [], rotation=90, fontsize=8)
+    axes.set_yticks(positions, names if ticks else [], fontsize=8)
     if count <= MAX_NUMBERED:
         _write_counts(axes, matrix.counts, matrix.counts / total)
 
@@ -759,36 +759,36 @@ def draw_flips(run: RunData) -> Any:
         return None
     with apply_style() as figure_class:
         figure = figure_class(figsize=(WIDTH, 1.85 * len(strips)), layout="constrained")
-        for part, (title, pictures) in zip(
+        for subfigure, (title, pictures) in zip(
             np.atleast_1d(figure.subfigures(len(strips), 1, squeeze=True)), strips, strict=True
         ):
-            part.suptitle(title, fontsize=9)
-            places = part.subplots(1, MAX_PICTURES)
-            for axes, picture in zip(places, pictures, strict=False):
+            subfigure.suptitle(title, fontsize=9)
+            grid = subfigure.subplots(1, MAX_PICTURES)
+            for axes, picture in zip(grid, pictures, strict=False):
                 _draw_picture(axes, picture)
-            for axes in places[len(pictures) :]:
+            for axes in grid[len(pictures) :]:
                 axes.remove()
     return figure
 
 
 def _find_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
     """Yield a title and the pictures of each classifier with flips in the cache."""
-    for t in accuracy.choose_trials(run.records):
-        reference = run.references.get(t.id)
-        flips = accuracy.list_flips(t, reference) if reference is not None and reference is not t else []
-        photographs = accuracy.open_photographs(t) if flips else None
+    for trial in accuracy.choose_trials(run.records):
+        reference = run.references.get(trial.id)
+        flips = accuracy.list_flips(trial, reference) if reference is not None and reference is not trial else []
+        photographs = accuracy.open_photographs(trial) if flips else None
         if photographs is None or reference is None:
             continue
         lost = sum(flip.is_lost for flip in flips)
-        shown = [*flips[: min(lost, max(MAX_PICTURES // 2, MAX_PICTURES - (len(flips) - lost)))], *flips[lost:]]
+        selection = [*flips[: min(lost, max(MAX_PICTURES // 2, MAX_PICTURES - (len(flips) - lost)))], *flips[lost:]]
         pictures = []
-        for flip in shown[:MAX_PICTURES]:
+        for flip in selection[:MAX_PICTURES]:
             before, after = (shorten_text(name, MAX_ANSWER_LENGTH) for name in (flip.reference, flip.answer))
             if flip.image < len(photographs.pixels):
                 pixels = photographs.pixels[flip.image].transpose(1, 2, 0)
                 pictures.append(FlipPicture(pixels, "lost" if flip.is_lost else "gained", f"{before}\n→ {after}"))
         if pictures:
-            title = f"{shorten_text(t.label, 2 * MAX_CLASS_LENGTH)}: {lost} lost, {len(flips) - lost} gained"
+            title = f"{shorten_text(trial.label, 2 * MAX_CLASS_LENGTH)}: {lost} lost, {len(flips) - lost} gained"
             yield f"{title} against {reference.configuration}", pictures
 
 
@@ -796,12 +796,12 @@ def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
     """Yield a title and the pictures of each detector with images in the cache."""
     for t in accuracy.choose_trials(run.records, "objects"):
         reference = run.references.get(t.id)
-        found = agreement.list_box_flips(t, reference) if reference is not None and reference is not t else None
-        photographs = accuracy.open_photographs(t) if found and found.flips else None
-        if found is None or photographs is None or reference is None or photographs.sizes is None:
+        box_flips = agreement.list_box_flips(t, reference) if reference is not None and reference is not t else None
+        photographs = accuracy.open_photographs(t) if box_flips and box_flips.flips else None
+        if box_flips is None or photographs is None or reference is None or photographs.sizes is None:
             continue
         pictures = []
-        for flip in found.flips[:MAX_PICTURES]:
+        for flip in box_flips.flips[:MAX_PICTURES]:
             if flip.image < min(len(photographs.pixels), len(photographs.sizes)):
                 pixels = photographs.pixels[flip.image].transpose(1, 2, 0)
                 place = ImagePlacement(*photographs.sizes[flip.image].tolist(), *pixels.shape[:2])
@@ -812,20 +812,20 @@ def _find_box_strips(run: RunData) -> Iterator[tuple[str, list[FlipPicture]]]:
                 name = shorten_text(photographs.name(flip.image).rpartition("/")[2], MAX_ANSWER_LENGTH)
                 pictures.append(FlipPicture(pixels, name, below, boxes))
         if pictures:
-            own, other = (shorten_text(name, MAX_NAME_LENGTH) for name in (t.label, reference.configuration))
-            title = f"{own} against {other}"
-            yield f"{title}:\n{found.describe()}", pictures
+            label, reference_name = (shorten_text(name, MAX_NAME_LENGTH) for name in (t.label, reference.configuration))
+            title = f"{label} against {reference_name}"
+            yield f"{title}:\n{box_flips.describe()}", pictures
 
 
 def _draw_picture(axes: Any, picture: FlipPicture) -> None:
     step = max(1, math.ceil(max(picture.pixels.shape[:2]) / PICTURE_SIDE))
-    small = picture.pixels[::step, ::step]
-    grey = small.shape[2] != 3
-    axes.imshow(small[..., 0] if grey else small, cmap="gray" if grey else None, vmin=0, vmax=255)
-    for boxes, ink, line in zip(picture.boxes, (PAPER, BOX_COLOUR), ("-", "--"), strict=False):
+    pixels = picture.pixels[::step, ::step]
+    is_grey = pixels.shape[2] != 3
+    axes.imshow(pixels[..., 0] if is_grey else pixels, cmap="gray" if is_grey else None, vmin=0, vmax=255)
+    for boxes, color, line_style in zip(picture.boxes, (PAPER, BOX_COLOUR), ("-", "--"), strict=False):
         for left, top, right, bottom in ((boxes / step) - 0.5).tolist():
             corners = [left, right, right, left, left], [top, top, bottom, bottom, top]
-            axes.plot(*corners, color=ink, linestyle=line, linewidth=1.2)
+            axes.plot(*corners, color=color, linestyle=line_style, linewidth=1.2)
     axes.grid(False)
     axes.set_xticks([])
     axes.set_yticks([])

@@ -69,32 +69,32 @@ def read_over_time(r: Round) -> Series | None:
     GPU memory is relative to the use before the job.
     """
     try:
-        stored = read_numbers(r.folder / "telemetry.npz")
+        arrays = read_numbers(r.folder / "telemetry.npz")
     except (OSError, ValueError):  # absent, truncated, or not an npz
         return None
-    at = stored.get("at", np.empty(0))
-    if len(at) < 2 or "epoch" not in stored:
+    times = arrays.get("at", np.empty(0))
+    if len(times) < 2 or "epoch" not in arrays:
         return None
-    columns = {name: values for name, values in stored.items() if values.shape == at.shape}
+    columns = {name: values for name, values in arrays.items() if values.shape == times.shape}
     if "gpu_memory" in columns:
-        columns["gpu_memory"] = columns["gpu_memory"] - stored.get("gpu_before_memory", 0.0)
+        columns["gpu_memory"] = columns["gpu_memory"] - arrays.get("gpu_before_memory", 0.0)
     if "cpu_energy" in columns:
-        columns["cpu_power"] = np.concatenate([[np.nan], np.diff(columns["cpu_energy"]) / np.diff(at)])
-    steps = np.diff(at, prepend=0.0)
-    longest = MAX_GAP_STEPS * float(np.median(steps))
-    seconds = np.cumsum(np.minimum(steps, longest))
-    wanted = ON_GPU if r.device.startswith("cuda") else ON_CPU
-    values = {each: each.scale * columns[each.column] for each in wanted if each.column in columns}
-    known = {each: found for each, found in values.items() if not np.isnan(found).all()}
-    ends = [(boundary, np.subtract(window, float(stored["epoch"]))) for boundary, window in r.facts.timed.items()]
-    timed = {boundary: tuple(np.interp(window, at, seconds).tolist()) for boundary, window in ends}
-    return Series(seconds, known, timed, bool((steps[1:] > longest).any())) if known else None
+        columns["cpu_power"] = np.concatenate([[np.nan], np.diff(columns["cpu_energy"]) / np.diff(times)])
+    steps = np.diff(times, prepend=0.0)
+    max_step = MAX_GAP_STEPS * float(np.median(steps))
+    seconds = np.cumsum(np.minimum(steps, max_step))
+    quantities = ON_GPU if r.device.startswith("cuda") else ON_CPU
+    values = {each: each.scale * columns[each.column] for each in quantities if each.column in columns}
+    known_values = {each: samples for each, samples in values.items() if not np.isnan(samples).all()}
+    windows = [(boundary, np.subtract(window, float(arrays["epoch"]))) for boundary, window in r.facts.timed.items()]
+    timed = {boundary: tuple(np.interp(window, times, seconds).tolist()) for boundary, window in windows}
+    return Series(seconds, known_values, timed, bool((steps[1:] > max_step).any())) if known_values else None
 
 
 def list_quantities(series: Iterable[Series]) -> list[Quantity]:
     """Return the quantities of at least one of the series, in order."""
-    had = {each for one in series for each in one.values}
-    return [each for each in (*ON_GPU, *ON_CPU) if each in had]
+    union = {each for one in series for each in one.values}
+    return [each for each in (*ON_GPU, *ON_CPU) if each in union]
 
 
 # Trials over time on one axis: memory, utilisation, power and clock of the device while each job ran.
@@ -110,14 +110,14 @@ def over_time(run: RunData) -> Any:
 
     The reference comes first, then the fastest others. None without any.
     """
-    found = group_over_time(run)
-    return draw_over_time(found) if found else None
+    groups = group_over_time(run)
+    return draw_over_time(groups) if groups else None
 
 
 def group_over_time(run: RunData) -> list[tuple[str, list[Shown]]]:
     """Return the first MAX_GROUPS groups of recorded trials, each with a title; single trials only on a GPU."""
     groups = ((title, series_of(trials)) for title, trials in _group_trials(run))
-    return [(title, shown) for title, shown in groups if len(shown) > 1 or any(t.gpu for t, _ in shown)][:MAX_GROUPS]
+    return [(title, pairs) for title, pairs in groups if len(pairs) > 1 or any(t.gpu for t, _ in pairs)][:MAX_GROUPS]
 
 
 def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
@@ -128,15 +128,15 @@ def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
 def draw_over_time(groups: Sequence[tuple[str, Sequence[Shown]]]) -> Any:
     """Draw a figure: for each group a panel per quantity with a line per trial, and the timed windows below."""
     heights = [
-        PANEL_HEIGHT * len(list_quantities(s for _, s in shown)) + STRIP_HEIGHT * len(shown) + 0.9
-        for _, shown in groups
+        PANEL_HEIGHT * len(list_quantities(s for _, s in pairs)) + STRIP_HEIGHT * len(pairs) + 0.9
+        for _, pairs in groups
     ]
     with apply_style() as figure_class:
         figure = figure_class((WIDTH, sum(heights)), layout="constrained")
-        parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for part, (title, shown) in zip(parts, groups, strict=True):
-            part.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10.5)
-            _draw_group(part, shown)
+        subfigures = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for subfigure, (title, pairs) in zip(subfigures, groups, strict=True):
+            subfigure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10.5)
+            _draw_group(subfigure, pairs)
     return figure
 
 
@@ -145,44 +145,44 @@ def _group_trials(run: RunData) -> Iterator[tuple[str, list[TrialResult]]]:
     for (model, size, device), group in rows.groupby(["model", "size", "device"], sort=False):
         last = group[group["batch"] == group["batch"].max()]
         order = last.assign(first=last["verdict"] != "reference").sort_values(["first", LATENCY], kind="stable")
-        more = f" ({len(order) - MAX_TRIALS} more in results.csv)" if len(order) > MAX_TRIALS else ""
+        rest = f" ({len(order) - MAX_TRIALS} more in results.csv)" if len(order) > MAX_TRIALS else ""
         title = (
-            f"{shorten_text(model, MAX_TITLE_LENGTH)}{format_size(size)}, batch {last['batch'].iloc[0]}, {device}{more}"
+            f"{shorten_text(model, MAX_TITLE_LENGTH)}{format_size(size)}, batch {last['batch'].iloc[0]}, {device}{rest}"
         )
         yield title, [run.trials[id] for id in order["trial"][:MAX_TRIALS]]
 
 
-def _draw_group(part: Any, shown: Sequence[Shown]) -> None:
-    wanted = list_quantities(series for _, series in shown)
-    heights = [*[PANEL_HEIGHT] * len(wanted), STRIP_HEIGHT * len(shown)]
-    *panels, strip = part.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    tones = _choose_tones([t for t, _ in shown])
-    for axes, quantity in zip(panels, wanted, strict=True):
-        for (t, series), tone in zip(shown, tones, strict=True):
+def _draw_group(subfigure: Any, pairs: Sequence[Shown]) -> None:
+    quantities = list_quantities(series for _, series in pairs)
+    heights = [*[PANEL_HEIGHT] * len(quantities), STRIP_HEIGHT * len(pairs)]
+    *panels, strip = subfigure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    colors = _choose_tones([t for t, _ in pairs])
+    for axes, quantity in zip(panels, quantities, strict=True):
+        for (t, series), color in zip(pairs, colors, strict=True):
             if quantity in series.values:
-                axes.plot(series.seconds, series.values[quantity], color=tone, ls=LINES.get(t.precision, "-"), lw=1.3,
+                axes.plot(series.seconds, series.values[quantity], color=color, ls=LINES.get(t.precision, "-"), lw=1.3,
                           label=t.configuration)  # fmt: skip
         axes.set_ylabel(quantity.title if quantity.unit else quantity.name, fontsize=8.5)
         axes.set_ylim(bottom=0)
-    for row, ((_, series), tone) in enumerate(zip(shown, tones, strict=True)):
+    for row, ((_, series), color) in enumerate(zip(pairs, colors, strict=True)):
         for begin, end in series.timed.values():
-            strip.barh(row, end - begin, 0.7, begin, color=tone)
-    strip.set(ylim=(len(shown) - 0.4, -0.6), yticks=[], xlim=(0, None))
+            strip.barh(row, end - begin, 0.7, begin, color=color)
+    strip.set(ylim=(len(pairs) - 0.4, -0.6), yticks=[], xlim=(0, None))
     strip.set_ylabel("timed", fontsize=8.5, rotation=0, ha="right", va="center")
     strip.grid(visible=False)
-    paused = any(series.paused for _, series in shown)
-    strip.set_xlabel("seconds since the job began" + (", pauses left out" if paused else ""), fontsize=9, color=INK)
+    is_paused = any(series.paused for _, series in pairs)
+    strip.set_xlabel("seconds since the job began" + (", pauses left out" if is_paused else ""), fontsize=9, color=INK)
     names = {handle.get_label(): handle for axes in panels for handle in axes.get_lines()}
-    part.legend(list(names.values()), list(names), loc="outside upper right", ncols=2)
+    subfigure.legend(list(names.values()), list(names), loc="outside upper right", ncols=2)
 
 
 def _choose_tones(trials: Sequence[TrialResult]) -> list[str]:
     """Return a colour for each trial: its backend's, or a spare one if that is taken."""
-    taken: list[str] = []
+    colors: list[str] = []
     for t in trials:
-        spare = (tone for tone in (choose_color(t.backend), *SPARE_COLORS) if tone not in taken)
-        taken.append(next(spare, INK))
-    return taken
+        choices = (color for color in (choose_color(t.backend), *SPARE_COLORS) if color not in colors)
+        colors.append(next(choices, INK))
+    return colors
 
 
 OVER_TIME = Chart(
@@ -214,9 +214,9 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
         groups = [(title, series_of(list({t.id: t for t in trials}.values())))]
     else:
         groups = group_over_time(run)
-    lacking = [t.label for t in trials if t.id not in {shown.id for _, group in groups for shown, _ in group}]
-    if lacking:
-        raise UserError(f"nothing was recorded over time of {lacking[0]}; choose another trial")
+    missing_labels = [t.label for t in trials if t.id not in {shown.id for _, group in groups for shown, _ in group}]
+    if missing_labels:
+        raise UserError(f"nothing was recorded over time of {missing_labels[0]}; choose another trial")
     if not groups:
         raise UserError(f"{run.records.folder} has no two trials with a recording over time; choose some with --trials")
     if path.suffix == ".csv":
@@ -228,21 +228,21 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
     return path
 
 
-def make_table(shown: Sequence[Shown]) -> Table:
+def make_table(pairs: Sequence[Shown]) -> Table:
     """Return a table with one row per telemetry sample of each trial, with the boundary timed at that moment."""
-    wanted = list_quantities(series for _, series in shown)
+    quantities = list_quantities(series for _, series in pairs)
     columns = (
         Column("trial", "the id", kind=TEXT),
         Column("label", "of the trial", kind=TEXT),
         Column("look", "number, from 1", kind=COUNT),
         Column("seconds", "since the job began, without pauses", "s"),
         Column("timed", "the boundary that was timed then", kind=TEXT),
-        *(Column(each.column, each.name, each.unit) for each in wanted),
+        *(Column(each.column, each.name, each.unit) for each in quantities),
     )
     rows: list[Row] = []
-    for t, series in shown:
+    for t, series in pairs:
         for k, seconds in enumerate(series.seconds.tolist()):
             timed = next((name for name, (begin, end) in series.timed.items() if begin <= seconds <= end), "")
-            values = {each.column: float(found[k]) for each, found in series.values.items()}
+            values = {each.column: float(samples[k]) for each, samples in series.values.items()}
             rows.append({"trial": t.id, "label": t.label, "look": k + 1, "seconds": seconds, "timed": timed, **values})
     return SERIES.build(columns, rows)

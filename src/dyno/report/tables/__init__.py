@@ -27,8 +27,8 @@ REPORT_SECTIONS = ("tables", "accuracy", "side", "")  # sections of the report, 
 
 def list_kinds() -> list[TableKind]:
     """Return every available table in the report's order: Dyno's own, then those of plug-ins."""
-    declared = plugins.list_declared((sys.modules[__name__], *TABLE_MODULES), TableKind, ENTRY_POINT_GROUP).values()
-    return sorted(declared, key=lambda kind: (REPORT_SECTIONS.index(kind.section), kind.position, kind.name))
+    kinds = plugins.list_declared((sys.modules[__name__], *TABLE_MODULES), TableKind, ENTRY_POINT_GROUP).values()
+    return sorted(kinds, key=lambda kind: (REPORT_SECTIONS.index(kind.section), kind.position, kind.name))
 
 
 def make_tables(run: RunData, name: str) -> list[Table]:
@@ -99,9 +99,9 @@ class TableKind:
     leads: bool = False
     sentences: Callable[[RunData], Sequence[str]] | None = None
 
-    def build(self, columns: Sequence[Column], rows: Sequence[Row], **more: Any) -> Table:
-        """Build the table with this content; `more` are fields of `Table`."""
-        return Table(self.name, self.title, self.description, tuple(columns), list(rows), **more)
+    def build(self, columns: Sequence[Column], rows: Sequence[Row], **fields: Any) -> Table:
+        """Build the table with this content; `fields` are fields of `Table`."""
+        return Table(self.name, self.title, self.description, tuple(columns), list(rows), **fields)
 
     def table(self, run: RunData) -> Table:
         """Return the run's table, which may be empty; UserError for a table that is not of a run."""

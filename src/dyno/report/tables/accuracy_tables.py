@@ -72,30 +72,30 @@ def copy_columns(run: RunData, row: Any, names: Iterable[str]) -> Row:
 def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | None:
     """Build rows of trials with such labels: each metric with its interval, and the first metric's change."""
     rows: list[Row] = []
-    shown: dict[str, Metric] = {}
+    by_name: dict[str, Metric] = {}
     for _, r in run.frame.iterrows():
-        t, reference = run.trials[r["trial"]], run.trials.get(r["reference"])
-        if t.task.labels != labels or not (scores := metrics.list_measured(t)):
+        trial, reference = run.trials[r["trial"]], run.trials.get(r["reference"])
+        if trial.task.labels != labels or not (scores := metrics.list_measured(trial)):
             continue
-        shown |= {metric.name: metric for metric, _ in scores}
+        by_name |= {metric.name: metric for metric, _ in scores}
         names = [column.name for metric, _ in scores for column in metric.columns]
         row = copy_columns(run, r, (*names, *COPIED_COLUMNS)) | {"of": scores[0][1].subject}
-        change = scores[0][0].change(t, reference) if reference is not None and reference is not t else None
+        change = scores[0][0].change(trial, reference) if reference is not None and reference is not trial else None
         if isinstance(change, PairedChange):
             row |= {"gained": change.gained, "lost": change.lost}
         if change and reference is not None and labels == "classes":
-            row |= limit_cells("score_shift", accuracy.compute_score_shift(t, reference))
+            row |= limit_cells("score_shift", accuracy.compute_score_shift(trial, reference))
         rows.append(row if change else row | {metric.diff: None for metric, _ in scores})
     if not rows:
         return None
-    ordered = sorted(shown.values(), key=lambda metric: metric.position)
-    changes = [m.change_columns[0] for m in ordered if m.diff in m.printed_columns]
+    sorted_metrics = sorted(by_name.values(), key=lambda metric: metric.position)
+    changes = [m.change_columns[0] for m in sorted_metrics if m.diff in m.printed_columns]
     shifts = SHIFT_COLUMNS if labels == "classes" else ()
     columns = (
         LABEL_COLUMN,
         OF_COLUMN,
         IMAGES_COLUMN,
-        *(m.value_column for m in ordered),
+        *(m.value_column for m in sorted_metrics),
         *PAIRED_COLUMNS,
         *changes,
         *shifts,
@@ -106,14 +106,14 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
 
 def _make_classes_table(run: RunData) -> Table | None:
     """Build rows of classes: top-1 in each configuration, sorted by the first one's accuracy, lowest first."""
-    shown = [
+    pairs = [
         (t, matrix) for t in accuracy.choose_trials(run.records)[:MAX_COLUMNS] if (matrix := accuracy.read_confusion(t))
     ]
-    if not shown or not metrics.list_measured(shown[0][0]):
+    if not pairs or not metrics.list_measured(pairs[0][0]):
         return None
-    tables = [matrix.per_class() for _, matrix in shown]
+    tables = [matrix.per_class() for _, matrix in pairs]
     top1 = {
-        t.id: dict(zip(table["class"], table["top1"], strict=True)) for (t, _), table in zip(shown, tables, strict=True)
+        t.id: dict(zip(table["class"], table["top1"], strict=True)) for (t, _), table in zip(pairs, tables, strict=True)
     }
     rows = [
         {"class": r["class"], "images": r["images"], **{id: matrix.get(r["class"]) for id, matrix in top1.items()},
@@ -123,7 +123,7 @@ def _make_classes_table(run: RunData) -> Table | None:
     columns = (
         Column("class", "of the label", kind=TEXT),
         Column("images", "with that label", kind=COUNT),
-        *(Column(t.id, f"top-1 of {t.label}", "%", PERCENT, f"top-1 %, {t.label}") for t, _ in shown),
+        *(Column(t.id, f"top-1 of {t.label}", "%", PERCENT, f"top-1 %, {t.label}") for t, _ in pairs),
         Column("taken_for", "the class that the first trial most often takes it for", kind=TEXT, title="taken for"),
         Column("times", "how often", kind=COUNT),
     )
@@ -155,17 +155,17 @@ def _make_box_flips_table(run: RunData) -> Table | None:
     """Build rows of images with different detections in a detector and its reference."""
     rows: list[Row] = []
     notes = [f"Of detections with a score of {agreement.SURE_SCORE:g} or more; at most {MAX_FLIPS} images of a trial."]
-    for t, reference in _list_pairs(run, accuracy.choose_trials(run.records, "objects")):
-        if (found := agreement.list_box_flips(t, reference)) is None:
+    for trial, reference in _list_pairs(run, accuracy.choose_trials(run.records, "objects")):
+        if (box_flips := agreement.list_box_flips(trial, reference)) is None:
             continue
-        photographs = accuracy.open_photographs(t)
-        notes.append(f"{t.label}: {found.describe()}.")
+        photographs = accuracy.open_photographs(trial)
+        notes.append(f"{trial.label}: {box_flips.describe()}.")
         rows += [
             {
-                "label": t.label, "trial": t.id, "image": flip.image, "lost": flip.lost, "gained": flip.gained,
+                "label": trial.label, "trial": trial.id, "image": flip.image, "lost": flip.lost, "gained": flip.gained,
                 "file": photographs.name(flip.image) if photographs else "", "renamed": flip.renamed,
             }
-            for flip in found.flips[:MAX_FLIPS]
+            for flip in box_flips.flips[:MAX_FLIPS]
         ]  # fmt: skip
     columns = BOX_FLIP_COLUMNS
     return (
@@ -175,23 +175,23 @@ def _make_box_flips_table(run: RunData) -> Table | None:
 
 def _average_precision(run: RunData) -> Table | None:
     """Build rows of classes: AP50-95 in each configuration."""
-    scored = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MAX_COLUMNS]
-    by_trial = {t.id: {name: 100 * ap for name, _, ap in scores.own.by_class()} for t, scores in scored}
+    trial_scores = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MAX_COLUMNS]
+    by_trial = {t.id: {name: 100 * ap for name, _, ap in scores.own.by_class()} for t, scores in trial_scores}
     names = list(dict.fromkeys(name for scores in by_trial.values() for name in scores))[:MAX_CLASSES]
     rows = [{"class": name, **{id: scores.get(name) for id, scores in by_trial.items()}} for name in names]
-    columns = [Column(t.id, f"AP50-95 of {t.label}", "%", PERCENT, t.label) for t, _ in scored]
+    columns = [Column(t.id, f"AP50-95 of {t.label}", "%", PERCENT, t.label) for t, _ in trial_scores]
     return AVERAGE_PRECISION.build((Column("class", "of the objects", kind=TEXT), *columns), rows) if rows else None
 
 
 def _make_thresholds_table(run: RunData) -> Table | None:
     """Build rows of score thresholds: precision, recall and F1 of each detector, and the paired change of F1."""
-    found = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MAX_COLUMNS]
-    paired = {t.id: (t, reference) for t, reference in _list_pairs(run, [t for t, _ in found])}
+    trial_scores = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MAX_COLUMNS]
+    pairs = {t.id: (t, reference) for t, reference in _list_pairs(run, [t for t, _ in trial_scores])}
     rows: list[Row] = []
-    for t, scores in found:
-        changes = mean_ap.compute_f1_changes(*paired[t.id]) if t.id in paired else None
-        for k, least in enumerate(mean_ap.SCORE_THRESHOLDS.tolist()):
-            row: Row = {"label": t.label, "trial": t.id, "score": least}
+    for t, scores in trial_scores:
+        changes = mean_ap.compute_f1_changes(*pairs[t.id]) if t.id in pairs else None
+        for k, threshold in enumerate(mean_ap.SCORE_THRESHOLDS.tolist()):
+            row: Row = {"label": t.label, "trial": t.id, "score": threshold}
             for name, values in scores.own.rates.items():
                 row |= limit_cells(name, mean_ap.jackknife_ap(values[k]), 100)
             rows.append(row | (limit_cells("f1_diff", changes[k], 100) if changes else {}))
@@ -304,38 +304,38 @@ MAX_PAIRS = 300  # trials with a comparison of raw outputs
 def _list_pairs(run: RunData, trials: Iterable[TrialResult] = ()) -> list[tuple[TrialResult, TrialResult]]:
     """Return each good trial (of `trials`, or of the run) with its reference, unless it is the reference."""
     pairs = ((t, run.references.get(t.id)) for t in trials or run.records if t.good)
-    return [(t, other) for t, other in pairs if other is not None and other is not t][:MAX_PAIRS]
+    return [(t, reference) for t, reference in pairs if reference is not None and reference is not t][:MAX_PAIRS]
 
 
 def _make_agreement_table(run: RunData) -> Table:
-    compared = ((t, other, agreement.read_agreement(t, other)) for t, other in _list_pairs(run))
-    rows = [_make_row(t.label, other.configuration, result) for t, other, result in compared if result]
+    comparisons = ((t, reference, agreement.read_agreement(t, reference)) for t, reference in _list_pairs(run))
+    rows = [_make_row(t.label, reference.configuration, result) for t, reference, result in comparisons if result]
     return AGREEMENT.build(make_columns(RTOL, ATOL), rows)
 
 
 def _make_ranks_table(run: RunData) -> Table:
-    compared = ((t.label, agreement.compare_answers(t, other)) for t, other in _list_pairs(run))
-    return make_rank_table([(label, result) for label, result in compared if result])
+    comparisons = ((t.label, agreement.compare_answers(t, reference)) for t, reference in _list_pairs(run))
+    return make_rank_table([(label, result) for label, result in comparisons if result])
 
 
 def make_rank_table(by_trial: Sequence[tuple[str, list[Rank]]]) -> Table:
     """Build the table of the first ten ranks of classifiers, by trial name (R8)."""
     rows = [
-        {"trial": name, "mae": {r.rank: r.mae for r in own}} | {f"rank_{r.rank}": 100 * r.disagreement for r in own}
-        for name, own in by_trial
+        {"trial": name, "mae": {r.rank: r.mae for r in ranks}} | {f"rank_{r.rank}": 100 * r.disagreement for r in ranks}
+        for name, ranks in by_trial
     ]
-    longest = max((len(own) for _, own in by_trial), default=0)
-    return RANKS.build((NAME_COLUMN, *(_make_rank_column(n) for n in range(1, longest + 1))), rows)
+    rank_count = max((len(ranks) for _, ranks in by_trial), default=0)
+    return RANKS.build((NAME_COLUMN, *(_make_rank_column(n) for n in range(1, rank_count + 1))), rows)
 
 
-def _make_rank_column(number: int) -> Column:
-    name = f"rank_{number}"
+def _make_rank_column(rank: int) -> Column:
+    name = f"rank_{rank}"
 
     def format_cell(row: Row) -> str:
-        return f"{format_number(row['mae'][number], 2)} / {row[name]:.2f} %" if name in row else ""
+        return f"{format_number(row['mae'][rank], 2)} / {row[name]:.2f} %" if name in row else ""
 
     meaning = "share of inputs whose class at that rank differs; printed behind the mean absolute error of the score"
-    return Column(name, meaning, "%", PERCENT, f"rank {number}", rank=number - 1, cell=format_cell)
+    return Column(name, meaning, "%", PERCENT, f"rank {rank}", rank=rank - 1, cell=format_cell)
 
 
 def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, Table, list[str]]:
@@ -346,17 +346,17 @@ def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tup
     """
     trials = [trial for run in runs for trial in run]
     good = [t for t in trials if t.good]
-    failed = [f"{_name_trial(t)}: {t.status}, {t.reason}" for t in trials if not t.good]
+    failures = [f"{_name_trial(t)}: {t.status}, {t.reason}" for t in trials if not t.good]
     if len(good) < 2:
-        raise UserError("agreement needs two configurations that run" + (f"; {failed[0]}" if failed else ""))
-    reference, *others = good
-    largest = agreement.find_largest(reference)
-    if 0 < largest <= atol:
+        raise UserError("agreement needs two configurations that run" + (f"; {failures[0]}" if failures else ""))
+    reference, *candidates = good
+    max_value = agreement.find_largest(reference)
+    if 0 < max_value <= atol:
         raise UserError(
-            f"no value of {_name_trial(reference)} is above {largest:.2g}, so --atol {atol:g} would call any outputs "
-            f"close; give e.g. --atol {largest * ATOL:.0e}"
+            f"no value of {_name_trial(reference)} is above {max_value:.2g}, so --atol {atol:g} would call any outputs "
+            f"close; give e.g. --atol {max_value * ATOL:.0e}"
         )
-    for t in others:
+    for t in candidates:
         if t.batch == reference.batch and other_inputs(t, reference):
             raise UserError(
                 f"{_name_trial(t)} was fed other inputs than {_name_trial(reference)}, so their outputs can't be "
@@ -365,16 +365,16 @@ def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tup
             )
     rows = [
         _make_row(_name_trial(t), _name_trial(reference), agreement.compare_outputs(t, reference, rtol, atol))
-        for t in others
+        for t in candidates
     ]
-    by_trial = [(_name_trial(t), agreement.compare_answers(t, reference)) for t in others]
+    by_trial = [(_name_trial(t), agreement.compare_answers(t, reference)) for t in candidates]
     notes = (
         f"against {_name_trial(reference)}: {rows[0]['inputs']} inputs; close is |a - b| <= {atol:g} + {rtol:g} |b|",
         *dict.fromkeys(f"{_name_trial(t)}: {t.oddity}" for t in good if t.oddity),
-        *(f"no outputs from {line}" for line in failed),
+        *(f"no outputs from {line}" for line in failures),
     )
     table = AGREEMENT.build(make_columns(rtol, atol), rows, notes=notes)
-    return table, make_rank_table([(name, trial_ranks) for name, trial_ranks in by_trial if trial_ranks]), failed
+    return table, make_rank_table([(name, trial_ranks) for name, trial_ranks in by_trial if trial_ranks]), failures
 
 
 def _name_trial(trial: TrialResult) -> str:

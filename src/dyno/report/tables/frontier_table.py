@@ -46,24 +46,24 @@ def _iter_rows(ranking: Ranking) -> Iterator[dict[str, Any]]:
     metric = ranking.metric
     if metric.column not in ranking.group:
         return
-    edges = {
+    frontiers = {
         "latency": results_ranking.find_pareto(ranking.first, LATENCY, metric.column),
         "throughput": results_ranking.find_pareto(ranking.group, THROUGHPUT, metric.column),
     }
-    ids_on = {name: set(edge["trial"]) for name, edge in edges.items()}
-    chosen = ranking.group[ranking.group["trial"].isin(set().union(*ids_on.values()))]
-    for _, row in chosen.sort_values(["batch", LATENCY], kind="stable").iterrows():
-        where = [name for name, ids in ids_on.items() if row["trial"] in ids]
-        yield _make_row(row, metric, " and ".join(where))
+    ids_by_speed = {name: set(frontier["trial"]) for name, frontier in frontiers.items()}
+    rows = ranking.group[ranking.group["trial"].isin(set().union(*ids_by_speed.values()))]
+    for _, row in rows.sort_values(["batch", LATENCY], kind="stable").iterrows():
+        speeds = [name for name, ids in ids_by_speed.items() if row["trial"] in ids]
+        yield _make_row(row, metric, " and ".join(speeds))
 
 
-def _make_row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
+def _make_row(row: pd.Series, metric: Metric, frontier: str) -> dict[str, Any]:
     low, high = metric.interval(row)
     change_low, change, change_high = metric.change_in(row)
-    copied = {name: row[name] for name in (*IDENTITY, "trial", *SPEED_COLUMNS, "budget", "more_images")}
-    return copied | {
+    cells = {name: row[name] for name in (*IDENTITY, "trial", *SPEED_COLUMNS, "budget", "more_images")}
+    return cells | {
         "throughput_ips_low": row["throughput_low"], "throughput_ips_high": row["throughput_high"],
-        "frontier": where, "metric": metric.name, "accuracy": row[metric.column], "accuracy_low": low,
+        "frontier": frontier, "metric": metric.name, "accuracy": row[metric.column], "accuracy_low": low,
         "accuracy_high": high, "change": change, "change_low": change_low, "change_high": change_high,
     }  # fmt: skip
 
@@ -163,18 +163,18 @@ def _count_images(extra: float, seconds: float, speedup: float) -> float:
     return max(0.0, extra) / (seconds * (1 - 1 / speedup)) if speedup > 1 else math.inf
 
 
-def read_parts(t: TrialResult) -> dict[str, float]:
+def read_parts(trial: TrialResult) -> dict[str, float]:
     """Return the seconds of each part of a trial's preparation, by PREPARATION_COLUMNS, without absent parts.
 
     Calibration counts as conversion.
     """
     seconds: dict[str, float] = {}
-    for step in t.made_by.steps:
+    for step in trial.made_by.steps:
         name = STEP_COLUMNS.get(step.maker, "engine_s")
         seconds[name] = seconds.get(name, 0.0) + step.seconds
-    inside = (build_seconds(t) or 0.0) - sum(seconds.values())
-    if inside > 0 and any(r.value("build") is not None for r in t.good):
-        seconds["compile_s"] = inside
+    compile_s = (build_seconds(trial) or 0.0) - sum(seconds.values())
+    if compile_s > 0 and any(r.value("build") is not None for r in trial.good):
+        seconds["compile_s"] = compile_s
     return seconds
 
 
@@ -191,10 +191,10 @@ def _break_even(run: RunData) -> Table:
     )
 
 
-def _make_breakeven_row(row: pd.Series, t: TrialResult, payoff: BreakEven) -> dict[str, Any]:
-    copied = {name: row[name] for name in (*IDENTITY, "trial", "reference", "speedup", "speedup_low", "speedup_high")}
-    return copied | read_parts(t) | {
-        "prepare_s": build_seconds(t) or 0.0, "extra_s": payoff.extra, "gain_us_per_image": 1e6 * payoff.gain,
+def _make_breakeven_row(row: pd.Series, trial: TrialResult, payoff: BreakEven) -> dict[str, Any]:
+    cells = {name: row[name] for name in (*IDENTITY, "trial", "reference", "speedup", "speedup_low", "speedup_high")}
+    return cells | read_parts(trial) | {
+        "prepare_s": build_seconds(trial) or 0.0, "extra_s": payoff.extra, "gain_us_per_image": 1e6 * payoff.gain,
         "images": math.nan if payoff.images is None else payoff.images, "images_low": payoff.low,
         "images_high": payoff.high, "pays_off": payoff.text,
     }  # fmt: skip

@@ -45,20 +45,20 @@ def list_doubts(rows: list[Row]) -> list[str]:
     return [FEW_SAMPLES_NOTE] if any(has_few_samples("p99", row.get("samples")) for row in rows) else []
 
 
-def rounds_of(t: TrialResult) -> list[Row]:
+def rounds_of(trial: TrialResult) -> list[Row]:
     """Return a row for each round, boundary and clock that was timed; round numbers start at 1."""
     return [
-        {"label": t.label, "trial": t.id, "round": r.round_index + 1, "status": r.status, "boundary": boundary,
+        {"label": trial.label, "trial": trial.id, "round": r.round_index + 1, "status": r.status, "boundary": boundary,
          "clock": clock, **_make_sampling_cells(r, boundary, clock)}
-        for r in t.rounds for boundary in LATENCIES for clock in (GPU_CLOCK, HOST)
+        for r in trial.rounds for boundary in LATENCIES for clock in (GPU_CLOCK, HOST)
         if r.find_measurement("latency", boundary, clock)
     ]  # fmt: skip
 
 
 def _make_sampling_cells(r: Round, boundary: str, clock: str) -> Row:
     samples = r.samples("latency", boundary, clock)
-    measured = r.find_measurement("latency", boundary, clock)
-    stopped = measured.stopped if measured else ""
+    measurement = r.find_measurement("latency", boundary, clock)
+    stopped = measurement.stopped if measurement else ""
     reason = {"ended": STOP_REASONS.get(stopped, stopped)}
     if not samples.size:
         return reason
@@ -82,16 +82,16 @@ def _format_interval(row: Row) -> str:
 
 def _make_percentile_columns(name: str) -> tuple[Column, ...]:
     """Return columns of a percentile of a round's samples and its exact interval, printed together."""
-    plain = duration_column(f"{name}_s", "of the samples, with its exact interval")
+    base_column = duration_column(f"{name}_s", "of the samples, with its exact interval")
 
     def format_cell(row: Row) -> str:
-        doubtful = not is_missing(value := row.get(plain.name)) and has_few_samples(name, row["samples"])
-        return mark_doubtful(show(value, "duration"), True) if doubtful else plain.text(row)
+        is_doubtful = not is_missing(value := row.get(base_column.name)) and has_few_samples(name, row["samples"])
+        return mark_doubtful(show(value, "duration"), True) if is_doubtful else base_column.text(row)
 
-    column = replace(plain, cell=format_cell)
+    column = replace(base_column, cell=format_cell)
     ends = (("_low", "lower"), ("_high", "upper"))
     return column, *(
-        Column(f"{name}_s{end}", f"{words} limit of its 95 % interval", "s", cell=lambda _: "") for end, words in ends
+        Column(f"{name}_s{end}", f"{bound} limit of its 95 % interval", "s", cell=lambda _: "") for end, bound in ends
     )
 
 
@@ -205,9 +205,10 @@ BYTES_TO_MB = 1e-6
 def _make_energy_table(run: RunData) -> Table | None:
     meter = Meter(run.records.folder)
     rows = [
-        copy_columns(run, row, ENERGY_COPIED) | {"power_w": found.watts, "images_s": found.rate, "rounds": found.rounds}
+        copy_columns(run, row, ENERGY_COPIED)
+        | {"power_w": energy.watts, "images_s": energy.rate, "rounds": energy.rounds}
         for _, row in run.frame.iterrows()
-        if (t := run.trials[row["trial"]]).good and (found := meter.measure(t))
+        if (t := run.trials[row["trial"]]).good and (energy := meter.measure(t))
     ]
     if all(row["energy_missing"] == NOT_ASKED for row in rows):
         return None
@@ -219,17 +220,17 @@ def _make_memory_table(run: RunData) -> Table | None:
     return MEMORY.build(MEMORY_COLUMNS, rows, notes=MEMORY_NOTES) if rows else None
 
 
-def _memory_row(t: TrialResult) -> Row:
-    rounds = [timeline.summarise_timeline(r.trace, ()) for r in t.good if r.trace is not None]
-    most = max(rounds, key=lambda one: -1.0 if math.isnan(one.memory) else one.memory)
-    net, before = BYTES_TO_MB * most.memory, BYTES_TO_MB * most.memory_before
-    row: Row = {"label": t.label, "trial": t.id, "before_mb": before, "peak_mb": before + net, "net_mb": net}
-    reserved, scratch = t.facts.reserved, t.facts.engine_memory
+def _memory_row(trial: TrialResult) -> Row:
+    summaries = [timeline.summarise_timeline(r.trace, ()) for r in trial.good if r.trace is not None]
+    peak = max(summaries, key=lambda summary: -1.0 if math.isnan(summary.memory) else summary.memory)
+    net, before = BYTES_TO_MB * peak.memory, BYTES_TO_MB * peak.memory_before
+    row: Row = {"label": trial.label, "trial": trial.id, "before_mb": before, "peak_mb": before + net, "net_mb": net}
+    reserved, scratch = trial.facts.reserved, trial.facts.engine_memory
     counted = reserved if reserved is not None else scratch
     if counted is None:
         return row
-    given = {} if t.facts.allocated is None else {"given_mb": BYTES_TO_MB * t.facts.allocated}
-    return {**row, **given, "counter": "PyTorch's allocator" if counted is reserved else "scratch of a context",
+    allocated = {} if trial.facts.allocated is None else {"given_mb": BYTES_TO_MB * trial.facts.allocated}
+    return {**row, **allocated, "counter": "PyTorch's allocator" if counted is reserved else "scratch of a context",
             "counted_mb": BYTES_TO_MB * counted, "rest_mb": net - BYTES_TO_MB * counted}  # fmt: skip
 
 

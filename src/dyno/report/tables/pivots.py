@@ -42,44 +42,44 @@ STATISTIC_COLUMNS = {**{name: name for name in STATISTICS if name != "std"}, "tr
 
 
 def make_pivot(
-    kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str = NUMBER, samples: str = "", **more: Any
+    kind: TableKind, run: RunData, columns: Mapping[str, str], value_kind: str = NUMBER, samples: str = "", **extra: Any
 ) -> Table | None:
     """Build one row per statistic, model, size and batch, with a column per configuration; None without numbers.
 
-    `columns` maps a statistic's name to a column of the frame or of `more`; `shown` is the kind of its numbers,
+    `columns` maps a statistic's name to a column of the frame or of `extra`; `value_kind` is the kind of its numbers,
     `samples` the frame's column of sample counts. A trial without a number is printed as its status, which is empty in
     CSV and JSON.
     """
-    frame = run.frame.assign(**more)
+    frame = run.frame.assign(**extra)
     columns = {k: c for k, c in columns.items() if frame[c].notna().any()}
     if not columns:
         return None
     rows = frame.assign(
         configuration=[configuration_of(r) for _, r in frame.iterrows()], **frame[list(columns.values())].astype(float)
     )
-    counts = rows.groupby("configuration", sort=False)[list(columns.values())].count().sum(axis=1) > 0
-    refused = rows.groupby("configuration", sort=False)["status"].agg(lambda s: set(s) <= {"ok", "skipped"})
+    has_number = rows.groupby("configuration", sort=False)[list(columns.values())].count().sum(axis=1) > 0
+    is_refused = rows.groupby("configuration", sort=False)["status"].agg(lambda s: set(s) <= {"ok", "skipped"})
     configurations = sorted(
-        (name for name in counts.index if counts[name] or not refused[name]), key=_make_sort_key(rows)
+        (name for name in has_number.index if has_number[name] or not is_refused[name]), key=_make_sort_key(rows)
     )
     pivoted: list[Row] = []
     for statistic, column in columns.items():
         for key, group in rows.groupby(list(KEY_COLUMNS), sort=False):
             values = dict(zip(group["configuration"], group[column], strict=True))
             names = list(group["configuration"])
-            instead = {
+            substitutes = {
                 name: _choose_substitute(r, statistic) for name, (_, r) in zip(names, group.iterrows(), strict=True)
             }
-            counted = zip(names, group[samples], strict=True) if samples else ()
-            doubts = {name for name, count in counted if has_few_samples(statistic, count)}
+            sample_counts = zip(names, group[samples], strict=True) if samples else ()
+            doubtful_names = {name for name, count in sample_counts if has_few_samples(statistic, count)}
             row = {
                 "statistic": statistic,
                 **dict(zip(KEY_COLUMNS, key, strict=True)),
-                "instead": instead,
-                "few": doubts,
+                "instead": substitutes,
+                "few": doubtful_names,
             }
             pivoted.append(row | {name: values.get(name) for name in configurations})
-    columns_ = (
+    table_columns = (
         STATISTIC_COLUMN,
         *pick(*KEY_COLUMNS),
         *(
@@ -87,21 +87,21 @@ def make_pivot(
             Column(
                 name,
                 "of this configuration",
-                kind=NUMBER if shown == COUNT else shown,
-                cell=_make_formatter(name, shown),
+                kind=NUMBER if value_kind == COUNT else value_kind,
+                cell=_make_formatter(name, value_kind),
             )
             for name in configurations
         ),
     )
-    return kind.build(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations),
-                   below=lambda part: [FEW_SAMPLES_NOTE] if any(row["few"] for row in part) else [])  # fmt: skip
+    return kind.build(table_columns, pivoted, group=("statistic",), notes=_left_out(rows, configurations),
+                   below=lambda rows: [FEW_SAMPLES_NOTE] if any(row["few"] for row in rows) else [])  # fmt: skip
 
 
 def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
     def format_cell(row: Row) -> str:
-        instead: str = row["instead"].get(name, "")
-        number = "" if is_missing(row[name]) else mark_doubtful(KIND_FORMATS[kind](row[name]), name in row["few"])
-        return instead or number
+        substitute: str = row["instead"].get(name, "")
+        number_text = "" if is_missing(row[name]) else mark_doubtful(KIND_FORMATS[kind](row[name]), name in row["few"])
+        return substitute or number_text
 
     return format_cell
 
@@ -122,18 +122,18 @@ def _make_sort_key(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
 
 def _left_out(rows: pd.DataFrame, configurations: list[str]) -> tuple[str, ...]:
     """Return the configurations without a column, with the reason for their refusal."""
-    refused = rows[~rows["configuration"].isin(configurations) & (rows["status"] == "skipped")]
-    refused = refused.drop_duplicates(["configuration", "reason"])
-    return tuple(f"{r['configuration']} was skipped: {r['reason']}" for _, r in refused.iterrows())
+    refusals = rows[~rows["configuration"].isin(configurations) & (rows["status"] == "skipped")]
+    refusals = refusals.drop_duplicates(["configuration", "reason"])
+    return tuple(f"{r['configuration']} was skipped: {r['reason']}" for _, r in refusals.iterrows())
 
 
 def _compute_equal(run: RunData) -> list[float | None]:
     """Return the percentage of output values close to the reference's, for each row of the frame."""
     shares: list[float | None] = []
     for index, name in enumerate(run.frame["trial"]):
-        t, other = run.trials[name], run.references.get(name)
-        applies = index < MAX_PAIRS and other is not None and other is not t and bool(t.good)
-        result = agreement.read_agreement(t, other) if applies and other is not None else None
+        trial, reference = run.trials[name], run.references.get(name)
+        is_comparable = index < MAX_PAIRS and reference is not None and reference is not trial and bool(trial.good)
+        result = agreement.read_agreement(trial, reference) if is_comparable and reference is not None else None
         shares.append(100 * result.close if result else None)
     return shares
 
@@ -144,14 +144,16 @@ def _make_kind(
     description: str,
     place: int,
     columns: Mapping[str, str],
-    shown: str = NUMBER,
+    value_kind: str = NUMBER,
     samples: str = "",
-    **more: Callable[[RunData], Any],
+    **extra: Callable[[RunData], Any],
 ) -> TableKind:
-    """Return the table kind of a `make_pivot`; `more` compute further columns of the frame."""
+    """Return the table kind of a `make_pivot`; `extra` compute further columns of the frame."""
 
     def make(run: RunData) -> Table | None:
-        return make_pivot(kind, run, columns, shown, samples, **{key: compute(run) for key, compute in more.items()})
+        return make_pivot(
+            kind, run, columns, value_kind, samples, **{key: compute(run) for key, compute in extra.items()}
+        )
 
     kind = TableKind(name, title, description, make, f"no trial has a number for {name}", "side", place)
     return kind
@@ -298,19 +300,19 @@ def _make_best_table(run: RunData) -> Table | None:
     rows = list_usable(run.frame).assign(ips=read_throughput(list_usable(run.frame))).dropna(subset=["ips"])
     if rows["size"].nunique() < 2 and rows["batch"].nunique() < 2:
         return None
-    best = [group.loc[group["ips"].idxmax()] for _, group in rows.groupby(list(SERIES), sort=False)]
+    best_rows = [group.loc[group["ips"].idxmax()] for _, group in rows.groupby(list(SERIES), sort=False)]
     cells = [
         {"model": r["model"], "configuration": configuration_of(r), "size": r["size"], "batch": int(r["batch"]),
          "images_per_s": r["ips"], "megapixels_per_s": r["ips"] * _count_pixels(r["size"]) / 1e6}
-        for r in best
+        for r in best_rows
     ]  # fmt: skip
     return BEST.build(BEST_COLUMNS, cells, notes=tuple(_find_winners(cells)))
 
 
-def _find_winners(best: list[dict[str, Any]]) -> Iterator[str]:
+def _find_winners(best_rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield for each model the combination with the highest throughput and, across sizes, with the most pixels."""
-    for model in dict.fromkeys(row["model"] for row in best):
-        rows = [row for row in best if row["model"] == model]
+    for model in dict.fromkeys(row["model"] for row in best_rows):
+        rows = [row for row in best_rows if row["model"] == model]
         for column, unit in (
             ("images_per_s", f"{name_items(*(row['size'] for row in rows))}/s"),
             ("megapixels_per_s", "megapixels/s"),
@@ -318,8 +320,8 @@ def _find_winners(best: list[dict[str, Any]]) -> Iterator[str]:
             if column == "megapixels_per_s" and len({row["size"] for row in rows}) == 1:
                 continue
             r = max(rows, key=lambda row: row[column])
-            best_at = f"{format_size(r['size'], 'size ')}, batch {r['batch']}, with {r['configuration']}".lstrip(", ")
-            yield f"{model}: most {unit}, {format_number(r[column])}, at {best_at}."
+            setting = f"{format_size(r['size'], 'size ')}, batch {r['batch']}, with {r['configuration']}".lstrip(", ")
+            yield f"{model}: most {unit}, {format_number(r[column])}, at {setting}."
 
 
 def _count_pixels(size: str) -> float:

@@ -70,24 +70,24 @@ def format_outcome(row: Row) -> str:
     """Return a row's outcome, abbreviated: status, budget, limits, or verdict on speed."""
     if row["status"] != "ok":
         return str(row["status"])
-    text = str(row["verdict"]).partition(":")[0]
+    verdict = str(row["verdict"]).partition(":")[0]
     if row.get("budget") == accuracy.OVER:
         return "over budget"
-    limit = "" if text in (OUTPUTS_WRONG, INCOMPARABLE) else str(row.get("limit") or "")
+    limit = "" if verdict in (OUTPUTS_WRONG, INCOMPARABLE) else str(row.get("limit") or "")
     if limit.startswith((accuracy.OVER, limits.UNMEASURED)):
-        return "reference, " * (text == REFERENCE) + limit.replace(limits.UNMEASURED, "no")
+        return "reference, " * (verdict == REFERENCE) + limit.replace(limits.UNMEASURED, "no")
     if row.get("budget") == accuracy.UNDECIDED:
         return "? budget" if is_missing(row["more_images"]) else f"? {format_count(int(row['more_images']), 'image')}"
     if limit.startswith(UNDECIDED):
-        return "reference, " * (text == REFERENCE) + limit.replace(UNDECIDED, "?")
-    if text == EQUIVALENT:
+        return "reference, " * (verdict == REFERENCE) + limit.replace(UNDECIDED, "?")
+    if verdict == EQUIVALENT:
         return f"equal ±{row['equivalent']:g} %"
-    if text == ONE_ROUND:
+    if verdict == ONE_ROUND:
         return "? one round"
-    if text == UNDECIDED and not is_missing(row["more_rounds"]):
-        more, what = int(row["more_rounds"]), "build" if over_builds(row) else "round"
-        return f"? {format_count(more, what)}" if more <= MAX_ROUNDS else f"? >{MAX_ROUNDS} {what}s"
-    return text
+    if verdict == UNDECIDED and not is_missing(row["more_rounds"]):
+        count, unit = int(row["more_rounds"]), "build" if over_builds(row) else "round"
+        return f"? {format_count(count, unit)}" if count <= MAX_ROUNDS else f"? >{MAX_ROUNDS} {unit}s"
+    return verdict
 
 
 def name_equivalence(percent: float) -> str:
@@ -100,26 +100,28 @@ def over_builds(row: Row) -> bool:
     return not is_missing(row.get("builds")) and row["builds"] > 1
 
 
-def rounds_needed(more: int, builds: bool) -> str:
+def rounds_needed(count: int, is_over_builds: bool) -> str:
     """Describe how many more rounds, or builds, would settle an undecided pair."""
-    what = "build" if builds else "round"
-    if more > MAX_ROUNDS:
-        return f"more than {MAX_ROUNDS} more {what}s"
-    return f"about {more} more {what}{'s' * (more != 1)}"
+    unit = "build" if is_over_builds else "round"
+    if count > MAX_ROUNDS:
+        return f"more than {MAX_ROUNDS} more {unit}s"
+    return f"about {count} more {unit}{'s' * (count != 1)}"
 
 
-def _make_limit_columns(name: str, of: str, unit: str, kind: str) -> tuple[Column, ...]:
-    return tuple(Column(f"{name}_{end}", f"{words} limit of {of}", unit, kind) for end, words in INTERVAL_ENDS.items())
+def _make_limit_columns(name: str, value: str, unit: str, kind: str) -> tuple[Column, ...]:
+    return tuple(
+        Column(f"{name}_{end}", f"{bound} limit of {value}", unit, kind) for end, bound in INTERVAL_ENDS.items()
+    )
 
 
-def _make_latency_columns(boundary: str, where: str) -> tuple[Column, ...]:
+def _make_latency_columns(boundary: str, scope: str) -> tuple[Column, ...]:
     titles = {"latency_model_ms_p95": ("p95 ms", 2), "latency_all_ms_median": ("all ms", 4)}
     columns = []
-    for name, words in STATISTICS.items():
+    for name, meaning in STATISTICS.items():
         column = f"latency_{boundary}_ms_{name}"
         title, rank = titles.get(column, ("", 0))
         cell = _make_formatter(column, name, boundary) if name in PERCENTILES else None
-        columns.append(Column(column, f"{words} of the latency, {where}", "ms", title=title, rank=rank, cell=cell))
+        columns.append(Column(column, f"{meaning} of the latency, {scope}", "ms", title=title, rank=rank, cell=cell))
     return tuple(columns)
 
 
@@ -137,9 +139,9 @@ def _make_formatter(column: str, statistic: str, boundary: str) -> Callable[[Row
     return format_cell
 
 
-def mark_doubtful(text: str, doubtful: bool) -> str:
+def mark_doubtful(text: str, is_doubtful: bool) -> str:
     """Put a number's text in parentheses if it is doubtful."""
-    return f"({text})" if doubtful else text
+    return f"({text})" if is_doubtful else text
 
 
 COLUMNS = (
@@ -285,26 +287,28 @@ def read_trials(
     """
     results = results if isinstance(results, Results) else load_run(results)
     budgets = accuracy.make_budgets(budget or results.settings.get("budget") or {})
-    most = limits.make_limits(limit or results.settings.get("limit") or {})
-    chosen = find_references(results, reference or results.settings.get("reference"))
-    measures = accuracy_references(results, chosen)
+    bounds = limits.make_limits(limit or results.settings.get("limit") or {})
+    references = find_references(results, reference or results.settings.get("reference"))
+    baselines = accuracy_references(results, references)
     groups: dict[Any, list[TrialResult]] = defaultdict(list)
     for t in results.trials:
         groups[t.group].append(t)
     clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in groups.items()}
-    single = {t.id for trials in groups.values() for t in trials if len(trials) == 1}  # nothing to compare with
-    others = compared_with(results, chosen)
-    checks = {t.id: correctness.check_correctness(t, others[t.id]) for t in results.trials if t.good and t.id in others}
+    single_ids = {t.id for trials in groups.values() for t in trials if len(trials) == 1}  # nothing to compare with
+    compared = compared_with(results, references)
+    checks = {
+        t.id: correctness.check_correctness(t, compared[t.id]) for t in results.trials if t.good and t.id in compared
+    }
     rows = [
         make_trial_row(
             t,
-            ComparisonBasis(chosen.get(t.id), budgets, clocks[t.group], measures.get(t.id), checks.get(t.id)),
-            compare=t.id not in single,
+            ComparisonBasis(references.get(t.id), budgets, clocks[t.group], baselines.get(t.id), checks.get(t.id)),
+            compare=t.id not in single_ids,
         )
         for t in results.trials
     ]
     rule = ranking.make_rule(results.settings, equivalent)
-    _judge_families(results.trials, rows, chosen, rule)
+    _judge_families(results.trials, rows, references, rule)
     _confirm_mixed(results.trials, rows)
     peaks = metrics_precision.find_peaks(results)
     meter = Meter(results.folder)
@@ -312,17 +316,17 @@ def read_trials(
         r | metrics_precision.list_work(t, r, results, peaks) | _read_energy(t, meter)
         for t, r in zip(results.trials, rows, strict=True)
     ]
-    for row in rows if most else ():
-        row[LIMIT_COLUMN.name] = limits.name_outcome(limits.check_limits(row, most)) if row["status"] == "ok" else ""
+    for row in rows if bounds else ():
+        row[LIMIT_COLUMN.name] = limits.name_outcome(limits.check_limits(row, bounds)) if row["status"] == "ok" else ""
     for row in rows:  # pandas 3 stores them as Arrow strings, which must be UTF-8
-        odd = {k: v for k, v in row.items() if isinstance(v, str) and not v.isascii()}
-        row |= {k: v.encode("utf-8", "backslashreplace").decode() for k, v in odd.items()}
-    table = _make_frame(rows, has_limits=bool(most))
+        non_ascii = {k: v for k, v in row.items() if isinstance(v, str) and not v.isascii()}
+        row |= {k: v.encode("utf-8", "backslashreplace").decode() for k, v in non_ascii.items()}
+    table = _make_frame(rows, has_limits=bool(bounds))
     if budget:
         _check_budget(budgets, table)
     if limit:
-        limits.check_frame(table, most)
-    return RunData(results, table, budgets, chosen, rule, others, most)
+        limits.check_frame(table, bounds)
+    return RunData(results, table, budgets, references, rule, compared, bounds)
 
 
 def _make_frame(rows: Sequence[dict[str, Any]], *, has_limits: bool) -> pd.DataFrame:
@@ -339,13 +343,13 @@ def _make_frame(rows: Sequence[dict[str, Any]], *, has_limits: bool) -> pd.DataF
 def _confirm_mixed(trials: Sequence[TrialResult], rows: Sequence[dict[str, Any]]) -> None:
     """Judge the mixed precisions of one trial in the order tried; see `accuracy.confirm`."""
     families: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    started = {t.id: min((r.record.started for r in t.good), default="") for t in trials}
-    for t, row in sorted(zip(trials, rows, strict=True), key=lambda pair: started[pair[0].id]):
+    start_times = {t.id: min((r.record.started for r in t.good), default="") for t in trials}
+    for t, row in sorted(zip(trials, rows, strict=True), key=lambda pair: start_times[pair[0].id]):
         if accuracy.KEEP_OPTION in t.options and row.get("budget"):
             families[t.batch, accuracy.make_series_key(t)].append(row)
     for family in families.values():
-        for row, holds in zip(family, accuracy.confirm([row.get("budget_p", 0.0) for row in family]), strict=True):
-            if row["budget"] == accuracy.WITHIN and not holds:
+        for row, is_proven in zip(family, accuracy.confirm([row.get("budget_p", 0.0) for row in family]), strict=True):
+            if row["budget"] == accuracy.WITHIN and not is_proven:
                 row["budget"] = accuracy.UNDECIDED
 
 
@@ -356,7 +360,7 @@ def _check_budget(budgets: Sequence[accuracy.Budget], table: pd.DataFrame) -> No
             raise UserError(f"no trial here was measured in {budget.metric}, which the budget {budget} is about")
 
 
-def make_trial_row(t: TrialResult, against: ComparisonBasis, compare: bool = True) -> dict[str, Any]:
+def make_trial_row(t: TrialResult, basis: ComparisonBasis, compare: bool = True) -> dict[str, Any]:
     """Return one trial as a dict of COLUMNS; a column that doesn't apply is missing, None or NaN."""
     columns: dict[str, Any] = dict.fromkeys(TEXT_COLUMNS, "")
     columns |= {
@@ -369,33 +373,30 @@ def make_trial_row(t: TrialResult, against: ComparisonBasis, compare: bool = Tru
         columns |= {"place": t.placement.place, "card": t.placement.card}
     if t.good:
         columns |= (
-            _compute_latencies(t)
-            | _read_values(t)
-            | _compute_accuracy(t, against)
-            | _compute_speed(t, against, compare)
+            _compute_latencies(t) | _read_values(t) | _compute_accuracy(t, basis) | _compute_speed(t, basis, compare)
         )
         columns |= _check_precision(t) | _read_gpu(t) | _read_evaluation(t)
-        columns |= _judge_outputs(against, columns)
+        columns |= _judge_outputs(basis, columns)
     return columns
 
 
-def _judge_outputs(against: ComparisonBasis, row: Mapping[str, Any]) -> dict[str, Any]:
+def _judge_outputs(basis: ComparisonBasis, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns on correctness of outputs; a row with wrong outputs gets no speed-up.
 
     An accuracy within its budget on labelled images outweighs changed classes.
     """
-    outputs = against.outputs
+    outputs = basis.outputs
     if outputs is None:
         return {}
-    accurate = (
-        bool(against.budgets) and row.get("budget") == accuracy.WITHIN and not outputs.error > outputs.tolerance.limit
+    is_accurate = (
+        bool(basis.budgets) and row.get("budget") == accuracy.WITHIN and not outputs.error > outputs.tolerance.limit
     )
     columns: dict[str, Any] = {
         "output_error": outputs.error,
         "answers_changed": math.nan if outputs.changed is None else 100 * outputs.changed,
         "labels_changed": 100 * outputs.labels_changed,
-        "outputs": OUTPUTS_AGREE if outputs.ok or accurate else OUTPUTS_WRONG,
-        "outputs_doubt": "" if accurate else outputs.doubt,
+        "outputs": OUTPUTS_AGREE if outputs.ok or is_accurate else OUTPUTS_WRONG,
+        "outputs_doubt": "" if is_accurate else outputs.doubt,
     }
     if columns["outputs"] == OUTPUTS_WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):
         columns["verdict"] = f"{OUTPUTS_WRONG}: {outputs.reason}"
@@ -423,8 +424,8 @@ def exit_code(table: pd.DataFrame, *, budget: bool = False, unasked: Collection[
         return 3
     if budget and not all(table["budget"][table["status"] == "ok"]):
         return 3
-    judged = [b for b, v in zip(table["budget"], table["verdict"], strict=True) if b and v != REFERENCE]
-    return 1 if judged and all(b == accuracy.OVER for b in judged) else 0
+    decisions = [b for b, v in zip(table["budget"], table["verdict"], strict=True) if b and v != REFERENCE]
+    return 1 if decisions and all(b == accuracy.OVER for b in decisions) else 0
 
 
 def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> str:
@@ -432,33 +433,33 @@ def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> s
     return next((b for b in LATENCIES if t.medians(b) and (reference is None or reference.medians(b))), "")
 
 
-def _compute_latencies(t: TrialResult) -> dict[str, float]:
+def _compute_latencies(trial: TrialResult) -> dict[str, float]:
     columns: dict[str, float] = {}
-    compared = compared_boundary(t)
+    main_boundary = compared_boundary(trial)
     for boundary in LATENCIES:
-        quiet = find_quiet_rounds(t, boundary)
-        if sampled := [each for each in t.list_sampled("latency", boundary) if each[0] in quiet]:
-            rounds = [samples for _, samples in sampled]
-            s = stats.over_rounds(rounds)
-            if boundary != compared and _find_contradiction(t, boundary, s.median):
+        quiet_rounds = find_quiet_rounds(trial, boundary)
+        if round_samples := [each for each in trial.list_sampled("latency", boundary) if each[0] in quiet_rounds]:
+            rounds = [samples for _, samples in round_samples]
+            summary = stats.over_rounds(rounds)
+            if boundary != main_boundary and _find_contradiction(trial, boundary, summary.median):
                 continue
-            columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
-            columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
+            columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(summary, name) for name in STATISTICS}
+            columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * summary.trimmed_std
             columns[f"samples_{boundary}"] = min(map(len, rounds))
-            for name, interval in zip(PERCENTILES, _compute_percentiles(sampled), strict=True):
+            for name, interval in zip(PERCENTILES, _compute_percentiles(round_samples), strict=True):
                 columns |= {
                     f"latency_{boundary}_ms_{name}_{end}": 1e3 * getattr(interval, end) for end in INTERVAL_ENDS
                 }
     return columns
 
 
-def _compute_percentiles(sampled: Sequence[tuple[Round, np.ndarray]]) -> list[stats.Interval]:
+def _compute_percentiles(round_samples: Sequence[tuple[Round, np.ndarray]]) -> list[stats.Interval]:
     """Compute percentiles over several processes with undisturbed medians; for a single process, its own."""
-    if len(sampled) == 1:
-        return stats.percentile_intervals(sampled[0][1], PERCENTILES.values())
+    if len(round_samples) == 1:
+        return stats.percentile_intervals(round_samples[0][1], PERCENTILES.values())
     shares = (0.5, *PERCENTILES.values())
-    medians, *each = (by_build((r, stats.percentile_of(x, share)) for r, x in sampled) for share in shares)
-    return [stats.find_center(values, medians) for values in each]
+    medians, *percentiles = (by_build((r, stats.percentile_of(x, share)) for r, x in round_samples) for share in shares)
+    return [stats.find_center(values, medians) for values in percentiles]
 
 
 def _measure_rate(t: TrialResult) -> stats.Interval:
@@ -475,117 +476,118 @@ def _find_contradiction(t: TrialResult, boundary: str, seconds: float) -> float 
     """
     if t.device.startswith("cuda") or any(r.facts.delays.get(boundary) for r in find_quiet_rounds(t, boundary, 0)):
         return None
-    usual = min((median(found) for b in LATENCIES if (found := quiet_medians(t, b))), default=math.nan)
-    return usual if seconds > MAX_INTERVAL_RATIO * usual else None
+    min_latency = min((median(medians) for b in LATENCIES if (medians := quiet_medians(t, b))), default=math.nan)
+    return min_latency if seconds > MAX_INTERVAL_RATIO * min_latency else None
 
 
-def _read_values(t: TrialResult) -> dict[str, Any]:
-    size, rate = t.value("file_size"), _measure_rate(t)
+def _read_values(trial: TrialResult) -> dict[str, Any]:
+    size, rate = trial.value("file_size"), _measure_rate(trial)
     return {
         "throughput_ips": rate.value,
         "throughput_low": rate.low,
         "throughput_high": rate.high,
-        "size_mb": _scale_value(t.artifact.bytes if size is None and t.artifact else size, 1e-6),
-        "layers": t.count("layers"),
-        "parameters": t.count("parameters"),
-        "gpu_memory_mb": _scale_value(t.gpu.memory if t.gpu else None, 1e-6),
-        "memory_mb": _scale_value(t.value("peak_memory"), 1e-6),
-        "build_s": build_seconds(t),
-        "route": t.made_by.onnx_route,
-        "first_call_ms": _scale_value(t.value("first_call"), 1e3),
-        "load_s": t.value("load"),
+        "size_mb": _scale_value(trial.artifact.bytes if size is None and trial.artifact else size, 1e-6),
+        "layers": trial.count("layers"),
+        "parameters": trial.count("parameters"),
+        "gpu_memory_mb": _scale_value(trial.gpu.memory if trial.gpu else None, 1e-6),
+        "memory_mb": _scale_value(trial.value("peak_memory"), 1e-6),
+        "build_s": build_seconds(trial),
+        "route": trial.made_by.onnx_route,
+        "first_call_ms": _scale_value(trial.value("first_call"), 1e3),
+        "load_s": trial.value("load"),
     }
 
 
-def _read_gpu(t: TrialResult) -> dict[str, Any]:
-    launch = remarks.describe_launch(t) if t.device != "cpu" else None
+def _read_gpu(trial: TrialResult) -> dict[str, Any]:
+    launch = remarks.describe_launch(trial) if trial.device != "cpu" else None
     columns: dict[str, Any] = {"outside_gpu_ms": 1e3 * launch.outside} if launch else {}
     if launch and launch.queued is not None:
         columns["queued_ms"] = 1e3 * launch.queued
-    if t.gpu is None:
+    if trial.gpu is None:
         return columns
     return columns | {
-        "gpu_util": t.gpu.utilisation, "gpu_clock_mhz": t.gpu.clock, "gpu_power_w": t.gpu.power,
-        "gpu_temperature_c": t.gpu.temperature, "throttle": t.gpu.throttle, "gpu_others": t.gpu.other_processes,
-        "throttled_samples": sum(span.hit for span in remarks.describe_throttling(t)),
+        "gpu_util": trial.gpu.utilisation, "gpu_clock_mhz": trial.gpu.clock, "gpu_power_w": trial.gpu.power,
+        "gpu_temperature_c": trial.gpu.temperature, "throttle": trial.gpu.throttle,
+        "gpu_others": trial.gpu.other_processes,
+        "throttled_samples": sum(span.hit for span in remarks.describe_throttling(trial)),
     }  # fmt: skip
 
 
-def _read_energy(t: TrialResult, meter: Meter) -> dict[str, Any]:
-    if not t.good:
+def _read_energy(trial: TrialResult, meter: Meter) -> dict[str, Any]:
+    if not trial.good:
         return {}
-    found = meter.measure(t)
+    energy = meter.measure(trial)
     return {
-        "energy_j": found.net.value, "energy_j_low": found.net.low, "energy_j_high": found.net.high,
-        "energy_gross_j": found.gross, "idle_w": found.idle, "energy_missing": found.missing_reason,
+        "energy_j": energy.net.value, "energy_j_low": energy.net.low, "energy_j_high": energy.net.high,
+        "energy_gross_j": energy.gross, "idle_w": energy.idle, "energy_missing": energy.missing_reason,
     }  # fmt: skip
 
 
-def _read_evaluation(t: TrialResult) -> dict[str, Any]:
+def _read_evaluation(trial: TrialResult) -> dict[str, Any]:
     """Return images per second of the whole evaluation, and the median time per image of each stage."""
-    columns: dict[str, Any] = {"pipeline_ips": t.value("pipeline")}
+    columns: dict[str, Any] = {"pipeline_ips": trial.value("pipeline")}
     for stage in EVALUATION_STAGES:
-        samples = t.samples(stage, "")
+        samples = trial.samples(stage, "")
         columns[f"{stage}_ms"] = (
-            1e3 * stats.summarise(samples).median if samples.size else _scale_value(t.value(stage), 1e3)
+            1e3 * stats.summarise(samples).median if samples.size else _scale_value(trial.value(stage), 1e3)
         )
     return columns
 
 
-def build_seconds(t: TrialResult) -> float | None:
+def build_seconds(trial: TrialResult) -> float | None:
     """Return the seconds of a trial's preparation: the whole chain of files, and compilation inside the process.
 
     Later rounds may hit the compiler's cache, so rounds that really compiled are preferred.
     """
-    steps = [step.seconds for step in t.made_by.steps]
-    chain = sum(steps) if steps else t.artifact.seconds if t.artifact else None
-    compiled = [r for r in t.good if r.value("build") is not None]
-    fresh = [r for r in compiled if not r.facts.build_cached] or compiled
-    inside = max((v for r in fresh if (v := r.value("build")) is not None), default=None)
-    return None if chain is None and inside is None else float(chain or 0) + float(inside or 0)
+    steps = [step.seconds for step in trial.made_by.steps]
+    chain_s = sum(steps) if steps else trial.artifact.seconds if trial.artifact else None
+    compiled_rounds = [r for r in trial.good if r.value("build") is not None]
+    fresh_rounds = [r for r in compiled_rounds if not r.facts.build_cached] or compiled_rounds
+    compile_s = max((v for r in fresh_rounds if (v := r.value("build")) is not None), default=None)
+    return None if chain_s is None and compile_s is None else float(chain_s or 0) + float(compile_s or 0)
 
 
-def _compute_accuracy(t: TrialResult, against: ComparisonBasis) -> dict[str, Any]:
+def _compute_accuracy(trial: TrialResult, basis: ComparisonBasis) -> dict[str, Any]:
     """Return each metric of the trial's task, its change against the reference, and the decision on the budget."""
-    scores = metrics.list_measured(t)
+    scores = metrics.list_measured(trial)
     if not scores:
         return {}
-    columns: dict[str, Any] = {"images": scores[0][1].images, "set_aside": accuracy.set_aside(t)}
+    columns: dict[str, Any] = {"images": scores[0][1].images, "set_aside": accuracy.set_aside(trial)}
     for metric, value in scores:
         columns |= in_percent(metric.column, value.interval)
-    reference = against.accuracy_reference or against.reference
-    if reference is None or find_mismatch(t, reference) == OTHER_WEIGHTS:
+    reference = basis.accuracy_reference or basis.reference
+    if reference is None or find_mismatch(trial, reference) == OTHER_WEIGHTS:
         return columns
-    changes = {m.name: (m, change) for m, _ in scores if (change := m.change(t, reference)) is not None}
+    changes = {m.name: (m, change) for m, _ in scores if (change := m.change(trial, reference)) is not None}
     if not changes:
         return columns
     columns["budget_reference"] = reference.id
-    if t is reference:
-        same = {metric.diff: 0.0 for metric, _ in changes.values()}
-        return columns | same | {"budget": accuracy.WITHIN if against.budgets else ""}
+    if trial is reference:
+        zero_changes = {metric.diff: 0.0 for metric, _ in changes.values()}
+        return columns | zero_changes | {"budget": accuracy.WITHIN if basis.budgets else ""}
     for metric, change in changes.values():
         columns |= in_percent(metric.diff, change.difference)
-    if decision := accuracy.decide_all({name: change for name, (_, change) in changes.items()}, against.budgets):
+    if decision := accuracy.decide_all({name: change for name, (_, change) in changes.items()}, basis.budgets):
         columns |= {"budget": decision.verdict, "more_images": decision.more, "budget_p": decision.chance}
     return columns
 
 
-def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> dict[str, Any]:
-    reference = against.reference if compare else None
-    boundary = compared_boundary(t, reference) or compared_boundary(t)
-    clock = against.clocks.get(boundary) or clock_of(boundary, t)
-    own = stats.find_center(quiet_medians(t, boundary, clock)) if boundary else None
+def _compute_speed(trial: TrialResult, basis: ComparisonBasis, compare: bool) -> dict[str, Any]:
+    reference = basis.reference if compare else None
+    boundary = compared_boundary(trial, reference) or compared_boundary(trial)
+    clock = basis.clocks.get(boundary) or clock_of(boundary, trial)
+    time = stats.find_center(quiet_medians(trial, boundary, clock)) if boundary else None
     columns: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
-    if own is None:
+    if time is None:
         return columns
-    columns |= {"latency_ms": 1e3 * own.value, "latency_ms_low": 1e3 * own.low, "latency_ms_high": 1e3 * own.high}
+    columns |= {"latency_ms": 1e3 * time.value, "latency_ms_low": 1e3 * time.low, "latency_ms_high": 1e3 * time.high}
     if reference is None or not reference.medians(boundary, clock):
         return columns
     columns["reference"] = reference.id
-    if t is reference:
+    if trial is reference:
         return columns | {"speedup": 1.0, "verdict": REFERENCE}
-    if why := find_mismatch(t, reference):
-        return columns | {"verdict": f"{INCOMPARABLE}: {why}"}
+    if mismatch := find_mismatch(trial, reference):
+        return columns | {"verdict": f"{INCOMPARABLE}: {mismatch}"}
     return columns
 
 
@@ -601,8 +603,8 @@ def _judge_families(
                 families[row["reference"]].append((row, evidence))
     latencies = {row["trial"]: row.get("latency_ms", math.nan) for row in rows}
     for t, row in zip(trials, rows, strict=True):
-        shorter = _find_contradiction(t, row["boundary"], latencies[t.id] / 1e3)
-        latencies |= {t.id: 1e3 * shorter} if shorter else {}
+        other_latency = _find_contradiction(t, row["boundary"], latencies[t.id] / 1e3)
+        latencies |= {t.id: 1e3 * other_latency} if other_latency else {}
     for family in families.values():
         for (row, _), s in zip(family, stats.decide_family([e for _, e in family], rule), strict=True):
             s = _fit_latencies(s, latencies[row["reference"]] / latencies[row["trial"]])
@@ -612,18 +614,18 @@ def _judge_families(
                     "rounds_left_out": s.rejected or None, "speedup_all_rounds": s.unfiltered}  # fmt: skip
 
 
-def _fit_latencies(s: stats.Speedup, ratio: float) -> stats.Speedup:
+def _fit_latencies(speedup: stats.Speedup, ratio: float) -> stats.Speedup:
     """Return a speed-up consistent with the two printed latencies, which have the given ratio.
 
     A speed-up more than a factor of two off comes from disturbed blocks. If the interval contains the latencies' ratio,
     that ratio becomes the estimate; else everything but the doubtful verdict is NaN.
     """
-    if not math.isfinite(s.value * ratio) or abs(math.log(s.value / ratio)) <= math.log(MAX_INTERVAL_RATIO):
-        return s
-    if s.low <= ratio <= s.high:
-        return replace(s, value=ratio)
-    verdict = s.verdict if s.verdict == stats.ONE_ROUND else stats.UNDECIDED
-    return stats.Speedup(math.nan, math.nan, math.nan, verdict, s.measured)
+    if not math.isfinite(speedup.value * ratio) or abs(math.log(speedup.value / ratio)) <= math.log(MAX_INTERVAL_RATIO):
+        return speedup
+    if speedup.low <= ratio <= speedup.high:
+        return replace(speedup, value=ratio)
+    verdict = speedup.verdict if speedup.verdict == stats.ONE_ROUND else stats.UNDECIDED
+    return stats.Speedup(math.nan, math.nan, math.nan, verdict, speedup.measured)
 
 
 def _scale_value(value: Any, factor: float) -> float:
@@ -631,8 +633,8 @@ def _scale_value(value: Any, factor: float) -> float:
 
 
 def _make_trials_table(run: RunData) -> Table:
-    several = ("device",) if run.frame["device"].nunique() > 1 else ()
-    group = ("model", "size", "batch", *several)
+    device_key = ("device",) if run.frame["device"].nunique() > 1 else ()
+    group = ("model", "size", "batch", *device_key)
     cells: list[Row] = run.frame.to_dict("records")
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in cells:
@@ -640,8 +642,8 @@ def _make_trials_table(run: RunData) -> Table:
     ranks = itertools.count()
     for rows in groups.values():
         is_comparison = any(run.trials[row["trial"]].side for row in rows)  # each pair is a separate question
-        for place, row in enumerate(rows if is_comparison else ranking.order_group(rows, run.trials)):
-            row |= {RANK_KEY: next(ranks), FIRST_KEY: place == 0 and len(rows) > 1 and not is_comparison}
+        for position, row in enumerate(rows if is_comparison else ranking.order_group(rows, run.trials)):
+            row |= {RANK_KEY: next(ranks), FIRST_KEY: position == 0 and len(rows) > 1 and not is_comparison}
     columns, printed = _choose_columns(run.limits)
     return TRIALS.build(
         columns,
@@ -662,8 +664,8 @@ def _choose_columns(wanted_limits: Sequence[limits.Limit]) -> tuple[tuple[Column
     columns = tuple(
         replace(c, rank=0, title=c.title or f"{names[c.name]} {c.unit}") if c.name in names else c for c in COLUMNS
     )
-    at = PRINTED.index("latency_ms") + 1
-    return (*columns, LIMIT_COLUMN), (*PRINTED[:at], *(name for name in names if name not in PRINTED), *PRINTED[at:])
+    end = PRINTED.index("latency_ms") + 1
+    return (*columns, LIMIT_COLUMN), (*PRINTED[:end], *(name for name in names if name not in PRINTED), *PRINTED[end:])
 
 
 def make_footnote(rows: list[Row], percentiles: Sequence[str] = ("p95",)) -> tuple[str, ...]:
@@ -682,14 +684,14 @@ def make_footnote(rows: list[Row], percentiles: Sequence[str] = ("p95",)) -> tup
 
 def list_reasons(rows: list[Row]) -> list[str]:
     """Return the reasons of failed rows."""
-    failed = (r for r in rows if r["status"] not in ("ok", UNFINISHED))
-    return [f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in failed]
+    failures = (r for r in rows if r["status"] not in ("ok", UNFINISHED))
+    return [f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in failures]
 
 
 def _list_unranked(rows: list[Row]) -> list[str]:
     """Return the reasons of rows that failed, gave wrong outputs, or can't be compared."""
-    words = [r for r in rows if r["status"] == "ok" and ": " in str(r["verdict"])]
-    return [*list_reasons(rows), *(f"{r['backend']} {r['precision']}: {r['verdict']}" for r in words)]
+    excluded_rows = [r for r in rows if r["status"] == "ok" and ": " in str(r["verdict"])]
+    return [*list_reasons(rows), *(f"{r['backend']} {r['precision']}: {r['verdict']}" for r in excluded_rows)]
 
 
 def _list_disturbed(rows: list[Row]) -> Iterator[str]:
@@ -713,22 +715,22 @@ def _list_disturbed(rows: list[Row]) -> Iterator[str]:
             )
 
 
-def _has_opposite_signs(row: Row, latency_ms: float) -> bool:
+def _has_opposite_signs(row: Row, reference_ms: float) -> bool:
     """Return whether speed-up and latencies, at least 5 % apart, name different rows as faster."""
-    shown = math.log(latency_ms / row["latency_ms"])
+    log_ratio = math.log(reference_ms / row["latency_ms"])
     low, high = row["speedup_low"], row["speedup_high"]
     return (
         (is_missing(low) or is_bounded(low, high))
-        and abs(shown) > math.log(1.05)
-        and math.log(row["speedup"]) * shown < 0
+        and abs(log_ratio) > math.log(1.05)
+        and math.log(row["speedup"]) * log_ratio < 0
     )
 
 
 def _list_unproven(rows: list[Row], wanted_limits: Sequence[limits.Limit]) -> Iterator[str]:
     """Yield why it is unknown whether rows keep their limits."""
     for row in rows:
-        judged = row["status"] == "ok" and not str(row["verdict"]).startswith((OUTPUTS_WRONG, INCOMPARABLE))
-        if judged and (text := limits.describe_misses(row, wanted_limits, (accuracy.UNDECIDED, limits.UNMEASURED))):
+        is_judged = row["status"] == "ok" and not str(row["verdict"]).startswith((OUTPUTS_WRONG, INCOMPARABLE))
+        if is_judged and (text := limits.describe_misses(row, wanted_limits, (accuracy.UNDECIDED, limits.UNMEASURED))):
             yield f"{row['backend']} {row['precision']}: {text}"
 
 

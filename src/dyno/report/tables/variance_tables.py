@@ -104,21 +104,21 @@ BUILDS = TableKind(
 def _make_variance_table(run: RunData) -> Table | None:
     rows = []
     for row in run.frame.to_dict("records"):
-        t, boundary, clock = run.trials[row["trial"]], str(row["boundary"]), str(row["clock"])
-        if boundary and len(t.good) > 1:
-            every = [(r.build, blocks) for r in t.good if (blocks := _split_blocks(r, boundary, clock))]
-            rows += _make_row(t, boundary, LATENCY, _estimate_levels(every))
-            reference = run.references.get(t.id)
-            if reference is not None and reference is not t:
-                ratios = block_ratios(reference, t, boundary, clock)
+        trial, boundary, clock = run.trials[row["trial"]], str(row["boundary"]), str(row["clock"])
+        if boundary and len(trial.good) > 1:
+            round_blocks = [(r.build, blocks) for r in trial.good if (blocks := _split_blocks(r, boundary, clock))]
+            rows += _make_row(trial, boundary, LATENCY, _estimate_levels(round_blocks))
+            reference = run.references.get(trial.id)
+            if reference is not None and reference is not trial:
+                ratios = block_ratios(reference, trial, boundary, clock)
                 rows += _make_row(
-                    t, boundary, RATIO, _estimate_levels([(each.builds, [*each.logs[:, None]]) for each in ratios])
+                    trial, boundary, RATIO, _estimate_levels([(each.builds, [*each.logs[:, None]]) for each in ratios])
                 )
     return VARIANCE.build(VARIANCE_COLUMNS, rows, notes=(VARIANCE_NOTE,)) if rows else None
 
 
-def _estimate_levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.VarianceComponents | None:
-    return stats.estimate_levels([blocks for _, blocks in every], [build for build, _ in every])
+def _estimate_levels(round_blocks: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.VarianceComponents | None:
+    return stats.estimate_levels([blocks for _, blocks in round_blocks], [build for build, _ in round_blocks])
 
 
 def _split_blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
@@ -133,34 +133,34 @@ def _split_blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
     )
 
 
-def _make_row(t: TrialResult, boundary: str, of: str, levels: stats.VarianceComponents | None) -> list[Row]:
+def _make_row(trial: TrialResult, boundary: str, quantity: str, levels: stats.VarianceComponents | None) -> list[Row]:
     """Return the row of a trial's latency or ratio, as a list; empty with too few rounds."""
     if levels is None:
         return []
     total, (count, blocks, samples) = sum(levels.parts) or 1.0, levels.counts
-    absent = {name for name, lacks in (("builds", levels.builds is None), ("samples", of == RATIO)) if lacks}
+    absent = {name for name, lacks in (("builds", levels.builds is None), ("samples", quantity == RATIO)) if lacks}
     names = [name for name in VARIANCE_LEVELS if name not in absent]  # a block has one ratio
     parts = dict(zip(VARIANCE_LEVELS, levels.parts, strict=True))
-    sampled = [sum(r.samples("latency", boundary)) for r in t.good]
-    seconds = float(np.median(sampled))
-    start = max(0.0, float(np.median([r.record.seconds for r in t.good])) - seconds)
-    best = levels.best_blocks(start, seconds / blocks) * seconds / blocks
+    durations = [sum(r.samples("latency", boundary)) for r in trial.good]
+    seconds = float(np.median(durations))
+    start = max(0.0, float(np.median([r.record.seconds for r in trial.good])) - seconds)
+    best_seconds = levels.best_blocks(start, seconds / blocks) * seconds / blocks
     return [
-        {"label": t.label, "of": of, "rounds": count, "blocks": blocks, "samples": samples}
+        {"label": trial.label, "of": quantity, "rounds": count, "blocks": blocks, "samples": samples}
         | {f"{name}_share": 100 * parts[name] / total for name in names}
         | {f"{name}_spread": 100 * math.sqrt(getattr(levels, name)) for name in names}
-        | {"seconds": seconds, "best_seconds": best}
-        | {"advice": BUILDS_FIRST if parts["builds"] > total / 2 else _choose_advice(best, seconds)}
+        | {"seconds": seconds, "best_seconds": best_seconds}
+        | {"advice": BUILDS_FIRST if parts["builds"] > total / 2 else _choose_advice(best_seconds, seconds)}
     ]
 
 
-def _choose_advice(best: float, seconds: float) -> str:
-    if math.isinf(best):
+def _choose_advice(best_seconds: float, seconds: float) -> str:
+    if math.isinf(best_seconds):
         return "longer rounds: rounds differ no more than their blocks and samples do"
-    if best > OTHER_LENGTH * seconds:
-        return f"longer rounds: about {show(best, 'duration', 2)}"
-    if best * OTHER_LENGTH < seconds:
-        return f"more and shorter rounds: about {show(best, 'duration', 2)}"
+    if best_seconds > OTHER_LENGTH * seconds:
+        return f"longer rounds: about {show(best_seconds, 'duration', 2)}"
+    if best_seconds * OTHER_LENGTH < seconds:
+        return f"more and shorter rounds: about {show(best_seconds, 'duration', 2)}"
     return "more rounds of this length"
 
 

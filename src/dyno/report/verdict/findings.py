@@ -100,44 +100,44 @@ def format_ms(value: float) -> str:
 
 def list_device_findings(results: Results) -> Iterator[Finding]:
     """Yield a sentence on the devices' differences and one on their parallel use; empty for a study on one device."""
-    found = read_devices(results.folder)
-    if found is None:
+    devices = read_devices(results.folder)
+    if devices is None:
         return
-    if difference := _describe_difference(found):
+    if difference := _describe_difference(devices):
         yield Finding(NOTE, difference)
-    yield Finding(NOTE, _describe_company(found))
+    yield Finding(NOTE, _describe_company(devices))
 
 
-def _describe_difference(found: AnchorDevices) -> str:
+def _describe_difference(devices: AnchorDevices) -> str:
     """Describe the difference between the slowest and the fastest device, by the anchor trial alone on each."""
-    if found.extremes is None:
+    if devices.extremes is None:
         return ""
-    fastest, slowest, real = found.extremes
+    fastest, slowest, is_real = devices.extremes
     percent = 100 * (estimate_latency(slowest) / estimate_latency(fastest) - 1)
-    noise = "" if real else "; that is within the noise of its rounds"
+    noise = "" if is_real else "; that is within the noise of its rounds"
     names = f"{slowest.place} is the slowest, {fastest.place} the fastest"
-    return f"Cards differ by {percent:.2g} % ({found.anchor}, repeated on each: {names}{noise})."
+    return f"Cards differ by {percent:.2g} % ({devices.anchor}, repeated on each: {names}{noise})."
 
 
-def _describe_company(found: AnchorDevices) -> str:
+def _describe_company(devices: AnchorDevices) -> str:
     """Describe whether devices worked in parallel, and the slow-down compared with each device alone."""
-    if not found.side_by_side:
-        by = f" ({found.anchor}: {_format_slowdowns(found.disturbed)})" if found.disturbed else ""
-        return f"Blocks were measured one at a time where devices were slower side by side than alone{by}."
-    if found.devices and not found.speedups:
+    if not devices.side_by_side:
+        evidence = f" ({devices.anchor}: {_format_slowdowns(devices.disturbed)})" if devices.disturbed else ""
+        return f"Blocks were measured one at a time where devices were slower side by side than alone{evidence}."
+    if devices.devices and not devices.speedups:
         return "Devices worked side by side: each is on a different host."
-    certain = {place: one for place, one in found.speedups.items() if one.verdict == stats.SLOWER}
-    if certain:
-        equal = f"up to {found.equivalent:g} % count as equal"
-        each = f"{found.anchor}: {_format_slowdowns(certain)}"
-        return f"Devices worked side by side: they were hardly slower than alone ({each}; {equal})."
-    worst = min((one.low for one in found.speedups.values()), default=math.nan)
-    bound = f" (by less than {percent_slower(worst):.2g} %, with 95 % confidence)" if 0.5 < worst < 1 else ""
+    slowdowns = {device: speedup for device, speedup in devices.speedups.items() if speedup.verdict == stats.SLOWER}
+    if slowdowns:
+        margin = f"up to {devices.equivalent:g} % count as equal"
+        detail = f"{devices.anchor}: {_format_slowdowns(slowdowns)}"
+        return f"Devices worked side by side: they were hardly slower than alone ({detail}; {margin})."
+    min_ratio = min((speedup.low for speedup in devices.speedups.values()), default=math.nan)
+    bound = f" (by less than {percent_slower(min_ratio):.2g} %, with 95 % confidence)" if 0.5 < min_ratio < 1 else ""
     return f"Devices worked side by side: none was measurably slower than alone{bound}."
 
 
 def _format_slowdowns(speedups: Mapping[str, stats.Speedup]) -> str:
-    return ", ".join(f"{place} by {percent_slower(one.value):.2g} %" for place, one in speedups.items())
+    return ", ".join(f"{device} by {percent_slower(speedup.value):.2g} %" for device, speedup in speedups.items())
 
 
 # Lowered precisions that fail the budget, and the effect of keeping some layers in a higher precision.
@@ -155,43 +155,43 @@ def list_failing(run: RunData) -> list[str]:
     """
     frame = run.frame
     rows = {row["trial"]: row for _, row in frame.iterrows()}
-    smallest: dict[Any, TrialResult] = {}
+    by_series: dict[Any, TrialResult] = {}
     for t in sorted(run.records, key=lambda t: t.batch):
         if t.precision in LOWERED_PRECISIONS and KEEP_OPTION not in t.options and t.status == "ok":
-            smallest.setdefault(accuracy.make_series_key(t), t)
-    chosen = []
-    for t in smallest.values():
+            by_series.setdefault(accuracy.make_series_key(t), t)
+    ids = []
+    for t in by_series.values():
         row = rows[t.id]
-        others = frame[(frame["model"] == t.model) & (frame["size"] == t.size) & (frame["device"] == t.device)]
-        higher = others[others["precision"].isin(HIGHER_PRECISIONS) & (others["status"] == "ok")]
+        peers = frame[(frame["model"] == t.model) & (frame["size"] == t.size) & (frame["device"] == t.device)]
+        higher_rows = peers[peers["precision"].isin(HIGHER_PRECISIONS) & (peers["status"] == "ok")]
         if (
             row["budget"] in (OVER, UNDECIDED)
-            and (higher["budget"] == WITHIN).any()
+            and (higher_rows["budget"] == WITHIN).any()
             and _has_enough_images(row, run.budgets)
         ):
-            chosen.append(t.id)
-    return chosen
+            ids.append(t.id)
+    return ids
 
 
 def _has_enough_images(row: pd.Series, budgets: Sequence[accuracy.Budget]) -> bool:
     """Return whether a trial with all the reference's answers would be within the budget on that number of images."""
-    return all(list_metrics()[limit.metric].unchanged(row["images"]).low >= limit.limit for limit in budgets)
+    return all(list_metrics()[budget.metric].unchanged(row["images"]).low >= budget.limit for budget in budgets)
 
 
 def list_precision_findings(run: RunData) -> Iterator[Finding]:
     """Yield the layers kept in a higher precision for each lowered precision, and their cost."""
-    mixed: dict[Any, list[TrialResult]] = {}
+    mixed_trials: dict[Any, list[TrialResult]] = {}
     for t in run.records:
         if KEEP_OPTION in t.options:
-            mixed.setdefault(accuracy.make_series_key(t), []).append(t)
+            mixed_trials.setdefault(accuracy.make_series_key(t), []).append(t)
     plain = {(accuracy.make_series_key(t), t.batch): t for t in run.records if KEEP_OPTION not in t.options}
-    rows = {row["trial"]: row for _, row in run.frame.iterrows()} if run.budgets and mixed else {}
-    for series, trials in mixed.items() if rows else ():
+    rows = {row["trial"]: row for _, row in run.frame.iterrows()} if run.budgets and mixed_trials else {}
+    for series, trials in mixed_trials.items() if rows else ():
         batch = min(t.batch for t in trials)
         candidates = [t for t in trials if t.batch == batch]
         if (lowered := plain.get((series, batch))) is not None and rows[lowered.id]["budget"] in (OVER, UNDECIDED):
-            within = [t for t in candidates if rows[t.id]["budget"] == WITHIN and t.status == "ok"]
-            best = min(within, key=_count_kept, default=None)
+            passing_trials = [t for t in candidates if rows[t.id]["budget"] == WITHIN and t.status == "ok"]
+            best = min(passing_trials, key=_count_kept, default=None)
             yield (
                 _report_success(lowered, best, rows, run) if best else _report_failure(lowered, candidates, run.budget)
             )
@@ -202,10 +202,10 @@ def _count_kept(t: TrialResult) -> int:
 
 
 def _report_success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
-    row, without = rows[mixed.id], rows[plain.id]
-    change = choose_metric(row.to_frame().T, run.budget_metrics).change_in(without)[1]
+    row, plain_row = rows[mixed.id], rows[plain.id]
+    change = choose_metric(row.to_frame().T, run.budget_metrics).change_in(plain_row)[1]
     loss = f" ({format_points(change / 100)} points)" if change == change else ""
-    fails = "loses more than it allows" if without["budget"] == OVER else "is undecided"
+    failure = "loses more than it allows" if plain_row["budget"] == OVER else "is undecided"
     layers = mixed.made_by.kept
     names = ", ".join(layer.node for layer in layers[:MAX_LAYERS_NAMED]) + (
         ", …" if len(layers) > MAX_LAYERS_NAMED else ""
@@ -214,7 +214,7 @@ def _report_success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.S
     cost = ranking.estimate_speedup(mixed, plain, boundary, clock, run.rule)
     return Finding(
         NOTE,
-        f"{plain.label} {fails} under {run.budget}{loss}; with {_count_kept(mixed)} of {mixed.made_by.ranked} "
+        f"{plain.label} {failure} under {run.budget}{loss}; with {_count_kept(mixed)} of {mixed.made_by.ranked} "
         f"layers in a higher precision ({names}) it is within: {format_ms(row[LATENCY])}, "
         f"{_as_fast(cost)}. How many to keep was chosen on the test images "
         "themselves.",
@@ -222,13 +222,13 @@ def _report_success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.S
 
 
 def _as_fast(cost: Speedup) -> str:
-    shown = format_ratio(cost.value, cost.low, cost.high)
-    return f"what that costs is {UNCLEAR_WORD}" if shown == UNCLEAR_WORD else f"{shown} as fast as without"
+    ratio = format_ratio(cost.value, cost.low, cost.high)
+    return f"what that costs is {UNCLEAR_WORD}" if ratio == UNCLEAR_WORD else f"{ratio} as fast as without"
 
 
-def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:
-    most = max(map(_count_kept, tried))
-    total = next((n for t in tried if (n := t.made_by.ranked)), "?")
+def _report_failure(plain: TrialResult, candidates: Sequence[TrialResult], budget: str) -> Finding:
+    most = max(map(_count_kept, candidates))
+    total = next((n for t in candidates if (n := t.made_by.ranked)), "?")
     return Finding(
         WARNING, f"{plain.label}: up to {most} of {total} layers in a higher precision don't bring it within {budget}."
     )
@@ -243,9 +243,9 @@ def list_weight_findings(results: Results) -> Iterator[Finding]:
     advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
     yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
     lines = ((t.model_name, line) for t in results if t.good for line in remarks.list_warnings(t))
-    beginnings = (AVERAGED_WARNING, AS_IN_TRAINING, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM_WARNING)
-    told = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(beginnings))
-    yield from (Finding(WARNING, text) for text in told)
+    prefixes = (AVERAGED_WARNING, AS_IN_TRAINING, ONE_OF, OTHER_SHAPE, OTHER_VALUES, RANDOM_WARNING)
+    texts = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(prefixes))
+    yield from (Finding(WARNING, text) for text in texts)
 
 
 # Labels that may belong to another class.
@@ -256,16 +256,16 @@ def list_label_findings(results: Results) -> Iterator[Finding]:
     lines = [
         (t.model_name, line.removeprefix("data: ")) for t in results if t.good for line in remarks.list_warnings(t)
     ]
-    told = dict.fromkeys(f"Labels: {line}." for _, line in lines if line.startswith(TEXT_ORDER))
-    told |= dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(AS_READ))
-    yield from (Finding(WARNING, text) for text in told)
+    texts = dict.fromkeys(f"Labels: {line}." for _, line in lines if line.startswith(TEXT_ORDER))
+    texts |= dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(AS_READ))
+    yield from (Finding(WARNING, text) for text in texts)
     matrices = dict[str, accuracy.Confusion]()
     for t in results:
         if t.good and t.model_name not in matrices and (matrix := mean_ap.read_any_confusion(t)):
             matrices[t.model_name] = matrix
     for model, matrix in matrices.items():
-        if other := matrix.describe_other_order():
-            yield Finding(WARNING, f"{model}: {other}.")
+        if order_note := matrix.describe_other_order():
+            yield Finding(WARNING, f"{model}: {order_note}.")
 
 
 # Guessed image sizes and normalisations, for files without such information.
@@ -273,9 +273,9 @@ def list_label_findings(results: Results) -> Iterator[Finding]:
 
 def list_pixel_findings(results: Results) -> Iterator[Finding]:
     """Yield a warning for each model with a guessed image size or image preparation."""
-    ran = [t for t in results if t.good or t.status == "failed"]  # perhaps because of the guess
-    sized = {t.model_name: t.size for t in ran if results.model_facts(t).size_guessed}
-    for model, size in sized.items():
+    trials = [t for t in results if t.good or t.status == "failed"]  # perhaps because of the guess
+    sizes = {t.model_name: t.size for t in trials if results.model_facts(t).size_guessed}
+    for model, size in sizes.items():
         yield Finding(
             WARNING, f"{model}: the file leaves the image's size free; {size} was chosen: give --size, or --shapes."
         )
@@ -285,13 +285,13 @@ def list_pixel_findings(results: Results) -> Iterator[Finding]:
     yield from (Finding(WARNING, sentence) for sentence in sentences)
 
 
-def describe_guess(t: TrialResult, results: Results) -> str:
+def describe_guess(trial: TrialResult, results: Results) -> str:
     """Describe the guesses in the trial's image preparation, and what to do; "" without a guess."""
-    facts = results.model_facts(t)
-    preprocess = t.spec.model.preprocess
-    letterboxed = preprocess.letterbox
+    facts = results.model_facts(trial)
+    preprocess = trial.spec.model.preprocess
+    is_letterboxed = preprocess.letterbox
     if reason := facts.images_unchecked:
-        if letterboxed:
+        if is_letterboxed:
             return f"images were letterboxed, but the model's own processor {reason}; its accuracy may be higher there."
         return (
             "images were prepared as preprocessor_config.json says, but the model's own processor couldn't be run to "
@@ -300,17 +300,17 @@ def describe_guess(t: TrialResult, results: Results) -> str:
     if not facts.preprocess_guessed:
         return ""
     mean, std = _join_values(preprocess.mean), _join_values(preprocess.std)
-    none, one, byte = (_join_values([value] * len(preprocess.mean)) for value in (0, 1, 0.003922))
-    known = {"pixels in 0..1": (none, one), "pixels in 0..255": (none, byte)}
+    zeros, ones, byte_std = (_join_values([value] * len(preprocess.mean)) for value in (0, 1, 0.003922))
+    normalisations = {"pixels in 0..1": (zeros, ones), "pixels in 0..255": (zeros, byte_std)}
     if len(preprocess.mean) == len(Preprocess().mean):
-        known["ImageNet's"] = (_join_values(Preprocess().mean), _join_values(Preprocess().std))
-    others = (f"{' and '.join(pair)} for {name}" for name, pair in known.items() if pair != (mean, std))
-    how = "letterboxed and normalised" if letterboxed else "normalised"
-    turned = ", and for BGR turn the channels in the file" * (len(preprocess.mean) == 3)
-    crop = "" if letterboxed else f" They were cropped at the centre of {preprocess.resize:.3g} times the size."
+        normalisations["ImageNet's"] = (_join_values(Preprocess().mean), _join_values(Preprocess().std))
+    options = (f"{' and '.join(pair)} for {name}" for name, pair in normalisations.items() if pair != (mean, std))
+    preparation = "letterboxed and normalised" if is_letterboxed else "normalised"
+    bgr_hint = ", and for BGR turn the channels in the file" * (len(preprocess.mean) == 3)
+    crop = "" if is_letterboxed else f" They were cropped at the centre of {preprocess.resize:.3g} times the size."
     return (
-        f"images were {how} by mean {mean} and std {std}, as the file doesn't specify them; if the network was "
-        f"trained with others, its answers are wrong: give --mean and --std ({', '.join(others)}){turned}.{crop}"
+        f"images were {preparation} by mean {mean} and std {std}, as the file doesn't specify them; if the network was "
+        f"trained with others, its answers are wrong: give --mean and --std ({', '.join(options)}){bgr_hint}.{crop}"
     )
 
 
@@ -324,22 +324,22 @@ def _join_values(values: Sequence[float]) -> str:
 def list_route_findings(results: Results) -> Iterator[Finding]:
     """Yield a sentence for each configuration that kept another route, and one on all other routes tried."""
     models = {t.model for t in results}
-    tried = [one for one in read_attempts(results.folder) if one.model in models]
-    for one in tried:
+    attempts = [one for one in read_attempts(results.folder) if one.model in models]
+    for one in attempts:
         if (kept := one.kept_route) is not None:
             text = f"{_name_attempt(one)} by the route {kept.route} ran {kept.ratio:.2f} times as fast as by the"
             rest = _format_routes(route for route in one.routes if route.outcome != ROUTE_KEPT)
             yield Finding(BEST, f"{text} usual one at batch {one.batch}; it has separate rows{rest}.")
-    if others := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in tried if one.kept_route is None]:
-        yield Finding(NOTE, f"No other route to the ONNX file is proven faster; tried: {', '.join(others)}.")
+    if texts := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in attempts if one.kept_route is None]:
+        yield Finding(NOTE, f"No other route to the ONNX file is proven faster; tried: {', '.join(texts)}.")
 
 
-def _name_attempt(one: Attempt) -> str:
-    return f"{one.model} {one.configuration}"
+def _name_attempt(attempt: Attempt) -> str:
+    return f"{attempt.model} {attempt.configuration}"
 
 
 def _format_routes(routes: Iterable[RouteAttempt]) -> str:
-    outcomes = [f"{one.route} {f'{one.ratio:.2f}x' if one.ratio else one.outcome}" for one in routes]
+    outcomes = [f"{route.route} {f'{route.ratio:.2f}x' if route.ratio else route.outcome}" for route in routes]
     return f" ({', '.join(outcomes)})" if outcomes else ""
 
 
@@ -364,14 +364,14 @@ def list_empty_budgets(run: RunData) -> Iterator[Finding]:
         for budget in run.budgets:
             metric = list_metrics()[budget.metric]
             if float(row.get(metric.column, math.nan)) <= budget.points:
-                has = f"{references[row['trial']]}: the reference has {metric.label} {row[metric.column]:.2f} %"
+                subject = f"{references[row['trial']]}: the reference has {metric.label} {row[metric.column]:.2f} %"
                 yield Finding(
-                    WARNING, f"{has}, and the budget {budget} allows losing all of it, so every trial is within it."
+                    WARNING, f"{subject}, and the budget {budget} allows losing all of it, so every trial is within it."
                 )
 
 
 def list_unscored(t: TrialResult) -> str:
     """Return the trial's warning on outputs that can't be scored, else ""."""
     marks = NO_ACCURACY, NO_BOXES
-    marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in marks)
-    return next((warning[place:] for warning, place in marked if place >= 0), "")  # text after the stage
+    positions = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in marks)
+    return next((warning[index:] for warning, index in positions if index >= 0), "")  # text after the stage

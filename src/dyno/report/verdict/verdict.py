@@ -75,15 +75,15 @@ class Verdict:
         lines = [each.text for each in self.wrong]
         for decision in self.decisions:
             lines += [decision.sentence, *(f"  {name}: {text}" for name, text in decision.answers)]
-        several = len({decision.where for decision in self.decisions}) > 1
+        has_groups = len({decision.where for decision in self.decisions}) > 1
         for decision in self.decisions:
-            where = f"{decision.where}: " if several else ""
-            lines += [where + each.text.removeprefix(where) for each in decision.findings if each.kind != NOTE]
+            prefix = f"{decision.where}: " if has_groups else ""
+            lines += [prefix + each.text.removeprefix(prefix) for each in decision.findings if each.kind != NOTE]
         lines += [each.text for each in self.findings if each.kind != NOTE]
-        rest = [*self.findings, *(each for decision in self.decisions for each in decision.findings)]
-        notes = sum(each.kind == NOTE for each in rest)
-        more = [f"{format_count(notes, 'more note')} in the report."] if notes else []
-        return [*(read_indentation(line) + clean_text(line) for line in lines), *more]
+        findings = [*self.findings, *(each for decision in self.decisions for each in decision.findings)]
+        notes = sum(each.kind == NOTE for each in findings)
+        footer = [f"{format_count(notes, 'more note')} in the report."] if notes else []
+        return [*(read_indentation(line) + clean_text(line) for line in lines), *footer]
 
 
 @dataclass(frozen=True)
@@ -99,38 +99,38 @@ class ProvisionalAnswer:
 
 def answer_so_far(run: RunData) -> ProvisionalAnswer:
     """Return the answer from the rounds stored so far."""
-    found = read_verdict(run)
-    sentences = [each.text for each in found.wrong] + [each.sentence for each in found.decisions]
+    verdict = read_verdict(run)
+    sentences = [each.text for each in verdict.wrong] + [each.sentence for each in verdict.decisions]
     if any(t.side for t in run.records):
         sentences = [*_describe_sides(run)]
     rows = []
     for ranking in rank_goals(run)[:1]:
         for _, row in ranking.rank_by(LATENCY).iterrows():
             is_reference = row["trial"] == row["reference"]
-            shown = (
+            ratio = (
                 ""
                 if is_missing(row["speedup"])
                 else format_ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
             )
-            rows.append((ranking.name_row(row), format_ms(row[LATENCY]), "reference" if is_reference else shown))
+            rows.append((ranking.name_row(row), format_ms(row[LATENCY]), "reference" if is_reference else ratio))
     return ProvisionalAnswer([clean_text(sentence) for sentence in sentences], rows)
 
 
 def _describe_sides(run: RunData) -> Iterator[str]:
     """Yield a sentence for each pair of a comparison; its gate decides whether outputs matter."""
     for _, row in run.frame.iterrows():
-        b = run.trials[row["trial"]]
-        if b.side == "b" and b.good and row["reference"] not in ("", row["trial"]):
+        trial = run.trials[row["trial"]]
+        if trial.side == "b" and trial.good and row["reference"] not in ("", row["trial"]):
             if is_missing(row["speedup"]):
-                told = (
+                outcome = (
                     "B gives other outputs than A"
                     if str(row["verdict"]).startswith(OUTPUTS_WRONG)
                     else str(row["verdict"])
                 )
             else:
-                times = 1 / row[["speedup", "speedup_high", "speedup_low"]].astype(float)
-                told = f"{describe_time(format_ratio(*times))} ({row['verdict']})"
-            yield f"{b.model} {b.pair} b{b.batch}: {told}."
+                ratios = 1 / row[["speedup", "speedup_high", "speedup_low"]].astype(float)
+                outcome = f"{describe_time(format_ratio(*ratios))} ({row['verdict']})"
+            yield f"{trial.model} {trial.pair} b{trial.batch}: {outcome}."
 
 
 def list_sentences(run: RunData) -> list[str]:
@@ -141,33 +141,33 @@ def list_sentences(run: RunData) -> list[str]:
 def read_verdict(run: RunData) -> Verdict:
     """Build the verdict: the fastest within the budget with its evidence, then precision truth, reasons, failures."""
     results = run.records
-    timed = [t for t in results if t.good]
-    several = len({(t.model, t.configuration) for t in timed}) > len({t.model for t in timed})
-    all_rankings, contention = rank_goals(run), cpu_contention(results, compared=several)
-    shown = all_rankings[:MAX_GROUPS]
+    trials = [t for t in results if t.good]
+    has_choice = len({(t.model, t.configuration) for t in trials}) > len({t.model for t in trials})
+    all_rankings, contention = rank_goals(run), cpu_contention(results, compared=has_choice)
+    rankings = all_rankings[:MAX_GROUPS]
     unscored = *verdict_findings.list_unscored_findings(run), *verdict_findings.list_empty_budgets(run)
     wrong = *_wrong_outputs(run), *unscored
-    slow: list[Finding] = []
+    slow_findings: list[Finding] = []
     if contention and contention.mostly:  # the order would reflect the machine's load
         next_step = _describe_next_step(run)
-        decided = [Decision(WARNING, "", contention.sentence, (("real", OTHER_PROGRAMS_NOTE), ("next", next_step)))]
-        decided += [decision for ranking in shown if (decision := decisions.list_failed(ranking, run)) is not None]
-        rest = [finding for ranking in shown for finding in decisions.list_incomparable(ranking)]
+        outcomes = [Decision(WARNING, "", contention.sentence, (("real", OTHER_PROGRAMS_NOTE), ("next", next_step)))]
+        outcomes += [decision for ranking in rankings if (decision := decisions.list_failed(ranking, run)) is not None]
+        findings = [finding for ranking in rankings for finding in decisions.list_incomparable(ranking)]
     else:
-        decided = [decision for ranking in shown for decision in decisions.decide_run(ranking, run)]
-        more = len(all_rankings) - MAX_GROUPS
-        rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
-        rest += verdict_findings.list_precision_findings(run)
-        slow += _slow_precisions(run)
-    rest = [
+        outcomes = [decision for ranking in rankings for decision in decisions.decide_run(ranking, run)]
+        count = len(all_rankings) - MAX_GROUPS
+        findings = [Finding(NOTE, f"{count} more models and sizes are in the tables.")] if count > 0 else []
+        findings += verdict_findings.list_precision_findings(run)
+        slow_findings += _slow_precisions(run)
+    findings = [
         *_list_fallbacks(results),
-        *rest,
+        *findings,
         *_check_precisions(results),
-        *slow,
+        *slow_findings,
         *_describe_outcome(results, contention),
     ]
-    rest += [*verdict_findings.list_device_findings(results), *verdict_findings.list_route_findings(results)]
-    return Verdict(wrong, tuple(decided), tuple(rest))
+    findings += [*verdict_findings.list_device_findings(results), *verdict_findings.list_route_findings(results)]
+    return Verdict(wrong, tuple(outcomes), tuple(findings))
 
 
 def _describe_next_step(run: RunData) -> str:
@@ -178,14 +178,14 @@ def _describe_next_step(run: RunData) -> str:
 
 def _wrong_outputs(run: RunData) -> Iterator[Finding]:
     """Yield the trials with wrong outputs, which are not ranked."""
-    trials, wrong = run.trials, run.frame[run.frame["outputs"] == OUTPUTS_WRONG]
-    for (_, verdict), rows in wrong.groupby(["reference", "verdict"], sort=False):
+    trials, wrong_rows = run.trials, run.frame[run.frame["outputs"] == OUTPUTS_WRONG]
+    for (_, verdict), rows in wrong_rows.groupby(["reference", "verdict"], sort=False):
         group = [trials[id] for id in rows["trial"]]
         names = ", ".join(dict.fromkeys(t.configuration for t in group))
         verdict = f"{verdict} against {run.compared[group[0].id].configuration}"
         text = f"{group[0].model}: {names} ({_format_batches(group)}) gave {verdict}, so they are not ranked."
-        files = any(t.form and t.form.option == FILE_OPTION for t in group)
-        if files:
+        has_files = any(t.form and t.form.option == FILE_OPTION for t in group)
+        if has_files:
             text += OTHER_NETWORK
         elif first := next(filter(_has_layer_comparison, group), None):
             text += f" To find the layer: dyno diff MODEL {first.backend}/{first.precision} --layers."
@@ -198,30 +198,30 @@ def _has_layer_comparison(t: TrialResult) -> bool:
 
 
 def _check_precisions(results: Results) -> Iterator[Finding]:
-    truths = [(t, ran) for t in results if t.good and (ran := read_truth(t)) is not None]
-    wrong: dict[tuple[str, str], list[TrialResult]] = {}
-    for t, ran in truths:
-        if not ran.ok:
-            wrong.setdefault((t.model, ran.sentence), []).append(t)
-    reported = [ran for _, ran in truths if ran.reported]
+    truths = [(t, types) for t in results if t.good and (types := read_truth(t)) is not None]
+    mismatches: dict[tuple[str, str], list[TrialResult]] = {}
+    for t, types in truths:
+        if not types.ok:
+            mismatches.setdefault((t.model, types.sentence), []).append(t)
+    reported = [types for _, types in truths if types.reported]
     if reported:
-        as_requested = sum(t.ok for t in reported)
-        trials_reported = format_count(len(reported), "trial")
-        yield Finding(NOTE, f"Precision: {as_requested} of {trials_reported} ran in the requested type.")
-    for (_, sentence), trials in wrong.items():
+        ok_count = sum(t.ok for t in reported)
+        trial_count = format_count(len(reported), "trial")
+        yield Finding(NOTE, f"Precision: {ok_count} of {trial_count} ran in the requested type.")
+    for (_, sentence), trials in mismatches.items():
         model = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
-        ran = read_truth(trials[0])
-        is_wrong = " did not run as requested" if ran and ran.answer == NO else ""
-        yield Finding(WARNING, f"{model}{trials[0].configuration} ({_format_batches(trials)}){is_wrong}: {sentence}.")
+        types = read_truth(trials[0])
+        clause = " did not run as requested" if types and types.answer == NO else ""
+        yield Finding(WARNING, f"{model}{trials[0].configuration} ({_format_batches(trials)}){clause}: {sentence}.")
 
 
 def _list_fallbacks(results: Results) -> Iterator[Finding]:
     """Yield the trials with most nodes on another provider than the requested one."""
-    named: dict[str, list[TrialResult]] = {}
+    by_text: dict[str, list[TrialResult]] = {}
     for t in results:
         if t.good and t.facts.fallback:
-            named.setdefault(f"{t.model} {t.configuration}: {t.facts.fallback}", []).append(t)
-    for text, trials in named.items():
+            by_text.setdefault(f"{t.model} {t.configuration}: {t.facts.fallback}", []).append(t)
+    for text, trials in by_text.items():
         yield Finding(WARNING, f"{text} ({_format_batches(trials)}).")
 
 
@@ -231,34 +231,34 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
     The wider one is fp32; eight-bit precisions that gain over it are compared with the sixteen-bit ones as well.
     """
     results, rows = run.records, {row["trial"]: row for row in run.frame.to_dict("records")}
-    ran = {(t.group, t.variant, t.precision): t for t in results if t.good}
+    trials = {(t.group, t.variant, t.precision): t for t in results if t.good}
     groups: dict[tuple[str, ...], list[tuple[TrialResult, stats.Speedup]]] = {}
-    for t in ran.values():
+    for t in trials.values():
         for wider in WIDER_TYPES.get(t.precision, ()):
-            other = ran.get((t.group, t.variant, wider))
+            reference = trials.get((t.group, t.variant, wider))
             if (
-                other is None
-                or find_mismatch(t, other)
-                or any(results_ranking.is_speed_lost(rows[each.id]) for each in (t, other))
+                reference is None
+                or find_mismatch(t, reference)
+                or any(results_ranking.is_speed_lost(rows[each.id]) for each in (t, reference))
             ):
                 continue
-            if gain := _no_gain(t, other, rows[t.id], run.rule):
-                groups.setdefault((t.model, t.size, t.configuration, other.configuration), []).append((t, gain))
+            if gain := _no_gain(t, reference, rows[t.id], run.rule):
+                groups.setdefault((t.model, t.size, t.configuration, reference.configuration), []).append((t, gain))
                 break
-    several = len({(t.model, t.size) for t in results}) > 1
+    has_groups = len({(t.model, t.size) for t in results}) > 1
     unexplained: dict[str, list[_NoGain]] = {}
-    for (model, size, name, other_name), slow in list(groups.items())[:MAX_GROUPS]:
-        where = f"{model}{format_size(size, ' at size ')}: " if several else ""
-        found = _NoGain(name, other_name, _compare_batches(slow))
-        if reason := _choose_reason(slow):
-            yield Finding(WARNING, f"{where}{found.sentence}: {reason}.")
+    for (model, size, name, other_name), gains in list(groups.items())[:MAX_GROUPS]:
+        where = f"{model}{format_size(size, ' at size ')}: " if has_groups else ""
+        comparison = _NoGain(name, other_name, _compare_batches(gains))
+        if reason := _choose_reason(gains):
+            yield Finding(WARNING, f"{where}{comparison.sentence}: {reason}.")
         else:
-            unexplained.setdefault(where, []).append(found)
-    for where, all_found in unexplained.items():
-        yield Finding(WARNING, f"{where}{_join_unexplained(all_found)}.")
+            unexplained.setdefault(where, []).append(comparison)
+    for where, comparisons in unexplained.items():
+        yield Finding(WARNING, f"{where}{_join_unexplained(comparisons)}.")
     if len(groups) > MAX_GROUPS:
-        more = len(groups) - MAX_GROUPS
-        yield Finding(NOTE, f"{more} more configurations gain nothing from their precision; see the tables.")
+        count = len(groups) - MAX_GROUPS
+        yield Finding(NOTE, f"{count} more configurations gain nothing from their precision; see the tables.")
 
 
 class _NoGain(NamedTuple):
@@ -277,31 +277,31 @@ class _NoGain(NamedTuple):
         return f"{self.name} is {' and '.join(parts)}"
 
 
-def _compare_batches(slow: list[tuple[TrialResult, stats.Speedup]]) -> dict[str, str]:
+def _compare_batches(gains: list[tuple[TrialResult, stats.Speedup]]) -> dict[str, str]:
     """Return the ratios of a lowered precision to the other one by relation, as text, in the order of batches."""
     ratios: dict[str, list[str]] = {}
-    for t, gain in sorted(slow, key=lambda pair: pair[0].batch):
-        shown = format_ratio(gain.value, gain.low, gain.high)
-        ratios.setdefault(_choose_relation(gain), []).append(f"batch {t.batch}: {shown}")
-    for each in ratios.values():
-        each[MAX_RATIOS:] = [f"{len(each) - MAX_RATIOS} more"] if len(each) > MAX_RATIOS else []
-    return {relation: "; ".join(each) for relation, each in ratios.items()}
+    for t, gain in sorted(gains, key=lambda pair: pair[0].batch):
+        ratio = format_ratio(gain.value, gain.low, gain.high)
+        ratios.setdefault(_choose_relation(gain), []).append(f"batch {t.batch}: {ratio}")
+    for texts in ratios.values():
+        texts[MAX_RATIOS:] = [f"{len(texts) - MAX_RATIOS} more"] if len(texts) > MAX_RATIOS else []
+    return {relation: "; ".join(texts) for relation, texts in ratios.items()}
 
 
-def _choose_reason(slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
+def _choose_reason(gains: list[tuple[TrialResult, stats.Speedup]]) -> str:
     """Return the engine's first reason, with its batch if reasons differ; "" without any."""
-    reasons = [(t.batch, "; ".join(remarks.list_reasons(t))) for t, _ in sorted(slow, key=lambda pair: pair[0].batch)]
-    batch, reason = next(((batch, why) for batch, why in reasons if why), (0, ""))
-    return f"at batch {batch}, {reason}" if reason and len({why for _, why in reasons}) > 1 else reason
+    reasons = [(t.batch, "; ".join(remarks.list_reasons(t))) for t, _ in sorted(gains, key=lambda pair: pair[0].batch)]
+    batch, reason = next(((batch, text) for batch, text in reasons if text), (0, ""))
+    return f"at batch {batch}, {reason}" if reason and len({text for _, text in reasons}) > 1 else reason
 
 
-def _join_unexplained(found: list[_NoGain]) -> str:
+def _join_unexplained(comparisons: list[_NoGain]) -> str:
     """Join findings into one sentence, with `nor` between those that are not shown to be faster."""
-    alike = [each for each in found if [*each.relations] == [NOT_SHOWN]]
-    first = [each.sentence for each in alike[:1]]
-    others = [f"{each.name} than {each.other_name} ({each.relations[NOT_SHOWN]})" for each in alike[1:]]
-    parts = [", nor ".join([*first, *others]), *(each.sentence for each in found if each not in alike)]
-    engines = "engine reports" if len(found) == 1 else "engines report"
+    unproven = [each for each in comparisons if [*each.relations] == [NOT_SHOWN]]
+    first = [each.sentence for each in unproven[:1]]
+    rest = [f"{each.name} than {each.other_name} ({each.relations[NOT_SHOWN]})" for each in unproven[1:]]
+    parts = [", nor ".join([*first, *rest]), *(each.sentence for each in comparisons if each not in unproven)]
+    engines = "engine reports" if len(comparisons) == 1 else "engines report"
     return f"{'; '.join(filter(None, parts))}; the {engines} no reason"
 
 
@@ -313,7 +313,7 @@ def _choose_relation(gain: stats.Speedup) -> str:
     return "slower than {}" if gain.verdict == stats.SLOWER or gain.high < 1 else NOT_SHOWN
 
 
-def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: stats.Rule) -> stats.Speedup | None:
+def _no_gain(trial: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: stats.Rule) -> stats.Speedup | None:
     """Return the speed-up over the wider precision if it shows no gain, else None.
 
     It is taken from the trial's row if the row has the same reference, so that both agree.
@@ -321,49 +321,49 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
     if (row["reference"], row["boundary"]) == (wider.id, "model") and not is_missing(row["speedup"]):
         gain = stats.Speedup(row["speedup"], row["speedup_low"], row["speedup_high"], row["verdict"])
     else:
-        gain = results_ranking.estimate_speedup(t, wider, "model", clock_of("model", t, wider), rule)
-    none = gain.verdict in decisions.NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
-    return gain if none else None
+        gain = results_ranking.estimate_speedup(trial, wider, "model", clock_of("model", trial, wider), rule)
+    has_no_gain = gain.verdict in decisions.NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
+    return gain if has_no_gain else None
 
 
 def _find_waiting_models(results: Results) -> Iterator[Finding]:
     """Warn of the study's models without trials: a stopped study plans one model after the other."""
     sources = list(dict.fromkeys(map(str, results.settings.get("models", ()))))
-    begun = {t.spec.model.source for t in results}
-    waiting = [source for source in sources if source not in begun]
-    count = len(sources) - len(begun)
-    if not begun or count < 1 or any(t.side for t in results):
+    started_sources = {t.spec.model.source for t in results}
+    models = [source for source in sources if source not in started_sources]
+    count = len(sources) - len(started_sources)
+    if not started_sources or count < 1 or any(t.side for t in results):
         return
-    names = f": {', '.join(waiting)}" if len(waiting) == count else ""  # a model may be stored under another path
-    begin = f"{count} of {format_count(len(sources), 'model')} {'was' if count == 1 else 'were'} not started"
-    yield Finding(WARNING, f"{begin}{names}; the same command continues.")
+    names = f": {', '.join(models)}" if len(models) == count else ""  # a model may be stored under another path
+    text = f"{count} of {format_count(len(sources), 'model')} {'was' if count == 1 else 'were'} not started"
+    yield Finding(WARNING, f"{text}{names}; the same command continues.")
 
 
 def _describe_failures(results: Results) -> Iterator[Finding]:
     """Yield the number of failed trials with reasons; trials in a precision added by Dyno are a separate note."""
     added = results.failed_additions
-    notes = {t.id for t in added}
-    failed = [t for t in results if t.id not in notes and t.status not in ("ok", "skipped", UNFINISHED)]
-    if failed:
-        counts = ", ".join(f"{n} {status}" for status, n in Counter(t.status for t in failed).items())
+    added_ids = {t.id for t in added}
+    failures = [t for t in results if t.id not in added_ids and t.status not in ("ok", "skipped", UNFINISHED)]
+    if failures:
+        counts = ", ".join(f"{n} {status}" for status, n in Counter(t.status for t in failures).items())
         yield Finding(
             FAILURE,
-            f"{len(failed)} of {format_count(len(results), 'trial')} did not finish: {counts} "
-            f"({_list_reasons(failed)}); "
+            f"{len(failures)} of {format_count(len(results), 'trial')} did not finish: {counts} "
+            f"({_list_reasons(failures)}); "
             "the same command with --retry-failed measures them again.",
             PROBLEMS_PART,
         )
     if added:
-        names, rows = join_names(list(dict.fromkeys(t.precision for t in added))), format_count(len(added), "row")
-        text = f"{rows} in {names}, which Dyno added, failed ({_list_reasons(added)}); --precision names those to run."
+        names, count = join_names(list(dict.fromkeys(t.precision for t in added))), format_count(len(added), "row")
+        text = f"{count} in {names}, which Dyno added, failed ({_list_reasons(added)}); --precision names those to run."
         yield Finding(NOTE, text, PROBLEMS_PART)
 
 
 def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
-    count, total = Counter(t.status for t in results), len(results.trials)
+    counts, total = Counter(t.status for t in results), len(results.trials)
     yield from _describe_failures(results)
-    if 0 < count[UNFINISHED] < total:  # if all are unfinished, the decisions report it
-        yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
+    if 0 < counts[UNFINISHED] < total:  # if all are unfinished, the decisions report it
+        yield Finding(WARNING, f"{_format_count(counts[UNFINISHED], total, 'was', 'were')} not measured so far.")
     yield from _find_waiting_models(results)
     dropped = read_dropped(results.folder)
     if results.owner:
@@ -372,91 +372,91 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         rounds = format_count(min(len(t.rounds) for t in short), "round")
         answer = f"Not all rounds are measured: this is the answer after {rounds}; the same command continues."
         yield Finding(WARNING, answer)
-    elif fewer := [t for t in results if t.is_cut_short]:
-        rounds = format_count(min(len(t.rounds) for t in fewer), "round")
+    elif trials := [t for t in results if t.is_cut_short]:
+        rounds = format_count(min(len(t.rounds) for t in trials), "round")
         reason = "--minutes are over" if short else "a winner leads clearly, and the time went to the others"
         yield Finding(
             WARNING if short else NOTE,
-            f"{_format_count(len(fewer), total, 'has', 'have')} {rounds} only: {reason}; more --minutes or --until "
+            f"{_format_count(len(trials), total, 'has', 'have')} {rounds} only: {reason}; more --minutes or --until "
             "every-row measures further.",
         )
-    if count["skipped"]:
+    if counts["skipped"]:
         yield Finding(
             NOTE,
-            f"{_format_count(count['skipped'], total, 'was', 'were')} skipped, each with its reason.",
+            f"{_format_count(counts['skipped'], total, 'was', 'were')} skipped, each with its reason.",
             PROBLEMS_PART,
         )
     if contention and not contention.mostly:
         yield Finding(WARNING, contention.sentence)
-    if cores := find_apart_jobs(results):
-        yield Finding(NOTE, f"The {cores.clause}; blocks of the rarer case count as disturbed.")
+    if jobs := find_apart_jobs(results):
+        yield Finding(NOTE, f"The {jobs.clause}; blocks of the rarer case count as disturbed.")
     yield from verdict_findings.list_pixel_findings(results)
     yield from verdict_findings.list_weight_findings(results)
     yield from verdict_findings.list_label_findings(results)
     yield from _find_gpu_doubts(results)
-    if aside := max((set_aside(t) for t in results if set_aside(t) and has_accuracy(t)), default=0):
+    if n := max((set_aside(t) for t in results if set_aside(t) and has_accuracy(t)), default=0):
         yield Finding(
             WARNING,
-            f"Accuracy is not on all images: {aside:,} were set aside for calibration; --calibration DIR gives others.",
+            f"Accuracy is not on all images: {n:,} were set aside for calibration; --calibration DIR gives others.",
         )
-    warned = sum(1 for t in results if remarks.list_warnings(t))
-    if warned:
+    count = sum(1 for t in results if remarks.list_warnings(t))
+    if count:
         yield Finding(
-            WARNING, f"{_format_count(warned, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS_PART
+            WARNING, f"{_format_count(count, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS_PART
         )
     for problem in results.problems:
         yield Finding(FAILURE, problem)
 
 
-def _list_reasons(failed: Iterable[TrialResult]) -> str:
+def _list_reasons(trials: Iterable[TrialResult]) -> str:
     """Join the distinct reasons of the first failed trials, shortened to fit a line."""
-    of_reason: dict[str, TrialResult] = {}
-    for t in failed:
-        of_reason.setdefault(t.reason, t)
-    first = [shorten_text(f"{t.configuration}: {reason}", MAX_REASON_LENGTH) for reason, t in of_reason.items()]
-    more = [f"{len(first) - MAX_REASONS} more in the report"] if len(first) > MAX_REASONS else []
-    return "; ".join([*first[:MAX_REASONS], *more])
+    by_reason: dict[str, TrialResult] = {}
+    for t in trials:
+        by_reason.setdefault(t.reason, t)
+    first = [shorten_text(f"{t.configuration}: {reason}", MAX_REASON_LENGTH) for reason, t in by_reason.items()]
+    rest = [f"{len(first) - MAX_REASONS} more in the report"] if len(first) > MAX_REASONS else []
+    return "; ".join([*first[:MAX_REASONS], *rest])
 
 
 def _find_gpu_doubts(results: Results) -> Iterator[Finding]:
     """Yield doubts about the numbers, from the GPU's telemetry and clocks."""
     trials = [t for t in results if t.gpu is not None]
-    of_trials = format_count(len(trials), "trial")
-    if shared := [t for t in trials if remarks.describe_others(t)]:
+    trial_count = format_count(len(trials), "trial")
+    if shared_trials := [t for t in trials if remarks.describe_others(t)]:
         yield Finding(
             WARNING,
-            f"Others used the GPU during {len(shared)} of {of_trials} (first: {shared[0].label}: "
-            f"{remarks.describe_others(shared[0])}): those times may be too long; measure again on a free GPU.",
+            f"Others used the GPU during {len(shared_trials)} of {trial_count} (first: {shared_trials[0].label}: "
+            f"{remarks.describe_others(shared_trials[0])}): those times may be too long; measure again on a free GPU.",
         )
-    if throttled := [(t, spans) for t in trials if (spans := remarks.describe_throttling(t))]:
-        hit, lost = (sum(getattr(f, name) for _, spans in throttled for f in spans) for name in ("hit", "dropped"))
-        reasons = ", ".join(dict.fromkeys(f.reason for _, spans in throttled for f in spans))
+    if pairs := [(t, spans) for t in trials if (spans := remarks.describe_throttling(t))]:
+        hit, lost = (sum(getattr(f, name) for _, spans in pairs for f in spans) for name in ("hit", "dropped"))
+        reasons = ", ".join(dict.fromkeys(f.reason for _, spans in pairs for f in spans))
         yield Finding(
             WARNING,
-            f"The GPU was throttled ({reasons}) during {len(throttled)} of {of_trials}: {lost:,} of the {hit:,} "
+            f"The GPU was throttled ({reasons}) during {len(pairs)} of {trial_count}: {lost:,} of the {hit:,} "
             "samples taken meanwhile were dropped.",
         )
     yield from _launch_bound(results)
-    mixed = {t.group for t in results if t.good and clock_of("model", t) == GPU} & {
+    mixed_groups = {t.group for t in results if t.good and clock_of("model", t) == GPU} & {
         t.group for t in results if t.medians("model") and t.device != "cpu" and clock_of("model", t) != GPU
     }
-    if mixed:
+    if mixed_groups:
         yield Finding(NOTE, "Where an engine gave no GPU times, its whole group is compared by the host's clock.")
 
 
 def _launch_bound(results: Results) -> Iterator[Finding]:
     """Yield the trial that loses the largest share of its time to launching."""
-    bound = [
+    bound_trials = [
         (t, launch) for t in results if t.device != "cpu" and (launch := remarks.describe_launch(t)) and launch.sentence
     ]
-    if bound:
-        t, launch = max(bound, key=lambda pair: pair[1].share)
-        others = f"; {len(bound) - 1} more trials are launch-bound" if len(bound) > 1 else ""
-        yield Finding(NOTE, f"{t.label}: {launch.sentence}{others}.")
+    if bound_trials:
+        t, launch = max(bound_trials, key=lambda pair: pair[1].share)
+        rest = f"; {len(bound_trials) - 1} more trials are launch-bound" if len(bound_trials) > 1 else ""
+        yield Finding(NOTE, f"{t.label}: {launch.sentence}{rest}.")
 
 
-def _format_count(count: int, total: int, one: str, several: str) -> str:
-    return f"{count} of {format_count(total, 'trial')} {one if count == 1 else several}"
+def _format_count(count: int, total: int, singular: str, plural: str) -> str:
+    return f"{count} of {format_count(total, 'trial')} {singular if count == 1 else plural}"
 
 
 def _format_batches(trials: list[TrialResult]) -> str:

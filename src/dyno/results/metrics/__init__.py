@@ -23,8 +23,8 @@ ENTRY_POINT_GROUP = "dyno.metrics"
 @cache
 def list_metrics() -> dict[str, Metric]:
     """Return all metrics by name, Dyno's and those of installed plug-ins, in display order."""
-    found = plugins.list_declared(sys.modules[__name__], Metric, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
-    return dict(sorted(found.items(), key=lambda item: (item[1].position, item[0])))
+    metrics = plugins.list_declared(sys.modules[__name__], Metric, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
+    return dict(sorted(metrics.items(), key=lambda item: (item[1].position, item[0])))
 
 
 def list_task_metrics(trial: TrialResult) -> list[Metric]:
@@ -39,6 +39,6 @@ def list_measured(trial: TrialResult) -> list[tuple[Metric, MetricValue]]:
 
 def choose_metric(frame: pd.DataFrame, budgets: Iterable[str] = ()) -> Metric:
     """Return the metric to show for these trials: the first budget's that they have, else the first they have."""
-    every = list(list_metrics().values())
-    order = [*(list_metrics()[name] for name in budgets), *every]
-    return next((m for m in order if m.column in frame and frame[m.column].notna().any()), every[0])
+    metrics = list(list_metrics().values())
+    order = [*(list_metrics()[name] for name in budgets), *metrics]
+    return next((m for m in order if m.column in frame and frame[m.column].notna().any()), metrics[0])

@@ -57,22 +57,22 @@ class BudgetDecision:
     chance: float = 1.0
 
 
-def make_budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
+def make_budgets(points_by_metric: Mapping[str, float]) -> tuple[Budget, ...]:
     """Build budgets from a study's table; `{"top1": 0.5}` allows a loss of half a point.
 
     UserError for an unknown metric, and for points outside 0 to 100.
     """
-    for metric, points in wanted.items():
+    for metric, points in points_by_metric.items():
         check_known("budget", metric, list(list_metrics()))
         if not 0 <= points <= 100:
             raise UserError(f"budget {metric}={points:g} must be between 0 and 100 points, e.g. {metric}=0.5")
-    return tuple(Budget(metric, points) for metric, points in wanted.items())
+    return tuple(Budget(metric, points) for metric, points in points_by_metric.items())
 
 
-def make_series_key(t: TrialResult) -> tuple[Any, ...]:
+def make_series_key(trial: TrialResult) -> tuple[Any, ...]:
     """Return the key shared by the mixed precisions of one trial, except the batch."""
-    options = tuple(sorted((k, str(v)) for k, v in t.options.items() if k != KEEP_OPTION))
-    return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
+    options = tuple(sorted((k, str(v)) for k, v in trial.options.items() if k != KEEP_OPTION))
+    return trial.model, trial.backend, trial.precision, trial.size, trial.device, trial.runtime, options
 
 
 def has_accuracy(trial: TrialResult) -> bool:
@@ -90,26 +90,26 @@ def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
 
     Compares the data sets' hash over photographs; if one is missing, the data's name and labels.
     """
-    own, their = (t.facts.data or AnsweredImages() for t in (trial, other))
-    if own.photographs and their.photographs:
-        return own.photographs == their.photographs
+    images, other_images = (t.facts.data or AnsweredImages() for t in (trial, other))
+    if images.photographs and other_images.photographs:
+        return images.photographs == other_images.photographs
     if trial.size == other.size:
         return True
-    label, others = (t.answers.get("label") for t in (trial, other))
-    if label is None or others is None or own.name != their.name:
+    labels, other_labels = (t.answers.get("label") for t in (trial, other))
+    if labels is None or other_labels is None or images.name != other_images.name:
         return False
-    here, there = match_images(trial.answers, other.answers)
-    return np.array_equal(label[here], others[there])
+    index, other_index = match_images(trial.answers, other.answers)
+    return np.array_equal(labels[index], other_labels[other_index])
 
 
-def match_images(own: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def match_images(answers: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions of common images in both trials' answers: by `sample`, or by position if not stored."""
-    if "sample" in own and "sample" in other and not np.array_equal(own["sample"], other["sample"]):
-        _, here, there = np.intersect1d(own["sample"], other["sample"], return_indices=True)
-        return here, there
+    if "sample" in answers and "sample" in reference and not np.array_equal(answers["sample"], reference["sample"]):
+        _, index, reference_index = np.intersect1d(answers["sample"], reference["sample"], return_indices=True)
+        return index, reference_index
     names = ("sample", "label", "topk_index")
-    same = np.arange(min(len(next(a[name] for name in names if name in a)) for a in (own, other)))
-    return same, same
+    positions = np.arange(min(len(next(a[name] for name in names if name in a)) for a in (answers, reference)))
+    return positions, positions
 
 
 def decide_accuracy(change: Change, budget: Budget) -> BudgetDecision:
@@ -119,13 +119,13 @@ def decide_accuracy(change: Change, budget: Budget) -> BudgetDecision:
     `undecided`, with the number of further images that would settle it at the same rates. With fewer images than the
     metric needs, `within` needs no change at all, and `over` an interval of twice the width.
     """
-    verdict, found = judge_difference(change.difference, budget.limit), change.difference
+    verdict, interval = judge_difference(change.difference, budget.limit), change.difference
     is_unproven = verdict == WITHIN or judge_difference(change.cautious, budget.limit) != verdict
-    if change.images < change.least_images and is_unproven and not found.low == found.value == found.high == 0:
+    if change.images < change.least_images and is_unproven and not interval.low == interval.value == interval.high == 0:
         return BudgetDecision(UNDECIDED, change.least_images - change.images)
     count = change.enough(budget.limit) if verdict == UNDECIDED else None
-    settled = count is not None and count <= MAX_IMAGES
-    more = _round_up(max(count or 0, change.least_images) - change.images) if settled else None
+    is_settled = count is not None and count <= MAX_IMAGES
+    more = _round_up(max(count or 0, change.least_images) - change.images) if is_settled else None
     return BudgetDecision(verdict, more, change.chance(budget.limit))
 
 
@@ -146,8 +146,8 @@ def confirm(chances: Sequence[float]) -> list[bool]:
     The k-th candidate may spend the share 1 / (k (1 + 1/2 + … + 1/10)) of 2.5 %. Over MAX_CANDIDATES, the risk of
     accepting any with a larger loss is at most that of a single trial (Bonferroni's inequality).
     """
-    whole = sum(1 / k for k in range(1, MAX_CANDIDATES + 1))
-    return [chance <= (1 - CONFIDENCE) / 2 / (k * whole) for k, chance in enumerate(chances, 1)]
+    total = sum(1 / k for k in range(1, MAX_CANDIDATES + 1))
+    return [chance <= (1 - CONFIDENCE) / 2 / (k * total) for k, chance in enumerate(chances, 1)]
 
 
 def judge_difference(difference: Interval, limit: float) -> str:
@@ -209,15 +209,15 @@ class HitShare(Metric):
         return None if hits is None else MetricValue(compute_wilson(int(hits.sum()), len(hits)), len(hits))
 
     def change(self, trial: TrialResult, reference: TrialResult) -> PairedChange | None:
-        own, other = self.hits(trial), self.hits(reference)
-        if own is None or other is None or not same_photographs(trial, reference):
+        hits, reference_hits = self.hits(trial), self.hits(reference)
+        if hits is None or reference_hits is None or not same_photographs(trial, reference):
             return None
-        here, there = match_images(trial.answers, reference.answers)
-        own, other = own[here], other[there]
-        if not len(own):
+        index, reference_index = match_images(trial.answers, reference.answers)
+        hits, reference_hits = hits[index], reference_hits[reference_index]
+        if not len(hits):
             return None
-        gained, lost = int((own & ~other).sum()), int((other & ~own).sum())
-        return PairedChange(len(own), paired_difference(gained, lost, len(own)), gained, lost)
+        gained, lost = int((hits & ~reference_hits).sum()), int((reference_hits & ~hits).sum())
+        return PairedChange(len(hits), paired_difference(gained, lost, len(hits)), gained, lost)
 
     def unchanged(self, images: int) -> Interval:
         return paired_difference(0, 0, images)
@@ -286,24 +286,24 @@ class Flip:
 
 def list_flips(trial: TrialResult, reference: TrialResult) -> list[Flip]:
     """Return the lost images, then the gained ones, each in descending order of the reference's score."""
-    own, other = trial.answers, reference.answers
-    hits, others = mark_correct(own, 1), mark_correct(other, 1)
-    if hits is None or others is None or not same_photographs(trial, reference):
+    answers, reference_answers = trial.answers, reference.answers
+    hits, reference_hits = mark_correct(answers, 1), mark_correct(reference_answers, 1)
+    if hits is None or reference_hits is None or not same_photographs(trial, reference):
         return []
-    here, there = match_images(own, other)
-    hits, others = hits[here], others[there]
-    names = [str(name) for name in own.get("classes", ())]
+    rows, reference_rows = match_images(answers, reference_answers)
+    hits, reference_hits = hits[rows], reference_hits[reference_rows]
+    names = [str(name) for name in answers.get("classes", ())]
 
     def name_class(index: int) -> str:
         return names[index] if 0 <= index < len(names) else f"class {index}"
 
     flips = []
-    for k in np.flatnonzero(hits != others).tolist():
-        i, j = int(here[k]), int(there[k])
+    for k in np.flatnonzero(hits != reference_hits).tolist():
+        i, j = int(rows[k]), int(reference_rows[k])
         flips.append(Flip(
-            int(own["sample"][i]) if "sample" in own else i, name_class(int(own["label"][i])),
-            name_class(int(other["topk_index"][j, 0])), name_class(int(own["topk_index"][i, 0])),
-            float(other["topk_score"][j, 0]), float(own["topk_score"][i, 0]), bool(others[k]),
+            int(answers["sample"][i]) if "sample" in answers else i, name_class(int(answers["label"][i])),
+            name_class(int(reference_answers["topk_index"][j, 0])), name_class(int(answers["topk_index"][i, 0])),
+            float(reference_answers["topk_score"][j, 0]), float(answers["topk_score"][i, 0]), bool(reference_hits[k]),
         ))  # fmt: skip
     return sorted(flips, key=lambda flip: (not flip.is_lost, -flip.reference_score))
 
@@ -313,11 +313,11 @@ def compute_score_shift(trial: TrialResult, reference: TrialResult) -> Interval 
 
     In the network's own unit, with Student's t interval (NaN for one image); None if a score is missing.
     """
-    own, other = trial.answers, reference.answers
-    if "topk_score" not in own or "topk_score" not in other or not same_photographs(trial, reference):
+    answers, reference_answers = trial.answers, reference.answers
+    if "topk_score" not in answers or "topk_score" not in reference_answers or not same_photographs(trial, reference):
         return None
-    here, there = match_images(own, other)
-    shifts = own["topk_score"][here, 0].astype(np.float64) - other["topk_score"][there, 0]
+    index, reference_index = match_images(answers, reference_answers)
+    shifts = answers["topk_score"][index, 0].astype(np.float64) - reference_answers["topk_score"][reference_index, 0]
     if not len(shifts) or not np.isfinite(shifts).all():
         return None
     mean, reach = float(shifts.mean()), math.nan
@@ -397,40 +397,40 @@ class Confusion:
     def _make_class_row(self, i: int) -> dict[str, Any]:
         images, correct = int(self.counts[i].sum()), int(self.counts[i, i])
         share = compute_wilson(correct, images)
-        wrong = self.counts[i].copy()
-        wrong[i] = 0
-        most = int(wrong.argmax())
+        errors = self.counts[i].copy()
+        errors[i] = 0
+        wrong_class = int(errors.argmax())
         return {
             "class": self.names[i], "images": images, "correct": correct, "top1": 100 * share.value,
             "top1_low": 100 * share.low, "top1_high": 100 * share.high,
-            "taken_for": self.names[most] if wrong[most] else "", "times": int(wrong[most]),
+            "taken_for": self.names[wrong_class] if errors[wrong_class] else "", "times": int(errors[wrong_class]),
         }  # fmt: skip
 
     def list_largest(self, max_count: int = 5) -> list[tuple[str, str, int, int]]:
         """Return label, answer, count, and number of images with that label, most frequent first."""
-        wrong = self.counts.copy()
-        np.fill_diagonal(wrong, 0)
-        order = np.argsort(-wrong, axis=None, kind="stable")[:max_count]
-        places = [divmod(int(k), wrong.shape[1]) for k in order]
-        return [(self.names[i], self.names[j], int(wrong[i, j]), int(self.counts[i].sum())) for i, j in places
-                if wrong[i, j]]  # fmt: skip
+        errors = self.counts.copy()
+        np.fill_diagonal(errors, 0)
+        order = np.argsort(-errors, axis=None, kind="stable")[:max_count]
+        pairs = [divmod(int(k), errors.shape[1]) for k in order]
+        return [(self.names[i], self.names[j], int(errors[i, j]), int(self.counts[i].sum())) for i, j in pairs
+                if errors[i, j]]  # fmt: skip
 
     def describe_other_order(self) -> str:
         """Describe a class renumbering that makes significantly more answers correct; "" without one."""
         from scipy.optimize import linear_sum_assignment
 
-        total, right = int(self.counts.sum()), int(np.trace(self.counts))
+        total, correct = int(self.counts.sum()), int(np.trace(self.counts))
         rows, columns = linear_sum_assignment(self.counts, maximize=True)
         renumbered = int(self.counts[rows, columns].sum())
-        if 2 * renumbered < total or compute_wilson(right, total).high >= compute_wilson(renumbered, total).low:
+        if 2 * renumbered < total or compute_wilson(correct, total).high >= compute_wilson(renumbered, total).low:
             return ""
-        moved = [(int(self.counts[i, j]), i, j) for i, j in zip(rows, columns, strict=True) if i != j]
+        confusions = [(int(self.counts[i, j]), i, j) for i, j in zip(rows, columns, strict=True) if i != j]
         # A bad network's errors also fit some order, but it gives several classes few correct answers.
-        known = self.counts.sum(axis=1) > 0
-        scattered = known & (2 * self.counts[rows, columns] < self.counts.sum(axis=1))
-        if 3 * scattered.sum() >= known.sum():
+        has_images = self.counts.sum(axis=1) > 0
+        is_scattered = has_images & (2 * self.counts[rows, columns] < self.counts.sum(axis=1))
+        if 3 * is_scattered.sum() >= has_images.sum():
             return ""
-        count, i, j = max(moved)
+        count, i, j = max(confusions)
         example = (
             f"it takes {self.names[i]} for {self.names[j]} in {count:,} of {int(self.counts[i].sum()):,} {self.counted}"
         )
@@ -440,7 +440,7 @@ class Confusion:
         )  # fmt: skip
         return (
             "the network seems to number its classes differently from the data: renumbered, "
-            f"{renumbered / total:.0%} of its answers would be right instead of {right / total:.0%} ({example}); "
+            f"{renumbered / total:.0%} of its answers would be right instead of {correct / total:.0%} ({example}); "
             f"give {remedy}"
         )
 
@@ -455,12 +455,12 @@ def read_confusion(trial: TrialResult) -> Confusion | None:
 
 
 def count_confusions(
-    label: np.ndarray, first: np.ndarray, class_names: Sequence[str], counted: str = "images"
+    label: np.ndarray, answer: np.ndarray, class_names: Sequence[str], counted: str = "images"
 ) -> Confusion:
     """Count pairs of label and answer, one pair per image or object."""
-    classes, places = np.unique(np.concatenate([label, first]), return_inverse=True)
+    classes, positions = np.unique(np.concatenate([label, answer]), return_inverse=True)
     counts = np.zeros((len(classes), len(classes)), np.int64)
-    np.add.at(counts, (places[: len(label)], places[len(label) :]), 1)
+    np.add.at(counts, (positions[: len(label)], positions[len(label) :]), 1)
     names = [class_names[c] if 0 <= c < len(class_names) else f"class {c}" for c in classes.tolist()]
     return Confusion(counts, classes, _number_duplicates(names, classes), counted)
 
@@ -475,11 +475,11 @@ def choose_trials(results: Results, labels: str = "classes") -> list[TrialResult
 
     `labels` is "classes" or "objects".
     """
-    first: dict[tuple[str, str, str], TrialResult] = {}
+    trials: dict[tuple[str, str, str], TrialResult] = {}
     for t in results:
         if t.good and ("label" in t.answers if labels == "classes" else t.task.labels == labels):
-            first.setdefault((t.model, t.size, t.configuration), t)
-    return list(first.values())
+            trials.setdefault((t.model, t.size, t.configuration), t)
+    return list(trials.values())
 
 
 def write_confusion(results: Results, folder: Path) -> list[Path]:

@@ -53,16 +53,16 @@ def read_box_rows(trial: TrialResult) -> BoxRows | None:
     outputs = trial.outputs()
     row_counts = trial.output_rows(outputs)
     tables, counts = _make_tables(outputs, row_counts)
-    chosen = _choose_layout(trial, tables) if tables else None
-    if chosen is None:
+    choice = _choose_layout(trial, tables) if tables else None
+    if choice is None:
         return None
-    fit, form, size, arrays = chosen
-    found = fit.layout.decode(fit, arrays, 0)
-    scores = found.best_scores().astype(np.float64)
+    fit, form, size, arrays = choice
+    result = fit.layout.decode(fit, arrays, 0)
+    scores = result.best_scores().astype(np.float64)
     if len(scores) != counts.sum():  # the first of seven values is not an image index
         return None
-    labels = found.scores.argmax(0) if found.labels is None else found.labels + _batch_places(tables[fit.names[0]])
-    boxes = form.convert_boxes(found.boxes.T, size).astype(np.float64)
+    labels = result.scores.argmax(0) if result.labels is None else result.labels + _batch_places(tables[fit.names[0]])
+    boxes = form.convert_boxes(result.boxes.T, size).astype(np.float64)
     if not (_has_corners(boxes[scores > 0]) and np.all(scores <= 1)):
         return None
     if not (row_counts or _is_fixed(outputs)) and not np.all(scores > 0):
@@ -70,7 +70,7 @@ def read_box_rows(trial: TrialResult) -> BoxRows | None:
     images = np.repeat(np.arange(len(counts)), counts)
     keep = (scores > 0) & (images < MAX_IMAGES_READ)
     values = {str(i): table[keep].astype(np.float64) for i, table in enumerate(tables.values())}
-    rest = [found.extra_values.T] if found.extra_values is not None and found.extra_values.size else []
+    rest = [result.extra_values.T] if result.extra_values is not None and result.extra_values.size else []
     rest += [table for name, table in tables.items() if name not in fit.names]
     rows = np.bincount(images[keep], minlength=min(len(counts), MAX_IMAGES_READ))
     return BoxRows(images[keep], boxes[keep], scores[keep], labels[keep].astype(np.float64),
@@ -86,9 +86,9 @@ def _choose_layout(
     """
     arrays = {name: table[None].copy() for name, table in tables.items()}
     for array in arrays.values():
-        places = _batch_places(array[0])
-        if np.any(places):
-            array[..., 0] -= places // MAX_PLACES
+        offsets = _batch_places(array[0])
+        if np.any(offsets):
+            array[..., 0] -= offsets // MAX_PLACES
     size = trial.spec.dims.height, trial.spec.dims.width
     if not all(size):
         return None
@@ -96,9 +96,9 @@ def _choose_layout(
     extra = None if task.needs else 0  # any number of masks or keypoints
     fits = (FinalRows, Lists, Pairs) if task.labels == "objects" else (FinalRows, Lists)
     try:
-        seen = ObservedOutputs(shapes, size, 0, extra, values=arrays)
-        likeliest = layouts.list_fits(seen, fits)[0]
-        fit, form = layouts.choose_layout(seen, fits) or (likeliest, likeliest.layout.form)
+        outputs = ObservedOutputs(shapes, size, 0, extra, values=arrays)
+        best_fit = layouts.list_fits(outputs, fits)[0]
+        fit, form = layouts.choose_layout(outputs, fits) or (best_fit, best_fit.layout.form)
     except layouts.UnreadBoxes:
         return None
     return (fit, form, size, arrays) if fit.layout.free_order else None
@@ -112,8 +112,8 @@ def _batch_places(table: np.ndarray) -> np.ndarray | int:
         or not np.all(table[:, 0] == np.round(table[:, 0]))
     ):
         return 0
-    places: np.ndarray = table[:, 0] * MAX_PLACES
-    return places
+    offsets: np.ndarray = table[:, 0] * MAX_PLACES
+    return offsets
 
 
 def _make_tables(
@@ -121,9 +121,9 @@ def _make_tables(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return each output as rows of one or more columns, and the rows per image; empty if outputs disagree."""
     tables, row_counts = dict[str, np.ndarray](), list[np.ndarray]()
-    fixed = not counts and _is_fixed(outputs)
+    is_fixed = not counts and _is_fixed(outputs)
     for name, array in outputs.items():
-        if not fixed:  # with one box per image, rows can't be told from images
+        if not is_fixed:  # with one box per image, rows can't be told from images
             tables[name] = array.reshape(len(array), math.prod(array.shape[1:]))
             row_counts.append(counts.get(name, np.ones(len(array), np.int64)))
         elif array.ndim > 1 and array[:1].size > 1:
@@ -183,30 +183,30 @@ class BoxAgreement:
         return self.confirmed / self.own if self.own else None
 
 
-def judge_boxes(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> BoxAgreement | None:
+def judge_boxes(actual: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> BoxAgreement | None:
     """Match the `detection_*` arrays of two trials; None if the reference has no confident detection.
 
     A detection with score >= 0.25 is matched by one of score >= 0.125, of the same class in the same image, with IoU >=
     0.5. Matches are one to one: in descending order of score, each takes the free box of largest overlap.
     """
-    images = _list_images(own, reference)
-    a, b = _choose_confident(own, images), _choose_confident(reference, images)
-    expected, own_sure = int((b.scores >= SURE_SCORE).sum()), int((a.scores >= SURE_SCORE).sum())
+    images = _list_images(actual, reference)
+    a, b = _choose_confident(actual, images), _choose_confident(reference, images)
+    expected, own_count = int((b.scores >= SURE_SCORE).sum()), int((a.scores >= SURE_SCORE).sum())
     if not expected:
         return None
-    found, confirmed = (int((partners >= 0).sum()) for partners in (_match_sure(b, a), _match_sure(a, b)))
-    return BoxAgreement(expected, found, own_sure, confirmed)
+    matched, confirmed = (int((partners >= 0).sum()) for partners in (_match_sure(b, a), _match_sure(a, b)))
+    return BoxAgreement(expected, matched, own_count, confirmed)
 
 
 def compare_boxes(trial: TrialResult, reference: TrialResult) -> BoxAgreement | None:
     """Apply `judge_boxes` to two stored trials; None without detections (classifiers), and for other photographs."""
-    own, other = _read_detections(trial), _read_detections(reference)
-    return judge_boxes(own, other) if own and other and same_photographs(trial, reference) else None
+    a, b = _read_detections(trial), _read_detections(reference)
+    return judge_boxes(a, b) if a and b and same_photographs(trial, reference) else None
 
 
 def _read_detections(trial: TrialResult) -> dict[str, np.ndarray]:
     """Return the detections of the first good round that has any."""
-    rounds = (place.read_arrays("outputs.npz", DETECTION_ARRAYS) for place in trial.good)
+    rounds = (r.read_arrays("outputs.npz", DETECTION_ARRAYS) for r in trial.good)
     return next((arrays for arrays in rounds if "detection_image" in arrays), {})
 
 
@@ -219,12 +219,12 @@ class _ConfidentDetections:
     scores: np.ndarray
 
 
-def _list_images(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> np.ndarray:
+def _list_images(actual: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the indices of common images: by `sample`, else all images with a detection."""
-    one, other = (a.get("sample") for a in (own, reference))
-    if one is not None and other is not None:
-        return np.intersect1d(one, other)
-    return np.union1d(own["detection_image"], reference["detection_image"])
+    samples, reference_samples = (a.get("sample") for a in (actual, reference))
+    if samples is not None and reference_samples is not None:
+        return np.intersect1d(samples, reference_samples)
+    return np.union1d(actual["detection_image"], reference["detection_image"])
 
 
 def _choose_confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _ConfidentDetections:
@@ -237,17 +237,17 @@ def _choose_confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _
     )
 
 
-def _match_sure(detections: _ConfidentDetections, others: _ConfidentDetections) -> np.ndarray:
-    """Return the row of each confident detection's match in `others`, -1 without a match."""
-    free: dict[tuple[int, ...], list[int]] = {}
-    for row, place in enumerate(map(tuple, others.places.tolist())):
-        free.setdefault(place, []).append(row)
+def _match_sure(detections: _ConfidentDetections, targets: _ConfidentDetections) -> np.ndarray:
+    """Return the row of each confident detection's match in `targets`, -1 without a match."""
+    free_rows: dict[tuple[int, ...], list[int]] = {}
+    for row, key in enumerate(map(tuple, targets.places.tolist())):
+        free_rows.setdefault(key, []).append(row)
     partners = np.full(int((detections.scores >= SURE_SCORE).sum()), -1)  # highest scores first
     for row in range(len(partners)):
-        candidates = free.get(tuple(detections.places[row].tolist()))
+        candidates = free_rows.get(tuple(detections.places[row].tolist()))
         if not candidates:
             continue
-        overlaps = _compute_overlap(detections.boxes[row], others.boxes[candidates])
+        overlaps = _compute_overlap(detections.boxes[row], targets.boxes[candidates])
         best = int(overlaps.argmax())
         if overlaps[best] >= MIN_OVERLAP:
             partners[row] = candidates.pop(best)
@@ -293,36 +293,36 @@ class BoxFlips:
 
 def list_box_flips(trial: TrialResult, reference: TrialResult) -> BoxFlips | None:
     """Match confident detections as in `judge_boxes`; None without detections or for other photographs."""
-    own, other = _read_detections(trial), _read_detections(reference)
-    if not own or not other or not same_photographs(trial, reference):
+    actual, expected = _read_detections(trial), _read_detections(reference)
+    if not actual or not expected or not same_photographs(trial, reference):
         return None
-    images = _list_images(own, other)
+    images = _list_images(actual, expected)
     if not len(images):
         return None
-    a, b = _choose_confident(own, images), _choose_confident(other, images)
-    extra, lost = (np.flatnonzero(partners < 0) for partners in (_match_sure(a, b), _match_sure(b, a)))
+    a, b = _choose_confident(actual, images), _choose_confident(expected, images)
+    gained, lost = (np.flatnonzero(partners < 0) for partners in (_match_sure(a, b), _match_sure(b, a)))
     flips = []
-    for image in np.union1d(a.places[extra, 0], b.places[lost, 0]).tolist():
-        ours, theirs = extra[a.places[extra, 0] == image], lost[b.places[lost, 0] == image]
-        flips.append(BoxFlip(image, b.boxes[theirs], a.boxes[ours], _count_renamed(a, ours, b, theirs)))
+    for image in np.union1d(a.places[gained, 0], b.places[lost, 0]).tolist():
+        gains, losses = gained[a.places[gained, 0] == image], lost[b.places[lost, 0] == image]
+        flips.append(BoxFlip(image, b.boxes[losses], a.boxes[gains], _count_renamed(a, gains, b, losses)))
     return BoxFlips(len(images), sorted(flips, key=lambda f: f.renamed - len(f.reference) - len(f.own)))
 
 
-def _count_renamed(a: _ConfidentDetections, own: np.ndarray, b: _ConfidentDetections, others: np.ndarray) -> int:
+def _count_renamed(a: _ConfidentDetections, i: np.ndarray, b: _ConfidentDetections, j: np.ndarray) -> int:
     """Return the largest number of pairs of these rows that overlap by half and differ in class."""
     from scipy.optimize import linear_sum_assignment
 
-    overlaps = np.array([_compute_overlap(a.boxes[row], b.boxes[others]) for row in own]).reshape(len(own), len(others))
-    pairs = (overlaps >= MIN_OVERLAP) & (a.places[own, 1][:, None] != b.places[others, 1])
+    overlaps = np.array([_compute_overlap(a.boxes[row], b.boxes[j]) for row in i]).reshape(len(i), len(j))
+    pairs = (overlaps >= MIN_OVERLAP) & (a.places[i, 1][:, None] != b.places[j, 1])
     return int(pairs[linear_sum_assignment(pairs, maximize=True)].sum())
 
 
-def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Compute the IoU of a box (left, top, right, bottom) with each of `others`; 0 if neither has an area."""
-    sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
-    shared = sides.clip(0).prod(axis=1)
-    areas = (others[:, 2:] - others[:, :2]).clip(0).prod(axis=1) + (box[2:] - box[:2]).clip(0).prod()
-    ratios: np.ndarray = shared / np.maximum(areas - shared, np.finfo(np.float64).tiny)
+def _compute_overlap(box: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+    """Compute the IoU of a box (left, top, right, bottom) with each of `boxes`; 0 if neither has an area."""
+    sides = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])
+    intersections = sides.clip(0).prod(axis=1)
+    areas = (boxes[:, 2:] - boxes[:, :2]).clip(0).prod(axis=1) + (box[2:] - box[:2]).clip(0).prod()
+    ratios: np.ndarray = intersections / np.maximum(areas - intersections, np.finfo(np.float64).tiny)
     return ratios
 
 
@@ -348,40 +348,40 @@ def pair_rows(trial: TrialResult, reference: TrialResult) -> PairedRows | None:
     Boxes are a set: engines may order equal scores differently. Partners share image and label and overlap by half; the
     sum of overlaps is maximal (Kuhn, 1955). Unpaired rows with a score within 1 % of the lowest kept don't count.
     """
-    own, other = read_box_rows(trial), read_box_rows(reference)
-    if own is None or other is None:
+    actual, expected = read_box_rows(trial), read_box_rows(reference)
+    if actual is None or expected is None:
         return None
-    widths = [[values.shape[1] for values in rows.values.values()] for rows in (own, other)]
+    widths = [[values.shape[1] for values in rows.values.values()] for rows in (actual, expected)]
     if widths[0] != widths[1]:
         return None
-    a, b = _pair_boxes(own, other)
-    extra, lost = np.setdiff1d(np.arange(len(own.scores)), a), np.setdiff1d(np.arange(len(other.scores)), b)
-    alone = np.ones(_count_unpaired(own, extra, other) + _count_unpaired(other, lost, own))
+    a, b = _pair_boxes(actual, expected)
+    gained, lost = np.setdiff1d(np.arange(len(actual.scores)), a), np.setdiff1d(np.arange(len(expected.scores)), b)
+    unpaired_errors = np.ones(_count_unpaired(actual, gained, expected) + _count_unpaired(expected, lost, actual))
     return PairedRows(
-        max(len(own.counts), len(other.counts)),
-        {name: np.concatenate([v[a], np.full((len(lost), v.shape[1]), np.nan), v[extra]])
-         for name, v in own.values.items()},
-        {name: np.concatenate([v[b], v[lost], np.full((len(extra), v.shape[1]), np.nan)])
-         for name, v in other.values.items()},
-        np.concatenate([_row_errors(own, a, other, b), alone]),
+        max(len(actual.counts), len(expected.counts)),
+        {name: np.concatenate([v[a], np.full((len(lost), v.shape[1]), np.nan), v[gained]])
+         for name, v in actual.values.items()},
+        {name: np.concatenate([v[b], v[lost], np.full((len(gained), v.shape[1]), np.nan)])
+         for name, v in expected.values.items()},
+        np.concatenate([_row_errors(actual, a, expected, b), unpaired_errors]),
     )  # fmt: skip
 
 
-def _pair_boxes(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
+def _pair_boxes(actual: BoxRows, expected: BoxRows) -> tuple[np.ndarray, np.ndarray]:
     """Return the paired row indices of both."""
     from scipy.optimize import linear_sum_assignment
 
-    margin = _least_side(other) * np.array([-1, -1, 1, 1])  # boxes cut off at the image's edge may have no area
-    ours, theirs = own.boxes + margin, other.boxes + margin
+    margin = _least_side(expected) * np.array([-1, -1, 1, 1])  # boxes cut off at the image's edge may have no area
+    actual_boxes, expected_boxes = actual.boxes + margin, expected.boxes + margin
     pairs: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
-    for image, label in np.unique(np.stack([other.images, other.labels], axis=1), axis=0).tolist():
-        a, b = (np.flatnonzero((rows.images == image) & (rows.labels == label)) for rows in (own, other))
-        overlaps = np.stack([_compute_overlap(box, ours[a]) for box in theirs[b]])
+    for image, label in np.unique(np.stack([expected.images, expected.labels], axis=1), axis=0).tolist():
+        a, b = (np.flatnonzero((rows.images == image) & (rows.labels == label)) for rows in (actual, expected))
+        overlaps = np.stack([_compute_overlap(box, actual_boxes[a]) for box in expected_boxes[b]])
         # Scores tell coinciding boxes apart.
-        nearness = 1 - np.abs(other.scores[b][:, None] - own.scores[a][None, :])
-        there, here = linear_sum_assignment(np.nan_to_num(overlaps + 1e-3 * nearness), maximize=True)
-        overlapping = overlaps[there, here] >= MIN_OVERLAP
-        pairs.append((a[here[overlapping]], b[there[overlapping]]))
+        nearness = 1 - np.abs(expected.scores[b][:, None] - actual.scores[a][None, :])
+        b_index, a_index = linear_sum_assignment(np.nan_to_num(overlaps + 1e-3 * nearness), maximize=True)
+        is_overlapping = overlaps[b_index, a_index] >= MIN_OVERLAP
+        pairs.append((a[a_index[is_overlapping]], b[b_index[is_overlapping]]))
     return np.concatenate([p[0] for p in pairs]), np.concatenate([p[1] for p in pairs])
 
 
@@ -390,23 +390,23 @@ def _least_side(rows: BoxRows) -> float:
     return float(max(MIN_SIDE_SHARE * np.abs(rows.boxes).max(initial=0), np.finfo(np.float64).tiny))
 
 
-def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> np.ndarray:
+def _row_errors(actual: BoxRows, a: np.ndarray, expected: BoxRows, b: np.ndarray) -> np.ndarray:
     """Compute the largest relative error of each pair."""
-    boxes = other.boxes[b]
-    side = np.maximum((boxes[:, 2:] - boxes[:, :2]).max(axis=1, initial=0), _least_side(other))
+    boxes = expected.boxes[b]
+    side = np.maximum((boxes[:, 2:] - boxes[:, :2]).max(axis=1, initial=0), _least_side(expected))
     errors = [
-        np.abs(own.boxes[a] - boxes).max(axis=1, initial=0) / side,
-        np.abs(own.scores[a] - other.scores[b]) / other.scores.max(initial=np.finfo(np.float64).tiny),
+        np.abs(actual.boxes[a] - boxes).max(axis=1, initial=0) / side,
+        np.abs(actual.scores[a] - expected.scores[b]) / expected.scores.max(initial=np.finfo(np.float64).tiny),
     ]
-    for mine, values in zip(own.extra_values, other.extra_values, strict=True):
+    for actual_values, values in zip(actual.extra_values, expected.extra_values, strict=True):
         if len(values):
-            apart = np.linalg.norm(mine[a] - values[b], axis=1)
-            errors.append(apart / max(float(np.sqrt(np.mean(np.square(np.linalg.norm(values, axis=1))))), 1e-30))
+            distances = np.linalg.norm(actual_values[a] - values[b], axis=1)
+            errors.append(distances / max(float(np.sqrt(np.mean(np.square(np.linalg.norm(values, axis=1))))), 1e-30))
     worst: np.ndarray = np.max(errors, axis=0)
     return np.where(np.isnan(worst), 1.0, worst)
 
 
-def _count_unpaired(rows: BoxRows, unpaired: np.ndarray, others: BoxRows) -> int:
+def _count_unpaired(rows: BoxRows, unpaired: np.ndarray, other_rows: BoxRows) -> int:
     """Count rows without a partner, except rows at the lowest kept score of either network.
 
     That edge is the lowest score of all; in images with the largest number of rows, which a limit may have cut, their
@@ -414,7 +414,7 @@ def _count_unpaired(rows: BoxRows, unpaired: np.ndarray, others: BoxRows) -> int
     """
     if not len(unpaired):
         return 0
-    edge = np.full(len(rows.counts), min(rows.scores.min(initial=1), others.scores.min(initial=1)))
+    edge = np.full(len(rows.counts), min(rows.scores.min(initial=1), other_rows.scores.min(initial=1)))
     for image in np.flatnonzero(rows.counts == rows.counts.max(initial=0)):
         edge[image] = max(edge[image], rows.scores[rows.images == image].min(initial=1))
     edge_rows = rows.scores <= THRESHOLD_MARGIN * edge[rows.images]
@@ -441,14 +441,16 @@ class Rank:
 
 
 def judge_agreement(
-    own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], rtol: float = RTOL, atol: float = ATOL
+    actual: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], rtol: float = RTOL, atol: float = ATOL
 ) -> Agreement:
     """Compare outputs by name, each [N, ...]; UserError for different names or shapes. The shorter N counts."""
-    if set(own) != set(reference) or not own:
-        raise UserError(f"outputs differ in name: {', '.join(own) or 'none'} against {', '.join(reference) or 'none'}")
-    found = compare_all([_cut_arrays(name, own[name], reference[name]) for name in reference], rtol, atol)
-    samples = min(min(len(own[n]), len(reference[n])) for n in reference)
-    return Agreement(**vars(found), samples=samples)
+    if set(actual) != set(reference) or not actual:
+        raise UserError(
+            f"outputs differ in name: {', '.join(actual) or 'none'} against {', '.join(reference) or 'none'}"
+        )
+    closeness = compare_all([_cut_arrays(name, actual[name], reference[name]) for name in reference], rtol, atol)
+    samples = min(min(len(actual[n]), len(reference[n])) for n in reference)
+    return Agreement(**vars(closeness), samples=samples)
 
 
 def _cut_arrays(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -482,19 +484,19 @@ def compare_outputs(trial: TrialResult, reference: TrialResult, rtol: float = RT
     """
     if rows := pair_rows(trial, reference):
         return replace(judge_agreement(rows.own, rows.reference, rtol, atol), samples=rows.images)
-    own, other, apart = paired_outputs(trial, reference)
-    if len(own) != len(other):
-        raise UserError(f"{trial.model} {trial.backend} {trial.precision} has {len(own)} outputs, "
-                        f"{reference.model} {reference.backend} {reference.precision} has {len(other)}")  # fmt: skip
-    if apart:
+    actual, expected, omitted = paired_outputs(trial, reference)
+    if len(actual) != len(expected):
+        raise UserError(f"{trial.model} {trial.backend} {trial.precision} has {len(actual)} outputs, "
+                        f"{reference.model} {reference.backend} {reference.precision} has {len(expected)}")  # fmt: skip
+    if omitted:
         raise UserError(
-            f"the outputs differ in their number of rows for {apart:.1%} of the inputs, so no row has a partner"
+            f"the outputs differ in their number of rows for {omitted:.1%} of the inputs, so no row has a partner"
         )
-    found = judge_agreement(dict(_by_position(own)), dict(_by_position(other)), rtol, atol)
+    agreement = judge_agreement(dict(_by_position(actual)), dict(_by_position(expected)), rtol, atol)
     counts = reference.output_rows(reference.outputs())
-    fixed = [len(output) for name, output in reference.outputs().items() if name not in counts]
-    varied = [len(rows) * reference.batch for rows in counts.values()]
-    return replace(found, samples=min([*fixed, *varied])) if counts else found
+    fixed_counts = [len(output) for name, output in reference.outputs().items() if name not in counts]
+    varied_counts = [len(rows) * reference.batch for rows in counts.values()]
+    return replace(agreement, samples=min([*fixed_counts, *varied_counts])) if counts else agreement
 
 
 def find_largest(trial: TrialResult) -> float:
@@ -510,23 +512,23 @@ def paired_outputs(trial: TrialResult, reference: TrialResult) -> tuple[list[np.
     by position. A network may return any number of rows, like `nonzero`. Batches or inputs with different numbers of
     rows are left out.
     """
-    own, other = trial.outputs(), reference.outputs()
-    if set(own) == set(other):
-        own = {name: own[name] for name in other}
-    arrays, others = list(own.values()), list(other.values())
-    if len(own) != len(other) or trial.batch != reference.batch:
-        return arrays, others, 0.0
-    counts, other_counts = trial.output_rows(own), reference.output_rows(other)
-    apart = 0.0
-    for i, (a, b) in enumerate(zip(own, other, strict=True)):
-        if (a in counts or b in other_counts) and own[a].shape[1:] == other[b].shape[1:]:
-            rows = counts.get(a, _one_each(len(own[a]), trial.batch))
-            other_rows = other_counts.get(b, _one_each(len(other[b]), trial.batch))
+    actual, expected = trial.outputs(), reference.outputs()
+    if set(actual) == set(expected):
+        actual = {name: actual[name] for name in expected}
+    arrays, targets = list(actual.values()), list(expected.values())
+    if len(actual) != len(expected) or trial.batch != reference.batch:
+        return arrays, targets, 0.0
+    counts, other_counts = trial.output_rows(actual), reference.output_rows(expected)
+    omitted = 0.0
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        if (a in counts or b in other_counts) and actual[a].shape[1:] == expected[b].shape[1:]:
+            rows = counts.get(a, _one_each(len(actual[a]), trial.batch))
+            other_rows = other_counts.get(b, _one_each(len(expected[b]), trial.batch))
             n = min(len(rows), len(other_rows))
-            same = rows[:n] == other_rows[:n]
-            arrays[i], others[i] = _keep_rows(own[a], rows[:n], same), _keep_rows(other[b], other_rows[:n], same)
-            apart = max(apart, float(1 - same.mean())) if n else apart
-    return arrays, others, apart
+            mask = rows[:n] == other_rows[:n]
+            arrays[i], targets[i] = _keep_rows(actual[a], rows[:n], mask), _keep_rows(expected[b], other_rows[:n], mask)
+            omitted = max(omitted, float(1 - mask.mean())) if n else omitted
+    return arrays, targets, omitted
 
 
 def _one_each(images: int, batch: int) -> np.ndarray:
@@ -534,8 +536,8 @@ def _one_each(images: int, batch: int) -> np.ndarray:
 
 
 def _keep_rows(array: np.ndarray, rows: np.ndarray, keep: np.ndarray) -> np.ndarray:
-    kept: np.ndarray = array[: rows.sum()][np.repeat(keep, rows)]
-    return kept
+    result: np.ndarray = array[: rows.sum()][np.repeat(keep, rows)]
+    return result
 
 
 def _by_position(outputs: Iterable[np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
@@ -547,21 +549,21 @@ def compare_answers(trial: TrialResult, reference: TrialResult) -> list[Rank]:
 
     Empty if they list the same outputs in another order, because the first output that may be class scores is ranked.
     """
-    ranked = compare_ranks(trial.answers, reference.answers)
-    own, other = (list(t.outputs()) if ranked else [] for t in (trial, reference))
-    return ranked if own == other or set(own) != set(other) else []
+    ranks = compare_ranks(trial.answers, reference.answers)
+    names, reference_names = (list(t.outputs()) if ranks else [] for t in (trial, reference))
+    return ranks if names == reference_names or set(names) != set(reference_names) else []
 
 
-def compare_ranks(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[Rank]:
+def compare_ranks(answers: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[Rank]:
     """Compute the top-10 table (R8) of two classifiers' `topk_index` and `topk_score` [N, k], over common images."""
-    if not {"topk_index", "topk_score"} <= set(own) & set(reference):
+    if not {"topk_index", "topk_score"} <= set(answers) & set(reference):
         return []
-    here, there = match_images(dict(own), dict(reference))
-    k = min(RANK_COUNT, own["topk_index"].shape[1], reference["topk_index"].shape[1])
-    if not len(here):
+    index, reference_index = match_images(dict(answers), dict(reference))
+    k = min(RANK_COUNT, answers["topk_index"].shape[1], reference["topk_index"].shape[1])
+    if not len(index):
         return []
-    a, b = own["topk_score"][here, :k].astype(np.float64), reference["topk_score"][there, :k]
+    a, b = answers["topk_score"][index, :k].astype(np.float64), reference["topk_score"][reference_index, :k]
     with np.errstate(invalid="ignore"):
         error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))  # infinities too
-    differs = own["topk_index"][here, :k] != reference["topk_index"][there, :k]
-    return [Rank(i + 1, float(error[:, i].mean()), float(differs[:, i].mean())) for i in range(k)]
+    is_different = answers["topk_index"][index, :k] != reference["topk_index"][reference_index, :k]
+    return [Rank(i + 1, float(error[:, i].mean()), float(is_different[:, i].mean())) for i in range(k)]

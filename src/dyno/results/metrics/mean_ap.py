@@ -44,62 +44,62 @@ class Matches:
 
 
 def collect_matches(
-    evaluated: Iterable[dict[str, Any] | None], groups: dict[int, int], count: int, thresholds: int
+    evaluations: Iterable[dict[str, Any] | None], groups: dict[int, int], count: int, thresholds: int
 ) -> Matches:
     """Collect one class's entries of `COCOeval.evalImgs`; `groups` maps an image's id to one of `count` groups."""
-    entries = [e for e in evaluated if e is not None]
+    entries = [e for e in evaluations if e is not None]
     scores = np.concatenate([np.empty(0), *(np.asarray(e["dtScores"], np.float64) for e in entries)])
     order = np.argsort(-scores, kind="mergesort")  # stable like COCOeval, so that ties rank alike
     wanted = np.zeros(count, np.int64)
     for e in entries:
         wanted[groups[e["image_id"]]] += int(np.count_nonzero(np.asarray(e["gtIgnore"]) == 0))
-    parts = [np.full(len(e["dtScores"]), groups[e["image_id"]], np.int64) for e in entries]
+    entry_groups = [np.full(len(e["dtScores"]), groups[e["image_id"]], np.int64) for e in entries]
     empty = np.empty((thresholds, 0))
-    matched = np.concatenate([empty, *(e["dtMatches"] for e in entries)], axis=1)[:, order] != 0
+    is_matched = np.concatenate([empty, *(e["dtMatches"] for e in entries)], axis=1)[:, order] != 0
     ignored = np.concatenate([empty, *(e["dtIgnore"] for e in entries)], axis=1)[:, order] != 0
-    group = np.concatenate([np.empty(0, np.int64), *parts])[order]
-    return Matches(matched & ~ignored, ignored, group, wanted, scores[order])
+    group = np.concatenate([np.empty(0, np.int64), *entry_groups])[order]
+    return Matches(is_matched & ~ignored, ignored, group, wanted, scores[order])
 
 
-def compute_average_precision(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.ndarray:
+def compute_average_precision(matches: Matches, recalls: np.ndarray, without: int | None = None) -> np.ndarray:
     """Compute average precision at each threshold, optionally `without` one image group; NaN if no object is left.
 
     The mean over `recalls` of the best precision at that recall or a higher one (Everingham et al. 2010, with COCO's
     101 points). `ignored` detections count neither as right nor as wrong.
     """
-    wanted = m.object_counts.sum() - (m.object_counts[without] if without is not None else 0)
-    right, ignored = m.right, m.ignored
+    wanted = matches.object_counts.sum() - (matches.object_counts[without] if without is not None else 0)
+    right, ignored = matches.right, matches.ignored
     if wanted == 0:
         return np.full(len(right), np.nan)
     if without is not None:
-        keep = m.group != without
+        keep = matches.group != without
         right, ignored = right[:, keep], ignored[:, keep]
     hits = np.cumsum(right, axis=1, dtype=np.float64)
-    tried = np.cumsum(~ignored, axis=1, dtype=np.float64)
-    precision = hits / np.maximum(tried, np.spacing(1))
-    best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
+    detections = np.cumsum(~ignored, axis=1, dtype=np.float64)
+    precision = hits / np.maximum(detections, np.spacing(1))
+    best_precision = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
     averages = np.zeros(len(right))
-    for i, reached in enumerate(hits / wanted):
-        places = np.searchsorted(reached, recalls, side="left")
-        averages[i] = best[i, places[places < reached.size]].sum() / len(recalls)
+    for i, recall in enumerate(hits / wanted):
+        positions = np.searchsorted(recall, recalls, side="left")
+        averages[i] = best_precision[i, positions[positions < recall.size]].sum() / len(recalls)
     return averages
 
 
 SCORE_THRESHOLDS = np.arange(1, 20) / 20  # thresholds of precision, recall and F1
 
 
-def count_matches(m: Matches) -> np.ndarray:
+def count_matches(matches: Matches) -> np.ndarray:
     """Count right and wrong detections above each of SCORE_THRESHOLDS, and objects, by image group.
 
     At the first overlap; float64 [scores, groups, 3]. A match depends only on detections with higher scores, so leaving
     out lower scores changes no match.
     """
-    counts = np.zeros((len(SCORE_THRESHOLDS), len(m.object_counts), 3))
-    right, wrong = m.right[0], ~m.right[0] & ~m.ignored[0]
-    for own, least in zip(counts, SCORE_THRESHOLDS, strict=True):
-        sure = m.score >= least
-        own[:, 0], own[:, 1] = (np.bincount(m.group[each & sure], minlength=len(own)) for each in (right, wrong))
-    counts[:, :, 2] = m.object_counts
+    counts = np.zeros((len(SCORE_THRESHOLDS), len(matches.object_counts), 3))
+    right, wrong = matches.right[0], ~matches.right[0] & ~matches.ignored[0]
+    for row, threshold in zip(counts, SCORE_THRESHOLDS, strict=True):
+        mask = matches.score >= threshold
+        row[:, 0], row[:, 1] = (np.bincount(matches.group[each & mask], minlength=len(row)) for each in (right, wrong))
+    counts[:, :, 2] = matches.object_counts
     return counts
 
 
@@ -145,22 +145,22 @@ class Scores:
     @cached_property
     def rates(self) -> dict[str, np.ndarray]:
         """Precision, recall and F1 at an overlap of 0.5, over all objects, [SCORE_THRESHOLDS, 1 + groups]."""
-        whole = self.counts.sum(axis=1, keepdims=True)
-        right, wrong, wanted = np.moveaxis(np.concatenate([whole, whole - self.counts], axis=1), 2, 0)
+        total = self.counts.sum(axis=1, keepdims=True)
+        right, wrong, wanted = np.moveaxis(np.concatenate([total, total - self.counts], axis=1), 2, 0)
         with np.errstate(invalid="ignore", divide="ignore"):
             return {"precision": right / (right + wrong), "recall": right / wanted,
                     "f1": 2 * right / (right + wrong + wanted)}  # fmt: skip
 
     def by_class(self) -> list[tuple[str, float, float]]:
         """Return name, AP50 and AP50-95 of each class that has objects."""
-        whole = self.precisions[0]
-        return [(n, float(a[0]), float(a.mean())) for n, a in zip(self.names, whole, strict=True) if a[0] == a[0]]
+        precisions = self.precisions[0]
+        return [(n, float(a[0]), float(a.mean())) for n, a in zip(self.names, precisions, strict=True) if a[0] == a[0]]
 
 
-def _compute_mean(each: np.ndarray) -> np.ndarray:
-    valid = ~np.isnan(each)
-    total = np.where(valid, each, 0).sum(axis=(1, 2))
-    return np.asarray(total / np.maximum(valid.sum(axis=(1, 2)), 1))
+def _compute_mean(values: np.ndarray) -> np.ndarray:
+    is_valid = ~np.isnan(values)
+    total = np.where(is_valid, values, 0).sum(axis=(1, 2))
+    return np.asarray(total / np.maximum(is_valid.sum(axis=(1, 2)), 1))
 
 
 @dataclass(frozen=True)
@@ -174,12 +174,12 @@ class MeanAP:
 
 def jackknife_ap(values: np.ndarray) -> Interval:
     """Return the first value with its 95 % interval (Student's t) from those without each group; NaN for one group."""
-    whole, parts = float(values[0]), values[1:]
-    if len(parts) < 2:
-        return Interval(whole, math.nan, math.nan)
-    error = math.sqrt((len(parts) - 1) / len(parts) * float(((parts - whole) ** 2).sum()))
-    reach = t_quantile(len(parts) - 1) * error
-    return Interval(whole, whole - reach, whole + reach)
+    value, partials = float(values[0]), values[1:]
+    if len(partials) < 2:
+        return Interval(value, math.nan, math.nan)
+    error = math.sqrt((len(partials) - 1) / len(partials) * float(((partials - value) ** 2).sum()))
+    reach = t_quantile(len(partials) - 1) * error
+    return Interval(value, value - reach, value + reach)
 
 
 def read_detections(trial: TrialResult) -> MeanAP | None:
@@ -191,18 +191,18 @@ def read_detections(trial: TrialResult) -> MeanAP | None:
 
 def _mean_ap(trial: TrialResult) -> MeanAP | None:
     kind = trial.task.coco  # "" for a classifier
-    place = next((r for r in trial.good if r.round_index == 0), None) if kind else None
-    truth = truth_file(place.folder, trial) if place else None
-    if place is None or truth is None or not truth.is_file():
+    first_round = next((r for r in trial.good if r.round_index == 0), None) if kind else None
+    truth = truth_file(first_round.folder, trial) if first_round else None
+    if first_round is None or truth is None or not truth.is_file():
         return None
-    arrays = place.read_arrays("outputs.npz", DETECTION_ARRAYS)
+    arrays = first_round.read_arrays("outputs.npz", DETECTION_ARRAYS)
     if "detection_image" not in arrays:
         return None
-    stored = _ScoreCache(arrays, truth)
-    own = stored.scores(kind)
-    if np.isnan(own.precisions).all():  # no object
+    cache = _ScoreCache(arrays, truth)
+    scores = cache.scores(kind)
+    if np.isnan(scores.precisions).all():  # no object
         return None
-    return MeanAP(kind, own, own if kind == "bbox" else stored.scores("bbox"))
+    return MeanAP(kind, scores, scores if kind == "bbox" else cache.scores("bbox"))
 
 
 def read_any_confusion(trial: TrialResult) -> Confusion | None:
@@ -215,12 +215,12 @@ def read_object_confusion(trial: TrialResult) -> Confusion | None:
 
     None without detections or ground truth, if most objects aren't found, or if mAP50 is high.
     """
-    found = read_detections(trial)
-    place = next((r for r in trial.good if r.round_index == 0), None)
-    truth = truth_file(place.folder, trial) if place else None
-    if found is None or found.boxes.map50[0] >= CONFUSED_MAP50 or place is None or truth is None:
+    result = read_detections(trial)
+    first_round = next((r for r in trial.good if r.round_index == 0), None)
+    truth = truth_file(first_round.folder, trial) if first_round else None
+    if result is None or result.boxes.map50[0] >= CONFUSED_MAP50 or first_round is None or truth is None:
         return None
-    return confuse_objects(place.read_arrays("outputs.npz", DETECTION_ARRAYS), _parse_truth(truth.read_bytes()))
+    return confuse_objects(first_round.read_arrays("outputs.npz", DETECTION_ARRAYS), _parse_truth(truth.read_bytes()))
 
 
 def confuse_objects(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any]) -> Confusion | None:
@@ -229,9 +229,9 @@ def confuse_objects(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any]) 
     None if most objects have no such detection.
     """
     mask = load_library("pycocotools.mask", "mAP")
-    seen = {int(i) for i in arrays["sample"]}
-    wanted = [a for a in truth["annotations"] if not a.get("iscrowd") and a["image_id"] in seen]
-    by_image = {image: [*group] for image, group in groupby(sorted(wanted, key=_image_of), _image_of)}
+    image_ids = {int(i) for i in arrays["sample"]}
+    annotations = [a for a in truth["annotations"] if not a.get("iscrowd") and a["image_id"] in image_ids]
+    by_image = {image: [*group] for image, group in groupby(sorted(annotations, key=_image_of), _image_of)}
     pairs = list[tuple[int, int]]()
     for image, objects in by_image.items():
         rows = np.flatnonzero(arrays["detection_image"] == image)
@@ -240,10 +240,10 @@ def confuse_objects(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any]) 
         boxes[:, 2:] -= boxes[:, :2]
         if not len(rows):
             continue
-        near = mask.iou(boxes, np.array([a["bbox"] for a in objects], np.float64), [0] * len(objects)) >= MIN_OVERLAP
+        is_near = mask.iou(boxes, np.array([a["bbox"] for a in objects], np.float64), [0] * len(objects)) >= MIN_OVERLAP
         pairs += [(a["category_id"], int(arrays["detection_class"][rows[each.argmax()]]))
-                  for a, each in zip(objects, near.T, strict=True) if each.any()]  # fmt: skip
-    if 2 * len(pairs) < len(wanted) or not pairs:
+                  for a, each in zip(objects, is_near.T, strict=True) if each.any()]  # fmt: skip
+    if 2 * len(pairs) < len(annotations) or not pairs:
         return None
     label, answer = np.array(pairs, np.int64).T
     names = {c["id"]: str(c.get("name", c["id"])) for c in truth["categories"]}
@@ -283,11 +283,11 @@ class _ScoreCache:
         return computed
 
     def _make_key(self, kind: str) -> str:
-        hashed = hashlib.sha256(f"{SCORES_VERSION} {JACKKNIFE_GROUPS} {kind}".encode() + self._truth)
+        hasher = hashlib.sha256(f"{SCORES_VERSION} {JACKKNIFE_GROUPS} {kind}".encode() + self._truth)
         for name in DETECTION_ARRAYS:
             if name in self._arrays:
-                hashed.update(name.encode() + np.ascontiguousarray(self._arrays[name]).tobytes())
-        return hashed.hexdigest()[:24]
+                hasher.update(name.encode() + np.ascontiguousarray(self._arrays[name]).tobytes())
+        return hasher.hexdigest()[:24]
 
 
 def _parse_truth(content: bytes) -> dict[str, Any]:
@@ -309,15 +309,15 @@ def score_detections(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any],
     parameters = evaluation.params
     count = min(JACKKNIFE_GROUPS, len(images))
     # A fixed shuffle keeps patterns in the images' order out of the groups.
-    shuffled = np.random.default_rng(0).permutation(len(images))
-    groups = {image: int(place % count) for image, place in zip(sorted(images), shuffled, strict=True)}
+    order = np.random.default_rng(0).permutation(len(images))
+    groups = {image: int(position % count) for image, position in zip(sorted(images), order, strict=True)}
     by_class, counts = [], np.zeros((len(SCORE_THRESHOLDS), count, 3))
     for k in range(len(parameters.catIds)):
-        matched = evaluation.evalImgs[k * len(images) : (k + 1) * len(images)]
-        m = collect_matches(matched, groups, count, len(parameters.iouThrs))
-        counts += count_matches(m)
+        entries = evaluation.evalImgs[k * len(images) : (k + 1) * len(images)]
+        matches = collect_matches(entries, groups, count, len(parameters.iouThrs))
+        counts += count_matches(matches)
         by_class.append(
-            [compute_average_precision(m, parameters.recThrs, without) for without in (None, *range(count))]
+            [compute_average_precision(matches, parameters.recThrs, without) for without in (None, *range(count))]
         )
     names = {c["id"]: str(c.get("name", c["id"])) for c in truth["categories"]}
     by_group = np.asarray(by_class, np.float64).transpose(1, 0, 2)
@@ -390,12 +390,12 @@ def _list_detections(
 
 def compute_f1_changes(trial: TrialResult, reference: TrialResult) -> list[Interval] | None:
     """Compute the change of F1 at each of SCORE_THRESHOLDS, paired: both lose the same images in each group."""
-    own, other = read_detections(trial), read_detections(reference)
-    if own is None or other is None or own.kind != other.kind or not same_photographs(trial, reference):
+    actual, expected = read_detections(trial), read_detections(reference)
+    if actual is None or expected is None or actual.kind != expected.kind or not same_photographs(trial, reference):
         return None
-    if own.own.images != other.own.images:
+    if actual.own.images != expected.own.images:
         return None
-    return [jackknife_ap(values) for values in own.own.rates["f1"] - other.own.rates["f1"]]
+    return [jackknife_ap(values) for values in actual.own.rates["f1"] - expected.own.rates["f1"]]
 
 
 class JackknifedChange(Change):
@@ -434,13 +434,13 @@ class MeanAveragePrecision(Metric):
 
     def change(self, trial: TrialResult, reference: TrialResult) -> Change | None:
         """Compute the paired change: both lose the same images in each group."""
-        own, other = read_detections(trial), read_detections(reference)
-        if own is None or other is None or own.kind != other.kind or not same_photographs(trial, reference):
+        actual, expected = read_detections(trial), read_detections(reference)
+        if actual is None or expected is None or actual.kind != expected.kind or not same_photographs(trial, reference):
             return None
-        mine, theirs = self.scores(own), self.scores(other)
-        if mine.images != theirs.images or mine.precisions.shape != theirs.precisions.shape:
+        a, b = self.scores(actual), self.scores(expected)
+        if a.images != b.images or a.precisions.shape != b.precisions.shape:
             return None
-        return JackknifedChange(mine.images, jackknife_ap(self.average_scores(mine) - self.average_scores(theirs)))
+        return JackknifedChange(a.images, jackknife_ap(self.average_scores(a) - self.average_scores(b)))
 
 
 class MeanAveragePrecision50(MeanAveragePrecision):

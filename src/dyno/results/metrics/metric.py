@@ -117,24 +117,24 @@ class Metric(ABC):
         """Columns of the change and its limits."""
         meaning = f"{self.column} against the reference's, paired"
         head = Column(self.diff, meaning, "points", POINTS, "change, points", 6, True)
-        limits = (f"{end} limit of {self.change_interval_text} of {self.diff}" for end in INTERVAL_SUFFIXES.values())
+        docs = (f"{end} limit of {self.change_interval_text} of {self.diff}" for end in INTERVAL_SUFFIXES.values())
         return (
             head,
-            *(Column(self.diff + end, of, "points", POINTS) for end, of in zip(INTERVAL_SUFFIXES, limits, strict=True)),
+            *(Column(self.diff + end, doc, "points", POINTS) for end, doc in zip(INTERVAL_SUFFIXES, docs, strict=True)),
         )
 
     @property
     def columns(self) -> tuple[Column, ...]:
         """Columns of a trial: value, change, and the limits of both."""
         head = Column(self.column, self.meaning, "%", PERCENT, f"{self.label} %", self.rank)
-        limits = (Column(self.column + end, f"{words} limit of {self.interval_text} of {self.column}", "%", PERCENT)
-                  for end, words in INTERVAL_SUFFIXES.items())  # fmt: skip
+        limits = (Column(self.column + end, f"{bound} limit of {self.interval_text} of {self.column}", "%", PERCENT)
+                  for end, bound in INTERVAL_SUFFIXES.items())  # fmt: skip
         return (head, *limits, *self.change_columns)
 
     @property
     def printed_columns(self) -> tuple[str, ...]:
         """Columns printed in the table of trials."""
-        return tuple(self.column + end for end in self.printed)
+        return tuple(self.column + suffix for suffix in self.printed)
 
     def interval(self, row: pd.Series) -> tuple[float, float]:
         """Return the limits of the value in percent, from a row of the table of trials; NaN if unknown."""
@@ -142,7 +142,7 @@ class Metric(ABC):
 
     def change_in(self, row: pd.Series) -> tuple[float, float, float]:
         """Return lower limit, change and upper limit in points, from a row of the table of trials; NaN if missing."""
-        low, value, high = (float(row.get(f"{self.diff}{end}", math.nan)) for end in ("_low", "", "_high"))
+        low, value, high = (float(row.get(f"{self.diff}{suffix}", math.nan)) for suffix in ("_low", "", "_high"))
         return low, value, high
 
 

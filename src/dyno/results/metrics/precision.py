@@ -62,41 +62,43 @@ class Truth:
         """Clause on whether it ran in the requested type, with the share of a mixed engine."""
         if self.answer == UNCONFIRMED:
             return "whether it ran in the requested type is not confirmed"
-        mixed = 0 < self.share < 1
-        part = f" ({format_share(self.share)} of its {'arithmetic' if self.work else 'layers'})" if mixed else ""
-        ran = "did not run" if self.answer == NO else "ran mostly" if mixed else "ran"
-        return f"{ran} in the requested type{part}"
+        is_mixed = 0 < self.share < 1
+        text = f" ({format_share(self.share)} of its {'arithmetic' if self.work else 'layers'})" if is_mixed else ""
+        ran = "did not run" if self.answer == NO else "ran mostly" if is_mixed else "ran"
+        return f"{ran} in the requested type{text}"
 
     def __str__(self) -> str:
         shares = {name: f" ({format_share(share)})" for name, share in self.work.items()}
         return ", ".join(f"{n} {name}{shares.get(name, '')}" for name, n in self.types.items())
 
 
-def read_truth(t: TrialResult) -> Truth | None:
+def read_truth(trial: TrialResult) -> Truth | None:
     """Return the stored types of compute layers, with their judgement; None without any."""
-    counts, operations = (_by_precision(t, found) for found in (t.facts.layers_by_type, t.facts.operations_by_type))
-    if not counts and t.facts.precision_truth is None:
+    counts, operations = (
+        _by_precision(trial, by_type) for by_type in (trial.facts.layers_by_type, trial.facts.operations_by_type)
+    )
+    if not counts and trial.facts.precision_truth is None:
         return None
-    counted = operations or counts
-    total = sum(counted.values())
-    types = dict(sorted(counts.items(), key=lambda item: -counted.get(item[0], 0)))
+    weights = operations or counts
+    total = sum(weights.values())
+    types = dict(sorted(counts.items(), key=lambda item: -weights.get(item[0], 0)))
     work = {name: count / total for name, count in operations.items()}
-    judged = t.facts.precision_truth
-    if judged is None:  # a plug-in's engine that only counted its layers
+    judgement = trial.facts.precision_truth
+    if judgement is None:  # a plug-in's engine that only counted its layers
         layers, work_done = ({PRECISION_TYPES.get(k, k): n for k, n in each.items()} for each in (counts, operations))
-        judged = precision_truth(t.precision, layers, t.backend, work_done)
-    share = counted.get(t.precision, 0) / total if total else 0.0
-    return Truth(share, types, work, judged.ok, judged.refuted, judged.sentence)
+        judgement = precision_truth(trial.precision, layers, trial.backend, work_done)
+    share = weights.get(trial.precision, 0) / total if total else 0.0
+    return Truth(share, types, work, judgement.ok, judgement.refuted, judgement.sentence)
 
 
-def _by_precision(t: TrialResult, by_type: Mapping[str, int]) -> dict[str, int]:
+def _by_precision(trial: TrialResult, by_type: Mapping[str, int]) -> dict[str, int]:
     """Map counts by an engine's type names to counts by precision."""
     counts: dict[str, int] = {}
-    for name, number in by_type.items():
+    for name, count in by_type.items():
         precision = PRECISION_OF_ALIAS.get(str(name).lower(), str(name))
         # TF32 multiplies FP32 data, so an engine that lists data types reports float32 for both.
-        precision = "tf32" if precision == "fp32" and t.precision == "tf32" else precision
-        counts[precision] = counts.get(precision, 0) + int(number)
+        precision = "tf32" if precision == "fp32" and trial.precision == "tf32" else precision
+        counts[precision] = counts.get(precision, 0) + int(count)
     return counts
 
 
@@ -105,8 +107,8 @@ def name_precision(row: Row | pd.Series) -> str:
     precision, types = str(row["precision"]), str(row["ran_as"])
     share = 0.0 if is_missing(row["asked_share"]) else row["asked_share"]
     if row["precision_ok"] == YES:
-        widened = precision in WEIGHT_PRECISIONS and not share
-        return f"{precision} (computed in {types.split()[1].strip(',')})" if widened else precision
+        is_widened = precision in WEIGHT_PRECISIONS and not share
+        return f"{precision} (computed in {types.split()[1].strip(',')})" if is_widened else precision
     if row["precision_ok"] == UNCONFIRMED or not types:
         return f"{precision} ({UNCONFIRMED})"
     ran = f"{format_share(share)} {precision}" if share else f"ran {types.split()[1].strip(',')}"
@@ -135,14 +137,14 @@ def find_peaks(results: Results) -> dict[str, Peak]:
     if results.peak is None:
         return {}
     device = next((t.device for t in results.trials), "cpu")
-    stored = Round(results.folder / "peak", 0, results.peak, device)
+    peak_round = Round(results.folder / "peak", 0, results.peak, device)
     by_type = {}
-    for name, one in stored.facts.peak.items():
-        if one.flops_per_s is not None:
+    for name, peak in peak_round.facts.peak.items():
+        if peak.flops_per_s is not None:
             clock = math.nan
-            if stored.trace is not None:
-                clock = timeline.summarise_timeline(stored.trace, [one.window]).clock
-            by_type[name] = Peak(name, one.flops_per_s, one.side, clock)
+            if peak_round.trace is not None:
+                clock = timeline.summarise_timeline(peak_round.trace, [peak.window]).clock
+            by_type[name] = Peak(name, peak.flops_per_s, peak.side, clock)
     return by_type
 
 
@@ -155,21 +157,21 @@ def explain_missing_work(results: Results) -> str:
     return ""
 
 
-def ran_in(t: TrialResult) -> str:
+def ran_in(trial: TrialResult) -> str:
     """Return the type of most of the arithmetic, "" if the engine doesn't report it."""
-    precision_truth = read_truth(t)
+    precision_truth = read_truth(trial)
     return next(iter(precision_truth.types), "") if precision_truth else ""
 
 
-def list_work(t: TrialResult, row: dict[str, Any], results: Results, measured: dict[str, Peak]) -> dict[str, float]:
+def list_work(trial: TrialResult, row: dict[str, Any], results: Results, peaks: dict[str, Peak]) -> dict[str, float]:
     """Return `gflops` per image, `tflops` at the median of latency/model, `peak_tflops` and `peak_share` (0 to 1)."""
-    flops = results.model_facts(t).flops
+    flops = results.model_facts(trial).flops
     if not flops:
         return {}
     values = {"gflops": flops / 1e9}
     latency = row.get("latency_model_ms_median")
     if latency:
-        values["tflops"] = flops * t.batch / (1e-3 * latency) / 1e12
-        if peak := measured.get(ran_in(t)):
+        values["tflops"] = flops * trial.batch / (1e-3 * latency) / 1e12
+        if peak := peaks.get(ran_in(trial)):
             values |= {"peak_tflops": peak.flops_per_s / 1e12, "peak_share": 1e12 * values["tflops"] / peak.flops_per_s}
     return values

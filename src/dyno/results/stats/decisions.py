@@ -64,18 +64,18 @@ def predict_power(evidence: Evidence, rounds: int, reach: float, level: float, f
 
     freedom = evidence.parts * (rounds - 1)
     error = max(evidence.spread, 1e-9) / math.sqrt(rounds)
-    looked = rounds + evidence.looks - evidence.rounds
-    reserved = 0.0 if evidence.rejected is None else rejection.REJECTION_ERROR_SHARE
-    wall = t_quantile(freedom, level * share_error(looked, first) * (1 - reserved))
+    seen_rounds = rounds + evidence.looks - evidence.rounds
+    reserved_share = 0.0 if evidence.rejected is None else rejection.REJECTION_ERROR_SHARE
+    critical = t_quantile(freedom, level * share_error(seen_rounds, first) * (1 - reserved_share))
 
     def compute_chance(difference: float, limit: float) -> float:
         return float(nctdtr(freedom, min(MAX_STANDARD_ERRORS, max(-MAX_STANDARD_ERRORS, difference / error)), limit))
 
-    away = abs(evidence.difference)
-    apart = 1 - compute_chance(away, wall)
-    if away >= reach or apart >= TARGET_POWER:
-        return apart
-    return min(1.0, apart + max(0.0, compute_chance(away - reach, -wall) - compute_chance(away + reach, wall)))
+    gap = abs(evidence.difference)
+    power = 1 - compute_chance(gap, critical)
+    if gap >= reach or power >= TARGET_POWER:
+        return power
+    return min(1.0, power + max(0.0, compute_chance(gap - reach, -critical) - compute_chance(gap + reach, critical)))
 
 
 ALPHA = 1 - CONFIDENCE
@@ -151,15 +151,15 @@ def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -
     With several looks, that holds over all of them.
     """
     rule = rule or Rule()
-    judged = [e for e in family if e is not None and not e.single]
-    steps = _apply_holm([e.p_value / rule.share(e.looks) for e in judged])
-    decided = {id(e): _judge_pair(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
-    return [decided.get(id(e)) or _make_unjudged(e) for e in family]
+    pairs = [e for e in family if e is not None and not e.single]
+    steps = _apply_holm([e.p_value / rule.share(e.looks) for e in pairs])
+    speedups = {id(e): _judge_pair(e, rule, *step, len(pairs)) for e, step in zip(pairs, steps, strict=True)}
+    return [speedups.get(id(e)) or _make_unjudged(e) for e in family]
 
 
-def decide_apart(own: Sequence[float], reference: Sequence[float], rule: Rule | None = None) -> Speedup:
+def decide_apart(medians: Sequence[float], reference: Sequence[float], rule: Rule | None = None) -> Speedup:
     """Decide (`decide`) on two uninterleaved trials: one median latency per round of each, in seconds."""
-    return decide(collect_evidence(own, reference), rule)
+    return decide(collect_evidence(medians, reference), rule)
 
 
 def paired_speedup(logs: Sequence[float], rule: Rule | None = None) -> Speedup:
@@ -175,9 +175,9 @@ def _make_unjudged(e: Evidence | None) -> Speedup:
 
 def _judge_pair(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
     """Judge one of `count` pairs by its adjusted p-value and the level of its Holm step (0: not rejected)."""
-    simultaneous = ALPHA / count
-    spent = rule.share(e.looks) * (level or simultaneous)
-    half = e.half_width(spent)
+    family_level = ALPHA / count
+    spent_level = rule.share(e.looks) * (level or family_level)
+    half = e.half_width(spent_level)
     low, high = e.difference - half, e.difference + half
     more = None
     if level:
@@ -185,7 +185,7 @@ def _judge_pair(e: Evidence, rule: Rule, level: float, p: float, count: int) -> 
     elif max(-low, high) <= rule.reach:
         verdict = EQUIVALENT
     else:
-        verdict, more = UNDECIDED, more_rounds(e, rule.reach, simultaneous, rule.first)
+        verdict, more = UNDECIDED, more_rounds(e, rule.reach, family_level, rule.first)
     ratio, unfiltered, rejected = math.exp(e.difference), math.exp(e.unfiltered), (e.rejected or 0) + e.disturbed
     return Speedup(
         ratio, _compute_ratio(low), _compute_ratio(high), verdict, e.measured, p, more, e.builds, rejected, unfiltered
@@ -196,10 +196,10 @@ def _apply_holm(values: Sequence[float]) -> list[tuple[float, float]]:
     """Return for each p-value the level of the step that rejected it (0: none) and its adjusted value (Holm 1979)."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     steps, adjusted = [(0.0, 1.0)] * len(values), 0.0
-    for place, i in enumerate(order):
-        left = len(values) - place
-        adjusted = min(1.0, max(adjusted, left * values[i]))
-        steps[i] = (ALPHA / left if adjusted <= ALPHA else 0.0, adjusted)
+    for rank, i in enumerate(order):
+        open_count = len(values) - rank
+        adjusted = min(1.0, max(adjusted, open_count * values[i]))
+        steps[i] = (ALPHA / open_count if adjusted <= ALPHA else 0.0, adjusted)
     return steps
 
 

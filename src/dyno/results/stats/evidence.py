@@ -89,8 +89,8 @@ class Evidence:
         p = rejection.p_value(t, self.rounds, self.rejected)
         if not (share := self._usual_share):
             return p
-        usual = rejection.student_p(self.difference / self._moderated_error, self.freedom + PRIOR_FREEDOM)
-        return min(1.0, p / (1 - share), usual / share)
+        moderated_p = rejection.student_p(self.difference / self._moderated_error, self.freedom + PRIOR_FREEDOM)
+        return min(1.0, p / (1 - share), moderated_p / share)
 
     def half_width(self, level: float) -> float:
         """Return half the width of the interval with the error `level`."""
@@ -117,10 +117,10 @@ class Evidence:
             return 1.0
         if self.half_width(MIN_P) <= abs(self.difference):
             return MIN_P
-        found = brentq(
+        root = brentq(
             lambda log: self.half_width(math.exp(log)) - abs(self.difference), math.log(MIN_P), math.log(MAX_P)
         )
-        return math.exp(found)
+        return math.exp(root)
 
     @property
     def _usual_share(self) -> float:
@@ -153,45 +153,45 @@ def pair_evidence(logs: Sequence[float], are_rounds: bool = True) -> Evidence | 
     """
     if not len(logs):
         return None
-    each = np.asarray(logs, np.float64)
-    n = len(each)
+    values = np.asarray(logs, np.float64)
+    n = len(values)
     if n < 2:
-        return Evidence(float(each.mean()), math.nan, math.nan, n, IN_TURNS)
-    kept = rejection.keep_undisturbed(each) if are_rounds else each
-    spread = compute_std(kept)
-    rejected = n - len(kept) if are_rounds else None
-    error, freedom = spread / math.sqrt(len(kept)), len(kept) - 1
-    mean, unfiltered = float(kept.mean()), float(each.mean())
+        return Evidence(float(values.mean()), math.nan, math.nan, n, IN_TURNS)
+    kept_values = rejection.keep_undisturbed(values) if are_rounds else values
+    spread = compute_std(kept_values)
+    rejected = n - len(kept_values) if are_rounds else None
+    error, freedom = spread / math.sqrt(len(kept_values)), len(kept_values) - 1
+    mean, unfiltered = float(kept_values.mean()), float(values.mean())
     return Evidence(mean, error, freedom, n, IN_TURNS, spread, rejected=rejected, unfiltered=unfiltered)
 
 
-def collect_evidence(own: Sequence[float], reference: Sequence[float], are_rounds: bool = True) -> Evidence | None:
+def collect_evidence(medians: Sequence[float], reference: Sequence[float], are_rounds: bool = True) -> Evidence | None:
     """Collect the evidence from two uninterleaved trials: one median latency per round of each, in seconds.
 
     Standard error and degrees of freedom are Welch's (1947) and Satterthwaite's (1946); None if either has no rounds.
     Disturbed rounds of each trial are rejected, unless the medians are means of several rounds each.
     """
-    if not len(own) or not len(reference):
+    if not len(medians) or not len(reference):
         return None
-    each = np.log(own), np.log(reference)
-    unfiltered, rounds = float(each[1].mean() - each[0].mean()), min(map(len, each))
+    all_logs = np.log(medians), np.log(reference)
+    unfiltered, rounds = float(all_logs[1].mean() - all_logs[0].mean()), min(map(len, all_logs))
     if rounds < 2:
         return Evidence(unfiltered, math.nan, math.nan, rounds, ONE_AFTER_ANOTHER)
-    kept = [rejection.keep_undisturbed(logs) if are_rounds else logs for logs in each]
+    kept_logs = [rejection.keep_undisturbed(logs) if are_rounds else logs for logs in all_logs]
     groups = tuple(
         Group(len(logs), len(logs) - len(rest), float(rest.mean()), compute_std(rest))
-        for logs, rest in zip(each, kept, strict=True)
+        for logs, rest in zip(all_logs, kept_logs, strict=True)
     )
     difference, variances = groups[1].mean - groups[0].mean, [group.spread**2 for group in groups]
-    may_reject = are_rounds and max(map(len, each)) >= rejection.MIN_ROUNDS
+    may_reject = are_rounds and max(map(len, all_logs)) >= rejection.MIN_ROUNDS
     rejected = sum(group.rejected for group in groups) if may_reject else None
-    found = Evidence(difference, 0.0, len(kept[0]) + len(kept[1]) - 2, rounds, ONE_AFTER_ANOTHER, 0.0, 2.0,
+    evidence = Evidence(difference, 0.0, len(kept_logs[0]) + len(kept_logs[1]) - 2, rounds, ONE_AFTER_ANOTHER, 0.0, 2.0,
                      rejected=rejected, unfiltered=unfiltered, groups=groups)  # fmt: skip
     if not sum(variances) > 0:
-        return found
+        return evidence
     error, freedom = _combine([(group.variance, group.freedom) for group in groups])
     parts = sum(variances) ** 2 / sum(variance**2 for variance in variances)
-    return replace(found, error=error, freedom=freedom, spread=math.sqrt(sum(variances)), parts=parts)
+    return replace(evidence, error=error, freedom=freedom, spread=math.sqrt(sum(variances)), parts=parts)
 
 
 def _combine(means: Sequence[tuple[float, int]]) -> tuple[float, float]:
@@ -206,17 +206,17 @@ def _combine(means: Sequence[tuple[float, int]]) -> tuple[float, float]:
 MIN_SESSIONS = 3  # fewest sessions of a machine for a variance between them
 
 
-def between_sessions(e: Evidence, sessions: int, spread: float) -> Evidence:
+def between_sessions(evidence: Evidence, sessions: int, spread: float) -> Evidence:
     """Return the evidence on trials of two sessions of a machine, from the `spread` of `sessions` earlier ones.
 
     Each trial's mean has its session's deviation in addition to its rounds': a session is the highest level, and one
     observation (Kalibera and Jones 2013). `spread` is the standard deviation of a session's log latency; degrees of
     freedom are Satterthwaite's (1946). With fewer than MIN_SESSIONS sessions nothing is judged (NaN).
     """
-    if e.single or sessions < MIN_SESSIONS or not spread > 0:
-        return replace(e, error=math.nan, freedom=math.nan, groups=(), measured=IN_TWO_SESSIONS)
-    within, between = e.error**2, 2 * spread**2
-    freedom = (within + between) ** 2 / (within**2 / e.freedom + between**2 / (sessions - 1))
+    if evidence.single or sessions < MIN_SESSIONS or not spread > 0:
+        return replace(evidence, error=math.nan, freedom=math.nan, groups=(), measured=IN_TWO_SESSIONS)
+    within, between = evidence.error**2, 2 * spread**2
+    freedom = (within + between) ** 2 / (within**2 / evidence.freedom + between**2 / (sessions - 1))
     return replace(
-        e, error=math.sqrt(within + between), freedom=freedom, rejected=None, groups=(), measured=IN_TWO_SESSIONS
+        evidence, error=math.sqrt(within + between), freedom=freedom, rejected=None, groups=(), measured=IN_TWO_SESSIONS
     )

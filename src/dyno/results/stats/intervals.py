@@ -40,8 +40,8 @@ def median_interval(samples: np.ndarray) -> Interval:
     n = len(x)
     if n < 3:
         return Interval(float(np.median(x)) if n else math.nan, math.nan, math.nan)
-    [worth] = independent_counts(samples, [take_quantile(x, 0.5)])
-    size = max(3, round(worth))
+    [independent_count] = independent_counts(samples, [take_quantile(x, 0.5)])
+    size = max(3, round(independent_count))
     k = np.arange(1, n + 1)
     # Number of resampled values at or below x[k-1] that put the median there. For an even count, the lower middle value
     # gives the lower limit and the upper one the upper, so that the interval is no narrower than requested.
@@ -63,16 +63,16 @@ def percentile_intervals(samples: np.ndarray, shares: Collection[float]) -> list
         return [Interval(math.nan, math.nan, math.nan) for _ in shares]
     values = [take_quantile(x, q) for q in (0.5, *shares)]
     # slow blocks affect every percentile: its effective sample size is at most the median's
-    middle, *worth = independent_counts(samples, values)
-    return [_bound_percentile(x, q, max(1, round(min(middle, own)))) for q, own in zip(shares, worth, strict=True)]
+    median, *counts = independent_counts(samples, values)
+    return [_bound_percentile(x, q, max(1, round(min(median, count)))) for q, count in zip(shares, counts, strict=True)]
 
 
-def _bound_percentile(ordered: np.ndarray, q: float, count: int) -> Interval:
+def _bound_percentile(values: np.ndarray, q: float, count: int) -> Interval:
     low, high = _find_ranks(count, q)
-    n, step = len(ordered), len(ordered) / count
+    n, step = len(values), len(values) / count
     first, last = math.ceil(low * step), n - math.ceil((count + 1 - high) * step)
-    least = float(ordered[first - 1]) if low else math.nan
-    return Interval(take_quantile(ordered, q), least, float(ordered[last]) if high <= count else math.nan)
+    lower = float(values[first - 1]) if low else math.nan
+    return Interval(take_quantile(values, q), lower, float(values[last]) if high <= count else math.nan)
 
 
 def independent_counts(samples: np.ndarray, limits: Sequence[float]) -> list[float]:
@@ -81,15 +81,15 @@ def independent_counts(samples: np.ndarray, limits: Sequence[float]) -> list[flo
     It is n / tau, with tau the integrated autocorrelation time of being below the limit, summed up to the first lag of
     at least five tau (Sokal 1997, "Monte Carlo Methods in Statistical Mechanics", 3.3).
     """
-    below = (samples <= np.asarray(limits)[:, None]).astype(float)
-    below -= below.mean(axis=1, keepdims=True)
-    varies, n = below.any(axis=1), len(samples)
-    correlation = np.fft.irfft(np.abs(np.fft.rfft(below[varies], 2 * n)) ** 2)[:, :n]
+    is_below = (samples <= np.asarray(limits)[:, None]).astype(float)
+    is_below -= is_below.mean(axis=1, keepdims=True)
+    is_varying, n = is_below.any(axis=1), len(samples)
+    correlation = np.fft.irfft(np.abs(np.fft.rfft(is_below[is_varying], 2 * n)) ** 2)[:, :n]
     times = 2 * np.cumsum(correlation / correlation[:, :1], axis=1) - 1  # by the last lag of the sum
-    enough = np.arange(n) >= AUTOCORRELATION_WINDOW * times
-    ends = np.where(enough.any(axis=1), enough.argmax(axis=1), times.argmax(axis=1))
-    counts = np.full(len(below), float(n))
-    counts[varies] = n / np.maximum(1.0, np.take_along_axis(times, ends[:, None], axis=1)[:, 0])
+    is_enough = np.arange(n) >= AUTOCORRELATION_WINDOW * times
+    ends = np.where(is_enough.any(axis=1), is_enough.argmax(axis=1), times.argmax(axis=1))
+    counts = np.full(len(is_below), float(n))
+    counts[is_varying] = n / np.maximum(1.0, np.take_along_axis(times, ends[:, None], axis=1)[:, 0])
     return counts.tolist()
 
 
@@ -99,8 +99,8 @@ def _find_ranks(n: int, q: float) -> tuple[int, int]:
     from scipy.special import bdtr
 
     tail = (1 - CONFIDENCE) / 2
-    below = bdtr(np.arange(n), n, q)  # probability of at most k samples below the percentile
-    return int(np.searchsorted(below, tail, side="right")), int(np.searchsorted(below, 1 - tail)) + 1
+    probabilities = bdtr(np.arange(n), n, q)  # probability of at most k samples below the percentile
+    return int(np.searchsorted(probabilities, tail, side="right")), int(np.searchsorted(probabilities, 1 - tail)) + 1
 
 
 def percentile_of(samples: np.ndarray, q: float) -> float:
@@ -195,11 +195,11 @@ def _compute_tango(gained: float, lost: float, count: float, difference: float) 
     return score / math.sqrt(variance)
 
 
-def _find_root(falling: Callable[[float], float], low: float, high: float) -> float:
+def _find_root(function: Callable[[float], float], low: float, high: float) -> float:
     """Find the root of a decreasing function by bisection to 1e-7, finer than any share of countable images."""
     while high - low > 1e-7:
         middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+        low, high = (middle, high) if function(middle) > 0 else (low, middle)
     return (low + high) / 2
 
 

@@ -35,18 +35,18 @@ def most_rejected(count: int) -> int:
 
 def keep_undisturbed(values: np.ndarray) -> np.ndarray:
     """Return the values that aren't rejected, in their order; float64 [rounds]."""
-    farthest = find_rejected(values)
-    return np.delete(values, farthest) if farthest else values
+    rejected = find_rejected(values)
+    return np.delete(values, rejected) if rejected else values
 
 
 def find_rejected(values: np.ndarray) -> list[int]:
     """Return the indices of rejected values."""
-    each = values.tolist()
-    middle = median(each)
-    distances = [abs(value - middle) for value in each]
+    floats = values.tolist()
+    middle = median(floats)
+    distances = [abs(value - middle) for value in floats]
     limit = REJECTION_DEVIATIONS * MAD_TO_DEVIATION * median(distances)
-    far = [k for k, distance in enumerate(distances) if distance > limit]
-    return sorted(far, key=lambda k: -distances[k])[: most_rejected(len(each))]
+    far_indices = [k for k, distance in enumerate(distances) if distance > limit]
+    return sorted(far_indices, key=lambda k: -distances[k])[: most_rejected(len(floats))]
 
 
 def judge_studies(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +57,7 @@ def judge_studies(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndar
     """
     means, errors, rejected = _summarise_studies(values)
     count = values.shape[1]
-    critical = np.array([critical_value(count, number, level) for number in range(most_rejected(count) + 1)])
+    critical = np.array([critical_value(count, k, level) for k in range(most_rejected(count) + 1)])
     return means, critical[rejected] * errors
 
 
@@ -71,15 +71,15 @@ def judge_apart(values: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarra
 
     means, errors, rejected = (np.array(each) for each in zip(*map(_summarise_studies, values), strict=True))
     count = values.shape[2]
-    numbers = range(most_rejected(count) + 1)
-    factors = np.array([critical_value(count, k, level) / t_quantile(count - k - 1, level) for k in numbers])
-    is_any = rejected.any(axis=0)
-    variances = (errors * np.where(is_any, factors[rejected], 1.0)) ** 2
+    rejected_counts = range(most_rejected(count) + 1)
+    factors = np.array([critical_value(count, k, level) / t_quantile(count - k - 1, level) for k in rejected_counts])
+    has_rejected = rejected.any(axis=0)
+    variances = (errors * np.where(has_rejected, factors[rejected], 1.0)) ** 2
     total = variances.sum(axis=0)
     with np.errstate(invalid="ignore"):
         freedom = np.nan_to_num(total**2 / (variances**2 / (count - rejected - 1)).sum(axis=0), nan=1.0)
-    spent = level * np.where(is_any, 1.0, PLAIN_ERROR_SHARE if count >= MIN_ROUNDS else 1.0)
-    return means[0] - means[1], stdtrit(freedom, 1 - spent / 2) * np.sqrt(total)
+    spent_level = level * np.where(has_rejected, 1.0, PLAIN_ERROR_SHARE if count >= MIN_ROUNDS else 1.0)
+    return means[0] - means[1], stdtrit(freedom, 1 - spent_level / 2) * np.sqrt(total)
 
 
 def _summarise_studies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -87,13 +87,13 @@ def _summarise_studies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     count = values.shape[1]
     distances = np.abs(values - np.median(values, axis=1, keepdims=True))
     limits = REJECTION_DEVIATIONS * MAD_TO_DEVIATION * np.median(distances, axis=1, keepdims=True)
-    farthest = np.argsort(-distances, axis=1, kind="stable")
-    is_far = np.take_along_axis(distances > limits, farthest, axis=1)
+    order = np.argsort(-distances, axis=1, kind="stable")
+    is_far = np.take_along_axis(distances > limits, order, axis=1)
     is_far[:, most_rejected(count) :] = False
     rejected = is_far.sum(axis=1)
-    kept = np.take_along_axis(values, farthest, axis=1)
-    errors = kept.std(axis=1, ddof=1, where=~is_far) / np.sqrt(count - rejected)
-    return kept.mean(axis=1, where=~is_far), errors, rejected
+    sorted_values = np.take_along_axis(values, order, axis=1)
+    errors = sorted_values.std(axis=1, ddof=1, where=~is_far) / np.sqrt(count - rejected)
+    return sorted_values.mean(axis=1, where=~is_far), errors, rejected
 
 
 def find_center(values: Sequence[float], medians: Sequence[float] = ()) -> Interval:
@@ -104,12 +104,12 @@ def find_center(values: Sequence[float], medians: Sequence[float] = ()) -> Inter
     """
     if not values:
         return Interval(math.nan, math.nan, math.nan)
-    kept = np.delete(np.log(values), find_rejected(np.log(medians or values)))
-    mean = float(kept.mean())
-    if len(kept) < 2:
+    kept_logs = np.delete(np.log(values), find_rejected(np.log(medians or values)))
+    mean = float(kept_logs.mean())
+    if len(kept_logs) < 2:
         return Interval(math.exp(mean), math.nan, math.nan)
-    critical = critical_value(len(values), len(values) - len(kept), 1 - CONFIDENCE)
-    half = critical * compute_std(kept) / math.sqrt(len(kept))
+    critical = critical_value(len(values), len(values) - len(kept_logs), 1 - CONFIDENCE)
+    half = critical * compute_std(kept_logs) / math.sqrt(len(kept_logs))
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
@@ -121,24 +121,24 @@ def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
     """
     if len(rounds) == 1:
         return summarise(rounds[0])
-    each = np.array([astuple(summarise(samples)) for samples in rounds])
-    disturbed = find_rejected(np.log([np.median(samples) for samples in rounds]))
-    kept = np.delete(each, disturbed, axis=0)
+    summaries = np.array([astuple(summarise(samples)) for samples in rounds])
+    rejected = find_rejected(np.log([np.median(samples) for samples in rounds]))
+    kept_summaries = np.delete(summaries, rejected, axis=0)
     with np.errstate(divide="ignore"):  # a deviation may be 0
-        means = Summary(*np.exp(np.log(kept).mean(axis=0)).tolist())
+        means = Summary(*np.exp(np.log(kept_summaries).mean(axis=0)).tolist())
     return replace(means, count=sum(map(len, rounds)), max=max(float(samples.max()) for samples in rounds))
 
 
 def p_value(t: float, count: int, rejected: int) -> float:
     """Return the two-sided p-value of |t| over `count` rounds, `rejected` of them left out."""
-    plain = student_p(t, count - rejected - 1)
+    plain_p = student_p(t, count - rejected - 1)
     if count < MIN_ROUNDS:
-        return plain
+        return plain_p
     if not rejected:
-        return min(1.0, plain / PLAIN_ERROR_SHARE)
+        return min(1.0, plain_p / PLAIN_ERROR_SHARE)
     chance, factor = _after_rejection(t, count, rejected)
     share = REJECTION_ERROR_SHARE / most_rejected(count)
-    return min(1.0, max(plain, min(plain * factor / (PLAIN_ERROR_SHARE + share / chance), chance / share)))
+    return min(1.0, max(plain_p, min(plain_p * factor / (PLAIN_ERROR_SHARE + share / chance), chance / share)))
 
 
 @lru_cache(maxsize=4096)
@@ -169,9 +169,9 @@ def _after_rejection(t: float, count: int, rejected: int) -> tuple[float, float]
     row = _read_table()[count if count <= MAX_TABLED_ROUNDS else MAX_TABLED_ROUNDS - (MAX_TABLED_ROUNDS - count) % 2]
     chance, factors = row[min(rejected, len(row)) - 1]
     bound = math.comb(count, rejected) / chance
-    known = np.log(T_GRID[: len(factors) + 1])
-    heights = np.log(np.minimum([*factors, bound], bound))
-    return chance, math.exp(np.interp(math.log(max(abs(t), 1e-300)), known, heights))
+    log_grid = np.log(T_GRID[: len(factors) + 1])
+    log_factors = np.log(np.minimum([*factors, bound], bound))
+    return chance, math.exp(np.interp(math.log(max(abs(t), 1e-300)), log_grid, log_factors))
 
 
 @lru_cache(maxsize=1)

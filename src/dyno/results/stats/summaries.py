@@ -36,10 +36,10 @@ def summarise(samples: np.ndarray) -> Summary:
         raise ValueError("no samples to summarise")
     x = np.sort(samples)
     n, cut = len(x), int(len(x) * TRIMMED_SHARE)
-    kept = x[cut : n - cut]
+    trimmed = x[cut : n - cut]
     median, p90, p95, p99 = (take_quantile(x, q) for q in (0.5, 0.9, 0.95, 0.99))
     means = float(x.mean()), median, p90, p95, p99, float(x[-1])
-    return Summary(n, *means, compute_std(x), float(kept.mean()), compute_std(kept))
+    return Summary(n, *means, compute_std(x), float(trimmed.mean()), compute_std(trimmed))
 
 
 def over_units(values: Sequence[tuple[Hashable, float]]) -> list[float]:
@@ -54,11 +54,11 @@ def over_units(values: Sequence[tuple[Hashable, float]]) -> list[float]:
     return [float(np.mean(each)) for each in units.values()]
 
 
-def take_quantile(ordered: np.ndarray, q: float) -> float:
-    place = q * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+def take_quantile(values: np.ndarray, q: float) -> float:
+    position = q * (len(values) - 1)
+    low = int(position)
+    high = min(low + 1, len(values) - 1)
+    return float(values[low] + (values[high] - values[low]) * (position - low))
 
 
 def compute_std(x: np.ndarray) -> float:
@@ -94,10 +94,10 @@ class VarianceComponents:
         `round_cost` and `block_cost` are the seconds to start a round and a block. Infinite if rounds themselves don't
         differ (Kalibera and Jones 2013, arXiv 2007.10899: the root of the ratio of costs times that of variances).
         """
-        within = self.blocks + self.samples / self.counts[2]
+        block_var = self.blocks + self.samples / self.counts[2]
         if not self.rounds:
-            return math.inf if within else 1.0
-        return max(1.0, math.sqrt(round_cost / block_cost * within / self.rounds))
+            return math.inf if block_var else 1.0
+        return max(1.0, math.sqrt(round_cost / block_cost * block_var / self.rounds))
 
 
 def estimate_levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()) -> VarianceComponents | None:
@@ -113,28 +113,28 @@ def estimate_levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hasha
     sizes = [np.array([len(b) for b in each], np.float64) for each in logs]
     blocks = [np.array([b.mean() for b in each]) for each in logs]
     means = np.array([each.mean() for each in blocks])
-    samples = _pool_variance([b for each in logs for b in each])
-    seen = [float((1 / n).mean()) for n in sizes]  # variance of one sample within the block mean
-    many = [i for i, each in enumerate(blocks) if len(each) > 1]
-    weight = np.array([len(blocks[i]) - 1.0 for i in many])
-    below = float(np.average([seen[i] for i in many], weights=weight)) if many else 0.0
-    between = max(0.0, _pool_variance([blocks[i] for i in many]) - samples * below)
-    inside = float(np.mean([(between + samples * s) / len(b) for s, b in zip(seen, blocks, strict=True)]))
+    sample_var = _pool_variance([b for each in logs for b in each])
+    inverses = [float((1 / n).mean()) for n in sizes]  # variance of one sample within the block mean
+    multi_rounds = [i for i, each in enumerate(blocks) if len(each) > 1]
+    weights = np.array([len(blocks[i]) - 1.0 for i in multi_rounds])
+    mean_inverse = float(np.average([inverses[i] for i in multi_rounds], weights=weights)) if multi_rounds else 0.0
+    block_var = max(0.0, _pool_variance([blocks[i] for i in multi_rounds]) - sample_var * mean_inverse)
+    inner_var = float(np.mean([(block_var + sample_var * s) / len(b) for s, b in zip(inverses, blocks, strict=True)]))
     groups = [means[[b == build for b in builds]] for build in dict.fromkeys(builds)]
-    drawn = None
-    if nested := len(groups) > 1 and min(map(len, groups)) > 1:
+    build_var = None
+    if has_builds := len(groups) > 1 and min(map(len, groups)) > 1:
         centres = np.array([group.mean() for group in groups])
-        drawn = max(
+        build_var = max(
             0.0, float(centres.var(ddof=1)) - _pool_variance(groups) * float(np.mean([1 / len(g) for g in groups]))
         )
-    rounds = max(0.0, (_pool_variance(groups) if nested else float(means.var(ddof=1))) - inside)
-    count = float(np.mean([len(each) for each in blocks]))
+    round_var = max(0.0, (_pool_variance(groups) if has_builds else float(means.var(ddof=1))) - inner_var)
+    block_count = float(np.mean([len(each) for each in blocks]))
     return VarianceComponents(
-        rounds, between, samples, (len(logs), count, float(np.mean(np.concatenate(sizes)))), drawn
+        round_var, block_var, sample_var, (len(logs), block_count, float(np.mean(np.concatenate(sizes)))), build_var
     )
 
 
 def _pool_variance(groups: Sequence[np.ndarray]) -> float:
     """Return the variance within groups; 0 if no group has two values."""
-    free = sum(len(g) - 1 for g in groups)
-    return float(sum(((g - g.mean()) ** 2).sum() for g in groups)) / free if free else 0.0
+    freedom = sum(len(g) - 1 for g in groups)
+    return float(sum(((g - g.mean()) ** 2).sum() for g in groups)) / freedom if freedom else 0.0

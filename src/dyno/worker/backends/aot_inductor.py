@@ -123,18 +123,18 @@ class AotInductor(PyTorch):
 
     def recipe(self, trial: Trial) -> Recipe:
         """Return the recipe of a package by `torch.export` from the module; a given package is used unchanged."""
-        chosen: dict[str, Option] = {} if trial.model.file else self._choose_options(trial)
-        static = chosen.pop("static", True)
-        dims = trial.dims if static and not trial.model.file else replace(trial.dims, batch=0)
+        options: dict[str, Option] = {} if trial.model.file else self._choose_options(trial)
+        is_static = options.pop("static", True)
+        dims = trial.dims if is_static and not trial.model.file else replace(trial.dims, batch=0)
         return Recipe(
-            self.name, AotFormat.name, trial.precision, trial.model, dims, chosen, runtime=trial.runtime
+            self.name, AotFormat.name, trial.precision, trial.model, dims, options, runtime=trial.runtime
         )  # fmt: skip
 
     def _choose_options(self, trial: Trial) -> dict[str, Option]:
         self.check_options(trial.options)
-        on_cpu = trial.runtime.device == "cpu"
-        threads: dict[str, Option] = {THREADS_KEY: trial.runtime.threads} if on_cpu else {}
-        return {"static": bool(trial.dims.batch), "mode": "default", "freeze": on_cpu, **trial.options, **threads}
+        is_on_cpu = trial.runtime.device == "cpu"
+        threads: dict[str, Option] = {THREADS_KEY: trial.runtime.threads} if is_on_cpu else {}
+        return {"static": bool(trial.dims.batch), "mode": "default", "freeze": is_on_cpu, **trial.options, **threads}
 
     def _run_convolution(self, torch: Any, device: str) -> None:
         """Compile, open and run a package of one convolution."""
@@ -198,10 +198,10 @@ class AotMaker(Maker):
             made_by = replace(self.describe(recipe), **models.describe_weights(module))
             class_names = models.read_purpose(recipe.model, module).class_names
             module = cast(module.to(device), TORCH_TYPES[recipe.precision])
-            flat = make_positional(torch, module, recipe.model.inputs, flat=True)
+            flat_module = make_positional(torch, module, recipe.model.inputs, flat=True)
             examples = [*_make_examples(torch, recipe, device)]
-            expected = [_call(flat, feeds, recipe) for feeds in examples]
-            program = _export(torch, flat, examples[0], recipe)
+            expected = [_call(flat_module, feeds, recipe) for feeds in examples]
+            program = _export(torch, flat_module, examples[0], recipe)
             facts = KeptFacts(
                 _describe_inputs(recipe), _describe_outputs(expected), recipe.precision, made_by.weights_sha256,
                 made_by.parameters or 0, file_facts.make_metadata(recipe.model, class_names),
@@ -209,8 +209,8 @@ class AotMaker(Maker):
             path = _compile(program, facts, recipe, folder / "model.pt2")
             if _is_free(recipe):
                 loader = _open_package(inductor, read_package(str(path)), path, device)
-                for feeds, right in zip(examples, expected, strict=True):
-                    _check_outputs(loader.run([*feeds]), right, recipe)
+                for feeds, reference in zip(examples, expected, strict=True):
+                    _check_outputs(loader.run([*feeds]), reference, recipe)
         return artifact_of(path, AotFormat.name, recipe.precision, (facts.inputs, facts.outputs), made_by, began)
 
 
@@ -237,8 +237,8 @@ def _list_tensors(recipe: Recipe, batch: int) -> tuple[Tensor, ...]:
 
 def _make_examples(torch: Any, recipe: Recipe, device: Any) -> Iterator[list[Any]]:
     """Yield random inputs in the package's type, beginning with those for the export."""
-    free, model = _is_free(recipe), recipe.model
-    batches = (EXAMPLE_BATCH, *OTHER_BATCHES) if free else (recipe.dims.batch or 1,)
+    is_free, model = _is_free(recipe), recipe.model
+    batches = (EXAMPLE_BATCH, *OTHER_BATCHES) if is_free else (recipe.dims.batch or 1,)
     for seed, batch in enumerate(batches):
         dims, inputs = replace(recipe.dims, batch=batch), _list_tensors(recipe, batch)
         feeds = next(input_data.read_batches(DataSpec(seed=seed), model.preprocess, inputs, dims, 1, model.inputs))
@@ -249,8 +249,8 @@ def _make_examples(torch: Any, recipe: Recipe, device: Any) -> Iterator[list[Any
 
 def _call(module: Any, feeds: list[Any], recipe: Recipe) -> list[Any]:
     """Return the module's outputs; raise a `UserError` with the module's message if it refuses the inputs."""
-    shown = ", ".join("x".join(map(str, value.shape)) for value in feeds)
-    with raise_refusals(f"{recipe.model.name} refuses {shown} in {recipe.precision}"):
+    shapes = ", ".join("x".join(map(str, value.shape)) for value in feeds)
+    with raise_refusals(f"{recipe.model.name} refuses {shapes} in {recipe.precision}"):
         return [output.clone() for output in module(*(value.clone() for value in feeds))]
 
 
@@ -262,16 +262,16 @@ def _export(torch: Any, module: Any, feeds: list[Any], recipe: Recipe) -> Any:
         specs = [spec for spec in recipe.model.inputs if spec.dtype]
         axes = [spec.shape.index(BATCH_AXIS) if BATCH_AXIS in spec.shape else None for spec in specs] if specs else [0]
         options["dynamic_shapes"] = (tuple({} if axis is None else {axis: batch} for axis in axes),)
-    other = "give static=true" if options else "measure it with --backend pytorch,compile"
-    with raise_refusals(f"torch.export can't export {recipe.model.name}", f"; {other}"):
+    advice = "give static=true" if options else "measure it with --backend pytorch,compile"
+    with raise_refusals(f"torch.export can't export {recipe.model.name}", f"; {advice}"):
         return torch.export.export(module, tuple(feeds), strict=False, **options)
 
 
 def _compile(program: Any, facts: KeptFacts, recipe: Recipe, path: Path) -> Path:
     from torch._inductor import aoti_compile_and_package
 
-    chosen = INDUCTOR_MODES[str(recipe.options.get("mode", "default"))]
-    settings = {**chosen, "freezing": bool(recipe.options.get("freeze")), "aot_inductor.metadata": kept_metadata(facts)}
+    mode = INDUCTOR_MODES[str(recipe.options.get("mode", "default"))]
+    settings = {**mode, "freezing": bool(recipe.options.get("freeze")), "aot_inductor.metadata": kept_metadata(facts)}
     return Path(aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings))
 
 
@@ -280,14 +280,14 @@ def _describe_inputs(recipe: Recipe) -> tuple[Tensor, ...]:
     if not _is_free(recipe):
         return _list_tensors(recipe, recipe.dims.batch or 1)
     pairs = zip(_list_tensors(recipe, EXAMPLE_BATCH), _list_tensors(recipe, OTHER_BATCHES[-1]), strict=True)
-    return tuple(replace(one, shape=_free_axes(one.shape, other.shape)) for one, other in pairs)
+    return tuple(replace(a, shape=_free_axes(a.shape, b.shape)) for a, b in pairs)
 
 
 def _describe_outputs(expected: list[list[Any]]) -> tuple[Tensor, ...]:
     first, last = expected[0], expected[-1]
-    shapes = [_free_axes(tuple(one.shape), tuple(other.shape)) for one, other in zip(first, last, strict=True)]
-    described = describe_outputs(first)
-    return tuple(replace(t, shape=shape) for t, shape in zip(described, shapes, strict=True))
+    shapes = [_free_axes(tuple(a.shape), tuple(b.shape)) for a, b in zip(first, last, strict=True)]
+    tensors = describe_outputs(first)
+    return tuple(replace(t, shape=shape) for t, shape in zip(tensors, shapes, strict=True))
 
 
 def _free_axes(shape: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int | str, ...]:
@@ -295,24 +295,24 @@ def _free_axes(shape: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[int | st
     return tuple(a if a == b else BATCH_AXIS for a, b in zip(shape, other, strict=True))
 
 
-def _check_outputs(found: list[Any], expected: list[Any], recipe: Recipe) -> None:
+def _check_outputs(actual: list[Any], expected: list[Any], recipe: Recipe) -> None:
     """Raise a `UserError` if the outputs of a package with a free batch differ from the module's."""
-    for got, right in zip(found, expected, strict=True):
-        if got.shape == right.shape:
-            scale = float(right.float().abs().max()) if right.numel() else 0.0
-            off = float((got.float() - right.float()).abs().max()) if right.numel() else 0.0
-            if not off > MAX_ERRORS[recipe.precision] * scale:  # NaN is the module's, and reported elsewhere
+    for output, reference in zip(actual, expected, strict=True):
+        if output.shape == reference.shape:
+            scale = float(reference.float().abs().max()) if reference.numel() else 0.0
+            error = float((output.float() - reference.float()).abs().max()) if reference.numel() else 0.0
+            if not error > MAX_ERRORS[recipe.precision] * scale:  # NaN is the module's, and reported elsewhere
                 continue
-        shown = "x".join(map(str, right.shape))
-        reason = f"the package for any batch gives other outputs than {recipe.model.name} for {shown}"
+        shape = "x".join(map(str, reference.shape))
+        reason = f"the package for any batch gives other outputs than {recipe.model.name} for {shape}"
         raise UserError(f"{reason}; give static=true")
 
 
 def _describe_given(recipe: Recipe) -> Artifact:
     """Return the user's own package as an artifact."""
     artifact = describe_given(AOTI_FORMAT, recipe, MakerFacts(backend=AotMaker.name))
-    if kept := read_package(recipe.model.file).kept_facts:
-        return replace(artifact, made_by=replace(artifact.made_by, weights_sha256=kept.weights_sha256))
+    if facts := read_package(recipe.model.file).kept_facts:
+        return replace(artifact, made_by=replace(artifact.made_by, weights_sha256=facts.weights_sha256))
     return artifact
 
 
@@ -320,16 +320,16 @@ def _open_package(inductor: Any, package: CompiledPackage, path: Path, device: A
     """Return the package's loader on that device; raise an error if its code can't run there."""
     if package.device != device.type:
         raise UserError(f"the package was compiled for {package.device}, not {device.type}; choose another --device")
-    wanted = package.metadata.get("AOTI_CPU_ISA", "")
-    if device.type == "cpu" and wanted.lower().startswith(("avx512", "amx")) and not _has_isa(wanted):
-        raise Unavailable(f"the package was compiled for processors with {wanted}, which this one lacks")
+    isa = package.metadata.get("AOTI_CPU_ISA", "")
+    if device.type == "cpu" and isa.lower().startswith(("avx512", "amx")) and not _has_isa(isa):
+        raise Unavailable(f"the package was compiled for processors with {isa}, which this one lacks")
     index = -1 if device.type == "cpu" else device.index or 0
     # Some compilers link libstdc++ into each package. The shared one must take its place: two in one process crash, in
     # std::regex while the package opens.
     with suppress(OSError):  # no library of this name
         ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
-    this, advice = import_torch().__version__, "; if another version compiled it, compile it again with this one"
-    with raise_refusals(f"{path.name} can't be loaded by this PyTorch ({this})", advice):
+    version, advice = import_torch().__version__, "; if another version compiled it, compile it again with this one"
+    with raise_refusals(f"{path.name} can't be loaded by this PyTorch ({version})", advice):
         return inductor.load_package(str(path), package.name, num_runners=runners, device_index=index).loader
 
 
@@ -359,9 +359,9 @@ class AotSession(TorchSession):
         return tuple(replace(t, shape=shapes[t.name]) for t in self._artifact.inputs)
 
     def _allocate_tensor(self, tensor: Tensor, dtype: Any) -> Any:
-        described = self._described[tensor.name]
-        allocated = super()._allocate_tensor(tensor, getattr(self._torch, described.dtype))
-        return allocated.to(memory_format=self._torch.channels_last) if described.channels_last else allocated
+        package_input = self._described[tensor.name]
+        values = super()._allocate_tensor(tensor, getattr(self._torch, package_input.dtype))
+        return values.to(memory_format=self._torch.channels_last) if package_input.channels_last else values
 
     def _make_callable(self, dtype: Any) -> Callable[..., Any]:
         """Return the package's code as a function of the slot's tensors, with a runner per slot."""
@@ -373,19 +373,19 @@ class AotSession(TorchSession):
     def facts(self) -> EngineFacts:
         """Return the package's calls, the types of their products, and the threads that it was compiled for."""
         types, calls = self._package.count_types(), self._package.layers
-        compiled_for = self._package.threads if not self._on_gpu else None
-        asked = self._trial.runtime.threads
-        other = [f"the package was compiled for {compiled_for} threads; its own kernels keep to that, not to {asked}"]
+        own_threads = self._package.threads if not self._on_gpu else None
+        threads = self._trial.runtime.threads
+        notes = [f"the package was compiled for {own_threads} threads; its own kernels keep to that, not to {threads}"]
         return EngineFacts(
             **self._weights,
             options={**self._trial.options, "device": self._package.device},
-            threads=compiled_for or self._torch.get_num_threads(),
+            threads=own_threads or self._torch.get_num_threads(),
             layers=len(calls) or None,
             layers_by_type=types,
             precision_truth=precision_truth(self._trial.precision, types, ENGINE_NAME),
             notes=(
                 *list_notes(self._trial),
-                *(other if compiled_for not in (None, asked) else ()),
+                *(notes if own_threads not in (None, threads) else ()),
                 *describe_probe(self._probe_s),
             ),
             **allocator_peaks(self._torch, self._device),

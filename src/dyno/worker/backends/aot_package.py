@@ -131,8 +131,8 @@ class CompiledPackage:
     @cached_property
     def constants(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Type and shape of each weight by its name in the code."""
-        found = CONSTANT.findall(self.source)
-        return {name: (kind, tuple(map(int, filter(str.strip, shape.split(","))))) for _, name, kind, shape in found}
+        matches = CONSTANT.findall(self.source)
+        return {name: (kind, tuple(map(int, filter(str.strip, shape.split(","))))) for _, name, kind, shape in matches}
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -155,9 +155,9 @@ class CompiledPackage:
 
         The compiler may silently narrow a free batch: ShuffleNet's to 15. Dyno's own packages were run at batch 1.
         """
-        free = [each for each in self.inputs if BATCH_AXIS in each.shape]
-        largest = min((each.largest for each in free if each.largest), default=0)
-        smallest = 1 if self.kept_facts else max((each.smallest for each in free), default=1)
+        inputs = [package_input for package_input in self.inputs if BATCH_AXIS in package_input.shape]
+        largest = min((package_input.largest for package_input in inputs if package_input.largest), default=0)
+        smallest = 1 if self.kept_facts else max((package_input.smallest for package_input in inputs), default=1)
         return (smallest, smallest, largest) if largest else None
 
 
@@ -168,11 +168,11 @@ def _read_input(text: str) -> PackageInput:
     smallest = {int(axis): int(n) for axis, n in MIN_SIZE_CHECK.findall(text)}
     largest = {int(axis): int(n) for axis, n in MAX_SIZE_CHECK.findall(text)}
     strides = {int(axis): int(n) for n, axis in STRIDE_CHECK.findall(text)}
-    seen = [int(first or second) for first, second in READ_SIZE.findall(text)]
-    names = [BATCH_AXIS, *(f"axis_{axis}" for axis in range(1, 1 + max(seen, default=0)))]
-    shape = tuple(sizes.get(axis, names[axis]) for axis in range(1 + max(seen, default=-1)))
-    last = len(shape) == 4 and strides.get(1) == 1 != shape[1]
-    return PackageInput(kind[1] if kind else "float32", shape, smallest.get(0, 1), largest.get(0, 0), last)
+    axes = [int(first or second) for first, second in READ_SIZE.findall(text)]
+    names = [BATCH_AXIS, *(f"axis_{axis}" for axis in range(1, 1 + max(axes, default=0)))]
+    shape = tuple(sizes.get(axis, names[axis]) for axis in range(1 + max(axes, default=-1)))
+    is_channels_last = len(shape) == 4 and strides.get(1) == 1 != shape[1]
+    return PackageInput(kind[1] if kind else "float32", shape, smallest.get(0, 1), largest.get(0, 0), is_channels_last)
 
 
 def _iter_calls(body: str, package: CompiledPackage) -> Iterator[Layer]:
@@ -182,28 +182,28 @@ def _iter_calls(body: str, package: CompiledPackage) -> Iterator[Layer]:
     shapes: dict[str, tuple[int, ...]] = {}
     nodes, operators = "", ""
     for line in body.splitlines():
-        if found := ORIGIN.search(line):
-            nodes, operators = found[1], found[2]
-        elif found := LENGTHS.search(line):
-            lengths[found[1]] = found[2]
-        elif found := ALLOCATED.search(line):
-            types[found[3]] = found[2]
-            shapes[found[3]] = tuple(_read_length(n) for n in lengths.get(found[1], "").split(",") if n.strip())
-        elif found := ALIAS.search(line):
-            before = next((word for word in IDENTIFIER.findall(found[2]) if word in types), "")
-            types |= {found[1]: types[before]} if before else {}
-            shapes |= {found[1]: shapes[before]} if before in shapes and "reinterpret" not in line else {}
-        elif found := LIBRARY_CALL.search(line):
-            kind, ran_in = found[1], _first_type(found[2], types)
-            results = RESULT.findall(found[2])
-            types |= dict.fromkeys(results, ran_in)
-            yield _make_layer(kind, "", nodes, ran_in if PRODUCT.search(kind) else "", found[2], results, types, shapes)
+        if match := ORIGIN.search(line):
+            nodes, operators = match[1], match[2]
+        elif match := LENGTHS.search(line):
+            lengths[match[1]] = match[2]
+        elif match := ALLOCATED.search(line):
+            types[match[3]] = match[2]
+            shapes[match[3]] = tuple(_read_length(n) for n in lengths.get(match[1], "").split(",") if n.strip())
+        elif match := ALIAS.search(line):
+            source = next((name for name in IDENTIFIER.findall(match[2]) if name in types), "")
+            types |= {match[1]: types[source]} if source else {}
+            shapes |= {match[1]: shapes[source]} if source in shapes and "reinterpret" not in line else {}
+        elif match := LIBRARY_CALL.search(line):
+            kind, dtype = match[1], _first_type(match[2], types)
+            results = RESULT.findall(match[2])
+            types |= dict.fromkeys(results, dtype)
+            yield _make_layer(kind, "", nodes, dtype if PRODUCT.search(kind) else "", match[2], results, types, shapes)
             nodes = operators = ""
-        elif found := OWN_CALL.search(line):
-            pointers = [IN_CPP.get(kind, kind) for kind in POINTER.findall(found[2])]
-            kind = next((kind for kind in pointers if kind in TYPE_PRECISIONS), "") or _first_type(found[2], types)
-            ran_in = kind if found[1] in package.products or found[1].startswith(TEMPLATE_PREFIX) else ""
-            yield _make_layer(operators or found[1], found[1], nodes, ran_in, found[2], [], types, shapes)
+        elif match := OWN_CALL.search(line):
+            pointers = [IN_CPP.get(kind, kind) for kind in POINTER.findall(match[2])]
+            kind = next((kind for kind in pointers if kind in TYPE_PRECISIONS), "") or _first_type(match[2], types)
+            dtype = kind if match[1] in package.products or match[1].startswith(TEMPLATE_PREFIX) else ""
+            yield _make_layer(operators or match[1], match[1], nodes, dtype, match[2], [], types, shapes)
             nodes = operators = ""
 
 
@@ -212,13 +212,13 @@ def _make_layer(
     kernel: str,
     nodes: str,
     computes_in: str,
-    given: str,
+    arguments: str,
     results: list[str],
     types: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Layer:
-    named = [word for word in dict.fromkeys(IDENTIFIER.findall(given)) if word.startswith(("buf", "arg"))]
-    ports = [Port(name, shapes.get(name, ()), types.get(name, "")) for name in named]
+    names = [name for name in dict.fromkeys(IDENTIFIER.findall(arguments)) if name.startswith(("buf", "arg"))]
+    ports = [Port(name, shapes.get(name, ()), types.get(name, "")) for name in names]
     outputs = [Port(name, (), types.get(name, "")) for name in results] or ports[-1:]
     inputs = ports[: len(ports) - (not results)]
     return Layer(
@@ -233,8 +233,8 @@ def _read_length(text: str) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _first_type(given: str, types: Mapping[str, str]) -> str:
-    return next((types[word] for word in IDENTIFIER.findall(given) if word in types), "")
+def _first_type(arguments: str, types: Mapping[str, str]) -> str:
+    return next((types[name] for name in IDENTIFIER.findall(arguments) if name in types), "")
 
 
 def read_package(path: str) -> CompiledPackage:
@@ -242,11 +242,11 @@ def read_package(path: str) -> CompiledPackage:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-            models = [found[1] for name in names if (found := COMPILED_MEMBER.search(name))]
+            models = [match[1] for name in names if (match := COMPILED_MEMBER.search(name))]
             if not models:
                 raise UserError(f"{path} has no compiled code of AOTInductor")
-            own = [name for name in names if f"data/aotinductor/{models[0]}/" in name]
-            texts = {n: archive.read(n).decode() for n in own if n.endswith((".cpp", "_metadata.json"))}
+            members = [name for name in names if f"data/aotinductor/{models[0]}/" in name]
+            texts = {n: archive.read(n).decode() for n in members if n.endswith((".cpp", "_metadata.json"))}
         metadata: dict[str, Any] = {}
         for name, text in texts.items():
             metadata |= json.loads(text) if name.endswith("_metadata.json") else {}
@@ -259,15 +259,15 @@ def read_package(path: str) -> CompiledPackage:
 
 def describe(path: str, package: CompiledPackage) -> FileContents:
     """Return the package's inputs, outputs and precision; for another program's package, inputs by its code."""
-    if kept := package.kept_facts:
-        purpose = file_facts.read_purpose(kept.purpose)
+    if facts := package.kept_facts:
+        purpose = file_facts.read_purpose(facts.purpose)
         return FileContents(
-            kept.inputs,
-            kept.outputs,
-            kept.precision,
+            facts.inputs,
+            facts.outputs,
+            facts.precision,
             package.read_batches(),
             purpose,
-            parameters=kept.parameters or None,
+            parameters=facts.parameters or None,
         )
     if not package.inputs:
         raise UserError(f"{path} doesn't say which inputs it takes; make it again with `dyno export MODEL -o NAME.pt2`")
@@ -278,8 +278,8 @@ def describe(path: str, package: CompiledPackage) -> FileContents:
         for name, each in zip(numbered_names("input", len(package.inputs)), package.inputs, strict=True)
     )
     types = package.count_types()
-    most = max(types, key=lambda kind: types[kind]) if types else package.inputs[0].dtype
-    return FileContents(inputs, (), TYPE_PRECISIONS.get(most, "fp32"), package.read_batches())
+    main_type = max(types, key=lambda kind: types[kind]) if types else package.inputs[0].dtype
+    return FileContents(inputs, (), TYPE_PRECISIONS.get(main_type, "fp32"), package.read_batches())
 
 
 def numbered_names(name: str, count: int) -> list[str]:

@@ -65,8 +65,8 @@ class PteFormat(FileFormat):
         except RuntimeError as e:
             reason = torch_support.first_line(e)
             raise UserError(f"{path} has inputs or outputs that aren't tensors ({reason})") from e
-        most = max(types, key=lambda kind: types[kind]) if types else "float32"
-        precision = next((p for p, kind in PRECISION_TYPES.items() if kind == most), "fp32")
+        main_type = max(types, key=lambda kind: types[kind]) if types else "float32"
+        precision = next((p for p, kind in PRECISION_TYPES.items() if kind == main_type), "fp32")
         metadata = file_facts.read_attached(path)
         purpose, images = file_facts.read_purpose(metadata), file_facts.read_image_facts(metadata)
         return FileContents(inputs, outputs, precision, task=purpose, image=images)
@@ -75,9 +75,9 @@ class PteFormat(FileFormat):
 PTE = PteFormat()
 
 
-def _read_tensors(side: str, count: int, describe: Callable[[int], Any]) -> tuple[Tensor, ...]:
-    found = zip(numbered_names(side, count), map(describe, range(count)), strict=True)
-    return tuple(Tensor(name, SCALAR_TYPES.get(t.dtype(), "unknown"), tuple(map(int, t.sizes()))) for name, t in found)
+def _read_tensors(prefix: str, count: int, describe: Callable[[int], Any]) -> tuple[Tensor, ...]:
+    pairs = zip(numbered_names(prefix, count), map(describe, range(count)), strict=True)
+    return tuple(Tensor(name, SCALAR_TYPES.get(t.dtype(), "unknown"), tuple(map(int, t.sizes()))) for name, t in pairs)
 
 
 class ExecuTorch(Backend):
@@ -107,9 +107,9 @@ class ExecuTorch(Backend):
     def recipe(self, trial: Trial) -> Recipe:
         """Return the recipe of the program at the trial's batch; a given program is used unchanged."""
         data = calibration.calibration_data(trial) if trial.precision == "int8" != trial.model.precision else None
-        here = replace(trial.runtime, device="cpu", threads=1)
+        runtime = replace(trial.runtime, device="cpu", threads=1)
         return Recipe(
-            self.name, PTE.name, trial.precision, trial.model, trial.dims, dict(trial.options), data, runtime=here
+            self.name, PTE.name, trial.precision, trial.model, trial.dims, dict(trial.options), data, runtime=runtime
         )  # fmt: skip
 
     def probe(self) -> Probe:
@@ -121,9 +121,9 @@ class ExecuTorch(Backend):
             path.write_bytes(_lower_program(torch.export.export(torch.nn.ReLU(), (x,))))
             _, method = open_program(str(path))
             _run_method(method, [x])
-            works = method.get_outputs()[0].tolist() == [0.0, 2.0]
+            is_correct = method.get_outputs()[0].tolist() == [0.0, 2.0]
         detail = f"with torch {torch.__version__}"
-        return Probe(version=_read_version(), devices=("cpu",) if works else (), detail=detail)
+        return Probe(version=_read_version(), devices=("cpu",) if is_correct else (), detail=detail)
 
     def prepare(self, trial: Trial) -> None:
         """Import PyTorch and ExecuTorch's runtime."""
@@ -166,9 +166,9 @@ def open_program(path: str) -> tuple[Any, Any]:
         program = runtime.load_program(Path(path))
         return program, program.load_method("forward")._method
     except (RuntimeError, ValueError, OSError) as e:
-        if "error: 0x:14" in str(e) and (missing := _list_missing_operators(path)):
+        if "error: 0x:14" in str(e) and (operators := _list_missing_operators(path)):
             raise UserError(
-                f"{ENGINE_NAME} {_read_version()} has no kernel for {', '.join(missing)}, which is in {path}"
+                f"{ENGINE_NAME} {_read_version()} has no kernel for {', '.join(operators)}, which is in {path}"
             ) from e
         raise UserError(
             f"{path} can't be read by {ENGINE_NAME} {_read_version()}: {torch_support.first_line(e)}"
@@ -177,9 +177,9 @@ def open_program(path: str) -> tuple[Any, Any]:
 
 def _list_missing_operators(path: str) -> list[str]:
     """Return the operators of the program without a kernel in this library."""
-    known = {*_import_library()._get_operator_names()}
-    names = (f"{each.name}.{each.overload}".rstrip(".") for each in _read_plan(path)[1].operators)
-    return [name for name in names if name not in known]
+    kernels = {*_import_library()._get_operator_names()}
+    names = (f"{operator.name}.{operator.overload}".rstrip(".") for operator in _read_plan(path)[1].operators)
+    return [name for name in names if name not in kernels]
 
 
 def _run_method(method: Any, tensors: Sequence[Any]) -> None:
@@ -198,16 +198,16 @@ def _run_method(method: Any, tensors: Sequence[Any]) -> None:
 
 def _read_plan(path: str) -> tuple[Any, Any]:
     """Return the program and the plan of its method `forward`."""
-    read = _import_library("exir._serialize._program").deserialize_pte_binary(Path(path).read_bytes())
-    program = getattr(read, "program", read)
-    return program, next(each for each in program.execution_plan if each.name == "forward")
+    file = _import_library("exir._serialize._program").deserialize_pte_binary(Path(path).read_bytes())
+    program = getattr(file, "program", file)
+    return program, next(plan for plan in program.execution_plan if plan.name == "forward")
 
 
 def list_operators(path: str) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """Count the operators in XNNPACK's graphs, those on portable kernels, and the types of the products."""
     program, plan = _read_plan(path)
     delegated, portable, types = Counter[str](), Counter[str](), Counter[str]()
-    for call in (each.instr_args for chain in plan.chains for each in chain.instructions):
+    for call in (instruction.instr_args for chain in plan.chains for instruction in chain.instructions):
         if hasattr(call, "op_index"):
             name = plan.operators[call.op_index].name
             portable[name] += 1
@@ -253,23 +253,23 @@ class ExecuTorchMaker(Maker):
         began = time.perf_counter()
         facts = self.describe(recipe)
         if path := recipe.model.file:
-            given = describe_given(PTE, recipe, facts)
-            return replace(given, made_by=_add_operators(given.made_by, path))
+            artifact = describe_given(PTE, recipe, facts)
+            return replace(artifact, made_by=_add_operators(artifact.made_by, path))
         torch = torch_support.import_torch()
         with torch_support.memory_errors(), torch.no_grad(), torch_support.silence_warnings():
             module = torch_support.refuse_script(torch, models.load(recipe.model, recipe.dims))
             facts = replace(facts, **models.describe_weights(module))
             inputs = module_inputs(recipe.model, recipe.dims)
             example = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs)
-            flat = torch_support.make_positional(torch, module, recipe.model.inputs, flat=True)
+            flat_module = torch_support.make_positional(torch, module, recipe.model.inputs, flat=True)
             with torch_support.raise_refusals(f"{ENGINE_NAME} can't lower {recipe.model.name}"):
-                program = _export_module(torch, flat, example)
+                program = _export_module(torch, flat_module, example)
                 if recipe.precision == "int8":
-                    flat, facts = _quantise_program(program, inputs, recipe, facts)
-                    program = torch.export.export(flat, example, strict=False)
-                lowered = _lower_program(program)
-            outputs = torch_support.describe_outputs(flat(*example))
-        (folder / "model.pte").write_bytes(lowered)
+                    flat_module, facts = _quantise_program(program, inputs, recipe, facts)
+                    program = torch.export.export(flat_module, example, strict=False)
+                content = _lower_program(program)
+            outputs = torch_support.describe_outputs(flat_module(*example))
+        (folder / "model.pte").write_bytes(content)
         facts = _add_operators(facts, str(folder / "model.pte"))
         return artifact_of(folder / "model.pte", PTE.name, recipe.precision, (inputs, outputs), facts, began)
 
@@ -280,11 +280,11 @@ EXECUTORCH_MAKER = ExecuTorchMaker()
 def _add_operators(facts: MakerFacts, path: str) -> MakerFacts:
     delegated, portable, types = list_operators(path)
     operators = dict((delegated + portable).most_common())
-    left = (
+    sentence = (
         f"{portable.total()} of {add_noun(sum(operators.values()), 'operator')} run on {ENGINE_NAME}'s portable kernels"
     )
     names = ", ".join(f"{count} {name}" for name, count in portable.most_common())
-    warnings = (f"{left}, not on {DELEGATE_NAME}: {names}",) if portable else ()
+    warnings = (f"{sentence}, not on {DELEGATE_NAME}: {names}",) if portable else ()
     return replace(
         facts, layers=sum(operators.values()), operators=operators, layers_by_type=dict(types),
         warnings=(*facts.warnings, *warnings),
@@ -301,19 +301,19 @@ def _export_module(torch: Any, module: Any, example: Any) -> Any:
         return program
     program = program.run_decompositions({})  # removes operators that write into a constant
     program = folding.constant_prop_pass(program, _list_kept_operators(torch, program))
-    program.constants.update({name: each.clone() for name, each in program.constants.items()})  # some are views
+    program.constants.update({name: value.clone() for name, value in program.constants.items()})  # some are views
     return program
 
 
 def _list_kept_operators(torch: Any, program: Any) -> set[Any]:
     """Return the operators that aren't folded: they write, draw numbers, or have no tensor as input."""
-    kept = set[Any]()
+    operators = set[Any]()
     for node in program.graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-        if node.op == "call_function" and (is_random or writes or not node.all_input_nodes):
-            kept.add(node.target)
-    return kept
+        is_mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        if node.op == "call_function" and (is_random or is_mutable or not node.all_input_nodes):
+            operators.add(node.target)
+    return operators
 
 
 def _lower_program(program: Any) -> bytes:
@@ -322,13 +322,13 @@ def _lower_program(program: Any) -> bytes:
     _clean_names(program)
     exir = _import_library("exir")
     partitioner = _import_library("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()
-    lowered = exir.to_edge_transform_and_lower(program, partitioner=[partitioner])
-    rest = lowered.exported_program()
+    edge_program = exir.to_edge_transform_and_lower(program, partitioner=[partitioner])
+    rest = edge_program.exported_program()
     calls = {node.target for node in rest.graph.nodes if node.op == "call_function"}
     weights = {target for target in calls if "dequantize_per_channel" in str(target)}
     if weights:  # of layers outside XNNPACK: only XNNPACK reads 8-bit weights
         _import_library("exir.passes.constant_prop_pass").constant_prop_pass(rest, calls - weights)
-    return bytes(lowered.to_executorch().buffer)
+    return bytes(edge_program.to_executorch().buffer)
 
 
 def _decompose_pools(program: Any) -> Any:
@@ -338,11 +338,11 @@ def _decompose_pools(program: Any) -> Any:
     the same.
     """
     torch = torch_support.import_torch()
-    aten, known = torch.ops.aten, torch.export.default_decompositions()
+    aten, defaults = torch.ops.aten, torch.export.default_decompositions()
     pools = (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default)
     if any(node.target in pools for node in program.graph.nodes):
         inner = torch._decomp.get_decompositions([aten._adaptive_avg_pool2d])
-        program = program.run_decompositions({**{pool: known[pool] for pool in pools}, **inner})
+        program = program.run_decompositions({**{pool: defaults[pool] for pool in pools}, **inner})
     for node in program.graph.find_nodes(op="call_function", target=aten.avg_pool2d.default):
         x, size, stride = (*node.args[:3], [])[:3]
         if len(node.args) <= 3 and not node.kwargs and max(size) > 1 and x.meta["val"].dim() == 4:
@@ -354,12 +354,12 @@ def _clean_names(program: Any) -> None:
     """Rename tensors whose names aren't identifiers (`block1-0.weight`): ExecuTorch doesn't find them in its graph."""
     weights = program.state_dict
     for spec in program.graph_signature.input_specs:
-        clean = NOT_IN_NAMES.sub("_", spec.target or "")
-        if spec.target in weights and clean != spec.target:
-            while clean in weights:
-                clean += "_"
-            weights[clean] = weights.pop(spec.target)
-            spec.target = clean
+        name = NOT_IN_NAMES.sub("_", spec.target or "")
+        if spec.target in weights and name != spec.target:
+            while name in weights:
+                name += "_"
+            weights[name] = weights.pop(spec.target)
+            spec.target = name
 
 
 def _quantise_program(
@@ -374,9 +374,9 @@ def _quantise_program(
 
     data = calibration.calibration_of(recipe, Artifact(PTE.name, "", "", 0, "fp32", tuple(inputs), (), 0.0))
     quantiser = Quantiser().set_global(xnnpack.get_symmetric_quantization_config(is_per_channel=True))
-    quantised = quantise_program(program, quantiser, inputs, data)
-    how = replace(data.facts, method="histogram")
-    return quantised, replace(facts, calibration=how, warnings=tuple(data.warnings))
+    module = quantise_program(program, quantiser, inputs, data)
+    calibration_facts = replace(data.facts, method="histogram")
+    return module, replace(facts, calibration=calibration_facts, warnings=tuple(data.warnings))
 
 
 def _leave_computed_weights(graph: Any) -> Any:
@@ -402,11 +402,11 @@ def _share_ranges(graph: Any) -> Any:
         if str(node.target) not in VIEW_OPERATORS:
             continue
         source = node.args[0].meta.get(pt2e.Q_ANNOTATION_KEY)
-        own = node.meta.get(pt2e.Q_ANNOTATION_KEY)
-        if source and source.output_qspec and not (own and own._annotated):
-            shared = pt2e.SharedQuantizationSpec(node.args[0])
+        annotation = node.meta.get(pt2e.Q_ANNOTATION_KEY)
+        if source and source.output_qspec and not (annotation and annotation._annotated):
+            spec = pt2e.SharedQuantizationSpec(node.args[0])
             node.meta[pt2e.Q_ANNOTATION_KEY] = pt2e.QuantizationAnnotation(
-                input_qspec_map={node.args[0]: shared}, output_qspec=shared, _annotated=True
+                input_qspec_map={node.args[0]: spec}, output_qspec=spec, _annotated=True
             )
     return graph
 
@@ -428,9 +428,9 @@ class ExecuTorchSession(Session):
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Copy the feeds, converted to the program's types."""
-        typed = [fit_feed(feeds, t, self._shapes[t.name]) for t in self.inputs]
-        for bound, values in zip(self._bound, typed, strict=True):
-            np.copyto(bound.numpy(), values)  # PyTorch's threads would spin in parallel to ExecuTorch's: 7, not 2.5 ms
+        arrays = [fit_feed(feeds, t, self._shapes[t.name]) for t in self.inputs]
+        for tensor, values in zip(self._bound, arrays, strict=True):
+            np.copyto(tensor.numpy(), values)  # PyTorch's threads would spin in parallel to ExecuTorch's: 7, not 2.5 ms
 
     def run(self, slot: int = 0) -> None:
         """Set the program's inputs, and run it to its end."""

@@ -104,9 +104,9 @@ class FakeSession(Session):
         return EngineFacts(layers=1, layers_by_type={"float32": 1}, weights_sha256="0" * 64)
 
 
-def _cause_failure(options: Mapping[str, Option], at: str) -> None:
+def _cause_failure(options: Mapping[str, Option], stage: str) -> None:
     kind = str(options.get("fail", ""))
-    if kind and kind != "nan" and options.get("at", "run") == at:
+    if kind and kind != "nan" and options.get("at", "run") == stage:
         FAILURE_KINDS[kind]()
 
 

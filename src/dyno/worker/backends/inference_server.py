@@ -31,8 +31,8 @@ def address(url: Option) -> str:
         _ = parts.port
     except ValueError as e:
         return f"{expected} ({_first_line(e)})"
-    whole = parts.scheme in URL_SCHEMES and parts.hostname and "@" not in parts.netloc
-    return "" if whole else expected
+    is_complete = parts.scheme in URL_SCHEMES and parts.hostname and "@" not in parts.netloc
+    return "" if is_complete else expected
 
 
 class Endpoint(Backend):
@@ -60,24 +60,24 @@ class Endpoint(Backend):
         if expected := address(url):
             raise UserError(f"the endpoint is {url!r}; write {expected}")
         scheme, _, host = url.partition("://")
-        by_grpc = scheme == "grpc"
-        library = load_library(f"tritonclient.{'grpc' if by_grpc else 'http'}", "an endpoint")
+        is_grpc = scheme == "grpc"
+        library = load_library(f"tritonclient.{'grpc' if is_grpc else 'http'}", "an endpoint")
         connect = partial(
             library.InferenceServerClient, host.rstrip("/"), **({"ssl": True} if scheme == "https" else {})
         )
-        first = connect(
+        client = connect(
             **(
                 {}
-                if by_grpc
+                if is_grpc
                 else {"connection_timeout": FIRST_ANSWER_TIMEOUT_S, "network_timeout": FIRST_ANSWER_TIMEOUT_S}
             )
         )
         try:
-            asking = {"as_json": True, "client_timeout": FIRST_ANSWER_TIMEOUT_S} if by_grpc else {}
-            server, described = _request_metadata(first, url, served_name(trial), asking)
+            options = {"as_json": True, "client_timeout": FIRST_ANSWER_TIMEOUT_S} if is_grpc else {}
+            server, metadata = _request_metadata(client, url, served_name(trial), options)
         finally:
-            first.close()
-        return ServerSession(library, connect(), trial, server, described)
+            client.close()
+        return ServerSession(library, connect(), trial, server, metadata)
 
 
 ENDPOINT = Endpoint()
@@ -86,7 +86,7 @@ ENDPOINT = Endpoint()
 class ServerSession(Session):
     """One connection: `bind` writes a request's tensors, `run` sends it and receives the answer."""
 
-    def __init__(self, library: Any, client: Any, trial: Trial, server: Any, described: Any) -> None:
+    def __init__(self, library: Any, client: Any, trial: Trial, server: Any, metadata: Any) -> None:
         self._library, self._client = library, client
         self._model, self._url = served_name(trial), str(trial.options["url"])
         url = self._url
@@ -95,9 +95,9 @@ class ServerSession(Session):
             self._written = (
                 {} if url.startswith("grpc") else {"binary_data": BINARY_EXTENSION in server.get("extensions", ())}
             )
-            self._kinds = {t["name"]: t["datatype"] for t in described["inputs"]}
-            inputs = [self._parse_tensor(t, trial.dims) for t in described["inputs"]]
-            self.outputs = tuple(self._parse_tensor(t, trial.dims) for t in described["outputs"])
+            self._kinds = {t["name"]: t["datatype"] for t in metadata["inputs"]}
+            inputs = [self._parse_tensor(t, trial.dims) for t in metadata["inputs"]]
+            self.outputs = tuple(self._parse_tensor(t, trial.dims) for t in metadata["outputs"])
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise UserError(f"{url} doesn't describe {self._model!r} as {PROTOCOL} says: {e!r}") from e
         self._names = self._match_inputs([tensor.name for tensor in inputs], trial.model)
@@ -108,31 +108,31 @@ class ServerSession(Session):
 
         Raise a `UserError` for another number of inputs.
         """
-        module = not (model.file or model.source.startswith(PREFIX))
-        here = [spec.name for spec in model.inputs if spec.dtype] or (["input"] if module else names)
-        if len(here) != len(names):
-            a, b = ", ".join(names), ", ".join(here)
+        is_module = not (model.file or model.source.startswith(PREFIX))
+        local_names = [spec.name for spec in model.inputs if spec.dtype] or (["input"] if is_module else names)
+        if len(local_names) != len(names):
+            a, b = ", ".join(names), ", ".join(local_names)
             raise UserError(f"{self._url}'s {self._model!r} takes {a}, and {model.name} here {b}: not the same model")
-        return dict(zip(names, names if {*here} == {*names} else here, strict=True))
+        return dict(zip(names, names if {*local_names} == {*names} else local_names, strict=True))
 
-    def _parse_tensor(self, described: Mapping[str, Any], dims: Dims) -> Tensor:
+    def _parse_tensor(self, metadata: Mapping[str, Any], dims: Dims) -> Tensor:
         """Return an input or output from the server's description: -1 is a free axis; the first axis is the batch."""
-        name, kind = described["name"], _import_dtype_converter()(described["datatype"])
-        shape = [int(n) for n in described["shape"]]
+        name, kind = metadata["name"], _import_dtype_converter()(metadata["datatype"])
+        shape = [int(n) for n in metadata["shape"]]
         if shape and shape[0] < 0:
             shape[0] = dims.batch
         shape = list(dims.resolve(dims.shapes.get(name, shape)))
         if kind is None or kind is np.object_:
-            raise UserError(f"{self._model}'s {name!r} is {described['datatype']}, which can't be made up here")
+            raise UserError(f"{self._model}'s {name!r} is {metadata['datatype']}, which can't be made up here")
         return Tensor(name, np.dtype(kind).name, tuple(n if n >= 0 else f"axis{k}" for k, n in enumerate(shape)))
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         self._bound = []
-        for name, here in self._names.items():
-            array = np.ascontiguousarray(feeds[here])
-            asked = self._library.InferInput(name, list(array.shape), self._kinds[name])
-            asked.set_data_from_numpy(array, **self._written)
-            self._bound.append(asked)
+        for name, local_name in self._names.items():
+            array = np.ascontiguousarray(feeds[local_name])
+            tensor = self._library.InferInput(name, list(array.shape), self._kinds[name])
+            tensor.set_data_from_numpy(array, **self._written)
+            self._bound.append(tensor)
 
     def run(self, slot: int = 0) -> None:
         try:
@@ -142,12 +142,12 @@ class ServerSession(Session):
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         try:
-            found = {tensor.name: self._answer.as_numpy(tensor.name) for tensor in self.outputs}
+            outputs = {tensor.name: self._answer.as_numpy(tensor.name) for tensor in self.outputs}
         except (KeyError, TypeError, ValueError) as e:
             raise Unanswered(f"{self._url} answered what isn't {PROTOCOL}: {_first_line(e)}") from e
-        if lacking := [name for name, array in found.items() if array is None]:
-            raise Unanswered(f"{self._url} answered without {', '.join(lacking)}")
-        return found
+        if missing_names := [name for name, array in outputs.items() if array is None]:
+            raise Unanswered(f"{self._url} answered without {', '.join(missing_names)}")
+        return outputs
 
     def close(self) -> None:
         self._client.close()
@@ -159,18 +159,18 @@ def served_name(trial: Trial) -> str:
     return source[len(PREFIX) :] if source.startswith(PREFIX) else trial.model.name
 
 
-def _request_metadata(client: Any, url: str, model: str, asking: Mapping[str, Any]) -> tuple[Any, Any]:
+def _request_metadata(client: Any, url: str, model: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the server's descriptions of itself and of the model.
 
     Raise a `UserError` without an answer within `FIRST_ANSWER_TIMEOUT_S` seconds.
     """
     try:
-        server = client.get_server_metadata(**asking)
+        server = client.get_server_metadata(**options)
     except Exception as e:  # errors of gevent, grpc or the system
-        why = f"nothing came within {FIRST_ANSWER_TIMEOUT_S} s" if _is_timeout(e) else _first_line(e)
-        raise UserError(f"no server of {PROTOCOL} answers at {url}: {why}; check that it runs") from e
+        reason = f"nothing came within {FIRST_ANSWER_TIMEOUT_S} s" if _is_timeout(e) else _first_line(e)
+        raise UserError(f"no server of {PROTOCOL} answers at {url}: {reason}; check that it runs") from e
     try:
-        return server, client.get_model_metadata(model, **asking)
+        return server, client.get_model_metadata(model, **options)
     except Exception as e:
         if _is_timeout(e):
             raise UserError(

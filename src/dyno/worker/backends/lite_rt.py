@@ -68,11 +68,11 @@ class TfliteFormat(FileFormat):
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the file; it is int8 or fp16 if most of its operators that multiply have weights of that type."""
-        opened = open_file(path)
-        inputs, outputs = list_ports(opened)
-        types = count_types(opened)
+        interpreter = open_file(path)
+        inputs, outputs = list_ports(interpreter)
+        types = count_types(interpreter)
         integers = sum(types[kind] for kind in types if kind in INTEGER_TYPES)
-        halves = count_half_weights(opened)
+        halves = count_half_weights(interpreter)
         precision = next((name for name, n in (("int8", integers), ("fp16", halves)) if 2 * n > types.total()), "fp32")
         ports = tuple(p.tensor for p in inputs), tuple(p.tensor for p in outputs)
         metadata = file_facts.read_attached(path)
@@ -104,37 +104,37 @@ class LiteRT(Backend):
             return reason
         if trial.model.precision == "fp16" != trial.precision:  # the quantizer skips float16 weights
             return f"the file's weights are fp16 already; run it as fp16, or give the float file for {trial.precision}"
-        own = next((name for name in ("scheme", "samples") if name in trial.options), "")
-        if own and (trial.precision != "int8" or trial.model.precision == "int8"):
-            return f"{own} is for a float model that Dyno quantises to int8; omit it"
+        option = next((name for name in ("scheme", "samples") if name in trial.options), "")
+        if option and (trial.precision != "int8" or trial.model.precision == "int8"):
+            return f"{option} is for a float model that Dyno quantises to int8; omit it"
         if trial.options.get("scheme", STATIC) == STATIC:
             return calibration.missing_data(trial)
         return "" if "samples" not in trial.options else "samples is for scheme=static, which is calibrated"
 
     def recipe(self, trial: Trial) -> Recipe:
         """Return the recipe of the file at the trial's batch; a given file of that precision is used unchanged."""
-        given = bool(trial.model.file) and trial.precision == trial.model.precision
+        is_own = bool(trial.model.file) and trial.precision == trial.model.precision
         options = {name: value for name, value in trial.options.items() if name != "xnnpack"}
-        is_static = trial.precision == "int8" and not given and options.setdefault("scheme", STATIC) == STATIC
+        is_static = trial.precision == "int8" and not is_own and options.setdefault("scheme", STATIC) == STATIC
         data = calibration.calibration_data(trial) if is_static else None
-        runtime = replace(trial.runtime, name=trial.runtime.name if given else CONVERTER_NAME, device="cpu", threads=1)
+        runtime = replace(trial.runtime, name=trial.runtime.name if is_own else CONVERTER_NAME, device="cpu", threads=1)
         return Recipe(
             self.name, TFLITE.name, trial.precision, trial.model, trial.dims, options, data, runtime=runtime
         )  # fmt: skip
 
     def probe(self) -> Probe:
         """Add two numbers, in a file of a few bytes; report if this Python can't make files."""
-        opened = _import_module("ai_edge_litert.interpreter").Interpreter(
+        interpreter = _import_module("ai_edge_litert.interpreter").Interpreter(
             model_content=zlib.decompress(base64.b64decode(ADDITION_MODEL))
         )
-        opened.allocate_tensors()
-        (given,), (result,) = list_ports(opened)
-        opened.set_tensor(given.index, np.array([1, 2], np.float32))
-        opened.invoke()
-        works = [*opened.get_tensor(result.index)] == [2, 4]
+        interpreter.allocate_tensors()
+        (operand,), (result,) = list_ports(interpreter)
+        interpreter.set_tensor(operand.index, np.array([1, 2], np.float32))
+        interpreter.invoke()
+        is_correct = [*interpreter.get_tensor(result.index)] == [2, 4]
         return Probe(
             version=system.find_versions(self.requires).get("ai-edge-litert", ""),
-            devices=("cpu",) if works else (),
+            devices=("cpu",) if is_correct else (),
             detail=""
             if find_spec(CONVERTER_NAME)
             else f"runs .tflite files, makes none without litert-torch; {CONVERTER_ADVICE}",
@@ -185,37 +185,37 @@ class TflitePort:
         """Return the values as the file stores them."""
         if not self.scale:
             return values
-        kind = np.iinfo(self.storage_type)
-        counted = np.rint(values / self.scale) + self.zero_point
-        return np.asarray(np.clip(counted, kind.min, kind.max), self.storage_type)
+        limits = np.iinfo(self.storage_type)
+        steps = np.rint(values / self.scale) + self.zero_point
+        return np.asarray(np.clip(steps, limits.min, limits.max), self.storage_type)
 
-    def read_values(self, stored: np.ndarray) -> np.ndarray:
+    def read_values(self, array: np.ndarray) -> np.ndarray:
         """Return the stored values as numbers, floating-point ones as float32."""
         if self.scale:
-            return np.asarray((stored.astype(np.float32) - self.zero_point) * np.float32(self.scale))
-        return np.asarray(stored, np.float32) if stored.dtype.kind == "f" else stored
+            return np.asarray((array.astype(np.float32) - self.zero_point) * np.float32(self.scale))
+        return np.asarray(array, np.float32) if array.dtype.kind == "f" else array
 
 
-def list_ports(opened: Any) -> tuple[list[TflitePort], list[TflitePort]]:
+def list_ports(interpreter: Any) -> tuple[list[TflitePort], list[TflitePort]]:
     """Return inputs and outputs in order, named by the file's signature if it has exactly one, else by its tensors."""
-    keys = list(opened.get_signature_list())
-    signature = opened.get_signature_runner(keys[0]) if len(keys) == 1 else None
+    keys = list(interpreter.get_signature_list())
+    signature = interpreter.get_signature_runner(keys[0]) if len(keys) == 1 else None
     sides = []
     for name in ("get_input_details", "get_output_details"):
-        named = {each["index"]: key for key, each in getattr(signature, name)().items()} if signature else {}
-        sides.append([_read_port(each, named.get(each["index"], each["name"])) for each in getattr(opened, name)()])
+        names = {p["index"]: key for key, p in getattr(signature, name)().items()} if signature else {}
+        sides.append([_read_port(p, names.get(p["index"], p["name"])) for p in getattr(interpreter, name)()])
     return sides[0], sides[1]
 
 
 def _read_port(details: Mapping[str, Any], name: str) -> TflitePort:
-    stored, (scale, zero_point) = np.dtype(details["dtype"]).name, details["quantization"]
-    if not stored.startswith(("float", "int", "uint", "bool")):
-        raise UserError(f"{name!r} is {'text' if stored.startswith('bytes') else stored}, not an array of numbers")
+    kind, (scale, zero_point) = np.dtype(details["dtype"]).name, details["quantization"]
+    if not kind.startswith(("float", "int", "uint", "bool")):
+        raise UserError(f"{name!r} is {'text' if kind.startswith('bytes') else kind}, not an array of numbers")
     signature = details["shape_signature"] if len(details["shape_signature"]) else details["shape"]
     shape = tuple(int(n) if n >= 0 else "" if axis else BATCH_AXIS for axis, n in enumerate(signature))
-    scale = float(scale) if stored in INTEGER_TYPES else 0.0
-    seen = "float32" if scale or stored == "float16" else stored
-    return TflitePort(int(details["index"]), Tensor(name, seen, shape), stored, scale, int(zero_point))
+    scale = float(scale) if kind in INTEGER_TYPES else 0.0
+    dtype = "float32" if scale or kind == "float16" else kind
+    return TflitePort(int(details["index"]), Tensor(name, dtype, shape), kind, scale, int(zero_point))
 
 
 def find_range(inputs: Sequence[TflitePort]) -> Preprocess | None:
@@ -224,33 +224,33 @@ def find_range(inputs: Sequence[TflitePort]) -> Preprocess | None:
     scale, low = next(((p.scale, float(p.read_values(np.array(np.iinfo(p.storage_type).min))))
                        for p in inputs if p.tensor == image and p.scale), (0.0, 0.0))  # fmt: skip
     steps = np.iinfo("uint8").max
-    for least, most in ((0, 255), (0, 1), (-1, 1)):
-        step = (most - least) / steps
-        if abs(scale - step) <= step / steps and abs(low - least) <= step:
-            return Preprocess((-least / (most - least),) * 3, (1 / (most - least),) * 3)
+    for minimum, maximum in ((0, 255), (0, 1), (-1, 1)):
+        step = (maximum - minimum) / steps
+        if abs(scale - step) <= step / steps and abs(low - minimum) <= step:
+            return Preprocess((-minimum / (maximum - minimum),) * 3, (1 / (maximum - minimum),) * 3)
     return None
 
 
-def count_types(opened: Any) -> Counter[str]:
+def count_types(interpreter: Any) -> Counter[str]:
     """Return the number of operators by the type of their products; quantised weights mean integers.
 
     LiteRT quantises floating-point activations at run time if the weights are quantised.
     """
-    types = {each["index"]: np.dtype(each["dtype"]).name for each in opened.get_tensor_details()}
-    found = Counter[str]()
-    for operator in opened._get_ops_details():
+    types = {tensor["index"]: np.dtype(tensor["dtype"]).name for tensor in interpreter.get_tensor_details()}
+    counts = Counter[str]()
+    for operator in interpreter._get_ops_details():
         if COMPUTE_OPERATORS.search(operator["op_name"]):
             inputs = [*operator["inputs"]]
             data, weights = (inputs[2], inputs[1]) if operator["op_name"] in WEIGHTS_FIRST else inputs[:2]
             data_type, weight_type = types.get(data, "float32"), types.get(weights, "float32")
-            found[INTEGER_TYPES.get(data_type) or INTEGER_TYPES.get(weight_type) or data_type] += 1
-    return found
+            counts[INTEGER_TYPES.get(data_type) or INTEGER_TYPES.get(weight_type) or data_type] += 1
+    return counts
 
 
-def count_half_weights(opened: Any) -> int:
+def count_half_weights(interpreter: Any) -> int:
     """Return the number of compute operators with float16 weights, which another operator widens to float32."""
-    types = {each["index"]: np.dtype(each["dtype"]).name for each in opened.get_tensor_details()}
-    operators = [*opened._get_ops_details()]
+    types = {each["index"]: np.dtype(each["dtype"]).name for each in interpreter.get_tensor_details()}
+    operators = [*interpreter._get_ops_details()]
     widened = {
         int(tensor)
         for each in operators
@@ -264,18 +264,18 @@ def count_half_weights(opened: Any) -> int:
 
 def find_delegated(operators: Sequence[Mapping[str, Any]]) -> set[int]:
     """Return the positions of operators run by a delegate: those between its inputs and its outputs."""
-    own = [k for k, each in enumerate(operators) if each["op_name"] != "DELEGATE"]
-    made_by = {int(tensor): k for k in own for tensor in operators[k]["outputs"]}
-    found: set[int] = set()
-    for each in operators:
-        if each["op_name"] == "DELEGATE":
-            ends, pending = {*map(int, each["inputs"])}, [*map(int, each["outputs"])]
+    indices = [k for k, operator in enumerate(operators) if operator["op_name"] != "DELEGATE"]
+    producers = {int(tensor): k for k in indices for tensor in operators[k]["outputs"]}
+    delegated: set[int] = set()
+    for operator in operators:
+        if operator["op_name"] == "DELEGATE":
+            ends, pending = {*map(int, operator["inputs"])}, [*map(int, operator["outputs"])]
             while pending:
                 tensor = pending.pop()
-                if tensor not in ends and (place := made_by.get(tensor)) is not None and place not in found:
-                    found.add(place)
-                    pending += map(int, operators[place]["inputs"])
-    return found
+                if tensor not in ends and (index := producers.get(tensor)) is not None and index not in delegated:
+                    delegated.add(index)
+                    pending += map(int, operators[index]["inputs"])
+    return delegated
 
 
 class LiteRTSession(Session):
@@ -298,8 +298,8 @@ class LiteRTSession(Session):
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Copy the feeds into the interpreter, quantised if the file's inputs are."""
-        typed = [fit_feed(feeds, tensor, self._shapes[tensor.name]) for tensor in self.inputs]
-        for port, values in zip(self._ports, typed, strict=True):
+        arrays = [fit_feed(feeds, tensor, self._shapes[tensor.name]) for tensor in self.inputs]
+        for port, values in zip(self._ports, arrays, strict=True):
             self._opened.set_tensor(port.index, port.store_values(values))
 
     def run(self, slot: int = 0) -> None:
@@ -314,31 +314,31 @@ class LiteRTSession(Session):
         """Return operators, the types of their products by the file, and the number run by the delegate."""
         operators = [*self._opened._get_ops_details()]  # no public function for this
         delegated = find_delegated(operators)
-        own = [each["op_name"] for each in operators if each["op_name"] != "DELEGATE"]
-        left = Counter(name for k, name in enumerate(own) if k not in delegated)
+        names = [operator["op_name"] for operator in operators if operator["op_name"] != "DELEGATE"]
+        rest = Counter(name for k, name in enumerate(names) if k not in delegated)
         types = dict(count_types(self._opened))
-        sentence = f"{DELEGATE_NAME} runs {len(delegated)} of {len(own)} operators"
-        if left and delegated:
+        sentence = f"{DELEGATE_NAME} runs {len(delegated)} of {len(names)} operators"
+        if rest and delegated:
             sentence += (
-                f", {ENGINE_NAME}'s own kernels the others ({', '.join(f'{n} {name}' for name, n in left.items())})"
+                f", {ENGINE_NAME}'s own kernels the others ({', '.join(f'{n} {name}' for name, n in rest.items())})"
             )
         truth = precision_truth(self._trial.precision, types, f"{ENGINE_NAME} by the file's types")
-        as_given = self._trial.model.file and self._trial.precision == self._trial.model.precision
+        is_unchanged = self._trial.model.file and self._trial.precision == self._trial.model.precision
         # float16 is only the storage type of weights
-        if as_given and truth.refuted and self._trial.precision != "fp16":
-            mixed = ", ".join(f"{count} in {kind}" for kind, count in types.items())
+        if is_unchanged and truth.refuted and self._trial.precision != "fp16":
+            type_counts = ", ".join(f"{count} in {kind}" for kind, count in types.items())
             truth = replace(
-                truth, ok=True, refuted=False, sentence=f"the file mixes types, and they were kept: {mixed}"
+                truth, ok=True, refuted=False, sentence=f"the file mixes types, and they were kept: {type_counts}"
             )
         if halves := count_half_weights(self._opened):
             truth = replace(truth, sentence=f"{truth.sentence}; {halves} have weights stored in float16")
         return EngineFacts(
-            layers=len(own), layers_by_type=types, operators=dict(Counter(own).most_common()),
-            nodes_by_provider={DELEGATE_NAME: len(delegated), ENGINE_NAME: left.total()},
+            layers=len(names), layers_by_type=types, operators=dict(Counter(names).most_common()),
+            nodes_by_provider={DELEGATE_NAME: len(delegated), ENGINE_NAME: rest.total()},
             precision_truth=truth,
             threads=self._trial.runtime.threads, options={"xnnpack": self._has_delegate},
-            fallback=sentence if self._has_delegate and 2 * len(delegated) < len(own) else "",
-            notes=(sentence,) if self._has_delegate and left else (),
+            fallback=sentence if self._has_delegate and 2 * len(delegated) < len(names) else "",
+            notes=(sentence,) if self._has_delegate and rest else (),
         )  # fmt: skip
 
 
@@ -355,16 +355,16 @@ class LiteRTMaker(Maker):
         if not file:
             source = folder / "float.tflite" if recipe.precision != "fp32" else path
             facts = _convert_module(recipe, facts, source)
-        made = _describe_file(Path(file or source), recipe, facts, began)
+        artifact = _describe_file(Path(file or source), recipe, facts, began)
         if file:
-            facts = replace(facts, weights_sha256=made.sha256, warnings=_warn_of_signatures(file))
-        if recipe.precision != made.precision:
-            facts = (_cast_weights if recipe.precision == "fp16" else _quantise_file)(made, recipe, facts, path)
+            facts = replace(facts, weights_sha256=artifact.sha256, warnings=_warn_of_signatures(file))
+        if recipe.precision != artifact.precision:
+            facts = (_cast_weights if recipe.precision == "fp16" else _quantise_file)(artifact, recipe, facts, path)
             (folder / "float.tflite").unlink(missing_ok=True)
-            made = _describe_file(path, recipe, facts, began)
+            artifact = _describe_file(path, recipe, facts, began)
         elif file:
-            made = replace(made, seconds=0.0)
-        return replace(made, precision=recipe.precision, made_by=facts)
+            artifact = replace(artifact, seconds=0.0)
+        return replace(artifact, precision=recipe.precision, made_by=facts)
 
 
 LITERT_MAKER = LiteRTMaker()
@@ -372,16 +372,16 @@ LITERT_MAKER = LiteRTMaker()
 
 def _warn_of_signatures(file: str) -> tuple[str, ...]:
     """Return a warning on a file with several functions: the interpreter runs the first."""
-    opened = open_file(file)
-    names = list(opened.get_signature_list())
-    inputs = ", ".join(port.tensor.name for port in list_ports(opened)[0])
-    line = f"{ONE_OF}: the one with the input {inputs}, of {', '.join(names)}; convert another alone to measure it"
-    return (line,) if len(names) > 1 else ()
+    interpreter = open_file(file)
+    names = list(interpreter.get_signature_list())
+    inputs = ", ".join(port.tensor.name for port in list_ports(interpreter)[0])
+    sentence = f"{ONE_OF}: the one with the input {inputs}, of {', '.join(names)}; convert another alone to measure it"
+    return (sentence,) if len(names) > 1 else ()
 
 
 def _describe_file(path: Path, recipe: Recipe, facts: MakerFacts, began: float) -> Artifact:
-    read = TFLITE.read(str(path), Trial(recipe.model, LITERT.name, recipe.precision, recipe.dims))
-    return artifact_of(path, TFLITE.name, read.precision, (read.inputs, read.outputs), facts, began)
+    contents = TFLITE.read(str(path), Trial(recipe.model, LITERT.name, recipe.precision, recipe.dims))
+    return artifact_of(path, TFLITE.name, contents.precision, (contents.inputs, contents.outputs), facts, began)
 
 
 def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
@@ -391,12 +391,12 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts
     names = [spec.name for spec in recipe.model.inputs if spec.dtype] or ["input"]
     with torch_support.memory_errors(), torch.no_grad(), torch_support.silence_warnings():
         module = torch_support.refuse_script(torch, models.load(recipe.model, recipe.dims))
-        flat = torch_support.make_positional(torch, module, recipe.model.inputs, flat=True)
+        flat_module = torch_support.make_positional(torch, module, recipe.model.inputs, flat=True)
 
         class Named(nn.Module):  # type: ignore[misc, name-defined]  # torch has no types here
             def __init__(self) -> None:
                 super().__init__()
-                self.model = flat
+                self.model = flat_module
 
             def forward(self, **values: Any) -> dict[str, Any]:
                 outputs = self.model(*(values[name] for name in names))
@@ -409,35 +409,35 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts
     return replace(facts, **models.describe_weights(module))
 
 
-def _cast_weights(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
+def _cast_weights(artifact: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
     """Write the file with float16 weights, each followed by an operator that widens them."""
     library, managers = (
-        _import_module(f"ai_edge_quantizer.{part}", CONVERTER_ADVICE) for part in ("quantizer", "recipe_manager")
+        _import_module(f"ai_edge_quantizer.{name}", CONVERTER_ADVICE) for name in ("quantizer", "recipe_manager")
     )
     names = _import_module("ai_edge_quantizer.algorithm_manager", CONVERTER_ADVICE).AlgorithmName
-    everything = _import_module("ai_edge_quantizer.qtyping", CONVERTER_ADVICE).TFLOperationName.ALL_SUPPORTED
-    manager, engine = managers.RecipeManager(), library.Quantizer(made.path)
-    manager.add_weight_only_config(".*", everything, num_bits=16, algorithm_key=names.FLOAT_CASTING)
+    operators = _import_module("ai_edge_quantizer.qtyping", CONVERTER_ADVICE).TFLOperationName.ALL_SUPPORTED
+    manager, engine = managers.RecipeManager(), library.Quantizer(artifact.path)
+    manager.add_weight_only_config(".*", operators, num_bits=16, algorithm_key=names.FLOAT_CASTING)
     engine.load_quantization_recipe(manager.get_quantization_recipe())
     with torch_support.raise_refusals(f"ai-edge-quantizer can't store weights of {recipe.model.name} in float16"):
         engine.quantize().export_model(str(path), overwrite=True)
     return facts
 
 
-def _quantise_file(made: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
+def _quantise_file(artifact: Artifact, recipe: Recipe, facts: MakerFacts, path: Path) -> MakerFacts:
     """Write the quantised file; a static scheme is calibrated on the recipe's data. Inputs and outputs stay floats."""
     scheme = QUANTISER_RECIPES[str(recipe.options["scheme"])]
     library, recipes = (
-        _import_module(f"ai_edge_quantizer.{part}", CONVERTER_ADVICE) for part in ("quantizer", "recipe")
+        _import_module(f"ai_edge_quantizer.{name}", CONVERTER_ADVICE) for name in ("quantizer", "recipe")
     )
-    engine, ranges = library.Quantizer(made.path), None
+    engine, ranges = library.Quantizer(artifact.path), None
     engine.load_quantization_recipe(getattr(recipes, scheme)())
     with torch_support.raise_refusals(f"ai-edge-quantizer can't quantise {recipe.model.name}"):
         if recipe.data is not None:
-            data = calibration.calibration_of(recipe, made)
-            ranges = _find_ranges(engine, made.path, [*data.feeds(0, len(data))], recipe.runtime.threads)
-            how = replace(data.facts, method="minmax")
-            facts = replace(facts, calibration=how, warnings=tuple(data.warnings))
+            data = calibration.calibration_of(recipe, artifact)
+            ranges = _find_ranges(engine, artifact.path, [*data.feeds(0, len(data))], recipe.runtime.threads)
+            calibration_facts = replace(data.facts, method="minmax")
+            facts = replace(facts, calibration=calibration_facts, warnings=tuple(data.warnings))
         engine.quantize(ranges).export_model(str(path), overwrite=True)
     return replace(facts, scheme=scheme)
 
@@ -449,13 +449,13 @@ def _find_ranges(engine: Any, path: str, feeds: Sequence[Arrays], threads: int) 
     the first, and outputs were off by 95 %, not 12 % (0.10). LiteRT refuses divisors that are zero as integers.
     """
     library = importlib.import_module("ai_edge_quantizer")
-    kinds, untouched = library.qtyping.TFLOperationName, library.algorithm_manager.AlgorithmName.NO_QUANTIZE
+    kinds, no_quantisation = library.qtyping.TFLOperationName, library.algorithm_manager.AlgorithmName.NO_QUANTIZE
     for kind in (kinds.INPUT, kinds.OUTPUT, *(kinds[name] for name in KEPT_FLOAT if name in kinds.__members__)):
-        engine.update_quantization_recipe(".*", kind, algorithm_key=untouched)
+        engine.update_quantization_recipe(".*", kind, algorithm_key=no_quantisation)
     manager = library.recipe_manager.RecipeManager()
     manager.load_quantization_recipe(engine.get_quantization_recipe())
-    widest = library.utils.qsv_utils.min_max_update
-    calibrator = library.calibrator.Calibrator(path, num_threads=threads, qsv_update_func=widest)
+    update_range = library.utils.qsv_utils.min_max_update
+    calibrator = library.calibrator.Calibrator(path, num_threads=threads, qsv_update_func=update_range)
     key = next(iter(open_file(path).get_signature_list()), None)
     calibrator.calibrate({key: feeds}, manager)
     return calibrator.get_model_qsvs()

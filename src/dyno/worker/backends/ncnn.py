@@ -79,14 +79,14 @@ def read_layers(path: str) -> list[ParamLayer]:
         return [_read_layer(line.split()) for line in lines[2:] if line.strip()]
 
 
-def _read_layer(words: Sequence[str]) -> ParamLayer:
+def _read_layer(fields: Sequence[str]) -> ParamLayer:
     """Return the layer of a line: type, name, counts of inputs and outputs, their names, then `number=value`."""
-    first, middle = 4, 4 + int(words[2])
-    last = middle + int(words[3])
-    if len(words) < last:
-        raise ValueError(f"the line of {words[1]} lacks names of its inputs or outputs")
-    parameters = {int(key): value for key, _, value in (word.partition("=") for word in words[last:])}
-    return ParamLayer(words[0], words[1], tuple(words[first:middle]), tuple(words[middle:last]), parameters)
+    first, middle = 4, 4 + int(fields[2])
+    last = middle + int(fields[3])
+    if len(fields) < last:
+        raise ValueError(f"the line of {fields[1]} lacks names of its inputs or outputs")
+    parameters = {int(key): value for key, _, value in (text.partition("=") for text in fields[last:])}
+    return ParamLayer(fields[0], fields[1], tuple(fields[first:middle]), tuple(fields[middle:last]), parameters)
 
 
 def describe_inputs(path: str, layers: Sequence[ParamLayer]) -> tuple[Tensor, ...]:
@@ -96,7 +96,7 @@ def describe_inputs(path: str, layers: Sequence[ParamLayer]) -> tuple[Tensor, ..
     """
     readers = {blob: layer for layer in layers for blob in layer.inputs}
     inputs = []
-    for layer in (each for each in layers if each.type == "Input"):
+    for layer in (layer for layer in layers if layer.type == "Input"):
         sizes = tuple(size for key in (2, 11, 1, 0) if (size := layer.read_int(key)))  # channels, depth, height, width
         name, reader = layer.outputs[0], readers.get(layer.outputs[0])
         for _ in layers:  # bounded: a damaged graph may have cycles
@@ -117,8 +117,8 @@ def describe_inputs(path: str, layers: Sequence[ParamLayer]) -> tuple[Tensor, ..
 
 def _find_number(name: str) -> float:
     """Return the number in a blob's name by pnnx, such as 2 of `out2`; infinity for other names."""
-    found = BLOB_NAME.fullmatch(name)
-    return int(found[1]) if found else math.inf
+    match = BLOB_NAME.fullmatch(name)
+    return int(match[1]) if match else math.inf
 
 
 class NcnnFormat(FileFormat):
@@ -146,19 +146,19 @@ class NcnnFormat(FileFormat):
         layers, metadata = read_layers(path), file_facts.read_attached(path)
         with torch_support.raise_refusals(f"{path} is a damaged graph of {ENGINE_NAME}"):
             inputs = describe_inputs(path, layers)
-            types = [_has_int8_weights(layer) for layer in layers if COMPUTE_LAYERS.match(layer.type)]
+            int8_flags = [_has_int8_weights(layer) for layer in layers if COMPUTE_LAYERS.match(layer.type)]
         height, width = file_facts.find_size(metadata) or (file_facts.DEFAULT_SIZE, file_facts.DEFAULT_SIZE)
         dims = replace(trial.dims, batch=1, height=trial.dims.height or height, width=trial.dims.width or width)
-        opened = OpenGraph(path, "fp32", 1)
+        graph = OpenGraph(path, "fp32", 1)
         arrays: list[np.ndarray] = []
         if not any("length" in t.shape for t in inputs):
             shapes = static_shapes(inputs, dims)
-            opened.feed_inputs(inputs, [np.zeros(shapes[t.name], t.dtype) for t in inputs])
-            arrays = [opened.read(value) for value in opened.run()]
-        named = zip(opened.outputs, arrays, strict=False)
-        outputs = tuple(Tensor(name, "float32", (BATCH_AXIS, *array.shape[1:])) for name, array in named)
+            graph.feed_inputs(inputs, [np.zeros(shapes[t.name], t.dtype) for t in inputs])
+            arrays = [graph.read(value) for value in graph.run()]
+        pairs = zip(graph.outputs, arrays, strict=False)
+        outputs = tuple(Tensor(name, "float32", (BATCH_AXIS, *array.shape[1:])) for name, array in pairs)
         purpose, images = file_facts.read_purpose(metadata), file_facts.read_image_facts(metadata)
-        precision = "int8" if 2 * sum(types) > len(types) else "fp32"
+        precision = "int8" if 2 * sum(int8_flags) > len(int8_flags) else "fp32"
         return FileContents(inputs, outputs, precision, task=purpose, image=images)
 
 
@@ -190,8 +190,8 @@ class Ncnn(Backend):
     def recipe(self, trial: Trial) -> Recipe:
         """Return the recipe of the graph at the trial's batch, in float32; a given graph is used unchanged."""
         precision = "int8" if trial.precision == "int8" else "fp32"
-        here = replace(trial.runtime, device="cpu", threads=1)
-        return Recipe(self.name, NCNN_FORMAT.name, precision, trial.model, trial.dims, runtime=here)
+        runtime = replace(trial.runtime, device="cpu", threads=1)
+        return Recipe(self.name, NCNN_FORMAT.name, precision, trial.model, trial.dims, runtime=runtime)
 
     def probe(self) -> Probe:
         """Run a layer; report if this Python can't make files."""
@@ -199,13 +199,13 @@ class Ncnn(Backend):
             path = Path(scratch) / "relu.param"
             path.write_text(f"{PARAM_MAGIC}\n2 2\nInput in0 0 1 in0 0=2\nReLU relu 1 1 in0 out0\n", encoding="utf-8")
             path.with_suffix(".bin").write_bytes(b"")
-            opened = OpenGraph(str(path), "fp32", 1)
-            opened.feed_inputs([Tensor("in0", "float32", (1, 2))], [np.array([[-1, 2]], np.float32)])
-            works = opened.run()[0].numpy().ravel().tolist() == [0, 2]
+            graph = OpenGraph(str(path), "fp32", 1)
+            graph.feed_inputs([Tensor("in0", "float32", (1, 2))], [np.array([[-1, 2]], np.float32)])
+            is_correct = graph.run()[0].numpy().ravel().tolist() == [0, 2]
         cure = f"runs .param files, makes none without {CONVERTER_NAME}: {install(CONVERTER_NAME)}"
         version = system.find_versions(self.requires).get("ncnn", "")
         detail = "" if find_spec(CONVERTER_NAME) else cure
-        return Probe(version=version, devices=("cpu",) if works else (), detail=detail)
+        return Probe(version=version, devices=("cpu",) if is_correct else (), detail=detail)
 
     def prepare(self, trial: Trial) -> None:
         """Import the library."""
@@ -260,15 +260,15 @@ class OpenGraph:
         self.library = load_library("ncnn")
         self.has_batches = _has_batches(self.library)
         self.layers = read_layers(path)
-        missing = {each.type for each in self.layers if self.library.layer_to_index(each.type) < 0}
-        if missing:
+        missing_types = {layer.type for layer in self.layers if self.library.layer_to_index(layer.type) < 0}
+        if missing_types:
             raise Unavailable(
-                f"{ENGINE_NAME} has no layer for {', '.join(sorted(missing))}, which {name or path} needs"
+                f"{ENGINE_NAME} has no layer for {', '.join(sorted(missing_types))}, which {name or path} needs"
             )
         self.net = self.library.Net()
         flags = {flag: kind == precision for kind, names in PRECISION_FLAGS.items() for flag in names}
-        wanted = {"num_threads": threads, "use_vulkan_compute": False, **flags}
-        self.set_options = {name: value for name, value in wanted.items() if hasattr(self.net.opt, name)}
+        options = {"num_threads": threads, "use_vulkan_compute": False, **flags}
+        self.set_options = {name: value for name, value in options.items() if hasattr(self.net.opt, name)}
         for name, value in self.set_options.items():
             setattr(self.net.opt, name, value)
         weights = str(NCNN_FORMAT.companions(Path(path))[0])
@@ -284,31 +284,31 @@ class OpenGraph:
     def feed_inputs(self, tensors: Sequence[Tensor], arrays: Sequence[np.ndarray]) -> None:
         """Copy the inputs' arrays; whole numbers become int32, ncnn's type."""
         self._feeds = {}
-        for place, (tensor, array) in enumerate(zip(tensors, arrays, strict=True)):
-            typed = array.astype(np.int32 if array.dtype.kind in "iub" else np.float32, copy=False)
-            if tensor.dtype.startswith(("int", "uint")) and (typed != array).any():
+        for index, (tensor, array) in enumerate(zip(tensors, arrays, strict=True)):
+            values = array.astype(np.int32 if array.dtype.kind in "iub" else np.float32, copy=False)
+            if tensor.dtype.startswith(("int", "uint")) and (values != array).any():
                 raise UserError(f"{ENGINE_NAME} reads int32, and {tensor.name!r} has numbers beyond it")
-            whole = self.library.Mat(typed, batch_index=0) if self.has_batches else self.library.Mat(typed[0])
-            self._feeds[self.name_input(tensor.name, place)] = whole.clone()
+            mat = self.library.Mat(values, batch_index=0) if self.has_batches else self.library.Mat(values[0])
+            self._feeds[self.name_input(tensor.name, index)] = mat.clone()
 
-    def name_input(self, name: str, place: int) -> str:
+    def name_input(self, name: str, index: int) -> str:
         """Return the blob of an input: its name, or pnnx's name by its place."""
-        return name if name in self.inputs else f"in{place}"
+        return name if name in self.inputs else f"in{index}"
 
-    def run(self, kept: Sequence[int] | None = None) -> list[Any]:
-        """Return the outputs of a run, or the blobs of the numbers in `kept`, in the engine's inner format."""
+    def run(self, blob_indices: Sequence[int] | None = None) -> list[Any]:
+        """Return the outputs of a run, or the blobs of the numbers in `blob_indices`, in the engine's inner format."""
         extractor = self.net.create_extractor()
-        extractor.set_light_mode(kept is None)
+        extractor.set_light_mode(blob_indices is None)
         if any(extractor.input(name, value) for name, value in self._feeds.items()):
             raise UserError(f"the graph has no inputs {', '.join(self._feeds)}; it has {', '.join(self.inputs)}")
-        if kept is None:
-            found = [extractor.extract(name) for name in self.outputs]
+        if blob_indices is None:
+            results = [extractor.extract(name) for name in self.outputs]
         else:
             blobs = self.net.blobs()
-            found = [extractor.extract(blobs[number].name, 1) for number in kept]
-        if any(code for code, _ in found):
+            results = [extractor.extract(blobs[index].name, 1) for index in blob_indices]
+        if any(code for code, _ in results):
             raise UserError(f"{ENGINE_NAME} stopped in the graph: its layers don't fit these inputs, or memory ran out")
-        return [value for _, value in found]
+        return [value for _, value in results]
 
     def read(self, value: Any, tensor: Tensor | None = None) -> np.ndarray:
         """Return a blob as an array, batch first; cast and, if the sizes agree, reshaped to the tensor.
@@ -322,11 +322,11 @@ class OpenGraph:
         array = array.astype(tensor.dtype, copy=False)
         return array.reshape(shape) if array.size == math.prod(shape) else array
 
-    def answer(self, inputs: Sequence[Tensor], arrays: Sequence[np.ndarray], outputs: int) -> list[Any]:
-        """Return the output blobs of one run; raise a `UserError` if their number isn't `outputs`."""
+    def answer(self, inputs: Sequence[Tensor], arrays: Sequence[np.ndarray], output_count: int) -> list[Any]:
+        """Return the output blobs of one run; raise a `UserError` if their number isn't `output_count`."""
         self.feed_inputs(inputs, arrays)
-        if len(self.outputs) != outputs:
-            raise UserError(f"{CONVERTER_NAME} made {len(self.outputs)} outputs of {outputs}")
+        if len(self.outputs) != output_count:
+            raise UserError(f"{CONVERTER_NAME} made {len(self.outputs)} outputs of {output_count}")
         return self.run()
 
     def count_types(self) -> Counter[str]:
@@ -336,8 +336,8 @@ class OpenGraph:
         half = "bfloat16" if self.net.opt.use_bf16_storage else "float16"
         bits = (value.elembits() for value in self.run([layer.tops[0] for layer in layers]))
         return Counter(
-            "int8" if _has_int8_weights(by_name[layer.name]) else {16: half, 8: "int8"}.get(wide, "float32")
-            for layer, wide in zip(layers, bits, strict=True)
+            "int8" if _has_int8_weights(by_name[layer.name]) else {16: half, 8: "int8"}.get(width, "float32")
+            for layer, width in zip(layers, bits, strict=True)
         )
 
 
@@ -393,9 +393,9 @@ class NcnnMaker(Maker):
         refuse_batch(recipe.dims.batch)
         convert = _convert_onnx if recipe.model.file else _convert_module
         inputs, outputs, facts = convert(recipe, facts, path)
-        beside = NCNN_FORMAT.companions(path)
+        companions = NCNN_FORMAT.companions(path)
         return artifact_of(
-            path, NCNN_FORMAT.name, recipe.precision, (inputs, outputs), facts, began, beside=beside
+            path, NCNN_FORMAT.name, recipe.precision, (inputs, outputs), facts, began, companions=companions
         )  # fmt: skip
 
 
@@ -408,19 +408,19 @@ def _convert_onnx(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tensor
     shapes = static_shapes(inputs, recipe.dims)
     inputs = tuple(replace(t, shape=shapes[t.name]) for t in inputs)
     with tempfile.TemporaryDirectory() as scratch:
-        copied = Path(scratch) / "model.onnx"  # pnnx writes a file next to its source
-        graph_facts.copy_with_weights(Path(recipe.model.file), copied)
-        _convert(copied, inputs, path, recipe.model.name)
-    opened = OpenGraph(str(path), "fp32", 1, recipe.model.name)
+        source = Path(scratch) / "model.onnx"  # pnnx writes a file next to its source
+        graph_facts.copy_with_weights(Path(recipe.model.file), source)
+        _convert(source, inputs, path, recipe.model.name)
+    graph = OpenGraph(str(path), "fp32", 1, recipe.model.name)
     zeros = [np.zeros([*map(int, t.shape)], t.dtype) for t in inputs]
-    arrays = [opened.read(value) for value in opened.answer(inputs, zeros, len(declared))]
+    arrays = [graph.read(value) for value in graph.answer(inputs, zeros, len(declared))]
     outputs = []
     for tensor, array in zip(declared, arrays, strict=True):
-        fixed = [axis if isinstance(axis, int) else size for axis, size in zip(tensor.shape, array.shape, strict=False)]
-        if [*array.shape] != fixed or array.ndim != len(tensor.shape):
-            shown = "x".join(map(str, tensor.shape))
+        sizes = [axis if isinstance(axis, int) else size for axis, size in zip(tensor.shape, array.shape, strict=False)]
+        if [*array.shape] != sizes or array.ndim != len(tensor.shape):
+            shape = "x".join(map(str, tensor.shape))
             raise UserError(
-                f"{CONVERTER_NAME} made {tensor.name!r} {'x'.join(map(str, array.shape))} instead of {shown}"
+                f"{CONVERTER_NAME} made {tensor.name!r} {'x'.join(map(str, array.shape))} instead of {shape}"
             )
         kind = "float32" if tensor.dtype.startswith(("float", "bfloat")) else tensor.dtype
         outputs.append(Tensor(tensor.name, kind, array.shape))
@@ -438,21 +438,21 @@ def _convert_module(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tens
             trace = Path(scratch) / "model.pt"
             with torch_support.raise_refusals(f"TorchScript can't trace {name}"), silence_exporters() as caught:
                 torch.jit.trace(source.module, source.example, check_trace=False).save(str(trace))
-            if (traced := traced_values(torch, caught)) and not is_static:
-                raise UserError(f"{name} can't be traced: a value of its example became a constant ({traced})")
+            if (constants := traced_values(torch, caught)) and not is_static:
+                raise UserError(f"{name} can't be traced: a value of its example became a constant ({constants})")
             _convert(trace, inputs, path, name)
-    opened = OpenGraph(str(path), "fp32", recipe.runtime.threads, name)
+    graph = OpenGraph(str(path), "fp32", recipe.runtime.threads, name)
     outputs = torch_support.describe_outputs({k: torch.from_numpy(v) for k, v in source.expected[0].outputs.items()})
     results = []
     for case in source.expected:
-        found = opened.answer(inputs, [*case.feeds.values()], len(outputs))
-        results.append([opened.read(value, tensor) for value, tensor in zip(found, outputs, strict=True)])
+        blobs = graph.answer(inputs, [*case.feeds.values()], len(outputs))
+        results.append([graph.read(value, tensor) for value, tensor in zip(blobs, outputs, strict=True)])
     try:
-        checked = compare_results(source, results)
+        comparison = compare_results(source, results)
     except WrongGraph as e:
         raise UserError(f"{CONVERTER_NAME} can't convert {name} correctly: it {e}") from e
-    warnings = (*facts.warnings, *list_doubts(checked))
-    return inputs, outputs, replace(facts, **models.describe_weights(module), warnings=warnings, verified=checked)
+    warnings = (*facts.warnings, *list_doubts(comparison))
+    return inputs, outputs, replace(facts, **models.describe_weights(module), warnings=warnings, verified=comparison)
 
 
 def _convert(source: Path, inputs: Sequence[Tensor], path: Path, name: str) -> None:
@@ -462,16 +462,16 @@ def _convert(source: Path, inputs: Sequence[Tensor], path: Path, name: str) -> N
         raise Unavailable(
             f"{CONVERTER_NAME}, which makes .param files, is not in this Python; {install(CONVERTER_NAME)}"
         )
-    if unknown := [t.dtype for t in inputs if t.dtype not in PNNX_TYPES]:
-        raise UserError(f"{CONVERTER_NAME} takes no inputs of {unknown[0]}")
+    if unknown_types := [t.dtype for t in inputs if t.dtype not in PNNX_TYPES]:
+        raise UserError(f"{CONVERTER_NAME} takes no inputs of {unknown_types[0]}")
     shapes = ",".join(f"[{','.join(map(str, t.shape))}]{PNNX_TYPES[t.dtype]}" for t in inputs)
     with tempfile.TemporaryDirectory() as scratch:
-        made = {key: Path(scratch) / key for key in ("pnnxparam", "pnnxbin", "pnnxpy", "pnnxonnx", "ncnnpy")}
-        made |= {"ncnnparam": path, "ncnnbin": path.with_suffix(".bin")}
-        words = [f"{key}={place}" for key, place in made.items()]
+        files = {key: Path(scratch) / key for key in ("pnnxparam", "pnnxbin", "pnnxpy", "pnnxonnx", "ncnnpy")}
+        files |= {"ncnnparam": path, "ncnnbin": path.with_suffix(".bin")}
+        arguments = [f"{key}={file}" for key, file in files.items()]
         command = [str(Path(spec.origin).with_name("pnnx")), str(source.absolute()), f"inputshape={shapes}", "fp16=0"]
-        done = subprocess.run([*command, *words], cwd=scratch, capture_output=True, text=True, errors="replace")
-    printed = done.stderr + done.stdout
-    if done.returncode or not path.is_file():
-        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
-        raise UserError(f"{CONVERTER_NAME} can't convert {name} (exit code {done.returncode}): {last.strip()}")
+        process = subprocess.run([*command, *arguments], cwd=scratch, capture_output=True, text=True, errors="replace")
+    output = process.stderr + process.stdout
+    if process.returncode or not path.is_file():
+        last_line = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+        raise UserError(f"{CONVERTER_NAME} can't convert {name} (exit code {process.returncode}): {last_line.strip()}")

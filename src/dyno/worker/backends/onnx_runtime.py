@@ -96,14 +96,14 @@ class OnnxRuntime(Backend):
         """See `Backend.refuse`; also options for another device, and int8 without data."""
         if reason := super().refuse(trial) or refuse_requantising(trial):
             return reason
-        on_gpu, provider = trial.runtime.device != "cpu", trial.options.get("provider")
-        if "streams" in trial.options and on_gpu:
+        is_on_gpu, provider = trial.runtime.device != "cpu", trial.options.get("provider")
+        if "streams" in trial.options and is_on_gpu:
             return "streams are of onnxruntime's CPU provider; on a GPU give slots"
         if provider is not None and not trial.runtime.python:
             _check_name(str(provider))
-        if provider is not None and on_gpu != (provider in cuda.PROVIDERS):
-            needed = "cuda:0" if provider in cuda.PROVIDERS else "cpu, as it takes host memory"
-            return f"provider={provider} is for --device {needed}"
+        if provider is not None and is_on_gpu != (provider in cuda.PROVIDERS):
+            device = "cuda:0" if provider in cuda.PROVIDERS else "cpu, as it takes host memory"
+            return f"provider={provider} is for --device {device}"
         return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
@@ -162,22 +162,22 @@ ONNX_RUNTIME = OnnxRuntime()
 class OnnxFile:
     """An .onnx file with the trial's settings, and the facts on its optimised graph."""
 
-    def __init__(self, ort: Any, path: str, trial: Trial, known: tuple[Tensor, ...]) -> None:
+    def __init__(self, ort: Any, path: str, trial: Trial, inputs: tuple[Tensor, ...]) -> None:
         self.ort, self.path, self.requested = ort, path, trial.precision
         # Batch 0: the batch stays free and may change between runs
         self.has_free_batch = trial.dims.batch == 0
-        self.shapes = static_shapes(known, replace(trial.dims, batch=trial.dims.batch or 1))
+        self.shapes = static_shapes(inputs, replace(trial.dims, batch=trial.dims.batch or 1))
         self.provider = find_provider(ort, trial)
         self.providers = [self.provider.name, *DEFAULT_PROVIDERS] if self.provider else DEFAULT_PROVIDERS
-        self._overrides = {} if self.has_free_batch else find_overrides(known, self.shapes)
+        self._overrides = {} if self.has_free_batch else find_overrides(inputs, self.shapes)
         self.settings = make_settings(trial)
 
     def open(
-        self, providers: Any, profile: str = "", optimised: str = "", assigned: bool = False, network: bytes = b""
+        self, providers: Any, profile: str = "", graph_path: str = "", assigned: bool = False, network: bytes = b""
     ) -> Any:
         """Return an InferenceSession of the file, or of another `network` with the same settings.
 
-        `profile` is the prefix of the profile's file, `optimised` the path of the written optimised graph. With
+        `profile` is the prefix of the profile's file, `graph_path` the path of the written optimised graph. With
         `assigned`, the library records each node's provider.
         """
         options = _make_quiet_options(self.ort)
@@ -191,30 +191,30 @@ class OnnxFile:
             options.add_free_dimension_override_by_name(name, size)
         if profile:
             options.enable_profiling, options.profile_file_prefix = True, profile
-        if optimised:
-            options.optimized_model_filepath = optimised
+        if graph_path:
+            options.optimized_model_filepath = graph_path
         if assigned:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        off = self.settings["disabled_optimizers"]
+        disabled_names = self.settings["disabled_optimizers"]
         if self.provider and self.provider.devices:
             options.add_provider_for_devices([*self.provider.devices], {})
             providers = None
         source = network or self.path
-        return self.ort.InferenceSession(source, options, providers=providers, disabled_optimizers=off)
+        return self.ort.InferenceSession(source, options, providers=providers, disabled_optimizers=disabled_names)
 
     def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
         """Return layers, types, providers and time by operator, from the profile of a second, short session."""
         with tempfile.TemporaryDirectory() as scratch:
             nodes = self.read_profile(self._record_profile(providers, feeds, scratch))
-        placed = self._count_assigned(providers)
+        node_counts = self._count_assigned(providers)
         operations, bits = _sum_operations(nodes, self.path), self._measure_bits(providers)
         return EngineFacts(
             layers=len(nodes.kernel_args),
             layers_by_type=nodes.by_type(),
             operations_by_type=operations,
             product_bits=bits,
-            nodes_by_provider=placed or nodes.by_provider(),
-            fallback=describe_fallback(_first_provider(providers), placed),
+            nodes_by_provider=node_counts or nodes.by_provider(),
+            fallback=describe_fallback(_first_provider(providers), node_counts),
             operators=nodes.count_operators(),
             time_by_operator=nodes.time_by_operator(),
             precision_truth=precision_truth(self.requested, nodes.by_type(), ENGINE_NAME, operations, bits),
@@ -229,12 +229,12 @@ class OnnxFile:
         A provider may fuse many nodes into one, which a profile counts once. Empty for the CPU's own provider, and in
         versions without the report.
         """
-        can_say = hasattr(self.ort.InferenceSession, "get_provider_graph_assignment_info")
-        if _first_provider(providers) in DEFAULT_PROVIDERS or not can_say:
+        can_report = hasattr(self.ort.InferenceSession, "get_provider_graph_assignment_info")
+        if _first_provider(providers) in DEFAULT_PROVIDERS or not can_report:
             return {}
         counts = Counter[str]()
-        for part in self.open(providers, assigned=True).get_provider_graph_assignment_info():
-            counts[part.ep_name] += len(part.get_nodes())
+        for subgraph in self.open(providers, assigned=True).get_provider_graph_assignment_info():
+            counts[subgraph.ep_name] += len(subgraph.get_nodes())
         return dict(counts)
 
     def _measure_bits(self, providers: Any) -> int | None:
@@ -255,20 +255,20 @@ class OnnxFile:
 
     def read_profile(self, events: list[dict[str, Any]]) -> Profile:
         """Return the profile, with the type of packed products' arithmetic, for which it needs onnx."""
-        packed = any(e.get("args", {}).get("op_name") == PACKED_OPERATOR for e in events)
-        return Profile(events, self.requested, accuracy_levels(self.path) if packed else None)
+        has_packed = any(e.get("args", {}).get("op_name") == PACKED_OPERATOR for e in events)
+        return Profile(events, self.requested, accuracy_levels(self.path) if has_packed else None)
 
     def read_optimised(self, path: str, profile: Profile) -> LayerGraph:
         """Read the optimised graph at `path`, with each node's entry in the profile."""
         return graph.read_optimised_graph(path, self.path, profile, f"{ENGINE_NAME} {self.ort.__version__}")
 
-    def _record_profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
+    def _record_profile(self, providers: Any, feeds: Arrays, scratch: str, path: str = "") -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
-        session = self.open(providers, f"{scratch}/profile", optimised)
+        session = self.open(providers, f"{scratch}/profile", path)
         inputs = [_read_tensor(arg) for arg in session.get_inputs()]
-        made = {t.name: rng.standard_normal(self.shapes[t.name]).astype(t.dtype) for t in inputs}
+        random_feeds = {t.name: rng.standard_normal(self.shapes[t.name]).astype(t.dtype) for t in inputs}
         for _ in range(PROFILED_RUNS):
-            session.run(None, made | dict(feeds))
+            session.run(None, random_feeds | dict(feeds))
         return _end_profile(session)
 
 
@@ -311,9 +311,9 @@ def _list_shapes(args: Mapping[str, Any], side: str) -> list[Shape]:
 class OnnxRuntimeSession(Session):
     """One InferenceSession on the CPU and a request per stream; several streams have a thread each."""
 
-    def __init__(self, file: OnnxFile, profile: str = "", optimised: str = "") -> None:
+    def __init__(self, file: OnnxFile, profile: str = "", graph_path: str = "") -> None:
         self._file = file
-        self._session = file.open(file.providers, profile, optimised)
+        self._session = file.open(file.providers, profile, graph_path)
         if file.provider and file.provider.name not in self._session.get_providers():
             raise Unavailable(f"ONNX Runtime left {file.provider.name} out: it has no device or library here")
         inputs = tuple(map(_read_tensor, self._session.get_inputs()))
@@ -374,22 +374,22 @@ class OnnxRuntimeSession(Session):
         """Time the nodes' kernels in a second, equal session, by ONNX Runtime's profiler."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
-            watched = OnnxRuntimeSession(self._file, f"{scratch}/profile", path)
-            watched.bind(self._requests[0].feeds)
-            whole = []
+            session = OnnxRuntimeSession(self._file, f"{scratch}/profile", path)
+            session.bind(self._requests[0].feeds)
+            run_times = []
             for _ in range(DISCARDED_RUNS + runs):
                 start = time.perf_counter()
-                watched.run()
-                watched.wait()
-                whole.append(time.perf_counter() - start)
-            events = _end_profile(watched._session)
-            watched.close()
-            inside = self._file.read_optimised(path, self._file.read_profile(events))
+                session.run()
+                session.wait()
+                run_times.append(time.perf_counter() - start)
+            events = _end_profile(session._session)
+            session.close()
+            layer_graph = self._file.read_optimised(path, self._file.read_profile(events))
         repeats = by_run(events)[DISCARDED_RUNS:]
-        kernels = graph.list_kernels(inside.layers, set().union(*repeats), self._file.path)
+        kernels = graph.list_kernels(layer_graph.layers, set().union(*repeats), self._file.path)
         layers = [[repeat.get(kernel, 0.0) if kernel else 0.0 for kernel in kernels] for repeat in repeats]
         note = f"{ENGINE_NAME} counts whole microseconds."
-        return LayerTimes(inside, np.array(layers), np.array(whole[DISCARDED_RUNS:]), note)
+        return LayerTimes(layer_graph, np.array(layers), np.array(run_times[DISCARDED_RUNS:]), note)
 
     def close(self) -> None:
         """Free the session and its bindings."""
@@ -413,16 +413,16 @@ def _shorten(provider: str) -> str:
 
 def _check_name(provider: str) -> None:
     """Raise a `UserError` for a provider unknown to all releases of ONNX Runtime and this Python's plug-ins."""
-    short = _shorten(provider)
-    if short in (*KNOWN_PROVIDERS, *PLUGIN_PROVIDERS) or importlib.util.find_spec(f"onnxruntime_ep_{short}"):
+    key = _shorten(provider)
+    if key in (*KNOWN_PROVIDERS, *PLUGIN_PROVIDERS) or importlib.util.find_spec(f"onnxruntime_ep_{key}"):
         return
     with suppress(Unavailable):  # later releases may have more
         os.environ.update(system.SILENCING_VARIABLES)
-        if short in map(_shorten, import_library().get_all_providers()):
+        if key in map(_shorten, import_library().get_all_providers()):
             return
-    similar = difflib.get_close_matches(short, KNOWN_PROVIDERS, 1)
+    similar = difflib.get_close_matches(key, KNOWN_PROVIDERS, 1)
     raise UserError(
-        f"provider={provider}: ONNX Runtime has no such provider, and the plug-in onnxruntime_ep_{short} is not "
+        f"provider={provider}: ONNX Runtime has no such provider, and the plug-in onnxruntime_ep_{key} is not "
         f"installed; " + (f"did you mean {similar[0]}?" if similar else f"known: {', '.join(KNOWN_PROVIDERS)}")
     )
 
@@ -433,20 +433,20 @@ def find_provider(ort: Any, trial: Trial) -> Provider | None:
     A plug-in is the package `onnxruntime_ep_NAME`. Raise `Unavailable` if the library lacks the provider, or if it
     finds no device.
     """
-    asked = trial.options.get("provider")
-    if asked is None or trial.runtime.device != "cpu":
+    provider = trial.options.get("provider")
+    if provider is None or trial.runtime.device != "cpu":
         return None
-    short = _shorten(str(asked))
-    built = {_shorten(name): name for name in ort.get_available_providers()}
-    if short in built:
-        return Provider(built[short])
-    package = f"onnxruntime_ep_{short}"
+    key = _shorten(str(provider))
+    providers = {_shorten(name): name for name in ort.get_available_providers()}
+    if key in providers:
+        return Provider(providers[key])
+    package = f"onnxruntime_ep_{key}"
     try:
         plugin = importlib.import_module(package)
     except ImportError:
-        others = ", ".join(sorted(built))
-        cure = f"pip install {package.replace('_', '-')}" if short in PLUGIN_PROVIDERS else "another build may have it"
-        raise Unavailable(f"this onnxruntime has no provider {asked} (it has {others}); {cure}") from None
+        known_names = ", ".join(sorted(providers))
+        cure = f"pip install {package.replace('_', '-')}" if key in PLUGIN_PROVIDERS else "another build may have it"
+        raise Unavailable(f"this onnxruntime has no provider {provider} (it has {known_names}); {cure}") from None
     if not hasattr(ort, "register_execution_provider_library"):
         raise Unavailable(f"onnxruntime {ort.__version__} takes no plug-ins; install 1.23 or newer")
     names = plugin.get_ep_names()
@@ -465,10 +465,10 @@ def _first_provider(providers: Any) -> str:
     return first if isinstance(first, str) else str(first[0])
 
 
-def describe_fallback(provider: str, placed: Mapping[str, int]) -> str:
+def describe_fallback(provider: str, node_counts: Mapping[str, int]) -> str:
     """Return a sentence if most nodes went to other providers; "" if `provider` has at least half."""
-    own, total = placed.get(provider, 0), sum(placed.values())
-    return "" if 2 * own >= total else f"{own} of {total} nodes on {provider}: this is the CPU's speed"
+    count, total = node_counts.get(provider, 0), sum(node_counts.values())
+    return "" if 2 * count >= total else f"{count} of {total} nodes on {provider}: this is the CPU's speed"
 
 
 def _end_profile(session: Any) -> list[dict[str, Any]]:
@@ -489,9 +489,9 @@ def _make_quiet_options(ort: Any) -> Any:
 def make_settings(trial: Trial) -> dict[str, Any]:
     """Return the session's settings for the trial, by Dyno's names; raise a `UserError` for invalid options."""
     level: Option = trial.options.get("optimization", "all")
-    streams, most = int(trial.options.get("streams", 1)), max(trial.runtime.threads, 1)
-    if not 1 <= streams <= most:
-        raise UserError(f"onnxruntime's streams must be from 1 to the number of threads ({most}), not {streams}")
+    streams, max_streams = int(trial.options.get("streams", 1)), max(trial.runtime.threads, 1)
+    if not 1 <= streams <= max_streams:
+        raise UserError(f"onnxruntime's streams must be from 1 to the number of threads ({max_streams}), not {streams}")
     if level not in OPTIMIZATION_LEVELS:
         raise UserError(f"unknown optimization {level!r} of onnxruntime; known: {', '.join(OPTIMIZATION_LEVELS)}")
     return {
@@ -531,13 +531,13 @@ def find_overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict
     sizes: dict[str, list[int]] = {}
     for tensor in inputs:
         for name, size in zip(tensor.shape, shapes[tensor.name], strict=True):
-            if isinstance(name, str) and name and size not in (known := sizes.setdefault(name, [])):
-                known.append(size)
-    nameless = {"?", *(t.shape[0] for t in inputs if t.shape[:1] and t.shape[0] in t.shape[1:])}
-    for name, (size, *more) in sizes.items():
-        if more and name not in nameless:
-            raise UserError(f"dimension {name!r} can't be both {size} and {more[0]}; make the --shapes agree")
-    return {name: size for name, (size, *more) in sizes.items() if not more}
+            if isinstance(name, str) and name and size not in (name_sizes := sizes.setdefault(name, [])):
+                name_sizes.append(size)
+    shared_names = {"?", *(t.shape[0] for t in inputs if t.shape[:1] and t.shape[0] in t.shape[1:])}
+    for name, (size, *rest) in sizes.items():
+        if rest and name not in shared_names:
+            raise UserError(f"dimension {name!r} can't be both {size} and {rest[0]}; make the --shapes agree")
+    return {name: size for name, (size, *rest) in sizes.items() if not rest}
 
 
 def _list_errors() -> tuple[type[Exception], ...]:
@@ -548,16 +548,16 @@ def _list_errors() -> tuple[type[Exception], ...]:
     return (RuntimeError, *(getattr(state, name) for name in names.split() if hasattr(state, name)))
 
 
-def _raise_if_memory(error: Exception, what: str) -> None:
+def _raise_if_memory(error: Exception, message: str) -> None:
     if re.search("[Ff]ailed to allocate memory|bad_alloc|[Oo]ut of memory", str(error)):
         text = " ".join(str(error).split())
-        raise MemoryError(f"{what}: ONNX Runtime could not allocate memory ({text[-120:]})") from error
+        raise MemoryError(f"{message}: ONNX Runtime could not allocate memory ({text[-120:]})") from error
 
 
-def _loading_error(error: Exception, what: str) -> Exception:
+def _loading_error(error: Exception, message: str) -> Exception:
     """Return a loading error of the library as a Dyno error, in one line."""
-    _raise_if_memory(error, what)
+    _raise_if_memory(error, message)
     text = error_line(error)
     if type(error).__name__ == "NotImplemented":
-        return Unavailable(f"{what}: ONNX Runtime has no kernel for it here ({text})")
-    return UserError(f"{what}: {text}")
+        return Unavailable(f"{message}: ONNX Runtime has no kernel for it here ({text})")
+    return UserError(f"{message}: {text}")

@@ -85,11 +85,11 @@ class ExecutionGraph:
 
     def time_by_operator(self) -> dict[str, float]:
         """Return each layer kind's share of the layers' time, largest first."""
-        spent: dict[str, float] = defaultdict(float)
+        times: dict[str, float] = defaultdict(float)
         for layer in self.layers:
-            spent[layer["layerType"]] += _parse_number(layer.get("execTimeMcs", ""))
-        total = sum(spent.values()) or 1.0
-        return {kind: round(t / total, 4) for kind, t in sorted(spent.items(), key=lambda kv: -kv[1]) if t}
+            times[layer["layerType"]] += _parse_number(layer.get("execTimeMcs", ""))
+        total = sum(times.values()) or 1.0
+        return {kind: round(t / total, 4) for kind, t in sorted(times.items(), key=lambda kv: -kv[1]) if t}
 
     def notes(self) -> list[str]:
         """Return sentences on why a lower precision isn't faster."""
@@ -98,29 +98,29 @@ class ExecutionGraph:
 
     def layer_graph(self, library: str) -> LayerGraph:
         """Return the graph's layers without constants; layers that OpenVINO kept but doesn't run are `skipped`."""
-        constant, layers, stored = set[str](), list[Layer](), dict[str, int]()
+        constants, layers, weight_counts = set[str](), list[Layer](), dict[str, int]()
         for op, info in zip(self._ops, self._infos, strict=True):
-            read = [port.get_source_output() for port in op.inputs()]
-            computed = [port for port in read if _read_name(port) not in constant]
-            weights = [port for port in read if _read_name(port) in constant]
-            if _read_kind(info) == "Const" or (read and not computed):
-                constant.add(op.get_friendly_name())
+            sources = [port.get_source_output() for port in op.inputs()]
+            inputs = [port for port in sources if _read_name(port) not in constants]
+            weights = [port for port in sources if _read_name(port) in constants]
+            if _read_kind(info) == "Const" or (sources and not inputs):
+                constants.add(op.get_friendly_name())
             elif _read_kind(info) not in NOT_LAYERS:
-                layer = self._build_layer(op, info, computed, weights)
-                before = sum(stored.values())
-                stored |= {
+                layer = self._build_layer(op, info, inputs, weights)
+                old_count = sum(weight_counts.values())
+                weight_counts |= {
                     _read_name(port): _count_weights(port) for port in weights if layer.type not in CONVERSION_LAYERS
                 }
-                layers.append(replace(layer, shared=layer.parameters + before - sum(stored.values())))
-        return LayerGraph(form=LAYERS, library=library, parameters=sum(stored.values()), layers=tuple(layers))
+                layers.append(replace(layer, shared=layer.parameters + old_count - sum(weight_counts.values())))
+        return LayerGraph(form=LAYERS, library=library, parameters=sum(weight_counts.values()), layers=tuple(layers))
 
-    def _build_layer(self, op: Any, info: dict[str, str], computed: list[Any], weights: list[Any]) -> Layer:
+    def _build_layer(self, op: Any, info: dict[str, str], inputs: list[Any], weights: list[Any]) -> Layer:
         name, kind = op.get_friendly_name(), _read_kind(info)
         layouts, types = info.get("outputLayouts", "").split(","), info.get("outputPrecisions", "").split(",")
         return Layer(
             name=name,
             type=kind,
-            inputs=tuple(_read_port(port) for port in computed),
+            inputs=tuple(_read_port(port) for port in inputs),
             outputs=tuple(
                 Port(_format_label(name, k), tuple(port.shape), TYPE_NAMES.get(kind, kind), layout)
                 for k, (port, kind, layout) in enumerate(_iter_outputs(op.outputs(), types, layouts))
@@ -281,8 +281,8 @@ class OpenVino(Backend):
         x = ov.opset13.parameter([], np.float32)
         compiled = core.compile_model(ov.Model([ov.opset13.add(x, x)], [x]), "CPU")
         out = next(iter(compiled([np.asarray(2, np.float32)]).values()))
-        can = " ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
-        detail = f"{core.get_property('CPU', 'FULL_DEVICE_NAME')}: {can}"
+        capabilities = " ".join(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
+        detail = f"{core.get_property('CPU', 'FULL_DEVICE_NAME')}: {capabilities}"
         return Probe(version=read_version(), devices=("cpu",) if out == 4 else (), detail=detail)
 
     def prepare(self, trial: Trial) -> None:
@@ -297,8 +297,8 @@ class OpenVino(Backend):
         """
         ov = import_library()
         if not _computes_in(trial.precision) and trial.precision != trial.model.precision:
-            can = _create_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-            raise Unavailable(f"OpenVINO doesn't compute in {trial.precision} on this CPU (it has {', '.join(can)})")
+            names = _create_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+            raise Unavailable(f"OpenVINO doesn't compute in {trial.precision} on this CPU (it has {', '.join(names)})")
         model = read_model(ov, artifact.path if artifact else trial.model.file)
         try:
             return OpenVinoSession(ov, model, trial)
@@ -338,9 +338,9 @@ class OpenVinoSession(Session):
         """Bind the feeds to the slot's request, held until its next `bind`; copied only to change their type."""
         for port, tensor in zip(self._compiled.inputs, self.inputs, strict=True):
             feed = fit_feed(feeds, tensor, self._shapes[tensor.name])
-            shared = self._ov.Tensor(feed, shared_memory=True)
-            self._requests[slot].set_tensor(port, shared)
-            self._bound[slot][tensor.name] = (feed, shared)
+            view = self._ov.Tensor(feed, shared_memory=True)
+            self._requests[slot].set_tensor(port, view)
+            self._bound[slot][tensor.name] = (feed, view)
 
     def run(self, slot: int = 0) -> None:
         """Start the slot's request on OpenVINO's threads; raise `MemoryError` when memory runs out."""
@@ -400,8 +400,8 @@ class OpenVinoSession(Session):
         convolved = ov.convolution(image, ov.constant(factors["k"]), [1, 1], [0, 0], [0, 0], [1, 1])
         model = self._ov.Model([product, convolved], [rows, image])
         request = _create_core().compile_model(model, "CPU", self._settings).create_infer_request()
-        found = request.infer([factors["a"], factors["i"]])
-        return products.count_bits(found[port] for port in range(2))
+        results = request.infer([factors["a"], factors["i"]])
+        return products.count_bits(results[port] for port in range(2))
 
     def execution_graph(self) -> Any:
         """Return the runtime model of a second compilation, after runs with performance counters."""
@@ -416,8 +416,8 @@ class OpenVinoSession(Session):
         request = compiled.create_infer_request()
         rng = np.random.default_rng(0)
         for port, tensor in zip(compiled.inputs, self.inputs, strict=True):
-            held = self._bound[0].get(tensor.name)
-            feed = held[0] if held else rng.standard_normal(self._shapes[tensor.name]).astype(tensor.dtype)
+            entry = self._bound[0].get(tensor.name)
+            feed = entry[0] if entry else rng.standard_normal(self._shapes[tensor.name]).astype(tensor.dtype)
             request.set_tensor(port, self._ov.Tensor(feed))
         return compiled, request
 
@@ -427,7 +427,7 @@ class OpenVinoSession(Session):
         Each repeat is the mean over one compilation's runs, without its first ones.
         """
         runs_each = -(-runs // PROFILE_REPEATS)
-        whole, repeats = list[float](), list[dict[str, float]]()
+        run_times, repeats = list[float](), list[dict[str, float]]()
         for _ in range(PROFILE_REPEATS):
             compiled, request = self._compile_with_counters()
             for _ in range(DISCARDED_RUNS):
@@ -436,16 +436,16 @@ class OpenVinoSession(Session):
             for _ in range(runs_each):
                 start = time.perf_counter()
                 request.infer(share_outputs=True)
-                whole.append(time.perf_counter() - start)
+                run_times.append(time.perf_counter() - start)
             after = _read_layer_times(request, DISCARDED_RUNS + runs_each)
             repeats.append({name: max(0.0, after[name] - before[name]) / runs_each for name in after})
-        inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).layer_graph(
+        graph = ExecutionGraph(compiled.get_runtime_model(), self._requested).layer_graph(
             f"{ENGINE_NAME} {read_version()}"
         )
-        layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in _named_as_last(repeats)]
+        layers = [[repeat.get(layer.name, 0.0) for layer in graph.layers] for repeat in _named_as_last(repeats)]
         repeat = f"the mean of {runs_each} runs" if runs_each > 1 else "one run"
         note = f"{ENGINE_NAME} reports means in whole microseconds: a repeat is {repeat} of a new compilation."
-        return LayerTimes(inside, np.array(layers), np.array(whole), note)
+        return LayerTimes(graph, np.array(layers), np.array(run_times), note)
 
     def close(self) -> None:
         """Free the requests, the compiled model and the bound feeds."""
@@ -456,7 +456,7 @@ class OpenVinoSession(Session):
 
 def _read_layer_times(request: Any, runs: int) -> dict[str, float]:
     """Return each layer's total seconds over `runs`, all runs of its compilation so far."""
-    return {each.node_name: runs * each.real_time.total_seconds() for each in request.get_profiling_info()}
+    return {layer.node_name: runs * layer.real_time.total_seconds() for layer in request.get_profiling_info()}
 
 
 def _named_as_last(repeats: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
@@ -466,15 +466,15 @@ def _named_as_last(repeats: Sequence[Mapping[str, float]]) -> list[dict[str, flo
     doesn't.
     """
     common = set(repeats[0]).intersection(*repeats[1:])
-    own = [[name for name in repeat if name not in common] for repeat in repeats]
-    stems = [[re.sub(r"\d+", "", name) for name in names] for names in own]
-    renamed = [
-        dict(zip(names, own[-1], strict=True)) if stem == stems[-1] else {}
-        for names, stem in zip(own, stems, strict=True)
+    unique_names = [[name for name in repeat if name not in common] for repeat in repeats]
+    stems = [[re.sub(r"\d+", "", name) for name in names] for names in unique_names]
+    mappings = [
+        dict(zip(names, unique_names[-1], strict=True)) if stem == stems[-1] else {}
+        for names, stem in zip(unique_names, stems, strict=True)
     ]
     return [
-        {known.get(name, name): seconds for name, seconds in repeat.items()}
-        for repeat, known in zip(repeats, renamed, strict=True)
+        {mapping.get(name, name): seconds for name, seconds in repeat.items()}
+        for repeat, mapping in zip(repeats, mappings, strict=True)
     ]
 
 
@@ -519,15 +519,15 @@ def read_model(ov: Any, path: str) -> Any:
 
 
 def _returns_inputs(model: Any) -> bool:
-    return any(each.get_node().input_value(0).get_node().get_type_name() == "Parameter" for each in model.outputs)
+    return any(output.get_node().input_value(0).get_node().get_type_name() == "Parameter" for output in model.outputs)
 
 
 def make_settings(trial: Trial) -> dict[str, Any]:
     """Return the properties for compiling the trial's model; raise a `UserError` for invalid streams."""
     streams = trial.options.get("streams", 1)
-    most = max(trial.runtime.threads, 1)
-    if not isinstance(streams, int) or not 1 <= streams <= most:
-        raise UserError(f"openvino's streams must be from 1 to the number of threads ({most}), not {streams!r}")
+    max_streams = max(trial.runtime.threads, 1)
+    if not isinstance(streams, int) or not 1 <= streams <= max_streams:
+        raise UserError(f"openvino's streams must be from 1 to the number of threads ({max_streams}), not {streams!r}")
     properties: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": PRECISION_HINTS[trial.precision if _computes_in(trial.precision) else "fp32"],
         "INFERENCE_NUM_THREADS": trial.runtime.threads,
@@ -545,17 +545,17 @@ def tensors_of(ports: Sequence[Any]) -> tuple[Tensor, ...]:
     A port has the names of all tensors merged into it; its node has the file's name. Outputs of a network converted
     from PyTorch have none: they are named by position, like a module's outputs.
     """
-    return tuple(_tensor_of(port, place) for place, port in enumerate(ports))
+    return tuple(_tensor_of(port, index) for index, port in enumerate(ports))
 
 
-def _tensor_of(port: Any, place: int) -> Tensor:
+def _tensor_of(port: Any, index: int) -> Tensor:
     file_name, names = port.get_node().get_friendly_name().removesuffix("/sink_port_0"), port.get_names()
     if file_name in names:
         name = file_name
     elif names:
         name = port.get_any_name()
     elif port.get_node().get_type_name() == "Result":
-        name = f"output_{place}" if place else "output"
+        name = f"output_{index}" if index else "output"
     else:
         name = file_name
     shape = tuple("" if dim.is_dynamic else dim.get_length() for dim in port.get_partial_shape())
@@ -574,16 +574,16 @@ def _computes_in(precision: str) -> bool:
     return not capability or capability in _create_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
-def _raise_if_memory(error: Exception, what: str) -> None:
+def _raise_if_memory(error: Exception, message: str) -> None:
     if isinstance(error, MemoryError) or re.search("bad_alloc|[Ff]ailed to allocate|[Oo]ut of memory", str(error)):
-        raise MemoryError(f"{what}: OpenVINO could not allocate memory") from error
+        raise MemoryError(f"{message}: OpenVINO could not allocate memory") from error
 
 
-def _loading_error(error: Exception, what: str) -> Exception:
+def _loading_error(error: Exception, message: str) -> Exception:
     """Return a loading error of the library as a Dyno error, in one line: usually its last."""
-    _raise_if_memory(error, what)
+    _raise_if_memory(error, message)
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
-    if unknown := next((line for line in lines if "No conversion rule found" in line), ""):
-        return UserError(f"{what}: OpenVINO doesn't support {shorten(unknown.rpartition('operations: ')[2])}")
+    if refusal := next((line for line in lines if "No conversion rule found" in line), ""):
+        return UserError(f"{message}: OpenVINO doesn't support {shorten(refusal.rpartition('operations: ')[2])}")
     text = next((line for line in reversed(lines) if not line.startswith("Exception from")), str(error))
-    return UserError(f"{what}: {shorten(text)}")
+    return UserError(f"{message}: {shorten(text)}")

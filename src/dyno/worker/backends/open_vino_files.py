@@ -98,8 +98,8 @@ def _read_model_info(model: Any, inputs: Sequence[Tensor]) -> dict[str, str]:
         and info.get("embedded_processing", "").lower() not in TRUE_WORDS
     ):
         mean, std = (
-            tuple(n / 255 for n in (given or usual) * (channels if len(given) < 2 else 1))
-            for given, usual in ((numbers["mean_values"], [0.0]), (numbers["scale_values"], [1.0]))
+            tuple(n / 255 for n in (values or defaults) * (channels if len(values) < 2 else 1))
+            for values, defaults in ((numbers["mean_values"], [0.0]), (numbers["scale_values"], [1.0]))
         )
         resize = 0.0 if info.get("resize_type") == "standard" else 1.0
         metadata["preprocess"] = json.dumps(to_json(Preprocess(mean, std, resize=resize)))
@@ -112,37 +112,37 @@ def read_weights(model: Any) -> tuple[str, int]:
     Compressed weights are constants of few bits followed by conversions, shifts and scales, which aren't parameters. A
     model with quantised activations (FakeQuantize) is int8, whatever the type of its weights.
     """
-    stored, layers, scales, fake = dict[str, tuple[str, int]](), set[str](), set[str](), False
-    for place, op in _ops_in(model):
+    constants, layers, scales, is_quantised = dict[str, tuple[str, int]](), set[str](), set[str](), False
+    for prefix, op in _ops_in(model):
         kind = op.get_type_name()
-        fake = fake or kind == "FakeQuantize"
+        is_quantised = is_quantised or kind == "FakeQuantize"
         if kind == "Constant":
             count = math.prod(op.get_output_shape(0))
             precision = TYPE_PRECISIONS.get(TYPE_NAMES.get(op.get_element_type().get_type_name(), ""), "")
-            stored |= {place + op.get_friendly_name(): (precision, count)} if precision and count > 1 else {}
+            constants |= {prefix + op.get_friendly_name(): (precision, count)} if precision and count > 1 else {}
         for port in op.inputs() if COMPUTE_LAYER.search(kind) else op.inputs()[:1] if kind == "Gather" else ():
-            node, beside = _constant_behind(port)
+            node, scale_nodes = _constant_behind(port)
             if node is not None and not (kind == "Gather" and node.get_element_type().get_type_name() in FULL_TYPES):
-                layers.add(place + node.get_friendly_name())
-            scales |= {place + each.get_friendly_name() for each in beside}
+                layers.add(prefix + node.get_friendly_name())
+            scales |= {prefix + each.get_friendly_name() for each in scale_nodes}
     counts = Counter[str]()
-    for name in layers & stored.keys():
-        counts[stored[name][0]] += stored[name][1]
-    low = Counter({kind: count for kind, count in counts.items() if kind in QUANTISED_PRECISIONS})
-    kinds = low or (Counter(int8=1) if fake else counts) or Counter(fp32=1)
-    most = max(kinds, key=lambda kind: kinds[kind])
-    floats = {name for name, (kind, _) in stored.items() if kind not in QUANTISED_PRECISIONS} - scales
-    return most, sum(stored[name][1] for name in floats | (layers & stored.keys()))
+    for name in layers & constants.keys():
+        counts[constants[name][0]] += constants[name][1]
+    low_counts = Counter({kind: count for kind, count in counts.items() if kind in QUANTISED_PRECISIONS})
+    kinds = low_counts or (Counter(int8=1) if is_quantised else counts) or Counter(fp32=1)
+    main_kind = max(kinds, key=lambda kind: kinds[kind])
+    floats = {name for name, (kind, _) in constants.items() if kind not in QUANTISED_PRECISIONS} - scales
+    return main_kind, sum(constants[name][1] for name in floats | (layers & constants.keys()))
 
 
-def _ops_in(model: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def _ops_in(model: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each operation of a model and its nested models, with a text that identifies its model."""
     for op in model.get_ops():
-        yield place, op
+        yield prefix, op
         kind = op.get_type_name()
         bodies = (op.get_then_body(), op.get_else_body()) if kind == "If" else ()
-        for number, body in enumerate(bodies or ((op.get_function(),) if kind in ("Loop", "TensorIterator") else ())):
-            yield from _ops_in(body, f"{place}{op.get_friendly_name()}/{number}/")
+        for index, body in enumerate(bodies or ((op.get_function(),) if kind in ("Loop", "TensorIterator") else ())):
+            yield from _ops_in(body, f"{prefix}{op.get_friendly_name()}/{index}/")
 
 
 def _constant_behind(port: Any) -> tuple[Any, list[Any]]:
@@ -150,12 +150,12 @@ def _constant_behind(port: Any) -> tuple[Any, list[Any]]:
 
     The search passes through the operations in `DEQUANTISING_LAYERS`.
     """
-    beside = []
+    scales = []
     node = port.get_source_output().get_node()
     while node.get_type_name() in DEQUANTISING_LAYERS:
-        beside += [each for other in node.inputs()[1:] if (each := _constant_behind(other)[0]) is not None]
+        scales += [each for input_port in node.inputs()[1:] if (each := _constant_behind(input_port)[0]) is not None]
         node = node.input_value(0).get_node()
-    return (node, beside) if node.get_type_name() == "Constant" else (None, [])
+    return (node, scales) if node.get_type_name() == "Constant" else (None, [])
 
 
 def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
@@ -163,13 +163,13 @@ def _compare_shapes(model: Any, declared: Sequence[Tensor]) -> tuple[str, ...]:
 
     Outputs without axes are left out: they may be numbers, or of a shape that the file leaves open.
     """
-    ov, differing = import_library(), []
+    ov, differences = import_library(), []
     for tensor in declared:
         shape = ov.PartialShape([axis if isinstance(axis, int) else -1 for axis in tensor.shape])
         for port in model.outputs:
             if tensor.shape and tensor.name in port.get_names() and not port.get_partial_shape().compatible(shape):
-                differing.append(f"{tensor.name} {port.get_partial_shape()} for {shape}")
-    return (f"{OTHER_SHAPE} ({', '.join(differing)}); {COMPARE_ADVICE}",) if differing else ()
+                differences.append(f"{tensor.name} {port.get_partial_shape()} for {shape}")
+    return (f"{OTHER_SHAPE} ({', '.join(differences)}); {COMPARE_ADVICE}",) if differences else ()
 
 
 def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, ...]:
@@ -185,29 +185,29 @@ def _compare_values(model: Any, parent: Artifact, recipe: Recipe) -> tuple[str, 
         feeds = next(
             input_data.read_batches(DataSpec(), recipe.model.preprocess, parent.inputs, dims, 1, recipe.model.inputs)
         )
-        given = {tensor.name: feeds[tensor.name] for tensor in parent.inputs}
+        inputs = {tensor.name: feeds[tensor.name] for tensor in parent.inputs}
         runner = make_session(parent.path)
-        expected, again = (runner.run([tensor.name for tensor in parent.outputs], given) for _ in range(2))
-        results = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(given)
-        found = [results[tensor.name] for tensor in parent.outputs]
+        expected, repeat = (runner.run([tensor.name for tensor in parent.outputs], inputs) for _ in range(2))
+        results = ov.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(inputs)
+        actual = [results[tensor.name] for tensor in parent.outputs]
     except MemoryError:
         raise
     except Exception:  # the errors have no common base; the engine's own run reports the fault
         return ()
-    if not all(map(np.array_equal, expected, again)):
+    if not all(map(np.array_equal, expected, repeat)):
         return ()
-    names = [t.name for t, a, b in zip(parent.outputs, found, expected, strict=True) if _is_far(a, b)]
+    names = [t.name for t, a, b in zip(parent.outputs, actual, expected, strict=True) if _is_far(a, b)]
     return (f"{OTHER_VALUES} ({', '.join(names)}); {COMPARE_ADVICE}",) if names else ()
 
 
-def _is_far(found: np.ndarray, expected: np.ndarray) -> bool:
+def _is_far(actual: np.ndarray, expected: np.ndarray) -> bool:
     """Return whether floating-point numbers differ by more than rounding, or in the positions of finite values."""
-    if expected.dtype.kind != "f" or found.shape != expected.shape:
+    if expected.dtype.kind != "f" or actual.shape != expected.shape:
         return False
-    known = np.isfinite(expected)
-    if (known != np.isfinite(found)).any():
+    mask = np.isfinite(expected)
+    if (mask != np.isfinite(actual)).any():
         return True
-    a, b = found[known].astype(np.float64), expected[known].astype(np.float64)
+    a, b = actual[mask].astype(np.float64), expected[mask].astype(np.float64)
     return bool(np.linalg.norm(a - b) > MAX_OUTPUT_ERROR * np.linalg.norm(b))
 
 
@@ -239,12 +239,12 @@ class IRMaker(Maker):
             inputs, outputs = parent.inputs, parent.outputs
             warnings = _compare_shapes(model, outputs) or _compare_values(model, parent, recipe)
             made_by = replace(made_by, **parent.made_by.set_fields(INHERITED_FACTS), warnings=warnings)
-        written = [path.read_bytes(), *(part.read_bytes() for part in IR.companions(path))]
-        sha256 = hashlib.sha256(b"".join(written)).hexdigest()
+        file_bytes = [path.read_bytes(), *(file.read_bytes() for file in IR.companions(path))]
+        sha256 = hashlib.sha256(b"".join(file_bytes)).hexdigest()
         if parent is None:
             # Its source is unknown, so it is comparable only with itself.
             made_by = replace(made_by, weights_sha256=sha256)
-        size = sum(map(len, written))
+        size = sum(map(len, file_bytes))
         return Artifact(
             IR.name, str(path), sha256, size, recipe.precision, inputs, outputs, seconds, parent_sha256, made_by
         )

@@ -109,8 +109,8 @@ class PyTorch(Backend):
     def checked(self, trial: Trial) -> dict[str, Any]:
         """Return the trial's options with defaults; raise a `UserError` for an unknown option or value."""
         self.check_options(trial.options)
-        on_gpu = trial.runtime.device.startswith("cuda")
-        defaults = {"channels_last": on_gpu and trial.precision in ("fp16", "bf16"), "cudnn_benchmark": False}
+        is_on_gpu = trial.runtime.device.startswith("cuda")
+        defaults = {"channels_last": is_on_gpu and trial.precision in ("fp16", "bf16"), "cudnn_benchmark": False}
         return {**defaults, **trial.options}
 
 
@@ -188,9 +188,9 @@ class TorchSession(Session):
             self.stream = self._queue.cuda_stream
 
     def _allocate_tensor(self, tensor: Tensor, dtype: Any) -> Any:
-        torch, floating = self._torch, tensor.dtype.startswith("float")
-        layout = self._layout if len(tensor.shape) == 4 and floating else torch.contiguous_format
-        dtype = dtype if floating else getattr(torch, tensor.dtype)
+        torch, is_float = self._torch, tensor.dtype.startswith("float")
+        layout = self._layout if len(tensor.shape) == 4 and is_float else torch.contiguous_format
+        dtype = dtype if is_float else getattr(torch, tensor.dtype)
         return torch.empty(tensor.shape, dtype=dtype, device=self._device, memory_format=layout)
 
     def _find_image_input(self) -> Tensor:
@@ -201,10 +201,10 @@ class TorchSession(Session):
 
     def _make_callable(self, dtype: Any) -> Any:
         """Return the module as a function of the slot's tensors, in the inputs' order."""
-        called = self._from_pixels(dtype) if self._pixels else self._module
+        function = self._from_pixels(dtype) if self._pixels else self._module
         if self._pixels or not self._trial.model.inputs:
-            return called
-        return make_positional(self._torch, called, self._trial.model.inputs)
+            return function
+        return make_positional(self._torch, function, self._trial.model.inputs)
 
     def _from_pixels(self, dtype: Any) -> Callable[[Any], Any]:
         """Return the module preceded by the normalisation, computed in float32 as a host does."""
@@ -235,27 +235,27 @@ class TorchSession(Session):
                 raise UserError(f"input {tensor.name!r} wants {tensor.shape}, but got {feed.shape}")
         with self._use_stream(None):
             if self._copies is None:
-                for name, bound in self._bound[slot].items():
-                    bound.copy_(self._torch.from_numpy(np.asarray(feeds[name], order="C")))
+                for name, target in self._bound[slot].items():
+                    target.copy_(self._torch.from_numpy(np.asarray(feeds[name], order="C")))
             else:
                 self._copies.bind(feeds, slot)
 
     def restoring(self, feeds: Arrays) -> Callable[[], None] | None:
         """See `Session.restoring`: a module may write into its inputs, which changes its next run."""
         with self._use_stream(self._queue):
-            left = [tensor.clone() for tensor in self._bound[0].values()]
+            changed_inputs = [tensor.clone() for tensor in self._bound[0].values()]
         self._synchronize_device()  # inputs arrive on another stream
         self.bind(feeds)
         self._synchronize_device()
         with self._use_stream(self._queue):
-            bound = [*self._bound[0].values()]
-            if not any(_has_difference(*pair) for pair in zip(left, bound, strict=True)):
+            inputs = [*self._bound[0].values()]
+            if not any(_has_difference(*pair) for pair in zip(changed_inputs, inputs, strict=True)):
                 return None
-            given = [tensor.clone() for tensor in bound]
+            originals = [tensor.clone() for tensor in inputs]
 
         def restore_inputs() -> None:
             with self._use_stream(self._queue):
-                for tensor, value in zip(bound, given, strict=True):
+                for tensor, value in zip(inputs, originals, strict=True):
                     tensor.copy_(value)
             self._synchronize_device()
 
@@ -276,8 +276,8 @@ class TorchSession(Session):
             if self._copies is not None:
                 self._copies.bind_tensors(tensors, ready, slot)
                 return
-            for name, bound in self._bound[slot].items():
-                bound.copy_(tensors[name])
+            for name, target in self._bound[slot].items():
+                target.copy_(tensors[name])
 
     def run(self, slot: int = 0) -> None:
         """Run one forward pass; the module's exception about an unsuitable input becomes a `UserError`."""
@@ -301,11 +301,11 @@ class TorchSession(Session):
             return MemoryError(first_line(e))
         if self._has_run or isinstance(e, (UserError, Unavailable, MemoryError)) or "CUDA error" in str(e):
             return e
-        shown = ", ".join("x".join(map(str, t.shape)) or t.name for t in self.inputs)
+        shapes = ", ".join("x".join(map(str, t.shape)) or t.name for t in self.inputs)
         reason, precision = first_line(e), self._trial.precision
-        lower = precision in ("fp16", "bf16") and "type" in reason
-        hint = "; let forward make numbers in the type of its weights, not in float32" if lower else ""
-        return UserError(f"{self._trial.model.name} refuses {shown} in {precision}: {reason}{hint}")
+        is_half_type = precision in ("fp16", "bf16") and "type" in reason
+        hint = "; let forward make numbers in the type of its weights, not in float32" if is_half_type else ""
+        return UserError(f"{self._trial.model.name} refuses {shapes} in {precision}: {reason}{hint}")
 
     def wait(self, slot: int = 0) -> None:
         """Wait for the slot's work; on a CPU, it is done when `run` returns."""
@@ -363,8 +363,8 @@ class TorchSession(Session):
         layers, kinds = self._count_layers()
         bits = self._measure_bits()
         truth = precision_truth(self._trial.precision, kinds, "PyTorch", bits=bits)
-        own = EngineFacts(layers=layers or None, layers_by_type=kinds, precision_truth=truth, product_bits=bits)
-        return self._read_common_facts().merge(own)
+        facts = EngineFacts(layers=layers or None, layers_by_type=kinds, precision_truth=truth, product_bits=bits)
+        return self._read_common_facts().merge(facts)
 
     def _measure_bits(self) -> int | None:
         """Return the bits that products keep with the session's settings and type; None if the operator is missing."""
@@ -372,7 +372,7 @@ class TorchSession(Session):
         with suppress(RuntimeError), torch.no_grad(), self._use_stream(self._queue):
             a, m, i, k = (torch.from_numpy(tensors[name]).to(self._device, self._dtype) for name in "amik")
             results = torch.matmul(a, m), torch.nn.functional.conv2d(i, k)
-            return products.count_bits(each.float().cpu().numpy() for each in results)
+            return products.count_bits(result.float().cpu().numpy() for result in results)
         return None
 
     def _read_common_facts(self) -> EngineFacts:
@@ -386,15 +386,15 @@ class TorchSession(Session):
         )
 
     def _count_layers(self) -> tuple[int, dict[str, int]]:
-        seen: dict[Any, str] = {}
-        compute = compute_layers(self._torch)
+        types: dict[Any, str] = {}
+        classes = compute_layers(self._torch)
 
         def record_type(module: Any, args: Any, result: Any) -> None:
             tensor = next(iter(walk_tensors(result)), None)
             if is_quantised(module):
-                seen[module] = "int8"
+                types[module] = "int8"
                 return
-            seen[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+            types[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
         def run() -> None:
             with self._use_stream(self._queue):  # the module may write into its inputs
@@ -403,7 +403,7 @@ class TorchSession(Session):
         if isinstance(self._module, self._torch.jit.ScriptModule):  # TorchScript's parts take no hooks
             return 0, count_products(run)
         leaves = [  # a quantised layer may have its packed weights as a child
-            m for m in self._module.modules() if isinstance(m, compute) or is_quantised(m) or not list(m.children())
+            m for m in self._module.modules() if isinstance(m, classes) or is_quantised(m) or not list(m.children())
         ]
         hooks = [m.register_forward_hook(record_type) for m in leaves if takes_hooks(self._torch, m)]
         try:
@@ -411,8 +411,8 @@ class TorchSession(Session):
         finally:
             for hook in hooks:
                 hook.remove()
-        kinds = Counter(kind for m, kind in seen.items() if isinstance(m, compute) or is_quantised(m))
-        return len(seen), dict(kinds) or count_products(run)
+        kinds = Counter(kind for m, kind in types.items() if isinstance(m, classes) or is_quantised(m))
+        return len(types), dict(kinds) or count_products(run)
 
     def profile(self, runs: int) -> LayerTimes:
         """Time the calls of the module's parts: by hooks on a CPU, by their kernels on a GPU.
@@ -433,8 +433,8 @@ class TorchSession(Session):
 
     def take_parts(self) -> None:
         """Replace a program of torch.export by the modules it was made of, which hooks can watch."""
-        if (found := graph.list_program_parts(self._trial.model, self._trial.dims)) is not None:
-            self._module = self._place_module(found)
+        if (module := graph.list_program_parts(self._trial.model, self._trial.dims)) is not None:
+            self._module = self._place_module(module)
             self._call = self._eager = self._make_callable(self._dtype)
 
     def close(self) -> None:
@@ -453,11 +453,11 @@ class GraphSession(TorchSession):
         self._addresses: list[list[int]] = []
         super().__init__(trial, options)
         self.try_eager()
-        recorded = []
+        recordings = []
         for slot in range(self.slots):
             self._bind_random(slot=slot)
-            recorded.append(self._record(slot))
-        self._graphs, self._out = [graph for graph, _ in recorded], [result for _, result in recorded]
+            recordings.append(self._record(slot))
+        self._graphs, self._out = [graph for graph, _ in recordings], [result for _, result in recordings]
         self._recorded = [*self._out]
         self._addresses = [self._find_addresses(slot) for slot in range(self.slots)]
         self._check_replay()
@@ -483,13 +483,13 @@ class GraphSession(TorchSession):
             self._bind_random(1 + slot, slot)
             self.run(slot)
             self.wait(slot)
-            replayed = [tensor.clone() for tensor in self._output_tensors(slot).values()]
+            actual = [tensor.clone() for tensor in self._output_tensors(slot).values()]
             self._bind_random(1 + slot, slot)  # a module may write into its inputs
             self._synchronize_device()
             with self._use_stream(self._queue):
                 expected = [*named_outputs(self._eager(*self._bound[slot].values())).values()]
             self._synchronize_device()
-            if not all(_is_close(*pair) for pair in zip(replayed, expected, strict=True)):
+            if not all(_is_close(*pair) for pair in zip(actual, expected, strict=True)):
                 name = self._trial.model.name
                 raise UserError(f"{name} as a CUDA graph gives other outputs for other inputs; omit graph=true")
 

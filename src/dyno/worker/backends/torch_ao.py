@@ -87,10 +87,10 @@ class TorchAO(PyTorch):
         """See `Backend.refuse`; a static scheme is for CPUs and needs calibration data."""
         if reason := super().refuse(trial):
             return reason
-        scheme, options, on_cpu = scheme_of(trial), trial.options, trial.runtime.device == "cpu"
-        if trial.precision != "int8" and on_cpu:
+        scheme, options, is_on_cpu = scheme_of(trial), trial.options, trial.runtime.device == "cpu"
+        if trial.precision != "int8" and is_on_cpu:
             return f"torchao's {trial.precision} is for NVIDIA GPUs; on a CPU give int8"
-        if scheme == STATIC_SCHEME and not on_cpu:
+        if scheme == STATIC_SCHEME and not is_on_cpu:
             return "scheme=static is for CPUs (X86InductorQuantizer); give scheme=dynamic or scheme=weights"
         if scheme != STATIC_SCHEME and (trial.precision, scheme) not in CONFIG_CLASSES:
             return f"torchao's {trial.precision} has scheme={DEFAULT_SCHEMES[trial.precision]} alone; omit scheme"
@@ -120,8 +120,8 @@ class TorchAO(PyTorch):
             quantization.quantize_(layer, getattr(quantization, CONFIG_CLASSES["int8", DYNAMIC_SCHEME])())
             layer(torch.randn(2, 32))
         devices = ("cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count())))
-        found = system.find_versions(("torchao",)).get("torchao", "")
-        return Probe(version=found, devices=devices, detail=f"with torch {torch.__version__}")
+        version = system.find_versions(("torchao",)).get("torchao", "")
+        return Probe(version=version, devices=devices, detail=f"with torch {torch.__version__}")
 
     def prepare(self, trial: Trial) -> None:
         """Import both libraries and the model's."""
@@ -136,12 +136,12 @@ class TorchAO(PyTorch):
 
     def checked(self, trial: Trial) -> dict[str, Any]:
         """See `PyTorch.checked`."""
-        on_cpu, scheme = trial.runtime.device == "cpu", scheme_of(trial)
-        fused = on_cpu and (scheme == STATIC_SCHEME or _has_wide_sums())
-        defaults = {"mode": "default", "freeze": fused, "scheme": scheme}
+        is_on_cpu, scheme = trial.runtime.device == "cpu", scheme_of(trial)
+        is_fused = is_on_cpu and (scheme == STATIC_SCHEME or _has_wide_sums())
+        defaults = {"mode": "default", "freeze": is_fused, "scheme": scheme}
         defaults |= {"search": True} if scheme != STATIC_SCHEME else {}
         defaults |= {"group": DEFAULT_GROUP} if trial.precision == "int4" else {}
-        return {**defaults, **super().checked(trial), "channels_last": not on_cpu}
+        return {**defaults, **super().checked(trial), "channels_last": not is_on_cpu}
 
 
 TORCHAO = TorchAO()
@@ -165,18 +165,18 @@ def scheme_of(trial: Trial) -> str:
 def config_of(trial: Trial, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name and arguments of torchao's configuration for a non-static scheme."""
     name = CONFIG_CLASSES[trial.precision, scheme_of(trial)]
-    known = inspect.signature(getattr(import_torchao(), name)).parameters
+    parameters = inspect.signature(getattr(import_torchao(), name)).parameters
     arguments = {"set_inductor_config": options["search"]}
     if trial.precision == "int4":
         arguments |= {"group_size": options["group"], "int4_packing_format": TILED_PACKING}
-    return name, {key: value for key, value in arguments.items() if key in known}
+    return name, {key: value for key, value in arguments.items() if key in parameters}
 
 
 def import_torchao(module: str = "") -> Any:
     """Import `torchao.quantization` or a submodule; raise `Unavailable` with the version that fits this PyTorch."""
-    fitting = f"for torch {import_torch().__version__}: {install('torchao')}"
+    cure = f"for torch {import_torch().__version__}: {install('torchao')}"
     with silence_warnings():
-        return load_library(f"torchao.quantization{module}", cure=fitting)
+        return load_library(f"torchao.quantization{module}", cure=cure)
 
 
 class TorchAOMaker(Maker):
@@ -194,18 +194,18 @@ class TorchAOMaker(Maker):
         with memory_errors(), torch.no_grad(), silence_warnings():
             module = refuse_script(torch, models.load(recipe.model, recipe.dims))
             weights = models.describe_weights(module)
-            flat = make_positional(torch, module, recipe.model.inputs, flat=True)
+            flat_module = make_positional(torch, module, recipe.model.inputs, flat=True)
             inputs = module_inputs(recipe.model, recipe.dims)
             data = calibration_of(recipe, Artifact(PROGRAM_FORMAT, "", "", 0, "fp32", inputs, (), 0.0))
-            first = _as_tensors(torch, inputs, next(data.feeds(0, 1)))
+            example = _as_tensors(torch, inputs, next(data.feeds(0, 1)))
             config = x86.get_default_x86_inductor_quantization_config(reduce_range=not _has_wide_sums())
             quantiser = _make_quantiser(x86.X86InductorQuantizer).set_global(config)
             # The quantiser finds layers only by the sources kept in a strict export.
-            program = _export(torch, flat, first, recipe, strict=True)
+            program = _export(torch, flat_module, example, recipe, strict=True)
             with raise_refusals(f"torchao can't quantise {recipe.model.name}", "; give scheme=dynamic"):
-                quantised = quantise_program(program, quantiser, inputs, data)
-            program = _export(torch, quantised, first, recipe)
-            outputs = describe_outputs(quantised(*first))
+                quantised_module = quantise_program(program, quantiser, inputs, data)
+            program = _export(torch, quantised_module, example, recipe)
+            outputs = describe_outputs(quantised_module(*example))
             path = folder / "model.pt2"
             torch.export.save(program, path)
         calibration = replace(data.facts, method="histogram")
@@ -221,8 +221,8 @@ def _make_quantiser(base: Any) -> Any:
 
     class X86Quantiser(base):  # type: ignore[misc]
         def _get_input_idx_for_binary_node(self, product: Any, binary: Any) -> tuple[int | None, int | None]:
-            tensors = all(hasattr(value, "op") for value in binary.args[:2])
-            return super()._get_input_idx_for_binary_node(product, binary) if tensors else (None, None)
+            has_tensors = all(hasattr(value, "op") for value in binary.args[:2])
+            return super()._get_input_idx_for_binary_node(product, binary) if has_tensors else (None, None)
 
     return X86Quantiser()
 
@@ -262,8 +262,8 @@ class TorchAOSession(CompiledSession):
 
     def _make_callable(self, dtype: Any) -> Callable[..., Any]:
         """Return the module as a function of the slot's tensors; inductor fuses a program's Q/DQ pairs."""
-        called: Callable[..., Any] = self._module if self._artifact is not None else super()._make_callable(dtype)
-        return called
+        function: Callable[..., Any] = self._module if self._artifact is not None else super()._make_callable(dtype)
+        return function
 
     def try_eager(self) -> None:
         """Run the module before quantisation, counting the rows of each linear layer's input."""
@@ -281,7 +281,7 @@ class TorchAOSession(CompiledSession):
     def _list_linear_layers(self) -> list[Any]:
         if self._artifact is not None:
             return []
-        return [part for part in self._module.modules() if isinstance(part, self._torch.nn.Linear)]
+        return [layer for layer in self._module.modules() if isinstance(layer, self._torch.nn.Linear)]
 
     def _takes_kernel(self, layer: Any, name: str = "") -> bool:
         """Return whether a layer is to be quantised: not inside PyTorch's own attention, and not with few rows."""
@@ -290,8 +290,8 @@ class TorchAOSession(CompiledSession):
         return is_own and not self._has_few_rows(layer)
 
     def _has_few_rows(self, layer: Any) -> bool:
-        multiplies = self._on_gpu and self._trial.precision == "int8" and self._options["scheme"] == DYNAMIC_SCHEME
-        return multiplies and self._rows.get(layer, MIN_GPU_ROWS) < MIN_GPU_ROWS
+        is_dynamic_int8 = self._on_gpu and self._trial.precision == "int8" and self._options["scheme"] == DYNAMIC_SCHEME
+        return is_dynamic_int8 and self._rows.get(layer, MIN_GPU_ROWS) < MIN_GPU_ROWS
 
     def _quantise_module(self) -> None:
         quantization, trial, layers = import_torchao(), self._trial, self._list_linear_layers()
@@ -299,25 +299,25 @@ class TorchAOSession(CompiledSession):
             raise UserError(f"{trial.model.name} has no linear layer, which scheme={scheme_of(trial)} quantises")
         name, arguments = config_of(trial, self._options)
         config = getattr(quantization, name)(**arguments)
-        refused = raise_refusals(f"torchao can't quantise {trial.model.name} to {trial.precision}")
+        refusals = raise_refusals(f"torchao can't quantise {trial.model.name} to {trial.precision}")
         with (
-            refused,
+            refusals,
             settings_kept(self._torch),
             self._torch.no_grad(),
             silence_warnings(),
         ):  # older versions turn TF32 on
             quantization.quantize_(self._module, config, self._takes_kernel)
-        left = [layer for layer in layers if not hasattr(layer.weight, "__tensor_flatten__")]
-        shapes = Counter(" x ".join(map(str, layer.weight.shape)) for layer in left)
-        which = ", ".join(f"{count} of {shape}" for shape, count in shapes.items())
-        if any(map(self._has_few_rows, left)):
-            which += f" (PyTorch's INT8 product takes {MIN_GPU_ROWS} rows or more: give a larger batch)"
-        if len(left) == len(layers):
-            raise UserError(f"torchao quantises no linear layer of {trial.model.name} to {trial.precision}: {which}")
-        if left:
+        plain_layers = [layer for layer in layers if not hasattr(layer.weight, "__tensor_flatten__")]
+        shapes = Counter(" x ".join(map(str, layer.weight.shape)) for layer in plain_layers)
+        summary = ", ".join(f"{count} of {shape}" for shape, count in shapes.items())
+        if any(map(self._has_few_rows, plain_layers)):
+            summary += f" (PyTorch's INT8 product takes {MIN_GPU_ROWS} rows or more: give a larger batch)"
+        if len(plain_layers) == len(layers):
+            raise UserError(f"torchao quantises no linear layer of {trial.model.name} to {trial.precision}: {summary}")
+        if plain_layers:
             names = {layer: name for name, layer in self._module.named_modules()}
-            self._options["unquantised"] = [names[layer] for layer in left]
-            self._notes = (f"torchao left {len(left)} of {len(layers)} linear layers unquantised: {which}",)
+            self._options["unquantised"] = [names[layer] for layer in plain_layers]
+            self._notes = (f"torchao left {len(plain_layers)} of {len(layers)} linear layers unquantised: {summary}",)
 
     def _compile_module(self, calls: int) -> None:
         if self._artifact is None:
@@ -330,32 +330,32 @@ class TorchAOSession(CompiledSession):
     def facts(self) -> EngineFacts:
         """Return the compilation's facts, and the types of one run's products."""
         types = self._watch_types()
-        narrow = () if _has_wide_sums() or self._on_gpu else (NARROW_SUM_WARNING[self._artifact is None],)
+        warnings = () if _has_wide_sums() or self._on_gpu else (NARROW_SUM_WARNING[self._artifact is None],)
         made_by = self._artifact.made_by if self._artifact else None
         return replace(
             super().facts(),
             layers_by_type=types,
             precision_truth=precision_truth(self._trial.precision, types or {UNKNOWN_TYPE: 1}, "torchao"),
             calibration=made_by.calibration if made_by else None,
-            notes=(*self._notes, *narrow),
+            notes=(*self._notes, *warnings),
         )
 
     def _watch_types(self) -> dict[str, int]:
         """Return the number of a run's convolutions and matrix products by type; only outermost calls count."""
         profiler = self._torch.profiler
-        with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as watched:
+        with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as recording:
             self._run_once()
-        return count_types(watched.events(), weight_type(self._trial))
+        return count_types(recording.events(), weight_type(self._trial))
 
 
-def count_types(events: Sequence[Any], unquantised: str = "float32") -> dict[str, int]:
+def count_types(events: Sequence[Any], default_type: str = "float32") -> dict[str, int]:
     """Return the number of products among the profiler's events by type; of nested ones the outermost counts.
 
     4-bit weights count as int4, though their kernel multiplies in bfloat16.
     """
-    found = [event for event in events if _is_product(event.name)]
-    outer = [event for event in found if not _is_inside(event, found)]
-    return dict(Counter(_find_type(event.name) or unquantised for event in outer))
+    products = [event for event in events if _is_product(event.name)]
+    outer = [event for event in products if not _is_inside(event, products)]
+    return dict(Counter(_find_type(event.name) or default_type for event in outer))
 
 
 def _find_type(name: str) -> str:
@@ -368,10 +368,10 @@ def _is_product(name: str) -> bool:
     return "::" in name and bool(_find_type(name) or PRODUCT_OPERATOR.search(name)) and not MOVE_OPERATOR.search(name)
 
 
-def _is_inside(event: Any, found: list[Any]) -> bool:
+def _is_inside(event: Any, events: list[Any]) -> bool:
     parent = event.cpu_parent
     while parent is not None:
-        if any(parent is other for other in found):
+        if any(parent is other for other in events):
             return True
         parent = parent.cpu_parent
     return False

@@ -46,9 +46,9 @@ class Compile(PyTorch):
         need_compiler()
         probe_processor()
         weight = torch.randn(4, 3, 3, 3, device=device)
-        compiled = torch.compile(lambda x: torch.nn.functional.conv2d(x, weight).relu(), dynamic=False)
+        function = torch.compile(lambda x: torch.nn.functional.conv2d(x, weight).relu(), dynamic=False)
         with torch.inference_mode(), compiler_errors():
-            compiled(torch.randn(1, 3, 8, 8, device=device)).cpu()
+            function(torch.randn(1, 3, 8, 8, device=device)).cpu()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Compile with random input of the trial's shape; its seconds are `build_s` in the session's facts."""
@@ -93,13 +93,13 @@ class CompiledSession(TorchSession):
         mode = None if self._options["mode"] == "default" else self._options["mode"]
         self._call = self._torch.compile(self._eager, backend="inductor", dynamic=False, mode=mode)
         self._probe_s = 0.0 if self._on_gpu else probe_processor()
-        before, started = list_kernels(), time.perf_counter()
+        old_kernels, start = list_kernels(), time.perf_counter()
         with compiler_errors():
             for _ in range(calls):
                 self._run_once()
-        self._build_s = time.perf_counter() - started
+        self._build_s = time.perf_counter() - start
         self._counters = {key: dict(value) for key, value in counters.items()}
-        self._cached = bool(before) and not list_kernels() - before
+        self._cached = bool(old_kernels) and not list_kernels() - old_kernels
 
     def facts(self) -> EngineFacts:
         """Return the compilation's time and graph breaks; types are those of the compiled weights."""

@@ -59,9 +59,9 @@ def list_attributes(program: Any, kind: str) -> list[str]:
 
 def _iter_values(program: Any) -> Iterator[Any]:
     """Yield all values of a graph module and its parts: attributes, and arguments in the graph."""
-    for part in _iter_parts(program):
-        yield from vars(part).values()
-        for node in _list_nodes(part):
+    for module in _iter_parts(program):
+        yield from vars(module).values()
+        for node in _list_nodes(module):
             yield from node.args
 
 
@@ -70,24 +70,24 @@ def left_in_pytorch(program: Any) -> dict[str, int]:
     if hasattr(program, "inlined_graph"):
         kinds = (node.kind() for node in _iter_scripted_nodes(program.inlined_graph))
         return dict(Counter(kind for kind in kinds if kind.startswith("aten::")))
-    called = (node.target for part in _iter_parts(program) for node in _list_nodes(part) if node.op == "call_function")
-    names = (target._schema.name for target in called if hasattr(target, "_schema"))
+    targets = (node.target for m in _iter_parts(program) for node in _list_nodes(m) if node.op == "call_function")
+    names = (target._schema.name for target in targets if hasattr(target, "_schema"))
     return dict(Counter(name for name in names if not name.startswith("tensorrt::")))
 
 
 def _iter_scripted_nodes(block: Any) -> Iterator[Any]:
     for node in block.nodes():
         yield node
-        for inner in node.blocks():
-            yield from _iter_scripted_nodes(inner)
+        for inner_block in node.blocks():
+            yield from _iter_scripted_nodes(inner_block)
 
 
 def _iter_parts(program: Any) -> Iterator[Any]:
     yield from getattr(program, "graph_module", program).modules()
 
 
-def _list_nodes(part: Any) -> Any:
-    return part.graph.nodes if hasattr(part, "graph") else ()
+def _list_nodes(module: Any) -> Any:
+    return module.graph.nodes if hasattr(module, "graph") else ()
 
 
 COMPILE_ROUTES = ("ts", "dynamo")
@@ -100,10 +100,10 @@ HEAD_START = 50_000_000  # GPU clock cycles (25 ms on an H200) for queueing thos
 
 def _check_profile(value: Option) -> str:
     try:
-        fits = str(value) == STATIC_OPTION or batch_range(str(value)) is not None
+        is_valid = str(value) == STATIC_OPTION or batch_range(str(value)) is not None
     except UserError:
-        fits = False
-    return "" if fits else f"{STATIC_OPTION}, or batches MIN:OPT:MAX such as 1:8:16"
+        is_valid = False
+    return "" if is_valid else f"{STATIC_OPTION}, or batches MIN:OPT:MAX such as 1:8:16"
 
 
 class TorchTensorRT(PyTorch):
@@ -194,8 +194,8 @@ def compile_module(library: Any, module: Any, example: Any, precision: str, opti
     keywords |= {name: True for name in ("truncate_long_and_double", "truncate_double") if name in parameters}
     keywords |= {"use_explicit_typing": True} if "use_explicit_typing" in parameters else {"enabled_precisions": dtypes}
     keywords |= {"workspace_size": options["workspace_mb"] << 20} if options.get("workspace_mb") else {}
-    renamed = {"min_block_size": "min_block_size", "optimization": "optimization_level"}
-    keywords |= {name: options[option] for option, name in renamed.items() if option in options}
+    keyword_names = {"min_block_size": "min_block_size", "optimization": "optimization_level"}
+    keywords |= {name: options[option] for option, name in keyword_names.items() if option in options}
     # before tracing: a traced module has no signature
     keywords["inputs"] = [_make_input(library, module, x, options["profile"], k) for k, x in enumerate(examples)]
     with tempfile.TemporaryDirectory() as scratch, _layer_types_kept():
@@ -209,23 +209,23 @@ def compile_module(library: Any, module: Any, example: Any, precision: str, opti
 
 def _trace_module(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
     """Trace the module, as scripting refuses many; raise a `UserError` if that would fix one of several paths."""
-    static = check_control_flow(torch, module, examples)
+    is_static = check_control_flow(torch, module, examples)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        traced = torch.jit.trace(module, examples, strict=False, check_trace=False)
-    if not static and (fixed := traced_values(torch, caught)):
-        raise UserError(f"tracing turned a value of its example into a constant ({fixed}); give the option ir=dynamo")
-    return traced
+        trace = torch.jit.trace(module, examples, strict=False, check_trace=False)
+    if not is_static and (values := traced_values(torch, caught)):
+        raise UserError(f"tracing turned a value of its example into a constant ({values}); give the option ir=dynamo")
+    return trace
 
 
-def _make_input(library: Any, module: Any, example: Any, profile: str, number: int) -> Any:
+def _make_input(library: Any, module: Any, example: Any, profile: str, index: int) -> Any:
     batches = batch_range(profile) if profile != STATIC_OPTION and example.ndim else None
     if batches is None or batches[0] == batches[-1]:
         return library.Input(shape=tuple(example.shape), dtype=example.dtype)
     ranges = zip(("min_shape", "opt_shape", "max_shape"), batches, strict=True)
     shapes: dict[str, Any] = {name: (batch, *example.shape[1:]) for name, batch in ranges}
     names = [*inspect.signature(module.forward).parameters]  # Dynamo's key of a free dimension
-    name = names[min(number, len(names) - 1)]
+    name = names[min(index, len(names) - 1)]
     return library.Input(**shapes, dtype=example.dtype, name=name)
 
 
@@ -258,12 +258,12 @@ class TorchTensorRTSession(TorchSession):
         self._library = load_library("torch_tensorrt", cure=INSTALL_ADVICE)
         self.try_eager()
         self._torch.cuda.empty_cache()  # room for the builder
-        started = time.perf_counter()
+        start = time.perf_counter()
         try:
             with self._torch.no_grad(), self._torch.cuda.device(self._device):
                 example = tuple(self._bound[0].values())
                 self._call = compile_module(self._library, self._eager, example, trial.precision, options)
-            self._build_s = time.perf_counter() - started
+            self._build_s = time.perf_counter() - start
             self._run_once()
         except Exception as e:  # compilers raise Python's, PyTorch's or TensorRT's errors
             raise self._explain_refusal(e) from e
@@ -281,34 +281,34 @@ class TorchTensorRTSession(TorchSession):
 
     def facts(self) -> EngineFacts:
         """Return engines and operators left in PyTorch, layers, and the engine's own time in addition to a call's."""
-        compiled_engines = list_engines(self._call)
-        common, by_type, times = (
+        engines = list_engines(self._call)
+        common, layer_facts, times = (
             self._read_common_facts(),
-            self._layers_of(compiled_engines),
-            self._time_calls(compiled_engines),
+            self._layers_of(engines),
+            self._time_calls(engines),
         )
-        in_pytorch = left_in_pytorch(self._call)
+        operators = left_in_pytorch(self._call)
         notes = (
             *common.notes,
-            *by_type.notes,
+            *layer_facts.notes,
             *_notes_on_calls(times),
-            *_notes_on_operators(in_pytorch, len(compiled_engines)),
+            *_notes_on_operators(operators, len(engines)),
         )
         return replace(
-            common.merge(by_type).merge(times),
-            engines=len(compiled_engines),
-            operators_in_pytorch=in_pytorch,
+            common.merge(layer_facts).merge(times),
+            engines=len(engines),
+            operators_in_pytorch=operators,
             build_s=self._build_s,
             notes=notes,
         )
 
-    def _layers_of(self, compiled_engines: list[Any]) -> EngineFacts:
+    def _layers_of(self, engines: list[Any]) -> EngineFacts:
         """Return layers by type from the engines' own information, else from the types of the compiled weights."""
-        listed = [layer for engine in compiled_engines for layer in layers.from_json(engine.get_engine_layer_info())]
-        if any(layer.type for layer in listed):
+        engine_layers = [layer for engine in engines for layer in layers.from_json(engine.get_engine_layer_info())]
+        if any(layer.type for layer in engine_layers):
             precision = self._trial.precision
-            return EngineFacts(notes=tuple(layers.list_notes(listed, precision))).merge(
-                layers.summarise_layers(listed, precision)
+            return EngineFacts(notes=tuple(layers.list_notes(engine_layers, precision))).merge(
+                layers.summarise_layers(engine_layers, precision)
             )
         types = count_weight_types(self._torch, self._module)
         truth = precision_truth(self._trial.precision, types, "Torch-TensorRT")
@@ -317,19 +317,19 @@ class TorchTensorRTSession(TorchSession):
             f"{' and '.join(types)}; these engines don't report types, so the type of each layer is not confirmed"
         )
         truth = replace(truth, sentence=sentence)
-        return EngineFacts(layers=len(listed), layers_by_type=types, precision_truth=truth)
+        return EngineFacts(layers=len(engine_layers), layers_by_type=types, precision_truth=truth)
 
-    def _time_calls(self, compiled_engines: list[Any]) -> Compilation:
+    def _time_calls(self, engines: list[Any]) -> Compilation:
         """Return a call's seconds by the host's clock and, for a single engine, the engine's own seconds."""
         calls = []
         for _ in range(TIMED_CALLS):
             start = time.perf_counter()
             self._run_once()
             calls.append(time.perf_counter() - start)
-        if len(compiled_engines) != 1:
+        if len(engines) != 1:
             return Compilation(call_s=median(calls))
-        engine = self._engine_seconds(compiled_engines[0])
-        return Compilation(call_s=median(calls), engine_s=engine, call_overhead_s=max(median(calls) - engine, 0.0))
+        engine_s = self._engine_seconds(engines[0])
+        return Compilation(call_s=median(calls), engine_s=engine_s, call_overhead_s=max(median(calls) - engine_s, 0.0))
 
     def _engine_seconds(self, engine: Any) -> float:
         """Return the mean GPU seconds of the engine alone.
@@ -358,8 +358,8 @@ def _notes_on_calls(times: Compilation) -> list[str]:
     return [f"a call takes {call * 1e3:.3g} ms for an engine of {engine * 1e3:.3g} ms: the rest is launch overhead"]
 
 
-def _notes_on_operators(in_pytorch: Mapping[str, int], count: int) -> list[str]:
+def _notes_on_operators(operators: Mapping[str, int], count: int) -> list[str]:
     if not count:
         return ["nothing became an engine: all of it runs in PyTorch"]
-    names = ", ".join(sorted(in_pytorch)[:3]) + (f" and {len(in_pytorch) - 3} more" if len(in_pytorch) > 3 else "")
-    return [f"{sum(in_pytorch.values())} operators still run in PyTorch ({names})"] if in_pytorch else []
+    names = ", ".join(sorted(operators)[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
+    return [f"{sum(operators.values())} operators still run in PyTorch ({names})"] if operators else []

@@ -40,7 +40,7 @@ class BatchSource:
         """Return new arrays for one batch, in the engine's form."""
         raise NotImplementedError
 
-    def fill(self, feed: Feed, number: int, part: int) -> None:
+    def fill(self, feed: Feed, index: int, part: int) -> None:
         """Write one part of the batch into arrays from `new_arrays`."""
         raise NotImplementedError
 
@@ -60,10 +60,10 @@ class DecodedImages(BatchSource):
     def new_arrays(self) -> dict[str, np.ndarray]:
         return {self.name: np.zeros(self.shape, self._dtype), **self._other_feeds}
 
-    def fill(self, feed: Feed, number: int, part: int) -> None:
+    def fill(self, feed: Feed, index: int, part: int) -> None:
         batch = self.shape[0]
         begin, end = (batch * i // self.parts for i in (part, part + 1))
-        self.images.read_into(feed[self.name][begin:end], number * batch + begin)
+        self.images.read_into(feed[self.name][begin:end], index * batch + begin)
 
 
 class RandomInputs(BatchSource):
@@ -78,8 +78,8 @@ class RandomInputs(BatchSource):
     def new_arrays(self) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(array) for name, array in self._batches[0].items()}
 
-    def fill(self, feed: Feed, number: int, part: int) -> None:
-        for name, array in self._batches[number % len(self._batches)].items():
+    def fill(self, feed: Feed, index: int, part: int) -> None:
+        for name, array in self._batches[index % len(self._batches)].items():
             np.copyto(feed[name], array)
 
 
@@ -124,20 +124,20 @@ class Pipeline:
         On a GPU `bind` only queues the copy of the input, so its time is part of `inference`.
         """
         now, times, feed = time.perf_counter, [], self.buffers[0]
-        deadline, number = now() + seconds, 0
-        while number < MIN_SAMPLES or now() < deadline:
+        deadline, index = now() + seconds, 0
+        while index < MIN_SAMPLES or now() < deadline:
             start = now()
             for part in range(self.source.parts):
-                self.source.fill(feed, number, part)
+                self.source.fill(feed, index, part)
             self.session.bind(feed)
-            bound = now()
+            bind_end = now()
             self.session.run()
             self.session.wait()
-            fetched = self.session.fetch()
-            ran = now()
-            work(number, fetched)
-            times.append((bound - start, ran - bound, now() - ran))
-            number += 1
+            outputs = self.session.fetch()
+            run_end = now()
+            work(index, outputs)
+            times.append((bind_end - start, run_end - bind_end, now() - run_end))
+            index += 1
         columns = np.asarray(times, np.float64).T
         return dict(zip(("preprocess", "inference", "postprocess"), columns, strict=True))
 
@@ -161,7 +161,7 @@ class _PipelineRun:
             start = time.perf_counter()
             for step in range(count + slots):
                 if step >= slots:
-                    self._finish_step(step - slots, counts=step - slots >= warm_up)
+                    self._finish_step(step - slots, is_counted=step - slots >= warm_up)
                     if step - slots == warm_up - 1:
                         start = time.perf_counter()
                 if step < count:
@@ -170,35 +170,35 @@ class _PipelineRun:
             return PipelineResult(results[warm_up:], time.perf_counter() - start)
 
     def _read_ahead(self) -> None:
-        while self._free_feeds and (number := next(self._unread, None)) is not None:
+        while self._free_feeds and (index := next(self._unread, None)) is not None:
             feed, parts = self._free_feeds.popleft(), range(self._source.parts)
-            self._ready.append((feed, [self._readers.submit(self._source.fill, feed, number, part) for part in parts]))
+            self._ready.append((feed, [self._readers.submit(self._source.fill, feed, index, part) for part in parts]))
 
     def _start_slot(self, slot: int) -> None:
-        feed, parts = self._ready.popleft()
-        for part in parts:
-            part.result()
+        feed, futures = self._ready.popleft()
+        for future in futures:
+            future.result()
         self._fed[slot] = feed
         self._session.bind(feed, slot)
         if (reader := self._reading[slot]) is not None:
             reader.result()
         self._session.run(slot)
 
-    def _finish_step(self, step: int, counts: bool) -> None:
-        slot, number = step % self._session.slots, self._numbers[step]
+    def _finish_step(self, step: int, is_counted: bool) -> None:
+        slot, index = step % self._session.slots, self._numbers[step]
         self._session.wait(slot)
-        fetched, fed = self._session.fetch(slot), self._fed[slot]
-        if counts:
-            self._keep(number, fetched)
+        arrays, feed = self._session.fetch(slot), self._fed[slot]
+        if is_counted:
+            self._keep(index, arrays)
         # With one slot the next run starts at once, and a copy of small outputs costs less than waiting. An output may
         # lie in an input's buffer, which is refilled once it is free.
-        small = self._session.slots == 1 or sum(a.nbytes for a in fetched.values()) <= COPIED_OUTPUT_B
-        copied = small or any(np.may_share_memory(a, feed) for a in fetched.values() for feed in fed.values())
-        outputs = {name: np.array(a) for name, a in fetched.items()} if copied else fetched
-        self._free_feeds.append(fed)
+        is_small = self._session.slots == 1 or sum(a.nbytes for a in arrays.values()) <= COPIED_OUTPUT_B
+        is_copied = is_small or any(np.may_share_memory(a, array) for a in arrays.values() for array in feed.values())
+        outputs = {name: np.array(a) for name, a in arrays.items()} if is_copied else arrays
+        self._free_feeds.append(feed)
         self._read_ahead()
-        result = self._workers.submit(self._work, number, outputs)
-        self._reading[slot] = None if copied else result
+        result = self._workers.submit(self._work, index, outputs)
+        self._reading[slot] = None if is_copied else result
         self._results.append(result)
         if len(self._results) > MAX_BACKLOG:
             self._results[-MAX_BACKLOG - 1].result()
@@ -233,10 +233,10 @@ def find_rows(session: Session, trial: Trial, batch: int) -> Rows:
     output's batch axis, if declared in the file, must have the batch's length. Outputs without a declaration may have
     no batch (a loss, a table, detections of any number), unless all have none and they change with the input.
     """
-    declared = {t.name: [k for k, axis in enumerate(t.shape) if axis == BATCH_AXIS] for t in trial.model.outputs}
+    declared_axes = {t.name: [k for k, axis in enumerate(t.shape) if axis == BATCH_AXIS] for t in trial.model.outputs}
     if batch < 2:
-        return Rows({name: axes[0] for name, axes in declared.items()})
-    return _RowTest(session, trial, batch, declared).run()
+        return Rows({name: axes[0] for name, axes in declared_axes.items()})
+    return _RowTest(session, trial, batch, declared_axes).run()
 
 
 class _RowTest:
@@ -257,7 +257,7 @@ class _RowTest:
 
     def run(self) -> Rows:
         """Return the rows, or raise a `UserError`."""
-        axes, mixed = dict[str, "int | None"](), 0.0
+        axes, max_change = dict[str, "int | None"](), 0.0
         for name, a in self._answers.items():
             candidates = self._find_batch_axes(name, a)
             if candidates is None:
@@ -266,13 +266,13 @@ class _RowTest:
             changes = [self._measure_change(name, choice) for choice in choices]
             best = min(range(len(choices)), key=lambda k: (changes[k] > self._limit, k), default=None)
             axes[name] = None if best is None else choices[best][0]
-            mixed = max(mixed, changes[best] if best is not None else 0.0)
+            max_change = max(max_change, changes[best] if best is not None else 0.0)
             if best is not None:
                 self._refuse_ignored(name, choices[best][0])
         if not any(self._can_have_rows(name, a) for name, a in self._answers.items()):
             self._refuse_merged()
-        is_mixed = mixed > self._limit and (mixed > TOLERANCES["int8"] or not self._is_quantised)
-        return Rows(axes, self._explain_mixing(mixed) if is_mixed else "")
+        is_mixed = max_change > self._limit and (max_change > TOLERANCES["int8"] or not self._is_quantised)
+        return Rows(axes, self._explain_mixing(max_change) if is_mixed else "")
 
     @property
     def _is_quantised(self) -> bool:
@@ -281,10 +281,10 @@ class _RowTest:
 
     def _find_batch_axes(self, name: str, a: np.ndarray) -> list[int] | None:
         """Return the possible batch axes, [] without any; None if the output contradicts the file's declaration."""
-        own = [k for k in self._declared.get(name, ()) if k < a.ndim]
-        if own and all(a.shape[k] == self._batch for k in own):
-            return own
-        if own and not self._has_variable_rows(name, a):
+        axes = [k for k in self._declared.get(name, ()) if k < a.ndim]
+        if axes and all(a.shape[k] == self._batch for k in axes):
+            return axes
+        if axes and not self._has_variable_rows(name, a):
             return None
         return [k for k, n in enumerate(a.shape) if n == self._batch]
 
@@ -292,9 +292,9 @@ class _RowTest:
         """Return whether the output may hold a row for each input, in any form, or needs none."""
         free = next((any(isinstance(n, str) for n in t.shape) for t in self._session.outputs if t.name == name), False)
         # 1 x 40 for eight inputs is one row of their five values each; 1 x 1 x 1600 x 7 may be detections of a batch.
-        one_row = a.ndim == 2 and len(a) == 1 and self._batch not in a.shape
-        in_groups = not one_row and any(n and n % self._batch == 0 for n in a.shape)
-        if free or a.size < 2 or in_groups or self._has_variable_rows(name, a):
+        is_row = a.ndim == 2 and len(a) == 1 and self._batch not in a.shape
+        has_groups = not is_row and any(n and n % self._batch == 0 for n in a.shape)
+        if free or a.size < 2 or has_groups or self._has_variable_rows(name, a):
             return True
         return not self._differ or relative_change(a, self._repeats[name]) <= EQUAL_ERROR
 
@@ -311,8 +311,8 @@ class _RowTest:
         a, b = self._answers[name], self._repeats[name]
         if a.shape != b.shape or not self._differ:
             return 0.0
-        at = tuple(self._row if k in axes else slice(None) for k in range(a.ndim))
-        return relative_change(a[at], b[at])
+        index = tuple(self._row if k in axes else slice(None) for k in range(a.ndim))
+        return relative_change(a[index], b[index])
 
     def _refuse_ignored(self, name: str, axis: int) -> None:
         """Raise a `UserError` if one input's outputs differ between places, and those at some place never change."""
@@ -323,7 +323,7 @@ class _RowTest:
         if all(relative_change(rows[0], row) <= self._limit for row in rows.values()):
             return
         c = self._run_batch(self._second_feeds)[name]
-        if any(all(each.shape == b.shape and np.array_equal(row, each.take(k, axis)) for each in (a, c))
+        if any(all(answer.shape == b.shape and np.array_equal(row, answer.take(k, axis)) for answer in (a, c))
                for k, row in rows.items()):  # fmt: skip
             raise UserError(
                 f"in a batch of {self._batch} some inputs are ignored: the outputs at their places never change; a "
@@ -332,16 +332,16 @@ class _RowTest:
 
     def _explain_mixing(self, change: float) -> str:
         """Return a warning on mixed inputs, "" if the model draws random numbers; raise it for a known batch axis."""
-        again = self._run_batch(self._feeds)
-        if any(a.shape != again[name].shape or relative_change(a, again[name]) > self._limit / 2 for name, a in
+        repeat = self._run_batch(self._feeds)
+        if any(a.shape != repeat[name].shape or relative_change(a, repeat[name]) > self._limit / 2 for name, a in
                self._answers.items()):  # fmt: skip
             return ""
         text = (
             f"the outputs for one input change by {change:.0%} of their size with the other inputs of its batch of "
             f"{self._batch}"
         )
-        trial, images = self._trial, image_of(self._session.inputs) is not None
-        if images or trial.model.outputs or any(BATCH_AXIS in shape for shape in trial.dims.shapes.values()):
+        trial, has_image = self._trial, image_of(self._session.inputs) is not None
+        if has_image or trial.model.outputs or any(BATCH_AXIS in shape for shape in trial.dims.shapes.values()):
             raise UserError(
                 f"{text}: the model mixes them, so they aren't those of each alone; measure it with --batch 1"
             )
@@ -349,9 +349,9 @@ class _RowTest:
 
     def _not_declared(self, name: str, a: np.ndarray) -> str:
         shape = next(t.shape for t in self._trial.model.outputs if t.name == name)
-        of = f" for {name!r}" if len(self._answers) > 1 else ""
+        suffix = f" for {name!r}" if len(self._answers) > 1 else ""
         return (
-            f"the file says {_format_shape(shape)}{of}, but gave {_format_shape(a.shape)} for a batch of "
+            f"the file says {_format_shape(shape)}{suffix}, but gave {_format_shape(a.shape)} for a batch of "
             f"{self._batch}: a length is fixed inside the file; measure it with --batch 1, or export it again with a "
             "free batch"
         )
@@ -400,8 +400,8 @@ class ThreadLimiter:
             return
         self._checked = time.monotonic()
         busy = self._count_busy()
-        free = max(1, self._threads - math.ceil(busy - NEGLIGIBLE_CORES))
-        if free < self._threads and self._session.limit_threads(free):
+        thread_count = max(1, self._threads - math.ceil(busy - NEGLIGIBLE_CORES))
+        if thread_count < self._threads and self._session.limit_threads(thread_count):
             self.others_busy = busy
 
     def restore_threads(self) -> None:
@@ -426,13 +426,13 @@ class Evaluation:
     @property
     def warnings(self) -> list[str]:
         """Oddities of the data and the loop, as sentences."""
-        found = [f"data: {oddity}" for oddity in self.oddities]
+        sentences = [f"data: {oddity}" for oddity in self.oddities]
         if self.others_busy:
-            found.append(
+            sentences.append(
                 f"the pipeline's images/s were not measured: other programs kept {self.others_busy:.1f} processors "
                 "busy, so the images were answered with fewer threads"
             )
-        return found
+        return sentences
 
     def list_measurements(self) -> list[Measurement]:
         """Return the pipeline's throughput and the stages' times, with samples stored under the stages' names."""
@@ -461,33 +461,33 @@ def evaluate(
     batch, threads = _find_batch(session, trial), max(1, trial.runtime.threads)
     # The engine keeps the processors busy on a CPU, but not on a GPU.
     helpers = threads if session.stream is not None else max(1, threads // 4)
-    decoded = DecodedImages(session, trial, helpers) if trial.data.folder else None
-    count = min(trial.data.count, len(decoded.images)) if decoded else trial.data.count
+    source = DecodedImages(session, trial, helpers) if trial.data.folder else None
+    count = min(trial.data.count, len(source.images)) if source else trial.data.count
     batches = math.ceil(count / batch)
-    pipeline = Pipeline(session, decoded or RandomInputs(session, trial, batches), helpers if decoded else 1)
-    collector = tasks.find_task(trial.model.task).collector(_describe_evaluation(trial, decoded, batch, count))
-    warm_up = min(batches, math.ceil(min(MAX_WARM_UP, WARM_UP * count) / batch)) if decoded and timed else 0
+    pipeline = Pipeline(session, source or RandomInputs(session, trial, batches), helpers if source else 1)
+    collector = tasks.find_task(trial.model.task).collector(_describe_evaluation(trial, source, batch, count))
+    warm_up = min(batches, math.ceil(min(MAX_WARM_UP, WARM_UP * count) / batch)) if source and timed else 0
     raw_outputs, rows = _RawOutputs(collector), find_rows(session, trial, batch)
 
     limiter = ThreadLimiter(session, threads, count_busy)
 
-    def keep_outputs(number: int, fetched: Outputs) -> None:
-        raw_outputs.add(number, rows.arrange_rows(fetched))
+    def keep_outputs(index: int, outputs: Outputs) -> None:
+        raw_outputs.add(index, rows.arrange_rows(outputs))
         limiter.check_load()
 
-    def evaluate_batch(number: int, fetched: Outputs) -> Any:
-        return collector.collect(number, rows.arrange_rows(fetched))
+    def evaluate_batch(index: int, outputs: Outputs) -> Any:
+        return collector.collect(index, rows.arrange_rows(outputs))
 
     result = pipeline.run(batches, keep_outputs, evaluate_batch, warm_up)
     limiter.restore_threads()
     seconds, stages = 0.0, {}
-    if decoded and timed:
+    if source and timed:
         seconds = 0.0 if limiter.others_busy else result.seconds
         stages = {
             name: s / batch for name, s in pipeline.stages(evaluate_batch, min(MAX_STAGE_S, trial.plan.seconds)).items()
         }
     metadata = input_data.read_metadata(trial.data)
-    arrays = {**raw_outputs.arrays(), **collector.arrays(result.results), **_identify_rows(decoded, count, metadata)}
+    arrays = {**raw_outputs.arrays(), **collector.arrays(result.results), **_identify_rows(source, count, metadata)}
     decode = float(metadata.get("decode_s") or 0)
     oddities = (*metadata.get("warnings", ()), *_left_out(metadata.get("unreadable", ())))
     oddities += (rows.warning,) if rows.warning else ()
@@ -497,30 +497,30 @@ def evaluate(
     )
 
 
-def _identify_rows(decoded: DecodedImages | None, count: int, metadata: dict[str, Any]) -> dict[str, np.ndarray]:
+def _identify_rows(source: DecodedImages | None, count: int, metadata: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return the image index of each row of the outputs, its label, and the class names."""
-    if decoded is None:
+    if source is None:
         return {"sample": np.arange(count, dtype=np.int64)}
-    sample = decoded.images.index[:count]
+    sample = source.images.index[:count]
     names = {"classes": np.array(metadata["classes"], np.str_)} if metadata.get("classes") else {}
-    return {"sample": sample, "label": decoded.images.labels[sample], **names}
+    return {"sample": sample, "label": source.images.labels[sample], **names}
 
 
 def _left_out(unreadable: Sequence[str]) -> list[str]:
-    shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
-    return [f"{add_noun(len(unreadable), 'image')} can't be read, left out: {shown}"] if unreadable else []
+    names = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
+    return [f"{add_noun(len(unreadable), 'image')} can't be read, left out: {names}"] if unreadable else []
 
 
 def _find_batch(session: Session, trial: Trial) -> int:
-    first = next((shape for shape in static_shapes(session.inputs, trial.dims).values() if shape), (1,))
-    return trial.dims.batch or first[0]
+    first_shape = next((shape for shape in static_shapes(session.inputs, trial.dims).values() if shape), (1,))
+    return trial.dims.batch or first_shape[0]
 
 
-def _describe_evaluation(trial: Trial, decoded: DecodedImages | None, batch: int, count: int) -> EvaluationInputs:
-    if decoded is None:
+def _describe_evaluation(trial: Trial, source: DecodedImages | None, batch: int, count: int) -> EvaluationInputs:
+    if source is None:
         return EvaluationInputs(trial, batch, count, input_size=(trial.dims.height, trial.dims.width))
-    height, width = channels_first(decoded.shape)[2:]
-    return EvaluationInputs(trial, batch, count, decoded.images.index[:count], (height, width))
+    height, width = channels_first(source.shape)[2:]
+    return EvaluationInputs(trial, batch, count, source.images.index[:count], (height, width))
 
 
 class _RawOutputs:
@@ -532,37 +532,37 @@ class _RawOutputs:
         self._images: list[int] = []
         self._bytes = 0
 
-    def add(self, number: int, fetched: Outputs) -> None:
+    def add(self, index: int, outputs: Outputs) -> None:
         if self._bytes >= RAW_BYTES:
             return
-        cut = self._collector.cut(number, fetched)
-        size = sum(a.nbytes for a in cut.values())
+        real_outputs = self._collector.cut(index, outputs)
+        size = sum(a.nbytes for a in real_outputs.values())
         if self._bytes + size > RAW_BYTES:
             self._bytes = RAW_BYTES  # a later, smaller batch must not leave a hole
             return
         self._bytes += size
-        self._images.append(self._collector.images(number))
-        for name, a in cut.items():
+        self._images.append(self._collector.images(index))
+        for name, a in real_outputs.items():
             self._raw.setdefault(name, []).append(np.atleast_1d(np.array(a)))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        stored: dict[str, np.ndarray] = {}
-        for name, parts in self._raw.items():
-            stored[f"output:{name}"], rows = _join_outputs(parts, self._images)
+        arrays: dict[str, np.ndarray] = {}
+        for name, batches in self._raw.items():
+            arrays[f"output:{name}"], rows = _join_outputs(batches, self._images)
             if rows is not None:
-                stored[f"rows:{name}"] = rows
-        return stored
+                arrays[f"rows:{name}"] = rows
+        return arrays
 
 
-def _join_outputs(parts: Sequence[np.ndarray], images: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
+def _join_outputs(arrays: Sequence[np.ndarray], images: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
     """Join an output of all batches; return it with its row counts, or None if its first axis counts the inputs.
 
     Non-maximum suppression inside a network leaves a variable number of boxes: n x 4 per batch, or batch x n x 6.
     """
-    batched = all(len(part) == count for part, count in zip(parts, images, strict=True))
-    if len({part.shape[1:] for part in parts}) == 1:
-        return np.concatenate(parts), None if batched else np.array([len(part) for part in parts], np.int64)
-    if batched and len({part.shape[2:] for part in parts}) == 1:
-        rows = np.repeat([part.shape[1] for part in parts], images).astype(np.int64)
-        return np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts]), rows
-    return np.concatenate([part.ravel() for part in parts]), np.array([part.size for part in parts], np.int64)
+    is_batched = all(len(array) == count for array, count in zip(arrays, images, strict=True))
+    if len({array.shape[1:] for array in arrays}) == 1:
+        return np.concatenate(arrays), None if is_batched else np.array([len(array) for array in arrays], np.int64)
+    if is_batched and len({array.shape[2:] for array in arrays}) == 1:
+        rows = np.repeat([array.shape[1] for array in arrays], images).astype(np.int64)
+        return np.concatenate([array.reshape(-1, *array.shape[2:]) for array in arrays]), rows
+    return np.concatenate([array.ravel() for array in arrays]), np.array([array.size for array in arrays], np.int64)

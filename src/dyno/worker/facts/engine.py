@@ -88,20 +88,20 @@ def precision_truth(
     of four bits or fewer are the file's own and widened to the layers' type: if no layer is reported in the requested
     type, that type refutes nothing. Products that keep fewer measured `bits` than the requested type refute it.
     """
-    counted = operations_by_type or layers_by_type
-    total, wanted = sum(counted.values()), PRECISION_TYPES[requested]
-    share = {kind: count / total for kind, count in sorted(counted.items())} if total else {}
-    least = MIN_SHARES.get(requested, MIN_LOWERED_SHARE) * (total - counted.get(UNKNOWN_TYPE, 0))
-    held = counted.get(wanted, 0) >= least or (requested in WEIGHT_PRECISIONS and wanted not in counted)
-    rounded = bits is not None and bits < MANTISSA_BITS.get(requested, 0)
-    ok = held and 2 * layers_by_type.get(UNKNOWN_TYPE, 0) < sum(layers_by_type.values())
-    weight = format_share(share.get(wanted, 0.0)) if operations_by_type else ""
-    sentence = _describe_precision(requested, wanted, layers_by_type, engine, weight)
-    if held and not ok:
+    counts = operations_by_type or layers_by_type
+    total, dtype = sum(counts.values()), PRECISION_TYPES[requested]
+    share = {kind: count / total for kind, count in sorted(counts.items())} if total else {}
+    threshold = MIN_SHARES.get(requested, MIN_LOWERED_SHARE) * (total - counts.get(UNKNOWN_TYPE, 0))
+    is_met = counts.get(dtype, 0) >= threshold or (requested in WEIGHT_PRECISIONS and dtype not in counts)
+    is_rounded = bits is not None and bits < MANTISSA_BITS.get(requested, 0)
+    ok = is_met and 2 * layers_by_type.get(UNKNOWN_TYPE, 0) < sum(layers_by_type.values())
+    weight = format_share(share.get(dtype, 0.0)) if operations_by_type else ""
+    sentence = _describe_precision(requested, dtype, layers_by_type, engine, weight)
+    if is_met and not ok:
         sentence += f", so {requested} is not confirmed"
     if bits is not None:
-        sentence += f"; measured: products keep {bits} bits" + (f" of {MANTISSA_BITS[requested]}" if rounded else "")
-    return PrecisionTruth(requested, share, ok and not rounded, rounded or not held, sentence)
+        sentence += f"; measured: products keep {bits} bits" + (f" of {MANTISSA_BITS[requested]}" if is_rounded else "")
+    return PrecisionTruth(requested, share, ok and not is_rounded, is_rounded or not is_met, sentence)
 
 
 def format_share(share: float) -> str:
@@ -111,23 +111,23 @@ def format_share(share: float) -> str:
     return "<1%" if share < 0.01 else ">99%" if share > 0.99 else f"{share:.0%}"
 
 
-def _describe_precision(requested: str, wanted: str, layers: Mapping[str, int], engine: str, weight: str) -> str:
-    unknown = layers.get(UNKNOWN_TYPE, 0)
-    total = sum(layers.values()) - unknown
-    if not total and unknown:
+def _describe_precision(requested: str, dtype: str, layers: Mapping[str, int], engine: str, weight: str) -> str:
+    unknown_count = layers.get(UNKNOWN_TYPE, 0)
+    total = sum(layers.values()) - unknown_count
+    if not total and unknown_count:
         return f"{engine} doesn't report the types that its layers ran in"
     if not total:
         return f"{engine} shows no layer that multiplies (convolution, matrix product, attention, recurrent layer)"
-    kinds = [f"{n} in {kind}" for kind, n in sorted(layers.items()) if kind not in (wanted, UNKNOWN_TYPE)]
-    if requested in WEIGHT_PRECISIONS and not layers.get(wanted):
-        ran = f"weights in {requested}: {engine} ran {total} compute layers, {', '.join(kinds)}"
+    kinds = [f"{n} in {kind}" for kind, n in sorted(layers.items()) if kind not in (dtype, UNKNOWN_TYPE)]
+    if requested in WEIGHT_PRECISIONS and not layers.get(dtype):
+        sentence = f"weights in {requested}: {engine} ran {total} compute layers, {', '.join(kinds)}"
     else:
-        others = "".join(f", {kind}" for kind in kinds)
-        counts = f"{layers.get(wanted, 0)} of {total} compute layers in {wanted}"
-        ran = f"asked for {requested}: {engine} ran {counts}{others}"
-        if kinds and layers.get(wanted):
-            ran += f": {weight} of the arithmetic in {wanted}" if weight else " (each layer counted as one)"
-    return f"{ran}; parts of the graph that it doesn't open: {unknown}" if unknown else ran
+        other_types = "".join(f", {kind}" for kind in kinds)
+        counts = f"{layers.get(dtype, 0)} of {total} compute layers in {dtype}"
+        sentence = f"asked for {requested}: {engine} ran {counts}{other_types}"
+        if kinds and layers.get(dtype):
+            sentence += f": {weight} of the arithmetic in {dtype}" if weight else " (each layer counted as one)"
+    return f"{sentence}; parts of the graph that it doesn't open: {unknown_count}" if unknown_count else sentence
 
 
 def why_not_faster(
@@ -140,10 +140,10 @@ def why_not_faster(
     if requested == "fp32" or requested in WEIGHT_PRECISIONS:
         return []
     reasons, layers = [], list(compute)
-    in_float32 = Counter(operator for operator, kind in layers if kind == "float32")
-    if PRECISION_TYPES[requested] != "float32" and in_float32.total() > MIN_MENTIONED_SHARE * len(layers):
-        operators = ", ".join(f"{count} {operator}" for operator, count in in_float32.items())
-        reasons.append(f"{in_float32.total()} of {len(layers)} compute layers stayed in float32 ({operators})")
+    float32_counts = Counter(operator for operator, kind in layers if kind == "float32")
+    if PRECISION_TYPES[requested] != "float32" and float32_counts.total() > MIN_MENTIONED_SHARE * len(layers):
+        operators = ", ".join(f"{count} {operator}" for operator, count in float32_counts.items())
+        reasons.append(f"{float32_counts.total()} of {len(layers)} compute layers stayed in float32 ({operators})")
     overhead = {
         operator: time_by_operator[operator] for operator in converters if time_by_operator.get(operator, 0) > 0
     }
@@ -198,9 +198,9 @@ class Origin(Sparse):
     @property
     def onnx_route(self) -> str:
         """Exporter, opset, fixed batch and folding of the ONNX graph; "" without a graph."""
-        exported = f"{self.exporter} opset {self.opset}" if self.exporter else ""
+        exporter = f"{self.exporter} opset {self.opset}" if self.exporter else ""
         batch = "fixed batch" if self.fixed_batch else ""
-        return ", ".join(filter(None, (exported, batch, "folded" if self.folded else "")))
+        return ", ".join(filter(None, (exporter, batch, "folded" if self.folded else "")))
 
 
 ORIGIN_FIELDS = tuple(f.name for f in fields(Origin) if f.name != "other")  # inherited from the source file
@@ -287,8 +287,8 @@ STRIPPED_PREFIXES = ("void ", "at::native::", "(anonymous namespace)::", "<unnam
 
 def shorten_kernel(name: str) -> str:
     """Return a kernel's name without its arguments and uninformative parts."""
-    for useless in STRIPPED_PREFIXES:
-        name = name.replace(useless, "")
+    for prefix in STRIPPED_PREFIXES:
+        name = name.replace(prefix, "")
     depth = 0
     for k, letter in enumerate(name):  # arguments begin with the first bracket outside a template
         depth += (letter == "<") - (letter == ">")

@@ -72,12 +72,12 @@ class LayerGraph(Sparse):
 
     def count_calls(self) -> list[tuple[str, int]]:
         """Return each layer's name, and the number of earlier layers with that name."""
-        seen: Counter[str] = Counter()
-        found = []
+        counts: Counter[str] = Counter()
+        calls = []
         for layer in self.layers:
-            found.append((layer.name, seen[layer.name]))
-            seen[layer.name] += 1
-        return found
+            calls.append((layer.name, counts[layer.name]))
+            counts[layer.name] += 1
+        return calls
 
 
 @dataclass(frozen=True, kw_only=True)

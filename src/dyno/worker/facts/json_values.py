@@ -27,16 +27,16 @@ class Sparse:
 
     def set_fields(self, names: Iterable[str] = ()) -> dict[str, Any]:
         """Return the fields that aren't at their default, including `other`; with `names`, only these."""
-        chosen, cls = set(names), cast(Any, type(self))
+        selection, cls = set(names), cast(Any, type(self))
         return {
             name: value
             for name, default in read_defaults(cls).items()
-            if (not chosen or name in chosen) and _differs(value := getattr(self, name), default)
+            if (not selection or name in selection) and _differs(value := getattr(self, name), default)
         }
 
-    def merge(self: S, later: Sparse) -> S:
-        """Return this record, updated by the set fields of `later`, which has the same or fewer fields."""
-        return replace(self, **{**later.set_fields(), "other": {**self.other, **later.other}})
+    def merge(self: S, update: Sparse) -> S:
+        """Return this record, updated by the set fields of `update`, which has the same or fewer fields."""
+        return replace(self, **{**update.set_fields(), "other": {**self.other, **update.other}})
 
 
 def _differs(value: Any, default: Any) -> bool:
@@ -47,8 +47,8 @@ def _differs(value: Any, default: Any) -> bool:
 @lru_cache(maxsize=64)
 def read_defaults(kind: Any) -> dict[str, Any]:
     """Return the default of each field of a dataclass with defaults for all fields."""
-    blank = kind()
-    return {f.name: getattr(blank, f.name) for f in fields(kind)}
+    instance = kind()
+    return {f.name: getattr(instance, f.name) for f in fields(kind)}
 
 
 INTEGER_LIMIT = 2**64  # limit of integers in arrays
@@ -58,8 +58,8 @@ EARLIER_NAME = "earlier name"  # metadata key of a field: its name in older reco
 class Misfit(Exception):
     """An error in a value, and its place, which grows while it propagates."""
 
-    def __init__(self, what: str) -> None:
-        self.what, self.place = what, ""
+    def __init__(self, message: str) -> None:
+        self.what, self.place = message, ""
 
 
 @lru_cache(maxsize=256)
@@ -72,9 +72,9 @@ def make_reader(kind: Any) -> Callable[[Any], Any]:
     if dataclasses.is_dataclass(kind):
         return _dataclass_reader(kind)
     if origin in (Union, types.UnionType):
-        inner = [a for a in args if a is not type(None)]
-        read = make_reader(inner[0]) if len(inner) == 1 else _plain_reader(tuple(inner))
-        return lambda data: None if data is None and len(inner) < len(args) else read(data)
+        members = [a for a in args if a is not type(None)]
+        read = make_reader(members[0]) if len(members) == 1 else _plain_reader(tuple(members))
+        return lambda data: None if data is None and len(members) < len(args) else read(data)
     if origin is tuple:
         return _tuple_reader(args)
     if origin is dict:
@@ -84,23 +84,23 @@ def make_reader(kind: Any) -> Callable[[Any], Any]:
     return _plain_reader(object if kind is Any else kind)
 
 
-def fits(data: Any, takes: Any) -> bool:
+def fits(data: Any, expected: Any) -> bool:
     """Return whether the data is of the type, or one of a tuple of types; booleans don't count as numbers."""
-    kinds = takes if isinstance(takes, tuple) else (takes,)
+    kinds = expected if isinstance(expected, tuple) else (expected,)
     return isinstance(data, kinds) and (not isinstance(data, bool) or bool in kinds or object in kinds)
 
 
-def _plain_reader(takes: Any) -> Callable[[Any], Any]:
+def _plain_reader(expected: Any) -> Callable[[Any], Any]:
     def read_plain(data: Any) -> Any:
-        if not fits(data, takes):
+        if not fits(data, expected):
             raise Misfit(f" is of type {type(data).__name__}, which is wrong here")
         return data
 
     return read_plain
 
 
-def _number_reader(takes: Any) -> Callable[[Any], Any]:
-    check = _plain_reader(takes)
+def _number_reader(expected: Any) -> Callable[[Any], Any]:
+    check = _plain_reader(expected)
 
     def read_number(data: Any) -> Any:
         if isinstance(check(data), int) and abs(data) >= INTEGER_LIMIT:
@@ -111,12 +111,12 @@ def _number_reader(takes: Any) -> Callable[[Any], Any]:
 
 
 def _tuple_reader(args: tuple[Any, ...]) -> Callable[[Any], Any]:
-    check, number = _plain_reader((list, tuple)), None if args[-1] is Ellipsis else len(args)
+    check, length = _plain_reader((list, tuple)), None if args[-1] is Ellipsis else len(args)
     read = make_reader(args[0])  # all values have one type
 
     def read_all(data: Any) -> Any:
-        if number not in (None, len(check(data))):
-            raise Misfit(f" has {len(data)} values, and not {number}")
+        if length not in (None, len(check(data))):
+            raise Misfit(f" has {len(data)} values, and not {length}")
         return tuple(map(read, data))
 
     return read_all
@@ -139,9 +139,9 @@ def _dict_reader(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
-    sparse, check = issubclass(kind, Sparse), _plain_reader(dict)
-    names = [f.name for f in dataclasses.fields(kind) if not (sparse and f.name == "other")]
-    current = {f.metadata[EARLIER_NAME]: f.name for f in dataclasses.fields(kind) if EARLIER_NAME in f.metadata}
+    is_sparse, check = issubclass(kind, Sparse), _plain_reader(dict)
+    names = [f.name for f in dataclasses.fields(kind) if not (is_sparse and f.name == "other")]
+    current_names = {f.metadata[EARLIER_NAME]: f.name for f in dataclasses.fields(kind) if EARLIER_NAME in f.metadata}
     readers: dict[str, Callable[[Any], Any]] = {}
 
     def read_dataclass(data: Any) -> Any:
@@ -150,17 +150,17 @@ def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
             readers.update({name: make_reader(hints[name]) for name in names})
         values, other = {}, {}
         for key, item in check(data).items():
-            name = current.get(key, key)
-            reader_of_field = readers.get(name)
-            if reader_of_field is None:
+            name = current_names.get(key, key)
+            read_field = readers.get(name)
+            if read_field is None:
                 other[key] = item
                 continue
             try:
-                values[name] = reader_of_field(item)
+                values[name] = read_field(item)
             except Misfit as e:
                 e.place = f".{key}{e.place}"
                 raise
-        if other and not sparse:
+        if other and not is_sparse:
             raise Misfit(f" has an unknown key {min(other)!r}; known keys: {', '.join(names)}")
         try:
             return kind(**values, **({"other": other} if other else {}))

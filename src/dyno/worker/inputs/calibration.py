@@ -25,8 +25,8 @@ NO_VALUES = f"{NO_DATA}; for inputs that are not images, give their values with 
 
 def missing_data(trial: Trial) -> str:
     """Return the message that int8 lacks calibration data; "" if it has data or nothing is to be quantised."""
-    quantised = trial.precision == "int8" != trial.model.precision
-    return NO_VALUES if quantised and not trial.data.folder and not inputs_suffice(trial.model) else ""
+    is_quantised = trial.precision == "int8" != trial.model.precision
+    return NO_VALUES if is_quantised and not trial.data.folder and not inputs_suffice(trial.model) else ""
 
 
 def inputs_suffice(model: ModelSpec) -> bool:
@@ -35,8 +35,8 @@ def inputs_suffice(model: ModelSpec) -> bool:
     They don't for a single image without a value range.
     """
     tensors = [spec for spec in model.inputs if spec.dtype]
-    bare = [spec for spec in tensors if spec.low is None and not spec.feeds]
-    return bool(tensors) and not (len(tensors) == 1 and bare and len(tensors[0].shape) == 4)
+    unranged = [spec for spec in tensors if spec.low is None and not spec.feeds]
+    return bool(tensors) and not (len(tensors) == 1 and unranged and len(tensors[0].shape) == 4)
 
 
 def calibration_data(trial: Trial) -> DataSpec:
@@ -78,8 +78,8 @@ class CalibrationImages:
         if not self.count:
             raise UserError(f"the {self.data.split} split of {self.data.name} is empty; {NO_DATA}")
         self._images.index = self._images.index[np.linspace(0, self.available - 1, self.count).astype(np.int64)]
-        first = self.input.shape[0]
-        self.batch = first if isinstance(first, int) else 1
+        length = self.input.shape[0]
+        self.batch = length if isinstance(length, int) else 1
 
     @property
     def facts(self) -> Calibration:
@@ -89,8 +89,8 @@ class CalibrationImages:
     @property
     def warnings(self) -> list[str]:
         """A warning if there are fewer images than requested."""
-        few = f"calibrated on {self.count} image{'s' * (self.count != 1)}, all that {self.data.name} has for it"
-        return [few] if self.available < self._requested else []
+        warning = f"calibrated on {self.count} image{'s' * (self.count != 1)}, all that {self.data.name} has for it"
+        return [warning] if self.available < self._requested else []
 
     def __len__(self) -> int:
         """Return the number of batches; the last is padded with earlier images, which leaves the ranges unchanged."""
@@ -115,11 +115,11 @@ class CalibrationInputs:
         self._specs = [spec for spec in recipe.model.inputs if spec.dtype]
         self._requested = int(recipe.options.get("samples", DEFAULT_SAMPLES))
         # With random inputs, rows are repeated, each time with other random values.
-        drawn = len(self._from_files) < len(self._specs)
+        has_random = len(self._from_files) < len(self._specs)
         axes = {spec.name: recipe.dims.batch_axis(spec.name, spec.shape) for spec in self._from_files}
-        batched = [s for s in self._from_files if (k := axes[s.name]) is not None and isinstance(s.shape[k], str)]
-        counts = (count_rows(spec, axes[spec.name] or 0) for spec in batched or self._from_files)
-        self.available = self._requested if drawn else max(counts)
+        batch_specs = [s for s in self._from_files if (k := axes[s.name]) is not None and isinstance(s.shape[k], str)]
+        counts = (count_rows(spec, axes[spec.name] or 0) for spec in batch_specs or self._from_files)
+        self.available = self._requested if has_random else max(counts)
         self.count = min(self.available, self._requested)
         self.batch = _find_batch(recipe, parent)
 
@@ -131,10 +131,10 @@ class CalibrationInputs:
     def facts(self) -> Calibration:
         """The recorded facts on the data: the source of each input's values, and a note that names them."""
         files = list(dict.fromkeys(Path(spec.feeds).name for spec in self._from_files))
-        stored = ", ".join(spec.name for spec in self._from_files)
-        drawn = ", ".join(spec.name for spec in self._specs if not spec.feeds)
-        sources = [f"the rows of {', '.join(files)} ({stored}), on which outputs are also compared"] if files else []
-        sources += [f"random values, not real ones, of {drawn}"] if drawn else []
+        names = ", ".join(spec.name for spec in self._from_files)
+        random_names = ", ".join(spec.name for spec in self._specs if not spec.feeds)
+        sources = [f"the rows of {', '.join(files)} ({names}), on which outputs are also compared"] if files else []
+        sources += [f"random values, not real ones, of {random_names}"] if random_names else []
         return Calibration(
             samples=self.count,
             data_sha256=next((spec.feeds_sha256 for spec in self._from_files), ""),
@@ -176,9 +176,9 @@ def _image_input(parent: Artifact) -> Tensor:
 def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
     expected = [tensor.shape[axis] for axis in find_axes(tensor.shape)]
     if any(isinstance(wanted, int) and wanted != actual for wanted, actual in zip(expected, shape, strict=True)):
-        given, needed = ("x".join(map(str, sizes)) for sizes in (shape, expected))
+        image_size, input_size = ("x".join(map(str, sizes)) for sizes in (shape, expected))
         raise UserError(
-            f"the calibration images of {name} are {given}, but the model reads {needed}; set --size to match"
+            f"the calibration images of {name} are {image_size}, but the model reads {input_size}; set --size to match"
         )
 
 
@@ -206,8 +206,8 @@ def _find_batch(recipe: Recipe, parent: Artifact) -> int:
             lengths.append(tensor.shape[axis])
         elif tensor.shape and tensor.name not in dims.shapes:
             lengths.append(tensor.shape[0])
-    first = next(iter(lengths), 1)
-    return first if isinstance(first, int) else 1
+    length = next(iter(lengths), 1)
+    return length if isinstance(length, int) else 1
 
 
 def make_reader(feeds: Iterator[dict[str, np.ndarray]]) -> Any:

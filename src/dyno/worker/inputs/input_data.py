@@ -67,24 +67,24 @@ class Images:
             np.take(self._pixels, self._choose_rows(start, len(target)), axis=0, out=target, mode="clip")
             return
         mean, std = (array[0] for array in read_normalisation(self._preprocess, target.shape[1]))
-        direct, raw = target.dtype == np.float32, target.dtype == np.uint8
+        is_float32, is_uint8 = target.dtype == np.float32, target.dtype == np.uint8
         values: np.ndarray = np.empty(target.shape[1:], np.float32)
-        for i, chosen in enumerate(self._choose_rows(start, len(target))):
-            values = target[i] if direct else values
-            if raw:
-                target[i] = self._pixels[chosen]
+        for i, row in enumerate(self._choose_rows(start, len(target))):
+            values = target[i] if is_float32 else values
+            if is_uint8:
+                target[i] = self._pixels[row]
                 continue
-            np.copyto(values, self._pixels[chosen])
+            np.copyto(values, self._pixels[row])
             values /= 255
             values -= mean
             values /= std
-            if not direct:
+            if not is_float32:
                 np.copyto(target[i], values, casting="same_kind")
 
     def _choose_rows(self, start: int, count: int) -> np.ndarray:
         """Return the rows of `count` images of the split from `start` on, wrapping around."""
-        chosen: np.ndarray = self.index[np.arange(start, start + count) % len(self.index)]
-        return chosen
+        rows: np.ndarray = self.index[np.arange(start, start + count) % len(self.index)]
+        return rows
 
 
 def read_metadata(data: DataSpec) -> dict[str, Any]:
@@ -150,14 +150,14 @@ def read_batches(
     shapes = static_shapes(tensors, dims)
     if data.folder:
         image, shape, images = open_images(data, preprocess, tensors, dims, specs)
-        others = fixed_inputs(tensors, shapes, specs)
+        fixed_feeds = fixed_inputs(tensors, shapes, specs)
         for i in range(count):
-            yield {image.name: images.read_batch(i * shape[0], shape[0], image.dtype), **others}
+            yield {image.name: images.read_batch(i * shape[0], shape[0], image.dtype), **fixed_feeds}
         return
     kinds = {t.name: t.dtype for t in tensors}
     if specs:
-        unread = [Tensor(s.name, s.dtype, s.shape) for s in specs if s.dtype and s.name not in shapes]
-        fed_shapes = {**shapes, **static_shapes(unread, dims)}
+        dropped_tensors = [Tensor(s.name, s.dtype, s.shape) for s in specs if s.dtype and s.name not in shapes]
+        fed_shapes = {**shapes, **static_shapes(dropped_tensors, dims)}
         yield from InputValues(specs, data.seed, partial(_make_random_values, preprocess=preprocess)).batches(
             fed_shapes, kinds, dims, count
         )
@@ -180,9 +180,9 @@ def open_images(
     image, shape = image_input(tensors, static_shapes(tensors, dims), specs)
     images, expected = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
     if images.shape != expected:
-        present, needed = ("x".join(map(str, s)) for s in (images.shape, expected))
+        image_size, input_size = ("x".join(map(str, s)) for s in (images.shape, expected))
         hint = "set --size to match" if images.shape[0] == expected[0] else f"set --channels {expected[0]}"
-        raise UserError(f"the images are {present} but the model's input {image.name!r} is {needed}; {hint}")
+        raise UserError(f"the images are {image_size} but the model's input {image.name!r} is {input_size}; {hint}")
     return image, shape, images
 
 
@@ -193,14 +193,14 @@ def image_input(
 
     Raise a `UserError` without an image input, or with another free input.
     """
-    fixed = fixed_inputs(tensors, shapes, specs)
-    free = [tensor for tensor in tensors if tensor.name not in fixed]
-    if len(free) != 1 or len(shapes[free[0].name]) != 4:
+    fixed_feeds = fixed_inputs(tensors, shapes, specs)
+    inputs = [tensor for tensor in tensors if tensor.name not in fixed_feeds]
+    if len(inputs) != 1 or len(shapes[inputs[0].name]) != 4:
         names = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        others = [tensor.name for tensor in free if len(shapes[tensor.name]) != 4]
-        hint = "; give " + " ".join(f"--input {name}=VALUE" for name in others) if len(free) == len(others) + 1 else ""
+        rest = [tensor.name for tensor in inputs if len(shapes[tensor.name]) != 4]
+        hint = "; give " + " ".join(f"--input {name}=VALUE" for name in rest) if len(inputs) == len(rest) + 1 else ""
         raise UserError(f"images fit a model with one N x C x H x W input; this one has {names}{hint}")
-    return free[0], shapes[free[0].name]
+    return inputs[0], shapes[inputs[0].name]
 
 
 def fixed_inputs(
@@ -213,11 +213,11 @@ def fixed_inputs(
 
 def _make_random_values(rng: np.random.Generator, tensor: Tensor, preprocess: Preprocess) -> np.ndarray:
     dtype, shape = tensor.dtype, tuple(map(int, tensor.shape))
-    floating = dtype.startswith(("float", "bfloat"))
+    is_float = dtype.startswith(("float", "bfloat"))
     if is_image(tensor) and channels_first(shape)[1] <= MAX_CHANNELS:
         pixels = rng.integers(0, 256, channels_first(shape), np.uint8)
         return arrange_channels(_as_read(pixels, preprocess, dtype), channels_last(shape))
-    if floating:
+    if is_float:
         return rng.standard_normal(shape, dtype=np.float32)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
@@ -227,21 +227,21 @@ def _make_random_values(rng: np.random.Generator, tensor: Tensor, preprocess: Pr
 
 
 def repeat_input(
-    feeds: Mapping[str, np.ndarray], batched: Mapping[str, int | None], place: int
+    feeds: Mapping[str, np.ndarray], batch_axes: Mapping[str, int | None], row: int
 ) -> dict[str, np.ndarray]:
-    """Return the feeds with the batch's row `place` in all its rows; `batched` are the batch's axes."""
-    repeated = dict(feeds)
+    """Return the feeds with the batch's row `row` in all its rows; `batch_axes` are the batch's axes."""
+    result = dict(feeds)
     for name, array in feeds.items():
-        if (axis := batched.get(name)) is not None:
-            repeated[name] = np.ascontiguousarray(array.take([place] * array.shape[axis], axis))
-    return repeated
+        if (axis := batch_axes.get(name)) is not None:
+            result[name] = np.ascontiguousarray(array.take([row] * array.shape[axis], axis))
+    return result
 
 
 def relative_change(a: np.ndarray, b: np.ndarray) -> float:
     """Return |a - b| / |a| in the 2-norm; for labels (whole numbers and text), the share that differs."""
     if a.dtype.kind != "f":
         return float((a != b).mean()) if a.size else 0.0
-    a, b = (np.nan_to_num(each.astype(np.float64), posinf=0.0, neginf=0.0) for each in (a, b))
+    a, b = (np.nan_to_num(array.astype(np.float64), posinf=0.0, neginf=0.0) for array in (a, b))
     return float(np.linalg.norm((a - b).ravel()) / max(np.linalg.norm(a.ravel()), np.finfo(np.float64).tiny))
 
 
@@ -251,14 +251,14 @@ def hash_feeds(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | 
     With `preprocess`, raw images are normalised first, so that an image has the same hash in both forms. The name of a
     single input is left out: it doesn't change the feed.
     """
-    hashed = hashlib.sha256()
+    hasher = hashlib.sha256()
     for feed in feeds:
         for name in sorted(feed):
             array = feed[name]
             if preprocess is not None and array.ndim == 4 and array.dtype == np.uint8:
-                last = channels_last(array.shape)
-                pixels = array.transpose(CHANNELS_LAST) if last else array
-                array = arrange_channels(_as_read(pixels, preprocess, "float32"), last)
-            hashed.update((name if len(feed) > 1 else INPUT_NAME).encode())
-            hashed.update(np.ascontiguousarray(array).tobytes())
-    return hashed.hexdigest()
+                is_last = channels_last(array.shape)
+                pixels = array.transpose(CHANNELS_LAST) if is_last else array
+                array = arrange_channels(_as_read(pixels, preprocess, "float32"), is_last)
+            hasher.update((name if len(feed) > 1 else INPUT_NAME).encode())
+            hasher.update(np.ascontiguousarray(array).tobytes())
+    return hasher.hexdigest()

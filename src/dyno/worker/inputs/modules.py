@@ -92,25 +92,25 @@ def describe_inputs(
             f"{model.name} takes {names}, whose shapes and types are unknown; {advise_on_inputs(model, missing)}"
         )
     if missing:
-        by_keyword = bool(specs) or missing[0] in signature.keyword_only
+        is_keyword = bool(specs) or missing[0] in signature.keyword_only
         specs[missing[0]] = InputSpec(
-            missing[0], "float32", (BATCH_AXIS, model.channels, *SIZE_AXES), keyword=by_keyword
+            missing[0], "float32", (BATCH_AXIS, model.channels, *SIZE_AXES), keyword=is_keyword
         )
     order = [*signature.required]
     ordered = sorted(specs.values(), key=lambda s: order.index(s.name) if s.name in order else len(order))
-    described = replace(
+    description = replace(
         _insert_symbols(tuple(ordered)), ranged=frozenset(n for n, override in overrides.items() if "low" in override)
     )
     if stored:
-        size = described.size if all(described.size) else stored.size
-        described = replace(described, batch=stored.batch, size=size, has_named_batch=False)
-    return replace(described, inputs=()) if _is_image(described.inputs, signature, model) else described
+        size = description.size if all(description.size) else stored.size
+        description = replace(description, batch=stored.batch, size=size, has_named_batch=False)
+    return replace(description, inputs=()) if _is_image(description.inputs, signature, model) else description
 
 
 def describe_file_inputs(
-    file: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]], stored: Sequence[InputSpec]
+    file: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]], saved_specs: Sequence[InputSpec]
 ) -> tuple[InputSpec, ...]:
-    """Describe the file's inputs, with value ranges from the user or its metadata (`stored`); () without ranges.
+    """Describe the file's inputs, with value ranges from the user or its metadata (`saved_specs`); () without ranges.
 
     Raise a `UserError` for an input or a type that the file doesn't have.
     """
@@ -120,7 +120,7 @@ def describe_file_inputs(
             raise UserError(f"the model has no input {name!r}; its inputs: {', '.join(kinds)}")
         if "feeds" not in override and override.get("dtype", kinds[name]) != kinds[name]:
             raise UserError(f"the file's input {name!r} is {kinds[name]}, not {override['dtype']}; omit the type")
-    specs = {spec.name: spec for spec in stored}
+    specs = {spec.name: spec for spec in saved_specs}
     if not specs and not any("low" in override or "feeds" in override for override in overrides.values()):
         return ()
     keys = ("low", "high", "feeds", "feeds_sha256")
@@ -138,11 +138,11 @@ def signature_of(module: Any) -> Signature:
         keyword = frozenset(a.name for a in arguments if a.kwarg_only)
         return Signature({a.name: not a.has_default_value() for a in arguments}, keyword)
     parameters = inspect.signature(module.forward).parameters.values()
-    many = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    named = [p for p in parameters if p not in many]
-    keyword = frozenset(p.name for p in named if p.kind is p.KEYWORD_ONLY)
+    variadic = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    named_parameters = [p for p in parameters if p not in variadic]
+    keyword = frozenset(p.name for p in named_parameters if p.kind is p.KEYWORD_ONLY)
     keyword |= _list_program_keywords(module)
-    return Signature({p.name: p.default is p.empty for p in named}, keyword, bool(many))
+    return Signature({p.name: p.default is p.empty for p in named_parameters}, keyword, bool(variadic))
 
 
 def _list_program_keywords(module: Any) -> frozenset[str]:
@@ -150,8 +150,8 @@ def _list_program_keywords(module: Any) -> frozenset[str]:
     codegen = getattr(getattr(module, "graph", None), "_codegen", None)
     in_spec: Any = getattr(getattr(codegen, "pytree_info", None), "in_spec", None)
     # older versions of PyTorch have only the attribute; newer ones deprecate it
-    sides: list[Any] = in_spec.children() if hasattr(in_spec, "children") else getattr(in_spec, "children_specs", [])
-    return frozenset(sides[1].context or ()) if len(sides) == 2 and sides[1].type is dict else frozenset()
+    children: list[Any] = in_spec.children() if hasattr(in_spec, "children") else getattr(in_spec, "children_specs", [])
+    return frozenset(children[1].context or ()) if len(children) == 2 and children[1].type is dict else frozenset()
 
 
 def advise_on_inputs(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
@@ -177,10 +177,10 @@ def advice_on_reason(module: Any, reason: str, verb: str) -> str:
             "it computes gradients, which are off while it is measured: let forward switch them on within "
             "`with torch.inference_mode(False), torch.enable_grad():`"
         )
-    types = {str(each.dtype).removeprefix("torch.") for each in module.parameters() if each.is_floating_point()}
-    given = ", ".join(sorted(types))
+    types = {str(weight.dtype).removeprefix("torch.") for weight in module.parameters() if weight.is_floating_point()}
+    names = ", ".join(sorted(types))
     if types - {"float32"} and "type" in reason:
-        return f"its weights are {given}: {verb} module.float(), since precisions say in which type it runs"
+        return f"its weights are {names}: {verb} module.float(), since precisions say in which type it runs"
     return ""
 
 
@@ -193,14 +193,14 @@ def advice_after_refusal(module: Any, model: ModelSpec, function: str, image: bo
     if nested := _list_nested(module):
         names = " and ".join(f"{name!r} as a {kind}" for name, kind in nested.items())
         return f"it takes {names}: wrap it in a module whose forward takes tensors, and give that as FILE.py:FUNCTION"
-    known = signature_of(module).required
-    needed = [name for name, required in known.items() if required] or [*known][:1] or ["input"]
-    shapes = " ".join(f"--shapes {name}:SHAPE" for name in needed)
-    beside = f", or by {function}_inputs() beside {function}" if function else ""
-    first = next((layer.in_channels for layer in module.modules() if type(layer).__name__ == "Conv2d"), 0)
-    channels = f"give --channels {first}, or " if first and first != model.channels else ""
-    size = "give another --size, or " if first and image and len(needed) == 1 and not channels else ""
-    return f"{channels}{size}describe its inputs with {shapes} (followed by :int64 for token ids){beside}"
+    parameters = signature_of(module).required
+    inputs = [name for name, required in parameters.items() if required] or [*parameters][:1] or ["input"]
+    shapes = " ".join(f"--shapes {name}:SHAPE" for name in inputs)
+    alternative = f", or by {function}_inputs() beside {function}" if function else ""
+    conv_channels = next((layer.in_channels for layer in module.modules() if type(layer).__name__ == "Conv2d"), 0)
+    channels = f"give --channels {conv_channels}, or " if conv_channels and conv_channels != model.channels else ""
+    size = "give another --size, or " if conv_channels and image and len(inputs) == 1 and not channels else ""
+    return f"{channels}{size}describe its inputs with {shapes} (followed by :int64 for token ids){alternative}"
 
 
 def _list_nested(module: Any) -> dict[str, str]:
@@ -231,11 +231,11 @@ def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[
     return [_make_spec(name, value, name in signature.keyword_only, model) for name, value in pairs]
 
 
-def _make_spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputSpec:
+def _make_spec(name: str, value: Any, is_keyword: bool, model: ModelSpec) -> InputSpec:
     import torch
 
     if value is None or isinstance(value, NUMBER_TYPES):
-        return InputSpec(name, "", value=value, keyword=keyword)
+        return InputSpec(name, "", value=value, keyword=is_keyword)
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.asarray(value, order="C"))
     if not isinstance(value, torch.Tensor) or value.is_complex() or value.is_quantized:
@@ -246,7 +246,7 @@ def _make_spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputS
         )
     dtype = "float32" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
     low, high = _find_range(value)
-    return InputSpec(name, dtype, tuple(value.shape), low, high, keyword=keyword)
+    return InputSpec(name, dtype, tuple(value.shape), low, high, keyword=is_keyword)
 
 
 def _find_range(example: Any) -> tuple[float | None, float | None]:
@@ -259,8 +259,8 @@ def _find_range(example: Any) -> tuple[float | None, float | None]:
     finite = values[np.isfinite(values)]
     low, high = (finite.min().item(), finite.max().item()) if finite.size else (0, 0)
     if example.is_floating_point():
-        constant = low == high and example.numel() > 1
-        return (None, None) if constant or (example.ndim == 4 and low < 0) else (low, high)
+        is_constant = low == high and example.numel() > 1
+        return (None, None) if is_constant or (example.ndim == 4 and low < 0) else (low, high)
     return (None, None) if low >= 0 and high <= 1 else (low, high)
 
 
@@ -270,25 +270,25 @@ def _with_overrides(
     """Return the specs with the command line's settings applied; raise a `UserError` for an unknown input."""
     result = dict(specs)
     for name, override in overrides.items():
-        alias = name == INPUT_ALIAS and len(signature.required) == 1
-        if name not in {*signature.required, *specs} and not signature.more and not alias:
+        is_alias = name == INPUT_ALIAS and len(signature.required) == 1
+        if name not in {*signature.required, *specs} and not signature.more and not is_alias:
             names = ", ".join(signature.required) or "none"
             raise UserError(f"the model has no input {name!r}; its inputs: {names}")
-        own = next(iter(signature.required)) if alias and name not in signature.required else name
-        result[own] = _override_spec(own, result.get(own), override, model, own in signature.required)
+        target = next(iter(signature.required)) if is_alias and name not in signature.required else name
+        result[target] = _override_spec(target, result.get(target), override, model, target in signature.required)
     return [*result.values()]
 
 
 def _override_spec(
-    name: str, spec: InputSpec | None, override: Mapping[str, Any], model: ModelSpec, named: bool
+    name: str, spec: InputSpec | None, override: Mapping[str, Any], model: ModelSpec, is_parameter: bool
 ) -> InputSpec:
     if spec is None and "shape" not in override:
         if "value" in override:
-            return InputSpec(name, "", value=override["value"], keyword=named)
+            return InputSpec(name, "", value=override["value"], keyword=is_parameter)
         raise UserError(f"{model.name}'s input {name!r} has a range, but no shape; give --shapes {name}:1x128:int64")
     if spec is not None and not spec.dtype and "shape" not in override:
         return replace(spec, value=override.get("value", spec.value))
-    base = spec if spec is not None and spec.dtype else InputSpec(name, keyword=spec.keyword if spec else named)
+    base = spec if spec is not None and spec.dtype else InputSpec(name, keyword=spec.keyword if spec else is_parameter)
     fields = {key: override[key] for key in ("dtype", "low", "high", "feeds", "feeds_sha256") if key in override}
     if "shape" in override:
         fields["shape"] = tuple(override["shape"])
@@ -308,25 +308,25 @@ def _insert_symbols(specs: tuple[InputSpec, ...]) -> ModuleInputs:
     every image as large as the first.
     """
     arrays = [spec for spec in specs if spec.dtype and spec.shape]
-    named = has_batch(arrays)
+    is_named = has_batch(arrays)
     first = next((spec.shape[0] for spec in arrays if isinstance(spec.shape[0], int)), 1)
-    batch = 1 if named or any(spec.feeds for spec in arrays) or not isinstance(first, int) else first
-    as_tensors = {spec.name: Tensor(spec.name, spec.dtype, spec.shape) for spec in arrays}
-    first_image = image_of([*as_tensors.values()])
-    image = _find_sides(first_image.shape) if first_image else SIZE_AXES
-    images = {name for name, tensor in as_tensors.items() if first_image and is_image(tensor)}
-    height, width = (side if isinstance(side, int) else 0 for side in image)
+    batch = 1 if is_named or any(spec.feeds for spec in arrays) or not isinstance(first, int) else first
+    tensors = {spec.name: Tensor(spec.name, spec.dtype, spec.shape) for spec in arrays}
+    first_image = image_of([*tensors.values()])
+    sides = _find_sides(first_image.shape) if first_image else SIZE_AXES
+    images = {name for name, tensor in tensors.items() if first_image and is_image(tensor)}
+    height, width = (side if isinstance(side, int) else 0 for side in sides)
 
     def replace_axes(spec: InputSpec) -> InputSpec:
         shape = spec.shape
-        if spec in arrays and not named and shape[0] == first:
+        if spec in arrays and not is_named and shape[0] == first:
             shape = (BATCH_AXIS, *shape[1:])
-        if spec.name in images and _find_sides(shape) == image:
-            places = dict(zip(find_axes(shape)[1:], SIZE_AXES, strict=True))
-            shape = tuple(places.get(axis, length) for axis, length in enumerate(shape))
+        if spec.name in images and _find_sides(shape) == sides:
+            symbols = dict(zip(find_axes(shape)[1:], SIZE_AXES, strict=True))
+            shape = tuple(symbols.get(axis, length) for axis, length in enumerate(shape))
         return replace(spec, shape=shape)
 
-    return ModuleInputs(tuple(map(replace_axes, specs)), batch, (height, width), has_named_batch=named)
+    return ModuleInputs(tuple(map(replace_axes, specs)), batch, (height, width), has_named_batch=is_named)
 
 
 def _find_sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
@@ -345,7 +345,7 @@ def _is_image(specs: Sequence[InputSpec], signature: Signature, model: ModelSpec
 def verify_inputs(
     module: Any,
     model: ModelSpec,
-    described: ModuleInputs,
+    description: ModuleInputs,
     dims: Dims,
     no_memory: Callable[[Exception], bool] = lambda e: isinstance(e, MemoryError),
 ) -> tuple[ModuleInputs, Any]:
@@ -356,25 +356,27 @@ def verify_inputs(
     batch, since its rows have no separate outputs, the second is tried: recurrent networks take time x batch x
     features.
     """
-    result, limits = _run_and_record(module, *make_example(model, described.inputs, dims), described.inputs)
+    result, limits = _run_and_record(module, *make_example(model, description.inputs, dims), description.inputs)
     specs = tuple(
         replace(spec, low=0, high=limits[spec.name] - 1)
-        if spec.name in limits and not spec.feeds and spec.name not in described.ranged
+        if spec.name in limits and not spec.feeds and spec.name not in description.ranged
         else spec
-        for spec in described.inputs
+        for spec in description.inputs
     )
-    if described.has_named_batch or not has_batch(specs):
-        return replace(described, inputs=specs, has_free_batch=has_batch(specs)), result
+    if description.has_named_batch or not has_batch(specs):
+        return replace(description, inputs=specs, has_free_batch=has_batch(specs)), result
     larger_batch = replace(dims, batch=dims.batch + 1)
     for choice in dict.fromkeys(_iter_choices(specs, dims.batch)):
         if has_batch(choice) and accepts(partial(call, module, model, choice, larger_batch), no_memory):
-            if described.image or not _has_mixed_rows(module, model, choice, larger_batch):
-                return replace(described, inputs=choice), result
-            second = _second_axis(module, model, _fix_batch(specs, dims.batch, lambda spec: True), dims)
-            return second(described) if second else replace(described, inputs=choice), result
-    fixed = _fix_batch(specs, dims.batch, lambda spec: True)
-    second = None if described.image else _second_axis(module, model, fixed, dims)
-    return second(described) if second else replace(described, inputs=fixed, has_free_batch=False), result
+            if description.image or not _has_mixed_rows(module, model, choice, larger_batch):
+                return replace(description, inputs=choice), result
+            use_second = _second_axis(module, model, _fix_batch(specs, dims.batch, lambda spec: True), dims)
+            return use_second(description) if use_second else replace(description, inputs=choice), result
+    fixed_specs = _fix_batch(specs, dims.batch, lambda spec: True)
+    use_second = None if description.image else _second_axis(module, model, fixed_specs, dims)
+    return use_second(description) if use_second else replace(
+        description, inputs=fixed_specs, has_free_batch=False
+    ), result
 
 
 def _second_axis(
@@ -390,15 +392,15 @@ def _second_axis(
 
     def replace_axis(spec: InputSpec) -> InputSpec:
         axis = min(1, len(spec.shape) - 1)
-        batched = spec.dtype and axis >= 0 and spec.shape[axis] == length
-        return replace(spec, shape=(*spec.shape[:axis], BATCH_AXIS, *spec.shape[axis + 1 :])) if batched else spec
+        is_batched = spec.dtype and axis >= 0 and spec.shape[axis] == length
+        return replace(spec, shape=(*spec.shape[:axis], BATCH_AXIS, *spec.shape[axis + 1 :])) if is_batched else spec
 
-    moved, larger = tuple(map(replace_axis, specs)), replace(dims, batch=length + 1)
-    if not accepts(partial(call, module, model, moved, larger), lambda e: False) or _has_mixed_rows(
-        module, model, moved, larger
+    moved_specs, larger_dims = tuple(map(replace_axis, specs)), replace(dims, batch=length + 1)
+    if not accepts(partial(call, module, model, moved_specs, larger_dims), lambda e: False) or _has_mixed_rows(
+        module, model, moved_specs, larger_dims
     ):
         return None
-    return lambda described: replace(described, inputs=moved, batch=length)
+    return lambda description: replace(description, inputs=moved_specs, batch=length)
 
 
 def _has_mixed_rows(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> bool:
@@ -410,9 +412,9 @@ def _has_mixed_rows(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...],
     from torch.utils import _pytree
 
     (arrays,) = feeds.read_batches(DataSpec(), model.preprocess, list_tensors(specs, dims), dims, 1, specs)
-    batched = {spec.name: spec.shape.index(BATCH_AXIS) for spec in specs if BATCH_AXIS in spec.shape}
-    place, answers = dims.batch // 2, []
-    for fed in (arrays, arrays, feeds.repeat_input(arrays, batched, place)):
+    batch_axes = {spec.name: spec.shape.index(BATCH_AXIS) for spec in specs if BATCH_AXIS in spec.shape}
+    row, answers = dims.batch // 2, []
+    for fed in (arrays, arrays, feeds.repeat_input(arrays, batch_axes, row)):
         args, keywords = make_arguments(specs, {name: torch.from_numpy(np.array(array)) for name, array in fed.items()})
         try:
             with torch.inference_mode():
@@ -421,13 +423,13 @@ def _has_mixed_rows(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...],
             return False
         answers.append([leaf.float().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)])
     changes = list[float]()
-    for a, again, b in zip(*answers, strict=False):
-        if a.shape != again.shape or feeds.relative_change(a, again) > MIXED_BATCH_ERROR:
+    for a, repeat, b in zip(*answers, strict=False):
+        if a.shape != repeat.shape or feeds.relative_change(a, repeat) > MIXED_BATCH_ERROR:
             continue
         if a.shape == b.shape and a.size > 1 and not np.array_equal(a, b):
-            rows = [k for k, n in enumerate(a.shape) if n == dims.batch]
-            own = [feeds.relative_change(a.take(place, k), b.take(place, k)) for k in rows]
-            changes.append(min(own, default=feeds.relative_change(a, b)))
+            axes = [k for k, n in enumerate(a.shape) if n == dims.batch]
+            row_changes = [feeds.relative_change(a.take(row, k), b.take(row, k)) for k in axes]
+            changes.append(min(row_changes, default=feeds.relative_change(a, b)))
     return min(changes, default=0.0) > MIXED_BATCH_ERROR
 
 
@@ -446,7 +448,7 @@ def _run_and_record(
     bags = (bag.padding_idx, bag.default, torch.ops.aten._embedding_bag_forward_only.default)
     lookups = (torch.ops.aten.embedding.default, *bags)
     limits: dict[str, int] = {}
-    failed: list[Exception] = []
+    errors: list[Exception] = []
 
     class EmbeddingWatch(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
         supports_higher_order_operators = True  # torch.cond
@@ -455,7 +457,7 @@ def _run_and_record(
             try:
                 return self.dispatch(func, args, kwargs or {})
             except Exception as e:
-                failed.append(e)
+                errors.append(e)
                 raise
 
         def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -472,24 +474,24 @@ def _run_and_record(
         with torch.inference_mode(), EmbeddingWatch():
             return module(*args, **keywords), limits
     except RuntimeError as e:
-        if failed and isinstance(module, torch.jit.ScriptModule):
-            raise failed[-1] from e  # TorchScript drops the message of a mode's error
+        if errors and isinstance(module, torch.jit.ScriptModule):
+            raise errors[-1] from e  # TorchScript drops the message of a mode's error
         raise
 
 
 def _iter_choices(specs: tuple[InputSpec, ...], batch: int) -> Iterator[tuple[InputSpec, ...]]:
     """Yield possible choices of batched inputs: all, all with several axes, only the first."""
-    first = next(spec.name for spec in specs if BATCH_AXIS in spec.shape)
+    first_name = next(spec.name for spec in specs if BATCH_AXIS in spec.shape)
     yield specs
     yield _fix_batch(specs, batch, lambda spec: len(spec.shape) < 2)
-    yield _fix_batch(specs, batch, lambda spec: spec.name != first)
+    yield _fix_batch(specs, batch, lambda spec: spec.name != first_name)
 
 
-def _fix_batch(specs: tuple[InputSpec, ...], batch: int, which: Callable[[InputSpec], bool]) -> tuple[InputSpec, ...]:
+def _fix_batch(specs: tuple[InputSpec, ...], batch: int, selects: Callable[[InputSpec], bool]) -> tuple[InputSpec, ...]:
     def fix_spec(spec: InputSpec) -> InputSpec:
         return replace(spec, shape=tuple(batch if axis == BATCH_AXIS else axis for axis in spec.shape))
 
-    return tuple(fix_spec(spec) if which(spec) else spec for spec in specs)
+    return tuple(fix_spec(spec) if selects(spec) else spec for spec in specs)
 
 
 def accepts(run: Callable[[], object], no_memory: Callable[[Exception], bool]) -> bool:

@@ -60,9 +60,9 @@ def image_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
     Beside token ids, an image must have a picture's name or one or three channels.
     """
-    beside_tokens = any(len(t.shape) == 2 and t.dtype.startswith("int") for t in tensors)
+    has_tokens = any(len(t.shape) == 2 and t.dtype.startswith("int") for t in tensors)
     images = [tensor for tensor in tensors if is_image(tensor)]
-    if beside_tokens:
+    if has_tokens:
         images = [t for t in images if PICTURE_NAME.search(t.name) or t.shape[find_axes(t.shape)[0]] in (1, 3)]
     return images[0] if images else None
 
@@ -100,9 +100,9 @@ def channels_first(shape: Sequence[int]) -> tuple[int, int, int, int]:
     return shape[0], shape[c], shape[h], shape[w]
 
 
-def arrange_channels(images: np.ndarray, last: bool) -> np.ndarray:
-    """Return images N x C x H x W, with channels last if `last`; contiguous."""
-    return np.ascontiguousarray(images.transpose(0, 2, 3, 1)) if last else images
+def arrange_channels(images: np.ndarray, is_last: bool) -> np.ndarray:
+    """Return images N x C x H x W, with channels last if `is_last`; contiguous."""
+    return np.ascontiguousarray(images.transpose(0, 2, 3, 1)) if is_last else images
 
 
 # Static shapes of a trial from a file's free dimensions, and feeds as an engine's arrays
@@ -124,25 +124,25 @@ def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
     return {tensor.name: _resolve_shape(tensor, dims, tensor == image) for tensor in tensors}
 
 
-def _resolve_shape(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
-    described = dims.shapes.get(tensor.name)
-    requested = None if described is None else dims.resolve(described)
+def _resolve_shape(tensor: Tensor, dims: Dims, is_first_image: bool) -> Shape:
+    symbols = dims.shapes.get(tensor.name)
+    shape = None if symbols is None else dims.resolve(symbols)
     lengths = {dims.batch_axis(tensor.name, tensor.shape) or 0: ("batch", dims.batch)}
     if is_image(tensor) and dims.height:  # unknown for a server before its description
         _, height, width = find_axes(tensor.shape)
         lengths |= {height: ("height", dims.height), width: ("width", dims.width)}
-    if requested is not None:
-        if len(requested) != len(tensor.shape):
-            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {_format_shape(requested)}")
-        lengths = {axis: (f"dimension {axis} of {tensor.name!r}", size) for axis, size in enumerate(requested)}
+    if shape is not None:
+        if len(shape) != len(tensor.shape):
+            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {_format_shape(shape)}")
+        lengths = {axis: (f"dimension {axis} of {tensor.name!r}", size) for axis, size in enumerate(shape)}
     return tuple(
-        _resolve_length(tensor, axis, length, lengths, first_image or requested is not None)
+        _resolve_length(tensor, axis, length, lengths, is_first_image or shape is not None)
         for axis, length in enumerate(tensor.shape)
     )
 
 
 def _resolve_length(
-    tensor: Tensor, axis: int, length: int | str, lengths: dict[int, tuple[str, int]], strict: bool
+    tensor: Tensor, axis: int, length: int | str, lengths: dict[int, tuple[str, int]], is_strict: bool
 ) -> int:
     dimension, size = lengths.get(axis, ("", 0))
     if isinstance(length, str):
@@ -152,7 +152,7 @@ def _resolve_length(
             )
         return size
     # A fixed first dimension need not be the batch, unless the input is an image or the user named its shape.
-    if strict and dimension and length != size:
+    if is_strict and dimension and length != size:
         option = "--batch dynamic" if dimension == "batch" else "the size you want"
         raise UserError(f"the file has a fixed {dimension} {length}, not {size}; export it with {option}")
     return length
@@ -192,8 +192,8 @@ def load_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, n
     Raise a ValueError with the reason for an unreadable file, such as one with Python objects, and OSError for a file
     that can't be opened.
     """
-    with _errors_explained(), np.load(path, allow_pickle=False) as stored:
-        return {name: stored[name] for name in stored.files if names is None or name in names}
+    with _errors_explained(), np.load(path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files if names is None or name in names}
 
 
 def load_array(path: Path) -> np.ndarray:
@@ -246,37 +246,37 @@ class InputValues:
         self, shapes: Mapping[str, Shape], engine_types: Mapping[str, str], dims: Dims, count: int
     ) -> Iterator[dict[str, np.ndarray]]:
         """Yield `count` feeds of these shapes; `engine_types` are the engine's input types."""
-        for number in range(count):
+        for batch_index in range(count):
             yield {
-                name: self._make_array(self._specs[name], shape, engine_types.get(name, ""), dims, number)
+                name: self._make_array(self._specs[name], shape, engine_types.get(name, ""), dims, batch_index)
                 for name, shape in shapes.items()
             }
 
-    def _make_array(self, spec: InputSpec, shape: Shape, engine_type: str, dims: Dims, number: int) -> np.ndarray:
-        pixels = engine_type == "uint8" and spec.dtype.startswith("float")
-        if pixels and (spec.feeds or spec.low is not None):
+    def _make_array(self, spec: InputSpec, shape: Shape, engine_type: str, dims: Dims, batch_index: int) -> np.ndarray:
+        has_pixels = engine_type == "uint8" and spec.dtype.startswith("float")
+        if has_pixels and (spec.feeds or spec.low is not None):
             raise UserError(f"input=uint8 reads pixels of images, but {spec.name!r} has given values; omit it")
         if spec.feeds:
-            return self._read_stored_rows(spec, shape, dims.batch_axis(spec.name, spec.shape), number)
+            return self._read_stored_rows(spec, shape, dims.batch_axis(spec.name, spec.shape), batch_index)
         rng = self._rng[spec.name]
         if spec.low is not None and spec.high is not None:
             if spec.low == spec.high:
                 return np.full(shape, spec.low, spec.dtype)
             if spec.dtype.startswith("float"):
                 return rng.uniform(spec.low, spec.high, shape).astype(spec.dtype)
-            widest = np.uint64 if spec.dtype == "uint64" else np.int64
-            return rng.integers(int(spec.low), int(spec.high), shape, widest, endpoint=True).astype(spec.dtype)
+            draw_type = np.uint64 if spec.dtype == "uint64" else np.int64
+            return rng.integers(int(spec.low), int(spec.high), shape, draw_type, endpoint=True).astype(spec.dtype)
         if "mask" in spec.name.lower() and shape and not spec.dtype.startswith("float"):
             return _make_mask(rng, spec.dtype, shape)
-        return self._draw_default(rng, Tensor(spec.name, "uint8" if pixels else spec.dtype, shape))
+        return self._draw_default(rng, Tensor(spec.name, "uint8" if has_pixels else spec.dtype, shape))
 
-    def _read_stored_rows(self, spec: InputSpec, shape: Shape, axis: int | None, number: int) -> np.ndarray:
+    def _read_stored_rows(self, spec: InputSpec, shape: Shape, axis: int | None, batch_index: int) -> np.ndarray:
         """Return rows of the user's array, wrapping around; the whole array if it has no batch."""
         if spec.name not in self._arrays:
             self._arrays[spec.name] = _read_array(spec)
         array = self._arrays[spec.name]
         if axis is not None and array.shape != shape and array.ndim == len(shape) and array.shape[axis]:
-            rows = np.arange(number * shape[axis], (number + 1) * shape[axis]) % array.shape[axis]
+            rows = np.arange(batch_index * shape[axis], (batch_index + 1) * shape[axis]) % array.shape[axis]
             array = array.take(rows, axis)
         if array.shape != shape:
             raise UserError(f"{spec.feeds} has {spec.name!r} as {array.shape}, but the model takes {shape}")
@@ -285,23 +285,23 @@ class InputValues:
 
 def check_values(spec: InputSpec) -> InputSpec:
     """Return the input; raise a `UserError` if its type can't represent its values."""
-    ends = [end for end in (spec.low, spec.high) if end is not None]
+    bounds = [bound for bound in (spec.low, spec.high) if bound is not None]
     try:
-        kind = np.dtype(spec.dtype)
+        dtype = np.dtype(spec.dtype)
     except TypeError:
         raise UserError(
             f"input {spec.name!r} is {spec.dtype}, which NumPy doesn't have; give the model an input of float32"
         ) from None
-    if kind.kind == "f":
-        least, most = float(np.finfo(kind).min), float(np.finfo(kind).max)
+    if dtype.kind == "f":
+        low, high = float(np.finfo(dtype).min), float(np.finfo(dtype).max)
     else:
-        least, most = (0, 1) if kind.kind == "b" else (int(np.iinfo(kind).min), int(np.iinfo(kind).max))
-    for end in ends:
-        if kind.kind != "f" and end % 1:
-            raise UserError(f"input {spec.name!r} is {spec.dtype}, so its values are whole numbers, not {end:g}")
-        if not (least <= end <= most or (kind.kind == "f" and abs(end) == np.inf)):
-            allowed = "true or false" if kind.kind == "b" else f"{least:g} to {most:g}"
-            raise UserError(f"input {spec.name!r} is {spec.dtype}, whose values are {allowed}, not {end:g}")
+        low, high = (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    for bound in bounds:
+        if dtype.kind != "f" and bound % 1:
+            raise UserError(f"input {spec.name!r} is {spec.dtype}, so its values are whole numbers, not {bound:g}")
+        if not (low <= bound <= high or (dtype.kind == "f" and abs(bound) == np.inf)):
+            limits = "true or false" if dtype.kind == "b" else f"{low:g} to {high:g}"
+            raise UserError(f"input {spec.name!r} is {spec.dtype}, whose values are {limits}, not {bound:g}")
     if spec.feeds:
         cast_exactly(_read_array(spec), spec)
     return spec
@@ -311,9 +311,9 @@ def cast_exactly(array: np.ndarray, spec: InputSpec) -> np.ndarray:
     """Return the array in the input's type; raise a `UserError` if that does more than round floats."""
     with np.errstate(invalid="ignore", over="ignore"):
         cast: np.ndarray = array.astype(spec.dtype)
-    kept = np.isfinite(cast) == np.isfinite(array) if cast.dtype.kind == "f" else cast == array
-    if not np.all(kept):
-        value = array[~kept].flat[0]
+    is_exact = np.isfinite(cast) == np.isfinite(array) if cast.dtype.kind == "f" else cast == array
+    if not np.all(is_exact):
+        value = array[~is_exact].flat[0]
         raise UserError(
             f"the array {spec.name!r} in {spec.feeds} has the value {value}, which {spec.dtype} doesn't have"
         )
@@ -325,10 +325,10 @@ def _make_mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray
 
     A bool mask always has both: True marks padding in some networks, and the rest in others.
     """
-    longest = shape[-1]
-    most = longest - 1 if dtype == "bool" and longest > 1 else longest
-    lengths = rng.integers(max(1, longest // 2), most, (*shape[:-1], 1), endpoint=True)
-    mask: np.ndarray = np.broadcast_to(np.arange(longest), shape) < lengths
+    length = shape[-1]
+    max_length = length - 1 if dtype == "bool" and length > 1 else length
+    lengths = rng.integers(max(1, length // 2), max_length, (*shape[:-1], 1), endpoint=True)
+    mask: np.ndarray = np.broadcast_to(np.arange(length), shape) < lengths
     return mask.astype(dtype)
 
 
@@ -340,8 +340,8 @@ def count_rows(spec: InputSpec, axis: int = 0) -> int:
 
 def _read_array(spec: InputSpec) -> np.ndarray:
     try:
-        found = load_arrays(Path(spec.feeds), (spec.name, INPUT_ALIAS))
-        array: np.ndarray = found[spec.name if spec.name in found else INPUT_ALIAS]
+        arrays = load_arrays(Path(spec.feeds), (spec.name, INPUT_ALIAS))
+        array: np.ndarray = arrays[spec.name if spec.name in arrays else INPUT_ALIAS]
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{spec.feeds} can't be read for input {spec.name!r}: {e}") from e
     return array

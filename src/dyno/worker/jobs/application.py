@@ -60,7 +60,7 @@ def run_application(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact))
     torch.set_num_threads(trial.runtime.threads)  # an engine's library may have set it
-    any_finite = job.round > 0 or _answer_known(job, session, journal)
+    has_finite = job.round > 0 or _answer_known(job, session, journal)
     requests.use(session)
     journal.stage("warm up")
     count, plan = int(job.options["count"]), trial.plan
@@ -77,7 +77,7 @@ def run_application(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, facts=journal.record.facts.merge(session.facts()))
     journal.stage("close")
     session.close()
-    if not any_finite:
+    if not has_finite:
         raise make_failure()
 
 
@@ -85,11 +85,11 @@ def _answer_known(job: Job, session: Session, journal: Journal) -> bool:
     """Store the engine's outputs for the network's inputs of all requests; return whether any value is finite."""
     assert job.trial is not None
     trial, model = job.trial, job.trial.model
-    data = (trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEED_COUNT, model.inputs)
+    args = (trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEED_COUNT, model.inputs)
     inherited = job.artifact.made_by.set_fields(ORIGIN_FIELDS) if job.artifact else {}
-    journal.facts(inputs_sha256=input_data.hash_feeds([*input_data.read_batches(*data)], model.preprocess), **inherited)
+    journal.facts(inputs_sha256=input_data.hash_feeds([*input_data.read_batches(*args)], model.preprocess), **inherited)
     journal.stage("evaluate")
-    return answer_all(session, trial, journal, timed=False)
+    return answer_all(session, trial, journal, should_time=False)
 
 
 def _answer_requests(requests: _InstrumentedApplication, count: int, seconds: float, whole_passes: bool) -> np.ndarray:
@@ -141,42 +141,42 @@ class _InstrumentedApplication:
 
         def answer_by_engine(*args: Any, **keywords: Any) -> Any:
             feeds = self._read_inputs(args, keywords)
-            began = now()
+            start = now()
             session.bind({name: feeds[name] for name in names if name in feeds})
             session.run()
             session.wait()
-            fetched = session.fetch()
-            self._nanoseconds += now() - began
+            outputs = session.fetch()
+            self._nanoseconds += now() - start
             example = examples[self.calls % len(examples)][1]
             self.calls += 1
-            return _fill_in(torch, example, iter([fetched[name] for name in named_outputs(example)]))
+            return _fill_in(torch, example, iter([outputs[name] for name in named_outputs(example)]))
 
         self._network.forward = answer_by_engine
 
-    def answer(self, number: int) -> tuple[int, int, int, int]:
+    def answer(self, index: int) -> tuple[int, int, int, int]:
         """Answer one request and return the nanoseconds of STAGES; raise a `UserError` if a stage fails."""
-        value, request = self._application.value, self.requests[number]
+        value, request = self._application.value, self.requests[index]
         with suppress(Exception):  # an uncopyable request is reused as the last answer left it
             request = copy.deepcopy(request)
         self.calls = self._nanoseconds = 0
-        began = now()
-        with self._explain_error(PREPROCESS, number):
+        start_ns = now()
+        with self._explain_error(PREPROCESS, index):
             inputs = value.preprocess(request)
             self._synchronize()
-        prepared = now()
-        with self._explain_error("model" if self._predict == self._call_network else "predict", number, inputs):
+        prepared_ns = now()
+        with self._explain_error("model" if self._predict == self._call_network else "predict", index, inputs):
             outputs = self._predict(inputs)
             self._synchronize()
-        predicted = now()
-        with self._explain_error(POSTPROCESS, number, outputs):
+        predicted_ns = now()
+        with self._explain_error(POSTPROCESS, index, outputs):
             answer = value.postprocess(outputs)
             if hasattr(answer, "__next__"):  # run the generator
                 deque(answer, maxlen=0)
             self._synchronize()
-        ended = now()
+        end_ns = now()
         if not self.calls:
             raise UserError(f"predict of {self._application.name} doesn't call its model, so no engine can replace it")
-        return prepared - began, self._nanoseconds, ended - predicted, ended - began
+        return prepared_ns - start_ns, self._nanoseconds, end_ns - predicted_ns, end_ns - start_ns
 
     def _call_network(self, inputs: Any) -> Any:
         if isinstance(inputs, Mapping):
@@ -185,14 +185,14 @@ class _InstrumentedApplication:
 
     def _record(self, *args: Any, **keywords: Any) -> Any:
         torch = import_torch()
-        feeds, began = self._read_inputs(args, keywords), now()
-        tensors = {name: torch.from_numpy(each) for name, each in keywords.items() if isinstance(each, np.ndarray)}
+        feeds, start = self._read_inputs(args, keywords), now()
+        tensors = {name: torch.from_numpy(value) for name, value in keywords.items() if isinstance(value, np.ndarray)}
         with torch.no_grad():
             result = self._forward(
-                *(torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in args),
+                *(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in args),
                 **{**keywords, **tensors},
             )
-        self._nanoseconds += now() - began
+        self._nanoseconds += now() - start
         self.calls += 1
         self.recorded.append((feeds, result))
         return result
@@ -200,18 +200,18 @@ class _InstrumentedApplication:
     def _read_inputs(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> Arrays:
         """Return the network's arguments by name, as arrays in host memory."""
         names = [*self._parameters, *(f"input_{k}" if k else "input" for k in range(len(self._parameters), len(args)))]
-        given = {**dict(zip(names, args, strict=False)), **keywords}
-        return {name: _to_array(name, value) for name, value in given.items() if value is not None}
+        inputs = {**dict(zip(names, args, strict=False)), **keywords}
+        return {name: _to_array(name, value) for name, value in inputs.items() if value is not None}
 
-    def _explain_error(self, stage: str, number: int = -1, given: Any = None) -> _ExplainedErrors:
-        return _ExplainedErrors(self._application, stage, number, given)
+    def _explain_error(self, stage: str, index: int = -1, value: Any = None) -> _ExplainedErrors:
+        return _ExplainedErrors(self._application, stage, index, value)
 
 
 class _ExplainedErrors:
     """A context that turns errors of the user's code into one line with the place; no generator: requests are timed."""
 
-    def __init__(self, application: Application, stage: str, number: int, given: Any) -> None:
-        self._application, self._stage, self._request_index, self._argument = application, stage, number, given
+    def __init__(self, application: Application, stage: str, index: int, value: Any) -> None:
+        self._application, self._stage, self._request_index, self._argument = application, stage, index, value
 
     def __enter__(self) -> None:
         pass
@@ -221,24 +221,24 @@ class _ExplainedErrors:
             return
         if is_memory_error(error):
             raise MemoryError(first_line(error)) from error
-        what = f"{self._stage} of {self._application.name} failed{_find_place(frames)}"
+        failure = f"{self._stage} of {self._application.name} failed{_find_place(frames)}"
         message = first_line(error)
         message = type(error).__name__ + (f": {message}" if message != type(error).__name__ else "")
         request = f", request {self._request_index + 1}" if self._request_index >= 0 else ""
-        given = f" on {_describe(self._argument)}" if self._argument is not None else ""
-        raise UserError(f"{what}{given}{request}: {shorten(message)}") from error
+        value_text = f" on {_describe(self._argument)}" if self._argument is not None else ""
+        raise UserError(f"{failure}{value_text}{request}: {shorten(message)}") from error
 
 
 def _find_place(frames: Any) -> str:
     """Return the innermost file and line of the user's own code; "" outside it."""
-    others = (Path(traceback.__file__).parent, Path(__file__).parents[2])  # Python's library, and Dyno
-    places = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(frames)]
-    own = [
+    skipped_dirs = (Path(traceback.__file__).parent, Path(__file__).parents[2])  # Python's library, and Dyno
+    locations = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(frames)]
+    matches = [
         f" at {path.name}:{line}"
-        for path, line in places
-        if path.is_file() and not any(map(path.is_relative_to, others)) and not LIBRARY_FOLDERS & set(path.parts)
+        for path, line in locations
+        if path.is_file() and not any(map(path.is_relative_to, skipped_dirs)) and not LIBRARY_FOLDERS & set(path.parts)
     ]
-    return own[-1] if own else ""
+    return matches[-1] if matches else ""
 
 
 def _describe(value: Any) -> str:
@@ -265,17 +265,17 @@ def _to_array(name: str, value: Any) -> np.ndarray:
 def _fill_in(torch: Any, example: Any, arrays: Iterator[np.ndarray]) -> Any:
     """Return a copy of the network's result with these arrays in place of its tensors, cast to their types."""
     if isinstance(example, torch.Tensor):
-        found = torch.from_numpy(np.array(next(arrays)))
-        return torch.view_as_complex(found) if example.is_complex() else found.to(example.dtype)
+        tensor = torch.from_numpy(np.array(next(arrays)))
+        return torch.view_as_complex(tensor) if example.is_complex() else tensor.to(example.dtype)
     if isinstance(example, Mapping):
-        kind: Callable[[Any], Any] = type(example)
-        return kind({name: _fill_in(torch, each, arrays) for name, each in example.items()})
+        mapping_type: Callable[[Any], Any] = type(example)
+        return mapping_type({name: _fill_in(torch, each, arrays) for name, each in example.items()})
     if isinstance(example, (list, tuple)):
         parts = [_fill_in(torch, each, arrays) for each in example]
         return type(example)(*parts) if hasattr(example, "_fields") else type(example)(parts)
     if is_dataclass(example) and not isinstance(example, type):
-        own = {field.name: getattr(example, field.name) for field in fields(example)}
-        return replace(example, **{name: _fill_in(torch, each, arrays) for name, each in own.items()})
+        values = {field.name: getattr(example, field.name) for field in fields(example)}
+        return replace(example, **{name: _fill_in(torch, each, arrays) for name, each in values.items()})
     return example
 
 
@@ -291,26 +291,26 @@ def _find_synchronize() -> Callable[[], None]:
 def _store_inputs(requests: _InstrumentedApplication, journal: Journal) -> None:
     """Store the inputs of the network's calls, and the number of requests."""
     journal.stage("answer each request once")
-    began, size, done = time.monotonic(), 0, 0
-    for number in range(min(len(requests.requests), MAX_REQUESTS)):
-        requests.answer(number)
-        done += 1
-        size += sum(array.nbytes for array in requests.recorded[-1][0].values()) * requests.calls
-        if time.monotonic() - began > MAX_PASS_S or size > MAX_BYTES:
+    start, byte_count, count = time.monotonic(), 0, 0
+    for index in range(min(len(requests.requests), MAX_REQUESTS)):
+        requests.answer(index)
+        count += 1
+        byte_count += sum(array.nbytes for array in requests.recorded[-1][0].values()) * requests.calls
+        if time.monotonic() - start > MAX_PASS_S or byte_count > MAX_BYTES:
             break
     calls = [feeds for feeds, _ in requests.recorded]
     shapes = dict.fromkeys(_describe(feeds) for feeds in calls)
     if len(shapes) > 1:
-        several = " and ".join([*shapes][:2])
+        examples = " and ".join([*shapes][:2])
         raise UserError(
-            f"the network gets inputs of {add_noun(len(shapes), 'shape')} or types, such as {several}; engines are "
+            f"the network gets inputs of {add_noun(len(shapes), 'shape')} or types, such as {examples}; engines are "
             "compared on one: give requests, or a preprocess, that lead to one"
         )
     batch = next((array.shape[0] for array in calls[0].values() if array.ndim), 0)
     if not batch:
         raise UserError(f"the network gets {_describe(calls[0]) if calls[0] else 'no input'}; it needs a batch")
     save_arrays(journal.folder / INPUTS_FILE, {name: _stack_rows(name, calls, batch) for name in calls[0]})
-    journal.facts(application=ApplicationFacts(done, len(calls) // done, batch, len(requests.requests)))
+    journal.facts(application=ApplicationFacts(count, len(calls) // count, batch, len(requests.requests)))
 
 
 def _stack_rows(name: str, calls: Sequence[Arrays], batch: int) -> np.ndarray:

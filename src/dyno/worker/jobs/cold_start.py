@@ -37,8 +37,8 @@ def cold_start(job: Job, journal: Journal) -> None:
         raise UserError(
             "the start time of this process is unknown; a cold start is measured by `dyno bench cold-start`"
         )
-    started = float(os.environ[STARTED_VARIABLE])
-    clock.parts[START] = time.monotonic() - started
+    start_time = float(os.environ[STARTED_VARIABLE])
+    clock.parts[START] = time.monotonic() - start_time
     with clock.imports_apart():
         backend = find(trial.backend)
         with clock.time_part(CONTEXT):
@@ -46,19 +46,19 @@ def cold_start(job: Job, journal: Journal) -> None:
         with clock.time_part(LOAD):
             session = backend.load(trial, job.artifact)
         with clock.time_part(INPUTS):
-            data = (trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs)
-            feeds = [session.stage(feed) for feed in input_data.read_batches(*data)]
+            args = (trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs)
+            feeds = [session.stage(feed) for feed in input_data.read_batches(*args)]
         with clock.time_part(FIRST):
             answer = measure.make_step(session, "all", feeds)
             answer()
-    whole = time.monotonic() - started
-    later = tuple(_time_action(answer) for _ in range(LATER_ANSWERS))
+    total_seconds = time.monotonic() - start_time
+    later_seconds = tuple(_time_action(answer) for _ in range(LATER_ANSWERS))
     parts = {START: clock.parts.pop(START), IMPORTS: clock.imported, **clock.parts}
     if device is None:
         del parts[CONTEXT]
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
-    code = _read_bytes(), _list_code_files(trial, job.artifact), *system.count_compiled()
-    journal.facts(cold_start=ColdStart(parts, whole, later, *code))
+    code_facts = _read_bytes(), _list_code_files(trial, job.artifact), *system.count_compiled()
+    journal.facts(cold_start=ColdStart(parts, total_seconds, later_seconds, *code_facts))
     journal.stage("close")
     session.close()
 
@@ -81,21 +81,21 @@ class ColdStartClock:
     @contextmanager
     def imports_apart(self) -> Iterator[None]:
         """Time every import during the block; nested imports count once."""
-        usual = builtins.__import__, importlib.import_module
-        builtins.__import__, importlib.import_module = (self._wrap_import(each) for each in usual)
+        originals = builtins.__import__, importlib.import_module
+        builtins.__import__, importlib.import_module = (self._wrap_import(function) for function in originals)
         try:
             yield
         finally:
-            builtins.__import__, importlib.import_module = usual
+            builtins.__import__, importlib.import_module = originals
 
     def _wrap_import(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def time_import(*args: Any, **named: Any) -> Any:
+        def time_import(*args: Any, **keywords: Any) -> Any:
             if self._importing:
-                return function(*args, **named)
+                return function(*args, **keywords)
             self._importing, begin = True, time.monotonic()
             try:
-                return function(*args, **named)
+                return function(*args, **keywords)
             finally:
                 self.imported += time.monotonic() - begin
                 self._importing = False
@@ -113,9 +113,9 @@ def _create_context(device: str) -> Any:
     from dyno.worker.sessions import gpu
 
     with suppress(Unavailable):
-        own = gpu.Device(device)
-        own.allocate(1)
-        return own
+        gpu_device = gpu.Device(device)
+        gpu_device.allocate(1)
+        return gpu_device
     return None
 
 
@@ -138,9 +138,9 @@ def _list_code_files(trial: Trial, artifact: Artifact | None) -> tuple[str, ...]
     paths = {artifact.path} if artifact else {trial.model.file, trial.model.weights}
     paths |= set() if artifact else {str(shard) for shard in list_shards(Path(trial.model.weights))}
     with suppress(OSError):
-        mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
-        paths |= {parts[5] for parts in mapped if len(parts) == 6 and parts[5].startswith("/")}
+        mappings = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+        paths |= {fields[5] for fields in mappings if len(fields) == 6 and fields[5].startswith("/")}
     for module in [*sys.modules.values()]:  # some return an object for any attribute, or raise
-        own = getattr(module, "__dict__", {})
-        paths |= {path for name in ("__file__", "__cached__") if isinstance(path := own.get(name), str)}
+        attributes = getattr(module, "__dict__", {})
+        paths |= {path for name in ("__file__", "__cached__") if isinstance(path := attributes.get(name), str)}
     return tuple(sorted(path for path in paths if path.startswith("/") and Path(path).is_file()))

@@ -122,26 +122,26 @@ def _inspect_module(trial: Trial, options: Mapping[str, Any]) -> LayerGraph:
                 return _read_calls(torch, models.build(model, dims), model, dims)
         except Exception:  # the module itself reports it better below
             pass
-    if (found := graph.list_program_parts(model, dims)) is not None:
-        return _read_calls(torch, found, model, dims)
-    built = models.build(model, dims)
+    if (program := graph.list_program_parts(model, dims)) is not None:
+        return _read_calls(torch, program, model, dims)
+    network = models.build(model, dims)
     try:
-        return _read_calls(torch, _without_values(built), model, dims)
+        return _read_calls(torch, _without_values(network), model, dims)
     except Exception:  # a module that computes with values, or keeps own tensors, must run
         return _run_module(torch, model, dims)
 
 
-def _without_values(built: Any) -> Any:
+def _without_values(network: Any) -> Any:
     """Move the module with its weights to the meta device; `.to` alone would copy a shared weight several times."""
     shared: dict[int, list[tuple[Any, str]]] = {}
-    for part in built.modules():
-        for name, weight in part.named_parameters(recurse=False):
-            shared.setdefault(id(weight), []).append((part, name))
-    moved = built.to("meta")
-    for (first, name), *others in shared.values():
-        for part, other in others:
-            setattr(part, other, getattr(first, name))
-    return moved
+    for submodule in network.modules():
+        for name, weight in submodule.named_parameters(recurse=False):
+            shared.setdefault(id(weight), []).append((submodule, name))
+    meta_network = network.to("meta")
+    for (owner, name), *aliases in shared.values():
+        for submodule, alias in aliases:
+            setattr(submodule, alias, getattr(owner, name))
+    return meta_network
 
 
 def _run_module(torch: Any, model: Any, dims: Dims) -> LayerGraph:
@@ -149,13 +149,13 @@ def _run_module(torch: Any, model: Any, dims: Dims) -> LayerGraph:
         return _read_calls(torch, models.build(model, dims), model, dims)
 
 
-def _read_calls(torch: Any, built: Any, model: Any, dims: Dims) -> LayerGraph:
+def _read_calls(torch: Any, network: Any, model: Any, dims: Dims) -> LayerGraph:
     """Read the module's calls on an example of the model's inputs, on the device of its weights."""
-    device = next((p.device for p in built.parameters()), torch.device("cpu"))
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
     if not model.inputs:
-        return module.read(built, torch.zeros(dims.batch, model.channels, dims.height, dims.width, device=device))
+        return module.read(network, torch.zeros(dims.batch, model.channels, dims.height, dims.width, device=device))
     args, keywords = modules.make_example(model, model.inputs, dims)
-    return module.read(built, *_move_tensors(list(args), device), **_move_tensors(keywords, device))
+    return module.read(network, *_move_tensors(list(args), device), **_move_tensors(keywords, device))
 
 
 def _move_tensors(value: Any, device: Any) -> Any:
@@ -199,7 +199,7 @@ def store_reference(job: Job, folder: Path, report: Report) -> None:
         session.take_parts()
         graph, engine = Graph(job.options["graph"]), _make_reference(trial, folder)
         feeds = _make_feeds(trial, session.inputs, count)
-        calls = {tensor: (name, number) for name, number, tensor in job.options["calls"]}
+        calls = {tensor: (name, call_number) for name, call_number, tensor in job.options["calls"]}
         compare.run_module_reference(session, session.module, graph, engine, calls, feeds, writer)
         session.close()
         return
@@ -251,29 +251,29 @@ def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
 
 
 def _check_common(comparison: TensorComparison) -> None:
-    inner = {*comparison.graph.float_tensors} - {*comparison.graph.outputs}
-    if not comparison.tensors or (inner and inner.isdisjoint(comparison.tensors)):
+    inner_tensors = {*comparison.graph.float_tensors} - {*comparison.graph.outputs}
+    if not comparison.tensors or (inner_tensors and inner_tensors.isdisjoint(comparison.tensors)):
         raise UserError("it shares no layer's tensor with the reference, so layers can't be compared; "
                         "give two files of one graph, whose tensors have the same names")  # fmt: skip
 
 
-def _check_shapes(comparison: TensorComparison, named: Collection[str], path: str) -> None:
+def _check_shapes(comparison: TensorComparison, names: Collection[str], path: str) -> None:
     """Raise a `UserError` if most tensors with a common name have different shapes.
 
     Exporters number the tensors of different networks alike.
     """
-    inner = {*named} - {*comparison.graph.outputs}
-    if len(inner & {*comparison.tensors}) < MIN_SAME_SHAPE_SHARE * len(inner):
+    inner_tensors = {*names} - {*comparison.graph.outputs}
+    if len(inner_tensors & {*comparison.tensors}) < MIN_SAME_SHAPE_SHARE * len(inner_tensors):
         raise UserError(f"most tensors of {path} have other shapes than the reference's of the same name, so these are "
                         "different networks; give two files of one graph")  # fmt: skip
 
 
 def _run_unmodified(session: Session, comparison: TensorComparison) -> list[list[np.ndarray]]:
     """Return the outputs of the engine's own file, without marked or cut tensors."""
-    kinds = {tensor.name: np.dtype(tensor.dtype) for tensor in session.inputs}
-    feeds = comparison.stored.feeds([*kinds])
+    dtypes = {tensor.name: np.dtype(tensor.dtype) for tensor in session.inputs}
+    feeds = comparison.stored.feeds([*dtypes])
     try:
-        return [run_once(session, {name: cast(array, kinds[name]) for name, array in feed.items()}) for feed in feeds]
+        return [run_once(session, {name: cast(array, dtypes[name]) for name, array in feed.items()}) for feed in feeds]
     finally:
         session.close()
 
@@ -283,48 +283,48 @@ def _compare_layers(comparison: TensorComparison, folder: Path, report: Report, 
     graph = comparison.graph
     sizes = compare.count_bytes(graph, {name: array.shape for name, array in comparison.feeds[0].items()})
     report("run the marked graph")
-    named = comparison.tensors
+    names = comparison.tensors
     total, marked, parts = compare.mark_tensors(comparison, sizes)
-    _check_shapes(comparison, named, path)
+    _check_shapes(comparison, names, path)
     report("run each layer alone")
-    own = compare.isolate_layers(comparison, sizes, folder / ISOLATED_DIR)
-    matched = len(comparison.tensors)
+    isolated = compare.isolate_layers(comparison, sizes, folder / ISOLATED_DIR)
+    match_count = len(comparison.tensors)
     for _ in range(MATCHING_PASSES):
-        if not (others := compare.find_mismatched(comparison, total, own)):
+        if not (mismatches := compare.find_mismatched(comparison, total, isolated)):
             break
-        comparison.tensors = [name for name in comparison.tensors if name not in others]
-        own = compare.isolate_layers(comparison, sizes, folder / ISOLATED_DIR)
+        comparison.tensors = [name for name in comparison.tensors if name not in mismatches]
+        isolated = compare.isolate_layers(comparison, sizes, folder / ISOLATED_DIR)
     return LayerErrors(
-        layers=_list_layer_errors(comparison, total, own), marked=marked, runs=comparison.stored.runs, parts=parts,
-        unmatched=len(graph.float_tensors) - matched, mismatched=matched - len(comparison.tensors),
+        layers=_list_layer_errors(comparison, total, isolated), marked=marked, runs=comparison.stored.runs, parts=parts,
+        unmatched=len(graph.float_tensors) - match_count, mismatched=match_count - len(comparison.tensors),
         reference_layers=len(comparison.stored),
     )  # fmt: skip
 
 
 def _list_layer_errors(
-    comparison: TensorComparison, total: Mapping[str, Difference], own: Mapping[str, Difference]
+    comparison: TensorComparison, total: Mapping[str, Difference], isolated: Mapping[str, Difference]
 ) -> tuple[LayerError, ...]:
     tensors = {*comparison.tensors}
     reads = {name: comparison.graph.reads(name, tensors) for name in comparison.tensors}
-    return tuple(LayerError(name, reads[name], total[name], own[name]) for name in reads if name in own)
+    return tuple(LayerError(name, reads[name], total[name], isolated[name]) for name in reads if name in isolated)
 
 
 def _retest_suspects(
-    result: LayerErrors, comparison: TensorComparison, reference: GraphEngine, always: bool
+    result: LayerErrors, comparison: TensorComparison, reference: GraphEngine, is_forced: bool
 ) -> LayerErrors:
-    """Add suspects and the results of the graph cut around them, if the outputs disagree or with `always`."""
+    """Add suspects and the results of the graph cut around them, if the outputs disagree or with `is_forced`."""
     limit = comparison.limits.error
-    hidden = _is_beyond_limit(result.unmodified, limit) and not _is_beyond_limit(result.marked, limit)
-    if not (_is_beyond_limit(result.unmodified, limit) or _is_beyond_limit(result.marked, limit) or always):
+    is_hidden = _is_beyond_limit(result.unmodified, limit) and not _is_beyond_limit(result.marked, limit)
+    if not (_is_beyond_limit(result.unmodified, limit) or _is_beyond_limit(result.marked, limit) or is_forced):
         return result
-    able = [layer for layer in result.layers if layer.tensor in comparison.reference_graph.float_tensors]
-    if hidden:
+    candidates = [layer for layer in result.layers if layer.tensor in comparison.reference_graph.float_tensors]
+    if is_hidden:
         result = replace(result, boundary=compare.find_boundary(comparison))
-        suspects = compare.list_fused_suspects(comparison, result.boundary[1]) if able else []
+        suspects = compare.list_fused_suspects(comparison, result.boundary[1]) if candidates else []
     else:
-        suspects = compare.list_suspects(able or result.layers)
+        suspects = compare.list_suspects(candidates or result.layers)
     result = replace(result, suspects=tuple(suspects))
-    if not able or not suspects:
+    if not candidates or not suspects:
         return result
     stages = compare.list_stages(comparison, suspects)
     return replace(result, cut=compare.run_stages(comparison, stages, None),
@@ -355,16 +355,16 @@ def profile(job: Job, journal: Journal) -> None:
         trial.data, trial.model.preprocess, session.inputs, trial.dims, input_data.FEED_COUNT, trial.model.inputs
     )
     feeds = [session.stage(feed) for feed in data]
-    watch = measure.watch(session, "model", journal.warn)
-    once = measure.make_step(session, "model", feeds, watch)
-    journal.time_stage("first_call", "first call", once)
+    timer = measure.watch(session, "model", journal.warn)
+    run_step = measure.make_step(session, "model", feeds, timer)
+    journal.time_stage("first_call", "first call", run_step)
     restore = measure.find_restore(session, feeds, journal.warn)
     journal.stage("warm up")
-    if not measure.warm_up(once, trial.plan, restore):
+    if not measure.warm_up(run_step, trial.plan, restore):
         journal.warn(f"the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
     journal.stage("time")
     contention = system.CpuContention()
-    sampling = measure.measure_latency(once, trial.plan, watch, restore=restore)
+    sampling = measure.measure_latency(run_step, trial.plan, timer, restore=restore)
     parts = measure.measure_parts(session, feeds, trial.plan)
     journal.stage("profile")
     times = session.profile(int(job.options["runs"]))

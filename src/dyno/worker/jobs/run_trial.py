@@ -101,8 +101,8 @@ class SlowedSession(Session):
 def _busy_for(nanoseconds: int) -> None:
     # Counted from here, so that the calls before it take as long with a share of 0: a run may take only 100 µs.
     # sleep() would be late by more than the share of a short run.
-    end = now() + nanoseconds
-    while now() < end:
+    deadline = now() + nanoseconds
+    while now() < deadline:
         pass
 
 
@@ -122,15 +122,15 @@ def record_finite(arrays: Arrays, journal: Journal) -> bool:
     if not names:
         return True
     floats = [a for a in map(np.asarray, arrays.values()) if a.dtype.kind not in "OSUbiu"]
-    values, nan = sum(a.size for a in floats), sum(int(np.isnan(a).sum()) for a in floats)
-    infinite = sum(int(np.isinf(a).sum()) for a in floats)
+    value_count, nan_count = sum(a.size for a in floats), sum(int(np.isnan(a).sum()) for a in floats)
+    infinite_count = sum(int(np.isinf(a).sum()) for a in floats)
     if journal.record.facts.finite:
-        counted = ((nan, "NaN"), (infinite, "infinite"))
-        shares = " and ".join(f"{count / values:.2%} are {word}" for count, word in counted if count)
-        doubt = "; that NaN agrees with another engine's proves nothing" if nan else ""
-        journal.warn(f"output {', '.join(names)} has values that are not finite: {shares}{doubt}")
-        journal.facts(finite=False, nan_share=nan / values)
-    return nan + infinite < values
+        counts = ((nan_count, "NaN"), (infinite_count, "infinite"))
+        shares = " and ".join(f"{count / value_count:.2%} are {label}" for count, label in counts if count)
+        caveat = "; that NaN agrees with another engine's proves nothing" if nan_count else ""
+        journal.warn(f"output {', '.join(names)} has values that are not finite: {shares}{caveat}")
+        journal.facts(finite=False, nan_share=nan_count / value_count)
+    return nan_count + infinite_count < value_count
 
 
 def make_failure() -> UserError:
@@ -176,23 +176,23 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     feeds = [session.stage(feed) for feed in host_feeds]
     with _drawn_inputs_named(model, host_feeds[0]):
         journal.time_stage("first_call", "first call", measure.make_step(session, "model", feeds))
-    first = _read_outputs(session) if job.round == 0 else {}
+    first_outputs = _read_outputs(session) if job.round == 0 else {}
     turns.loaded()
     restore = measure.find_restore(session, feeds, journal.warn)
     _time_boundaries(session, job.plan, trial, feeds, journal, turns, restore)
-    if job.round == 0 and "throughput" in job.plan.boundaries and (slow := measure.find_slow_slot(session, feeds)):
-        journal.warn(slow)
+    if job.round == 0 and "throughput" in job.plan.boundaries and (sentence := measure.find_slow_slot(session, feeds)):
+        journal.warn(sentence)
     if ENERGY_OPTION in job.options:
         _sustain_load(session, trial, feeds, journal, float(job.options[ENERGY_OPTION]))
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
-    any_finite = True
+    has_finite = True
     if job.round == 0:
         journal.stage("evaluate")
-        any_finite = answer_all(session, trial, journal)
-        repeat(session, feeds[0], first, journal)
+        has_finite = answer_all(session, trial, journal)
+        repeat(session, feeds[0], first_outputs, journal)
     journal.stage("inspect")
     _inspect_engine(session, job, journal)
-    if not any_finite:
+    if not has_finite:
         journal.stage("evaluate")
         session.close()
         raise make_failure()
@@ -212,15 +212,15 @@ def _drawn_inputs_named(model: ModelSpec, feed: Arrays) -> Iterator[None]:
     except (Unavailable, MemoryError):
         raise
     except Exception as e:
-        given = {spec.name for spec in model.inputs if spec.low is not None or spec.feeds}
-        arrays = {name: np.asarray(array) for name, array in feed.items() if name not in given}
-        whole = [name for name, array in arrays.items() if array.dtype.kind in "iu" and array.dtype != np.uint8]
-        drawn = whole or [name for name, array in arrays.items() if array.dtype.kind == "f" and array.ndim < 2]
-        if not drawn or isinstance(e, UserError):
+        described_names = {spec.name for spec in model.inputs if spec.low is not None or spec.feeds}
+        arrays = {name: np.asarray(array) for name, array in feed.items() if name not in described_names}
+        integers = [name for name, array in arrays.items() if array.dtype.kind in "iu" and array.dtype != np.uint8]
+        suspects = integers or [name for name, array in arrays.items() if array.dtype.kind == "f" and array.ndim < 2]
+        if not suspects or isinstance(e, UserError):
             raise
         traceback.print_exc()
-        values = "zeros and ones" if whole else "numbers"
-        advice = f"{', '.join(drawn)} held random {values}: --input {drawn[0]}=VALUE gives others"
+        values = "zeros and ones" if integers else "numbers"
+        advice = f"{', '.join(suspects)} held random {values}: --input {suspects[0]}=VALUE gives others"
         raise UserError(f"{type(e).__name__}: {one_line(e)}; {advice}") from e
 
 
@@ -242,11 +242,11 @@ def _time_boundaries(
     restore: measure.Restore,
 ) -> None:
     for boundary in plan.boundaries:
-        before = restore if boundary == "model" else None  # other boundaries bind their inputs anew
-        watch = measure.watch(session, boundary, journal.warn)
-        once = measure.make_step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
+        reset = restore if boundary == "model" else None  # other boundaries bind their inputs anew
+        timer = measure.watch(session, boundary, journal.warn)
+        run_step = measure.make_step(session, "all" if boundary == "throughput" else boundary, feeds, timer)
         journal.stage(f"warm up {boundary}")
-        if not measure.warm_up(once, plan, before):
+        if not measure.warm_up(run_step, plan, reset):
             journal.warn(f"{boundary}: the median was not steady after {plan.warmup_s:g} s of warm-up")
         journal.stage(f"time {boundary}")
         contention = system.CpuContention()
@@ -256,7 +256,7 @@ def _time_boundaries(
             sampling = measure.measure_throughput(session, feeds, trial.dims.batch, plan, blocks)
             journal.store_samples("throughput", boundary, "1/s", "rate", sampling)
         else:
-            sampling = measure.measure_latency(once, plan, watch, blocks, before)
+            sampling = measure.measure_latency(run_step, plan, timer, blocks, reset)
             journal.store_samples("latency", boundary, "s", "duration", sampling)
         journal.record_contention(
             boundary,
@@ -268,9 +268,9 @@ def _time_boundaries(
         if turns.delays:
             journal.facts(delays={**journal.record.facts.delays, boundary: tuple(turns.delays)})
         if any(turns.core_latencies):
-            known = journal.record.facts.core_latencies
-            journal.facts(core_latencies={**known, boundary: tuple(turns.core_latencies)})
-        if watch and not before and (seconds := measure.measure_queued(session, watch, plan)) is not None:
+            latencies = journal.record.facts.core_latencies
+            journal.facts(core_latencies={**latencies, boundary: tuple(turns.core_latencies)})
+        if timer and not reset and (seconds := measure.measure_queued(session, timer, plan)) is not None:
             journal.store_queued(seconds)
     if "all" in plan.boundaries and (parts := measure.measure_parts(session, feeds, plan)):
         journal.store_parts(parts)
@@ -279,34 +279,32 @@ def _time_boundaries(
 def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal, seconds: float) -> None:
     """Keep every slot busy for `seconds`, so that the energy counters measure only this load."""
     journal.stage("run for the energy")
-    endless = replace(trial.plan, max_samples=sys.maxsize)
-    measure.measure_throughput(session, feeds, trial.dims.batch, replace(endless, seconds=SETTLING_SHARE * seconds))
+    plan = replace(trial.plan, max_samples=sys.maxsize)
+    measure.measure_throughput(session, feeds, trial.dims.batch, replace(plan, seconds=SETTLING_SHARE * seconds))
     contention = system.CpuContention()
-    sampling = measure.measure_throughput(session, feeds, trial.dims.batch, replace(endless, seconds=seconds))
+    sampling = measure.measure_throughput(session, feeds, trial.dims.batch, replace(plan, seconds=seconds))
     journal.facts(
         sustained=SustainedLoad(sampling.window, float(sampling.value or 0.0), round(contention.count_busy(), 3))
     )
 
 
-def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = True) -> bool:
+def answer_all(session: Session, trial: Trial, journal: Journal, should_time: bool = True) -> bool:
     """Store the outputs for all inputs of the data, with warnings; return whether any value is finite."""
-    evaluation = evaluate.evaluate(session, trial, timed, system.CpuContention().count_busy)
+    evaluation = evaluate.evaluate(session, trial, should_time, system.CpuContention().count_busy)
     arrays = evaluation.arrays
     save_arrays(journal.folder / "outputs.npz", arrays)
     journal.store_evaluation(evaluation)
     # Hash of the photographs (equal at every size) and number set aside for calibration, if known
     metadata = input_data.read_metadata(trial.data)
-    photographs_and_set_aside = str(metadata.get("photographs") or ""), int(metadata.get("set_aside") or 0)
-    journal.facts(
-        data=AnsweredImages(trial.data.name, trial.data.split, len(arrays["sample"]), *photographs_and_set_aside)
-    )
+    image_facts = str(metadata.get("photographs") or ""), int(metadata.get("set_aside") or 0)
+    journal.facts(data=AnsweredImages(trial.data.name, trial.data.split, len(arrays["sample"]), *image_facts))
     for sentence in evaluation.warnings:
         journal.warn(sentence)
-    raw = [a for name, a in arrays.items() if name.startswith("output:")]
-    own = [a for a in raw if len(a) > 1]
-    if raw and not any(a.size for a in raw):
+    outputs = [a for name, a in arrays.items() if name.startswith("output:")]
+    multirow_outputs = [a for a in outputs if len(a) > 1]
+    if outputs and not any(a.size for a in outputs):
         journal.warn(f"{NO_VALUES}: there is nothing to compare")
-    elif own and all((a == a[:1]).all() for a in own):
+    elif multirow_outputs and all((a == a[:1]).all() for a in multirow_outputs):
         journal.warn(f"{SAME_OUTPUTS}: that they agree with another engine's proves little")
     return record_finite({name[7:]: a for name, a in arrays.items() if name.startswith("output:")}, journal)
 
@@ -341,7 +339,7 @@ def _compute_distance(first: Kept, last: Kept) -> float:
     (shape, a), (other_shape, b) = first, last
     if shape != other_shape:
         return 1.0
-    a, b = (np.nan_to_num(each.astype(np.float64), posinf=0.0, neginf=0.0) for each in (a, b))
+    a, b = (np.nan_to_num(values.astype(np.float64), posinf=0.0, neginf=0.0) for values in (a, b))
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), np.finfo(np.float64).tiny))
 
 

@@ -62,11 +62,11 @@ def find_highest_rate(holds: Callable[[float], bool], capacity: float, resolutio
     while high / low > 1 + resolution:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if holds(middle) else (low, middle)
-    confirmed, left = holds(low), MAX_STEPS_DOWN
-    while not confirmed and left and low > floor:
-        low, left = max(low / (1 + resolution), floor), left - 1
-        confirmed = holds(low) and holds(low)
-    return low if confirmed else 0.0
+    is_confirmed, steps_left = holds(low), MAX_STEPS_DOWN
+    while not is_confirmed and steps_left and low > floor:
+        low, steps_left = max(low / (1 + resolution), floor), steps_left - 1
+        is_confirmed = holds(low) and holds(low)
+    return low if is_confirmed else 0.0
 
 
 ARRAYS_FILE = "serve.npz"
@@ -90,9 +90,9 @@ def serve_requests(job: Job, journal: Journal) -> None:
     # without local inputs, outputs can't be compared
     if job.round == 0 and not trial.model.source.startswith(ENDPOINT_PREFIX):
         _answer_known(job, trial, instances, journal)
-    work = _ServeJob(trial, options, instances, journal, int(job.options["least"]), job.round)
-    work.measure_alone()
-    work.measure_rates(str(job.options["trace"]))
+    serve_job = _ServeJob(trial, options, instances, journal, int(job.options["least"]), job.round)
+    serve_job.measure_alone()
+    serve_job.measure_rates(str(job.options["trace"]))
     journal.stage("inspect")
     journal.record = replace(
         journal.record, facts=journal.record.facts.merge(instances.call(instances.first.session.facts))
@@ -119,20 +119,20 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
     Batches are formed as for requests. Answers don't change between rounds.
     """
     journal.stage("evaluate")
-    first = instances.first
-    feeds = _make_feeds(trial, first.session, first.size)
+    rung = instances.first
+    feeds = _make_feeds(trial, rung.session, rung.size)
     inherited = job.artifact.made_by.set_fields(ORIGIN_FIELDS) if job.artifact else {}
     journal.facts(inputs_sha256=input_data.hash_feeds(feeds, trial.model.preprocess), **inherited)
-    any_finite = True
+    has_finite = True
     try:
-        before = instances.call(lambda: keep_answers(first.session, feeds[0]))
-        any_finite = instances.call(
-            lambda: answer_all(BatchFormingSession(instances.ladder, trial.dims), trial, journal, timed=False)
+        first_outputs = instances.call(lambda: keep_answers(rung.session, feeds[0]))
+        has_finite = instances.call(
+            lambda: answer_all(BatchFormingSession(instances.ladder, trial.dims), trial, journal, should_time=False)
         )
-        instances.call(lambda: repeat(first.session, feeds[0], before, journal))
+        instances.call(lambda: repeat(rung.session, feeds[0], first_outputs, journal))
     except Unanswered as e:  # an overloaded server: its rate reports it
         journal.warn(f"{e}: not all outputs could be compared")
-    if not any_finite:
+    if not has_finite:
         raise make_failure()
 
 
@@ -146,10 +146,10 @@ class _ServeJob:
         instances: Instances,
         journal: Journal,
         min_requests: int,
-        number: int,
+        round_index: int,
     ) -> None:
         self._trial, self._options, self._instances, self._journal = trial, options, instances, journal
-        self._seed = trial.data.seed + SEEDS_PER_ROUND * number
+        self._seed = trial.data.seed + SEEDS_PER_ROUND * round_index
         self._rules = BatchingRules(trial.dims.batch, options.max_wait_s, options.queue)
         self._arrays: dict[str, np.ndarray] = {}
         self._facts = ServeFacts(
@@ -157,8 +157,8 @@ class _ServeJob:
             options.instances, len(instances.lanes), instances.rungs, resolution=options.resolution,
             endpoint=options.endpoint,
         )  # fmt: skip
-        if missing := sorted({*(options.engine_batches or _list_powers(trial.dims.batch))} - {*instances.rungs}):
-            sizes = ", ".join(map(str, missing))
+        if missing_sizes := sorted({*(options.engine_batches or _list_powers(trial.dims.batch))} - {*instances.rungs}):
+            sizes = ", ".join(map(str, missing_sizes))
             journal.warn(f"the engine can't be loaded for batches of {sizes}; fewer requests are padded to the next")
 
     def measure_alone(self) -> None:
@@ -169,9 +169,9 @@ class _ServeJob:
         self._check_answers()
         journal.stage("full batches")
         contention = system.CpuContention()
-        once = measure.make_step(rung.session, "all", rung.feeds)
+        run_step = measure.make_step(rung.session, "all", rung.feeds)
         journal.store_samples(
-            "latency", "all", "s", "duration", self._instances.call(lambda: measure.measure_latency(once, plan))
+            "latency", "all", "s", "duration", self._instances.call(lambda: measure.measure_latency(run_step, plan))
         )
         rate = self._measure_capacity(plan.seconds)
         journal.store_samples("throughput", "throughput", "1/s", "rate", rate)
@@ -182,54 +182,54 @@ class _ServeJob:
 
     def _check_answers(self) -> None:
         """Run each batch of each size once on every lane; fail if no value of an answer is finite."""
-        answered: list[Arrays] = []
+        answers: list[Arrays] = []
 
         def run_batches(lane: Lane) -> None:
             for rung in lane.rungs:
                 for _ in rung.feeds:
                     with suppress(Unanswered):  # an overloaded server: its rate reports it
                         lane.answer(rung.size)
-                        answered.append({name: np.array(a) for name, a in lane.answered.items()})
+                        answers.append({name: np.array(a) for name, a in lane.answered.items()})
 
         self._instances.run_each(run_batches)
-        self._check_finite(answered)
+        self._check_finite(answers)
 
     def _check_last(self) -> None:
         """Fail if no value of any lane's last answer is finite."""
         self._check_finite([lane.answered for lane in self._instances.lanes])
 
-    def _check_finite(self, answered: Sequence[Arrays]) -> None:
+    def _check_finite(self, answers: Sequence[Arrays]) -> None:
         """Fail if answers have no finite value and earlier answers were finite."""
-        before = self._journal.record.facts.finite
-        any_finite = [record_finite(arrays, self._journal) for arrays in answered]
-        if before and answered and not any(any_finite):
+        was_finite = self._journal.record.facts.finite
+        finite_flags = [record_finite(arrays, self._journal) for arrays in answers]
+        if was_finite and answers and not any(finite_flags):
             raise make_failure()
 
     def _measure_capacity(self, seconds: float) -> measure.Sampling:
         """Measure requests per second with full batches on every lane; a sample per lane and batch."""
-        done: list[float] = []
-        unanswered: list[Unanswered] = []
-        most, clock = self._rules.max_batch, Clock()
+        durations: list[float] = []
+        errors: list[Unanswered] = []
+        max_batch, clock = self._rules.max_batch, Clock()
 
         def time_batches(lane: Lane) -> None:
-            began = clock.now()
-            while began < seconds:
+            start = clock.now()
+            while start < seconds:
                 try:
-                    lane.answer(most)
+                    lane.answer(max_batch)
                 except Unanswered as e:
-                    unanswered.append(e)
-                    began = clock.now()
+                    errors.append(e)
+                    start = clock.now()
                     continue
-                began, before = clock.now(), began
-                done.append(began - before)
+                start, previous = clock.now(), start
+                durations.append(start - previous)
 
         self._instances.run_each(time_batches)
-        whole = clock.now()
+        total_seconds = clock.now()
         self._check_last()
-        if not done:
-            raise unanswered[0]
-        rates = most * len(self._instances.lanes) / np.asarray(done)
-        return measure.Sampling(rates, "seconds", most * len(done) / whole)
+        if not durations:
+            raise errors[0]
+        rates = max_batch * len(self._instances.lanes) / np.asarray(durations)
+        return measure.Sampling(rates, "seconds", max_batch * len(durations) / total_seconds)
 
     def measure_rates(self, trace: str) -> None:
         """Test the trace, the requested rates, or the rates of a search."""
@@ -249,11 +249,11 @@ class _ServeJob:
 
     def _search_rate(self) -> None:
         """Search for the highest rate that holds; if the server ends the search, `highest` stays unknown."""
-        options, least = self._options, self._facts.least
-        lowest = serve_rates.find_lowest(least, options.duration_s)
+        options, min_requests = self._options, self._facts.least
+        lowest = serve_rates.find_lowest(min_requests, options.duration_s)
         self._facts = replace(self._facts, searched=True, lowest=lowest)
-        found = find_highest_rate(self._can_hold_rate, self._facts.capacity, options.resolution, lowest)
-        self._facts = replace(self._facts, highest=found)
+        rate = find_highest_rate(self._can_hold_rate, self._facts.capacity, options.resolution, lowest)
+        self._facts = replace(self._facts, highest=rate)
         self._journal.facts(serve=self._facts)
 
     def _can_hold_rate(self, rate: float) -> bool:
@@ -265,8 +265,8 @@ class _ServeJob:
         wait = facts.max_wait_s if facts.most > 1 else 0.0
         if facts.steps:
             began, ended, size = (self._arrays[f"{name}_{len(facts.steps) - 1}"] for name in ("began", "ended", "size"))
-            alone = (ended - began)[(size == 1) & np.isfinite(ended)]
-            if alone.size and wait + alone.min() > facts.bound_s:
+            single_seconds = (ended - began)[(size == 1) & np.isfinite(ended)]
+            if single_seconds.size and wait + single_seconds.min() > facts.bound_s:
                 return False
         return self._try_rate(rate).verdict == serve_rates.HOLDS
 
@@ -281,17 +281,17 @@ class _ServeJob:
         queue = QueryQueue(self._rules, Clock(), load_library("mlperf_loadgen", "LoadGen"))
         return self._answer_requests(queue, rate, count / rate, scenario=scenario)
 
-    def _try_arrivals(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
+    def _try_arrivals(self, arrivals: Arrivals, rate: float = 0.0) -> ServeStep:
         """Send requests at these times."""
         batcher = Batcher(arrivals, self._rules, Clock())
-        return self._answer_requests(batcher, asked or arrivals.rate, arrivals.times[-1], arrivals.first)
+        return self._answer_requests(batcher, rate or arrivals.rate, arrivals.times[-1], arrivals.first)
 
     def _answer_requests(
         self, batcher: Batcher | QueryQueue, rate: float, seconds: float, first: int = 0,
         scenario: ServerScenario | None = None,
     ) -> ServeStep:  # fmt: skip
         """Answer the requests and store their facts and arrays; requests before number `first` don't count."""
-        journal, facts, number = self._journal, self._facts, len(self._facts.steps)
+        journal, facts, step_index = self._journal, self._facts, len(self._facts.steps)
         journal.stage(f"{rate:.3g} requests/s for {seconds:.3g} s")
         gc.collect()
         gc.freeze()  # a collection during the test would count as the model's time
@@ -309,9 +309,9 @@ class _ServeJob:
         grows = serve_rates.is_unstable(values["arrival"], values["began"], values["refused"], self._rules.max_batch)
         latencies = serve_rates.list_latencies(values["arrival"][first:], values["ended"][first:])
         verdict = serve_rates.judge_rate(latencies, facts.percentile, facts.bound_s, facts.least, grows)
-        by_loadgen = scenario.read_latency() if scenario else 0.0
-        step = ServeStep(rate, verdict, first, grows, round(contention.count_busy(), 3), by_loadgen)
-        self._arrays |= {f"{name}_{number}": array for name, array in values.items()}
+        loadgen_latency = scenario.read_latency() if scenario else 0.0
+        step = ServeStep(rate, verdict, first, grows, round(contention.count_busy(), 3), loadgen_latency)
+        self._arrays |= {f"{name}_{step_index}": array for name, array in values.items()}
         save_arrays(journal.folder / ARRAYS_FILE, self._arrays)
         self._facts = replace(facts, steps=(*facts.steps, step))
         journal.facts(serve=self._facts)

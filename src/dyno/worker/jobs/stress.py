@@ -61,24 +61,24 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
     """
     if type(session).reshape is Session.reshape:
         raise UserError(f"{trial.backend} takes only one shape; this test is for TensorRT and ONNX Runtime")
-    sizes = _find_batch_ranges(session, phases)
-    most = max(high for _, high in sizes.values())
-    pool = _stage_images(session, trial, most)
-    reference = _run_reference(session, pool, min(low for low, _ in sizes.values()))
+    ranges = _find_batch_ranges(session, phases)
+    max_batch = max(high for _, high in ranges.values())
+    pool = _stage_images(session, trial, max_batch)
+    reference = _run_reference(session, pool, min(low for low, _ in ranges.values()))
     rng = np.random.default_rng(trial.data.seed)
-    for name, (low, high) in sizes.items():
+    for name, (low, high) in ranges.items():
         _warm_up(session, pool, low, high)
         before = _measure_memory(session)
-        seconds, wrong, worst = np.empty(iterations), 0, 0.0
+        seconds, wrong_count, worst_error = np.empty(iterations), 0, 0.0
         for k in range(iterations):
             batch = int(rng.integers(low, high, endpoint=True))
-            start = int(rng.integers(0, most, endpoint=True))
+            start = int(rng.integers(0, max_batch, endpoint=True))
             seconds[k], outputs = _time_batch(session, pool, start, batch)
             error = _compute_error(outputs, reference, start, batch)
-            worst = max(worst, error)
-            wrong += not error <= TOLERANCES[trial.precision]  # a NaN is wrong too
+            worst_error = max(worst_error, error)
+            wrong_count += not error <= TOLERANCES[trial.precision]  # a NaN is wrong too
         after = _measure_memory(session)
-        yield Phase(name, (low, high), seconds, wrong, worst, after[0] - before[0], after[1] - before[1])
+        yield Phase(name, (low, high), seconds, wrong_count, worst_error, after[0] - before[0], after[1] - before[1])
 
 
 def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
@@ -86,14 +86,14 @@ def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[i
 
     Without a profile they follow from the numbers in `phases`, else from UNBOUNDED_PHASES.
     """
-    numbers = [int(name) for name in phases if name.isdecimal()]
-    given = (min(numbers), min(numbers), max(numbers)) if numbers else UNBOUNDED_PHASES
-    low, opt, high = session.batches or given
-    sizes = {"min": (low, low), "opt": (opt, opt), "max": (high, high), "random": (low, high)}
-    for number in numbers:
-        if not low <= number <= high:
-            raise UserError(f"batch {number} is outside the engine's profile, {low} to {high}")
-    return {name: sizes[name] if name in sizes else (int(name), int(name)) for name in phases}
+    batches = [int(name) for name in phases if name.isdecimal()]
+    bounds = (min(batches), min(batches), max(batches)) if batches else UNBOUNDED_PHASES
+    low, opt, high = session.batches or bounds
+    ranges = {"min": (low, low), "opt": (opt, opt), "max": (high, high), "random": (low, high)}
+    for batch in batches:
+        if not low <= batch <= high:
+            raise UserError(f"batch {batch} is outside the engine's profile, {low} to {high}")
+    return {name: ranges[name] if name in ranges else (int(name), int(name)) for name in phases}
 
 
 def _stage_images(session: Session, trial: Trial, max_batch: int) -> Arrays:
@@ -106,15 +106,15 @@ def _stage_images(session: Session, trial: Trial, max_batch: int) -> Arrays:
 
 def _run_reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.ndarray]:
     count = len(next(iter(pool.values())))
-    parts = []
+    results = []
     for start in range(0, count, batch):
         start = min(start, count - batch)
-        parts.append((start, {name: np.array(a) for name, a in _time_batch(session, pool, start, batch)[1].items()}))
-    whole = {name: np.empty((count, *a.shape[1:]), a.dtype) for name, a in parts[0][1].items()}
-    for start, outputs in parts:
+        results.append((start, {name: np.array(a) for name, a in _time_batch(session, pool, start, batch)[1].items()}))
+    reference = {name: np.empty((count, *a.shape[1:]), a.dtype) for name, a in results[0][1].items()}
+    for start, outputs in results:
         for name, a in outputs.items():
-            whole[name][start : start + batch] = a
-    return whole
+            reference[name][start : start + batch] = a
+    return reference
 
 
 def _time_batch(session: Session, pool: Arrays, start: int, batch: int) -> tuple[float, dict[str, np.ndarray]]:
@@ -141,8 +141,8 @@ def _compute_error(
     for name, a in outputs.items():
         expected = reference[name][start : start + batch]
         if is_labels(expected):
-            changed = int((a != expected).sum())
-            errors.append((changed - (a.size >= MIN_LABELS) if changed else 0) / max(a.size, 1))
+            changed_count = int((a != expected).sum())
+            errors.append((changed_count - (a.size >= MIN_LABELS) if changed_count else 0) / max(a.size, 1))
             continue
         a, expected = a.astype(np.float64), expected.astype(np.float64)
         errors.append(float(np.abs(a - expected).max(initial=0) / max(float(np.abs(expected).max(initial=0)), 1e-30)))
@@ -193,9 +193,9 @@ def copy(runtime: Runtime, seconds: float = SECONDS_PER_TYPE) -> CopyRate:
     cache = getattr(properties, "L2_cache_size", 0) if properties else system.last_cache()
     size = max(MIN_COPIED_B[device.type], MIN_CACHE_MULTIPLE * cache)
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    since = time.monotonic()
-    fastest = min(_time_repetitions(torch, device, lambda: target.copy_(source), seconds))
-    return CopyRate(2 * size / fastest, size, cache, (since, time.monotonic()))
+    start = time.monotonic()
+    min_seconds = min(_time_repetitions(torch, device, lambda: target.copy_(source), seconds))
+    return CopyRate(2 * size / min_seconds, size, cache, (start, time.monotonic()))
 
 
 def _prepare_torch(runtime: Runtime) -> tuple[Any, Any]:
@@ -215,21 +215,21 @@ def _prepare_torch(runtime: Runtime) -> tuple[Any, Any]:
 def _measure_type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfType:
     torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-    sides: dict[str, float] = {}
-    since, missing = time.monotonic(), ""
-    allowed = seconds / len(PRODUCT_SIDES[device.type])
+    rates: dict[str, float] = {}
+    start, reason = time.monotonic(), ""
+    side_seconds = seconds / len(PRODUCT_SIDES[device.type])
     for side in PRODUCT_SIDES[device.type]:
-        if sides and 2 * MIN_TIMINGS * side**3 / max(sides.values()) > 2 * seconds:
+        if rates and 2 * MIN_TIMINGS * side**3 / max(rates.values()) > 2 * seconds:
             break  # larger products would take hours
         try:
-            sides[str(side)] = _measure_side(torch, device, name, side, allowed)
+            rates[str(side)] = _measure_side(torch, device, name, side, side_seconds)
         except (RuntimeError, MemoryError) as e:  # no kernel for this type, or no memory for this side
-            missing = first_line(e)
+            reason = first_line(e)
             break
-    if not sides:
-        return PeakOfType(missing=missing)
-    best = max(sides, key=lambda side: sides[side])
-    return PeakOfType(sides[best], int(best), sides, (since, time.monotonic()))
+    if not rates:
+        return PeakOfType(missing=reason)
+    best_side = max(rates, key=lambda side: rates[side])
+    return PeakOfType(rates[best_side], int(best_side), rates, (start, time.monotonic()))
 
 
 def _measure_side(torch: Any, device: Any, name: str, side: int, seconds: float) -> float:
@@ -247,12 +247,12 @@ def _measure_side(torch: Any, device: Any, name: str, side: int, seconds: float)
 
 def _time_repetitions(torch: Any, device: Any, action: Callable[[], Any], seconds: float) -> list[float]:
     """Return the seconds of each repetition during about `seconds`, after one warm-up run."""
-    timer = _make_gpu_timer(torch) if device.type == "cuda" else _time_on_host
-    timer(action)
+    time_action = _make_gpu_timer(torch) if device.type == "cuda" else _time_on_host
+    time_action(action)
     times: list[float] = []
-    since = time.monotonic()
-    while len(times) < MIN_TIMINGS or time.monotonic() - since < seconds:
-        times.append(timer(action))
+    start = time.monotonic()
+    while len(times) < MIN_TIMINGS or time.monotonic() - start < seconds:
+        times.append(time_action(action))
     return times
 
 

@@ -64,16 +64,16 @@ class Uninterleaved:
         """Yield a number for each block to measure now."""
         self.delays, self.core_latencies = [], []
         deadline = time.monotonic() + plan.seconds
-        for number in range(plan.blocks):
-            if number >= MIN_BLOCKS and time.monotonic() >= deadline:
+        for index in range(plan.blocks):
+            if index >= MIN_BLOCKS and time.monotonic() >= deadline:
                 return
-            yield from self._iter_watched(number)
+            yield from self._iter_watched(index)
 
-    def _iter_watched(self, number: int) -> Iterator[int]:
+    def _iter_watched(self, index: int) -> Iterator[int]:
         """Yield the block's number, then store the share of the block that each processor's thread waited."""
-        since, before = time.monotonic(), system.run_delay()
-        yield number
-        delay, seconds = system.run_delay() - before, time.monotonic() - since
+        start, before = time.monotonic(), system.run_delay()
+        yield index
+        delay, seconds = system.run_delay() - before, time.monotonic() - start
         self.delays.append(round(delay / max(seconds * len(os.sched_getaffinity(0)), 1e-9), 4))
 
 
@@ -85,13 +85,13 @@ class Interleaved(Uninterleaved):
 
     conducted = True
 
-    def __init__(self, read: int, write: int) -> None:
+    def __init__(self, read_fd: int, write_fd: int) -> None:
         super().__init__()
         self._began = time.perf_counter()
         self._core_latency = 0  # received with the last message
-        for end in (read, write):
-            os.set_inheritable(end, False)
-        self._commands, self._replies = os.fdopen(read, "r"), os.fdopen(write, "w", buffering=1)
+        for descriptor in (read_fd, write_fd):
+            os.set_inheritable(descriptor, False)
+        self._commands, self._replies = os.fdopen(read_fd, "r"), os.fdopen(write_fd, "w", buffering=1)
 
     def imported(self) -> None:
         """See `Uninterleaved.imported`."""
@@ -106,24 +106,24 @@ class Interleaved(Uninterleaved):
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """See `Uninterleaved.blocks`."""
         self.delays, self.core_latencies = [], []
-        number, line = 0, f"{READY} {boundary}"
-        while self._ask_conductor(line) == GO:
+        index, message = 0, f"{READY} {boundary}"
+        while self._ask_conductor(message) == GO:
             self.core_latencies.append(self._core_latency)
-            yield from self._iter_watched(number)
-            number, line = number + 1, f"{DONE} {self.delays[-1]:g}"
+            yield from self._iter_watched(index)
+            index, message = index + 1, f"{DONE} {self.delays[-1]:g}"
 
-    def _ask_conductor(self, line: str) -> str:
-        since = time.perf_counter()
-        print(line, file=self._replies)
-        word, _, latency = self._commands.readline().strip().partition(" ")
+    def _ask_conductor(self, message: str) -> str:
+        start = time.perf_counter()
+        print(message, file=self._replies)
+        reply, _, latency = self._commands.readline().strip().partition(" ")
         self._core_latency = int(latency or 0)
-        self.waited_s += time.perf_counter() - since
-        if word not in (GO, END):  # conductor gone: no measurement without a turn
+        self.waited_s += time.perf_counter() - start
+        if reply not in (GO, END):  # conductor gone: no measurement without a turn
             raise EOFError("the process that directs this job's turns has ended")
-        return word
+        return reply
 
 
 def find_conductor() -> Uninterleaved:
     """Return this process's turns: the conductor behind the inherited pipes, or an uninterleaved job."""
-    ends = os.environ.pop(CONDUCTOR_VARIABLE, "")
-    return Interleaved(*map(int, ends.split(","))) if ends else Uninterleaved()
+    descriptors = os.environ.pop(CONDUCTOR_VARIABLE, "")
+    return Interleaved(*map(int, descriptors.split(","))) if descriptors else Uninterleaved()

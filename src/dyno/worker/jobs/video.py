@@ -95,10 +95,10 @@ def video(job: Job, journal: Journal) -> None:
     )
     if job.round == 0:
         engine.call(lambda: find_rows(engine.session, trial, trial.dims.batch))
-    work = _VideoJob(job, options, engine, source, journal)
-    work.measure_alone()
-    work.run_pipeline()
-    work.repeat_alone()
+    video_job = _VideoJob(job, options, engine, source, journal)
+    video_job.measure_alone()
+    video_job.run_pipeline()
+    video_job.repeat_alone()
     journal.record = replace(journal.record, facts=journal.record.facts.merge(engine.call(engine.session.facts)))
     engine.call(engine.session.close)
 
@@ -122,8 +122,8 @@ class _VideoJob:
         }
         self._reader = BoxReader(_find_task(job.trial), model.classes or 0, model.keypoints, **limits)
         if self._ends is not None:
-            change = on_device.drop_low_scores(self._ends.torch, self._reader)
-            engine.session = on_device.OnDeviceSession(session, self._ends, change)
+            reduce_outputs = on_device.drop_low_scores(self._ends.torch, self._reader)
+            engine.session = on_device.OnDeviceSession(session, self._ends, reduce_outputs)
         self._output, self._boxes = (Path(job.options[k]) if job.options[k] else None for k in ("output", "boxes"))
         self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
         self._lanes = lanes_beside(job.trial.runtime.device == "cpu")
@@ -142,30 +142,30 @@ class _VideoJob:
 
         Raise a `UserError` if that was requested and PyTorch can't reach the inputs.
         """
-        wanted = self._options.prepare
-        usual = self._host.takes_frames and self._trial.runtime.device != "cpu"
-        if wanted == HOST or not (wanted or usual):
+        prepare = self._options.prepare
+        is_default = self._host.takes_frames and self._trial.runtime.device != "cpu"
+        if prepare == HOST or not (prepare or is_default):
             return None
-        ends = self._engine.call(self._host.on_device)
-        if ends is None and wanted:
+        binding = self._engine.call(self._host.on_device)
+        if binding is None and prepare:
             raise UserError(
-                f"prepare is {wanted}, and PyTorch can't reach this engine's inputs where it computes; omit --prepare"
+                f"prepare is {prepare}, and PyTorch can't reach this engine's inputs where it computes; omit --prepare"
             )
-        return ends
+        return binding
 
     def measure_alone(self) -> None:
         """Measure every stage alone, and all under full CPU load; store latency and throughput as in any record."""
         journal = self._journal
         journal.stage("each stage alone")
         contention = system.CpuContention()
-        stages, bench, rate = self._engine.call(self._measure_alone)
+        times, bench, rate = self._engine.call(self._measure_alone)
         feeds = bench.feeds
         if self._ends is not None:  # records are from host to host
             feeds = self._engine.call(lambda: on_device.host_feeds(bench.feeds, self._host))
             batch, plan = self._preparation.batch, self._trial.plan
             rate = self._engine.call(lambda: measure.measure_throughput(self._host, feeds, batch, plan))
-        once = measure.make_step(self._host, "all", feeds)
-        latency = self._engine.call(lambda: measure.measure_latency(once, self._trial.plan))
+        run_step = measure.make_step(self._host, "all", feeds)
+        latency = self._engine.call(lambda: measure.measure_latency(run_step, self._trial.plan))
         journal.store_samples("latency", "all", "s", "duration", latency)
         journal.store_samples("throughput", "throughput", "1/s", "rate", rate)
         journal.record_contention(
@@ -176,7 +176,7 @@ class _VideoJob:
         self._facts = replace(self._facts, height=height, width=width)
         self._measurements = [
             alone.StageMeasurement(
-                stages, self._measure_contention(bench.answered), alone.measure_hand_over(len(stages) - 1)
+                times, self._measure_contention(bench.answered), alone.measure_hand_over(len(times) - 1)
             )
         ]
 
@@ -186,22 +186,22 @@ class _VideoJob:
             return
         self._journal.stage("each stage alone")
         # Only the video's own reading of the source counts for its notes.
-        damaged, left = self._source.damaged, self._source.left
+        damaged_count, packets = self._source.damaged, self._source.left
         with suppress(KeyboardInterrupt):
-            stages, bench, _ = self._engine.call(self._measure_alone)
+            times, bench, _ = self._engine.call(self._measure_alone)
             cost = self._measure_contention(bench.answered)
-            self._measurements.append(alone.StageMeasurement(stages, cost, alone.measure_hand_over(len(stages) - 1)))
-        self._source.damaged, self._source.left = damaged, left
+            self._measurements.append(alone.StageMeasurement(times, cost, alone.measure_hand_over(len(times) - 1)))
+        self._source.damaged, self._source.left = damaged_count, packets
         self._store_found()
 
     def _measure_alone(self) -> tuple[dict[str, alone.IsolatedTimes], alone.Bench, measure.Sampling]:
         """Measure every stage alone, in the engine's thread."""
-        journal, session, first = self._journal, self._engine.session, not self._measurements
+        journal, session, is_first = self._journal, self._engine.session, not self._measurements
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
         sink = open_sink(path, self._source, self._options.codec) if path else None
         preparations, tracker = self._new_preparations(), self._new_tracker()
         bench = alone.Bench(self._source, self._engine, preparations, self._reader, tracker, sink)
-        if first:
+        if is_first:
             journal.time_stage("first_call", "first call", measure.make_step(session, "all", bench.feeds))
             journal.stage("each stage alone")
         bench.run(self._options.frames)
@@ -212,19 +212,19 @@ class _VideoJob:
         inference, rate = alone.measure_inference(self._engine, bench.feeds, self._trial.plan, self._preparation.batch)
         return {**bench.results(), steps.INFER: inference}, bench, rate
 
-    def _measure_contention(self, answered: list[Batch]) -> alone.ContentionCost | None:
+    def _measure_contention(self, batches: list[Batch]) -> alone.ContentionCost | None:
         """Measure stages' processor time under full CPU load (`alone.measure_contention`); None on one processor."""
         count = min(len(steps.STAGES), self._facts.processors // codec_threads())
         if self._facts.processors == 1:
             return None
         suffix = self._output.suffix if self._output else ""
-        paths = [self._journal.folder / f"copy{number}{suffix}" for number in range(count)] if self._output else []
+        paths = [self._journal.folder / f"copy{index}{suffix}" for index in range(count)] if self._output else []
         preparations = [self._new_preparation() for _ in range(count)]
         sinks: list[Sink | None] = [open_sink(path, self._source, self._options.codec) for path in paths]
-        copies = [alone.StageCopy(self._source, preparation, self._reader, self._new_tracker(), sink, answered[0])
+        copies = [alone.StageCopy(self._source, preparation, self._reader, self._new_tracker(), sink, batches[0])
                   for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
         try:
-            return alone.measure_contention(copies, self._engine, answered)
+            return alone.measure_contention(copies, self._engine, batches)
         finally:
             for copy in copies:
                 copy.close()
@@ -233,56 +233,56 @@ class _VideoJob:
 
     def _store_found(self) -> None:
         """Store the results of the isolated stages so far, and of the video if it has run."""
-        found = alone.join_measurements(self._measurements)
-        self._arrays |= {f"alone_{name}": one.seconds for name, one in found.stages.items()}
-        cpu = {name: one.cpu for name, one in found.stages.items()}
-        self._facts = replace(self._facts, cpu=cpu, hand_over=found.hand_over)
-        if (cost := found.contention) is not None:
+        measurement = alone.join_measurements(self._measurements)
+        self._arrays |= {f"alone_{name}": stage.seconds for name, stage in measurement.stages.items()}
+        cpu = {name: stage.cpu for name, stage in measurement.stages.items()}
+        self._facts = replace(self._facts, cpu=cpu, hand_over=measurement.hand_over)
+        if (cost := measurement.contention) is not None:
             self._facts = replace(self._facts, crowding=cost.factor, cpu_inference=cost.inference)
         save_arrays(self._journal.folder / ARRAYS_FILE, self._arrays)
         self._journal.facts(video=self._facts)
 
     def _new_preparation(self) -> Preparation:
-        what = self._trial.model.preprocess, self._engine.session.inputs, self._trial.dims
-        return Preparation(*what) if self._ends is None else on_device.DevicePreparation(*what, self._ends)
+        args = self._trial.model.preprocess, self._engine.session.inputs, self._trial.dims
+        return Preparation(*args) if self._ends is None else on_device.DevicePreparation(*args, self._ends)
 
     def _new_preparations(self) -> list[Preparation]:
         return [self._new_preparation() for _ in range(self._lanes)]
 
     def _new_tracker(self) -> Tracker | None:
         options = self._options
-        least = options.track_confidence or options.confidence
-        return Tracker(options.track, self._source.rate, least) if options.track else None
+        min_score = options.track_confidence or options.confidence
+        return Tracker(options.track, self._source.rate, min_score) if options.track else None
 
     def run_pipeline(self) -> None:
         """Run the whole video through all stages at once; if the user stops it, keep the frames written so far."""
         journal = self._journal
-        lines = [self._engine.call(partial(self._build_line, number)) for number in range(self._options.streams)]
+        streams = [self._engine.call(partial(self._build_line, index)) for index in range(self._options.streams)]
         journal.stage("video")
         gc.collect()
         gc.freeze()  # a collection would visit all the libraries' objects again and again
-        contention, cpu, since = system.CpuContention(), time.process_time(), now()
+        contention, cpu, start_ns = system.CpuContention(), time.process_time(), now()
         stopped = False
         try:
             stages.run_pipelines(
-                [line.stages for line in lines], _make_ticker(journal, lines, self._options.frames, since)
+                [stream.stages for stream in streams], _make_ticker(journal, streams, self._options.frames, start_ns)
             )
         except KeyboardInterrupt:
             stopped = True
         except OSError as e:
-            raise self._explain_error(e, lines[0].sink) from e
+            raise self._explain_error(e, streams[0].sink) from e
         finally:
-            notes = self._close_lines(lines)
-        seconds, cpu = (now() - since) / 1e9, time.process_time() - cpu
+            notes = self._close_lines(streams)
+        seconds, cpu = (now() - start_ns) / 1e9, time.process_time() - cpu
         journal.record_contention(
             "video", contention.count_busy(), self._trial.runtime.device, contention.count_withheld()
         )
-        self._store_times(lines[0], since)
-        counts = [line.sink.written if self._output else line.answered for line in lines]
+        self._store_times(streams[0], start_ns)
+        counts = [stream.sink.written if self._output else stream.answered for stream in streams]
         self._facts = replace(
-            self._facts, frames=counts[0], answered=sum(counts), streams=len(lines), seconds=seconds, stopped=stopped,
-            dropped=sum(line.stages.dropped for line in lines), cpu_whole=cpu / max(1, sum(counts)),
-            depth=stages.QUEUE_DEPTH, objects=lines[0].tracker.counts if lines[0].tracker else {},
+            self._facts, frames=counts[0], answered=sum(counts), streams=len(streams), seconds=seconds, stopped=stopped,
+            dropped=sum(stream.stages.dropped for stream in streams), cpu_whole=cpu / max(1, sum(counts)),
+            depth=stages.QUEUE_DEPTH, objects=streams[0].tracker.counts if streams[0].tracker else {},
             rate=self._source.rate,
         )  # fmt: skip
         self._store_found()
@@ -291,38 +291,38 @@ class _VideoJob:
         for path in filter(None, (self._output, self._boxes) if self._scratch else ()):
             _remove_path(path)
 
-    def _build_line(self, number: int) -> _VideoStream:
+    def _build_line(self, index: int) -> _VideoStream:
         """Build the stages of one stream; streams after the first are only load, and their output is removed."""
-        first, output = number == 0, self._output
-        if output and not first:
-            output = self._journal.folder / f"stream{number}{output.suffix}"
-        preloaded = isinstance(self._source, MemorySource)
-        again = self._source_text, self._options, _choose_decoder(self._options, self._trial)
-        source = self._source if first or preloaded else open_source(*again)
+        is_first, output = index == 0, self._output
+        if output and not is_first:
+            output = self._journal.folder / f"stream{index}{output.suffix}"
+        is_preloaded = isinstance(self._source, MemorySource)
+        source_args = self._source_text, self._options, _choose_decoder(self._options, self._trial)
+        source = self._source if is_first or is_preloaded else open_source(*source_args)
         sink = open_sink(output, source, self._options.codec)
-        keep = steps.DetectionRecorder(self._boxes if first else None)
+        recorder = steps.DetectionRecorder(self._boxes if is_first else None)
         preparations, tracker, engine = self._new_preparations(), self._new_tracker(), self._engine
-        shares, batch, size = self._options.streams > 1, preparations[0].batch, preparations[0].size
+        is_shared, batch, size = self._options.streams > 1, preparations[0].batch, preparations[0].size
         feeds = steps.PreparationStage.arrays(preparations[0], engine, self._lanes)
         chain: list[stages.PipelineStage] = [
-            steps.PreparationStage(preparations, feeds), steps.InferenceStage(engine, shares, batch),
-            steps.PostprocessingStage(self._reader, size, keep if tracker is None else None, batch, self._lanes,
+            steps.PreparationStage(preparations, feeds), steps.InferenceStage(engine, is_shared, batch),
+            steps.PostprocessingStage(self._reader, size, recorder if tracker is None else None, batch, self._lanes,
                               engine.take_back),
         ]  # fmt: skip
         if tracker:
-            chain.append(steps.FrameStage(steps.TRACK, tracker.identify, keep.add))
+            chain.append(steps.FrameStage(steps.TRACK, tracker.identify, recorder.add))
         if output:
             chain += [steps.FrameStage(steps.DRAW, draw_detections), steps.FrameStage(steps.ENCODE, sink.write)]
-        reading = itertools.islice(source.read(sound=output is not None), self._options.frames or None)
-        pipeline = stages.VideoPipeline(steps.DECODE, reading, chain, source.live)
-        return _VideoStream(source, sink, keep, tracker, pipeline, output if output != self._output else None)
+        frames = itertools.islice(source.read(sound=output is not None), self._options.frames or None)
+        pipeline = stages.VideoPipeline(steps.DECODE, frames, chain, source.live)
+        return _VideoStream(source, sink, recorder, tracker, pipeline, output if output != self._output else None)
 
-    def _close_lines(self, lines: list[_VideoStream]) -> list[str]:
+    def _close_lines(self, streams: list[_VideoStream]) -> list[str]:
         """Close every file; return the first stream's notes on differences from the source."""
         try:
-            notes, *_ = [line.close() for line in lines]
+            notes, *_ = [stream.close() for stream in streams]
         except OSError as e:
-            raise self._explain_error(e, lines[0].sink) from e
+            raise self._explain_error(e, streams[0].sink) from e
         return notes
 
     def _explain_error(self, e: OSError, sink: Sink) -> Exception:
@@ -331,24 +331,26 @@ class _VideoJob:
             return e
         return UserError(f"the disk is full: {self._output} ends after about {sink.written} frames; free some space")
 
-    def _find_oddities(self, count: int, stopped: bool) -> Iterator[str]:
+    def _find_oddities(self, count: int, is_stopped: bool) -> Iterator[str]:
         source, expected = self._source, self._source.count
-        whole = not stopped and not self._options.frames and not source.live
-        if stopped:
+        is_complete = not is_stopped and not self._options.frames and not source.live
+        if is_stopped:
             yield f"stopped by the user after {count} frames"
         if source.damaged:
             pieces = "piece" if source.damaged == 1 else "pieces"
             yield f"{source.damaged} {pieces} of {source.name} can't be decoded and were left out"
-        elif whole and expected and count != expected:
+        elif is_complete and expected and count != expected:
             yield f"{source.name} says that it has {expected} frames, and {count} were found"
 
-    def _store_times(self, line: _VideoStream, since: int) -> None:
+    def _store_times(self, stream: _VideoStream, start_ns: int) -> None:
         """Store the times of all stages and frames of the stream, in seconds since the pipeline's start."""
-        keep, every = line.keep, line.stages.timed
-        for name, timed in every.items():
-            self._arrays |= {f"{name}_{key}": array for key, array in timed.arrays(since).items()}
-        began, known, boxes = (np.asarray(each, np.int64) for each in (keep.began, keep.known_times, keep.boxes))
-        self._arrays |= {"frame_began": (began - since) / 1e9, "frame_known": (known - since) / 1e9,
+        recorder, timestamps = stream.keep, stream.stages.timed
+        for name, stage_times in timestamps.items():
+            self._arrays |= {f"{name}_{key}": array for key, array in stage_times.arrays(start_ns).items()}
+        began, known, boxes = (
+            np.asarray(each, np.int64) for each in (recorder.began, recorder.known_times, recorder.boxes)
+        )
+        self._arrays |= {"frame_began": (began - start_ns) / 1e9, "frame_known": (known - start_ns) / 1e9,
                          "frame_boxes": boxes}  # fmt: skip
 
 
@@ -395,16 +397,16 @@ def _find_task(trial: Trial) -> Detect:
     return task
 
 
-def _make_ticker(journal: Journal, lines: list[_VideoStream], max_frames: int, since: int) -> Callable[[], None]:
-    recent: list[tuple[int, int]] = [(since, 0)]
-    expected = len(lines) * (max_frames or lines[0].source.count)
+def _make_ticker(journal: Journal, streams: list[_VideoStream], max_frames: int, start_ns: int) -> Callable[[], None]:
+    history: list[tuple[int, int]] = [(start_ns, 0)]
+    expected = len(streams) * (max_frames or streams[0].source.count)
 
     def write_progress() -> None:
-        recent.append((now(), sum(line.answered for line in lines)))
-        (began, before), (at, done) = recent[max(0, len(recent) - 1 - AVERAGED_TICKS)], recent[-1]
-        of = f" of {expected}" if expected else ""
-        rate = (done - before) / max((at - began) / 1e9, 1e-9)
-        (journal.folder / "stage").write_text(f"frame {done}{of}, {rate:.1f} frames/s")
+        history.append((now(), sum(stream.answered for stream in streams)))
+        (begin_ns, before), (end_ns, after) = history[max(0, len(history) - 1 - AVERAGED_TICKS)], history[-1]
+        total_text = f" of {expected}" if expected else ""
+        rate = (after - before) / max((end_ns - begin_ns) / 1e9, 1e-9)
+        (journal.folder / "stage").write_text(f"frame {after}{total_text}, {rate:.1f} frames/s")
 
     return write_progress
 

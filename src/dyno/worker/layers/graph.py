@@ -45,11 +45,11 @@ def read_nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     graph, inferred_shapes = inferred if inferred else (model.graph, {})
     reader = _GraphReader(onnx, graph, model, inferred_shapes)
     layers = tuple(reader.read_layer(node) for node in graph.node if node.op_type != "Constant")
-    unknown = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
-    notes: tuple[str, ...] = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) * bool(unknown)
+    unknowns = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
+    notes: tuple[str, ...] = (f"the shapes of {unknowns} of {len(layers)} nodes can't be inferred",) * bool(unknowns)
     if uncounted := sum(layer.flops is None for layer in layers):
-        why = "their shapes, or how often a branch or a loop runs, aren't known"
-        notes += (f"the operations of {uncounted} of {len(layers)} nodes are not counted: {why}",)
+        reason = "their shapes, or how often a branch or a loop runs, aren't known"
+        notes += (f"the operations of {uncounted} of {len(layers)} nodes are not counted: {reason}",)
     title = f"ONNX opset {read_opset(model)}"
     return LayerGraph(form=NODES, library=title, parameters=reader.weight_count, layers=layers, notes=notes)
 
@@ -71,13 +71,13 @@ class _GraphReader:
 
     def read_layer(self, node: Any) -> Layer:
         """Return the node as a layer, and add its new weights, which no earlier node has, to `self.stored`."""
-        own = self._scope.list_weights(node)
+        weights = self._scope.list_weights(node)
         pairs = (pair for scope in self._scope.list_inner(node) for pair in scope.walk())
-        inside = (weight for scope, each in pairs for weight in scope.list_weights(each))
-        sizes = {weight.key: weight.count for weight in (*own, *inside)}
-        fresh = sizes.keys() - self._counted
-        self._counted |= fresh
-        self.weight_count += sum(sizes[key] for key in fresh)
+        inner_weights = (weight for scope, inner_node in pairs for weight in scope.list_weights(inner_node))
+        sizes = {weight.key: weight.count for weight in (*weights, *inner_weights)}
+        new_keys = sizes.keys() - self._counted
+        self._counted |= new_keys
+        self.weight_count += sum(sizes[key] for key in new_keys)
         kind = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
         name = name_node(node)
         operator = node.op_type.removeprefix("Fused")
@@ -88,9 +88,9 @@ class _GraphReader:
             inputs=tuple(self._make_port(n) for n in node.input if n and n not in self._scope.constants),
             outputs=tuple(self._make_port(n) for n in node.output if n),
             parameters=sum(sizes.values()),
-            shared=sum(sizes[key] for key in sizes.keys() - fresh),
+            shared=sum(sizes[key] for key in sizes.keys() - new_keys),
             flops=None if flops.has_products_inside(node) else count,
-            modules=self._find_modules(node, [weight.name for weight in own if self._readers[weight.name] == 1]),
+            modules=self._find_modules(node, [weight.name for weight in weights if self._readers[weight.name] == 1]),
             nodes=(name,),
         )
 
@@ -98,8 +98,8 @@ class _GraphReader:
         owners = _find_owners(node, weights)
         if not self._wrapped:
             return owners
-        named = [name for name in owners if name]  # the wrapper's own nodes are a program's, which has lost its names
-        return tuple("" if name == WRAPPER else name.removeprefix(f"{WRAPPER}.") for name in named)
+        names = [name for name in owners if name]  # the wrapper's own nodes are a program's, which has lost its names
+        return tuple("" if name == WRAPPER else name.removeprefix(f"{WRAPPER}.") for name in names)
 
     def _make_port(self, name: str) -> Port:
         shape = tuple(length or -1 for length in self._shapes.get(name, UNKNOWN_SHAPE))
@@ -154,21 +154,21 @@ def read_optimised_graph(path: str, source: str, profile: Profile, library: str)
 
     Nodes without an event in the profile were not run. Raise a `UserError` for an unreadable file.
     """
-    written = read_nodes(path, {})
+    graph = read_nodes(path, {})
     source_names = {name_node(node) for node in _read_nodes(source)}
-    layers, blocked = [], set[str]()
-    for layer, kernel in zip(written.layers, list_kernels(written.layers, profile.outer, source), strict=True):
+    layers, blocked_names = [], set[str]()
+    for layer, kernel in zip(graph.layers, list_kernels(graph.layers, profile.outer, source), strict=True):
         operator = _name_operator(layer)
-        moves = operator in MOVE_OPERATORS or (operator == "Transpose" and layer.name not in source_names)
-        layer = replace(layer, moves=moves, computes_in=profile.computed_in.get(kernel, "") if kernel else "")
+        is_move = operator in MOVE_OPERATORS or (operator == "Transpose" and layer.name not in source_names)
+        layer = replace(layer, moves=is_move, computes_in=profile.computed_in.get(kernel, "") if kernel else "")
         layer = _apply_profile(layer, profile.outer[kernel] if kernel else None)
         # Only a reordering ends the layout; elementwise operators keep it.
-        enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
-        if enters and operator != "ReorderOutput":
-            blocked |= {port.name for port in layer.outputs}
+        is_blocked = ".nchwc." in layer.type or any(port.name in blocked_names for port in layer.inputs)
+        if is_blocked and operator != "ReorderOutput":
+            blocked_names |= {port.name for port in layer.outputs}
             layer = replace(layer, outputs=tuple(replace(port, format="nchwc") for port in layer.outputs))
         layers.append(layer)
-    return replace(written, form=LAYERS, library=library, layers=tuple(layers), notes=())
+    return replace(graph, form=LAYERS, library=library, layers=tuple(layers), notes=())
 
 
 def list_kernels(layers: Sequence[Layer], kernels: Iterable[Kernel], source: str = "") -> list[Kernel | None]:
@@ -180,19 +180,19 @@ def list_kernels(layers: Sequence[Layer], kernels: Iterable[Kernel], source: str
     pending: dict[str, list[Kernel]] = {}
     for kernel in sorted(kernels, key=lambda each: int(each[1] or 0)):
         pending.setdefault(kernel[0].removesuffix("_kernel_time"), []).append(kernel)
-    given = {n.output[0]: f"{n.op_type}_{k}" for k, n in enumerate(_read_nodes(source)) if n.output and not n.name}
-    found: list[Kernel | None] = []
+    names = {n.output[0]: f"{n.op_type}_{k}" for k, n in enumerate(_read_nodes(source)) if n.output and not n.name}
+    layer_kernels: list[Kernel | None] = []
     for layer in layers:
-        stems = (layer.name, given.get(layer.outputs[0].name, "") if layer.outputs else "")
-        own = next((pending[stem] for stem in stems if pending.get(stem)), None)
-        found.append(own.pop(0) if own else None)
-    left = sorted((one for each in pending.values() for one in each), key=lambda each: int(each[1] or 0))
+        stems = (layer.name, names.get(layer.outputs[0].name, "") if layer.outputs else "")
+        queue = next((pending[stem] for stem in stems if pending.get(stem)), None)
+        layer_kernels.append(queue.pop(0) if queue else None)
+    rest = sorted((one for each in pending.values() for one in each), key=lambda each: int(each[1] or 0))
     for k, layer in enumerate(layers):
         name = _name_operator(layer)
-        if found[k] is None and layer.outputs and layer.name == f"{name} to {layer.outputs[0].name}":
-            found[k] = next((each for each in left if each[0] == f"{name}_{each[1]}_kernel_time"), None)
-            left = [each for each in left if each != found[k]]
-    return found
+        if layer_kernels[k] is None and layer.outputs and layer.name == f"{name} to {layer.outputs[0].name}":
+            layer_kernels[k] = next((each for each in rest if each[0] == f"{name}_{each[1]}_kernel_time"), None)
+            rest = [each for each in rest if each != layer_kernels[k]]
+    return layer_kernels
 
 
 def _read_nodes(source: str) -> Sequence[Any]:
@@ -205,9 +205,9 @@ def _apply_profile(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
     layer = replace(layer, flops=None, modules=(), skipped=event is None)
     if event is None:
         return layer
-    described = event.get("output_type_shape") or ()
-    written = [(PROFILE_TYPES.get(k, k), tuple(shape)) for each in described for k, shape in each.items()]
-    outputs = [replace(p, shape=s, dtype=d) for p, (d, s) in zip(layer.outputs, written, strict=False)]
+    entries = event.get("output_type_shape") or ()
+    tensors = [(PROFILE_TYPES.get(k, k), tuple(shape)) for entry in entries for k, shape in entry.items()]
+    outputs = [replace(p, shape=s, dtype=d) for p, (d, s) in zip(layer.outputs, tensors, strict=False)]
     provider = str(event.get("provider", "")).removesuffix("ExecutionProvider")
     return replace(layer, outputs=tuple(outputs) or layer.outputs, tactic=provider)
 
@@ -229,13 +229,13 @@ def list_program_parts(model: ModelSpec, dims: Dims) -> Any:
         return None
     specs = model.inputs or (InputSpec("input", "float32", ("batch", model.channels, "height", "width")),)
     try:
-        found = _name_classes(saved_modules.load_unflattened(path))
-        _check_same(models.build(model, dims), found, lambda: modules.make_example(model, specs, dims))
+        module = _name_classes(saved_modules.load_unflattened(path))
+        _check_same(models.build(model, dims), module, lambda: modules.make_example(model, specs, dims))
     except MemoryError:
         raise
     except Exception:  # torch's unflatten refuses some programs
         return None
-    return found
+    return module
 
 
 def _name_classes(module: Any) -> Any:
@@ -245,13 +245,13 @@ def _name_classes(module: Any) -> Any:
         """Return the `named_modules` inside Dyno's wrapper, which itself runs nothing."""
         return self.model.named_modules(*args, **keywords)
 
-    wrapped, aten = module.type_name().startswith(WRAPPED), import_torch().ops.aten
+    is_wrapped, aten = module.type_name().startswith(WRAPPED), import_torch().ops.aten
     kinds = {part: part.type_name() for part in module.modules() if hasattr(part, "type_name")}
     for part, kind in kinds.items():
-        inside = {"named_modules": list_inner_modules} if wrapped and part is module else {}
-        name = kinds[part.model] if inside else kind
+        attributes = {"named_modules": list_inner_modules} if is_wrapped and part is module else {}
+        name = kinds[part.model] if attributes else kind
         if name:
-            part.__class__ = type(name.rpartition(".")[2], (type(part),), inside)
+            part.__class__ = type(name.rpartition(".")[2], (type(part),), attributes)
         part._run_with_interpreter = False  # the compiled program is faster than the interpreter
         constants = {key: value for key, value in vars(part).items() if hasattr(value, "detach")}
         for key, value in constants.items():  # else they wouldn't move to a GPU
@@ -266,16 +266,16 @@ def _name_classes(module: Any) -> Any:
     return module
 
 
-def _check_same(program: Any, found: Any, example: Callable[[], tuple[Any, Any]]) -> None:
+def _check_same(program: Any, module: Any, example: Callable[[], tuple[Any, Any]]) -> None:
     """Raise an `AssertionError` if outputs differ; each run gets a fresh example, since it may overwrite it."""
     torch = import_torch()
     results = []
     with torch.no_grad():
-        for each in (program, found):
+        for model in (program, module):
             torch.manual_seed(0)  # the program may use random numbers
             args, keywords = example()
-            results.append(list(walk_tensors(each(*args, **keywords))))
+            results.append(list(walk_tensors(model(*args, **keywords))))
     torch.testing.assert_close(*results, equal_nan=True)
     args, keywords = example()
     with flops.count_operations():  # counting runs operators in other forms
-        found(*args, **keywords)
+        module(*args, **keywords)

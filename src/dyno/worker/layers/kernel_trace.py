@@ -54,14 +54,14 @@ def read_runs(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun
     """Return a trace's runs in order, with `count` rows each; a call without a row counts for its caller."""
     owners = _Owners(events, rows)
     runs = [TracedRun([0.0] * count) for _ in range(owners.runs)]
-    begun = {e["args"]["External id"]: e["ts"] for e in events if is_kind(e, ("cpu_op", "user_annotation"))}
-    launched = {
+    starts = {e["args"]["External id"]: e["ts"] for e in events if is_kind(e, ("cpu_op", "user_annotation"))}
+    launch_times = {
         e["args"]["correlation"]: e["ts"] for e in events if is_kind(e, HOST_CATEGORIES) and "correlation" in e["args"]
     }
     work: list[list[Event]] = [[] for _ in runs]
     for event in (e for e in events if is_kind(e, GPU_CATEGORIES)):
         details = event["args"]
-        moment = begun.get(details.get("External id"), launched.get(details.get("correlation"), -math.inf))
+        moment = starts.get(details.get("External id"), launch_times.get(details.get("correlation"), -math.inf))
         run, row = owners.find_owner(moment)
         if run >= 0:
             work[run].append(event)
@@ -74,9 +74,9 @@ def read_runs(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun
         run, _ = owners.find_owner(event["ts"])
         if run >= 0:
             calls[run].append(event)
-    for each, own, made in zip(runs, work, calls, strict=True):
-        each.busy, each.calls = sum_covered(own), sum_covered(made)
-        each.kernels = sum(e["cat"] == "kernel" for e in own)
+    for traced_run, run_work, run_calls in zip(runs, work, calls, strict=True):
+        traced_run.busy, traced_run.calls = sum_covered(run_work), sum_covered(run_calls)
+        traced_run.kernels = sum(e["cat"] == "kernel" for e in run_work)
     return runs
 
 
@@ -89,30 +89,30 @@ class _Owners:
     """The innermost call at any moment of the host."""
 
     def __init__(self, events: Sequence[Event], rows: Rows) -> None:
-        marked = (e for e in events if is_kind(e, ("user_annotation",)))
-        named = (e for e in marked if e["name"].startswith((RUN_RANGE, CALL_RANGE)))
-        ranges = [_Range(e["ts"], e["ts"] + e["dur"], e["name"]) for e in named]
-        self._ranges = sorted(ranges, key=lambda one: (one.begin, -one.end))
+        annotations = (e for e in events if is_kind(e, ("user_annotation",)))
+        range_events = (e for e in annotations if e["name"].startswith((RUN_RANGE, CALL_RANGE)))
+        ranges = [_Range(e["ts"], e["ts"] + e["dur"], e["name"]) for e in range_events]
+        self._ranges = sorted(ranges, key=lambda span: (span.begin, -span.end))
         self._times, self._owners = [-math.inf], [-1]
         self.runs = 0
         self._nest_ranges()
         self._number_rows(rows)
 
     def _nest_ranges(self) -> None:
-        calling: list[int] = []
+        stack: list[int] = []
 
         def end_range() -> None:
-            self._mark_owner(self._ranges[calling.pop()].end, calling[-1] if calling else -1)
+            self._mark_owner(self._ranges[stack.pop()].end, stack[-1] if stack else -1)
 
-        for k, one in enumerate(self._ranges):
-            while calling and self._ranges[calling[-1]].end <= one.begin:
+        for k, span in enumerate(self._ranges):
+            while stack and self._ranges[stack[-1]].end <= span.begin:
                 end_range()
-            one.parent = calling[-1] if calling else -1
-            one.run = self.runs if one.name == RUN_RANGE else self._ranges[one.parent].run if calling else -1
-            self.runs += one.name == RUN_RANGE
-            calling.append(k)
-            self._mark_owner(one.begin, k)
-        while calling:
+            span.parent = stack[-1] if stack else -1
+            span.run = self.runs if span.name == RUN_RANGE else self._ranges[span.parent].run if stack else -1
+            self.runs += span.name == RUN_RANGE
+            stack.append(k)
+            self._mark_owner(span.begin, k)
+        while stack:
             end_range()
 
     def _mark_owner(self, moment: float, owner: int) -> None:
@@ -121,14 +121,14 @@ class _Owners:
 
     def _number_rows(self, rows: Rows) -> None:
         """Number the rows by earlier ended calls of the same part in the run."""
-        seen: Counter[tuple[int, str]] = Counter()
-        for one in sorted(self._ranges, key=lambda one: one.end):
-            name = one.name.removeprefix(CALL_RANGE)
-            one.row = rows.get((name, seen[one.run, name]), -1) if one.name != RUN_RANGE else -1
-            seen[one.run, name] += 1
-        for one in self._ranges:  # enclosing ranges come first
-            if one.row < 0 and one.parent >= 0:
-                one.row = self._ranges[one.parent].row
+        counts: Counter[tuple[int, str]] = Counter()
+        for span in sorted(self._ranges, key=lambda span: span.end):
+            name = span.name.removeprefix(CALL_RANGE)
+            span.row = rows.get((name, counts[span.run, name]), -1) if span.name != RUN_RANGE else -1
+            counts[span.run, name] += 1
+        for span in self._ranges:  # enclosing ranges come first
+            if span.row < 0 and span.parent >= 0:
+                span.row = self._ranges[span.parent].row
 
     def find_owner(self, moment: float) -> tuple[int, int]:
         """Return the run and row numbers of the innermost call; -1 if none."""
@@ -138,10 +138,10 @@ class _Owners:
 
 def sum_covered(events: Iterable[Event]) -> float:
     """Return the seconds covered by at least one of the events."""
-    total, until = 0.0, -math.inf
+    total, last_end = 0.0, -math.inf
     for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
+        total += max(0.0, end - max(begin, last_end))
+        last_end = max(last_end, end)
     return total * 1e-6
 
 
@@ -188,10 +188,10 @@ def list_functions(events: Sequence[Event], discarded: int) -> tuple[Function, .
 
     They are means in seconds over the trace's runs, without the first `discarded`.
     """
-    marked = (e for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN_RANGE)
-    bounds = sorted((e["ts"], e["ts"] + e["dur"]) for e in marked)
+    run_events = (e for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN_RANGE)
+    bounds = sorted((e["ts"], e["ts"] + e["dur"]) for e in run_events)
     calls, launches = _find_outermost([_make_piece(e) for e in events if is_kind(e, HOST_CATEGORIES)])
-    work = sorted((_make_piece(e) for e in events if is_kind(e, GPU_CATEGORIES)), key=lambda each: each.begin)
+    work = sorted((_make_piece(e) for e in events if is_kind(e, GPU_CATEGORIES)), key=lambda piece: piece.begin)
     runs = [
         _CriticalPath(begin, end, [c for c in calls if begin <= c.begin and c.end <= end], work, launches)
         for begin, end in bounds[discarded:]
@@ -215,13 +215,13 @@ def _make_piece(event: Event) -> _Piece:
 
 def _find_outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _Piece]]:
     """Return the outermost calls in order, and by correlation the outermost call around each call."""
-    found: list[_Piece] = []
-    around: dict[int, _Piece] = {}
-    for call in sorted(calls, key=lambda each: (each.begin, -each.end)):
-        if not found or call.begin >= found[-1].end:
-            found.append(call)
-        around[call.correlation] = found[-1]
-    return found, around
+    outermost: list[_Piece] = []
+    enclosing: dict[int, _Piece] = {}
+    for call in sorted(calls, key=lambda piece: (piece.begin, -piece.end)):
+        if not outermost or call.begin >= outermost[-1].end:
+            outermost.append(call)
+        enclosing[call.correlation] = outermost[-1]
+    return outermost, enclosing
 
 
 class _CriticalPath:
@@ -234,28 +234,28 @@ class _CriticalPath:
         self.time: dict[Key, float] = defaultdict(float)
         self.path: dict[Key, float] = defaultdict(float)
         self.waiting: dict[Key, float] = defaultdict(float)
-        own = {id(call) for call in calls}
-        done = [each for each in work if id(launches.get(each.correlation)) in own]
+        call_ids = {id(call) for call in calls}
+        run_work = [piece for piece in work if id(launches.get(piece.correlation)) in call_ids]
         self._begin, self._calls, self._launches = begin, calls, launches
         self._begins = [call.begin for call in calls]
-        self._work = sorted(done, key=lambda each: each.end)
-        self._ends = [each.end for each in self._work]
+        self._work = sorted(run_work, key=lambda piece: piece.end)
+        self._ends = [piece.end for piece in self._work]
         self._before: dict[int, _Piece] = {}  # previous work on the stream, by the identity of its successor
         last: dict[Any, _Piece] = {}
-        for each in done:
-            if each.stream in last:
-                self._before[id(each)] = last[each.stream]
-            last[each.stream] = each
-        moment, running = end, None
+        for piece in run_work:
+            if piece.stream in last:
+                self._before[id(piece)] = last[piece.stream]
+            last[piece.stream] = piece
+        moment, current_work = end, None
         while moment > begin:
-            moment, running = self._walk_work(running, moment) if running else self._walk_host(moment)
+            moment, current_work = self._walk_work(current_work, moment) if current_work else self._walk_host(moment)
         for call in calls:
             self._add_piece(CALL, call)
-            if waited := self._find_awaited(call, call.end):
-                self.waiting[CALL, call.name] += waited.end - call.begin
-        for each in done:
-            self._add_piece(GPU, each)
-            self.waiting[GPU, each.name] += max(0.0, each.begin - launches[each.correlation].end)
+            if awaited := self._find_awaited(call, call.end):
+                self.waiting[CALL, call.name] += awaited.end - call.begin
+        for piece in run_work:
+            self._add_piece(GPU, piece)
+            self.waiting[GPU, piece.name] += max(0.0, piece.begin - launches[piece.correlation].end)
         self.time[BETWEEN, OUTSIDE] = end - begin - sum(call.end - call.begin for call in calls)
         for key in self.path:
             self.time[key] = self.time[key] or self.path[key]
@@ -265,21 +265,21 @@ class _CriticalPath:
         self.time[where, piece.name] += piece.end - piece.begin
 
     def _walk_host(self, moment: float) -> tuple[float, _Piece | None]:
-        place = bisect_left(self._begins, moment) - 1  # the last call that begins before
-        if place < 0:
+        index = bisect_left(self._begins, moment) - 1  # the last call that begins before
+        if index < 0:
             return self._add_part(BETWEEN, OUTSIDE, moment, self._begin), None
-        call = self._calls[place]
+        call = self._calls[index]
         if call.end < moment:
             return self._add_part(BETWEEN, OUTSIDE, moment, call.end), None
-        if last := self._find_awaited(call, moment):
-            return self._add_part(CALL, call.name, moment, last.end), last
+        if awaited := self._find_awaited(call, moment):
+            return self._add_part(CALL, call.name, moment, awaited.end), awaited
         return self._add_part(CALL, call.name, moment, call.begin), None
 
-    def _walk_work(self, running: _Piece, moment: float) -> tuple[float, _Piece | None]:
-        begin = self._add_part(GPU, running.name, moment, max(running.begin, self._begin))
-        launch, before = self._launches[running.correlation], self._before.get(id(running))
-        if before is not None and before.end >= launch.end:
-            return self._add_part(GPU, GAP, begin, before.end), before
+    def _walk_work(self, current_work: _Piece, moment: float) -> tuple[float, _Piece | None]:
+        begin = self._add_part(GPU, current_work.name, moment, max(current_work.begin, self._begin))
+        launch, previous = self._launches[current_work.correlation], self._before.get(id(current_work))
+        if previous is not None and previous.end >= launch.end:
+            return self._add_part(GPU, GAP, begin, previous.end), previous
         return (self._add_part(GPU, LAUNCHING, begin, launch.end) if launch.end < begin else begin), None
 
     def _add_part(self, where: str, name: str, end: float, begin: float) -> float:
@@ -289,10 +289,10 @@ class _CriticalPath:
 
     def _find_awaited(self, call: _Piece, moment: float) -> _Piece | None:
         """Return the last work that ended while the call waited for it; the call's own copy counts if it ended."""
-        place = bisect_right(self._ends, moment) - 1
-        while place >= 0 and self._ends[place] > call.begin:
-            last = self._work[place]
-            if WAIT_CALL in call.name or (last.copies and last.correlation == call.correlation):
-                return last
-            place -= 1
+        index = bisect_right(self._ends, moment) - 1
+        while index >= 0 and self._ends[index] > call.begin:
+            work = self._work[index]
+            if WAIT_CALL in call.name or (work.copies and work.correlation == call.correlation):
+                return work
+            index -= 1
         return None

@@ -44,8 +44,8 @@ def watch_run(module: Any, run: Callable[[], Any]) -> LayerGraph:
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):
         raise UserError(f"it is TorchScript, {UNSEEN_ERROR}")
-    with _make_dispatch_mode() as ran, flops.count_operations() as counter:
-        watch = _ModuleWatch(torch, module, lambda: (counter.get_total_flops(), ran.count))
+    with _make_dispatch_mode() as operators, flops.count_operations() as counter:
+        watch = _ModuleWatch(torch, module, lambda: (counter.get_total_flops(), operators.count))
         with hold_hooks(torch, module, lambda _: watch.enter_part, watch.make_leave_hook):
             run()
     if isinstance(module, torch.fx.GraphModule) and not watch.called_parts:
@@ -72,17 +72,17 @@ def _make_dispatch_mode() -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.count += 1
             result = func(*args, **(kwargs or {}))
-            latest = max(walk_tensors((args, kwargs or {})), key=_find_writer, default=None)
-            for tensor in walk_tensors(result) if latest is not None and _find_writer(latest) >= 0 else ():
+            source = max(walk_tensors((args, kwargs or {})), key=_find_writer, default=None)
+            for tensor in walk_tensors(result) if source is not None and _find_writer(source) >= 0 else ():
                 if _find_writer(tensor) < 0:
-                    setattr(tensor, PORT_ATTRIBUTE, getattr(latest, PORT_ATTRIBUTE))
+                    setattr(tensor, PORT_ATTRIBUTE, getattr(source, PORT_ATTRIBUTE))
             return result
 
     return OperatorCounter()
 
 
 @contextmanager
-def hold_hooks(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> Iterator[None]:
+def hold_hooks(torch: Any, module: Any, make_enter_hook: MakeHook, make_leave_hook: MakeHook) -> Iterator[None]:
     """Set hooks before and after the calls of the module and its parts, made by name, during the block.
 
     Pure containers and parts that take no hooks are left out.
@@ -90,8 +90,8 @@ def hold_hooks(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -
     hooks = []
     for name, part in _skip_containers(torch, module):
         if takes_hooks(torch, part):
-            hooks.append(part.register_forward_pre_hook(entering(name)))
-            hooks.append(part.register_forward_hook(leaving(name), with_kwargs=True))
+            hooks.append(part.register_forward_pre_hook(make_enter_hook(name)))
+            hooks.append(part.register_forward_hook(make_leave_hook(name), with_kwargs=True))
     try:
         yield
     finally:
@@ -102,17 +102,17 @@ def hold_hooks(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -
 @contextmanager
 def hold_scopes(torch: Any, module: Any, make_scope: Callable[[str], Any]) -> Iterator[None]:
     """Run each call of the module and its parts inside a context from `make_scope`, by name."""
-    calling: list[Any] = []
+    stack: list[Any] = []
 
     def make_enter_hook(name: str) -> Callable[..., None]:
         def enter_part(*_: Any) -> None:
-            calling.append(make_scope(name))
-            calling[-1].__enter__()
+            stack.append(make_scope(name))
+            stack[-1].__enter__()
 
         return enter_part
 
     def leave_part(*_: Any) -> None:
-        calling.pop().__exit__(None, None, None)
+        stack.pop().__exit__(None, None, None)
 
     with hold_hooks(torch, module, make_enter_hook, lambda _: leave_part):
         yield
@@ -136,8 +136,8 @@ class _OpenCall:
 class _ModuleWatch:
     """Hooks for every part of a module, and their observations."""
 
-    def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
-        self._so_far, self._calls, self._open = so_far, list[Layer](), list[_OpenCall]()
+    def __init__(self, torch: Any, module: Any, read_counts: Callable[[], tuple[int, int]]) -> None:
+        self._so_far, self._calls, self._open = read_counts, list[Layer](), list[_OpenCall]()
         self._parts = _skip_containers(torch, module)
         self._size_of = {name: sum(p.numel() for p in part.parameters(recurse=False)) for name, part in self._parts}
         self._outer = {name for name, part in self._parts if next(part.children(), None) is not None}
@@ -153,22 +153,22 @@ class _ModuleWatch:
         """Return the hook that records a call of the part at its end."""
 
         def leave_part(part: Any, args: Any, keywords: Any, result: Any) -> None:
-            call, now = self._open.pop(), self._so_far()
-            spent, ran = now[0] - call.begin[0], now[1] - call.begin[1]
+            call, counts = self._open.pop(), self._so_far()
+            flop_count, operator_count = counts[0] - call.begin[0], counts[1] - call.begin[1]
             if self._open:
-                self._open[-1].flops += spent
-                self._open[-1].operators += ran
-            number = len(self._calls)
-            read = [_make_port(t, "") for t in walk_tensors((args, keywords))]
-            nothing = ran == call.operators
+                self._open[-1].flops += flop_count
+                self._open[-1].operators += operator_count
+            index = len(self._calls)
+            read_ports = [_make_port(t, "") for t in walk_tensors((args, keywords))]
+            is_skipped = operator_count == call.operators
             # Tensors written by an inner part, or passed through, keep their mark.
-            written = [
-                _make_port(t, "" if nothing or _find_writer(t) >= call.first else f"{number}:{k}")
+            outputs = [
+                _make_port(t, "" if is_skipped or _find_writer(t) >= call.first else f"{index}:{k}")
                 for k, t in enumerate(walk_tensors(result))
             ]
-            layer = Layer(name=name, type=type(part).__name__, outputs=tuple(written), flops=spent - call.flops)
-            inputs = tuple(port for port in read if port.name)
-            self._calls.append(replace(layer, inputs=inputs, modules=tuple(self._names[id(part)]), skipped=nothing))
+            layer = Layer(name=name, type=type(part).__name__, outputs=tuple(outputs), flops=flop_count - call.flops)
+            inputs = tuple(port for port in read_ports if port.name)
+            self._calls.append(replace(layer, inputs=inputs, modules=tuple(self._names[id(part)]), skipped=is_skipped))
 
         return leave_part
 
@@ -179,26 +179,26 @@ class _ModuleWatch:
 
     def list_rows(self) -> list[Layer]:
         """Return the calls, then parts that never ran; later calls share the parameters of their part's first."""
-        fresh, calls = self._count_own_parameters(), []
+        new_counts, calls = self._count_own_parameters(), []
         for call in self._calls:
-            own = self._size_of[call.name]
-            counted = replace(call, parameters=own, shared=own - fresh.pop(call.name, 0))
-            only_calls = call.skipped or not (call.name or counted.flops)
-            if counted.parameters or not (only_calls and call.name in self._outer):
-                calls.append(counted)
+            size = self._size_of[call.name]
+            row = replace(call, parameters=size, shared=size - new_counts.pop(call.name, 0))
+            is_wrapper = call.skipped or not (call.name or row.flops)
+            if row.parameters or not (is_wrapper and call.name in self._outer):
+                calls.append(row)
         kinds = {name: getattr(part, "original_name", type(part).__name__) for name, part in self._parts}
-        left = [(name, count) for name, count in fresh.items() if count]
-        return calls + [Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in left]
+        rest = [(name, count) for name, count in new_counts.items() if count]
+        return calls + [Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in rest]
 
     def _count_own_parameters(self) -> dict[str, int]:
         """Return each part's own parameters; a shared one counts for the first part."""
-        seen: set[int] = set()
-        own: dict[str, int] = {}
+        seen_ids: set[int] = set()
+        counts: dict[str, int] = {}
         for name, part in self._parts:
-            fresh = [p for p in part.parameters(recurse=False) if id(p) not in seen]
-            seen.update(map(id, fresh))
-            own[name] = sum(int(p.numel()) for p in fresh)
-        return own
+            new_parameters = [p for p in part.parameters(recurse=False) if id(p) not in seen_ids]
+            seen_ids.update(map(id, new_parameters))
+            counts[name] = sum(int(p.numel()) for p in new_parameters)
+        return counts
 
 
 def _make_port(tensor: Any, name: str) -> Port:
@@ -223,18 +223,18 @@ Mark = tuple[str | None, int]  # name of the part whose call ends (None: a call 
 
 def measure_modules(
     module: Any,
-    once: Callable[[], None],
-    plainly: Callable[[], Any],
+    run_step: Callable[[], None],
+    call: Callable[[], Any],
     runs: int,
     restore: Callable[[], None] = lambda: None,
 ) -> LayerTimes:
-    """Measure the seconds of each call of a part, without its own parts', in `runs` runs of `once`.
+    """Measure the seconds of each call of a part, without its own parts', in `runs` runs of `run_step`.
 
-    `plainly` calls the module for `watch_run`, outside inference mode, in which operations aren't counted. `restore` is
+    `call` calls the module for `watch_run`, outside inference mode, in which operations aren't counted. `restore` is
     called before each run, untimed. Hooks cost less than PyTorch's profiler, which watches every operator. Raise a
     `UserError` as `watch_run` does.
     """
-    inside = watch_whole(module, plainly, restore)
+    graph = watch_whole(module, call, restore)
     marks: list[Mark] = []
     clock = time.perf_counter_ns
 
@@ -244,36 +244,36 @@ def measure_modules(
     def make_leave_hook(name: str) -> Callable[..., None]:
         return lambda *_: marks.append((name, clock()))
 
-    rows = list_modules(inside)
-    layers, whole = [], []
+    rows = list_modules(graph)
+    layers, totals = [], []
     with hold_hooks(import_torch(), module, make_enter_hook, make_leave_hook):
         for _ in range(DISCARDED_RUNS + runs):
             restore()
             marks.clear()
             start = clock()
-            once()
-            whole.append((clock() - start) / 1e9)
-            layers.append(sum_own_seconds(marks, rows, len(inside.layers)))
-    return LayerTimes(inside, np.array(layers[DISCARDED_RUNS:]), np.array(whole[DISCARDED_RUNS:]), HOOKS_NOTE)
+            run_step()
+            totals.append((clock() - start) / 1e9)
+            layers.append(sum_own_seconds(marks, rows, len(graph.layers)))
+    return LayerTimes(graph, np.array(layers[DISCARDED_RUNS:]), np.array(totals[DISCARDED_RUNS:]), HOOKS_NOTE)
 
 
-def watch_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> LayerGraph:
+def watch_whole(module: Any, call: Callable[[], Any], restore: Callable[[], None]) -> LayerGraph:
     """Return the calls of the module's parts by `watch_run`, and the module itself."""
     restore()
     with import_torch().no_grad():
-        return add_whole(watch_run(module, plainly), module)
+        return add_whole(watch_run(module, call), module)
 
 
-def add_whole(inside: LayerGraph, module: Any) -> LayerGraph:
+def add_whole(graph: LayerGraph, module: Any) -> LayerGraph:
     """Add a row for the module itself: its code outside submodules."""
-    if any(not layer.name for layer in inside.layers):
-        return inside
-    return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, flops=0, modules=("",))))
+    if any(not layer.name for layer in graph.layers):
+        return graph
+    return replace(graph, layers=(*graph.layers, Layer(type=type(module).__name__, flops=0, modules=("",))))
 
 
-def list_modules(inside: LayerGraph) -> dict[tuple[str, int], int]:
+def list_modules(graph: LayerGraph) -> dict[tuple[str, int], int]:
     """Return the row of each call, by the part's name and the call's number, counted from 0."""
-    return {call: row for row, call in enumerate(inside.count_calls())}
+    return {call: row for row, call in enumerate(graph.count_calls())}
 
 
 def sum_own_seconds(marks: Sequence[Mark], rows: Mapping[tuple[str, int], int], count: int) -> list[float]:
@@ -281,20 +281,20 @@ def sum_own_seconds(marks: Sequence[Mark], rows: Mapping[tuple[str, int], int], 
 
     The own time of a call without a row counts for the enclosing call.
     """
-    seconds, seen = [0.0] * count, Counter[str]()
-    calling: list[tuple[int, list[int]]] = []  # begin of each open call, and nanoseconds of the calls inside it
-    for name, at in marks:
+    seconds, counts = [0.0] * count, Counter[str]()
+    stack: list[tuple[int, list[int]]] = []  # begin of each open call, and nanoseconds of the calls inside it
+    for name, clock_ns in marks:
         if name is None:
-            calling.append((at, []))
+            stack.append((clock_ns, []))
             continue
-        begin, inner = calling.pop()
-        row = rows.get((name, seen[name]))
-        seen[name] += 1
-        counted = at - begin if row is not None else sum(inner)
+        begin, inner_ns = stack.pop()
+        row = rows.get((name, counts[name]))
+        counts[name] += 1
+        call_ns = clock_ns - begin if row is not None else sum(inner_ns)
         if row is not None:
-            seconds[row] += (counted - sum(inner)) / 1e9
-        if calling:
-            calling[-1][1].append(counted)
+            seconds[row] += (call_ns - sum(inner_ns)) / 1e9
+        if stack:
+            stack[-1][1].append(call_ns)
     return seconds
 
 
@@ -308,32 +308,32 @@ KERNELS_NOTE = (
 
 def measure_kernels(
     module: Any,
-    once: Callable[[], None],
-    plainly: Callable[[], Any],
+    run_step: Callable[[], None],
+    call: Callable[[], Any],
     runs: int,
     restore: Callable[[], None] = lambda: None,
 ) -> LayerTimes:
-    """Measure the kernels' seconds of each call of a part, without its own parts', in `runs` runs of `once`.
+    """Measure the kernels' seconds of each call of a part, without its own parts', in `runs` runs of `run_step`.
 
-    `once` returns when the GPU is done; `plainly` and `restore` are as in `measure_modules`. Raise a `UserError` as
+    `run_step` returns when the GPU is done; `call` and `restore` are as in `measure_modules`. Raise a `UserError` as
     `watch_run` does, and `Unavailable` if the profiler sees no kernel.
     """
-    inside = watch_whole(module, plainly, restore)
+    graph = watch_whole(module, call, restore)
     import_torch().cuda.synchronize()
-    events, whole = trace_kernels(module, once, DISCARDED_RUNS + runs, restore)
-    traced_runs = kernel_trace.read_runs(events, list_modules(inside), len(inside.layers))[DISCARDED_RUNS:]
+    events, totals = trace_kernels(module, run_step, DISCARDED_RUNS + runs, restore)
+    traced_runs = kernel_trace.read_runs(events, list_modules(graph), len(graph.layers))[DISCARDED_RUNS:]
     if len(traced_runs) != runs or not any(run.kernels for run in traced_runs):
         raise Unavailable("torch.profiler saw no kernel on the GPU; CUPTI may be missing or forbidden here")
-    labels = kernel_trace.list_kernels(traced_runs, len(inside.layers))
-    layers = tuple(replace(layer, tactic=label) for layer, label in zip(inside.layers, labels, strict=True))
+    labels = kernel_trace.list_kernels(traced_runs, len(graph.layers))
+    layers = tuple(replace(layer, tactic=label) for layer, label in zip(graph.layers, labels, strict=True))
     work = GpuWork(*(np.array([getattr(run, name) for run in traced_runs]) for name in ("busy", "calls", "kernels")))
     seconds = np.array([run.seconds for run in traced_runs])
-    return LayerTimes(replace(inside, layers=layers), seconds, np.array(whole[DISCARDED_RUNS:]), KERNELS_NOTE, work,
+    return LayerTimes(replace(graph, layers=layers), seconds, np.array(totals[DISCARDED_RUNS:]), KERNELS_NOTE, work,
                       kernel_trace.list_functions(events, DISCARDED_RUNS))  # fmt: skip
 
 
 def trace_kernels(
-    module: Any, once: Callable[[], None], runs: int, restore: Callable[[], None] = lambda: None
+    module: Any, run_step: Callable[[], None], runs: int, restore: Callable[[], None] = lambda: None
 ) -> tuple[list[dict[str, Any]], list[float]]:
     """Trace `runs` runs; return the trace's events and the host's seconds of each run.
 
@@ -345,7 +345,7 @@ def trace_kernels(
     def make_scope(name: str) -> Any:
         return record_function(f"{kernel_trace.CALL_RANGE}{name}")
 
-    whole = []
+    totals = []
     with hold_scopes(torch, module, make_scope), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about other uses
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -353,31 +353,31 @@ def trace_kernels(
                 restore()
                 start = time.perf_counter()
                 with record_function(kernel_trace.RUN_RANGE):
-                    once()
-                whole.append(time.perf_counter() - start)
+                    run_step()
+                totals.append(time.perf_counter() - start)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return json.loads(path.read_text(encoding="utf-8"), strict=False)["traceEvents"], whole
+        return json.loads(path.read_text(encoding="utf-8"), strict=False)["traceEvents"], totals
 
 
 # A PyTorch module run once for a profiler of kernels, with an NVTX range around each call of a part
 
 
-def run_ranges(module: Any, once: Callable[[], None]) -> None:
-    """Call `once`, which returns when the GPU is done, between start and stop of CUDA's profiler.
+def run_ranges(module: Any, run_step: Callable[[], None]) -> None:
+    """Call `run_step`, which returns when the GPU is done, between start and stop of CUDA's profiler.
 
     Ranges are named by `range_name`. TorchScript parts have none: their hooks wouldn't be called.
     """
     torch = import_torch()
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     @contextmanager
     def open_range(name: str) -> Iterator[None]:
-        seen[name] += 1
-        torch.cuda.nvtx.range_push(range_name(name, seen[name]))
+        counts[name] += 1
+        torch.cuda.nvtx.range_push(range_name(name, counts[name]))
         yield
         torch.cuda.nvtx.range_pop()
 
     with hold_scopes(torch, module, open_range), torch.cuda.profiler.profile():
-        once()
+        run_step()

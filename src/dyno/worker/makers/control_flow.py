@@ -53,20 +53,20 @@ def _lengths_depend(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
     inputs = tuple(tensor.clone() for tensor in example)
     for tensor in inputs:
         setattr(tensor, INPUT_ATTRIBUTE, True)
-    followed, unread = _make_modes(torch)
-    with torch.no_grad(), warnings.catch_warnings(), unread, followed:
+    tracker, guard = _make_modes(torch)
+    with torch.no_grad(), warnings.catch_warnings(), guard, tracker:
         warnings.simplefilter("ignore")
         module(*inputs)
-    return bool(followed.lengths)
+    return bool(tracker.lengths)
 
 
 @contextlib.contextmanager
 def _pretend_exporting(torch: Any) -> Iterator[None]:
     """Make `torch.compiler.is_exporting()` return True during the block, as in torch.export."""
-    known = [flag for flag in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, flag)]
-    before = {flag: getattr(torch.compiler, flag) for flag in known}
+    flags = [flag for flag in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, flag)]
+    before = {flag: getattr(torch.compiler, flag) for flag in flags}
     try:
-        for flag in known:
+        for flag in flags:
             setattr(torch.compiler, flag, True)
         yield
     finally:
@@ -85,24 +85,24 @@ def _make_modes(torch: Any) -> tuple[Any, Any]:
 
     def by_number(func: Any, args: Any) -> bool:
         """Return whether it indexes by numbers (their count is a shape) rather than by a mask."""
-        masks = (torch.bool, torch.uint8)
-        return func is torch.ops.aten.index.Tensor and not any(i is not None and i.dtype in masks for i in args[1])
+        mask_types = (torch.bool, torch.uint8)
+        return func is torch.ops.aten.index.Tensor and not any(i is not None and i.dtype in mask_types for i in args[1])
 
     class TensorTracker(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
         supports_higher_order_operators = True  # torch.cond
         lengths = False
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            ours = has_mark((args, kwargs or {}))
-            if ours and torch.Tag.data_dependent_output in func.tags:
+            is_marked = has_mark((args, kwargs or {}))
+            if is_marked and torch.Tag.data_dependent_output in func.tags:
                 raise ReadsValue
             result = func(*args, **(kwargs or {}))
             if func is torch.ops.aten._pack_padded_sequence.default:
                 # Recurrent layers read the other result, the number of sequences per step, which tracing supports.
-                setattr(result[0], INPUT_ATTRIBUTE, ours)
+                setattr(result[0], INPUT_ATTRIBUTE, is_marked)
                 return result
-            self.lengths |= ours and torch.Tag.dynamic_output_shape in func.tags and not by_number(func, args)
-            for value in tree_leaves(result) if ours else ():
+            self.lengths |= is_marked and torch.Tag.dynamic_output_shape in func.tags and not by_number(func, args)
+            for value in tree_leaves(result) if is_marked else ():
                 if isinstance(value, torch.Tensor):
                     setattr(value, INPUT_ATTRIBUTE, True)
             return result
@@ -118,34 +118,34 @@ def _make_modes(torch: Any) -> tuple[Any, Any]:
 
 def _find_line(torch: Any, e: BaseException) -> str:
     """Return the innermost line outside PyTorch."""
-    own = Path(torch.__file__).parent
-    here = Path(__file__)
-    frames = [f for f in traceback.extract_tb(e.__traceback__) if own not in Path(f.filename).parents]
-    last = next((f for f in reversed(frames) if Path(f.filename) != here), None)
+    torch_folder = Path(torch.__file__).parent
+    this_file = Path(__file__)
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if torch_folder not in Path(f.filename).parents]
+    last = next((f for f in reversed(frames) if Path(f.filename) != this_file), None)
     return f"`{(last.line or '').strip()}` ({Path(last.filename).name}, line {last.lineno})" if last else "its forward"
 
 
-def traced_values(torch: Any, caught: Sequence[warnings.WarningMessage]) -> str:
+def traced_values(torch: Any, caught_warnings: Sequence[warnings.WarningMessage]) -> str:
     """Return a tracing warning: the module's line that made a tensor a constant; "" without one."""
-    for warning in caught:
+    for warning in caught_warnings:
         if issubclass(warning.category, torch.jit.TracerWarning):
             return f"{Path(warning.filename).name}, line {warning.lineno}: {str(warning.message).split('.')[0]}"
     return ""
 
 
-def follow_batch(torch: Any, module: Any, example: Sequence[Any], batched: Sequence[int | None]) -> Any:
-    """Return `torch.export`'s program of the module, with a free batch on the axis `batched` of each input.
+def follow_batch(torch: Any, module: Any, example: Sequence[Any], batch_axes: Sequence[int | None]) -> Any:
+    """Return `torch.export`'s program of the module, with a free batch on the axis `batch_axes` of each input.
 
     Return None if the export fails.
     """
-    free = getattr(torch.export.Dim, "AUTO", None)
-    shapes = tuple(None if axis is None else {axis: free} for axis in batched)
-    variadic = type(module).__name__ == "Positional"
+    free_dim = getattr(torch.export.Dim, "AUTO", None)
+    shapes = tuple(None if axis is None else {axis: free_dim} for axis in batch_axes)
+    is_variadic = type(module).__name__ == "Positional"
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.export(
-                module, tuple(example), dynamic_shapes=(shapes,) if variadic else shapes, strict=False
+                module, tuple(example), dynamic_shapes=(shapes,) if is_variadic else shapes, strict=False
             )
     except Exception:  # unknown: an unsupported module or another PyTorch
         return None
@@ -161,7 +161,7 @@ def batch_limit(program: Any) -> int | None:
         inputs = [n for n in program.graph.nodes if n.name in program.graph_signature.user_inputs]
         lengths = [getattr(length, "node", None) for n in inputs for length in n.meta["val"].shape]
         ranges = [program.range_constraints.get(length.expr) for length in lengths if length is not None]
-        limits = [int(each.upper) for each in ranges if each is not None and each.upper <= MAX_RELEVANT_BATCH]
+        limits = [int(bounds.upper) for bounds in ranges if bounds is not None and bounds.upper <= MAX_RELEVANT_BATCH]
     except (AttributeError, KeyError, TypeError):  # another PyTorch
         return None
     return min(limits, default=None)

@@ -72,11 +72,11 @@ def unwrap(path: Path) -> None:
     onnx.save(model, path)
 
 
-def _drop_prefix(prefix: str, instead: str, names: Collection[str]) -> dict[str, str]:
+def _drop_prefix(prefix: str, replacement: str, names: Collection[str]) -> dict[str, str]:
     """Return the new name of each name with the prefix, except for clashes with a name that stays."""
-    renamed = {name: instead + name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-    while taken := [name for name, new in renamed.items() if new in names and new not in renamed]:
-        for name in taken:
+    renamed = {name: replacement + name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    while clashes := [name for name, new_name in renamed.items() if new_name in names and new_name not in renamed]:
+        for name in clashes:
             del renamed[name]
     return renamed
 
@@ -101,16 +101,16 @@ def _known_shape() -> Any:
     """Return the rule for Reshape to [n, a, b], swap, Reshape to [..., b, a], by constant shapes."""
     from onnxscript.rewriter import pattern
 
-    def match_swap(op: Any, x: Any, flat: Any, back: Any) -> Any:
-        short = op.Reshape(x, flat, _allow_other_attributes=True)
-        return op.Reshape(op.Transpose(short, perm=[0, 2, 1]), back, _allow_other_attributes=True, _outputs=["y"])
+    def match_swap(op: Any, x: Any, flat_shape: Any, target: Any) -> Any:
+        flat = op.Reshape(x, flat_shape, _allow_other_attributes=True)
+        return op.Reshape(op.Transpose(flat, perm=[0, 2, 1]), target, _allow_other_attributes=True, _outputs=["y"])
 
     def is_swap(context: Any, x: Any, y: Any, **_: Any) -> bool:
         if x.shape is None or y.shape is None:
             return False
         before, after = list(x.shape), list(y.shape)
-        same = len(before) == len(after) >= 3 and before[:-2] == after[:-2]
-        return same and [before[-1], before[-2]] == after[-2:]
+        has_same_lead = len(before) == len(after) >= 3 and before[:-2] == after[:-2]
+        return has_same_lead and [before[-1], before[-2]] == after[-2:]
 
     return pattern.RewriteRule(match_swap, _build_transpose, is_swap)
 
@@ -124,19 +124,19 @@ def _computed_shape() -> Any:
         width = op.Slice(shape, last, end)
         height = op.Slice(shape, before, last)
         leading = op.Slice(shape, begin, ahead)
-        short = op.Reshape(x, op.Concat(one, height, width, axis=0), _allow_other_attributes=True)
-        back = op.Concat(leading, width, height, axis=0)
-        return op.Reshape(op.Transpose(short, perm=[0, 2, 1]), back, _allow_other_attributes=True, _outputs=["y"])
+        flat = op.Reshape(x, op.Concat(one, height, width, axis=0), _allow_other_attributes=True)
+        target = op.Concat(leading, width, height, axis=0)
+        return op.Reshape(op.Transpose(flat, perm=[0, 2, 1]), target, _allow_other_attributes=True, _outputs=["y"])
 
     def is_swap(
         context: Any, x: Any, before: Any, last: Any, ahead: Any, one: Any, begin: Any, end: Any, **_: Any
     ) -> bool:
         rank = len(x.shape) if x.shape is not None else 0
         expected = {before: -2, last: -1, ahead: -2, one: -1}
-        if rank < 3 or any(_read_number(value) != number for value, number in expected.items()):
+        if rank < 3 or any(_read_number(value) != constant for value, constant in expected.items()):
             return False
-        first, beyond = _read_number(begin), _read_number(end)
-        return first is not None and beyond is not None and (first == 0 or first <= -rank) and beyond >= rank
+        start, stop = _read_number(begin), _read_number(end)
+        return start is not None and stop is not None and (start == 0 or start <= -rank) and stop >= rank
 
     return pattern.RewriteRule(match_swap, _build_transpose, is_swap)
 
@@ -234,8 +234,8 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     check_known("exporter", str(exporter), EXPORTERS)
     exporters: tuple[str, ...] = EXPORTERS[1:] if exporter == EXPORTERS[0] else (str(exporter),)
     torch.set_num_threads(recipe.runtime.threads)
-    detects = libraries.is_torchvision_detector(recipe.model)
-    if detects:
+    is_detector = libraries.is_torchvision_detector(recipe.model)
+    if is_detector:
         exporters = _of_detector(recipe, exporters)
     module = models.load(recipe.model, recipe.dims)
     made_by = MakerFacts(
@@ -245,47 +245,47 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     _refuse_quantised(module, recipe)
     if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:
         exporters = ("torchscript",)  # keeps both branches; dynamo can't read TorchScript
-    source = make_source(torch, module, recipe, detects)
-    static = check_control_flow(torch, source.module, source.example)
+    source = make_source(torch, module, recipe, is_detector)
+    has_static_flow = check_control_flow(torch, source.module, source.example)
     notes: list[str] = []
-    undecided = ""
+    doubt = ""
     attempts = [(exporter, opset) for exporter in exporters]
-    for exporter, number in attempts:
+    for exporter, used_opset in attempts:
         try:
-            traced = _write_graph(torch, source, exporter, number, path)
-            if traced and not static and not detects:
-                raise WrongGraph(f"turned a value of its example into a constant ({traced})")
-            checked = verify_graph(path, read_io(str(path))[1], source)
-            if traced and source.free_batch:
+            constant = _write_graph(torch, source, exporter, used_opset, path)
+            if constant and not has_static_flow and not is_detector:
+                raise WrongGraph(f"turned a value of its example into a constant ({constant})")
+            check = verify_graph(path, read_io(str(path))[1], source)
+            if constant and source.free_batch:
                 notes += _verify_larger(torch, module, recipe, source, path)
         except WrongGraph as e:
-            undecided = str(e) if isinstance(e, UndecidedGraph) else undecided
-            notes.append(f"the {exporter} exporter{f' in opset {number}' if number != opset else ''}: {e}")
+            doubt = str(e) if isinstance(e, UndecidedGraph) else doubt
+            notes.append(f"the {exporter} exporter{f' in opset {used_opset}' if used_opset != opset else ''}: {e}")
             if (
                 isinstance(e, RefusedGraph)
                 and exporter == "dynamo"
-                and number == opset
+                and used_opset == opset
                 and "opset" not in recipe.options
             ):
                 attempts.append((exporter, LATER_OPSET))
             continue
-        notes += list_doubts(checked)
+        notes += list_doubts(check)
         file_facts.write_purpose(str(path), recipe.model, models.read_purpose(recipe.model, module).class_names)
-        written = read_model(str(path))
+        model = read_model(str(path))
         return replace(
             made_by,
             exporter=exporter,
-            opset=read_opset(written),
-            operators=dict(Counter(node.op_type for node in written.graph.node).most_common()),
+            opset=read_opset(model),
+            operators=dict(Counter(node.op_type for node in model.graph.node).most_common()),
             fixed_batch=not source.free_batch,
-            verified=checked,
+            verified=check,
             warnings=tuple(notes),
         )
-    raise _explain_failure(torch, module, recipe, source, undecided, notes)
+    raise _explain_failure(torch, module, recipe, source, doubt, notes)
 
 
 def _explain_failure(
-    torch: Any, module: Any, recipe: Recipe, source: ExportSource, undecided: str, notes: Sequence[str]
+    torch: Any, module: Any, recipe: Recipe, source: ExportSource, doubt: str, notes: Sequence[str]
 ) -> UserError:
     """Return the error for a module without a correct graph by any exporter."""
     if _has_changing_outputs(torch, module, recipe.model, source.expected[0]):
@@ -294,13 +294,13 @@ def _explain_failure(
             "let its forward draw no random numbers and keep no state of earlier calls, or measure it with "
             "--backend pytorch"
         )
-    if undecided:
+    if doubt:
         return UserError(
-            f"{recipe.model.name} amplifies rounding so much that no graph can be compared with it ({undecided}); "
+            f"{recipe.model.name} amplifies rounding so much that no graph can be compared with it ({doubt}); "
             "give trained weights (--weights), or measure it with --backend pytorch"
         )
-    other = "try another --opset, measure it with --backend pytorch,compile, or give an ONNX file from another exporter"
-    remedy = "export with a fixed batch (--batch 1)" if source.free_batch else other
+    hint = "try another --opset, measure it with --backend pytorch,compile, or give an ONNX file from another exporter"
+    remedy = "export with a fixed batch (--batch 1)" if source.free_batch else hint
     return UserError(f"{recipe.model.name} can't be exported correctly, {remedy}; {'; '.join(notes)}")
 
 
@@ -326,31 +326,31 @@ def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
 def make_source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> ExportSource:
     """Return the source of an export: example inputs of the recipe's batch (or of several), and their outputs."""
     model, dims = recipe.model, recipe.dims
-    free = not dims.batch and (has_batch(model.inputs) or not model.inputs)
-    batches = OTHER_BATCHES if free else (dims.batch or 1,)
+    is_free = not dims.batch and (has_batch(model.inputs) or not model.inputs)
+    batches = OTHER_BATCHES if is_free else (dims.batch or 1,)
     cases = []
-    *random, example = _iter_feeds(torch, recipe, (*batches, (EXAMPLE_BATCH if free else batches[0])), rows)
-    for feeds in (*random, *_iter_photographs(recipe, 0 if free else batches[0]), example):
+    *noise, example = _iter_feeds(torch, recipe, (*batches, (EXAMPLE_BATCH if is_free else batches[0])), rows)
+    for feeds in (*noise, *_iter_photographs(recipe, 0 if is_free else batches[0]), example):
         result, case = _run_case(torch, module, model, feeds)
         cases.append(case)
         _same_outputs(model, cases[0], case)
     tensor_feeds = {name: torch.from_numpy(array) for name, array in example.items()}
     # The module itself if it takes and returns one tensor: the graph's weights keep their names.
-    scripted = isinstance(module, torch.jit.ScriptModule)
-    plain = not model.inputs and isinstance(result, torch.Tensor) and not scripted
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    is_plain = not model.inputs and isinstance(result, torch.Tensor) and not is_scripted
     if isinstance(module, torch.fx.GraphModule):  # a wrapper hides the module names of operators
-        plain = all(spec.dtype and not spec.keyword for spec in model.inputs)
-    flat = module if plain else make_positional(torch, module, model.inputs, flat=True)
-    if scripted:  # the exporter refuses TorchScript inside a Python module, but not its trace
+        is_plain = all(spec.dtype and not spec.keyword for spec in model.inputs)
+    flat = module if is_plain else make_positional(torch, module, model.inputs, flat=True)
+    if is_scripted:  # the exporter refuses TorchScript inside a Python module, but not its trace
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             flat = torch.jit.trace(flat, tuple(tensor_feeds.values()), check_trace=False)
-    batched = (
+    axes = (
         {s.name: s.shape.index(BATCH_AXIS) for s in model.inputs if BATCH_AXIS in s.shape}
         if model.inputs
         else {"input": 0}
     )
-    return ExportSource(flat, tuple(tensor_feeds.values()), tuple(case.outputs), tuple(cases[:-1]), free, batched, rows)
+    return ExportSource(flat, tuple(tensor_feeds.values()), tuple(case.outputs), tuple(cases[:-1]), is_free, axes, rows)
 
 
 def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.ndarray]) -> tuple[Any, Case]:
@@ -364,15 +364,15 @@ def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
         with torch.no_grad():
             result = module(*args, **keywords)
     except INPUT_ERRORS as e:
-        refused = ", ".join("x".join(map(str, array.shape)) or name for name, array in feeds.items())
-        raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
-    named = named_outputs(result)
-    if torch.bfloat16 in {tensor.dtype for tensor in named.values()}:
+        shapes = ", ".join("x".join(map(str, array.shape)) or name for name, array in feeds.items())
+        raise UserError(f"{model.name} refuses {shapes}: {first_line(e)}") from e
+    tensors = named_outputs(result)
+    if torch.bfloat16 in {tensor.dtype for tensor in tensors.values()}:
         raise UserError(
             f"{model.name} returns bfloat16, which arrays of NumPy don't have, so no graph can be compared with it; "
             "let its forward return .float()"
         )
-    outputs = {name: tensor.numpy() for name, tensor in named.items()}
+    outputs = {name: tensor.numpy() for name, tensor in tensors.items()}
     axes = {spec.name: spec.shape.index(BATCH_AXIS) for spec in model.inputs if BATCH_AXIS in spec.shape}
     batches = [a.shape[axes.get(name, 0)] for name, a in feeds.items() if a.ndim and (name in axes or not axes)]
     return result, Case(next(iter(batches), 1), feeds, outputs)
@@ -380,8 +380,8 @@ def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
 
 def _has_changing_outputs(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
     """Return whether another call on the same inputs gives other outputs."""
-    again = _run_case(torch, module, model, case.feeds)[1].outputs
-    return not has_close_outputs([*case.outputs.values()], [*again.values()])
+    new_outputs = _run_case(torch, module, model, case.feeds)[1].outputs
+    return not has_close_outputs([*case.outputs.values()], [*new_outputs.values()])
 
 
 def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: ExportSource, path: Path) -> list[str]:
@@ -390,8 +390,8 @@ def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: ExportSource
     A batch that the module refuses proves nothing; a batch that may take too much memory gives a warning.
     """
     first = source.expected[0]
-    each = sum(array.nbytes for array in first.feeds.values()) / first.batch
-    batch = next((batch for batch in LARGER_BATCHES if batch * each <= LARGER_B), None)
+    image_bytes = sum(array.nbytes for array in first.feeds.values()) / first.batch
+    batch = next((batch for batch in LARGER_BATCHES if batch * image_bytes <= LARGER_B), None)
     if batch is None:
         return [f"the graph was traced, with warnings, and compared at batches up to {source.expected[1].batch} only"]
     (feeds,) = _iter_feeds(torch, recipe, (batch,), source.rows)
@@ -438,12 +438,12 @@ def _iter_feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool
     """
     dims, model = recipe.dims, recipe.model
     generator = torch.Generator().manual_seed(0)
-    for number, batch in enumerate(batches):
-        own_dims, data = replace(dims, batch=batch), DataSpec(seed=number)
-        shape = own_dims.resolve(dims.shapes.get("input", (BATCH_AXIS, model.channels, "height", "width")))
+    for seed, batch in enumerate(batches):
+        batch_dims, data = replace(dims, batch=batch), DataSpec(seed=seed)
+        shape = batch_dims.resolve(dims.shapes.get("input", (BATCH_AXIS, model.channels, "height", "width")))
         if model.inputs or pixels:
-            inputs = list_tensors(model.inputs, own_dims) if model.inputs else (Tensor("input", "float32", shape),)
-            yield next(input_data.read_batches(data, model.preprocess, inputs, own_dims, 1, model.inputs))
+            inputs = list_tensors(model.inputs, batch_dims) if model.inputs else (Tensor("input", "float32", shape),)
+            yield next(input_data.read_batches(data, model.preprocess, inputs, batch_dims, 1, model.inputs))
         else:
             yield {"input": torch.randn(*shape, generator=generator).numpy()}
 
@@ -470,16 +470,16 @@ def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, pa
     options = {key: value for key, value in options.items() if key in supported}
     options |= {"input_names": names, "output_names": list(source.outputs), "opset_version": opset}
     try:
-        with silence_exporters() as caught, torch.no_grad():
+        with silence_exporters() as caught_warnings, torch.no_grad():
             program = torch.onnx.export(source.module, source.example, str(path), **options)
     except MemoryError:
         raise
     except Exception as e:  # whatever the error, the next exporter is tried
         system.raise_if_disk_full(e, path.parent)
         raise WrongGraph(f"failed, {_last_line(e)}") from e
-    traced = traced_values(torch, caught)
+    constant = traced_values(torch, caught_warnings)
     if source.free_batch:
-        _refuse_batch_limit(torch, source, getattr(program, "exported_program", None), bool(traced))
+        _refuse_batch_limit(torch, source, getattr(program, "exported_program", None), bool(constant))
     if not dynamo and type(source.module).__name__ == "Positional":
         unwrap(path)
     if dynamo and not options["external_data"]:
@@ -489,37 +489,37 @@ def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, pa
         lower_file(path, opset)  # dynamo writes opset 18 or higher
     except UserError as e:
         raise WrongGraph(str(e)) from e
-    return traced
+    return constant
 
 
-def _refuse_batch_limit(torch: Any, source: ExportSource, exported_program: Any, warned: bool) -> None:
+def _refuse_batch_limit(torch: Any, source: ExportSource, exported_program: Any, has_warnings: bool) -> None:
     """Raise `WrongGraph` if the module takes a path for larger batches that the graph lacks.
 
     A trace gives only warnings, including harmless ones: then `torch.export` is asked.
     """
-    if exported_program is None and warned:
-        batched = [source.batched.get(name) for name in source.expected[0].feeds]
-        exported_program = follow_batch(torch, source.module, source.example, batched)
+    if exported_program is None and has_warnings:
+        batch_axes = [source.batched.get(name) for name in source.expected[0].feeds]
+        exported_program = follow_batch(torch, source.module, source.example, batch_axes)
     limit = batch_limit(exported_program)
     if limit is not None:
         raise WrongGraph(f"wrote the module's path up to batch {limit}, but it takes another one for larger batches")
 
 
 def _is_huge(module: Any) -> bool:
-    stored = module.state_dict().values()  # quantised modules also store non-tensors
-    size: int = sum(t.numel() * t.element_size() for t in stored if hasattr(t, "element_size"))
+    state = module.state_dict().values()  # quantised modules also store non-tensors
+    size: int = sum(t.numel() * t.element_size() for t in state if hasattr(t, "element_size"))
     return size > MAX_INLINE_B
 
 
 def _last_line(e: BaseException) -> str:
     """Return the root cause in one line: exporters wrap it in pages of advice."""
-    first = system.list_causes(e)[-1]
-    return shorten(f"{type(first).__name__}: {first_line(first)}", 200)
+    cause = system.list_causes(e)[-1]
+    return shorten(f"{type(cause).__name__}: {first_line(cause)}", 200)
 
 
 @contextlib.contextmanager
 def silence_exporters() -> Iterator[list[warnings.WarningMessage]]:
     """Run the block without exporters' output, and yield their warnings."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as caught:
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        yield caught
+        yield caught_warnings

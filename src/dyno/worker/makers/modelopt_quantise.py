@@ -69,11 +69,11 @@ class OnnxModelopt(Maker):
                 f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(CALIBRATION_METHODS)}"
             )
         images, path = CalibrationImages(recipe, parent), folder / "model.onnx"
-        spared = _quantise_file(parent, recipe, CALIBRATION_METHODS[method], images, path)
+        count = _quantise_file(parent, recipe, CALIBRATION_METHODS[method], images, path)
         made_by = replace(
             self.describe(recipe),
             scheme=f"nvidia-modelopt: Q/DQ in {recipe.precision} as it places them, the rest in "
-            + (f"{DETECTOR_REST_PRECISION}: {spared} nodes that decode boxes among it" if spared else REST_PRECISION),
+            + (f"{DETECTOR_REST_PRECISION}: {count} nodes that decode boxes among it" if count else REST_PRECISION),
             target="tensorrt",
             calibration=Calibration(images.count, method, images.data.sha256),
             check=_check_outputs(path, recipe, parent),
@@ -139,7 +139,7 @@ def _check_outputs(path: Path, recipe: Recipe, parent: Artifact) -> OutputCheck:
     """
     feeds = make_example(recipe, parent)
     before, _ = compute_outputs(parent.path, feeds)
-    after, ran = compute_outputs(str(path), feeds, recipe.precision, optimised=False)
+    after, runtime = compute_outputs(str(path), feeds, recipe.precision, optimised=False)
     return compare_outputs(
-        before, after, f"{recipe.model.name} in {recipe.precision}", f"{ran}, without graph optimisation"
+        before, after, f"{recipe.model.name} in {recipe.precision}", f"{runtime}, without graph optimisation"
     )

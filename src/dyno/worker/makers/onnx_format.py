@@ -26,8 +26,8 @@ class OnnxFormat(FileFormat):
     def companions(self, path: Path) -> list[Path]:
         return graph_facts.list_files_beside(path) if path.is_file() else []
 
-    def copy(self, made: Path, out: Path) -> None:
-        graph_facts.copy_with_weights(made, out)
+    def copy(self, file: Path, out: Path) -> None:
+        graph_facts.copy_with_weights(file, out)
 
     def recipe(self, trial: Trial) -> Recipe:
         """Return the file's recipe for the engine in the option `target`, with a free batch if the trial's is 0."""
@@ -56,9 +56,9 @@ class OnnxFormat(FileFormat):
 
 def _find_lengths(model: Any, inputs: Sequence[Tensor]) -> dict[str, int]:
     """Return free channel axes, as Hugging Face's exporter writes them, with the length that a convolution fixes."""
-    free = [(t.name, t.shape[1]) for t in inputs if len(t.shape) > 2 and t.shape.count(t.shape[1]) == 1]
-    found = {axis: graph_facts.find_channels(model, name) for name, axis in free if isinstance(axis, str)}
-    return {axis: length for axis, length in found.items() if length}
+    free_axes = [(t.name, t.shape[1]) for t in inputs if len(t.shape) > 2 and t.shape.count(t.shape[1]) == 1]
+    lengths = {axis: graph_facts.find_channels(model, name) for name, axis in free_axes if isinstance(axis, str)}
+    return {axis: length for axis, length in lengths.items() if length}
 
 
 ONNX = OnnxFormat()
@@ -84,17 +84,17 @@ def route_recipe(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], 
     """
     recipe: Recipe | None = None
     for options in reversed(_list_candidates(trial, static)):
-        requested = replace(trial, options={**options, **trial.options})
-        recipe = replace(finish(convert_recipe(requested, target)), fallback=recipe)
+        route_trial = replace(trial, options={**options, **trial.options})
+        recipe = replace(finish(convert_recipe(route_trial, target)), fallback=recipe)
     assert recipe is not None
     return recipe
 
 
 def _list_candidates(trial: Trial, static: bool) -> tuple[Options, ...]:
     """Return the options of each route, the usual one first."""
-    usual = FOLDED_ROUTE if static else {}
+    default_route = FOLDED_ROUTE if static else {}
     if any(name in trial.options for name in ROUTE_OPTIONS):
-        return (usual,)
+        return (default_route,)
     if trial.model.file:
         return (FOLDED_ROUTE, {}) if static else ({},)
     if static:

@@ -77,13 +77,13 @@ class OnnxStatic(Maker):
         _forget_shapes(model.graph)
         model_inputs, preprocess = recipe.model.inputs, recipe.model.preprocess
         feeds = next(input_data.read_batches(DataSpec(), preprocess, parent.inputs, recipe.dims, 1, model_inputs))
-        typed = {tensor.name: feeds[tensor.name].astype(tensor.dtype) for tensor in parent.inputs}
-        slim, fold_warnings = fold_graph(model, typed, folder)
-        onnx.save(with_metadata(slim, model), path)
-        read, written = read_io(str(path))
+        typed_feeds = {tensor.name: feeds[tensor.name].astype(tensor.dtype) for tensor in parent.inputs}
+        folded_model, fold_warnings = fold_graph(model, typed_feeds, folder)
+        onnx.save(with_metadata(folded_model, model), path)
+        inputs, outputs = read_io(str(path))
         warnings = (*parent.made_by.warnings, *fold_warnings)
         made_by = replace(parent.made_by, steps=(), backend=self.name, folded=not fold_warnings, warnings=warnings)
-        return replace(make_derived(parent, path, parent.precision, made_by, started), inputs=read, outputs=written)
+        return replace(make_derived(parent, path, parent.precision, made_by, started), inputs=inputs, outputs=outputs)
 
 
 ONNX_STATIC = OnnxStatic()
@@ -132,8 +132,8 @@ class OnnxInput(Maker):
         assert parent is not None
         image = _find_image(parent)
         channel = find_axes(image.shape)[0]
-        beside = [-1 if axis == channel else 1 for axis in range(4)]
-        scale, offset = (v.reshape(beside) for v in pixel_scale(recipe.model.preprocess, int(image.shape[channel])))
+        shape = [-1 if axis == channel else 1 for axis in range(4)]
+        scale, offset = (v.reshape(shape) for v in pixel_scale(recipe.model.preprocess, int(image.shape[channel])))
         model, path = onnx.load(parent.path), folder / "model.onnx"
         _prepend_nodes(model.graph, image.name, scale, offset)
         onnx.checker.check_model(model, full_check=True)
@@ -155,13 +155,13 @@ ONNX_INPUT = OnnxInput()
 
 def _find_image(parent: Artifact) -> Tensor:
     inputs = parent.inputs
-    one = len(inputs) == 1 and len(inputs[0].shape) == 4
-    if not one or not isinstance(inputs[0].shape[find_axes(inputs[0].shape)[0]], int):
+    is_image = len(inputs) == 1 and len(inputs[0].shape) == 4
+    if not is_image or not isinstance(inputs[0].shape[find_axes(inputs[0].shape)[0]], int):
         names = ", ".join(tensor.name for tensor in inputs) or "none"
         raise UserError(f"input=uint8 needs a model with one image input (N x C x H x W); this one has {names}")
     if not inputs[0].dtype.startswith("float"):
-        read = f"{inputs[0].name!r} is {inputs[0].dtype} already"
-        raise UserError(f"the file's input {read}, not normalised pixels; drop input=uint8")
+        description = f"{inputs[0].name!r} is {inputs[0].dtype} already"
+        raise UserError(f"the file's input {description}, not normalised pixels; drop input=uint8")
     return inputs[0]
 
 
@@ -173,34 +173,34 @@ def _prepend_nodes(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray)
     import onnx
 
     (value,) = (value for value in graph.input if value.name == name)
-    wanted, kinds = value.type.tensor_type.elem_type, onnx.TensorProto
+    element_type, types = value.type.tensor_type.elem_type, onnx.TensorProto
     normalised = f"{name}_normalised"
     for node in graph.node:
-        for k, read in enumerate(node.input):
-            if read == name:
+        for k, input_name in enumerate(node.input):
+            if input_name == name:
                 node.input[k] = normalised
-    value.type.tensor_type.elem_type = kinds.UINT8
-    by, plus = (
+    value.type.tensor_type.elem_type = types.UINT8
+    scale_name, offset_name = (
         add_weight(graph, f"{name}_scale_of_pixels", scale),
         add_weight(graph, f"{name}_offset_of_pixels", offset),
     )
     node = onnx.helper.make_node
-    last = normalised if wanted == kinds.FLOAT else f"{normalised}_float32"
-    front = [
-        node("Cast", [name], [f"{name}_pixels"], f"{name}_cast", to=kinds.FLOAT),
-        node("Mul", [f"{name}_pixels", by], [f"{name}_scaled"], f"{name}_scale"),
-        node("Add", [f"{name}_scaled", plus], [last], f"{name}_offset"),
+    float_output = normalised if element_type == types.FLOAT else f"{normalised}_float32"
+    nodes = [
+        node("Cast", [name], [f"{name}_pixels"], f"{name}_cast", to=types.FLOAT),
+        node("Mul", [f"{name}_pixels", scale_name], [f"{name}_scaled"], f"{name}_scale"),
+        node("Add", [f"{name}_scaled", offset_name], [float_output], f"{name}_offset"),
     ]
-    if last != normalised:
-        front.append(node("Cast", [last], [normalised], f"{name}_to_graph", to=wanted))
-    set_nodes(graph, [*front, *graph.node])
+    if float_output != normalised:
+        nodes.append(node("Cast", [float_output], [normalised], f"{name}_to_graph", to=element_type))
+    set_nodes(graph, [*nodes, *graph.node])
 
 
 def _check_outputs(path: Path, recipe: Recipe, parent: Artifact, image: Tensor) -> OutputCheck:
     """Compare both files on one random picture, for the effect of normalising in the graph."""
-    before, ran = compute_outputs(parent.path, _make_feeds(recipe, parent, image), recipe.precision)
+    before, runtime = compute_outputs(parent.path, _make_feeds(recipe, parent, image), recipe.precision)
     after, _ = compute_outputs(str(path), _make_feeds(recipe, parent, replace(image, dtype="uint8")), recipe.precision)
-    return compare_outputs(before, after, f"{recipe.model.name} with input=uint8", ran)
+    return compare_outputs(before, after, f"{recipe.model.name} with input=uint8", runtime)
 
 
 def _make_feeds(recipe: Recipe, parent: Artifact, image: Tensor) -> dict[str, np.ndarray]:
@@ -329,25 +329,25 @@ class OnnxPrecision(Maker):
         parents_count = parent.made_by.parameters
         parameters = read_graph_facts(model).parameters if parents_count is None else parents_count
         before, _ = compute_outputs(parent.path, make_example(recipe, parent), parent.precision)
-        higher = layers_to_keep(recipe, parent)
-        keywords = {"higher": [layer.node for layer in higher]} if higher else {}
-        converted, facts = convert(model, recipe, parent, folder, **keywords)
-        _check_valid(converted, model, recipe.precision, recipe.model.name)
-        onnx.save(with_metadata(converted, model), path)
-        left = _check_conversion(converted, recipe.precision, recipe.model.name)
+        kept_layers = layers_to_keep(recipe, parent)
+        keywords = {"higher": [layer.node for layer in kept_layers]} if kept_layers else {}
+        new_model, facts = convert(model, recipe, parent, folder, **keywords)
+        _check_valid(new_model, model, recipe.precision, recipe.model.name)
+        onnx.save(with_metadata(new_model, model), path)
+        warnings = _check_conversion(new_model, recipe.precision, recipe.model.name)
         made_by = replace(
             facts,
             backend=self.name,
             options=dict(recipe.options),
             versions=versions,
-            warnings=(*facts.warnings, *left),
+            warnings=(*facts.warnings, *warnings),
             parameters=parameters,
-            kept=tuple(higher),
-            ranked=len(parent.made_by.ranking) if higher else None,
+            kept=tuple(kept_layers),
+            ranked=len(parent.made_by.ranking) if kept_layers else None,
         )
-        inputs, outputs_ = read_io(str(path))  # types may differ from the parent's
+        inputs, outputs = read_io(str(path))  # types may differ from the parent's
         artifact = replace(
-            make_derived(parent, path, recipe.precision, made_by, started), inputs=inputs, outputs=outputs_
+            make_derived(parent, path, recipe.precision, made_by, started), inputs=inputs, outputs=outputs
         )
         # Same input for both: outputs must stay finite, and their difference is recorded.
         after, runtime = compute_outputs(artifact.path, make_example(recipe, artifact), recipe.precision)
@@ -381,18 +381,18 @@ def _read_model(path: str) -> Any:
     return model
 
 
-def _check_valid(converted: Any, model: Any, precision: str, name: str) -> None:
+def _check_valid(new_model: Any, model: Any, precision: str, name: str) -> None:
     """Raise a `UserError` for a graph that a conversion broke; converters overlook graphs inside nodes."""
     import onnx
 
     try:
-        onnx.checker.check_model(converted, full_check=True)
+        onnx.checker.check_model(new_model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
-        inside = sorted({node.op_type for node in model.graph.node if graphs_of(node)})
-        what = f"what the graphs inside its {' and '.join(inside)} operators read" if inside else "its graph"
+        operators = sorted({node.op_type for node in model.graph.node if graphs_of(node)})
+        text = f"what the graphs inside its {' and '.join(operators)} operators read" if operators else "its graph"
         reason = shorten(str(e))[:160]
         raise UserError(
-            f"{name} can't be made {precision}: the conversion breaks {what} ({reason}); run it in the file's precision"
+            f"{name} can't be made {precision}: the conversion breaks {text} ({reason}); run it in the file's precision"
         ) from e
 
 
@@ -400,11 +400,11 @@ def _check_conversion(model: Any, precision: str, name: str) -> list[str]:
     """Return a warning on layers with unlowered weights; raise a `UserError` if no layer was lowered."""
     facts = read_graph_facts(model)
     total, lowered = sum(facts.layers.values()), facts.layers.get(precision, 0)
-    where = f" ({facts.enclosed} are inside {' and '.join(facts.enclosing)} operators)" if facts.enclosed else ""
+    location = f" ({facts.enclosed} are inside {' and '.join(facts.enclosing)} operators)" if facts.enclosed else ""
     if total and not lowered:
         raise UserError(
             f"nothing in {name} can be made {precision}: all of its {add_noun(total, 'layer')} with weights stay in "
-            f"{max(facts.layers, key=lambda kind: facts.layers[kind])}{where}; run it in the file's own precision"
+            f"{max(facts.layers, key=lambda kind: facts.layers[kind])}{location}; run it in the file's own precision"
         )
-    partly = facts.enclosed and lowered < total
-    return [f"{total - lowered} of {total} layers with weights are not in {precision}{where}"] if partly else []
+    is_partial = facts.enclosed and lowered < total
+    return [f"{total - lowered} of {total} layers with weights are not in {precision}{location}"] if is_partial else []

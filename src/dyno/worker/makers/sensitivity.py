@@ -52,8 +52,8 @@ def rank(
     exact = _compute_outputs(model, feeds, threads)
     kinds = {node.name: node.op_type for node in model.graph.node}
     layers = []
-    for done, (name, change) in enumerate(changes.items()):
-        report(done, len(changes))
+    for count, (name, change) in enumerate(changes.items()):
+        report(count, len(changes))
         copy = copy_message(model)
         change(copy.graph)
         ratio = compute_sqnr(exact, _compute_outputs(copy, feeds, threads))
@@ -74,37 +74,37 @@ def compute_sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> 
 
 def _compute_outputs(model: Any, feeds: Feeds, threads: int) -> list[np.ndarray]:
     # Unoptimised: else rounding casts would be removed, and Q/DQ pairs fused beyond this layer.
-    ready = make_session(model.SerializeToString(), optimised=False, threads=threads)
+    session = make_session(model.SerializeToString(), optimised=False, threads=threads)
     with np.errstate(all="ignore"):
-        runs = [ready.run(None, dict(feed)) for feed in feeds]
+        runs = [session.run(None, dict(feed)) for feed in feeds]
     return [np.concatenate([np.atleast_1d(run[k]) for run in runs]) for k in range(len(runs[0]))]
 
 
-def int8_changes(seen: CalibratedGraph) -> dict[str, Changed]:
+def int8_changes(calibrated_graph: CalibratedGraph) -> dict[str, Changed]:
     """Return, for each layer that the scheme quantises, a function that quantises only that layer."""
-    wanted: dict[str, list[int]] = {}
-    for node, k in _int8_sites(seen):
-        wanted.setdefault(node.name, []).append(k)
-    return {name: _make_quantiser(name, inputs, seen) for name, inputs in wanted.items()}
+    sites: dict[str, list[int]] = {}
+    for node, k in _int8_sites(calibrated_graph):
+        sites.setdefault(node.name, []).append(k)
+    return {name: _make_quantiser(name, inputs, calibrated_graph) for name, inputs in sites.items()}
 
 
-def _int8_sites(seen: CalibratedGraph) -> Iterator[tuple[Any, int]]:
+def _int8_sites(calibrated_graph: CalibratedGraph) -> Iterator[tuple[Any, int]]:
     """Yield the quantised activations as node and input number."""
-    if seen.scheme.fused:
-        yield from list_sites(seen.model.graph, seen.excluded, seen.transformer)
+    if calibrated_graph.scheme.fused:
+        yield from list_sites(calibrated_graph.model.graph, calibrated_graph.excluded, calibrated_graph.transformer)
         return
-    for node in seen.model.graph.node:
-        if node.op_type in seen.types - PASSING_OPERATORS and node.name not in seen.excluded:
-            yield from ((node, k) for k, name in enumerate(node.input) if name in seen.ranges)
+    for node in calibrated_graph.model.graph.node:
+        if node.op_type in calibrated_graph.types - PASSING_OPERATORS and node.name not in calibrated_graph.excluded:
+            yield from ((node, k) for k, name in enumerate(node.input) if name in calibrated_graph.ranges)
 
 
-def _make_quantiser(name: str, inputs: list[int], seen: CalibratedGraph) -> Changed:
+def _make_quantiser(name: str, inputs: list[int], calibrated_graph: CalibratedGraph) -> Changed:
     def quantise_layer(graph: Any) -> None:
         node = next(n for n in graph.node if n.name == name)
         if node.op_type in LINEAR_OPERATORS:  # first: from the first insertion on the graph has a copy of the node
-            _round_weight(graph, node, 63 if seen.narrow else 127)
+            _round_weight(graph, node, 63 if calibrated_graph.narrow else 127)
         for k in inputs:
-            _round_activation(graph, node, k, seen.ranges[node.input[k]], seen.scheme)
+            _round_activation(graph, node, k, calibrated_graph.ranges[node.input[k]], calibrated_graph.scheme)
 
     return quantise_layer
 
@@ -113,20 +113,20 @@ def _round_activation(graph: Any, node: Any, k: int, span: tuple[float, float], 
     import onnx
 
     low, high = min(span[0], 0.0), max(span[1], 0.0)
-    unsigned = scheme.activations == "U8" or (scheme.activations == "U8 or S8" and low >= 0)
-    scale = ((high - low) / 255 if unsigned else max(-low, high) / 127) or 1.0
-    zero = np.uint8(round(-low / scale)) if unsigned else np.int8(0)
-    read = f"{node.name}_{k}"
-    arrays = add_weight(graph, f"{read}_scale", np.float32(scale)), add_weight(graph, f"{read}_zero", zero)
+    is_unsigned = scheme.activations == "U8" or (scheme.activations == "U8 or S8" and low >= 0)
+    scale = ((high - low) / 255 if is_unsigned else max(-low, high) / 127) or 1.0
+    zero_point = np.uint8(round(-low / scale)) if is_unsigned else np.int8(0)
+    prefix = f"{node.name}_{k}"
+    arrays = add_weight(graph, f"{prefix}_scale", np.float32(scale)), add_weight(graph, f"{prefix}_zero", zero_point)
     pair = [
-        onnx.helper.make_node("QuantizeLinear", [node.input[k], *arrays], [f"{read}_q"]),
-        onnx.helper.make_node("DequantizeLinear", [f"{read}_q", *arrays], [f"{read}_dq"]),
+        onnx.helper.make_node("QuantizeLinear", [node.input[k], *arrays], [f"{prefix}_q"]),
+        onnx.helper.make_node("DequantizeLinear", [f"{prefix}_q", *arrays], [f"{prefix}_dq"]),
     ]
-    node.input[k] = f"{read}_dq"
+    node.input[k] = f"{prefix}_dq"
     _insert_nodes(graph, node, pair, [])
 
 
-def _round_weight(graph: Any, node: Any, largest: int) -> None:
+def _round_weight(graph: Any, node: Any, max_level: int) -> None:
     """Round a weight symmetrically, per output channel, in place of the initialiser.
 
     A weight that isn't constant is left unchanged.
@@ -136,30 +136,30 @@ def _round_weight(graph: Any, node: Any, largest: int) -> None:
         return
     values = _read_array(tensor)
     axis = channel_axis(node, values.ndim)
-    others = tuple(k for k in range(values.ndim) if k != axis) if axis is not None else None
-    scale = np.abs(values).max(axis=others, keepdims=True) / largest
+    other_axes = tuple(k for k in range(values.ndim) if k != axis) if axis is not None else None
+    scale = np.abs(values).max(axis=other_axes, keepdims=True) / max_level
     scale = np.where(scale > 0, scale, 1)
     _replace_weight(graph, node, 1, (np.round(values / scale) * scale).astype(values.dtype))
 
 
-def fp16_changes(model: Any, kept: Sequence[str]) -> dict[str, Changed]:
+def fp16_changes(model: Any, kept_operators: Sequence[str]) -> dict[str, Changed]:
     """Return, for each layer, a function that rounds its inputs, weights and outputs to FP16.
 
-    Layers are nodes that compute in float32, except operators in `kept`, which stay higher anyway.
+    Layers are nodes that compute in float32, except operators in `kept_operators`, which stay higher anyway.
     """
     import onnx
 
-    typed = onnx.shape_inference.infer_shapes(model).graph
-    floats = {v.name for v in (*typed.value_info, *typed.input, *typed.output)
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    floats = {v.name for v in (*graph.value_info, *graph.input, *graph.output)
               if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}  # fmt: skip
-    chosen = [
+    layers = [
         node.name
         for node in model.graph.node
-        if node.op_type not in PASSING_OPERATORS | {*kept, "Constant"}
+        if node.op_type not in PASSING_OPERATORS | {*kept_operators, "Constant"}
         and floats & {*node.input}
         and {*node.output} <= floats
     ]
-    return {name: _make_halver(name, floats) for name in chosen}
+    return {name: _make_halver(name, floats) for name in layers}
 
 
 def _make_halver(name: str, floats: set[str]) -> Changed:
@@ -167,10 +167,10 @@ def _make_halver(name: str, floats: set[str]) -> Changed:
 
     half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
 
-    def make_casts(read: str, written: str, label: str) -> list[Any]:
+    def make_casts(source: str, target: str, label: str) -> list[Any]:
         return [
-            onnx.helper.make_node("Cast", [read], [f"{label}_half"], to=half),
-            onnx.helper.make_node("Cast", [f"{label}_half"], [written], to=single),
+            onnx.helper.make_node("Cast", [source], [f"{label}_half"], to=half),
+            onnx.helper.make_node("Cast", [f"{label}_half"], [target], to=single),
         ]
 
     def halve_layer(graph: Any) -> None:
@@ -204,8 +204,8 @@ def _replace_weight(graph: Any, node: Any, k: int, values: np.ndarray) -> None:
 
 
 def _insert_nodes(graph: Any, node: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
-    place = next(i for i, n in enumerate(graph.node) if n.name == node.name)
-    set_nodes(graph, [*graph.node[:place], *before, node, *after, *graph.node[place + 1 :]])
+    index = next(i for i, n in enumerate(graph.node) if n.name == node.name)
+    set_nodes(graph, [*graph.node[:index], *before, node, *after, *graph.node[index + 1 :]])
 
 
 def rank_recipe(parent: Recipe, precision: str, data: DataSpec | None, options: dict[str, Option]) -> Recipe:
@@ -259,16 +259,16 @@ def _prepare_graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any,
         name_nodes(model.graph)
         return model, fp16_changes(model, list_sensitive())
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        seen = observe_ranges(model, recipe, calibration_of(recipe, parent), Path(scratch))
-    return seen.model, int8_changes(seen)
+        calibrated_graph = observe_ranges(model, recipe, calibration_of(recipe, parent), Path(scratch))
+    return calibrated_graph.model, int8_changes(calibrated_graph)
 
 
 def _load_feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarray]]:
     """Return inputs for the ranking, spread over the calibration's data; one random batch without data."""
     if recipe.data is None:
         return [make_example(recipe, parent)]
-    fewer = replace(recipe, options={**recipe.options, "samples": RANKING_IMAGES})
-    data = calibration_of(fewer, parent)
+    ranking_recipe = replace(recipe, options={**recipe.options, "samples": RANKING_IMAGES})
+    data = calibration_of(ranking_recipe, parent)
     return list(data.feeds(0, len(data)))
 
 

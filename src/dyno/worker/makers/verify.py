@@ -62,15 +62,15 @@ class ExportSource:
     @property
     def following(self) -> dict[str, int]:
         """The outputs with an axis that is the batch in every case, and that axis."""
-        found = {}
+        output_axes = {}
         for name in self.outputs:
             shapes = [case.outputs[name].shape for case in self.expected]
             axes = range(min(map(len, shapes)))
             batches = [case.batch for case in self.expected]
             axis = next((k for k in axes if [shape[k] for shape in shapes] == batches), None)
             if axis is not None and (axis == 0 or len({*batches}) > 1):
-                found[name] = axis
-        return found
+                output_axes[name] = axis
+        return output_axes
 
 
 def verify_graph(path: Path, outputs: Sequence[Tensor], source: ExportSource) -> ExportCheck | None:
@@ -81,12 +81,12 @@ def verify_graph(path: Path, outputs: Sequence[Tensor], source: ExportSource) ->
     """
     _check_signature(outputs, source)
     try:
-        runner = make_session(str(path))
-        input_names = {tensor.name for tensor in runner.get_inputs()}  # an exporter may drop unused inputs
+        session = make_session(str(path))
+        input_names = {tensor.name for tensor in session.get_inputs()}  # an exporter may drop unused inputs
         all_feeds = [
             {name: array for name, array in case.feeds.items() if name in input_names} for case in source.expected
         ]
-        results = [runner.run(list(source.outputs), feeds) for feeds in all_feeds]
+        results = [session.run(list(source.outputs), feeds) for feeds in all_feeds]
     except ImportError:
         return None
     except Exception as e:  # ONNX Runtime's errors have no other common base
@@ -100,20 +100,20 @@ def compare_results(source: ExportSource, results: Sequence[Sequence[np.ndarray]
         return _compare_rows(source, results)
     pairs = [(name, case.outputs[name], result[i]) for case, result in zip(source.expected, results, strict=True)
              for i, name in enumerate(source.outputs)]  # fmt: skip
-    own: dict[str, float] = {}
+    own_errors: dict[str, float] = {}
     try:
-        worst = max(_compute_difference(*pair, 0.0) for pair in pairs)
+        max_error = max(_compute_difference(*pair, 0.0) for pair in pairs)
     except WrongGraph:
-        own = _own_errors(source)
-        worst = _find_worst_difference(pairs, own)
-    largest = max(_find_largest_value(a) for case in source.expected for a in case.outputs.values())
+        own_errors = _own_errors(source)
+        max_error = _find_worst_difference(pairs, own_errors)
+    max_output = max(_find_largest_value(a) for case in source.expected for a in case.outputs.values())
     return ExportCheck(
         batches=tuple(case.batch for case in source.expected),
-        max_abs_error=worst,
-        max_abs_output=largest,
+        max_abs_error=max_error,
+        max_abs_output=max_output,
         rtol=RELATIVE_TOLERANCE,
-        atol=ABSOLUTE_TOLERANCE * largest,
-        own_error=max(own.values()) if own else None,
+        atol=ABSOLUTE_TOLERANCE * max_output,
+        own_error=max(own_errors.values()) if own_errors else None,
     )
 
 
@@ -122,17 +122,17 @@ def _compare_rows(source: ExportSource, results: Sequence[Sequence[np.ndarray]])
 
     Both sides count. A close counterpart is close in all values.
     """
-    count, lost = 0, 0
+    count, lost_count = 0, 0
     for case, result in zip(source.expected, results, strict=True):
-        close = _close_rows([*case.outputs.values()], result)
-        count += sum(close.shape)
-        lost += int((~close.any(axis=1)).sum() + (~close.any(axis=0)).sum())
+        matches = _close_rows([*case.outputs.values()], result)
+        count += sum(matches.shape)
+        lost_count += int((~matches.any(axis=1)).sum() + (~matches.any(axis=0)).sum())
     if not count:
         raise WrongGraph("wrote a graph that can't be checked: no image has boxes; give trained weights (--weights)")
-    if lost > MAX_LOST_SHARE * count:
-        raise WrongGraph(f"wrote a graph in which {lost} of {count} boxes differ from the module's")
+    if lost_count > MAX_LOST_SHARE * count:
+        raise WrongGraph(f"wrote a graph in which {lost_count} of {count} boxes differ from the module's")
     batches = tuple(case.batch for case in source.expected)
-    return ExportCheck(batches=batches, boxes=count, boxes_apart=lost, rtol=RELATIVE_TOLERANCE)
+    return ExportCheck(batches=batches, boxes=count, boxes_apart=lost_count, rtol=RELATIVE_TOLERANCE)
 
 
 def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> np.ndarray:
@@ -140,28 +140,28 @@ def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) ->
 
     The result is [expected rows, actual rows]. Raise `WrongGraph` for rows of another shape.
     """
-    close = np.ones((len(expected[0]), len(actual[0])), bool)
+    matches = np.ones((len(expected[0]), len(actual[0])), bool)
     for expected_array, actual_array in zip(expected, actual, strict=True):
-        rows, own_rows = list(actual_array.shape[1:]), list(expected_array.shape[1:])
-        if rows != own_rows:
-            raise WrongGraph(f"wrote a graph whose rows are {rows} where the module's are {own_rows}")
-        scale = 0.0 if expected_array.dtype.kind in "iu" else RELATIVE_TOLERANCE * _find_largest_value(expected_array)
-        for at in np.ndindex(expected_array.shape[1:]):
-            a, b = (array[(slice(None), *at)].astype(np.float64) for array in (expected_array, actual_array))
-            close &= np.abs(a[:, None] - b[None, :]) <= scale
-    return close
+        shape, expected_shape = list(actual_array.shape[1:]), list(expected_array.shape[1:])
+        if shape != expected_shape:
+            raise WrongGraph(f"wrote a graph whose rows are {shape} where the module's are {expected_shape}")
+        limit = 0.0 if expected_array.dtype.kind in "iu" else RELATIVE_TOLERANCE * _find_largest_value(expected_array)
+        for index in np.ndindex(expected_array.shape[1:]):
+            a, b = (array[(slice(None), *index)].astype(np.float64) for array in (expected_array, actual_array))
+            matches &= np.abs(a[:, None] - b[None, :]) <= limit
+    return matches
 
 
-def list_doubts(checked: ExportCheck | None) -> list[str]:
+def list_doubts(check: ExportCheck | None) -> list[str]:
     """Return warnings on a missing comparison, or on rounding beyond the usual tolerance."""
-    if checked is None:
+    if check is None:
         return [f"the graph was not verified: onnxruntime is not installed ({install('onnxruntime')})"]
-    if checked.own_error is None:
+    if check.own_error is None:
         return []
-    own, off, largest = (f"{n:.2g}" for n in (checked.own_error, checked.max_abs_error, checked.max_abs_output))
+    own, off, max_output = (f"{n:.2g}" for n in (check.own_error, check.max_abs_error, check.max_abs_output))
     return [
         f"this network amplifies rounding: its outputs in FP32 are off by {own} from FP64, and the graph's by {off} "
-        f"from those, where the largest is {largest}; lower precisions will differ by far more"
+        f"from those, where the largest is {max_output}; lower precisions will differ by far more"
     ]
 
 
@@ -181,43 +181,41 @@ def _find_largest_value(array: np.ndarray) -> float:
     return float(np.abs(array.astype(np.float64)).max(initial=0))
 
 
-def _find_worst_difference(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], own: Mapping[str, float]) -> float:
+def _find_worst_difference(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], errors: Mapping[str, float]) -> float:
     """Return the largest difference; raise `UndecidedGraph` if only outputs decided by rounding differ.
 
     For example, a detector with random weights chooses among nearly equal scores.
     """
-    worst, undecided = 0.0, ""
+    max_error, doubt = 0.0, ""
     for name, want, got in pairs:
-        error, scale = own.get(name, 0.0), _find_largest_value(want[np.isfinite(want)])
+        error, scale = errors.get(name, 0.0), _find_largest_value(want[np.isfinite(want)])
         try:
-            worst = max(worst, _compute_difference(name, want, got, OWN_ERRORS * error))
+            max_error = max(max_error, _compute_difference(name, want, got, OWN_ERRORS * error))
         except WrongGraph:
             if error <= MAX_DOUBT_SHARE * scale or want.shape != got.shape:
                 raise
-            undecided = (
-                f"the module's own {name} in FP32 is off by {error:.3g} from FP64, where the largest is {scale:.3g}"
-            )
-    if undecided:
-        raise UndecidedGraph(undecided)
-    return worst
+            doubt = f"the module's own {name} in FP32 is off by {error:.3g} from FP64, where the largest is {scale:.3g}"
+    if doubt:
+        raise UndecidedGraph(doubt)
+    return max_error
 
 
 def _compute_difference(name: str, want: np.ndarray, got: np.ndarray, own_error: float) -> float:
     if want.shape != got.shape:
         raise WrongGraph(f"wrote a graph whose {name} is {list(got.shape)} where the module's is {list(want.shape)}")
     if is_labels(want):
-        changed = int((want != got).sum())
-        if changed > max(MAX_LOST_SHARE * want.size, want.size >= MIN_LABELS):
-            raise WrongGraph(f"wrote a graph in whose {name} {changed} of {want.size} labels differ from the module's")
+        count = int((want != got).sum())
+        if count > max(MAX_LOST_SHARE * want.size, want.size >= MIN_LABELS):
+            raise WrongGraph(f"wrote a graph in whose {name} {count} of {want.size} labels differ from the module's")
         return 0.0
     want, got = want.astype(np.float64), got.astype(np.float64)
     finite = want[np.isfinite(want)]
     scale = float(np.abs(finite).max(initial=0.0))
-    worst = float(np.abs(want - got)[np.isfinite(want)].max(initial=0.0))
-    allowed = max(ABSOLUTE_TOLERANCE * scale, min(own_error, MAX_DOUBT_SHARE * scale))
-    if not np.allclose(got, want, RELATIVE_TOLERANCE, allowed, equal_nan=True):
-        raise WrongGraph(f"wrote a graph whose {name} is off by {worst:.3g} where the module's largest is {scale:.3g}")
-    return worst
+    error = float(np.abs(want - got)[np.isfinite(want)].max(initial=0.0))
+    tolerance = max(ABSOLUTE_TOLERANCE * scale, min(own_error, MAX_DOUBT_SHARE * scale))
+    if not np.allclose(got, want, RELATIVE_TOLERANCE, tolerance, equal_nan=True):
+        raise WrongGraph(f"wrote a graph whose {name} is off by {error:.3g} where the module's largest is {scale:.3g}")
+    return error
 
 
 def _own_errors(source: ExportSource) -> dict[str, float]:
@@ -225,11 +223,11 @@ def _own_errors(source: ExportSource) -> dict[str, float]:
     torch = import_torch()
     errors = dict.fromkeys(source.outputs, 0.0)
     try:
-        exact = copy.deepcopy(source.module).double()
+        fp64_module = copy.deepcopy(source.module).double()
         for case in source.expected:
             inputs = [torch.from_numpy(array) for array in case.feeds.values()]
             with one_thread(torch):
-                outputs = named_outputs(exact(*(x.double() if x.is_floating_point() else x for x in inputs)))
+                outputs = named_outputs(fp64_module(*(x.double() if x.is_floating_point() else x for x in inputs)))
             for name, expected in case.outputs.items():
                 difference = np.abs(outputs[name].numpy() - expected.astype(np.float64))
                 errors[name] = max(errors[name], float(difference[np.isfinite(difference)].max(initial=0.0)))

@@ -114,15 +114,15 @@ class Archive:
         if not self._root:
             raise UserError(f"{path} is a zip file, but not of torch.save: it has no data.pkl")
         entries = self._zip.infolist()
-        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-        if not self.program and (packed or sum(e.file_size for e in entries) > self.path.stat().st_size):
+        is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        if not self.program and (is_packed or sum(e.file_size for e in entries) > self.path.stat().st_size):
             raise UserError(f"{path} is not a file of torch.save: its entries are packed, or larger than the file")
 
     @property
     def names(self) -> list[str]:
         """The classes and functions named in the pickle, without plain containers and tensors."""
-        plain = ("torch.", "_codecs.")
-        return [name for name in self._global_names if not (name in CONTAINER_TYPES or name.startswith(plain))]
+        prefixes = ("torch.", "_codecs.")
+        return [name for name in self._global_names if not (name in CONTAINER_TYPES or name.startswith(prefixes))]
 
     @property
     def kind(self) -> str:
@@ -197,9 +197,9 @@ def advise_on_module(archive: Archive) -> str:
 def read_tensors(module: Any) -> dict[str, Any]:
     """Return a stored module's torch tensors by name, as in `state_dict()`; raise a `UserError` if damaged."""
     result = {}
-    for name, stored in _find_stored(module, "", 0):
+    for name, tensor in _find_stored(module, "", 0):
         try:
-            result[name] = stored.make_tensor()
+            result[name] = tensor.make_tensor()
         except (RuntimeError, ValueError) as e:
             raise UserError(f"the tensor {name} reaches beyond its stored bytes") from e
     return result
@@ -210,12 +210,12 @@ def is_module(value: Any) -> bool:
     return isinstance(value, Stub) and {"_modules", "_parameters", "_buffers"} <= set(value.state)
 
 
-def find_module_stub(loaded: Any) -> Any:
+def find_module_stub(contents: Any) -> Any:
     """Return the `Stub` of the module in a loaded object; None without a module.
 
     It is the object itself, or under one of MODULE_KEYS, averaged weights first.
     """
-    candidates = [loaded, *(loaded.get(key) for key in MODULE_KEYS)] if isinstance(loaded, dict) else [loaded]
+    candidates = [contents, *(contents.get(key) for key in MODULE_KEYS)] if isinstance(contents, dict) else [contents]
     return next((candidate for candidate in candidates if is_module(candidate)), None)
 
 
@@ -223,10 +223,10 @@ def _find_stored(module: Any, prefix: str, depth: int) -> Iterator[tuple[str, Ar
     if not is_module(module) or depth > MAX_DEPTH:
         return
     state = module.state
-    passing = state.get("_non_persistent_buffers_set") or ()
+    transient_names = state.get("_non_persistent_buffers_set") or ()
     for kind in ("_parameters", "_buffers"):
         for name, value in _list_items(state[kind]):
-            if isinstance(value, ArchivedTensor) and not (kind == "_buffers" and name in passing):
+            if isinstance(value, ArchivedTensor) and not (kind == "_buffers" and name in transient_names):
                 yield f"{prefix}{name}", value
     for name, inner in _list_items(state["_modules"]):
         yield from _find_stored(inner, f"{prefix}{name}.", depth + 1)
@@ -253,7 +253,7 @@ def _global_names(content: bytes) -> list[str]:
     texts: list[str] = []
     memo: dict[int, str] = {}
     names: dict[str, None] = {}
-    last = ""  # text on top of the stack; "" for other values
+    top = ""  # text on top of the stack; "" for other values
     try:
         argument: Any
         for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
@@ -266,10 +266,10 @@ def _global_names(content: bytes) -> list[str]:
             elif name == "STACK_GLOBAL":
                 names[_qualified_name(*texts[-2:])] = None
             elif name == "MEMOIZE" or name.endswith("PUT"):
-                memo[len(memo) if name == "MEMOIZE" else argument] = last
+                memo[len(memo) if name == "MEMOIZE" else argument] = top
                 continue
-            last = memo.get(argument, "") if name.endswith("GET") else argument if isinstance(argument, str) else ""
-            texts += [last] if last else []
+            top = memo.get(argument, "") if name.endswith("GET") else argument if isinstance(argument, str) else ""
+            texts += [top] if top else []
     except (ValueError, TypeError) as e:
         raise UserError(f"the pickle is cut short or damaged: {str(e).splitlines()[0] if str(e) else e!r}") from e
     return list(names)
@@ -356,16 +356,16 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     if file.suffix == ".json" and not shards:
         raise UserError(f"checkpoint {path} doesn't exist, or is no index of weight files in its folder")
     state: dict[str, Any] = {}
-    for part in shards or [file]:
-        if not part.is_file():
-            raise UserError(f"checkpoint {part} doesn't exist")
-        if part.stat().st_size == 0:
-            raise UserError(f"checkpoint {part} is empty")
-        read = _load_safetensors if part.suffix == ".safetensors" else _load_pickle
-        found = _find_state(read(part), str(part))
-        if twice := sorted(state.keys() & found.keys()):
-            raise UserError(f"{part} has {twice[0]}, as another file of {path} does; save the weights again")
-        state |= found
+    for shard in shards or [file]:
+        if not shard.is_file():
+            raise UserError(f"checkpoint {shard} doesn't exist")
+        if shard.stat().st_size == 0:
+            raise UserError(f"checkpoint {shard} is empty")
+        read = _load_safetensors if shard.suffix == ".safetensors" else _load_pickle
+        tensors = _find_state(read(shard), str(shard))
+        if duplicates := sorted(state.keys() & tensors.keys()):
+            raise UserError(f"{shard} has {duplicates[0]}, as another file of {path} does; save the weights again")
+        state |= tensors
     return _strip_prefixes(state)
 
 
@@ -376,19 +376,19 @@ def describe_averaged(path: str) -> str:
     """
     try:
         archive = Archive(path)
-        loaded = archive.load() if archive.kind in (WEIGHTS, OTHER) else None
+        contents = archive.load() if archive.kind in (WEIGHTS, OTHER) else None
     except UserError:  # other formats have no averages; loading refuses damaged files
         return ""
-    if not isinstance(loaded, Mapping):
+    if not isinstance(contents, Mapping):
         return ""
-    taken = next((key for key in NESTED_KEYS if isinstance(loaded.get(key), Mapping)), "")
-    averaged = next((key for key in AVERAGE_KEYS if isinstance(loaded.get(key), Mapping)), "")
-    if not (taken and averaged):
-        taken, averaged = _find_copy(loaded[taken] if taken else loaded)
-    if not averaged:
+    raw_key = next((key for key in NESTED_KEYS if isinstance(contents.get(key), Mapping)), "")
+    ema_key = next((key for key in AVERAGE_KEYS if isinstance(contents.get(key), Mapping)), "")
+    if not (raw_key and ema_key):
+        raw_key, ema_key = _find_copy(contents[raw_key] if raw_key else contents)
+    if not ema_key:
         return ""
     return (
-        f"{AVERAGED_WARNING}, under {averaged}; those under {taken} were taken: to measure the others, save them alone"
+        f"{AVERAGED_WARNING}, under {ema_key}; those under {raw_key} were taken: to measure the others, save them alone"
     )
 
 
@@ -403,29 +403,31 @@ def _find_copy(state: Mapping[str, Any]) -> tuple[str, str]:
         if isinstance(value, ArchivedTensor) and not name.endswith(BATCH_COUNTER):
             first, _, inner = name.partition(".")
             groups.setdefault(first, {})[inner] = value
-    averaged = {name: tensors for name, tensors in groups.items() if AVERAGE_WORDS & {*name.lower().split("_")}}
-    for taken, own in groups.items():
-        first = next(iter(own))
-        for other, tensors in averaged.items():
-            for start in (name.removesuffix(first) for name in tensors if name.endswith(f".{first}")):
-                pairs = [(value, tensors.get(start + inner)) for inner, value in own.items()]
-                is_copy = other != taken and all(b and b.shape == a.shape for a, b in pairs)
+    averages = {name: tensors for name, tensors in groups.items() if AVERAGE_WORDS & {*name.lower().split("_")}}
+    for attribute, weights in groups.items():
+        first = next(iter(weights))
+        for copy_name, tensors in averages.items():
+            for prefix in (name.removesuffix(first) for name in tensors if name.endswith(f".{first}")):
+                pairs = [(value, tensors.get(prefix + inner)) for inner, value in weights.items()]
+                is_copy = copy_name != attribute and all(b and b.shape == a.shape for a, b in pairs)
                 if is_copy and any(b and b.read() != a.read() for a, b in pairs):  # else it is the same network
-                    return taken, f"{other}.{start}".rstrip(".")
+                    return attribute, f"{copy_name}.{prefix}".rstrip(".")
     return "", ""
 
 
 def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") -> None:
     """Load the state dict into the module; raise a `UserError` with the first misfits and the advice."""
-    own, state = module.state_dict(), by_own_names(module, state, path)
-    missing = [k for k in own if k not in state and not k.endswith(BATCH_COUNTER)]
-    unexpected = [k for k in state if k not in own]
+    model, state = module.state_dict(), by_own_names(module, state, path)
+    missing = [k for k in model if k not in state and not k.endswith(BATCH_COUNTER)]
+    unexpected = [k for k in state if k not in model]
     shapes = [
-        f"{k} (model {list(own[k].shape)}, file {list(state[k].shape)})"
-        for k in own
-        if k in state and own[k].shape != state[k].shape
+        f"{k} (model {list(model[k].shape)}, file {list(state[k].shape)})"
+        for k in model
+        if k in state and model[k].shape != state[k].shape
     ]
-    if integers := [k for k in own if k in state and own[k].is_floating_point() and not state[k].is_floating_point()]:
+    if integers := [
+        k for k in model if k in state and model[k].is_floating_point() and not state[k].is_floating_point()
+    ]:
         dtype = str(state[integers[0]].dtype).removeprefix("torch.")
         raise UserError(
             f"{integers[0]} in {path} is {dtype}, and floating point in the model: quantised weights can't be read "
@@ -447,18 +449,18 @@ def by_own_names(module: Any, state: Mapping[str, Any], path: str) -> Mapping[st
     A trainer such as Lightning stores the network as an attribute, for example under `model.`, next to its losses.
     Raise a `UserError` if two attributes fit.
     """
-    own = {name for name in module.state_dict() if not name.endswith(BATCH_COUNTER)}
-    if not own or not own.isdisjoint(state):
+    model_names = {name for name in module.state_dict() if not name.endswith(BATCH_COUNTER)}
+    if not model_names or not model_names.isdisjoint(state):
         return state
     names = dict.fromkeys(name.partition(".")[0] for name in state)
-    fitting = [name for name in names if all(f"{name}.{inner}" in state for inner in own)]
-    if len(fitting) > 1:
-        two = " and ".join(fitting[:2])
-        raise UserError(f"checkpoint {path} has the model's weights more than once, as {two}; save one of them alone")
-    if not fitting:
+    matches = [name for name in names if all(f"{name}.{inner}" in state for inner in model_names)]
+    if len(matches) > 1:
+        pair = " and ".join(matches[:2])
+        raise UserError(f"checkpoint {path} has the model's weights more than once, as {pair}; save one of them alone")
+    if not matches:
         return state
-    start = f"{fitting[0]}."
-    return {name[len(start) :]: value for name, value in state.items() if name.startswith(start)}
+    prefix = f"{matches[0]}."
+    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
 
 
 def head_classes(module: Any, state: Mapping[str, Any]) -> int | None:
@@ -468,20 +470,20 @@ def head_classes(module: Any, state: Mapping[str, Any]) -> int | None:
     """
     pairs = set()
     for name, value in module.state_dict().items():
-        stored = state.get(name)
-        if stored is None or stored.shape == value.shape:
+        tensor = state.get(name)
+        if tensor is None or tensor.shape == value.shape:
             continue
-        if stored.dim() == 0 or value.dim() == 0 or stored.shape[1:] != value.shape[1:]:
+        if tensor.dim() == 0 or value.dim() == 0 or tensor.shape[1:] != value.shape[1:]:
             return None
-        pairs.add((int(value.shape[0]), int(stored.shape[0])))
+        pairs.add((int(value.shape[0]), int(tensor.shape[0])))
     return pairs.pop()[1] if len(pairs) == 1 else None
 
 
-def _list_names(what: str, names: list[str]) -> str:
+def _list_names(label: str, names: list[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - MAX_ENTRIES_NAMED} more" if len(names) > MAX_ENTRIES_NAMED else ""
-    return f"{what} {', '.join(names[:MAX_ENTRIES_NAMED])}{more}"
+    return f"{label} {', '.join(names[:MAX_ENTRIES_NAMED])}{more}"
 
 
 def _load_safetensors(file: Path) -> Any:
@@ -507,8 +509,8 @@ def _load_pickle(file: Path) -> Any:
             raise UserError(f"{file} is a TorchScript program; save the weights alone with state_dict()") from e
         if zipfile.is_zipfile(file):
             Archive(file)  # raises for another program's zip file
-        kind = "cut short or damaged" if _is_zip(file) else "not a checkpoint that torch can read"
-        raise UserError(f"checkpoint {file} is {kind}; {SAVE_AGAIN}") from e
+        problem = "cut short or damaged" if _is_zip(file) else "not a checkpoint that torch can read"
+        raise UserError(f"checkpoint {file} is {problem}; {SAVE_AGAIN}") from e
 
 
 def _module_tensors(file: Path) -> dict[str, Any] | None:
@@ -541,27 +543,27 @@ def _explain_refusal(file: Path, reason: str) -> str:
     return f"checkpoint {file} runs code when it is read{name}, which is refused; save state_dict() alone"
 
 
-def _find_state(loaded: Any, path: str) -> Mapping[str, Any]:
+def _find_state(contents: Any, path: str) -> Mapping[str, Any]:
     import torch
 
-    while isinstance(loaded, Mapping):
-        inner = next((k for k in NESTED_KEYS if isinstance(loaded.get(k), Mapping)), None)
-        if inner is None:
+    while isinstance(contents, Mapping):
+        key = next((k for k in NESTED_KEYS if isinstance(contents.get(k), Mapping)), None)
+        if key is None:
             break
-        loaded = loaded[inner]
-    if not isinstance(loaded, Mapping):
-        raise UserError(f"checkpoint {path} holds a {type(loaded).__name__}, not tensors by name")
-    tensors = {str(k): v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
+        contents = contents[key]
+    if not isinstance(contents, Mapping):
+        raise UserError(f"checkpoint {path} holds a {type(contents).__name__}, not tensors by name")
+    tensors = {str(k): v for k, v in contents.items() if isinstance(v, torch.Tensor)}
     if not tensors:
-        keys = ", ".join(str(k) for k in list(loaded)[:5]) or "nothing"
+        keys = ", ".join(str(k) for k in list(contents)[:5]) or "nothing"
         raise UserError(f"checkpoint {path} has no weights under {', '.join(NESTED_KEYS)}; it has {keys}")
     return tensors
 
 
 def _strip_prefixes(state: Mapping[str, Any]) -> dict[str, Any]:
     # any part may have been compiled
-    plain = {name.replace(COMPILED_PREFIX, ""): value for name, value in state.items()}
-    names = plain if len(plain) == len(state) else dict(state)
-    while names and all(name.startswith(PARALLEL_PREFIX) for name in names):
-        names = {name.removeprefix(PARALLEL_PREFIX): value for name, value in names.items()}
-    return names
+    tensors = {name.replace(COMPILED_PREFIX, ""): value for name, value in state.items()}
+    result = tensors if len(tensors) == len(state) else dict(state)
+    while result and all(name.startswith(PARALLEL_PREFIX) for name in result):
+        result = {name.removeprefix(PARALLEL_PREFIX): value for name, value in result.items()}
+    return result

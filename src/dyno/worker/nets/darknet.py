@@ -75,14 +75,14 @@ def read_cfg(path: str) -> list[CfgSection]:
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path} can't be read: {e}; give Darknet's .cfg") from e
     sections: list[CfgSection] = []
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         text = line.split("#")[0].split(";")[0].strip()
         if text.startswith("[") and text.endswith("]"):
-            sections.append(CfgSection(text[1:-1].strip(), path, number))
+            sections.append(CfgSection(text[1:-1].strip(), path, line_number))
         elif text:
             name, equals, value = text.partition("=")
             if not equals or not sections:
-                raise UserError(f"{path}, line {number}: {text[:60]!r} is neither [SECTION] nor NAME=VALUE")
+                raise UserError(f"{path}, line {line_number}: {text[:60]!r} is neither [SECTION] nor NAME=VALUE")
             sections[-1].options[name.strip()] = value.strip()
     if not sections or sections[0].kind not in NETWORK_SECTIONS:
         raise UserError(f"{path} doesn't begin with [net], so it is not a network of Darknet's")
@@ -127,7 +127,7 @@ class LayerContext:
 Layer = Callable[[LayerContext, CfgSection, Sequence[LayerOutput]], LayerOutput]
 
 
-def convolutional(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
+def convolutional(context: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add a convolution with batch norm or bias, and an activation."""
     (value,) = inputs
     filters, size = section.read_number("filters", 1, 1), section.read_number("size", 1, 1, 64)
@@ -139,17 +139,17 @@ def convolutional(place: LayerContext, section: CfgSection, inputs: Sequence[Lay
     if value.channels // groups * filters * size * size > MAX_WEIGHTS:
         raise section.make_error(f"{filters} filters of {value.channels // groups}x{size}x{size} are too many weights")
     padding = size // 2 * dilation if section.read_number("pad", 0) else section.read_number("padding", 0)
-    stride, normalised = section.read_number("stride", 1, 1, 64), bool(section.read_number("batch_normalize", 0))
-    layer = place.nn.Sequential()
-    convolution = place.nn.Conv2d(value.channels, filters, size, stride, padding, dilation, groups, not normalised)
+    stride, has_norm = section.read_number("stride", 1, 1, 64), bool(section.read_number("batch_normalize", 0))
+    layer = context.nn.Sequential()
+    convolution = context.nn.Conv2d(value.channels, filters, size, stride, padding, dilation, groups, not has_norm)
     layer.add_module("conv", convolution)
-    if normalised:
-        layer.add_module("norm", place.nn.BatchNorm2d(filters, EPSILON))
-    layer.add_module("activation", _make_activation(place, section, "logistic"))
-    return LayerOutput(place.call(layer, value.node), filters, value.stride * stride)
+    if has_norm:
+        layer.add_module("norm", context.nn.BatchNorm2d(filters, EPSILON))
+    layer.add_module("activation", _make_activation(context, section, "logistic"))
+    return LayerOutput(context.call(layer, value.node), filters, value.stride * stride)
 
 
-def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
+def maxpool(context: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add a maximum pooling.
 
     Darknet pads `padding` pixels in total; left and top get the smaller half.
@@ -160,24 +160,24 @@ def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutp
     padding = section.read_number("padding", size - 1, 0, 63)
     before, after = padding // 2, padding - padding // 2
     if size == stride == 2 and padding == 1:  # PyTorch's ceil mode: only the last window reaches the padding
-        layer = place.nn.MaxPool2d(2, 2, ceil_mode=True)
+        layer = context.nn.MaxPool2d(2, 2, ceil_mode=True)
     elif before == after and before <= size // 2:
-        layer = place.nn.MaxPool2d(size, stride, before)
+        layer = context.nn.MaxPool2d(size, stride, before)
     else:
-        pad = place.nn.ConstantPad2d((before, after, before, after), float("-inf"))
-        layer = place.nn.Sequential(pad, place.nn.MaxPool2d(size, stride))
-    return LayerOutput(place.call(layer, value.node), value.channels, value.stride * stride)
+        pad = context.nn.ConstantPad2d((before, after, before, after), float("-inf"))
+        layer = context.nn.Sequential(pad, context.nn.MaxPool2d(size, stride))
+    return LayerOutput(context.call(layer, value.node), value.channels, value.stride * stride)
 
 
-def upsample(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
+def upsample(context: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add an upsampling that repeats each pixel `stride` times along both sides."""
     (value,) = inputs
     stride = section.read_number("stride", 2, 1, 64)
-    layer = place.nn.Upsample(scale_factor=stride, mode="nearest")
-    return LayerOutput(place.call(layer, value.node), value.channels, value.stride / stride)
+    layer = context.nn.Upsample(scale_factor=stride, mode="nearest")
+    return LayerOutput(context.call(layer, value.node), value.channels, value.stride / stride)
 
 
-def route(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
+def route(context: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the concatenated channels of several layers, or one group of each layer's channels."""
     import torch
 
@@ -189,13 +189,13 @@ def route(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput
         raise section.make_error(f"groups={groups} divides {channels} channels unevenly")
     nodes = [value.node for value in inputs]
     if groups > 1:
-        parts = [place.graph.call_method("chunk", (node, groups, 1)) for node in nodes]
-        nodes = [place.graph.call_function(operator.getitem, (part, group)) for part in parts]
-    node = place.graph.call_function(torch.cat, (nodes, 1)) if len(nodes) > 1 else nodes[0]
+        parts = [context.graph.call_method("chunk", (node, groups, 1)) for node in nodes]
+        nodes = [context.graph.call_function(operator.getitem, (part, group)) for part in parts]
+    node = context.graph.call_function(torch.cat, (nodes, 1)) if len(nodes) > 1 else nodes[0]
     return LayerOutput(node, sum(value.channels for value in inputs) // groups, inputs[0].stride)
 
 
-def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
+def shortcut(context: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the sum of layers of equal shape."""
     if len({value.channels for value in inputs}) > 1:
         channels = " and ".join(str(value.channels) for value in inputs)
@@ -204,12 +204,12 @@ def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOut
         raise section.make_error(f"weights_type={section.text('weights_type')} isn't supported; only none is")
     node = inputs[0].node
     for value in inputs[1:]:
-        node = place.graph.call_function(operator.add, (node, value.node))
-    layer = _make_activation(place, section, "linear")
-    return LayerOutput(place.call(layer, node), inputs[0].channels, inputs[0].stride)
+        node = context.graph.call_function(operator.add, (node, value.node))
+    layer = _make_activation(context, section, "linear")
+    return LayerOutput(context.call(layer, node), inputs[0].channels, inputs[0].stride)
 
 
-def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
+def yolo(context: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the boxes of a grid's cells: see `decode_boxes`."""
     (value,) = inputs
     classes, pixels = section.read_number("classes", 20, 1), section.read_numbers("anchors", float)
@@ -219,22 +219,22 @@ def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]
     mask = section.read_numbers("mask", int) or list(range(len(anchors)))
     if not anchors or not all(0 <= k < len(anchors) for k in mask):
         raise section.make_error(f"mask={section.text('mask')} must name some of the {len(anchors)} anchors, from 0")
-    needed = len(mask) * (BOX_VALUES + 1 + classes)
-    if value.channels != needed:
+    count = len(mask) * (BOX_VALUES + 1 + classes)
+    if value.channels != count:
         raise section.make_error(
-            f"the layer before it has {value.channels} channels; {len(mask)} anchors of {classes} classes need {needed}"
+            f"the layer before it has {value.channels} channels; {len(mask)} anchors of {classes} classes need {count}"
         )
-    scale, activated = section.read_number("scale_x_y", 1.0, -1e9, 1e9), bool(section.read_number("new_coords", 0))
-    chosen = [anchors[k] for k in mask]
-    node = place.graph.call_function(decode_boxes, (value.node, chosen, int(value.stride), scale, activated))
+    scale, is_activated = section.read_number("scale_x_y", 1.0, -1e9, 1e9), bool(section.read_number("new_coords", 0))
+    subset = [anchors[k] for k in mask]
+    node = context.graph.call_function(decode_boxes, (value.node, subset, int(value.stride), scale, is_activated))
     return LayerOutput(node, BOX_VALUES + classes, value.stride, classes)
 
 
-def decode_boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: float, activated: bool) -> Any:
+def decode_boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: float, is_activated: bool) -> Any:
     """Decode boxes: B x (anchors * (5 + classes)) x H x W to B x (4 + classes) x (anchors * H * W).
 
     Centre, width and height are in input pixels; a cell's side is `stride` pixels. A score is objectness times class
-    probability, as in Darknet's detections. `activated`: already by the previous convolution (`new_coords`).
+    probability, as in Darknet's detections. `is_activated`: already by the previous convolution (`new_coords`).
     """
     import torch
 
@@ -242,7 +242,7 @@ def decode_boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, sc
     count = len(anchors)
     x = x.reshape(batch, count, channels // count, height, width)
     centre, extent, scores = x[:, :, :2], x[:, :, 2:BOX_VALUES], x[:, :, BOX_VALUES:]
-    if activated:
+    if is_activated:
         extent = (extent * 2) ** 2
     else:
         centre, extent, scores = centre.sigmoid(), extent.exp(), scores.sigmoid()
@@ -251,23 +251,23 @@ def decode_boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, sc
     cells = torch.cat([columns, rows], 1).unsqueeze(1)
     centre = (centre * scale - (scale - 1) / 2 + cells) * stride
     extent = extent * torch.tensor(anchors, device=x.device, dtype=x.dtype).reshape(1, count, 2, 1, 1)
-    every = torch.cat([centre, extent, scores[:, :, :1] * scores[:, :, 1:]], 2)
-    return every.permute(0, 2, 1, 3, 4).reshape(batch, channels // count - 1, count * height * width)
+    boxes = torch.cat([centre, extent, scores[:, :, :1] * scores[:, :, 1:]], 2)
+    return boxes.permute(0, 2, 1, 3, 4).reshape(batch, channels // count - 1, count * height * width)
 
 
-def avgpool(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
+def avgpool(context: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the mean over the image."""
     (value,) = inputs
-    return LayerOutput(place.call(place.nn.AdaptiveAvgPool2d(1), value.node), value.channels, value.stride)
+    return LayerOutput(context.call(context.nn.AdaptiveAvgPool2d(1), value.node), value.channels, value.stride)
 
 
-def softmax(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
+def softmax(context: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the class probabilities."""
     (value,) = inputs
-    return LayerOutput(place.call(place.nn.Softmax(1), value.node), value.channels, value.stride)
+    return LayerOutput(context.call(context.nn.Softmax(1), value.node), value.channels, value.stride)
 
 
-def dropout(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
+def dropout(context: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Return the input: dropout is off in inference."""
     return inputs[0]
 
@@ -278,11 +278,11 @@ LAYER_KINDS: dict[str, Layer] = {
 }
 
 
-def _make_activation(place: LayerContext, section: CfgSection, default: str) -> Any:
+def _make_activation(context: LayerContext, section: CfgSection, default: str) -> Any:
     name = section.text("activation", default)
     if name not in ACTIVATIONS:
         raise section.make_error(f"the activation {name!r} isn't supported; supported are {', '.join(ACTIVATIONS)}")
-    layer = getattr(place.nn, ACTIVATIONS[name])
+    layer = getattr(context.nn, ACTIVATIONS[name])
     return layer(LEAKY_SLOPE) if name == "leaky" else layer()
 
 
@@ -305,20 +305,20 @@ class WeightReader:
             raise UserError(f"checkpoint {path} is too short to be weights of Darknet's")
         major, minor, _ = (int(n) for n in header)
         # The number of seen images has eight bytes since version 0.2.
-        begin = 12 + (8 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 4)
-        if size < begin or (size - begin) % WEIGHT_TYPE.itemsize:
+        start = 12 + (8 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 4)
+        if size < start or (size - start) % WEIGHT_TYPE.itemsize:
             raise UserError(f"checkpoint {path} is cut short or not Darknet's: its {size} bytes end within a value")
-        self.remaining = (size - begin) // WEIGHT_TYPE.itemsize
+        self.remaining = (size - start) // WEIGHT_TYPE.itemsize
         self._values = (
-            np.memmap(file, WEIGHT_TYPE, "r", begin, (self.remaining,)) if self.remaining else np.empty(0, WEIGHT_TYPE)
+            np.memmap(file, WEIGHT_TYPE, "r", start, (self.remaining,)) if self.remaining else np.empty(0, WEIGHT_TYPE)
         )
 
-    def take(self, shape: tuple[int, ...], what: str) -> np.ndarray:
-        """Return the next values in that shape; raise a `UserError` that names `what` if too few remain."""
+    def take(self, shape: tuple[int, ...], label: str) -> np.ndarray:
+        """Return the next values in that shape; raise a `UserError` that names `label` if too few remain."""
         count = int(np.prod(shape))
         if count > self.remaining:
             raise UserError(
-                f"the weights in {self.path} don't fit the model: they end in {what}, which needs {count:,} values "
+                f"the weights in {self.path} don't fit the model: they end in {label}, which needs {count:,} values "
                 f"where {self.remaining:,} are left"
             )
         start = len(self._values) - self.remaining
@@ -334,17 +334,17 @@ def load_weights(layers: Any, path: str, lines: Sequence[int], cfg: str) -> None
     import torch
 
     values = WeightReader(path)
-    for number, layer in layers.named_children():
+    for key, layer in layers.named_children():
         convolution = getattr(layer, "conv", None)
         if convolution is None:
             continue
-        what = f"layer {number} ([convolutional] in line {lines[int(number)]} of {cfg})"
+        label = f"layer {key} ([convolutional] in line {lines[int(key)]} of {cfg})"
         norm = getattr(layer, "norm", None)
         # Darknet's order: bias, then scale, mean and variance of a batch norm, then the weights.
         first = [convolution.bias] if norm is None else [norm.bias, norm.weight, norm.running_mean, norm.running_var]
         with torch.no_grad():
             for target in (*first, convolution.weight):
-                target.copy_(torch.from_numpy(values.take(tuple(target.shape), what)))
+                target.copy_(torch.from_numpy(values.take(tuple(target.shape), label)))
     if values.remaining:
         raise UserError(
             f"the weights in {path} don't fit the model: {values.remaining:,} values are left over after the last "
@@ -361,10 +361,10 @@ def is_supported(model: ModelSpec) -> bool:
 
     Raise a `UserError` if they lack the .cfg, which is needed to load them.
     """
-    stored = model.weights.endswith(WEIGHTS_SUFFIX)
-    if stored and not model.source.startswith("darknet:"):
+    is_darknet = model.weights.endswith(WEIGHTS_SUFFIX)
+    if is_darknet and not model.source.startswith("darknet:"):
         raise UserError(f"{model.weights} has Darknet's weights, which need the .cfg that they belong to as the model")
-    return stored
+    return is_darknet
 
 
 class Darknet(ModelSource):
@@ -378,12 +378,12 @@ class Darknet(ModelSource):
     def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
         check_unchanged(rest, model.source_sha256, "model file")
         network = _build_network(rest)
-        about: Purpose = network.purpose
+        purpose: Purpose = network.purpose
         if model.channels != network.channels:
             raise UserError(f"{rest} takes images of {network.channels} channels; give --channels {network.channels}")
-        if model.classes is not None and about.classes and model.classes != about.classes:
+        if model.classes is not None and purpose.classes and model.classes != purpose.classes:
             raise UserError(
-                f"{rest} has {about.classes} classes, not {model.classes}; change classes and filters there"
+                f"{rest} has {purpose.classes} classes, not {model.classes}; change classes and filters there"
             )
         if model.pretrained:
             raise UserError(f"{rest} has no published weights here; give them with --weights FILE.weights")
@@ -394,9 +394,9 @@ class Darknet(ModelSource):
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
         """Return the preprocessing of images (None without a yolo layer), and the size in [net]."""
         head, *sections = read_cfg(rest)
-        boxes = any(section.kind == "yolo" for section in sections)
+        has_boxes = any(section.kind == "yolo" for section in sections)
         size = head.read_number("height", 416, 1, MAX_SIDE), head.read_number("width", 416, 1, MAX_SIDE)
-        return find_task("detect").preprocess(model.channels) if boxes else None, size
+        return find_task("detect").preprocess(model.channels) if has_boxes else None, size
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
         """Return task, classes and stride; no task if the network has no boxes."""
@@ -416,15 +416,15 @@ def _build_network(path: str) -> Any:
     root.layers = torch.nn.ModuleDict()
     image = LayerOutput(graph.placeholder("image"), head.read_number("channels", 3, 1, 1 << 10), 1.0)
     values: list[LayerOutput] = []
-    for number, section in enumerate(sections):
+    for index, section in enumerate(sections):
         if section.kind not in LAYER_KINDS:
             raise section.make_error(f"this layer isn't supported; supported are {', '.join(LAYER_KINDS)}")
 
-        def add_call(module: Any, node: Any, number: int = number) -> Any:
-            root.layers[str(number)] = module
-            return graph.call_module(f"layers.{number}", (node,))
+        def add_call(module: Any, node: Any, index: int = index) -> Any:
+            root.layers[str(index)] = module
+            return graph.call_module(f"layers.{index}", (node,))
 
-        inputs = _find_inputs(number, section, image, values)
+        inputs = _find_inputs(index, section, image, values)
         values.append(LAYER_KINDS[section.kind](LayerContext(graph, add_call, torch.nn), section, inputs))
     heads = [value for value in values if value.classes]
     nodes = [value.node for value in heads]
@@ -436,20 +436,20 @@ def _build_network(path: str) -> Any:
     return network
 
 
-def _find_inputs(number: int, section: CfgSection, image: LayerOutput, values: list[LayerOutput]) -> list[LayerOutput]:
+def _find_inputs(index: int, section: CfgSection, image: LayerOutput, values: list[LayerOutput]) -> list[LayerOutput]:
     """Return the inputs of the section's layer; negative numbers in the file are relative to it."""
-    before = values[-1] if values else image
+    previous = values[-1] if values else image
     if section.kind not in LAYER_REFERENCES:
-        return [before]
+        return [previous]
     option = LAYER_REFERENCES[section.kind]
-    named = section.read_numbers(option, int)
-    places = [number + k if k < 0 else k for k in named]
-    if not places or not all(0 <= k < number for k in places):
+    references = section.read_numbers(option, int)
+    indices = [index + k if k < 0 else k for k in references]
+    if not indices or not all(0 <= k < index for k in indices):
         raise section.make_error(
-            f"{option}={section.text(option)} must name layers before it, which are 0 to {number - 1}"
+            f"{option}={section.text(option)} must name layers before it, which are 0 to {index - 1}"
         )
-    inputs = [values[k] for k in places]
-    inputs = inputs if section.kind == "route" else [before, *inputs]
+    inputs = [values[k] for k in indices]
+    inputs = inputs if section.kind == "route" else [previous, *inputs]
     if len({value.stride for value in inputs}) > 1:
         raise section.make_error(f"{option}={section.text(option)} puts layers of different sizes together")
     return inputs

@@ -32,20 +32,20 @@ def read_attached(path: str) -> dict[str, str]:
 
     Return {} without any, and for a metadata.yaml that is another program's or can't be read without PyYAML.
     """
-    found: Any = None
+    metadata: Any = None
     with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
         name = next((name for name in archive.namelist() if name.endswith(METADATA_MEMBERS)), "")
         text = archive.read(name).decode() if name else ""
-        found = _parse_value(text) or json.loads(text)
-    beside = Path(path).with_name(METADATA_FILE)
-    if found is None and beside.is_file():
+        metadata = _parse_value(text) or json.loads(text)
+    sidecar = Path(path).with_name(METADATA_FILE)
+    if metadata is None and sidecar.is_file():
         with contextlib.suppress(ImportError, OSError, ValueError):
             import yaml
 
             with contextlib.suppress(yaml.YAMLError):
-                found = yaml.safe_load(beside.read_text(encoding="utf-8"))
-    is_known = isinstance(found, dict) and {"task", "names", "imgsz"} <= found.keys()
-    return {str(key): str(value) for key, value in found.items()} if is_known else {}
+                metadata = yaml.safe_load(sidecar.read_text(encoding="utf-8"))
+    is_known = isinstance(metadata, dict) and {"task", "names", "imgsz"} <= metadata.keys()
+    return {str(key): str(value) for key, value in metadata.items()} if is_known else {}
 
 
 def read_image_facts(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -72,19 +72,19 @@ def find_image_facts(
         return Inspection()
     channel, *sides = find_axes(image.shape)
     fixed = [_read_length(image.shape[side]) for side in sides]
-    given = shapes.get(image.name, ())
-    requested = [_read_length(given[side]) for side in sides] if len(given) == 4 else [0, 0]
-    usual_size = _parse_size(metadata.get("imgsz"))
-    default = usual_size or [DEFAULT_SIZE, DEFAULT_SIZE]
+    user_shape = shapes.get(image.name, ())
+    requested = [_read_length(user_shape[side]) for side in sides] if len(user_shape) == 4 else [0, 0]
+    metadata_size = _parse_size(metadata.get("imgsz"))
+    default = metadata_size or [DEFAULT_SIZE, DEFAULT_SIZE]
     height, width = (side or shape or own for side, shape, own in zip(fixed, requested, default, strict=True))
-    usual = metadata.get("batch")
+    batch = metadata.get("batch")
     _check_sizes(model, sizes, requested, metadata.get("stride"))
     return Inspection(
         size=(height, width),
         fixed_size=all(fixed) or all(requested),
-        size_guessed=not (usual_size or all(side or own for side, own in zip(fixed, requested, strict=True))),
+        size_guessed=not (metadata_size or all(side or own for side, own in zip(fixed, requested, strict=True))),
         channels=_read_length(image.shape[channel]) or None,
-        usual_batch=usual if isinstance(usual, int) and not _read_length(image.shape[0]) else None,
+        usual_batch=batch if isinstance(batch, int) and not _read_length(image.shape[0]) else None,
     )
 
 
@@ -113,9 +113,9 @@ def find_size(metadata: Mapping[str, str]) -> tuple[int, int] | None:
 
 def _parse_size(size: Any) -> list[int] | None:
     """Return height and width from `[480, 640]` or 640; None for anything else."""
-    both = [size, size] if isinstance(size, int) else size
-    fits = isinstance(both, (list, tuple)) and len(both) == 2 and all(isinstance(n, int) and n > 0 for n in both)
-    return [*both] if fits else None
+    pair = [size, size] if isinstance(size, int) else size
+    is_valid = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(n, int) and n > 0 for n in pair)
+    return [*pair] if is_valid else None
 
 
 def _parse_value(text: str | None) -> Any:
@@ -127,10 +127,10 @@ def _parse_value(text: str | None) -> Any:
 
 def _parse_names(text: str | None) -> tuple[str, ...]:
     """Return class names from a list, a dict by number, or a text with commas or line breaks; else ()."""
-    found = _parse_value(text)
-    if found is None and text and not text.lstrip().startswith(("{", "[")):
-        found = [part.strip() for part in text.strip().split("\n" if "\n" in text.strip() else ",")]
-    return order_class_names(found) if isinstance(found, (dict, list, tuple)) and len(found) > 1 else ()
+    names = _parse_value(text)
+    if names is None and text and not text.lstrip().startswith(("{", "[")):
+        names = [part.strip() for part in text.strip().split("\n" if "\n" in text.strip() else ",")]
+    return order_class_names(names) if isinstance(names, (dict, list, tuple)) and len(names) > 1 else ()
 
 
 def _read_length(length: int | str) -> int:
@@ -152,8 +152,8 @@ def read_purpose(metadata: Mapping[str, str]) -> Purpose:
     names, points = _parse_value(metadata.get("names")), _parse_value(metadata.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
         purpose = replace(purpose, classes=len(names), class_names=order_class_names(names))
-    elif own := next((found for key in CLASS_NAME_KEYS if (found := _parse_names(metadata.get(key)))), ()):
-        purpose = replace(purpose, class_names=own)
+    elif class_names := next((parsed for key in CLASS_NAME_KEYS if (parsed := _parse_names(metadata.get(key)))), ()):
+        purpose = replace(purpose, class_names=class_names)
     if isinstance(points, (list, tuple)) and points:
         purpose = replace(purpose, keypoints=tuple(int(n) for n in points))
     readers: dict[str, Callable[[Any], Any]] = {
@@ -202,13 +202,13 @@ def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs
             f"or export it again with --task {requested}"
         )
     name = metadata.task or requested
-    named = Purpose(class_names=metadata.class_names, preprocess=metadata.preprocess)
+    purpose = Purpose(class_names=metadata.class_names, preprocess=metadata.preprocess)
     if not name:
-        return named
+        return purpose
     task = tasks.find_task(name)
     preprocess: Preprocess | None = metadata.preprocess or task.preprocess(model.channels)
     if preprocess and task.labels == "objects":
         preprocess = replace(preprocess, letterbox=True)
     elif not (metadata.task or metadata.preprocess):  # a classifier only by --task keeps its preprocessing
         preprocess = None
-    return replace(named.merge(task.layout(model, metadata, outputs)), task=name, preprocess=preprocess)
+    return replace(purpose.merge(task.layout(model, metadata, outputs)), task=name, preprocess=preprocess)

@@ -38,22 +38,22 @@ def count_operations() -> Iterator[Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     # The counter lacks fused attention; unfused, it consists of products.
-    fused = torch.backends.mha.get_fastpath_enabled()
+    is_fused = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as undo:
-        undo.callback(torch.backends.mha.set_fastpath_enabled, fused)
+        undo.callback(torch.backends.mha.set_fastpath_enabled, is_fused)
         torch.backends.mha.set_fastpath_enabled(False)
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         undo.enter_context(torch.no_grad())  # in inference mode, operators without effect would seem to copy
         # It also lacks LSTMs on the CPU, `Bilinear`, and torchvision's deformable convolutions.
-        known = {torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer, torch.ops.aten._trilinear: _of_bilinear}
+        formulas = {torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer, torch.ops.aten._trilinear: _of_bilinear}
         if hasattr(torch.ops.torchvision, "deform_conv2d"):
-            known[torch.ops.torchvision.deform_conv2d] = _of_deformable
-        yield undo.enter_context(FlopCounterMode(display=False, custom_mapping=known))
+            formulas[torch.ops.torchvision.deform_conv2d] = _of_deformable
+        yield undo.enter_context(FlopCounterMode(display=False, custom_mapping=formulas))
 
 
-def _of_recurrent_layer(values: Sequence[int], own: Sequence[int], again: Sequence[int], *_: Any, **__: Any) -> int:
+def _of_recurrent_layer(values: Sequence[int], first: Sequence[int], second: Sequence[int], *_: Any, **__: Any) -> int:
     """Return the operations of one layer in one direction, from the shapes of its input and both matrices."""
-    return 2 * math.prod(values[:2]) * (math.prod(own) + math.prod(again))
+    return 2 * math.prod(values[:2]) * (math.prod(first) + math.prod(second))
 
 
 def _of_bilinear(first: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
@@ -73,11 +73,11 @@ def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """
     import onnx
 
-    inferred = with_shapes(onnx.load(path, load_external_data=False), shapes)
-    if inferred is None:
+    inference = with_shapes(onnx.load(path, load_external_data=False), shapes)
+    if inference is None:
         return 0
-    graph, known = inferred
-    counts = [of_node(node, known) for node in graph.node if node.op_type in PRODUCT_OPERATORS]
+    graph, tensor_shapes = inference
+    counts = [of_node(node, tensor_shapes) for node in graph.node if node.op_type in PRODUCT_OPERATORS]
     if any(COMPUTE_LAYER.search(node.op_type) for node in graph.node if node.op_type not in PRODUCT_OPERATORS):
         return 0  # a fused or quantised layer of unknown operations
     if any(has_products_inside(node) for node in graph.node):
@@ -87,8 +87,8 @@ def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def has_products_inside(node: Any) -> bool:
     """Return whether a node's branches or loop multiply: their number of executions is known only at run time."""
-    inside = (each for outer in graphs_of(node) for graph in graphs_in(outer) for each in graph.node)
-    return any(COMPUTE_LAYER.search(each.op_type) for each in inside)
+    nodes = (inner for outer in graphs_of(node) for graph in graphs_in(outer) for inner in graph.node)
+    return any(COMPUTE_LAYER.search(inner.op_type) for inner in nodes)
 
 
 def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, dict[str, tuple[int, ...]]] | None:
@@ -106,21 +106,21 @@ def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any,
         value.type.tensor_type.ClearField("shape")
     try:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-        known = _list_shapes(graph)
-        if any(0 in known.get(name, (0,)) for node in graph.node for name in node.output if name):
-            worked_out = [v for v in _worked_out(model) if 0 in known.get(v.name, (0,))]
-            model.graph.value_info.extend(worked_out)  # ONNX's inference continues from these
-            graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph if worked_out else graph
-            known = {**_list_shapes(graph), **{v.name: _read_shape(v) for v in worked_out}}
+        tensor_shapes = _list_shapes(graph)
+        if any(0 in tensor_shapes.get(name, (0,)) for node in graph.node for name in node.output if name):
+            value_infos = [v for v in _worked_out(model) if 0 in tensor_shapes.get(v.name, (0,))]
+            model.graph.value_info.extend(value_infos)  # ONNX's inference continues from these
+            graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph if value_infos else graph
+            tensor_shapes = {**_list_shapes(graph), **{v.name: _read_shape(v) for v in value_infos}}
     except (onnx.shape_inference.InferenceError, ValueError):
         return None
-    return graph, known
+    return graph, tensor_shapes
 
 
 def _list_shapes(graph: Any) -> dict[str, tuple[int, ...]]:
-    every = (*graph.input, *graph.value_info, *graph.output)
-    known = {v.name: _read_shape(v) for v in every if v.type.tensor_type.HasField("shape")}
-    return known | {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    values = (*graph.input, *graph.value_info, *graph.output)
+    shapes = {v.name: _read_shape(v) for v in values if v.type.tensor_type.HasField("shape")}
+    return shapes | {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
 
 
 def _worked_out(model: Any) -> list[Any]:
@@ -134,8 +134,8 @@ def _worked_out(model: Any) -> list[Any]:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_attribute
 
         def infer_shape(node: Any) -> None:  # the library's own ignores `start` and `end`
-            part = slice(get_attribute(node, "start", 0), get_attribute(node, "end", None))
-            inference.sympy_data_[node.output[0]] = inference._get_sympy_shape(node, 0)[part]
+            bounds = slice(get_attribute(node, "start", 0), get_attribute(node, "end", None))
+            inference.sympy_data_[node.output[0]] = inference._get_sympy_shape(node, 0)[bounds]
 
         inference = SymbolicShapeInference(MAX_INFERRED_SIZE, auto_merge=False, guess_output_rank=False, verbose=0)
         inference.dispatcher_["Shape"] = infer_shape
@@ -163,10 +163,10 @@ def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     if node.op_type == "MatMulNBits":  # packed weights
         sizes = {a.name: a.i for a in node.attribute}
         return 2 * math.prod(first) * sizes.get("N", 0) if first and 0 not in first else None
-    place = WEIGHT_INPUTS.get(node.op_type, 1)
-    if len(node.input) <= place:  # an einsum of one input only moves or adds values
+    index = WEIGHT_INPUTS.get(node.op_type, 1)
+    if len(node.input) <= index:  # an einsum of one input only moves or adds values
         return 0
-    second = shapes.get(node.input[place], ())
+    second = shapes.get(node.input[index], ())
     result = shapes.get(node.output[0], ())
     if node.op_type in RECURRENT_OPERATORS:  # per step both matrices: [directions, gates x hidden, …]
         weights = math.prod(second) + math.prod(shapes.get(node.input[2], ()))
@@ -175,8 +175,8 @@ def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
         return None
     flags = {a.name: a.i for a in node.attribute}
     if node.op_type == "Gemm":
-        summed = first[0 if flags.get("transA") else 1] or second[1 if flags.get("transB") else 0]
-        return 2 * math.prod(result) * summed
+        sum_length = first[0 if flags.get("transA") else 1] or second[1 if flags.get("transB") else 0]
+        return 2 * math.prod(result) * sum_length
     if "MatMul" in node.op_type:
         return 2 * math.prod(result) * (first[-2 if flags.get("transA") else -1] or second[-2:][0])
     if 0 in first:
@@ -196,8 +196,8 @@ def of_convolution(weights: int, channels: int, values: Sequence[int]) -> int | 
     Values and channels are a convolution's results, or a transposed convolution's inputs. Return None for unknown
     shapes.
     """
-    known = weights > 0 and channels > 0 and values and min(values) > 0
-    return 2 * math.prod(values) * weights // channels if known else None
+    is_known = weights > 0 and channels > 0 and values and min(values) > 0
+    return 2 * math.prod(values) * weights // channels if is_known else None
 
 
 def of_product(first: Sequence[int], second: Sequence[int], result: Sequence[int]) -> int | None:
@@ -212,8 +212,8 @@ def of_product(first: Sequence[int], second: Sequence[int], result: Sequence[int
     # Valid for a factor with all batch axes; for others it is too small and not a length of both.
     lengths = [math.prod(first) * columns // math.prod(result), math.prod(second) * rows // math.prod(result)]
     length = lengths[0] if not second else max(lengths)
-    fits = length in first and (not second or length in second)
-    return 2 * math.prod(result) * length if fits else None
+    has_length = length in first and (not second or length in second)
+    return 2 * math.prod(result) * length if has_length else None
 
 
 def _of_einsum(node: Any, first: tuple[int, ...], second: tuple[int, ...]) -> int | None:

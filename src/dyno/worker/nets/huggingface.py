@@ -47,8 +47,8 @@ def split_folder(source: str) -> tuple[str, str]:
     for prefix in (f"{NETWORK_FOLDER}:", TIMM_FOLDER, *TIMM_HUB):
         if source.startswith(prefix):
             return prefix, source.removeprefix(prefix)
-    found = os.path.isfile(f"{source}/{CONFIG_FILE}")  # noqa: PTH113 - a name may be too long for a path
-    return (f"{NETWORK_FOLDER}:", source) if found else ("", "")
+    is_folder = os.path.isfile(f"{source}/{CONFIG_FILE}")  # noqa: PTH113 - a name may be too long for a path
+    return (f"{NETWORK_FOLDER}:", source) if is_folder else ("", "")
 
 
 def locate(prefix: str, name: str, pretrained: bool) -> Path:
@@ -75,13 +75,13 @@ def locate(prefix: str, name: str, pretrained: bool) -> Path:
         raise UserError(f"{prefix}{name} is neither a folder nor ORG/NAME, such as {SOURCE_EXAMPLES[library]}")
     repository, _, revision = name.partition("@")
     download = load_library("huggingface_hub", error=UserError).snapshot_download
-    wanted = {"allow_patterns": ["*.json", *(WEIGHT_PATTERNS if pretrained else ())], "revision": revision or None}
+    options = {"allow_patterns": ["*.json", *(WEIGHT_PATTERNS if pretrained else ())], "revision": revision or None}
     with contextlib.suppress(Exception):  # not completely cached
-        folder = Path(download(repository, local_files_only=True, **wanted))
+        folder = Path(download(repository, local_files_only=True, **options))
         if (folder / CONFIG_FILE).is_file() and (not pretrained or weight_files(folder)):
             return folder
     try:
-        return Path(download(repository, **wanted))
+        return Path(download(repository, **options))
     except Exception as e:  # hub and network raise many types of errors
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise UserError(
@@ -92,8 +92,8 @@ def locate(prefix: str, name: str, pretrained: bool) -> Path:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files of the folder's weights: safetensors, else PyTorch's."""
-    found = (sorted(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS)
-    return next((files for files in found if files), [])
+    matches = (sorted(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS)
+    return next((files for files in matches if files), [])
 
 
 def describe_random(model: ModelSpec) -> str:
@@ -107,8 +107,8 @@ def describe_random(model: ModelSpec) -> str:
 
 def _read_processor(folder: str) -> dict[str, Any]:
     """Return the settings of the folder's image processor; a file of several takes precedence, as in the library."""
-    several = _read_settings(Path(folder, PROCESSORS_FILE)).get("image_processor")
-    return several if isinstance(several, dict) else _read_settings(Path(folder, PROCESSOR_FILE))
+    settings = _read_settings(Path(folder, PROCESSORS_FILE)).get("image_processor")
+    return settings if isinstance(settings, dict) else _read_settings(Path(folder, PROCESSOR_FILE))
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -185,47 +185,47 @@ class HuggingFace(ModelSource):
         except (OSError, ValueError, RuntimeError, ImportError) as e:
             reason = (str(e) or type(e).__name__).strip().splitlines()[0]
             raise UserError(f"the weights of {rest} can't be loaded: {reason}") from e
-        if other := sorted(report["mismatched_keys"]):
-            name, *shapes = other[0]
-            stored, wanted = ("x".join(map(str, shape)) for shape in shapes)
+        if misfits := sorted(report["mismatched_keys"]):
+            name, *shapes = misfits[0]
+            file_shape, model_shape = ("x".join(map(str, shape)) for shape in shapes)
             raise UserError(
-                f"{rest} has weights of other shapes than its {kind.__name__} for {add_noun(len(other), 'tensor')}, "
-                f"e.g. {name}, {stored} instead of {wanted}; correct config.json, or omit --classes"
+                f"{rest} has weights of other shapes than its {kind.__name__} for {add_noun(len(misfits), 'tensor')}, "
+                f"e.g. {name}, {file_shape} instead of {model_shape}; correct config.json, or omit --classes"
             )
         if missing := sorted(report["missing_keys"]):
-            lacks = f"{add_noun(len(missing), 'tensor')} of its {kind.__name__}, e.g. {missing[0]}"
+            tensors_text = f"{add_noun(len(missing), 'tensor')} of its {kind.__name__}, e.g. {missing[0]}"
             raise UserError(
-                f"{rest} has no weights for {lacks}, so they would be random; "
+                f"{rest} has no weights for {tensors_text}, so they would be random; "
                 "save the trained model again, or correct architectures in config.json"
             )
         return make_eager(torch, network)
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
         """Return the folder's preprocessing of images, and their height and width; None if unknown."""
-        given, size = _read_processor(rest), _read_pair(getattr(_read_config(rest), "image_size", None))
-        if not given:
+        settings, size = _read_processor(rest), _read_pair(getattr(_read_config(rest), "image_size", None))
+        if not settings:
             return None, size
-        resized = given.get("size") or {}
-        resized = {"height": resized, "width": resized} if isinstance(resized, int) else resized
-        shortest = resized.get("shortest_edge")
-        cropped = _read_pair(given.get("crop_size")) if given.get("do_center_crop") else None
-        whole = _read_pair(resized)
-        size = cropped or whole or ((shortest, shortest) if shortest else size)
-        normalises = given.get("do_normalize", True) and given.get("image_mean") and given.get("image_std")
-        mean, std = (given["image_mean"], given["image_std"]) if normalises else ([0.0] * 3, [1.0] * 3)
+        target = settings.get("size") or {}
+        target = {"height": target, "width": target} if isinstance(target, int) else target
+        short_side = target.get("shortest_edge")
+        crop = _read_pair(settings.get("crop_size")) if settings.get("do_center_crop") else None
+        full_size = _read_pair(target)
+        size = crop or full_size or ((short_side, short_side) if short_side else size)
+        is_normalised = settings.get("do_normalize", True) and settings.get("image_mean") and settings.get("image_std")
+        mean, std = (settings["image_mean"], settings["image_std"]) if is_normalised else ([0.0] * 3, [1.0] * 3)
         # The processor computes (pixel x factor - mean) / std, Dyno (pixel / 255 - mean) / std.
-        factor = float(given.get("rescale_factor") or 1 / 255) if given.get("do_rescale", True) else 1.0
+        factor = float(settings.get("rescale_factor") or 1 / 255) if settings.get("do_rescale", True) else 1.0
         mean, std = ([value / (255 * factor) for value in values] for values in (mean, std))
-        squash = bool(cropped and whole and cropped != whole)
-        resize = shortest / min(size) if shortest and size else 0.0
-        if squash and cropped and whole:
-            resize = whole[0] / cropped[0]
-        if shortest and given.get("crop_pct"):
-            resize = 1 / given["crop_pct"] if shortest < UNCROPPED_SIZE else 0.0
-        how = INTERPOLATIONS.get(given.get("resample", 2), "bilinear")
-        return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), how, squash=squash), size
+        squash = bool(crop and full_size and crop != full_size)
+        resize = short_side / min(size) if short_side and size else 0.0
+        if squash and crop and full_size:
+            resize = full_size[0] / crop[0]
+        if short_side and settings.get("crop_pct"):
+            resize = 1 / settings["crop_pct"] if short_side < UNCROPPED_SIZE else 0.0
+        method = INTERPOLATIONS.get(settings.get("resample", 2), "bilinear")
+        return Preprocess(tuple(map(float, mean)), tuple(map(float, std)), float(resize), method, squash=squash), size
 
-    def check_images(self, model: ModelSpec, rest: str, letterboxed: bool) -> tuple[str, str]:
+    def check_images(self, model: ModelSpec, rest: str, is_letterboxed: bool) -> tuple[str, str]:
         """Return the folder's preparation of images if Dyno can't match it, and why that wasn't checked; else "".
 
         Both get a gradient image, and their pixels are compared within a tolerance. If Dyno letterboxes a detector's
@@ -241,60 +241,60 @@ class HuggingFace(ModelSource):
         image[..., 0], image[..., 1] = np.linspace(0, 255, width), np.linspace(0, 255, height)[:, None]
         try:
             processor = _import_library().AutoImageProcessor.from_pretrained(rest, local_files_only=True)
-            found = np.asarray(processor(image, return_tensors="np")["pixel_values"])
+            actual = np.asarray(processor(image, return_tensors="np")["pixel_values"])
         except Exception as e:  # it may need own code, another library version, or further inputs
             reason = (str(e).strip() or type(e).__name__).splitlines()[0]
             reason = OWN_CODE if "auto_map" in _read_processor(rest) else reason
-            return "", f"couldn't be run to check that ({reason})" if letterboxed else reason
+            return "", f"couldn't be run to check that ({reason})" if is_letterboxed else reason
         sides = size_before_crop(PROBE_SIZE, (crop_width, crop_height), preprocess)
         crops = zip((crop_width, crop_height), sides, strict=True)
-        across, down = ((np.arange(n) + 0.5 + (side - n) / 2) / side for n, side in crops)
-        expected = np.broadcast_arrays(across, down[:, None], np.float64(PROBE_GREY / 255))
+        columns, rows = ((np.arange(n) + 0.5 + (side - n) / 2) / side for n, side in crops)
+        expected = np.broadcast_arrays(columns, rows[:, None], np.float64(PROBE_GREY / 255))
         mean, std = (np.reshape(values, (3, 1, 1)) for values in (preprocess.mean, preprocess.std))
-        is_alike = found.shape == (1, 3, crop_height, crop_width) and (
-            np.abs(found[0] * std + mean - np.stack(expected)).max() < MAX_PIXEL_ERROR + MAX_CROP_SHIFT / min(sides)
+        is_alike = actual.shape == (1, 3, crop_height, crop_width) and (
+            np.abs(actual[0] * std + mean - np.stack(expected)).max() < MAX_PIXEL_ERROR + MAX_CROP_SHIFT / min(sides)
         )
         if not is_alike:
             return "prepared by steps other than resize, centre crop and normalisation", ""
-        return "", STRETCH_NOTE if letterboxed else ""
+        return "", STRETCH_NOTE if is_letterboxed else ""
 
     def make_examples(self, model: ModelSpec, rest: str) -> Any:
         """Return inputs of one row by name for a network of text (perhaps with images), sound or video; else None."""
         torch = load_library("torch")
         transformers, config = _import_library(), _read_config(rest)
-        takes = str(getattr(getattr(transformers, _name_class(config), None), "main_input_name", ""))
-        drawn = torch.Generator().manual_seed(model.seed)
-        if takes == "input_ids":
-            text = config.get_text_config()
-            length = min(EXAMPLE_TOKENS, int(getattr(text, "max_position_embeddings", 0) or EXAMPLE_TOKENS))
-            ids = torch.randint(int(text.vocab_size), (1, length), generator=drawn)
+        input_name = str(getattr(getattr(transformers, _name_class(config), None), "main_input_name", ""))
+        generator = torch.Generator().manual_seed(model.seed)
+        if input_name == "input_ids":
+            text_config = config.get_text_config()
+            length = min(EXAMPLE_TOKENS, int(getattr(text_config, "max_position_embeddings", 0) or EXAMPLE_TOKENS))
+            ids = torch.randint(int(text_config.vocab_size), (1, length), generator=generator)
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            seen = getattr(config, "vision_config", None)
-            if size := seen and (
-                self.read_image_config(model, rest)[1] or _read_pair(getattr(seen, "image_size", None))
+            vision_config = getattr(config, "vision_config", None)
+            if size := vision_config and (
+                self.read_image_config(model, rest)[1] or _read_pair(getattr(vision_config, "image_size", None))
             ):
-                inputs["pixel_values"] = torch.randn(1, model.channels, *size, generator=drawn)
+                inputs["pixel_values"] = torch.randn(1, model.channels, *size, generator=generator)
             return inputs
-        if takes == "input_values":
+        if input_name == "input_values":
             channels = getattr(config, "audio_channels", 0)  # a codec
-            sound = (channels, EXAMPLE_SAMPLES) if channels else (EXAMPLE_SAMPLES,)
+            shape = (channels, EXAMPLE_SAMPLES) if channels else (EXAMPLE_SAMPLES,)
             if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # a spectrogram, as of AST
-                sound = int(config.max_length), int(config.num_mel_bins)
-            return {"input_values": torch.randn(1, *sound, generator=drawn)}
-        if takes == "pixel_values" and (frames := getattr(config, "num_frames", 0)):
+                shape = int(config.max_length), int(config.num_mel_bins)
+            return {"input_values": torch.randn(1, *shape, generator=generator)}
+        if input_name == "pixel_values" and (frames := getattr(config, "num_frames", 0)):
             size = self.read_image_config(model, rest)[1] or _read_pair(getattr(config, "image_size", None))
-            return size and {takes: torch.randn(1, int(frames), model.channels, *size, generator=drawn)}
-        if takes == SPECTROGRAM_INPUT and hasattr(config, "num_mel_bins"):
+            return size and {input_name: torch.randn(1, int(frames), model.channels, *size, generator=generator)}
+        if input_name == SPECTROGRAM_INPUT and hasattr(config, "num_mel_bins"):
             frames = 2 * int(getattr(config, "max_source_positions", EXAMPLE_TOKENS))
-            return {SPECTROGRAM_INPUT: torch.randn(1, int(config.num_mel_bins), frames, generator=drawn)}
+            return {SPECTROGRAM_INPUT: torch.randn(1, int(config.num_mel_bins), frames, generator=generator)}
         return None
 
     def read_purpose(self, model: ModelSpec, rest: str, module: Any) -> Purpose:
         return replace(super().read_purpose(model, rest, module), preprocess=self.read_image_config(model, rest)[0])
 
     def write_code(self, model: ModelSpec, rest: str, network: Any, dims: Dims, classes: int | None) -> BuildCode:
-        kinds = type(network).__name__, type(network.config).__name__
-        body = f"return transformers.{kinds[0]}(transformers.{kinds[1]}.from_dict(CONFIG))"
+        class_names = type(network).__name__, type(network.config).__name__
+        body = f"return transformers.{class_names[0]}(transformers.{class_names[1]}.from_dict(CONFIG))"
         constants = {"CONFIG": network.config.to_diff_dict()}
         return BuildCode(("transformers",), "import transformers\n", body, constants)
 

@@ -40,8 +40,8 @@ class Torchvision(ModelSource):
     def build(self, model: ModelSpec, rest: str, dims: Dims | None, state: Mapping[str, Any] | None) -> Any:
         library = _find_library("torchvision", rest).models
         if model.channels != 3:
-            has = f"{model.source} has 3 input channels, not {model.channels}"
-            raise UserError(f"{has}; write a function, give it as FILE.py:FUNCTION")
+            problem = f"{model.source} has 3 input channels, not {model.channels}"
+            raise UserError(f"{problem}; write a function, give it as FILE.py:FUNCTION")
         options: dict[str, Any] = {} if model.classes is None else {"num_classes": model.classes}
         if "init_weights" in inspect.signature(library.get_model_builder(rest)).parameters:
             options["init_weights"] = True  # explicit default: avoids a warning
@@ -95,10 +95,10 @@ class Timm(ModelSource):
             raise UserError(f"{model.source} can't be built with {options}: {e}") from e
 
     def read_image_config(self, model: ModelSpec, rest: str) -> ImageConfig:
-        own = _read_timm_config(model, rest)[1]
-        if not own:
+        config = _read_timm_config(model, rest)[1]
+        if not config:
             return None, None
-        settings = load_library("timm.data").resolve_data_config(pretrained_cfg=own)
+        settings = load_library("timm.data").resolve_data_config(pretrained_cfg=config)
         resize = 0.0 if settings["crop_mode"] == "squash" else 1 / settings["crop_pct"]
         height, width = settings["input_size"][1:]
         mean, std = tuple(settings["mean"]), tuple(settings["std"])
@@ -126,15 +126,15 @@ def _read_timm_config(model: ModelSpec, name: str) -> tuple[str, dict[str, Any],
     path = Path(name.removeprefix(FOLDER_PREFIX) if is_folder else Path(model.weights).parent, CONFIG_FILE)
     if (is_folder or model.weights) and path.is_file():
         try:
-            found = dict(json.loads(path.read_text(encoding="utf-8")))
-            config = dict(found.get("pretrained_cfg", found))  # older ones are flat
-            architecture, arguments = str(found["architecture"]), dict(found.get("model_args") or {})
+            settings = dict(json.loads(path.read_text(encoding="utf-8")))
+            config = dict(settings.get("pretrained_cfg", settings))  # older ones are flat
+            architecture, arguments = str(settings["architecture"]), dict(settings.get("model_args") or {})
         except (ValueError, TypeError, KeyError) as e:
             raise UserError(f"{path} can't be read as a configuration of timm: {e!r}") from e
         if is_folder or architecture == name.partition(".")[0]:
-            return architecture, config | {key: found[key] for key in OUTER_KEYS if found.get(key)}, arguments
-    published = _find_library("timm", name).get_pretrained_cfg(name)
-    return name, dataclasses.asdict(published) if published else {}, {}
+            return architecture, config | {key: settings[key] for key in OUTER_KEYS if settings.get(key)}, arguments
+    library_config = _find_library("timm", name).get_pretrained_cfg(name)
+    return name, dataclasses.asdict(library_config) if library_config else {}, {}
 
 
 def _choose_torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
@@ -165,17 +165,17 @@ def _list_branch_options(network: Any) -> dict[str, Any]:
 
 def _choose_timm_options(model: ModelSpec, rest: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
     """Return options of `timm.create_model`: channels, classes, and the size of a model built for one size."""
-    name, config, stored = _read_timm_config(model, rest)
-    taken = inspect.signature(load_library("timm").create_model).parameters  # for example a file to load
-    options: dict[str, Any] = {key: value for key, value in stored.items() if key not in taken}
+    name, config, arguments = _read_timm_config(model, rest)
+    parameters = inspect.signature(load_library("timm").create_model).parameters  # for example a file to load
+    options: dict[str, Any] = {key: value for key, value in arguments.items() if key not in parameters}
     options["in_chans"] = model.channels
     if classes is None and rest.startswith(FOLDER_PREFIX):
         classes = config.get("num_classes")
     if classes is not None:
         options["num_classes"] = classes
-    published = load_library("timm").get_pretrained_cfg(name)
+    library_config = load_library("timm").get_pretrained_cfg(name)
     size = (dims.height, dims.width) if dims else None
-    has_other = published and published.fixed_input_size and size != tuple(published.input_size[1:])
+    has_other = library_config and library_config.fixed_input_size and size != tuple(library_config.input_size[1:])
     if size and (has_other or "img_size" in options):
         options["img_size"] = size
     return options
@@ -201,14 +201,14 @@ def _load_published(model: ModelSpec, create: Callable[[], Any]) -> Any:
 
 def _find_library(library: str, name: str) -> Any:
     """Return torchvision or timm; raise a `UserError` with the nearest name if it lacks the model."""
-    imported, module = load_library(library), {"torchvision": "torchvision.models", "timm": "timm"}[library]
+    package, module = load_library(library), {"torchvision": "torchvision.models", "timm": "timm"}[library]
     names = load_library(module).list_models()
-    if not (name in names or (library == "timm" and imported.is_model(name))):
-        near = difflib.get_close_matches(name, names, 1, MIN_NAME_SIMILARITY)
-        listed = f'list them with: python -c "import {module} as m; print(*m.list_models())"'
-        hint = f"did you mean {library}:{near[0]}?" if near else listed
+    if not (name in names or (library == "timm" and package.is_model(name))):
+        matches = difflib.get_close_matches(name, names, 1, MIN_NAME_SIMILARITY)
+        advice = f'list them with: python -c "import {module} as m; print(*m.list_models())"'
+        hint = f"did you mean {library}:{matches[0]}?" if matches else advice
         raise UserError(f"{library} has no model {name!r}; {hint}")
-    return imported
+    return package
 
 
 def is_torchvision_detector(model: ModelSpec) -> bool:
@@ -219,8 +219,8 @@ def is_torchvision_detector(model: ModelSpec) -> bool:
 
 def list_detectors(torchvision: Any) -> list[str]:
     """Return the detectors' names in `torchvision.models.get_model`."""
-    listed: list[str] = torchvision.models.list_models(torchvision.models.detection)
-    return listed
+    names: list[str] = torchvision.models.list_models(torchvision.models.detection)
+    return names
 
 
 def read_detector_size(torchvision: Any, name: str) -> tuple[int, int]:
@@ -239,11 +239,11 @@ def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
     """
     random_weights.undo_zero_init(torch, module)
     random_weights.init_batch_norm(torch, module.backbone, 3, (height, width))
-    measured: dict[Any, float] = {}
+    deviations: dict[Any, float] = {}
 
     def measure_deviation(layer: Any, _: Any, out: Any) -> None:
         # the widest scale of a shared head counts
-        measured[layer] = max(measured.get(layer, 0.0), float(out.double().std()))
+        deviations[layer] = max(deviations.get(layer, 0.0), float(out.double().std()))
 
     image = (0.5 + random_weights.make_noise(torch, 3, height, width)[:1].float() / 4).clamp(0, 1)
     with ExitStack() as hooks, torch.no_grad(), one_thread(torch):
@@ -251,7 +251,7 @@ def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
             hooks.enter_context(layer.register_forward_hook(measure_deviation))
         module.eval()(image)
     with torch.no_grad():
-        for layer, deviation in measured.items():
+        for layer, deviation in deviations.items():
             layer.weight.mul_(2.0 ** round(torch.tensor(SCORE_SPREAD / max(deviation, 1e-9)).log2().item()))
 
 

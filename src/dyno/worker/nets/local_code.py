@@ -27,26 +27,26 @@ def sha256_with_imports(file: Path) -> str:
 
     Imports by computed names, or from elsewhere on the path, are not included.
     """
-    own = hash_file(file)
-    beside = local_files(file)
-    if not beside:
-        return own
-    total = hashlib.sha256(own.encode())
-    for path in beside:
-        total.update(f"\n{path.relative_to(_find_root(file)).as_posix()} {hash_file(path)}".encode())
-    return total.hexdigest()
+    file_hash = hash_file(file)
+    imports = local_files(file)
+    if not imports:
+        return file_hash
+    digest = hashlib.sha256(file_hash.encode())
+    for path in imports:
+        digest.update(f"\n{path.relative_to(_find_root(file)).as_posix()} {hash_file(path)}".encode())
+    return digest.hexdigest()
 
 
 def local_files(file: Path) -> list[Path]:
     """Return the files below the file's folder that it imports, directly or indirectly, in alphabetical order."""
     file = make_absolute(file)
-    root, seen, todo = _find_root(file), {file}, [file]
-    while todo:
-        for path in _find_imports(todo.pop(), root):
-            if path not in seen:
-                seen.add(path)
-                todo.append(path)
-    return sorted(seen - {file})
+    root, files, queue = _find_root(file), {file}, [file]
+    while queue:
+        for path in _find_imports(queue.pop(), root):
+            if path not in files:
+                files.add(path)
+                queue.append(path)
+    return sorted(files - {file})
 
 
 def _find_root(file: Path) -> Path:
@@ -66,8 +66,8 @@ def _find_imports(file: Path, root: Path) -> Iterator[Path]:
             for alias in node.names:
                 yield from _find_files(root, tuple(alias.name.split(".")))
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else ()
-            base = (*above, *(node.module.split(".") if node.module else ()))
+            parents = package[: len(package) + 1 - node.level] if node.level else ()
+            base = (*parents, *(node.module.split(".") if node.module else ()))
             for alias in node.names:
                 yield from _find_files(root, (*base, alias.name))
 
@@ -75,8 +75,8 @@ def _find_imports(file: Path, root: Path) -> Iterator[Path]:
 def _find_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
     """Yield the files run by importing the name: each parent package's, and the module's (none for an attribute)."""
     for depth in range(1, len(name) + 1):
-        place = root.joinpath(*name[:depth])
-        for path in (place / "__init__.py", place.with_name(place.name + ".py")):
+        base = root.joinpath(*name[:depth])
+        for path in (base / "__init__.py", base.with_name(base.name + ".py")):
             if path.is_file():
                 yield path
                 break
@@ -85,8 +85,8 @@ def _find_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
 def hash_file(path: str | Path) -> str:
     """Return the sha256 of the file's content, including the files of an index of weights."""
     digest = hashlib.sha256()
-    for part in (Path(path), *filter(Path.is_file, list_shards(Path(path)))):
-        with open(part, "rb") as f:
+    for file_path in (Path(path), *filter(Path.is_file, list_shards(Path(path)))):
+        with open(file_path, "rb") as f:
             while chunk := f.read(1 << 20):
                 digest.update(chunk)
     return digest.hexdigest()
@@ -98,21 +98,21 @@ def list_shards(path: Path) -> list[Path]:
         return []
     try:
         names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
-        beside = all(Path(name).name == name and not name.endswith(".json") for name in names)
+        is_valid = all(Path(name).name == name and not name.endswith(".json") for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-    return [path.with_name(name) for name in names] if beside else []
+    return [path.with_name(name) for name in names] if is_valid else []
 
 
 def load_module(location: str, source: str) -> Any:
     """Import the named module; raise a `UserError` if that fails."""
-    what = f"model {source!r}"
+    subject = f"model {source!r}"
     try:
-        with run_user_code(f"{what}: importing {location}", ModuleNotFoundError):
+        with run_user_code(f"{subject}: importing {location}", ModuleNotFoundError):
             return importlib.import_module(location)
     except ModuleNotFoundError as e:
         raise UserError(
-            f"{what}: {e}; install it, put its folder on PYTHONPATH, or give the file as FILE.py:FUNCTION"
+            f"{subject}: {e}; install it, put its folder on PYTHONPATH, or give the file as FILE.py:FUNCTION"
         ) from e
 
 
@@ -121,8 +121,8 @@ def load_file(path: Path, sha256: str) -> Any:
     if not path.is_file():
         raise UserError(f"model file {path} doesn't exist")
     if sha256 and sha256_with_imports(path) != sha256:
-        what = f"model file {path}, or one that it imports,"
-        raise UserError(f"{what} changed since the study was planned; run the same command again")
+        subject = f"model file {path}, or one that it imports,"
+        raise UserError(f"{subject} changed since the study was planned; run the same command again")
     name = f"dyno_model_{hashlib.sha256(str(make_absolute(path)).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # true for every .py path
@@ -166,23 +166,23 @@ class _SiblingFinder(importlib.abc.MetaPathFinder):
 
 
 @contextlib.contextmanager
-def run_user_code(what: str, passed: type[Exception] = UserError) -> Iterator[None]:
-    """Convert exceptions of the user's code in the block to a one-line `UserError` that begins with `what`.
+def run_user_code(subject: str, allowed_error: type[Exception] = UserError) -> Iterator[None]:
+    """Convert exceptions of the user's code in the block to a one-line `UserError` that begins with `subject`.
 
-    Errors of the type `passed` pass unchanged. PyTorch's process-wide settings are restored at the end.
+    Errors of the type `allowed_error` pass unchanged. PyTorch's process-wide settings are restored at the end.
     """
     try:
         with settings_kept(import_torch()), _OPENED.noting():
             yield
-    except (UserError, Unavailable, passed):
+    except (UserError, Unavailable, allowed_error):
         raise
     except SystemExit as e:
         raise UserError(
-            f"{what} called sys.exit({'' if e.code is None else repr(e.code)}); put what a script does into "
+            f"{subject} called sys.exit({'' if e.code is None else repr(e.code)}); put what a script does into "
             "`if __name__ == '__main__':`, and let the function take no arguments from the command line"
         ) from e
     except Exception as e:
-        raise UserError(f"{what} failed: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}") from e
+        raise UserError(f"{subject} failed: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}") from e
 
 
 # Files read by the user's code while it makes a network, such as weights, and its imported modules
@@ -212,12 +212,12 @@ class _OpenedFiles:
         finally:
             self.running -= 1
 
-    def note(self, event: str, given: tuple[Any, ...]) -> None:
+    def note(self, event: str, args: tuple[Any, ...]) -> None:
         """Record one opened file; never raise, since that would fail the opening."""
-        if event == "open" and self.running and isinstance(given[0], (str, bytes, os.PathLike)):
+        if event == "open" and self.running and isinstance(args[0], (str, bytes, os.PathLike)):
             with contextlib.suppress(OSError, ValueError):
-                writes = isinstance(given[2], int) and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-                (self.written if writes else self.read).add(str(make_absolute(Path(os.fsdecode(given[0])))))
+                is_write = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+                (self.written if is_write else self.read).add(str(make_absolute(Path(os.fsdecode(args[0])))))
 
 
 _OPENED = _OpenedFiles()
@@ -251,9 +251,9 @@ def hash_files_read(source: Path | None) -> dict[str, str]:
     code = {name for name in code if name.endswith(".py") and not Path(name).is_relative_to(DYNO_PACKAGE)}
     code -= {str(make_absolute(path)) for path in (source, *local_files(source))} if source else set()
     data = {name for name in _OPENED.read - _OPENED.written if not name.endswith(CODE_SUFFIXES)}
-    found = {}
+    hashes = {}
     for name in sorted(code | data):
         if not name.startswith((*libraries, *OF_THE_SYSTEM)) and Path(name).is_file():
             with contextlib.suppress(OSError):
-                found[name] = hash_file(name)
-    return found
+                hashes[name] = hash_file(name)
+    return hashes

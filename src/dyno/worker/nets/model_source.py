@@ -66,7 +66,7 @@ class ModelSource(ABC):
         """Return the preprocessing and the size of the network's images, without a download."""
         return None, None
 
-    def check_images(self, model: ModelSpec, rest: str, letterboxed: bool) -> tuple[str, str]:
+    def check_images(self, model: ModelSpec, rest: str, is_letterboxed: bool) -> tuple[str, str]:
         """Return the library's preparation of images if Dyno can't match it, and why that wasn't checked; else "".
 
         For letterboxed images, the second text describes the library's method.
@@ -101,7 +101,7 @@ def name_classes(module: Any) -> tuple[str, ...]:
     return order_class_names(getattr(getattr(module, "config", None), "id2label", ()))
 
 
-def check_unchanged(path: str, sha256: str, what: str) -> None:
+def check_unchanged(path: str, sha256: str, noun: str) -> None:
     """Raise a `UserError` for a file with other content than at the study's planning."""
     if sha256 and Path(path).is_file() and local_code.hash_file(path) != sha256:
-        raise UserError(f"{what} {path} changed since the study was planned; run the same command again")
+        raise UserError(f"{noun} {path} changed since the study was planned; run the same command again")

@@ -33,13 +33,13 @@ def parse(source: str) -> tuple[str, str]:
 
     The function follows the last colon, so a path may contain colons. Raise a `UserError` for any other text.
     """
-    head, _, rest = source.partition(":")
-    if rest and head in {*list_sources().keys() - FUNCTION_SOURCES, "file"}:
-        return head, rest
+    prefix, _, rest = source.partition(":")
+    if rest and prefix in {*list_sources().keys() - FUNCTION_SOURCES, "file"}:
+        return prefix, rest
     location, _, function = source.rpartition(":")
     if not rest or not location:
-        lacks = "nothing after the colon" if location else "no source prefix, such as torchvision:"
-        raise _bad_source(f"model {source!r} has {lacks}")
+        problem = "nothing after the colon" if location else "no source prefix, such as torchvision:"
+        raise _bad_source(f"model {source!r} has {problem}")
     if not all(part.isidentifier() for part in split_call(function)[0].split(".")):
         raise _bad_source(f"model {source!r}: {function!r} is not the name of a function")
     if location.endswith(".py"):
@@ -50,7 +50,7 @@ def parse(source: str) -> tuple[str, str]:
 
 
 def _bad_source(reason: str) -> UserError:
-    forms = [each.form for each in sorted(list_sources().values(), key=lambda each: not each.library)]
+    forms = [source.form for source in sorted(list_sources().values(), key=lambda source: not source.library)]
     return UserError(f"{reason}; a model is one of {', '.join(forms)} or file:PATH")
 
 
@@ -71,7 +71,7 @@ def split_call(function: str) -> tuple[str, dict[str, Any]]:
     name, bracket, rest = function.partition("(")
     try:
         call: Any = ast.parse(f"f({rest}" if bracket else "f()", mode="eval").body
-        arguments = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, AttributeError):
         call, arguments = None, {}
     if call is None or call.args or None in arguments:
@@ -129,9 +129,9 @@ def _seed_generators(seed: int) -> None:
 
 def _other_classes(model: ModelSpec, classes: int) -> str:
     """Return advice on weights with another number of classes than the model's."""
-    own = parse(model.source)[0] in FUNCTION_SOURCES and not _has_parameter(_find_function(model), "num_classes")
-    first = "let the function take num_classes and give" if own else "give"
-    return f"they are of {classes} classes: {first} --classes {classes}"
+    is_fixed = parse(model.source)[0] in FUNCTION_SOURCES and not _has_parameter(_find_function(model), "num_classes")
+    action = "let the function take num_classes and give" if is_fixed else "give"
+    return f"they are of {classes} classes: {action} --classes {classes}"
 
 
 def weights_sha256(module: Any) -> str:
@@ -151,13 +151,13 @@ def count_parameters(module: Any) -> int:
     """Return the number of the module's weights, including those packed for int8 or frozen into a graph."""
     import torch
 
-    lists = (module.named_parameters, module.named_buffers)
-    own = {name for each in lists for name, _ in each(remove_duplicate=False)}  # a tied weight has two names
-    state = [value for name, value in module.state_dict().items() if name not in own]
-    packed = [part for value in state for part in _list_parts(value)]
-    if not own and isinstance(module, torch.jit.ScriptModule):
-        packed += [node.output().toIValue() for node in module.graph.findAllNodes("prim::Constant")]
-    tensors = [value for value in packed if isinstance(value, torch.Tensor) and value.dim()]  # scales have none
+    methods = (module.named_parameters, module.named_buffers)
+    names = {name for method in methods for name, _ in method(remove_duplicate=False)}  # a tied weight has two names
+    state = [value for name, value in module.state_dict().items() if name not in names]
+    entries = [part for value in state for part in _list_parts(value)]
+    if not names and isinstance(module, torch.jit.ScriptModule):
+        entries += [node.output().toIValue() for node in module.graph.findAllNodes("prim::Constant")]
+    tensors = [value for value in entries if isinstance(value, torch.Tensor) and value.dim()]  # scales have none
     return sum(int(value.numel()) for value in (*module.parameters(), *{t.data_ptr(): t for t in tensors}.values()))
 
 
@@ -174,7 +174,7 @@ def hash_tensors(tensors: Mapping[str, Any]) -> str:
     """Return the sha256 of names, types, shapes and bytes; non-tensors are left out."""
     import torch
 
-    total = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         parts = _list_parts(value)
         for part in parts:
@@ -183,11 +183,11 @@ def hash_tensors(tensors: Mapping[str, Any]) -> str:
             if hasattr(part, "__tensor_flatten__"):  # torchao's weights consist of values and scales
                 parts += [getattr(part, inner) for inner in part.__tensor_flatten__()[0]]
                 continue
-            total.update(f"{name} {part.dtype} {tuple(part.shape)}\n".encode())
+            digest.update(f"{name} {part.dtype} {tuple(part.shape)}\n".encode())
             part = part.to_dense() if part.layout != torch.strided else part
             flat = (part.dequantize() if part.is_quantized else part).detach().cpu().contiguous().reshape(-1)
-            total.update(memoryview(flat.view(torch.uint8).numpy()))
-    return total.hexdigest()
+            digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    return digest.hexdigest()
 
 
 def preprocess(model: ModelSpec) -> Preprocess:
@@ -245,10 +245,10 @@ def _find_function(model: ModelSpec) -> Callable[..., Any]:
 def _check_function(model: ModelSpec, location: str, module: Any, attribute: Any) -> Callable[..., Any]:
     if attribute is None:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        wanted = split_call(model.source.rpartition(":")[2])[0]
-        near = difflib.get_close_matches(wanted, names, 1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}"
-        raise UserError(f"{Path(location).name} has no function {wanted!r}; {hint}")
+        name = split_call(model.source.rpartition(":")[2])[0]
+        matches = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {matches[0]}?" if matches else f"it has {', '.join(names) or 'none'}"
+        raise UserError(f"{Path(location).name} has no function {name!r}; {hint}")
     if _has_stages(attribute):
         return lambda: attribute
     if not callable(attribute) or isinstance(attribute, load_library("torch").nn.Module):
@@ -260,8 +260,8 @@ def _check_function(model: ModelSpec, location: str, module: Any, attribute: Any
 def _find_attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
     """Return a source's location, imported module, and attribute there; None if the name is missing."""
     location, _, path = source.rpartition(":")
-    file = location.endswith(".py")
-    module = local_code.load_file(Path(location), sha256) if file else local_code.load_module(location, source)
+    is_file = location.endswith(".py")
+    module = local_code.load_file(Path(location), sha256) if is_file else local_code.load_module(location, source)
     value = module
     for part in split_call(path)[0].split("."):
         value = getattr(value, part, None)
@@ -298,11 +298,11 @@ def _check_arguments(source: str, function: Callable[..., Any], options: Mapping
         inspect.signature(function).bind(**options)
     except TypeError as e:
         parameters = inspect.signature(function).parameters.values()
-        named = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        call = ", ".join(f"{p.name}={options.get(p.name, 16)!r}" for p in named)
-        place = source.partition("(")[0].rpartition("/")[2]
+        required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        call = ", ".join(f"{p.name}={options.get(p.name, 16)!r}" for p in required)
+        label = source.partition("(")[0].rpartition("/")[2]
         verb = "is " if str(e).startswith("missing") else ""
-        raise UserError(f"{place} {verb}{e}; give it, e.g. {place}({call})") from e
+        raise UserError(f"{label} {verb}{e}; give it, e.g. {label}({call})") from e
     except ValueError:  # built-in functions have no signature
         return
 
@@ -346,23 +346,23 @@ def load_application(model: ModelSpec) -> Application:
     location, module, attribute = _find_attribute(model.source, model.source_sha256)
     value = _call_function(_check_function(model, location, module, attribute), model)
     name = rest.rpartition("/")[2]
-    if missing := [each for each in APPLICATION_FUNCTIONS if not callable(getattr(value, each, None))]:
+    if missing_stages := [each for each in APPLICATION_FUNCTIONS if not callable(getattr(value, each, None))]:
         raise UserError(
-            f"{name} is a {type(value).__name__} without {' and '.join(missing)}; an application "
+            f"{name} is a {type(value).__name__} without {' and '.join(missing_stages)}; an application "
             f"has {APPLICATION_NEEDS}"
         )
-    if delayed := [
+    if coroutines := [
         each for each in (*APPLICATION_FUNCTIONS, "predict") if inspect.iscoroutinefunction(getattr(value, each, None))
     ]:
-        raise UserError(f"{name} has an asynchronous {delayed[0]}; give it as a method that returns its result")
+        raise UserError(f"{name} has an asynchronous {coroutines[0]}; give it as a method that returns its result")
     network = _find_network(torch, value)
     if network is None:
         raise UserError(f"{name} is a {type(value).__name__} without a model; an application has {APPLICATION_NEEDS}")
-    inner = set_eval(make_eager(torch, network))
-    if inner is not network and getattr(value, "model", None) is network:  # compiled by the user
-        value.model = inner
+    eager_network = set_eval(make_eager(torch, network))
+    if eager_network is not network and getattr(value, "model", None) is network:  # compiled by the user
+        value.model = eager_network
     function = f"{rest.partition('(')[0].rpartition(':')[2].rpartition('.')[2]}_requests"
-    return Application(name, value, inner, getattr(module, function, None))
+    return Application(name, value, eager_network, getattr(module, function, None))
 
 
 def is_application(model: ModelSpec) -> bool:
@@ -373,10 +373,10 @@ def is_application(model: ModelSpec) -> bool:
 
 def _has_stages(value: Any) -> bool:
     """Return whether the value is an object with an application's stages, rather than a class."""
-    return not isinstance(value, type) and any(hasattr(value, each) for each in APPLICATION_FUNCTIONS)
+    return not isinstance(value, type) and any(hasattr(value, stage) for stage in APPLICATION_FUNCTIONS)
 
 
 def _find_network(torch: Any, value: Any) -> Any:
     """Return an application's network: itself, its `model` or its `predict`; None without a network."""
-    places = (value, *(getattr(value, name, None) for name in ("model", "predict")))
-    return next((each for each in places if isinstance(each, torch.nn.Module)), None)
+    candidates = (value, *(getattr(value, name, None) for name in ("model", "predict")))
+    return next((candidate for candidate in candidates if isinstance(candidate, torch.nn.Module)), None)

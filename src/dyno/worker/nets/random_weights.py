@@ -48,19 +48,19 @@ def undo_zero_init(torch: Any, module: Any) -> None:
     Zero matrices become noise, and zero or tiny scales `BRANCH_SCALE`. Batch norm weights become `QUIET_SHARE`, and
     `init_batch_norm` damps them at the end of a branch. Biases stay 0.
     """
-    draw = torch.Generator().manual_seed(SEED)
-    batch_norm = torch.nn.modules.batchnorm._BatchNorm
+    generator = torch.Generator().manual_seed(SEED)
+    norm_class = torch.nn.modules.batchnorm._BatchNorm
     with torch.no_grad():
         for owner in module.modules():
             for name, value in owner.named_parameters(recurse=False):
                 if not value.is_floating_point() or not value.numel() or value.min() != value.max():
                     continue
-                start = float(value.flatten()[0])
+                constant = float(value.flatten()[0])
                 if value.numel() != max(value.shape, default=1):
-                    if start == 0:
-                        value.copy_(torch.randn(value.shape, generator=draw) * WEIGHT_SPREAD)
-                elif 0 < start <= MAX_INITIAL_SCALE or (start == 0 and name in SCALE_NAMES):
-                    value.fill_(QUIET_SHARE if isinstance(owner, batch_norm) else BRANCH_SCALE)
+                    if constant == 0:
+                        value.copy_(torch.randn(value.shape, generator=generator) * WEIGHT_SPREAD)
+                elif 0 < constant <= MAX_INITIAL_SCALE or (constant == 0 and name in SCALE_NAMES):
+                    value.fill_(QUIET_SHARE if isinstance(owner, norm_class) else BRANCH_SCALE)
 
 
 def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int]) -> None:
@@ -70,9 +70,9 @@ def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int
     initial weights. Statistics are computed in float64 by one thread and rounded to eight bits, so that threads,
     processor and torch version make no difference.
     """
-    kind = torch.nn.modules.batchnorm._BatchNorm
-    norms = [m for m in module.modules() if isinstance(m, kind) and m.running_mean is not None]
-    initial = [{name: value.clone() for name, value in norm.state_dict().items()} for norm in norms]
+    norm_class = torch.nn.modules.batchnorm._BatchNorm
+    norms = [m for m in module.modules() if isinstance(m, norm_class) and m.running_mean is not None]
+    initial_states = [{name: value.clone() for name, value in norm.state_dict().items()} for norm in norms]
     for height, width in dict.fromkeys((*IMAGE_SIZES, size)) if norms else ():
         images = make_noise(torch, channels, height, width)
         try:
@@ -80,7 +80,7 @@ def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int
             with one_thread(torch), _in_float64(module), _without_borders(torch, module), _measure_statistics(norms):
                 module(images)
         except INPUT_ERRORS:
-            for norm, state in zip(norms, initial, strict=True):
+            for norm, state in zip(norms, initial_states, strict=True):
                 norm.load_state_dict(state)
         else:
             for norm in norms:
@@ -97,21 +97,21 @@ def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> Non
     When two tensors of equal shape are added, the branch is the tensor that has passed more batch norms. A tensor
     carries their number, and the last of them, through every function of PyTorch.
     """
-    ends: set[Any] = set()
+    last_norms: set[Any] = set()
 
     class BranchFinder(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             tensors = [t for a in args for t in _make_tuple(a) if isinstance(t, torch.Tensor)]
-            passed = [getattr(t, "passed", (0, None)) for t in tensors]
-            most = max(passed, key=lambda one: one[0], default=(0, None))
+            counts = [getattr(t, "passed", (0, None)) for t in tensors]
+            branch_end = max(counts, key=lambda item: item[0], default=(0, None))
             if getattr(func, "__name__", "").strip("_") in SUM_OPERATORS and len(tensors) == 2:
-                (a, _), (b, _) = passed
+                (a, _), (b, _) = counts
                 if a != b and tensors[0].shape == tensors[1].shape:
-                    ends.add(most[1])
+                    last_norms.add(branch_end[1])
             out = func(*args, **(kwargs or {}))
             for tensor in _make_tuple(out):
                 if isinstance(tensor, torch.Tensor):
-                    tensor.passed = most
+                    tensor.passed = branch_end
             return out
 
     def count_norm(norm: Any, args: tuple[Any, ...], out: Any) -> None:
@@ -122,7 +122,7 @@ def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> Non
         for norm in norms:
             hooks.enter_context(norm.register_forward_hook(count_norm))
         module(image)
-    for norm in ends:
+    for norm in last_norms:
         if norm.weight is not None:
             norm.weight.data.mul_(BRANCH_SCALE)
 
@@ -133,8 +133,8 @@ def _make_tuple(value: Any) -> tuple[Any, ...]:
 
 def _round_statistics(norm: Any) -> None:
     """Round for equal results on every machine: means in 256ths of the deviation, so that rounding noise is zero."""
-    measured = norm.running_var.double()
-    variance = measured.lerp(measured.mean(), MIN_DEVIATION_SHARE).bfloat16().double()
+    sample_variance = norm.running_var.double()
+    variance = sample_variance.lerp(sample_variance.mean(), MIN_DEVIATION_SHARE).bfloat16().double()
     step = (variance.sqrt() / 256).clamp(min=1e-30)
     norm.running_var.copy_(variance)
     norm.running_mean.copy_((norm.running_mean.double() / step).round() * step + 0.0)
@@ -142,12 +142,12 @@ def _round_statistics(norm: Any) -> None:
 
 def make_noise(torch: Any, channels: int, height: int, width: int) -> Any:
     """Return images of unit variance, [IMAGE_COUNT, channels, height, width] in float64."""
-    draw = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(SEED)
     total = torch.zeros(IMAGE_COUNT, channels, height, width, dtype=torch.float64)
     for grain in GRAIN_SIZES:
         shape = IMAGE_COUNT, channels, -(-height // grain), -(-width // grain)
-        coarse = torch.randn(shape, generator=draw, dtype=torch.float64)
-        total += coarse.repeat_interleave(grain, 2).repeat_interleave(grain, 3)[..., :height, :width]
+        grains = torch.randn(shape, generator=generator, dtype=torch.float64)
+        total += grains.repeat_interleave(grain, 2).repeat_interleave(grain, 3)[..., :height, :width]
     return total / len(GRAIN_SIZES) ** 0.5
 
 

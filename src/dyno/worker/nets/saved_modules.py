@@ -90,20 +90,20 @@ def check_guards(module: Any, model: ModelSpec, inputs: Sequence[InputSpec], dim
     """
     import torch
 
-    if (guards := getattr(module, "meta", {}).get(GUARDS_KEY)) is None:
+    if (run_guards := getattr(module, "meta", {}).get(GUARDS_KEY)) is None:
         return
     specs = inputs or (InputSpec("input", "float32", (BATCH_AXIS, model.channels, "height", "width")),)
     names = inspect.signature(module.forward).parameters
-    most = min(find_most_batch(module, specs) or MANY_BATCHES, MANY_BATCHES)
-    for batch in (dims.batch,) if dims.batch else range(1, most + 1):
-        each = replace(dims, batch=batch)
-        fed = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in list_tensors(specs, each)}
-        args, keywords = make_arguments(specs, fed)
+    max_batch = min(find_most_batch(module, specs) or MANY_BATCHES, MANY_BATCHES)
+    for batch in (dims.batch,) if dims.batch else range(1, max_batch + 1):
+        batch_dims = replace(dims, batch=batch)
+        tensors = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in list_tensors(specs, batch_dims)}
+        args, keywords = make_arguments(specs, tensors)
         try:
-            guards(*args, *(keywords[name] for name in names if name in keywords))
+            run_guards(*args, *(keywords[name] for name in names if name in keywords))
         except AssertionError as e:
             raise UserError(
-                f"{model.name} holds for the shapes of its example and not for {list_inputs(specs, each)} "
+                f"{model.name} holds for the shapes of its example and not for {list_inputs(specs, batch_dims)} "
                 f"({str(e).removeprefix('Guard failed: ')} is false); "
                 + (
                     "export it again with an example of this size"
@@ -115,16 +115,16 @@ def check_guards(module: Any, model: ModelSpec, inputs: Sequence[InputSpec], dim
 
 def _tie_weights(module: Any) -> Any:
     """Make parameters that share memory one parameter again, as before the export: each counts once."""
-    first: dict[Any, Any] = {}
+    originals: dict[Any, Any] = {}
     for part in module.modules():
         for name, each in part._parameters.items():
             if each is not None and each.numel():
-                part._parameters[name] = first.setdefault((each.data_ptr(), each.shape, each.stride()), each)
+                part._parameters[name] = originals.setdefault((each.data_ptr(), each.shape, each.stride()), each)
     return module
 
 
 def compare_answers(
-    module: Any, path: str, model: ModelSpec, inputs: tuple[Sequence[InputSpec], Sequence[InputSpec]], tried: list[Dims]
+    module: Any, path: str, model: ModelSpec, inputs: tuple[Sequence[InputSpec], Sequence[InputSpec]], sizes: list[Dims]
 ) -> None:
     """Raise a ValueError if a stored module's outputs differ from the module's at any dims that the latter takes.
 
@@ -132,19 +132,19 @@ def compare_answers(
     batch's path through a module, and the value of non-tensors, such as a count of calls.
     """
     stored = load(path)
-    for dims in tried:
-        own, its = (
+    for dims in sizes:
+        run_original, run_stored = (
             partial(_run_module, each, model, specs, dims) for each, specs in zip((module, stored), inputs, strict=True)
         )
         try:
-            expected = own()
+            expected = run_original()
         except Exception:  # foreign code may refuse a size or one row with any error
             continue
-        if _are_close(expected, found := its()):
+        if _are_close(expected, actual := run_stored()):
             continue
-        if _are_close(expected, own()):
+        if _are_close(expected, run_original()):
             raise ValueError(f"its outputs at {list_inputs(inputs[0], dims)} are not the module's")
-        if _are_close(found, its()):
+        if _are_close(actual, run_stored()):
             raise ValueError("its outputs are the same at each call, and the module's change")
 
 
@@ -153,10 +153,10 @@ def _run_module(module: Any, model: ModelSpec, specs: Sequence[InputSpec], dims:
     return [as_fetched(tensor).numpy().copy() for tensor in named_outputs(result).values()]
 
 
-def _are_close(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
-    pairs = [*zip(some, others, strict=False)]
-    same_form = len(some) == len(others) and all(a.shape == b.shape for a, b in pairs)
-    return same_form and all(relative_change(a, b) <= MAX_OUTPUT_ERROR for a, b in pairs)
+def _are_close(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
+    pairs = [*zip(first, second, strict=False)]
+    is_same_form = len(first) == len(second) and all(a.shape == b.shape for a, b in pairs)
+    return is_same_form and all(relative_change(a, b) <= MAX_OUTPUT_ERROR for a, b in pairs)
 
 
 def load_unflattened(path: str) -> Any:
@@ -185,7 +185,7 @@ def read_examples(path: str) -> Any:
     program = _load_program(path, extra) if path.endswith(PROGRAM_SUFFIX) else _load_script(path, extra)
     if text := extra[INPUTS_MEMBER]:
         description = json.loads(text)
-        specs = tuple(from_json(InputSpec, each) for each in description["inputs"])
+        specs = tuple(from_json(InputSpec, spec) for spec in description["inputs"])
         return ModuleInputs(specs, description["batch"], tuple(description["size"]))
     if not path.endswith(PROGRAM_SUFFIX) or program.example_inputs is None:
         return None
@@ -209,9 +209,9 @@ def find_most_batch(module: Any, inputs: Sequence[InputSpec]) -> int:
     ranges = getattr(module, "range_constraints", None) or {}
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"] if ranges else []
     has_batch = [spec.shape[:1] == (BATCH_AXIS,) for spec in inputs] or [True]
-    first = (node.meta["val"].shape[0] for node, batched in zip(nodes, has_batch, strict=False) if batched)
-    found = (ranges.get(size.node.expr) for size in first if hasattr(size, "node"))
-    return min((int(each.upper) for each in found if each and each.upper.is_Integer), default=0)
+    sizes = (node.meta["val"].shape[0] for node, is_batched in zip(nodes, has_batch, strict=False) if is_batched)
+    limits = (ranges.get(size.node.expr) for size in sizes if hasattr(size, "node"))
+    return min((int(limit.upper) for limit in limits if limit and limit.upper.is_Integer), default=0)
 
 
 def _load_program(path: str, extra: dict[str, str] | None = None) -> Any:
@@ -235,14 +235,14 @@ def _has_registered_operators(torch: Any, path: str) -> bool:
     """
     with zipfile.ZipFile(path) as archive:
         texts = [archive.read(name) for name in archive.namelist() if name.endswith(".json")]
-    named = [tuple(map(bytes.decode, found)) for text in texts for found in NODE_TARGET.findall(text)]
-    missing = [(library, name) for library, name in named if not hasattr(getattr(torch.ops, library), name)]
-    if any(library == "torchvision" for library, _ in missing):
+    operators = [tuple(map(bytes.decode, match)) for text in texts for match in NODE_TARGET.findall(text)]
+    missing_ops = [(library, name) for library, name in operators if not hasattr(getattr(torch.ops, library), name)]
+    if any(library == "torchvision" for library, _ in missing_ops):
         importlib.import_module("torchvision")
         return True
-    if missing:
+    if missing_ops:
         raise UserError(
-            f"{path} needs the operator {'::'.join(missing[0])}, which another library registers; "
+            f"{path} needs the operator {'::'.join(missing_ops[0])}, which another library registers; "
             "name the model as FILE.py:FUNCTION, in a file that imports it"
         )
     return False

@@ -80,11 +80,11 @@ class Ultralytics(ModelSource):
             _from_checkpoint(tasks, model, rest) if self.has_weights(rest) else _from_yaml(tasks, model, rest, state)
         )
         head = module.model[-1]
-        end_to_end = getattr(head, "one2one_cv2", None) is not None  # a second head for use without suppression
-        if type(head).__name__ not in HEAD_TASKS or end_to_end:
-            kind = "finds objects end to end" if end_to_end else f"ends in {type(head).__name__}"
-            known = ", ".join(HEAD_TASKS.values())
-            raise UserError(f"{source} {kind}, which can't be read here; take a YOLOv8 or YOLO11 ({known})")
+        is_end_to_end = getattr(head, "one2one_cv2", None) is not None  # a second head for use without suppression
+        if type(head).__name__ not in HEAD_TASKS or is_end_to_end:
+            problem = "finds objects end to end" if is_end_to_end else f"ends in {type(head).__name__}"
+            task_names = ", ".join(HEAD_TASKS.values())
+            raise UserError(f"{source} {problem}, which can't be read here; take a YOLOv8 or YOLO11 ({task_names})")
         head.export = True  # the library's switch for only raw outputs
         # Else it caches anchors by shape, which fixes the batch in an exported graph.
         head.dynamic = dims is not None and not dims.batch
@@ -108,13 +108,13 @@ class Ultralytics(ModelSource):
         """Return a network's task, classes, keypoints' shape (() for none) and stride."""
         head = module.model[-1]
         task = HEAD_TASKS[type(head).__name__]
-        whole = hasattr(head, "linear")  # a head that sees the whole image, whatever its size
+        is_classifier = hasattr(head, "linear")  # a head that sees the whole image, whatever its size
         return Purpose(
             task=task,
-            classes=int(head.linear.out_features if whole else head.nc),
+            classes=int(head.linear.out_features if is_classifier else head.nc),
             class_names=name_classes(module),
             keypoints=tuple(int(n) for n in getattr(head, "kpt_shape", ())),
-            stride=1 if whole else int(max(module.stride)),
+            stride=1 if is_classifier else int(max(module.stride)),
         )
 
     def write_code(self, model: ModelSpec, rest: str, network: Any, dims: Dims, classes: int | None) -> BuildCode:
@@ -139,10 +139,10 @@ def _find_task(tasks: Any, source: str, config: dict[str, Any]) -> str:
 def check_size(source: str, stride: int, height: int, width: int) -> None:
     """Raise a `UserError` for an image size that isn't a multiple of the network's stride."""
     if height % stride or width % stride:
-        near = [max(stride, round(side / stride) * stride) for side in (height, width)]
-        shown = f"{near[0]}" if near[0] == near[1] else f"{near[0]}x{near[1]}"
+        sides = [max(stride, round(side / stride) * stride) for side in (height, width)]
+        size_text = f"{sides[0]}" if sides[0] == sides[1] else f"{sides[0]}x{sides[1]}"
         raise UserError(
-            f"{source} takes sizes that are multiples of {stride}, not {height}x{width}; try --size {shown}"
+            f"{source} takes sizes that are multiples of {stride}, not {height}x{width}; try --size {size_text}"
         )
 
 
@@ -181,7 +181,7 @@ def _read_config(tasks: Any, source: str, name: str) -> dict[str, Any]:
     if not Path(name).is_file():
         names = _network_names()
         if name not in names:
-            stems = [other.removesuffix(".yaml") for other in names]  # with the suffix, all names would be similar
+            stems = [file.removesuffix(".yaml") for file in names]  # with the suffix, all names would be similar
             near = difflib.get_close_matches(name.removesuffix(".yaml"), stems, 1, 0.75)
             hint = f"did you mean ultralytics:{near[0]}.yaml?" if near else "it is NAME.yaml, your own .yaml or a .pt"
             raise UserError(f"ultralytics has no network {name!r}; {hint}")
@@ -211,9 +211,9 @@ def _check_layers(tasks: Any, source: str, config: dict[str, Any]) -> dict[str, 
         raise UserError(f"{source} lists no layers under backbone and head")
     for layer in (layer for part in parts for layer in part or ()):
         name = str(layer[2]) if isinstance(layer, (list, tuple)) and len(layer) == 4 else ""
-        library, _, last = name.rpartition(".")
+        library, _, class_name = name.rpartition(".")
         namespace = {"": tasks, "nn": torch.nn, "torchvision.ops": sys.modules.get("torchvision.ops")}.get(library)
-        layer_class = getattr(namespace, last, None)
+        layer_class = getattr(namespace, class_name, None)
         if not (isinstance(layer_class, type) and issubclass(layer_class, torch.nn.Module)):
             raise UserError(f"{source}: {name or layer} is not a layer that ultralytics has")
     return config
@@ -238,13 +238,13 @@ def _fit_model(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, 
 
     Raise a `UserError` for another number of classes.
     """
-    last = max((int(key.split(".")[1]) for key in state if re.match(r"model\.\d+\.", key)), default=0)
+    head_index = max((int(key.split(".")[1]) for key in state if re.match(r"model\.\d+\.", key)), default=0)
 
     def count_rows(name: str) -> int:
-        tensor = state.get(f"model.{last}.{name}")
+        tensor = state.get(f"model.{head_index}.{name}")
         return 0 if tensor is None else int(tensor.shape[0])
 
-    classes, values = count_rows("cv3.0.2.weight") or count_rows("linear.weight"), count_rows("cv4.0.2.weight")
+    classes, value_count = count_rows("cv3.0.2.weight") or count_rows("linear.weight"), count_rows("cv4.0.2.weight")
     if model.classes is None and classes:
         model = replace(model, classes=classes)
     elif classes and model.classes != classes:
@@ -252,9 +252,9 @@ def _fit_model(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, 
             f"the weights in {model.weights} are of {classes} classes, not {model.classes}; give --classes {classes}"
         )
     shape = config.get("kpt_shape")
-    if shape and values and not model.keypoints and values != shape[0] * shape[1]:
-        each = next(n for n in (shape[1], 3, 2, 1) if values % n == 0)
-        model = replace(model, keypoints=(values // each, each))
+    if shape and value_count and not model.keypoints and value_count != shape[0] * shape[1]:
+        point_size = next(n for n in (shape[1], 3, 2, 1) if value_count % n == 0)
+        model = replace(model, keypoints=(value_count // point_size, point_size))
     return model
 
 
@@ -275,13 +275,13 @@ def read_checkpoint(path: str) -> Checkpoint:
     archive = nets_checkpoint.Archive(path)
     if not archive.yolo:
         raise UserError(f"{path} is not a checkpoint of ultralytics; {nets_checkpoint.advise_on_module(archive)}")
-    loaded = archive.load()
-    module = nets_checkpoint.find_module_stub(loaded)
+    contents = archive.load()
+    module = nets_checkpoint.find_module_stub(contents)
     config = module.state.get("yaml") if module is not None else None
     if not isinstance(config, dict) or not {"backbone", "head"} <= set(config):
         raise UserError(f"{path} holds no module with its architecture; {advise_on_checkpoint(path)}")
     return Checkpoint(
-        _copy_config(config, path), module, _find_longest_side(module.state.get("args") or loaded.get("train_args"))
+        _copy_config(config, path), module, _find_longest_side(module.state.get("args") or contents.get("train_args"))
     )
 
 

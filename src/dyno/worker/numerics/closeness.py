@@ -43,13 +43,13 @@ def compare_all(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, ato
             labels.append(np.ravel(a) == np.ravel(b))
         else:
             values.append((a.astype(np.float64).ravel(), b.astype(np.float64).ravel()))
-    a, b = (np.concatenate([pair[side] for pair in values]) for side in (0, 1))
+    a, b = (np.concatenate([pair[k] for pair in values]) for k in (0, 1))
     finite_a, finite_b = np.isfinite(a), np.isfinite(b)
-    both = finite_a & finite_b
-    error, size = np.abs(a[both] - b[both]), np.abs(b[both])
-    same = ~finite_a & ~finite_b & ((a == b) | (np.isnan(a) & np.isnan(b)))
-    kept = int(sum(equal.sum() for equal in labels))
-    close = kept + int((error <= atol + rtol * size).sum()) + int(same.sum())
+    is_finite = finite_a & finite_b
+    error, size = np.abs(a[is_finite] - b[is_finite]), np.abs(b[is_finite])
+    is_same = ~finite_a & ~finite_b & ((a == b) | (np.isnan(a) & np.isnan(b)))
+    equal_count = int(sum(equal.sum() for equal in labels))
+    close = equal_count + int((error <= atol + rtol * size).sum()) + int(is_same.sum())
     label_count = sum(map(len, labels))
     count, nonzero = len(a) + label_count, size > 0
     return Closeness(
@@ -58,16 +58,16 @@ def compare_all(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, ato
         max_abs=float(error.max(initial=0.0)),
         mean_abs=float(error.mean()) if len(error) else math.nan,
         max_rel=float((error[nonzero] / size[nonzero]).max(initial=0.0)),
-        nonfinite=int((~finite_a & ~same).sum()),
+        nonfinite=int((~finite_a & ~is_same).sum()),
         reference_nonfinite=int((~finite_b).sum()),
-        labels_changed=1 - kept / label_count if label_count else math.nan,
+        labels_changed=1 - equal_count / label_count if label_count else math.nan,
     )
 
 
 def find_one_sided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return for each value whether it is NaN or infinite in one array and differs in the other."""
-    found: np.ndarray = ~(np.isfinite(a) & np.isfinite(b)) & (a != b) & ~(np.isnan(a) & np.isnan(b))
-    return found
+    is_one_sided: np.ndarray = ~(np.isfinite(a) & np.isfinite(b)) & (a != b) & ~(np.isnan(a) & np.isnan(b))
+    return is_one_sided
 
 
 def shares_changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -91,9 +91,9 @@ def relative_errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.
     a, b = (array[:count].astype(np.float64) for array in (a, b))
     same_nonfinite = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
     a, b = np.where(same_nonfinite, 0, a), np.where(same_nonfinite, 0, b)
-    largest = np.abs(b[np.isfinite(b)]).max(initial=0.0)
-    if largest:  # avoids underflow and overflow of squares
-        a, b = a / largest, b / largest
+    scale = np.abs(b[np.isfinite(b)]).max(initial=0.0)
+    if scale:  # avoids underflow and overflow of squares
+        a, b = a / scale, b / scale
     shape = (count, b.shape[1], -1) if channels and b.ndim > 2 else (count, 1, -1)
     size = np.linalg.norm(b.reshape(shape), axis=2)
     # Outputs near 0 of one input are judged by the size of the other inputs' outputs.
@@ -102,5 +102,5 @@ def relative_errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.
     with np.errstate(invalid="ignore"):
         distance = np.linalg.norm((a - b).reshape(shape), axis=2)
         ratio = np.where(distance == 0, 0.0, distance / np.where(size > 0, size, np.finfo(np.float32).tiny))
-    worst: np.ndarray = np.where(np.isnan(ratio), np.inf, ratio).max(axis=1)
-    return worst
+    errors: np.ndarray = np.where(np.isnan(ratio), np.inf, ratio).max(axis=1)
+    return errors

@@ -51,23 +51,23 @@ def run_module_reference(
     module: Any,
     graph: Graph,
     engine: GraphEngine,
-    named: Calls,
+    names: Calls,
     feeds: Sequence[Feeds],
     writer: TensorWriter,
 ) -> None:
     """Store the results of the module's calls by the names of their tensors in the graph.
 
     `graph` is the module's own export, run by `engine` node by node. A call is matched with the tensor of equal values.
-    Without a match, if the export's outputs are wrong too, `named` gives the tensor by name; with right outputs the
+    Without a match, if the export's outputs are wrong too, `names` gives the tensor by name; with right outputs the
     names are wrong.
     """
     with _Hooks(module) as hooks:
         outputs = [run_once(session, feeds[0])]
-        own = {name: feeds[0][given] for name, given in match_inputs(graph.inputs, [*feeds[0]]).items()}
-        calls = _by_values(hooks.results, graph, engine, own)
-        if not _same_outputs(graph, engine, own, outputs[0]):
-            taken = {*calls.values()}
-            calls = {tensor: call for tensor, call in named.items() if call not in taken} | calls
+        inputs = {name: feeds[0][source] for name, source in match_inputs(graph.inputs, [*feeds[0]]).items()}
+        calls = _by_values(hooks.results, graph, engine, inputs)
+        if not _same_outputs(graph, engine, inputs, outputs[0]):
+            used_calls = {*calls.values()}
+            calls = {tensor: call for tensor, call in names.items() if call not in used_calls} | calls
         values = {tensor: [hooks.results[call]] for tensor, call in calls.items() if call in hooks.results}
         for feed in within_memory(feeds, lambda: sum(runs[0].nbytes for runs in values.values())):
             if feed is feeds[0]:
@@ -96,9 +96,9 @@ class _Hooks(ExitStack):
 
     def _make_hook(self, name: str) -> Callable[..., None]:
         def store_result(part: Any, args: Any, result: Any) -> None:
-            first = next(walk_tensors(result), None)
-            if first is not None:  # a copy: later operators may write in place
-                self.results[name, self._calls[name]] = np.array(real_view(first.detach()).cpu().float().numpy())
+            tensor = next(walk_tensors(result), None)
+            if tensor is not None:  # a copy: later operators may write in place
+                self.results[name, self._calls[name]] = np.array(real_view(tensor.detach()).cpu().float().numpy())
             self._calls[name] += 1
 
         return store_result
@@ -117,24 +117,24 @@ def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: GraphEn
     by_shape: dict[tuple[int, ...], list[Call]] = defaultdict(list)
     for call, result in results.items():
         by_shape[result.shape].append(call)
-    matched: dict[str, Call] = {}
-    for name, (own,) in _iter_tensors(graph, engine, [feed]):
+    matches: dict[str, Call] = {}
+    for name, (values,) in _iter_tensors(graph, engine, [feed]):
         distances = {
-            call: float(relative_errors(own[None], results[call][None]).max(initial=0.0))
-            for call in by_shape[own.shape]
+            call: float(relative_errors(values[None], results[call][None]).max(initial=0.0))
+            for call in by_shape[values.shape]
         }
         nearest = min(distances, key=lambda call: distances[call], default=None)
         if nearest is not None and distances[nearest] <= SAME_TENSOR_ERROR:
-            matched[name] = nearest
-    return matched
+            matches[name] = nearest
+    return matches
 
 
 def _same_outputs(graph: Graph, engine: GraphEngine, feed: Feeds, outputs: Sequence[np.ndarray]) -> bool:
     """Return whether the graph's outputs have these values."""
-    (own,) = engine.run(graph.mark([], {}), [feed], graph.read_dtypes(graph.inputs))
-    return len(own) == len(outputs) and all(
+    (graph_outputs,) = engine.run(graph.mark([], {}), [feed], graph.read_dtypes(graph.inputs))
+    return len(graph_outputs) == len(outputs) and all(
         a.shape == b.shape and relative_errors(a[None], b[None]).max(initial=0.0) <= SAME_TENSOR_ERROR
-        for a, b in zip(own, outputs, strict=True)
+        for a, b in zip(graph_outputs, outputs, strict=True)
     )
 
 
@@ -142,10 +142,10 @@ def _iter_tensors(graph: Graph, engine: GraphEngine, feeds: Sequence[Feeds]) -> 
     """Yield each computed floating-point tensor of the graph, with its values in every run."""
     sizes = count_bytes(graph, {name: array.shape for name, array in feeds[0].items()})
     inner = [name for name in graph.float_tensors if name not in graph.outputs]
-    for number, part in enumerate([*in_parts(inner, sizes)] or [[]]):
-        results = engine.run(graph.mark(part, {}), feeds, graph.read_dtypes(graph.inputs))
-        for name, values in zip([*graph.outputs, *part], zip(*results, strict=True), strict=True):
-            if name in part or (not number and name in graph.float_tensors):
+    for index, names in enumerate([*in_parts(inner, sizes)] or [[]]):
+        results = engine.run(graph.mark(names, {}), feeds, graph.read_dtypes(graph.inputs))
+        for name, values in zip([*graph.outputs, *names], zip(*results, strict=True), strict=True):
+            if name in names or (not index and name in graph.float_tensors):
                 yield name, [*values]
 
 
@@ -159,13 +159,13 @@ def run_graph_reference(engine: GraphEngine, graph: Graph, feeds: Sequence[Feeds
     writer.end(runs, [*zip(*outputs, strict=True)])
 
 
-def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator[Feeds]:
+def within_memory(feeds: Sequence[Feeds], measure_run: Callable[[], int]) -> Iterator[Feeds]:
     """Yield the feeds as far as MAX_KEPT_B allows, at least one.
 
-    `of_one` returns the bytes of a run after the first.
+    `measure_run` returns the bytes of a run after the first.
     """
-    for number, feed in enumerate(feeds):
-        if number and (number + 1) * of_one() > MAX_KEPT_B:
+    for index, feed in enumerate(feeds):
+        if index and (index + 1) * measure_run() > MAX_KEPT_B:
             return
         yield feed
 
@@ -173,22 +173,22 @@ def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator
 def count_bytes(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Return the bytes of each tensor of inferable shape, at four bytes per value."""
     inferred = flops.with_shapes(copy_message(graph.model), shapes)
-    known = inferred[1] if inferred else {}
-    return {name: 4 * math.prod(shape) for name, shape in known.items() if 0 not in shape}
+    tensor_shapes = inferred[1] if inferred else {}
+    return {name: 4 * math.prod(shape) for name, shape in tensor_shapes.items() if 0 not in shape}
 
 
 def in_parts(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
     """Yield the names in lists of at most MAX_MARKED_B bytes, or of a single name."""
-    part, filled = list[str](), 0
+    group, total = list[str](), 0
     for name in names:
         size = sizes.get(name, UNKNOWN_SHAPE_B)
-        if part and filled + size > MAX_MARKED_B:
-            yield part
-            part, filled = [], 0
-        part.append(name)
-        filled += size
-    if part:
-        yield part
+        if group and total + size > MAX_MARKED_B:
+            yield group
+            group, total = [], 0
+        group.append(name)
+        total += size
+    if group:
+        yield group
 
 
 def check_finite(feeds: Iterable[Feeds]) -> None:
@@ -230,17 +230,17 @@ class TensorComparison:
         self.feeds = self.stored.feeds(self.graph.inputs)
         self.shapes = {**self.stored.shapes, **{name: array.shape for name, array in self.feeds[0].items()}}
 
-    def compare_tensor(self, own: Sequence[np.ndarray], name: str) -> Difference | None:
+    def compare_tensor(self, values: Sequence[np.ndarray], name: str) -> Difference | None:
         """Compare the runs' values of a tensor with the reference's; return None for other shapes."""
         reference = self.stored[name]
-        if any(array.shape != reference.shape[1:] for array in own):
+        if any(array.shape != reference.shape[1:] for array in values):
             return None
-        return _compute_difference([(np.stack([*own]), reference)], self.limits)
+        return _compute_difference([(np.stack([*values]), reference)], self.limits)
 
     def outputs(self, runs: Sequence[Sequence[np.ndarray]]) -> Difference | None:
         """Compare each run's network outputs with the reference's, by position; return None for other shapes."""
         references = self.stored.outputs
-        pairs = [(np.stack([*own]), b) for own, b in zip(zip(*runs, strict=True), references, strict=False)]
+        pairs = [(np.stack([*values]), b) for values, b in zip(zip(*runs, strict=True), references, strict=False)]
         if len(runs[0]) != len(references) or any(a.shape != b.shape for a, b in pairs):
             return None
         return _compute_difference(pairs, self.limits)
@@ -264,12 +264,12 @@ def mark_tensors(
     graph, differences, outputs = comparison.graph, dict[str, Difference](), None
     shapes = {name: array.shape for name, array in comparison.feeds[0].items()}
     parts = [*in_parts([name for name in comparison.tensors if name not in graph.outputs], sizes)] or [[]]
-    for number, part in enumerate(parts):
-        runs = comparison.engine.run(graph.mark(part, shapes), comparison.feeds, graph.read_dtypes(graph.inputs))
-        if not number:
+    for index, names in enumerate(parts):
+        runs = comparison.engine.run(graph.mark(names, shapes), comparison.feeds, graph.read_dtypes(graph.inputs))
+        if not index:
             outputs = comparison.outputs([run[: len(graph.outputs)] for run in runs])
-        for name, own in zip([*graph.outputs, *part], zip(*runs, strict=True), strict=True):
-            if name in comparison.tensors and (difference := comparison.compare_tensor(own, name)):
+        for name, values in zip([*graph.outputs, *names], zip(*runs, strict=True), strict=True):
+            if name in comparison.tensors and (difference := comparison.compare_tensor(values, name)):
                 differences[name] = difference
     comparison.tensors = [name for name in comparison.tensors if name in differences]
     return differences, outputs, len(parts)
@@ -278,13 +278,13 @@ def mark_tensors(
 def isolate_layers(comparison: TensorComparison, sizes: Mapping[str, int], folder: Path) -> dict[str, Difference]:
     """Return each tensor's difference with its layer on the reference's values; store its values in the folder."""
     stops, differences, writer = {*comparison.tensors}, dict[str, Difference](), TensorWriter(folder)
-    for part in in_parts(comparison.tensors, {name: 2 * size for name, size in sizes.items()}):
-        model, reads = comparison.graph.isolate(part, stops, comparison.shapes)
+    for names in in_parts(comparison.tensors, {name: 2 * size for name, size in sizes.items()}):
+        model, reads = comparison.graph.isolate(names, stops, comparison.shapes)
         runs = comparison.engine.run(model, _reference_feeds(comparison, reads), comparison.graph.read_dtypes(reads))
-        for name, own in zip(part, zip(*runs, strict=True), strict=True):
-            if difference := comparison.compare_tensor(own, name):
+        for name, values in zip(names, zip(*runs, strict=True), strict=True):
+            if difference := comparison.compare_tensor(values, name):
                 differences[name] = difference
-                writer.add(name, own)
+                writer.add(name, values)
     writer.end(comparison.feeds, [])
     return differences
 
@@ -303,9 +303,9 @@ def find_mismatched(
     readers were scaled to compensate.
     """
     limit, stops = comparison.limits.error, {*comparison.tensors}
-    made_up = [name for name, each in own.items() if each.error > max(limit, CLEAR_ERROR_RATIO * total[name].error)]
-    read = {each for name in made_up for each in comparison.graph.reads(name, stops)}
-    return {name for name in read & stops if total[name].error > limit and not total[name].nonfinite}
+    suspects = [name for name, each in own.items() if each.error > max(limit, CLEAR_ERROR_RATIO * total[name].error)]
+    read_tensors = {each for name in suspects for each in comparison.graph.reads(name, stops)}
+    return {name for name in read_tensors & stops if total[name].error > limit and not total[name].nonfinite}
 
 
 def with_effects(
@@ -318,30 +318,30 @@ def with_effects(
     """
     import onnx
 
-    graph, local = comparison.reference_graph, StoredTensors(folder)
-    able = [layer for layer in layers if layer.own.error > 0 and layer.tensor in graph.float_tensors]
-    chosen = [layer.tensor for layer in sorted(able, key=lambda layer: -layer.own.error)[:MAX_CANDIDATES]]
-    onnx.save(graph.with_deltas(chosen), path)
-    ready = make_session(str(path), optimised=False, threads=comparison.engine.threads)
-    kinds = graph.read_dtypes((*graph.inputs, *chosen))
-    feeds = [{name: cast(a, kinds[name]) for name, a in feed.items()} for feed in comparison.stored.feeds(graph.inputs)]
-    still = {name + DELTA_SUFFIX: np.zeros((), kinds[name]) for name in chosen}
-    base = [ready.run(None, {**feed, **still}) for feed in feeds]
+    graph, values = comparison.reference_graph, StoredTensors(folder)
+    candidates = [layer for layer in layers if layer.own.error > 0 and layer.tensor in graph.float_tensors]
+    names = [layer.tensor for layer in sorted(candidates, key=lambda layer: -layer.own.error)[:MAX_CANDIDATES]]
+    onnx.save(graph.with_deltas(names), path)
+    session = make_session(str(path), optimised=False, threads=comparison.engine.threads)
+    types = graph.read_dtypes((*graph.inputs, *names))
+    feeds = [{name: cast(a, types[name]) for name, a in feed.items()} for feed in comparison.stored.feeds(graph.inputs)]
+    zeros = {name + DELTA_SUFFIX: np.zeros((), types[name]) for name in names}
+    base = [session.run(None, {**feed, **zeros}) for feed in feeds]
     effects: dict[str, float] = {}
-    for name in chosen:
+    for name in names:
         with np.errstate(all="ignore"):
-            deltas = [cast(own.astype(np.float64) - reference, kinds[name])
-                      for own, reference in zip(local[name], comparison.stored[name], strict=True)]  # fmt: skip
-        moved = [ready.run(None, {**f, **still, name + DELTA_SUFFIX: d}) for f, d in zip(feeds, deltas, strict=True)]
-        effects[name] = _largest_error(moved, base)
+            deltas = [cast(value.astype(np.float64) - reference, types[name])
+                      for value, reference in zip(values[name], comparison.stored[name], strict=True)]  # fmt: skip
+        runs = [session.run(None, {**f, **zeros, name + DELTA_SUFFIX: d}) for f, d in zip(feeds, deltas, strict=True)]
+        effects[name] = _largest_error(runs, base)
     return tuple(replace(layer, effect=effects.get(layer.tensor)) for layer in layers)
 
 
 def _largest_error(runs: Sequence[Sequence[Any]], base: Sequence[Sequence[Any]]) -> float:
     """Return the largest error of any output with the same shape in every run."""
     pairs = zip(zip(*runs, strict=True), zip(*base, strict=True), strict=True)
-    same = [(a, b) for a, b in pairs if len({array.shape for array in (*a, *b)}) == 1]
-    return max((float(relative_errors(np.stack(a), np.stack(b)).max(initial=0.0)) for a, b in same), default=0.0)
+    matches = [(a, b) for a, b in pairs if len({array.shape for array in (*a, *b)}) == 1]
+    return max((float(relative_errors(np.stack(a), np.stack(b)).max(initial=0.0)) for a, b in matches), default=0.0)
 
 
 # Suspects tested again without marks: marked tensors change an engine's fusions, and may hide or cause an error
@@ -360,18 +360,18 @@ def list_suspects(layers: Sequence[LayerError]) -> list[str]:
     If any layers make numbers infinite, return those. A layer's weight is its effect on the outputs, or its own error
     if no effect was measured at all.
     """
-    tried = any(layer.effect is not None for layer in layers)
-    weights = {layer.tensor: (layer.effect or 0.0) if tried else layer.own.error for layer in layers}
-    broken = [name for name, weight in weights.items() if not np.isfinite(weight)]
-    if broken:
-        return broken[:MAX_SUSPECTS]
-    total, summed, chosen = sum(weight**2 for weight in weights.values()), 0.0, set[str]()
+    has_effects = any(layer.effect is not None for layer in layers)
+    weights = {layer.tensor: (layer.effect or 0.0) if has_effects else layer.own.error for layer in layers}
+    overflows = [name for name, weight in weights.items() if not np.isfinite(weight)]
+    if overflows:
+        return overflows[:MAX_SUSPECTS]
+    total, subtotal, suspects = sum(weight**2 for weight in weights.values()), 0.0, set[str]()
     for name in sorted(weights, key=lambda name: -weights[name])[:MAX_SUSPECTS]:
-        if summed >= MAX_EXPLAINED_SHARE * total:
+        if subtotal >= MAX_EXPLAINED_SHARE * total:
             break
-        chosen.add(name)
-        summed += weights[name] ** 2
-    return [name for name in weights if name in chosen]
+        suspects.add(name)
+        subtotal += weights[name] ** 2
+    return [name for name in weights if name in suspects]
 
 
 @dataclass(frozen=True)
@@ -386,33 +386,35 @@ class TensorStages:
     tensor_names: frozenset[str]
 
 
-def list_stages(comparison: TensorComparison, chosen: Sequence[str]) -> TensorStages:
+def list_stages(comparison: TensorComparison, suspects: Sequence[str]) -> TensorStages:
     """Return the stages of the graph cut around the chosen tensors, which exist in the reference's graph too."""
     stops, numbers, wanted = {*comparison.tensors}, dict[str, int](), {*comparison.graph.outputs}
     targets = [name for name in comparison.graph.outputs if name not in stops]
     for name in (*comparison.tensors, *targets):
         reads = {*comparison.graph.reads(name, stops)}
-        if name in chosen:
+        if name in suspects:
             reads |= {*comparison.reference_graph.reads(name, stops)}
-        below = {read: numbers[read] for read in reads if read in numbers}
-        deepest = max(below.values(), default=0)
-        numbers[name] = deepest + (deepest % 2 != (name in chosen))
-        wanted |= {read for read, number in below.items() if number < numbers[name]}
+        read_stages = {tensor: numbers[tensor] for tensor in reads if tensor in numbers}
+        last_stage = max(read_stages.values(), default=0)
+        numbers[name] = last_stage + (last_stage % 2 != (name in suspects))
+        wanted |= {tensor for tensor, stage in read_stages.items() if stage < numbers[name]}
     return TensorStages(numbers, frozenset(wanted))
 
 
 def run_stages(comparison: TensorComparison, plan: TensorStages, reference: GraphEngine | None) -> Difference | None:
     """Compare the network's outputs when run stage by stage, odd stages in the reference if one is given."""
     values: Values = {name: [feed[name] for feed in comparison.feeds] for name in comparison.feeds[0]}
-    for number in range(max(plan.numbers.values()) + 1):
-        outputs = [name for name, own in plan.numbers.items() if own == number and name in plan.tensor_names]
+    for stage in range(max(plan.numbers.values()) + 1):
+        outputs = [
+            name for name, tensor_stage in plan.numbers.items() if tensor_stage == stage and name in plan.tensor_names
+        ]
         if not outputs:
             continue
         graph, engine = comparison.graph, comparison.engine
-        if number % 2 and reference:
+        if stage % 2 and reference:
             graph, engine = comparison.reference_graph, reference
-        before = {name for name, own in plan.numbers.items() if own < number}
-        values |= _run_stage(comparison, graph, engine, outputs, before, values)
+        stops = {name for name, tensor_stage in plan.numbers.items() if tensor_stage < stage}
+        values |= _run_stage(comparison, graph, engine, outputs, stops, values)
     runs = range(comparison.stored.runs)
     return comparison.outputs([[values[name][run] for name in comparison.graph.outputs] for run in runs])
 
@@ -422,16 +424,16 @@ def _run_stage(
     graph: Graph,
     engine: GraphEngine,
     outputs: Sequence[str],
-    before: set[str],
+    stops: set[str],
     values: Values,
 ) -> Values:
     shapes = {name: arrays[0].shape for name, arrays in values.items()}
     inputs: dict[str, Any] = {}
     if graph is comparison.reference_graph:  # inputs may have other names
-        own = comparison.stored.feeds(graph.inputs)
-        inputs = {name: [feed[name] for feed in own] for name in graph.inputs}
+        reference_feeds = comparison.stored.feeds(graph.inputs)
+        inputs = {name: [feed[name] for feed in reference_feeds] for name in graph.inputs}
         shapes |= {name: arrays[0].shape for name, arrays in inputs.items()}
-    model, reads = graph.extract_piece(outputs, before, shapes)
+    model, reads = graph.extract_piece(outputs, stops, shapes)
     feeds = [{name: (inputs.get(name) or values[name])[run] for name in reads} for run in range(comparison.stored.runs)]
     results = engine.run(model, feeds, graph.read_dtypes(reads))
     return {name: [*arrays] for name, arrays in zip(outputs, zip(*results, strict=True), strict=True)}
@@ -449,7 +451,7 @@ def find_boundary(comparison: TensorComparison) -> tuple[str, ...]:
         middle = (low + high) // 2
         name = tensors[middle]
         model, reads = comparison.graph.extract_piece([name], (), comparison.shapes)
-        feeds = [{each: feed[each] for each in reads} for feed in comparison.feeds]
+        feeds = [{tensor: feed[tensor] for tensor in reads} for feed in comparison.feeds]
         runs = comparison.engine.run(model, feeds, comparison.graph.read_dtypes(reads))
         difference = comparison.compare_tensor([run[0] for run in runs], name)
         if difference is not None and difference.error <= comparison.limits.error:
@@ -465,13 +467,13 @@ def list_fused_suspects(comparison: TensorComparison, last: str) -> list[str]:
     Return none if MAX_FUSED layers aren't enough.
     """
     tensors = {*comparison.tensors}
-    chosen = {last} & tensors
-    while chosen and len(chosen) <= MAX_FUSED:
-        difference = run_stages(comparison, list_stages(comparison, [*chosen]), None)
+    suspects = {last} & tensors
+    while suspects and len(suspects) <= MAX_FUSED:
+        difference = run_stages(comparison, list_stages(comparison, [*suspects]), None)
         if difference is None or not difference.error <= comparison.limits.error:
-            return [name for name in comparison.tensors if name in chosen]
-        before = {name for each in chosen for name in comparison.graph.reads(each, tensors)} & tensors
-        if before <= chosen:
+            return [name for name in comparison.tensors if name in suspects]
+        inputs = {name for suspect in suspects for name in comparison.graph.reads(suspect, tensors)} & tensors
+        if inputs <= suspects:
             return []
-        chosen |= before
+        suspects |= inputs
     return []

@@ -34,7 +34,7 @@ class GraphEngine:
         """Number of the engine's threads."""
         return self._trial.runtime.threads
 
-    def run(self, model: Any, feeds: Iterable[Feeds], kinds: Mapping[str, np.dtype[Any]]) -> list[list[np.ndarray]]:
+    def run(self, model: Any, feeds: Iterable[Feeds], dtypes: Mapping[str, np.dtype[Any]]) -> list[list[np.ndarray]]:
         """Return the model's outputs, in order, for each of the feeds, cast to the inputs' types.
 
         Raise a `UserError` for a model over protobuf's 2 GiB.
@@ -45,7 +45,7 @@ class GraphEngine:
             onnx.save(model, self._path)
         except ValueError as e:  # protobuf's limit of 2 GiB
             raise UserError(f"a part of {self._trial.model.name} is too large for one ONNX file ({e})") from e
-        first, *others = ({name: cast(array, kinds[name]) for name, array in feed.items()} for feed in feeds)
+        first, *rest = ({name: cast(array, dtypes[name]) for name, array in feed.items()} for feed in feeds)
         inputs = tuple(Tensor(value.name, str(first[value.name].dtype), first[value.name].shape)
                        for value in model.graph.input)  # fmt: skip
         artifact = Artifact("onnx", str(self._path), "", 0, self._trial.precision, inputs, (), 0.0)
@@ -53,7 +53,7 @@ class GraphEngine:
         trial = replace(self._trial, dims=replace(self._trial.dims, shapes=shapes))
         session = self._load(trial, artifact)
         try:
-            return [run_once(session, feed) for feed in (first, *others)]
+            return [run_once(session, feed) for feed in (first, *rest)]
         finally:
             session.close()
 
@@ -63,10 +63,10 @@ def run_once(session: Session, feed: Feeds) -> list[np.ndarray]:
     return [*answer_feeds(session, feed).values()]
 
 
-def cast(array: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
+def cast(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     """Return a copy in that type, readable in place by an engine; overflow gives infinity, as in an engine."""
     with np.errstate(over="ignore"):
-        return np.array(array, kind, order="C")
+        return np.array(array, dtype, order="C")
 
 
 def match_inputs(names: Sequence[str], inputs: Sequence[str]) -> dict[str, str]:
@@ -74,9 +74,9 @@ def match_inputs(names: Sequence[str], inputs: Sequence[str]) -> dict[str, str]:
 
     Raise a `UserError` for a name without a counterpart.
     """
-    pairs = {name: name if name in inputs else own for name, own in zip_longest(names, inputs)}
-    if lacking := [name for name in names if pairs[name] is None]:
-        raise UserError(f"input {lacking[0]!r} has no counterpart; the reference has {', '.join(inputs)}")
+    pairs = {name: name if name in inputs else candidate for name, candidate in zip_longest(names, inputs)}
+    if unmatched := [name for name in names if pairs[name] is None]:
+        raise UserError(f"input {unmatched[0]!r} has no counterpart; the reference has {', '.join(inputs)}")
     return {name: pairs[name] for name in names}
 
 
@@ -108,7 +108,7 @@ class StoredTensors:
     def feeds(self, names: Sequence[str]) -> list[dict[str, np.ndarray]]:
         """Return the inputs of each run under these names; see `match_inputs`."""
         pairs = match_inputs(names, self._feeds)
-        arrays = {name: self._load_array(f"feed{self._feeds.index(own)}") for name, own in pairs.items()}
+        arrays = {name: self._load_array(f"feed{self._feeds.index(input_name)}") for name, input_name in pairs.items()}
         return [{name: array[run] for name, array in arrays.items()} for run in range(self.runs)]
 
 
@@ -122,8 +122,8 @@ class TensorWriter:
     def add(self, name: str, runs: Sequence[np.ndarray]) -> None:
         """Store a tensor, unless its shape differs between runs."""
         if len({array.shape for array in runs}) == 1:
-            number = self._files.setdefault(name, len(self._files))
-            np.save(self._folder / f"{number}.npy", np.stack(runs))
+            index = self._files.setdefault(name, len(self._files))
+            np.save(self._folder / f"{index}.npy", np.stack(runs))
 
     def end(self, feeds: Sequence[Feeds], outputs: Sequence[Sequence[np.ndarray]]) -> None:
         """Store the feeds and the outputs of the runs, [output][run]."""
@@ -171,53 +171,53 @@ class Graph:
             graph = self._onnx.shape_inference.infer_shapes(self.model).graph
         except (self._onnx.shape_inference.InferenceError, ValueError):
             graph = self.model.graph
-        every = (*graph.input, *graph.value_info, *graph.output)
-        types = {value.name: value.type.tensor_type.elem_type for value in every}
-        others = {value.name for value in every if value.type.WhichOneof("value") not in ("tensor_type", None)}
-        types |= dict.fromkeys(others, self._onnx.TensorProto.STRING)  # sequences aren't tensors, so not compared
+        values = (*graph.input, *graph.value_info, *graph.output)
+        types = {value.name: value.type.tensor_type.elem_type for value in values}
+        sequences = {value.name for value in values if value.type.WhichOneof("value") not in ("tensor_type", None)}
+        types |= dict.fromkeys(sequences, self._onnx.TensorProto.STRING)  # sequences aren't tensors, so not compared
         return types | {name: tensor.data_type for name, tensor in self._weights.items()}
 
     def _float_tensors(self) -> list[str]:
         """Return the floating-point tensors computed from the inputs, in the graph's order."""
-        kinds = self._onnx.TensorProto
-        numbers = (kinds.FLOAT, kinds.FLOAT16, kinds.DOUBLE, kinds.UNDEFINED)
-        changing, found = {*self.inputs}, []
+        enum = self._onnx.TensorProto
+        float_types = (enum.FLOAT, enum.FLOAT16, enum.DOUBLE, enum.UNDEFINED)
+        dependents, tensors = {*self.inputs}, []
         for node, reads in zip(self.nodes, self._reads, strict=True):
-            if changing.isdisjoint(reads):
+            if dependents.isdisjoint(reads):
                 continue
-            written = [name for name in node.output if name]
-            changing.update(written)
-            found += [name for name in written if self._types.get(name, 0) in numbers]
-        return found
+            outputs = [name for name in node.output if name]
+            dependents.update(outputs)
+            tensors += [name for name in outputs if self._types.get(name, 0) in float_types]
+        return tensors
 
     def read_dtype(self, tensor: str) -> np.dtype[Any]:
         """Return the tensor's NumPy type; float32 if unknown."""
         kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
-        found: np.dtype[Any] = self._onnx.helper.tensor_dtype_to_np_dtype(kind)
-        return found
+        dtype: np.dtype[Any] = self._onnx.helper.tensor_dtype_to_np_dtype(kind)
+        return dtype
 
     def read_dtypes(self, tensors: Iterable[str]) -> dict[str, np.dtype[Any]]:
         """Return the tensors' NumPy types by name."""
         return {name: self.read_dtype(name) for name in tensors}
 
-    def walk(self, wanted: Iterable[str], stops: Collection[str]) -> tuple[list[int], list[str]]:
+    def walk(self, targets: Iterable[str], stops: Collection[str]) -> tuple[list[int], list[str]]:
         """Return the nodes, in order, that compute the wanted tensors, and the tensors that they start from.
 
         These are `stops` and the graph's inputs. A wanted tensor is computed even if it is a stop.
         """
-        wanted = {*wanted}
-        names, chosen, read = [*wanted], set[int](), dict[str, None]()
+        targets = {*targets}
+        names, indices, sources = [*targets], set[int](), dict[str, None]()
         while names:
             name = names.pop()
-            ends = name in stops and name not in wanted
-            if name in self._writer and not ends:
+            is_end = name in stops and name not in targets
+            if name in self._writer and not is_end:
                 k = self._writer[name]
-                if k not in chosen:
-                    chosen.add(k)
+                if k not in indices:
+                    indices.add(k)
                     names += self._reads[k]
-            elif ends or name in self.inputs:
-                read[name] = None
-        return sorted(chosen), [*read]
+            elif is_end or name in self.inputs:
+                sources[name] = None
+        return sorted(indices), [*sources]
 
     def reads(self, tensor: str, stops: Collection[str]) -> tuple[str, ...]:
         """Return the stops and graph inputs from which a tensor is computed."""
@@ -232,12 +232,12 @@ class Graph:
 
         It starts from the stops and the graph's inputs.
         """
-        nodes, read = self.walk(outputs, stops)
-        return self._make_part(nodes, read, outputs, shapes), read
+        nodes, inputs = self.walk(outputs, stops)
+        return self._make_part(nodes, inputs, outputs, shapes), inputs
 
-    def _make_part(self, chosen: Iterable[int], read: Sequence[str], outputs: Sequence[str], shapes: Shapes) -> Any:
+    def _make_part(self, indices: Iterable[int], inputs: Sequence[str], outputs: Sequence[str], shapes: Shapes) -> Any:
         return self._build_model(
-            [self.nodes[k] for k in chosen], read, outputs, shapes, {name: name for name in outputs}
+            [self.nodes[k] for k in indices], inputs, outputs, shapes, {name: name for name in outputs}
         )
 
     def isolate(self, tensors: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
@@ -247,25 +247,25 @@ class Graph:
         borders.
         """
         nodes, reads = [], dict[str, None]()
-        for number, tensor in enumerate(tensors):
-            chosen, read = self.walk([tensor], stops)
-            reads.update(dict.fromkeys(read))
-            inside = {name for k in chosen for name in self.nodes[k].output if name}
-            names = {name: f"{name}/{number}" for name in inside} | {tensor: tensor + ISOLATED_SUFFIX}
-            nodes += [_rename_tensors(self.nodes[k], names, {*read}, f"/{number}") for k in chosen]
+        for index, tensor in enumerate(tensors):
+            indices, inputs = self.walk([tensor], stops)
+            reads.update(dict.fromkeys(inputs))
+            inner_names = {name for k in indices for name in self.nodes[k].output if name}
+            names = {name: f"{name}/{index}" for name in inner_names} | {tensor: tensor + ISOLATED_SUFFIX}
+            nodes += [_rename_tensors(self.nodes[k], names, {*inputs}, f"/{index}") for k in indices]
         outputs = [tensor + ISOLATED_SUFFIX for tensor in tensors]
         return self._build_model(nodes, [*reads], outputs, shapes, dict(zip(outputs, tensors, strict=True))), [*reads]
 
     def with_deltas(self, tensors: Sequence[str]) -> Any:
         """Return the graph with an input TENSOR/delta, added to the tensor, for each of the tensors."""
         model = copy_message(self.model)
-        before = {name: f"{name}/before" for name in tensors}
+        sources = {name: f"{name}/before" for name in tensors}
         nodes = []
         for node in self.nodes:
             copy = copy_message(node)
-            moved = [name for name in node.output if name in before]
-            copy.output[:] = [before.get(name, name) for name in node.output]
-            nodes += [copy, *(self._onnx.helper.make_node("Add", [before[n], n + DELTA_SUFFIX], [n]) for n in moved)]
+            names = [name for name in node.output if name in sources]
+            copy.output[:] = [sources.get(name, name) for name in node.output]
+            nodes += [copy, *(self._onnx.helper.make_node("Add", [sources[n], n + DELTA_SUFFIX], [n]) for n in names)]
         set_nodes(model.graph, nodes)
         for name in tensors:  # a single zero serves as no delta
             kind = self._types.get(name) or self._onnx.TensorProto.FLOAT
@@ -278,23 +278,23 @@ class Graph:
     ) -> Any:
         """Return a model of the nodes; `own` maps its outputs to the graph's tensors of equal types and shapes."""
         model = type(self.model)()
-        for part in ("ir_version", "producer_name"):
-            setattr(model, part, getattr(self.model, part))
+        for attribute in ("ir_version", "producer_name"):
+            setattr(model, attribute, getattr(self.model, attribute))
         model.opset_import.extend(self.model.opset_import)
         model.functions.extend(self.model.functions)
         model.graph.name = self.model.graph.name or "part"
         model.graph.node.extend(nodes)
-        used = {name for node in nodes for name in reads_of(node)} | {*outputs}
-        model.graph.initializer.extend(tensor for name, tensor in self._weights.items() if name in used)
+        used_names = {name for node in nodes for name in reads_of(node)} | {*outputs}
+        model.graph.initializer.extend(tensor for name, tensor in self._weights.items() if name in used_names)
         model.graph.input.extend(self._make_value(name, name, shapes) for name in read)
         model.graph.output.extend(self._make_value(name, own[name], shapes) for name in outputs)
         return model
 
     def _make_value(self, name: str, tensor: str, shapes: Shapes) -> Any:
         """Return a tensor's name, type and shape; unknown ones are inferred by ONNX Runtime and OpenVINO."""
-        given = next((v for v in (*self.model.graph.input, *self.model.graph.output) if v.name == tensor), None)
-        if tensor not in shapes and given is not None:
-            value = copy_message(given)
+        declaration = next((v for v in (*self.model.graph.input, *self.model.graph.output) if v.name == tensor), None)
+        if tensor not in shapes and declaration is not None:
+            value = copy_message(declaration)
             value.name = name
             return value
         kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
@@ -311,23 +311,23 @@ def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
     for node in nodes:
         for name in reads_of(node):
             readers[name].append(node)
-    written, names = {name for node in nodes for name in node.output}, dict[str, str]()
+    node_outputs, names = {name for node in nodes for name in node.output}, dict[str, str]()
     for node in nodes:
-        behind = readers[node.output[0]] if node.op_type == "QuantizeLinear" else []
-        if len(behind) != 1 or behind[0].op_type != "DequantizeLinear" or {node.output[0], *behind[0].output} & outputs:
+        users = readers[node.output[0]] if node.op_type == "QuantizeLinear" else []
+        if len(users) != 1 or users[0].op_type != "DequantizeLinear" or {node.output[0], *users[0].output} & outputs:
             continue
-        tensor, restored = node.input[0], behind[0].output[0]
-        if len(readers[tensor]) == 1 and tensor in written - outputs:
-            names |= {tensor: tensor + UNQUANTISED_SUFFIX, restored: tensor}
+        tensor, output = node.input[0], users[0].output[0]
+        if len(readers[tensor]) == 1 and tensor in node_outputs - outputs:
+            names |= {tensor: tensor + UNQUANTISED_SUFFIX, output: tensor}
     return [_rename_tensors(node, names, (), "") for node in nodes]
 
 
-def _rename_tensors(node: Any, names: Mapping[str, str], read: Collection[str], suffix: str) -> Any:
+def _rename_tensors(node: Any, names: Mapping[str, str], outer_names: Collection[str], suffix: str) -> Any:
     """Return a copy with renamed tensors, except those read from outside; also in its inner graphs."""
     copy = copy_message(node)
     copy.name = node.name and node.name + suffix  # ONNX Runtime refuses equal names, but not nameless nodes
-    copy.input[:] = [name if name in read else names.get(name, name) for name in node.input]
+    copy.input[:] = [name if name in outer_names else names.get(name, name) for name in node.input]
     copy.output[:] = [names.get(name, name) for name in node.output]
     for graph in graphs_of(copy):
-        set_nodes(graph, [_rename_tensors(each, names, read, suffix) for each in graph.node])
+        set_nodes(graph, [_rename_tensors(inner_node, names, outer_names, suffix) for inner_node in graph.node])
     return copy

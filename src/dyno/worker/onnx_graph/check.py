@@ -18,21 +18,21 @@ Feeds = Mapping[str, np.ndarray]
 HALF_CRASHES = ("NchwcTransformer",)
 
 
-def compare_outputs(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> OutputCheck:
-    """Return the largest difference and value over finite outputs, and `ran`; raise a `UserError` for overflow.
+def compare_outputs(before: list[np.ndarray], after: list[np.ndarray], subject: str, note: str) -> OutputCheck:
+    """Return the largest difference and value over finite outputs, and `note`; raise a `UserError` for overflow.
 
     Overflow means that only the values afterwards are not finite.
     """
     pairs = list(zip(after, before, strict=True))
-    other = next((f"{a.shape} instead of {b.shape}" for a, b in pairs if a.shape != b.shape), "")
-    expected = [np.isfinite(b) if not other else np.bool_(True) for _, b in pairs]
-    if any((known & ~np.isfinite(a)).any() for (a, _), known in zip(pairs, expected, strict=True)):
-        raise UserError(f"{what}: outputs are not finite; use bf16 or fp32")
-    if other:
-        raise UserError(f"the graph that was made gives outputs of shape {other}")
-    finite = [(a[f], b[f]) for a, b in pairs for f in [np.isfinite(b)]]
-    difference = max(float(np.abs(a - b).max(initial=0)) for a, b in finite)
-    return OutputCheck(difference, max(float(np.abs(b).max(initial=0)) for _, b in finite), ran)
+    mismatch = next((f"{a.shape} instead of {b.shape}" for a, b in pairs if a.shape != b.shape), "")
+    masks = [np.isfinite(b) if not mismatch else np.bool_(True) for _, b in pairs]
+    if any((mask & ~np.isfinite(a)).any() for (a, _), mask in zip(pairs, masks, strict=True)):
+        raise UserError(f"{subject}: outputs are not finite; use bf16 or fp32")
+    if mismatch:
+        raise UserError(f"the graph that was made gives outputs of shape {mismatch}")
+    finite_pairs = [(a[f], b[f]) for a, b in pairs for f in [np.isfinite(b)]]
+    difference = max(float(np.abs(a - b).max(initial=0)) for a, b in finite_pairs)
+    return OutputCheck(difference, max(float(np.abs(b).max(initial=0)) for _, b in finite_pairs), note)
 
 
 def compute_outputs(
@@ -41,11 +41,11 @@ def compute_outputs(
     """Return the file's outputs as float64, and how it ran: unchanged, or emulated for BF16."""
     import onnx
 
-    bf16 = precision == "bf16"
-    model = emulate_bfloat16(onnx.load(path)).SerializeToString() if bf16 else path
-    loaded = make_session(model, optimised=optimised and not bf16)
-    arrays = [np.asarray(output, np.float64) for output in loaded.run(None, dict(feeds))]
-    return arrays, EMULATION_NOTE if bf16 else "as it is"
+    is_bf16 = precision == "bf16"
+    model = emulate_bfloat16(onnx.load(path)).SerializeToString() if is_bf16 else path
+    session = make_session(model, optimised=optimised and not is_bf16)
+    arrays = [np.asarray(output, np.float64) for output in session.run(None, dict(feeds))]
+    return arrays, EMULATION_NOTE if is_bf16 else "as it is"
 
 
 def make_session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> Any:
@@ -73,8 +73,8 @@ def make_session(model: str | bytes, *, optimised: bool = True, threads: int = 0
 def error_line(error: Exception) -> str:
     """Return ONNX Runtime's error in one line, without codes, the file's name and source locations."""
     text = " ".join(str(error).split())
-    if late := re.search(r"Opset (\d+) is under development.* domain (\S+) is till opset (\d+)", text):
-        opset, domain, newest = late.groups()
+    if match := re.search(r"Opset (\d+) is under development.* domain (\S+) is till opset (\d+)", text):
+        opset, domain, newest = match.groups()
         return f"it is in opset {opset} of {domain}, and this version reads up to {newest}; export it for that one"
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
     text = re.sub(r"^Load model from .*? failed: ?", "", text)

@@ -52,11 +52,11 @@ def check(path: str) -> None:
     for value in open_ends:
         value.type.tensor_type.shape.SetInParent()
     # The checker rejects graphs that engines read, and operators that only one engine has.
-    changed = any([repair.order(model), repair.name_domain(model), repair.hide_foreign_operators(model), open_ends])
-    if changed and list_files_beside(Path(path)):
+    is_changed = any([repair.order(model), repair.name_domain(model), repair.hide_foreign_operators(model), open_ends])
+    if is_changed and list_files_beside(Path(path)):
         return  # the checker would look for the weights in a changed file's folder
     try:
-        onnx.checker.check_model(model if changed else path)
+        onnx.checker.check_model(model if is_changed else path)
     except (onnx.checker.ValidationError, UnicodeDecodeError) as e:
         # The message has a node's name: not in UTF-8, it raises another error or is lost (Python 3.11.2).
         message = "" if isinstance(e, UnicodeDecodeError) else str(e)
@@ -68,32 +68,32 @@ def _list_open_ends(model: Any) -> list[Any]:
     return [value for value in model.graph.output if not value.type.tensor_type.HasField("shape")]
 
 
-def _only_tensors(path: str, sides: dict[str, Any]) -> None:
+def _only_tensors(path: str, boundary: dict[str, Any]) -> None:
     """Raise a `UserError` that names the first input or output that isn't a tensor of numbers."""
     import onnx
 
     remedy = "export the model with tensors of numbers alone"
-    for side, values in sides.items():
+    for role, values in boundary.items():
         for value in values:
             kind = value.type.WhichOneof("value") or "tensor_type"
             element = value.type.tensor_type.elem_type
             if element == onnx.TensorProto.STRING:
-                raise UserError(f"{path}'s {side} {value.name!r} is text; {remedy}")
+                raise UserError(f"{path}'s {role} {value.name!r} is text; {remedy}")
             if kind == "tensor_type" and element and onnx.helper.tensor_dtype_to_np_dtype(element).kind not in "biuf":
                 name = onnx.TensorProto.DataType.Name(element).lower()
                 raise UserError(
-                    f"{path}'s {side} {value.name!r} is {name}, which can't be fed or compared; cast it to float32"
+                    f"{path}'s {role} {value.name!r} is {name}, which can't be fed or compared; cast it to float32"
                 )
             if kind in VALUE_FIELDS:
-                zipmap = kind == "map_type" or value.type.sequence_type.elem_type.HasField("map_type")
-                option = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if zipmap else ""
-                raise UserError(f"{path}'s {side} {value.name!r} is {VALUE_FIELDS[kind]}; {remedy}{option}")
-            if side == "input" and not value.type.tensor_type.HasField("shape"):
+                is_zipmap = kind == "map_type" or value.type.sequence_type.elem_type.HasField("map_type")
+                option = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if is_zipmap else ""
+                raise UserError(f"{path}'s {role} {value.name!r} is {VALUE_FIELDS[kind]}; {remedy}{option}")
+            if role == "input" and not value.type.tensor_type.HasField("shape"):
                 raise UserError(f"{path}'s input {value.name!r} may have any number of axes; export it with a shape")
 
 
-def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
-    """Return the user's own file; a copy if it needs repair or has a later opset than `wanted`."""
+def prepare_given(path: str, opset: Option | None, folder: Path) -> Artifact:
+    """Return the user's own file; a copy if it needs repair or has a later opset than `opset`."""
     onnx = import_onnx()
     model = read_model(path)
     check(path)
@@ -110,13 +110,13 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
         repair.save(repaired, copy)
         model, path = repaired, str(copy)
     warnings += repair.warn_training(model)
-    if isinstance(wanted, int) and repair.read_opset(model) > wanted and not list_files_beside(Path(path)):
+    if isinstance(opset, int) and repair.read_opset(model) > opset and not list_files_beside(Path(path)):
         try:
-            onnx.save(repair.convert_opset(model, wanted), copy)
+            onnx.save(repair.convert_opset(model, opset), copy)
         except UserError as e:  # a newer engine may still read it; others report an error
             warnings.append(str(e))
         else:
-            made_by, path = replace(made_by, opset=wanted), str(copy)
+            made_by, path = replace(made_by, opset=opset), str(copy)
     return make_artifact(path, 0.0, replace(made_by, warnings=tuple(warnings)))
 
 
@@ -148,27 +148,27 @@ def read_model(path: str) -> Any:
 def _read_tensor(value: Any) -> Tensor:
     """Return the input or output; a tool's generic names of free dimensions are replaced."""
     onnx = import_onnx()
-    kind, free = value.type.tensor_type, repair.find_free_axes(value)
-    names = [dim.dim_param.strip("?") for dim in kind.shape.dim]
+    tensor_type, free_axes = value.type.tensor_type, repair.find_free_axes(value)
+    names = [dim.dim_param.strip("?") for dim in tensor_type.shape.dim]
     names = [f"{value.name}_{axis}" if name in NAMELESS_AXES else name for axis, name in enumerate(names)]
-    shape = tuple(names[axis] if axis in free else dim.dim_value for axis, dim in enumerate(kind.shape.dim))
-    if kind.elem_type == onnx.TensorProto.UNDEFINED:
+    shape = tuple(names[axis] if axis in free_axes else dim.dim_value for axis, dim in enumerate(tensor_type.shape.dim))
+    if tensor_type.elem_type == onnx.TensorProto.UNDEFINED:
         return Tensor(value.name, "", shape)
-    if kind.elem_type not in onnx.TensorProto.DataType.values():
+    if tensor_type.elem_type not in onnx.TensorProto.DataType.values():
         raise UserError(f"{value.name!r} is of a type that onnx {onnx.__version__} doesn't know; export the file again")
-    return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), shape)
+    return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(tensor_type.elem_type)), shape)
 
 
 def _hash_files(path: str) -> str:
-    total = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in (Path(path), *list_files_beside(Path(path))):
         try:
             with open(file, "rb") as f:
                 while chunk := f.read(1 << 20):
-                    total.update(chunk)
+                    digest.update(chunk)
         except FileNotFoundError as e:
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it") from e
-    return total.hexdigest()
+    return digest.hexdigest()
 
 
 def import_onnx() -> Any:

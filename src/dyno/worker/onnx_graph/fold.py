@@ -64,16 +64,16 @@ def lift_constants(model: Any) -> Any:
     graph, remaining = copy.graph, []
     outputs = {value.name for value in graph.output}
     for node in graph.node:
-        constant = node.op_type == "Constant" and node.domain in ONNX_DOMAINS and node.output[0] not in outputs
-        tensor = _read_constant(node) if constant else None
+        is_constant = node.op_type == "Constant" and node.domain in ONNX_DOMAINS and node.output[0] not in outputs
+        tensor = _read_constant(node) if is_constant else None
         if tensor is None:
             remaining.append(node)
         else:
             graph.initializer.add().CopyFrom(tensor)
     for tensor in (tensor for tensor in graph.initializer if tensor.name in outputs):  # as a detector's anchors
         name, tensor.name = tensor.name, f"{tensor.name}_stored"
-        for node in (node for each in graphs_in(graph) for node in each.node):
-            node.input[:] = [tensor.name if read == name else read for read in node.input]
+        for node in (node for inner in graphs_in(graph) for node in inner.node):
+            node.input[:] = [tensor.name if input_name == name else input_name for input_name in node.input]
         remaining.append(onnx.helper.make_node("Identity", [tensor.name], [name]))
     set_nodes(graph, remaining)
     drop_weight_inputs(graph)
@@ -89,34 +89,34 @@ def multiply_factors(graph: Any) -> set[str]:
     """
     import onnx
 
-    stored, left = {tensor.name: tensor for tensor in graph.initializer}, set[str]()
+    weights, remaining = {tensor.name: tensor for tensor in graph.initializer}, set[str]()
     for node in (node for node in graph.node if node.op_type == "Gemm" and node.domain in ONNX_DOMAINS):
-        for place, factor in (1, "alpha"), (2, "beta"):
-            found = [attribute for attribute in node.attribute if attribute.name == factor and attribute.f != 1]
-            if not found or len(node.input) <= place:
+        for index, factor in (1, "alpha"), (2, "beta"):
+            attributes = [attribute for attribute in node.attribute if attribute.name == factor and attribute.f != 1]
+            if not attributes or len(node.input) <= index:
                 continue
-            if node.input[place] in stored:
-                values = onnx.numpy_helper.to_array(stored[node.input[place]])
-                name = f"{node.input[place]}_{node.output[0]}_{factor}"
-                node.input[place] = add_weight(graph, name, (values * found[0].f).astype(values.dtype))
-                node.attribute.remove(found[0])
+            if node.input[index] in weights:
+                values = onnx.numpy_helper.to_array(weights[node.input[index]])
+                name = f"{node.input[index]}_{node.output[0]}_{factor}"
+                node.input[index] = add_weight(graph, name, (values * attributes[0].f).astype(values.dtype))
+                node.attribute.remove(attributes[0])
             elif factor == "beta":
-                left.add(node.name)
-    return left
+                remaining.add(node.name)
+    return remaining
 
 
 def _infer_types(model: Any) -> Any:
     """Return the graph with a type for every tensor; ONNX Runtime infers those after non-ONNX operators."""
     import onnx
 
-    typed = {value.name for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
-    untyped = [name for node in model.graph.node for name in node.output if name and name not in typed]
-    if not untyped:
+    typed_names = {value.name for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+    untyped_names = [name for node in model.graph.node for name in node.output if name and name not in typed_names]
+    if not untyped_names:
         return model
     probe = copy_message(model)
-    probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in untyped)
+    probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in untyped_names)
     for output in make_session(probe.SerializeToString(), optimised=False).get_outputs():
-        if output.name in untyped and output.type in ONNX_TYPES:
+        if output.name in untyped_names and output.type in ONNX_TYPES:
             kind = getattr(onnx.TensorProto, ONNX_TYPES[output.type])
             model.graph.value_info.append(onnx.helper.make_tensor_value_info(output.name, kind, output.shape))
     return model
@@ -131,11 +131,11 @@ def _read_constant(node: Any) -> Any:
         tensor = copy_message(value.t)
         tensor.name = node.output[0]
         return tensor
-    kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
-    if value.name not in kinds:
+    dtypes = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+    if value.name not in dtypes:
         return None
     return onnx.numpy_helper.from_array(
-        np.asarray(onnx.helper.get_attribute_value(value), kinds[value.name]), node.output[0]
+        np.asarray(onnx.helper.get_attribute_value(value), dtypes[value.name]), node.output[0]
     )
 
 
@@ -181,15 +181,15 @@ def _into_product(graph: Any, node: Any, weight: Any, norm: Sequence[Any]) -> No
     import onnx
 
     epsilon = next((attribute.f for attribute in node.attribute if attribute.name == "epsilon"), 1e-5)
-    scale, bias, mean, variance = (onnx.numpy_helper.to_array(each).astype(np.float64) for each in norm)
+    scale, bias, mean, variance = (onnx.numpy_helper.to_array(tensor).astype(np.float64) for tensor in norm)
     factor = scale / np.sqrt(variance + epsilon)
     values = onnx.numpy_helper.to_array(weight)
-    scaled = onnx.numpy_helper.from_array((values * factor).astype(values.dtype), weight.name)
-    weight.CopyFrom(scaled)
-    rest = add_weight(graph, f"{node.output[0]}_bias", (bias - mean * factor).astype(values.dtype))
-    made = onnx.helper.make_node("Add", [node.input[0], rest], [node.output[0]], name=node.name)
-    made.metadata_props.extend(node.metadata_props)
-    node.CopyFrom(made)
+    new_weight = onnx.numpy_helper.from_array((values * factor).astype(values.dtype), weight.name)
+    weight.CopyFrom(new_weight)
+    offset = add_weight(graph, f"{node.output[0]}_bias", (bias - mean * factor).astype(values.dtype))
+    addition = onnx.helper.make_node("Add", [node.input[0], offset], [node.output[0]], name=node.name)
+    addition.metadata_props.extend(node.metadata_props)
+    node.CopyFrom(addition)
 
 
 def _fold_with_onnx_runtime(model: Any, scratch: Path) -> Any:
@@ -203,16 +203,16 @@ def _fold_with_onnx_runtime(model: Any, scratch: Path) -> Any:
     options.optimized_model_filepath = str(scratch / "folded.onnx")
     onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     optimised = onnx.load(options.optimized_model_filepath)
-    used = {node.domain for node in optimised.graph.node}
-    unused = [entry for entry in optimised.opset_import if entry.domain and entry.domain not in used]
-    for entry in unused:
+    domains = {node.domain for node in optimised.graph.node}
+    entries = [entry for entry in optimised.opset_import if entry.domain and entry.domain not in domains]
+    for entry in entries:
         optimised.opset_import.remove(entry)
     return optimised
 
 
 def _compute_outputs(model: Any, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    loaded = make_session(model.SerializeToString(), optimised=False)
-    return [np.asarray(output) for output in loaded.run(None, dict(feeds))]
+    session = make_session(model.SerializeToString(), optimised=False)
+    return [np.asarray(output) for output in session.run(None, dict(feeds))]
 
 
 def has_close_outputs(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> bool:

@@ -90,42 +90,42 @@ class Scope:
         self,
         graph: Any,
         functions: Mapping[tuple[str, str, str], Any],
-        place: str = "",
+        prefix: str = "",
         outer: Mapping[str, Constant] | None = None,
-        passed: Mapping[str, Constant] | None = None,
+        arguments: Mapping[str, Constant] | None = None,
     ) -> None:
-        self.graph, self._functions, self._prefix = graph, functions, place
-        self.constants = {**(outer or {}), **{c.key.removeprefix(place): c for c in _iter_constants(graph, place)}}
-        self._behind = dict(passed or {})  # constants by casted, reshaped or dequantised tensor
+        self.graph, self._functions, self._prefix = graph, functions, prefix
+        self.constants = {**(outer or {}), **{c.key.removeprefix(prefix): c for c in _iter_constants(graph, prefix)}}
+        self._behind = dict(arguments or {})  # constants by casted, reshaped or dequantised tensor
         for node in graph.node:
             if node.output and (source := self._trace_constant(node)) is not None:
                 self._behind[node.output[0]] = source
 
-    def list_weights(self, node: Any, *, behind: bool = False) -> list[Weight]:
+    def list_weights(self, node: Any, *, deep: bool = False) -> list[Weight]:
         """Return a node's constant inputs that are weights: with dimensions, and no indices, scales or limits.
 
-        With `behind`, also those before casts, transpositions and dequantisations, as a compute layer multiplies them.
+        With `deep`, also those before casts, transpositions and dequantisations, as a compute layer multiplies them.
         """
-        found = []
-        for place, name in enumerate(node.input):
-            constant = self.find_constant(name) if behind else self.constants.get(name)
-            weight = _match_weight(node, place, name, constant) if constant is not None else None
-            found += [weight] if weight is not None else []
-        return found
+        weights = []
+        for index, name in enumerate(node.input):
+            constant = self.find_constant(name) if deep else self.constants.get(name)
+            weight = _match_weight(node, index, name, constant) if constant is not None else None
+            weights += [weight] if weight is not None else []
+        return weights
 
     def list_inner(self, node: Any) -> Iterator[Scope]:
         """Yield the scopes of a node's branches or loop, and of the function that it calls."""
-        around = {**self.constants, **self._behind}
-        for number, graph in enumerate(graphs_of(node)):
-            place = f"{self._prefix}{next(iter(node.output), node.name)}/{number}/"
-            yield Scope(graph, self._functions, place, around)
+        outer = {**self.constants, **self._behind}
+        for index, graph in enumerate(graphs_of(node)):
+            prefix = f"{self._prefix}{next(iter(node.output), node.name)}/{index}/"
+            yield Scope(graph, self._functions, prefix, outer)
         key = (node.domain, node.op_type, getattr(node, "overload", ""))
         if (function := self._functions.get(key)) is not None:
-            left = {name: each for name, each in self._functions.items() if name != key}  # functions can't recurse
-            passed = {
-                formal: around[name] for formal, name in zip(function.input, node.input, strict=False) if name in around
+            functions = {name: each for name, each in self._functions.items() if name != key}  # functions can't recurse
+            arguments = {
+                formal: outer[name] for formal, name in zip(function.input, node.input, strict=False) if name in outer
             }
-            yield Scope(function, left, f"{':'.join(key)}/", {}, passed)
+            yield Scope(function, functions, f"{':'.join(key)}/", {}, arguments)
 
     def walk(self) -> Iterator[tuple[Scope, Any]]:
         """Yield each node of the graph and its inner graphs, with its scope."""
@@ -140,10 +140,10 @@ class Scope:
 
     def _trace_constant(self, node: Any) -> Constant | None:
         """Return the constant from which the node's result comes, with its type there; None for another result."""
-        read = [self.find_constant(name) for name in node.input]
-        first = next(iter(read), None)
-        if node.op_type in SCALING_OPERATORS and all(read):
-            return next((each for each in read if each is not None and each.kind in QUANTISED_PRECISIONS), None)
+        sources = [self.find_constant(name) for name in node.input]
+        first = next(iter(sources), None)
+        if node.op_type in SCALING_OPERATORS and all(sources):
+            return next((each for each in sources if each is not None and each.kind in QUANTISED_PRECISIONS), None)
         if first is None:
             return None
         if node.op_type in PASSED_ON or node.op_type == "DequantizeLinear":
@@ -155,7 +155,7 @@ class Scope:
                 else replace(first, kind=type_name(_read_attribute(node, "to", 0)))
             )
         if node.op_type == "QuantizeLinear":
-            zero = read[2].kind if len(read) > 2 and read[2] is not None else "int8"
+            zero = sources[2].kind if len(sources) > 2 and sources[2] is not None else "int8"
             return replace(first, kind=type_name(_read_attribute(node, "output_dtype", 0)) or zero)
         return None
 
@@ -178,34 +178,34 @@ class GraphFacts:
 
 def read_graph_facts(model: Any) -> GraphFacts:
     """Return the facts of a model loaded by `onnx.load`, with or without external data."""
-    counted: dict[str, int] = {}
-    every, multiplied, quantised = dict[str, Weight](), dict[str, Weight](), dict[str, Weight]()
+    counts: dict[str, int] = {}
+    all_weights, factors, low_bit = dict[str, Weight](), dict[str, Weight](), dict[str, Weight]()
     layers, operators, enclosed = Counter[str](), list[str](), Counter[str]()
     main = open_graph(model)
     for outer in main.graph.node:
-        for scope, node in [(main, outer), *(pair for each in main.list_inner(outer) for pair in each.walk())]:
-            read = scope.list_weights(node)
-            counted |= {weight.key: weight.count for weight in read}
-            every |= {weight.key: weight for weight in read if weight.kind}
-            computes = COMPUTE_LAYER.search(node.op_type)
-            own = [weight for weight in scope.list_weights(node, behind=True) if weight.kind] if computes else []
-            multiplied |= {weight.key: weight for weight in own}
-            if own:
-                layers[max(own, key=lambda weight: weight.count).kind] += 1
+        for scope, node in [(main, outer), *(pair for inner in main.list_inner(outer) for pair in inner.walk())]:
+            weights = scope.list_weights(node)
+            counts |= {weight.key: weight.count for weight in weights}
+            all_weights |= {weight.key: weight for weight in weights if weight.kind}
+            match = COMPUTE_LAYER.search(node.op_type)
+            layer_weights = [weight for weight in scope.list_weights(node, deep=True) if weight.kind] if match else []
+            factors |= {weight.key: weight for weight in layer_weights}
+            if layer_weights:
+                layers[max(layer_weights, key=lambda weight: weight.count).kind] += 1
                 enclosed[outer.op_type] += scope is not main
-            low = [weight for weight in own or read if weight.kind in QUANTISED_PRECISIONS]
-            if low and (own or node.op_type in QUANTISED_OPERATORS):
-                quantised |= {weight.key: weight for weight in low}
+            low_weights = [weight for weight in layer_weights or weights if weight.kind in QUANTISED_PRECISIONS]
+            if low_weights and (layer_weights or node.op_type in QUANTISED_OPERATORS):
+                low_bit |= {weight.key: weight for weight in low_weights}
                 operators.append(node.op_type if node.op_type in QUANTISED_OPERATORS else "DequantizeLinear")
     precision = (
-        _find_main_type(quantised)
-        or _find_main_type(multiplied)
-        or _find_main_type(every)
+        _find_main_type(low_bit)
+        or _find_main_type(factors)
+        or _find_main_type(all_weights)
         or _type_of_ends(model.graph)
     )
     enclosing = tuple(name for name, count in enclosed.items() if count)
-    parameters, by = sum(counted.values()), next(iter(operators), "")
-    return GraphFacts(parameters, precision, layers, by, enclosed.total(), enclosing)
+    parameters, operator = sum(counts.values()), next(iter(operators), "")
+    return GraphFacts(parameters, precision, layers, operator, enclosed.total(), enclosing)
 
 
 def accuracy_levels(path: str) -> dict[str, int] | None:
@@ -216,9 +216,9 @@ def accuracy_levels(path: str) -> dict[str, int] | None:
         return None
     graphs = graphs_in(onnx.load(path, load_external_data=False).graph)
     return {
-        node.name or f"{node.op_type}_{place}": _read_attribute(node, "accuracy_level", 0)
+        node.name or f"{node.op_type}_{index}": _read_attribute(node, "accuracy_level", 0)
         for graph in graphs
-        for place, node in enumerate(graph.node)
+        for index, node in enumerate(graph.node)
         if node.op_type == "MatMulNBits"
     }
 
@@ -232,8 +232,8 @@ def kernel_shapes(path: str) -> dict[str, tuple[int, ...]]:
     model = onnx.load(path, load_external_data=False)
     scope = open_graph(model)
     return {
-        node.name or f"{node.op_type}_{place}": constant.dims
-        for place, node in enumerate(model.graph.node)
+        node.name or f"{node.op_type}_{index}": constant.dims
+        for index, node in enumerate(model.graph.node)
         if "Conv" in node.op_type
         for name in node.input
         if (constant := scope.find_constant(name)) is not None and len(constant.dims) > 2
@@ -285,10 +285,10 @@ def reads_of(node: Any) -> list[str]:
     """Return the tensors read by a node and the graphs inside it."""
     names = [name for name in node.input if name]
     for graph in graphs_of(node):
-        inside = {name for each in graph.node for name in each.output}
-        inside |= {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-        names += [name for each in graph.node for name in reads_of(each) if name not in inside]
-        names += [value.name for value in graph.output if value.name not in inside]
+        inner_names = {name for inner in graph.node for name in inner.output}
+        inner_names |= {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        names += [name for inner in graph.node for name in reads_of(inner) if name not in inner_names]
+        names += [value.name for value in graph.output if value.name not in inner_names]
     return names
 
 
@@ -353,13 +353,13 @@ def type_name(kind: int) -> str:
     return _list_precisions().get(kind, "")
 
 
-def _iter_constants(graph: Any, place: str) -> Iterator[Constant]:
+def _iter_constants(graph: Any, prefix: str) -> Iterator[Constant]:
     """Yield the constants stored in one graph or function; `int32`, the type of quantised biases, is named too."""
     from onnx import TensorProto
 
     def make_constant(name: str, kind: int, dims: Sequence[int]) -> Constant:
-        shown = "int32" if kind == TensorProto.INT32 else type_name(kind)
-        return Constant(place + name, shown, tuple(dims))
+        type_label = "int32" if kind == TensorProto.INT32 else type_name(kind)
+        return Constant(prefix + name, type_label, tuple(dims))
 
     for tensor in getattr(graph, "initializer", ()):
         yield make_constant(tensor.name, tensor.data_type, tensor.dims)
@@ -379,10 +379,10 @@ def _iter_constants(graph: Any, place: str) -> Iterator[Constant]:
             yield make_constant(node.output[0], kind, dims)
 
 
-def _match_weight(node: Any, place: int, name: str, constant: Constant) -> Weight | None:
+def _match_weight(node: Any, index: int, name: str, constant: Constant) -> Weight | None:
     """Return the constant as the node's weight; None if it is an index, a scale or a limit."""
-    places, kind, count = WEIGHT_INPUTS.get(node.op_type), constant.kind, constant.count
-    if (places is not None and place not in places) or not constant.dims:
+    indices, kind, count = WEIGHT_INPUTS.get(node.op_type), constant.kind, constant.count
+    if (indices is not None and index not in indices) or not constant.dims:
         return None
     if (
         not kind
@@ -392,8 +392,8 @@ def _match_weight(node: Any, place: int, name: str, constant: Constant) -> Weigh
         return None
     if node.op_type == "MatMulBnb4":
         return Weight(name, constant.key, "fp4", _read_attribute(node, "K", 0) * _read_attribute(node, "N", 0))
-    packed, attribute = PACKED_INPUTS.get(node.op_type, ((), ""))
-    if place in packed and kind == "int8":
+    packed_inputs, attribute = PACKED_INPUTS.get(node.op_type, ((), ""))
+    if index in packed_inputs and kind == "int8":
         bits = max(_read_attribute(node, attribute, 4), 1)
         kind, count = next(f"int{b}" for b in (2, 4, 8, bits) if bits <= b), count * 8 // bits
         if node.op_type == "MatMulNBits":  # blocks may be longer than a row
@@ -446,14 +446,14 @@ def check_files_beside(path: str) -> None:
         if not file.is_file():
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
     for tensor in tensors_in(_load_graph(Path(path))) if files else ():
-        known = {entry.key: entry.value for entry in tensor.external_data}
-        if LOCATION_KEY in known:
-            places = {key: known.get(key) or "0" for key in ("offset", "length")}
-            if wrong := next((f"{key} {text!r}" for key, text in places.items() if not text.isdecimal()), ""):
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        if LOCATION_KEY in entries:
+            extents = {key: entries.get(key) or "0" for key in ("offset", "length")}
+            if problem := next((f"{key} {text!r}" for key, text in extents.items() if not text.isdecimal()), ""):
                 raise UserError(
-                    f"{path} keeps {tensor.name} in another file, at an impossible {wrong}; export it again"
+                    f"{path} keeps {tensor.name} in another file, at an impossible {problem}; export it again"
                 )
-            file, end = Path(path).parent / known[LOCATION_KEY], sum(int(text) for text in places.values())
+            file, end = Path(path).parent / entries[LOCATION_KEY], sum(int(text) for text in extents.values())
             if (size := file.stat().st_size) < end:
                 refuse_pointer(file, "weights file")
                 raise UserError(

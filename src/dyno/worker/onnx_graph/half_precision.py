@@ -36,14 +36,14 @@ def to_fp16(
     refuse_unconvertible(model, parent, "fp16")
     name_nodes(model.graph)  # those that stay in FP32 are known by their names
     head = list_decoding_nodes(model.graph, recipe.model)
-    large = _too_large(model, make_example(recipe, parent), folder)
-    own = [node for node in model.graph.node if node.domain in ONNX_DOMAINS]
-    unsupported = {node.op_type for node in own if not _has_type(node, read_opset(model), "tensor(float16)")}
-    converted, warnings = convert_mixed(model, unsupported, sorted({*large, *head, *higher}))
-    if large:
-        warnings.insert(0, f"kept in FP32, as their values exceed FP16's range: {', '.join(large[:10])}")
-    what = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
-    return converted, MakerFacts(scheme=f"mixed FP16; inputs, outputs and {what} in FP32", warnings=tuple(warnings))
+    large_nodes = _too_large(model, make_example(recipe, parent), folder)
+    nodes = [node for node in model.graph.node if node.domain in ONNX_DOMAINS]
+    unsupported = {node.op_type for node in nodes if not _has_type(node, read_opset(model), "tensor(float16)")}
+    converted, warnings = convert_mixed(model, unsupported, sorted({*large_nodes, *head, *higher}))
+    if large_nodes:
+        warnings.insert(0, f"kept in FP32, as their values exceed FP16's range: {', '.join(large_nodes[:10])}")
+    scope = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
+    return converted, MakerFacts(scheme=f"mixed FP16; inputs, outputs and {scope} in FP32", warnings=tuple(warnings))
 
 
 def refuse_unconvertible(model: Any, parent: Artifact, precision: str) -> None:
@@ -60,21 +60,21 @@ def refuse_unconvertible(model: Any, parent: Artifact, precision: str) -> None:
         )
 
 
-def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[str]]:
-    """Return the graph in FP16, except sensitive and blocked operators and the nodes in `large`; and warnings."""
+def convert_mixed(model: Any, float_operators: set[str], float_nodes: list[str]) -> tuple[Any, list[str]]:
+    """Return the graph in FP16, except sensitive and blocked operators and the nodes in `float_nodes`; and warnings."""
     import onnx
     from onnxconverter_common import float16
 
     _own_outputs(model.graph)
     _describe_once(model.graph)
     name_nodes(model.graph)
-    blocked_types = sorted({*list_sensitive(), *blocked})
+    blocked_types = sorted({*list_sensitive(), *float_operators})
     _own_weights(
-        model.graph, [node for node in model.graph.node if node.op_type in blocked_types or node.name in large]
+        model.graph, [node for node in model.graph.node if node.op_type in blocked_types or node.name in float_nodes]
     )
     # The converter ignores the graph's own casts to float: their readers would get two types.
-    own_casts = [n.name for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i == onnx.TensorProto.FLOAT]
-    with warnings.catch_warnings(record=True) as caught:
+    casts = [n.name for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i == onnx.TensorProto.FLOAT]
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         # The library's default limits, 1e-7 and 1e4, would change weights within FP16's range.
         converted = float16.convert_float_to_float16(
@@ -83,12 +83,12 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
             max_finite_val=float(np.finfo(np.float16).max),
             keep_io_types=True,
             op_block_list=blocked_types,
-            node_block_list=[*large, *own_casts],
+            node_block_list=[*float_nodes, *casts],
         )
     order(converted)  # the converter's order ignores reads of inner graphs
     _skip_round_trips(converted.graph)
     _keep_outputs(converted.graph, model.graph)
-    return converted, _summarise_warnings([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
+    return converted, _summarise_warnings([str(w.message) for w in records if issubclass(w.category, UserWarning)])
 
 
 def list_sensitive() -> list[str]:
@@ -103,13 +103,13 @@ def _summarise_warnings(messages: list[str]) -> list[str]:
 
     Too small weights become FP16's smallest number, which is ordinary rounding; too large ones are clipped.
     """
-    numbers = {message: re.search(r"number (\S+) will be truncated", message) for message in messages}
-    largest = max((abs(float(match[1])) for match in numbers.values() if match), default=0.0)
-    others = sorted(message for message, match in numbers.items() if not match)
+    matches = {message: re.search(r"number (\S+) will be truncated", message) for message in messages}
+    largest = max((abs(float(match[1])) for match in matches.values() if match), default=0.0)
+    rest = sorted(message for message, match in matches.items() if not match)
     if largest < 1:
-        return others
-    holds = np.finfo(np.float16).max
-    return [f"weights up to {largest:.3g} exceed FP16's range and were cut to {holds:.0f}", *others]
+        return rest
+    limit = np.finfo(np.float16).max
+    return [f"weights up to {largest:.3g} exceed FP16's range and were cut to {limit:.0f}", *rest]
 
 
 def _own_outputs(graph: Any) -> None:
@@ -119,14 +119,14 @@ def _own_outputs(graph: Any) -> None:
     """
     import onnx
 
-    read = {name for node in graph.node for name in node.input}
-    written = {name for node in graph.node for name in node.output}
-    shared = {out.name: f"{out.name}_inside" for out in graph.output if out.name in read & written}
+    read_names = {name for node in graph.node for name in node.input}
+    written_names = {name for node in graph.node for name in node.output}
+    inner_names = {out.name: f"{out.name}_inside" for out in graph.output if out.name in read_names & written_names}
     for node in graph.node:
         for names in (node.input, node.output):
             for k, name in enumerate(names):
-                names[k] = shared.get(name, name)
-    graph.node.extend(onnx.helper.make_node("Identity", [inside], [out]) for out, inside in shared.items())
+                names[k] = inner_names.get(name, name)
+    graph.node.extend(onnx.helper.make_node("Identity", [inner_name], [out]) for out, inner_name in inner_names.items())
 
 
 def _describe_once(graph: Any) -> None:
@@ -134,8 +134,8 @@ def _describe_once(graph: Any) -> None:
 
     The converter would change one declaration and trust the other, and so round the weights of nodes that stay in FP32.
     """
-    described = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
-    for value in [value for value in graph.value_info if value.name in described]:
+    names = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
+    for value in [value for value in graph.value_info if value.name in names]:
         graph.value_info.remove(value)
 
 
@@ -145,13 +145,13 @@ def _own_weights(graph: Any, nodes: list[Any]) -> None:
     The converter gives a shared weight one type for all readers, which makes the graph invalid.
     """
     readers = Counter(name for node in graph.node for name in set(node.input))
-    shared = {t.name: t for t in graph.initializer if readers[t.name] > 1}
+    shared_weights = {t.name: t for t in graph.initializer if readers[t.name] > 1}
     for node in nodes:
         for k, name in enumerate(node.input):
-            if name in shared:
+            if name in shared_weights:
                 node.input[k] = f"{name}_of_{node.name}"
                 copy = graph.initializer.add()
-                copy.CopyFrom(shared[name])
+                copy.CopyFrom(shared_weights[name])
                 copy.name = node.input[k]
 
 
@@ -162,8 +162,8 @@ def _skip_round_trips(graph: Any) -> None:
     """
     import onnx
 
-    def find_casts(to: int) -> dict[str, str]:
-        return {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Cast" and n.attribute[0].i == to}
+    def find_casts(kind: int) -> dict[str, str]:
+        return {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Cast" and n.attribute[0].i == kind}
 
     down, up = find_casts(onnx.TensorProto.FLOAT16), find_casts(onnx.TensorProto.FLOAT)
     for node in graph.node:
@@ -171,9 +171,9 @@ def _skip_round_trips(graph: Any) -> None:
             if up.get(name) in down:
                 node.input[k] = down[up[name]]
     # Remove casts without readers: the second of a pair, then the first.
-    for pair in (up, down):
-        read = {name for node in graph.node for name in reads_of(node)} | {out.name for out in graph.output}
-        for node in [n for n in graph.node if n.output[0] in pair and n.output[0] not in read]:
+    for casts in (up, down):
+        read_names = {name for node in graph.node for name in reads_of(node)} | {out.name for out in graph.output}
+        for node in [n for n in graph.node if n.output[0] in casts and n.output[0] not in read_names]:
             graph.node.remove(node)
     del graph.value_info[:]  # outdated
 
@@ -201,9 +201,9 @@ def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[
         calibrator.collect_data(make_reader(iter([feeds])))
         ranges = calibrator.compute_data().data
     limit = float(np.finfo(np.float16).max)
-    large = {name for name, seen in ranges.items() if np.abs([*seen.range_value]).max() > limit}
-    large |= {tensor.name for tensor in model.graph.initializer if _exceeds(tensor, limit)}
-    return [node.name for node in model.graph.node if large & {*node.input, *node.output}]
+    large_names = {name for name, tensor_range in ranges.items() if np.abs([*tensor_range.range_value]).max() > limit}
+    large_names |= {tensor.name for tensor in model.graph.initializer if _exceeds(tensor, limit)}
+    return [node.name for node in model.graph.node if large_names & {*node.input, *node.output}]
 
 
 def _exceeds(tensor: Any, limit: float) -> bool:
@@ -233,31 +233,31 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple
 
     refuse_unconvertible(model, parent, "bf16")
     model = convert_opset(model, max(BFLOAT16_OPSET, read_opset(model)))
-    version = read_opset(model)
-    unsupported = {node.op_type for node in model.graph.node if not _has_type(node, version, "tensor(bfloat16)")}
+    opset = read_opset(model)
+    unsupported = {node.op_type for node in model.graph.node if not _has_type(node, opset, "tensor(bfloat16)")}
     converted, _ = convert_mixed(
         model, unsupported, sorted(list_decoding_nodes(model.graph, recipe.model))
     )  # warnings on FP16's range don't apply to BF16
-    kinds, exact = onnx.TensorProto, {tensor.name: tensor for tensor in model.graph.initializer}
-    retype(converted, (kinds.FLOAT16,), kinds.BFLOAT16, exact)
+    kinds, weights = onnx.TensorProto, {tensor.name: tensor for tensor in model.graph.initializer}
+    retype(converted, (kinds.FLOAT16,), kinds.BFLOAT16, weights)
     names = ", ".join(sorted(unsupported - set(SENSITIVE_OPERATORS)))
     warnings = [f"kept in FP32, as ONNX has no bfloat16 for them: {names}"] if names else []
     scheme = "mixed BF16; inputs, outputs and sensitive nodes in FP32"
     return converted, MakerFacts(scheme=scheme, warnings=tuple(warnings))
 
 
-def _has_type(node: Any, version: int, kind: str) -> bool:
+def _has_type(node: Any, opset: int, kind: str) -> bool:
     """Return whether the operator has a form of that type in that opset, if it computes in floating point at all."""
     import onnx
 
     try:
-        schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+        schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
     except onnx.defs.SchemaError:
         return False
     if any(value.type_str == "tensor(float)" for value in (*schema.inputs, *schema.outputs)):
         return False
-    floats = [c.allowed_type_strs for c in schema.type_constraints if "tensor(float)" in c.allowed_type_strs]
-    return not floats or any(kind in allowed for allowed in floats)
+    type_lists = [c.allowed_type_strs for c in schema.type_constraints if "tensor(float)" in c.allowed_type_strs]
+    return not type_lists or any(kind in types for types in type_lists)
 
 
 def emulate_bfloat16(model: Any) -> Any:
@@ -267,19 +267,19 @@ def emulate_bfloat16(model: Any) -> Any:
     """
     import onnx
 
-    bf16, single = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
-    typed = onnx.shape_inference.infer_shapes(model).graph
-    rounded = {v.name for v in (*typed.value_info, *typed.output) if v.type.tensor_type.elem_type == bf16}
+    bf16, fp32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    bf16_names = {v.name for v in (*graph.value_info, *graph.output) if v.type.tensor_type.elem_type == bf16}
     converted = copy_message(model)
-    retype(converted, (bf16,), single)
+    retype(converted, (bf16,), fp32)
 
     def iter_rounded_nodes(node: Any) -> Iterator[Any]:
         yield node
         for k, name in enumerate(node.output):
-            if name in rounded:
+            if name in bf16_names:
                 node.output[k] = f"{name}_exact"
                 yield onnx.helper.make_node("Cast", [f"{name}_exact"], [f"{name}_bf16"], to=bf16)
-                yield onnx.helper.make_node("Cast", [f"{name}_bf16"], [name], to=single)
+                yield onnx.helper.make_node("Cast", [f"{name}_bf16"], [name], to=fp32)
 
-    set_nodes(converted.graph, [new for node in converted.graph.node for new in iter_rounded_nodes(node)])
+    set_nodes(converted.graph, [new_node for node in converted.graph.node for new_node in iter_rounded_nodes(node)])
     return converted

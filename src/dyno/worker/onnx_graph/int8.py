@@ -93,24 +93,24 @@ def to_int8(
     """
     data = calibration_of(recipe, parent)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        seen = observe_ranges(model, recipe, data, Path(scratch))
-        excluded = seen.excluded | {*higher}
-        if seen.scheme.fused:
-            place_pairs(seen.model, seen.ranges, excluded, seen.transformer, joints=JOINTS_OPTION in recipe.options)
-            made = seen.model
+        graph = observe_ranges(model, recipe, data, Path(scratch))
+        excluded = graph.excluded | {*higher}
+        if graph.scheme.fused:
+            place_pairs(graph.model, graph.ranges, excluded, graph.transformer, joints=JOINTS_OPTION in recipe.options)
+            quantised = graph.model
         else:
-            extra = _extra_options(seen.scheme, seen.ranges)
+            extra_options = _extra_options(graph.scheme, graph.ranges)
             if higher:
                 # The tool also quantises a layer's outputs, and so the inputs of a kept layer.
-                extra["OpTypesToExcludeOutputQuantization"] = sorted(seen.types)
-            made = _quantise_graph(Path(scratch) / "prepared.onnx", seen, excluded, extra)
-            _reading_floats(made, higher)
-    return made, MakerFacts(
-        scheme=seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
+                extra_options["OpTypesToExcludeOutputQuantization"] = sorted(graph.types)
+            quantised = _quantise_graph(Path(scratch) / "prepared.onnx", graph, excluded, extra_options)
+            _reading_floats(quantised, higher)
+    return quantised, MakerFacts(
+        scheme=graph.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if graph.narrow else ""),
         target=str(recipe.options.get("target", "")),
         calibration=replace(data.facts, method=str(recipe.options.get("method", DEFAULT_METHOD))),
         kept_float=len(excluded),
-        warnings=(*seen.warnings, *data.warnings),
+        warnings=(*graph.warnings, *data.warnings),
     )
 
 
@@ -138,19 +138,19 @@ def observe_ranges(model: Any, recipe: Recipe, data: Calibration, scratch: Path)
     target = str(recipe.options.get("target", ""))
     check_known("int8 target", target, QUANTISATION_SCHEMES)
     scheme = QUANTISATION_SCHEMES[target]
-    prepared, notes, scaled = _prepare_graph(model, data, scratch)
+    prepared, notes, scaled_nodes = _prepare_graph(model, data, scratch)
     excluded, transformer = _find_attention(prepared)
-    excluded |= scaled | list_decoding_nodes(prepared.graph, recipe.model)
+    excluded |= scaled_nodes | list_decoding_nodes(prepared.graph, recipe.model)
     if scheme.quantise_bias:
         excluded |= _find_grouped(prepared)
     if not scheme.fused:
         excluded |= _find_stacked(prepared)
-    fused = (*OBSERVED_OPERATORS, *(MOVE_OPERATORS if JOINTS_OPTION in recipe.options else ()))
-    types = fused if scheme.fused else LINEAR_OPERATORS if transformer else _every_type()
+    operators = (*OBSERVED_OPERATORS, *(MOVE_OPERATORS if JOINTS_OPTION in recipe.options else ()))
+    types = operators if scheme.fused else LINEAR_OPERATORS if transformer else _every_type()
     ranges, collected = _calibrate_ranges(scratch, types, data, recipe)
-    narrow = target != "tensorrt" and _can_saturate()
+    is_narrow = target != "tensorrt" and _can_saturate()
     return CalibratedGraph(
-        prepared, scheme, frozenset(types), excluded, transformer, ranges, collected, narrow, tuple(notes)
+        prepared, scheme, frozenset(types), excluded, transformer, ranges, collected, is_narrow, tuple(notes)
     )
 
 
@@ -165,7 +165,7 @@ def _reading_floats(model: Any, higher: Sequence[str]) -> None:
                 node.input[k] = quantised.input[0]
 
 
-def _quantise_graph(prepared: Path, seen: CalibratedGraph, excluded: Iterable[str], extra: dict[str, Any]) -> Any:
+def _quantise_graph(path: Path, graph: CalibratedGraph, excluded: Iterable[str], extra_options: dict[str, Any]) -> Any:
     """Quantise with onnxruntime, by the ranges calibrated before.
 
     `quantize_static` takes ranges only from version 1.27 on; the function it calls does in every version.
@@ -175,20 +175,20 @@ def _quantise_graph(prepared: Path, seen: CalibratedGraph, excluded: Iterable[st
     from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
 
     quantizer = QDQQuantizer(
-        load_model_with_shape_infer(prepared),
+        load_model_with_shape_infer(path),
         per_channel=True,
-        reduce_range=seen.narrow,
+        reduce_range=graph.narrow,
         weight_qType=QuantType.QInt8,
         activation_qType=QuantType.QUInt8,
-        tensors_range=copy.deepcopy(seen.collected),  # changed by the quantiser
+        tensors_range=copy.deepcopy(graph.collected),  # changed by the quantiser
         nodes_to_quantize=[],
         nodes_to_exclude=sorted(excluded),
-        op_types_to_quantize=sorted(seen.types),
-        extra_options=extra,
+        op_types_to_quantize=sorted(graph.types),
+        extra_options=extra_options,
     )
     quantizer.quantize_model()
     quantised = quantizer.model.model
-    _restore_clips(seen.model, quantised)
+    _restore_clips(graph.model, quantised)
     order(quantised)  # the tool's order ignores reads of branches and loops
     return quantised
 
@@ -202,34 +202,32 @@ def _restore_clips(prepared: Any, quantised: Any) -> None:
     from onnx.numpy_helper import to_array
 
     graph, bounds = quantised.graph, {tensor.name: tensor for tensor in prepared.graph.initializer}
-    stored = {tensor.name: tensor for tensor in graph.initializer}
+    constants = {tensor.name: tensor for tensor in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     readers = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
-    kept = {node.name for node in graph.node}
+    kept_names = {node.name for node in graph.node}
     for node in prepared.graph.node:
         # possible names of the node's output
         names = [f"{name}{suffix}" for name in node.output for suffix in ("", "_QuantizeLinear_Input")]
-        out = next((name for name in names if name in readers and name in makers), "")
-        if node.op_type not in ("Clip", "Relu") or node.name in kept or not out:
+        output = next((name for name in names if name in readers and name in makers), "")
+        if node.op_type not in ("Clip", "Relu") or node.name in kept_names or not output:
             continue
-        scale, zero = (to_array(stored[name]).reshape(-1)[0] for name in readers[out].input[1:3])
-        reached = [
-            (int(end) - int(zero)) * float(scale) for end in (np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max)
-        ]
+        scale, zero = (to_array(constants[name]).reshape(-1)[0] for name in readers[output].input[1:3])
+        limits = [(int(end) - int(zero)) * float(scale) for end in (np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max)]
         low, high = _read_bounds(node, bounds)
-        if reached[0] >= low - scale and reached[1] <= high + scale:
+        if limits[0] >= low - scale and limits[1] <= high + scale:
             continue
-        back = NodeProto()
-        back.CopyFrom(node)
-        back.input[0], back.output[0] = f"{out}_unclipped", out
-        makers[out].output[[*makers[out].output].index(out)] = back.input[0]
-        graph.node.append(back)
-        for name in {*node.input[1:]} & bounds.keys() - stored.keys():
-            stored[name] = bounds[name]
+        clip = NodeProto()
+        clip.CopyFrom(node)
+        clip.input[0], clip.output[0] = f"{output}_unclipped", output
+        makers[output].output[[*makers[output].output].index(output)] = clip.input[0]
+        graph.node.append(clip)
+        for name in {*node.input[1:]} & bounds.keys() - constants.keys():
+            constants[name] = bounds[name]
             graph.initializer.append(bounds[name])
 
 
-def _read_bounds(node: Any, stored: Mapping[str, Any]) -> tuple[float, float]:
+def _read_bounds(node: Any, constants: Mapping[str, Any]) -> tuple[float, float]:
     """Return the bounds of a Clip or Relu; for computed bounds, a range that contains no value."""
     from onnx.numpy_helper import to_array
 
@@ -237,8 +235,8 @@ def _read_bounds(node: Any, stored: Mapping[str, Any]) -> tuple[float, float]:
         return 0.0, np.inf
     low, high = [*node.input[1:], "", ""][:2]
     return (
-        float(to_array(stored[low])) if low in stored else np.inf if low else -np.inf,
-        float(to_array(stored[high])) if high in stored else -np.inf if high else np.inf,
+        float(to_array(constants[low])) if low in constants else np.inf if low else -np.inf,
+        float(to_array(constants[high])) if high in constants else -np.inf if high else np.inf,
     )
 
 
@@ -270,8 +268,8 @@ def _find_attention(model: Any) -> tuple[set[str], bool]:
     """
     weights = {tensor.name for tensor in model.graph.initializer}
     products = [n for n in model.graph.node if n.op_type in LINEAR_OPERATORS and n.input[1] not in weights]
-    attention = any(node.op_type in ("MatMul", "Gemm") for node in products)
-    return {n.name for n in products}, attention or any(n.op_type == "LayerNormalization" for n in model.graph.node)
+    has_attention = any(node.op_type in ("MatMul", "Gemm") for node in products)
+    return {n.name for n in products}, has_attention or any(n.op_type == "LayerNormalization" for n in model.graph.node)
 
 
 def _find_grouped(model: Any) -> set[str]:
@@ -279,14 +277,14 @@ def _find_grouped(model: Any) -> set[str]:
 
     It has a scale per channel of a single group, but the bias has all channels.
     """
-    found = (node for node in model.graph.node if node.op_type == "ConvTranspose" and len(node.input) > 2)
-    return {node.name for node in found if any(a.name == "group" and a.i > 1 for a in node.attribute)}
+    nodes = (node for node in model.graph.node if node.op_type == "ConvTranspose" and len(node.input) > 2)
+    return {node.name for node in nodes if any(a.name == "group" and a.i > 1 for a in node.attribute)}
 
 
 def _find_stacked(model: Any) -> set[str]:
     """Return MatMul nodes with stacked weights: the quantiser gives their rows scales, which no engine reads."""
-    stacked = {tensor.name for tensor in model.graph.initializer if len(tensor.dims) > 2}
-    return {node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in stacked}
+    stacked_weights = {tensor.name for tensor in model.graph.initializer if len(tensor.dims) > 2}
+    return {node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in stacked_weights}
 
 
 def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, recipe: Recipe) -> tuple[Ranges, Any]:
@@ -318,15 +316,15 @@ def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, re
 def _extra_options(scheme: Scheme, ranges: Ranges) -> dict[str, Any]:
     from onnxruntime.quantization import QuantType
 
-    extra: dict[str, Any] = {
+    options: dict[str, Any] = {
         "ActivationSymmetric": False,
         "WeightSymmetric": True,
         "QuantizeBias": scheme.quantise_bias,
     }
     if scheme.activations == "U8 or S8":
-        signed = {"quant_type": QuantType.QInt8, "symmetric": True}
-        extra["TensorQuantOverrides"] = {name: [signed] for name, (low, _) in ranges.items() if low < 0}
-    return extra
+        override = {"quant_type": QuantType.QInt8, "symmetric": True}
+        options["TensorQuantOverrides"] = {name: [override] for name, (low, _) in ranges.items() if low < 0}
+    return options
 
 
 def _can_saturate() -> bool:

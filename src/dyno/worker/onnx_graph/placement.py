@@ -54,18 +54,18 @@ def place_pairs(
     """
     graph = model.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    wanted = list_sites(graph, excluded, transformer)
-    chosen = [node for node, _ in wanted if node.op_type in LINEAR_OPERATORS]
-    between = Joints(graph, wanted if joints and not transformer else (), excluded)
+    sites = list_sites(graph, excluded, transformer)
+    products = [node for node, _ in sites if node.op_type in LINEAR_OPERATORS]
+    joint_finder = Joints(graph, sites if joints and not transformer else (), excluded)
     peaks = {name: max(-low, high) for name, (low, high) in ranges.items()}
-    scaled = [(node, k, between.find_peak(node.input[k], peaks)) for node, k in (*wanted, *between.sites)]
-    before: dict[str, list[Any]] = {}
-    for node, k, peak in scaled:
-        before.setdefault(node.name, []).extend(_make_pair(graph, node, k, np.float32(peak)))
-    for node in chosen:
+    site_peaks = [(node, k, joint_finder.find_peak(node.input[k], peaks)) for node, k in (*sites, *joint_finder.sites)]
+    pairs_of: dict[str, list[Any]] = {}
+    for node, k, peak in site_peaks:
+        pairs_of.setdefault(node.name, []).extend(_make_pair(graph, node, k, np.float32(peak)))
+    for node in products:
         axis = channel_axis(node, len(weights[node.input[1]].dims))
-        before[node.name].extend(_make_pair(graph, node, 1, _channel_peaks(weights[node.input[1]], axis), axis))
-    set_nodes(graph, [new for node in graph.node for new in (*before.get(node.name, ()), node)])
+        pairs_of[node.name].extend(_make_pair(graph, node, 1, _channel_peaks(weights[node.input[1]], axis), axis))
+    set_nodes(graph, [new_node for node in graph.node for new_node in (*pairs_of.get(node.name, ()), node)])
 
 
 def list_sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[Any, int]]:
@@ -86,8 +86,8 @@ def _find_pools(graph: Any) -> Iterator[tuple[Any, int]]:
     readers = Counter(name for node in graph.node for name in node.input)
     constants = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
-        last = readers[node.input[0]] == 1 if node.input else False
-        if node.op_type == "AveragePool" or (last and _means_image(node, constants)):
+        is_last = readers[node.input[0]] == 1 if node.input else False
+        if node.op_type == "AveragePool" or (is_last and _means_image(node, constants)):
             yield node, 0
 
 
@@ -111,21 +111,21 @@ def _find_residuals(graph: Any) -> Iterator[tuple[Any, int]]:
     for node in graph.node:
         if node.op_type != "Add" or constants & {*node.input} or node.input[0] == node.input[1]:
             continue
-        fused = [
+        fused_inputs = [
             k
             for k, name in enumerate(node.input)
             if name in makers and makers[name].op_type == "Conv" and readers[name] == 1
         ]
-        if fused:
+        if fused_inputs:
             # If both branches end in a convolution, the sum is fused into the longer branch, which runs last.
-            yield node, 1 - max(fused, key=lambda k: depth[node.input[k]])
+            yield node, 1 - max(fused_inputs, key=lambda k: depth[node.input[k]])
 
 
 def _compute_depths(graph: Any) -> dict[str, int]:
     depth: dict[str, int] = {}
     for node in graph.node:
-        reached = 1 + max((depth.get(name, 0) for name in node.input), default=0)
-        depth.update(dict.fromkeys(node.output, reached))
+        node_depth = 1 + max((depth.get(name, 0) for name in node.input), default=0)
+        depth.update(dict.fromkeys(node.output, node_depth))
     return depth
 
 
@@ -155,17 +155,17 @@ def _make_pair(graph: Any, node: Any, k: int, peak: Any, axis: int | None = None
     """
     import onnx
 
-    name, read = node.input[k], f"{node.input[k]}_for_{node.name}_{k}"
+    name, stem = node.input[k], f"{node.input[k]}_for_{node.name}_{k}"
     # A channel of zeros has no range, but scales must be positive.
     scales = np.where(peak > 0, peak, INT8_MAX).astype(np.float32) / np.float32(INT8_MAX)
-    scale = add_weight(graph, f"{read}_scale", scales)
-    zero = add_weight(graph, f"{read}_zero_point", np.zeros(np.shape(scales), np.int8))
-    node.input[k] = f"{read}_dequantised"
-    more = {} if axis is None else {"axis": axis}
+    scale = add_weight(graph, f"{stem}_scale", scales)
+    zero = add_weight(graph, f"{stem}_zero_point", np.zeros(np.shape(scales), np.int8))
+    node.input[k] = f"{stem}_dequantised"
+    axes = {} if axis is None else {"axis": axis}
     return [
-        onnx.helper.make_node("QuantizeLinear", [name, scale, zero], [f"{read}_quantised"], f"{read}_quantise", **more),
+        onnx.helper.make_node("QuantizeLinear", [name, scale, zero], [f"{stem}_quantised"], f"{stem}_quantise", **axes),
         onnx.helper.make_node(
-            "DequantizeLinear", [f"{read}_quantised", scale, zero], [node.input[k]], f"{read}_dequantise", **more
+            "DequantizeLinear", [f"{stem}_quantised", scale, zero], [node.input[k]], f"{stem}_dequantise", **axes
         ),
     ]
 
@@ -179,15 +179,15 @@ class Joints:
     def __init__(self, graph: Any, layers: Sequence[Site], excluded: Collection[str]) -> None:
         self._constants = {tensor.name for tensor in graph.initializer}
         self._nodes = [node for node in graph.node if node.name not in excluded]
-        read = {node.input[k] for node, k in layers}
-        self._joined = {name: group for name, group in self._group_tensors().items() if group & read}
-        moved = [(node, k) for node, data in self._find_moves() for k in data if node.input[k] in self._joined]
-        read |= {node.input[k] for node, k in moved}
-        self.sites = [*moved, *self._find_sums(read, {node.name for node, _ in layers})]
+        tensors = {node.input[k] for node, k in layers}
+        self._joined = {name: group for name, group in self._group_tensors().items() if group & tensors}
+        moves = [(node, k) for node, data in self._find_moves() for k in data if node.input[k] in self._joined]
+        tensors |= {node.input[k] for node, k in moves}
+        self.sites = [*moves, *self._find_sums(tensors, {node.name for node, _ in layers})]
 
     def find_peak(self, name: str, peaks: Mapping[str, float]) -> float:
         """Return the largest magnitude of the tensor, or of all tensors joined with it."""
-        return max(peaks[one] for one in self._joined.get(name, (name,)) if one in peaks)
+        return max(peaks[tensor] for tensor in self._joined.get(name, (name,)) if tensor in peaks)
 
     def _find_moves(self) -> Iterator[tuple[Any, list[int]]]:
         """Yield the nodes that only move values, each with the numbers of its data inputs."""
@@ -205,12 +205,12 @@ class Joints:
             groups.update(dict.fromkeys(group, group))
         return groups
 
-    def _find_sums(self, read: Collection[str], layers: Collection[str]) -> list[Site]:
+    def _find_sums(self, tensors: Collection[str], layers: Collection[str]) -> list[Site]:
         """Return both inputs of sums with a quantised result that no layer fuses."""
         return [
             (node, k)
             for node in self._nodes
-            if node.op_type == SUM_OPERATOR and node.name not in layers and node.output[0] in read
+            if node.op_type == SUM_OPERATOR and node.name not in layers and node.output[0] in tensors
             if not self._constants & {*node.input} and node.input[0] != node.input[1]
             for k in (0, 1)
         ]
@@ -246,18 +246,18 @@ def list_decoding_nodes(graph: Any, model: ModelSpec) -> set[str]:
             readers.setdefault(name, []).append(node.name)
     names: set[str] = set()
     for node in reversed(graph.node):
-        learned = node.op_type in LINEAR_OPERATORS and bool(weights & {*node.input[1:]}) and not _is_mean(node, makers)
-        used = any(name in outputs or name in readers for name in node.output)
-        behind = all(reader in names for name in node.output for reader in readers.get(name, ()))
-        if used and behind and not learned:
+        is_layer = node.op_type in LINEAR_OPERATORS and bool(weights & {*node.input[1:]}) and not _is_mean(node, makers)
+        is_used = any(name in outputs or name in readers for name in node.output)
+        is_behind = all(reader in names for name in node.output for reader in readers.get(name, ()))
+        if is_used and is_behind and not is_layer:
             names.add(node.name)
     return names
 
 
 def name_nodes(graph: Any) -> None:
     """Name every nameless node by its operator and place."""
-    for number, node in enumerate(graph.node):
-        node.name = node.name or f"{node.op_type}_{number}"
+    for index, node in enumerate(graph.node):
+        node.name = node.name or f"{node.op_type}_{index}"
 
 
 def _is_mean(node: Any, makers: dict[str, Any]) -> bool:

@@ -51,22 +51,22 @@ def warn_training(model: Any) -> list[str]:
     """Return a warning if nodes run in training mode: outputs are random or depend on the rest of the batch."""
     from onnx.numpy_helper import to_array
 
-    stored = {tensor.name: tensor for graph in graphs_in(model.graph) for tensor in graph.initializer}
-    every = [node for graph in graphs_in(model.graph) for node in graph.node]
-    stored |= {n.output[0]: a.t for n in every if n.op_type == "Constant" for a in n.attribute if a.HasField("t")}
+    constants = {tensor.name: tensor for graph in graphs_in(model.graph) for tensor in graph.initializer}
+    nodes = [node for graph in graphs_in(model.graph) for node in graph.node]
+    constants |= {n.output[0]: a.t for n in nodes if n.op_type == "Constant" for a in n.attribute if a.HasField("t")}
 
-    older = read_opset(model) < 14
+    is_old = read_opset(model) < 14
 
     def is_training(node: Any) -> bool:
         if node.op_type == "BatchNormalization":
             # Up to opset 13, further named outputs (the batch's statistics) mean training.
-            return any(a.name == "training_mode" and a.i for a in node.attribute) or (older and any(node.output[1:]))
-        flag = stored.get(node.input[2]) if node.op_type == "Dropout" and len(node.input) > 2 else None
+            return any(a.name == "training_mode" and a.i for a in node.attribute) or (is_old and any(node.output[1:]))
+        flag = constants.get(node.input[2]) if node.op_type == "Dropout" and len(node.input) > 2 else None
         return flag is not None and bool(to_array(flag).any())
 
-    found = sorted({node.op_type for node in every if is_training(node)})
+    operators = sorted({node.op_type for node in nodes if is_training(node)})
     remedy = "its outputs may be random or depend on the rest of the batch; export it after model.eval()"
-    return [f"{AS_IN_TRAINING} ({' and '.join(found)}): {remedy}"] if found else []
+    return [f"{AS_IN_TRAINING} ({' and '.join(operators)}): {remedy}"] if operators else []
 
 
 def order(model: Any) -> str:
@@ -74,29 +74,29 @@ def order(model: Any) -> str:
 
     ONNX Runtime's conversion to FP16 leaves them unsorted.
     """
-    changed = [graph for graph in graphs_in(model.graph) if _order_nodes(graph)]
-    return "nodes stood before their inputs' nodes, and were sorted" if changed else ""
+    graphs = [graph for graph in graphs_in(model.graph) if _order_nodes(graph)]
+    return "nodes stood before their inputs' nodes, and were sorted" if graphs else ""
 
 
 def _order_nodes(graph: Any) -> bool:
     makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
-    needed = [{makers[name] for name in reads_of(node) if name in makers} for node in graph.node]
-    if all(i > max(before, default=-1) for i, before in enumerate(needed)):
+    sources = [{makers[name] for name in reads_of(node) if name in makers} for node in graph.node]
+    if all(i > max(before, default=-1) for i, before in enumerate(sources)):
         return False
     try:
-        found = [*TopologicalSorter(dict(enumerate(needed))).static_order()]
+        indices = [*TopologicalSorter(dict(enumerate(sources))).static_order()]
     except CycleError:
         return False
-    set_nodes(graph, [graph.node[i] for i in found])
+    set_nodes(graph, [graph.node[i] for i in indices])
     return True
 
 
 def name_domain(model: Any) -> str:
     """Rename the domain ai.onnx, which only ONNX Runtime reads, to the empty name; return what changed."""
-    named = [node for graph in graphs_in(model.graph) for node in graph.node if node.domain == ONNX_DOMAINS[1]]
-    for entry in (*named, *model.opset_import):
+    nodes = [node for graph in graphs_in(model.graph) for node in graph.node if node.domain == ONNX_DOMAINS[1]]
+    for entry in (*nodes, *model.opset_import):
         entry.domain = "" if entry.domain == ONNX_DOMAINS[1] else entry.domain
-    return "nodes named ONNX's own domain, which not every engine reads, and no longer do" if named else ""
+    return "nodes named ONNX's own domain, which not every engine reads, and no longer do" if nodes else ""
 
 
 def hide_foreign_operators(model: Any) -> bool:
@@ -106,64 +106,64 @@ def hide_foreign_operators(model: Any) -> bool:
     """
     import onnx
 
-    known = {entry.domain for entry in model.opset_import} - {*ONNX_DOMAINS}
+    domains = {entry.domain for entry in model.opset_import} - {*ONNX_DOMAINS}
     functions = {(function.domain, function.name) for function in model.functions}
-    foreign = [
+    nodes = [
         node
         for graph in graphs_in(model.graph)
         for node in graph.node
         if (node.domain, node.op_type) not in functions
-        and node.domain not in known
+        and node.domain not in domains
         and isinstance(node.op_type, str)  # the checker reports names that are no text
         and not (node.domain in ONNX_DOMAINS and onnx.defs.has(node.op_type))
     ]
-    for node in foreign:
+    for node in nodes:
         node.domain = HIDDEN_DOMAIN
-    if foreign:
+    if nodes:
         model.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
-    return bool(foreign)
+    return bool(nodes)
 
 
 def save(model: Any, path: Path) -> None:
     """Write the graph, with external weights if they are too large for one file."""
     import onnx
 
-    large = sum(len(tensor.raw_data) for tensor in tensors_in(model.graph)) > MAX_INLINE_B
-    onnx.save(model, path, save_as_external_data=large, location=f"{path.name}.data")
+    is_large = sum(len(tensor.raw_data) for tensor in tensors_in(model.graph)) > MAX_INLINE_B
+    onnx.save(model, path, save_as_external_data=is_large, location=f"{path.name}.data")
 
 
 def to_fp32(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, MakerFacts]:
     """Return an FP16 or BF16 graph in FP32, the source of other precisions, and facts with a warning."""
     import onnx
 
-    kinds, before = onnx.TensorProto, read_graph_facts(model).precision
+    kinds, precision = onnx.TensorProto, read_graph_facts(model).precision
     retype(model, (kinds.FLOAT16, kinds.BFLOAT16), kinds.FLOAT)
-    warning = f"made from a file in {before}: its weights have that file's rounding in every precision"
+    warning = f"made from a file in {precision}: its weights have that file's rounding in every precision"
     facts = MakerFacts(scheme="FP32, weights as rounded before", warnings=(warning,))
     return onnx.shape_inference.infer_shapes(model), facts
 
 
-def retype(model: Any, kinds: tuple[int, ...], to: int, exact: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Convert everything of the types `kinds` to type `to`: weights, constants, inputs, outputs and casts.
+def retype(model: Any, kinds: tuple[int, ...], target: int, weights: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Convert everything of the types `kinds` to type `target`: weights, constants, inputs, outputs and casts.
 
-    `exact` has the unrounded weights by name.
+    `weights` has the unrounded weights by name.
     """
     import onnx
 
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(to)
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(target)
     for tensor in tensors_in(model.graph):
         if tensor.data_type in kinds:
-            values = onnx.numpy_helper.to_array(exact.get(tensor.name, tensor)).astype(dtype)
+            values = onnx.numpy_helper.to_array(weights.get(tensor.name, tensor)).astype(dtype)
             tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
     for graph in graphs_in(model.graph):
         for value in (*graph.input, *graph.output):
             if value.type.tensor_type.elem_type in kinds:
-                value.type.tensor_type.elem_type = to
+                value.type.tensor_type.elem_type = target
         del graph.value_info[:]  # to be inferred again
         for node in graph.node:
             for attribute in node.attribute:
                 if attribute.name in ("to", "dtype") and attribute.i in kinds:
-                    attribute.i = to
+                    attribute.i = target
 
 
 def find_free_axes(value: Any) -> list[int]:
@@ -174,28 +174,28 @@ def find_free_axes(value: Any) -> list[int]:
     """
     dims = value.type.tensor_type.shape.dim
     shape = tuple(dim.dim_value if dim.dim_value > 0 else dim.dim_param for dim in dims)
-    image = is_image(Tensor(value.name, "float32", shape))
+    is_image_input = is_image(Tensor(value.name, "float32", shape))
     return [
         axis
         for axis, dim in enumerate(dims)
-        if dim.dim_value < 0 or (dim.dim_value == 0 and (image or not axis or not dim.HasField("dim_value")))
+        if dim.dim_value < 0 or (dim.dim_value == 0 and (is_image_input or not axis or not dim.HasField("dim_value")))
     ]
 
 
 def _free_axes(model: Any) -> str:
     values = [v for v in (*model.graph.input, *model.graph.output) if v.type.HasField("tensor_type")]
     weights = {tensor.name for tensor in model.graph.initializer}
-    wrong = []
+    changes = []
     for value in values:
         for axis in find_free_axes(value):
             dim = value.type.tensor_type.shape.dim[axis]
             if value.name not in weights and dim.HasField("dim_value"):
-                wrong.append(f"{value.name} axis {axis} ({dim.dim_value})")
+                changes.append(f"{value.name} axis {axis} ({dim.dim_value})")
                 dim.dim_param = "batch" if axis == 0 else f"{value.name}_{axis}"
-    if not wrong:
+    if not changes:
         return ""
     del model.graph.value_info[:]  # with the same wrong lengths
-    return f"axes stored as less than 1 are read as free axes: {', '.join(wrong)}"
+    return f"axes stored as less than 1 are read as free axes: {', '.join(changes)}"
 
 
 def _remove_weight_inputs(model: Any) -> str:
@@ -224,34 +224,34 @@ def _in_line(model: Any) -> Any:
     import onnx.inliner
 
     functions = {_make_key(f, f.name): f for f in model.functions}
-    made, left = copy_message(model), len(functions) + 1
-    while 0 < len(made.functions) < left:  # outer functions first: their calls' attributes are known
-        left = len(made.functions)
-        _give_defaults(made)
-        called = {(node.domain, node.op_type) for f in made.functions for node in _nodes_of(f)}
-        outer = [(f.domain, f.name) for f in made.functions if (f.domain, f.name) not in called]
-        made = onnx.inliner.inline_selected_functions(made, outer)
-    made = onnx.inliner.inline_local_functions(made)
+    inlined, remaining = copy_message(model), len(functions) + 1
+    while 0 < len(inlined.functions) < remaining:  # outer functions first: their calls' attributes are known
+        remaining = len(inlined.functions)
+        _give_defaults(inlined)
+        callees = {(node.domain, node.op_type) for f in inlined.functions for node in _nodes_of(f)}
+        outer = [(f.domain, f.name) for f in inlined.functions if (f.domain, f.name) not in callees]
+        inlined = onnx.inliner.inline_selected_functions(inlined, outer)
+    inlined = onnx.inliner.inline_local_functions(inlined)
     _rename_nodes(
         model.graph.node,
-        made.graph.node,
+        inlined.graph.node,
         functions,
         "",
-        {node.name for graph in graphs_in(made.graph) for node in graph.node},
+        {node.name for graph in graphs_in(inlined.graph) for node in graph.node},
     )
-    return made
+    return inlined
 
 
-def _make_key(part: Any, name: str) -> tuple[str, str, str]:
-    return part.domain, name, getattr(part, "overload", "")
+def _make_key(message: Any, name: str) -> tuple[str, str, str]:
+    return message.domain, name, getattr(message, "overload", "")
 
 
 def _nodes_of(function: Any) -> list[Any]:
     """Return a function's nodes, including those of its inner graphs."""
-    found = list(function.node)
+    nodes = list(function.node)
     for node in function.node:
-        found += [inner for part in graphs_of(node) for graph in graphs_in(part) for inner in graph.node]
-    return found
+        nodes += [inner for outer in graphs_of(node) for graph in graphs_in(outer) for inner in graph.node]
+    return nodes
 
 
 def _give_defaults(model: Any) -> None:
@@ -259,31 +259,31 @@ def _give_defaults(model: Any) -> None:
     functions = {_make_key(f, f.name): f for f in model.functions}
     for node in (node for graph in graphs_in(model.graph) for node in graph.node):
         if function := functions.get(_make_key(node, node.op_type)):
-            given = {attribute.name for attribute in node.attribute}
-            node.attribute.extend(each for each in function.attribute_proto if each.name not in given)
+            names = {attribute.name for attribute in node.attribute}
+            node.attribute.extend(attribute for attribute in function.attribute_proto if attribute.name not in names)
 
 
 def _rename_nodes(
-    before: Sequence[Any], after: Sequence[Any], functions: Functions, within: str, taken: set[str]
+    before: Sequence[Any], after: Sequence[Any], functions: Functions, prefix: str, names: set[str]
 ) -> None:
     """Name the nodes of an inlined graph; names stay if the operators' order has changed."""
-    planned = [*_iter_called_nodes(before, functions, within)]
-    if [node.op_type for node, *_ in planned] != [node.op_type for node in after]:
+    entries = [*_iter_called_nodes(before, functions, prefix)]
+    if [node.op_type for node, *_ in entries] != [node.op_type for node in after]:
         return
-    for (node, call, name), made in zip(planned, after, strict=True):
+    for (node, call, name), new_node in zip(entries, after, strict=True):
         if call:
-            made.name = next(each for k in count(1) if (each := f"{name}_{k}" if k > 1 else name) not in taken)
-            taken.add(made.name)
-        for graph, inner in zip(graphs_of(node), graphs_of(made), strict=False):
-            _rename_nodes(graph.node, inner.node, functions, call, taken)
+            new_node.name = next(label for k in count(1) if (label := f"{name}_{k}" if k > 1 else name) not in names)
+            names.add(new_node.name)
+        for graph, inner in zip(graphs_of(node), graphs_of(new_node), strict=False):
+            _rename_nodes(graph.node, inner.node, functions, call, names)
 
 
 def _iter_called_nodes(nodes: Sequence[Any], functions: Functions, call: str) -> Iterator[tuple[Any, str, str]]:
     """Yield each remaining node, its enclosing calls ("" if none), and its name with theirs."""
-    seen = {""}
+    names = {""}
     for k, node in enumerate(nodes):
-        name = node.name if node.name not in seen else f"{node.name or node.op_type}_{k}"
-        seen.add(name)
+        name = node.name if node.name not in names else f"{node.name or node.op_type}_{k}"
+        names.add(name)
         name = call + name
         function = functions.get(_make_key(node, node.op_type))
         if function is None:
@@ -300,8 +300,8 @@ def _convert_doubles(model: Any) -> str:
     for tensor in tensors_in(graph):
         if tensor.data_type in sizes:
             sizes[tensor.data_type] += int(np.prod(tensor.dims))
-    fed = any(value.type.tensor_type.elem_type == kinds.DOUBLE for value in graph.input)
-    if not fed and sizes[kinds.DOUBLE] <= sizes[kinds.FLOAT]:
+    has_double_input = any(value.type.tensor_type.elem_type == kinds.DOUBLE for value in graph.input)
+    if not has_double_input and sizes[kinds.DOUBLE] <= sizes[kinds.FLOAT]:
         return ""
     if any(tensor.external_data for tensor in tensors_in(graph) if tensor.data_type == kinds.DOUBLE):
         return ""
@@ -323,22 +323,22 @@ def read_opset(model: Any) -> int:
     return next((int(entry.version) for entry in model.opset_import if entry.domain in ONNX_DOMAINS), 0)
 
 
-def convert_opset(model: Any, wanted: int) -> Any:
+def convert_opset(model: Any, opset: int) -> Any:
     """Return the graph in the wanted opset, checked; raise a `UserError` if an operator has no form there."""
     import onnx
     import onnx.version_converter
 
-    if read_opset(model) == wanted:
+    if read_opset(model) == opset:
         return model
     _drop_defaults(model.graph)
     _spell_out_axes(model.graph)
     try:
-        with _splits_hidden(model) if read_opset(model) > wanted >= SPLIT_SIZES_OPSET else nullcontext():
-            converted = _unhide_nodes(onnx.version_converter.convert_version(model, wanted))
+        with _splits_hidden(model) if read_opset(model) > opset >= SPLIT_SIZES_OPSET else nullcontext():
+            converted = _unhide_nodes(onnx.version_converter.convert_version(model, opset))
         onnx.checker.check_model(converted, full_check=True)
     except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
         reason = shorten(e, 200)
-        raise UserError(f"the graph can't be written in opset {wanted} instead of {read_opset(model)}: {reason}") from e
+        raise UserError(f"the graph can't be written in opset {opset} instead of {read_opset(model)}: {reason}") from e
     return with_metadata(converted, model)
 
 
@@ -347,23 +347,23 @@ def with_metadata(rewritten: Any, model: Any) -> Any:
 
     Libraries that rewrite graphs drop it.
     """
-    known = {node.name: node.metadata_props for node in model.graph.node if node.name and node.metadata_props}
+    metadata = {node.name: node.metadata_props for node in model.graph.node if node.name and node.metadata_props}
     for node in rewritten.graph.node:
-        if node.name in known and not node.metadata_props:
-            node.metadata_props.extend(known[node.name])
+        if node.name in metadata and not node.metadata_props:
+            node.metadata_props.extend(metadata[node.name])
     return rewritten
 
 
-def lower_file(path: Path, wanted: int) -> None:
+def lower_file(path: Path, opset: int) -> None:
     """Rewrite the file in the wanted opset if its own is later; raise a `UserError` if that is impossible."""
     import onnx
 
-    if read_opset(onnx.load(path, load_external_data=False)) <= wanted:
+    if read_opset(onnx.load(path, load_external_data=False)) <= opset:
         return
     try:
-        onnx.save(convert_opset(onnx.load(path), wanted), path)
+        onnx.save(convert_opset(onnx.load(path), opset), path)
     except ValueError as e:  # protobuf's limit, with external weights
-        raise UserError(f"a graph over 2 GiB can't be brought down to opset {wanted}") from e
+        raise UserError(f"a graph over 2 GiB can't be brought down to opset {opset}") from e
 
 
 def _drop_defaults(graph: Any) -> None:
@@ -393,19 +393,19 @@ def _splits_hidden(model: Any) -> Iterator[None]:
     """
     import onnx
 
-    hidden = [node for node in model.graph.node if node.op_type == "Split" and node.domain in ONNX_DOMAINS]
-    if hidden:
+    nodes = [node for node in model.graph.node if node.op_type == "Split" and node.domain in ONNX_DOMAINS]
+    if nodes:
         inferred = onnx.shape_inference.infer_shapes(model).graph
         shapes = {
             value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim]
             for value in (*inferred.value_info, *inferred.input)
         }
-        hidden = [node for node in hidden if _with_sizes(model.graph, node, shapes.get(node.input[0], []))]
+        nodes = [node for node in nodes if _with_sizes(model.graph, node, shapes.get(node.input[0], []))]
         model.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
-    for node in hidden:
+    for node in nodes:
         node.domain = HIDDEN_DOMAIN
     yield
-    for node in hidden:
+    for node in nodes:
         node.domain = ""
 
 
@@ -418,8 +418,8 @@ def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
         if not length:
             return False
         # Equal parts; the last may be shorter.
-        part = -(-length // len(node.output))
-        sizes = [min(part, length - start) for start in range(0, part * len(node.output), part)]
+        part_length = -(-length // len(node.output))
+        sizes = [min(part_length, length - start) for start in range(0, part_length * len(node.output), part_length)]
         node.input.append(add_weight(graph, f"{node.output[0]}_sizes", np.asarray(sizes, np.int64)))
     if "num_outputs" in options:
         node.attribute.remove(options["num_outputs"])
@@ -431,7 +431,7 @@ def _unhide_nodes(model: Any) -> Any:
     for node in model.graph.node:
         if node.domain == HIDDEN_DOMAIN:
             node.domain = ""
-    domains = [entry for entry in model.opset_import if entry.domain != HIDDEN_DOMAIN]
+    entries = [entry for entry in model.opset_import if entry.domain != HIDDEN_DOMAIN]
     del model.opset_import[:]
-    model.opset_import.extend(domains)
+    model.opset_import.extend(entries)
     return model

@@ -37,10 +37,10 @@ class Clock:
         """Return the seconds since the clock's start."""
         return time.perf_counter() - self._began
 
-    def sleep_until(self, at: float) -> None:
-        """Sleep until `now` is at least `at`."""
-        while (left := at - self.now()) > 0:
-            time.sleep(left)
+    def sleep_until(self, deadline: float) -> None:
+        """Sleep until `now` is at least `deadline`."""
+        while (wait_s := deadline - self.now()) > 0:
+            time.sleep(wait_s)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RequestSource(Protocol):
 
     def take(self) -> list[int] | None: ...
     def finish(self, batch: list[int]) -> None: ...
-    def unanswered(self, batch: list[int], why: str) -> None: ...
+    def unanswered(self, batch: list[int], reason: str) -> None: ...
     def stop(self) -> None: ...
 
 
@@ -95,9 +95,9 @@ class Batcher:
                 self._admit_requests(now)
                 if self._stopped or now > self._end or not (self._waiting or self._next < len(self._due)):
                     return None
-                if (ready := self._find_ready_time()) <= now:
+                if (ready_time := self._find_ready_time()) <= now:
                     break
-                self._clock.sleep_until(ready)
+                self._clock.sleep_until(ready_time)
             batch = [self._waiting.popleft() for _ in range(min(self._rules.max_batch, len(self._waiting)))]
             self.began[batch] = now
             self.size[batch] = len(batch)
@@ -107,10 +107,10 @@ class Batcher:
         """Record that the batch was answered now."""
         self.ended[batch] = self._clock.now()
 
-    def unanswered(self, batch: list[int], why: str) -> None:
-        """Record that the batch gets no answer, for the reason `why`."""
+    def unanswered(self, batch: list[int], reason: str) -> None:
+        """Record that the batch gets no answer, for the reason `reason`."""
         self.began[batch], self.size[batch], self.refused[batch] = np.nan, 0, True
-        self.complaint = self.complaint or why
+        self.complaint = self.complaint or reason
 
     def stop(self) -> None:
         """Hand out no further batches."""
@@ -130,10 +130,10 @@ class Batcher:
 
     def _find_ready_time(self) -> float:
         """Return the earliest time for the next batch: it is full, or its first request has waited for `max_wait`."""
-        first = self._due[self._waiting[0] if self._waiting else self._next]
+        first_due = self._due[self._waiting[0] if self._waiting else self._next]
         last = self._next + self._rules.max_batch - len(self._waiting) - 1  # the request that completes the batch
-        full = self._due[last] if last >= self._next and last < len(self._due) else float("inf")
-        return first if last < self._next else min(full, first + self._rules.max_wait)
+        full_time = self._due[last] if last >= self._next and last < len(self._due) else float("inf")
+        return first_due if last < self._next else min(full_time, first_due + self._rules.max_wait)
 
 
 def answer_requests(batcher: RequestSource, answer: Callable[[int], None]) -> None:
@@ -199,8 +199,8 @@ class Instances:
             thread = self._start_thread()
             rungs = thread.submit(_load_ladder, trial, sizes, load, feed).result()
             self._owners.append((thread, rungs))
-            whole = rungs[-1].session
-            slots = whole.slots if whole.stream is None and trial.runtime.device == "cpu" else 1
+            session = rungs[-1].session
+            slots = session.slots if session.stream is None and trial.runtime.device == "cpu" else 1
             self.lanes += [Lane(rungs, slot) for slot in range(slots)]
             for _ in range(slots - 1):
                 self._start_thread()
@@ -275,27 +275,27 @@ class BatchFormingSession(Session):
 
     def __init__(self, ladder: Sequence[Rung], dims: Dims) -> None:
         self._ladder, self._max_batch = ladder, ladder[-1].size
-        whole = ladder[-1].session
-        self.inputs, self.outputs, self.stream = whole.inputs, whole.outputs, whole.stream
+        session = ladder[-1].session
+        self.inputs, self.outputs, self.stream = session.inputs, session.outputs, session.stream
         self._shapes = {r.size: static_shapes(r.session.inputs, replace(dims, batch=r.size)) for r in ladder}
-        full = sorted(self._shapes, reverse=True)
-        below = [*full[1:], 0]  # 2 with one request too few is a full batch of 1, if there is such a session
-        first = [size - 1 if size - 1 > less else size for size, less in zip(full, below, strict=True)]
-        self._counts = list(dict.fromkeys([*first, *full]))
+        sizes = sorted(self._shapes, reverse=True)
+        lower_sizes = [*sizes[1:], 0]  # 2 with one request too few is a full batch of 1, if there is such a session
+        counts = [size - 1 if size - 1 > lower else size for size, lower in zip(sizes, lower_sizes, strict=True)]
+        self._counts = list(dict.fromkeys([*counts, *sizes]))
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         self._fed = feeds
 
     def run(self, slot: int = 0) -> None:
-        parts = []
+        answers = []
         for begin, count in self._iter_batches():
-            part = self._answer_requests(begin, count)
-            if part is None:
-                parts = [answer_feeds(self._ladder[-1].session, self._fed)]
+            answer = self._answer_requests(begin, count)
+            if answer is None:
+                answers = [answer_feeds(self._ladder[-1].session, self._fed)]
                 break
-            parts.append(part)
-        self._answered = {name: np.concatenate([p[name] for p in parts]) if len(parts) > 1 else a
-                          for name, a in parts[0].items()}  # fmt: skip
+            answers.append(answer)
+        self._answered = {name: np.concatenate([p[name] for p in answers]) if len(answers) > 1 else a
+                          for name, a in answers[0].items()}  # fmt: skip
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         return self._answered
@@ -303,8 +303,8 @@ class BatchFormingSession(Session):
     def _iter_batches(self) -> Iterator[tuple[int, int]]:
         """Yield each batch's first request and its size: every unused size that fits, then the rest."""
         begin = 0
-        while left := self._max_batch - begin:
-            count = next((c for c in self._counts if c <= left), left)
+        while rest := self._max_batch - begin:
+            count = next((c for c in self._counts if c <= rest), rest)
             if count in self._counts:
                 self._counts.remove(count)
             yield begin, count
@@ -318,14 +318,14 @@ class BatchFormingSession(Session):
         rung = next(rung for rung in self._ladder if rung.size >= count)
         rows, feeds = np.arange(begin, begin + rung.size) % self._max_batch, {}
         for name, array in self._fed.items():
-            wanted = self._shapes[rung.size].get(name, array.shape)
-            if array.shape[:1] == (self._max_batch,) and wanted == (rung.size, *array.shape[1:]):
+            shape = self._shapes[rung.size].get(name, array.shape)
+            if array.shape[:1] == (self._max_batch,) and shape == (rung.size, *array.shape[1:]):
                 feeds[name] = array[rows]
-            elif array.shape == wanted:
+            elif array.shape == shape:
                 feeds[name] = array
             else:
                 return None
-        answered = answer_feeds(rung.session, feeds)
-        if any(a.shape[:1] != (rung.size,) for a in answered.values()):
+        answers = answer_feeds(rung.session, feeds)
+        if any(a.shape[:1] != (rung.size,) for a in answers.values()):
             return None
-        return {name: a[:count] for name, a in answered.items()}
+        return {name: a[:count] for name, a in answers.items()}

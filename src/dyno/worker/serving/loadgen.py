@@ -49,30 +49,30 @@ class QueryQueue:
 
     def set_latencies(self, latencies: Mapping[int, float]) -> None:
         """Set the due times from LoadGen's latencies (seconds from due time to answer) by query number."""
-        for number, seconds in latencies.items():
-            ended = self._records.get(number, NO_BATCH)[1]
-            if not np.isnan(ended):
-                self._times[number] = ended - seconds
+        for index, seconds in latencies.items():
+            end = self._records.get(index, NO_BATCH)[1]
+            if not np.isnan(end):
+                self._times[index] = end - seconds
 
     @property
     def began(self) -> np.ndarray:
         """Start of each query's batch in seconds, NaN without an answer."""
-        return np.array([self._records.get(number, NO_BATCH)[0] for number in range(len(self._ids))])
+        return np.array([self._records.get(index, NO_BATCH)[0] for index in range(len(self._ids))])
 
     @property
     def ended(self) -> np.ndarray:
         """Time of each query's answer in seconds, NaN without an answer."""
-        return np.array([self._records.get(number, NO_BATCH)[1] for number in range(len(self._ids))])
+        return np.array([self._records.get(index, NO_BATCH)[1] for index in range(len(self._ids))])
 
     @property
     def size(self) -> np.ndarray:
         """Number of queries in each query's batch, 0 without an answer."""
-        return np.array([self._records.get(number, NO_BATCH)[2] for number in range(len(self._ids))])
+        return np.array([self._records.get(index, NO_BATCH)[2] for index in range(len(self._ids))])
 
     @property
     def refused(self) -> np.ndarray:
         """Flags of the queries without an answer."""
-        return np.array([number in self._unanswered for number in range(len(self._ids))])
+        return np.array([index in self._unanswered for index in range(len(self._ids))])
 
     def issue(self, samples: Sequence[Any]) -> None:
         """Take LoadGen's next queries."""
@@ -80,12 +80,12 @@ class QueryQueue:
             now, first = self._clock.now(), len(self._ids)
             self._ids += [sample.id for sample in samples]
             self._times += [now] * len(samples)
-            numbers = range(first, len(self._ids))
+            indices = range(first, len(self._ids))
             if not self._is_stopped:
-                self._waiting += numbers
+                self._waiting += indices
             self._changed.notify_all()
         if self._is_stopped:
-            self._tell(numbers)
+            self._tell(indices)
 
     def flush(self) -> None:
         """Note that no more queries come."""
@@ -103,10 +103,10 @@ class QueryQueue:
                 if self._is_stopped or (self._is_over and not self._waiting):
                     return None
                 now = self._clock.now()
-                left = self._times[self._waiting[0]] + self._rules.max_wait - now if self._waiting else None
-                if left is not None and (left <= 0 or self._is_over or len(self._waiting) >= self._rules.max_batch):
+                wait_s = self._times[self._waiting[0]] + self._rules.max_wait - now if self._waiting else None
+                if wait_s is not None and (wait_s <= 0 or self._is_over or len(self._waiting) >= self._rules.max_batch):
                     break
-                self._changed.wait(left)
+                self._changed.wait(wait_s)
             batch = [self._waiting.popleft() for _ in range(min(self._rules.max_batch, len(self._waiting)))]
             self._records |= dict.fromkeys(batch, (now, np.nan, len(batch)))
             return batch
@@ -114,15 +114,15 @@ class QueryQueue:
     def finish(self, batch: Sequence[int]) -> None:
         """Record that the batch was answered now."""
         now = self._clock.now()
-        self._records |= {number: (self._records[number][0], now, len(batch)) for number in batch}
+        self._records |= {index: (self._records[index][0], now, len(batch)) for index in batch}
         self._tell(batch)
 
-    def unanswered(self, batch: Sequence[int], why: str) -> None:
-        """Record that the batch gets no answer, for the reason `why`."""
+    def unanswered(self, batch: Sequence[int], reason: str) -> None:
+        """Record that the batch gets no answer, for the reason `reason`."""
         self._unanswered |= {*batch}
-        for number in batch:
-            del self._records[number]
-        self.complaint = self.complaint or why
+        for index in batch:
+            del self._records[index]
+        self.complaint = self.complaint or reason
         self._tell(batch)
 
     def stop(self) -> None:
@@ -132,12 +132,12 @@ class QueryQueue:
             self._changed.notify_all()
         self._tell(range(len(self._ids)))
 
-    def _tell(self, numbers: Sequence[int]) -> None:
+    def _tell(self, indices: Sequence[int]) -> None:
         """Complete the queries, each only once: LoadGen then forgets it, while another instance may still answer it."""
         with self._changed:
-            new = [number for number in numbers if number not in self._announced]
-            self._announced |= {*new}
-        self._library.QuerySamplesComplete([self._library.QuerySampleResponse(self._ids[n], 0, 0) for n in new])
+            new_indices = [index for index in indices if index not in self._announced]
+            self._announced |= {*new_indices}
+        self._library.QuerySamplesComplete([self._library.QuerySampleResponse(self._ids[n], 0, 0) for n in new_indices])
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,11 @@ class ServerScenario:
 
     def _read_latencies(self) -> dict[int, float]:
         """Return the seconds from each query's scheduled time to its answer, by query number."""
-        found = SAMPLE_LINE.findall((self.folder / TRACE_FILE).read_text(encoding="utf-8"))
-        return {int(number): int(nanoseconds) / 1e9 for number, nanoseconds in found}
+        matches = SAMPLE_LINE.findall((self.folder / TRACE_FILE).read_text(encoding="utf-8"))
+        return {int(index): int(nanoseconds) / 1e9 for index, nanoseconds in matches}
 
     def read_latency(self) -> float:
         """Return the percentile of the latencies in seconds from LoadGen's summary."""
         text = (self.folder / SUMMARY_FILE).read_text(encoding="utf-8")
-        found = re.search(rf"^{100 * self.quantile:.2f} percentile latency \(ns\) *: (\d+)$", text, re.MULTILINE)
-        return int(found[1]) / 1e9 if found else 0.0
+        match = re.search(rf"^{100 * self.quantile:.2f} percentile latency \(ns\) *: (\d+)$", text, re.MULTILINE)
+        return int(match[1]) / 1e9 if match else 0.0

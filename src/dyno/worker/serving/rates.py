@@ -20,12 +20,12 @@ CHECKED_SHARES = (0.5, 0.75, 1.0)  # shares of the requests
 
 def find_percentile(latencies: np.ndarray, q: float) -> float:
     """Return a percentile (q = 0.99: the 99th) by linear interpolation; inf if it falls on an unanswered request."""
-    ordered = np.sort(latencies)
-    place = q * (len(ordered) - 1)
-    low, high = math.floor(place), math.ceil(place)
-    if not math.isfinite(ordered[high]):
+    values = np.sort(latencies)
+    position = q * (len(values) - 1)
+    low, high = math.floor(position), math.ceil(position)
+    if not math.isfinite(values[high]):
         return math.inf
-    return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+    return float(values[low] + (values[high] - values[low]) * (position - low))
 
 
 def list_latencies(arrival: np.ndarray, ended: np.ndarray) -> np.ndarray:
@@ -36,8 +36,8 @@ def list_latencies(arrival: np.ndarray, ended: np.ndarray) -> np.ndarray:
 def count_backlog(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, share: float = 1.0) -> int:
     """Return the number of requests waiting at the last arrival, or at the last of the first `share` of requests."""
     count = max(1, round(share * len(arrival)))
-    last = arrival[count - 1]
-    return int((~(began[:count] <= last) & ~refused[:count]).sum())
+    last_arrival = arrival[count - 1]
+    return int((~(began[:count] <= last_arrival) & ~refused[:count]).sum())
 
 
 def is_unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, batch: int) -> bool:
@@ -54,9 +54,9 @@ def is_unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, bat
     )
 
 
-def judge_rate(seconds: np.ndarray, q: float, bound: float, min_requests: int, grows: bool) -> str:
+def judge_rate(seconds: np.ndarray, q: float, bound: float, min_requests: int, is_growing: bool) -> str:
     """Return whether the percentile of the latencies is within the bound; "" without a bound (0)."""
-    if grows:
+    if is_growing:
         return UNSTABLE
     if not bound:
         return ""
@@ -102,9 +102,9 @@ def draw_arrivals(rate: float, min_requests: int, seconds: float, seed: int) -> 
     `count_requests` of the requests count; `WARM_UP_SHARE` of them come before.
     """
     count = count_requests(rate, min_requests, seconds)
-    before = round(WARM_UP_SHARE * count)
-    gaps = np.random.default_rng(seed).exponential(1 / rate, before + count)
-    return Arrivals(np.cumsum(gaps), before)
+    warm_up = round(WARM_UP_SHARE * count)
+    gaps = np.random.default_rng(seed).exponential(1 / rate, warm_up + count)
+    return Arrivals(np.cumsum(gaps), warm_up)
 
 
 def read_trace(path: Path) -> np.ndarray:

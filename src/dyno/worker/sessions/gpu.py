@@ -82,12 +82,12 @@ class Device:
     @property
     def capability(self) -> str:
         """Compute capability, e.g. 9.0."""
-        wanted = self.cuda.CUdevice_attribute
-        parts = (
-            wanted.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-            wanted.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        enum = self.cuda.CUdevice_attribute
+        attributes = (
+            enum.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            enum.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
         )
-        return ".".join(str(call(self.cuda.cuDeviceGetAttribute, part, self._handle)) for part in parts)
+        return ".".join(str(call(self.cuda.cuDeviceGetAttribute, attribute, self._handle)) for attribute in attributes)
 
     @property
     def model(self) -> str:
@@ -111,8 +111,8 @@ class Device:
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         address = int(call(self.cuda.cuMemHostAlloc, max(size, 1), 0))
         self._freed_by.append((self.cuda.cuMemFreeHost, address))
-        raw = (ctypes.c_byte * size).from_address(address)
-        return np.frombuffer(raw, dtype=dtype).reshape(shape)
+        buffer = (ctypes.c_byte * size).from_address(address)
+        return np.frombuffer(buffer, dtype=dtype).reshape(shape)
 
     def stream(self) -> Any:
         """Return a stream that doesn't wait for the legacy default stream."""
@@ -145,8 +145,8 @@ class Stopwatch:
     def __init__(self, stream: int) -> None:
         self._cuda = load_driver()
         self._stream = self._cuda.CUstream(int(stream))
-        kind = int(self._cuda.CUevent_flags.CU_EVENT_DEFAULT)
-        self._begin, self._end = call(self._cuda.cuEventCreate, kind), call(self._cuda.cuEventCreate, kind)
+        flags = int(self._cuda.CUevent_flags.CU_EVENT_DEFAULT)
+        self._begin, self._end = call(self._cuda.cuEventCreate, flags), call(self._cuda.cuEventCreate, flags)
         self._record = self._cuda.cuEventRecord
 
     def start(self) -> None:
@@ -232,11 +232,11 @@ class DeviceSession(Session):
         """Queue one inference of the slot on the compute stream."""
         raise NotImplementedError
 
-    def allocate(self, inputs: Mapping[str, Shape], room: Mapping[str, int]) -> None:
-        """Allocate every slot's memory: `inputs` are the shapes of the feeds, `room` the bytes of each tensor."""
+    def allocate(self, inputs: Mapping[str, Shape], sizes: Mapping[str, int]) -> None:
+        """Allocate every slot's memory: `inputs` are the shapes of the feeds, `sizes` the bytes of each tensor."""
         self._shapes = dict(inputs)
         for slot in self._slots:
-            slot.addresses = {name: self.device.allocate(size) for name, size in room.items()}
+            slot.addresses = {name: self.device.allocate(size) for name, size in sizes.items()}
             slot.hosts = {}
 
     def stage(self, feeds: Arrays) -> Arrays:
@@ -244,14 +244,14 @@ class DeviceSession(Session):
         return {name: self._lock_feed(t, feeds[name]) for t in self.inputs if (name := t.name) in feeds}
 
     def _lock_feed(self, tensor: Tensor, feed: np.ndarray) -> np.ndarray:
-        locked = self.device.pinned(feed.shape, tensor.dtype)
-        np.copyto(locked, feed)
-        self._staged.append(locked)
-        return locked
+        buffer = self.device.pinned(feed.shape, tensor.dtype)
+        np.copyto(buffer, feed)
+        self._staged.append(buffer)
+        return buffer
 
     def _is_staged(self, feed: np.ndarray) -> bool:
-        begin = feed.ctypes.data
-        return any(0 <= begin - one.ctypes.data <= one.nbytes - feed.nbytes for one in self._staged)
+        address = feed.ctypes.data
+        return any(0 <= address - array.ctypes.data <= array.nbytes - feed.nbytes for array in self._staged)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Queue the copies to the device; the next `run` of the slot waits for them."""
@@ -259,22 +259,22 @@ class DeviceSession(Session):
 
     def _list_sources(self, feeds: Arrays, slot: int) -> list[tuple[int, int, int]]:
         """Return the device address, host address and bytes of every copy to the device."""
-        place, copies = self._slots[slot], []
+        state, copies = self._slots[slot], []
         for tensor in self.inputs:
             feed = fit_feed(feeds, tensor, self._shapes[tensor.name])
             if not self._is_staged(feed):
-                locked = self._reserve_memory(place, tensor.name, feed.nbytes)
-                np.copyto(locked.view(feed.dtype).reshape(feed.shape), feed)
-                feed = locked
-            copies.append((place.addresses[tensor.name], feed.ctypes.data, feed.nbytes))
+                buffer = self._reserve_memory(state, tensor.name, feed.nbytes)
+                np.copyto(buffer.view(feed.dtype).reshape(feed.shape), feed)
+                feed = buffer
+            copies.append((state.addresses[tensor.name], feed.ctypes.data, feed.nbytes))
         return copies
 
     def _send_inputs(self, slot: int, sources: list[tuple[int, int, int]]) -> None:
-        place = self._slots[slot]
+        state = self._slots[slot]
         for device, host, size in sources:
             call(self._cuda.cuMemcpyHtoDAsync, device, host, size, self._in)
-        call(self._cuda.cuEventRecord, place.bound, self._in)
-        place.fresh = True
+        call(self._cuda.cuEventRecord, state.bound, self._in)
+        state.fresh = True
 
     def on_device(self) -> DeviceBinding | None:
         """See `Session.on_device`; None if this Python has no PyTorch with CUDA."""
@@ -289,31 +289,31 @@ class DeviceSession(Session):
     def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
         """Bind PyTorch tensors on the device, as `bind` does with arrays, after the event `ready`."""
         call(self._cuda.cuStreamWaitEvent, self._in, self._cuda.CUevent(ready.cuda_event), 0)
-        place = self._slots[slot]
+        state = self._slots[slot]
         for tensor in self.inputs:
-            given = tensors[tensor.name]
-            if tuple(given.shape) != self._shapes[tensor.name] or str(given.dtype) != f"torch.{tensor.dtype}":
+            source = tensors[tensor.name]
+            if tuple(source.shape) != self._shapes[tensor.name] or str(source.dtype) != f"torch.{tensor.dtype}":
                 raise UserError(f"input {tensor.name!r} wants {self._shapes[tensor.name]} {tensor.dtype}")
-            size = given.numel() * given.element_size()
-            call(self._cuda.cuMemcpyDtoDAsync, place.addresses[tensor.name], given.data_ptr(), size, self._in)
-        call(self._cuda.cuEventRecord, place.bound, self._in)
-        place.fresh = True
+            size = source.numel() * source.element_size()
+            call(self._cuda.cuMemcpyDtoDAsync, state.addresses[tensor.name], source.data_ptr(), size, self._in)
+        call(self._cuda.cuEventRecord, state.bound, self._in)
+        state.fresh = True
 
     def _output_tensors(self, slot: int) -> dict[str, Any]:
         import torch
 
-        place = torch.device("cuda", self.device.index)
-        return {name: torch.as_tensor(_CudaArray(*result), device=place) for name, result in self.results(slot).items()}
+        gpu = torch.device("cuda", self.device.index)
+        return {name: torch.as_tensor(_CudaArray(*result), device=gpu) for name, result in self.results(slot).items()}
 
     def run(self, slot: int = 0) -> None:
         """Queue one inference, after the slot's copies."""
-        place = self._slots[slot]
-        if place.fresh:
-            call(self._cuda.cuStreamWaitEvent, self._compute, place.bound, 0)
-            place.fresh = False
+        state = self._slots[slot]
+        if state.fresh:
+            call(self._cuda.cuStreamWaitEvent, self._compute, state.bound, 0)
+            state.fresh = False
         self.enqueue(slot)
         if self.slots > 1:
-            self._cuda.cuEventRecord(place.done, self._compute)
+            self._cuda.cuEventRecord(state.done, self._compute)
 
     def wait(self, slot: int = 0) -> None:
         """Return when the slot's work is done; raise a fault of the GPU."""
@@ -331,9 +331,9 @@ class DeviceSession(Session):
 
     def _list_targets(self, slot: int) -> dict[str, tuple[np.ndarray, int]]:
         """Return the host array and the device address of every output."""
-        place, targets = self._slots[slot], {}
+        state, targets = self._slots[slot], {}
         for name, (shape, dtype, address) in self.results(slot).items():
-            host = self._reserve_memory(place, name, math.prod(shape) * np.dtype(dtype).itemsize)
+            host = self._reserve_memory(state, name, math.prod(shape) * np.dtype(dtype).itemsize)
             targets[name] = (host.view(dtype).reshape(shape), address)
         return targets
 
@@ -342,11 +342,11 @@ class DeviceSession(Session):
             if array.nbytes:
                 call(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._out)
 
-    def _reserve_memory(self, place: Slot, name: str, size: int) -> np.ndarray:
+    def _reserve_memory(self, state: Slot, name: str, size: int) -> np.ndarray:
         """Return the tensor's host memory, allocated on first use and whenever it must grow."""
-        if name not in place.hosts or place.hosts[name].nbytes < size:
-            place.hosts[name] = self.device.pinned((size,), np.uint8)
-        return place.hosts[name][:size]
+        if name not in state.hosts or state.hosts[name].nbytes < size:
+            state.hosts[name] = self.device.pinned((size,), np.uint8)
+        return state.hosts[name][:size]
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
         """Return the shape, type and device address of every output of the slot's last run."""
@@ -365,9 +365,9 @@ class DeviceSession(Session):
         h2d.stop()
         h2d.seconds()
         compute.start()
-        begin = time.perf_counter_ns()
+        start = time.perf_counter_ns()
         self.run()
-        enqueue = (time.perf_counter_ns() - begin) / 1e9
+        enqueue = (time.perf_counter_ns() - start) / 1e9
         compute.stop()
         self.wait()
         targets = self._list_targets(0)

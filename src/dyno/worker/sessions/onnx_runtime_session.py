@@ -27,8 +27,8 @@ CONV_SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
 
 
 def _check_provider(value: Option) -> str:
-    named = isinstance(value, str) and re.fullmatch(r"[A-Za-z]\w*", value)
-    return "" if named else f"{' or '.join(PROVIDERS)}, or on a CPU another provider's name, such as openvino"
+    is_name = isinstance(value, str) and re.fullmatch(r"[A-Za-z]\w*", value)
+    return "" if is_name else f"{' or '.join(PROVIDERS)}, or on a CPU another provider's name, such as openvino"
 
 
 OPTION_CHECKS: dict[str, Check] = {
@@ -57,10 +57,10 @@ def list_providers(trial: Trial, index: int, stream: int | None = None) -> list[
 def _require_provider(ort: Any, trial: Trial) -> str:
     """Return the trial's execution provider; raise `Unavailable` if the library lacks it."""
     _preload_libraries(ort)
-    wanted = _choose_provider(trial)
-    if wanted not in ort.get_available_providers():
-        raise Unavailable(f"this onnxruntime has no {wanted}; pip install onnxruntime-gpu")
-    return wanted
+    provider = _choose_provider(trial)
+    if provider not in ort.get_available_providers():
+        raise Unavailable(f"this onnxruntime has no {provider}; pip install onnxruntime-gpu")
+    return provider
 
 
 def _preload_libraries(ort: Any) -> None:
@@ -79,18 +79,18 @@ class CudaSession(DeviceSession):
     takes_frames = True
 
     def __init__(self, file: Any, trial: Trial, tensor: Callable[[Any], Tensor]) -> None:
-        device, wanted = Device(trial.runtime.device), _require_provider(file.ort, trial)
+        device, provider = Device(trial.runtime.device), _require_provider(file.ort, trial)
         super().__init__(device, slots_of(trial))
         self._file, self._providers = file, list_providers(trial, device.index)
         self._session = file.open(list_providers(trial, device.index, self.stream))
-        if wanted not in self._session.get_providers():
+        if provider not in self._session.get_providers():
             raise Unavailable(
-                f"ONNX Runtime left {wanted} out: the libraries it needs are missing or of another version"
+                f"ONNX Runtime left {provider} out: the libraries it needs are missing or of another version"
             )
         self.inputs = tuple(replace(t, shape=file.shapes[t.name]) for t in map(tensor, self._session.get_inputs()))
         self.outputs = tuple(tensor(arg) for arg in self._session.get_outputs())
-        ranked = (t for t in self.outputs if t.shape)  # an output without dimensions is a scalar or of unknown rank
-        self._static = {t.name: t for t in (*self.inputs, *ranked) if all(isinstance(n, int) for n in t.shape)}
+        outputs = (t for t in self.outputs if t.shape)  # an output without dimensions is a scalar or of unknown rank
+        self._static = {t.name: t for t in (*self.inputs, *outputs) if all(isinstance(n, int) for n in t.shape)}
         self.allocate(file.shapes, {name: _count_bytes(t) for name, t in self._static.items()})
         self._run_options = file.ort.RunOptions()
         # Else every run would end with a wait, and nothing could overlap.
@@ -100,12 +100,12 @@ class CudaSession(DeviceSession):
     def _bind_slot(self, slot: int) -> Any:
         binding, addresses = self._session.io_binding(), self._slots[slot].addresses
         for tensor in self.inputs:
-            kind, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
-            binding.bind_input(tensor.name, "cuda", self.device.index, kind, shape, addresses[tensor.name])
+            dtype, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
+            binding.bind_input(tensor.name, "cuda", self.device.index, dtype, shape, addresses[tensor.name])
         for tensor in self.outputs:
             if tensor.name in self._static:
-                kind, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
-                binding.bind_output(tensor.name, "cuda", self.device.index, kind, shape, addresses[tensor.name])
+                dtype, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
+                binding.bind_output(tensor.name, "cuda", self.device.index, dtype, shape, addresses[tensor.name])
             else:
                 binding.bind_output(tensor.name, "cuda", self.device.index)
         return binding
@@ -125,18 +125,18 @@ class CudaSession(DeviceSession):
     def facts(self) -> EngineFacts:
         """See `OnnxFile.facts`; with a note on nodes that ran on the CPU."""
         facts: EngineFacts = self._file.facts(self._providers, {})
-        on_cpu = facts.nodes_by_provider.get("CPUExecutionProvider", 0)
-        note = f"{on_cpu} of {facts.layers} nodes ran on the CPU, with copies around them"
+        cpu_nodes = facts.nodes_by_provider.get("CPUExecutionProvider", 0)
+        note = f"{cpu_nodes} of {facts.layers} nodes ran on the CPU, with copies around them"
         return replace(
             facts,
-            notes=(*facts.notes, note) if on_cpu else facts.notes,
+            notes=(*facts.notes, note) if cpu_nodes else facts.notes,
             options={**facts.options, "slots": self.slots, **self._providers[0][1]},
         )
 
     def layer_graph(self) -> LayerGraph:
         """See `OnnxFile.inside`."""
-        found: LayerGraph = self._file.inside(self._providers, {})
-        return found
+        graph: LayerGraph = self._file.inside(self._providers, {})
+        return graph
 
     def close(self) -> None:
         """Free the bindings and the session, then their memory."""
@@ -174,9 +174,9 @@ EVENT_TEXT = re.compile(r'("name"\s*:\s*)"(.*?)"(,"args"\s*:\s*\{)', re.DOTALL)
 
 def events_in(text: str) -> list[dict[str, Any]]:
     """Return the events of a profile; the library leaves quotes and backslashes in node names unescaped."""
-    escaped = EVENT_TEXT.sub(lambda found: f"{found[1]}{json.dumps(found[2])}{found[3]}", text)
-    read: list[dict[str, Any]] = json.loads(escaped)
-    return read
+    json_text = EVENT_TEXT.sub(lambda match: f"{match[1]}{json.dumps(match[2])}{match[3]}", text)
+    events: list[dict[str, Any]] = json.loads(json_text)
+    return events
 
 
 class Profile:
@@ -188,19 +188,19 @@ class Profile:
     def __init__(self, events: list[dict[str, Any]], precision: str, levels: Mapping[str, int] | None = None) -> None:
         self._precision, self._levels = precision, levels
         runs = sorted(e["ts"] for e in events if e["name"] == "model_run")
-        since = runs[1] if len(runs) > 1 else 0
-        nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
+        start = runs[1] if len(runs) > 1 else 0
+        nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= start]
         kernels = [e for e in nodes if e["name"].endswith("_kernel_time")]
         self.kernel_args = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
         self.computed_in = self._find_types()  # types of the compute nodes
         self.outer = {(e["name"], e["args"].get("node_index")): e["args"] for e in _find_outer_kernels(kernels)}
-        taken: dict[Any, list[float]] = defaultdict(list)
+        times: dict[Any, list[float]] = defaultdict(list)
         for event in kernels:
-            taken[event["args"]["op_name"], event["name"], event["args"].get("node_index")].append(event["dur"] * 1e-6)
+            times[event["args"]["op_name"], event["name"], event["args"].get("node_index")].append(event["dur"] * 1e-6)
         self.seconds: dict[str, float] = defaultdict(float)  # per run
-        for (op, *_), each in taken.items():
+        for (op, *_), samples in times.items():
             # The median is robust against runs interrupted by other programs.
-            self.seconds[op] += statistics.median(each)
+            self.seconds[op] += statistics.median(samples)
 
     def by_type(self) -> dict[str, int]:
         """Return the number of compute nodes by the type of their products; 8-bit ones, signed or not, as `int8`."""
@@ -245,7 +245,7 @@ class Profile:
                 return ACCURACY_LEVELS[level]
         if "Integer" in args["op_name"] or args["op_name"].startswith("DynamicQuantize"):
             return "int8"
-        kind = next((name for typed in args.get("input_type_shape", []) for name in typed), UNKNOWN_TYPE)
+        kind = next((name for entry in args.get("input_type_shape", []) for name in entry), UNKNOWN_TYPE)
         return TYPE_NAMES.get(kind, kind)
 
 
@@ -269,13 +269,13 @@ def _find_outer_kernels(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
     Inner kernels may have names and numbers of outer nodes.
     """
-    kept, end = list[dict[str, Any]](), -1
+    outer_kernels, end = list[dict[str, Any]](), -1
     for event in sorted(kernels, key=lambda e: (e["ts"], -e["dur"])):
         if event["ts"] >= end:
-            kept.append(event)
+            outer_kernels.append(event)
             if event["args"].get("op_name") in CONTROL_OPERATORS:
                 end = event["ts"] + event["dur"]
-    return kept
+    return outer_kernels
 
 
 # One batch of ONNX Runtime on the CPU: its inputs and outputs in host memory, without copies
@@ -291,10 +291,10 @@ class Request:
         self._outputs: dict[str, np.ndarray] = {}
         # The library allocates outputs of run-dependent shape, outputs without dimensions (scalars or of any rank), and
         # inputs that are outputs too. All are bound in the graph's order, which `get_outputs` keeps after a rebinding.
-        fed = {each.name for each in session.get_inputs()}
+        input_names = {arg.name for arg in session.get_inputs()}
         for tensor in outputs:
             sizes = [size for size in tensor.shape if isinstance(size, int)]
-            if sizes and len(sizes) == len(tensor.shape) and tensor.name not in fed:
+            if sizes and len(sizes) == len(tensor.shape) and tensor.name not in input_names:
                 array = self._outputs[tensor.name] = np.empty(sizes, tensor.dtype)
                 self._binding.bind_output(tensor.name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
             else:

@@ -32,14 +32,14 @@ def make_factors() -> dict[str, np.ndarray]:
 
 def count_bits(results: Iterable[np.ndarray]) -> int:
     """Return the number of bits kept by the results `p` and `c`: 24 for products in IEEE FP32."""
-    places = _find_places()
-    kept = np.ones(SUM_LENGTH, bool)
+    exponents = _find_places()
+    is_exact = np.ones(SUM_LENGTH, bool)
     for result in results:
         values = np.asarray(result, np.float64)
         values = np.moveaxis(values, 1, -1).reshape(-1, SUM_LENGTH)[:, ::-1]
-        kept &= (2 * values == 1 + 2.0**-places).all(axis=0)
-    lost = places[~kept]
-    return int(lost.min()) if lost.size else MAX_EXPONENT + 1
+        is_exact &= (2 * values == 1 + 2.0**-exponents).all(axis=0)
+    lost_exponents = exponents[~is_exact]
+    return int(lost_exponents.min()) if lost_exponents.size else MAX_EXPONENT + 1
 
 
 def _find_places() -> np.ndarray:

@@ -43,12 +43,12 @@ def configure(torch: Any, trial: Trial, benchmark: bool) -> None:
         # Only settable once, before the first parallel work; operators run one at a time here anyway.
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(1)
-    tf32 = trial.precision == "tf32"
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
+    is_tf32 = trial.precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = is_tf32
+    torch.backends.cudnn.allow_tf32 = is_tf32
     torch.backends.cudnn.benchmark = benchmark
     # "high" would also let a CPU compute float32 products in bfloat16.
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
 
 
 @contextlib.contextmanager
@@ -135,12 +135,12 @@ def named_outputs(result: Any) -> dict[str, Any]:
     Complex tensors get their real and imaginary parts along a last axis, as in graphs: NumPy's and PyTorch's casts to a
     real type drop the imaginary part. Raise a `UserError` for a result without tensors or with a non-dense tensor.
     """
-    found = [*walk_tensors(result)]
-    for tensor in found:
+    tensors = [*walk_tensors(result)]
+    for tensor in tensors:
         if tensor.is_nested or str(tensor.layout) != "torch.strided":
-            kind, dense = ("nested", "to_padded_tensor(0)") if tensor.is_nested else ("sparse", "to_dense()")
-            raise UserError(f"the model returns a {kind} tensor, which no engine does; let its forward return .{dense}")
-    outputs = [real_view(tensor) for tensor in found]
+            kind, call = ("nested", "to_padded_tensor(0)") if tensor.is_nested else ("sparse", "to_dense()")
+            raise UserError(f"the model returns a {kind} tensor, which no engine does; let its forward return .{call}")
+    outputs = [real_view(tensor) for tensor in tensors]
     if not outputs:
         raise UserError(f"the model returns a {type(result).__name__} without tensors; it must return at least one")
     return {f"output_{i}" if i else "output": tensor for i, tensor in enumerate(outputs)}
@@ -205,7 +205,7 @@ def unwrap_module(torch: Any, module: Any) -> Any:
     """
     while isinstance(module, torch.nn.DataParallel) or getattr(module, "_orig_mod", None) is not None:
         module = module.module if isinstance(module, torch.nn.DataParallel) else module._orig_mod
-    if any(hasattr(each, "materialize") for each in (*module.parameters(), *module.buffers())):
+    if any(hasattr(tensor, "materialize") for tensor in (*module.parameters(), *module.buffers())):
         name = type(module).__name__
         raise UserError(f"{name} has lazy weights, which its first call makes; call it once on an input first")
     return module
@@ -268,14 +268,14 @@ def count_products(run: Callable[[], Any]) -> dict[str, int]:
             is_quantised = operator.namespace == "quantized" and PRODUCT_OPERATOR.match(
                 operator.overloadpacket.__name__
             )
-            multiplies = is_quantised or operator.overloadpacket in flop_registry
-            if not multiplies:
+            is_product = is_quantised or operator.overloadpacket in flop_registry
+            if not is_product:
                 with self:  # its parts
                     result = operator.decompose(*args, **(options or {}))
                 if result is not NotImplemented:
                     return result
             result = operator(*args, **(options or {}))
-            if multiplies:
+            if is_product:
                 kinds["int8" if is_quantised else str(next(walk_tensors(result)).dtype).removeprefix("torch.")] += 1
             return result
 
@@ -292,8 +292,8 @@ def is_quantised(module: Any) -> bool:
 
     These are not parameters; a method `weight`, or `get_weight` of a recurrent layer, returns them.
     """
-    ways = (getattr(module, name, None) for name in ("weight", "get_weight"))
-    return ".quantized" in type(module).__module__ and any(map(callable, ways))
+    methods = (getattr(module, name, None) for name in ("weight", "get_weight"))
+    return ".quantized" in type(module).__module__ and any(map(callable, methods))
 
 
 def list_notes(trial: Trial) -> list[str]:
@@ -321,34 +321,34 @@ def probe_processor() -> float:
     try:
         from torch._inductor import cpu_vec_isa
 
-        ask, describe = cpu_vec_isa.VecISA.check_build, cpu_vec_isa._get_isa_dry_compile_fingerprint
+        check_build, describe = cpu_vec_isa.VecISA.check_build, cpu_vec_isa._get_isa_dry_compile_fingerprint
     except (ImportError, AttributeError):  # other internal names in another version
         return 0.0
-    took: list[float] = []
+    durations: list[float] = []
     folder, flags = os.environ.get(PROBES_VARIABLE, ""), system.describe()["cpu_flags"]
 
     def remember(isa: Any, code: str) -> bool:
         key = digest([describe(isa._arch_flags), code, flags])
-        answer = Path(folder, key) if folder else None
+        cache_file = Path(folder, key) if folder else None
         with contextlib.suppress(OSError, ValueError):
-            if answer:
-                took.append(float(answer.read_text()))
+            if cache_file:
+                durations.append(float(cache_file.read_text()))
                 return True
-        began = time.perf_counter()
-        can_build = bool(ask(isa, code))
-        took.append(time.perf_counter() - began)
-        if can_build and answer:
+        start = time.perf_counter()
+        can_build = bool(check_build(isa, code))
+        durations.append(time.perf_counter() - start)
+        if can_build and cache_file:
             with contextlib.suppress(OSError):
-                answer.parent.mkdir(parents=True, exist_ok=True)
-                answer.write_text(str(took[-1]))
+                cache_file.parent.mkdir(parents=True, exist_ok=True)
+                cache_file.write_text(str(durations[-1]))
         return can_build
 
     cpu_vec_isa.VecISA.check_build = remember
     try:
         cpu_vec_isa.pick_vec_isa()
     finally:
-        cpu_vec_isa.VecISA.check_build = ask
-    return sum(took)
+        cpu_vec_isa.VecISA.check_build = check_build
+    return sum(durations)
 
 
 def describe_probe(seconds: float) -> list[str]:
@@ -364,10 +364,10 @@ def first_line(e: BaseException) -> str:
     TorchScript's message begins with the place: return its error instead.
     """
     text = str(e)
-    if "TorchScript interpreter" in text and (found := SCRIPTED_ERROR.findall(text)):
-        return shorten(found[-1])
-    first = next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)
-    return shorten(first).removesuffix(".")
+    if "TorchScript interpreter" in text and (errors := SCRIPTED_ERROR.findall(text)):
+        return shorten(errors[-1])
+    message = next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)
+    return shorten(message).removesuffix(".")
 
 
 def allocator_peaks(torch: Any, device: Any) -> dict[str, Any]:
@@ -428,16 +428,14 @@ def compiler_errors() -> Iterator[None]:
             raise Unavailable(NO_COMPILER.format("torch.compile", _find_compiler())) from e
         if "Python.h" in text:
             raise Unavailable(NO_HEADERS) from e
-        missing = re.search(r"ModuleNotFoundError: No module named '(\w+)'", text)
-        if missing:  # torch 2.2 needs setuptools to compile for a CPU
-            raise Unavailable(
-                f"torch.compile needs {missing[1]} here; install it with: pip install {missing[1]}"
-            ) from e
-        inner = getattr(e, "inner_exception", None)  # the wrapper's own message has no reason
-        if inner is not None:
-            refused = re.search(r" error: (.*)", text)  # errors of the C++ compiler
-            reason = first_line(inner) + (f": {refused[1]}" if refused else "")
-            raise RuntimeError(f"inductor failed: {type(inner).__name__}: {reason}") from e
+        match = re.search(r"ModuleNotFoundError: No module named '(\w+)'", text)
+        if match:  # torch 2.2 needs setuptools to compile for a CPU
+            raise Unavailable(f"torch.compile needs {match[1]} here; install it with: pip install {match[1]}") from e
+        cause = getattr(e, "inner_exception", None)  # the wrapper's own message has no reason
+        if cause is not None:
+            compiler_error = re.search(r" error: (.*)", text)  # errors of the C++ compiler
+            reason = first_line(cause) + (f": {compiler_error[1]}" if compiler_error else "")
+            raise RuntimeError(f"inductor failed: {type(cause).__name__}: {reason}") from e
         raise
 
 
@@ -464,11 +462,11 @@ def device_named(torch: Any, name: str) -> Any:
     """
     if name.startswith("cuda"):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        number = int(name.partition(":")[2] or 0)
-        if number >= count:
-            has = f"{count} CUDA devices" if count else "no CUDA device"
-            raise Unavailable(f"PyTorch {torch.__version__} sees {has}; {name} needs a GPU, a driver and a CUDA build")
-        torch.cuda.set_device(number)
+        index = int(name.partition(":")[2] or 0)
+        if index >= count:
+            gpus = f"{count} CUDA devices" if count else "no CUDA device"
+            raise Unavailable(f"PyTorch {torch.__version__} sees {gpus}; {name} needs a GPU, a driver and a CUDA build")
+        torch.cuda.set_device(index)
     return torch.device(name)
 
 
@@ -483,9 +481,9 @@ class Copies:
     """
 
     def __init__(self, torch: Any, bound: list[dict[str, Any]]) -> None:
-        first = next(iter(bound[0].values()))
+        sample = next(iter(bound[0].values()))
         self._torch, self._bound = torch, bound
-        self._in, self.compute, self._out = (torch.cuda.Stream(first.device) for _ in range(3))
+        self._in, self.compute, self._out = (torch.cuda.Stream(sample.device) for _ in range(3))
         self._uploaded, self._computed = ([torch.cuda.Event() for _ in bound] for _ in range(2))
         self._fresh = [False for _ in bound]
         # Floating-point inputs arrive as float32, whatever the module's type; others in their own type.
@@ -494,7 +492,7 @@ class Copies:
         self._hosts: list[dict[str, Any]] = [{} for _ in bound]
         self._staged: dict[int, Any] = {}
         self._fetched: list[dict[str, Any]] = [{} for _ in bound]
-        torch.cuda.synchronize(first.device)  # weights and buffers were made on the default stream
+        torch.cuda.synchronize(sample.device)  # weights and buffers were made on the default stream
 
     def _choose_target(self, name: str, tensor: Any) -> Any:
         """Return the target of a copy from the host: the module's own tensor if type and layout fit."""
@@ -524,10 +522,10 @@ class Copies:
         hosts = {name: self._find_host_tensor(name, feeds[name], slot) for name in self._bound[slot]}
         with self._torch.cuda.stream(self._in):
             for name, host in hosts.items():
-                landed, bound = self._landed[slot][name], self._bound[slot][name]
-                landed.copy_(host, non_blocking=True)
-                if landed is not bound:
-                    bound.copy_(landed)
+                target, tensor = self._landed[slot][name], self._bound[slot][name]
+                target.copy_(host, non_blocking=True)
+                if target is not tensor:
+                    tensor.copy_(target)
             self._uploaded[slot].record(self._in)
         self._fresh[slot] = True
 
@@ -535,8 +533,8 @@ class Copies:
         """Bind tensors on the device, as `bind` does with arrays, after the event `ready`."""
         with self._torch.cuda.stream(self._in):
             self._in.wait_event(ready)
-            for name, bound in self._bound[slot].items():
-                bound.copy_(feeds[name])
+            for name, tensor in self._bound[slot].items():
+                tensor.copy_(feeds[name])
             self._uploaded[slot].record(self._in)
         self._fresh[slot] = True
 
@@ -576,8 +574,8 @@ class Copies:
         with self._torch.cuda.stream(self._out):
             self._out.wait_event(self._computed[slot])
             for name, tensor in outputs.items():
-                typed = as_fetched(tensor).contiguous()
-                self._reserve_buffer(name, typed, slot).copy_(typed, non_blocking=True)
+                source = as_fetched(tensor).contiguous()
+                self._reserve_buffer(name, source, slot).copy_(source, non_blocking=True)
         return {name: self._fetched[slot][name].numpy() for name in outputs}
 
     def _reserve_buffer(self, name: str, tensor: Any, slot: int) -> Any:
@@ -606,7 +604,7 @@ class Copies:
         begin.record(stream)
         start = time.perf_counter_ns()
         action()
-        queued = (time.perf_counter_ns() - start) / 1e9
+        host_s = (time.perf_counter_ns() - start) / 1e9
         end.record(stream)
         end.synchronize()
-        return queued, begin.elapsed_time(end) / 1e3
+        return host_s, begin.elapsed_time(end) / 1e3

@@ -22,18 +22,18 @@ from dyno.worker.spec import BATCH_AXIS, Artifact, Tensor, Trial, UserError
 ENTRY_POINT_GROUP = "dyno.scripts"
 
 
-def write(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> tuple[str, ...]:
+def write(trial: Trial, artifact: Artifact | None, facts: dict[str, Any], folder: Path) -> tuple[str, ...]:
     """Write script.py into the folder, with a module's files: state.pt, and model.py for copied code.
 
-    `about` has `script` and `file` (names of both), the trial's `outputs` by name, the `options` in the engine's run,
+    `facts` has `script` and `file` (names of both), the trial's `outputs` by name, the `options` in the engine's run,
     the weights' `weights_sha256`, and the `story` for the script's docstring. Return the names of the written files.
     Raise a `UserError` for a backend without scripts.
     """
     scripts = plugins.list_declared(sys.modules[__name__], Script, ENTRY_POINT_GROUP)
     if trial.backend not in scripts:
         raise UserError(f"there is no script for {trial.backend}; one can be written for {', '.join(scripts)}")
-    part = scripts[trial.backend].write_part(trial, artifact, about, folder)
-    text = write_script(part, trial, inputs_of(trial, artifact), about)
+    part = scripts[trial.backend].write_part(trial, artifact, facts, folder)
+    text = write_script(part, trial, inputs_of(trial, artifact), facts)
     (folder / "script.py").write_text(text, encoding="utf-8")
     return tuple(sorted(path.name for path in folder.iterdir() if path.name in ("script.py", "state.pt", "model.py")))
 
@@ -132,7 +132,7 @@ class ScriptPart:
 
 @dataclass(frozen=True)
 class Script:
-    """A backend's scripts; `part(trial, artifact, about, folder)` returns the backend's part, see `snippets.write`."""
+    """A backend's scripts; `write_part(trial, artifact, facts, folder)` returns its part, see `snippets.write`."""
 
     name: str  # the backend's
     write_part: Callable[[Trial, Artifact | None, dict[str, Any], Path], ScriptPart]
@@ -149,7 +149,7 @@ def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
     return tuple(replace(t, dtype="uint8") for t in tensors) if input_data.wants_pixels(trial.options) else tensors
 
 
-def write_script(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
+def write_script(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], facts: Mapping[str, Any]) -> str:
     """Return the whole script."""
     image = _find_image(trial, tensors)
     constants = {
@@ -161,11 +161,11 @@ def write_script(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], ab
         constants |= _collect_preparation(trial, image)
     photographs = NO_PHOTOGRAPHS
     if image is not None:
-        arranged = ".transpose(0, 2, 3, 1)" if specs.channels_last(image.shape) else ""
-        photographs = PHOTOGRAPHS.format(name=image.name, arranged=arranged)
+        suffix = ".transpose(0, 2, 3, 1)" if specs.channels_last(image.shape) else ""
+        photographs = PHOTOGRAPHS.format(name=image.name, arranged=suffix)
     return "".join(
         (
-            _write_head(part, trial, about, image is not None),
+            _write_head(part, trial, facts, image is not None),
             f"import sys\nfrom pathlib import Path\n\nimport numpy as np\n{part.imports}\n",
             *(
                 f"{name} = {value if name == 'FILE' else pformat(value, width=110)}\n"
@@ -179,11 +179,11 @@ def write_script(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], ab
     )
 
 
-def _write_head(part: ScriptPart, trial: Trial, about: Mapping[str, Any], image: bool) -> str:
-    script = shlex.quote(about["script"])
-    lines = [f'"""{about["story"]}', "", f"    python {script}                # random numbers"]
-    lines += [f"    python {script} PHOTO.jpg …    # photographs, prepared as for the measurement"] if image else []
-    needs = ", ".join((*part.needs, *(("Pillow for photographs",) if image else ())))
+def _write_head(part: ScriptPart, trial: Trial, facts: Mapping[str, Any], has_image: bool) -> str:
+    script = shlex.quote(facts["script"])
+    lines = [f'"""{facts["story"]}', "", f"    python {script}                # random numbers"]
+    lines += [f"    python {script} PHOTO.jpg …    # photographs, prepared as for the measurement"] if has_image else []
+    needs = ", ".join((*part.needs, *(("Pillow for photographs",) if has_image else ())))
     lines += ["", f"Needs {needs}. Written by `dyno export`, but runs without Dyno."]
     lines += [note] if (note := tasks.find_task(trial.model.task).note) else []
     return "\n".join(lines).replace("\\", "/") + '\n"""\n\n'
@@ -191,18 +191,18 @@ def _write_head(part: ScriptPart, trial: Trial, about: Mapping[str, Any], image:
 
 def _find_image(trial: Trial, tensors: tuple[Tensor, ...]) -> Tensor | None:
     """Return the image input if all other inputs have fixed values, else None."""
-    fixed = {spec.name for spec in trial.model.inputs if spec.low is not None and spec.low == spec.high}
-    free = [tensor for tensor in tensors if tensor.name not in fixed]
-    takes = len(free) == 1 and len(free[0].shape) == 4 and free[0].shape[specs.find_axes(free[0].shape)[0]] in (1, 3)
-    return free[0] if takes else None
+    fixed_names = {spec.name for spec in trial.model.inputs if spec.low is not None and spec.low == spec.high}
+    free = [tensor for tensor in tensors if tensor.name not in fixed_names]
+    is_image = len(free) == 1 and len(free[0].shape) == 4 and free[0].shape[specs.find_axes(free[0].shape)[0]] in (1, 3)
+    return free[0] if is_image else None
 
 
 def _find_ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float, float]]:
     """Return the range of each input's random values, if not standard normal."""
-    described = {s.name: (s.low, s.high) for s in trial.model.inputs if s.low is not None and s.high is not None}
-    whole = {t.name: (0, 255) if t.dtype == "uint8" else (0, 1) for t in tensors if not t.dtype.startswith("float")}
-    masks = {name: (1, 1) for name in whole if "mask" in name.lower()}
-    ranges = {**whole, **masks, **described}
+    spec_ranges = {s.name: (s.low, s.high) for s in trial.model.inputs if s.low is not None and s.high is not None}
+    integers = {t.name: (0, 255) if t.dtype == "uint8" else (0, 1) for t in tensors if not t.dtype.startswith("float")}
+    masks = {name: (1, 1) for name in integers if "mask" in name.lower()}
+    ranges = {**integers, **masks, **spec_ranges}
     return {t.name: ranges[t.name] for t in tensors if t.name in ranges}
 
 
@@ -225,9 +225,9 @@ def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
 
 def _write_preparation(trial: Trial, image: Tensor) -> str:
     letterbox = trial.model.preprocess.letterbox
-    more = ", ImageOps" if letterbox else ""
-    upright = "        picture = ImageOps.exif_transpose(picture)\n" if letterbox else ""
+    more_imports = ", ImageOps" if letterbox else ""
+    transpose = "        picture = ImageOps.exif_transpose(picture)\n" if letterbox else ""
     body = LETTERBOXED if letterbox else CROPPED
     end = "    return np.ascontiguousarray(pixels)\n" if image.dtype == "uint8" else NORMALISED
     axes = "height, width, channels" if specs.channels_last(image.shape) else "channels, height, width"
-    return PREPARED.format(more=more, upright=upright, axes=axes, name=image.name) + body + end
+    return PREPARED.format(more=more_imports, upright=transpose, axes=axes, name=image.name) + body + end

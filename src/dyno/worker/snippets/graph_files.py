@@ -124,9 +124,9 @@ def run(net, feeds):
 '''
 
 
-def locate_file(about: dict[str, Any]) -> str:
+def locate_file(facts: dict[str, Any]) -> str:
     """Return the expression for the file in the script's folder."""
-    return f"Path(__file__).with_name({about['file']!r})"
+    return f"Path(__file__).with_name({facts['file']!r})"
 
 
 def require_file(artifact: Artifact | None, trial: Trial) -> Artifact:
@@ -136,26 +136,26 @@ def require_file(artifact: Artifact | None, trial: Trial) -> Artifact:
     return artifact
 
 
-def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def onnx_runtime(trial: Trial, artifact: Artifact | None, facts: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code with session options and providers as in `OnnxFile.open`."""
     inputs = require_file(artifact, trial).inputs
     settings = ort.make_settings(trial)
-    on_gpu = trial.runtime.device != "cpu"
-    provider = None if on_gpu else ort.find_provider(ort.import_library(), trial)
+    is_gpu = trial.runtime.device != "cpu"
+    provider = None if is_gpu else ort.find_provider(ort.import_library(), trial)
     if provider and provider.devices:
         raise UserError(f"there is no script for {provider.name}, which is from a plug-in library")
-    usual = [provider.name, *ort.DEFAULT_PROVIDERS] if provider else [*ort.DEFAULT_PROVIDERS]
+    providers = [provider.name, *ort.DEFAULT_PROVIDERS] if provider else [*ort.DEFAULT_PROVIDERS]
     constants = {
-        "FILE": locate_file(about),
+        "FILE": locate_file(facts),
         "THREADS": settings["intra_op_threads"],
         "OPTIMIZATION": ort.OPTIMIZATION_LEVELS[settings["optimization"]],
         "DISABLED": settings["disabled_optimizers"],
         "SPINNING": str(int(settings["spinning"])),
         "FREE_DIMENSIONS": ort.find_overrides(inputs, static_shapes(inputs, trial.dims)),
-        "PROVIDERS": cuda.list_providers(trial, _parse_device_index(trial)) if on_gpu else usual,
+        "PROVIDERS": cuda.list_providers(trial, _parse_device_index(trial)) if is_gpu else providers,
     }
-    needs = ("numpy", "onnxruntime-gpu" if on_gpu else "onnxruntime")
-    code = ONNX_RUNTIME.format(preload=PRELOAD if on_gpu else "")
+    needs = ("numpy", "onnxruntime-gpu" if is_gpu else "onnxruntime")
+    code = ONNX_RUNTIME.format(preload=PRELOAD if is_gpu else "")
     imports = (
         'import os\n\nos.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before the import\nimport onnxruntime\n'
     )
@@ -166,35 +166,35 @@ def _parse_device_index(trial: Trial) -> int:
     return int(trial.runtime.device.partition(":")[2] or 0)
 
 
-def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def open_vino(trial: Trial, artifact: Artifact | None, facts: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code with the settings of `OpenVinoSession`; outputs by position, as an IR gives one several names."""
     require_file(artifact, trial)
-    constants = {"FILE": locate_file(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.make_settings(trial)}
+    constants = {"FILE": locate_file(facts), "OUTPUTS": list(facts["outputs"]), "SETTINGS": vino.make_settings(trial)}
     return ScriptPart(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)
 
 
-def aot_inductor(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def aot_inductor(trial: Trial, artifact: Artifact | None, facts: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code that opens the package as `AotSession` does."""
     file = require_file(artifact, trial)
     package = aot_package.read_package(file.path)
-    on_gpu = trial.runtime.device != "cpu"
+    is_gpu = trial.runtime.device != "cpu"
     constants = {
-        "FILE": locate_file(about),
+        "FILE": locate_file(facts),
         "MODEL": package.name,
         "THREADS": trial.runtime.threads,
         "DEVICE": trial.runtime.device,
-        "GPU": _parse_device_index(trial) if on_gpu else -1,
-        "TYPES": {name: each.dtype for name, each in package.describe_inputs(file.inputs).items()},
+        "GPU": _parse_device_index(trial) if is_gpu else -1,
+        "TYPES": {name: tensor.dtype for name, tensor in package.describe_inputs(file.inputs).items()},
     }
     imports = "import torch\nfrom torch._inductor.package import load_package\n"
     return ScriptPart(("numpy", "torch"), imports, constants, AOT_INDUCTOR)
 
 
-def lite_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def lite_rt(trial: Trial, artifact: Artifact | None, facts: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code that opens the file as `LiteRTSession` does."""
     inputs, outputs = litert.list_ports(litert.open_file(require_file(artifact, trial).path))
     constants = {
-        "FILE": locate_file(about),
+        "FILE": locate_file(facts),
         "THREADS": trial.runtime.threads,
         "KERNELS": "AUTO" if trial.options.get("xnnpack", True) else "BUILTIN_WITHOUT_DEFAULT_DELEGATES",
         "PORTS": {p.tensor.name: (p.index, p.storage_type, p.scale, p.zero_point) for p in (*inputs, *outputs)},
@@ -204,18 +204,18 @@ def lite_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], fold
     return ScriptPart(("numpy", "ai-edge-litert"), imports, constants, LITERT)
 
 
-def n_cnn(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def n_cnn(trial: Trial, artifact: Artifact | None, facts: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code that opens the graph as `OpenGraph` does."""
     file = require_file(artifact, trial)
-    opened = ncnn.OpenGraph(file.path, trial.precision, trial.runtime.threads)
-    ends = {t.name: [trial.dims.batch if axis == BATCH_AXIS else axis for axis in t.shape] for t in file.outputs}
-    outputs = zip(opened.outputs, file.outputs, strict=True)
+    graph = ncnn.OpenGraph(file.path, trial.precision, trial.runtime.threads)
+    shapes = {t.name: [trial.dims.batch if axis == BATCH_AXIS else axis for axis in t.shape] for t in file.outputs}
+    outputs = zip(graph.outputs, file.outputs, strict=True)
     constants = {
-        "FILE": locate_file(about),
-        "OPTIONS": opened.set_options,
-        "BATCHES": opened.has_batches,
-        "BLOBS": {t.name: opened.name_input(t.name, place) for place, t in enumerate(file.inputs)},
-        "OUTPUTS": {blob: (t.name, t.dtype, ends[t.name]) for blob, t in outputs},
+        "FILE": locate_file(facts),
+        "OPTIONS": graph.set_options,
+        "BATCHES": graph.has_batches,
+        "BLOBS": {t.name: graph.name_input(t.name, index) for index, t in enumerate(file.inputs)},
+        "OUTPUTS": {blob: (t.name, t.dtype, shapes[t.name]) for blob, t in outputs},
     }
     return ScriptPart(("numpy", "ncnn"), "import ncnn\n", constants, NCNN)
 
@@ -285,13 +285,13 @@ def run(model, feeds):
 '''
 
 
-def tensor_rt(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def tensor_rt(trial: Trial, artifact: Artifact | None, facts: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code for the measurement's profile, on the same GPU."""
     require_file(artifact, trial)
     constants = {
-        "FILE": locate_file(about),
+        "FILE": locate_file(facts),
         "GPU": _parse_device_index(trial),
-        "PROFILE": int(about["options"].get("profile") or 0),
+        "PROFILE": int(facts["options"].get("profile") or 0),
     }
     library = "tensorrt" if trial.backend == "tensorrt" else "tensorrt_rtx as tensorrt"
     imports = f"import {library}\nfrom cuda.bindings import runtime as cudart\n"

@@ -144,44 +144,44 @@ def run(model, feeds):
 '''
 
 
-def write_module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def write_module(trial: Trial, artifact: Artifact | None, facts: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code that builds the network, and store the network's state in the folder.
 
     Raise a `UserError` for weights changed since the measurement, and for a network that can't be stored as weights.
     """
     torch = import_torch()
     network = models.load(trial.model, trial.dims)
-    if (measured := about.get("weights_sha256")) and models.weights_sha256(network) != measured:
+    if (measured_hash := facts.get("weights_sha256")) and models.weights_sha256(network) != measured_hash:
         raise UserError(f"{trial.model.name} now has other weights than when it was measured; run the study again")
     if any(".quantized.dynamic" in type(layer).__module__ for layer in network.modules()):
         raise UserError(
             f"{trial.model.name} was quantised dynamically by PyTorch, which can't be stored as weights alone"
         )
-    build = _write_build_code(trial, network, about, folder)
+    build = _write_build_code(trial, network, facts, folder)
     kind = models.parse(trial.model.source)[0]
-    saved, own = kind in STORED, kind in models.FUNCTION_SOURCES
-    if not saved:
+    is_saved, is_function = kind in STORED, kind in models.FUNCTION_SOURCES
+    if not is_saved:
         torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
-    pixels = input_data.wants_pixels(options)
+    has_pixels = input_data.wants_pixels(options)
     constants = {
-        "FILE": locate_file(about),
+        "FILE": locate_file(facts),
         **build.constants,
         **_list_arguments(trial),
         **_collect_settings(trial, options),
     }
-    if pixels:
+    if has_pixels:
         scale, offset = input_data.pixel_scale(trial.model.preprocess, int(inputs_of(trial, None)[0].shape[1]))
         constants |= {"SCALE": scale.ravel().tolist(), "OFFSET": offset.ravel().tolist()}
-    end = PIXELS if pixels else "    called = network\n"
+    end = PIXELS if has_pixels else "    called = network\n"
     if trial.backend == "torchao":
         config, arguments = config_of(trial, options)
         text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        constants["UNQUANTISED"] = about.get("options", {}).get("unquantised", [])
+        constants["UNQUANTISED"] = facts.get("options", {}).get("unquantised", [])
         end = QUANTISED.format(config=config, arguments=text) + end
     end += COMPILED if trial.backend in COMPILING else "    return called\n"
-    weights = "" if saved else OWN_WEIGHTS if own else WEIGHTS
-    code = build.code + (EAGER if own else "") + LOAD.format(weights=weights, end=end)
+    weights = "" if is_saved else OWN_WEIGHTS if is_function else WEIGHTS
+    code = build.code + (EAGER if is_function else "") + LOAD.format(weights=weights, end=end)
     imports = f"import contextlib\nimport dataclasses\nimport torch\n{build.imports}"
     return ScriptPart(("numpy", "torch", *build.needs), imports, constants, code)
 
@@ -211,13 +211,13 @@ def _collect_settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any
     return settings
 
 
-def _write_build_code(trial: Trial, network: Any, about: dict[str, Any], folder: Path) -> ScriptPart:
+def _write_build_code(trial: Trial, network: Any, facts: dict[str, Any], folder: Path) -> ScriptPart:
     model, (source, rest) = trial.model, models.find_source(trial.model)
     if part := source.write_code(model, rest, network, trial.dims, _count_classes(model, network)):
         return ScriptPart(part.needs, part.imports, dict(part.constants), LIBRARY.format(body=part.body))
     if source.name == "darknet":
         return _export_network(network, trial, folder)
-    return _store_saved_module(rest, folder) if source.name == "saved" else _user_function(model, about, folder)
+    return _store_saved_module(rest, folder) if source.name == "saved" else _user_function(model, facts, folder)
 
 
 def _store_saved_module(path: str, folder: Path) -> ScriptPart:
@@ -239,12 +239,12 @@ def _export_network(network: Any, trial: Trial, folder: Path) -> ScriptPart:
 
 
 def _write_program_code() -> ScriptPart:
-    unguarded = ", ".join(f"{key}={value}" for key, value in saved_modules.guard_options().items())
-    call = f'torch.export.load(FILE.open("rb")).module({unguarded})'
+    options = ", ".join(f"{key}={value}" for key, value in saved_modules.guard_options().items())
+    call = f'torch.export.load(FILE.open("rb")).module({options})'
     return ScriptPart((), "", {}, SAVED.format(call=call))
 
 
-def _user_function(model: ModelSpec, about: dict[str, Any], folder: Path) -> ScriptPart:
+def _user_function(model: ModelSpec, facts: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code for the user's function: a copy of its file in the script's folder, or a module's import."""
     location, _, function = model.source.partition("(")[0].rpartition(":")
     if models.is_application(model):
@@ -255,10 +255,10 @@ def _user_function(model: ModelSpec, about: dict[str, Any], folder: Path) -> Scr
     options = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     path = _source_file(location)
     if path is None:
-        imported = f"from {location} import {function.split('.')[0]}\n"
-        return ScriptPart((location.split(".")[0],), imported, {}, LIBRARY.format(body=f"return {function}({options})"))
+        imports = f"from {location} import {function.split('.')[0]}\n"
+        return ScriptPart((location.split(".")[0],), imports, {}, LIBRARY.format(body=f"return {function}({options})"))
     shutil.copyfile(path, folder / "model.py")
-    copy = f"{Path(about['script']).stem}_model.py"
+    copy = f"{Path(facts['script']).stem}_model.py"
     code = OWN.format(folder=str(path.parent), copy=copy, function=function, options=options)
     return ScriptPart((), "import importlib.util\n", {}, code)
 
@@ -275,21 +275,21 @@ def _count_classes(model: ModelSpec, network: Any) -> int | None:
     """Return the network's number of classes, None for its library's own."""
     if model.classes is not None or not model.weights:
         return model.classes
-    bare = models.build(replace(model, weights="", weights_sha256="", pretrained=False))
-    return head_classes(bare, by_own_names(bare, read_checkpoint(model.weights), model.weights))
+    template = models.build(replace(model, weights="", weights_sha256="", pretrained=False))
+    return head_classes(template, by_own_names(template, read_checkpoint(model.weights), model.weights))
 
 
 PYTORCH_SCRIPT = Script("pytorch", write_module)
 COMPILE_SCRIPT = Script("compile", write_module)
 
 
-def write_torchao(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
+def write_torchao(trial: Trial, artifact: Artifact | None, facts: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code that compiles the calibrated program, or quantises the network's linear layers."""
     if artifact is None:
-        part = write_module(trial, artifact, about, folder)
+        part = write_module(trial, artifact, facts, folder)
         return replace(part, needs=(*part.needs, "torchao"), imports=f"{part.imports}import torchao.quantization\n")
     settings = _collect_settings(trial, find(trial.backend).checked(trial))  # type: ignore[attr-defined]
-    constants = {"FILE": locate_file(about), **{name: settings[name] for name in ("THREADS", "FREEZE", "MODE")}}
+    constants = {"FILE": locate_file(facts), **{name: settings[name] for name in ("THREADS", "FREEZE", "MODE")}}
     imports = "import torch\nimport torchao.quantization.pt2e.quantize_pt2e  # its operators\n"
     return ScriptPart(("numpy", "torch", "torchao"), imports, constants, PROGRAM)
 

@@ -73,16 +73,16 @@ class Collector:
     def __init__(self, evaluated: EvaluationInputs) -> None:
         self.evaluated = evaluated
 
-    def images(self, turn: int) -> int:
+    def images(self, index: int) -> int:
         """Return the number of real images in the batch; the rest is padding."""
-        return min(self.evaluated.batch, self.evaluated.count - turn * self.evaluated.batch)
+        return min(self.evaluated.batch, self.evaluated.count - index * self.evaluated.batch)
 
-    def cut(self, turn: int, fetched: Arrays) -> Arrays:
+    def cut(self, index: int, outputs: Arrays) -> Arrays:
         """Return the outputs of the batch's real images."""
-        batch, valid = self.evaluated.batch, self.images(turn)
-        return {name: a[:valid] if a.ndim and a.shape[0] == batch else a for name, a in fetched.items()}
+        batch, count = self.evaluated.batch, self.images(index)
+        return {name: a[:count] if a.ndim and a.shape[0] == batch else a for name, a in outputs.items()}
 
-    def collect(self, turn: int, fetched: Arrays) -> Any:
+    def collect(self, index: int, outputs: Arrays) -> Any:
         """Return the answers of one batch; called from several threads in parallel."""
         return None
 

@@ -35,14 +35,14 @@ def classes_of(shape: Sequence[int | str]) -> int:
 
 def find_scores(shapes: Mapping[str, Sequence[int | str]], classes: int = 0) -> list[str]:
     """Return the possible outputs of class scores; one if the number of classes (0: unknown) or a name decides."""
-    found = [name for name, shape in shapes.items() if classes_of(shape)]
-    found = [name for name in found if classes_of(shapes[name]) == classes] or found
-    found = [name for name in found if not any(word in name.lower() for word in NON_SCORE_NAMES)] or found
-    for word in SCORE_NAMES if len(found) > 1 else ():
-        named = [name for name in found if word in name.lower()]
-        if named:
-            return named
-    return found
+    names = [name for name, shape in shapes.items() if classes_of(shape)]
+    names = [name for name in names if classes_of(shapes[name]) == classes] or names
+    names = [name for name in names if not any(word in name.lower() for word in NON_SCORE_NAMES)] or names
+    for word in SCORE_NAMES if len(names) > 1 else ():
+        matches = [name for name in names if word in name.lower()]
+        if matches:
+            return matches
+    return names
 
 
 class TopKCollector(Collector):
@@ -54,23 +54,23 @@ class TopKCollector(Collector):
         self.ambiguous: tuple[str, ...] = ()
         self.is_sorted = False
 
-    def collect(self, turn: int, fetched: Arrays) -> Any:
+    def collect(self, index: int, outputs: Arrays) -> Any:
         """Return index and score of the best classes; None without a clear output of class scores.
 
         It needs a row of classes per image. Several candidates are ambiguous for images with labels; else the first
         counts.
         """
-        own = {name: a for name, a in self.cut(turn, fetched).items() if a.ndim and len(a) == self.images(turn)}
-        numbers = {name: a for name, a in own.items() if a.dtype.kind in "iu"}
-        own = {name: a for name, a in own.items() if a.dtype.kind not in "biu"} or own
+        arrays = {name: a for name, a in self.cut(index, outputs).items() if a.ndim and len(a) == self.images(index)}
+        integers = {name: a for name, a in arrays.items() if a.dtype.kind in "iu"}
+        arrays = {name: a for name, a in arrays.items() if a.dtype.kind not in "biu"} or arrays
         classes = self.labelled or self.evaluated.trial.model.classes or 0
-        names = find_scores({name: a.shape for name, a in own.items()}, classes)
+        names = find_scores({name: a.shape for name, a in arrays.items()}, classes)
         if len(names) > 1 and self.labelled:
             self.ambiguous = tuple(names)
         if not names or self.ambiguous:
             return None
-        scores = own[names[0]]
-        if self.labelled and any(_are_indices(a, scores) for name, a in numbers.items() if name != names[0]):
+        scores = arrays[names[0]]
+        if self.labelled and any(_are_indices(a, scores) for name, a in integers.items() if name != names[0]):
             self.is_sorted = True
             return None
         return rank_classes(scores.astype(np.float32).reshape(scores.shape[:2]), RANKED_CLASSES)
@@ -89,18 +89,18 @@ class TopKCollector(Collector):
         if not batches or any(ranks is None for ranks in batches):
             return {}
         return {
-            name: np.concatenate(parts)
-            for name, parts in zip(("topk_index", "topk_score"), zip(*batches, strict=True), strict=True)
+            name: np.concatenate(values)
+            for name, values in zip(("topk_index", "topk_score"), zip(*batches, strict=True), strict=True)
         }
 
 
-def _are_indices(numbers: np.ndarray, scores: np.ndarray) -> bool:
+def _are_indices(integers: np.ndarray, scores: np.ndarray) -> bool:
     """Return whether whole numbers are class indices of scores sorted in descending order, as by top-k."""
-    if numbers.shape != scores.shape or not numbers.size:
+    if integers.shape != scores.shape or not integers.size:
         return False
-    falls = bool(np.all(scores[:, :-1] >= scores[:, 1:]))
-    ordered = np.sort(numbers, axis=1)
-    return falls and bool(np.all(ordered[:, 1:] != ordered[:, :-1]))
+    is_descending = bool(np.all(scores[:, :-1] >= scores[:, 1:]))
+    sorted_indices = np.sort(integers, axis=1)
+    return is_descending and bool(np.all(sorted_indices[:, 1:] != sorted_indices[:, :-1]))
 
 
 class Classify(Task):
@@ -130,20 +130,20 @@ def rank_classes(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     The order equals a stable sort of the whole row, which runs only for rows with a tie at the k-th score.
     """
     k = min(k, scores.shape[1])
-    falling = -scores
+    sort_keys = -scores
     if scores.shape[1] <= MIN_PARTITION_FACTOR * k:
-        index = np.argsort(falling, axis=1, kind="stable")[:, :k]
+        index = np.argsort(sort_keys, axis=1, kind="stable")[:, :k]
     else:
-        index = _partition_scores(falling, k)
+        index = _partition_scores(sort_keys, k)
     return index.astype(np.int32), np.take_along_axis(scores, index, axis=1)
 
 
-def _partition_scores(falling: np.ndarray, k: int) -> np.ndarray:
-    best = falling <= np.partition(falling, k - 1, axis=1)[:, k - 1 : k]
-    clear = np.count_nonzero(best, axis=1) == k
-    index = np.empty((len(falling), k), np.int64)
-    chosen = np.nonzero(best[clear])[1].reshape(-1, k)  # ascending, for the tie rule of a stable sort
-    order = np.argsort(np.take_along_axis(falling[clear], chosen, axis=1), axis=1, kind="stable")
-    index[clear] = np.take_along_axis(chosen, order, axis=1)
-    index[~clear] = np.argsort(falling[~clear], axis=1, kind="stable")[:, :k]
+def _partition_scores(sort_keys: np.ndarray, k: int) -> np.ndarray:
+    is_best = sort_keys <= np.partition(sort_keys, k - 1, axis=1)[:, k - 1 : k]
+    is_clear = np.count_nonzero(is_best, axis=1) == k
+    index = np.empty((len(sort_keys), k), np.int64)
+    top_classes = np.nonzero(is_best[is_clear])[1].reshape(-1, k)  # ascending, for the tie rule of a stable sort
+    order = np.argsort(np.take_along_axis(sort_keys[is_clear], top_classes, axis=1), axis=1, kind="stable")
+    index[is_clear] = np.take_along_axis(top_classes, order, axis=1)
+    index[~is_clear] = np.argsort(sort_keys[~is_clear], axis=1, kind="stable")[:, :k]
     return index

@@ -57,7 +57,7 @@ class Detect(Task):
         """Return the name of the output that boxes refer to; "" if none."""
         return ""
 
-    def read(self, kept: KeptRows) -> dict[str, Any]:
+    def read(self, rows: KeptRows) -> dict[str, Any]:
         """Return further fields of `Detections`."""
         return {}
 
@@ -74,31 +74,33 @@ class Detect(Task):
         If none fits, return those in the metadata: the network can still be timed, and its trials report that no boxes
         are read.
         """
-        known = replace(metadata, classes=model.classes or metadata.classes,
+        purpose = replace(metadata, classes=model.classes or metadata.classes,
                         keypoints=tuple(model.keypoints or metadata.keypoints))  # fmt: skip
         try:
-            fits = layouts.list_fits(self.observe(outputs.shapes, outputs.size, known.classes or 0, known.keypoints))
+            fits = layouts.list_fits(
+                self.observe(outputs.shapes, outputs.size, purpose.classes or 0, purpose.keypoints)
+            )
         except UnreadBoxes:
-            self._check_classes(model, outputs, known)
-            return Purpose(classes=known.classes, keypoints=known.keypoints)
-        keypoints = known.keypoints
+            self._check_classes(model, outputs, purpose)
+            return Purpose(classes=purpose.classes, keypoints=purpose.keypoints)
+        keypoints = purpose.keypoints
         if self.needs == "keypoints" and fits[0].extra:
             keypoints = keypoints or layouts.keypoints_of(fits[0].extra) or ()
-        return Purpose(classes=layouts.agreed_classes(fits) or known.classes, keypoints=keypoints)
+        return Purpose(classes=layouts.agreed_classes(fits) or purpose.classes, keypoints=keypoints)
 
-    def _check_classes(self, model: ModelSpec, outputs: OutputShapes, known: Purpose) -> None:
+    def _check_classes(self, model: ModelSpec, outputs: OutputShapes, purpose: Purpose) -> None:
         """Raise a `UserError` if the outputs would fit with another number of classes than the user's."""
         if not model.classes:
             return
         try:
-            other = layouts.agreed_classes(
-                layouts.list_fits(self.observe(outputs.shapes, outputs.size, 0, known.keypoints))
+            class_count = layouts.agreed_classes(
+                layouts.list_fits(self.observe(outputs.shapes, outputs.size, 0, purpose.keypoints))
             )
         except UnreadBoxes:
             return
-        has = f"{other} classes" if other else "another number of classes"
+        classes = f"{class_count} classes" if class_count else "another number of classes"
         raise UserError(
-            f"{model.name} gives {format_shapes(outputs.shapes.values())}, which has {has} for {self.name}, not "
+            f"{model.name} gives {format_shapes(outputs.shapes.values())}, which has {classes} for {self.name}, not "
             f"{model.classes}; check --task and --classes"
         )
 
@@ -111,10 +113,10 @@ class Detect(Task):
         images: int = 1,
     ) -> ObservedOutputs:
         """Return the outputs for fitting layouts; raise `UnreadBoxes` without an output that the task needs."""
-        beside = self.find_referred(shapes)
-        if self.refers_to and not beside:
+        reference = self.find_referred(shapes)
+        if self.refers_to and not reference:
             raise UnreadBoxes(shapes, f"there are no {self.refers_to}")
-        boxes = {name: shape for name, shape in shapes.items() if name != beside}
+        boxes = {name: shape for name, shape in shapes.items() if name != reference}
         return ObservedOutputs(boxes, size, classes, self.extra(shapes, keypoints), images)
 
     def collector(self, evaluated: EvaluationInputs) -> Collector:
@@ -166,15 +168,15 @@ class BoxReader:
         """
         if not len(sizes):
             return []
-        chosen = self._choose_layout(outputs, input_size, len(sizes))
-        beside = self._task.find_referred(shapes_of(outputs))
-        found = []
+        choice = self._choose_layout(outputs, input_size, len(sizes))
+        reference = self._task.find_referred(shapes_of(outputs))
+        detections = []
         for image, (height, width) in enumerate(np.asarray(sizes).tolist()):
-            place = ImagePlacement(height, width, *input_size, aspects[image] if aspects else 1.0)
-            pool = np.asarray(outputs[beside])[image].astype(np.float32) if beside else np.empty(0, np.float32)
-            found.append(self._read_image(outputs, image, place, pool, chosen))
-        self._check_labels(found, outputs)
-        return found
+            placement = ImagePlacement(height, width, *input_size, aspects[image] if aspects else 1.0)
+            values = np.asarray(outputs[reference])[image].astype(np.float32) if reference else np.empty(0, np.float32)
+            detections.append(self._read_image(outputs, image, placement, values, choice))
+        self._check_labels(detections, outputs)
+        return detections
 
     def _choose_layout(
         self, outputs: Mapping[str, np.ndarray], size: tuple[int, int], images: int
@@ -191,41 +193,41 @@ class BoxReader:
     def _fit_layout(
         self, outputs: Mapping[str, np.ndarray], size: tuple[int, int], images: int, classes: int, points: Sequence[int]
     ) -> tuple[Fit, BoxForm] | None:
-        seen = self._task.observe(shapes_of(outputs), size, classes, points, images)
-        return layouts.choose_layout(replace(seen, values=outputs))
+        observed = self._task.observe(shapes_of(outputs), size, classes, points, images)
+        return layouts.choose_layout(replace(observed, values=outputs))
 
     def _read_image(
-        self, outputs: Mapping[str, np.ndarray], image: int, place: ImagePlacement, beside: np.ndarray,
-        chosen: tuple[Fit, BoxForm] | None,
+        self, outputs: Mapping[str, np.ndarray], image: int, placement: ImagePlacement, reference: np.ndarray,
+        choice: tuple[Fit, BoxForm] | None,
     ) -> Detections:  # fmt: skip
-        extra = (chosen[0].extra if chosen else self._task.extra(shapes_of(outputs), self._keypoints)) or 0
-        rows, kinds, scores = np.empty((0, 4 + extra), np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
-        form = chosen[1] if chosen else CORNERS
-        if chosen:
-            fit = chosen[0]
-            one = fit.layout.decode(fit, outputs, image)
-            overlap = None if fit.layout.suppressed else self._iou
-            kept, kinds, scores = select_best(
-                one,
-                lambda boxes: form.convert_boxes(boxes, place.input),
+        extra = (choice[0].extra if choice else self._task.extra(shapes_of(outputs), self._keypoints)) or 0
+        rows, labels, scores = np.empty((0, 4 + extra), np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
+        form = choice[1] if choice else CORNERS
+        if choice:
+            fit = choice[0]
+            candidates = fit.layout.decode(fit, outputs, image)
+            iou = None if fit.layout.suppressed else self._iou
+            indices, labels, scores = select_best(
+                candidates,
+                lambda boxes: form.convert_boxes(boxes, placement.input),
                 self.confidence,
-                overlap,
+                iou,
                 self._max_detections,
             )
-            parts = [one.boxes, *([one.extra_values] if one.extra_values is not None else [])]
-            rows = np.concatenate([part[:, kept] for part in parts]).T.astype(np.float32)
-        boxes = place.place_boxes(form.convert_boxes(rows[:, :4], place.input))
+            arrays = [candidates.boxes, *([candidates.extra_values] if candidates.extra_values is not None else [])]
+            rows = np.concatenate([array[:, indices] for array in arrays]).T.astype(np.float32)
+        boxes = placement.place_boxes(form.convert_boxes(rows[:, :4], placement.input))
         keypoints = self._keypoints or layouts.keypoints_of(extra) or (0, 3)
-        fields = self._task.read(KeptRows(rows[:, 4:], beside, boxes, place, form, keypoints))
-        own = rows if form.order == CORNERS.order and not extra else None
-        return Detections(boxes, scores, kinds, **fields, own=own)
+        fields = self._task.read(KeptRows(rows[:, 4:], reference, boxes, placement, form, keypoints))
+        raw_boxes = rows if form.order == CORNERS.order and not extra else None
+        return Detections(boxes, scores, labels, **fields, own=raw_boxes)
 
-    def _check_labels(self, found: Sequence[Detections], outputs: Mapping[str, np.ndarray]) -> None:
+    def _check_labels(self, detections: Sequence[Detections], outputs: Mapping[str, np.ndarray]) -> None:
         """Raise `UnreadBoxes` for classes that the network can't have."""
-        highest = max((int(one.classes.max()) for one in found if len(one.classes)), default=0)
-        most = max(COCO_GAPS[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
-        if self._classes and highest > most:
-            raise UnreadBoxes(shapes_of(outputs), f"a box is of class {highest}, and there are {self._classes}")
+        max_label = max((int(result.classes.max()) for result in detections if len(result.classes)), default=0)
+        limit = max(COCO_GAPS[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
+        if self._classes and max_label > limit:
+            raise UnreadBoxes(shapes_of(outputs), f"a box is of class {max_label}, and there are {self._classes}")
 
 
 class DetectionCollector(Collector):
@@ -238,9 +240,9 @@ class DetectionCollector(Collector):
         super().__init__(evaluated)
         self._task, self._model, self._samples = task, evaluated.trial.model, evaluated.samples
         data = evaluated.trial.data
-        about = input_data.read_metadata(data)
-        self._names = len(about.get("classes") or ())
-        likely = (self._names, about.get("keypoints") or ())
+        metadata = input_data.read_metadata(data)
+        self._names = len(metadata.get("classes") or ())
+        likely = (self._names, metadata.get("keypoints") or ())
         self._reader = BoxReader(task, self._model.classes or 0, self._model.keypoints, likely=likely)
         self._sizes = np.full((evaluated.count, 2), evaluated.input_size)
         if self._samples is None:
@@ -253,21 +255,21 @@ class DetectionCollector(Collector):
                 f"give a data set with boxes ({e})"
             ) from e
 
-    def collect(self, turn: int, fetched: Arrays) -> Any:
+    def collect(self, index: int, outputs: Arrays) -> Any:
         """Return a batch's samples with their detections, or the reason for a lack of detections."""
-        first = turn * self.evaluated.batch
-        images = self.images(turn)
+        first = index * self.evaluated.batch
+        images = self.images(index)
         samples = self._samples[first : first + images] if self._samples is not None else np.arange(images)
         try:
-            found = self._reader.read_detections(fetched, self._sizes[samples], self.evaluated.input_size)
+            detections = self._reader.read_detections(outputs, self._sizes[samples], self.evaluated.input_size)
         except UnreadBoxes as e:
             return str(e)
-        return list(zip(samples.tolist(), found, strict=True)) if self._samples is not None else []
+        return list(zip(samples.tolist(), detections, strict=True)) if self._samples is not None else []
 
     def oddities(self, batches: Sequence[Any]) -> list[str]:
-        unread = next((batch for batch in batches if isinstance(batch, str)), "")
-        if unread or self._samples is None:
-            return [unread] if unread else []
+        reason = next((batch for batch in batches if isinstance(batch, str)), "")
+        if reason or self._samples is None:
+            return [reason] if reason else []
         pairs = [pair for batch in batches for pair in batch]
         (_, numbering), (_, placing), fit = self._number_classes(pairs), self._place_boxes(pairs), self._reader.fit
         if not numbering and fit and self._names and fit.classes not in (None, self._names):
@@ -282,9 +284,9 @@ class DetectionCollector(Collector):
         labels, _ = self._number_classes(pairs)
         if labels is None:
             return {}
-        image = np.repeat([sample for sample, _ in pairs], [len(d.scores) for d in detections])
+        image_ids = np.repeat([sample for sample, _ in pairs], [len(d.scores) for d in detections])
         return {
-            "detection_image": image.astype(np.int64),
+            "detection_image": image_ids.astype(np.int64),
             "detection_box": join_arrays(self._place_boxes(pairs)[0], np.float32, 4),
             "detection_score": join_arrays([d.scores for d in detections], np.float32),
             "detection_class": labels,
@@ -298,15 +300,15 @@ class DetectionCollector(Collector):
         fit = self._reader.fit
         if fit is None or not fit.layout.numbers_classes or not self._names or not self._objects:
             return numbered_as(labels, self._names)
-        present = np.zeros((len(self._sizes), self._names), bool)
+        is_present = np.zeros((len(self._sizes), self._names), bool)
         for one in self._objects:
-            present[one["image_id"], one["category_id"]] = True
+            is_present[one["image_id"], one["category_id"]] = True
         images = np.repeat([sample for sample, _ in pairs], [len(one.scores) for one in found]).astype(np.int64)
         weights = join_arrays([one.scores for one in found], np.float32) ** 2  # discounts the many boxes of low scores
 
-        def measure_share(own: np.ndarray, among: np.ndarray) -> float:
-            right = present[images[among], own[among]]
-            return float(weights[among][right].sum() / max(float(weights[among].sum()), 1e-9))
+        def measure_share(classes: np.ndarray, mask: np.ndarray) -> float:
+            hits = is_present[images[mask], classes[mask]]
+            return float(weights[mask][hits].sum() / max(float(weights[mask].sum()), 1e-9))
 
         return numbered_as(labels, self._names, measure_share)
 
@@ -329,22 +331,22 @@ class DetectionCollector(Collector):
             x, y, width, height = one["bbox"]
             annotated.setdefault(one["image_id"], []).append([x, y, x + width, y + height])
         objects = {image: np.array(corners) for image, corners in annotated.items()}
-        seen = [(k, image) for k, (image, one) in enumerate(pairs) if image in objects and len(one.scores)]
-        if not seen:
+        images = [(k, image) for k, (image, one) in enumerate(pairs) if image in objects and len(one.scores)]
+        if not images:
             return boxes, ""
-        weights = np.concatenate([pairs[k][1].scores[:EXAMINED_BOXES].astype(np.float64) ** 2 for k, _ in seen])
+        weights = np.concatenate([pairs[k][1].scores[:EXAMINED_BOXES].astype(np.float64) ** 2 for k, _ in images])
 
         def measure_share(placed: Sequence[np.ndarray]) -> float:
-            hits = np.concatenate([overlap_by_half(placed[k][:EXAMINED_BOXES], objects[image]) for k, image in seen])
+            hits = np.concatenate([overlap_by_half(placed[k][:EXAMINED_BOXES], objects[image]) for k, image in images])
             return float(weights[hits].sum() / weights.sum())
 
-        share, others = measure_share(boxes), self._list_other_forms(pairs)
-        placed = [[self._place_own(image, one.own, other) for image, one in pairs] for other in others]
+        share, other_forms = measure_share(boxes), self._list_other_forms(pairs)
+        placed = [[self._place_own(image, one.own, other) for image, one in pairs] for other in other_forms]
         shares = [measure_share(one) for one in placed]
         if shares and max(shares) > max(TELLING_SHARE, 2 * share):
             best = int(np.argmax(shares))
             return placed[best], (
-                f"the boxes were read as {others[best].order}, which places them on the annotated objects, unlike "
+                f"the boxes were read as {other_forms[best].order}, which places them on the annotated objects, unlike "
                 f"{form.order}"
             )
         if share < NEGLIGIBLE_SHARE:
@@ -361,14 +363,14 @@ class DetectionCollector(Collector):
         if form.order != CORNERS.order or any(one.own is None for _, one in pairs):
             return []
         # Only for suppressed boxes: NMS in another form would have kept other boxes.
-        centred = (CENTRES, SIDES) if fit and fit.layout.suppressed else ()
-        return [replace(other, shares=form.shares) for other in (CORNERS_Y_FIRST, *centred)]
+        suppressed_forms = (CENTRES, SIDES) if fit and fit.layout.suppressed else ()
+        return [replace(other, shares=form.shares) for other in (CORNERS_Y_FIRST, *suppressed_forms)]
 
-    def _place_own(self, image: int, own: np.ndarray | None, form: BoxForm) -> np.ndarray:
-        assert own is not None
+    def _place_own(self, image: int, raw_boxes: np.ndarray | None, form: BoxForm) -> np.ndarray:
+        assert raw_boxes is not None
         height, width = self._sizes[image].tolist()
         size = self.evaluated.input_size
-        return ImagePlacement(height, width, *size).place_boxes(form.convert_boxes(own, size))
+        return ImagePlacement(height, width, *size).place_boxes(form.convert_boxes(raw_boxes, size))
 
 
 def numbered_as(
@@ -383,31 +385,31 @@ def numbered_as(
     """
     if not classes or not len(labels):
         return labels, ""
-    others = _list_numberings(labels, classes)
-    if others and measure_share is not None:
-        others.sort(key=lambda other: -measure_share(other[0], labels >= 0))
+    numberings = _list_numberings(labels, classes)
+    if numberings and measure_share is not None:
+        numberings.sort(key=lambda numbering: -measure_share(numbering[0], labels >= 0))
     if labels.max() >= classes:
-        unread = f"{layouts.NO_BOXES}: a box is of class {labels.max()}, and the data has {classes} classes"
-        return others[0] if others else (None, unread)
-    if not others or measure_share is None:
+        reason = f"{layouts.NO_BOXES}: a box is of class {labels.max()}, and the data has {classes} classes"
+        return numberings[0] if numberings else (None, reason)
+    if not numberings or measure_share is None:
         return labels, ""
-    differ = others[0][0] != labels
-    is_other = measure_share(others[0][0], differ) > max(0.5, 2 * measure_share(labels, differ))
-    return others[0] if is_other else (labels, "")
+    is_changed = numberings[0][0] != labels
+    is_other = measure_share(numberings[0][0], is_changed) > max(0.5, 2 * measure_share(labels, is_changed))
+    return numberings[0] if is_other else (labels, "")
 
 
 def _list_numberings(labels: np.ndarray, classes: int) -> list[tuple[np.ndarray, str]]:
     """Return the labels by each other numbering that fits, with a note."""
-    found = []
+    numberings = []
     if labels.min() >= 1 and labels.max() <= classes:
-        found.append((labels - 1, "the network's classes count from 1 (0 is the background) and were taken so"))
+        numberings.append((labels - 1, "the network's classes count from 1 (0 is the background) and were taken so"))
     for first in (1, 0) if classes == COCO_CLASSES else ():
         numbers = labels + (1 - first)  # COCO's own numbers
         if numbers.min() >= 1 and numbers.max() <= 90 and not np.isin(numbers, COCO_GAPS).any():
-            own = numbers - 1 - np.searchsorted(COCO_GAPS, numbers).astype(labels.dtype)
-            less = "" if first else ", less one,"
-            found.append((own, f"the network's classes have COCO's numbers up to 90{less} and were taken so"))
-    return found
+            ids = numbers - 1 - np.searchsorted(COCO_GAPS, numbers).astype(labels.dtype)
+            note = "" if first else ", less one,"
+            numberings.append((ids, f"the network's classes have COCO's numbers up to 90{note} and were taken so"))
+    return numberings
 
 
 def join_arrays(parts: list[np.ndarray], dtype: Any, *shape: int) -> np.ndarray:

@@ -34,9 +34,9 @@ class UnreadBoxes(UserError):
     """Outputs that fit no layout: their shapes by name, and the reason."""
 
     def __init__(self, shapes: Mapping[str, Shape], reason: str) -> None:
-        seen = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
-        understood = "; ".join(layout.description for layout in BOX_LAYOUTS if layout.description)
-        super().__init__(f"{NO_BOXES} ({seen}): {reason}; understood are {understood}")
+        shape_list = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+        layouts = "; ".join(layout.description for layout in BOX_LAYOUTS if layout.description)
+        super().__init__(f"{NO_BOXES} ({shape_list}): {reason}; understood are {layouts}")
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class BoxLayout(ABC):
     description: str = field(default="", compare=False, kw_only=True)
 
     @abstractmethod
-    def fits(self, seen: ObservedOutputs) -> Fit | None:
+    def fits(self, outputs: ObservedOutputs) -> Fit | None:
         """Return the fit of the outputs; None if their shapes, names or classes don't match."""
 
     @abstractmethod
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
         """Return the boxes of one image of the batch."""
 
-    def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
+    def refute(self, fit: Fit, outputs: ObservedOutputs) -> str:
         """Return a contradiction to the layout in values other than scores, classes and boxes; "" if none."""
         return ""
 
@@ -110,37 +110,41 @@ class AnchorTable(BoxLayout):
     suppressed = False
     free_order = False
 
-    def fits(self, seen: ObservedOutputs) -> Fit | None:
-        name = next((name for name, shape in seen.shapes.items() if len(shape) == 3), None)
+    def fits(self, outputs: ObservedOutputs) -> Fit | None:
+        name = next((name for name, shape in outputs.shapes.items() if len(shape) == 3), None)
         if name is None:
             return None
-        length, anchors = seen.shapes[name][self.axis], seen.shapes[name][3 - self.axis]
+        length, anchors = outputs.shapes[name][self.axis], outputs.shapes[name][3 - self.axis]
         if not isinstance(length, int):
-            return Fit(self, (name,), seen.classes or None, seen.extra or 0, rank=5) if self.axis == 1 else None
+            return Fit(self, (name,), outputs.classes or None, outputs.extra or 0, rank=5) if self.axis == 1 else None
         head = 4 + self.objectness
-        extra = seen.extra if seen.extra is not None else length - head - (seen.classes or 1)
+        extra = outputs.extra if outputs.extra is not None else length - head - (outputs.classes or 1)
         classes = length - head - extra
-        if classes < 1 or classes != (seen.classes or classes) or (seen.extra is None and keypoints_of(extra) is None):
+        if (
+            classes < 1
+            or classes != (outputs.classes or classes)
+            or (outputs.extra is None and keypoints_of(extra) is None)
+        ):
             return None
-        each = anchors_per_cell(anchors, seen.size)
-        longer = not isinstance(anchors, int) or anchors >= length
-        if not seen.classes and ((not longer and not each) or (self.objectness and self.axis == 1)):
+        per_cell = anchors_per_cell(anchors, outputs.size)
+        is_longer = not isinstance(anchors, int) or anchors >= length
+        if not outputs.classes and ((not is_longer and not per_cell) or (self.objectness and self.axis == 1)):
             return None
-        return Fit(self, (name,), classes, extra, self._rank_anchors(each, bool(seen.classes)))
+        return Fit(self, (name,), classes, extra, self._rank_anchors(per_cell, bool(outputs.classes)))
 
-    def _rank_anchors(self, each: int, known: bool) -> float:
+    def _rank_anchors(self, per_cell: int, known: bool) -> float:
         """Return 0 if the number of anchors matches the image's cells; equal ranks are ambiguous."""
         if self.axis == 1:
-            return 0 if each else 0.9 if known else 3
-        usual = each == 3 if self.objectness else each == 1
-        return (0 if usual and (known or self.objectness) else 0.5) if each == 1 or usual else 2 if known else 4
+            return 0 if per_cell else 0.9 if known else 3
+        usual = per_cell == 3 if self.objectness else per_cell == 1
+        return (0 if usual and (known or self.objectness) else 0.5) if per_cell == 1 or usual else 2 if known else 4
 
-    def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
-        table = np.moveaxis(seen.values[fit.names[0]], self.axis, 0)
+    def refute(self, fit: Fit, outputs: ObservedOutputs) -> str:
+        table = np.moveaxis(outputs.values[fit.names[0]], self.axis, 0)
         constant = not self.objectness and (fit.classes or 0) > 1 and table[4].size > 1 and bool((table[4] == 1).all())
         if constant:
             return "the fifth value is 1 for every anchor"  # YOLOv6's objectness
-        if not _follow_cells(table[:2, 0].astype(np.float64), seen.size):
+        if not _follow_cells(table[:2, 0].astype(np.float64), outputs.size):
             return "the values read as box centres don't follow the cells of the grid: decode the boxes in the file"
         return ""
 
@@ -172,35 +176,37 @@ class FinalRows(BoxLayout):
     columns: tuple[str, ...]
     rank: float = 1
 
-    def fits(self, seen: ObservedOutputs) -> Fit | None:
-        for name, shape in seen.shapes.items():
-            counts = self._find_counts(seen, name)
-            extra = self._count_extra_values(seen, shape, bool(counts))
+    def fits(self, outputs: ObservedOutputs) -> Fit | None:
+        for name, shape in outputs.shapes.items():
+            counts = self._find_counts(outputs, name)
+            extra = self._count_extra_values(outputs, shape, bool(counts))
             if extra is not None:
-                return Fit(self, (name, *counts), seen.classes or None, extra, self.rank)
+                return Fit(self, (name, *counts), outputs.classes or None, extra, self.rank)
         return None
 
-    def _find_counts(self, seen: ObservedOutputs, name: str) -> list[str]:
+    def _find_counts(self, outputs: ObservedOutputs, name: str) -> list[str]:
         """Return the output of whole numbers, one per image, that add up to the number of rows; [] without it.
 
         Numbers for each row are classes instead.
         """
-        if len(seen.shapes[name]) != 2 or "image" in self.columns or name not in seen.values:
+        if len(outputs.shapes[name]) != 2 or "image" in self.columns or name not in outputs.values:
             return []
-        lists = {n: a for n, a in seen.values.items() if a.ndim == 1 and len(a) >= seen.images and a.dtype.kind in "iu"}
-        rows = len(seen.values[name])
+        lists = {
+            n: a for n, a in outputs.values.items() if a.ndim == 1 and len(a) >= outputs.images and a.dtype.kind in "iu"
+        }
+        rows = len(outputs.values[name])
         return [n for n, a in lists.items() if len(a) != rows and a.min() >= 0 and a.sum() == rows][:1]
 
-    def _count_extra_values(self, seen: ObservedOutputs, shape: Shape, counted: bool) -> int | None:
-        several = counted or "image" in self.columns
-        axes = len(shape) == 3 or (len(shape) == 2 and (several or seen.images == 1))
-        axes |= several and len(shape) == 4 and [*shape[:2]] == [1, 1]
-        if not axes or not isinstance(shape[-1], int):
+    def _count_extra_values(self, outputs: ObservedOutputs, shape: Shape, has_counts: bool) -> int | None:
+        is_batched = has_counts or "image" in self.columns
+        is_table = len(shape) == 3 or (len(shape) == 2 and (is_batched or outputs.images == 1))
+        is_table |= is_batched and len(shape) == 4 and [*shape[:2]] == [1, 1]
+        if not is_table or not isinstance(shape[-1], int):
             return None
         extra = shape[-1] - len(self.columns)
-        if seen.extra is None:
+        if outputs.extra is None:
             return extra if extra > 0 and shape[-1] <= MAX_ROW_LENGTH and keypoints_of(extra) else None
-        return extra if extra == seen.extra else None
+        return extra if extra == outputs.extra else None
 
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
         array, *counts = (values[name] for name in fit.names)
@@ -211,10 +217,10 @@ class FinalRows(BoxLayout):
             array = array.reshape(-1, array.shape[-1])
             array = array[array[:, 0] == image]
         table = (array[image] if array.ndim == 3 else array).astype(np.float32).T
-        at = {name: place for place, name in enumerate(self.columns)}
-        table = table[:, table[at["class"]] != -1]  # padding rows
-        boxes = table[at["x1"] : at["x1"] + 4]
-        return Candidates(boxes, table[at["score"]], table[at["class"]], table[len(self.columns) :])
+        column = {name: index for index, name in enumerate(self.columns)}
+        table = table[:, table[column["class"]] != -1]  # padding rows
+        boxes = table[column["x1"] : column["x1"] + 4]
+        return Candidates(boxes, table[column["score"]], table[column["class"]], table[len(self.columns) :])
 
 
 @dataclass(frozen=True)
@@ -227,25 +233,25 @@ class Lists(BoxLayout):
 
     numbers_classes = True
 
-    def fits(self, seen: ObservedOutputs) -> Fit | None:
-        boxes = find_boxes(seen)
-        if boxes is None or seen.extra:
+    def fits(self, outputs: ObservedOutputs) -> Fit | None:
+        boxes = find_boxes(outputs)
+        if boxes is None or outputs.extra:
             return None
-        lead = seen.shapes[boxes][:-1]
-        if len(lead) == 1 and seen.images != 1:
+        lead = outputs.shapes[boxes][:-1]
+        if len(lead) == 1 and outputs.images != 1:
             return None
-        single = _list_single(seen, lead)
-        scores = find_named(single, "score", "conf")
-        labels = find_named([name for name in single if name != scores], "class", "label", "cls", "categor")
-        if not (scores and labels) and len(single) == 2:
-            order = sorted(single, key=lambda name: _has_whole_numbers(seen.values.get(name)))
+        columns = _list_single(outputs, lead)
+        scores = find_named(columns, "score", "conf")
+        labels = find_named([name for name in columns if name != scores], "class", "label", "cls", "categor")
+        if not (scores and labels) and len(columns) == 2:
+            order = sorted(columns, key=lambda name: _has_whole_numbers(outputs.values.get(name)))
             scores, labels = order if not (scores or labels) else (
-                scores or next(n for n in single if n != labels), labels or next(n for n in single if n != scores)
+                scores or next(n for n in columns if n != labels), labels or next(n for n in columns if n != scores)
             )  # fmt: skip
-        if not (scores and labels) and not (len(single) == 1 and len(lead) == 1):
+        if not (scores and labels) and not (len(columns) == 1 and len(lead) == 1):
             return None
-        count = [n for n in seen.shapes if n not in single and "num" in n.lower() and len(seen.shapes[n]) <= 2]
-        return Fit(self, (boxes, scores or single[0], labels, *count[:1]), seen.classes or None, rank=0.5)
+        counts = [n for n in outputs.shapes if n not in columns and "num" in n.lower() and len(outputs.shapes[n]) <= 2]
+        return Fit(self, (boxes, scores or columns[0], labels, *counts[:1]), outputs.classes or None, rank=0.5)
 
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
         boxes, scores, labels, *count = (values.get(name) for name in fit.names)
@@ -254,11 +260,11 @@ class Lists(BoxLayout):
         n = int(np.ravel(count[0])[image]) if count and count[0] is not None else len(rows)
 
         def read_column(array: np.ndarray) -> np.ndarray:
-            whole = array[image] if boxes.ndim == 3 else array
-            return np.asarray(whole).reshape(-1)[:n].astype(np.float32)
+            column = array[image] if boxes.ndim == 3 else array
+            return np.asarray(column).reshape(-1)[:n].astype(np.float32)
 
-        kinds = read_column(labels) if labels is not None else np.zeros(len(rows[:n]), np.float32)
-        return Candidates(rows[:n].astype(np.float32).T, read_column(scores), kinds)
+        classes = read_column(labels) if labels is not None else np.zeros(len(rows[:n]), np.float32)
+        return Candidates(rows[:n].astype(np.float32).T, read_column(scores), classes)
 
 
 @dataclass(frozen=True)
@@ -267,15 +273,15 @@ class ScoredLists(BoxLayout):
 
     numbers_classes = True
 
-    def fits(self, seen: ObservedOutputs) -> Fit | None:
-        boxes = next((name for name, shape in seen.shapes.items() if len(shape) in (2, 3) and shape[-1] == 5), None)
-        if boxes is None or seen.extra:
+    def fits(self, outputs: ObservedOutputs) -> Fit | None:
+        boxes = next((name for name, shape in outputs.shapes.items() if len(shape) in (2, 3) and shape[-1] == 5), None)
+        if boxes is None or outputs.extra:
             return None
-        lead = seen.shapes[boxes][:-1]
-        labels = find_named(_list_single(seen, lead), "label", "class", "cls", "categor")
-        if not labels or (len(lead) == 1 and seen.images != 1):
+        lead = outputs.shapes[boxes][:-1]
+        labels = find_named(_list_single(outputs, lead), "label", "class", "cls", "categor")
+        if not labels or (len(lead) == 1 and outputs.images != 1):
             return None
-        return Fit(self, (boxes, labels), seen.classes or None, rank=0.5)
+        return Fit(self, (boxes, labels), outputs.classes or None, rank=0.5)
 
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
         rows, labels = ((a[image] if values[fit.names[0]].ndim == 3 else a) for a in map(values.__getitem__, fit.names))
@@ -290,8 +296,8 @@ class TensorFlowLists(Lists):
     form = CORNERS_Y_FIRST
     fixed_form = True
 
-    def fits(self, seen: ObservedOutputs) -> Fit | None:
-        fit = super().fits(seen)
+    def fits(self, outputs: ObservedOutputs) -> Fit | None:
+        fit = super().fits(outputs)
         return replace(fit, rank=0) if fit and "detection_boxes" in fit.names[0] else None
 
 
@@ -299,29 +305,29 @@ class TensorFlowLists(Lists):
 class SelectedRows(BoxLayout):
     """All boxes and scores, with the rows (image, class, box) selected by ONNX's NonMaxSuppression."""
 
-    def fits(self, seen: ObservedOutputs) -> Fit | None:
-        boxes = find_boxes(seen)
-        others = {name: shape for name, shape in seen.shapes.items() if name != boxes}
-        indices = [name for name, shape in others.items() if len(shape) in (2, 3) and shape[-1] == 3
-                   and (name not in seen.values or seen.values[name].dtype.kind in "iu")]  # fmt: skip
-        if boxes is None or seen.extra or not indices:
+    def fits(self, outputs: ObservedOutputs) -> Fit | None:
+        boxes = find_boxes(outputs)
+        shapes = {name: shape for name, shape in outputs.shapes.items() if name != boxes}
+        indices = [name for name, shape in shapes.items() if len(shape) in (2, 3) and shape[-1] == 3
+                   and (name not in outputs.values or outputs.values[name].dtype.kind in "iu")]  # fmt: skip
+        if boxes is None or outputs.extra or not indices:
             return None
-        rows = seen.shapes[boxes][1]
+        rows = outputs.shapes[boxes][1]
         scores = [
-            n for n, shape in others.items() if n != indices[0] and len(shape) == 3 and can_be_same(shape[2:], [rows])
+            n for n, shape in shapes.items() if n != indices[0] and len(shape) == 3 and can_be_same(shape[2:], [rows])
         ]
-        classes = seen.shapes[scores[0]][1] if scores else None
-        if not scores or (seen.classes and isinstance(classes, int) and classes != seen.classes):
+        classes = outputs.shapes[scores[0]][1] if scores else None
+        if not scores or (outputs.classes and isinstance(classes, int) and classes != outputs.classes):
             return None
-        known = classes if isinstance(classes, int) else seen.classes or None
-        return Fit(self, (boxes, scores[0], indices[0]), known, rank=0)
+        class_count = classes if isinstance(classes, int) else outputs.classes or None
+        return Fit(self, (boxes, scores[0], indices[0]), class_count, rank=0)
 
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
         boxes, scores, indices = (values[name] for name in fit.names)
         rows = indices.reshape(-1, 3)
-        _, kinds, places = rows[rows[:, 0] == image].T
-        chosen = scores[image][kinds, places].astype(np.float32)
-        return Candidates(boxes[image][places].astype(np.float32).T, chosen, kinds.astype(np.float32))
+        _, classes, anchors = rows[rows[:, 0] == image].T
+        box_scores = scores[image][classes, anchors].astype(np.float32)
+        return Candidates(boxes[image][anchors].astype(np.float32).T, box_scores, classes.astype(np.float32))
 
 
 @dataclass(frozen=True)
@@ -335,40 +341,40 @@ class Pairs(BoxLayout):
     suppressed = False
     free_order = False
 
-    def fits(self, seen: ObservedOutputs) -> Fit | None:
-        boxes = find_boxes(seen)
-        if boxes is None or len(seen.shapes[boxes]) != 3 or seen.extra:
+    def fits(self, outputs: ObservedOutputs) -> Fit | None:
+        boxes = find_boxes(outputs)
+        if boxes is None or len(outputs.shapes[boxes]) != 3 or outputs.extra:
             return None
-        rows = seen.shapes[boxes][1]
-        tables = {name: shape for name, shape in seen.shapes.items() if name != boxes and len(shape) == 3}
-        others = [n for n, shape in tables.items() if can_be_same(shape[1:2], [rows]) or can_be_same(shape[2:], [rows])]
-        scores = find_named(others, "logit", "score", "conf", "class", "label", "cls") or (others[0] if others else "")
+        rows = outputs.shapes[boxes][1]
+        tables = {name: shape for name, shape in outputs.shapes.items() if name != boxes and len(shape) == 3}
+        names = [n for n, shape in tables.items() if can_be_same(shape[1:2], [rows]) or can_be_same(shape[2:], [rows])]
+        scores = find_named(names, "logit", "score", "conf", "class", "label", "cls") or (names[0] if names else "")
         if not scores:
             return None
-        shape = seen.shapes[scores]
+        shape = outputs.shapes[scores]
         count = shape[2] if can_be_same(shape[1:2], [rows]) else shape[1]
         classes = (
-            count - (self.kind in ("softmax", "first", "last")) if isinstance(count, int) else seen.classes or None
+            count - (self.kind in ("softmax", "first", "last")) if isinstance(count, int) else outputs.classes or None
         )
-        if classes is not None and (classes < 1 or classes != (seen.classes or classes)):
+        if classes is not None and (classes < 1 or classes != (outputs.classes or classes)):
             return None
         return Fit(self, (boxes, scores), classes)
 
-    def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
-        table = self._read_table(fit, seen.values, slice(None)).astype(np.float32)
-        if other := _find_factor(table, {n: a for n, a in seen.values.items() if n not in fit.names}):
-            return f"{other} has one value per box besides its class scores: multiply the scores by it in the file"
+    def refute(self, fit: Fit, outputs: ObservedOutputs) -> str:
+        table = self._read_table(fit, outputs.values, slice(None)).astype(np.float32)
+        if factor := _find_factor(table, {n: a for n, a in outputs.values.items() if n not in fit.names}):
+            return f"{factor} has one value per box besides its class scores: multiply the scores by it in the file"
         table = table[np.isfinite(table).all(-1)]
-        logits = bool(table.size and (table.min() < -SCORE_SLACK or table.max() > 1 + SCORE_SLACK))
+        has_logits = bool(table.size and (table.min() < -SCORE_SLACK or table.max() > 1 + SCORE_SLACK))
         count = table.shape[-1]
-        nothing = count > 1 and bool(table.size) and float((table.argmax(-1) == count - 1).mean()) > 0.5
-        distribution = count > 1 and bool(table.size and np.abs(table.sum(-1) - 1).max() < 2 * SCORE_SLACK)
-        if seen.classes:  # the number is more reliable than the values
-            nothing = distribution = count > seen.classes
-        first = bool(table.size) and float(table[..., 0].mean()) > float(table[..., -1].mean())
-        kind = ("softmax" if nothing else "sigmoid") if logits else "scores"
-        if distribution and not logits:
-            kind = "first" if first else "last"
+        has_background = count > 1 and bool(table.size) and float((table.argmax(-1) == count - 1).mean()) > 0.5
+        is_distribution = count > 1 and bool(table.size and np.abs(table.sum(-1) - 1).max() < 2 * SCORE_SLACK)
+        if outputs.classes:  # the number is more reliable than the values
+            has_background = is_distribution = count > outputs.classes
+        is_first = bool(table.size) and float(table[..., 0].mean()) > float(table[..., -1].mean())
+        kind = ("softmax" if has_background else "sigmoid") if has_logits else "scores"
+        if is_distribution and not has_logits:
+            kind = "first" if is_first else "last"
         return "" if kind == self.kind else f"the values are {kind}"
 
     def _read_table(self, fit: Fit, values: Mapping[str, np.ndarray], image: int | slice) -> np.ndarray:
@@ -424,82 +430,82 @@ BOX_LAYOUTS: tuple[BoxLayout, ...] = (
 )
 
 
-def list_fits(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
+def list_fits(outputs: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
     """Return the fits of all possible layouts, the likeliest first; raise `UnreadBoxes` without any."""
     layouts = (layout for layout in BOX_LAYOUTS if isinstance(layout, kinds))
-    fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
+    fits = sorted((fit for layout in layouts if (fit := layout.fits(outputs))), key=lambda fit: fit.rank)
     if not fits:
-        known = f" with {seen.classes} classes" if seen.classes else ""
-        several = "; for more than one class give --classes" if not seen.classes and seen.extra is None else ""
-        raise UnreadBoxes(seen.shapes, f"no known layout{known} has these shapes{several}")
+        class_note = f" with {outputs.classes} classes" if outputs.classes else ""
+        advice = "; for more than one class give --classes" if not outputs.classes and outputs.extra is None else ""
+        raise UnreadBoxes(outputs.shapes, f"no known layout{class_note} has these shapes{advice}")
     return [fit for fit in fits if len(fit.names) > 1] or fits  # fits with several outputs are preferred
 
 
 def choose_layout(
-    seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)
+    outputs: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)
 ) -> tuple[Fit, BoxForm] | None:
     """Return the layout (of `kinds`) and box form that fit the values too; raise `UnreadBoxes` if none fits.
 
     Return None if the values have no boxes.
     """
-    reasons, empty = list[str](), False
-    for _, fits in groupby(list_fits(seen, kinds), key=lambda fit: fit.rank):
+    reasons, is_empty = list[str](), False
+    for _, fits in groupby(list_fits(outputs, kinds), key=lambda fit: fit.rank):
         # Zeros may be a single class rather than scores, if another column has scores.
-        results = [(fit, _examine_boxes(fit, seen, graded=empty)) for fit in fits]
+        results = [(fit, _examine_boxes(fit, outputs, graded=is_empty)) for fit in fits]
         reasons += [result for _, result in results if isinstance(result, str)]
-        chosen = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
-        if len(chosen) > 1:
-            counts = sorted({str(fit.classes) for fit, _ in chosen})
-            several = f"they are of {' or '.join(counts)} classes" if len(counts) > 1 else "more than one layout fits"
-            raise UnreadBoxes(seen.shapes, f"{several}; say how many classes there are with --classes")
-        if chosen:
-            return chosen[0]
-        empty |= any(result is None for _, result in results)
-    if empty:
+        matches = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
+        if len(matches) > 1:
+            counts = sorted({str(fit.classes) for fit, _ in matches})
+            conflict = f"they are of {' or '.join(counts)} classes" if len(counts) > 1 else "more than one layout fits"
+            raise UnreadBoxes(outputs.shapes, f"{conflict}; say how many classes there are with --classes")
+        if matches:
+            return matches[0]
+        is_empty |= any(result is None for _, result in results)
+    if is_empty:
         return None
-    raise UnreadBoxes(seen.shapes, reasons[0])
+    raise UnreadBoxes(outputs.shapes, reasons[0])
 
 
-def _examine_boxes(fit: Fit, seen: ObservedOutputs, graded: bool) -> BoxForm | str | None:
+def _examine_boxes(fit: Fit, outputs: ObservedOutputs, graded: bool) -> BoxForm | str | None:
     """Return the form of the boxes, None without boxes, or a contradiction to the layout.
 
     If scores must be `graded`, whole numbers as scores are a contradiction.
     """
-    if reason := fit.layout.refute(fit, seen):
+    if reason := fit.layout.refute(fit, outputs):
         return reason
-    found = [fit.layout.decode(fit, seen.values, image) for image in range(min(seen.images, EXAMINED_IMAGES))]
-    scores = np.concatenate([one.best_scores() for one in found])
+    results = [fit.layout.decode(fit, outputs.values, image) for image in range(min(outputs.images, EXAMINED_IMAGES))]
+    scores = np.concatenate([each.best_scores() for each in results])
     finite = scores[np.isfinite(scores)]
     if finite.size and (finite.min() < -SCORE_SLACK or finite.max() > 1 + SCORE_SLACK):
         return f"the values read as scores go from {finite.min():.3g} to {finite.max():.3g}"
-    boxes = np.concatenate([one.boxes.T for one in found]).astype(np.float32)
-    usable = np.isfinite(boxes).all(1) & boxes.any(1)
-    rows = np.flatnonzero(usable & (scores > MAX_FILLER_SCORE))
+    boxes = np.concatenate([each.boxes.T for each in results]).astype(np.float32)
+    is_usable = np.isfinite(boxes).all(1) & boxes.any(1)
+    rows = np.flatnonzero(is_usable & (scores > MAX_FILLER_SCORE))
     if not rows.size and not fit.layout.suppressed:
-        rows = np.flatnonzero(usable)
+        rows = np.flatnonzero(is_usable)
     if not rows.size:
         return None
     if graded and _has_whole_numbers(scores[rows]):
         return "the values read as scores are whole numbers"
-    if found[0].labels is not None:
-        kinds = np.concatenate([one.labels for one in found if one.labels is not None])[rows]
-        if not (_has_whole_numbers(kinds) and kinds.min() >= 0):
+    if results[0].labels is not None:
+        labels = np.concatenate([each.labels for each in results if each.labels is not None])[rows]
+        if not (_has_whole_numbers(labels) and labels.min() >= 0):
             return "the values read as classes are not whole numbers from 0"
     rows = rows[np.argsort(-scores[rows], kind="stable")[:MAX_EXAMINED_BOXES]]
-    form = _choose_form(boxes[rows], fit.layout, seen.size)
+    form = _choose_form(boxes[rows], fit.layout, outputs.size)
     return form or "the values read as boxes lie outside the image"
 
 
 def _choose_form(boxes: np.ndarray, layout: BoxLayout, size: tuple[int, int]) -> BoxForm | None:
     """Return the layout's usual form unless another fits clearly better; None if none fits."""
-    usual = replace(layout.form, shares=bool(np.abs(boxes).max() <= 2))
-    inside = valid_share(boxes, usual, size)
-    if inside < 0.9 and not layout.fixed_form:
-        others = [replace(form, shares=usual.shares) for form in (CORNERS, CENTRES, SIDES) if form != layout.form]
-        shares = [valid_share(boxes, form, size) for form in others]
-        if max(shares) > max(0.95, inside + 0.2):
-            return others[int(np.argmax(shares))]
-    return usual if valid_share(boxes, usual, size, loose=True) >= 0.5 else None
+    default = replace(layout.form, shares=bool(np.abs(boxes).max() <= 2))
+    share = valid_share(boxes, default, size)
+    if share < 0.9 and not layout.fixed_form:
+        forms = [replace(form, shares=default.shares) for form in (CORNERS, CENTRES, SIDES) if form != layout.form]
+        shares = [valid_share(boxes, form, size) for form in forms]
+        if max(shares) > max(0.95, share + 0.2):
+            return forms[int(np.argmax(shares))]
+    return default if valid_share(boxes, default, size, loose=True) >= 0.5 else None
 
 
 def anchors_per_cell(anchors: object, size: tuple[int, int]) -> int:
@@ -507,7 +513,7 @@ def anchors_per_cell(anchors: object, size: tuple[int, int]) -> int:
     if not all(size):
         return 0
     cells = {sum(rows * columns for rows, columns in _list_grids(strides, size)) for strides in GRID_STRIDES}
-    return next((each for each in (1, 3) if any(anchors == each * count for count in cells)), 0)
+    return next((per_cell for per_cell in (1, 3) if any(anchors == per_cell * count for count in cells)), 0)
 
 
 def _list_grids(strides: Sequence[int], size: tuple[int, int]) -> list[tuple[int, int]]:
@@ -521,39 +527,41 @@ def _follow_cells(centres: np.ndarray, size: tuple[int, int]) -> bool:
     Centres given as offsets from their cells, as by YOLOX without decoding, are small and not correlated with the
     cells. True for pixels and shares of the image, and for anchors that aren't a grid's.
     """
-    each = anchors_per_cell(centres.shape[1], size)
-    finite = np.isfinite(centres).all(0)
-    if not each or not finite.any() or np.ptp(centres[:, finite], axis=1).min() == 0:
+    per_cell = anchors_per_cell(centres.shape[1], size)
+    is_finite = np.isfinite(centres).all(0)
+    if not per_cell or not is_finite.any() or np.ptp(centres[:, is_finite], axis=1).min() == 0:
         return True
-    far = float(np.quantile(np.abs(centres[:, finite]), 0.99))
-    if far <= 1 + SCORE_SLACK or far > FARTHEST_OFFSET:  # shares of the image, or pixels
+    extent = float(np.quantile(np.abs(centres[:, is_finite]), 0.99))
+    if extent <= 1 + SCORE_SLACK or extent > FARTHEST_OFFSET:  # shares of the image, or pixels
         return True
     best = 0.0
-    for strides in (order for known in GRID_STRIDES for order in (known, known[::-1])):
+    for strides in (order for grid_strides in GRID_STRIDES for order in (grid_strides, grid_strides[::-1])):
         for is_outer in (True, False):  # order: anchor by anchor, or cell by cell
-            cells = np.concatenate([_list_cells(grid, each, is_outer) for grid in _list_grids(strides, size)], axis=1)
+            cells = np.concatenate(
+                [_list_cells(grid, per_cell, is_outer) for grid in _list_grids(strides, size)], axis=1
+            )
             if cells.shape == centres.shape:
-                pairs = zip(cells[:, finite], centres[:, finite], strict=True)
+                pairs = zip(cells[:, is_finite], centres[:, is_finite], strict=True)
                 best = max(best, min(float(np.corrcoef(cell, centre)[0, 1]) for cell, centre in pairs))
     return best > IN_STEP
 
 
-def _list_cells(grid: tuple[int, int], each: int, is_outer: bool) -> np.ndarray:
+def _list_cells(grid: tuple[int, int], per_cell: int, is_outer: bool) -> np.ndarray:
     """Return x and y of each anchor's cell as shares of the image, 2 x anchors, row by row."""
-    y, x = (each_axis.ravel() for each_axis in np.mgrid[: grid[0], : grid[1]])
-    places = np.stack([(x + 0.5) / grid[1], (y + 0.5) / grid[0]])
-    return np.tile(places, each) if is_outer else np.repeat(places, each, axis=1)
+    y, x = (axis.ravel() for axis in np.mgrid[: grid[0], : grid[1]])
+    centres = np.stack([(x + 0.5) / grid[1], (y + 0.5) / grid[0]])
+    return np.tile(centres, per_cell) if is_outer else np.repeat(centres, per_cell, axis=1)
 
 
 def keypoints_of(values: int) -> tuple[int, int] | None:
     """Return the number of keypoints in this number of values, and of values per point; None for other numbers."""
-    each = next((n for n in (3, 2) if values > 0 and values % n == 0), 0)
-    return (values // each, each) if each else None
+    per_point = next((n for n in (3, 2) if values > 0 and values % n == 0), 0)
+    return (values // per_point, per_point) if per_point else None
 
 
-def _find_factor(table: np.ndarray, others: Mapping[str, np.ndarray]) -> str:
+def _find_factor(table: np.ndarray, arrays: Mapping[str, np.ndarray]) -> str:
     """Return an output with one number per box, such as objectness, that is neither its class nor its top score."""
-    for name, array in others.items():
+    for name, array in arrays.items():
         values = array.reshape(array.shape[:2]) if array.ndim == 3 and array.shape[2] == 1 else array
         if values.shape != table.shape[:2] or not values.size or _has_whole_numbers(values):
             continue
@@ -562,17 +570,19 @@ def _find_factor(table: np.ndarray, others: Mapping[str, np.ndarray]) -> str:
     return ""
 
 
-def find_boxes(seen: ObservedOutputs) -> str | None:
+def find_boxes(outputs: ObservedOutputs) -> str | None:
     """Return the output with boxes, rows of four values; logits of four classes have negative ones."""
-    found = [name for name, shape in seen.shapes.items() if len(shape) in (2, 3) and shape[-1] == 4]
-    negative = {name: np.count_nonzero(a < 0) > 0.1 * a.size for name, a in seen.values.items() if name in found}
-    found.sort(key=lambda name: negative.get(name, False))
-    return next((n for n in found if "box" in n.lower() and "raw" not in n.lower()), found[0] if found else None)
+    names = [name for name, shape in outputs.shapes.items() if len(shape) in (2, 3) and shape[-1] == 4]
+    negative = {name: np.count_nonzero(a < 0) > 0.1 * a.size for name, a in outputs.values.items() if name in names}
+    names.sort(key=lambda name: negative.get(name, False))
+    return next((n for n in names if "box" in n.lower() and "raw" not in n.lower()), names[0] if names else None)
 
 
-def _list_single(seen: ObservedOutputs, lead: Shape) -> list[str]:
+def _list_single(outputs: ObservedOutputs, lead: Shape) -> list[str]:
     """Return the names of the outputs with one value per box."""
-    return [name for name, shape in seen.shapes.items() if can_be_same(shape, lead) or can_be_same(shape, (*lead, 1))]
+    return [
+        name for name, shape in outputs.shapes.items() if can_be_same(shape, lead) or can_be_same(shape, (*lead, 1))
+    ]
 
 
 def find_named(names: Sequence[str], *words: str) -> str:

@@ -26,14 +26,14 @@ class Pose(Detect):
         """Return two or three values per keypoint; None if their number is unknown."""
         return math.prod(keypoints) if keypoints else None
 
-    def read(self, kept: KeptRows) -> dict[str, Any]:
-        points = kept.extra_values.reshape(len(kept.extra_values), *kept.keypoints)
-        return {"keypoints": kept.placement.points(kept.form.convert_points(points, kept.placement.input))}
+    def read(self, rows: KeptRows) -> dict[str, Any]:
+        points = rows.extra_values.reshape(len(rows.extra_values), *rows.keypoints)
+        return {"keypoints": rows.placement.points(rows.form.convert_points(points, rows.placement.input))}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         points = [d.keypoints for d in detections if d.keypoints is not None]
-        each = next((one.shape[1:] for one in points if len(one)), model.keypoints or (0, 3))
-        return {"detection_keypoints": join_arrays([one for one in points if len(one)], np.float32, *each)}
+        shape = next((array.shape[1:] for array in points if len(array)), model.keypoints or (0, 3))
+        return {"detection_keypoints": join_arrays([array for array in points if len(array)], np.float32, *shape)}
 
 
 POSE = Pose()

@@ -72,13 +72,13 @@ def valid_share(boxes: np.ndarray, form: BoxForm, size: tuple[int, int], loose: 
 
     A random network's boxes are much too large, but still centred on places in the image.
     """
-    places = form.convert_boxes(boxes, size)
+    corners = form.convert_boxes(boxes, size)
     limit = np.array([size[1], size[0]] * 2, np.float32)
-    ordered = (places[:, 2:] >= places[:, :2]).all(1)
+    is_ordered = (corners[:, 2:] >= corners[:, :2]).all(1)
     if loose:
-        middle = (places[:, :2] + places[:, 2:]) / 2
-        return float((ordered & (np.abs(middle / limit[:2] - 0.5) <= 1).all(1)).mean())
-    return float((ordered & (np.abs(places / limit - 0.5) <= 0.5 + MAX_OUTSIDE_SHARE).all(1)).mean())
+        centres = (corners[:, :2] + corners[:, 2:]) / 2
+        return float((is_ordered & (np.abs(centres / limit[:2] - 0.5) <= 1).all(1)).mean())
+    return float((is_ordered & (np.abs(corners / limit - 0.5) <= 0.5 + MAX_OUTSIDE_SHARE).all(1)).mean())
 
 
 @dataclass(frozen=True)
@@ -124,30 +124,30 @@ def suppress_overlaps(boxes: np.ndarray, labels: np.ndarray, iou: float, max_det
     ends = np.flatnonzero(np.diff(labels[order])) + 1
     rest = {int(labels[rows[0]]): rows for rows in np.split(order, ends) if len(rows)}
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    waiting = np.ones(len(boxes), bool)
-    chosen: list[int] = []
+    is_pending = np.ones(len(boxes), bool)
+    kept_rows: list[int] = []
     row = 0
-    while len(chosen) < max_detections and waiting[row:].any():
-        row += int(waiting[row:].argmax())
-        chosen.append(row)
-        others = rest[int(labels[row])]
-        others = others[np.searchsorted(others, row, "right") :]
-        overlap = _compute_overlap(boxes[row], boxes[others])
+    while len(kept_rows) < max_detections and is_pending[row:].any():
+        row += int(is_pending[row:].argmax())
+        kept_rows.append(row)
+        class_rows = rest[int(labels[row])]
+        class_rows = class_rows[np.searchsorted(class_rows, row, "right") :]
+        overlap = _compute_overlap(boxes[row], boxes[class_rows])
         with np.errstate(divide="ignore", invalid="ignore"):  # empty boxes overlap nothing
-            suppressed = overlap / (areas[row] + areas[others] - overlap) > iou
-        waiting[others[suppressed]] = False
-        rest[int(labels[row])] = others[~suppressed]
+            is_suppressed = overlap / (areas[row] + areas[class_rows] - overlap) > iou
+        is_pending[class_rows[is_suppressed]] = False
+        rest[int(labels[row])] = class_rows[~is_suppressed]
         row += 1
-    return np.array(chosen, np.int64)
+    return np.array(kept_rows, np.int64)
 
 
-def overlap_by_half(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
+def overlap_by_half(boxes: np.ndarray, objects: np.ndarray) -> np.ndarray:
     """Return for each box (left, top, right, bottom) whether it overlaps another by half or more."""
-    low, high = np.maximum(boxes[:, None, :2], others[:, :2]), np.minimum(boxes[:, None, 2:], others[:, 2:])
-    shared = (high - low).clip(0).prod(2)
-    either = (boxes[:, 2:] - boxes[:, :2]).prod(1)[:, None] + (others[:, 2:] - others[:, :2]).prod(1) - shared
-    found: np.ndarray = (2 * shared >= either.clip(1e-9)).any(1)
-    return found
+    low, high = np.maximum(boxes[:, None, :2], objects[:, :2]), np.minimum(boxes[:, None, 2:], objects[:, 2:])
+    overlap = (high - low).clip(0).prod(2)
+    union = (boxes[:, 2:] - boxes[:, :2]).prod(1)[:, None] + (objects[:, 2:] - objects[:, :2]).prod(1) - overlap
+    has_overlap: np.ndarray = (2 * overlap >= union.clip(1e-9)).any(1)
+    return has_overlap
 
 
 def encode_mask(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np.ndarray:
@@ -159,15 +159,15 @@ def encode_mask(mask: np.ndarray, top: int, left: int, height: int, width: int) 
     columns[:, 1:-1] = mask.T
     edges = np.diff(columns, axis=1)
     column, starts = np.nonzero(edges == 1)
-    origin = (left + column) * height + top
-    starts, ends = origin + starts, origin + np.nonzero(edges == -1)[1]
-    separate = starts[1:] != ends[:-1]  # runs may continue in the next column
+    offset = (left + column) * height + top
+    starts, ends = offset + starts, offset + np.nonzero(edges == -1)[1]
+    is_separate = starts[1:] != ends[:-1]  # runs may continue in the next column
     starts, ends = (
-        starts[np.r_[True, separate]] if len(starts) else starts,
-        ends[np.r_[separate, True]] if len(ends) else ends,
+        starts[np.r_[True, is_separate]] if len(starts) else starts,
+        ends[np.r_[is_separate, True]] if len(ends) else ends,
     )
-    marks = np.concatenate([[0], np.stack([starts, ends], 1).reshape(-1), [height * width]])
-    counts = np.diff(marks)
+    boundaries = np.concatenate([[0], np.stack([starts, ends], 1).reshape(-1), [height * width]])
+    counts = np.diff(boundaries)
     return (counts[:-1] if len(counts) > 1 and counts[-1] == 0 else counts).astype(np.uint32)
 
 
@@ -180,17 +180,17 @@ class ImagePlacement:
     def __init__(self, height: int, width: int, to_height: int, to_width: int, aspect: float = 1.0) -> None:
         self.height, self.width = height, width
         self.input = (to_height, to_width)
-        placed = fit_geometry(height, width * aspect, to_height, to_width)
-        _, self.new_height, self.new_width, self.top, self.left = placed
+        geometry = fit_geometry(height, width * aspect, to_height, to_width)
+        _, self.new_height, self.new_width, self.top, self.left = geometry
         # Sides are rounded to whole pixels, so each maps back by its own scale.
         self.down, self.across = self.new_height / height, self.new_width / width
 
     def points(self, points: np.ndarray) -> np.ndarray:
         """Return points (x, y, ...) of the input as points of the image, clipped to it."""
-        mapped = points.astype(np.float32)
-        mapped[..., 0] = ((mapped[..., 0] - self.left) / self.across).clip(0, self.width)
-        mapped[..., 1] = ((mapped[..., 1] - self.top) / self.down).clip(0, self.height)
-        return mapped
+        image_points = points.astype(np.float32)
+        image_points[..., 0] = ((image_points[..., 0] - self.left) / self.across).clip(0, self.width)
+        image_points[..., 1] = ((image_points[..., 1] - self.top) / self.down).clip(0, self.height)
+        return image_points
 
     def place_boxes(self, boxes: np.ndarray) -> np.ndarray:
         """Return boxes (left, top, right, bottom) of the input as boxes of the image, clipped to it."""
@@ -198,30 +198,30 @@ class ImagePlacement:
 
     def rows(self, first: int, last: int, count: int) -> _Taps:
         """Return the positions of the image's rows among `count` prototype rows."""
-        at = (np.arange(first, last) + 0.5) * self.down
-        return _compute_taps(at, self.top, self.new_height, count / self.input[0], count)
+        centres = (np.arange(first, last) + 0.5) * self.down
+        return _compute_taps(centres, self.top, self.new_height, count / self.input[0], count)
 
     def find_columns(self, first: int, last: int, count: int) -> _Taps:
         """Return the positions of the image's columns among `count` prototype columns."""
-        at = (np.arange(first, last) + 0.5) * self.across
-        return _compute_taps(at, self.left, self.new_width, count / self.input[1], count)
+        centres = (np.arange(first, last) + 0.5) * self.across
+        return _compute_taps(centres, self.left, self.new_width, count / self.input[1], count)
 
 
 _Taps = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def _compute_taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) -> _Taps:
+def _compute_taps(centres: np.ndarray, margin: int, length: int, ratio: float, count: int) -> _Taps:
     """Return the two neighbouring coarse cells of each image position, and the weight of the second.
 
     Cells in the letterbox's grey are left out.
     """
-    at = ((at + margin) * ratio - 0.5).clip(margin * ratio, (margin + length) * ratio - 1).clip(0, count - 1)
-    low = at.astype(np.int64)
-    return low, np.minimum(low + 1, count - 1), (at - low).astype(np.float32)
+    centres = ((centres + margin) * ratio - 0.5).clip(margin * ratio, (margin + length) * ratio - 1).clip(0, count - 1)
+    low = centres.astype(np.int64)
+    return low, np.minimum(low + 1, count - 1), (centres - low).astype(np.float32)
 
 
 def select_best(
-    found: Candidates, corner_boxes: Callable[[np.ndarray], np.ndarray], confidence: float, iou: float | None,
+    candidates: Candidates, to_corners: Callable[[np.ndarray], np.ndarray], confidence: float, iou: float | None,
     max_detections: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """Return the remaining boxes' numbers by descending score, with their classes and scores.
@@ -229,31 +229,31 @@ def select_best(
     Boxes below `confidence` are dropped, and boxes that overlap by more than `iou` are suppressed (None: the network
     did it).
     """
-    if found.labels is None:
-        seen = np.flatnonzero((found.scores > confidence).any(0))  # most anchors stop here
-        scores = np.ascontiguousarray(found.scores[:, seen].T)
+    if candidates.labels is None:
+        scored_anchors = np.flatnonzero((candidates.scores > confidence).any(0))  # most anchors stop here
+        scores = np.ascontiguousarray(candidates.scores[:, scored_anchors].T)
         pairs = np.flatnonzero(scores > confidence)
         values = scores.reshape(-1)[pairs].astype(np.float32)
         anchors, labels = np.divmod(pairs, max(1, scores.shape[1]))
-        anchors = seen[anchors]
+        anchors = scored_anchors[anchors]
     else:
-        anchors = np.flatnonzero(found.scores > confidence)
-        values, labels = found.scores[anchors].astype(np.float32), found.labels[anchors]
+        anchors = np.flatnonzero(candidates.scores > confidence)
+        values, labels = candidates.scores[anchors].astype(np.float32), candidates.labels[anchors]
     if len(values) > MAX_CANDIDATES:
-        chosen = np.sort(np.argpartition(-values, MAX_CANDIDATES)[:MAX_CANDIDATES])
-        anchors, labels, values = anchors[chosen], labels[chosen], values[chosen]
+        top_pairs = np.sort(np.argpartition(-values, MAX_CANDIDATES)[:MAX_CANDIDATES])
+        anchors, labels, values = anchors[top_pairs], labels[top_pairs], values[top_pairs]
     order = np.argsort(-values, kind="stable")
     anchors, labels, values = anchors[order], labels[order], values[order]
-    boxes = found.boxes[:, anchors].T.astype(np.float32)
-    finite = np.isfinite(boxes).all(1)
-    if not finite.all():
-        anchors, labels, values, boxes = anchors[finite], labels[finite], values[finite], boxes[finite]
-    kept = slice(max_detections) if iou is None else suppress_overlaps(corner_boxes(boxes), labels, iou, max_detections)
-    return anchors[kept], labels[kept].astype(np.int32), values[kept]
+    boxes = candidates.boxes[:, anchors].T.astype(np.float32)
+    is_finite = np.isfinite(boxes).all(1)
+    if not is_finite.all():
+        anchors, labels, values, boxes = anchors[is_finite], labels[is_finite], values[is_finite], boxes[is_finite]
+    rows = slice(max_detections) if iou is None else suppress_overlaps(to_corners(boxes), labels, iou, max_detections)
+    return anchors[rows], labels[rows].astype(np.int32), values[rows]
 
 
 def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return the area shared by a box with each of the others."""
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
-    shared: np.ndarray = sides.clip(0).prod(1)
-    return shared
+    area: np.ndarray = sides.clip(0).prod(1)
+    return area

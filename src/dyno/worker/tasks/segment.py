@@ -26,15 +26,15 @@ class Segment(Detect):
 
     def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
         """Return one coefficient per prototype."""
-        count = shapes[beside][1] if (beside := self.find_referred(shapes)) else DEFAULT_PROTOTYPES
+        count = shapes[name][1] if (name := self.find_referred(shapes)) else DEFAULT_PROTOTYPES
         return count if isinstance(count, int) else DEFAULT_PROTOTYPES
 
     def find_referred(self, shapes: Mapping[str, Shape]) -> str:
         """Return the name of the prototypes' output."""
         return next((name for name, shape in shapes.items() if len(shape) == 4), "")
 
-    def read(self, kept: KeptRows) -> dict[str, Any]:
-        return {"masks": _build_masks(kept.extra_values, kept.referred, kept.boxes, kept.placement)}
+    def read(self, rows: KeptRows) -> dict[str, Any]:
+        return {"masks": _build_masks(rows.extra_values, rows.referred, rows.boxes, rows.placement)}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         masks = [mask for detection in detections for mask in detection.masks or ()]
@@ -46,17 +46,17 @@ SEGMENT = Segment()
 
 
 def _build_masks(
-    coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, place: ImagePlacement
+    coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, placement: ImagePlacement
 ) -> list[np.ndarray]:
     """Return masks at the image's size: sums of prototypes, bilinearly interpolated inside the box, set above 0."""
     count, height, width = prototypes.shape
-    coarse = (coefficients @ prototypes.reshape(count, -1)).reshape(-1, height, width)
+    coarse_masks = (coefficients @ prototypes.reshape(count, -1)).reshape(-1, height, width)
     masks = []
-    for logits, box in zip(coarse, boxes, strict=True):
+    for logits, box in zip(coarse_masks, boxes, strict=True):
         left, top, right, bottom = np.ceil(box).astype(int).tolist()
-        low, high, weight = place.rows(top, bottom, height)
+        low, high, weight = placement.rows(top, bottom, height)
         rows = logits[low] + (logits[high] - logits[low]) * weight[:, None]
-        low, high, weight = place.find_columns(left, right, width)
-        fine = rows[:, low] + (rows[:, high] - rows[:, low]) * weight
-        masks.append(encode_mask(fine > 0, top, left, place.height, place.width))
+        low, high, weight = placement.find_columns(left, right, width)
+        fine_mask = rows[:, low] + (rows[:, high] - rows[:, low]) * weight
+        masks.append(encode_mask(fine_mask > 0, top, left, placement.height, placement.width))
     return masks

@@ -76,21 +76,21 @@ def make_schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
     """Return torch's learning-rate schedule over all batches of the training, stepped once per batch."""
     from torch.optim import lr_scheduler
 
-    total, warm = options.epochs * steps, round(options.warmup_epochs * steps)
+    total, warm_steps = options.epochs * steps, round(options.warmup_epochs * steps)
     if options.schedule == "onecycle":
-        up = options.warmup_epochs / options.epochs or ONE_CYCLE_UP
+        rise_share = options.warmup_epochs / options.epochs or ONE_CYCLE_UP
         # The momentum stays as requested.
-        return lr_scheduler.OneCycleLR(optimizer, options.peak, total + 1, pct_start=up, cycle_momentum=False)
+        return lr_scheduler.OneCycleLR(optimizer, options.peak, total + 1, pct_start=rise_share, cycle_momentum=False)
     if options.schedule == "cosine":
-        main = lr_scheduler.CosineAnnealingLR(optimizer, max(1, total - warm))
+        main = lr_scheduler.CosineAnnealingLR(optimizer, max(1, total - warm_steps))
     elif options.schedule == "step":
-        main = lr_scheduler.StepLR(optimizer, max(1, math.ceil((total - warm) / 3)))
+        main = lr_scheduler.StepLR(optimizer, max(1, math.ceil((total - warm_steps) / 3)))
     else:
         main = lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    if not warm:
+    if not warm_steps:
         return main
-    rising = lr_scheduler.LinearLR(optimizer, start_factor=1 / (warm + 1), total_iters=warm)
-    return lr_scheduler.SequentialLR(optimizer, [rising, main], milestones=[warm])
+    warm_up = lr_scheduler.LinearLR(optimizer, start_factor=1 / (warm_steps + 1), total_iters=warm_steps)
+    return lr_scheduler.SequentialLR(optimizer, [warm_up, main], milestones=[warm_steps])
 
 
 @dataclass(frozen=True)
@@ -139,18 +139,18 @@ class Training:
                 state.add({name: row[name] for name in network.HISTORY_COLUMNS})
                 network.store_state(self.folder, state, loop.parts())
             self.report("evaluate the best weights")
-            best = self._evaluate_best(state, test_reader, model, len(splits[0].index))
-            return replace(best, notes=tuple(notes))
+            facts = self._evaluate_best(state, test_reader, model, len(splits[0].index))
+            return replace(facts, notes=tuple(notes))
 
     def _collect_settings(self, model: ModelSpec) -> dict[str, Any]:
         """Return the settings that determine the result, by their user-visible names."""
-        beginning = model.weights_sha256 or ("pretrained" if model.pretrained else "random")
+        weights = model.weights_sha256 or ("pretrained" if model.pretrained else "random")
         return {
             **self.options.settings(),
             "device": self.options.device.partition(":")[0],
             "model": model.source.rpartition("/")[2],
             "code": model.source_sha256,
-            "weights": beginning,
+            "weights": weights,
             "size": self.dims.size,
             "preprocess": digest(model.preprocess),
             "training images": self.training.sha256,
@@ -166,25 +166,25 @@ class Training:
         keys = network.load_batches(reader.split, options, epoch)
         loop.module.train(not options.freeze)  # a frozen network keeps its statistics, too
         total, images = torch.zeros((), device=loop.device), 0
-        started = time.perf_counter()
-        for number, (x, y) in enumerate(reader(keys), 1):
+        start = time.perf_counter()
+        for batch_number, (x, y) in enumerate(reader(keys), 1):
             total += loop.step(x, y).float() * len(y)
             images += len(y)
-            if number % LOSS_EVERY == 0 or number == len(keys):
+            if batch_number % LOSS_EVERY == 0 or batch_number == len(keys):
                 mean = float(total) / images
-                self.report(f"epoch {epoch}/{options.epochs}, batch {number}/{len(keys)}, loss {mean:.4f}")
+                self.report(f"epoch {epoch}/{options.epochs}, batch {batch_number}/{len(keys)}, loss {mean:.4f}")
                 if not math.isfinite(mean):
                     raise UserError(self._explain_divergence(epoch, mean, state))
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
         lr, rate = loop.schedule.get_last_lr()[0], images / seconds
         return {"epoch": epoch, "lr": lr, "train_loss": mean, "seconds": seconds, "images_per_s": rate}
 
     def _explain_divergence(self, epoch: int, loss: float, state: State) -> str:
-        stored = "no weights were stored yet"
+        location = "no weights were stored yet"
         if state.best:
             top1 = state.history[state.best - 1]["top1"]
-            stored = f"the best weights, of epoch {state.best} with top-1 {top1:.2f} %, are in {self.folder.name}"
-        return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {self.options.peak:g}; {stored}"
+            location = f"the best weights, of epoch {state.best} with top-1 {top1:.2f} %, are in {self.folder.name}"
+        return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {self.options.peak:g}; {location}"
 
     def _evaluate_best(self, state: State, reader: network.BatchReader, model: ModelSpec, images: int) -> TrainingFacts:
         """Return the results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
@@ -192,8 +192,8 @@ class Training:
 
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         path = self.folder / network.BEST_FILE
-        stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
-        module = models.load(stored, self.dims).to(reader.options.device, memory_format=torch.channels_last)
+        best_model = replace(model, weights=str(path), weights_sha256="", pretrained=False)
+        module = models.load(best_model, self.dims).to(reader.options.device, memory_format=torch.channels_last)
         row, counts = _evaluate_split(module, reader)
         return TrainingFacts(
             **row, **counts, epochs=state.epoch, best_epoch=state.best, images=images, weights=path.name,
@@ -225,10 +225,10 @@ def _evaluate_split(module: Any, reader: network.BatchReader) -> tuple[dict[str,
         for x, y in reader(network.plain_batches(reader.split, max(reader.options.batch, network.EVALUATION_BATCH))):
             scores = module(x).float()
             loss += torch.nn.functional.cross_entropy(scores, y, reduction="sum")
-            best = scores.topk(min(5, scores.shape[1])).indices
-            ranks.append((best == y[:, None]).cpu())
-    hit = torch.cat(ranks)
-    count = len(hit)
-    hits, top5_hits = int(hit[:, 0].sum()), int(hit.any(1).sum())
+            top_classes = scores.topk(min(5, scores.shape[1])).indices
+            ranks.append((top_classes == y[:, None]).cpu())
+    is_hit = torch.cat(ranks)
+    count = len(is_hit)
+    hits, top5_hits = int(is_hit[:, 0].sum()), int(is_hit.any(1).sum())
     row = {"test_loss": float(loss) / count, "top1": 100 * hits / count}
     return row, {"top5": 100 * top5_hits / count, "hits": hits, "count": count}

@@ -34,9 +34,9 @@ def build_network(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tupl
     """
     module = models.build(replace(model, weights="", pretrained=False), dims)
     notes = []
-    state, where = _initial_weights(model, dims)
+    state, origin = _initial_weights(model, dims)
     if state is not None:
-        notes = _apply_state(module, state, where)
+        notes = _apply_state(module, state, origin)
     _check_network(module, model, dims)
     if freeze:
         notes.append(_freeze_layers(module, model, dims))
@@ -51,32 +51,32 @@ def _initial_weights(model: ModelSpec, dims: Dims) -> tuple[Mapping[str, Any] | 
     return None, ""
 
 
-def _apply_state(module: Any, state: Mapping[str, Any], where: str) -> list[str]:
-    own, state = module.state_dict(), by_own_names(module, state, where)
+def _apply_state(module: Any, state: Mapping[str, Any], origin: str) -> list[str]:
+    module_state, state = module.state_dict(), by_own_names(module, state, origin)
     classes = head_classes(module, state)
     if classes is None:
-        apply(module, state, where)
+        apply(module, state, origin)
         return []
-    head = [name for name in own if name in state and state[name].shape != own[name].shape]
-    apply(module, {**state, **{name: own[name] for name in head}}, where)
-    wanted = own[head[0]].shape[0]
-    return [f"{where} has {classes} classes and the data {wanted}: {', '.join(head)} begin from random values"]
+    head = [name for name in module_state if name in state and state[name].shape != module_state[name].shape]
+    apply(module, {**state, **{name: module_state[name] for name in head}}, origin)
+    data_classes = module_state[head[0]].shape[0]
+    return [f"{origin} has {classes} classes and the data {data_classes}: {', '.join(head)} begin from random values"]
 
 
 def _check_network(module: Any, model: ModelSpec, dims: Dims) -> None:
     """Raise a `UserError` unless the network takes the images and returns a score per class, trained or evaluated."""
     import torch
 
-    tried = copy.deepcopy(module)  # a pass in training mode changes the statistics of batch norm
+    module_copy = copy.deepcopy(module)  # a pass in training mode changes the statistics of batch norm
     image = torch.zeros(2, model.channels, dims.height, dims.width)
     for training in (False, True):
         try:
             with torch.no_grad():
-                out = tried.train(training)(image)
+                output = module_copy.train(training)(image)
         except INPUT_ERRORS as e:
             raise UserError(f"the model refuses images of {dims.size} pixels: {first_line(e)}") from e
-        main = next(iter(walk_tensors(out)), None)
-        if main is None or main.dim() != 2 or (not training and not isinstance(out, torch.Tensor)):
+        main = next(iter(walk_tensors(output)), None)
+        if main is None or main.dim() != 2 or (not training and not isinstance(output, torch.Tensor)):
             raise UserError(f"{model.source} doesn't return [batch, classes]; only classifiers can be trained")
         if main.shape[1] != model.classes:
             raise UserError(
@@ -88,8 +88,8 @@ def _check_network(module: Any, model: ModelSpec, dims: Dims) -> None:
 def _freeze_layers(module: Any, model: ModelSpec, dims: Dims) -> str:
     """Leave only the classifier (parameters shaped by the number of classes) trainable; return a note on it."""
     assert model.classes is not None
-    larger = models.build(replace(model, weights="", pretrained=False, classes=model.classes + 1), dims).state_dict()
-    head = [name for name, value in module.named_parameters() if larger[name].shape != value.shape]
+    state = models.build(replace(model, weights="", pretrained=False, classes=model.classes + 1), dims).state_dict()
+    head = [name for name, value in module.named_parameters() if state[name].shape != value.shape]
     if not head:
         raise UserError(f"{model.source} has no layer whose size follows the number of classes; omit freeze")
     for name, value in module.named_parameters():
@@ -97,14 +97,14 @@ def _freeze_layers(module: Any, model: ModelSpec, dims: Dims) -> str:
     return f"only {', '.join(head)} are trained"
 
 
-def compute_loss(out: Any, labels: Any, smoothing: float) -> Any:
+def compute_loss(outputs: Any, labels: Any, smoothing: float) -> Any:
     """Return the cross-entropy of the scores, plus auxiliary classifiers' (GoogLeNet, Inception) at a fixed weight."""
     from torch.nn.functional import cross_entropy
 
-    main, *others = walk_tensors(out)
+    main, *auxiliaries = walk_tensors(outputs)
     total = cross_entropy(main, labels, label_smoothing=smoothing)
-    for other in others:
-        total = total + AUXILIARY_WEIGHT * cross_entropy(other, labels, label_smoothing=smoothing)
+    for auxiliary in auxiliaries:
+        total = total + AUXILIARY_WEIGHT * cross_entropy(auxiliary, labels, label_smoothing=smoothing)
     return total
 
 
@@ -147,8 +147,8 @@ def store_state(folder: Path, state: State, parts: Mapping[str, Any]) -> None:
     import torch
 
     content = io.BytesIO()
-    about = {"settings": state.settings, "history": state.history, "best": state.best}
-    torch.save({"about": json.dumps(about), **{name: part.state_dict() for name, part in parts.items()}}, content)
+    metadata = {"settings": state.settings, "history": state.history, "best": state.best}
+    torch.save({"about": json.dumps(metadata), **{name: part.state_dict() for name, part in parts.items()}}, content)
     write_bytes(folder / STATE_FILE, content.getbuffer())
     publish_files(folder, state, parts["module"])
 
@@ -174,12 +174,12 @@ def restore_state(folder: Path, settings: dict[str, Any], parts: Mapping[str, An
     path = folder / STATE_FILE
     if not path.is_file():
         return State(settings)
-    stored = _read_state(path)
-    about = json.loads(stored["about"])
-    _check_settings(path, about["settings"], settings)
+    content = _read_state(path)
+    metadata = json.loads(content["about"])
+    _check_settings(path, metadata["settings"], settings)
     for name, part in parts.items():
-        part.load_state_dict(stored[name])
-    state = State(settings, about["history"], about["best"])
+        part.load_state_dict(content[name])
+    state = State(settings, metadata["history"], metadata["best"])
     publish_files(folder, state, parts["module"])
     return state
 
@@ -188,11 +188,11 @@ def _read_state(path: Path) -> dict[str, Any]:
     import torch
 
     try:
-        stored: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        json.loads(stored["about"])
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        json.loads(content["about"])
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} is damaged or not the state of a training; {START_ANEW_ADVICE}") from e
-    return stored
+    return content
 
 
 def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -292,8 +292,8 @@ def make_augmentation(kind: str, size: tuple[int, int]) -> Callable[[Any], Any] 
         shift: Callable[[Any], Any] = v2.RandomCrop(size, padding=padding, padding_mode="edge")
         return shift
     crop = v2.RandomCrop(size) if kind == "light" else v2.RandomResizedCrop(size, antialias=True)
-    combined: Callable[[Any], Any] = v2.Compose([crop, v2.RandomHorizontalFlip()])
-    return combined
+    transform: Callable[[Any], Any] = v2.Compose([crop, v2.RandomHorizontalFlip()])
+    return transform
 
 
 class BatchDataset:
@@ -315,11 +315,11 @@ class BatchDataset:
         if self._change is None:
             return pixels, labels
         generator = torch.default_generator
-        before = generator.get_state()
+        rng_state = generator.get_state()
         generator.manual_seed(seed)
-        changed = torch.stack([self._change(image) for image in pixels])
-        generator.set_state(before)
-        return changed, labels
+        images = torch.stack([self._change(image) for image in pixels])
+        generator.set_state(rng_state)
+        return images, labels
 
 
 class BatchReader:

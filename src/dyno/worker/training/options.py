@@ -58,9 +58,9 @@ class TrainOptions:
         check_known("schedule", self.schedule, SCHEDULES)
         check_known("augment", self.augment, AUGMENTATIONS)
         check_known("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
-        for name, least in (("epochs", 1), ("batch", 2), ("workers", 0), ("warmup_epochs", 0), ("seed", 0)):
-            if not getattr(self, name) >= least:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, minimum in (("epochs", 1), ("batch", 2), ("workers", 0), ("warmup_epochs", 0), ("seed", 0)):
+            if not getattr(self, name) >= minimum:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
         self._check_ranges()
 
     def _check_ranges(self) -> None:
@@ -88,8 +88,8 @@ class TrainOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return all options that affect the result, with defaults filled in."""
-        filled = {**dataclasses.asdict(self), "lr": self.peak, "weight_decay": self.decay}
-        return {name: value for name, value in filled.items() if name not in CHANGEABLE_OPTIONS}
+        values = {**dataclasses.asdict(self), "lr": self.peak, "weight_decay": self.decay}
+        return {name: value for name, value in values.items() if name not in CHANGEABLE_OPTIONS}
 
 
 def make_options(settings: Mapping[str, Any]) -> TrainOptions:

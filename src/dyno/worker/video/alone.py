@@ -51,27 +51,27 @@ class _CostClock:
     @contextmanager
     def count_seconds(self, frames: int = 1) -> Iterator[None]:
         """Count the block's seconds for that number of frames."""
-        cpu, began = time.process_time(), now()
+        cpu, start = time.process_time(), now()
         yield
-        self.add((now() - began) / 1e9, time.process_time() - cpu, frames)
+        self.add((now() - start) / 1e9, time.process_time() - cpu, frames)
 
     def add(self, seconds: float, cpu: float, frames: int = 1) -> None:
         """Count wall and processor seconds for that number of frames."""
         self.seconds += [seconds / frames] * frames
         self.cpu += [cpu / frames] * frames
 
-    def share(self, held: _CostClock) -> None:
-        """Distribute the time in `held`, spent once for all frames, among them."""
+    def share(self, clock: _CostClock) -> None:
+        """Distribute the time in `clock`, spent once for all frames, among them."""
         count = len(self.seconds)
-        self.seconds = [each + sum(held.seconds) / count for each in self.seconds]
-        self.cpu = [each + sum(held.cpu) / count for each in self.cpu]
+        self.seconds = [value + sum(clock.seconds) / count for value in self.seconds]
+        self.cpu = [value + sum(clock.cpu) / count for value in self.cpu]
 
-    def result(self, turn: int) -> IsolatedTimes:
-        """Return samples and mean, without the first `turn` frames if there are more.
+    def result(self, chunk_size: int) -> IsolatedTimes:
+        """Return samples and mean, without the first `chunk_size` frames if there are more.
 
         Libraries are set up in the first turn.
         """
-        first = turn if len(self.seconds) >= 2 * turn else 0
+        first = chunk_size if len(self.seconds) >= 2 * chunk_size else 0
         return IsolatedTimes(np.asarray(self.seconds[first:]), float(np.mean(self.cpu[first:])))
 
 
@@ -108,37 +108,37 @@ class Bench:
 
         Afterwards, `feeds` hold frames, and `answered` are the last batches, with outputs.
         """
-        reading, max_frames, count = self._source.read(), max_frames or TIMED_FRAMES // CHUNK_FRAMES * self._chunk, 0
-        until = time.perf_counter() + MAX_SECONDS
-        while count < max_frames and (frames := self._decode_frames(reading, min(self._chunk, max_frames - count))):
+        stream, max_frames, count = self._source.read(), max_frames or TIMED_FRAMES // CHUNK_FRAMES * self._chunk, 0
+        deadline = time.perf_counter() + MAX_SECONDS
+        while count < max_frames and (frames := self._decode_frames(stream, min(self._chunk, max_frames - count))):
             self._run_turn(frames)
             self.first = self.first or frames[0]
             count += len(frames)
-            if time.perf_counter() > until:
+            if time.perf_counter() > deadline:
                 break
         if self._sink is not None:
-            held = _CostClock()
-            with held.count_seconds():
+            clock = _CostClock()
+            with clock.count_seconds():
                 self._sink.close()
-            self._clocks[steps.ENCODE].share(held)
+            self._clocks[steps.ENCODE].share(clock)
 
     def results(self) -> dict[str, IsolatedTimes]:
         """Return the result of each stage except inference."""
         return {name: clock.result(self._chunk) for name, clock in self._clocks.items() if clock.seconds}
 
-    def _decode_frames(self, reading: Iterator[Frame], count: int) -> list[Frame]:
+    def _decode_frames(self, stream: Iterator[Frame], count: int) -> list[Frame]:
         """Return the next frames; a live source's frame begins when it has arrived."""
         frames, cpu = list[Frame](), time.process_time()
-        for frame in itertools.islice(reading, count):
-            spent = time.process_time()
-            self._clocks[steps.DECODE].add((now() - frame.began) / 1e9, spent - cpu)
+        for frame in itertools.islice(stream, count):
+            cpu_end = time.process_time()
+            self._clocks[steps.DECODE].add((now() - frame.began) / 1e9, cpu_end - cpu)
             frames.append(frame)
             cpu = time.process_time()
         return frames
 
     def _run_turn(self, frames: list[Frame]) -> None:
         batches = self._prepare_batches(frames)
-        self.answered = [done for batch in batches for done in (*self._engine.work(batch), *self._engine.flush())]
+        self.answered = [result for batch in batches for result in (*self._engine.work(batch), *self._engine.flush())]
         self._postprocess_batches()
         if self._tracker is not None:
             for frame in frames:
@@ -156,17 +156,17 @@ class Bench:
     def _prepare_batches(self, frames: list[Frame]) -> list[Batch]:
         """Return the frames as batches; several preparing threads are timed together."""
         clock, size, batches = self._clocks[steps.PREPARE], self._batch, list[Batch]()
-        together = size if self._lanes == 1 else len(frames)
-        for first in range(0, len(frames), together):
-            part = frames[first : first + together]
-            with clock.count_seconds(len(part)):
-                done = [batch for frame in part for batch in self._prepare.work(frame)]
+        group_size = size if self._lanes == 1 else len(frames)
+        for start in range(0, len(frames), group_size):
+            group = frames[start : start + group_size]
+            with clock.count_seconds(len(group)):
+                results = [batch for frame in group for batch in self._prepare.work(frame)]
                 while self._prepare.holds:
-                    done += self._prepare.flush()
-                done += self._prepare.flush()
-                for batch in done:
+                    results += self._prepare.flush()
+                results += self._prepare.flush()
+                for batch in results:
                     self._preparation.settle(batch.feed)
-            batches += done
+            batches += results
         return batches
 
     def _postprocess_batches(self) -> None:
@@ -188,15 +188,15 @@ def measure_inference(
 ) -> tuple[IsolatedTimes, measure.Sampling]:
     """Measure inference on the video's batches, with every slot or lane at work; return it with its sampling."""
     measure.warm_up(measure.make_step(engine.session, "all", feeds), plan)
-    cpu, began = time.process_time(), time.perf_counter()
+    cpu, start = time.process_time(), time.perf_counter()
     if engine.lanes > 1:
         answer = lambda feed: engine.answer(Batch([], feed))  # noqa: E731
         sampling = measure.throughput_in_lanes(answer, engine.lanes, feeds, size, plan)
     else:
         sampling = measure.measure_throughput(engine.session, feeds, size, plan)
-    share = (time.process_time() - cpu) / (time.perf_counter() - began)  # busy processors
+    processors = (time.process_time() - cpu) / (time.perf_counter() - start)  # busy processors
     assert sampling.value is not None
-    return IsolatedTimes(1 / sampling.samples, share / sampling.value), sampling
+    return IsolatedTimes(1 / sampling.samples, processors / sampling.value), sampling
 
 
 class StageCopy:
@@ -209,30 +209,30 @@ class StageCopy:
         reader: BoxReader,
         tracker: Tracker | None,
         sink: Sink | None,
-        answered: Batch,
+        batch: Batch,
     ) -> None:
         self._preparation, self._tracker, self._sink = preparation, tracker, sink
         self._feed, self._answer = preparation.new_feed(), steps.PostprocessingStage(reader, preparation.size)
         # Each copy draws on and writes its own frames.
-        own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
-        self._answered = replace(answered, frames=own)
-        endless = itertools.chain.from_iterable(source.read() for _ in itertools.count())
-        self._reading: Iterator[Frame] = itertools.cycle(own) if source.is_single_pass else endless
+        frames = [replace(frame, picture=frame.picture.copy()) for frame in batch.frames]
+        self._answered = replace(batch, frames=frames)
+        endless_frames = itertools.chain.from_iterable(source.read() for _ in itertools.count())
+        self._reading: Iterator[Frame] = itertools.cycle(frames) if source.is_single_pass else endless_frames
 
     def turn(self) -> float:
         """Run a few frames through every stage; return this thread's processor time, in seconds."""
-        began = time.thread_time()
+        start = time.thread_time()
         frames, size = list(itertools.islice(self._reading, CHUNK_FRAMES)), self._preparation.batch
-        for number, frame in enumerate(frames):
-            self._preparation.write(frame.picture, self._feed, number % size)
-            if (number + 1) % size == 0 or number + 1 == len(frames):
-                self._preparation.complete(self._feed, number % size + 1)
+        for index, frame in enumerate(frames):
+            self._preparation.write(frame.picture, self._feed, index % size)
+            if (index + 1) % size == 0 or index + 1 == len(frames):
+                self._preparation.complete(self._feed, index % size + 1)
                 self._answer.work(self._answered)
         # Masks have their frame's size: for images of several sizes, that frame itself is taken.
         pairs = zip(frames, itertools.cycle(self._answered.frames), strict=False)
         frames = [
-            replace(frame if frame.size == like.size else like, packets=[], detections=like.detections)
-            for frame, like in pairs
+            replace(frame if frame.size == template.size else template, packets=[], detections=template.detections)
+            for frame, template in pairs
         ]
         if self._tracker is not None:
             for frame in frames:
@@ -242,7 +242,7 @@ class StageCopy:
                 draw_detections(frame)
             for frame in frames:
                 self._sink.write(frame)
-        return time.thread_time() - began
+        return time.thread_time() - start
 
     def close(self) -> None:
         """Close the output file."""
@@ -263,51 +263,51 @@ class ContentionCost:
 
 
 def measure_contention(
-    copies: Sequence[StageCopy], engine: steps.SessionThread, answered: Sequence[Batch]
+    copies: Sequence[StageCopy], engine: steps.SessionThread, batches: Sequence[Batch]
 ) -> ContentionCost:
     """Run all copies and the engine together, and compare them with one copy alone.
 
     The turns are: one, all, the next one, all… A first turn of all sets up libraries and doesn't count. A codec's own
     threads are assumed to slow down like their caller; the processor time beyond the copies' is the engine's.
     """
-    alone, together = _CostClock(), _CostClock()
-    threads_alone, threads_together, frames = 0.0, list[float](), 0
-    batches, inference = itertools.cycle(answered), steps.InferenceStage(engine)
+    single_cost, joint_cost = _CostClock(), _CostClock()
+    single_seconds, joint_seconds, frames = 0.0, list[float](), 0
+    batch_cycle, inference = itertools.cycle(batches), steps.InferenceStage(engine)
     with ThreadPoolExecutor(len(copies) + engine.lanes) as pool:
 
         def infer_until_done(turns: Sequence[Future[float]]) -> int:
-            done: list[Batch] = []
+            results: list[Batch] = []
             while not all(turn.done() for turn in turns):
-                done += inference.work(replace(next(batches)))
+                results += inference.work(replace(next(batch_cycle)))
             while inference.holds:
-                done += inference.flush()
-            return sum(len(batch.frames) for batch in done)
+                results += inference.flush()
+            return sum(len(batch.frames) for batch in results)
 
         def run_copies() -> int:
             turns = [pool.submit(copy.turn) for copy in copies]
             lanes = [pool.submit(infer_until_done, turns) for _ in range(engine.lanes - 1)]
             count = infer_until_done(turns)
-            threads_together.extend(turn.result() for turn in turns)
+            joint_seconds.extend(turn.result() for turn in turns)
             return count + sum(lane.result() for lane in lanes)
 
         engine.call(run_copies)
-        threads_together.clear()
+        joint_seconds.clear()
         for copy in itertools.islice(itertools.cycle(copies), STAGE_TURNS):
-            with alone.count_seconds():
-                threads_alone += pool.submit(copy.turn).result()
-            with together.count_seconds():
+            with single_cost.count_seconds():
+                single_seconds += pool.submit(copy.turn).result()
+            with joint_cost.count_seconds():
                 frames += engine.call(run_copies)
-    factor = sum(threads_together) / threads_alone
-    of_engine = max(0.0, sum(together.cpu) - factor * sum(alone.cpu))
-    return ContentionCost(factor / len(copies), of_engine / frames)
+    factor = sum(joint_seconds) / single_seconds
+    engine_seconds = max(0.0, sum(joint_cost.cpu) - factor * sum(single_cost.cpu))
+    return ContentionCost(factor / len(copies), engine_seconds / frames)
 
 
 def measure_hand_over(count: int) -> float:
     """Return the processor seconds of passing one item on, measured through `count` idle stages."""
-    idle = [steps.FrameStage(str(number)) for number in range(count)]
+    idle_stages = [steps.FrameStage(str(k)) for k in range(count)]
     cpu = time.process_time()
     run_pipelines(
-        [VideoPipeline("source", itertools.repeat(SimpleNamespace(began=0), HANDOVER_ITEMS), idle)], lambda: None
+        [VideoPipeline("source", itertools.repeat(SimpleNamespace(began=0), HANDOVER_ITEMS), idle_stages)], lambda: None
     )
     return (time.process_time() - cpu) / (HANDOVER_ITEMS * count)
 
@@ -328,8 +328,8 @@ def join_measurements(measurements: Sequence[StageMeasurement]) -> StageMeasurem
     """Return several measurements as one: all seconds, and the means of processor times and factors."""
     stages = {}
     for name in measurements[0].stages:
-        each = [one.stages[name] for one in measurements]
-        stages[name] = IsolatedTimes(np.concatenate([a.seconds for a in each]), float(np.mean([a.cpu for a in each])))
-    costs = [astuple(one.contention) for one in measurements if one.contention is not None]
+        times = [measurement.stages[name] for measurement in measurements]
+        stages[name] = IsolatedTimes(np.concatenate([a.seconds for a in times]), float(np.mean([a.cpu for a in times])))
+    costs = [astuple(measurement.contention) for measurement in measurements if measurement.contention is not None]
     contention = ContentionCost(*np.mean(costs, axis=0).tolist()) if costs else None
-    return StageMeasurement(stages, contention, float(np.mean([one.hand_over for one in measurements])))
+    return StageMeasurement(stages, contention, float(np.mean([measurement.hand_over for measurement in measurements])))

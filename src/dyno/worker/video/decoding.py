@@ -28,10 +28,10 @@ class VideoSource(Source):
     The `device` (`cuda:0`) decodes it if its decoder supports the format; else FFmpeg's own decoder does.
     """
 
-    def __init__(self, place: str, live: bool, device: str = "") -> None:
-        super().__init__(place if "://" in place else Path(place).name)
-        self.location, self.live, self.is_single_pass, self._device = place, live, "://" in place, ""
-        with open_container(place) as container:
+    def __init__(self, location: str, live: bool, device: str = "") -> None:
+        super().__init__(location if "://" in location else Path(location).name)
+        self.location, self.live, self.is_single_pass, self._device = location, live, "://" in location, ""
+        with open_container(location) as container:
             stream = find_video_stream(container)
             self._aspect = stream.sample_aspect_ratio or SQUARE_PIXELS
             self.count, self.rate = int(stream.frames or 0), float(stream.average_rate or 0)
@@ -41,15 +41,15 @@ class VideoSource(Source):
     def _note_streams(self, container: Any, stream: Any) -> None:
         """Note the choice among several videos, and non-square pixels."""
         context = stream.codec_context
-        if others := len(_list_videos(container)) - 1:
-            left_out = "the other is" if others == 1 else f"{others} others are"
-            chosen = f"stream {stream.index} ({context.name}, {context.width} x {context.height})"
-            self.note(f"{self.name} has {others + 1} videos: {chosen} is used, {left_out} left out")
+        if other_count := len(_list_videos(container)) - 1:
+            others_text = "the other is" if other_count == 1 else f"{other_count} others are"
+            stream_text = f"stream {stream.index} ({context.name}, {context.width} x {context.height})"
+            self.note(f"{self.name} has {other_count + 1} videos: {stream_text} is used, {others_text} left out")
         if self._aspect != SQUARE_PIXELS:
-            shown = f"{round(context.width * self._aspect)} x {context.height}"
-            ratio, stored = "{}:{}".format(*self._aspect.as_integer_ratio()), f"{context.width} x {context.height}"
-            sees = f"the network sees its {stored} as {shown}; boxes are in stored pixels"
-            self.note(f"the pixels of {self.name} are not square ({ratio}): {sees}")
+            square_size = f"{round(context.width * self._aspect)} x {context.height}"
+            ratio, stored_size = "{}:{}".format(*self._aspect.as_integer_ratio()), f"{context.width} x {context.height}"
+            advice = f"the network sees its {stored_size} as {square_size}; boxes are in stored pixels"
+            self.note(f"the pixels of {self.name} are not square ({ratio}): {advice}")
 
     def template(self) -> Any:
         return open_container(self.location)
@@ -58,9 +58,9 @@ class VideoSource(Source):
         """Take the rate from the frames' times if the file states another, as in Matroska files of variable rate."""
         if self.damaged or len(times) < 2 or times[0] == times[-1] or times != sorted(times):
             return  # times restart in concatenated files
-        found = (len(times) - 1) / (times[-1] - times[0])
-        if abs(found - self.rate) > MAX_RATE_DIFFERENCE * self.rate:
-            self.rate = found
+        rate = (len(times) - 1) / (times[-1] - times[0])
+        if abs(rate - self.rate) > MAX_RATE_DIFFERENCE * self.rate:
+            self.rate = rate
 
     def read(self, sound: bool = False) -> Iterator[Frame]:
         self.damaged = 0
@@ -68,8 +68,8 @@ class VideoSource(Source):
             video = find_video_stream(container)
             video.thread_type, video.codec_context.thread_count = "AUTO", media.codec_threads()
             sound_streams = container.streams.audio[:1] if sound else []
-            picture_of, index, packets, began = _Pictures(self._aspect, self.note), 0, [], now()
-            ending, times = 0.0, list[float]()
+            make_picture, index, packets, began = _Pictures(self._aspect, self.note), 0, [], now()
+            end, times = 0.0, list[float]()
             for packet in self._iter_packets(container, [video, *sound_streams]):
                 if packet.stream.type == "audio":
                     if packet.dts is not None:  # the last packet is empty
@@ -77,19 +77,19 @@ class VideoSource(Source):
                     continue
                 if self.live:
                     began = now()  # waiting for the camera isn't work
-                for decoded in self._decode_packet(packet):
-                    seconds = None if decoded.pts is None else float(decoded.pts * decoded.time_base)
-                    ending = max(ending, (seconds or 0.0) + float((decoded.duration or 0) * (decoded.time_base or 0)))
+                for av_frame in self._decode_packet(packet):
+                    seconds = None if av_frame.pts is None else float(av_frame.pts * av_frame.time_base)
+                    end = max(end, (seconds or 0.0) + float((av_frame.duration or 0) * (av_frame.time_base or 0)))
                     if seconds is not None and not self.live:
                         times.append(seconds)
-                    yield Frame(index, picture_of(decoded), began, decoded.pts, seconds, packets=packets)
+                    yield Frame(index, make_picture(av_frame), began, av_frame.pts, seconds, packets=packets)
                     index, packets, began = index + 1, [], now()
             if not index:
                 raise UserError(f"{self.location} has no frame that can be decoded; it is empty or damaged")
             self.left = packets
             self._correct_rate(times)
-            if not self.is_single_pass and ending and (whole := _read_end(video)) > ending + MIN_MISSING_S:
-                self.note(f"{self.name} ends after {ending:.1f} of {whole:.1f} s: it seems to be cut short")
+            if not self.is_single_pass and end and (stated_end := _read_end(video)) > end + MIN_MISSING_S:
+                self.note(f"{self.name} ends after {end:.1f} of {stated_end:.1f} s: it seems to be cut short")
 
     def _iter_packets(self, container: Any, streams: list[Any]) -> Iterator[Any]:
         """Yield the packets until the file ends, even in the middle of a packet, or a stream disappears."""
@@ -110,7 +110,7 @@ class VideoSource(Source):
             return []
 
 
-def open_container(place: str, device: str = "") -> Any:
+def open_container(location: str, device: str = "") -> Any:
     """Open the container of a video, for decoding by that GPU or by FFmpeg.
 
     Raise a `UserError` for a file that isn't a video, has no pictures or an unknown codec.
@@ -119,24 +119,24 @@ def open_container(place: str, device: str = "") -> Any:
 
     options = {"hwaccel": media.find_accelerator(device)} if device else {}
     try:
-        container = av.open(place, timeout=SILENCE_TIMEOUT_S if "://" in place else None, **options)
+        container = av.open(location, timeout=SILENCE_TIMEOUT_S if "://" in location else None, **options)
     except (OSError, ValueError, av.error.FFmpegError) as e:
         if device:
-            open_container(place).close()  # reports the file's own fault
-            why = getattr(e, "strerror", e)
-            raise UserError(f"the decoder of {device} can't be used ({why}); omit --decode") from e
-        raise _explain_error(place, e) from e
+            open_container(location).close()  # reports the file's own fault
+            reason = getattr(e, "strerror", e)
+            raise UserError(f"the decoder of {device} can't be used ({reason}); omit --decode") from e
+        raise _explain_error(location, e) from e
     problem = ""
     if {stream.type for stream in container.streams} <= {"data"}:  # truncated headers leave only data
-        problem = f"{place} has neither pictures nor sound: it is cut short, or was never finished; "
+        problem = f"{location} has neither pictures nor sound: it is cut short, or was never finished; "
         problem += "copy or record it again"
     elif not container.streams.video:
-        problem = f"{place} has no pictures, only {', '.join(sorted({s.type for s in container.streams}))}"
+        problem = f"{location} has no pictures, only {', '.join(sorted({s.type for s in container.streams}))}"
     elif (stream := find_video_stream(container)) is None:
-        others = ", ".join(sorted({s.type for s in container.streams} - {"video"}))
-        problem = f"{place} has no video: its only picture is cover art{f' beside {others}' if others else ''}"
+        types = ", ".join(sorted({s.type for s in container.streams} - {"video"}))
+        problem = f"{location} has no video: its only picture is cover art{f' beside {types}' if types else ''}"
     elif stream.codec_context is None:
-        problem = f"this FFmpeg has no decoder for the pictures of {place}; convert it, e.g. to H.264"
+        problem = f"this FFmpeg has no decoder for the pictures of {location}; convert it, e.g. to H.264"
     if problem:
         container.close()
         raise UserError(problem)
@@ -163,21 +163,21 @@ def _read_end(stream: Any) -> float:
         return float(((stream.start_time or 0) + stream.duration) * stream.time_base)
     parts = stream.metadata.get("DURATION", "").split(":")  # Matroska: 00:00:02.400000000
     try:
-        return sum(float(part) * 60.0**place for place, part in enumerate(reversed(parts)))
+        return sum(float(part) * 60.0**power for power, part in enumerate(reversed(parts)))
     except ValueError:
         return 0.0
 
 
-def _explain_error(place: str, e: Exception) -> Exception:
+def _explain_error(location: str, e: Exception) -> Exception:
     """Return the error about an unreadable file, in the user's terms."""
     if isinstance(e, OSError):
-        return UserError(f"{place} can't be read: {e.strerror}")
+        return UserError(f"{location} can't be read: {e.strerror}")
     if not isinstance(e, ValueError):
         return e
-    path = Path(place)
-    empty = path.is_file() and not path.stat().st_size
-    what = "is empty" if empty else "is not a video that FFmpeg can read, or its end is missing"
-    return UserError(f"{place} {what}; give a video, an image or a folder of images")
+    path = Path(location)
+    is_empty = path.is_file() and not path.stat().st_size
+    problem = "is empty" if is_empty else "is not a video that FFmpeg can read, or its end is missing"
+    return UserError(f"{location} {problem}; give a video, an image or a folder of images")
 
 
 class _Pictures:
@@ -186,24 +186,24 @@ class _Pictures:
     def __init__(self, aspect: Fraction, note: Callable[[str], None]) -> None:
         self._convert, self._aspect, self._note = Converter(), aspect, note
 
-    def __call__(self, decoded: Any) -> Picture:
-        turn = self._read_turn(decoded)
-        if decoded.interlaced_frame:
+    def __call__(self, av_frame: Any) -> Picture:
+        turn = self._read_turn(av_frame)
+        if av_frame.interlaced_frame:
             self._note("the video is interlaced: each frame shows two moments at once and is used as it is")
-        if decoded.format.name == media.CUDA_FORMAT:
-            surface = media.Surface(decoded, self._convert, self._aspect)
-            if turn == NO_TURN and media.has_known_colours(decoded):
+        if av_frame.format.name == media.CUDA_FORMAT:
+            surface = media.Surface(av_frame, self._convert, self._aspect)
+            if turn == NO_TURN and media.has_known_colours(av_frame):
                 return surface
-            decoded = surface.video()
+            av_frame = surface.video()
         if turn != NO_TURN:
-            return self._turn_picture(decoded, turn)
-        if media.has_plane_format(decoded):
-            return Planes(decoded, self._convert, self._aspect)
-        return Rgb(self._convert(decoded), self._aspect)
+            return self._turn_picture(av_frame, turn)
+        if media.has_plane_format(av_frame):
+            return Planes(av_frame, self._convert, self._aspect)
+        return Rgb(self._convert(av_frame), self._aspect)
 
-    def _read_turn(self, decoded: Any) -> Turn:
+    def _read_turn(self, av_frame: Any) -> Turn:
         """Return the rotation and mirroring by the display matrix: x' = ax + cy, y' = bx + dy (FFmpeg's display.h)."""
-        matrix = decoded.side_data.get("DISPLAYMATRIX")
+        matrix = av_frame.side_data.get("DISPLAYMATRIX")
         if matrix is None:
             return NO_TURN
         values = np.frombuffer(matrix, np.int32)[[0, 1, 3, 4]].astype(float)
@@ -214,12 +214,12 @@ class _Pictures:
             return NO_TURN
         return (True, c < 0, b < 0) if b or c else (False, a < 0, d < 0)
 
-    def _turn_picture(self, decoded: Any, turn: Turn) -> Rgb:
+    def _turn_picture(self, av_frame: Any, turn: Turn) -> Rgb:
         import cv2
 
-        (transposed, right, down), image = turn, self._convert(decoded)
-        if transposed:
+        (is_transposed, flip_x, flip_y), image = turn, self._convert(av_frame)
+        if is_transposed:
             image = cv2.transpose(image)
-        if right or down:
-            image = cv2.flip(image, -1 if right and down else int(right))
-        return Rgb(np.ascontiguousarray(image), 1 / self._aspect if transposed else self._aspect)
+        if flip_x or flip_y:
+            image = cv2.flip(image, -1 if flip_x and flip_y else int(flip_x))
+        return Rgb(np.ascontiguousarray(image), 1 / self._aspect if is_transposed else self._aspect)

@@ -33,14 +33,14 @@ class Tracker:
     """
 
     def __init__(self, name: str, rate: float, min_score: float) -> None:
-        kind = getattr(load_library("trackers", "tracking"), TRACKER_NAMES[name])
-        taken = inspect.signature(kind.__init__).parameters
+        tracker_class = getattr(load_library("trackers", "tracking"), TRACKER_NAMES[name])
+        parameters = inspect.signature(tracker_class.__init__).parameters
         self._period, self._seconds = 1 / (rate or USUAL_RATE), -math.inf
-        self._tracker = kind(
-            frame_rate=1 / self._period, **{key: min_score for key in TRACKER_THRESHOLDS if key in taken}
+        self._tracker = tracker_class(
+            frame_rate=1 / self._period, **{key: min_score for key in TRACKER_THRESHOLDS if key in parameters}
         )
         self._boxes = load_library("supervision").Detections
-        self._sees = "enable_cmc" in taken  # it estimates the camera's motion
+        self._sees = "enable_cmc" in parameters  # it estimates the camera's motion
         self._classes: dict[int, Counter[int]] = {}
 
     def identify(self, frame: Frame) -> None:
@@ -65,8 +65,8 @@ class Tracker:
     @property
     def counts(self) -> dict[str, int]:
         """The number of objects by class; an object's class is its boxes' most common class."""
-        counted = Counter(classes.most_common(1)[0][0] for classes in self._classes.values())
-        return {str(kind): counted[kind] for kind in sorted(counted)}
+        totals = Counter(classes.most_common(1)[0][0] for classes in self._classes.values())
+        return {str(kind): totals[kind] for kind in sorted(totals)}
 
     def _compute_time(self, frame: Frame) -> float:
         """Return the frame's time in seconds; one period after the last if the source's is missing or not later."""
@@ -98,23 +98,23 @@ Region = tuple[int, int, int, int]  # left, top, right, bottom (exclusive)
 
 def draw_detections(frame: Frame) -> None:
     """Draw on the frame's picture: masks below boxes below keypoints, the best detection on top."""
-    found = frame.detections
-    assert found is not None
-    if not len(found.scores):
+    detections = frame.detections
+    assert detections is not None
+    if not len(detections.scores):
         return
     layers, colours, labels = frame.picture.layers(), _choose_colours(frame), _format_labels(frame)
     unit = max(frame.size[0], frame.size[1] * 9 // 16) / TEXT_REFERENCE_HEIGHT
     thickness = max(1, round(2 * unit))
-    order = range(len(found.scores) - 1, -1, -1)
-    if found.masks is not None:
+    order = range(len(detections.scores) - 1, -1, -1)
+    if detections.masks is not None:
         for k in order:
-            _blend_mask(layers, frame.size, found.masks[k], found.boxes[k], colours[k])
+            _blend_mask(layers, frame.size, detections.masks[k], detections.boxes[k], colours[k])
     for k in order:
-        left, top, right, bottom = (round(float(v)) for v in found.boxes[k])
+        left, top, right, bottom = (round(float(v)) for v in detections.boxes[k])
         _draw_outline(layers, (left, top, right, bottom), thickness, colours[k])
         _draw_label(layers, labels[k], 0.5 * unit, left, top, frame.size[0], colours[k])
-        if found.keypoints is not None:
-            _draw_points(layers, found.keypoints[k], colours[k], thickness)
+        if detections.keypoints is not None:
+            _draw_points(layers, detections.keypoints[k], colours[k], thickness)
 
 
 def _choose_colours(frame: Frame) -> list[Colour]:
@@ -129,9 +129,9 @@ def _choose_colours(frame: Frame) -> list[Colour]:
 
 def _format_labels(frame: Frame) -> list[str]:
     """Return the label of each box: its object's identity if any, the class and the score."""
-    found = frame.detections
-    assert found is not None
-    labels = [f"{int(kind)} {score:.2f}" for kind, score in zip(found.classes, found.scores, strict=True)]
+    detections = frame.detections
+    assert detections is not None
+    labels = [f"{int(kind)} {score:.2f}" for kind, score in zip(detections.classes, detections.scores, strict=True)]
     if frame.identities is None:
         return labels
     return [f"#{k} {text}" if k != NO_OBJECT else text for k, text in zip(frame.identities, labels, strict=True)]
@@ -142,10 +142,10 @@ def _draw_outline(layers: Sequence[PicturePlane], box: Region, thickness: int, c
     import cv2
 
     step = max(layer.step for layer in layers)
-    wide = -(-thickness // step) * step
-    left, top, right, bottom = ((side - thickness // 2) // step * step for side in box)
+    width = -(-thickness // step) * step
+    left, top, right, bottom = ((edge - thickness // 2) // step * step for edge in box)
     for layer in layers:
-        value, last = layer.value(colour), wide // layer.step - 1
+        value, last = layer.value(colour), width // layer.step - 1
         x, y, x1, y1 = left // layer.step, top // layer.step, right // layer.step + last, bottom // layer.step + last
         for k in range(last + 1):
             cv2.rectangle(layer.array, (x + k, y + k), (x1 - k, y1 - k), value)
@@ -157,14 +157,14 @@ def _draw_label(
     """Draw a text in black on the colour, above that place, or below it if space is short."""
     step = max(layer.step for layer in layers)
     high = len(_render_ink(text, scale, 1))
-    first, begin = (v // step * step for v in (top - high if top > high else max(0, min(top, height - high)), left))
+    row, column = (v // step * step for v in (top - high if top > high else max(0, min(top, height - high)), left))
     for layer in layers:
         patch = _render_patch(text, scale, layer.step, layer.value(colour), layer.value(BLACK))
-        x, y = begin // layer.step, first // layer.step
+        x, y = column // layer.step, row // layer.step
         if x < 0 or y < 0:
             patch, x, y = patch[max(-y, 0) :, max(-x, 0) :], max(x, 0), max(y, 0)
-        part = layer.array[y : y + patch.shape[0], x : x + patch.shape[1]]
-        part[:] = patch if part.shape == patch.shape else patch[: part.shape[0], : part.shape[1]]
+        region = layer.array[y : y + patch.shape[0], x : x + patch.shape[1]]
+        region[:] = patch if region.shape == patch.shape else patch[: region.shape[0], : region.shape[1]]
 
 
 @lru_cache(maxsize=2048)
@@ -181,12 +181,12 @@ def _render_ink(text: str, scale: float, step: int) -> np.ndarray:
     import cv2
 
     if step > 1:
-        whole = _render_ink(text, scale, 1)
-        size = (whole.shape[1] // step, whole.shape[0] // step)
-        return np.asarray(cv2.resize(whole, size, interpolation=cv2.INTER_AREA))
-    (wide, high), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
-    ink = np.zeros((high + 2 * below + high % 2, wide + wide % 2), np.uint8)
-    cv2.putText(ink, text, (0, high + below), cv2.FONT_HERSHEY_SIMPLEX, scale, 255, 1, cv2.LINE_AA)
+        full_ink = _render_ink(text, scale, 1)
+        size = (full_ink.shape[1] // step, full_ink.shape[0] // step)
+        return np.asarray(cv2.resize(full_ink, size, interpolation=cv2.INTER_AREA))
+    (width, height), baseline = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
+    ink = np.zeros((height + 2 * baseline + height % 2, width + width % 2), np.uint8)
+    cv2.putText(ink, text, (0, height + baseline), cv2.FONT_HERSHEY_SIMPLEX, scale, 255, 1, cv2.LINE_AA)
     return ink
 
 
@@ -200,15 +200,15 @@ def _blend_mask(
     step = max(layer.step for layer in layers)
     left, top = (max(int(v), 0) // step * step for v in np.floor(box[:2]))
     right, bottom = (max(int(v), 0) for v in np.ceil(box[2:]))
-    inside = np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(width, height).T[top:bottom, left:right]
-    if not inside.size:
+    mask = np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(width, height).T[top:bottom, left:right]
+    if not mask.size:
         return
     for layer in layers:
-        where = inside[:: layer.step, :: layer.step]
-        part = layer.array[top // layer.step :, left // layer.step :][: where.shape[0], : where.shape[1]]
-        flat = np.full_like(part, layer.value(colour) if part.ndim > 2 else layer.value(colour)[0])
-        blended = cv2.addWeighted(part, 1 - MASK_OPACITY, flat, MASK_OPACITY, 0)
-        np.copyto(part, blended, where=where[..., None] if part.ndim > 2 else where)
+        layer_mask = mask[:: layer.step, :: layer.step]
+        region = layer.array[top // layer.step :, left // layer.step :][: layer_mask.shape[0], : layer_mask.shape[1]]
+        fill = np.full_like(region, layer.value(colour) if region.ndim > 2 else layer.value(colour)[0])
+        blended = cv2.addWeighted(region, 1 - MASK_OPACITY, fill, MASK_OPACITY, 0)
+        np.copyto(region, blended, where=layer_mask[..., None] if region.ndim > 2 else layer_mask)
 
 
 def _draw_points(layers: Sequence[PicturePlane], points: np.ndarray, colour: Colour, thickness: int) -> None:
@@ -220,6 +220,6 @@ def _draw_points(layers: Sequence[PicturePlane], points: np.ndarray, colour: Col
             continue
         for layer in layers:
             # A value's centre lies between its pixels.
-            place = [round(((float(v) + 0.5) / layer.step - 0.5) * (1 << FRACTION_BITS)) for v in point[:2]]
+            centre = [round(((float(v) + 0.5) / layer.step - 0.5) * (1 << FRACTION_BITS)) for v in point[:2]]
             radius = round(2 * thickness / layer.step * (1 << FRACTION_BITS))
-            cv2.circle(layer.array, place, radius, layer.value(colour), -1, cv2.LINE_AA, FRACTION_BITS)
+            cv2.circle(layer.array, centre, radius, layer.value(colour), -1, cv2.LINE_AA, FRACTION_BITS)

@@ -106,23 +106,23 @@ class VideoSink(Sink):
 
         if image.shape[:2] != self._size:
             image = cv2.resize(image, self._size[::-1], interpolation=cv2.INTER_AREA)
-        below, right = self._stream.height - image.shape[0], self._stream.width - image.shape[1]
-        if below or right:
-            image = cv2.copyMakeBorder(image, 0, below, 0, right, cv2.BORDER_REPLICATE)
+        pad_bottom, pad_right = self._stream.height - image.shape[0], self._stream.width - image.shape[1]
+        if pad_bottom or pad_right:
+            image = cv2.copyMakeBorder(image, 0, pad_bottom, 0, pad_right, cv2.BORDER_REPLICATE)
         image, matrix = np.ascontiguousarray(image), self._tags[0]
         if self._stream.pix_fmt == PIXEL_FORMAT and matrix == ITU_601:
             return media.convert_image(image)
-        made = av.VideoFrame.from_ndarray(image, format="rgb24")
+        rgb_frame = av.VideoFrame.from_ndarray(image, format="rgb24")
         colours = {} if matrix == UNSPECIFIED_MATRIX else {"dst_colorspace": matrix}
-        return self._reformat.reformat(made, format=self._stream.pix_fmt, threads=1, **colours)
+        return self._reformat.reformat(rgb_frame, format=self._stream.pix_fmt, threads=1, **colours)
 
-    def close(self, left: list[Any] | None = None) -> list[str]:
+    def close(self, last_packets: list[Any] | None = None) -> list[str]:
         if self._container is None:
             return []
         container, self._container = self._container, None
         try:
             if self._stream is not None:
-                self._mux_sound(left or [], container)
+                self._mux_sound(last_packets or [], container)
                 container.mux(self._stream.encode())
         finally:
             container.close()
@@ -145,8 +145,8 @@ class VideoSink(Sink):
         planes = picture.planes()
         if planes is not None and stream.pix_fmt == PIXEL_FORMAT:
             # If the container doesn't store the matrix, a player's guess must be right.
-            guessed = planes.tags[0] in (UNSPECIFIED_MATRIX, media.find_matrix(UNSPECIFIED_MATRIX, height, width))
-            self._tags = planes.tags if guessed or self._path.suffix.lower() in CONTAINER_OPTIONS else self._tags
+            is_guessed = planes.tags[0] in (UNSPECIFIED_MATRIX, media.find_matrix(UNSPECIFIED_MATRIX, height, width))
+            self._tags = planes.tags if is_guessed or self._path.suffix.lower() in CONTAINER_OPTIONS else self._tags
         context = stream.codec_context  # for large frames, players would guess another matrix
         context.colorspace, context.color_primaries, context.color_trc = self._tags
         # B-frames wait for later frames, and would delay the beginning of a fragmented MP4.
@@ -155,27 +155,27 @@ class VideoSink(Sink):
         if self._size == self._first_size and picture.aspect != SQUARE_PIXELS:
             context.sample_aspect_ratio = picture.aspect
         if (stream.width, stream.height) != (width, height):
-            became = f"{stream.width} x {stream.height}"
-            self._notes.append(f"{width} x {height} became {became}: the codec needs even sides")
-        base = 1 / rate
+            coded_size = f"{stream.width} x {stream.height}"
+            self._notes.append(f"{width} x {height} became {coded_size}: the codec needs even sides")
+        time_base = 1 / rate
         self._template = self._source.template()
         if self._template is not None:
-            base = find_video_stream(self._template).time_base or base
+            time_base = find_video_stream(self._template).time_base or time_base
             self._add_sound()
         # MPEG-4's clock has 16 bits; a constant rate fits.
-        self._counts = self._template is None or base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
-        stream.codec_context.time_base = 1 / rate if self._counts else base
+        self._counts = self._template is None or time_base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
+        stream.codec_context.time_base = 1 / rate if self._counts else time_base
 
     def _choose_written_size(self, picture: Picture) -> tuple[int, int]:
         """Return the picture's height and width, in square pixels if the file can't store the pixels' aspect."""
         import av
 
-        kind = av.codec.Codec(self._codec, "w").canonical_name
-        if picture.aspect == SQUARE_PIXELS or kind in ASPECT_CODECS or self._path.suffix.lower() in ASPECT_CONTAINERS:
+        codec = av.codec.Codec(self._codec, "w").canonical_name
+        if picture.aspect == SQUARE_PIXELS or codec in ASPECT_CODECS or self._path.suffix.lower() in ASPECT_CONTAINERS:
             return picture.height, picture.width
         width = max(1, round(picture.width * picture.aspect))
         size = f"{width} x {picture.height}"
-        self._notes.append(f"{kind} in {self._path.suffix} has square pixels: frames were written as {size}")
+        self._notes.append(f"{codec} in {self._path.suffix} has square pixels: frames were written as {size}")
         return picture.height, width
 
     def _choose_pixel_format(self) -> str:
@@ -183,8 +183,8 @@ class VideoSink(Sink):
         import av
 
         formats = [f.name for f in av.codec.Codec(self._codec, "w").video_formats or ()] or [PIXEL_FORMAT]
-        known = CODEC_PIXELS.get(self._codec, (PIXEL_FORMAT, "yuvj420p"))
-        return next((name for name in known if name in formats), formats[0])
+        candidates = CODEC_PIXELS.get(self._codec, (PIXEL_FORMAT, "yuvj420p"))
+        return next((name for name in candidates if name in formats), formats[0])
 
     def _add_sound(self) -> None:
         tracks = self._template.streams.audio
@@ -199,12 +199,12 @@ class VideoSink(Sink):
     def _compute_time(self, frame: Frame) -> int:
         """Return the frame's time, later than the previous frame's, as containers require."""
         if frame.pts is not None and not self._counts:
-            at = frame.pts
+            pts = frame.pts
         elif frame.seconds is not None:
-            at = round(frame.seconds / float(self._stream.codec_context.time_base))
+            pts = round(frame.seconds / float(self._stream.codec_context.time_base))
         else:
-            at = frame.index
-        self._last = max(at, self._last + 1)
+            pts = frame.index
+        self._last = max(pts, self._last + 1)
         return self._last
 
     def _mux_sound(self, packets: list[Any], container: Any) -> None:
@@ -222,8 +222,8 @@ def _choose_encoder(av: Any, container: Any, path: Path, codec: str) -> str:
     name = DEFAULT_ENCODERS.get(name, name)
     try:
         av.codec.Codec(name, "w")
-        with av.open(os.devnull, "w", format=container.format.name) as tried:
-            tried.add_stream(name)
+        with av.open(os.devnull, "w", format=container.format.name) as probe:
+            probe.add_stream(name)
     except ValueError:
         container.close()
         path.unlink(missing_ok=True)
@@ -232,12 +232,12 @@ def _choose_encoder(av: Any, container: Any, path: Path, codec: str) -> str:
 
 
 def _explain_refusal(av: Any, name: str, suffix: str) -> str:
-    known = sorted(av.codec.codecs_available)
-    if name in known:
+    codecs = sorted(av.codec.codecs_available)
+    if name in codecs:
         with suppress(ValueError):
             av.codec.Codec(name, "w")
             return f"{suffix} can't hold {name}; give another --codec or container, such as .mkv, which holds most"
         return f"this FFmpeg can't encode {name}; give another --codec, such as h264 or mpeg4"
-    similar = difflib.get_close_matches(name, known, 1)
+    similar = difflib.get_close_matches(name, codecs, 1)
     advice = f"did you mean {similar[0]!r}?" if similar else "give h264, hevc, vp9 or mpeg4"
     return f"unknown codec {name!r}; {advice}"

@@ -60,7 +60,7 @@ class PicturePlane:
 
 @lru_cache(maxsize=256)
 def _convert_colour(weights: Weights, colour: Colour) -> tuple[int, ...]:
-    return tuple(round(sum(share * part for share, part in zip(row, (*colour, 1), strict=True))) for row in weights)
+    return tuple(round(sum(weight * value for weight, value in zip(row, (*colour, 1), strict=True))) for row in weights)
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ class Planes(Picture):
     `tags` are FFmpeg's numbers of its matrix, primaries and transfer characteristics.
     """
 
-    def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE_PIXELS) -> None:
-        self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
-        self.tags = read_tags(decoded)
-        self._decoded, self._convert = decoded, convert
+    def __init__(self, av_frame: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE_PIXELS) -> None:
+        self.height, self.width, self.aspect = av_frame.height, av_frame.width, aspect
+        self.tags = read_tags(av_frame)
+        self._decoded, self._convert = av_frame, convert
         self._copied: Any = None  # copy of the decoded frame
 
     @property
@@ -156,14 +156,14 @@ class Planes(Picture):
     def layers(self) -> tuple[PicturePlane, ...]:
         if self._copied is None:
             self._copied = self._copy_planes()
-        rows = compute_weights(find_matrix(self.tags[0], self.height, self.width))
-        parts = zip(read_planes(self._copied), (1, 2, 2), rows, strict=True)
+        weights = compute_weights(find_matrix(self.tags[0], self.height, self.width))
+        parts = zip(read_planes(self._copied), (1, 2, 2), weights, strict=True)
         return tuple(PicturePlane(plane, step, (row,)) for plane, step, row in parts)
 
     def copy(self) -> Planes:
-        made = Planes(self._copy_planes(), self._convert, self.aspect)
-        made.height, made.width = self.height, self.width
-        return made
+        planes = Planes(self._copy_planes(), self._convert, self.aspect)
+        planes.height, planes.width = self.height, self.width
+        return planes
 
     def reopen(self) -> Planes:
         return type(self)(self._decoded, self._convert, self.aspect)
@@ -179,14 +179,14 @@ class Planes(Picture):
         return self._copied or self._decoded
 
     def _copy_planes(self) -> Any:
-        made = make_blank(self.height, self.width)
-        for target, plane in zip(read_planes(made), read_planes(self._find_frame()), strict=True):
+        frame = make_blank(self.height, self.width)
+        for target, plane in zip(read_planes(frame), read_planes(self._find_frame()), strict=True):
             height, width = plane.shape
             target[:height, :width] = plane
             target[height:] = target[height - 1]
             target[:, width:] = target[:, width - 1 : width]
-        made.colorspace, made.color_range = self._decoded.colorspace, self._decoded.color_range
-        return made
+        frame.colorspace, frame.color_range = self._decoded.colorspace, self._decoded.color_range
+        return frame
 
 
 def make_blank(height: int, width: int) -> Any:
@@ -203,43 +203,44 @@ def convert_image(image: np.ndarray) -> Any:
     """Return a PyAV frame in `PIXEL_FORMAT` and `ITU_601`, from RGB of even height and width."""
     import cv2
 
-    (height, width), made = image.shape[:2], make_blank(*image.shape[:2])
+    (height, width), frame = image.shape[:2], make_blank(*image.shape[:2])
     values = cv2.cvtColor(image, cv2.COLOR_RGB2YUV_I420)
     blue, red = values[height:].reshape(2, height // 2, width // 2)
-    for target, plane in zip(read_planes(made), (values[:height], blue, red), strict=True):
+    for target, plane in zip(read_planes(frame), (values[:height], blue, red), strict=True):
         target[:] = plane
-    return made
+    return frame
 
 
-def read_tags(decoded: Any) -> tuple[int, int, int]:
+def read_tags(av_frame: Any) -> tuple[int, int, int]:
     """Return FFmpeg's numbers of a frame's matrix, primaries and transfer characteristics."""
     names = ("colorspace", "color_primaries", "color_trc")
-    return tuple(int(getattr(decoded, name, UNSPECIFIED_MATRIX)) for name in names)  # type: ignore[return-value]
+    return tuple(int(getattr(av_frame, name, UNSPECIFIED_MATRIX)) for name in names)  # type: ignore[return-value]
 
 
-def has_plane_format(decoded: Any) -> bool:
+def has_plane_format(av_frame: Any) -> bool:
     """Return whether `Planes` support the frame: usual pixel format, range and matrix."""
-    usual = has_known_colours(decoded) and decoded.format.name == PIXEL_FORMAT
-    return usual and all(plane.line_size > 0 for plane in decoded.planes)
+    is_supported = has_known_colours(av_frame) and av_frame.format.name == PIXEL_FORMAT
+    return is_supported and all(plane.line_size > 0 for plane in av_frame.planes)
 
 
-def has_known_colours(decoded: Any) -> bool:
+def has_known_colours(av_frame: Any) -> bool:
     """Return whether `compute_weights` supports the frame's range and matrix."""
     return (
-        int(decoded.colorspace) in (*MATRIX_COEFFICIENTS, UNSPECIFIED_MATRIX) and int(decoded.color_range) != FULL_RANGE
+        int(av_frame.colorspace) in (*MATRIX_COEFFICIENTS, UNSPECIFIED_MATRIX)
+        and int(av_frame.color_range) != FULL_RANGE
     )
 
 
 def read_planes(frame: Any) -> list[np.ndarray]:
     """Return the planes of a PyAV frame, uint8, in its own memory."""
-    rows = [np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size) for plane in frame.planes]
-    return [part[:, : plane.width] for part, plane in zip(rows, frame.planes, strict=True)]
+    arrays = [np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size) for plane in frame.planes]
+    return [array[:, : plane.width] for array, plane in zip(arrays, frame.planes, strict=True)]
 
 
-def find_matrix(number: int, height: int, width: int) -> int:
+def find_matrix(matrix: int, height: int, width: int) -> int:
     """Return the matrix of that number; if unspecified, the players' default for that picture size."""
-    if number != UNSPECIFIED_MATRIX:
-        return number
+    if matrix != UNSPECIFIED_MATRIX:
+        return matrix
     return ITU_601 if width <= MAX_601_SIZE[0] and height <= MAX_601_SIZE[1] else ITU_709
 
 
@@ -250,11 +251,11 @@ def compute_weights(matrix: int) -> Weights:
     Brightness is from 16 to 235, colours from 16 to 240.
     """
     red, blue = MATRIX_COEFFICIENTS[matrix]
-    bright = np.array([red, 1 - red - blue, blue])
-    bluish = (np.array([0, 0, 1]) - bright) / (2 * (1 - blue))
-    reddish = (np.array([1, 0, 0]) - bright) / (2 * (1 - red))
-    scaled = ((bright * 219 / 255, 16), (bluish * 224 / 255, 128), (reddish * 224 / 255, 128))
-    return tuple((*map(float, row), float(added)) for row, added in scaled)  # type: ignore[misc]
+    brightness = np.array([red, 1 - red - blue, blue])
+    bluish = (np.array([0, 0, 1]) - brightness) / (2 * (1 - blue))
+    reddish = (np.array([1, 0, 0]) - brightness) / (2 * (1 - red))
+    rows = ((brightness * 219 / 255, 16), (bluish * 224 / 255, 128), (reddish * 224 / 255, 128))
+    return tuple((*map(float, row), float(offset)) for row, offset in rows)  # type: ignore[misc]
 
 
 class Converter:
@@ -263,15 +264,15 @@ class Converter:
     def __init__(self) -> None:
         self._thread_local = threading.local()
 
-    def __call__(self, decoded: Any) -> np.ndarray:
+    def __call__(self, av_frame: Any) -> np.ndarray:
         import av
 
         if not hasattr(self._thread_local, "reformat"):
             self._thread_local.reformat = av.video.reformatter.VideoReformatter().reformat
-        made = self._thread_local.reformat(decoded, format="rgb24", threads=1)
-        plane = made.planes[0]
-        rows = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : 3 * made.width]
-        return np.lib.stride_tricks.as_strided(rows, (made.height, made.width, 3), (plane.line_size, 3, 1))
+        rgb_frame = self._thread_local.reformat(av_frame, format="rgb24", threads=1)
+        plane = rgb_frame.planes[0]
+        rows = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : 3 * rgb_frame.width]
+        return np.lib.stride_tricks.as_strided(rows, (rgb_frame.height, rgb_frame.width, 3), (plane.line_size, 3, 1))
 
 
 # Frames left in GPU memory by the GPU's decoder
@@ -291,14 +292,14 @@ def find_accelerator(device: str) -> Any:
         torch.empty(1, device=device)  # makes its context current in this thread
     # With primary_ctx, FFmpeg would require flags that PyTorch doesn't set.
     context: dict[str, object] = {"primary_ctx": "0", "current_ctx": "1"}
-    number = device.partition(":")[2] or "0"
-    return HWAccel(CUDA_FORMAT, device=number, allow_software_fallback=True, options=context, is_hw_owned=True)
+    index = device.partition(":")[2] or "0"
+    return HWAccel(CUDA_FORMAT, device=index, allow_software_fallback=True, options=context, is_hw_owned=True)
 
 
 def suits_accelerator(context: Any) -> bool:
     """Return whether a codec's frames can be `Surface`s: eight bits, 4:2:0, of even height and width."""
-    usual = context.format is not None and context.format.name == PIXEL_FORMAT
-    return usual and not (context.width % 2 or context.height % 2)
+    has_format = context.format is not None and context.format.name == PIXEL_FORMAT
+    return has_format and not (context.width % 2 or context.height % 2)
 
 
 class Surface(Planes):
@@ -324,11 +325,11 @@ class Surface(Planes):
     def _find_frame(self) -> Any:
         if self._copied is None:
             light, colours = (tensor.cpu().numpy() for tensor in self.tensors())
-            copied = make_blank(self.height, self.width)
-            for target, values in zip(read_planes(copied), (light, colours[..., 0], colours[..., 1]), strict=True):
+            frame = make_blank(self.height, self.width)
+            for target, values in zip(read_planes(frame), (light, colours[..., 0], colours[..., 1]), strict=True):
                 np.copyto(target, values)
-            copied.colorspace, copied.color_range = self._decoded.colorspace, self._decoded.color_range
-            self._copied = copied
+            frame.colorspace, frame.color_range = self._decoded.colorspace, self._decoded.color_range
+            self._copied = frame
         return self._copied
 
 
@@ -339,9 +340,9 @@ CODEC_THREAD_DIVISOR, MAX_CODEC_THREADS = 4, 8  # processors per codec thread, a
 LANE_DIVISORS = 4, 8  # processors per lane of preprocessing and post-processing, for an engine on a GPU and a CPU
 
 
-def codec_threads(share: int = CODEC_THREAD_DIVISOR) -> int:
+def codec_threads(divisor: int = CODEC_THREAD_DIVISOR) -> int:
     """Return a codec's number of threads: stages are threads already, and codec threads cost processor time."""
-    return min(MAX_CODEC_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
+    return min(MAX_CODEC_THREADS, max(1, len(os.sched_getaffinity(0)) // divisor))
 
 
 def lanes_beside(on_cpu: bool) -> int:
@@ -434,8 +435,8 @@ class Sink:
         """Write the next frame."""
         self.written += 1
 
-    def close(self, left: list[Any] | None = None) -> list[str]:
-        """Complete the written file, also after an error; `left` are packets of sound after the last frame.
+    def close(self, last_packets: list[Any] | None = None) -> list[str]:
+        """Complete the written file, also after an error; `last_packets` are packets of sound after the last frame.
 
         Return sentences on differences from the source.
         """
@@ -471,11 +472,11 @@ class Preparation:
         """Return memory for one batch, for a session to stage and bind."""
         return {self.name: np.zeros(self.shape, np.uint8 if self._raw else np.float32)}
 
-    def write(self, picture: Picture, feed: Any, place: int) -> None:
-        """Write one picture to position `place` of the batch."""
+    def write(self, picture: Picture, feed: Any, index: int) -> None:
+        """Write one picture to position `index` of the batch."""
         import cv2
 
-        image, canvas, target = picture.rgb(), self._canvas, feed[self.name][place]
+        image, canvas, target = picture.rgb(), self._canvas, feed[self.name][index]
         if canvas.ndim == 2:
             image = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
         rows, columns = image.shape[:2]

@@ -77,61 +77,61 @@ class DevicePreparation(Preparation):
     Several threads may write; one thread completes a batch.
     """
 
-    def __init__(self, preprocess: Preprocess, inputs: Sequence[Tensor], dims: Dims, ends: DeviceBinding) -> None:
+    def __init__(self, preprocess: Preprocess, inputs: Sequence[Tensor], dims: Dims, binding: DeviceBinding) -> None:
         super().__init__(preprocess, inputs, dims)
-        torch, channels = ends.torch, self._table.shape[-1]
-        self._ends, self._torch, self._dtype = ends, torch, getattr(torch, inputs[0].dtype)
+        torch, channels = binding.torch, self._table.shape[-1]
+        self._ends, self._torch, self._dtype = binding, torch, getattr(torch, inputs[0].dtype)
         mean_and_std = input_data.read_normalisation(preprocess, channels)
-        self._mean, self._std = (torch.from_numpy(array).to(ends.device) for array in mean_and_std)
-        self._stream, self._channels = ends.stream(), channels
+        self._mean, self._std = (torch.from_numpy(array).to(binding.device) for array in mean_and_std)
+        self._stream, self._channels = binding.stream(), channels
         self._growing = threading.Lock()
 
     def new_feed(self) -> Feed:
         """Return a new feed on the device."""
-        make, on = self._torch.full, self._ends.device
+        make_tensor, device = self._torch.full, self._ends.device
         with self._ends.working(self._stream):
-            canvas = make((self.batch, self._channels, *self.size), float(PADDING_GREY), device=on)
-            tensor = make(self.shape, 0, dtype=self._dtype, device=on)
+            canvas = make_tensor((self.batch, self._channels, *self.size), float(PADDING_GREY), device=device)
+            tensor = make_tensor(self.shape, 0, dtype=self._dtype, device=device)
         return Feed(tensor, canvas, self.name, [Entry() for _ in range(self.batch)], self._mark_queue())
 
-    def write(self, picture: Picture, feed: Feed, place: int) -> None:
+    def write(self, picture: Picture, feed: Feed, index: int) -> None:
         """Copy the picture's unconverted pixels to memory that the device reads, unless they are on the device."""
-        entry = feed.entries[place]
+        entry = feed.entries[index]
         if isinstance(picture, Surface):
-            half = picture.height // 2, picture.width // 2, 2
-            whole = picture.height, picture.width
-            entry.kind = PictureKind(*whole, picture.aspect, picture.matrix, (whole, half))
+            colour_shape = picture.height // 2, picture.width // 2, 2
+            shape = picture.height, picture.width
+            entry.kind = PictureKind(*shape, picture.aspect, picture.matrix, (shape, colour_shape))
             entry.surface = picture
             return
         pixels = picture.pixels()
         count = sum(array.size for array in pixels.arrays)
         if entry.host is None or len(entry.host) < count:
-            entry.host = self._reserve_memory(feed, place, count)
-        room, start = entry.host.numpy(), 0
+            entry.host = self._reserve_memory(feed, index, count)
+        buffer, start = entry.host.numpy(), 0
         for array in pixels.arrays:
-            np.copyto(room[start : start + array.size].reshape(array.shape), array)
+            np.copyto(buffer[start : start + array.size].reshape(array.shape), array)
             start += array.size
         shapes = tuple(array.shape for array in pixels.arrays)
         entry.kind = PictureKind(picture.height, picture.width, picture.aspect, pixels.matrix, shapes)
 
-    def _reserve_memory(self, feed: Feed, place: int, count: int) -> Any:
+    def _reserve_memory(self, feed: Feed, state: int, count: int) -> Any:
         """Return `count` bytes for a picture at that position: if possible, adjacent to the others', for one copy."""
         with self._growing:  # page-locking is slow
             if feed.hosts is None:
                 feed.hosts = self._ends.host((self.batch, count), self._torch.uint8)
-            beside = feed.hosts.shape[1] == count
-            return feed.hosts[place] if beside else self._ends.host((count,), self._torch.uint8)
+            is_adjacent = feed.hosts.shape[1] == count
+            return feed.hosts[state] if is_adjacent else self._ends.host((count,), self._torch.uint8)
 
     def complete(self, feed: Feed, count: int) -> None:
         """Queue the work that makes the batch from its pictures."""
-        alike: dict[PictureKind, list[int]] = {}
-        for place, entry in enumerate(feed.entries[:count]):
+        groups: dict[PictureKind, list[int]] = {}
+        for index, entry in enumerate(feed.entries[:count]):
             assert entry.kind is not None
-            alike.setdefault(entry.kind, []).append(place)
+            groups.setdefault(entry.kind, []).append(index)
         with self._ends.working(self._stream):
-            for kind, places in alike.items():
-                image = self._convert_colours(self._send_pictures(feed, kind, places), kind)
-                self._place_pictures(image, feed, kind, places)
+            for kind, indices in groups.items():
+                image = self._convert_colours(self._send_pictures(feed, kind, indices), kind)
+                self._place_pictures(image, feed, kind, indices)
             values = feed.canvas if self._raw else (feed.canvas / 255 - self._mean) / self._std
             feed.tensor.copy_((values.permute(0, 2, 3, 1) if self._last else values).reshape(self.shape))
             feed.ready = self._mark_queue()
@@ -144,44 +144,44 @@ class DevicePreparation(Preparation):
         if feed.ready is not None:
             feed.ready.synchronize()
 
-    def _send_pictures(self, feed: Feed, kind: PictureKind, places: list[int]) -> list[Any]:
+    def _send_pictures(self, feed: Feed, kind: PictureKind, indices: list[int]) -> list[Any]:
         """Return the arrays of those pictures on the device, each of pictures x its own shape."""
         if len(kind.shapes) == DECODED_THERE:
-            light, colours = self._gather_frames(feed, kind, places)
+            light, colours = self._gather_frames(feed, kind, indices)
             return [light, colours[..., 0], colours[..., 1]]
         sizes = [int(np.prod(shape)) for shape in kind.shapes]
-        hosts, count = [feed.entries[place].host for place in places], sum(sizes)
-        sent = self._torch.empty((len(places), count), dtype=self._torch.uint8, device=self._ends.device)
-        rows = feed.hosts[places[0] : places[0] + len(places)]
-        beside = [host.data_ptr() for host in hosts] == [row.data_ptr() for row in rows]
-        if beside and rows.shape == sent.shape:
-            sent.copy_(rows, non_blocking=True)
+        hosts, count = [feed.entries[index].host for index in indices], sum(sizes)
+        tensor = self._torch.empty((len(indices), count), dtype=self._torch.uint8, device=self._ends.device)
+        rows = feed.hosts[indices[0] : indices[0] + len(indices)]
+        is_adjacent = [host.data_ptr() for host in hosts] == [row.data_ptr() for row in rows]
+        if is_adjacent and rows.shape == tensor.shape:
+            tensor.copy_(rows, non_blocking=True)
         else:
-            for row, host in zip(sent, hosts, strict=True):
+            for row, host in zip(tensor, hosts, strict=True):
                 row.copy_(host[:count], non_blocking=True)
-        parts = sent.split(sizes, dim=1)
+        parts = tensor.split(sizes, dim=1)
         return [part.reshape(-1, *shape) for part, shape in zip(parts, kind.shapes, strict=True)]
 
-    def _gather_frames(self, feed: Feed, kind: PictureKind, places: list[int]) -> list[Any]:
+    def _gather_frames(self, feed: Feed, kind: PictureKind, indices: list[int]) -> list[Any]:
         """Return the same arrays, from frames left by the device's decoder."""
         if self._stream is not None:  # FFmpeg's work is queued on it
             self._stream.wait_stream(self._torch.cuda.default_stream(self._ends.device))
-        make, on = self._torch.empty, self._ends.device
-        gathered = [make((len(places), *shape), dtype=self._torch.uint8, device=on) for shape in kind.shapes]
-        for number, place in enumerate(places):
-            surface = feed.entries[place].surface
+        make_tensor, device = self._torch.empty, self._ends.device
+        arrays = [make_tensor((len(indices), *shape), dtype=self._torch.uint8, device=device) for shape in kind.shapes]
+        for row, index in enumerate(indices):
+            surface = feed.entries[index].surface
             assert surface is not None
-            for target, tensor in zip(gathered, surface.tensors(), strict=True):
-                target[number].copy_(tensor)
-        return gathered
+            for target, tensor in zip(arrays, surface.tensors(), strict=True):
+                target[row].copy_(tensor)
+        return arrays
 
     def _convert_colours(self, arrays: list[Any], kind: PictureKind) -> Any:
         """Return red, green and blue, whole numbers in float32: pictures x 3 x height x width."""
         if kind.matrix is None:
             return arrays[0].permute(0, 3, 1, 2).float()
-        added, shares = self._compute_shares(kind.matrix)
-        light, blue, red = ((array[:, None].float() - minus) * share
-                            for array, minus, share in zip(arrays, added, shares, strict=True))  # fmt: skip
+        offsets, weights = self._compute_shares(kind.matrix)
+        light, blue, red = ((array[:, None].float() - offset) * weight
+                            for array, offset, weight in zip(arrays, offsets, weights, strict=True))  # fmt: skip
         tint = self._torch.nn.functional.interpolate(blue + red, scale_factor=2, mode="nearest")
         image = tint[..., : kind.height, : kind.width] + light[..., : kind.height, : kind.width]
         return image.round_().clamp_(0, 255)
@@ -194,32 +194,32 @@ class DevicePreparation(Preparation):
         tensors = (self._torch.from_numpy(column.copy()).to(self._ends.device) for column in columns)
         return rows[:, 3].tolist(), [tensor[None, :, None, None] for tensor in tensors]
 
-    def _place_pictures(self, image: Any, feed: Feed, kind: PictureKind, places: list[int]) -> None:
+    def _place_pictures(self, image: Any, feed: Feed, kind: PictureKind, indices: list[int]) -> None:
         """Place the resized pictures in the batch, with grey around them."""
         if self._channels == 1:
-            shares = zip(GREY_WEIGHTS, image.split(1, dim=1), strict=True)
-            image = sum(share * part for share, part in shares).round_()
+            pairs = zip(GREY_WEIGHTS, image.split(1, dim=1), strict=True)
+            image = sum(weight * channel for weight, channel in pairs).round_()
         _, height, width, top, left = fit_geometry(kind.height, kind.width * float(kind.aspect), *self.size)
         if (height, width) != (kind.height, kind.width):
             resize = self._torch.nn.functional.interpolate
             image = resize(image, (height, width), mode="bilinear", align_corners=False).round_()
-        if any(feed.entries[place].filled not in ((), (height, width)) for place in places):
-            feed.canvas[places] = float(PADDING_GREY)
-        target = feed.canvas if len(places) == len(feed.canvas) else feed.canvas[places]
+        if any(feed.entries[index].filled not in ((), (height, width)) for index in indices):
+            feed.canvas[indices] = float(PADDING_GREY)
+        target = feed.canvas if len(indices) == len(feed.canvas) else feed.canvas[indices]
         target[..., top : top + height, left : left + width] = image
         if target is not feed.canvas:
-            feed.canvas[places] = target
-        for place in places:
-            feed.entries[place].filled = height, width
+            feed.canvas[indices] = target
+        for index in indices:
+            feed.entries[index].filled = height, width
 
 
 class OnDeviceSession(Session):
     """A session fed by `DevicePreparation`; its outputs are reduced on the device before they are copied."""
 
-    def __init__(self, host: Session, ends: DeviceBinding, change: Change) -> None:
-        self.host, self._ends, self._change = host, ends, change
+    def __init__(self, host: Session, binding: DeviceBinding, reduce_outputs: Change) -> None:
+        self.host, self._ends, self._change = host, binding, reduce_outputs
         self.inputs, self.outputs, self.slots, self.stream = host.inputs, host.outputs, host.slots, host.stream
-        self._out = ends.stream()
+        self._out = binding.stream()
 
     def stage(self, feeds: Any) -> Any:
         return feeds
@@ -236,13 +236,13 @@ class OnDeviceSession(Session):
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Return the outputs in newly allocated memory, floats as float32."""
         with self._ends.working(self._out):
-            changed = self._change(self._ends.outputs(slot))
-            arrived = {name: self._ends.host(tuple(t.shape), host_type(t)) for name, t in changed.items()}
-            for name, tensor in changed.items():
-                arrived[name].copy_(tensor.to(arrived[name].dtype).contiguous(), non_blocking=True)
+            outputs = self._change(self._ends.outputs(slot))
+            host_tensors = {name: self._ends.host(tuple(t.shape), host_type(t)) for name, t in outputs.items()}
+            for name, tensor in outputs.items():
+                host_tensors[name].copy_(tensor.to(host_tensors[name].dtype).contiguous(), non_blocking=True)
             if self._out is not None:
                 self._out.synchronize()
-        return {name: tensor.numpy() for name, tensor in arrived.items()}
+        return {name: tensor.numpy() for name, tensor in host_tensors.items()}
 
     def facts(self) -> Any:
         return self.host.facts()
@@ -257,7 +257,7 @@ def drop_low_scores(torch: Any, reader: BoxReader) -> Change:
     It changes predictions of batch x values x anchors. Each image's anchors keep their order; images with fewer anchors
     are padded with zeros. Other outputs are unchanged, as are predictions in another layout, or before one was chosen.
     """
-    least = (1 - THRESHOLD_MARGIN) * reader.confidence
+    min_score = (1 - THRESHOLD_MARGIN) * reader.confidence
 
     def drop_boxes(outputs: dict[str, Any]) -> dict[str, Any]:
         fit = reader.fit
@@ -265,14 +265,14 @@ def drop_low_scores(torch: Any, reader: BoxReader) -> Change:
             return outputs
         name, classes = fit.names[0], fit.classes or 0
         predictions = outputs[name]
-        values = predictions.shape[1]
-        seen = (predictions[:, 4 : 4 + classes] > least).any(1)
-        counts = seen.sum(1)
-        most = int(counts.max())
-        order = seen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
-        kept = predictions.gather(2, order[:, None].expand(-1, values, -1))
-        there = torch.arange(most, device=kept.device) < counts[:, None]
-        return {**outputs, name: kept.masked_fill(~there[:, None], 0)}
+        value_count = predictions.shape[1]
+        mask = (predictions[:, 4 : 4 + classes] > min_score).any(1)
+        counts = mask.sum(1)
+        max_count = int(counts.max())
+        order = mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :max_count]
+        anchors = predictions.gather(2, order[:, None].expand(-1, value_count, -1))
+        valid_mask = torch.arange(max_count, device=anchors.device) < counts[:, None]
+        return {**outputs, name: anchors.masked_fill(~valid_mask[:, None], 0)}
 
     return drop_boxes
 

@@ -75,10 +75,10 @@ class RawSource(Source):
         self._readings = 0
 
     def read(self, sound: bool = False) -> Iterator[Frame]:
-        index, kept = 0, not self._readings
+        index, should_keep = 0, not self._readings
         self._readings += 1
         while (began := now()) and (image := self._read_frame()) is not None:
-            if kept:
+            if should_keep:
                 self._replay.append(image.copy())
             yield Frame(index, Rgb(image), began, None, index / self.rate)
             index += 1
@@ -88,12 +88,12 @@ class RawSource(Source):
         if self._replay and self._readings > 1:
             return self._replay.popleft()
         size = int(np.prod(self._shape))
-        parts, left = [], size
-        while left and (part := os.read(self._descriptor, left)):
-            parts.append(part)
-            left -= len(part)
-        self.damaged += 0 < left < size
-        return None if left else np.frombuffer(bytearray(b"".join(parts)), np.uint8).reshape(self._shape)
+        chunks, bytes_left = [], size
+        while bytes_left and (chunk := os.read(self._descriptor, bytes_left)):
+            chunks.append(chunk)
+            bytes_left -= len(chunk)
+        self.damaged += 0 < bytes_left < size
+        return None if bytes_left else np.frombuffer(bytearray(b"".join(chunks)), np.uint8).reshape(self._shape)
 
 
 class ImageSink(Sink):
@@ -108,8 +108,8 @@ class ImageSink(Sink):
         import cv2
 
         file = self._path if self._single else self._path / frame.name
-        done, encoded = cv2.imencode(file.suffix, cv2.cvtColor(frame.picture.rgb(), cv2.COLOR_RGB2BGR))
-        if not done:
+        is_encoded, encoded = cv2.imencode(file.suffix, cv2.cvtColor(frame.picture.rgb(), cv2.COLOR_RGB2BGR))
+        if not is_encoded:
             raise UserError(f"OpenCV can't write {file}; give another suffix, such as .png")
         file.write_bytes(encoded.tobytes())
         self.written += 1
@@ -125,16 +125,16 @@ COVER_RATE = 90_000  # FFmpeg's frames per second of cover art
 class CaptureSource(Source):
     """A camera by its number, or a video by its path or URL."""
 
-    def __init__(self, place: int | str, live: bool) -> None:
+    def __init__(self, location: int | str, live: bool) -> None:
         import cv2
 
-        super().__init__(f"camera {place}" if isinstance(place, int) else Path(place).name)
-        self._location, self.live, self.is_single_pass = place, live, isinstance(place, int) or "://" in place
+        super().__init__(f"camera {location}" if isinstance(location, int) else Path(location).name)
+        self._location, self.live, self.is_single_pass = location, live, isinstance(location, int) or "://" in location
         capture = self._open_capture()
         self.rate = max(0.0, float(capture.get(cv2.CAP_PROP_FPS)))
         if self.rate >= COVER_RATE:
-            wrong = f"OpenCV reads the cover art of {self.name} in place of its video"
-            raise UserError(f"{wrong}; PyAV reads that: {install('av')}")
+            problem = f"OpenCV reads the cover art of {self.name} in place of its video"
+            raise UserError(f"{problem}; PyAV reads that: {install('av')}")
         self._aspect = _read_aspect(capture)
         if not live:
             self.count = max(0, int(capture.get(cv2.CAP_PROP_FRAME_COUNT)))
@@ -156,8 +156,8 @@ class CaptureSource(Source):
             began = now()
             while capture.grab():
                 began = now() if self.live else began  # waiting for the camera isn't work
-                done, image = capture.retrieve()
-                if not done:
+                is_decoded, image = capture.retrieve()
+                if not is_decoded:
                     self.damaged += 1
                     continue
                 seconds = index / self.rate if self.rate else None
@@ -174,11 +174,11 @@ def _read_aspect(capture: Any) -> Fraction:
     """Return the pixel aspect (width over height) of OpenCV's frames, which are turned upright."""
     import cv2
 
-    parts = [round(capture.get(each)) for each in (cv2.CAP_PROP_SAR_NUM, cv2.CAP_PROP_SAR_DEN)]
+    parts = [round(capture.get(key)) for key in (cv2.CAP_PROP_SAR_NUM, cv2.CAP_PROP_SAR_DEN)]
     if min(parts) < 1:
         return SQUARE_PIXELS
-    sideways = round(capture.get(cv2.CAP_PROP_ORIENTATION_META)) % 180
-    return Fraction(*(reversed(parts) if sideways else parts))
+    rotation = round(capture.get(cv2.CAP_PROP_ORIENTATION_META)) % 180
+    return Fraction(*(reversed(parts) if rotation else parts))
 
 
 class WriterSink(Sink):
@@ -208,7 +208,7 @@ class WriterSink(Sink):
         self._writer.write(cv2.cvtColor(np.ascontiguousarray(image), cv2.COLOR_RGB2BGR))
         self.written += 1
 
-    def close(self, left: list[Any] | None = None) -> list[str]:
+    def close(self, last_packets: list[Any] | None = None) -> list[str]:
         if self._writer is not None:
             self._writer.release()
         return ["written by OpenCV, without sound and at a constant rate; PyAV keeps both"]
@@ -255,8 +255,8 @@ def describe_old_pyav() -> str:
     """Return a sentence if the installed PyAV is too old to be used; else ""."""
     if not (0,) < _read_pyav_version() < MIN_PYAV:
         return ""
-    least, old = ".".join(map(str, MIN_PYAV)), metadata.version("av")
-    return f"PyAV {old} is too old, so OpenCV reads and writes; {install('av')} brings {least} or newer"
+    min_version, version = ".".join(map(str, MIN_PYAV)), metadata.version("av")
+    return f"PyAV {version} is too old, so OpenCV reads and writes; {install('av')} brings {min_version} or newer"
 
 
 def _read_pyav_version() -> tuple[int, ...]:
@@ -275,10 +275,10 @@ def open_source(text: str, options: VideoOptions, device: str = "") -> Source:
     if text.startswith(PIPE_PREFIX):
         return RawSource(int(text.removeprefix(PIPE_PREFIX)), options.raw_size, options.frame_rate)
     if text.startswith(CAMERA_PREFIX):
-        number = text.removeprefix(CAMERA_PREFIX)
-        if not number.isdecimal():
+        camera_number = text.removeprefix(CAMERA_PREFIX)
+        if not camera_number.isdecimal():
             raise UserError(f"{text!r} is not a camera; give camera:0 for the first one")
-        return CaptureSource(int(number), live=options.live is not False)
+        return CaptureSource(int(camera_number), live=options.live is not False)
     live, path = bool(options.live), Path(text)
     if "://" in text:
         live = text.split("://")[0].lower() in STREAM_SCHEMES if options.live is None else options.live

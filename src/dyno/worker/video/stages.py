@@ -47,7 +47,7 @@ class PipelineStage:
         """Return the items to pass on after this item: none yet, the item, or earlier ones."""
         return (item,)
 
-    def in_order(self, done: Sequence[Any]) -> None:
+    def in_order(self, results: Sequence[Any]) -> None:
         """Receive the results of `work` or `rest` before they are passed on, in the items' order even with lanes."""
 
     def flush(self) -> Iterable[Any]:
@@ -84,9 +84,9 @@ class StageTimestamps:
         self.ended.append(ended)
         self.waiting.append(waiting)
 
-    def arrays(self, since: int) -> dict[str, np.ndarray]:
+    def arrays(self, start_ns: int) -> dict[str, np.ndarray]:
         """Return arrays: seconds since that moment, and the queue's length."""
-        times = {name: (np.asarray(getattr(self, name)[: len(self.handed)], np.int64) - since) / 1e9
+        times = {name: (np.asarray(getattr(self, name)[: len(self.handed)], np.int64) - start_ns) / 1e9
                  for name in ("began", "ended", "handed")}  # fmt: skip
         return {**times, "waiting": np.asarray(self.waiting[: len(self.handed)], np.int64)}
 
@@ -103,12 +103,12 @@ class _Channel:
     in a row, with its data in the processor's cache (a fifth of a decoder's time).
     """
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self._items: SimpleQueue[Any] = SimpleQueue()
         self._places: SimpleQueue[None] = SimpleQueue()
-        for _ in range(room):
+        for _ in range(capacity):
             self._places.put(None)
-        self._together, self._left = max(1, room // 2), 0
+        self._together, self._left = max(1, capacity // 2), 0
         self.closed = self._stopped = False
 
     def put(self, item: Any) -> None:
@@ -120,17 +120,17 @@ class _Channel:
     def offer(self, item: Any) -> int:
         """Add the item at once; return the number of older items dropped for it."""
         self._check_running()
-        gone = 0
+        drop_count = 0
         try:
             self._places.get_nowait()
         except Empty:
             try:
                 self._items.get_nowait()  # replaced by the item
-                gone = 1
+                drop_count = 1
             except Empty:
                 self._places.get()  # just taken: its place will be free in a moment
         self._items.put(item)
-        return gone
+        return drop_count
 
     def get(self, wait: bool) -> tuple[Any, int]:
         """Return the next item (None: none now, or closed) and the queue's length, including this item."""
@@ -186,13 +186,13 @@ class VideoPipeline:
 
     def list_actions(self) -> list[tuple[str, Callable[[], None]]]:
         """Return the actions of each stage's threads, the reader first."""
-        working: list[tuple[str, Callable[[], None]]] = []
+        actions: list[tuple[str, Callable[[], None]]] = []
         for k, step in enumerate(self._steps):
             if k in self._lane_channels:
-                working += [(step.name, partial(self._work_in_lanes, k)), (step.name, partial(self._collect, k))]
+                actions += [(step.name, partial(self._work_in_lanes, k)), (step.name, partial(self._collect, k))]
             else:
-                working.append((step.name, partial(step.within, partial(self._run_step, k))))
-        return [(self._source_stage, self._read_source), *working]
+                actions.append((step.name, partial(step.within, partial(self._run_step, k))))
+        return [(self._source_stage, self._read_source), *actions]
 
     def stop(self) -> None:
         """Stop every stage after its current item."""
@@ -200,40 +200,40 @@ class VideoPipeline:
             channel.stop()
 
     def _read_source(self) -> None:
-        timed, channel = self.timed[self._source_stage], self._channels[0]
+        timestamps, channel = self.timed[self._source_stage], self._channels[0]
         while True:
             item = next(self._source, None)
             if item is None:
                 break
-            timed.add(item.began, now(), 0)
+            timestamps.add(item.began, now(), 0)
             if self._live:
                 self.dropped += channel.offer(item)
             else:
                 channel.put(item)
-            timed.handed.append(now())
+            timestamps.handed.append(now())
         channel.close()
 
     def _run_step(self, k: int) -> None:
         step = self._steps[k]
         while True:
             item, waiting = self._channels[k].get(wait=not step.holds)
-            at_end = item is None and self._channels[k].closed and not step.holds
+            is_end = item is None and self._channels[k].closed and not step.holds
             began = now()
-            done = list(step.flush() if item is None else step.work(item))
-            if item is not None or done:
-                self._hand_on(k, began, waiting, done)
-            if at_end:
+            results = list(step.flush() if item is None else step.work(item))
+            if item is not None or results:
+                self._hand_on(k, began, waiting, results)
+            if is_end:
                 break
         self._close_next(k)
 
     def _work_in_lanes(self, k: int) -> None:
         """Start the work on each item; `_collect` passes results on in the items' order."""
-        step, taken = self._steps[k], self._lane_channels[k]
-        with ThreadPoolExecutor(step.lanes, step.name) as lanes:
-            while (found := self._channels[k].get(wait=True))[0] is not None:
-                item, waiting = found
-                taken.put((lanes.submit(step.work, item), waiting))
-        taken.close()
+        step, futures = self._steps[k], self._lane_channels[k]
+        with ThreadPoolExecutor(step.lanes, step.name) as executor:
+            while (entry := self._channels[k].get(wait=True))[0] is not None:
+                item, waiting = entry
+                futures.put((executor.submit(step.work, item), waiting))
+        futures.close()
 
     def _collect(self, k: int) -> None:
         """Pass on the lanes' results one by one, as from a stage with one thread.
@@ -241,19 +241,19 @@ class VideoPipeline:
         A piece begins when it was taken or when the previous one was passed on, so the pieces add up to the time with
         work.
         """
-        while (found := self._lane_channels[k].get(wait=True)[0]) is not None:
-            (future, waiting), began = found, now()
+        while (entry := self._lane_channels[k].get(wait=True)[0]) is not None:
+            (future, waiting), began = entry, now()
             self._hand_on(k, began, waiting, list(future.result()))
         self._close_next(k)
 
-    def _hand_on(self, k: int, began: int, waiting: int, done: list[Any]) -> None:
-        step, timed = self._steps[k], self.timed[self._steps[k].name]
-        step.in_order(done)
-        timed.add(began, now(), waiting)
+    def _hand_on(self, k: int, began: int, waiting: int, results: list[Any]) -> None:
+        step, timestamps = self._steps[k], self.timed[self._steps[k].name]
+        step.in_order(results)
+        timestamps.add(began, now(), waiting)
         if k + 1 < len(self._channels):
-            for one in done:
-                self._channels[k + 1].put(one)
-        timed.handed.append(now())
+            for item in results:
+                self._channels[k + 1].put(item)
+        timestamps.handed.append(now())
 
     def _close_next(self, k: int) -> None:
         if k + 1 < len(self._channels):
@@ -265,7 +265,7 @@ def run_pipelines(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> N
 
     `tick` is called four times a second. An interrupt of this thread stops every stage and is raised again.
     """
-    ended: SimpleQueue[None] = SimpleQueue()
+    end_events: SimpleQueue[None] = SimpleQueue()
     errors: list[BaseException] = []
 
     def stop_lines() -> None:
@@ -281,27 +281,27 @@ def run_pipelines(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> N
             errors.append(e)
             stop_lines()
         finally:
-            ended.put(None)
+            end_events.put(None)
 
     started = [[threading.Thread(target=run_action, args=(action,), name=name, daemon=True)
                 for name, action in line.list_actions()] for line in lines]  # fmt: skip
     threads = [thread for line in started for thread in line]
     for thread in threads:
         thread.start()
-    running = len(threads)
+    running_count = len(threads)
     try:
-        while running:
+        while running_count:
             with suppress(Empty):  # an interrupted `join` seems finished, so threads report their end
-                ended.get(timeout=TICK_S)
-                running -= 1
+                end_events.get(timeout=TICK_S)
+                running_count -= 1
             tick()
     finally:
-        if running:
+        if running_count:
             stop_lines()
-        until = time.monotonic() + READER_TIMEOUT_S
-        for reader, *working in started:
-            reader.join(max(0.0, until - time.monotonic()))
-            for thread in working:
+        deadline = time.monotonic() + READER_TIMEOUT_S
+        for reader, *workers in started:
+            reader.join(max(0.0, deadline - time.monotonic()))
+            for thread in workers:
                 thread.join()
     if errors:
         raise errors[0]

@@ -67,10 +67,10 @@ class PreparationStage(PipelineStage):
         self._frames.append(item)
         if len(self._frames) < self._batch:
             return ()
-        batch, writing = self._next_batch()
+        batch, futures = self._next_batch()
         if self._pool is None:
             return (self._complete_batch(batch),)
-        self._filling.append((batch, writing))
+        self._filling.append((batch, futures))
         return self._take_full_batches(count_filling(self._batch, self._threads))
 
     @property
@@ -86,14 +86,14 @@ class PreparationStage(PipelineStage):
 
     def _take_full_batches(self, max_filling: int) -> list[Batch]:
         """Return the full batches, leaving at most `max_filling` being filled."""
-        done = []
+        batches = []
         while self._filling and (len(self._filling) > max_filling or all(each.done() for each in self._filling[0][1])):
-            done.append(self._complete_batch(*self._filling.popleft()))
-        return done
+            batches.append(self._complete_batch(*self._filling.popleft()))
+        return batches
 
-    def _complete_batch(self, batch: Batch, writing: Iterable[Future[None]] = ()) -> Batch:
-        for each in writing:
-            each.result()
+    def _complete_batch(self, batch: Batch, futures: Iterable[Future[None]] = ()) -> Batch:
+        for future in futures:
+            future.result()
         self._first_preparation.complete(batch.feed, len(batch.frames))
         return batch
 
@@ -103,15 +103,15 @@ class PreparationStage(PipelineStage):
         self._turn, self._frames = self._turn + 1, []
         if self._pool is None:
             return Batch(frames, feed), []
-        share, submit = -(-len(frames) // self._threads), self._pool.submit
-        starts = range(0, len(frames), share)
-        return Batch(frames, feed), [submit(self._write_frames, frames[k : k + share], feed, k) for k in starts]
+        chunk_size, submit = -(-len(frames) // self._threads), self._pool.submit
+        starts = range(0, len(frames), chunk_size)
+        return Batch(frames, feed), [submit(self._write_frames, frames[k : k + chunk_size], feed, k) for k in starts]
 
-    def _write_frames(self, frames: list[Frame], feed: Any, place: int) -> None:
+    def _write_frames(self, frames: list[Frame], feed: Any, start: int) -> None:
         preparation = self._free_preparations.get()
         try:
-            for number, frame in enumerate(frames):
-                preparation.write(frame.picture, feed, place + number)
+            for offset, frame in enumerate(frames):
+                preparation.write(frame.picture, feed, start + offset)
         finally:
             self._free_preparations.put(preparation)
 
@@ -144,8 +144,8 @@ class SessionThread:
 
     def call(self, action: Callable[[], T]) -> T:
         """Run the action in the engine's thread and return its result."""
-        in_it = threading.current_thread() is self._thread
-        return action() if in_it else self._executor.submit(action).result()
+        is_inside = threading.current_thread() is self._thread
+        return action() if is_inside else self._executor.submit(action).result()
 
     def answer(self, batch: Batch) -> Batch:
         """Return the batch with its outputs, computed in the calling thread, one of several lanes."""
@@ -189,19 +189,19 @@ class SessionThread:
     def _copy_outputs(self, slot: int) -> list[np.ndarray]:
         """Return a copy of the slot's outputs, valid after its next run."""
         outputs = self.session.fetch(slot)
-        self._names, fetched = tuple(outputs), list(outputs.values())
+        self._names, arrays = tuple(outputs), list(outputs.values())
         try:
-            room = self._spare.get_nowait()
+            buffers = self._spare.get_nowait()
         except Empty:
-            room = []
-        if [(a.shape, a.dtype) for a in room] != [(a.shape, a.dtype) for a in fetched]:
-            room = [np.empty(a.shape, a.dtype) for a in fetched]
-        for target, array in zip(room, fetched, strict=True):
+            buffers = []
+        if [(a.shape, a.dtype) for a in buffers] != [(a.shape, a.dtype) for a in arrays]:
+            buffers = [np.empty(a.shape, a.dtype) for a in arrays]
+        for target, array in zip(buffers, arrays, strict=True):
             if self._copiers is None or array.nbytes < PARALLEL_COPY_B or len(array) < 2:
                 np.copyto(target, array)
             else:  # image by image
                 list(self._copiers.map(np.copyto, target, array))
-        return room
+        return buffers
 
 
 class InferenceStage(PipelineStage):
@@ -229,12 +229,12 @@ class InferenceStage(PipelineStage):
         return self._answer_batch(item)
 
     def _answer_batch(self, item: Batch) -> list[Batch]:
-        done = []
+        results = []
         # A waiting stream holds no slot, to avoid a deadlock between streams.
         while (slot := self._engine.begin(item, wait=not self._flying)) is None:
-            done.append(self._finish_batch())
+            results.append(self._finish_batch())
         self._flying.append((item, slot))
-        return [*done, self._finish_batch()] if self._engine.session.slots == 1 else done
+        return [*results, self._finish_batch()] if self._engine.session.slots == 1 else results
 
     @property
     def holds(self) -> bool:
@@ -284,26 +284,26 @@ class PostprocessingStage(PipelineStage):
     name = POSTPROCESS
 
     def __init__(
-        self, reader: BoxReader, size: tuple[int, int], keep: DetectionRecorder | None = None,
+        self, reader: BoxReader, size: tuple[int, int], recorder: DetectionRecorder | None = None,
         batch: int = 1, lanes: int = 1, read: Callable[[list[np.ndarray]], None] | None = None,
     ) -> None:  # fmt: skip
-        self._reader, self._size, self._keep, self._read = reader, size, keep, read
+        self._reader, self._size, self._keep, self._read = reader, size, recorder, read
         self.room, self.lanes = count_room(batch), lanes
 
     def work(self, item: Any) -> Iterable[Frame]:
         outputs = dict(zip(item.names, item.outputs, strict=True))
         sizes, aspects = zip(*((frame.size, float(frame.picture.aspect)) for frame in item.frames), strict=True)
-        found = self._reader.read_detections(outputs, np.array(sizes), self._size, aspects)
-        for frame, detections in zip(item.frames, found, strict=True):
+        results = self._reader.read_detections(outputs, np.array(sizes), self._size, aspects)
+        for frame, detections in zip(item.frames, results, strict=True):
             frame.detections = detections
         if self._read is not None:
-            read, item.outputs = item.outputs, []
-            self._read(read)
+            arrays, item.outputs = item.outputs, []
+            self._read(arrays)
         return list(item.frames)
 
-    def in_order(self, done: Sequence[Frame]) -> None:
+    def in_order(self, results: Sequence[Frame]) -> None:
         if self._keep is not None:
-            for frame in done:
+            for frame in results:
                 self._keep.add(frame)
 
 
@@ -342,9 +342,9 @@ def describe_frame(frame: Frame) -> dict[str, Any]:
             box["keypoints"] = [[round(float(v), 2) for v in point] for point in detections.keypoints[k]]
         boxes.append(box)
     height, width = frame.size
-    named: dict[str, Any] = {"name": frame.name} if frame.name else {}
+    name_field: dict[str, Any] = {"name": frame.name} if frame.name else {}
     shape: dict[str, Any] = {"width": width, "height": height}
     if frame.picture.aspect != SQUARE_PIXELS:
         shape["pixel_aspect"] = round(float(frame.picture.aspect), 6)
     seconds = None if frame.seconds is None else round(frame.seconds, 6)
-    return {"frame": frame.index, **named, "seconds": seconds, **shape, "boxes": boxes}
+    return {"frame": frame.index, **name_field, "seconds": seconds, **shape, "boxes": boxes}

@@ -67,29 +67,29 @@ class TensorRT(Backend):
         if reason := refuse_requantising(trial):
             return reason
         try:
-            requested = Settings.from_options(trial.options)
-            if reason := settings.explain_outside(requested.profile, trial.dims.batch) if trial.dims.batch else "":
+            build_settings = Settings.from_options(trial.options)
+            if reason := settings.explain_outside(build_settings.profile, trial.dims.batch) if trial.dims.batch else "":
                 return reason
-            self._choose_route(trial, requested)
+            self._choose_route(trial, build_settings)
         except UserError as e:
             return str(e)
-        quantised = trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision
-        return NO_DATA.replace("int8", trial.precision) if quantised and not trial.data.folder else ""
+        is_quantised = trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision
+        return NO_DATA.replace("int8", trial.precision) if is_quantised and not trial.data.folder else ""
 
     def reads(self, path: str) -> bool:
         """Return whether the file is readable; an engine only if it is this product's."""
         return product_of(Path(path)) == self.product if path.endswith(ENGINE_SUFFIXES) else super().reads(path)
 
-    def _choose_route(self, trial: Trial, requested: Settings) -> str:
+    def _choose_route(self, trial: Trial, build_settings: Settings) -> str:
         """Return the source of types; raise a `UserError` if it doesn't fit the precision.
 
         `auto` is `graph`: the building version is unknown here, and all versions read the graph.
         """
-        route = "graph" if requested.route == "auto" else requested.route
+        route = "graph" if build_settings.route == "auto" else build_settings.route
         if route == "calibrator" and trial.precision != "int8":
             raise UserError(f"route=calibrator is for int8, not {trial.precision}")
-        converted = trial.precision == "int8" != trial.model.precision and route == "graph"
-        if trial.options.get(JOINTS_OPTION) and (not converted or trial.options.get("quantizer") == "modelopt"):
+        is_converted = trial.precision == "int8" != trial.model.precision and route == "graph"
+        if trial.options.get(JOINTS_OPTION) and (not is_converted or trial.options.get("quantizer") == "modelopt"):
             raise UserError(f"{JOINTS_OPTION} is for int8 graphs that Dyno quantises; omit it here")
         if route == "flags" and trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision:
             raise UserError(
@@ -105,28 +105,28 @@ class TensorRT(Backend):
         if trial.model.file.endswith(ENGINE_SUFFIXES):
             dims = replace(trial.dims, batch=0)
             return Recipe(self.name, "engine", trial.precision, trial.model, dims, runtime=trial.runtime)
-        requested = Settings.from_options(trial.options)
-        route = self._choose_route(trial, requested)
-        options = replace(requested, route="auto" if route == "graph" else route).options()
+        build_settings = Settings.from_options(trial.options)
+        route = self._choose_route(trial, build_settings)
+        options = replace(build_settings, route="auto" if route == "graph" else route).options()
         data = None
         if route == "calibrator":
             if not trial.data.folder:
                 raise UserError(NO_DATA)
             options |= {key: trial.options[key] for key in ("samples",) if key in trial.options}
             data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
-        static = requested.profile == settings.STATIC_OPTION
+        is_static = build_settings.profile == settings.STATIC_OPTION
         engine = Recipe(
             maker=self.name,
             format="engine",
             precision=trial.precision,
             model=trial.model,
-            dims=trial.dims if static else replace(trial.dims, batch=0),
+            dims=trial.dims if is_static else replace(trial.dims, batch=0),
             options=options,
             data=data,
             runtime=trial.runtime,
         )
         parent_trial = trial if route == "graph" else replace(trial, precision="fp32")
-        return route_recipe(parent_trial, "tensorrt", lambda file: replace(engine, parent=file), static=static)
+        return route_recipe(parent_trial, "tensorrt", lambda file: replace(engine, parent=file), static=is_static)
 
     def prepare(self, trial: Trial) -> None:
         """Load the product's library."""
@@ -205,8 +205,8 @@ def _write_stage(path: Path, text: str) -> None:
 def _write_addition(backend: str, folder: Path) -> tuple[Trial, Artifact]:
     path = folder / "add.onnx"
     path.write_bytes(ONE_ADD)
-    ends = (Tensor("x", "float32", ()),), (Tensor("y", "float32", ()),)
-    parent = Artifact("onnx", str(path), hashlib.sha256(ONE_ADD).hexdigest(), len(ONE_ADD), "fp32", *ends, 0.0)
+    boundary = (Tensor("x", "float32", ()),), (Tensor("y", "float32", ()),)
+    parent = Artifact("onnx", str(path), hashlib.sha256(ONE_ADD).hexdigest(), len(ONE_ADD), "fp32", *boundary, 0.0)
     options: dict[str, Option] = {"timing_cache": False}
     runtime = Runtime(device="cuda:0")
     return Trial(ModelSpec("add", f"file:{path}"), backend, "fp32", Dims(1, 0, 0), options, runtime=runtime), parent
@@ -216,6 +216,6 @@ def _can_double(session: Session) -> bool:
     session.bind({"x": np.asarray(2, np.float32)})
     session.run()
     session.wait()
-    right = bool(session.fetch()["y"] == 4)
+    is_correct = bool(session.fetch()["y"] == 4)
     session.close()
-    return right
+    return is_correct

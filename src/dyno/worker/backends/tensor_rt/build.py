@@ -112,10 +112,10 @@ class TimingCache:
     complaint: str = ""
 
     @classmethod
-    def open(cls, trt: Any, config: Any, gpu: str, wanted: bool) -> TimingCache:
+    def open(cls, trt: Any, config: Any, gpu: str, is_wanted: bool) -> TimingCache:
         """Load earlier builds' timings into the builder; an unused cache without a folder or library support."""
         folder = os.environ.get(TIMING_VARIABLE, "")
-        if not (folder and wanted and gpu) or library.is_rtx(trt):
+        if not (folder and is_wanted and gpu) or library.is_rtx(trt):
             return cls(None)
         name = re.sub(r"[^\w.-]+", "-", f"{trt.__name__}-{trt.__version__}-{gpu}")
         cache = cls(Path(folder) / f"{name}.timing")
@@ -140,11 +140,11 @@ class TimingCache:
         if self.path is None or cache is None:
             return
         with lock(self.path.with_suffix(".lock")):
-            current = self._read_file()
-            if current and current != self.before:
-                other = config.create_timing_cache(current)
-                if other is not None:
-                    cache.combine(other, False)
+            content = self._read_file()
+            if content and content != self.before:
+                other_cache = config.create_timing_cache(content)
+                if other_cache is not None:
+                    cache.combine(other_cache, False)
             with replace_file(self.path) as f:
                 f.write(bytes(cache.serialize()))
 
@@ -195,7 +195,7 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: 
     shapes or options, and for an engine of another precision (unless option `allow_mixed`); `Unavailable` for a missing
     feature of this version or machine; `MemoryError`.
     """
-    started = time.perf_counter()
+    start = time.perf_counter()
     with _open_build(product, recipe, parent, folder) as job:
         _parse_network(job)
         job.shapes = tensor_rt_settings.parse_profiles(job.settings.profile, _list_inputs(job), recipe.dims)
@@ -207,13 +207,13 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: 
         timings = TimingCache.open(job.trt, job.config, gpu, job.settings.timing_cache)
         timings.complaint = job.log.complaint()
         path = folder / "model.engine"
-        listed, seconds = _build_and_list(job, path, report or (lambda text: None))
+        engine_layers, seconds = _build_and_list(job, path, report or (lambda text: None))
         timings.save(job.config)
-        (folder / "layers.json").write_text(json.dumps(layers.as_json(listed), indent=1), encoding="utf-8")
-        made_by = replace(_made_by(job, listed), build_s=seconds, timing_cache=timings.to_record(job.log))
-        made_by = _check_precision(job, made_by, listed)
-        ends = _list_tensors(job)
-    return artifact_of(path, "engine", recipe.precision, ends, made_by, started, parent.sha256)
+        (folder / "layers.json").write_text(json.dumps(layers.as_json(engine_layers), indent=1), encoding="utf-8")
+        made_by = replace(_made_by(job, engine_layers), build_s=seconds, timing_cache=timings.to_record(job.log))
+        made_by = _check_precision(job, made_by, engine_layers)
+        boundary = _list_tensors(job)
+    return artifact_of(path, "engine", recipe.precision, boundary, made_by, start, parent.sha256)
 
 
 @contextmanager
@@ -321,23 +321,23 @@ def _build_and_list(job: EngineBuild, path: Path, report: Report) -> tuple[list[
     """
     plan, seconds = _build_plan(job, report)
     path.write_bytes(plan)
-    listed = _list_layers(job, path)
-    if job.typed or job.route != "graph" or job.settings.allow_mixed or not _is_refuted(job, listed):
-        return listed, seconds
+    engine_layers = _list_layers(job, path)
+    if job.typed or job.route != "graph" or job.settings.allow_mixed or not _is_refuted(job, engine_layers):
+        return engine_layers, seconds
     if not library.keep_types(job.trt, job.config, job.network):
-        return listed, seconds
+        return engine_layers, seconds
     job.flags.append("PREFER_PRECISION_CONSTRAINTS")
-    plan, again = _build_plan(job, report)
+    plan, rebuild_s = _build_plan(job, report)
     path.write_bytes(plan)
-    return _list_layers(job, path), seconds + again
+    return _list_layers(job, path), seconds + rebuild_s
 
 
 def _build_plan(job: EngineBuild, report: Report) -> tuple[bytes, float]:
     """Build the engine; return the serialised plan and the seconds of its build."""
     stop = threading.Event()
-    watched = library.watch(job.trt, job.config, report, stop.is_set)
+    is_watched = library.watch(job.trt, job.config, report, stop.is_set)
     begin = time.perf_counter()
-    with _allow_interrupt(stop, watched):
+    with _allow_interrupt(stop, is_watched):
         plan = job.builder.build_serialized_network(job.network, job.config)
     seconds = time.perf_counter() - begin
     if stop.is_set():
@@ -351,7 +351,7 @@ def _build_plan(job: EngineBuild, report: Report) -> tuple[bytes, float]:
 
 
 @contextmanager
-def _allow_interrupt(stop: threading.Event, watched: bool) -> Iterator[None]:
+def _allow_interrupt(stop: threading.Event, is_watched: bool) -> Iterator[None]:
     """Let an interrupt end the build.
 
     The builder calls back into Python, where an exception would abort the process from inside the library. So the build
@@ -360,11 +360,11 @@ def _allow_interrupt(stop: threading.Event, watched: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, (lambda *_: stop.set()) if watched else signal.SIG_DFL)
+    handler = signal.signal(signal.SIGINT, (lambda *_: stop.set()) if is_watched else signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
 
 
 def _make_error(job: EngineBuild, sentence: str, reason: str) -> Exception:
@@ -391,10 +391,10 @@ def _list_layers(job: EngineBuild, path: Path) -> list[layers.EngineLayer]:
     return layers.inspect(job.trt, engine)
 
 
-def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFacts:
-    summary = layers.summarise_layers(listed, job.recipe.precision)
-    inherited = {"parameters": summary.engine_parameters, **job.parent.made_by.set_fields(INHERITED_FACTS)}
-    rtx = library.is_rtx(job.trt)
+def _made_by(job: EngineBuild, engine_layers: Sequence[layers.EngineLayer]) -> MakerFacts:
+    summary = layers.summarise_layers(engine_layers, job.recipe.precision)
+    inherited_facts = {"parameters": summary.engine_parameters, **job.parent.made_by.set_fields(INHERITED_FACTS)}
+    is_rtx = library.is_rtx(job.trt)
     return MakerFacts(
         backend=job.recipe.maker,
         route=job.route,
@@ -405,8 +405,8 @@ def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFac
         versions={library.PACKAGE_NAMES[job.trt.__name__]: job.trt.__version__},
         gpu=GpuFacts(job.device.model, job.device.capability) if job.device else None,
         warnings=tuple(_summarise_warnings(job)),
-        notes=(*([RTX_TIME] if rtx else []), *layers.list_notes(listed, job.recipe.precision)),
-        **inherited,
+        notes=(*([RTX_TIME] if is_rtx else []), *layers.list_notes(engine_layers, job.recipe.precision)),
+        **inherited_facts,
     ).merge(summary)
 
 
@@ -416,9 +416,9 @@ def _summarise_warnings(job: EngineBuild) -> list[str]:
     relevant = [
         w for w in messages if not library.OUT_OF_MEMORY_ERROR.search(w) and not library.HARMLESS_WARNING.search(w)
     ]
-    tactics = sum(bool(library.OUT_OF_MEMORY_ERROR.search(w)) for w in job.log.warnings)
+    count = sum(bool(library.OUT_OF_MEMORY_ERROR.search(w)) for w in job.log.warnings)
     warnings = (
-        [f"{tactics} tactics were skipped for lack of GPU memory; a larger workspace may be faster"] if tactics else []
+        [f"{count} tactics were skipped for lack of GPU memory; a larger workspace may be faster"] if count else []
     )
     return (
         warnings
@@ -427,15 +427,15 @@ def _summarise_warnings(job: EngineBuild) -> list[str]:
     )
 
 
-def _is_refuted(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> bool:
+def _is_refuted(job: EngineBuild, engine_layers: Sequence[layers.EngineLayer]) -> bool:
     """Return whether the engine ran in another type, apart from layers that `keep` leaves in float32."""
-    kept = {layer.node for layer in job.parent.made_by.kept}
-    others = [each for each in listed if kept.isdisjoint(each.nodes or layers.named_nodes(each.name))]
-    truth = layers.summarise_layers(others, job.recipe.precision).precision_truth
+    kept_nodes = {layer.node for layer in job.parent.made_by.kept}
+    rest = [layer for layer in engine_layers if kept_nodes.isdisjoint(layer.nodes or layers.named_nodes(layer.name))]
+    truth = layers.summarise_layers(rest, job.recipe.precision).precision_truth
     return truth is not None and truth.refuted
 
 
-def _check_precision(job: EngineBuild, made_by: MakerFacts, listed: Sequence[layers.EngineLayer]) -> MakerFacts:
+def _check_precision(job: EngineBuild, made_by: MakerFacts, engine_layers: Sequence[layers.EngineLayer]) -> MakerFacts:
     """Raise a `UserError` for an engine of another precision than requested, unless mixed ones are allowed.
 
     An allowed mixed engine, or one of unknown types, gets a warning.
@@ -443,8 +443,8 @@ def _check_precision(job: EngineBuild, made_by: MakerFacts, listed: Sequence[lay
     truth = made_by.precision_truth
     if truth is None or truth.ok:
         return made_by
-    if job.settings.allow_mixed or not _is_refuted(job, listed):
+    if job.settings.allow_mixed or not _is_refuted(job, engine_layers):
         return replace(made_by, warnings=(truth.sentence, *made_by.warnings))
-    wide = made_by.kept_float32
-    names = f" ({', '.join(wide[:MAX_SHOWN])}{' …' if len(wide) > MAX_SHOWN else ''})" if wide else ""
+    wide_names = made_by.kept_float32
+    names = f" ({', '.join(wide_names[:MAX_SHOWN])}{' …' if len(wide_names) > MAX_SHOWN else ''})" if wide_names else ""
     raise UserError(f"{truth.sentence}{names}; give allow_mixed=true to accept the engine as it is")

@@ -35,10 +35,10 @@ class EngineFormat(FileFormat):
     def default_backend(self, path: Path) -> str:
         return product_of(path)
 
-    def copy(self, made: Path, out: Path) -> None:
+    def copy(self, file: Path, out: Path) -> None:
         """Copy the engine, and the layers listed at its build together with the engine's hash."""
-        super().copy(made, out)
-        listing = made.with_name(LAYERS_FILE)
+        super().copy(file, out)
+        listing = file.with_name(LAYERS_FILE)
         if listing.is_file():
             sha256 = hashlib.sha256(out.read_bytes()).hexdigest()
             content = {"engine_sha256": sha256, "layers": json.loads(listing.read_text(encoding="utf-8"))}
@@ -46,11 +46,11 @@ class EngineFormat(FileFormat):
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the engine; its precision is the compute layers' most common, or fp32 if it reports no types."""
-        opened = _open_engine(product_of(Path(path)), trial.runtime.device, path)
-        types: Counter[str] = Counter(layers.by_type(opened.layers))
+        engine = _open_engine(product_of(Path(path)), trial.runtime.device, path)
+        types: Counter[str] = Counter(layers.by_type(engine.layers))
         most_common = next(iter(types.most_common(1)), ("float32", 0))[0]
         precision = next((name for name, type_ in PRECISION_TYPES.items() if type_ == most_common), "fp32")
-        return FileContents(opened.inputs, opened.outputs, precision, opened.batches)
+        return FileContents(engine.inputs, engine.outputs, precision, engine.batches)
 
 
 ENGINE_FORMAT = EngineFormat()
@@ -69,21 +69,21 @@ def describe_given(product: str, recipe: Recipe) -> Artifact:
     engine; `Unavailable` without a GPU, which is needed to read an engine.
     """
     path = Path(recipe.model.file)
-    opened = _open_engine(product, recipe.runtime.device, str(path))
+    engine = _open_engine(product, recipe.runtime.device, str(path))
     content = path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
-    summary = layers.summarise_layers(opened.layers, recipe.precision)
+    summary = layers.summarise_layers(engine.layers, recipe.precision)
     truth = summary.precision_truth
     made_by = MakerFacts(
         backend=recipe.maker,
-        versions={library.PACKAGE_NAMES[product]: opened.version},
-        gpu=opened.gpu,
+        versions={library.PACKAGE_NAMES[product]: engine.version},
+        gpu=engine.gpu,
         weights_sha256=sha256,  # of unknown origin, so comparable only with itself
         warnings=() if truth is None or truth.ok else (truth.sentence,),
-        notes=tuple(layers.list_notes(opened.layers, recipe.precision)),
+        notes=tuple(layers.list_notes(engine.layers, recipe.precision)),
     ).merge(summary)
     return Artifact(
-        "engine", str(path), sha256, len(content), recipe.precision, opened.inputs, opened.outputs, 0.0, "", made_by
+        "engine", str(path), sha256, len(content), recipe.precision, engine.inputs, engine.outputs, 0.0, "", made_by
     )
 
 
@@ -93,26 +93,26 @@ def list_layers(product: str, path: str, device_name: str) -> LayerGraph:
     Raise a `UserError` for an engine without layer information, and the errors of `describe_given`.
     """
     title = library.PRODUCT_NAMES[product]
-    if (listed := _read_listing(Path(path))) is not None:
-        return layers.list_layers(listed, title)
-    opened = _open_engine(product, device_name, path)
-    if not any(layer.type for layer in opened.layers):
+    if (engine_layers := _read_listing(Path(path))) is not None:
+        return layers.list_layers(engine_layers, title)
+    engine = _open_engine(product, device_name, path)
+    if not any(layer.type for layer in engine.layers):
         raise UserError(
             f"{path} was built without layer information; build it again with detailed profiling verbosity "
             "(trtexec --profilingVerbosity=detailed), or with dyno export"
         )
-    return layers.list_layers(opened.layers, f"{title} {opened.version}")
+    return layers.list_layers(engine.layers, f"{title} {engine.version}")
 
 
 def _read_listing(path: Path) -> list[layers.EngineLayer] | None:
     """Return the layers of the engine's listing; None without one, or if it belongs to another engine."""
-    in_cache, beside = path.with_name(LAYERS_FILE), path.with_suffix(f".{LAYERS_FILE}")
-    if path.is_file() and beside.is_file():
-        content = parse_json(beside.read_bytes())
+    cache_listing, copy_listing = path.with_name(LAYERS_FILE), path.with_suffix(f".{LAYERS_FILE}")
+    if path.is_file() and copy_listing.is_file():
+        content = parse_json(copy_listing.read_bytes())
         if content.get("engine_sha256") == hashlib.sha256(path.read_bytes()).hexdigest():
             return layers.from_listing(content["layers"])
-    if in_cache.is_file():
-        return layers.from_listing(json.loads(in_cache.read_text(encoding="utf-8")))
+    if cache_listing.is_file():
+        return layers.from_listing(json.loads(cache_listing.read_text(encoding="utf-8")))
     return None
 
 
@@ -136,13 +136,13 @@ def _open_engine(product: str, device_name: str, path: str) -> EngineContents:
     try:
         runtime, engine = deserialise(trt, library.Log(trt), path)
         gpu = GpuFacts(device.model, device.capability)
-        opened = EngineContents(
+        contents = EngineContents(
             *list_tensors(trt, engine), _read_batch_range(engine), layers.inspect(trt, engine), trt.__version__, gpu
         )
         del engine, runtime
     finally:
         device.close()
-    return opened
+    return contents
 
 
 def _read_batch_range(engine: Any) -> tuple[int, int, int]:
@@ -151,8 +151,8 @@ def _read_batch_range(engine: Any) -> tuple[int, int, int]:
     A static engine has its only batch three times.
     """
     name = engine.get_tensor_name(0)
-    fixed = int(engine.get_tensor_shape(name)[0]) if len(engine.get_tensor_shape(name)) else 1
-    if fixed >= 0:
-        return fixed, fixed, fixed
+    batch = int(engine.get_tensor_shape(name)[0]) if len(engine.get_tensor_shape(name)) else 1
+    if batch >= 0:
+        return batch, batch, batch
     ranges = [engine.get_tensor_profile_shape(name, k) for k in range(engine.num_optimization_profiles)]
     return min(int(r[0][0]) for r in ranges), int(ranges[0][1][0]), max(int(r[2][0]) for r in ranges)

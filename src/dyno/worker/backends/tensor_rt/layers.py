@@ -127,12 +127,12 @@ class EngineLayer:
         """
         if OPAQUE_LAYER.search(self.type):
             return UNKNOWN_TYPE
-        reported = [port.dtype for port in self.inputs[:1]] + ([self.weights.dtype] if self.weights else [])
-        multiplied = [kind for kind in reported if kind in TYPE_BITS]
+        types = [port.dtype for port in self.inputs[:1]] + ([self.weights.dtype] if self.weights else [])
+        product_types = [kind for kind in types if kind in TYPE_BITS]
         return (
-            max(multiplied, key=lambda kind: TYPE_BITS[kind])
-            if multiplied
-            else (reported[0] if reported and reported[0] else UNKNOWN_TYPE)
+            max(product_types, key=lambda kind: TYPE_BITS[kind])
+            if product_types
+            else (types[0] if types and types[0] else UNKNOWN_TYPE)
         )
 
 
@@ -150,11 +150,11 @@ def from_json(text: str) -> list[EngineLayer]:
     Raise a `UserError` if the text is not JSON.
     """
     try:
-        listed = json.loads(text, strict=False).get("Layers", [])
+        entries = json.loads(text, strict=False).get("Layers", [])
     except ValueError as e:
         raise UserError(f"the engine's layer information is not JSON ({e})") from e
     return [
-        _parse_layer(entry) if isinstance(entry, dict) else EngineLayer(str(entry), "", (), (), "") for entry in listed
+        _parse_layer(entry) if isinstance(entry, dict) else EngineLayer(str(entry), "", (), (), "") for entry in entries
     ]
 
 
@@ -174,9 +174,9 @@ def _parse_layer(entry: dict[str, Any]) -> EngineLayer:
 
 
 def _parse_port(entry: dict[str, Any]) -> Port:
-    described = str(entry.get("Format/Datatype", entry.get("Format", "")))
-    dtype = str(entry.get("Datatype", "")) or described
-    return Port(str(entry.get("Name", "")), tuple(entry.get("Dimensions", ())), dtype_of(dtype), described)
+    description = str(entry.get("Format/Datatype", entry.get("Format", "")))
+    dtype = str(entry.get("Datatype", "")) or description
+    return Port(str(entry.get("Name", "")), tuple(entry.get("Dimensions", ())), dtype_of(dtype), description)
 
 
 def _parse_weights(entry: Any) -> Weights | None:
@@ -187,7 +187,7 @@ def _parse_weights(entry: Any) -> Weights | None:
 
 def dtype_of(text: str) -> str:
     """Return the NumPy name of the type in a format's description; "" if it names none."""
-    return next((name for name, words in TYPE_NAMES.items() if re.search(rf"(?<![a-zA-Z])({words})\b", text, re.I)), "")
+    return next((name for name, regex in TYPE_NAMES.items() if re.search(rf"(?<![a-zA-Z])({regex})\b", text, re.I)), "")
 
 
 def _find_nodes(metadata: str) -> tuple[str, ...]:
@@ -199,10 +199,10 @@ def named_nodes(name: str) -> tuple[str, ...]:
 
     The name of a fused layer has all nodes, that of a subgraph (`{ForeignNode[a...b]}`) the first and the last.
     """
-    inner = FOREIGN_NODE.sub(r"\1", name)
-    parts = re.split(r" \+ | \|\| |, |\.\.\.(?=[/\w(])", inner.replace(POINTWISE_PREFIX, ""))
-    bare = [part.rstrip(")") for part in parts] if POINTWISE_PREFIX in inner else parts
-    return tuple(dict.fromkeys(part for part in bare if part and not part.startswith("(Unnamed Layer")))
+    text = FOREIGN_NODE.sub(r"\1", name)
+    parts = re.split(r" \+ | \|\| |, |\.\.\.(?=[/\w(])", text.replace(POINTWISE_PREFIX, ""))
+    names = [part.rstrip(")") for part in parts] if POINTWISE_PREFIX in text else parts
+    return tuple(dict.fromkeys(part for part in names if part and not part.startswith("(Unnamed Layer")))
 
 
 def from_log(text: str) -> list[EngineLayer]:
@@ -257,72 +257,70 @@ def _find_largest_constant(constants: Iterable[Port]) -> Weights | None:
     return Weights(best.dtype, math.prod(best.shape)) if best else None
 
 
-def compute(listed: Sequence[EngineLayer]) -> list[EngineLayer]:
+def compute(engine_layers: Sequence[EngineLayer]) -> list[EngineLayer]:
     """Return compute layers (convolution, matrix product…), including opaque subgraphs.
 
     Products of indices and shapes are left out.
     """
-    computing = [layer for layer in listed if layer.computes or OPAQUE_LAYER.search(layer.type)]
-    return [layer for layer in computing if layer.computed_in in (*ARITHMETIC_TYPES, UNKNOWN_TYPE)]
+    layers = [layer for layer in engine_layers if layer.computes or OPAQUE_LAYER.search(layer.type)]
+    return [layer for layer in layers if layer.computed_in in (*ARITHMETIC_TYPES, UNKNOWN_TYPE)]
 
 
-def by_type(listed: Sequence[EngineLayer]) -> dict[str, int]:
+def by_type(engine_layers: Sequence[EngineLayer]) -> dict[str, int]:
     """Return the number of compute layers by their type."""
-    return dict(Counter(layer.computed_in for layer in compute(listed)))
+    return dict(Counter(layer.computed_in for layer in compute(engine_layers)))
 
 
-def summarise_layers(listed: Sequence[EngineLayer], requested: str) -> Layers:
+def summarise_layers(engine_layers: Sequence[EngineLayer], requested: str) -> Layers:
     """Return the layer facts of a record.
 
     They include the float32 layers of a lower precision and, if the library counts them, the number of weights and
     biases.
     """
-    types = by_type(listed)
-    wide = (layer.name for layer in compute(listed) if layer.computed_in == "float32")
-    operations = (
-        sum_operations((each.computed_in, each.operations) for each in compute(listed)) if len(types) > 1 else {}
-    )
+    types = by_type(engine_layers)
+    wide_names = (layer.name for layer in compute(engine_layers) if layer.computed_in == "float32")
+    operations = sum_operations((x.computed_in, x.operations) for x in compute(engine_layers)) if len(types) > 1 else {}
     return Layers(
-        layers=len(listed),
+        layers=len(engine_layers),
         layers_by_type=types,
         operations_by_type=operations,
-        reformats=sum(layer.moves for layer in listed),
-        operators=dict(Counter(layer.type for layer in listed if layer.type).most_common()),
+        reformats=sum(layer.moves for layer in engine_layers),
+        operators=dict(Counter(layer.type for layer in engine_layers if layer.type).most_common()),
         precision_truth=precision_truth(requested, types, ENGINE_NAME, operations),
-        kept_float32=() if requested in ("fp32", "tf32") else tuple(wide),
-        engine_parameters=sum(layer.parameters for layer in listed) or None,
+        kept_float32=() if requested in ("fp32", "tf32") else tuple(wide_names),
+        engine_parameters=sum(layer.parameters for layer in engine_layers) or None,
     )
 
 
 def list_notes(
-    listed: Sequence[EngineLayer], requested: str, time_by_operator: Mapping[str, float] | None = None
+    engine_layers: Sequence[EngineLayer], requested: str, time_by_operator: Mapping[str, float] | None = None
 ) -> list[str]:
     """Return sentences on why the engine isn't faster.
 
     Shares of time come from a profile, if given.
     """
-    moving = [layer for layer in listed if layer.moves]
-    converters = {layer.type for layer in moving} - {layer.type for layer in listed if not layer.moves}
-    kinds = [(layer.type, layer.computed_in) for layer in compute(listed)]
+    moving_layers = [layer for layer in engine_layers if layer.moves]
+    converters = {layer.type for layer in moving_layers} - {layer.type for layer in engine_layers if not layer.moves}
+    kinds = [(layer.type, layer.computed_in) for layer in compute(engine_layers)]
     sentences = why_not_faster(requested, kinds, time_by_operator or {}, sorted(converters))
-    if len(moving) > MIN_MENTIONED_SHARE * len(listed):
-        sentences.append(f"{len(moving)} of {len(listed)} layers only change types or layouts")
+    if len(moving_layers) > MIN_MENTIONED_SHARE * len(engine_layers):
+        sentences.append(f"{len(moving_layers)} of {len(engine_layers)} layers only change types or layouts")
     return sentences
 
 
-def as_json(listed: Sequence[EngineLayer]) -> list[dict[str, Any]]:
+def as_json(engine_layers: Sequence[EngineLayer]) -> list[dict[str, Any]]:
     """Return the layers for layers.json."""
-    return [asdict(layer) for layer in listed]
+    return [asdict(layer) for layer in engine_layers]
 
 
-def from_listing(listed: Iterable[Any]) -> list[EngineLayer]:
+def from_listing(entries: Iterable[Any]) -> list[EngineLayer]:
     """Return the layers of a layers.json."""
-    return [spec.from_json(EngineLayer, one) for one in listed]
+    return [spec.from_json(EngineLayer, entry) for entry in entries]
 
 
-def list_layers(listed: Sequence[EngineLayer], library: str) -> LayerGraph:
+def list_layers(engine_layers: Sequence[EngineLayer], library: str) -> LayerGraph:
     """Return the layers as facts; parameters are 0 unless the library counts them."""
-    made = [
+    layers = [
         facts.Layer(
             name=layer.name,
             type=layer.type,
@@ -334,10 +332,10 @@ def list_layers(listed: Sequence[EngineLayer], library: str) -> LayerGraph:
             moves=layer.moves,
             nodes=layer.nodes or (() if layer.moves else named_nodes(layer.name)),
         )
-        for layer in listed
+        for layer in engine_layers
     ]
     return LayerGraph(
-        form=facts.LAYERS, library=library, parameters=sum(x.parameters for x in made), layers=tuple(made)
+        form=facts.LAYERS, library=library, parameters=sum(x.parameters for x in layers), layers=tuple(layers)
     )
 
 
@@ -384,28 +382,28 @@ def profile_layers(trt: Any, context: Any, launch: Callable[[], None]) -> dict[s
     return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in dict.fromkeys(chain(*runs))}
 
 
-def read_layer_times(listed: LayerGraph, runs: Sequence[Mapping[str, float]]) -> tuple[LayerGraph, np.ndarray]:
+def read_layer_times(graph: LayerGraph, runs: Sequence[Mapping[str, float]]) -> tuple[LayerGraph, np.ndarray]:
     """Return the engine's layers, and their seconds [runs, layers].
 
     A layer reported by no run is `skipped`. A reported layer missing from the list is appended, with only its name.
     """
-    reported = dict.fromkeys(chain(*runs))
-    rows = {layer.name: k for k, layer in reversed([*enumerate(listed.layers)])}  # the first of equal names
-    layers = [replace(layer, skipped=rows[layer.name] != k or layer.name not in reported)
-              for k, layer in enumerate(listed.layers)]  # fmt: skip
-    for name in reported:
+    names = dict.fromkeys(chain(*runs))
+    rows = {layer.name: k for k, layer in reversed([*enumerate(graph.layers)])}  # the first of equal names
+    layers = [replace(layer, skipped=rows[layer.name] != k or layer.name not in names)
+              for k, layer in enumerate(graph.layers)]  # fmt: skip
+    for name in names:
         if rows.setdefault(name, len(layers)) == len(layers):
             layers.append(facts.Layer(name=name))
     seconds = np.zeros((len(runs), len(layers)))
     for run, times in zip(seconds, runs, strict=True):
         for name, duration in times.items():
             run[rows[name]] = duration
-    return replace(listed, layers=tuple(layers)), seconds
+    return replace(graph, layers=tuple(layers)), seconds
 
 
-def share_by_operator(listed: Sequence[EngineLayer], seconds: Mapping[str, float]) -> dict[str, float]:
+def share_by_operator(engine_layers: Sequence[EngineLayer], seconds: Mapping[str, float]) -> dict[str, float]:
     """Return each layer kind's share of the layers' time, largest first."""
-    types = {layer.name: layer.type for layer in listed}
+    types = {layer.name: layer.type for layer in engine_layers}
     total = sum(seconds.values()) or 1.0
     shares: dict[str, float] = defaultdict(float)
     for name, duration in seconds.items():
@@ -413,9 +411,9 @@ def share_by_operator(listed: Sequence[EngineLayer], seconds: Mapping[str, float
     return {type_: round(share, 4) for type_, share in sorted(shares.items(), key=lambda kv: -kv[1])}
 
 
-def list_slowest(listed: Sequence[EngineLayer], seconds: Mapping[str, float]) -> tuple[SlowLayer, ...]:
+def list_slowest(engine_layers: Sequence[EngineLayer], seconds: Mapping[str, float]) -> tuple[SlowLayer, ...]:
     """Return the slowest layers: name, kind, type of products, tactic, and share of the layers' time."""
-    by_name = {layer.name: layer for layer in listed}
+    by_name = {layer.name: layer for layer in engine_layers}
     total = sum(seconds.values()) or 1.0
     layers = []
     for name, duration in sorted(seconds.items(), key=lambda kv: -kv[1])[:SLOWEST_SHOWN]:

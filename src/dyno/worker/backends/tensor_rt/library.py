@@ -93,7 +93,7 @@ class Log:
 @lru_cache(maxsize=2)
 def _make_logger(trt: Any) -> Any:
     severity = trt.ILogger.Severity
-    grave = (severity.INTERNAL_ERROR, severity.ERROR)
+    error_levels = (severity.INTERNAL_ERROR, severity.ERROR)
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -106,7 +106,7 @@ def _make_logger(trt: Any) -> Any:
             self.listing, self.timed = "", 0
 
         def log(self, level: Any, message: str) -> None:
-            if level in grave:
+            if level in error_levels:
                 self.errors.append(message)
             elif level == severity.WARNING:
                 self.warnings.append(message)
@@ -165,17 +165,17 @@ def allow_types(trt: Any, config: Any, precision: str, typed: bool) -> list[str]
     if precision == "tf32":
         config.set_flag(flag.TF32)
         return ["TF32"]
-    wanted = () if typed else BUILDER_FLAGS.get(precision, ())
+    names = () if typed else BUILDER_FLAGS.get(precision, ())
     if not typed and precision == "fp8" and _read_major_version(trt) < 9:
         raise Unavailable(
             f"{name_library(trt)} has no fp8; use TensorRT 9 or newer, on a GPU of compute capability 8.9 or newer"
         )
-    for name in wanted:
+    for name in names:
         if not hasattr(flag, name):
-            other = "" if _read_major_version(trt) < 9 and not is_rtx(trt) else "; give route=graph"
-            raise Unavailable(f"{name_library(trt)} has no builder flag for {name.lower()}{other}")
+            advice = "" if _read_major_version(trt) < 9 and not is_rtx(trt) else "; give route=graph"
+            raise Unavailable(f"{name_library(trt)} has no builder flag for {name.lower()}{advice}")
         config.set_flag(getattr(flag, name))
-    return list(wanted)
+    return list(names)
 
 
 def keep_types(trt: Any, config: Any, network: Any) -> int:
@@ -210,12 +210,12 @@ def configure(trt: Any, config: Any, settings: Settings) -> None:
     if settings.workspace_mb:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_mb << 20)
     _set_tactic_sources(trt, config, settings.tactics)
-    wanted = {
+    flags = {
         "VERSION_COMPATIBLE": settings.version_compatible,
         "REFIT": settings.refit,
         "WEIGHT_STREAMING": settings.weight_streaming,
     }
-    for name in (name for name, enabled in wanted.items() if enabled):
+    for name in (name for name, is_enabled in flags.items() if is_enabled):
         if not hasattr(trt.BuilderFlag, name):
             raise Unavailable(f"{name_library(trt)} has no {name.lower()}")
         config.set_flag(getattr(trt.BuilderFlag, name))
@@ -229,14 +229,14 @@ def configure(trt: Any, config: Any, settings: Settings) -> None:
 def _set_tactic_sources(trt: Any, config: Any, requested: str) -> None:
     sources = dict(trt.TacticSource.__members__)
     if requested:
-        chosen = [] if requested == "none" else requested.upper().split("+")
-        if unknown := [name for name in chosen if name not in sources]:
+        source_names = [] if requested == "none" else requested.upper().split("+")
+        if unknown_names := [name for name in source_names if name not in sources]:
             names = ", ".join(sources)
-            raise UserError(f"{name_library(trt)} has no tactic source {unknown[0]}; it has {names} (or none)")
-        config.set_tactic_sources(sum(1 << int(sources[name]) for name in chosen))
+            raise UserError(f"{name_library(trt)} has no tactic source {unknown_names[0]}; it has {names} (or none)")
+        config.set_tactic_sources(sum(1 << int(sources[name]) for name in source_names))
     elif _read_major_version(trt) < 10:
-        external = sum(1 << int(sources[name]) for name in EXTERNAL_TACTICS if name in sources)
-        config.set_tactic_sources(config.get_tactic_sources() & ~external)
+        mask = sum(1 << int(sources[name]) for name in EXTERNAL_TACTICS if name in sources)
+        config.set_tactic_sources(config.get_tactic_sources() & ~mask)
 
 
 def _find_compatibility_level(trt: Any, requested: str) -> Any:
@@ -258,8 +258,8 @@ def calibrator_class(trt: Any, method: str) -> Any:
     return getattr(trt, name)
 
 
-def watch(trt: Any, config: Any, report: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
-    """Report the build's progress and end it when `stopped`; return False if unsupported (before TensorRT 10)."""
+def watch(trt: Any, config: Any, report: Callable[[str], None], is_stopped: Callable[[], bool]) -> bool:
+    """Report the build's progress and end it when `is_stopped`; return False if unsupported (before TensorRT 10)."""
     if not hasattr(trt, "IProgressMonitor"):
         return False
 
@@ -274,7 +274,7 @@ def watch(trt: Any, config: Any, report: Callable[[str], None], stopped: Callabl
 
         def step_complete(self, phase: str, step: int) -> bool:
             report(f"{phase} {step + 1}/{self.steps.get(phase, 0)}")
-            return not stopped()
+            return not is_stopped()
 
         def phase_finish(self, phase: str) -> None:
             self.steps.pop(phase, None)
@@ -294,7 +294,7 @@ def parse_error(parser: Any, log: Any) -> str:
     if match is None:
         return shorten(text)
     name = re.search(r'Node name: (.*)|^(?:.*\s)?name: "([^"]*)"', log_text, re.MULTILINE)
-    node = next((part for part in (name.groups() if name else ()) if part), "") or f"number {match[1]}"
+    node = next((group for group in (name.groups() if name else ()) if group), "") or f"number {match[1]}"
     if re.search("UNSUPPORTED_NODE$", str(error.code())) or "Plugin not found" in text or text == "false":
         return f"it doesn't support the operator {match[2]} of node {node!r}"
     return f"node {node!r} ({match[2]}): {shorten(text)}"

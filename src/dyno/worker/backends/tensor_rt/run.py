@@ -36,31 +36,31 @@ class TensorRTSession(DeviceSession):
         self._runtime, self._engine = deserialise(self._trt, self._log, artifact.path if artifact else trial.model.file)
         self._graphed = bool(trial.options.get("graph", True))
         inputs = self._check_tensors(artifact)
-        wanted = self._shapes_of(inputs, trial)
+        shapes = self._shapes_of(inputs, trial)
         super().__init__(device, slots_of(trial))
         self._contexts = self._new_contexts()
-        self._profile = self._select_profile(wanted)
+        self._profile = self._select_profile(shapes)
         self._allocators: list[dict[str, Any]] = [{} for _ in self._contexts]
         self._graphs: list[CudaGraph | None] = [None] * self.slots
         self._runs = [0] * self.slots
         self._results: list[dict[str, tuple[Shape, str, int]]] = [{} for _ in self._contexts]
-        self.allocate(wanted, self._room_of(wanted))
+        self.allocate(shapes, self._room_of(shapes))
         for slot in range(self.slots):
             self._allocators[slot] = self._set_addresses(self._contexts[slot], slot)
         self._graphed = self._graphed and not self._allocators[0]  # a graph can't allocate memory
-        self.reshape(wanted)
+        self.reshape(shapes)
 
     def _check_tensors(self, artifact: Artifact | None) -> tuple[Tensor, ...]:
         """Return the engine's inputs; raise a `UserError` if its tensors differ from the artifact's record."""
         sides = list_tensors(self._trt, self._engine)
         if artifact and artifact.inputs:
-            recorded = {t.name: (t.dtype, len(t.shape)) for t in (*artifact.inputs, *artifact.outputs)}
-            own = {t.name: (t.dtype, len(t.shape)) for side in sides for t in side}
-            for name in sorted(set(recorded) | set(own)):
-                if recorded.get(name) != own.get(name):
-                    found, expected = _describe_tensor(own, name), _describe_tensor(recorded, name)
-                    raise UserError(f"tensor {name!r} of the engine is {found}, not {expected}")
-            names = list(recorded)  # outputs are compared by position, but an engine has another order
+            artifact_tensors = {t.name: (t.dtype, len(t.shape)) for t in (*artifact.inputs, *artifact.outputs)}
+            engine_tensors = {t.name: (t.dtype, len(t.shape)) for side in sides for t in side}
+            for name in sorted(set(artifact_tensors) | set(engine_tensors)):
+                if artifact_tensors.get(name) != engine_tensors.get(name):
+                    actual, expected = _describe_tensor(engine_tensors, name), _describe_tensor(artifact_tensors, name)
+                    raise UserError(f"tensor {name!r} of the engine is {actual}, not {expected}")
+            names = list(artifact_tensors)  # outputs are compared by position, but an engine has another order
             inputs, outputs = (tuple(sorted(side, key=lambda t: names.index(t.name))) for side in sides)
             sides = inputs, outputs
         self.inputs, self.outputs = sides
@@ -75,12 +75,12 @@ class TensorRTSession(DeviceSession):
         shapes = static_shapes(inputs, dims)
         for tensor in inputs:
             ranges = [self._engine.get_tensor_profile_shape(tensor.name, p) for p in range(self._profiles)]
-            in_profile = any(_is_in_range(shapes[tensor.name], low, high) for low, _, high in ranges)
-            if any(isinstance(n, str) for n in tensor.shape) and not in_profile:
-                allowed = " or ".join(f"{_format_shape(low)} to {_format_shape(high)}" for low, _, high in ranges)
+            is_in_profile = any(_is_in_range(shapes[tensor.name], low, high) for low, _, high in ranges)
+            if any(isinstance(n, str) for n in tensor.shape) and not is_in_profile:
+                limits = " or ".join(f"{_format_shape(low)} to {_format_shape(high)}" for low, _, high in ranges)
                 raise UserError(
                     f"{tensor.name!r} as {_format_shape(shapes[tensor.name])} is outside the engine's profile "
-                    f"({allowed}); build it with a wider one"
+                    f"({limits}); build it with a wider one"
                 )
         return shapes
 
@@ -119,11 +119,11 @@ class TensorRTSession(DeviceSession):
         profile = next(p for p in range(self._profiles) if self._in_profile(p, shapes))
         if not self._dynamic:
             return profile
-        for number, context in enumerate(self._contexts):
+        for index, context in enumerate(self._contexts):
             if not context.set_optimization_profile_async(profile, self.stream):
-                if not number:
+                if not index:
                     self._raise_error(f"profile {profile} can't be used")
-                self.slots = number  # the profile can't be shared by more contexts
+                self.slots = index  # the profile can't be shared by more contexts
                 break
         self.device.synchronize()
         del self._contexts[self.slots :]
@@ -144,12 +144,12 @@ class TensorRTSession(DeviceSession):
         context = self._contexts[0]
         for name, shape in shapes.items():
             context.set_input_shape(name, self._find_largest_shape(name, shape))
-        room = {}
+        sizes = {}
         for tensor in (*self.inputs, *self.outputs):
             shape = tuple(context.get_tensor_shape(tensor.name))
             if min(shape, default=1) >= 0:  # else an allocator, as the size depends on the run
-                room[tensor.name] = int(np.prod(shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
-        return room
+                sizes[tensor.name] = int(np.prod(shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
+        return sizes
 
     def _find_largest_shape(self, name: str, shape: Shape) -> Shape:
         return tuple(self._engine.get_tensor_profile_shape(name, self._profile)[2]) if self._dynamic else shape
@@ -208,10 +208,10 @@ class TensorRTSession(DeviceSession):
         """Return the context's output shapes for the input shapes; see `DeviceSession.results`."""
         if not self._results[slot]:
             self._results[slot] = self._result_tensors(slot)
-        results_ = self._results[slot]
+        results = self._results[slot]
         if self._allocators[slot]:  # shapes depend on the run
             self._results[slot] = {}
-        return results_
+        return results
 
     def _result_tensors(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
         results = {}
@@ -222,20 +222,20 @@ class TensorRTSession(DeviceSession):
             results[tensor.name] = (tuple(int(n) for n in shape), tensor.dtype, address)
         return results
 
-    def _raise_error(self, what: str) -> None:
+    def _raise_error(self, message: str) -> None:
         reason = self._log.reason()
         if library.OUT_OF_MEMORY_ERROR.search(reason):
-            raise MemoryError(f"{what}: the GPU's memory ran out ({reason[:160]})")
-        raise UserError(f"{what}: {reason}")
+            raise MemoryError(f"{message}: the GPU's memory ran out ({reason[:160]})")
+        raise UserError(f"{message}: {reason}")
 
     def facts(self) -> EngineFacts:
         """Return the engine's own facts: layers, their types and times, memory, and the options of its run.
 
         Nothing may be timed afterwards: the first slot's context keeps its profiler.
         """
-        listed = layers.inspect(self._trt, self._engine)
+        engine_layers = layers.inspect(self._trt, self._engine)
         seconds = layers.profile_layers(self._trt, self._contexts[0], lambda: self._run_directly(self._contexts[0]))
-        shares = layers.share_by_operator(listed, seconds)
+        shares = layers.share_by_operator(engine_layers, seconds)
         options = {
             "graph": any(self._graphs),
             "slots": self.slots,
@@ -245,11 +245,11 @@ class TensorRTSession(DeviceSession):
         }
         return EngineFacts(
             time_by_operator=shares,
-            slowest_layers=layers.list_slowest(listed, seconds),
+            slowest_layers=layers.list_slowest(engine_layers, seconds),
             options=options,
             engine_memory=library.device_memory(self._engine),
-            notes=tuple(layers.list_notes(listed, self._trial.precision, shares)),
-        ).merge(layers.summarise_layers(listed, self._trial.precision))
+            notes=tuple(layers.list_notes(engine_layers, self._trial.precision, shares)),
+        ).merge(layers.summarise_layers(engine_layers, self._trial.precision))
 
     def _run_directly(self, context: Any) -> None:
         self._execute_context(context)
@@ -258,19 +258,19 @@ class TensorRTSession(DeviceSession):
     def profile(self, runs: int) -> LayerTimes:
         """Time the engine's layers with TensorRT's profiler, in a separate context if memory allows."""
         context, _allocators = self._new_context()  # kept as long as the context
-        whole = []
+        run_times = []
 
         def time_run() -> None:
             start = time.perf_counter()
             self._run_directly(context)
-            whole.append(time.perf_counter() - start)
+            run_times.append(time.perf_counter() - start)
 
-        found = layers.watch_layers(self._trt, context, time_run, layers.DISCARDED_RUNS + runs)[layers.DISCARDED_RUNS :]
-        if not any(found):
+        times = layers.watch_layers(self._trt, context, time_run, layers.DISCARDED_RUNS + runs)[layers.DISCARDED_RUNS :]
+        if not any(times):
             raise Unavailable(f"{library.name_library(self._trt)} reported no layer's time")
-        listed = layers.list_layers(layers.inspect(self._trt, self._engine), library.name_library(self._trt))
-        inside, seconds = layers.read_layer_times(listed, found)
-        return LayerTimes(inside, seconds, np.array(whole[layers.DISCARDED_RUNS :]), layers.TIMES_NOTE)
+        listing = layers.list_layers(layers.inspect(self._trt, self._engine), library.name_library(self._trt))
+        graph, seconds = layers.read_layer_times(listing, times)
+        return LayerTimes(graph, seconds, np.array(run_times[layers.DISCARDED_RUNS :]), layers.TIMES_NOTE)
 
     def run_for_counters(self) -> None:
         """Run with TensorRT's own ranges, named by the layers, in a separate context."""

@@ -108,11 +108,11 @@ def parse_profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Prof
     """
     if text == STATIC_OPTION:
         return [_make_static_profile(inputs, dims)]
-    parsed = []
-    for part in text.split("|"):
-        batches = batch_range(part)
-        parsed.append(_of_batches(batches, inputs, dims) if batches else _of_shapes(part, inputs))
-    return parsed
+    profiles = []
+    for profile in text.split("|"):
+        batches = batch_range(profile)
+        profiles.append(_of_batches(batches, inputs, dims) if batches else _of_shapes(profile, inputs))
+    return profiles
 
 
 def batch_range(text: str) -> tuple[int, int, int] | None:
@@ -134,28 +134,28 @@ def explain_outside(text: str, batch: int) -> str:
     """Return why no profile in the text takes the batch; "" if one does, or if only the engine knows them. Pure."""
     if text == STATIC_OPTION:
         return ""
-    ranges = [batch_range(part) for part in text.split("|")]
+    ranges = [batch_range(profile) for profile in text.split("|")]
     batches = [r for r in ranges if r is not None]
     if len(batches) < len(ranges) or any(low <= batch <= high for low, _, high in batches):
         return ""
-    allowed = " or ".join(str(low) if low == high else f"{low} to {high}" for low, _, high in batches)
-    return f"batch {batch} is outside the engine's profile (batches {allowed})"
+    limits = " or ".join(str(low) if low == high else f"{low} to {high}" for low, _, high in batches)
+    return f"batch {batch} is outside the engine's profile (batches {limits})"
 
 
-def find_fixed_size(parsed: Sequence[Profile], name: str) -> tuple[int, ...]:
+def find_fixed_size(profiles: Sequence[Profile], name: str) -> tuple[int, ...]:
     """Return the input's shape in the network: sizes on which all profiles agree, else -1."""
-    ends = [shape for profile in parsed for shape in profile[name]]
+    ends = [shape for profile in profiles for shape in profile[name]]
     return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*ends, strict=True))
 
 
-def is_static(parsed: Sequence[Profile]) -> bool:
+def is_static(profiles: Sequence[Profile]) -> bool:
     """Return whether every size is fixed; the engine then needs no profile."""
-    return all(-1 not in find_fixed_size(parsed, name) for name in parsed[0])
+    return all(-1 not in find_fixed_size(profiles, name) for name in profiles[0])
 
 
-def format_profiles(parsed: Sequence[Profile]) -> list[dict[str, list[list[int]]]]:
+def format_profiles(profiles: Sequence[Profile]) -> list[dict[str, list[list[int]]]]:
     """Return the profiles for a record: min, opt and max by input."""
-    return [{name: [list(shape) for shape in ends] for name, ends in profile.items()} for profile in parsed]
+    return [{name: [list(shape) for shape in ends] for name, ends in profile.items()} for profile in profiles]
 
 
 def _make_static_profile(inputs: Sequence[Tensor], dims: Dims) -> Profile:
@@ -181,21 +181,21 @@ def _of_batches(batches: tuple[int, int, int], inputs: Sequence[Tensor], dims: D
 
 
 def _of_shapes(text: str, inputs: Sequence[Tensor]) -> Profile:
-    by_name = dict(_parse_named_profile(part) for part in text.split(";"))
+    ranges = dict(_parse_named_profile(part) for part in text.split(";"))
     names = ", ".join(tensor.name for tensor in inputs)
-    if unknown := next((name for name in by_name if name not in {t.name for t in inputs}), None):
-        raise UserError(f"the model has no input {unknown!r}; its inputs: {names}")
+    if unknown_name := next((name for name in ranges if name not in {t.name for t in inputs}), None):
+        raise UserError(f"the model has no input {unknown_name!r}; its inputs: {names}")
     return {
-        tensor.name: _check_range(tensor, by_name.get(tensor.name) or _make_fixed_range(tensor)) for tensor in inputs
+        tensor.name: _check_range(tensor, ranges.get(tensor.name) or _make_fixed_range(tensor)) for tensor in inputs
     }
 
 
-def _parse_named_profile(part: str) -> tuple[str, Range]:
-    name, _, shapes = part.rpartition(":")
+def _parse_named_profile(text: str) -> tuple[str, Range]:
+    name, _, shapes = text.rpartition(":")
     sizes = [tuple(map(int, s.split("x"))) for s in shapes.split(",") if SHAPE_TEXT.fullmatch(s)]
     if not name or len(sizes) != shapes.count(",") + 1 or len(sizes) not in (1, 3):
         raise UserError(
-            f"profile {part!r} is neither MIN:OPT:MAX batches nor NAME:MIN,OPT,MAX shapes like x:1x3,8x3,16x3"
+            f"profile {text!r} is neither MIN:OPT:MAX batches nor NAME:MIN,OPT,MAX shapes like x:1x3,8x3,16x3"
         )
     low, opt, high = sizes if len(sizes) == 3 else sizes * 3
     return name, (low, opt, high)
@@ -214,15 +214,15 @@ def _check_range(tensor: Tensor, ends: Range) -> Range:
             raise UserError(
                 f"input {tensor.name!r} has {len(tensor.shape)} dimensions, {_format_shape(shape)} has {len(shape)}"
             )
-        if any(isinstance(own, int) and own != size for own, size in zip(tensor.shape, shape, strict=True)):
+        if any(isinstance(axis, int) and axis != size for axis, size in zip(tensor.shape, shape, strict=True)):
             raise UserError(
                 f"the file has input {tensor.name!r} fixed at {_format_shape(tensor.shape)}, "
                 f"not {_format_shape(shape)}; export it again with --batch dynamic"
             )
     low, opt, high = ends
     if not all(1 <= a <= b <= c for a, b, c in zip(low, opt, high, strict=True)):
-        wrong = ",".join(map(_format_shape, ends))
-        raise UserError(f"profile {tensor.name}:{wrong} is out of order: it must be 1 <= min <= opt <= max everywhere")
+        text = ",".join(map(_format_shape, ends))
+        raise UserError(f"profile {tensor.name}:{text} is out of order: it must be 1 <= min <= opt <= max everywhere")
     return ends
 
 
@@ -240,10 +240,10 @@ def _make_check(name: str) -> Check:
 
     def check_value(value: Option) -> str:
         try:
-            made = Settings.from_options({name: value})
+            settings = Settings.from_options({name: value})
             if name == "profile":
-                for part in made.profile.split("|"):
-                    if made.profile != STATIC_OPTION and not batch_range(part) and not SHAPE_RANGE.fullmatch(part):
+                for text in settings.profile.split("|"):
+                    if settings.profile != STATIC_OPTION and not batch_range(text) and not SHAPE_RANGE.fullmatch(text):
                         return SETTING_KINDS[name]
         except UserError as e:
             return SETTING_KINDS.get(name) or str(e)
