@@ -349,11 +349,6 @@ def list_plugin_modules(*objects: object) -> list[str]:
     return sorted(module for module in modules if not module.startswith("dyno."))
 
 
-def _list_recipes(recipe: Recipe | None) -> list[Recipe]:
-    """Return the recipe, after its parents."""
-    return [*_list_recipes(recipe.parent), recipe] if recipe else []
-
-
 def _at_any_threads(recipe: Recipe) -> Recipe:
     """Return the recipe without its and its parents' threads: making a file uses all cores, unlike its engine."""
     parent = _at_any_threads(recipe.parent) if recipe.parent else None
@@ -372,7 +367,7 @@ class Cache:
 
         Makers of parents count too, as they shape the file as well.
         """
-        device, chain = recipe.runtime.device, _list_recipes(recipe)
+        device, chain = recipe.runtime.device, recipe.chain[::-1]
         makers = [registry.get_maker(each.maker) for each in chain]
         processor = [gpu_identity(device)] if device != "cpu" else system.describe()["cpu_flags"]
         kernels = os.environ.get("ATEN_CPU_CAPABILITY", "")  # PyTorch's kernels differ in their random weights

@@ -154,7 +154,6 @@ def _format_name(trial: TrialResult) -> str:
 
 
 def _choose_path(out: Path, suffix: str) -> Path:
-    """Return the path to write, with the suffix of the file's kind."""
     if out.suffix == suffix:
         return out
     suffixes = {*registry.list_suffixes(), STATE_SUFFIX, ".py", ".pth", ".safetensors"}

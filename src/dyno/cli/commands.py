@@ -19,7 +19,7 @@ from rich.markup import escape
 from dyno.cli import options, run_folders
 from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
-from dyno.formatting import wrap_text
+from dyno.formatting import format_bullet, format_count, make_console, wrap_text
 from dyno.layers import commands as layers_commands
 from dyno.store import check_own, check_writable, is_run
 from dyno.study.defaults import (
@@ -147,7 +147,6 @@ def _list_plan(study: Study) -> None:
     from rich.table import Table
 
     from dyno.devices import places, spread
-    from dyno.formatting import format_count, make_console
     from dyno.study.plan import expand
 
     if places.is_several(study):
@@ -225,7 +224,6 @@ def show_stopped(folder: Path, format: str = "text") -> None:
 
 def _format_answer(run: RunData, format: str) -> str:
     """Return the trials and the verdict as `dyno show` prints them (in JSON as data; in CSV and HTML no verdict)."""
-    from dyno.formatting import format_bullet, wrap_text
     from dyno.report.export import export
     from dyno.report.tables.trial_table import TRIALS
     from dyno.report.verdict import verdict
@@ -373,7 +371,6 @@ def _show_history(runs: Sequence[Path], out: str, format: str, by: str, columns:
 
 def _show_run(run: Path, out: str, format: str, by: str, table: str, columns: str, overrides: Overrides) -> None:
     """Print a table of a stored run, or `all`; without a name the leading tables, or the trials with the verdict."""
-    from dyno.formatting import format_bullet, wrap_text
     from dyno.report import tables
     from dyno.report.export import export, write_parquet
     from dyno.report.tables import trial_table
@@ -641,7 +638,6 @@ def selftest(
     format: options.Format = "text",
 ) -> None:
     """Measure how small a difference can be seen on this machine. Print the rate of false alarms, and a grade."""
-    from dyno.formatting import format_bullet, wrap_text
     from dyno.regression import selftest as module
     from dyno.report import self_test as report_self_test
     from dyno.report.export import export

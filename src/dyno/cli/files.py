@@ -16,7 +16,7 @@ import typer
 from dyno.cli import options, run_folders
 from dyno.cli.exits import UNFINISHED, left_out
 from dyno.cli.options import Overrides
-from dyno.formatting import show, wrap_text
+from dyno.formatting import format_count, show, wrap_text
 from dyno.store import check_writable, copy
 from dyno.study.defaults import check_weights, one_model
 from dyno.study.options import MODEL_HELP
@@ -396,7 +396,6 @@ def imagenet_val(
 ) -> None:
     """Sort ImageNet's flat validation images into class folders. The same command again continues."""
     from dyno.data import flat as module
-    from dyno.formatting import format_count
     from dyno.study.images import report_decoding
 
     if copy and move:

@@ -217,7 +217,6 @@ class _Option:
         return _make_parameter(self.name, annotation, inspect.Parameter.empty if default is ... else value)
 
     def read(self, value: Any) -> Any:
-        """Parse the field's value from the command line."""
         if self.name in VALUE_READERS:
             return VALUE_READERS[self.name](value)
         if typing.get_origin(self.hint) is not tuple or self.name in REPEATABLE:

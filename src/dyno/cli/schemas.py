@@ -39,7 +39,6 @@ def describe_command(command: str) -> Schema:
 
 
 def _describe_commands() -> dict[str, Schema]:
-    """Return the schema of each command that has `--format json`."""
     from dyno.cli import doctor, files
     from dyno.layers import cold_start
     from dyno.layers.explaining import ExplanationDescription

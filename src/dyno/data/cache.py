@@ -132,7 +132,9 @@ def _make_folder(part_folder: Path, target: Path, content: Content, byte_count: 
     if shutil.disk_usage(part_folder).free < byte_count - stored_bytes:
         raise OSError(errno.ENOSPC, "")
     _fill_folder(folder, part_folder / "journal", content)
-    return _into_place(folder, target)
+    if target.exists():  # damaged
+        target.rename(folder.with_name("damaged"))
+    return folder.rename(target)
 
 
 def _fill_folder(folder: Path, journal: Path, content: Content) -> None:
@@ -167,13 +169,6 @@ def _fill_folder(folder: Path, journal: Path, content: Content) -> None:
         "bytes": (folder / "images.npy").stat().st_size,
     }
     write_json(folder / "meta.json", meta)
-
-
-def _into_place(folder: Path, target: Path) -> Path:
-    if target.exists():  # damaged
-        target.rename(folder.with_name("damaged"))
-    folder.rename(target)
-    return target
 
 
 def _remove_abandoned(cache: Path) -> None:

@@ -120,7 +120,6 @@ def _are_in_one_folder(file: Path) -> bool:
 
 
 def _warn_unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
-    """Return a warning on images in the folder that the table doesn't list."""
     known_paths = {photo.path for photo in photos}
     paths = [path for path in folder.iterdir() if is_image(path.name) and path not in known_paths]
     clause = "1 image is" if len(paths) == 1 else f"{len(paths):,} images are"

@@ -307,7 +307,6 @@ def _measure_apart(
 def _measure_together(
     study: Study, selection: TrialSelection, folder: Path, places: Sequence[Place], kind: str, progress: Progress
 ) -> None:
-    """Measure the anchor at these places at once."""
     processes = [
         blocks.start_process(_name_folder(folder, place, kind), study, selection, place, retry_failed=False)
         for place in places

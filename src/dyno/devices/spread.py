@@ -18,7 +18,7 @@ from dyno.formatting import format_count
 from dyno.jobs.progress import Progress
 from dyno.results.notes import Placement, list_placements, read_placement, store_placement
 from dyno.runner.execute import execute, prepare
-from dyno.runner.run_folder import archive_trial, refuse_other
+from dyno.runner.run_folder import move_folder, refuse_other
 from dyno.store import Run, check_own
 from dyno.study.plan import expand
 from dyno.study.study import Study
@@ -59,7 +59,6 @@ def _parse_cluster(study: Study) -> tuple[str, str]:
 
 
 def _found_places(study: Study, folder: Path, progress: Progress) -> AbstractContextManager[list[Place]]:
-    """Return a context manager for the places over which the study is spread."""
     kind, spec = _parse_cluster(study)
     if kind == "slurm":
         return slurm_cluster.slurm_places(spec, study.device, folder, progress)
@@ -158,7 +157,7 @@ class BlockScheduler:
         rows += (_name_folder(self.run, block) / "trials").glob("*")
         if rows := [row for row in rows if row.is_dir()]:
             for row in rows:
-                archive_trial(self.run, row, OTHER_DEVICES_DIR)
+                move_folder(row, self.run.folder / OTHER_DEVICES_DIR)
             self.losses.setdefault(block.id, []).append(f"{place}: the device is no longer one of the study's")
             reason = f"{place} is no longer there; its measurements are in {OTHER_DEVICES_DIR}"
             self.progress.note(f"{block.label}: restarted, as {reason}")

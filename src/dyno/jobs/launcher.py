@@ -38,12 +38,8 @@ WORKER_MAIN = Path(__file__).parents[1] / "worker" / "main.py"
 POLL_S = 0.05
 TOOL_SHUTDOWN_S = 30.0  # time for a wrapping tool (a profiler) to write its files
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-OF_THIS_PROCESS = (
-    errno.EAGAIN,
-    errno.ENOMEM,
-    errno.EMFILE,
-    errno.ENFILE,
-)  # errors of this process: another program could not start either
+# Errors of this process: another program could not start either
+OF_THIS_PROCESS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 LAST_LINES_B = 10_000
 LOGS = ("stdout.log", "stderr.log")
 KEPT_HEAD_B, KEPT_TAIL_B = 1 << 18, 3 << 18  # bytes kept of each log

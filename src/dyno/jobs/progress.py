@@ -262,7 +262,4 @@ def _format_clock(seconds: float) -> str:
 
 def _list_options(recipe: Recipe) -> list[str]:
     """Return the file's options, including its parents', as OPTION=VALUE."""
-    steps: list[Recipe] = [recipe]
-    while (parent := steps[0].parent) is not None:
-        steps.insert(0, parent)
-    return [f"{key}={value}" for key, value in ChainMap(*(step.options for step in reversed(steps))).items()]
+    return [f"{key}={value}" for key, value in ChainMap(*(step.options for step in recipe.chain)).items()]

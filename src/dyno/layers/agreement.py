@@ -184,10 +184,7 @@ class _FormComparer(forms.FormReader):
 
     def _format_name(self, index: int) -> str:
         """Return the form's title, with the model's name if there are several models."""
-        sources, title = (
-            [t.model.source or t.model.name for t, _ in self.trials],
-            self.forms[self.requested[index]],
-        )
+        sources, title = ([t.model.source or t.model.name for t, _ in self.trials], self.forms[self.requested[index]])
         return f"{Path(sources[index]).name} {title.library}" if len({*sources}) > 1 else title.library
 
     def _find_reference_graph(self, trial: Trial, graph: int) -> int:

@@ -375,19 +375,8 @@ COLUMNS = (
     Column("suspect", "yes for the few layers that make most of the error", kind=TEXT),
     Column("remark", "further remarks", kind=TEXT),
 )  # fmt: skip
-PRINTED_COLUMNS = (
-    "engine",
-    "modules",
-    "layer",
-    "type",
-    "error",
-    "own_error",
-    "growth",
-    "effect",
-    "share",
-    "close",
-    "remark",
-)
+PRINTED_COLUMNS = ("engine", "modules", "layer", "type", "error", "own_error", "growth", "effect", "share", "close",
+                   "remark")  # fmt: skip
 FINDING_COLUMNS = (
     Column("engine", "the engine that is compared", kind=TEXT),
     Column("reference", "what it is compared with", kind=TEXT, title="against", rank=6),

@@ -155,7 +155,6 @@ class _TimedForm:
         return (self.layers[k].flops or int(bool(self.layers[k].computes_in)), float(self.seconds[k]))
 
     def list_names(self, indices: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the layers `indices`, in order."""
         return tuple(
             dict.fromkeys(name for k in indices for name in self.names[k] or [self.layers[k].name or WHOLE_MODEL])
         )
@@ -188,7 +187,6 @@ class _RegionSplitter:
         self._regions = regions
 
     def list_all_parts(self) -> list[CausePart]:
-        """Return the parts of every region."""
         parts = [part for region in self._regions for part in self._list_parts(region) if part.a or part.b]
         return self._merge_conversions(parts)
 

@@ -135,12 +135,8 @@ def _parse_figure(row: Mapping[str, str], units: Mapping[str, str], metric: str)
 BUSY_PERCENT, MAJORITY = 60.0, 0.5
 # Largest percentage of idle tensor cores: ncu counted up to 1.01 % in FP32 kernels without tensor instructions.
 IDLE_PERCENT = 2.0
-BOUND_BY_DRAM, BOUND_BY_CACHES, COMPUTE_BOUND, LATENCY_BOUND = (
-    "bound by DRAM",
-    "bound by caches",
-    "compute-bound",
-    "latency-bound",
-)
+BOUND_BY_DRAM, BOUND_BY_CACHES = "bound by DRAM", "bound by caches"
+COMPUTE_BOUND, LATENCY_BOUND = "compute-bound", "latency-bound"
 SMALL_GRIDS = "in grids too small for the GPU"
 COUNTERS = TableKind("counters", "Hardware counters",
                      "GPU counters of each kernel of one inference under ncu.",

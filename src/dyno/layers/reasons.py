@@ -59,7 +59,6 @@ class _ReasonWriter:
         self._min_mentioned, self._min_part = MIN_MENTIONED_SHARE * scale, MIN_PART_SHARE * scale
 
     def state_gap(self) -> Reason:
-        """Return the reason that states the difference of the two latencies."""
         times = f"{self._b} takes {_format_seconds(self._gap.b)}, {self._a} {_format_seconds(self._gap.a)}"
         if self._gap.proven:
             change = "less" if self._gap.difference.value < 0 else "more"
@@ -119,7 +118,6 @@ class _ReasonWriter:
             yield _make_reason(NOT_FASTER, f"{text}, most of it in {_join_names(names[:1])}.", total, names)
 
     def sum_attributed(self) -> Iterator[Reason]:
-        """Yield the share of the difference that the layers explain."""
         if not self._gap.proven:
             return
         extra = " and launch gaps" if self._waterfall.on_gpu else ""

@@ -89,13 +89,8 @@ def _write_proof(run: RunData, study: Study, file: Path) -> Iterator[str]:
     }
     yield from (f"- {name}: {escape_markdown(text)}" for name, text in facts.items() if text)
     yield f"- Proof: {escape_markdown(file.name)}, sha256 `{sha256_of(file)}`"
-    yield from (
-        "",
-        "```bash",
-        clean_text(write_command(study)),
-        clean_text(f"dyno verify {shlex.quote(file.name)}"),
-        "```",
-    )
+    commands = write_command(study), f"dyno verify {shlex.quote(file.name)}"
+    yield from ("", "```bash", *map(clean_text, commands), "```")
 
 
 def _list_fastest(run: RunData) -> Iterator[tuple[str, ...]]:

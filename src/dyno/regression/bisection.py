@@ -157,7 +157,7 @@ def bisect(
     folder = folder_for(out, "bisect", [source])
     settings = {"backends": (backend,), **settings}
     search = BisectionSearch(source, backend, interpreters, folder, fail_on, settings, Progress(quiet=quiet), by)
-    return search.run()
+    return replace(search.run(), by=by)
 
 
 def _choose_backend(source: str, library: str, backends: Sequence[str]) -> str:
@@ -190,10 +190,6 @@ class BisectionSearch:
 
     def run(self) -> Bisection:
         """Find the first bad version."""
-        return replace(self._try_versions(), by=self.by)
-
-    def _try_versions(self) -> Bisection:
-        """Try versions until the first bad one is known or all are tried."""
         names = list(self.interpreters)
         while names and (reason := self._check_version(names[0])):
             self._record_step(BisectionStep(names.pop(0), SKIPPED, reason))

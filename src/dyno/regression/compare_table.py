@@ -479,7 +479,6 @@ def _has_failed(condition: str, row: Row, rules: GateRules, both_ran: bool) -> b
 
 
 def _find_notes(a: Results, b: Results, pairs: list[tuple[TrialResult, TrialResult]]) -> Iterator[str]:
-    """Yield notes on possible explanations of the differences."""
     changes = dict(_find_differences(a.environment, b.environment))
     for x, y in pairs:
         if x.good and y.good:

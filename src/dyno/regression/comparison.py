@@ -238,7 +238,6 @@ def _build_study(
     span: str,
     settings: Mapping[str, Any],
 ) -> Study:
-    """Build the study of the two requested sides."""
     runs = [_load_run(source) for source in sources]
     first, last = _build_side(sources[0]), _build_side(sources[-1])
     if len(sources) == 1 and not (baseline_python or span):

@@ -6,7 +6,6 @@ NVML's counter covers the whole card, RAPL's the processors' packages; the rest 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -107,9 +106,9 @@ class Meter:
         return Energy(
             no_interval if missing else stats.find_center(by_build(net)),
             stats.find_center(by_build([(r, power.watts / power.rate) for r, power in powers])).value,
-            _compute_mean([power.watts for _, power in powers]),
+            float(np.mean([power.watts for _, power in powers])),
             idle.watts,
-            _compute_mean([power.rate for _, power in powers]),
+            float(np.mean([power.rate for _, power in powers])),
             len(powers),
             missing,
         )
@@ -152,7 +151,3 @@ def _read_counters(folder: Path) -> dict[str, np.ndarray]:
         return read_numbers(folder / "telemetry.npz", ("at", "epoch", "others", *ENERGY_COLUMNS.values()))
     except (OSError, ValueError):  # absent, truncated, or not an npz
         return {}
-
-
-def _compute_mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))

@@ -93,12 +93,8 @@ def find_pareto(frame: pd.DataFrame, speed: str, quality: str = "top1") -> pd.Da
     """
     rows = list_usable(frame).dropna(subset=[speed, quality])
     rows = rows.sort_values([speed, quality], ascending=[speed != THROUGHPUT, False], kind="stable")
-    best, positions = -math.inf, []
-    for position, value in enumerate(rows[quality]):
-        if value > best:
-            best = value
-            positions.append(position)
-    return rows.iloc[positions]
+    values = rows[quality].astype(float)
+    return rows[(values > values.cummax().shift(fill_value=-math.inf)).to_numpy()]
 
 
 def keep_within_budget(frame: pd.DataFrame) -> pd.DataFrame:

@@ -20,7 +20,7 @@ from dyno.store import COMPANION, ROUND, Run, find_versions, list_plugin_modules
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
 from dyno.worker.record import OUT_OF_MEMORY, DamagedRecord, Record, read_json, read_record, write_json
-from dyno.worker.spec import BUILD_OPTIONS, PLAN_OPTION, Artifact, Job, Recipe, Runtime, Trial, UserError
+from dyno.worker.spec import BUILD_OPTIONS, PLAN_OPTION, Artifact, Job, Runtime, Trial, UserError
 
 # Retries of failed rounds whose cause may be gone.
 
@@ -38,10 +38,8 @@ def note_retry(folder: Path, trial: Trial, *, unmade: bool = False) -> None:
 
 def _made_with(trial: Trial) -> dict[str, Any]:
     tools: list[tuple[Backend | Maker, Runtime]] = [(registry.find(trial.backend), trial.runtime)]
-    recipe = trial.recipe
-    while isinstance(recipe, Recipe):
-        tools.append((registry.get_maker(recipe.maker), recipe.runtime))
-        recipe = recipe.parent
+    recipes = trial.recipe.chain if trial.recipe else []
+    tools += [(registry.get_maker(recipe.maker), recipe.runtime) for recipe in recipes]
     versions: dict[str, Any] = {"code": worker_code_sha256(*list_plugin_modules(*(tool for tool, _ in tools)))}
     for tool, runtime in tools:
         versions.setdefault(tool.name, {}).update(find_versions(runtime, ("numpy", *tool.requires)))

@@ -417,7 +417,6 @@ class Finalists:
         return rest + ensemble.measure(self.run, comparisons, round_index, self.files.get, self.progress, options, kind)
 
     def _confirm_alone(self, trial: Trial, round_index: int) -> None:
-        """Measure one uninterleaved confirmation of a trial."""
         artifact = self.files.get(trial, round_index)
         if isinstance(artifact, Record):
             self.run.store(trial, round_index, artifact, CONFIRMATION)
@@ -430,7 +429,6 @@ class Finalists:
 
 
 def _store_refusals(run: Run, planned: list[PlannedTrial]) -> None:
-    """Store a row for each refused trial."""
     for entry in planned:
         if entry.refusal:
             record = run.record(entry.trial, 0)
@@ -511,7 +509,6 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], forms: Forms, measure
 
 
 def _fits(run: Run, trials: Sequence[Trial], pair: UndecidedPair, remaining_s: float) -> bool:
-    """Return whether the pair's estimated rounds fit into the seconds left."""
     seconds = sum(_last_seconds(run, trial) for trial in trials if trial.id in pair.trials)
     return pair.more * seconds <= remaining_s
 

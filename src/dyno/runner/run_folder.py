@@ -165,7 +165,7 @@ def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple
     if before is not None and list_contradictions(before, study):  # changed settings before anything was measured
         before = None
         for row in stored_trials:
-            _move_folder(row.folder, run.folder / ARCHIVE_DIR / REPLACED_DIR)
+            move_folder(row.folder, run.folder / ARCHIVE_DIR / REPLACED_DIR)
         stored_trials = []
     _refuse_other_threads(run.folder, stored_trials, planned)
     entries = _name_models(planned, stored_trials)
@@ -274,7 +274,7 @@ def _archive_rows(run: Run, stored_trials: list[StoredTrial], planned: list[Plan
             shutil.rmtree(row.folder)
             continue
         archive = run.folder / ARCHIVE_DIR / (digest(old)[:12] if has_changed else REPLACED_DIR)
-        _move_folder(row.folder, archive)
+        move_folder(row.folder, archive)
         reason = f"of an earlier {changed_file}" if has_changed else "measured differently now"
         counts[reason, archive] = counts.get((reason, archive), 0) + 1
     return [f"{_format_count(n)} {reason}: moved to {archive}" for (reason, archive), n in counts.items()]
@@ -335,21 +335,16 @@ def _restore_rows(run: Run, planned: list[PlannedTrial]) -> list[str]:
     )
 
 
-def archive_trial(run: Run, row: Path, name: str) -> None:
-    """Move a trial's folder to the run's folder of that name, for good."""
-    _move_folder(row, run.folder / name)
-
-
 def archive_round(run: Run, folder: Path) -> Path:
     """Move an unreadable round to the archive; return its new place."""
-    return _move_folder(folder, run.folder / ARCHIVE_DIR / DAMAGED_DIR / folder.parent.name)
+    return move_folder(folder, run.folder / ARCHIVE_DIR / DAMAGED_DIR / folder.parent.name)
 
 
 def _format_count(count: int) -> str:
     return f"{count} trial{'s' * (count != 1)}"
 
 
-def _move_folder(folder: Path, destination: Path) -> Path:
+def move_folder(folder: Path, destination: Path) -> Path:
     """Move a folder to `destination`, numbered if its name is in use; return its new place."""
     destination.mkdir(parents=True, exist_ok=True)
     target, number = destination / folder.name, 2

@@ -254,7 +254,8 @@ def _iter_configurations(group: Sequence[Trial], file_of: FileOf) -> Iterator[Co
         ):
             continue
         keys.add(probe.variant + probe.precision)
-        chain = [*_iter_recipes(trial.recipe)]
+        assert trial.recipe is not None
+        chain = trial.recipe.chain
         artifact = file_of(chain[-1])
         if isinstance(artifact, Artifact):
             folds = any(recipe.maker == ONNX_STATIC for recipe in chain)
@@ -266,13 +267,6 @@ def _is_open(trial: Trial) -> bool:
     """Return whether the trial's file is exported by a route that the user did not choose."""
     reads = "exporter" in registry.find(trial.backend).options
     return reads and trial.recipe is not None and not trial.model.file and not trial.options.keys() & set(ROUTE_OPTIONS)
-
-
-def _iter_recipes(recipe: Recipe | None) -> Iterator[Recipe]:
-    """Yield a recipe and its chain of parents."""
-    while recipe is not None:
-        yield recipe
-        recipe = recipe.parent
 
 
 def _make_probe(trial: Trial, trials: Sequence[Trial]) -> Trial | None:

@@ -201,7 +201,6 @@ class InterleavedGroup:
         return max(1, min(len(os.sched_getaffinity(0)), self.members[0].job.runtime.threads))
 
     def _load_engines(self, members: Sequence[InterleavedJob]) -> None:
-        """Load the engines of imported jobs in parallel."""
         for member in members:
             self.pids.add(_find_process(member).pid)
         for member in members:
@@ -211,7 +210,6 @@ class InterleavedGroup:
         self._advance_members(members, GO)
 
     def _warm_members(self, members: Sequence[InterleavedJob]) -> None:
-        """Warm up loaded jobs in parallel."""
         self._advance_members([member for member in members if member.last_message], GO)
 
     def _has_room(self, members: Sequence[InterleavedJob], count: int) -> bool:

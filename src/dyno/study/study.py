@@ -291,13 +291,9 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
 
     def to_table(self) -> dict[str, Any]:
         """Return the study as a TOML table, without values at their defaults."""
-        defaults = {f.name: f.default for f in dataclasses.fields(self) if f.default is not dataclasses.MISSING}
-        table = {}
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if value not in ({}, None) and value != defaults.get(f.name):
-                table[f.name] = list(value) if isinstance(value, tuple) else value
-        return table
+        items = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
+        return {name: list(value) if isinstance(value, tuple) else value for name, value, default in items
+                if value not in ({}, None) and value != default}  # fmt: skip
 
     def to_toml(self) -> str:
         """Return the study as a TOML document that `from_toml` reads back."""

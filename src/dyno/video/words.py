@@ -122,7 +122,6 @@ def _describe_changes(video: Video) -> Iterator[str]:
 
 
 def _explain_loss(video: Video) -> str:
-    """Explain why the bound was not reached, as far as known."""
     facts = video.facts
     cpu_ratio = facts.cpu_whole / video.cpu_under_load if video.cpu_under_load else 1.0
     parts = []

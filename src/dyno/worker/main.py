@@ -55,21 +55,20 @@ MIN_FILE_B = 1 << 20
 
 def stress_trial(job: Job, journal: Journal) -> None:
     """Run the stress test of a dynamic engine; every phase is on disk before the next begins."""
-    from dyno.worker.jobs.stress import TOLERANCES, stress
+    from dyno.worker.jobs.stress import stress
 
     assert job.trial is not None
     trial, backend = job.trial, find(job.trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session: Session = journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact))
     journal.stage("first phase")
-    for phase in stress(session, trial, job.options["phases"], int(job.options["iterations"])):
-        result = phase.to_record(TOLERANCES[trial.precision])
-        journal.facts(stress={**journal.record.facts.stress, phase.name: result})
-        name = f"latency_{phase.name}"
-        journal.samples[name] = phase.seconds
+    for phase, seconds, figures in stress(session, trial, job.options["phases"], int(job.options["iterations"])):
+        journal.facts(stress={**journal.record.facts.stress, phase: figures})
+        name = f"latency_{phase}"
+        journal.samples[name] = seconds
         save_arrays(journal.folder / "samples.npz", journal.samples)
-        journal.add(Measurement("latency", "s", "duration", None, name, phase.name, "host", "samples"))
-        journal.stage(f"after {phase.name}")
+        journal.add(Measurement("latency", "s", "duration", None, name, phase, "host", "samples"))
+        journal.stage(f"after {phase}")
     session.close()
 
 

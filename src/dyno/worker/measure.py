@@ -178,7 +178,7 @@ def measure_latency(
     with _no_garbage_collection():
         deadline, earliest_end = (now() + int(plan.seconds * share * 1e9) for share in (1, 0.25))
         stopped, window = _add_samples(run_step, timer, times, gpu, find_end_reason, restore)
-    return Sampling(_convert_to_seconds(times), stopped, gpu=np.asarray(gpu) if timer else None, window=window)
+    return Sampling(np.asarray(times) / 1e9, stopped, gpu=np.asarray(gpu) if timer else None, window=window)
 
 
 def _latency_in_blocks(
@@ -214,7 +214,7 @@ def _latency_in_blocks(
             deadline = now() + int(plan.block_s * 1e9)
             windows.append(_add_samples(run_step, timer, times, gpu, find_end_reason, restore)[1])
             block_numbers += [block_number] * (len(times) - first_sample)
-    sampling = Sampling(_convert_to_seconds(times), "blocks", gpu=np.asarray(gpu) if timer else None)
+    sampling = Sampling(np.asarray(times) / 1e9, "blocks", gpu=np.asarray(gpu) if timer else None)
     return replace(sampling, **_block_fields(block_numbers, windows))
 
 
@@ -240,10 +240,6 @@ def _add_samples(
             gpu.append(timer.seconds())
         if reason := find_end(end):
             return reason, (begin / 1e9, end / 1e9)
-
-
-def _convert_to_seconds(times: list[int]) -> np.ndarray:
-    return np.asarray(times, np.float64) / 1e9
 
 
 def _block_fields(block_numbers: list[int], windows: list[tuple[float, float]]) -> dict[str, Any]:

@@ -331,6 +331,11 @@ class Recipe:
     runtime: Runtime = Runtime()
     fallback: Recipe | None = None
 
+    @property
+    def chain(self) -> list[Recipe]:
+        """This recipe, its parent, and so on to the first."""
+        return [self, *(self.parent.chain if self.parent else ())]
+
 
 @dataclass(frozen=True)
 class Artifact:

@@ -354,7 +354,6 @@ def _end_earlier(base: Path) -> None:
 
 @contextmanager
 def _keep_beating(mail: Path) -> Iterator[None]:
-    """Send heartbeats during the `with` block."""
     stop_event = Event()
 
     def write_beats() -> None:

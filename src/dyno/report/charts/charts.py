@@ -258,7 +258,6 @@ def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
 
 
 def _plot_point(axes: Any, r: pd.Series, x: float, y: float, **style: Any) -> None:
-    """Plot a row's marker with a tooltip of its numbers."""
     style = {"mec": "white", "mew": 0.7, "ms": 9} | style
     add_tooltip(
         axes.plot(x, y, choose_marker(r["precision"]), color=choose_color(r["backend"]), **style)[0], _describe_row(r)

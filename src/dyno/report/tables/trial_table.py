@@ -330,7 +330,6 @@ def read_trials(
 
 
 def _make_frame(rows: Sequence[dict[str, Any]], *, has_limits: bool) -> pd.DataFrame:
-    """Return the rows as a frame, with column types by kind."""
     import pandas as pd
 
     columns = (*COLUMNS, LIMIT_COLUMN) if has_limits else COLUMNS

@@ -63,7 +63,8 @@ def read_box_rows(trial: TrialResult) -> BoxRows | None:
         return None
     labels = result.scores.argmax(0) if result.labels is None else result.labels + _batch_places(tables[fit.names[0]])
     boxes = form.convert_boxes(result.boxes.T, size).astype(np.float64)
-    if not (_has_corners(boxes[scores > 0]) and np.all(scores <= 1)):
+    corners = boxes[scores > 0]
+    if not (np.all(corners[:, 2:] >= corners[:, :2]) and np.all(scores <= 1)):
         return None
     if not (row_counts or _is_fixed(outputs)) and not np.all(scores > 0):
         return None
@@ -141,11 +142,6 @@ def _is_fixed(outputs: Mapping[str, np.ndarray]) -> bool:
     """Return whether an output has the same number of boxes for every image."""
     return any(a.ndim == 3 and (a.shape[2] == BOX_VALUES or len(layouts.LAST_ROW) <= a.shape[2] < a.shape[1])
                for a in outputs.values())  # fmt: skip
-
-
-def _has_corners(boxes: np.ndarray) -> bool:
-    """Return whether each row is two corners, the smaller one first."""
-    return bool(np.all(boxes[:, 2:] >= boxes[:, :2]))
 
 
 # Agreement of two detectors: the share of confident detections that the other one has too.

@@ -110,10 +110,7 @@ def count_matches(matches: Matches) -> np.ndarray:
 
 KIND_WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
 JACKKNIFE_GROUPS = 20  # image groups of the jackknife
-CONFUSED_MAP50, MIN_OVERLAP = (
-    0.5,
-    0.5,
-)  # mAP50 below which class numbers are suspect; overlap of a match
+CONFUSED_MAP50, MIN_OVERLAP = (0.5, 0.5)  # mAP50 below which class numbers are suspect; overlap of a match
 SCORES_VERSION = 2  # version of the stored scores
 DETECTION_ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "mask_counts",
                     "mask_lengths", "detection_keypoints", "sample")  # fmt: skip

@@ -92,7 +92,6 @@ def read_truth(trial: TrialResult) -> Truth | None:
 
 
 def _by_precision(trial: TrialResult, by_type: Mapping[str, int]) -> dict[str, int]:
-    """Map counts by an engine's type names to counts by precision."""
     counts: dict[str, int] = {}
     for name, count in by_type.items():
         precision = PRECISION_OF_ALIAS.get(str(name).lower(), str(name))

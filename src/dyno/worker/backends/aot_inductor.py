@@ -309,7 +309,6 @@ def _check_outputs(actual: list[Any], expected: list[Any], recipe: Recipe) -> No
 
 
 def _describe_given(recipe: Recipe) -> Artifact:
-    """Return the user's own package as an artifact."""
     artifact = describe_given(AOTI_FORMAT, recipe, MakerFacts(backend=AotMaker.name))
     if facts := read_package(recipe.model.file).kept_facts:
         return replace(artifact, made_by=replace(artifact.made_by, weights_sha256=facts.weights_sha256))

@@ -118,20 +118,12 @@ def _raise_unavailable() -> None:
     raise Unavailable("scripted: this machine lacks it; install nothing")
 
 
-def _hang_process() -> None:
-    time.sleep(3600)
-
-
-def _exhaust_memory() -> None:
-    np.empty(2**60, np.uint8)
-
-
 FAILURE_KINDS: dict[str, Any] = {
     "exception": _raise_exception,
     "skip": _raise_unavailable,
     "segfault": lambda: ctypes.string_at(0),
     "exit": lambda: os._exit(7),
-    "hang": _hang_process,
-    "oom": _exhaust_memory,
+    "hang": lambda: time.sleep(3600),
+    "oom": lambda: np.empty(2**60, np.uint8),
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }

@@ -403,7 +403,6 @@ NCNN_MAKER = NcnnMaker()
 
 
 def _convert_onnx(recipe: Recipe, facts: MakerFacts, path: Path) -> tuple[Tensors, Tensors, MakerFacts]:
-    """Convert the ONNX file at the recipe's dims; return inputs, outputs and facts."""
     inputs, declared = onnx_file.read_io(recipe.model.file)
     shapes = static_shapes(inputs, recipe.dims)
     inputs = tuple(replace(t, shape=shapes[t.name]) for t in inputs)

@@ -222,15 +222,11 @@ PRECISION_HINTS = {
 }
 # Capability of the CPU plugin without which a hint is ignored
 PRECISION_CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
+# NumPy's types by element type
 NUMPY_TYPES = {"boolean": "bool"} | {
-    f"{letter}{bits}": f"{kind}{bits}"
-    for letter, kind, sizes in (
-        ("f", "float", (16, 32, 64)),
-        ("i", "int", (8, 16, 32, 64)),
-        ("u", "uint", (8, 16, 32, 64)),
-    )
-    for bits in sizes
-}  # by element type
+    f"{np.dtype(name).kind}{8 * np.dtype(name).itemsize}": name
+    for name in "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
+}
 PROFILED_RUNS = 3
 # OpenVINO reports a layer's mean since compilation, in whole microseconds: each repeat of a profile compiles anew.
 PROFILE_REPEATS, DISCARDED_RUNS = 5, 2

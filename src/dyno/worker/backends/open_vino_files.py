@@ -27,16 +27,7 @@ from dyno.worker.onnx_graph.check import make_session
 from dyno.worker.spec import Artifact, DataSpec, Preprocess, Recipe, Tensor, Trial, UserError, to_json
 
 COMPUTE_LAYER = re.compile("Convolution|MatMul|LSTM|GRU|RNN|ScaledDotProduct|Einsum")
-DEQUANTISING_LAYERS = (
-    "Convert",
-    "Multiply",
-    "Subtract",
-    "Reshape",
-    "Transpose",
-    "Unsqueeze",
-    "Squeeze",
-    "FakeQuantize",
-)
+DEQUANTISING_LAYERS = "Convert Multiply Subtract Reshape Transpose Unsqueeze Squeeze FakeQuantize".split()
 FULL_TYPES = ("f32", "f64")
 TRUE_WORDS = ("yes", "true", "1")
 NUMBER_LIST = re.compile(r"[\d.eE+-]+")

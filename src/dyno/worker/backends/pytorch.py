@@ -173,7 +173,6 @@ class TorchSession(Session):
         return bool(self._device.type == "cuda")
 
     def _list_inputs(self) -> tuple[Tensor, ...]:
-        """Return the module's inputs at the trial's batch and size."""
         return module_inputs(self._trial.model, self._trial.dims)
 
     def _allocate_inputs(self, dtype: Any) -> None:

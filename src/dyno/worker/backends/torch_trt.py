@@ -282,11 +282,7 @@ class TorchTensorRTSession(TorchSession):
     def facts(self) -> EngineFacts:
         """Return engines and operators left in PyTorch, layers, and the engine's own time in addition to a call's."""
         engines = list_engines(self._call)
-        common, layer_facts, times = (
-            self._read_common_facts(),
-            self._layers_of(engines),
-            self._time_calls(engines),
-        )
+        common, layer_facts, times = self._read_common_facts(), self._layers_of(engines), self._time_calls(engines)
         operators = left_in_pytorch(self._call)
         notes = (
             *common.notes,

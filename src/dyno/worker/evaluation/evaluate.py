@@ -70,10 +70,7 @@ class RandomInputs(BatchSource):
     """Random inputs, drawn in order from the data's seed, so that every run has the same."""
 
     def __init__(self, session: Session, trial: Trial, count: int) -> None:
-        model, tensors = trial.model, session.inputs
-        self._batches = list(
-            input_data.read_batches(trial.data, model.preprocess, tensors, trial.dims, count, model.inputs)
-        )
+        self._batches = list(input_data.read_trial_batches(trial, session.inputs, count))
 
     def new_arrays(self) -> dict[str, np.ndarray]:
         return {name: np.zeros_like(array) for name, array in self._batches[0].items()}
@@ -245,8 +242,7 @@ class _RowTest:
     def __init__(self, session: Session, trial: Trial, batch: int, declared: Mapping[str, Sequence[int]]) -> None:
         self._session, self._trial, self._batch, self._declared = session, trial, batch, declared
         self._row = batch // 2
-        model, tensors = trial.model, session.inputs
-        first, second = input_data.read_batches(trial.data, model.preprocess, tensors, trial.dims, 2, model.inputs)
+        first, second = input_data.read_trial_batches(trial, session.inputs, 2)
         self._feeds, self._second_feeds = first, second
         repeated = input_data.repeat_input(
             first, {n: trial.dims.batch_axis(n, a.shape) for n, a in first.items()}, self._row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dyno.worker.inputs.specs import (
     is_image,
     static_shapes,
 )
-from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError, check_known
+from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, Trial, UserError, check_known
 
 FEED_COUNT = 4  # batches fed in rotation, against cache effects
 INPUT_NAME = "input"  # name of a module's single input, also in exported files
@@ -130,6 +131,14 @@ def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarr
     values -= mean
     values /= std
     return values
+
+
+def read_trial_batches(
+    trial: Trial, tensors: Sequence[Tensor], count: int = FEED_COUNT, batch: int | None = None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the first `count` batches of the trial's data for these tensors; `batch` replaces the trial's."""
+    dims = trial.dims if batch is None else replace(trial.dims, batch=batch)
+    return read_batches(trial.data, trial.model.preprocess, tensors, dims, count, trial.model.inputs)
 
 
 def read_batches(

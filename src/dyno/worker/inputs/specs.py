@@ -69,12 +69,7 @@ def image_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def channels_last(shape: Sequence[int | str]) -> bool:
     """Return whether the shape is N x H x W x C: few channels last, and large or free sides."""
-    return (
-        len(shape) == 4
-        and _is_channel_count(shape[3])
-        and not _is_channel_count(shape[1])
-        and not _is_channel_count(shape[2])
-    )
+    return len(shape) == 4 and _is_channel_count(shape[3]) and not any(map(_is_channel_count, shape[1:3]))
 
 
 def _is_channel_count(length: int | str) -> bool:

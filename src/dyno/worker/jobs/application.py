@@ -85,9 +85,9 @@ def _answer_known(job: Job, session: Session, journal: Journal) -> bool:
     """Store the engine's outputs for the network's inputs of all requests; return whether any value is finite."""
     assert job.trial is not None
     trial, model = job.trial, job.trial.model
-    args = (trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEED_COUNT, model.inputs)
+    feeds = [*input_data.read_trial_batches(trial, session.inputs)]
     inherited = job.artifact.made_by.set_fields(ORIGIN_FIELDS) if job.artifact else {}
-    journal.facts(inputs_sha256=input_data.hash_feeds([*input_data.read_batches(*args)], model.preprocess), **inherited)
+    journal.facts(inputs_sha256=input_data.hash_feeds(feeds, model.preprocess), **inherited)
     journal.stage("evaluate")
     return answer_all(session, trial, journal, should_time=False)
 
@@ -289,7 +289,6 @@ def _find_synchronize() -> Callable[[], None]:
 
 
 def _store_inputs(requests: _InstrumentedApplication, journal: Journal) -> None:
-    """Store the inputs of the network's calls, and the number of requests."""
     journal.stage("answer each request once")
     start, byte_count, count = time.monotonic(), 0, 0
     for index in range(min(len(requests.requests), MAX_REQUESTS)):

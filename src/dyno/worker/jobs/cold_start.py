@@ -46,8 +46,7 @@ def cold_start(job: Job, journal: Journal) -> None:
         with clock.time_part(LOAD):
             session = backend.load(trial, job.artifact)
         with clock.time_part(INPUTS):
-            args = (trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs)
-            feeds = [session.stage(feed) for feed in input_data.read_batches(*args)]
+            feeds = [session.stage(feed) for feed in input_data.read_trial_batches(trial, session.inputs, 1)]
         with clock.time_part(FIRST):
             answer = measure.make_step(session, "all", feeds)
             answer()

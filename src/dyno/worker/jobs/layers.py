@@ -70,9 +70,7 @@ def count(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     journal.stage("load")
     session = backend.load(trial, job.artifact)
-    feeds = input_data.read_batches(
-        trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs
-    )
+    feeds = input_data.read_trial_batches(trial, session.inputs, 1)
     inputs = session.stage(next(feeds))
     session.bind(inputs)
     journal.stage("first call")
@@ -128,7 +126,8 @@ def _inspect_module(trial: Trial, options: Mapping[str, Any]) -> LayerGraph:
     try:
         return _read_calls(torch, _without_values(network), model, dims)
     except Exception:  # a module that computes with values, or keeps own tensors, must run
-        return _run_module(torch, model, dims)
+        with raise_refusals(f"{model.name} can't be run once to see its layers"):
+            return _read_calls(torch, models.build(model, dims), model, dims)
 
 
 def _without_values(network: Any) -> Any:
@@ -144,11 +143,6 @@ def _without_values(network: Any) -> Any:
     return meta_network
 
 
-def _run_module(torch: Any, model: Any, dims: Dims) -> LayerGraph:
-    with raise_refusals(f"{model.name} can't be run once to see its layers"):
-        return _read_calls(torch, models.build(model, dims), model, dims)
-
-
 def _read_calls(torch: Any, network: Any, model: Any, dims: Dims) -> LayerGraph:
     """Read the module's calls on an example of the model's inputs, on the device of its weights."""
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
@@ -159,7 +153,6 @@ def _read_calls(torch: Any, network: Any, model: Any, dims: Dims) -> LayerGraph:
 
 
 def _move_tensors(value: Any, device: Any) -> Any:
-    """Return lists and dicts with their tensors on that device."""
     if isinstance(value, dict):
         return {key: _move_tensors(each, device) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -211,8 +204,7 @@ def store_reference(job: Job, folder: Path, report: Report) -> None:
 
 
 def _make_feeds(trial: Trial, inputs: Any, count: int) -> list[dict[str, np.ndarray]]:
-    model = trial.model
-    feeds = [*input_data.read_batches(trial.data, model.preprocess, inputs, trial.dims, count, model.inputs)]
+    feeds = [*input_data.read_trial_batches(trial, inputs, count)]
     compare.check_finite(feeds)
     return feeds
 
@@ -351,10 +343,7 @@ def profile(job: Job, journal: Journal) -> None:
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     session = journal.time_stage("load", "load", lambda: backend.load(trial, job.artifact))
-    data = input_data.read_batches(
-        trial.data, trial.model.preprocess, session.inputs, trial.dims, input_data.FEED_COUNT, trial.model.inputs
-    )
-    feeds = [session.stage(feed) for feed in data]
+    feeds = [session.stage(feed) for feed in input_data.read_trial_batches(trial, session.inputs)]
     timer = measure.watch(session, "model", journal.warn)
     run_step = measure.make_step(session, "model", feeds, timer)
     journal.time_stage("first_call", "first call", run_step)

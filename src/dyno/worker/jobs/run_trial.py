@@ -167,11 +167,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     if SLOWDOWN_OPTION in job.options:
         session = _slow_session(session, float(job.options[SLOWDOWN_OPTION]), journal)
     model = trial.model
-    host_feeds = list(
-        input_data.read_batches(
-            trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEED_COUNT, model.inputs
-        )
-    )
+    host_feeds = list(input_data.read_trial_batches(trial, session.inputs))
     journal.facts(inputs_sha256=input_data.hash_feeds(host_feeds, model.preprocess), threads=trial.runtime.threads)
     feeds = [session.stage(feed) for feed in host_feeds]
     with _drawn_inputs_named(model, host_feeds[0]):
@@ -225,7 +221,6 @@ def _drawn_inputs_named(model: ModelSpec, feed: Arrays) -> Iterator[None]:
 
 
 def _slow_session(session: Session, share: float, journal: Journal) -> Session:
-    """Return the session with the self-test's delay, and record the delay."""
     journal.facts(slowdown=share)
     if share:
         journal.warn(f"slowed down on purpose, by {100 * share:g} %: for the self-test")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dyno.worker import measure, system
-from dyno.worker.backend import Arrays, Session
+from dyno.worker.backend import Arrays
 from dyno.worker.extras import load_library
 from dyno.worker.facts.engine import ORIGIN_FIELDS
 from dyno.worker.facts.job import ServeFacts, ServeStep
@@ -85,7 +85,7 @@ def serve_requests(job: Job, journal: Journal) -> None:
     options = from_json(ServeOptions, job.options["settings"])
     instances = journal.time_stage("load", "load", lambda: Instances(
         trial, options.engine_batches or _list_powers(trial.dims.batch), lambda t: backend.load(t, job.artifact),
-        lambda session, size: _make_feeds(trial, session, size), options.instances,
+        lambda session, size: [*input_data.read_trial_batches(trial, session.inputs, batch=size)], options.instances,
     ))  # fmt: skip
     # without local inputs, outputs can't be compared
     if job.round == 0 and not trial.model.source.startswith(ENDPOINT_PREFIX):
@@ -106,13 +106,6 @@ def _list_powers(limit: int) -> list[int]:
     return [*(2**k for k in range(limit.bit_length()) if 2**k < limit), limit]
 
 
-def _make_feeds(trial: Trial, session: Session, size: int) -> list[dict[str, np.ndarray]]:
-    model, dims = trial.model, replace(trial.dims, batch=size)
-    return list(
-        input_data.read_batches(trial.data, model.preprocess, session.inputs, dims, input_data.FEED_COUNT, model.inputs)
-    )
-
-
 def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal) -> None:
     """Store the answers to every engine's common inputs, in round 0 only; fail if no value is finite.
 
@@ -120,7 +113,7 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
     """
     journal.stage("evaluate")
     rung = instances.first
-    feeds = _make_feeds(trial, rung.session, rung.size)
+    feeds = [*input_data.read_trial_batches(trial, rung.session.inputs, batch=rung.size)]
     inherited = job.artifact.made_by.set_fields(ORIGIN_FIELDS) if job.artifact else {}
     journal.facts(inputs_sha256=input_data.hash_feeds(feeds, trial.model.preprocess), **inherited)
     has_finite = True
@@ -282,7 +275,6 @@ class _ServeJob:
         return self._answer_requests(queue, rate, count / rate, scenario=scenario)
 
     def _try_arrivals(self, arrivals: Arrivals, rate: float = 0.0) -> ServeStep:
-        """Send requests at these times."""
         batcher = Batcher(arrivals, self._rules, Clock())
         return self._answer_requests(batcher, rate or arrivals.rate, arrivals.times[-1], arrivals.first)
 

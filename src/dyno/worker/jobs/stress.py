@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,35 +26,12 @@ TOLERANCES = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 5e
 MAX_GROWTH_B = 8 * 2**20  # smaller growth is the allocators'
 
 
-@dataclass(frozen=True)
-class Phase:
-    """The result of a phase: seconds per batch from host to host, wrong batches, growth of memory."""
-
-    name: str
-    batches: tuple[int, int]
-    seconds: np.ndarray
-    wrong: int
-    worst: float
-    device_growth: int
-    host_growth: int
-
-    def to_record(self, tolerance: float) -> StressPhase:
-        """Return the phase as stored in a record; its seconds are stored as samples."""
-        return StressPhase(
-            iterations=len(self.seconds),
-            batches=self.batches,
-            wrong=self.wrong,
-            worst=self.worst,
-            tolerance=tolerance,
-            device_growth=self.device_growth,
-            host_growth=self.host_growth,
-            ok=not self.wrong and max(self.device_growth, self.host_growth) <= MAX_GROWTH_B,
-        )
-
-
-def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -> Iterator[Phase]:
+def stress(
+    session: Session, trial: Trial, phases: list[str], iterations: int
+) -> Iterator[tuple[str, np.ndarray, StressPhase]]:
     """Run `iterations` batches in every phase: the engine's min, opt or max, random batches between, or a number.
 
+    Yield each phase's name, seconds per batch from host to host, and figures.
     The reference is this engine at the smallest batch, image by image: no batch may change an image's outputs. (`dyno
     diff` checks the engine itself.) Raise a `UserError` for a batch outside its profile.
     """
@@ -65,7 +41,7 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
     max_batch = max(high for _, high in ranges.values())
     pool = _stage_images(session, trial, max_batch)
     reference = _run_reference(session, pool, min(low for low, _ in ranges.values()))
-    rng = np.random.default_rng(trial.data.seed)
+    rng, tolerance = np.random.default_rng(trial.data.seed), TOLERANCES[trial.precision]
     for name, (low, high) in ranges.items():
         _warm_up(session, pool, low, high)
         before = _measure_memory(session)
@@ -76,9 +52,16 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
             seconds[k], outputs = _time_batch(session, pool, start, batch)
             error = _compute_error(outputs, reference, start, batch)
             worst_error = max(worst_error, error)
-            wrong_count += not error <= TOLERANCES[trial.precision]  # a NaN is wrong too
-        after = _measure_memory(session)
-        yield Phase(name, (low, high), seconds, wrong_count, worst_error, after[0] - before[0], after[1] - before[1])
+            wrong_count += not error <= tolerance  # a NaN is wrong too
+        device_growth, host_growth = (b - a for a, b in zip(before, _measure_memory(session), strict=True))
+        is_ok = not wrong_count and max(device_growth, host_growth) <= MAX_GROWTH_B
+        yield (
+            name,
+            seconds,
+            StressPhase(
+                iterations, (low, high), wrong_count, worst_error, tolerance, device_growth, host_growth, is_ok
+            ),
+        )
 
 
 def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
@@ -98,9 +81,7 @@ def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[i
 
 def _stage_images(session: Session, trial: Trial, max_batch: int) -> Arrays:
     """Return staged images, twice the largest batch; batches are slices of them."""
-    dims = replace(trial.dims, batch=2 * max_batch)
-    model = trial.model
-    (feeds,) = input_data.read_batches(trial.data, model.preprocess, session.inputs, dims, 1, model.inputs)
+    (feeds,) = input_data.read_trial_batches(trial, session.inputs, 1, batch=2 * max_batch)
     return session.stage(feeds)
 
 

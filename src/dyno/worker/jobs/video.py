@@ -161,7 +161,7 @@ class _VideoJob:
         times, bench, rate = self._engine.call(self._measure_alone)
         feeds = bench.feeds
         if self._ends is not None:  # records are from host to host
-            feeds = self._engine.call(lambda: on_device.host_feeds(bench.feeds, self._host))
+            feeds = self._engine.call(lambda: [self._host.stage(feed.arrays()) for feed in bench.feeds])
             batch, plan = self._preparation.batch, self._trial.plan
             rate = self._engine.call(lambda: measure.measure_throughput(self._host, feeds, batch, plan))
         run_step = measure.make_step(self._host, "all", feeds)

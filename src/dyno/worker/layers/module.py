@@ -146,11 +146,9 @@ class _ModuleWatch:
             self._names.setdefault(id(part), []).append(name)
 
     def enter_part(self, part: Any, args: Any) -> None:
-        """Record the beginning of a call."""
         self._open.append(_OpenCall(self._so_far(), len(self._calls)))
 
     def make_leave_hook(self, name: str) -> Callable[..., None]:
-        """Return the hook that records a call of the part at its end."""
 
         def leave_part(part: Any, args: Any, keywords: Any, result: Any) -> None:
             call, counts = self._open.pop(), self._so_far()

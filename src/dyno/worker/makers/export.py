@@ -238,10 +238,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     if is_detector:
         exporters = _of_detector(recipe, exporters)
     module = models.load(recipe.model, recipe.dims)
-    made_by = MakerFacts(
-        options=dict(recipe.options),
-        **models.describe_weights(module),
-    )
+    made_by = MakerFacts(options=dict(recipe.options), **models.describe_weights(module))
     _refuse_quantised(module, recipe)
     if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:
         exporters = ("torchscript",)  # keeps both branches; dynamo can't read TorchScript
@@ -261,12 +258,8 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
         except WrongGraph as e:
             doubt = str(e) if isinstance(e, UndecidedGraph) else doubt
             notes.append(f"the {exporter} exporter{f' in opset {used_opset}' if used_opset != opset else ''}: {e}")
-            if (
-                isinstance(e, RefusedGraph)
-                and exporter == "dynamo"
-                and used_opset == opset
-                and "opset" not in recipe.options
-            ):
+            is_default = (exporter, used_opset) == ("dynamo", opset) and "opset" not in recipe.options
+            if is_default and isinstance(e, RefusedGraph):
                 attempts.append((exporter, LATER_OPSET))
             continue
         notes += list_doubts(check)

@@ -209,18 +209,6 @@ def _make_feeds(recipe: Recipe, parent: Artifact, image: Tensor) -> dict[str, np
 
 
 # Trial options that shape its file
-PREPARATION_OPTIONS = (
-    "samples",
-    "method",
-    "percentile",
-    "quantizer",
-    "exporter",
-    "opset",
-    "static",
-    "fold",
-    "input",
-    "keep",
-)
 QUANTIZER_NAMES = ("onnxruntime", "modelopt")
 OPTION_CHECKS: dict[str, Check] = {
     "samples": whole(1),
@@ -234,6 +222,7 @@ OPTION_CHECKS: dict[str, Check] = {
     "input": one_of(*INPUT_TYPES),
     "keep": whole(0),
 }
+PREPARATION_OPTIONS = tuple(OPTION_CHECKS)
 HALF_PRECISIONS = ("fp16", "bf16")  # other precisions of such a file are made via FP32
 # Newest opset of an engine's oldest supported parser (TensorRT 8.6's); other engines read every exported opset
 BACKEND_OPSETS: dict[str, Option] = {"tensorrt": 17}

@@ -256,7 +256,6 @@ def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
 
 
 def _find_scoring_layers(torch: Any, module: Any) -> list[Any]:
-    """Return the layers with class scores as results."""
     if hasattr(module, "roi_heads"):
         return [module.roi_heads.box_predictor.cls_score]
     head = module.head.classification_head

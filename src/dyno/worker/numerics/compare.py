@@ -104,7 +104,6 @@ class _Hooks(ExitStack):
         return store_result
 
     def clear(self) -> None:
-        """Discard the last run's results."""
         self.results.clear()
         self._calls.clear()
 

@@ -45,12 +45,7 @@ PACKED_INPUTS = {
     "MatMulNBits": ((1,), "bits"), "GatherBlockQuantized": ((0,), "bits"), "QMoE": ((2, 5, 8), "expert_weight_bits"),
 }  # fmt: skip
 PASSED_ON = {"Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # operators that keep values
-RECODING_OPERATORS = {
-    "Cast",
-    "Identity",
-    "QuantizeLinear",
-    "DequantizeLinear",
-}  # change the form of values
+RECODING_OPERATORS = {"Cast", "Identity", "QuantizeLinear", "DequantizeLinear"}  # change the form of values
 SCALING_OPERATORS = {"Mul", "Div", "Sub", "Add"}  # operators after a Cast that dequantise packed weights
 BIASED_OPERATORS = {"DequantizeLinear", "QLinearConv", "QGemm"}  # operators with biases of 32 bits
 # operators that broadcast a single constant number

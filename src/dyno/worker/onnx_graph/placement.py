@@ -23,13 +23,8 @@ from dyno.worker.onnx_graph.graph_facts import add_weight, set_nodes
 from dyno.worker.spec import ModelSpec
 
 LINEAR_OPERATORS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-OBSERVED_OPERATORS = (
-    *LINEAR_OPERATORS,
-    "AveragePool",
-    "GlobalAveragePool",
-    "ReduceMean",
-    "Add",
-)  # operators with input ranges needed by `place_pairs`
+# Operators with input ranges needed by `place_pairs`
+OBSERVED_OPERATORS = (*LINEAR_OPERATORS, "AveragePool", "GlobalAveragePool", "ReduceMean", "Add")
 MOVE_OPERATORS = ("Concat", "MaxPool", "Resize", "Slice", "Split")  # operators that compute no new values
 SUM_OPERATOR = "Add"
 INT8_MAX = 127.0

@@ -207,7 +207,6 @@ def _find_ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[f
 
 
 def _collect_preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
-    """Return the constants for the preprocessing of photographs."""
     preprocess, channels = trial.model.preprocess, int(image.shape[specs.find_axes(image.shape)[0]])
     constants: dict[str, Any] = {}
     if image.dtype != "uint8":

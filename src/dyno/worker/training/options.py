@@ -11,12 +11,7 @@ from dyno.worker.option_values import option
 from dyno.worker.spec import UserError, check_known
 
 # Default peak learning rate and weight decay of each optimiser.
-OPTIMIZERS: dict[str, tuple[float, float]] = {
-    "sgd": (0.05, 1e-4),
-    "adamw": (1e-3, 0.01),
-    "adam": (1e-3, 0.0),
-    "rmsprop": (1e-4, 0.0),
-}
+OPTIMIZERS = {"sgd": (0.05, 1e-4), "adamw": (1e-3, 0.01), "adam": (1e-3, 0.0), "rmsprop": (1e-4, 0.0)}
 SCHEDULES = ("onecycle", "cosine", "step", "constant")
 AUGMENTATIONS = ("none", "shift", "light", "standard")
 MIXED_PRECISIONS = ("none", "fp16", "bf16")

@@ -50,13 +50,11 @@ class _CostClock:
 
     @contextmanager
     def count_seconds(self, frames: int = 1) -> Iterator[None]:
-        """Count the block's seconds for that number of frames."""
         cpu, start = time.process_time(), now()
         yield
         self.add((now() - start) / 1e9, time.process_time() - cpu, frames)
 
     def add(self, seconds: float, cpu: float, frames: int = 1) -> None:
-        """Count wall and processor seconds for that number of frames."""
         self.seconds += [seconds / frames] * frames
         self.cpu += [cpu / frames] * frames
 

@@ -138,7 +138,6 @@ def _format_labels(frame: Frame) -> list[str]:
 
 
 def _draw_outline(layers: Sequence[PicturePlane], box: Region, thickness: int, colour: Colour) -> None:
-    """Draw a box's outline with at least that thickness."""
     import cv2
 
     step = max(layer.step for layer in layers)

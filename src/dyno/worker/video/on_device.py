@@ -7,7 +7,7 @@ pixels equal the host's preparation except for rounding.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -195,7 +195,6 @@ class DevicePreparation(Preparation):
         return rows[:, 3].tolist(), [tensor[None, :, None, None] for tensor in tensors]
 
     def _place_pictures(self, image: Any, feed: Feed, kind: PictureKind, indices: list[int]) -> None:
-        """Place the resized pictures in the batch, with grey around them."""
         if self._channels == 1:
             pairs = zip(GREY_WEIGHTS, image.split(1, dim=1), strict=True)
             image = sum(weight * channel for weight, channel in pairs).round_()
@@ -275,8 +274,3 @@ def drop_low_scores(torch: Any, reader: BoxReader) -> Change:
         return {**outputs, name: anchors.masked_fill(~valid_mask[:, None], 0)}
 
     return drop_boxes
-
-
-def host_feeds(feeds: Sequence[Feed], session: Session) -> list[Mapping[str, np.ndarray]]:
-    """Return the batches as arrays for the session, staged."""
-    return [session.stage(feed.arrays()) for feed in feeds]

@@ -40,8 +40,7 @@ class VideoOptions:
         1, "Number of concurrent copies of the video through one engine; the first is written as OUT."
     )
     preload: int = option(
-        0,
-        "Decode this many frames into memory first and replay them until --frames, without decoding.",
+        0, "Decode this many frames into memory first and replay them until --frames, without decoding."
     )
     prepare: str = option(
         "",
