@@ -43,7 +43,9 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_argument_of_another_type_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_wrong_type_are_refused_in_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     call, said = CASES[name]
     with pytest.raises(dyno.UserError) as caught:
@@ -94,7 +96,7 @@ class Mine(Maker):
 """
 
 
-def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_keys_cover_everything_that_shapes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(
         "onnx_export", "onnx", "fp32", ModelSpec("a", "x:y", weights="/w", weights_sha256="1"), Dims(1, 8, 8)
     )
@@ -122,7 +124,7 @@ def test_the_key_holds_all_that_shapes_a_file(tmp_path: Path, monkeypatch: pytes
     assert len(set(other)) == len(other)
 
 
-def test_other_code_of_the_worker_is_another_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_worker_code_changes_the_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dyno.store.system.__file__", str(tmp_path / "system.py"))
     seen = set()
     for name, text in (("a.py", "1"), ("a.py", "2"), ("backends/b.py", "1"), ("note.txt", "no code")):

@@ -77,7 +77,7 @@ def test_every_extra_is_in_the_table(root: Path) -> None:
         (["tensorrt_rtx"], {}, "pip install 'inference-dyno[tensorrt_rtx]'"),
     ],
 )
-def test_what_to_install_replaces_no_engine(
+def test_install_commands_replace_no_engine(
     libraries: list[str], present: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extras, "find_versions", lambda names: present)
@@ -91,7 +91,7 @@ def test_what_to_install_replaces_no_engine(
         ("pipx_metadata.json", "pipx inject tool 'inference-dyno[onnx]'"),
     ],
 )
-def test_what_to_install_into_the_environment_of_a_tool(
+def test_install_commands_target_a_tools_environment(
     file: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "it's" / "tool"
@@ -101,7 +101,7 @@ def test_what_to_install_into_the_environment_of_a_tool(
     assert extras.install("onnx") == line.format(shlex.quote(str(tool)))
 
 
-def test_what_is_missing_is_listed() -> None:
+def test_missing_libraries_are_listed() -> None:
     assert extras.name_lacking(["jinja2"]).startswith("this needs jinja2, not")
     assert extras.name_lacking(["torch", "sklearn"]).startswith("this needs torch and scikit-learn, not")
     assert extras.name_lacking(["torch", "torchvision", "sklearn"]).startswith(
@@ -109,14 +109,14 @@ def test_what_is_missing_is_listed() -> None:
     )
 
 
-def test_a_library_that_is_broken_here_is_named_with_its_user(importable: Any) -> None:
+def test_broken_libraries_are_named_with_the_feature_that_needs_them(importable: Any) -> None:
     importable("brokenlib", "raise RuntimeError('it finds no card\\nand goes on')")
     said = r"^video needs brokenlib, which can't be imported \(it finds no card\); pip install brokenlib$"
     with pytest.raises(Unavailable, match=said):
         extras.load_library("brokenlib", "video")
 
 
-def test_a_library_that_a_limit_keeps_out_is_not_to_be_installed(importable: Any) -> None:
+def test_a_library_blocked_by_a_system_limit_is_not_reinstalled(importable: Any) -> None:
     reason = "libbroken.so: failed to map segment from shared object"
     importable("mappedlib", f"raise ImportError('{reason}')")
     with pytest.raises(Unavailable, match=rf"^mappedlib can't be imported \({reason}\); allow more memory \(ulimit"):
@@ -151,7 +151,7 @@ def test_a_library_that_a_limit_keeps_out_is_not_to_be_installed(importable: Any
         (["export", "{golden}", "pytorch"], "torch"),
     ],
 )
-def test_what_is_missing_is_one_line_with_its_extra(
+def test_a_missing_library_is_reported_in_one_line_with_its_extra(
     bare: Any, root: Path, tmp_path: Path, words: list[str], extra: str
 ) -> None:
     (tmp_path / "m.onnx").write_bytes(b"not looked at: there is nothing to read it with")
@@ -172,7 +172,7 @@ def test_what_is_missing_is_one_line_with_its_extra(
     assert not (tmp_path / "page").exists()
 
 
-def test_what_needs_no_extra_works(bare: Any, root: Path, tmp_path: Path) -> None:
+def test_commands_without_extras_work(bare: Any, root: Path, tmp_path: Path) -> None:
     golden = root / "tests/golden/run"
     for words in (["show", golden], ["show", golden, "--table", "all"], ["compare", golden, golden], ["--help"]):
         done = bare(*words)
@@ -188,7 +188,7 @@ def test_what_needs_no_extra_works(bare: Any, root: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "r/charts").exists()
 
 
-def test_doctor_names_an_extra_for_each(bare: Any) -> None:
+def test_doctor_names_an_extra_for_each_backend(bare: Any) -> None:
     done = bare("doctor", "--format", "csv")
     assert done.returncode == 3 and "Traceback" not in done.stdout + done.stderr
     rows = {line.partition(",")[0]: line for line in done.stdout.splitlines()}

@@ -105,9 +105,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_the_accuracy_of_every_layout_is_that_of_its_boxes(
-    call: Any, data: Path, tmp_path: Path, unreported: None
-) -> None:
+def test_every_box_layout_gives_its_accuracy(call: Any, data: Path, tmp_path: Path, unreported: None) -> None:
     files = networks(tmp_path)
     _, out, _ = call("run", *files, "--task", "detect", "--data", data, *QUICK, "--out", tmp_path / "run", code=0)
     guessed = "images were letterboxed and normalised by mean 0,0,0 and std 1,1,1, as the file doesn't specify them"
@@ -119,7 +117,7 @@ def test_the_accuracy_of_every_layout_is_that_of_its_boxes(
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_boxes_that_are_not_on_the_objects_are_said(call: Any, data: Path, tmp_path: Path, unreported: None) -> None:
+def test_misplaced_boxes_are_reported(call: Any, data: Path, tmp_path: Path, unreported: None) -> None:
     """The boxes are scaled as for an image of 32 pixels."""
     file = write(tmp_path / "half.onnx", ULTRALYTICS, output0=rows() * np.float32([0.5, 0.5, 0.5, 0.5, 1, 1]))
     out = call("run", file, "--data", data, *QUICK, "--out", tmp_path / "run", code=0)[1]
@@ -128,7 +126,7 @@ def test_boxes_that_are_not_on_the_objects_are_said(call: Any, data: Path, tmp_p
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_ties_rank_by_the_ids_of_images_as_in_pycocotools(call: Any, data: Path, tmp_path: Path) -> None:
+def test_ties_rank_by_image_id_as_in_pycocotools(call: Any, data: Path, tmp_path: Path) -> None:
     """Every image has the same boxes and scores; only the image with the lowest id, listed last, has objects."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -155,7 +153,7 @@ def test_ties_rank_by_the_ids_of_images_as_in_pycocotools(call: Any, data: Path,
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_an_input_beside_the_images_has_a_value(call: Any, data: Path, tmp_path: Path, unreported: None) -> None:
+def test_additional_inputs_take_a_value(call: Any, data: Path, tmp_path: Path, unreported: None) -> None:
     """RT-DETR as exported by its authors: boxes are scaled to each image's size, an input."""
     nodes = """none = ReduceMean<axes = [1, 2, 3], keepdims = 1>(images) zero = Mul(none, no) flat = Squeeze(zero, two)
         scores = Add(flat, sure) kinds = Add(flat, found) labels = Cast<to = 7>(kinds)
@@ -174,7 +172,7 @@ def test_an_input_beside_the_images_has_a_value(call: Any, data: Path, tmp_path:
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_keypoints_are_as_many_as_the_data_has_where_the_file_does_not_say(
+def test_the_data_gives_the_keypoint_count_the_file_lacks(
     call: Any, data: Path, tmp_path: Path, unreported: None
 ) -> None:
     """16 values per anchor fit 3 classes and 3 keypoints; 225 values of 16 anchors would fit keypoints alone."""
@@ -198,7 +196,7 @@ def test_keypoints_are_as_many_as_the_data_has_where_the_file_does_not_say(
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_pose_of_several_classes_is_told_their_number(call: Any, data: Path, tmp_path: Path) -> None:
+def test_pose_models_with_several_classes_need_their_number(call: Any, data: Path, tmp_path: Path) -> None:
     """Nine values fit two keypoints (of three values) and three classes, or four keypoints (of two) and a class."""
     for file in (data.parent / "labels/val").glob("*.txt"):
         objects = [line.split() for line in file.read_text().splitlines()]
@@ -212,7 +210,7 @@ def test_a_pose_of_several_classes_is_told_their_number(call: Any, data: Path, t
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
+def test_unknown_layouts_are_timed_but_refused_where_boxes_are_needed(
     call: Any, data: Path, tmp_path: Path, unreported: None
 ) -> None:
     """Predictions lack a sigmoid in a file with detection metadata; `run` only times, the others need boxes."""
@@ -238,14 +236,14 @@ def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_number_of_classes_that_the_outputs_contradict(refused: Any, tmp_path: Path) -> None:
+def test_a_class_count_that_contradicts_the_outputs_is_refused(refused: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "v8.onnx", {}, output0=np.zeros((1, 7, 84), np.float32))
     line = refused("run", file, "--task", "detect", "--classes", 9, "--dry-run")
     assert "gives 1x7x84, which has 3 classes for detect, not 9; check --task and --classes" in line
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_video_has_the_boxes_that_are_left(call: Any, data: Path, tmp_path: Path) -> None:
+def test_videos_have_the_boxes_left_after_suppression(call: Any, data: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "net.onnx", ULTRALYTICS, output0=rows(300))
     words = ("--json", tmp_path / "boxes.jsonl", "--rounds", 1, "--backend", "onnxruntime", "--out", tmp_path / "run")
     call("bench", "video", data.parent / "images/val", "--model", file, *words, code=0)
@@ -319,7 +317,7 @@ def empty(arrays: Arrays) -> Arrays:
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_ties_may_come_in_any_order_and_wrong_boxes_are_wrong(run: Path, call: Any) -> None:
+def test_tied_boxes_may_be_reordered_and_wrong_boxes_are_detected(run: Path, call: Any) -> None:
     table = rows_of(run)
     assert {key: row["outputs"] for key, row in table.items() if row["outputs"]} == {
         ("separate", "openvino"): "agree", ("one", "openvino"): "agree",
@@ -342,7 +340,7 @@ def test_ties_may_come_in_any_order_and_wrong_boxes_are_wrong(run: Path, call: A
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_torchvision_s_detectors_run_one_image_at_a_time_and_as_onnx(
+def test_torchvision_detectors_run_single_images_and_as_onnx(
     call: Any, refused: Any, tmp_path: Path, unreported: None
 ) -> None:
     name = "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn"
@@ -363,7 +361,7 @@ TESTS = Path(__file__).parent
 
 @pytest.mark.usefixtures("preloaded", "unreported")
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_a_planted_graph_is_said_first_and_never_ranked(dyno: Any, tmp_path: Path, precision: str) -> None:
+def test_planted_wrong_graphs_come_first_and_are_never_ranked(dyno: Any, tmp_path: Path, precision: str) -> None:
     (tmp_path / "net.py").write_text(planted_backends.NET)
     photos = drawn.photographs(tmp_path / "photos", count=40, height=32, width=32, block=8)
     planted = [

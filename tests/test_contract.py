@@ -110,7 +110,7 @@ def outputs(session: Session, batch: np.ndarray, slot: int = 0) -> np.ndarray:
     return np.array(first)
 
 
-def test_it_says_what_goes_in_and_out(load: Any) -> None:
+def test_sessions_declare_their_inputs_and_outputs(load: Any) -> None:
     _, session = load()
     assert session.inputs == (Tensor("input", session.inputs[0].dtype, (2, 3, SIZE, SIZE)),)
     assert session.slots >= 1
@@ -126,7 +126,7 @@ def test_outputs_are_float32_by_name(load: Any) -> None:
     assert np.isfinite(got[1]).all() and got[1].std() > 0
 
 
-def test_the_same_in_gives_the_same_out_and_other_in_other_out(load: Any) -> None:
+def test_outputs_are_reproducible_and_depend_on_inputs(load: Any) -> None:
     _, session = load()
     first, other, again = (outputs(session, images(2, seed)) for seed in (0, 1, 0))
     np.testing.assert_array_equal(first, again)
@@ -135,21 +135,21 @@ def test_the_same_in_gives_the_same_out_and_other_in_other_out(load: Any) -> Non
     np.testing.assert_allclose(swapped, first[::-1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_inputs_are_left_as_they_are(load: Any) -> None:
+def test_inputs_are_not_modified(load: Any) -> None:
     _, session = load()
     batch = images(2)
     outputs(session, batch)
     np.testing.assert_array_equal(batch, images(2))
 
 
-def test_an_input_in_another_order_of_memory(load: Any) -> None:
+def test_inputs_may_be_non_contiguous(load: Any) -> None:
     _, session = load()
     turned = np.ascontiguousarray(images(2).transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
     assert not turned.flags.c_contiguous
     np.testing.assert_allclose(outputs(session, turned), outputs(session, images(2)), rtol=1e-4, atol=1e-4)
 
 
-def test_another_batch_is_the_same_function(load: Any) -> None:
+def test_outputs_do_not_depend_on_the_batch(load: Any) -> None:
     _, two = load(2)
     _, three = load(3)
     both = np.concatenate([outputs(two, images(4)[:2]), outputs(two, images(4)[2:])])
@@ -167,7 +167,7 @@ def test_every_slot_keeps_its_own_batch(load: Any) -> None:
         np.testing.assert_allclose(session.fetch(slot)["output"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_it_computes_what_pytorch_computes(load: Any, source: str) -> None:
+def test_outputs_match_pytorch(load: Any, source: str) -> None:
     trial, session = load()
     if trial.backend == "fake":
         pytest.skip("fake computes another function")
@@ -184,7 +184,7 @@ def test_it_computes_what_pytorch_computes(load: Any, source: str) -> None:
 @pytest.mark.parametrize(
     "shape", [(1, 3, SIZE, SIZE), (3, 3, SIZE, SIZE), (2, 3, SIZE, SIZE - 1), (2, 3 * SIZE * SIZE)]
 )
-def test_a_wrong_shape_is_the_user_s_error_and_no_more(load: Any, shape: tuple[int, ...]) -> None:
+def test_a_wrong_shape_is_a_harmless_user_error(load: Any, shape: tuple[int, ...]) -> None:
     _, session = load()
     before = outputs(session, images(2))
     with pytest.raises(UserError) as caught:
@@ -193,7 +193,7 @@ def test_a_wrong_shape_is_the_user_s_error_and_no_more(load: Any, shape: tuple[i
     np.testing.assert_array_equal(outputs(session, images(2)), before)
 
 
-def test_facts_say_what_ran(load: Any) -> None:
+def test_facts_describe_what_ran(load: Any) -> None:
     trial, session = load()
     before = outputs(session, images(2))
     facts = session.facts()
@@ -228,7 +228,7 @@ def test_the_probe_works_where_loading_works(load: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in registry.list_backends() if registry.find(name).requires])
-def test_its_library_is_imported_before_it_loads(name: str, source: str) -> None:
+def test_the_library_is_imported_before_loading(name: str, source: str) -> None:
     if lacks := find_missing(name):
         pytest.skip(f"{name}: {lacks} is not installed")
     precision, options, _ = LOWERED.get(name, ("fp32", {}, 0))
@@ -239,6 +239,6 @@ def test_its_library_is_imported_before_it_loads(name: str, source: str) -> None
     assert registry.find(name).requires[0].partition("|")[0].replace("-", "_") in done.stdout.split()
 
 
-def test_no_backend_is_left_out() -> None:
+def test_every_backend_is_tested() -> None:
     assert {p if isinstance(p, str) else p.values[0] for p in every()} == {*registry.list_backends(), "fake"}
     assert Path(registry.backends.__path__[0], "fake.py").is_file()

@@ -49,7 +49,7 @@ def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
         ("rate", ("--shapes", "x:1x1x400", "--input", "sr=8000"), 1, "", (4, 4)),
     ],
 )
-def test_every_engine_runs_it_and_agrees(
+def test_every_engine_runs_described_inputs_and_agrees(
     call: Any, nets: Path, name: str, words: tuple[Any, ...], batch: int, size: str, shape: tuple[int, ...]
 ) -> None:
     call("run", f"nets.py:{name}", "--backend", ",".join(ENGINES), *QUICK, "--out", "r", *words, code=0)
@@ -65,7 +65,7 @@ def test_every_engine_runs_it_and_agrees(
     assert len({trial.facts.inputs_sha256 for trial in dyno.load("r").records}) == 1
 
 
-def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Any, nets: Path) -> None:
+def test_a_pytorch_quantised_module_runs_in_pytorch_and_fails_to_export(call: Any, nets: Path) -> None:
     call("run", "nets.py:quantised", "--backend", "pytorch,onnxruntime", *QUICK, "--size", 8, "--out", "r", code=3)
     rows = table(Path("r"))
     assert dict(rows["status"]) == {"pytorch": "ok", "onnxruntime": "failed"}
@@ -74,7 +74,7 @@ def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Any
     assert trial.facts.weights_sha256 and trial.facts.layers_by_type == {"float32": 1, "int8": 2}
 
 
-def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call: Any, nets: Path) -> None:
+def test_a_statically_quantised_module_gets_the_int8_tolerance(call: Any, nets: Path) -> None:
     backends = ("--backend", "pytorch,onnxruntime,openvino")
     call("run", "nets.py:statically", *backends, *QUICK, "--size", 8, "--out", "r", code=0)
     rows = table(Path("r"))
@@ -88,7 +88,7 @@ def test_compiled_with_several_inputs_and_keywords(call: Any, nets: Path) -> Non
     np.testing.assert_allclose(found["compile"]["output"], found["pytorch"]["output"], 1e-3, 1e-4)
 
 
-def test_an_export_has_the_inputs_by_name_and_a_free_batch(call: Any, nets: Path) -> None:
+def test_exports_keep_input_names_and_a_free_batch(call: Any, nets: Path) -> None:
     call("export", "nets.py:tokens", "-o", "t.onnx", code=0)
     inputs = onnx.load("t.onnx").graph.input
     assert [value.name for value in inputs] == ["input_ids", "attention_mask"]
@@ -98,21 +98,21 @@ def test_an_export_has_the_inputs_by_name_and_a_free_batch(call: Any, nets: Path
     call("diff", "nets.py:tokens", "t.onnx", "--input", "input_ids=0..49", *alike, code=0)
 
 
-def test_only_what_follows_the_batch_is_free(call: Any, nets: Path) -> None:
+def test_only_axes_that_follow_the_batch_are_free(call: Any, nets: Path) -> None:
     assert call("export", "nets.py:unbatched", "-o", "u.onnx")[0] == 0
     x, table = onnx.load("u.onnx").graph.input
     assert x.type.tensor_type.shape.dim[0].dim_param == "batch"
     assert [dim.dim_value for dim in table.type.tensor_type.shape.dim] == [5, 4]
 
 
-def test_a_batch_that_the_model_does_not_take_is_refused(call: Any, refused: Any, nets: Path) -> None:
+def test_a_batch_unsupported_by_the_model_is_refused(call: Any, refused: Any, nets: Path) -> None:
     usual = ("nets.py:fixed", "--backend", "pytorch", *QUICK)
     assert "the model takes only batch 2, not 3" in refused("run", *usual, "--batch", 3)
     assert call("run", *usual, "--out", "r")[0] == 0
     assert set(table(Path("r"))["batch"]) == {2}
 
 
-def test_an_input_of_length_0_is_fed_so_to_every_engine(call: Any, tmp_path: Path) -> None:
+def test_every_engine_takes_an_input_of_length_0(call: Any, tmp_path: Path) -> None:
     """A cache is empty at the first step; ONNX Runtime once treated that axis as free and asked for its shape."""
     (tmp_path / "step.py").write_text(
         "import torch\n\nclass Step(torch.nn.Module):\n    def forward(self, x, past):\n"
@@ -128,7 +128,7 @@ def test_an_input_of_length_0_is_fed_so_to_every_engine(call: Any, tmp_path: Pat
     call("run", "step.onnx", "--backend", "onnxruntime,openvino", *QUICK, "--out", "f", code=0)
 
 
-def test_an_array_named_input_is_that_of_a_single_input_of_another_name(call: Any, tmp_path: Path) -> None:
+def test_an_array_named_input_feeds_the_only_input(call: Any, tmp_path: Path) -> None:
     (tmp_path / "double.py").write_text(
         "import torch\n\nclass Double(torch.nn.Module):\n    def forward(self, pixels):\n        return 2 * pixels\n"
     )
@@ -138,7 +138,7 @@ def test_an_array_named_input_is_that_of_a_single_input_of_another_name(call: An
     np.testing.assert_allclose(outputs(Path("r"))["pytorch"]["output"][:4], 2 * x)
 
 
-def test_arrays_of_a_file_are_what_is_fed(call: Any, nets: Path) -> None:
+def test_arrays_from_a_file_are_fed(call: Any, nets: Path) -> None:
     x = np.random.default_rng(0).standard_normal((4, 1, 400)).astype(np.float32)
     np.savez("feeds.npz", x=x)
     words = ("--input", "feeds.npz", "--input", "sr=16000", "--batch", 2)
@@ -166,7 +166,7 @@ def test_arrays_of_a_file_are_what_is_fed(call: Any, nets: Path) -> None:
         (("nets.py:tokens", "--input", "absent.npz"), "absent.npz can't be read as arrays by input name"),
     ],
 )  # fmt: skip
-def test_inputs_that_can_not_be_known_are_one_line(refused: Any, nets: Path, words: tuple[str, ...], line: str) -> None:
+def test_unknown_inputs_are_refused_in_one_line(refused: Any, nets: Path, words: tuple[str, ...], line: str) -> None:
     assert line in refused("run", *words, "--backend", "pytorch", *QUICK)
 
 
@@ -205,7 +205,7 @@ def test_inputs_of_every_type_take_values_and_arrays(call: Any, tmp_path: Path) 
         np.testing.assert_allclose(found["y"], want.repeat(4, axis=0), 1e-6, err_msg=backend)
 
 
-def test_a_boolean_argument_of_a_module_is_what_it_is_given(call: Any, tmp_path: Path) -> None:
+def test_a_boolean_argument_gets_the_given_value(call: Any, tmp_path: Path) -> None:
     (tmp_path / "flag.py").write_text(
         "import torch\n\nclass Flag(torch.nn.Module):\n    def forward(self, x, flag):\n"
         "        return torch.where(flag, x * 2, x * 0)\n\ndef build():\n    return Flag()\n\n"
@@ -227,7 +227,7 @@ def test_a_boolean_argument_of_a_module_is_what_it_is_given(call: Any, tmp_path:
         ("feeds.npz", "has the value 0.5, which int64 doesn't have"),
     ],
 )
-def test_values_that_the_type_does_not_have_are_refused(refused: Any, tmp_path: Path, word: str, line: str) -> None:
+def test_values_outside_the_type_are_refused(refused: Any, tmp_path: Path, word: str, line: str) -> None:
     write_net_of_every_type(tmp_path / "types.onnx")
     np.savez(tmp_path / "feeds.npz", int64=np.full((3, 1), 0.5))
     assert line in refused("run", "types.onnx", "--input", word)
@@ -260,9 +260,7 @@ def merged(): return Merged()
 
 
 @pytest.mark.parametrize("name", ["last", "steps"])
-def test_a_recurrent_network_that_takes_time_first_has_the_batch_behind_it(
-    call: Any, tmp_path: Path, name: str
-) -> None:
+def test_a_time_first_network_has_its_batch_on_the_second_axis(call: Any, tmp_path: Path, name: str) -> None:
     """Outputs in batches of three equal the module's outputs for all sequences at once."""
     import torch
 
@@ -282,7 +280,7 @@ def test_a_recurrent_network_that_takes_time_first_has_the_batch_behind_it(
         np.testing.assert_allclose(found, want if name == "last" else want.transpose(1, 0, 2), 1e-3, 1e-4)
 
 
-def test_a_module_in_memory_that_takes_time_first_counts_sequences(tmp_path: Path) -> None:
+def test_a_time_first_module_in_memory_counts_sequences(tmp_path: Path) -> None:
     import torch
 
     net = torch.nn.LSTM(3, 5), torch.randn(7, 4, 3)
@@ -290,7 +288,7 @@ def test_a_module_in_memory_that_takes_time_first_counts_sequences(tmp_path: Pat
     assert [trial.batch for trial in result.records] == [4]
 
 
-def test_a_module_that_merges_its_batch_fails_at_larger_ones(call: Any, tmp_path: Path) -> None:
+def test_a_module_that_merges_its_batch_fails_at_larger_batches(call: Any, tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text(TIME_FIRST)
     words = ("--backend", "pytorch", *QUICK, "--size", 8, "--batch", "1,4", "--out", "r")
     code, _, err = call("run", "first.py:merged", *words)

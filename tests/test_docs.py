@@ -117,7 +117,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         ("dyno run net -o runs/x --batch=1 \\\n --size 64", []),
     ],
 )
-def test_a_wrong_command_is_seen(line: str, bad: list[str]) -> None:
+def test_a_wrong_command_is_detected(line: str, bad: list[str]) -> None:
     (words,) = lines(line)
     assert wrong(words) == bad
 
@@ -172,7 +172,7 @@ def test_every_column_and_table_is_described() -> None:
     assert [column.name for column in trial_table.COLUMNS if not column.meaning] == []
 
 
-def test_every_setting_that_a_folder_may_change_is_named() -> None:
+def test_every_repeatable_setting_is_marked() -> None:
     rows = [[cell.strip(" `") for cell in line.split(" | ")] for line in site_pages.study().splitlines()]
     assert {row[0].strip("| `") for row in rows if row[3:4] == ["yes"]} == set(run_folder.REPEATABLE_SETTINGS)
 
@@ -199,7 +199,7 @@ def test_every_field_of_a_job_and_a_record_is_described(kind: type) -> None:
     assert first_cells(text) == {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
 
 
-def test_the_tolerances_are_those_of_the_code() -> None:
+def test_documented_tolerances_match_the_code() -> None:
     text = section("docs/accuracy.md", "Is the output right?")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
     told = {name: tuple(cells) for first, *cells in rows for name in re.findall(r"`(\w+)`", first)}
@@ -209,7 +209,7 @@ def test_the_tolerances_are_those_of_the_code() -> None:
     }
 
 
-def test_the_figures_of_timing_are_those_of_the_code() -> None:
+def test_documented_timing_figures_match_the_code() -> None:
     words = {2: "two", 3: "three", 4: "four", 10: "ten"}
     text = (ROOT / "docs/timing.md").read_text(encoding="utf-8")
     for figure in (
@@ -254,12 +254,12 @@ def test_every_backend_is_in_the_matrix(backend_name: str) -> None:
         assert [p for p in engine.precisions if p not in row] == []
 
 
-def test_every_kind_of_file_for_other_tools_is_described() -> None:
+def test_every_layer_file_kind_is_described() -> None:
     rows = re.findall(r"^\| (`\..*?) \|", (ROOT / "docs/layer-files.md").read_text(encoding="utf-8"), re.M)
     assert {ending for row in rows for ending in re.findall(r"`(.*?)`", row)} == set(files.FILE_KINDS)
 
 
-def test_the_ranges_of_options_are_those_of_the_code() -> None:
+def test_documented_option_ranges_match_the_code() -> None:
     found = 0
     for names, rows in option_tables():
         for option, row in rows.items():
@@ -314,7 +314,7 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in map(slug, headings), f"{target}: no such heading"
 
 
-def test_what_the_page_on_extending_shows_is_the_example() -> None:
+def test_the_code_on_extending_comes_from_the_example() -> None:
     """Every code line stands in the plug-in, which tests/test_plugin.py installs and uses."""
     files = [*(EXAMPLES / "plugin").rglob("*.py"), EXAMPLES / "plugin/pyproject.toml"]
     known = {line.strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()}
@@ -324,20 +324,20 @@ def test_what_the_page_on_extending_shows_is_the_example() -> None:
 
 
 @pytest.mark.parametrize("kind", [Backend, Session, Maker, FileFormat, DataFormat, Task])
-def test_what_an_extension_may_have_is_described(kind: type) -> None:
+def test_every_member_of_an_extension_is_described(kind: type) -> None:
     text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
     members = {name for name in vars(kind) if not name.startswith("_")}
     assert sorted(name for name in members if not re.search(rf"\b{name}\b", text)) == []
 
 
-def test_where_something_is_decided_is_a_file_or_a_folder() -> None:
+def test_paths_on_the_architecture_page_exist() -> None:
     text = section("docs/architecture.md", "Where is it decided …")
     named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text)
     assert len(named) > 20
     assert [path for path in named if not (ROOT / "src/dyno" / path).exists()] == []
 
 
-def test_the_picture_of_the_verdict_is_of_the_readme_s_lines() -> None:
+def test_the_verdict_picture_shows_the_lines_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     drawn = pictures.draw_verdict(readme)
     assert drawn == (ROOT / "docs/images/verdict.svg").read_text(encoding="utf-8"), "run python tools/pictures.py"
@@ -350,7 +350,7 @@ def measured(*words: str) -> subprocess.CompletedProcess[str]:
     return python(str(ROOT / "tools/measured.py"), *words, cwd=ROOT)
 
 
-def test_the_tables_of_what_was_measured_are_their_files() -> None:
+def test_measured_tables_match_their_files() -> None:
     done = measured("--check")
     assert done.returncode == 0, done.stderr
 
@@ -370,7 +370,7 @@ def test_figures_come_from_files_and_have_a_command(tmp_path: Path) -> None:
     assert done.returncode == 1 and "another-run" in done.stderr
 
 
-def test_rows_of_the_matrix_take_the_place_of_earlier_ones(tmp_path: Path) -> None:
+def test_new_matrix_rows_replace_earlier_ones(tmp_path: Path) -> None:
     folder = shutil.copytree(ROOT / "benchmarks/results", tmp_path / "results")
     rows = tmp_path / "matrix.csv"
     head = "network,model,backend,options,precision,status,outputs,output_error,answers_changed,ran_as,route,latency_ms"

@@ -60,7 +60,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, preloaded: str, photos: Pa
     return run
 
 
-def test_text_names_everything(command: Any, tmp_path: Path) -> None:
+def test_text_output_has_all_figures(command: Any, tmp_path: Path) -> None:
     out = command("--out", tmp_path / "run")
     for words in ("top-1 ", " on 30 images", "top-5 ", "pipeline, from decoded images, ",
                   "(30 images, after 8 of warm-up)",
@@ -109,7 +109,7 @@ def evaluated(preloaded: str, tmp_path: Path) -> Callable[..., tuple[int, str]]:
     return run
 
 
-def test_a_table_of_labels_and_images_without(evaluated: Any, tmp_path: Path) -> None:
+def test_labels_from_a_table_and_images_without_labels_are_evaluated(evaluated: Any, tmp_path: Path) -> None:
     """Three of eight labels are wrong, so five answers are right; without labels.csv no accuracy is measured."""
     from PIL import Image
 
@@ -129,7 +129,7 @@ def test_a_table_of_labels_and_images_without(evaluated: Any, tmp_path: Path) ->
     assert code == 2 and "photos holds labels that can't be read there: labels.txt" in out
 
 
-def test_coco_as_roboflow_writes_it(evaluated: Any, tmp_path: Path) -> None:
+def test_coco_data_from_roboflow_is_evaluated(evaluated: Any, tmp_path: Path) -> None:
     """Every square is found, so mAP is 100 %: the first category is a supercategory, not the first class."""
     from PIL import Image
 
@@ -179,7 +179,7 @@ def test_from_python(photos: Path, tmp_path: Path) -> None:
     assert (result.report().parent / "charts" / "confusion.png").is_file()
 
 
-def test_every_image_is_tested_on_but_where_int8_needs_some(photos: Path, tmp_path: Path, fake_study: Any) -> None:
+def test_all_images_are_tested_unless_int8_needs_calibration(photos: Path, tmp_path: Path, fake_study: Any) -> None:
     same = {"data": str(photos / "val"), "sizes": ("16",), "rounds": 2}
     every = fake_study(**same).run(tmp_path / "every", quiet=True)
     fewer = fake_study(**same, precisions=("fp32", "int8")).run(tmp_path / "fewer", quiet=True)
@@ -203,7 +203,7 @@ def test_every_image_is_tested_on_but_where_int8_needs_some(photos: Path, tmp_pa
         compare_table.compare_runs(every.records, fewer.records)
 
 
-def test_random_inputs_have_no_classes(tmp_path: Path) -> None:
+def test_random_inputs_have_no_class_results(tmp_path: Path) -> None:
     result = dyno.Study(models=("fake:net",), backends=("fake",), seconds=0.02, warmup=0.01, rounds=1).run(
         tmp_path / "run", quiet=True
     )
@@ -211,7 +211,7 @@ def test_random_inputs_have_no_classes(tmp_path: Path) -> None:
         result.per_class()
 
 
-def test_ground_truth_travels_with_the_run(tmp_path: Path) -> None:
+def test_ground_truth_is_stored_with_the_run(tmp_path: Path) -> None:
     data = tmp_path / "decoded"
     data.mkdir()
     (data / "truth.json").write_text('{"images": []}')
@@ -224,9 +224,7 @@ def test_ground_truth_travels_with_the_run(tmp_path: Path) -> None:
         (data / "truth.json").write_text("changed later")
 
 
-def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
-    preloaded: str, photos: Path, tmp_path: Path
-) -> None:
+def test_files_without_normalisation_metadata_have_a_warning(preloaded: str, photos: Path, tmp_path: Path) -> None:
     def warned(kind: str, *words: str, **metadata: str) -> bool:
         text = f"""({kind}[N, 1, 16, 16] image) => (float[N, 3] scores) {{
             numbers = Cast<to = 1>(image) flat = Flatten(numbers) scores = MatMul(flat, weights)
@@ -257,7 +255,7 @@ def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "scored"), [([0, 3, 1, 1], True), ([0, 1, 3], False)], ids=["NxCx1x1", "Nx1xC"])
-def test_class_scores_are_found_or_it_is_said_that_there_are_none(
+def test_missing_class_scores_are_reported(
     preloaded: str, photos: Path, tmp_path: Path, shape: list[int], scored: bool
 ) -> None:
     text = f"""(float[N, 1, 16, 16] x) => (float[N, {", ".join(map(str, shape[1:]))}] y) {{
@@ -274,7 +272,7 @@ def test_class_scores_are_found_or_it_is_said_that_there_are_none(
     assert (f"{missing}; the budget was not checked." in " ".join(done.stdout.split())) != scored
 
 
-def test_images_of_the_networks_size_are_fed_whole(call: Any, tmp_path: Path) -> None:
+def test_images_of_the_network_size_are_not_cropped(call: Any, tmp_path: Path) -> None:
     """The corner pixel decides; resizing and cropping would mix it with its neighbours."""
     from PIL import Image
 
@@ -311,7 +309,7 @@ def test_an_evaluation_without_accuracy_fails(call: Any, tmp_path: Path, outputs
     assert f"net: no accuracy was measured: {reason}" in " ".join(out.split()), out
 
 
-def test_a_network_that_numbers_its_classes_otherwise(call: Any, tmp_path: Path) -> None:
+def test_a_network_with_renumbered_classes_is_reported(call: Any, tmp_path: Path) -> None:
     from PIL import Image
 
     for colour in ("red", "green", "blue"):

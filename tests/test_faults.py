@@ -47,7 +47,7 @@ def record_of(run: Path) -> Path:
     return next(path for path in sorted(run.glob("trials/*/r*/record.json")) if (path.parent / "samples.npz").exists())
 
 
-def test_a_file_is_written_in_place_of_a_link(tmp_path: Path) -> None:
+def test_writing_replaces_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     for name in ("study.toml", "study.toml.part"):
@@ -57,7 +57,7 @@ def test_a_file_is_written_in_place_of_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "study.toml").read_text() == "new \\udc80" and not (tmp_path / "study.toml").is_symlink()
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("before")
     monkeypatch.setattr("os.fsync", lambda _: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
     with pytest.raises(OSError, match="No space left"):
@@ -66,7 +66,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_lock_that_is_not_a_regular_file_is_refused(tmp_path: Path, kind: str) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / "run").mkdir()
@@ -76,7 +76,7 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
     assert precious.read_text() == "mine"
 
 
-def test_folders_of_a_run_that_are_links_are_refused(golden: Path, tmp_path: Path, refused: Any) -> None:
+def test_linked_folders_in_a_run_are_refused(golden: Path, tmp_path: Path, refused: Any) -> None:
     (tmp_path / "elsewhere").mkdir()
     shutil.rmtree(golden / "charts", ignore_errors=True)
     (golden / "charts").symlink_to(tmp_path / "elsewhere")
@@ -93,7 +93,7 @@ def test_folders_of_a_run_that_are_links_are_refused(golden: Path, tmp_path: Pat
         ("3", "not a JSON object"), ("nothing", "Expecting value"), ("\udc80", "invalid start byte"),
     ],
 )  # fmt: skip
-def test_json_that_is_no_object_is_told(content: str, told: str) -> None:
+def test_invalid_json_objects_are_reported(content: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         parse_json(content.encode("utf-8", "surrogateescape"))
 
@@ -101,13 +101,15 @@ def test_json_that_is_no_object_is_told(content: str, told: str) -> None:
 @pytest.mark.parametrize(
     "changed", [{"measurements": 3}, {"facts": []}, {"round": "one"}, {"warnings": {}}, {"measurements": [1]}]
 )
-def test_a_record_of_other_types_is_told(changed: dict[str, Any]) -> None:
+def test_records_with_wrong_types_are_reported(changed: dict[str, Any]) -> None:
     refuses("Record", from_json, Record, {"status": "ok", **changed})
 
 
 @pytest.mark.parametrize("file", ["record.json", "job.json", "environment.json", "models.json", "study.toml"])
 @pytest.mark.parametrize("content", [BRACKETS, '{"trial": 1, "measurements": 5, "status": "ok", "models": 3}'])
-def test_brackets_and_wrong_types_in_a_run_are_no_traceback(golden: Path, call: Any, file: str, content: str) -> None:
+def test_deep_json_and_wrong_types_in_a_run_cause_no_traceback(
+    golden: Path, call: Any, file: str, content: str
+) -> None:
     place = record_of(golden).parent if file in ("record.json", "job.json") else golden
     (place / file).write_text(content)
     code, out, err = call("show", golden)
@@ -115,7 +117,7 @@ def test_brackets_and_wrong_types_in_a_run_are_no_traceback(golden: Path, call: 
 
 
 @pytest.mark.parametrize("file", [*NOTE_TYPES, "models.json", "self-test.json"])
-def test_a_damaged_note_is_told(golden: Path, call: Any, file: str) -> None:
+def test_damaged_json_files_of_a_run_are_reported(golden: Path, call: Any, file: str) -> None:
     wrong = json.dumps({"schema": SCHEMA, **dict.fromkeys(("trials", "devices", "attempts", "models"), 3)})
     for content, told in (("{", f"{file} can't be read ("), (wrong, f"{file} is damaged (")):
         (golden / file).write_text(content)
@@ -124,12 +126,12 @@ def test_a_damaged_note_is_told(golden: Path, call: Any, file: str) -> None:
         assert told in " ".join(out.split()), "the verdict, too"
 
 
-def test_a_study_of_brackets_is_one_line(refused: Any, tmp_path: Path) -> None:
+def test_a_deeply_nested_study_is_refused_in_one_line(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "deep.toml").write_text(f"models = {BRACKETS}")
     assert "nested too deeply" in refused("run", "deep.toml")
 
 
-def test_pipes_are_not_waited_for(refused: Any, tmp_path: Path) -> None:
+def test_pipes_do_not_block(refused: Any, tmp_path: Path) -> None:
     for name in ("study.toml", "m.onnx", "w.pth", "f.npz", "net.py"):
         os.mkfifo(tmp_path / name)
     said = [
@@ -141,7 +143,7 @@ def test_pipes_are_not_waited_for(refused: Any, tmp_path: Path) -> None:
         read_npz(tmp_path / "f.npz")
 
 
-def test_a_bomb_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_zip_bombs_are_refused_before_reading(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "samples.npz", "w", zipfile.ZIP_DEFLATED) as made, made.open("x.npy", "w") as f:
         for _ in range(64):
             f.write(bytes(1 << 20))
@@ -149,13 +151,13 @@ def test_a_bomb_is_refused_before_it_is_read(tmp_path: Path) -> None:
         read_npz(tmp_path / "samples.npz")
 
 
-def test_damaged_samples_are_the_rows_reason(golden: Path, call: Any) -> None:
+def test_damaged_samples_are_the_reason_of_the_row(golden: Path, call: Any) -> None:
     samples = record_of(golden).with_name("samples.npz")
     samples.write_bytes(samples.read_bytes()[:-30])
     assert "samples.npz is damaged; the same `dyno run`" in " ".join(call("show", golden)[1].split())
 
 
-def test_cells_of_csv_are_no_formulas() -> None:
+def test_csv_cells_are_not_formulas() -> None:
     columns = Column("model", kind=TEXT), Column("value")
     rows = [{"model": text, "value": -1.5} for text in ('=HYPERLINK("x")', "+1+1", "-a", "@a", "\x1b[31ma\nb", "-3.5")]
     written = export([Table("t", "T", "d", columns, rows)], "csv")
@@ -165,7 +167,7 @@ def test_cells_of_csv_are_no_formulas() -> None:
     assert csv_cell(-2) == -2
 
 
-def test_names_are_harmless_wherever_they_are_printed(golden: Path, call: Any) -> None:
+def test_hostile_names_are_escaped_in_every_format(golden: Path, call: Any) -> None:
     for path in golden.glob("trials/*/r*/job.json"):
         job = json.loads(path.read_text())
         job["trial"]["model"]["name"] = "=a|`b`<b>\x1b[31m\n\udc80"
@@ -179,15 +181,15 @@ def test_names_are_harmless_wherever_they_are_printed(golden: Path, call: Any) -
 
 
 @pytest.mark.parametrize("words", [["run", "caf\udce9.onnx"], ["show", "caf\udce9"], [*FAKE, "--out", "caf\udce9"]])
-def test_names_of_no_encoding_are_one_line(refused: Any, words: list[str]) -> None:
+def test_undecodable_names_are_refused_in_one_line(refused: Any, words: list[str]) -> None:
     assert "caf\\udce9" in refused(*words)
 
 
-def test_a_study_in_python_takes_no_names_of_no_encoding() -> None:
+def test_studies_in_python_refuse_undecodable_names() -> None:
     refuses("is not UTF-8", Study, models=("caf\udce9.onnx",))
 
 
-def test_scratch_folders_of_killed_makers_are_swept(tmp_path: Path) -> None:
+def test_scratch_folders_of_killed_builds_are_removed(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     with cache.making("aaaa") as at_work:
         (cache.folder / ".bbbb.killed" / "bbbb").mkdir(parents=True)
@@ -212,7 +214,7 @@ def shell(golden: Path) -> Callable[[str], subprocess.CompletedProcess[str]]:
     return run
 
 
-def test_a_reader_that_goes_away_costs_nothing(shell: Callable[[str], Any], golden: Path) -> None:
+def test_a_closed_output_pipe_is_no_error(shell: Callable[[str], Any], golden: Path) -> None:
     first = shell("dyno show golden")
     assert first.returncode == 0 and first.stdout
     for line in ("dyno show golden | head -0", "dyno show golden >&-", "dyno show golden 2>&1 | true"):
@@ -224,7 +226,7 @@ def test_a_reader_that_goes_away_costs_nothing(shell: Callable[[str], Any], gold
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "disk is full" in done.stderr
 
 
-def test_the_report_is_written_before_anything_is_printed(shell: Callable[[str], Any], golden: Path) -> None:
+def test_the_report_is_written_before_printing(shell: Callable[[str], Any], golden: Path) -> None:
     run = golden.parent / "closed"
     done = shell(f"dyno {' '.join([*FAKE, *SHORT])} --out {run} >&-")
     assert done.returncode == 0 and (run / "report.html").exists() and (run / "results.csv").exists()
@@ -242,7 +244,7 @@ def test_damaged_rounds_are_measured_again(call: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_damaged_record_is_the_same_to_every_command(call: Any, tmp_path: Path) -> None:
+def test_every_command_treats_a_damaged_record_alike(call: Any, tmp_path: Path) -> None:
     words = [*FAKE, *SHORT, "--out", tmp_path / "run"]
     assert call(*words)[0] == 0
     first, second = sorted((tmp_path / "run").glob("trials/*/r*/record.json"))
@@ -263,7 +265,9 @@ def test_a_damaged_record_is_the_same_to_every_command(call: Any, tmp_path: Path
         assert len(archived) == number and text in archived
 
 
-def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_fault_campaign_finds_no_failure(
+    preloaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for library in ("onnx", "torch", "openvino", "safetensors", "av"):
         pytest.importorskip(library)
     monkeypatch.syspath_prepend(str(ROOT))
@@ -281,7 +285,7 @@ def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, mo
     assert said[1].startswith("full disk: 1 limits") and said[2].startswith("mutations: "), said
 
 
-def test_what_write_json_writes_is_read_back(tmp_path: Path) -> None:
+def test_written_json_is_read_back(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"a": "\udc80"})
     assert parse_json((tmp_path / "a.json").read_bytes()) == {"a": "\udc80"}
 
@@ -313,7 +317,7 @@ def content(folder: Path) -> dict[str, str]:
     ["report", "golden"],
 ], ids=lambda words: " ".join(words[:2]))  # fmt: skip
 @pytest.mark.usefixtures("golden")
-def test_a_folder_of_the_user_s_is_refused(refused: Any, theirs: Path, tmp_path: Path, command: list[str]) -> None:
+def test_folders_with_user_files_are_refused(refused: Any, theirs: Path, tmp_path: Path, command: list[str]) -> None:
     """`dyno run` once overwrote a user's results.csv and lock."""
     (tmp_path / "clip.png").touch()
     assert "theirs holds files that Dyno did not write (lock, notes, results.csv)" in refused(
@@ -322,7 +326,7 @@ def test_a_folder_of_the_user_s_is_refused(refused: Any, theirs: Path, tmp_path:
     assert content(theirs) == OWN_FILES
 
 
-def test_a_report_may_be_written_again_but_over_no_file_of_others(call: Any, refused: Any, golden: Path) -> None:
+def test_reports_are_rewritten_but_never_over_user_files(call: Any, refused: Any, golden: Path) -> None:
     page = golden.parent / "page"
     for _ in range(2):
         assert call("report", golden, "--out", page)[0] == 0
@@ -332,7 +336,9 @@ def test_a_report_may_be_written_again_but_over_no_file_of_others(call: Any, ref
 
 @pytest.mark.usefixtures("preloaded", "unreported")
 @pytest.mark.parametrize("process", ["12345", ""])
-def test_what_was_just_begun_goes_on_if_it_is_dyno_s_alone(call: Any, tmp_path: Path, process: str) -> None:
+def test_a_run_killed_at_its_start_resumes_unless_user_files_are_present(
+    call: Any, tmp_path: Path, process: str
+) -> None:
     """A command killed right after making its lock leaves an empty lock."""
     (tmp_path / "run/trials").mkdir(parents=True)
     (tmp_path / "run/lock").write_text(process)
@@ -343,7 +349,7 @@ def test_what_was_just_begun_goes_on_if_it_is_dyno_s_alone(call: Any, tmp_path: 
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_study_file_among_the_user_s_files_is_measured_elsewhere(call: Any, theirs: Path, tmp_path: Path) -> None:
+def test_a_study_file_among_user_files_runs_in_another_folder(call: Any, theirs: Path, tmp_path: Path) -> None:
     (theirs / "study.toml").write_text('models = ["fake:net"]\nchannels = 1\nbackends = ["fake@latency_ms=0.1"]\n')
     before = content(theirs)
     assert call("run", theirs / "study.toml", *SHORT)[0] == 0
@@ -362,7 +368,7 @@ def test_a_lock_that_is_a_hard_link_is_refused(refused: Any, golden: Path, tmp_p
     assert (tmp_path / "precious").read_text() == "2026"
 
 
-def test_an_explanation_is_not_stored_behind_a_link(refused: Any, golden: Path, tmp_path: Path) -> None:
+def test_explanations_are_not_stored_through_a_link(refused: Any, golden: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (golden / "explained").symlink_to(tmp_path / "elsewhere")
     names = [path.name for path in sorted((golden / "trials").iterdir())][:2]
@@ -384,12 +390,12 @@ HUGE = 10**30
 @pytest.mark.parametrize(
     "option", "--batch --size --rounds --samples --channels --seed --confirm --builds --classes".split()
 )
-def test_numbers_have_a_most(refused: Any, option: str) -> None:
+def test_numbers_have_an_upper_limit(refused: Any, option: str) -> None:
     """A batch of 10**30 was once measured; afterwards no table could be made."""
     assert "must be at most" in refused(*FAKE, option, str(HUGE), "--dry-run")
 
 
-def test_a_number_that_no_table_holds_hides_no_other_row(call: Any, golden: Path) -> None:
+def test_a_number_too_large_for_tables_hides_no_other_row(call: Any, golden: Path) -> None:
     shutil.copytree(golden, golden.with_name("whole"))
     rows = call("show", "golden", "--format", "csv")[1].count("\n")
     trial = record_of(golden).parents[1]
@@ -404,7 +410,7 @@ def test_a_number_that_no_table_holds_hides_no_other_row(call: Any, golden: Path
     assert code == 0 and "golden" in out and "whole" in out
 
 
-def test_a_run_that_cannot_be_read_hides_no_other(call: Any, golden: Path) -> None:
+def test_an_unreadable_run_does_not_hide_others(call: Any, golden: Path) -> None:
     shutil.copytree(golden, golden.with_name("broken"))
     for path in golden.with_name("broken").glob("trials/*/*/job.json"):
         path.write_text("{")
@@ -431,7 +437,7 @@ LONG = "a" * 300
     ["selftest", LONG], ["eval", "fake:net", "--data", LONG], ["bench", "stress", "fake:net", "--out", LONG],
 ])  # fmt: skip
 @pytest.mark.usefixtures("golden")
-def test_a_name_that_is_too_long_is_one_line(refused: Any, words: list[str]) -> None:
+def test_names_that_are_too_long_are_refused_in_one_line(refused: Any, words: list[str]) -> None:
     """Long names once ended in a traceback with the exit code of a regression."""
     assert "too long" in refused(*words)
 
@@ -449,7 +455,7 @@ def of_no_home(golden: Path) -> list[str]:
     return [*words, "env", f"TMPDIR={golden.parent}"]
 
 
-def test_a_user_without_a_home_and_a_name_can_measure(of_no_home: list[str], golden: Path) -> None:
+def test_users_without_home_or_name_can_measure(of_no_home: list[str], golden: Path) -> None:
     """In a container started with --user 12345, everything but --version once ended in a traceback."""
     words = [*of_no_home, sys.executable, "-m", "dyno", *FAKE, *SHORT]
     done = subprocess.run([*words, "--out", "run"], cwd=golden.parent, capture_output=True, text=True)
@@ -457,9 +463,7 @@ def test_a_user_without_a_home_and_a_name_can_measure(of_no_home: list[str], gol
     assert (golden.parent / "dyno-12345").is_dir() and (golden.parent / "run/report.html").exists()
 
 
-def test_jobs_have_a_home_and_a_user_where_the_system_knows_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_get_a_home_and_user_where_the_system_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile once failed with `KeyError: getpwuid(): uid not found: 12345`."""
 
     def unknown(uid: int) -> None:
@@ -473,7 +477,7 @@ def test_jobs_have_a_home_and_a_user_where_the_system_knows_none(
     assert env["HOME"] == str(tmp_path) and "USER" not in env
 
 
-def test_a_temporary_home_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_home_of_another_owner_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "mine").mkdir()
     (tmp_path / f"dyno-{os.getuid()}").symlink_to(tmp_path / "mine")
@@ -487,35 +491,35 @@ def test_a_temporary_home_of_somebody_else_is_not_used(tmp_path: Path, monkeypat
     (f"ulimit -n 8; dyno {' '.join(FAKE)}", "dyno: too many files are open; allow more (ulimit -n) and run again"),
     ("ulimit -f 0; dyno doctor", "temporary files can't be written; free space, or give their folder in"),
 ])  # fmt: skip
-def test_what_a_command_is_not_given_is_one_line(shell: Callable[[str], Any], line: str, said: str) -> None:
+def test_missing_system_resources_are_reported_in_one_line(shell: Callable[[str], Any], line: str, said: str) -> None:
     done = shell(line)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_home_that_no_shell_expands_is_the_user_s(shell: Callable[[str], Any], golden: Path) -> None:
+def test_unexpanded_tildes_are_expanded(shell: Callable[[str], Any], golden: Path) -> None:
     done = shell("HOME=$PWD/home; export HOME; mkdir home; dyno show golden --format csv --out=~/t.csv")
     assert done.returncode == 0 and (golden.parent / "home" / "t.csv").exists() and not Path("~").exists(), done.stderr
 
 
-def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path) -> None:
+def test_an_interrupt_during_imports_causes_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run([sys.executable, "-m", "dyno", "show"], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_where_charts_would_be_shown_does_not_matter(shell: Callable[[str], Any], golden: Path) -> None:
+def test_an_invalid_mplbackend_does_not_matter(shell: Callable[[str], Any], golden: Path) -> None:
     """An MPLBACKEND of a missing screen or library once ended `dyno run` after its last round."""
     done = shell("MPLBACKEND=nonsense dyno report golden 2</dev/null")
     assert done.returncode == 0 and (golden / "report.html").exists()
 
 
-def test_a_home_that_cannot_be_written_to_is_no_warning(shell: Callable[[str], Any], golden: Path) -> None:
+def test_an_unwritable_home_causes_no_warning(shell: Callable[[str], Any], golden: Path) -> None:
     done = shell("HOME=/dev/null dyno report golden")
     assert (done.returncode, done.stderr) == (0, ""), "Matplotlib's two lines about its configuration"
 
 
-def test_no_further_process_is_one_line(of_no_home: list[str], golden: Path) -> None:
+def test_a_process_limit_is_reported_in_one_line(of_no_home: list[str], golden: Path) -> None:
     words = [*of_no_home, "prlimit", "--nproc=1", sys.executable, "-m", "dyno", *FAKE, "--out", "run"]
     done = subprocess.run(words, cwd=golden.parent, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
@@ -527,7 +531,7 @@ def _obey_permissions() -> None:
         ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
-def test_trials_that_may_not_be_read_are_not_called_missing(golden: Path) -> None:
+def test_trials_without_read_permission_are_not_called_missing(golden: Path) -> None:
     """The error was once "has no trials yet"."""
     command = [sys.executable, "-m", "dyno", "show", str(golden)]
     (golden / "trials").chmod(0)
@@ -543,7 +547,7 @@ def test_trials_that_may_not_be_read_are_not_called_missing(golden: Path) -> Non
 
 @pytest.mark.usefixtures("preloaded", "unreported")
 @pytest.mark.parametrize("turns", ["--turns", "--no-turns"])
-def test_a_run_that_is_removed_meanwhile_is_said(
+def test_removing_a_run_during_measurement_is_reported(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
 ) -> None:
     def remove(progress: Progress, trial: Any, record: Any, **_: Any) -> None:
@@ -555,7 +559,7 @@ def test_a_run_that_is_removed_meanwhile_is_said(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_of_dyno_s_own_is_one_line_with_its_details(
+def test_internal_errors_are_one_line_with_a_details_file(
     call: Any, monkeypatch: pytest.MonkeyPatch, golden: Path
 ) -> None:
     """The exit code was once 1, which CI reads as a regression."""
@@ -573,7 +577,7 @@ def test_an_error_of_dyno_s_own_is_one_line_with_its_details(
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_killed_job_is_measured_again_by_the_same_command(call: Any, importable: Any, tmp_path: Path) -> None:
+def test_the_same_command_remeasures_a_killed_job(call: Any, importable: Any, tmp_path: Path) -> None:
     """Both rounds of the trial were once lost, and rerunning the command did not repeat them."""
     marker = tmp_path / "killed"
     importable(
@@ -593,7 +597,7 @@ def test_a_killed_job_is_measured_again_by_the_same_command(call: Any, importabl
     assert "1 failed job tried again: killed by SIGKILL" in call(*words, "--out", "run", code=0)[2]
 
 
-def test_a_full_disk_is_told_from_words_and_causes(tmp_path: Path) -> None:
+def test_a_full_disk_is_recognised_from_messages_and_causes(tmp_path: Path) -> None:
     system.raise_if_disk_full(other := RuntimeError("iostream error"), tmp_path, 1 << 20)
     with pytest.raises(OSError, match="No space left"):
         system.raise_if_disk_full(RuntimeError("PytorchStreamWriter failed: No space left on device"), tmp_path)
@@ -605,7 +609,7 @@ def test_a_full_disk_is_told_from_words_and_causes(tmp_path: Path) -> None:
         assert said.value.filename == str(named)
 
 
-def test_errors_that_cause_each_other_end_a_job(call: Any, tmp_path: Path) -> None:
+def test_circular_error_causes_do_not_hang_a_job(call: Any, tmp_path: Path) -> None:
     """PyTorch's compiler raises errors with circular causes; the search for a full disk among them once never ended."""
     (tmp_path / "net.py").write_text(
         "def net():\n    a, b = ValueError('a'), KeyError('b')\n    a.__cause__, b.__cause__ = b, a\n    raise a\n"
@@ -614,7 +618,7 @@ def test_errors_that_cause_each_other_end_a_job(call: Any, tmp_path: Path) -> No
     assert "ValueError: a" in err and "killed" not in err
 
 
-def test_a_current_folder_that_was_removed_is_one_line(tmp_path: Path) -> None:
+def test_a_removed_current_folder_is_reported_in_one_line(tmp_path: Path) -> None:
     line = f"mkdir gone; cd gone; rmdir ../gone; {sys.executable} -m dyno {' '.join(FAKE)}"
     done = subprocess.run(
         ["bash", "-c", line], cwd=tmp_path, env=make_environment(Runtime()), capture_output=True, text=True

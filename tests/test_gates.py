@@ -164,7 +164,7 @@ def found() -> dict[str, list[str]]:
     return lines
 
 
-def test_worker_needs_numpy_alone(found: dict[str, list[str]]) -> None:
+def test_the_worker_imports_only_numpy(found: dict[str, list[str]]) -> None:
     assert not found["foreign"]
 
 
@@ -180,11 +180,11 @@ def test_worker_needs_numpy_alone(found: dict[str, list[str]]) -> None:
         "from dyno.jobs.launcher import spawn",
     ],
 )
-def test_a_foreign_import_is_seen(bad: str) -> None:
+def test_foreign_imports_are_detected(bad: str) -> None:
     assert len(foreign_to_worker(bad, "dyno.worker.x", "dyno.worker")) == 1
 
 
-def test_imports_in_functions_are_the_worker_s_own_business() -> None:
+def test_imports_inside_worker_functions_are_allowed() -> None:
     good = "import json\nimport numpy as np\nfrom dyno.worker import spec\ndef load():\n    import torch\n"
     assert foreign_to_worker(good, "dyno.worker.x", "dyno.worker") == []
 
@@ -201,7 +201,7 @@ def test_worker_imports_in_another_python(other_python: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_imports_run_one_way(found: dict[str, list[str]]) -> None:
+def test_imports_follow_the_layering(found: dict[str, list[str]]) -> None:
     assert not found["direction"]
 
 
@@ -237,7 +237,7 @@ def test_allowed_directions_pass() -> None:
     assert against_direction(typed, "dyno.study.study", "dyno") == []
 
 
-def test_every_module_has_a_room() -> None:
+def test_every_module_is_in_the_architecture() -> None:
     places = [place for _, place in rooms.rooms()]
     homeless = [
         path
@@ -247,7 +247,7 @@ def test_every_module_has_a_room() -> None:
     assert homeless == []
 
 
-def test_no_room_is_above_itself() -> None:
+def test_architecture_layers_have_no_cycles() -> None:
     for table in (rooms.HOST, rooms.WORKER):
         above: list[str] = []
         for room, below in table.items():
@@ -255,7 +255,7 @@ def test_no_room_is_above_itself() -> None:
             above.append(room)
 
 
-def test_the_architecture_s_page_is_the_code() -> None:
+def test_the_architecture_page_matches_the_code() -> None:
     text = rooms.PAGE.read_text(encoding="utf-8")
     assert rooms.generated() in text, "run python tools/rooms.py"
 
@@ -272,7 +272,7 @@ def test_no_function_is_too_long(found: dict[str, list[str]]) -> None:
     assert not found["long"]
 
 
-def test_a_long_function_is_seen() -> None:
+def test_long_functions_are_detected() -> None:
     body = "    x = 1\n" * MAX_FUNCTION
     assert too_long("def f():\n" + body, "a.py") == [f"a.py: f has {MAX_FUNCTION + 1} lines"]
     assert too_long("class A:\n    async def g(self):\n" + "        x = 1\n" * MAX_FUNCTION, "a.py")
@@ -286,7 +286,7 @@ def misnamed(text: str, path: str) -> list[str]:
     return [f"{path}: {node.name}" for node in named if not re.search("bool|TypeGuard", ast.unparse(node.returns))]
 
 
-def test_what_is_called_is_or_has_is_a_boolean(found: dict[str, list[str]]) -> None:
+def test_names_with_is_or_has_return_booleans(found: dict[str, list[str]]) -> None:
     assert not found["misnamed"]
     assert misnamed("def _is_late() -> str: ...\ndef has_a() -> bool: ...", "a.py") == ["a.py: _is_late"]
 
@@ -301,7 +301,7 @@ def test_limits_are_called_min_and_max(found: dict[str, list[str]]) -> None:
     assert unusual_limits("MOST_ROWS = 8\nMAX_ROWS = 8", "a.py") == ["a.py: MOST_ROWS"]
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_library() -> None:
     code = (
         "import sys; sys.argv = ['dyno', '--help']\nfrom dyno.cli.app import main\ntry: main()\nexcept SystemExit: pass"
     )
@@ -324,7 +324,7 @@ def test_no_file_names_a_machine() -> None:
 
 
 @pytest.mark.parametrize("bad", [b"https://p" + b"ypi.org/simple", b"cd /wor" + b"k/main", b"see /roo" + b"t/.cache"])
-def test_a_machine_s_path_is_seen(bad: bytes) -> None:
+def test_machine_specific_paths_are_detected(bad: bytes) -> None:
     assert MACHINE.search(b"text before " + bad + b" and after")
 
 
@@ -340,7 +340,7 @@ def test_no_package_hides_a_public_name() -> None:
     assert not {path.stem for path in (SRC / "dyno").iterdir()} & set(dyno.__all__)
 
 
-def test_every_file_of_tests_is_in_one_group() -> None:
+def test_every_test_file_is_in_exactly_one_group() -> None:
     groups = ("test-program", "test-engines", "test-jobs")
     done = subprocess.run(["make", "-n", *groups], cwd=ROOT, capture_output=True, text=True, check=True)
     named = [ROOT / word for word in done.stdout.split() if word.startswith("tests/") and word != "tests/one_server.py"]

@@ -82,7 +82,7 @@ def json_rows(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_speed_up_is_the_ratio_of_the_medians_beside_it(run: RunData) -> None:
+def test_speed_ups_are_the_ratio_of_their_medians(run: RunData) -> None:
     frame = run.frame.set_index(["backend", "precision", "options"])
     medians = frame["latency_model_ms_median"]
     for way in (("onnxruntime", "fp32", ""), ("onnxruntime", "int8", "")):
@@ -95,12 +95,12 @@ def test_the_markdown_table_is_the_stored_one(make: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("name", "read"), [("results.csv", rows), ("results.json", json_rows)])
-def test_the_tables_for_machines_are_the_stored_ones(make: ModuleType, name: str, read: Any) -> None:
+def test_machine_readable_tables_match_the_stored_ones(make: ModuleType, name: str, read: Any) -> None:
     found = make.printed()[name]
     assert differences(read(found), read((GOLDEN / name).read_text(encoding="utf-8"))) == []
 
 
-def test_a_changed_number_would_be_seen() -> None:
+def test_changed_numbers_are_detected() -> None:
     stored = rows((GOLDEN / "results.csv").read_text(encoding="utf-8"))
     changed = [dict(row) for row in stored]
     changed[0]["latency_ms"] = str(float(stored[0]["latency_ms"]) * (1 + 1e-6))
@@ -108,7 +108,7 @@ def test_a_changed_number_would_be_seen() -> None:
     assert len(differences(changed, stored)) == 2
 
 
-def test_the_folder_holds_every_kind_of_row(run: RunData, results: Results) -> None:
+def test_the_golden_run_has_every_kind_of_row(run: RunData, results: Results) -> None:
     """Guards the tests above against missing cases."""
     assert {t.status for t in results} == {"ok", "skipped", "crashed"}
     assert {"pytorch", "onnxruntime", "fake"} == {t.backend for t in results}
@@ -156,7 +156,7 @@ def test_records_and_jobs_are_read_without_loss(results: Results) -> None:
         assert raw["schema"] == job["schema"] == SCHEMA
 
 
-def test_a_record_of_a_newer_schema_is_named_in_one_line(tmp_path: Path, dyno: Any) -> None:
+def test_records_of_a_newer_schema_are_reported_in_one_line(tmp_path: Path, dyno: Any) -> None:
     copy = Path(shutil.copytree(RUN, tmp_path / "run"))
     path = next(iter(sorted(copy.glob("trials/*/r1/record.json"))))
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": SCHEMA + 1, "unheard": "of"}))
@@ -181,7 +181,7 @@ def test_the_command_prints_what_the_library_renders(run: RunData, dyno: Any, fo
     assert lines == (said if format in ("text", "markdown") else [])
 
 
-def test_nothing_stored_names_a_place_on_a_machine() -> None:
+def test_stored_files_contain_no_absolute_paths() -> None:
     texts = [path for path in GOLDEN.rglob("*") if path.suffix in (".json", ".toml", ".csv", ".md")]
     assert len(texts) > 20
     found = [(str(path), m.group()) for path in texts if (m := re.search(r'"(/|[A-Z]:\\)[^"]*"', path.read_text()))]
@@ -189,7 +189,7 @@ def test_nothing_stored_names_a_place_on_a_machine() -> None:
     assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 300_000
 
 
-def test_what_belongs_to_the_machine_is_scrubbed(make: ModuleType) -> None:
+def test_machine_details_are_scrubbed(make: ModuleType) -> None:
     stored = {"folder": "/some/where/data", "list": ["/a/b", "c/d"], "os": "Linux 6", "number": 3, "source": "file:x"}
     assert make.scrubbed(stored) == {"folder": "data", "list": ["b", "c/d"], "number": 3, "source": "file:x"}
 
@@ -202,7 +202,7 @@ def test_a_schema_number_is_found_in_prose(text: str) -> None:
     assert SAID.findall("the schema of Python 3.10") == []
 
 
-def test_the_documented_schema_is_the_one_that_is_written() -> None:
+def test_the_documented_schema_is_the_current_one() -> None:
     texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
     if not texts:
         pytest.skip("docs/ has no pages yet")

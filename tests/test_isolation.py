@@ -107,7 +107,7 @@ def test_our_environment_does_not_reach_another_python(
 SHADOWS = "record types spec backend system measure json dataclasses numpy shapes main models".split()
 
 
-def test_files_beside_the_caller_do_not_disturb_it(fake_trial: Any, tmp_path: Path) -> None:
+def test_files_in_the_current_folder_do_not_disturb_a_job(fake_trial: Any, tmp_path: Path) -> None:
     for name in SHADOWS:
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} of the current folder')")
     (tmp_path / "job").mkdir()
@@ -120,7 +120,9 @@ def test_files_beside_the_caller_do_not_disturb_it(fake_trial: Any, tmp_path: Pa
     assert record is not None and record.status == "ok"
 
 
-def test_nor_do_they_disturb_a_look_at_an_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_the_current_folder_do_not_disturb_a_version_lookup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in (*SHADOWS, "csv", "email"):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} of the current folder')")
     monkeypatch.chdir(tmp_path)
@@ -144,7 +146,7 @@ class Spy(Fake):
 
 
 @pytest.mark.parametrize("safe", [False, True])
-def test_the_path_is_left_clean(tmp_path: Path, safe: bool) -> None:
+def test_the_worker_does_not_change_sys_path(tmp_path: Path, safe: bool) -> None:
     """Import the user's `record`, not the worker's, also under PYTHONSAFEPATH (no script folder on the path)."""
     (tmp_path / "spy.py").write_text(SPY)
     (tmp_path / "record.py").write_text("")
@@ -176,7 +178,7 @@ def test_a_stored_job_runs_again_by_hand(fake_study: Any, tmp_path: Path) -> Non
     assert not (folder / "partial.json").exists()
 
 
-def test_a_conversion_on_a_full_disk_is_no_failed_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_a_failed_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO then reports "basic_ios::clear: iostream error" and deletes its output; once, another route followed."""
     pytest.importorskip("onnx")
     pytest.importorskip("openvino")

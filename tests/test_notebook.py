@@ -41,7 +41,7 @@ def shown(cell: Any, kind: str) -> str:
     return "\n".join(output.data.get(kind, "") for output in cell.outputs if "data" in output)
 
 
-def test_a_result_shows_what_was_decided_the_trials_and_a_chart(cells: list[Any]) -> None:
+def test_a_result_shows_decisions_trials_and_a_chart(cells: list[Any]) -> None:
     html = shown(next(cell for cell in cells if cell.source == "result"), "text/html")
     assert "<strong>" in html and "real: " in html and "data:image/svg+xml;base64," in html
     assert all(f"<td>{name}</td>" in html for name in ("pytorch", "onnxruntime", "openvino"))

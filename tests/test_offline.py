@@ -39,13 +39,13 @@ def watch(tmp_path: Path) -> Watch:
         "import urllib.request as r; r.urlopen('http://somewhere.invalid/')",
     ],
 )
-def test_a_look_up_in_python_is_seen(watch: Watch, code: str) -> None:
+def test_python_lookups_are_detected(watch: Watch, code: str) -> None:
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **watch.env}, capture_output=True, timeout=1200)
     assert watch.hosts("python")
     assert "somewhere.invalid" in watch.hosts("python")[0]
 
 
-def test_a_look_up_in_native_code_is_seen(watch: Watch) -> None:
+def test_native_lookups_are_detected(watch: Watch) -> None:
     if watch.native:
         pytest.skip(watch.native)
     code = "import ctypes; ctypes.CDLL(None).getaddrinfo(b'somewhere.invalid', None, None, None)"
@@ -56,7 +56,7 @@ def test_a_look_up_in_native_code_is_seen(watch: Watch) -> None:
     assert watch.hosts("native")[-1] == "connect an address"
 
 
-def test_onnx_runtime_in_a_job_sends_nothing_and_keeps_no_id_of_the_device(watch: Watch) -> None:
+def test_onnx_runtime_in_a_job_sends_nothing_and_stores_no_device_id(watch: Watch) -> None:
     """ONNX Runtime's look-up comes seconds later, but it writes a device id to the home at once."""
     onnxruntime = pytest.importorskip("onnxruntime")
     code = "import onnxruntime; print(onnxruntime.get_device())"
@@ -98,7 +98,7 @@ def nothing_is_looked_up(*watches: Watch) -> None:
     assert [watch.hosts("native") for watch in watches] == [[]] * len(watches)
 
 
-def test_a_yolo_network_looks_nothing_up_and_leaves_the_home_alone(
+def test_a_yolo_network_makes_no_lookups_and_leaves_home_unchanged(
     watched: tuple[str, Watch], watch: Watch, offline: Any, tmp_path: Path
 ) -> None:
     for library in ("ultralytics", "onnxruntime"):
@@ -111,7 +111,7 @@ def test_a_yolo_network_looks_nothing_up_and_leaves_the_home_alone(
     nothing_is_looked_up(watch, watched[1])
 
 
-def test_a_study_over_every_backend_looks_nothing_up(
+def test_a_study_over_every_backend_makes_no_lookups(
     watched: tuple[str, Watch], watch: Watch, offline: Any, tmp_path: Path
 ) -> None:
     for library in ("torch", "onnx", "sklearn"):

@@ -91,7 +91,7 @@ def test_files_of_many_kinds_run_in_fp32_and_int8(call: Any, photos: Path, model
         assert all(any("(-1)" in line for line in job["artifact"]["made_by"]["warnings"]) for job in jobs)
 
 
-def test_calibration_images_alone_are_enough_for_int8(call: Any, photos: Path) -> None:
+def test_int8_needs_only_calibration_images(call: Any, photos: Path) -> None:
     found = measured(call, network(["n", 3, 24, 24]), "--precision", "fp32,int8", "--calibration", photos)
     assert [row["status"] for row in found] == ["ok"] * 4
     assert {row["top1"] for row in found} == {""}
@@ -99,7 +99,7 @@ def test_calibration_images_alone_are_enough_for_int8(call: Any, photos: Path) -
     assert code == 0 and "q.onnx" in out
 
 
-def test_calibration_images_alone_are_enough_for_a_detector(call: Any, photos: Path) -> None:
+def test_a_detector_in_int8_needs_only_calibration_images(call: Any, photos: Path) -> None:
     """The boxes are in pixels of the image before the letterbox, so image sizes are stored."""
     text = "(float[n, 3, 24, 24] image) => (float[n, 6, 576] boxes) { c = Conv(image, w) boxes = Reshape(c, shape) }"
     weight = np.random.default_rng(0).standard_normal((6, 3, 1, 1), np.float32)
@@ -112,7 +112,7 @@ def test_calibration_images_alone_are_enough_for_a_detector(call: Any, photos: P
     (lambda m: setattr(m.graph.output[0].type.tensor_type, "elem_type", -1), "'y' is of a type that onnx"),
     (lambda m: setattr(m.graph.node[0], "op_type", "Conv\N{SNOWMAN}"), "ONNX graph: a name in it is not UTF-8"),
 ])  # fmt: skip
-def test_damaged_types_and_names_are_one_line(call: Any, change: Callable[[Any], None], said: str) -> None:
+def test_damaged_types_and_names_are_refused_in_one_line(call: Any, change: Callable[[Any], None], said: str) -> None:
     model = network(["n", 3, 24, 24])
     change(model)
     Path("net.onnx").write_bytes(model.SerializeToString().replace("\N{SNOWMAN}".encode(), b"\xd4at"))
@@ -127,7 +127,7 @@ def test_opsets_old_and_new(call: Any, photos: Path, opset: int) -> None:
     assert [row["status"] for row in found] == ["ok"] * 4
 
 
-def test_the_size_is_the_shapes_or_the_metadata_s(call: Any) -> None:
+def test_the_size_comes_from_shapes_or_metadata(call: Any) -> None:
     model = network(["n", 3, "h", "w"])
     h.set_model_props(model, {"imgsz": "[16, 32]", "batch": "2", "stride": "16"})
     onnx.save(model, "net.onnx")
@@ -145,7 +145,7 @@ def test_the_size_is_the_shapes_or_the_metadata_s(call: Any) -> None:
     assert code == 2 and "shapes give the image 48x48 pixels, and sizes 32x32; omit one of them" in said
 
 
-def test_an_operator_that_nobody_knows_is_named_in_each_row(call: Any) -> None:
+def test_unknown_operators_are_named_in_each_row(call: Any) -> None:
     onnx.save(network(["n", 3, 24, 24], more="Swishy"), "net.onnx")
     call("run", "net.onnx", *QUICK, "--out", "run", code=3)
     found = rows(Path("run"))
@@ -153,7 +153,7 @@ def test_an_operator_that_nobody_knows_is_named_in_each_row(call: Any) -> None:
     assert all("Swishy" in row["reason"] and "\n" not in row["reason"] for row in found)
 
 
-def test_files_that_are_none_stop_the_study_in_one_line(call: Any, photos: Path) -> None:
+def test_invalid_files_stop_the_study_in_one_line(call: Any, photos: Path) -> None:
     whole = network(["n", 3, 24, 24]).SerializeToString()
     for content, said in ((b"", "is empty"), (whole[:-400], "is not a whole ONNX file"), (b"text" * 99, "whole ONNX")):
         Path("net.onnx").write_bytes(content)
@@ -184,7 +184,7 @@ def drawing(operator: str) -> Any:
 
 
 @pytest.mark.parametrize("operator", ["Dropout", "RandomNormalLike"])
-def test_what_draws_random_numbers_is_not_called_wrong(call: Any, operator: str) -> None:
+def test_graphs_with_random_operators_are_not_called_wrong(call: Any, operator: str) -> None:
     onnx.save(drawing(operator), "net.onnx")
     backends = ("--backend", "onnxruntime,onnxruntime@optimization=disable")
     code, out, err = call("run", "net.onnx", *QUICK[:-2], *backends, "--out", "run")
@@ -195,7 +195,7 @@ def test_what_draws_random_numbers_is_not_called_wrong(call: Any, operator: str)
 
 
 @pytest.mark.parametrize("name", ["?", "None", "-1", "N", "unk__5"])
-def test_what_names_an_images_batch_and_sides_alike_is_no_name(call: Any, name: str) -> None:
+def test_a_name_shared_by_batch_and_image_sides_is_ignored(call: Any, name: str) -> None:
     found = measured(call, network([name, 3, name, name]), "--size", "16x24")
     assert [(row["status"], row["size"]) for row in found] == [("ok", "16x24")] * 2
 
@@ -234,7 +234,7 @@ def random_weights(count: int, dtype: Any = np.float32) -> list[np.ndarray]:
     return [(rng.standard_normal((64, 64)) / 8).astype(dtype) for _ in range(count)]
 
 
-def test_half_precision_in_constants_is_what_the_same_initialisers_are(call: Any) -> None:
+def test_fp16_constants_are_treated_like_fp16_initialisers(call: Any) -> None:
     nodes, stored = products(random_weights(2, np.float16))
     lifted = [h.make_node("Constant", [], [tensor.name], value=tensor) for tensor in stored]
     onnx.save(from_x(nodes, stored, "x_out", KINDS.FLOAT16), "initialisers.onnx")
@@ -248,7 +248,7 @@ def test_half_precision_in_constants_is_what_the_same_initialisers_are(call: Any
 
 
 @pytest.mark.parametrize("level", [0, 4])
-def test_weights_of_four_bits_are_named_and_so_is_what_is_computed_in(call: Any, level: int) -> None:
+def test_four_bit_weights_are_named_with_their_compute_type(call: Any, level: int) -> None:
     """ONNX Runtime's own outputs show that accuracy level 4 rounds activations to eight bits."""
     rng = np.random.default_rng(1)
     packed, scale = rng.integers(0, 256, (64, 2, 16), np.uint8), rng.random((64, 2, 1), np.float32)
@@ -270,7 +270,7 @@ def test_weights_of_four_bits_are_named_and_so_is_what_is_computed_in(call: Any,
     }
 
 
-def test_weights_of_four_bits_are_run_in_batches(call: Any) -> None:
+def test_four_bit_weights_run_in_batches(call: Any) -> None:
     rng = np.random.default_rng(3)
     packed, scale = rng.integers(0, 256, (64, 2, 16), np.uint8), rng.random(128, np.float32)
     node = h.make_node("MatMulNBits", ["x", "q", "s"], ["y"], domain="com.microsoft", K=64, N=64, bits=4, block_size=32)
@@ -279,7 +279,7 @@ def test_weights_of_four_bits_are_run_in_batches(call: Any) -> None:
     assert [(row["status"], row["precision"]) for row in found] == [("ok", "int4")] * 4
 
 
-def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Any) -> None:
+def test_widened_eight_bit_weights_are_not_called_int8(call: Any) -> None:
     """OpenVINO widens such weights; ONNX Runtime multiplies them as integers."""
     q = np.random.default_rng(2).integers(-127, 128, (64, 64)).astype(np.int8)
     stored = [numpy_helper.from_array(q, "q"), numpy_helper.from_array(np.full((2, 64), 0.01, np.float32), "s")]
@@ -290,9 +290,7 @@ def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Any) -
     assert (found["openvino"]["ran_as"], found["openvino"]["precision_ok"]) == ("1 fp32", "no")
 
 
-def test_weights_of_eight_bit_floats_run_widened_and_a_file_that_nothing_can_run_says_why(
-    call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_weights_run_widened_and_unrunnable_files_say_why(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float32)
     weights = h.make_tensor("q", KINDS.FLOAT8E4M3FN, values.shape, values.ravel().tolist())
     q = numpy_helper.to_array(weights)
@@ -311,7 +309,7 @@ def test_weights_of_eight_bit_floats_run_widened_and_a_file_that_nothing_can_run
     assert code == 3 and ["no fp8 here" in row["reason"] for row in rows(Path("none"))] == [True, True]
 
 
-def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call: Any) -> None:
+def test_layers_in_branches_stay_unquantised_and_each_row_says_so(call: Any) -> None:
     onnx.save(branching(random_weights(2)), "net.onnx")
     words = ("--precision", "fp32,fp16,int8", "--input", "x=-3..3", *SHORT, "--backend", "onnxruntime", "--out", "run")
     code, _, _ = call("run", "net.onnx", *words)
@@ -321,7 +319,7 @@ def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call
     assert "all of its 4 layers with weights stay in fp32 (4 are inside If operators)" in eight["reason"]
 
 
-def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call: Any) -> None:
+def test_unquantised_layers_in_branches_are_named(call: Any) -> None:
     model = branching(random_weights(3), before=2)
     (row,) = measured(call, model, "--precision", "int8", "--input", "x=-3..3", backends="onnxruntime")
     assert row["precision"] == "int8" and "int8" in row["ran_as"] and "fp32" in row["ran_as"]
@@ -330,7 +328,7 @@ def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call:
     assert warning in job["artifact"]["made_by"]["warnings"]
 
 
-def test_without_a_layer_that_multiplies_no_precision_is_confirmed(call: Any) -> None:
+def test_without_multiplying_layers_no_precision_is_confirmed(call: Any) -> None:
     """Bytes, a boolean and integers are not INT8 computation."""
     model = onnx_text.model("""(uint8[n, 3, 8, 8] image) => (float[n, 3, 1, 1] y) {
         x = Cast<to = 1>(image) m = GlobalAveragePool(x) flag = Greater(m, one) y = Where(flag, m, one)
@@ -368,7 +366,7 @@ def _hub(folder: Path, files: dict[str, Path]) -> Path:
     return snapshot
 
 
-def test_files_in_the_hub_s_cache_run_under_their_own_names(call: Any, tmp_path: Path) -> None:
+def test_files_in_the_hub_cache_run_under_their_own_names(call: Any, tmp_path: Path) -> None:
     weights = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
     model = onnx_text.model("(float[batch, 16] x) => (float[batch, 16] y) { m = MatMul(x, w) y = Relu(m) }", w=weights)
     onnx.save(model, tmp_path / "single.onnx")
@@ -395,7 +393,7 @@ def test_files_in_the_hub_s_cache_run_under_their_own_names(call: Any, tmp_path:
     assert code == 0 and "MatMul" in out, err
 
 
-def test_module_code_and_weights_behind_links_are_found_by_their_own_names(call: Any, tmp_path: Path) -> None:
+def test_linked_module_code_and_weights_are_found_by_link_name(call: Any, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     save = pytest.importorskip("safetensors.torch").save_file
     (tmp_path / "code.py").write_text(
@@ -413,7 +411,7 @@ def test_module_code_and_weights_behind_links_are_found_by_their_own_names(call:
     assert (trial.outputs()["output"] == weight.sum(axis=1).numpy() + 1).all()
 
 
-def test_a_class_map_s_changed_pixels_are_labels_in_every_comparison(call: Any, tmp_path: Path) -> None:
+def test_changed_class_map_pixels_count_as_labels_in_every_comparison(call: Any, tmp_path: Path) -> None:
     for name, bias in (("a", 0.0), ("b", 0.02), ("c", 9.0)):
         model = network(["batch", 3, 32, 32])
         graph = model.graph
@@ -456,7 +454,7 @@ def recurrent(last: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_the_batch_is_the_axis_that_the_file_names(call: Any, last: bool) -> None:
+def test_the_batch_is_the_axis_named_by_the_file(call: Any, last: bool) -> None:
     """Outputs in batches of two equal onnx.reference's outputs for each sequence."""
     model = recurrent(last)
     steps = np.random.default_rng(1).standard_normal((6, 8, 3)).astype(np.float32)
@@ -469,7 +467,7 @@ def test_the_batch_is_the_axis_that_the_file_names(call: Any, last: bool) -> Non
         np.testing.assert_allclose(trial.outputs()["y"], want if last else want.transpose(1, 0, 2), 1e-3, 1e-4)
 
 
-def test_numbers_for_a_batch_behind_the_time_are_that_many_sequences(call: Any) -> None:
+def test_a_fixed_batch_after_the_time_axis_counts_sequences(call: Any) -> None:
     recurrent()
     call("run", "net.onnx", *QUICK, "--shapes", "x:6x4x3", "--out", "run", code=0)
     assert [row["batch"] for row in rows(Path("run"))] == ["4", "4"]
@@ -479,7 +477,7 @@ def test_numbers_for_a_batch_behind_the_time_are_that_many_sequences(call: Any) 
     assert code == 2 and "unknown length: time (x); give numbers for the names in --shapes x:<time>xbatchx3" in err
 
 
-def test_a_graph_with_a_batch_of_one_inside_fails_at_larger_ones(call: Any) -> None:
+def test_a_graph_with_an_inner_batch_of_1_fails_at_larger_batches(call: Any) -> None:
     weights = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
     text = """(float[batch, 3, 8, 8] x) => (float[batch, 5] y) {
         f = Reshape(x, shape) m = ReduceMean<axes = [2], keepdims = 0>(f) y = MatMul(m, g)
@@ -509,7 +507,7 @@ def decoder() -> None:
 
 
 @pytest.mark.parametrize("past", [0, 3])
-def test_a_cache_is_no_image_and_may_be_empty(call: Any, past: int) -> None:
+def test_caches_are_not_images_and_may_be_empty(call: Any, past: int) -> None:
     decoder()
     code, _, err = call("run", "net.onnx", *QUICK, "--shapes", "ids:batchx2", "--out", "run")
     assert code == 2 and "unknown length: past_length (past_key)" in err and "past_key:batchx4x<past_length>x8" in err
@@ -529,7 +527,7 @@ def test_an_empty_cache_may_come_from_an_array(call: Any) -> None:
     assert {row["status"] for row in rows(Path("run"))} == {"ok"}
 
 
-def test_a_size_is_for_the_images_of_a_study_alone(call: Any) -> None:
+def test_a_size_applies_only_to_image_models(call: Any) -> None:
     weights = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
     saved("(float[batch, 12] x) => (float[batch, 5] y) { y = MatMul(x, g) }", g=weights)
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
@@ -542,7 +540,7 @@ def test_a_size_is_for_the_images_of_a_study_alone(call: Any) -> None:
     assert code == 2 and "net takes no image, so a size doesn't apply to it; omit it" in err
 
 
-def test_a_size_that_nobody_gave_is_a_warning(call: Any) -> None:
+def test_a_chosen_default_size_is_a_warning(call: Any) -> None:
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
     words = ("run", "image.onnx", *SHORT, "--backend", "onnxruntime")
     for size, is_warned in ((), True), (("--size", "24x32"), False), (("--shapes", "image:batchx3x24x32"), False):
@@ -554,7 +552,7 @@ def test_a_size_that_nobody_gave_is_a_warning(call: Any) -> None:
     assert code == 3 and "the file leaves the image's size free; 224 was chosen" in " ".join(out.split())
 
 
-def test_boxes_beside_one_image_are_as_many_as_are_given(call: Any) -> None:
+def test_the_number_of_boxes_per_image_is_not_a_batch(call: Any) -> None:
     """As in a detector's second stage: the image's batch is fixed, and the boxes' free axis is not a batch."""
     text = """(float[1, 3, 16, 16] x, float[boxes, 4] at, float[boxes, 1] weight) => (float[boxes, 3] y) {
         p = GlobalAveragePool(x) f = Flatten(p) b = MatMul(at, w) s = Add(b, f) y = Mul(s, weight)
@@ -568,7 +566,7 @@ def test_boxes_beside_one_image_are_as_many_as_are_given(call: Any) -> None:
     assert code == 2 and "the file's batch is fixed at 1, not 7" in err
 
 
-def test_a_stacked_state_keeps_the_shape_that_is_given(call: Any) -> None:
+def test_a_stacked_state_keeps_its_given_shape(call: Any) -> None:
     """As in a voice detector: no axis is named, two layers of state are not a batch of two, and 0 is no sample rate."""
     stored = {"rate": np.array([16000]), "one": np.ones(1, np.float32), "w": np.ones((2, 3), np.float32)}
     words = (*SHORT, "--backend", "onnxruntime", "--shapes", "x:1x8", "--shapes", "state:2x1x4")
@@ -589,7 +587,7 @@ def test_a_stacked_state_keeps_the_shape_that_is_given(call: Any) -> None:
 
 
 @pytest.mark.parametrize(("time", "batch", "last"), [("time", 1, False), (5, 1, False), (5, 4, False), (5, 4, True)])
-def test_the_layers_of_a_state_are_not_its_batch(call: Any, time: str | int, batch: int, last: bool) -> None:
+def test_state_layers_are_not_the_batch(call: Any, time: str | int, batch: int, last: bool) -> None:
     """The state has two layers; reading them as a batch of two would double the inputs per second."""
     shape = f"{batch}, {time}" if last else f"{time}, {batch}"
     weights = np.ones((8, 8), np.float32)
@@ -608,7 +606,7 @@ def test_axes_that_share_a_question_mark_may_differ(call: Any) -> None:
     assert [(row["status"], row["size"], row["batch"]) for row in found] == [("ok", "16x24", "2")] * 2
 
 
-def test_infinities_and_nan_by_design_agree_with_the_reference_s(call: Any) -> None:
+def test_intended_infinities_and_nan_agree_with_the_reference(call: Any) -> None:
     mask = np.zeros(10, np.float32)
     mask[[2, 5]], mask[1] = -np.inf, np.nan
     weights = np.random.default_rng(0).standard_normal((8, 10)).astype(np.float32)
@@ -621,7 +619,7 @@ def test_infinities_and_nan_by_design_agree_with_the_reference_s(call: Any) -> N
     call("run", "net.onnx", *QUICK[:-1], "openvino", "-o", "alone", code=0)
 
 
-def test_the_verdict_says_that_float64_is_computed_in_float32(call: Any) -> None:
+def test_float64_computed_in_float32_is_reported(call: Any) -> None:
     onnx.save(network(["n", 3, 24, 24], kind=KINDS.DOUBLE), "double.onnx")
     _, out, _ = call("run", "double.onnx", *QUICK[:-1], "onnxruntime", "-o", "run", code=0)
     assert "double: the graph was in float64, in part or as a whole, and is computed in float32" in " ".join(
@@ -629,14 +627,14 @@ def test_the_verdict_says_that_float64_is_computed_in_float32(call: Any) -> None
     )
 
 
-def test_an_export_takes_the_length_of_a_free_axis(call: Any) -> None:
+def test_exports_accept_the_length_of_a_free_axis(call: Any) -> None:
     saved("(float[N, length, 8] x) => (float[N, length, 4] y) { y = MatMul(x, w) }", w=np.ones((8, 4), np.float32))
     words = ("export", "net.onnx", "--precision", "fp16", "-o", "half.onnx")
     call(*words, "--shapes", "x:batchx16x8", code=0)
     assert onnx.load("half.onnx").graph.input[0].type.tensor_type.shape.dim[1].dim_param == "length"
 
 
-def test_the_verdict_says_that_labels_follow_names_as_text(call: Any) -> None:
+def test_labels_ordered_by_text_are_reported(call: Any) -> None:
     for k, name in enumerate(("1", "2", "3", "4", "5", "10")):
         drawn.photographs(Path("photos") / name, count=2, height=45, width=54, block=9 + k)
     onnx.save(network(["n", 3, 24, 24]), "net.onnx")
@@ -644,7 +642,7 @@ def test_the_verdict_says_that_labels_follow_names_as_text(call: Any) -> None:
     assert "Labels: classes are numbered in the order of their names as text, so class 1 is '10'" in out
 
 
-def test_the_verdict_says_that_a_graph_runs_as_in_training(call: Any) -> None:
+def test_graphs_in_training_mode_are_reported(call: Any) -> None:
     model = network(["n", 3, 24, 24], opset=13)
     model.graph.node[1].input[0] = "normal"
     normalised = h.make_node("BatchNormalization", ["c", *"kkkk"], ["normal", "mean", "var", "saved_mean", "saved_var"])
@@ -666,7 +664,7 @@ def test_outputs_below_the_absolute_tolerance_are_not_called_close(call: Any) ->
     assert call(*words, "--atol", "0", "--least", "0.5")[0] == 1
 
 
-def test_outputs_without_values_agree_with_nothing(call: Any) -> None:
+def test_empty_outputs_are_not_called_agreeing(call: Any) -> None:
     """A detector that finds no object has such outputs."""
     ends = {"first": 3, "last": 3, "axis": 1}
     saved("(float[n, 8] x) => (float[n, m] y) { y = Slice(x, first, last, axis) }", **{k: [v] for k, v in ends.items()})
@@ -683,7 +681,7 @@ def test_outputs_without_values_agree_with_nothing(call: Any) -> None:
     assert done.stdout == "y float32 1x0\n"
 
 
-def test_an_output_may_have_another_shape_than_its_file_declares(call: Any) -> None:
+def test_outputs_may_differ_from_their_declared_shape(call: Any) -> None:
     """onnxmltools declares LightGBM's labels as [1] for any batch."""
     model = onnx_text.model("(float[?, 8] x) => (int64[1] y) { y = ArgMax <axis = 1, keepdims = 0>(x) }", opset=13)
     model.graph.input[0].type.tensor_type.shape.dim[0].Clear()
@@ -692,13 +690,13 @@ def test_an_output_may_have_another_shape_than_its_file_declares(call: Any) -> N
     assert dyno.load("run").records[1].outputs()["y"].shape == (32,)
 
 
-def test_a_later_opset_than_the_engine_s_is_named_with_that(call: Any) -> None:
+def test_unsupported_opsets_are_named_with_the_supported_one(call: Any) -> None:
     onnx_text.write("net.onnx", "(float[n, 8] x) => (float[n, 8] y) { y = Relu(x) }", opset=99)
     _, _, err = call("run", "net.onnx", *QUICK[:-1], "onnxruntime", "--out", "run", code=3)
     assert re.search(r"it is in opset 99 of ai\.onnx, and this version reads up to \d+; export it for that one", err)
 
 
-def test_outputs_of_any_number_of_rows_are_compared_by_input(call: Any) -> None:
+def test_outputs_with_variable_rows_are_compared_by_input(call: Any) -> None:
     nodes = [h.make_node("NonZero", ["x"], ["where"]), h.make_node("Transpose", ["where"], ["y"], perm=[1, 0])]
     x, y = h.make_tensor_value_info("x", KINDS.FLOAT, ["n", 4]), h.make_tensor_value_info("y", KINDS.INT64, ["k", 2])
     onnx.save(
@@ -709,7 +707,7 @@ def test_outputs_of_any_number_of_rows_are_compared_by_input(call: Any) -> None:
     assert [row["inputs"] for row in csv.DictReader(out.splitlines())] == ["32", "32"]  # four rows each
 
 
-def test_outputs_without_a_shape_are_valid_and_an_input_needs_one(call: Any, photos: Path) -> None:
+def test_outputs_may_lack_a_shape_but_inputs_need_one(call: Any, photos: Path) -> None:
     """TensorFlow's converter writes them; ONNX's checker rejects them, the standard and the engines don't."""
     model = network(["n", 3, 24, 24])
     model.graph.output[0].type.tensor_type.ClearField("shape")
@@ -724,7 +722,7 @@ def test_outputs_without_a_shape_are_valid_and_an_input_needs_one(call: Any, pho
 
 
 @pytest.mark.parametrize("bounds", [(-0.5, 0.7), (0.2, 6.0)])
-def test_a_clip_stays_where_eight_bits_do_not_clip_alike(call: Any, photos: Path, bounds: tuple[float, float]) -> None:
+def test_clips_not_covered_by_the_int8_range_are_kept(call: Any, photos: Path, bounds: tuple[float, float]) -> None:
     """ONNX Runtime's quantiser drops such clips, although the int8 range must contain zero."""
     text = """(float[n, 3, 24, 24] x) => (float[n, 4, 24, 24] y, float[n, 8, 24, 24] z) {
         c = Conv<pads = [1, 1, 1, 1]>(x, w) k = Clip(c, low, high) y = Conv(k, v)
@@ -740,7 +738,7 @@ def test_a_clip_stays_where_eight_bits_do_not_clip_alike(call: Any, photos: Path
     assert max(errors) < 0.03, errors
 
 
-def test_a_transposed_convolution_in_groups_is_no_end_of_the_quantisation(call: Any) -> None:
+def test_grouped_transposed_convolutions_do_not_stop_quantisation(call: Any) -> None:
     text = """(float[n, 8, 8, 8] x) => (float[n, 4, 17, 17] y) {
         c = Conv<pads = [1, 1, 1, 1]>(x, w) y = ConvTranspose<strides = [2, 2], group = 2>(c, v, b) }"""
     rng = np.random.default_rng(0)
@@ -750,7 +748,7 @@ def test_a_transposed_convolution_in_groups_is_no_end_of_the_quantisation(call: 
     assert [(row["status"], row["outputs"]) for row in found] == [("ok", ""), ("ok", "agree")]
 
 
-def test_products_by_stacked_matrices_are_no_end_of_the_quantisation(call: Any) -> None:
+def test_batched_matrix_products_do_not_stop_quantisation(call: Any) -> None:
     text = "(float[n, 4, 5, 8] x) => (float[n, 4, 5, 3] y) { a = MatMul(x, w) r = Relu(a) y = MatMul(r, v) }"
     rng = np.random.default_rng(0)
     model = onnx_text.model(
@@ -761,7 +759,7 @@ def test_products_by_stacked_matrices_are_no_end_of_the_quantisation(call: Any) 
     assert "int8" in found[1]["ran_as"] and "fp32" in found[1]["ran_as"]
 
 
-def test_weights_that_are_an_output_too_run_in_every_precision(call: Any) -> None:
+def test_weights_that_are_also_outputs_run_in_every_precision(call: Any) -> None:
     text = "(float[n, 8] x) => (float[n, 3] y, float[8, 3] w) { y = MatMul(x, w) }"
     weights = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
     words = ("--precision", "fp32,fp16,int8", "--input", "x=-2..2", "--compared", 2)
@@ -771,7 +769,7 @@ def test_weights_that_are_an_output_too_run_in_every_precision(call: Any) -> Non
         np.testing.assert_allclose(trial.outputs()["w"].reshape(2, 8, 3)[0], weights, atol=0.02)
 
 
-def test_nodes_without_names_that_fp16_cannot_hold_stay_in_fp32(call: Any) -> None:
+def test_unnamed_nodes_beyond_the_fp16_range_stay_in_fp32(call: Any) -> None:
     """They were said to, under no name, and overflowed."""
     text = (
         "(float[n, 8] x) => (float[n, 8] y) { c = MatMul(x, w) a = Mul(c, large) b = MatMul(a, v) y = Mul(b, small) }"
@@ -785,7 +783,7 @@ def test_nodes_without_names_that_fp16_cannot_hold_stay_in_fp32(call: Any) -> No
     assert warnings == ["kept in FP32, as their values exceed FP16's range: Mul_1, MatMul_2, Mul_3"]
 
 
-def test_what_an_opset_has_in_fp32_alone_stays_in_that(call: Any) -> None:
+def test_operators_without_fp16_in_the_opset_stay_in_fp32(call: Any) -> None:
     """As the operators that quantise, until opset 19."""
     model = onnx_text.model("""(float[n, 8] x) => (float[n, 3] y) {
         q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) y = MatMul(d, w)
@@ -812,7 +810,7 @@ def test_a_branch_that_fp16_breaks_is_named(call: Any) -> None:
     assert full["status"] == "ok" and "breaks what the graphs inside its If operators read" in half["reason"], half
 
 
-def test_int8_keeps_the_factors_of_a_product_and_its_bias(call: Any) -> None:
+def test_int8_keeps_gemm_factors_and_bias(call: Any) -> None:
     """ONNX Runtime's quantiser drops beta: the outputs were off by 40 % of their size."""
     text = """(float[n, 8] x) => (float[n, 6] y, float[n, 6] z) {
         y = Gemm<transB = 1, alpha = 0.5, beta = 2.0>(x, w, b)
@@ -827,7 +825,7 @@ def test_int8_keeps_the_factors_of_a_product_and_its_bias(call: Any) -> None:
     assert len(others) == 3 and max(errors) < 0.03, errors
 
 
-def test_a_name_that_the_batch_shares_with_a_length_is_neither_s(call: Any) -> None:
+def test_a_name_shared_by_batch_and_length_is_ignored(call: Any) -> None:
     """As of dynamic_axes={0: "dynamic", 1: "dynamic"}: the tokens were as many as the inputs."""
     rng = np.random.default_rng(0)
     text = """(int64[dynamic, dynamic] ids, int64[dynamic, dynamic] mask) => (float[dynamic, dynamic, 4] y) {
@@ -848,13 +846,13 @@ def test_a_name_that_the_batch_shares_with_a_length_is_neither_s(call: Any) -> N
         np.testing.assert_allclose(trial.outputs()["y"], want, 1e-4, 1e-5)
 
 
-def test_a_map_s_sides_may_have_the_name_of_the_batch(call: Any) -> None:
+def test_image_sides_may_share_the_name_of_the_batch(call: Any) -> None:
     saved("(float[N, 3, N, N] x) => (float[N, 2, N, N] y) { y = Conv(x, w) }", w=np.ones((2, 3, 1, 1), np.float32))
     call("run", "net.onnx", *QUICK, "--size", "16x24", "--batch", 2, "--out", "run", code=0)
     assert [row["status"] for row in rows(Path("run"))] == ["ok"] * 2
 
 
-def test_one_letter_is_no_batch_beside_a_name_that_says_so(call: Any) -> None:
+def test_a_one_letter_axis_is_not_the_batch_if_another_is_named_batch(call: Any) -> None:
     """As of an image and n boxes of it: 5 of those were a batch of 5 images."""
     text = """(float[batch, 3, 8, 8] x, float[n, 4] boxes, float[n, 1] weight) => (float[n, 3] y) {
         p = GlobalAveragePool(x) f = Flatten(p) b = MatMul(boxes, w) s = Add(b, f) y = Mul(s, weight)
@@ -867,7 +865,7 @@ def test_one_letter_is_no_batch_beside_a_name_that_says_so(call: Any) -> None:
     assert {trial.outputs()["y"].shape for trial in dyno.load("run").records} == {(15, 3)}
 
 
-def test_the_standard_s_domain_has_two_names(call: Any) -> None:
+def test_the_onnx_domain_has_two_names(call: Any) -> None:
     weights = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     for written in ("node", "import", "both"):
         model = saved("(float[n, 4] x) => (float[n, 3] y) { m = MatMul(x, w) y = Relu(m) }", w=weights)
@@ -885,7 +883,7 @@ def test_the_standard_s_domain_has_two_names(call: Any) -> None:
 
 
 @pytest.mark.parametrize("imported", [True, False])
-def test_an_operator_of_tensorrt_is_each_engine_s_to_refuse(call: Any, imported: bool) -> None:
+def test_tensorrt_operators_are_refused_by_each_engine(call: Any, imported: bool) -> None:
     """Its tools put plug-ins into ONNX's own domain, or into one without a version: its parser goes by the name."""
     model = network(["n", 3, 24, 24])
     model.graph.node[1].op_type, model.graph.node[1].domain = "EfficientNMS_TRT", "" if imported else "TRT"
@@ -895,7 +893,7 @@ def test_an_operator_of_tensorrt_is_each_engine_s_to_refuse(call: Any, imported:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_channels_that_a_file_leaves_free_are_those_of_its_convolution(call: Any, photos: Path, channels: int) -> None:
+def test_free_channels_are_taken_from_the_first_convolution(call: Any, photos: Path, channels: int) -> None:
     """As in every image model of Hugging Face's exporter."""
     model = network(["batch_size", channels, 24, 24], channels=channels)
     for axis, name in enumerate(("num_channels", "height", "width"), 1):
@@ -912,7 +910,7 @@ def test_channels_that_a_file_leaves_free_are_those_of_its_convolution(call: Any
     assert {(row["status"], row["size"]) for row in rows(Path("plain"))} == {("ok", "224")}
 
 
-def test_the_shape_that_a_refusal_names_can_be_given(call: Any) -> None:
+def test_the_shape_suggested_by_a_refusal_works(call: Any) -> None:
     saved("(float[batch, c, height, width] x) => (float[batch, c, height, width] y) { y = Relu(x) }")
     code, _, err = call("run", "net.onnx", *QUICK, "--out", "run")
     assert code == 2 and "--shapes x:batchx<c>xheightxwidth" in err
@@ -937,7 +935,7 @@ def test_the_shape_that_a_refusal_names_can_be_given(call: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", ["", "x:batchx8"])
-def test_arrays_of_a_file_with_a_fixed_batch_are_fed_in_that(call: Any, shape: str) -> None:
+def test_arrays_are_fed_in_the_fixed_batch_of_a_file(call: Any, shape: str) -> None:
     """They were refused as not of a batch of 1."""
     weights = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
     saved("(float[4, 8] x) => (float[4, 3] y) { y = MatMul(x, w) }", w=weights)
@@ -954,7 +952,7 @@ def test_arrays_of_a_file_with_a_fixed_batch_are_fed_in_that(call: Any, shape: s
 
 
 @pytest.mark.parametrize("edges", ["float[nodes, nodes] by", "int64[2, num_edges] by"])
-def test_the_nodes_of_a_graph_are_one_input(call: Any, edges: str) -> None:
+def test_graph_network_nodes_are_one_input(call: Any, edges: str) -> None:
     take = {"float": "m = MatMul(by, x)", "int64": "f = Gather(by, zero) g = Gather(x, f) m = ReduceMean(g, zeros)"}
     text = f"(float[nodes, 5] x, {edges}) => (float[nodes, 3] y) {{ {take[edges[:5]]} s = Add(x, m) y = MatMul(s, w) }}"
     weights = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
@@ -968,7 +966,7 @@ def test_the_nodes_of_a_graph_are_one_input(call: Any, edges: str) -> None:
     assert {trial.outputs()["y"].shape for trial in dyno.load("run").records} == {(12, 3)}
 
 
-def test_a_size_that_is_an_input_is_named_where_random_numbers_fail(call: Any) -> None:
+def test_a_size_input_is_named_where_random_values_fail(call: Any) -> None:
     """As of a mask's decoder, which enlarges to the size of the image."""
     saved("""(float[1, 2, 4, 4] x, float[2] size) => (float[1, 2, h, w] y) {
         s = Cast<to = 7>(size) all = Concat<axis = 0>(ones, s) y = Resize<mode = "linear">(x, , , all)

@@ -252,13 +252,13 @@ def test_every_command_of_a_page_runs(page: str, preloaded: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("block", [pytest.param(b, id=f"{p}: {b.needs}") for p in PAGES for b in blocks(p) if b.needs])
-def test_what_is_left_out_says_what_it_needs(block: Block) -> None:
+def test_skipped_commands_state_their_requirements(block: Block) -> None:
     assert block.kind == "bash" and block.commands()
     if block.lacks:
         pytest.skip(f"needs {block.lacks}")
 
 
-def test_a_command_is_shortened_but_otherwise_what_it_is() -> None:
+def test_commands_are_shortened_but_otherwise_unchanged() -> None:
     words = shlex.split("dyno run m.onnx --rounds 5 --batch 1,16")
     assert shortened(words) == shlex.split(
         "dyno run m.onnx --rounds 1 --batch 1,16 --seconds 0.05 --warmup 0.02 --confirm 0 --routes usual --compared 4 "

@@ -87,7 +87,7 @@ def built(dyno: Any, place: Path) -> Path:
     return place / "net.npnet"
 
 
-def test_the_doctor_names_what_works_and_what_is_broken(dyno: Any, tmp_path: Path) -> None:
+def test_doctor_names_working_and_broken_plugins(dyno: Any, tmp_path: Path) -> None:
     for name in ("torch", "onnxruntime", "openvino"):  # slow trials, covered by another test
         (tmp_path / f"{name}.py").write_text("raise ImportError('hidden')")
     shown = dyno("doctor", "--format", "csv", env={"PYTHONPATH": str(tmp_path)})
@@ -99,13 +99,13 @@ def test_the_doctor_names_what_works_and_what_is_broken(dyno: Any, tmp_path: Pat
     assert "is dict, not FileFormat" in found["other"]["detail"]
 
 
-def test_a_file_of_its_own_format_is_run_by_its_backend(dyno: Any, built: Path) -> None:
+def test_a_plugin_backend_runs_its_own_file_format(dyno: Any, built: Path) -> None:
     (row,) = rows(dyno("time", built, *QUICK, "--format", "csv").stdout)
     assert (row["backend"], row["status"], row["size"]) == ("numpy_net", "ok", "8")
     assert row["ran_as"] == "3 fp32"
 
 
-def test_a_network_runs_beside_the_others(dyno: Any, place: Path) -> None:
+def test_a_plugin_backend_runs_with_the_others(dyno: Any, place: Path) -> None:
     asked = ("--channels", 1, "--size", 8, "--compared", 3, "--precision", "fp32,int8", "--out", "run")
     dyno("run", NET, "--backend", "pytorch,numpy_net@order=F", *asked, *QUICK)
     shown = rows(dyno("show", "run", "--format", "csv").stdout)
@@ -115,7 +115,7 @@ def test_a_network_runs_beside_the_others(dyno: Any, place: Path) -> None:
     assert "numpy_net has no int8" in found["numpy_net", "int8"]["reason"]
 
 
-def test_its_table_and_its_chart_stand_beside_dyno_s_own(dyno: Any, built: Path, place: Path) -> None:
+def test_plugin_tables_and_charts_are_shown(dyno: Any, built: Path, place: Path) -> None:
     dyno("time", built, *QUICK, "--out", "timed")
     assert "A row per trial: images per second." in dyno("show", "--list").stdout
     (row,) = rows(dyno("show", "timed", "--table", "speeds", "--format", "csv").stdout)
@@ -125,12 +125,12 @@ def test_its_table_and_its_chart_stand_beside_dyno_s_own(dyno: Any, built: Path,
     assert (place / "timed/charts/speeds.png").is_file() and (place / "timed/tables/speeds.csv").is_file()
 
 
-def test_its_format_of_data_sets_has_labels(dyno: Any, built: Path) -> None:
+def test_a_plugin_data_format_has_labels(dyno: Any, built: Path) -> None:
     (row,) = rows(dyno("eval", built, "--data", "photos", *QUICK, "--format", "csv").stdout)
     assert row["status"] == "ok" and 0 <= float(row["top1"]) <= 100
 
 
-def test_its_task_keeps_answers_of_its_own(dyno: Any, built: Path, place: Path) -> None:
+def test_a_plugin_task_stores_its_own_answers(dyno: Any, built: Path, place: Path) -> None:
     dyno("export", NET, "-o", "one.npnet", "--channels", 1, "--size", 8, "--classes", 1)
     dyno("run", "one.npnet", "--task", "grade", "--data", "photos", "--out", "graded", *QUICK)
     (path,) = (place / "graded/trials").glob("*/r0/outputs.npz")
@@ -147,7 +147,7 @@ def test_its_task_keeps_answers_of_its_own(dyno: Any, built: Path, place: Path) 
     assert "a network for grade gives batch x 1" in wrong.stderr
 
 
-def test_it_keeps_the_contract_of_backends(place: Path) -> None:
+def test_the_plugin_backend_passes_the_contract_tests(place: Path) -> None:
     words = ["-m", "pytest", "-q", ROOT / "tests/test_contract.py", "-k", "numpy_net", "-p", "no:cacheprovider"]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(

@@ -52,7 +52,7 @@ def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return call
 
 
-def test_the_description_is_valid_and_the_version_the_same_everywhere(built: Path) -> None:
+def test_package_metadata_is_valid_and_the_version_is_consistent(built: Path) -> None:
     done = run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir())
     assert done.returncode == 0, done.stdout + done.stderr
     version = package.__version__
@@ -65,7 +65,7 @@ def test_the_description_is_valid_and_the_version_the_same_everywhere(built: Pat
 
 
 @pytest.mark.slow
-def test_the_distributions_hold_what_they_need(built: Path) -> None:
+def test_the_distributions_contain_the_required_files(built: Path) -> None:
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
     pages = [path.name for path in (ROOT / "src/dyno/report/page").iterdir()]
@@ -78,7 +78,7 @@ def test_the_distributions_hold_what_they_need(built: Path) -> None:
     assert {"docker/Dockerfile.gpu", "docker/compose.yaml", "docker/runs/.gitignore", ".dockerignore"} <= inside
 
 
-def test_the_wheel_alone_says_what_to_install(bare: Any) -> None:
+def test_the_bare_wheel_tells_what_to_install(bare: Any) -> None:
     assert bare("--version").split()[-1] == package.__version__
     assert "run" in bare("--help")
     assert "pip install" in bare("doctor", code=3), "no backend can run"
@@ -129,7 +129,7 @@ def list_steps(workflow: dict[Any, Any], key: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [path.stem for path in WORKFLOWS.iterdir()])
-def test_a_workflow_calls_what_there_is_and_has_no_right_by_default(name: str) -> None:
+def test_workflows_call_existing_targets_and_default_to_read_only(name: str) -> None:
     workflow = read_workflow(name)
     assert workflow["permissions"] == {"contents": "read"}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -151,7 +151,7 @@ def test_a_workflow_calls_what_there_is_and_has_no_right_by_default(name: str) -
     assert all(job["timeout-minutes"] <= 360 for job in workflow["jobs"].values())
 
 
-def test_every_python_that_is_promised_is_tested() -> None:
+def test_every_supported_python_is_tested() -> None:
     promised = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)}
     assert promised == {*read_workflow("ci")["jobs"]["check"]["strategy"]["matrix"]["python"]}
     assert min(promised, key=lambda each: int(each[2:])) == PROJECT["requires-python"].removeprefix(">=")
@@ -178,7 +178,7 @@ def test_a_tag_is_built_once_tested_and_published_without_a_token() -> None:
     ("tag", "repository", "problem"),
     [("v{version}", "{url}", ""), ("v9.9.9", "{url}", "version is v"), ("v{version}", "https://x/y", "Repository is ")],
 )
-def test_another_tag_or_repository_is_not_released(tag: str, repository: str, problem: str) -> None:
+def test_wrong_tags_and_repositories_are_not_released(tag: str, repository: str, problem: str) -> None:
     (check,) = [line for line in list_steps(read_workflow("release"), "run") if "tomllib" in line]
     known = {"version": PROJECT["version"], "url": PROJECT["urls"]["Repository"]}
     env = {"TAG": tag.format(**known), "REPOSITORY": repository.format(**known)}
@@ -189,7 +189,7 @@ def test_another_tag_or_repository_is_not_released(tag: str, repository: str, pr
     assert (done.returncode, problem in done.stderr) == (bool(problem), True), done.stderr
 
 
-def test_the_recipe_for_conda_requires_what_the_wheel_requires() -> None:
+def test_the_conda_recipe_has_the_requirements_of_the_wheel() -> None:
     recipe = yaml.safe_load(RECIPE.read_text())
     required, (python, linux, *others) = PROJECT["dependencies"], recipe["requirements"]["run"]
     assert others == [each.replace(">=", " >=") for each in sorted(required)]
@@ -202,7 +202,7 @@ def test_the_recipe_for_conda_requires_what_the_wheel_requires() -> None:
     assert recipe["about"]["license"] == PROJECT["license"] and (ROOT / recipe["about"]["license_file"]).is_file()
 
 
-def test_every_file_names_the_repository_of_the_project() -> None:
+def test_every_file_names_the_same_repository() -> None:
     url = PROJECT["urls"]["Repository"]
     assert all(each.startswith(url) for each in PROJECT["urls"].values())
     about = yaml.safe_load(RECIPE.read_text())["about"]
@@ -216,7 +216,7 @@ FILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.suffix[1:])
-def test_an_image_copies_what_there_is_and_installs_extras_that_exist(file: Path) -> None:
+def test_docker_images_use_existing_files_and_extras(file: Path) -> None:
     text = file.read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (wanted,) = re.findall(r"^ARG EXTRAS=(.*)$", text, re.M)
@@ -227,12 +227,12 @@ def test_an_image_copies_what_there_is_and_installs_extras_that_exist(file: Path
     assert re.search(r"^USER dyno$", text, re.M) and re.search(r'^HEALTHCHECK .*"dyno", "doctor"', text, re.M)
 
 
-def test_onnx_runtime_for_gpus_has_the_version_that_the_tests_have() -> None:
+def test_the_gpu_image_has_the_tested_onnx_runtime_version() -> None:
     (version,) = re.findall(r"^onnxruntime(==.+)$", (ROOT / "tools/constraints.txt").read_text(), re.M)
     assert f"\nARG ORT=onnxruntime-gpu{version}\n" in (ROOT / "docker/Dockerfile.gpu").read_text()
 
 
-def test_nothing_that_a_user_installs_has_a_highest_version() -> None:
+def test_user_dependencies_have_no_upper_bound() -> None:
     """Installing Dyno must never downgrade a library; `make setup` has separate constraints."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [
@@ -242,7 +242,7 @@ def test_nothing_that_a_user_installs_has_a_highest_version() -> None:
     assert not bounded and "<" not in project["requires-python"]
 
 
-def test_the_services_are_built_from_these_files() -> None:
+def test_compose_services_use_the_dockerfiles() -> None:
     services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
     built = {
         (ROOT / "docker" / each["build"]["context"] / each["build"]["dockerfile"]).resolve()
@@ -272,7 +272,7 @@ def test_every_page_of_the_documentation_is_in_the_menu(site: Path) -> None:
 
 
 @pytest.mark.rare
-def test_nothing_is_fetched_from_outside(site: Path) -> None:
+def test_the_site_loads_no_external_resources(site: Path) -> None:
     for page in site.rglob("*.html"):
         fetched = re.findall(r'<(?:script|img|iframe)[^>]*\bsrc="?(https?:[^" >]*)', page.read_text())
         fetched += re.findall(r'<link[^>]*rel="?stylesheet"?[^>]*href="?(https?:[^" >]*)', page.read_text())
@@ -281,7 +281,7 @@ def test_nothing_is_fetched_from_outside(site: Path) -> None:
 
 
 @pytest.mark.rare
-def test_the_references_are_made_from_the_code(site: Path) -> None:
+def test_reference_pages_are_generated_from_the_code(site: Path) -> None:
     commands = (site / "reference/commands.html").read_text()
     for command in ("dyno run", "dyno bench video", "dyno data imagenet-val"):
         assert f">{command}<" in commands

@@ -18,7 +18,7 @@ STUDIES = sorted((Path(__file__).resolve().parents[1] / "studies").glob("*.toml"
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda p: p.stem)
-def test_every_study_can_be_read_and_its_options_are_known(path: Path) -> None:
+def test_every_study_file_is_readable_with_known_options(path: Path) -> None:
     for choice in map(Choice.parse, Study.from_toml(path).backends):
         assert set(choice.options) <= set(registry.find(choice.name).options)
 
@@ -32,14 +32,14 @@ def test_the_references_have_their_networks_batches_and_sizes() -> None:
     assert imagenet.peak and own.peak
 
 
-def test_on_a_cpu_a_study_lists_its_trials_with_reasons(root: Path, dyno: Any, tmp_path: Path) -> None:
+def test_a_dry_run_on_a_cpu_lists_trials_with_refusals(root: Path, dyno: Any, tmp_path: Path) -> None:
     done = dyno("run", root / "studies" / "own-classes.toml", "--dry-run", "--size", "64", cwd=tmp_path, code=0)
     refused = sum(line.rstrip().endswith(" refused") for line in done.stdout.splitlines())
     assert re.search(rf"^15 trials of .+, {refused} refused; ", done.stdout, re.M)
     assert bool(refused) == (" is not installed in this Python; " in done.stdout)
 
 
-def test_on_a_cpu_a_study_runs_small(root: Path, dyno: Any, tmp_path: Path) -> None:
+def test_study_files_run_on_a_cpu_at_small_scale(root: Path, dyno: Any, tmp_path: Path) -> None:
     small = ("--device", "cpu", "--backend", "pytorch", "--batch", 1, "--size", 32, "--rounds", 1)
     quick = ("--samples", 5, "--warmup", 0.05, "--threads", 1, "--out", tmp_path / "run")
     dyno("run", root / "studies" / "own-classes.toml", *small, *quick, timeout=1200, code=0)

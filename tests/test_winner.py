@@ -137,7 +137,7 @@ def run_alone(script: Path, fed: dict[str, np.ndarray], pictures: list[Path], sc
 @pytest.mark.parametrize(
     "which", ["pytorch", "pytorch@input=uint8", "onnxruntime/int8", "onnxruntime/fp32", "openvino"]
 )
-def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str, tmp_path: Path) -> None:
+def test_exported_scripts_answer_like_their_trial(run: Result, photos: Path, which: str, tmp_path: Path) -> None:
     taken = run.export(which, tmp_path / "best")
     found = run.records.trial(taken.trial)
     trial, stored = found.spec, found.outputs()
@@ -153,7 +153,7 @@ def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str
 
 
 @pytest.mark.parametrize("which", ["aoti/bf16", "torchao@scheme=static", "torchao@scheme=dynamic"])
-def test_what_was_compiled_is_taken(which: str, photos: Path, tmp_path: Path) -> None:
+def test_compiled_trials_are_exported(which: str, photos: Path, tmp_path: Path) -> None:
     if lacks := find_missing(re.split("[@/]", which)[0]):
         pytest.skip(f"{lacks} is not installed")
     (tmp_path / "net.py").write_text(NET)
@@ -169,7 +169,7 @@ def test_what_was_compiled_is_taken(which: str, photos: Path, tmp_path: Path) ->
     np.testing.assert_allclose(made["output:output"], found.outputs()["output"], rtol=1e-4, atol=1e-5)
 
 
-def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(run: Result, call: Any, tmp_path: Path) -> None:
+def test_the_winner_is_exported_and_a_lost_file_is_rebuilt(run: Result, call: Any, tmp_path: Path) -> None:
     code, out, err = call("export", run.folder, "openvino", "-o", "best")
     assert (code, err) == (0, "") and "best.xml" in out and out.endswith("run it: python best.py\n")
     size = sum((tmp_path / f"best.{suffix}").stat().st_size for suffix in ("xml", "bin"))
@@ -183,7 +183,7 @@ def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(run: Result
     assert run.export().file.name.startswith("net-")
 
 
-def test_what_can_not_be_taken_is_one_line(run: Result, refused: Any, tmp_path: Path) -> None:
+def test_unexportable_trials_are_refused_in_one_line(run: Result, refused: Any, tmp_path: Path) -> None:
     assert "no trial of" in (line := refused("export", run.folder, "tensorrt")) and "openvino/fp32" in line
     assert "file is .onnx; give -o best.onnx" in refused("export", run.folder, "onnxruntime/fp32", "-o", "best.xml")
     assert "fits several trials" in refused("export", run.folder, "onnxruntime")
@@ -207,7 +207,7 @@ def test_what_can_not_be_taken_is_one_line(run: Result, refused: Any, tmp_path: 
     ],
     ids=["bytes, channels last", "a size beside it", "no image"],
 )  # fmt: skip
-def test_photographs_are_answered_or_refused(
+def test_scripts_answer_or_refuse_photographs(
     inputs: str, node: str, words: list[str], code: int, call: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("onnxruntime")
@@ -226,7 +226,7 @@ def test_photographs_are_answered_or_refused(
 
 
 @pytest.mark.usefixtures("unreported")
-def test_a_run_prints_how_its_winner_is_taken(call: Any, tmp_path: Path) -> None:
+def test_a_run_prints_how_to_export_its_winner(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     (tmp_path / "net.py").write_text(NET)
     short = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02".split()
@@ -242,7 +242,7 @@ def test_a_run_prints_how_its_winner_is_taken(call: Any, tmp_path: Path) -> None
     ("model", "size"),
     [("torchvision:squeezenet1_1", "64"), ("timm:test_vit", "160"), ("ultralytics:yolov8n.yaml", "64")],
 )
-def test_a_module_of_a_library_is_built_again(model: str, size: str, tmp_path: Path) -> None:
+def test_scripts_rebuild_library_modules(model: str, size: str, tmp_path: Path) -> None:
     pytest.importorskip(model.partition(":")[0])
     result = ran(Study(models=(model,), backends=("pytorch",), sizes=(size,), compared=2), tmp_path / "run")
     taken = result.export(out=tmp_path / "best")
@@ -252,7 +252,7 @@ def test_a_module_of_a_library_is_built_again(model: str, size: str, tmp_path: P
         np.testing.assert_allclose(made[f"output:{name}"], values, rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_function_wrapped_is_built_again(tmp_path: Path) -> None:
+def test_scripts_rebuild_wrapped_modules(tmp_path: Path) -> None:
     """torch.compile and DataParallel are removed before measuring, so weights have the inner network's names."""
     pytest.importorskip("torch")
     (tmp_path / "nets.py").write_text(
@@ -272,7 +272,7 @@ def test_what_a_function_wrapped_is_built_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["file", "memory"])
-def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path: Path) -> None:
+def test_modules_with_described_inputs_are_called_the_same_way(where: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     (tmp_path / "words.py").write_text(WORDS)
     model: Any = f"{tmp_path}/words.py:words"
@@ -295,6 +295,6 @@ def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path
     assert done.returncode == 0 and "output float32" in done.stdout, done.stderr
 
 
-def test_a_backend_without_a_script_says_so(fake_study: Any, tmp_path: Path) -> None:
+def test_backends_without_a_script_report_it(fake_study: Any, tmp_path: Path) -> None:
     result = fake_study().run(tmp_path / "run", quiet=True)
     refuses("there is no script for fake; one can be written for onnxruntime", result.export, "fake", tmp_path / "best")

@@ -82,7 +82,7 @@ def run(path: str, images: np.ndarray, batch: int = 16, optimised: bool = True) 
     return [np.concatenate(part) for part in zip(*parts, strict=True)]
 
 
-def test_it_finds_shapes_and_the_library_agrees(network: Network) -> None:
+def test_detections_match_ultralytics_metrics(network: Network) -> None:
     """The metrics interpolate precision differently; the library's coarse masks score lower at strict thresholds."""
     said = network.trained.metrics
     for kind, suffix in (("bbox", "B"), ("segm", "M")):
@@ -109,7 +109,7 @@ def test_the_exported_graph_is_right_at_every_batch(network: Network, batch: int
         ("int8", "tensorrt", None, 0.15),
     ],
 )
-def test_a_lower_precision_still_finds_them(
+def test_lower_precisions_still_find_the_shapes(
     network: Network, tmp_path: Path, precision: str, target: str, pixels: float | None, score: float
 ) -> None:
     trial = Trial(network.model, "onnxruntime", precision, Dims(0, SIZE, SIZE), data=network.data)
@@ -124,7 +124,7 @@ def test_a_lower_precision_still_finds_them(
 
 @pytest.mark.skipif(not MODELOPT, reason="DYNO_TEST_MODELOPT names no Python with nvidia-modelopt")
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_nvidia_modelopt_spares_the_decoding_too(network: Network, tmp_path: Path, precision: str) -> None:
+def test_nvidia_modelopt_keeps_the_decoding_unquantised(network: Network, tmp_path: Path, precision: str) -> None:
     trial = Trial(
         network.model, "tensorrt", precision, Dims(0, SIZE, SIZE), {"quantizer": "modelopt"}, data=network.data
     )
@@ -138,7 +138,7 @@ def test_nvidia_modelopt_spares_the_decoding_too(network: Network, tmp_path: Pat
         assert network.scores(got, kind)[1] > network.scores(network.reference, kind)[1] - 0.05
 
 
-def test_one_scale_for_all_of_the_output_would_lose_most_of_them(network: Network, tmp_path: Path) -> None:
+def test_one_scale_for_the_whole_output_loses_most_detections(network: Network, tmp_path: Path) -> None:
     """Without a task the network is quantised to its end; keeping the decoding in FP32 avoids that."""
     model = replace(network.model, task="classify")
     trial = Trial(model, "onnxruntime", "int8", Dims(0, SIZE, SIZE), data=network.data)
@@ -150,7 +150,7 @@ def test_one_scale_for_all_of_the_output_would_lose_most_of_them(network: Networ
     assert found < 0.1 * there
 
 
-def test_every_backend_agrees_and_the_file_knows_its_task(network: Network, dyno: Any, tmp_path: Path) -> None:
+def test_every_backend_agrees_and_the_file_stores_its_task(network: Network, dyno: Any, tmp_path: Path) -> None:
     words = (network.trained.source, "--weights", network.trained.weights, "--size", SIZE)
     short = ("--threads", 1, "--compared", 4, "--rtol", 1e-2, "--atol", 1e-2, "--least", 0.999)
     backends = "pytorch,onnxruntime@exporter=dynamo,openvino@exporter=dynamo"  # tests/runner has other routes
@@ -161,7 +161,7 @@ def test_every_backend_agrees_and_the_file_knows_its_task(network: Network, dyno
     assert "is a network for segment, not pose" in done.stderr
 
 
-def test_masks_and_boxes_of_a_run(network: Network, tmp_path: Path) -> None:
+def test_a_run_has_masks_and_boxes(network: Network, tmp_path: Path) -> None:
     """ultralytics interpolates precision differently, and its coarse masks score lower at strict thresholds."""
     model, data, plan = network.model, network.data, Plan(boundaries=(), rounds=1)
     trial = Trial(model, "pytorch", "fp32", Dims(5, SIZE, SIZE), data=data, runtime=Runtime(threads=1), plan=plan)
@@ -182,7 +182,7 @@ def test_masks_and_boxes_of_a_run(network: Network, tmp_path: Path) -> None:
     assert frame["map50_95"].iloc[0] == pytest.approx(frame["map50_95"].iloc[1], abs=0.5), "whatever the batch"
 
 
-def test_images_whose_detections_differ_are_those_of_another_computation(
+def test_images_with_differing_detections_match_another_computation(
     network: Network, dyno: Any, tmp_path: Path
 ) -> None:
     """INT8 calibrated on pale images clips bright shapes: boxes are lost, added, or change class."""

@@ -43,7 +43,7 @@ def test_a_broken_onnx_file_is_named(refused: Any, onnx_file: Path, harm: str) -
     assert line.startswith("m.onnx is a folder, not a model file" if harm == "folder" else "m: ")
 
 
-def test_a_file_without_inputs_is_one_line(refused: Any, onnx_file: Path) -> None:
+def test_a_file_without_inputs_is_refused_in_one_line(refused: Any, onnx_file: Path) -> None:
     onnx = pytest.importorskip("onnx")
     model = onnx.load(onnx_file)
     value = onnx.helper.make_tensor("value", onnx.TensorProto.FLOAT, [1], [1.0])
@@ -66,7 +66,7 @@ def photos(tmp_path: Path) -> Path:
     return photographs(tmp_path / "photos", "猫", "Ωμέγα [/x]", count=4)
 
 
-def test_data_folders_without_images(refused: Any, tmp_path: Path) -> None:
+def test_data_folders_without_images_are_refused(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert refused(*FAKE, "--data", "empty").startswith("no class folders in ")
     (tmp_path / "empty/cat").mkdir()
@@ -75,7 +75,7 @@ def test_data_folders_without_images(refused: Any, tmp_path: Path) -> None:
     assert refused(*FAKE, "--data", "file").startswith("file is not a folder")
 
 
-def test_an_output_that_cannot_be_written(refused: Any, tmp_path: Path) -> None:
+def test_unwritable_outputs_are_refused(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert refused(*FAKE, "--out", "file").endswith(
         "file: is a file, or a link to nothing, where a folder is needed; give another path"
@@ -97,14 +97,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_read_only_file_system(refused: Any, small_disk: Path) -> None:
+def test_a_read_only_file_system_is_reported(refused: Any, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "the file system is read-only; give another path (--out; DYNO_CACHE for the cache, TMPDIR" in refused(
         *FAKE, "--out", small_disk / "r"
     )
 
 
-def test_devices_that_are_lost_are_no_bad_input(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_is_not_a_user_error(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread, "execute", lambda *_, **__: places.list_left([]))
     code, _, err = call(*FAKE, "--out", "lost")
     assert (code, err.splitlines()[-1]) == (
@@ -112,14 +112,14 @@ def test_devices_that_are_lost_are_no_bad_input(call: Any, monkeypatch: pytest.M
     )  # fmt: skip
 
 
-def test_a_list_may_be_written_with_commas_or_as_an_option_twice(call: Any) -> None:
+def test_list_options_take_commas_or_repetition(call: Any) -> None:
     once = "--backend fake@latency_ms=1,fake@latency_ms=2 --batch 1,2 --size 8,16"
     twice = "--backend fake@latency_ms=1 --batch 1 --backend fake@latency_ms=2 --batch 2 --size 8 --size 16"
     first, second = (call("run", "fake:[]", *words.split(), "--dry-run") for words in (once, twice))
     assert first == second and first[0] == 0 and "8 trials of [], 0 refused" in first[1]
 
 
-def test_a_dry_run_lists_and_runs_nothing(call: Any) -> None:
+def test_a_dry_run_lists_trials_and_runs_nothing(call: Any) -> None:
     code, out, err = call("run", "fake:[/x]", "--backend", "fake", "--precision", "fp32,fp8", "--dry-run")
     assert (code, err) == (0, "")
     assert "[/x]" in out and "2 trials of [/x], 1 refused; 5 rounds in turns each. Nothing was run." in out
@@ -138,14 +138,14 @@ def test_show_lists_its_tables(call: Any) -> None:
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *BELOW])
-def test_every_command_explains_itself(call: Any, command: str) -> None:
+def test_every_command_has_help(call: Any, command: str) -> None:
     code, out, err = call(*command.split(), "--help")
     assert (code, err) == (0, "")
     assert f"dyno {command}" in out and "<" not in out and max(map(len, out.splitlines())) <= 80
     assert call(*command.split(), "--help-all")[0] == 0
 
 
-def test_the_overview_has_each_command_s_first_sentence_and_loads_no_library() -> None:
+def test_the_overview_shows_first_sentences_and_imports_no_library() -> None:
     code = "import sys; sys.argv = ['dyno', '--help']; from dyno.cli.app import main; main(); "
     code += "print(sorted({'typer', 'rich', 'numpy', 'dyno.study', 'dyno.worker'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -165,7 +165,7 @@ def test_every_field_of_a_study_is_an_option_with_its_help() -> None:
     assert [f.name for f in fields if not options[f.name].startswith(f.metadata["help"])] == []
 
 
-def test_the_short_help_has_the_common_options_in_groups_and_the_long_one_all(call: Any) -> None:
+def test_short_help_groups_common_options_and_long_help_has_all(call: Any) -> None:
     short, long = (call("run", flag)[1] for flag in ("--help", "--help-all"))
     options = re.findall(r"^  (?:-\w, )?(--[\w-]+)", short, re.M)
     assert len(options) <= 16 and {"--backend", "--rounds", "--quick"} <= set(options)
@@ -177,13 +177,13 @@ def test_the_short_help_has_the_common_options_in_groups_and_the_long_one_all(ca
     assert max(map(len, long.splitlines())) <= 80
 
 
-def test_usual_names_of_options_are_accepted(call: Any) -> None:
+def test_common_option_aliases_are_accepted(call: Any) -> None:
     words = "run fake:net --backends fake --precisions fp32,fp8 --batch-size 1,2 --imgsz 8 --dry-run".split()
     assert "4 trials of net, 2 refused" in call(*words, code=0)[1]
     assert "4 trials" in call(*words, "--quick", code=0)[1] and "1 round in turns" in call(*words, "--quick")[1]
 
 
-def test_the_commands_are_these(call: Any) -> None:
+def test_help_lists_all_commands(call: Any) -> None:
     _, out, _ = call("--help", code=0)
     assert len(out.splitlines()) <= 40 and out.count("\n  dyno ") == 4
     assert re.findall(r"^  ([\w-]+)  ", out.partition("\nMeasure:")[2], re.M) == COMMANDS, "a line for each"
@@ -200,7 +200,7 @@ def test_a_renamed_command_runs_by_its_old_name(call: Any, old: str, new: str) -
 
 
 @pytest.mark.parametrize("command", ["show", "doctor", "run", "compare"])
-def test_an_interrupt_says_what_is_left(
+def test_an_interrupt_tells_how_to_continue(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`show` and `doctor` measure nothing, so nothing is left."""
@@ -216,18 +216,18 @@ def test_an_interrupt_says_what_is_left(
     assert (err == "dyno: stopped\n") == (command in ("show", "doctor"))
 
 
-def test_an_unknown_command_is_exit_2(call: Any) -> None:
+def test_an_unknown_command_exits_with_2(call: Any) -> None:
     assert call("rum")[0] == 2
     assert call("run")[0] == 2
 
 
-def test_the_version_is_told_and_the_package_runs(call: Any) -> None:
+def test_the_package_runs_as_a_module_and_prints_its_version(call: Any) -> None:
     done = subprocess.run([sys.executable, "-m", "dyno", "--version"], capture_output=True, text=True, timeout=1200)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"dyno {__version__}\n", "")
     assert call("--version")[:2] == (0, done.stdout)
 
 
-def test_it_is_installed_as_a_command(dyno: Any, tmp_path: Path) -> None:
+def test_the_dyno_command_is_installed(dyno: Any, tmp_path: Path) -> None:
     done = dyno(*FAKE, "--out", tmp_path / "r", code=0)
     assert "fake@latency_ms=0.1 fp32 takes" in done.stdout or CROWDED in done.stdout
     assert dyno("show", tmp_path / "none").returncode == 2
@@ -237,7 +237,7 @@ def test_it_is_installed_as_a_command(dyno: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_unreadable_images_are_named_or_skipped_in_any_script(refused: Any, call: Any, photos: Path) -> None:
+def test_unreadable_images_are_named_or_skipped(refused: Any, call: Any, photos: Path) -> None:
     (photos / "猫/1.png").write_bytes(b"no image")
     (photos / "猫/2.png").write_bytes((photos / "猫/2.png").read_bytes()[:60])
     line = refused(*FAKE, "--data", photos, "--out", "r")
@@ -249,7 +249,7 @@ def test_unreadable_images_are_named_or_skipped_in_any_script(refused: Any, call
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_full_disk_keeps_what_was_measured(call: Any, small_disk: Path) -> None:
+def test_a_full_disk_keeps_earlier_measurements(call: Any, small_disk: Path) -> None:
     words = [*FAKE, "--batch", "1,2,3,4", "--out", small_disk]
     _, _, err = call(*words, code=2)
     last = err.splitlines()[-1]
@@ -262,7 +262,7 @@ def test_a_full_disk_keeps_what_was_measured(call: Any, small_disk: Path) -> Non
     assert len(list(small_disk.glob("trials/*/r0/record.json"))) == 4
 
 
-def test_a_full_folder_for_temporary_files_is_told(dyno: Any, small_disk: Path) -> None:
+def test_a_full_temporary_folder_is_reported(dyno: Any, small_disk: Path) -> None:
     """An export stores no measurements, so the message mentions none."""
     (small_disk / "other").write_bytes(bytes(36 << 10))
     done = dyno("export", "torchvision:resnet18", "-o", small_disk.parent / "m.onnx",
@@ -274,21 +274,21 @@ def test_a_full_folder_for_temporary_files_is_told(dyno: Any, small_disk: Path) 
     )
 
 
-def test_a_full_cache_is_told(dyno: Any, small_disk: Path) -> None:
+def test_a_full_cache_is_reported(dyno: Any, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=8k", small_disk], check=True)
     words = ("export", "torchvision:squeezenet1_1", "-o", small_disk.parent / "m.onnx")
     last = dyno(*words, env={"DYNO_CACHE": str(small_disk)}, code=2).stderr.splitlines()[-1]
     assert last.startswith(f"dyno: {small_disk}/") and ": the disk is full; free some space and run again" in last
 
 
-def test_a_file_that_does_not_fit_is_not_written_in_part(dyno: Any, small_disk: Path) -> None:
+def test_no_partial_file_is_left_on_a_full_disk(dyno: Any, small_disk: Path) -> None:
     (small_disk / "m.onnx").write_text("earlier")
     done = dyno("export", "torchvision:squeezenet1_1", "-o", small_disk / "m.onnx", code=2)
     assert done.stderr.splitlines()[-1].startswith(f"dyno: {small_disk}/m.onnx: the disk is full; free some space")
     assert [*small_disk.iterdir()] == [small_disk / "m.onnx"] and (small_disk / "m.onnx").read_text() == "earlier"
 
 
-def test_a_report_that_cannot_be_written_does_not_hide_the_answer(call: Any, tmp_path: Path) -> None:
+def test_a_report_error_does_not_hide_the_answer(call: Any, tmp_path: Path) -> None:
     call(*FAKE, "--out", "run", code=0)
     shutil.rmtree(tmp_path / "run/charts")
     (tmp_path / "run/charts").write_text("in place of a folder, as a full disk allows no further file")
@@ -312,7 +312,7 @@ def test_a_budget_is_judged_against_the_reference(call: Any, photos: Path) -> No
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_limit_that_nothing_keeps_is_exit_1_and_another_limit_measures_nothing_again(call: Any) -> None:
+def test_a_missed_limit_exits_with_1_and_a_new_limit_measures_nothing(call: Any) -> None:
     words = ["run", "fake:net", "--channels", "1", "--backend", "fake@latency_ms=2,fake@latency_ms=20", *SHORT]
     words += ["--out", "r"]
     _, out, _ = call(*words, "--limit", "p50=1ms", "--limit", "load=1000s", code=1)
@@ -335,7 +335,7 @@ def test_a_limit_that_nothing_keeps_is_exit_1_and_another_limit_measures_nothing
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_too_little_agreement_is_exit_1(call: Any) -> None:
+def test_too_little_agreement_exits_with_1(call: Any) -> None:
     words = ["diff", "fake:net", "--channels", 1, "--backend", "fake", "--precision", "fp32,int8"]
     assert call(*words, "--out", "a")[0] == 0
     assert call(*words, "--least", "0.9", "--out", "b")[0] == 1

@@ -15,7 +15,7 @@ from dyno.jobs import telemetry
 from dyno.worker import plugins, registry, system
 
 
-def test_other_images_or_options_are_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_images_or_options_start_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def folder(**changes: Any) -> Path:
         found: list[Path] = []
         with monkeypatch.context() as patch:
@@ -34,7 +34,7 @@ def test_other_images_or_options_are_another_training(monkeypatch: pytest.Monkey
     assert folder() != usual
 
 
-def test_the_demo_tries_bf16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_tries_bf16_where_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, has_bf16 in (({"avx2", "avx512_bf16"}, True), ({"avx2"}, False), (set(), True)):
         monkeypatch.setattr(system, "cpu_flags", lambda flags=flags: flags)
         chosen = demo._list_backends()
@@ -45,7 +45,7 @@ def test_the_demo_tries_bf16_where_the_processor_has_it(monkeypatch: pytest.Monk
 EXTENDING = Path(__file__).parents[2] / "docs/extending.md"
 
 
-def test_each_answer_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_a_line_per_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(registry, "list_backends", lambda: ["fake"])
     assert doctor.doctor({}, "json") == 0
     said = capsys.readouterr()
@@ -53,7 +53,7 @@ def test_each_answer_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsy
     assert said.err.startswith("1/1 fake: ok, ")
 
 
-def test_an_interrupt_ends_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_stops_all_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """`dyno doctor` once went on for 37 s after Ctrl-C."""
 
     def launch_endless_job(job: Any, folder: Path, timeout_s: float, tick: Any) -> None:
@@ -81,7 +81,7 @@ def test_a_library_without_byte_code_is_named(
     assert row["detail"].startswith("scripted; ") and "have no byte-code" in row["detail"]
 
 
-def test_the_libraries_here_are_listed_and_one_command_brings_the_missing_ones(
+def test_libraries_are_listed_with_one_command_for_the_missing_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registry, "list_backends", lambda: ["fake"])
@@ -146,7 +146,7 @@ def test_imagenet_val(tmp_path: Path, dyno) -> None:
 
 
 @pytest.mark.usefixtures("unreported")
-def test_a_study_prints_its_answer_as_data(call: Any) -> None:
+def test_run_prints_its_answer_as_json(call: Any) -> None:
     words = ("run", "fake:net", "--channels", 1, "--backend", "fake", "--quick", "--out", "r")
     _, out, err = call(*words, "--format", "json", code=0)
     assert json.loads(out) == json.loads(call("show", "r", "--format", "json", code=0)[1])
@@ -157,7 +157,7 @@ def test_a_study_prints_its_answer_as_data(call: Any) -> None:
     assert said == "dyno: --dry-run lists the trials in text alone; omit --format and --log, or --dry-run\n"
 
 
-def test_other_programs_are_looked_for_before_a_study(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_checks_for_other_programs_first(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("run", "fake:net", "--channels", 1, "--backend", "fake", "--quick", "--out", "r")
     monkeypatch.setattr(commands, "run_study", lambda *_, **__: 0)
     assert call(*words) == (0, "", ""), "off a terminal nothing is looked at"

@@ -20,7 +20,7 @@ from trap import Trap
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 
-def test_inputs_that_are_no_images_have_no_size(call: Any, tmp_path: Path) -> None:
+def test_non_image_inputs_have_no_size(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     onnx_text.write(tmp_path / "rows.onnx", "(float[b, 16] x) => (float[b, 16] y) { y = Relu(x) }")
     words = "run", "rows.onnx", "--backend", "onnxruntime", "--rounds", "1", "--samples", "5"
@@ -33,7 +33,7 @@ def test_inputs_that_are_no_images_have_no_size(call: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "opset"), [([], 18), (["--target", "tensorrt"], 17), (["--opset", "15"], 15)], ids=["18", "17", "15"]
 )
-def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
+def test_exports_use_the_opset_of_the_target_or_the_requested_one(
     call: Any, tmp_path: Path, words: list[str], opset: int
 ) -> None:
     onnx = pytest.importorskip("onnx")
@@ -42,7 +42,7 @@ def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
     assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == opset
 
 
-def test_a_program_of_one_batch_says_which(refused: Any, call: Any, tmp_path: Path) -> None:
+def test_a_program_with_a_fixed_batch_names_it(refused: Any, call: Any, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     torch.export.save(torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)), tmp_path / "n.pt2")
     for words in (("export", "n.pt2", "-o", "n.onnx"), ("export", "n.pt2", "-o", "n.xml")):
@@ -50,7 +50,7 @@ def test_a_program_of_one_batch_says_which(refused: Any, call: Any, tmp_path: Pa
     assert "input float32 2x3x8x8" in call("export", "n.pt2", "-o", "n.onnx", "--batch", "2")[1]
 
 
-def test_a_batch_beyond_a_programs_range_is_refused(refused: Any, call: Any, tmp_path: Path) -> None:
+def test_a_batch_outside_the_range_of_a_program_is_refused(refused: Any, call: Any, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     shapes = {"input": {0: torch.export.Dim("batch", max=4)}}
     program = torch.export.export(torch.nn.Linear(8, 4), (torch.randn(3, 8),), dynamic_shapes=shapes)
@@ -77,7 +77,7 @@ def program_inputs():
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_size_at_which_a_program_took_another_way_is_refused(
+def test_a_size_that_takes_another_branch_of_a_program_is_refused(
     refused: Any, call: Any, tmp_path: Path, stored: bool
 ) -> None:
     """The program would compute the branch of its example's size."""
@@ -106,7 +106,7 @@ program = torch.export.export(Odd(), (example,), dynamic_shapes={"x": {0: torch.
 """
 
 
-def test_batches_at_which_a_program_took_another_way_have_no_file(refused: Any, call: Any, tmp_path: Path) -> None:
+def test_batches_that_take_another_branch_of_a_program_have_no_file(refused: Any, call: Any, tmp_path: Path) -> None:
     """At batch 4 the graph would compute the module's result for batch 2."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("onnxruntime")
@@ -124,7 +124,7 @@ def test_batches_at_which_a_program_took_another_way_have_no_file(refused: Any, 
     assert [(row["batch"], row["status"]) for row in rows] == [(3, "ok"), (4, "failed")]
 
 
-def test_batch_size_and_channels_that_a_file_refuses(refused: Any, onnx_file: Path) -> None:
+def test_unsupported_batches_sizes_and_channels_are_refused(refused: Any, onnx_file: Path) -> None:
     usual = ("run", onnx_file, "--backend", "onnxruntime")
     assert refused(*usual, "--channels", "4") == "m takes images of 3 channels, not 4; omit --channels"
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")
@@ -152,7 +152,7 @@ def net(tmp_path: Path) -> str:
     return "net.py:net"
 
 
-def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Any, net: str, tmp_path: Path) -> None:
+def test_a_checkpoint_with_code_is_refused_without_running_it(refused: Any, net: str, tmp_path: Path) -> None:
     import torch
 
     ran = tmp_path / "it_ran"
@@ -164,14 +164,14 @@ def test_a_checkpoint_that_runs_code_is_refused_unrun(refused: Any, net: str, tm
     assert ran.exists(), "the file would have run it"
 
 
-def test_a_bare_pickle_is_refused_unrun(refused: Any, net: str, tmp_path: Path) -> None:
+def test_a_bare_pickle_is_refused_without_running_it(refused: Any, net: str, tmp_path: Path) -> None:
     ran = tmp_path / "it_ran"
     (tmp_path / "w.pt").write_bytes(pickle.dumps({"0.weight": Trap(ran)}))
     assert "w.pt" in refused("run", net, "--backend", "pytorch", "--size", "8", "--weights", "w.pt")
     assert not ran.exists()
 
 
-def test_weights_that_do_not_fit_name_keys(refused: Any, net: str, tmp_path: Path) -> None:
+def test_mismatched_weights_are_refused_with_their_keys(refused: Any, net: str, tmp_path: Path) -> None:
     import torch
 
     torch.save({"0.weight": torch.zeros(4, 3, 3, 3), "head.bias": torch.zeros(5)}, tmp_path / "w.pt")
@@ -191,7 +191,7 @@ def test_weights_that_do_not_fit_name_keys(refused: Any, net: str, tmp_path: Pat
         (["net.py:net", "--size", "2"], "net: the model refuses 1x3x2x2: "),
     ],
 )
-def test_models_that_do_not_work(refused: Any, net: str, words: list[str], line: str) -> None:
+def test_invalid_models_are_refused(refused: Any, net: str, words: list[str], line: str) -> None:
     assert line in refused("run", *words, "--backend", "pytorch")
 
 
@@ -217,7 +217,7 @@ def net():
     ],
     ids=["torch", "safetensors", "json"],
 )
-def test_files_that_the_model_s_code_reads_are_part_of_it(call: Any, tmp_path: Path, first: str, value: str) -> None:
+def test_files_read_by_model_code_are_part_of_the_model(call: Any, tmp_path: Path, first: str, value: str) -> None:
     """Files made from earlier weights are not reused."""
     torch, runtime = pytest.importorskip("torch"), pytest.importorskip("onnxruntime")
     from safetensors.torch import save_file
@@ -237,9 +237,7 @@ def test_files_that_the_model_s_code_reads_are_part_of_it(call: Any, tmp_path: P
 
 
 @pytest.mark.slow
-def test_code_of_a_package_is_read_again_when_it_changes(
-    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_package_code_is_read_again(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package's files are known only after a job has imported it."""
     runtime = pytest.importorskip("onnxruntime")
     (tmp_path / "held").mkdir()
@@ -269,7 +267,7 @@ def test_a_stored_module_is_compared_with_its_own_weights(call: Any, net: str, t
     assert "layers 3 to unknown" in out and "ran as" not in out, "products are counted in both"
 
 
-def test_torchscript_of_ultralytics_says_its_size_and_pixels(call: Any, tmp_path: Path) -> None:
+def test_ultralytics_torchscript_declares_its_size_and_normalisation(call: Any, tmp_path: Path) -> None:
     import torch
     from PIL import Image
 
@@ -294,7 +292,7 @@ def test_torchscript_of_ultralytics_says_its_size_and_pixels(call: Any, tmp_path
         assert code == 2 and "'light' is class 0 of photos and class 1 of best" in err
 
 
-def test_inputs_in_another_order_are_fed_the_same(call: Any, tmp_path: Path) -> None:
+def test_inputs_are_fed_by_name_in_any_order(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     for name, order in (("ab", "float[N, 4] a, float[N, 4] b"), ("ba", "float[N, 4] b, float[N, 4] a")):
         onnx_text.write(tmp_path / f"{name}.onnx", f"({order}) => (float[N, 4] y) {{ y = Sub(a, b) }}")
@@ -302,7 +300,7 @@ def test_inputs_in_another_order_are_fed_the_same(call: Any, tmp_path: Path) -> 
     assert "100.00" in out, out
 
 
-def test_outputs_in_another_order_are_the_same_and_have_no_ranks(call: Any, tmp_path: Path) -> None:
+def test_outputs_are_compared_by_name_in_any_order(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     text = "(float[n, 4] x) => ({}) {{ a = MatMul(x, v) b = MatMul(x, w) }}"
     weights = {"v": np.eye(4, 3, dtype=np.float32), "w": -np.eye(4, 3, k=1, dtype=np.float32)}
@@ -316,7 +314,7 @@ def test_outputs_in_another_order_are_the_same_and_have_no_ranks(call: Any, tmp_
         assert ("ranks" in tables) == ranked
 
 
-def test_a_form_behind_a_model_is_that_model_in_a_backend(call: Any, refused: Any, net: str, tmp_path: Path) -> None:
+def test_a_form_after_a_model_is_the_model_in_a_backend(call: Any, refused: Any, net: str, tmp_path: Path) -> None:
     forms = ("onnxruntime", "openvino/fp32", "openvino@exporter=torchscript")
     _, out, err = call("diff", net, *forms, "--size", "8", "--compared", "2", "--format", "json", code=0)
     rows = json.loads(out)["tables"]["agreement"]["rows"]
@@ -336,7 +334,7 @@ def test_a_form_behind_a_model_is_that_model_in_a_backend(call: Any, refused: An
 QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --routes usual".split()
 
 
-def test_a_detector_gives_the_same_boxes_on_every_engine_and_can_be_taken(dyno: Any, tmp_path: Path) -> None:
+def test_a_darknet_detector_agrees_on_every_engine_and_is_exported(dyno: Any, tmp_path: Path) -> None:
     cfg, weights = write(tmp_path, "yolov4-tiny")
     backends = "pytorch,onnxruntime,openvino"
     dyno("run", cfg.name, "--weights", weights, "--backend", backends, *QUICK, cwd=tmp_path, code=0)
@@ -351,7 +349,7 @@ def test_a_detector_gives_the_same_boxes_on_every_engine_and_can_be_taken(dyno: 
     assert "output float32 1x6x" in script.stdout, script.stderr
 
 
-def test_what_can_t_be_is_one_line(dyno: Any, tmp_path: Path) -> None:
+def test_darknet_files_that_cannot_run_are_refused_in_one_line(dyno: Any, tmp_path: Path) -> None:
     cfg, weights = write(tmp_path, "yolov3-tiny")
     weights.write_bytes(weights.read_bytes()[:-400])
     for words, message in (

@@ -52,7 +52,7 @@ def test_runs_are_listed(call: Any, refused: Any, run: Path) -> None:
     assert refused("runs", "list", "nowhere").startswith("there is no folder nowhere; `dyno run` creates runs/")
 
 
-def test_no_winner_is_listed_where_several_may_be(call: Any, tmp_path: Path) -> None:
+def test_possible_winners_are_all_listed(call: Any, tmp_path: Path) -> None:
     """Equally fast or undecided trials are all named."""
     for name, others in (("alone", [0.008, 0.009]), ("several", [0.004, 0.00401, 0.009])):
         ways = [Way(f"x{k}", seconds=seconds) for k, seconds in enumerate([0.004, *others])]
@@ -62,7 +62,7 @@ def test_no_winner_is_listed_where_several_may_be(call: Any, tmp_path: Path) -> 
     assert said["runs/alone"] == "x0 fp32" and re.fullmatch(r"x\d fp32 or 2 more", said["runs/several"])
 
 
-def test_what_is_not_measured_yet_is_no_failure(call: Any, run: Path) -> None:
+def test_unmeasured_trials_are_not_failures(call: Any, run: Path) -> None:
     waiting = next(t for t in load(run).records if t.status == "ok")
     for record in (run / "trials" / waiting.id).glob("*/record.json"):
         record.unlink()
@@ -73,7 +73,7 @@ def test_what_is_not_measured_yet_is_no_failure(call: Any, run: Path) -> None:
     assert "1 of 4 trials was not measured so far." in out and "1 of 4 trials did not finish: 1 failed (" in out
 
 
-def test_models_that_were_not_begun_are_named(call: Any, run: Path) -> None:
+def test_models_not_started_are_named(call: Any, run: Path) -> None:
     """A stopped study has no rows of the remaining models."""
     assert "not started" not in call("show", run)[1]
     text = (run / "study.toml").read_text()
@@ -81,7 +81,7 @@ def test_models_that_were_not_begun_are_named(call: Any, run: Path) -> None:
     assert "1 of 2 models was not started: fake:other; the same command continues." in call("show", run)[1]
 
 
-def test_blocks_that_are_not_at_their_end_are_read(call: Any, refused: Any, run: Path) -> None:
+def test_unfinished_blocks_are_read(call: Any, refused: Any, run: Path) -> None:
     """A killed or running study on several devices has its trials in its blocks' folders."""
     shutil.copytree(run, run / "blocks/b0")
     shutil.rmtree(run / "trials")
@@ -98,7 +98,7 @@ def test_blocks_that_are_not_at_their_end_are_read(call: Any, refused: Any, run:
     assert "none yet" in call("runs", "list")[1]
 
 
-def test_a_trial_is_removed_by_the_beginning_of_its_id(call: Any, refused: Any, run: Path) -> None:
+def test_trials_are_removed_by_id_prefix(call: Any, refused: Any, run: Path) -> None:
     ids = [t.id for t in load(run).records]
     assert "no trials of runs/one have an id that begins with 'zz'; its ids are " in refused("runs", "rm", run, "zz")
     assert "4 trials" not in refused("runs", "rm", run, ids[0], "") and len(load(run).records.trials) == 4
@@ -118,7 +118,7 @@ def test_a_trial_is_removed_by_its_backend_and_precision(call: Any, refused: Any
     assert all(f"{t.id} ({t.label})" in said for t in trials if t is not one and t.precision == "fp32")
 
 
-def test_only_what_dyno_wrote_is_removed(call: Any, refused: Any, run: Path, tmp_path: Path) -> None:
+def test_only_files_written_by_dyno_are_removed(call: Any, refused: Any, run: Path, tmp_path: Path) -> None:
     outside = tmp_path / "precious"
     outside.mkdir()
     (outside / "photo").write_text("mine")
@@ -139,14 +139,14 @@ def test_only_what_dyno_wrote_is_removed(call: Any, refused: Any, run: Path, tmp
     assert [path.name for path in run.iterdir()] == ["notes.txt"] and (outside / "photo").read_text() == "mine"
 
 
-def test_a_run_in_use_stays(call: Any, refused: Any, run: Path) -> None:
+def test_a_run_in_use_is_not_removed(call: Any, refused: Any, run: Path) -> None:
     with Run(run).hold_lock():
         said = refused("runs", "rm", run)
         assert said == f"runs/one is in use by another dyno (process {os.getpid()}); wait for it", "it has no --out"
     assert call("runs", "rm", run) == (0, "removed runs/one\n", "") and not run.exists()
 
 
-def test_a_run_that_is_measured_now_is_called_so(call: Any, refused: Any, run: Path) -> None:
+def test_a_run_in_progress_is_reported(call: Any, refused: Any, run: Path) -> None:
     says = f"This is the answer so far: process {os.getpid()} is measuring this run."
     shutil.rmtree(run / "trials" / next((run / "trials").iterdir()).name)
     with Run(run).hold_lock():
@@ -171,7 +171,7 @@ def test_the_latest_run_is_shown(call: Any, run: Path) -> None:
     assert err.startswith("dyno: runs/one, the latest run\n") and out == call("show", run, "--format", "csv")[1]
 
 
-def test_removing_is_confirmed_on_a_terminal(call: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_asks_for_confirmation_on_a_terminal(call: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([False, True])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(typer, "confirm", lambda question: next(answers))
@@ -195,7 +195,7 @@ def test_a_report_is_opened_on_a_terminal(call: Any, run: Path, monkeypatch: pyt
     assert call("report", run)[:2] == (0, "runs/one/report.html\n")
 
 
-def test_the_page_of_several_runs_replaces_no_run_s_own(refused: Any, run: Path) -> None:
+def test_a_joint_report_does_not_replace_the_report_of_a_run(refused: Any, run: Path) -> None:
     shutil.copytree(run, "runs/two")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for words in (("runs/one", "runs/two"), ("runs/two", "-o", "runs/one")):
@@ -220,7 +220,7 @@ def test_a_failed_row_names_its_log(call: Any, run: Path) -> None:
         ("bench", "video", "frame.png", "out.png", "--model", "nosuch.onnx", "-o", "new"),
     ],
 )
-def test_nothing_is_left_of_a_mistyped_model(call: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_mistyped_model_leaves_no_folder(call: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "frame.png").touch()
     (tmp_path / "old").mkdir()
     for folder in ("new", "old"):

@@ -32,7 +32,7 @@ def test_each_command_with_json_has_a_schema(call: Any, refused: Any) -> None:
             jsonschema.validate({"another": 1}, schema)
 
 
-def test_a_run_is_as_its_schema_says(call: Any, tmp_path: Path) -> None:
+def test_json_output_matches_its_schema(call: Any, tmp_path: Path) -> None:
     for words in (("show", GOLDEN), ("show", GOLDEN, "--table", "all"), ("show", "--list"), ("runs", "list", tmp_path)):
         call(*words, "--format", "json", code=0)
     document = json.loads(call("show", GOLDEN, "--format", "json", code=0)[1])
@@ -49,7 +49,7 @@ def test_a_run_is_as_its_schema_says(call: Any, tmp_path: Path) -> None:
             jsonschema.validate({**document, name: wrong}, schema)
 
 
-def test_files_are_described(call: Any, refused: Any, tmp_path: Path) -> None:
+def test_pack_and_verify_report_as_json(call: Any, refused: Any, tmp_path: Path) -> None:
     pack = tmp_path / "golden.pack.zip"
     written = json.loads(call("pack", GOLDEN, "-o", pack, "--card", "--format", "json", code=0)[1])
     assert [Path(file).exists() for file in written["files"]] == [True] * 3 and written["files"][0] == str(pack)

@@ -18,7 +18,7 @@ from dyno.worker.spec import ModelSpec, UserError
 from refusals import refuses
 
 
-def test_the_truth_is_the_file_s_own(coco: Any, make: Any) -> None:
+def test_the_ground_truth_matches_the_file(coco: Any, make: Any) -> None:
     folder = coco()
     data = make(folder)
     about, found = dyno_data.read_meta(data), truth(data)
@@ -46,7 +46,7 @@ def test_keypoints(coco: Any, make: Any) -> None:
     assert one["categories"][0]["keypoints"] == ["a", "b", "c"]
 
 
-def test_the_task_chooses_between_files(coco: Any, make: Any) -> None:
+def test_the_task_selects_the_annotation_file(coco: Any, make: Any) -> None:
     coco(name="captions_val2017")
     coco(name="instances_train2017")
     coco(keypoints=True, name="person_keypoints_val2017")
@@ -59,7 +59,7 @@ def test_the_task_chooses_between_files(coco: Any, make: Any) -> None:
     refuses(r"several files \(mine_val.json, yours_val.json\); give the path", make, folder)
 
 
-def test_the_file_may_lie_in_the_folder_itself(coco: Any, make: Any) -> None:
+def test_the_annotation_file_may_be_in_the_top_folder(coco: Any, make: Any) -> None:
     folder = coco()
     sha256 = make(folder).sha256
     (folder / "annotations/instances_val2017.json").rename(folder / "instances_val2017.json")
@@ -86,7 +86,7 @@ def roboflow(folder: Path) -> Path:
     return folder
 
 
-def test_boxes_in_other_coordinates_are_refused_though_they_lie_in_their_images(coco: Any, make: Any) -> None:
+def test_boxes_in_corner_coordinates_are_refused(coco: Any, make: Any) -> None:
     folder = coco()
     file = folder / "annotations/instances_val2017.json"
     tables = json.loads(file.read_text())
@@ -106,7 +106,7 @@ def test_boxes_in_other_coordinates_are_refused_though_they_lie_in_their_images(
     assert len(truth(make(folder))["annotations"]) == 2, "a corner at 0: both readings are the same"
 
 
-def test_copies_of_annotations_have_a_warning(coco: Any, make: Any) -> None:
+def test_duplicate_annotations_have_a_warning(coco: Any, make: Any) -> None:
     folder = coco()
     file = folder / "annotations/instances_val2017.json"
     tables = json.loads(file.read_text())
@@ -116,7 +116,7 @@ def test_copies_of_annotations_have_a_warning(coco: Any, make: Any) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "valid", "valid/_annotations.coco.json"])
-def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Any, given: str) -> None:
+def test_roboflow_layouts_are_read_without_the_root_category(tmp_path: Path, make: Any, given: str) -> None:
     data = make(roboflow(tmp_path / "set") / given, outputs=2)
     about, found = dyno_data.read_meta(data), truth(data)
     assert about["splits"] == {"test": 6, "calibration": 6} and about["classes"] == drawn.NAMES
@@ -125,7 +125,7 @@ def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Any, 
     assert warning.startswith("'shapes' of _annotations.coco.json is left out: it has no annotation")
 
 
-def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Any) -> None:
+def test_unused_categories_keep_their_number(tmp_path: Path, make: Any) -> None:
     """Every category keeps its number if the network has a class for each, or if the unused one is no supercategory."""
     folder = roboflow(tmp_path / "set")
     assert dyno_data.read_meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
@@ -141,7 +141,7 @@ def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Any) -> N
     assert (about["classes"], about["unused"]) == (["circle", *drawn.NAMES], ["circle"])
 
 
-def test_a_root_may_have_the_name_of_a_class(tmp_path: Path, make: Any) -> None:
+def test_the_root_category_may_share_the_name_of_a_class(tmp_path: Path, make: Any) -> None:
     folder = roboflow(tmp_path / "set")
     file = folder / "valid/_annotations.coco.json"
     tables = json.loads(file.read_text())
@@ -167,7 +167,7 @@ def test_exports_of_other_tools(coco: Any, make: Any, name: str, place: str) -> 
     assert truth(data)["annotations"] and (name == "result.json" or data.sha256 == before)
 
 
-def test_labels_of_an_image_that_lies_on_its_side(coco: Any, make: Any) -> None:
+def test_labels_of_exif_rotated_images_refer_to_the_upright_image(coco: Any, make: Any) -> None:
     """Labels refer to the upright image; a file with the stored image's sizes is refused."""
     folder, exif = coco(), Image.Exif()
     exif[0x112] = 6
@@ -180,7 +180,7 @@ def test_labels_of_an_image_that_lies_on_its_side(coco: Any, make: Any) -> None:
     refuses(r"is 64 x 96 pixels, but .* says 96 x 64; its EXIF orientation turns it", make, folder)
 
 
-def test_masks_of_some_and_empty_classes_are_warned_of(coco: Any, make: Any) -> None:
+def test_partial_masks_and_empty_classes_have_warnings(coco: Any, make: Any) -> None:
     tables = drawn.coco_file(6)
     tables["annotations"][0]["segmentation"] = []
     tables["categories"].append({"id": 91, "name": "square"})
@@ -203,7 +203,7 @@ def test_run_lengths_and_crowds(coco: Any, make: Any) -> None:
     refuses(r"annotation 0 of 000.jpg: the mask's run lengths don't fit an image of 96 x 64", make, coco(**tables))
 
 
-def test_packed_run_lengths_are_read_before_they_are_believed(coco: Any, make: Any) -> None:
+def test_packed_run_lengths_are_validated(coco: Any, make: Any) -> None:
     """An evaluation once hung in pycocotools on invalid run lengths."""
     from pycocotools import mask
 
@@ -247,7 +247,7 @@ def test_a_bad_annotation_is_named(coco: Any, make: Any, wrong: str) -> None:
     assert "\n" not in str(e.value)
 
 
-def test_ids_may_be_whole_numbers_of_any_type(coco: Any, make: Any) -> None:
+def test_ids_may_be_integral_floats(coco: Any, make: Any) -> None:
     tables = drawn.coco_file(6)
     expected = truth(make(coco(**tables)))
     for item in (*tables["images"], *tables["annotations"]):
@@ -255,7 +255,7 @@ def test_ids_may_be_whole_numbers_of_any_type(coco: Any, make: Any) -> None:
     assert truth(make(coco(**tables))) == expected
 
 
-def test_images_that_do_not_fit_are_named(coco: Any, make: Any) -> None:
+def test_mismatched_and_missing_images_are_named(coco: Any, make: Any) -> None:
     tables = drawn.coco_file(6)
     tables["images"][1]["width"] = 640
     refuses(r"001.jpg is 60 x 80 pixels, but instances_val2017.json says 640 x 80", make, coco(**tables))
@@ -271,13 +271,13 @@ def test_images_that_do_not_fit_are_named(coco: Any, make: Any) -> None:
     refuses(r"image 000.jpg of instances_val2017.json is not in any of ", make, folder)
 
 
-def test_images_without_a_single_object_are_no_test(coco: Any, make: Any) -> None:
+def test_test_images_need_an_annotated_object(coco: Any, make: Any) -> None:
     refuses("no test image has an annotated object", make, coco(**{**drawn.coco_file(6), "annotations": []}))
     crowds = [annotation | {"iscrowd": 1} for annotation in drawn.coco_file(6)["annotations"]]
     refuses("no test image has an annotated object", make, coco(**{**drawn.coco_file(6), "annotations": crowds}))
 
 
-def test_files_that_are_not_coco_s(coco: Any, make: Any) -> None:
+def test_non_coco_files_are_refused(coco: Any, make: Any) -> None:
     folder = coco()
     file = folder / "annotations/instances_val2017.json"
     tables = drawn.coco_file(6)

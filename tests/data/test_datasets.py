@@ -66,7 +66,7 @@ def test_labels_follow_the_folders_in_any_script(tmp_path: Path, make: Any) -> N
     assert "calibration" not in found
 
 
-def test_test_images_are_set_aside_only_where_that_is_asked_for(tmp_path: Path, make: Any) -> None:
+def test_test_images_are_set_aside_only_on_request(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 20, "b": 20, "c": 1})
     data, every = make(folder, set_aside=True), make(folder)
     found, whole = arrays(data), arrays(every)
@@ -101,7 +101,7 @@ def test_split_layout(tmp_path: Path, make: Any) -> None:
     refuses("neither test/ nor val/", make, folder)
 
 
-def test_the_training_images_are_decoded_when_they_are_asked_for(tmp_path: Path, make: Any) -> None:
+def test_training_images_are_decoded_on_request(tmp_path: Path, make: Any) -> None:
     folder = tmp_path / "d"
     fill(folder / "train", {"a": 12, "b": 4})
     fill(folder / "test", {"a": 3, "b": 3}, seed=100)
@@ -121,7 +121,7 @@ def test_the_training_images_are_decoded_when_they_are_asked_for(tmp_path: Path,
     refuses("has no train/; put the training images there", make, folder / "train", train=True)
 
 
-def test_calibration_folder_never_holds_a_test_image(tmp_path: Path, make: Any) -> None:
+def test_calibration_excludes_test_images(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 4, "b": 4})
     other = fill(tmp_path / "other", {"": 5}, seed=50)
     shutil.copy(folder / "a/001.jpg", other / "copy of a test image.jpg")
@@ -136,7 +136,7 @@ def test_calibration_folder_never_holds_a_test_image(tmp_path: Path, make: Any) 
     ("width", "height", "crop", "resize"),
     [(500, 375, 224, 256 / 224), (333, 500, 224, 256 / 224), (100, 80, 96, 1.0), (64, 64, 64, 1.0), (31, 97, 24, 1.3)],
 )
-def test_pixels_are_torchvision_s(tmp_path: Path, width: int, height: int, crop: int, resize: float) -> None:
+def test_pixels_match_torchvision(tmp_path: Path, width: int, height: int, crop: int, resize: float) -> None:
     from torchvision import transforms
 
     path = tmp_path / "a.jpg"
@@ -148,7 +148,7 @@ def test_pixels_are_torchvision_s(tmp_path: Path, width: int, height: int, crop:
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet50", "inception_v3"])
-def test_pixels_are_timm_s(name: str) -> None:
+def test_pixels_match_timm(name: str) -> None:
     data = pytest.importorskip("timm.data")
     source = ModelSpec(name=name, source=f"timm:{name}")
     config = pytest.importorskip("timm").get_pretrained_cfg(name).to_dict()
@@ -164,7 +164,7 @@ def test_pixels_are_timm_s(name: str) -> None:
 
 @pytest.mark.parametrize("size", [(20, 50), (50, 20), (33, 33)])
 @pytest.mark.parametrize("resize", [0.0, 1.0, 1.143])
-def test_any_crop_is_covered(size: tuple[int, int], resize: float) -> None:
+def test_every_crop_ratio_is_supported(size: tuple[int, int], resize: float) -> None:
     for width, height in ((60, 41), (41, 60), (7, 300)):
         white = Image.new("RGB", (width, height), "white")
         pixels = Transform(size, Preprocess(resize=resize), 3).pixels(white)
@@ -236,7 +236,7 @@ def test_second_call_decodes_nothing(tmp_path: Path, make: Any, monkeypatch: pyt
     assert (make(moved).folder, make(moved).name) == (first.folder, "renamed"), "the same content is found elsewhere"
 
 
-def test_what_shapes_the_pixels_makes_another_data_set(tmp_path: Path, make: Any) -> None:
+def test_changes_that_affect_pixels_make_another_data_set(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 5, "b": 5})
     first = make(folder)
     path, old = folder / "a/003.jpg", (folder / "a/003.jpg").stat()
@@ -291,7 +291,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_a_damaged_cache_is_made_again(tmp_path: Path, make: Any) -> None:
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path, make: Any) -> None:
     folder = fill(tmp_path / "d", {"a": 5, "b": 5})
     data = make(folder)
     whole = arrays(data)
@@ -350,7 +350,7 @@ def test_full_disk_and_unwritable_cache(tmp_path: Path, make: Any, monkeypatch: 
     refuses(r"image cache .* can't be written", dyno_data.load, folder, tmp_path / "file", (8, 8), STRAIGHT)
 
 
-def test_abandoned_parts_are_removed(tmp_path: Path, make: Any) -> None:
+def test_abandoned_temporary_folders_are_removed(tmp_path: Path, make: Any) -> None:
     for name, age in ((".part-old", 8 * 24 * 3600), (".part-new", 24 * 3600)):
         (tmp_path / "cache" / name).mkdir(parents=True)
         then = (tmp_path / "cache" / name).stat().st_mtime - age
@@ -385,7 +385,7 @@ def test_digits(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=200), st.integers(0, 2**32), st.data())
-def test_any_beginning_of_a_split_is_stratified(labels: list[int], seed: int, data: st.DataObject) -> None:
+def test_every_prefix_of_a_split_is_stratified(labels: list[int], seed: int, data: st.DataObject) -> None:
     order = stratified_order(np.array(labels), seed)
     assert sorted(order) == list(range(len(labels)))
     n = data.draw(st.integers(1, len(labels)))

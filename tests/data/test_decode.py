@@ -28,7 +28,7 @@ BOX = Preprocess(letterbox=True)
 
 @pytest.mark.parametrize("size", [(320, 320), (256, 384), (640, 640), (33, 47)])
 @pytest.mark.parametrize("shape", [(300, 500), (512, 200), (120, 90), (77, 33), (640, 640)])
-def test_pixels_are_ultralytics_within_a_grey_level(
+def test_pixels_match_ultralytics_within_a_grey_level(
     tmp_path: Path, shape: tuple[int, int], size: tuple[int, int]
 ) -> None:
     from skimage import data
@@ -46,7 +46,7 @@ def test_pixels_are_ultralytics_within_a_grey_level(
     assert np.abs(mine.astype(int) - theirs).max() <= 1
 
 
-def test_eight_bits_stored_as_sixteen_are_refused_and_not_black(tmp_path: Path) -> None:
+def test_eight_bit_values_in_sixteen_bit_images_are_refused(tmp_path: Path) -> None:
     for largest, reason in ((255, "16-bit pixels are all below 256, and would be black"), (256, ""), (0, "")):
         Image.fromarray(np.linspace(0, largest, 64).astype(np.uint16).reshape(8, 8)).save(tmp_path / "deep.png")
         read = Transform((8, 8), Preprocess(resize=0), 3).read(tmp_path / "deep.png")
@@ -66,7 +66,7 @@ def test_sixteen_bit_images_of_fewer_bits_have_a_warning(tmp_path: Path) -> None
     assert warnings("sixteen", 60_000) == []
 
 
-def test_what_is_read_in_part_has_a_warning_and_what_would_be_misread_is_refused(tmp_path: Path) -> None:
+def test_partly_read_images_warn_and_misread_ones_are_refused(tmp_path: Path) -> None:
     """TIFF 6.0 tags: 262 photometric, 338 extra samples, 339 sample format (2: signed)."""
 
     def load(name: str, values: np.ndarray, **tags: Any) -> list[str]:
@@ -92,7 +92,7 @@ def test_what_is_read_in_part_has_a_warning_and_what_would_be_misread_is_refused
             load(name, values, **tags)
 
 
-def test_images_are_decoded_again_when_the_code_that_reads_them_changes(
+def test_images_are_decoded_again_when_the_decoder_code_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "photos").mkdir()
@@ -107,7 +107,7 @@ def test_images_are_decoded_again_when_the_code_that_reads_them_changes(
     assert folder() != before
 
 
-def test_grey_lies_evenly_around() -> None:
+def test_letterbox_padding_is_centred_grey() -> None:
     pixels = Transform((20, 30), BOX, 1).pixels(Image.new("L", (10, 10), 255))
     assert pixels.shape == (1, 20, 30)
     assert pixels[0, 0].tolist() == [114] * 5 + [255] * 20 + [114] * 5
@@ -115,7 +115,7 @@ def test_grey_lies_evenly_around() -> None:
     assert fit_geometry(1, 500, 64, 64)[1:3] == (1, 64), "no side is shrunk to nothing"
 
 
-def test_a_turned_image_is_only_turned_when_asked(tmp_path: Path) -> None:
+def test_exif_rotation_is_applied_only_on_request(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (40, 20)).save(tmp_path / "a.jpg", exif=exif)
@@ -126,7 +126,7 @@ def test_a_turned_image_is_only_turned_when_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"files": 3}, {"classes": None}, {"bytes": "many"}, {"splits": []}])
-def test_a_description_of_other_types_is_written_anew(yolo: Any, make: Any, changed: dict[str, Any]) -> None:
+def test_an_invalid_description_is_rewritten(yolo: Any, make: Any, changed: dict[str, Any]) -> None:
     folder = yolo()
     data = make(folder)
     about = Path(data.folder, "meta.json")
@@ -140,7 +140,7 @@ def test_a_description_of_other_types_is_written_anew(yolo: Any, make: Any, chan
     "other", [np.array([99, 0]), np.array(["a"]), np.array(1), np.zeros(6, np.float32), b"no array"]
 )
 @pytest.mark.parametrize("name", ["labels.npy", "test.npy"])
-def test_labels_and_places_that_are_none_are_written_anew(yolo: Any, make: Any, name: str, other: Any) -> None:
+def test_invalid_labels_and_indices_are_rewritten(yolo: Any, make: Any, name: str, other: Any) -> None:
     folder = yolo()
     data = make(folder)
     path = Path(data.folder, name)
@@ -150,7 +150,7 @@ def test_labels_and_places_that_are_none_are_written_anew(yolo: Any, make: Any, 
 
 
 @pytest.mark.parametrize("damaged", [{"a.jpg": [1, 2, 3, 4, "5", 6]}, {"a.jpg": 5}, {"a.jpg": None}, ["a.jpg"], 5])
-def test_an_index_of_other_types_is_made_anew(tmp_path: Path, damaged: Any) -> None:
+def test_an_invalid_hash_index_is_rebuilt(tmp_path: Path, damaged: Any) -> None:
     path = tmp_path / "a.jpg"
     path.write_bytes(b"content")
     first = cache.hash_contents([path], tmp_path, tmp_path)
@@ -212,7 +212,7 @@ def plain(rows: Iterable[DecodedRow]) -> list[tuple[bytes | str, str]]:
     return [("none" if isinstance(row.row, str) else row.row.tobytes(), row.seal) for row in rows]
 
 
-def test_rows_are_the_same_whatever_decodes_them(photos: list[Path]) -> None:
+def test_threads_and_processes_decode_the_same_rows(photos: list[Path]) -> None:
     for transform in (
         Transform((48, 40), Preprocess(), 3),
         Transform((33, 48), Preprocess(letterbox=True), 1, upright=True),
@@ -224,7 +224,7 @@ def test_rows_are_the_same_whatever_decodes_them(photos: list[Path]) -> None:
             assert found == expected
 
 
-def test_what_processes_leave_is_decoded_by_threads(photos: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_decode_what_failed_processes_leave(photos: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     transform = Transform((48, 40), Preprocess(), 3)
     expected = plain(decode._decode_in_threads(photos, transform, 0))
     monkeypatch.setattr(decode, "THREADS_SUFFICE_CORES", 0)
@@ -242,7 +242,7 @@ def test_what_processes_leave_is_decoded_by_threads(photos: list[Path], monkeypa
     assert plain(decode.decode_images(photos, transform)) == expected, "nor do they ever start"
 
 
-def test_a_killed_run_takes_its_processes_along(photos: list[Path], tmp_path: Path) -> None:
+def test_a_killed_run_ends_its_decoding_processes(photos: list[Path], tmp_path: Path) -> None:
     folder, cache = photos[0].parents[1], tmp_path / "cache"
     process = subprocess.Popen([sys.executable, "-c", SLOW, str(folder), str(cache)])
     lines = 0
@@ -257,7 +257,7 @@ def test_a_killed_run_takes_its_processes_along(photos: list[Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize(("cores", "worth_s"), [(4, 0.0), (8, 1.5)])
-def test_threads_alone_decode_where_processes_would_not_pay(
+def test_only_threads_decode_small_or_few_core_workloads(
     photos: list[Path], monkeypatch: pytest.MonkeyPatch, cores: int, worth_s: float
 ) -> None:
     monkeypatch.setattr(decode, "MIN_PROCESS_GAIN_S", worth_s)

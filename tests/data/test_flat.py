@@ -29,7 +29,7 @@ WANTED = {"n01440764": ["2", "4"], "n01751748": ["1"], "n15075141": ["3"]}
 
 
 @pytest.mark.parametrize("transfer", ["link", "copy", "move"])
-def test_by_the_synset_in_the_name(tmp_path: Path, transfer: flat.Transfer) -> None:
+def test_images_are_sorted_by_the_synset_in_their_name(tmp_path: Path, transfer: flat.Transfer) -> None:
     folder, out = download(tmp_path / "flat", named=True), tmp_path / "out"
     inode = next(folder.glob("*1_*.JPEG")).stat().st_ino
     done = flat.sort_images(folder, out, transfer=transfer)
@@ -62,7 +62,7 @@ def test_by_a_table(tmp_path: Path, table: str) -> None:
     assert placed(tmp_path / "out") == WANTED
 
 
-def test_numbers_whose_order_is_unknown_are_refused(tmp_path: Path) -> None:
+def test_numeric_labels_in_unknown_order_are_refused(tmp_path: Path) -> None:
     folder, out, table = download(tmp_path / "flat"), tmp_path / "out", tmp_path / "labels"
     table.write_text("\n".join(str(index(synset) + 1) for synset in CLASSES))
     with pytest.raises(UserError, match=r"own ids 1 to 1000, which are in another order \(meta.mat\).*--order synset"):
@@ -82,7 +82,7 @@ def test_numbers_whose_order_is_unknown_are_refused(tmp_path: Path) -> None:
         refuses(line, flat.sort_images, folder, out, table, order=order)
 
 
-def test_a_stopped_move_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_stopped_move_resumes(tmp_path: Path) -> None:
     folder, out, table = download(tmp_path / "flat"), tmp_path / "out", tmp_path / "labels"
     table.write_text(TABLES["synsets by place"])
 
@@ -101,7 +101,7 @@ def test_a_stopped_move_is_gone_on_with(tmp_path: Path) -> None:
     assert placed(out) == WANTED
 
 
-def test_images_without_a_label_are_named(tmp_path: Path) -> None:
+def test_unlabelled_images_are_named(tmp_path: Path) -> None:
     (tmp_path / "labels").write_text("".join(TABLES["names"].splitlines(keepends=True)[:3]))
     folder = download(tmp_path / "flat")
     done = flat.sort_images(folder, tmp_path / "out", tmp_path / "labels")
@@ -110,7 +110,7 @@ def test_images_without_a_label_are_named(tmp_path: Path) -> None:
         flat.sort_images(folder, tmp_path / "other")
 
 
-def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
+def test_invalid_labels_are_refused_in_one_line(tmp_path: Path) -> None:
     folder, out, table = download(tmp_path / "flat"), tmp_path / "out", tmp_path / "labels"
     for text, line in {
         "": "is empty",

@@ -57,7 +57,7 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("place", ["", "valid", "images"])
 @pytest.mark.parametrize("named", OTHERS)
-def test_labels_that_are_not_read_are_named(tmp_path: Path, named: str, place: str) -> None:
+def test_unreadable_label_files_are_named(tmp_path: Path, named: str, place: str) -> None:
     """They are read neither as plain images nor as a class."""
     folder = tmp_path / "d"
     OTHERS[named](fill(folder / place))
@@ -68,7 +68,7 @@ def test_labels_that_are_not_read_are_named(tmp_path: Path, named: str, place: s
     assert named in str(e.value) and "a folder of the images alone" in str(e.value) and "\n" not in str(e.value)
 
 
-def test_files_that_are_no_labels(tmp_path: Path) -> None:
+def test_other_files_are_not_taken_for_labels(tmp_path: Path) -> None:
     folder = fill(tmp_path / "d")
     (folder / "README.txt").write_text("img_001.jpg is the best")
     (folder / "all.txt").write_text("\n".join(NAMES))
@@ -80,7 +80,7 @@ def test_files_that_are_no_labels(tmp_path: Path) -> None:
     assert dyno_data.format_of(folder).name == "images"
 
 
-def test_class_folders_among_strays(tmp_path: Path) -> None:
+def test_class_folders_are_found_among_stray_files(tmp_path: Path) -> None:
     """Folder names are the labels; a label table is mentioned, and system folders are no classes."""
     folder = tmp_path / "d"
     for k, name in enumerate(("cat", "dog")):
@@ -95,7 +95,7 @@ def test_class_folders_among_strays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("Train", "Test"), ("Training", "Testing"), ("TRAIN", "Validation")])
-def test_splits_in_other_letters_are_no_classes(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_split_names_in_any_case_are_not_classes(tmp_path: Path, names: tuple[str, str]) -> None:
     for part, shade in zip(names, (0, 100), strict=True):
         for k, name in enumerate(("cat", "dog")):
             fill(tmp_path / "d" / part / name, shade=shade + k)
@@ -103,7 +103,7 @@ def test_splits_in_other_letters_are_no_classes(tmp_path: Path, names: tuple[str
     assert (about["classes"], about["splits"]) == (["cat", "dog"], {"test": 12, "calibration": 12})
 
 
-def test_parts_under_other_names_are_refused_and_classes_with_such_names_are_not(tmp_path: Path) -> None:
+def test_split_like_folders_are_refused_and_similar_class_names_are_not(tmp_path: Path) -> None:
     for names, refused in ((("training_set", "test_set"), True), (("seg_train", "seg_test"), True),
                            (("test_set", "trains"), False)):  # fmt: skip
         folder = tmp_path / names[0]
@@ -116,7 +116,7 @@ def test_parts_under_other_names_are_refused_and_classes_with_such_names_are_not
             assert dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess()).count == 12
 
 
-def test_folders_named_by_numbers_have_a_warning_where_text_sorts_otherwise(tmp_path: Path) -> None:
+def test_numbered_folders_sorted_as_text_have_a_warning(tmp_path: Path) -> None:
     def warnings(*names: str) -> list[str]:
         folder = tmp_path / "-".join(names)
         for k, name in enumerate(names):
@@ -130,7 +130,7 @@ def test_folders_named_by_numbers_have_a_warning_where_text_sorts_otherwise(tmp_
     assert warnings("00", "02", "10") == warnings("0", "1", "2") == warnings("a", "10", "2") == []
 
 
-def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
+def test_parts_of_a_data_set_are_not_classes(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     for k, part in enumerate(("test", "train", "valid")):
         fill(folder / part, shade=k)
@@ -148,7 +148,7 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parts", ["image mask", "JPEGImages SegmentationClass", "train trainannot", "test_images test_masks", "img gt"]
 )
-def test_images_and_their_masks_are_no_classes(parts: str, tmp_path: Path) -> None:
+def test_image_and_mask_folders_are_not_classes(parts: str, tmp_path: Path) -> None:
     for part in parts.split():
         fill(tmp_path / "d" / part)
     with pytest.raises(UserError, match=r"which are parts of a data set, .* such as \S*(images?|Images|img|train), to"):
@@ -157,7 +157,7 @@ def test_images_and_their_masks_are_no_classes(parts: str, tmp_path: Path) -> No
     assert dyno_data.format_of(tmp_path / "d").name == "classes", "one of the names is a class's"
 
 
-def test_images_of_formats_that_are_not_read_are_counted(tmp_path: Path) -> None:
+def test_images_in_unsupported_formats_are_counted(tmp_path: Path) -> None:
     def load(folder: Path) -> DataSpec:
         return dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
 
@@ -185,7 +185,7 @@ def test_images_of_formats_that_are_not_read_are_counted(tmp_path: Path) -> None
     assert dyno_data.read_meta(load(plain))["warnings"][0].startswith("1 image is left out")
 
 
-def test_linked_folders_and_images_count_under_their_own_names(tmp_path: Path) -> None:
+def test_linked_folders_and_images_keep_their_own_names(tmp_path: Path) -> None:
     """As in the hub's cache, with linked classes: another folder, the same folder, and a parent folder."""
     blobs, folder = tmp_path / "blobs", tmp_path / "hub" / "photos"
     (folder / "a").mkdir(parents=True)
@@ -204,7 +204,7 @@ def test_linked_folders_and_images_count_under_their_own_names(tmp_path: Path) -
     assert (data.name, data.count, dyno_data.read_meta(data)["classes"]) == ("data", 4, ["a", "b"])
 
 
-def test_the_names_of_photographs_lie_beside_their_pixels(tmp_path: Path) -> None:
+def test_photograph_names_are_stored_with_their_pixels(tmp_path: Path) -> None:
     fill(tmp_path / "photos", [f"{kind}/{name}" for kind in ("cat", "dog") for name in NAMES[:3]])
     (tmp_path / "photos/cat/bad.jpg").write_bytes(b"none")
     data = dyno_data.load(

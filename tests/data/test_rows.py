@@ -53,9 +53,7 @@ def start_and_kill(photos: Path, cache: Path) -> int:
     return next(cache.glob(".part-*/journal")).read_bytes().count(b"\n")
 
 
-def test_what_was_decoded_before_a_kill_is_not_decoded_again(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decoding_resumes_after_a_kill(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = prepared(photos, tmp_path / "other")
     done = start_and_kill(photos, tmp_path / "cache")
     assert COUNT // 3 <= done < COUNT
@@ -78,7 +76,7 @@ def test_what_was_decoded_before_a_kill_is_not_decoded_again(
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted([Path(found.folder).name, "hashes"])
 
 
-def test_what_is_decoded_stays_when_unreadable_images_are_refused(
+def test_decoded_rows_are_kept_when_unreadable_images_are_refused(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(data.UserError, match=r"1 of 120 images can't be read: a/4.jpg"):
@@ -93,7 +91,7 @@ def some(count: int, start: int = 0) -> list[rows.DecodedRow]:
 
 
 @pytest.mark.parametrize("harm", ["a torn line", "a line too many", "a torn row", "another pixel", "no images", "none"])
-def test_only_whole_rows_are_gone_on_from(tmp_path: Path, harm: str) -> None:
+def test_only_complete_rows_are_resumed(tmp_path: Path, harm: str) -> None:
     images, journal = tmp_path / "images.npy", tmp_path / "journal"
     rows.write_rows(images, journal, (1, 2, 3), 5, lambda start: some(5, start))
     pixels, lines = images.read_bytes(), journal.read_bytes()

@@ -65,7 +65,7 @@ def test_columns_are_found(folder: Path, head: str, row: str) -> None:
 
 
 @pytest.mark.parametrize("head", ["filename,label,label_id", "filename,class_name,class", "filename,label,category id"])
-def test_numbers_beside_the_names_are_the_networks(folder: Path, head: str) -> None:
+def test_numbers_next_to_names_are_class_numbers(folder: Path, head: str) -> None:
     number = {"red": 0, "green": 1, "blue": 3}
     rows = [f"{name}.jpg,{colour},{number[colour]}" for name, colour in zip(NAMES, COLOURS, strict=True)]
     (folder / "labels.csv").write_text("\n".join([head, *rows]))
@@ -79,7 +79,7 @@ def test_numbers_beside_the_names_are_the_networks(folder: Path, head: str) -> N
     )
 
 
-def test_the_only_other_folder_is_no_class(folder: Path) -> None:
+def test_image_folders_next_to_a_table_are_not_classes(folder: Path) -> None:
     """As in Kaggle's competitions: `train.csv` next to `train_images/` and `test_images/`."""
     (folder / "images").rename(folder / "train_images")
     (folder / "test_images").mkdir()
@@ -89,7 +89,7 @@ def test_the_only_other_folder_is_no_class(folder: Path) -> None:
     assert labels(load(folder)) == labels(load(folder / "train.csv")) == dict(enumerate(COLOURS))
 
 
-def test_of_folders_with_the_same_names_the_one_is_taken_that_the_file_is_named_after(tmp_path: Path) -> None:
+def test_the_image_folder_named_like_the_table_is_chosen(tmp_path: Path) -> None:
     """As in competitions that number both folders' images from 0."""
     for part, shade in (("test_images", 200), ("train_images", 10)):
         (tmp_path / part).mkdir()
@@ -105,7 +105,7 @@ def test_of_folders_with_the_same_names_the_one_is_taken_that_the_file_is_named_
     assert load(tmp_path).count == 2
 
 
-def test_a_name_without_a_suffix_is_of_one_image(folder: Path) -> None:
+def test_a_name_without_suffix_must_match_one_image(folder: Path) -> None:
     (folder / "labels.csv").write_text("id,label\nimg_000,a\nimg_001,b\n")
     assert load(folder).count == 2
     Image.new("RGB", (40, 30)).save(folder / "images/img_000.png")
@@ -113,7 +113,7 @@ def test_a_name_without_a_suffix_is_of_one_image(folder: Path) -> None:
     refuses("image img_000 of labels.csv may be images/img_000.jpg and images/img_000.png", load, folder / "labels.csv")
 
 
-def test_numbers_are_the_network_s_classes(folder: Path) -> None:
+def test_numeric_labels_are_network_classes(folder: Path) -> None:
     file = folder / "labels.csv"
     file.write_text("path,label\n" + "".join(f"{name}.jpg,{k % 3 + 1}\n" for k, name in enumerate(NAMES)))
     assert labels(load(folder, outputs=10)) == {k: str(k % 3 + 1) for k in range(6)}
@@ -121,7 +121,7 @@ def test_numbers_are_the_network_s_classes(folder: Path) -> None:
     refuses("has class 3, but the network has 3 classes, 0 to 2; the table counts from 1", load, folder, outputs=3)
 
 
-def test_a_split_is_tested_on_and_another_calibrated(folder: Path) -> None:
+def test_splits_select_test_and_calibration_images(folder: Path) -> None:
     """Images missing from the table are left out with a warning."""
     splits = ("train", "val", "train", "val", "train")
     rows = [f"{name}.jpg,{colour},{split}" for name, colour, split in zip(NAMES, COLOURS, splits, strict=False)]
@@ -151,12 +151,12 @@ def test_a_split_is_tested_on_and_another_calibrated(folder: Path) -> None:
         ("path,label\nimg_000.jpg,9999999999\n", "has class 9999999999, but no class is so"),
     ],
 )
-def test_what_is_wrong_is_one_line(folder: Path, text: str, wrong: str) -> None:
+def test_invalid_tables_are_refused_in_one_line(folder: Path, text: str, wrong: str) -> None:
     (folder / "t.csv").write_text(text)
     refuses(wrong, load, folder / "t.csv")
 
 
-def test_of_two_tables_one_must_be_given(folder: Path) -> None:
+def test_several_tables_need_a_choice(folder: Path) -> None:
     for name in ("a", "b"):
         (folder / f"{name}.csv").write_text("img_000.jpg,cat\nimg_001.jpg,dog\n")
     refuses(r"has several tables of labels \(a.csv, b.csv\); give the path of the one", load, folder)
@@ -164,7 +164,7 @@ def test_of_two_tables_one_must_be_given(folder: Path) -> None:
     refuses("training needs class folders", load, folder / "b.csv", train=True)
 
 
-def test_what_is_no_data_set_is_told_what_is_one(folder: Path) -> None:
+def test_invalid_data_lists_the_known_formats(folder: Path) -> None:
     refuses(
         r"nor a file in COCO's format \(.json\), a file in the format path,label \(.csv\), a file in YOLO's format",
         load, folder / "images" / f"{NAMES[0]}.jpg",

@@ -29,7 +29,7 @@ def of_ultralytics(folder: Path, task: str) -> list[dict[str, Any]]:
         ("pose", "pose", ["boxes", "keypoints"]),
     ],
 )
-def test_the_truth_is_what_ultralytics_reads(yolo: Any, make: Any, kind: str, task: str, has: list[str]) -> None:
+def test_the_ground_truth_matches_ultralytics(yolo: Any, make: Any, kind: str, task: str, has: list[str]) -> None:
     folder = yolo(kind)
     data = make(folder, calibration=5)
     about, found = dyno_data.read_meta(data), truth(data)
@@ -56,7 +56,7 @@ def test_the_truth_is_what_ultralytics_reads(yolo: Any, make: Any, kind: str, ta
             assert mine["num_keypoints"] == 2
 
 
-def test_a_folder_without_a_description(yolo: Any, make: Any) -> None:
+def test_a_folder_without_data_yaml_is_read(yolo: Any, make: Any) -> None:
     folder = yolo("polygon", yaml=False)
     data = make(folder)
     assert dyno_data.format_of(folder).name == "yolo"
@@ -100,9 +100,7 @@ def test_splits_and_layouts(yolo: Any, make: Any, tmp_path: Path, monkeypatch: p
     refuses("every calibration image is also a test image", make, exported, calibration=other)
 
 
-def test_a_path_that_is_not_there_is_a_warning(
-    yolo: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_path_is_a_warning(yolo: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, names = yolo(val=10), "val: images/val\nnames: [disc, triangle]\n"
     monkeypatch.chdir(tmp_path)
     lost = "data.yaml: there is no folder C:/moved (path); the images are taken from the file's folder"
@@ -123,7 +121,7 @@ def test_a_path_that_is_not_there_is_a_warning(
         assert (found["splits"]["test"], found["warnings"]) == (count, warning), path
 
 
-def test_images_to_train_on_that_are_not_there_are_said(yolo: Any, make: Any, tmp_path: Path) -> None:
+def test_missing_training_images_are_reported(yolo: Any, make: Any, tmp_path: Path) -> None:
     folder = yolo(val=10, train=4)
     (folder / "empty").mkdir()
     taken = "; calibration images are taken from the test images"
@@ -144,7 +142,7 @@ def test_images_to_train_on_that_are_not_there_are_said(yolo: Any, make: Any, tm
         assert dyno_data.read_meta(make(folder, calibration=calibration))["warnings"] == [], "they are not needed"
 
 
-def test_labels_shape_the_data_set(yolo: Any, make: Any) -> None:
+def test_labels_are_part_of_the_data_set_hash(yolo: Any, make: Any) -> None:
     folder = yolo()
     first = make(folder)
     assert make(folder) == first
@@ -157,7 +155,7 @@ def test_labels_shape_the_data_set(yolo: Any, make: Any) -> None:
     assert truth(changed)["annotations"][0]["category_id"] == 1
 
 
-def test_background_and_lines_that_stand_twice(yolo: Any, make: Any) -> None:
+def test_background_images_and_duplicate_lines_have_warnings(yolo: Any, make: Any) -> None:
     folder = yolo()
     (folder / "labels/val/002.txt").unlink()
     (folder / "labels/val/001.txt").write_text("")
@@ -172,7 +170,7 @@ def test_background_and_lines_that_stand_twice(yolo: Any, make: Any) -> None:
     ]
 
 
-def test_a_turned_image_is_read_upright(yolo: Any, make: Any) -> None:
+def test_exif_rotated_images_are_read_upright(yolo: Any, make: Any) -> None:
     folder = yolo()
     path = folder / "images/val/000.jpg"
     with Image.open(path) as image:
@@ -184,7 +182,7 @@ def test_a_turned_image_is_read_upright(yolo: Any, make: Any) -> None:
     assert (np.load(Path(data.folder, "images.npy"))[0, :, 5] == 114).all(), "wider than high: grey above"
 
 
-def test_a_corrupt_image_in_the_middle(yolo: Any, make: Any) -> None:
+def test_corrupt_images_are_refused_or_skipped_with_their_labels(yolo: Any, make: Any) -> None:
     folder = yolo()
     whole = truth(make(folder))
     path = folder / "images/val/003.jpg"
@@ -233,19 +231,19 @@ def test_bad_keypoints_are_named(yolo: Any, make: Any, text: str, wrong: str) ->
     refuses("^labels/val/001.txt, line 1: " + wrong, make, folder)
 
 
-def test_boxes_within_rounding_of_the_edge_are_fine(yolo: Any, make: Any) -> None:
+def test_boxes_within_rounding_of_the_edge_are_accepted(yolo: Any, make: Any) -> None:
     folder = yolo()
     (folder / "labels/val/000.txt").write_text("0 0.5 0.5 1.005 1.0\n")
     assert make(folder).count == 6
 
 
-def test_classes_numbered_in_quotes(yolo: Any, make: Any) -> None:
+def test_classes_may_be_numbered_in_quotes(yolo: Any, make: Any) -> None:
     folder = yolo()
     (folder / "data.yaml").write_text('val: images/val\nnames: {"1": triangle, "0": disc}\n')
     assert dyno_data.read_meta(make(folder))["classes"] == ["disc", "triangle"]
 
 
-def test_what_is_wrong_with_a_folder(yolo: Any, make: Any, tmp_path: Path) -> None:
+def test_invalid_yolo_folders_are_refused(yolo: Any, make: Any, tmp_path: Path) -> None:
     folder = yolo()
     (folder / "labels/val/000.txt").write_text("0 0.1 0.1 0.5 0.5 0.1 0.9\n")
     refuses(r"mixed: labels/val/001.txt, line 1 is a box, labels/val/000.txt, line 1 a pol", make, folder)
@@ -274,9 +272,7 @@ def test_what_is_wrong_with_a_folder(yolo: Any, make: Any, tmp_path: Path) -> No
     refuses("is in class folders, which has no boxes", make, folder / "images")
 
 
-def test_linked_images_have_the_labels_beside_their_links_or_beside_themselves(
-    yolo: Any, make: Any, tmp_path: Path
-) -> None:
+def test_labels_of_linked_images_are_found_at_the_link_or_the_target(yolo: Any, make: Any, tmp_path: Path) -> None:
     folder = yolo("box", val=3)
     plain = make(folder)
     blobs, linked = tmp_path / "blobs", tmp_path / "linked"
@@ -296,7 +292,7 @@ def test_linked_images_have_the_labels_beside_their_links_or_beside_themselves(
 
 
 @pytest.mark.parametrize("place", ["images", "val/images", "beside"])
-def test_a_folder_of_images_has_its_labels(yolo: Any, make: Any, tmp_path: Path, place: str) -> None:
+def test_labels_of_an_image_folder_are_found(yolo: Any, make: Any, tmp_path: Path, place: str) -> None:
     """An image folder given alone still finds its labels."""
     folder = yolo(yaml=False, val=6)
     if place == "val/images":

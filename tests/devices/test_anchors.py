@@ -51,7 +51,7 @@ def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
     return a[0] < b[1] and b[0] < a[1]
 
 
-def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_command_goes_on(
+def test_devices_are_measured_alone_and_together_across_an_interrupt(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[tuple[str, float]] = []
@@ -110,7 +110,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
     assert (folder / "cpu0" / "r0" / "record.json").stat().st_mtime_ns == kept, "nothing is measured twice"
 
 
-def test_without_memory_for_all_rounds_one_follows_the_other(
+def test_short_of_memory_rounds_run_one_after_another(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[int] = []
@@ -124,7 +124,7 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
     assert len(measure(fake_study(threads=0), tmp_path, Log()).places) == 2 and set(alive) == {2}
 
 
-def test_the_study_goes_on_without_a_device_whose_process_dies(
+def test_a_study_continues_without_a_device_whose_process_dies(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(group: InterleavedGroup, members: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
@@ -142,7 +142,7 @@ def test_the_study_goes_on_without_a_device_whose_process_dies(
     assert not (tmp_path / "devices.json").exists(), "the same command tries it again"
 
 
-def test_a_trial_that_runs_nowhere_costs_no_device(fake_study: Any, tmp_path: Path) -> None:
+def test_a_trial_that_fails_everywhere_drops_no_device(fake_study: Any, tmp_path: Path) -> None:
     log = Log()
     company = measure(fake_study(backends=("fake@fail=exception",)), tmp_path, log)
     assert [place.name for place in company.places] == ["cpu:0", "cpu:1"] and not company.in_turn
@@ -150,7 +150,7 @@ def test_a_trial_that_runs_nowhere_costs_no_device(fake_study: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("later", "side_by_side"), [(1.0, True), (1.05, False)])
-def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that_counts(
+def test_a_device_slowed_by_others_is_remeasured_before_that_counts(
     later: float, side_by_side: bool, fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -175,7 +175,7 @@ def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that
     assert not measure(fake_study(equivalent=4), tmp_path, log).in_turn, "the line is true"
 
 
-def test_one_at_a_time_they_take_turns(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disturbing_devices_take_turns(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_turn = lambda *asked: one_host.StudyPlaces(asked[2], {place.machine for place in asked[2]})  # noqa: E731
     monkeypatch.setattr(one_host, "measure_devices", in_turn)
     running: list[int] = []

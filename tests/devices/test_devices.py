@@ -36,7 +36,7 @@ def measure(study: Study, folder: Path, found: list[Place], log: Log) -> one_hos
     return one_host.measure_devices(places.at_one(study, found), folder, found, log)
 
 
-def test_a_device_with_a_host_of_its_own_has_none_beside_it(
+def test_devices_on_separate_hosts_are_not_measured_together(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_host, "DEFAULT_ROUNDS", 1)
@@ -50,7 +50,7 @@ def test_a_device_with_a_host_of_its_own_has_none_beside_it(
     assert "each is on a different host" in said and "Cards differ by" in said
 
 
-def test_only_the_host_whose_devices_disturb_each_other_is_named(
+def test_only_hosts_with_mutually_disturbing_devices_are_named(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def medians(folder: Path) -> tuple[float, ...]:
@@ -66,7 +66,7 @@ def test_only_the_host_whose_devices_disturb_each_other_is_named(
     assert measure(fake_study(), tmp_path, found, log).in_turn == {"a"}, "as it is stored"
 
 
-def test_blocks_are_measured_one_at_a_time_on_that_host_only(
+def test_blocks_run_one_at_a_time_only_on_a_disturbed_host(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2], {"a"}))
@@ -85,7 +85,7 @@ def test_blocks_are_measured_one_at_a_time_on_that_host_only(
     assert len([*tmp_path.glob("trials/*/r0/record.json")]) == 6
 
 
-def test_a_block_is_one_model_batch_and_size(fake_study: Any) -> None:
+def test_a_block_has_one_model_batch_and_size(fake_study: Any) -> None:
     backends = ("fake", "fake@fail=skip")
     planned = expand(fake_study(models=("fake:one", "fake:two"), backends=backends, batches=(1, 2), sizes=("4", "8")))
     found = split_blocks(planned)
@@ -103,14 +103,14 @@ def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Any) -> None:
     assert len(more[0].trials) == 2
 
 
-def test_the_anchor_is_the_first_blocks_reference(fake_study: Any) -> None:
+def test_the_anchor_is_the_reference_of_the_first_block(fake_study: Any) -> None:
     planned = expand(fake_study(batches=(2, 1), precisions=("fp8", "fp32")))
     chosen: Any = find_anchor(planned)
     assert (chosen.trial.dims.batch, chosen.trial.precision) == (2, "fp32"), "fp8 is refused"
     assert find_anchor([entry for entry in planned if entry.refusal]) is None
 
 
-def test_files_in_the_current_folder_do_not_disturb_a_block_s_process(tmp_path: Path) -> None:
+def test_files_in_the_current_folder_do_not_disturb_block_processes(tmp_path: Path) -> None:
     for name in ("json", "dataclasses"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the current folder')")
     write_json(tmp_path / blocks.BLOCK_FILE, {})
@@ -127,7 +127,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "core_threads", lambda: CORES)
 
 
-def test_shares_have_whole_cores_and_none_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_shares_have_disjoint_whole_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     found = places.parse_places("cpu:1,cpu:0")
     assert {place.name: place.cores for place in found} == {"cpu:0": (0, 4, 1, 5), "cpu:1": (2, 6, 3, 7)}
     assert {(place.device, place.threads) for place in found} == {("cpu", 2)}
@@ -149,12 +149,12 @@ def test_shares_have_whole_cores_and_none_in_common(monkeypatch: pytest.MonkeyPa
         ("cuda:0,cuda:x", "cuda:"),
     ],
 )
-def test_devices_that_make_no_sense_are_refused(device: str, message: str) -> None:
+def test_invalid_devices_are_refused(device: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         places.parse_places(device)
 
 
-def test_gpus_have_cores_of_their_own_where_threads_leave_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_have_their_own_cores_where_threads_leave_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs' jobs would otherwise share cores, as a job pins itself to its first allowed processors."""
     monkeypatch.setattr(places, "missing_gpu", lambda _: False)
     monkeypatch.setattr(places, "find_gpu", lambda *_: None)

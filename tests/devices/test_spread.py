@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares 
 DEVICES = "cpu:0,cpu:1"
 
 
-def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Any, tmp_path: Path) -> None:
+def test_a_study_on_two_devices_differs_only_in_its_places(fake_study: Any, tmp_path: Path) -> None:
     """A second run measures nothing, and the verdict mentions the devices."""
     spreading.run_twice(fake_study, tmp_path / "two", device=DEVICES)
     run = read_trials(tmp_path / "two")
@@ -43,7 +43,7 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Any
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
+def test_the_block_of_a_killed_process_moves_and_its_rows_say_so(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[RunningBlock] = []
@@ -71,9 +71,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
-    fake_study: Any, tmp_path: Path
-) -> None:
+def test_processes_end_with_a_killed_driver_and_the_study_resumes(fake_study: Any, tmp_path: Path) -> None:
     study, folder = fake_study(device=DEVICES, batches=(1, 2), rounds=4), tmp_path / "run"
 
     def refused(_: object) -> None:
@@ -86,14 +84,14 @@ def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice
     assert not [*folder.glob("blocks/*")]
 
 
-def test_what_is_about_one_device_is_refused_on_several(fake_study: Any, tmp_path: Path) -> None:
+def test_single_device_settings_are_refused_on_several(fake_study: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="energy is for a study on one device"):
         spread.run(fake_study(device=DEVICES, energy=True), tmp_path, Progress(quiet=True))
     refuses("give one --device here", execute, fake_study(device=DEVICES), tmp_path, Progress(quiet=True))
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Any, tmp_path: Path) -> None:
+def test_a_block_of_a_removed_device_is_restarted(fake_study: Any, tmp_path: Path) -> None:
     """All rounds of a block come from one device, and earlier measurements are kept."""
     fields = {"device": DEVICES, "batches": (1, 2)}
     spread.run(fake_study(**fields), tmp_path, Log())

@@ -51,7 +51,7 @@ def told(record: Record) -> dict[str, Any]:
     return record.artifact.made_by
 
 
-def test_the_timing_cache_spares_the_second_build_its_timing(make: Any, tmp_path: Path) -> None:
+def test_the_timing_cache_speeds_up_the_second_build(make: Any, tmp_path: Path) -> None:
     first, second, off = told(make()), told(make(build=1)), told(make(build=2, timing_cache=False))
     assert [one.timing_cache.used for one in (first, second, off)] == [False, True, False]
     assert second.timing_cache.timed < first.timing_cache.timed
@@ -59,7 +59,7 @@ def test_the_timing_cache_spares_the_second_build_its_timing(make: Any, tmp_path
     assert [path.suffix for path in (tmp_path / "timing").glob("*.timing")] == [".timing"]
 
 
-def test_a_damaged_timing_cache_is_left_unused(make: Any, tmp_path: Path) -> None:
+def test_a_damaged_timing_cache_is_ignored(make: Any, tmp_path: Path) -> None:
     told(make())
     (path,) = (tmp_path / "timing").glob("*.timing")
     path.write_bytes(b"no timing cache")
@@ -77,7 +77,7 @@ def test_the_layers_are_listed(make: Any) -> None:
     assert found.engine_parameters > 3 * 32 * 9
 
 
-def test_flags_give_what_they_say(make: Any, tmp_path: Path) -> None:
+def test_flags_have_their_effect(make: Any, tmp_path: Path) -> None:
     """A flag only permits a type; the builder takes the fastest kernel, always float16 in these wide convolutions."""
     import numpy as np
     import onnx as library
@@ -97,21 +97,21 @@ def test_flags_give_what_they_say(make: Any, tmp_path: Path) -> None:
     assert found.typed == "weakly" and found.layers_by_type.get("float16", 0) >= 2
 
 
-def test_what_the_version_lacks_is_skipped(make: Any) -> None:
+def test_options_missing_in_this_version_are_skipped(make: Any) -> None:
     old = told(make()).versions["tensorrt"].startswith("8.")
     record = make(weight_streaming=True)
     assert record.status == ("skipped" if old else "ok")
     assert (" has no weight_streaming" in record.reason) == old
 
 
-def test_a_graph_in_another_type_is_no_engine_in_this_one(make: Any) -> None:
+def test_a_graph_in_another_type_gives_no_engine(make: Any) -> None:
     old = told(make()).versions["tensorrt"].startswith("8.")
     record = make(precision="bf16")
     assert record.status == ("skipped" if old else "failed")
     assert ("has no builder flag for bf16" if old else "ran 0 of 4 compute layers in bfloat16") in record.reason
 
 
-def test_an_operator_that_it_lacks_is_named_with_its_node(make: Any, tmp_path: Path) -> None:
+def test_unsupported_operators_are_named_with_their_node(make: Any, tmp_path: Path) -> None:
     import onnx as library
 
     def value(name: str, shape: list[Any]) -> Any:
@@ -130,7 +130,7 @@ def test_an_operator_that_it_lacks_is_named_with_its_node(make: Any, tmp_path: P
     assert record.status == "failed" and "Det" in record.reason and "'odd_one'" in record.reason, record.reason
 
 
-def test_a_dynamic_engine_keeps_the_file_s_name_for_its_batch(make: Any) -> None:
+def test_a_dynamic_engine_keeps_the_batch_name_of_the_file(make: Any) -> None:
     record = make(profile="1:2:8")
     assert record.artifact is not None, record.reason
     assert [t.shape for t in (*record.artifact.inputs, *record.artifact.outputs)] == [

@@ -44,7 +44,7 @@ def test_every_slot_keeps_its_own(slots: int) -> None:
     session.close()
 
 
-def test_a_graph_replays_and_a_stopwatch_sees_it() -> None:
+def test_the_stopwatch_times_graph_replays() -> None:
     device = Device("cuda:0")
     size = 1 << 28
     a, b, stream = device.allocate(size), device.allocate(size), device.stream()
@@ -59,7 +59,7 @@ def test_a_graph_replays_and_a_stopwatch_sees_it() -> None:
     device.close()
 
 
-def test_too_much_memory_and_a_gpu_that_is_not_there() -> None:
+def test_too_much_memory_and_missing_gpus_are_errors() -> None:
     device = Device("cuda:0")
     with pytest.raises(MemoryError, match="memory ran out"):
         device.allocate(1 << 50)

@@ -59,7 +59,7 @@ def study(net: str, tensorrt_python: str) -> Any:
     return make
 
 
-def test_every_precision_is_what_it_says(study: Any, tmp_path: Path) -> None:
+def test_every_precision_runs_as_requested(study: Any, tmp_path: Path) -> None:
     ways = (
         "pytorch@precision=fp32",
         "tensorrt@precision=fp32+tf32+fp16",
@@ -114,7 +114,7 @@ def test_dynamic_and_static_agree(trt: Any, onnx: Path, engine: Path, tmp_path: 
     assert "outside the engine's profile, 4 to 4" in line(trt("time", static, "--batch", 2))
 
 
-def test_time_speaks_trtexec(trt: Any, engine: Path) -> None:
+def test_time_explains_trtexec_terms(trt: Any, engine: Path) -> None:
     done = trt("time", engine, "--batch", 8, *QUICK)
     assert done.returncode == 0, done.stderr
     assert "trtexec" in done.stdout and "--loadEngine" in done.stdout and "Enqueue" in done.stdout
@@ -132,7 +132,7 @@ def test_builds_are_compared(trt: Any, onnx: Path, tmp_path: Path) -> None:
     assert "p = " in done.stdout and (tmp_path / "best.engine").stat().st_size > 1000
 
 
-def test_graph_and_slots_change_nothing(study: Any, tmp_path: Path) -> None:
+def test_graphs_and_slots_do_not_change_outputs(study: Any, tmp_path: Path) -> None:
     ways = ("tensorrt", "tensorrt@graph=false", "tensorrt@slots=1", "tensorrt@profile=1:2:8")
     result = study(*ways, batches=(2,)).run(tmp_path / "run", quiet=True)
     outputs = [next(iter(t.outputs().values())) for t in result.records if t.good]
@@ -148,7 +148,7 @@ def test_a_batch_outside_the_profile(trt: Any, engine: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "text"])
-def test_an_engine_that_is_none(trt: Any, engine: Path, tmp_path: Path, damage: str) -> None:
+def test_invalid_engines_are_refused(trt: Any, engine: Path, tmp_path: Path, damage: str) -> None:
     content = engine.read_bytes()
     bad = tmp_path / "bad.engine"
     bad.write_bytes(
@@ -157,7 +157,7 @@ def test_an_engine_that_is_none(trt: Any, engine: Path, tmp_path: Path, damage: 
     assert "is not an engine for TensorRT" in line(trt("time", bad))
 
 
-def test_a_file_cut_short_in_the_cache_is_built_again(study: Any, tmp_path: Path) -> None:
+def test_a_truncated_cache_file_is_rebuilt(study: Any, tmp_path: Path) -> None:
     study("tensorrt", batches=(3,)).run(tmp_path / "a", quiet=True)
     kept = list((cache_dir() / "artifacts").glob("*/model.engine"))
     for path in kept:
@@ -166,7 +166,7 @@ def test_a_file_cut_short_in_the_cache_is_built_again(study: Any, tmp_path: Path
     assert [t.status for t in result.records] == ["ok"]
 
 
-def test_an_operator_nobody_knows(trt: Any, onnx: Path, tmp_path: Path) -> None:
+def test_an_unknown_operator_is_named(trt: Any, onnx: Path, tmp_path: Path) -> None:
     import onnx as library
 
     model = library.load(str(onnx))
@@ -177,14 +177,14 @@ def test_an_operator_nobody_knows(trt: Any, onnx: Path, tmp_path: Path) -> None:
     assert said.returncode == 2 and "Unheard" in said.stderr
 
 
-def test_a_static_file_given_other_shapes(dyno: Any, trt: Any, net: str, tmp_path: Path) -> None:
+def test_a_static_file_refuses_other_shapes(dyno: Any, trt: Any, net: str, tmp_path: Path) -> None:
     fixed = tmp_path / "fixed.onnx"
     assert dyno("export", net, "-o", fixed, "--size", SIZE, "--batch", 2).returncode == 0
     assert "export it with --batch dynamic" in line(trt("export", fixed, "-o", tmp_path / "x.engine", "--max", 8))
     assert trt("export", fixed, "-o", tmp_path / "y.engine", "--batch", 2).returncode == 0
 
 
-def test_memory_that_runs_out_is_a_row_and_comes_back(study: Any, tmp_path: Path) -> None:
+def test_out_of_memory_is_a_row_and_memory_is_freed(study: Any, tmp_path: Path) -> None:
     free = free_memory()
     (tmp_path / "hungry.py").write_text(HUNGRY)
     running = study("pytorch@precision=fp32", models=(f"{tmp_path}/hungry.py:net",), batches=(1,))
@@ -221,7 +221,7 @@ def hogged() -> Iterator[None]:
         process.wait()
 
 
-def test_a_job_past_its_time(study: Any, tmp_path: Path) -> None:
+def test_a_job_past_its_timeout_is_a_timeout_row(study: Any, tmp_path: Path) -> None:
     result = study("pytorch@precision=fp32", batches=(1,), timeout=0.5).run(tmp_path / "run", quiet=True)
     assert [t.status for t in result.records] == ["timeout"]
 
@@ -245,7 +245,7 @@ def test_onnx_runtime_on_the_gpu(net: str, ortgpu_python: str, tmp_path: Path) -
             assert set(trial.facts.nodes_by_provider) == {"CUDAExecutionProvider"}, trial.facts
 
 
-def test_pytorch_and_tensorrt_take_turns(net: str, tensorrt_python: str, tmp_path: Path) -> None:
+def test_pytorch_and_tensorrt_are_interleaved(net: str, tensorrt_python: str, tmp_path: Path) -> None:
     study = Study(
         models=(net,), backends=("pytorch", "tensorrt"), precisions=("fp32",), sizes=("64",), batches=(8,), rounds=2,
         seconds=0.5, warmup=0.1, device="cuda:0", turns=True, runtime={"tensorrt": {"python": tensorrt_python}},

@@ -53,7 +53,7 @@ def tables(run: Any, *words: object) -> tuple[dict[str, list[dict[str, Any]]], l
     return by_form, found["reconciliation"]["rows"], found["reconciliation"]["notes"]
 
 
-def test_pytorch_has_the_kernels_of_each_module(dyno: Any, heavy: str) -> None:
+def test_pytorch_profiles_list_the_kernels_of_each_module(dyno: Any, heavy: str) -> None:
     by_form, (line,), notes = tables(dyno, heavy, "--batch", 16, "--size", 128)
     (rows,) = by_form.values()
     assert rows[0]["modules"] == "1.0" and rows[0]["kernel"] and rows[0]["share"] > 30, rows
@@ -71,18 +71,18 @@ def test_pytorch_has_the_kernels_of_each_module(dyno: Any, heavy: str) -> None:
     )
 
 
-def test_a_network_whose_host_is_slower_than_its_kernels_is_launch_bound(dyno: Any, tmp_path: Path) -> None:
+def test_a_network_with_a_slow_host_is_launch_bound(dyno: Any, tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(WAITING)
     _, (line,), notes = tables(dyno, f"{tmp_path / 'waiting.py'}:net", "--size", 16)
     assert line["idle"] > 50 and any("launch-bound: the GPU ran no kernel" in note for note in notes), (line, notes)
 
 
-def test_half_precision_too(dyno: Any, heavy: str) -> None:
+def test_half_precision_is_profiled(dyno: Any, heavy: str) -> None:
     by_form, _, _ = tables(dyno, heavy, "pytorch/fp16", "--size", 64)
     assert len(by_form) == 2 and sum("fp16" in form for form in by_form) == 1, [*by_form]
 
 
-def test_tensorrt_s_layers_have_times_types_and_the_module_s_names(trt: Any, heavy: str) -> None:
+def test_tensorrt_layers_have_times_types_and_module_names(trt: Any, heavy: str) -> None:
     by_form, lines, notes = tables(trt, heavy, "tensorrt", "tensorrt/fp16", "--size", 128, "--batch", 4)
     engines = {form: rows for form, rows in by_form.items() if form.startswith("TensorRT")}
     assert len(engines) == 2 and len(lines) == 3
@@ -98,7 +98,7 @@ def test_tensorrt_s_layers_have_times_types_and_the_module_s_names(trt: Any, hea
     assert sum(note.startswith("TensorRT") and "launch-bound" in note for note in notes) == 2, notes
 
 
-def test_an_engine_file_and_a_dynamic_one(trt: Any, engine: Path) -> None:
+def test_engine_files_are_profiled(trt: Any, engine: Path) -> None:
     by_form, (line,), _ = tables(trt, engine, "--batch", 2)
     (rows,) = by_form.values()
     assert rows[0]["time_us"] > 0 and line["layers_ms"] > 0
@@ -106,7 +106,7 @@ def test_an_engine_file_and_a_dynamic_one(trt: Any, engine: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_int8_says_types_and_conversions(trt: Any, net: str) -> None:
+def test_int8_profiles_show_types_and_conversions(trt: Any, net: str) -> None:
     words = (net.replace(":net", ":gray"), "tensorrt/int8", "--channels", 1, "--data", "digits", "--size", 32)
     by_form, _, _ = tables(trt, *words, "--batch", 4)
     rows = next(rows for form, rows in by_form.items() if form.startswith("TensorRT"))
@@ -121,7 +121,7 @@ def test_inspect_reads_engines_on_the_gpu(trt: Any, heavy: str) -> None:
 
 @pytest.mark.skipif(not shutil.which("ncu"), reason="no ncu on the PATH")
 @pytest.mark.parametrize("form", [(), ("tensorrt/fp16",)], ids=["pytorch", "tensorrt"])
-def test_hardware_counters_of_the_heavy_layer(dyno: Any, heavy: str, form: tuple[str, ...]) -> None:
+def test_the_heavy_layer_has_hardware_counters(dyno: Any, heavy: str, form: tuple[str, ...]) -> None:
     if form and not importlib.util.find_spec("tensorrt"):
         pytest.skip("no TensorRT in this Python")
     words = (heavy, *form, "--batch", 16, "--size", 128, *QUICK, "--counters", "--format", "json")

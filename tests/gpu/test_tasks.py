@@ -31,7 +31,7 @@ def test_a_detector_finds_the_same_on_every_engine(trt: Any, yolo: Any, tmp_path
             assert row[kind] == pytest.approx(want[kind], abs=slack), (row["backend"], row["precision"], kind)
 
 
-def test_the_layer_that_must_stay_higher_is_found_on_engines(trt: Any, hostile: Path, tmp_path: Path) -> None:
+def test_the_layer_that_needs_higher_precision_is_found_on_engines(trt: Any, hostile: Path, tmp_path: Path) -> None:
     words = ("run", hostile, "--data", "digits", "--channels", 1, "--backend", "tensorrt", "--precision", "fp32,int8")
     done = trt(*words, "--batch", 4, "--budget", "top1=2", "--out", tmp_path / "run", *QUICK, timeout=1200)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
         assert abs(a["boxes"][0]["score"] - b["boxes"][0]["score"]) < 0.05
 
 
-def test_tensorrt_finds_what_pytorch_finds(filmed: Any, tensorrt_python: str) -> None:
+def test_tensorrt_detections_match_pytorch(filmed: Any, tensorrt_python: str) -> None:
     there, _ = filmed("--backend", "pytorch", "--prepare", "host")
     words = ("--backend", "tensorrt@optimization=0", "--python", f"tensorrt={tensorrt_python}")
     found, _ = filmed(*words)
@@ -54,7 +54,9 @@ def test_tensorrt_finds_what_pytorch_finds(filmed: Any, tensorrt_python: str) ->
 
 
 @pytest.mark.parametrize("backend", ["pytorch", "pytorch@precision=fp16", "onnxruntime", "tensorrt@optimization=0"])
-def test_frames_prepared_on_the_gpu(filmed: Any, request: pytest.FixtureRequest, backend: str) -> None:
+def test_frames_prepared_on_the_gpu_give_the_same_boxes(
+    filmed: Any, request: pytest.FixtureRequest, backend: str
+) -> None:
     more: tuple[object, ...] = ()
     if backend == "onnxruntime":
         more = ("--python", f"onnxruntime={request.getfixturevalue('ortgpu_python')}")
@@ -67,7 +69,7 @@ def test_frames_prepared_on_the_gpu(filmed: Any, request: pytest.FixtureRequest,
     assert "Frames are prepared where the network computes" in said
 
 
-def test_frames_that_the_gpu_s_decoder_leaves_there(filmed: Any, tmp_path: Path) -> None:
+def test_frames_decoded_on_the_gpu_give_the_same_boxes(filmed: Any, tmp_path: Path) -> None:
     host, _ = filmed("--backend", "pytorch", "--prepare", "host")
     device, _ = filmed("--backend", "pytorch", "--decode", "device")
     same(host, device)

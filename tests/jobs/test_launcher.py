@@ -80,7 +80,7 @@ def gone(pid: int, within_s: float = 600.0) -> bool:
     return False
 
 
-def test_a_good_job_leaves_everything_in_its_folder(fake_trial: Any, tmp_path: Path) -> None:
+def test_a_successful_job_stores_all_its_files(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial()
     record = run(trial, tmp_path / "r0")
     assert (record.status, record.stage, record.reason) == ("ok", "done", "")
@@ -98,7 +98,9 @@ def test_a_good_job_leaves_everything_in_its_folder(fake_trial: Any, tmp_path: P
     ("kind", "at"),
     [*AT_RUN, *QUICKLY, *(pytest.param(*e, marks=pytest.mark.slow) for e in ELSEWHERE if e not in QUICKLY)],
 )
-def test_every_end_is_a_record(fake_trial: Any, tmp_path: Path, times_out_when: Any, kind: str, at: str) -> None:
+def test_every_job_outcome_is_recorded(
+    fake_trial: Any, tmp_path: Path, times_out_when: Any, kind: str, at: str
+) -> None:
     if kind == "hang":
         times_out_when(lambda: read_stage(tmp_path) == STAGES[at])
     record = run(fake_trial(fail=kind, at=at), tmp_path, 1.5 if kind == "hang" else 1200.0)
@@ -110,7 +112,7 @@ def test_every_end_is_a_record(fake_trial: Any, tmp_path: Path, times_out_when: 
 
 
 @pytest.mark.parametrize("kind", ["exception", "segfault", pytest.param("hang", marks=pytest.mark.slow)])
-def test_an_engine_that_fails_as_it_is_closed_was_measured(
+def test_a_failure_during_close_keeps_the_measurement(
     fake_trial: Any, tmp_path: Path, times_out_when: Any, kind: str
 ) -> None:
     """ONNX Runtime on a GPU aborts as it closes some networks' sessions (CUDA failure 800 in cudaFreeHost)."""
@@ -127,7 +129,7 @@ def test_an_engine_that_fails_as_it_is_closed_was_measured(
 
 
 @pytest.mark.parametrize(("kernel", "status"), [(False, "crashed"), pytest.param(True, "oom", marks=pytest.mark.slow)])
-def test_a_trial_that_is_killed_as_its_engine_is_closed_is_measured_again(
+def test_a_kill_during_close_is_marked_for_another_measurement(
     fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool, status: str
 ) -> None:
     kills = count() if kernel else repeat(0)
@@ -152,7 +154,7 @@ def test_an_interrupt_ends_the_job(fake_trial: Any, tmp_path: Path) -> None:
     assert jobs and not any(job.is_running() for job in jobs)
 
 
-def test_what_was_measured_before_a_crash_is_kept(fake_trial: Any, tmp_path: Path) -> None:
+def test_measurements_before_a_crash_are_kept(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial(fail="segfault", at="fetch")
     record = run(trial, tmp_path)
     assert (record.status, record.trial) == ("crashed", trial.id)
@@ -165,7 +167,7 @@ def test_what_was_measured_before_a_crash_is_kept(fake_trial: Any, tmp_path: Pat
     assert record.system["python"] and record.facts.inputs_sha256
 
 
-def test_nan_is_told_beside_the_numbers(fake_trial: Any, tmp_path: Path) -> None:
+def test_nan_outputs_are_a_warning(fake_trial: Any, tmp_path: Path) -> None:
     record = run(fake_trial(fail="nan"), tmp_path)
     (warning,) = [line for line in record.warnings if "not finite" in line]
     assert warning.startswith("output output has values that are not finite: 100.00% are NaN")
@@ -196,7 +198,7 @@ def test_stage_and_telemetry_are_seen_from_outside(
         assert np.nanmax(columns["rss"]) > 5e6
 
 
-def test_the_memory_of_a_process_that_has_ended_is_not_known(tmp_path: Path) -> None:
+def test_the_memory_of_an_ended_process_is_nan(tmp_path: Path) -> None:
     """Its memory was once drawn as 0 at the end of a line."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     telemetry = Telemetry()
@@ -210,7 +212,7 @@ def test_the_memory_of_a_process_that_has_ended_is_not_known(tmp_path: Path) -> 
         assert np.isnan(columns["rss"][-1]) and not (columns["rss"] == 0).any()
 
 
-def test_children_are_looked_for_except_while_a_job_times(tmp_path: Path) -> None:
+def test_child_processes_are_not_searched_while_a_job_times(tmp_path: Path) -> None:
     """Searching reads all of /proc, once 2 % of a block on two processors."""
     stage, resident = "time model", list[float]()
     script = "import subprocess, time; subprocess.Popen(['sleep', '600']); print(flush=True); time.sleep(600)"
@@ -267,7 +269,7 @@ CHILD = f'child = subprocess.Popen(["sleep", "600"]).pid\n{NOTE}'
 
 
 @pytest.mark.parametrize("fail", ["killed", *(pytest.param(f, marks=pytest.mark.slow) for f in ("", "hang"))])
-def test_children_of_a_job_end_with_it(fake_trial: Any, tmp_path: Path, times_out_when: Any, fail: str) -> None:
+def test_child_processes_end_with_their_job(fake_trial: Any, tmp_path: Path, times_out_when: Any, fail: str) -> None:
     if fail == "hang":
         times_out_when(lambda: read_stage(tmp_path / "job") == STAGES["run"])
     trial = scripted(fake_trial, tmp_path, CHILD, pids=str(tmp_path / "pid"), fail=fail)
@@ -298,7 +300,7 @@ def leaving(fake_trial: Any, folder: Path, how: str, **options: Any) -> Trial:
 
 
 @pytest.mark.parametrize("how", STARTING)
-def test_what_leaves_the_group_of_a_job_ends_with_it(fake_trial: Any, tmp_path: Path, how: str) -> None:
+def test_processes_outside_the_process_group_end_with_their_job(fake_trial: Any, tmp_path: Path, how: str) -> None:
     assert run(leaving(fake_trial, tmp_path, how), tmp_path / "job").status == "ok"
     assert gone(int((tmp_path / "pid").read_text()), within_s=120)
 
@@ -325,7 +327,7 @@ class Session(FakeSession):
 """
 
 
-def test_a_fork_that_returns_does_not_work_on_in_the_job(fake_trial: Any, tmp_path: Path) -> None:
+def test_a_forked_copy_stops_at_the_next_measurement(fake_trial: Any, tmp_path: Path) -> None:
     """Both processes once continued: they measured in parallel and wrote the same files."""
     (tmp_path / "forks.py").write_text(FORKS)
     runtime = Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)})
@@ -345,7 +347,7 @@ os._exit(7)
 """
 
 
-def test_what_a_job_prints_is_kept_to_a_length(fake_trial: Any, tmp_path: Path) -> None:
+def test_job_output_is_limited_in_length(fake_trial: Any, tmp_path: Path) -> None:
     trial = scripted(fake_trial, tmp_path, PRINTS, megabytes=40)
     tracemalloc.start()
     try:
@@ -397,7 +399,7 @@ launch(job, Path(sys.argv[2]), 3600.0)
 
 
 @pytest.mark.parametrize("how", STARTING)
-def test_what_a_job_started_dies_with_its_launcher(fake_trial: Any, tmp_path: Path, how: str) -> None:
+def test_detached_processes_die_with_the_launcher(fake_trial: Any, tmp_path: Path, how: str) -> None:
     trial = leaving(fake_trial, tmp_path, how, fail="hang")
     write_json(tmp_path / "job", to_json(Job("run", trial.runtime, trial)))
     with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path / "job"), str(tmp_path / "r0")]) as launcher:
@@ -425,7 +427,7 @@ def test_a_job_dies_with_its_launcher(fake_trial: Any, tmp_path: Path, wait_for:
     assert read_record(tmp_path / "r0") is None
 
 
-def test_what_a_library_does_at_its_end_is_not_waited_for(fake_trial: Any, tmp_path: Path) -> None:
+def test_exit_handlers_of_libraries_are_skipped(fake_trial: Any, tmp_path: Path) -> None:
     late = tmp_path / "late"
     register = f"atexit.register(open, {str(late)!r}, 'w')"
     lines = ("import atexit", "from dyno.worker.backends.fake import Fake", register)
@@ -435,13 +437,13 @@ def test_what_a_library_does_at_its_end_is_not_waited_for(fake_trial: Any, tmp_p
     assert not late.exists()
 
 
-def test_a_missing_interpreter_is_the_user_s_error(fake_trial: Any, tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_a_user_error(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial(runtime=Runtime(python=str(tmp_path / "python9")))
     with pytest.raises(UserError, match=r"python9 can't be started \(No such file or directory\); give another"):
         run(trial, tmp_path / "r0")
 
 
-def test_an_interpreter_that_is_none_is_a_crash_with_its_words(fake_trial: Any, tmp_path: Path) -> None:
+def test_an_invalid_interpreter_is_a_crash_with_its_message(fake_trial: Any, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho first >&2\necho this is no Python >&2\nexit 3\n")
     python.chmod(0o755)
@@ -458,7 +460,7 @@ def test_the_environment_fixes_threads_and_silences_telemetry() -> None:
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("run", True), ("train", False), ("take", False)])
-def test_a_compiler_cache_lies_beside_the_rounds_of_a_trial_alone(
+def test_only_rounds_of_a_trial_share_a_compiler_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, shared: bool
 ) -> None:
     """A training once left a folder `compiler` next to its own."""
@@ -472,7 +474,7 @@ def test_a_compiler_cache_lies_beside_the_rounds_of_a_trial_alone(
     assert ("TORCHINDUCTOR_CACHE_DIR" in seen) == shared
 
 
-def test_another_interpreter_is_not_led_astray() -> None:
+def test_another_interpreter_does_not_inherit_our_python_settings() -> None:
     ours = {"PYTHONPATH": "/ours", "PYTHONHOME": "/ours", "VIRTUAL_ENV": "/ours", "HOME": "/home"}
     assert make_environment(Runtime(python="/opt/python3"), ours).keys() & ours.keys() == {"HOME"}
     given = Runtime(python="/opt/python3", env={"PYTHONPATH": "/theirs", "OMP_NUM_THREADS": "7"})
@@ -486,7 +488,7 @@ def test_only_the_first_round_evaluates(fake_trial: Any, tmp_path: Path) -> None
     assert not (tmp_path / "outputs.npz").exists()
 
 
-def test_a_full_disk_says_nothing_about_the_trial(fake_trial: Any, tmp_path: Path) -> None:
+def test_a_full_disk_is_not_recorded_as_a_failed_trial(fake_trial: Any, tmp_path: Path) -> None:
     trial = scripted(fake_trial, tmp_path, "raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))")
     with pytest.raises(OSError, match="No space left on device"):
         run(trial, tmp_path / "r0")
@@ -499,14 +501,14 @@ def test_reasons_are_one_line(fake_trial: Any, tmp_path: Path) -> None:
     assert "second line" in (tmp_path / "r0/stderr.log").read_text()
 
 
-def test_another_schema_is_not_read(fake_trial: Any, tmp_path: Path) -> None:
+def test_an_unknown_schema_is_rejected(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial()
     record = launch(replace(Job("run", trial.runtime, trial), schema=99), tmp_path, 1200.0)
     wanted = f"job.json has schema 99, this worker reads {SCHEMA}"
     assert (record.status, record.reason.endswith(wanted)) == ("crashed", True)
 
 
-def test_a_record_that_an_earlier_job_left_is_not_taken_for_this_one_s(fake_trial: Any, tmp_path: Path) -> None:
+def test_a_record_left_by_an_earlier_job_is_ignored(fake_trial: Any, tmp_path: Path) -> None:
     first = fake_trial()
     assert launch(Job("run", first.runtime, first), tmp_path, 1200).status == "ok"
     second = fake_trial(fail="exit", at="load")

@@ -139,7 +139,7 @@ def sampled(pid: int, path: Path, device: str = "cuda:0") -> dict[str, np.ndarra
         return dict(stored)
 
 
-def test_one_look_in_the_units_that_columns_have(nvml: Nvml) -> None:
+def test_samples_have_the_units_of_the_columns(nvml: Nvml) -> None:
     nvml.told["pids"] = [7, 8, 9]
     gpu = find_gpu("cuda:0", {})
     assert gpu is not None and (gpu.name, gpu.uuid) == ("NVIDIA Test", "GPU-aaaa-1")
@@ -149,7 +149,7 @@ def test_one_look_in_the_units_that_columns_have(nvml: Nvml) -> None:
     }  # fmt: skip
 
 
-def test_what_nvml_does_not_tell_is_nan(nvml: Nvml) -> None:
+def test_values_missing_from_nvml_are_nan(nvml: Nvml) -> None:
     gpu = find_gpu("cuda:0", {})
     assert gpu is not None
     nvml.told = {"power": 1000}
@@ -158,7 +158,7 @@ def test_what_nvml_does_not_tell_is_nan(nvml: Nvml) -> None:
     assert all(map(math.isnan, found.values()))
 
 
-def test_an_old_driver_is_asked_in_its_own_words(nvml: Nvml) -> None:
+def test_old_drivers_are_queried_through_the_old_api(nvml: Nvml) -> None:
     nvml.told |= {"memory": None, "memory_v1": 3e9, "EventReasons": None, "ThrottleReasons": 64}
     gpu = find_gpu("cuda:0", {})
     assert gpu is not None
@@ -185,7 +185,7 @@ def test_an_old_driver_is_asked_in_its_own_words(nvml: Nvml) -> None:
         ("cpu", None, None),
     ],
 )
-def test_the_job_s_gpu_is_the_one_that_is_asked(nvml: Nvml, device: str, visible: str | None, uuid: str | None) -> None:
+def test_the_gpu_of_the_job_is_queried(nvml: Nvml, device: str, visible: str | None, uuid: str | None) -> None:
     gpu = find_gpu(device, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert (gpu.uuid if gpu else None) == uuid
     assert nvml.open == (1 if gpu else 0)
@@ -195,7 +195,7 @@ def test_the_job_s_gpu_is_the_one_that_is_asked(nvml: Nvml, device: str, visible
 
 
 @pytest.mark.parametrize("broken", ["no library", "no driver"])
-def test_without_nvml_a_job_runs_all_the_same(
+def test_jobs_run_without_nvml(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], tmp_path: Path, broken: str
 ) -> None:
     if broken == "no library":
@@ -206,7 +206,7 @@ def test_without_nvml_a_job_runs_all_the_same(
     assert np.nanmax(found["rss"]) > 1e6
 
 
-def test_a_job_on_a_gpu_has_its_columns_and_what_was_before(
+def test_a_gpu_job_records_its_columns_and_the_state_before_it(
     nvml: Nvml, child: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     nvml.told |= {"memory": 1e9, "util": 2, "pids": [1]}
@@ -229,7 +229,7 @@ def test_a_job_on_a_gpu_has_its_columns_and_what_was_before(
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_job_begins_where_it_loads(nvml: Nvml, child: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_gpu_memory_is_counted_from_the_load_stage(nvml: Nvml, child: subprocess.Popen[bytes], tmp_path: Path) -> None:
     mates = set[int]()
     nvml.told |= {"memory": 1e9, "pids": []}
     telemetry = Telemetry("cuda:0", {}, mates)
@@ -254,7 +254,7 @@ def test_the_memory_of_a_job_begins_where_it_loads(nvml: Nvml, child: subprocess
     assert np.isnan(memory[:importing]).all() and (memory[importing + 1 :] == 5e9).all()
 
 
-def test_a_driver_that_hangs_does_not_hold_up_the_study(
+def test_a_hanging_driver_does_not_block_the_study(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("dyno.jobs.telemetry.SHUTDOWN_TIMEOUT_S", 0.2)
@@ -275,7 +275,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_study(
 
 
 @pytest.mark.gpu
-def test_a_real_gpu_is_seen_at_work(tmp_path: Path) -> None:
+def test_a_real_gpu_is_monitored_at_work(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     import pynvml
 
@@ -310,7 +310,7 @@ def zone(root: Path, name: str, kind: str, value: int, size: int = 1_000_000) ->
     return folder / "energy_uj"
 
 
-def test_all_sockets_count_and_nothing_twice(tmp_path: Path) -> None:
+def test_rapl_counts_every_socket_once(tmp_path: Path) -> None:
     first = zone(tmp_path, "intel-rapl:0", "package-0", 900_000)
     zone(tmp_path, "intel-rapl:0:0", "core", 800_000)
     zone(tmp_path, "intel-rapl-mmio:0", "package-0", 900_000)
@@ -325,7 +325,7 @@ def test_all_sockets_count_and_nothing_twice(tmp_path: Path) -> None:
     assert found.joules() - before == pytest.approx(1.15)
 
 
-def test_a_counter_that_can_not_be_read_is_not_known(tmp_path: Path) -> None:
+def test_an_unreadable_energy_counter_gives_nan(tmp_path: Path) -> None:
     assert math.isnan(find_rapl(tmp_path).joules()), "a machine without any"
     one = zone(tmp_path, "intel-rapl:0", "package-0", 5)
     (tmp_path / "intel-rapl:1").mkdir()
@@ -336,7 +336,7 @@ def test_a_counter_that_can_not_be_read_is_not_known(tmp_path: Path) -> None:
     assert math.isnan(found.joules())
 
 
-def test_telemetry_has_the_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_records_the_energy_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zone(tmp_path, "intel-rapl:0", "package-0", 2_500_000)
     monkeypatch.setattr(jobs_telemetry, "POWERCAP", tmp_path)
     telemetry = Telemetry()

@@ -21,7 +21,7 @@ def told(progress: Progress) -> list[str]:
     return progress.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(progress: Progress, fake_trial: Any) -> None:
+def test_waiting_prints_a_line_in_a_log_file(progress: Progress, fake_trial: Any) -> None:
     progress.start(fake_trial(), 0)
     progress.tick("load", 0.1)
     progress.show_waiting("7")
@@ -35,7 +35,7 @@ def verbose(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_verbose", [False, True])
-def test_in_a_file_a_job_has_a_line_where_it_failed_and_each_has_where_that_is_asked_for(
+def test_a_log_file_has_failed_jobs_or_with_verbose_all_jobs(
     progress: Progress, fake_trial: Any, monkeypatch: pytest.MonkeyPatch, is_verbose: bool
 ) -> None:
     monkeypatch.setattr(Progress, "is_verbose", is_verbose)
@@ -53,7 +53,7 @@ def test_in_a_file_a_job_has_a_line_where_it_failed_and_each_has_where_that_is_a
     assert not is_verbose or (lines[1].startswith("1/3 ok ") and lines[1].endswith("round 1 of 1  2.0 s"))
 
 
-def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_what_follows(fake_trial: Any) -> None:
+def test_the_estimate_starts_after_the_first_job_and_covers_the_rest(fake_trial: Any) -> None:
     trial, other = fake_trial(), fake_trial(precision="fp16")
     progress = Progress(quiet=True)
     with progress.show_study([trial, other, other]):
@@ -71,7 +71,7 @@ def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_wh
 
 
 @pytest.mark.usefixtures("verbose")
-def test_a_file_that_takes_long_says_how_long(progress: Progress) -> None:
+def test_a_slow_build_reports_its_duration(progress: Progress) -> None:
     progress.show_step("make net engine int8 b1 224")
     progress.report_duration()
     progress.started -= 83
@@ -80,7 +80,7 @@ def test_a_file_that_takes_long_says_how_long(progress: Progress) -> None:
 
 
 @pytest.mark.usefixtures("verbose")
-def test_files_made_with_other_options_have_other_lines(progress: Progress, fake_trial: Any) -> None:
+def test_build_lines_show_the_build_options(progress: Progress, fake_trial: Any) -> None:
     trial = fake_trial()
     graph = Recipe("onnx_export", "onnx", "fp32", trial.model, trial.dims, {"exporter": "torchscript"})
     engine = Recipe("tensorrt", "engine", "int8", trial.model, trial.dims, {"optimization": 3}, parent=graph)
@@ -88,7 +88,7 @@ def test_files_made_with_other_options_have_other_lines(progress: Progress, fake
     assert told(progress) == ["make net engine int8 b2 4 exporter=torchscript optimization=3"]
 
 
-def test_an_answer_so_far_is_a_line_in_a_file_and_a_table_on_a_terminal(progress: Progress, fake_trial: Any) -> None:
+def test_interim_answers_are_a_line_in_a_file_and_a_table_on_a_terminal(progress: Progress, fake_trial: Any) -> None:
     rows = [("b fp32", "1.00 ms", "2.10x [1.90, 2.30]"), ("a fp32", "2.10 ms", "reference")]
     progress.show_answer("after round 1", ["fastest is b fp32."], rows)
     with progress.show_study([fake_trial(), fake_trial()]):

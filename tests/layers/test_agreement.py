@@ -96,7 +96,7 @@ def test_a_module_and_its_forms_agree_layer_by_layer(call: Any, net: str) -> Non
     assert named == {"stem", "block.conv block.bn", "block.relu", "gate.to_gate", "gate", "head.0", "head.1", "head.2"}
 
 
-def test_a_planted_weight_is_found_by_its_module(call: Any, net: str, tmp_path: Path) -> None:
+def test_a_planted_wrong_weight_is_traced_to_its_module(call: Any, net: str, tmp_path: Path) -> None:
     assert call("export", net, *SIZE, "-o", "right.onnx")[0] == 0
     wrong = changed(tmp_path / "right.onnx", "wrong.onnx", "to_gate", -2.0)
     for first in (net, "right.onnx"):  # against the module, then the file
@@ -119,7 +119,7 @@ def test_a_planted_weight_is_found_by_its_module(call: Any, net: str, tmp_path: 
     assert code == 0 and "- confirmed: with no tensor marked and the reference in its place" in out
 
 
-def test_parts_that_share_an_activation_are_told_apart(call: Any, net: str) -> None:
+def test_modules_that_share_an_activation_are_distinguished(call: Any, net: str) -> None:
     rows, (finding,), notes = tables(call, net.replace(":net", ":shared"), "onnxruntime", *SIZE, "--top", "0")
     assert len(rows) == 7 and not finding["first"] and finding["mismatched"] == 0
     assert all(row["error"] < 1e-5 for row in rows) and not any("left out" in note for note in notes)
@@ -167,7 +167,7 @@ def looping(path: Path, factor: float) -> str:
     return path.name
 
 
-def test_a_loop_is_one_layer_whatever_it_puts_out(call: Any, tmp_path: Path) -> None:
+def test_a_loop_is_one_layer_with_all_its_outputs(call: Any, tmp_path: Path) -> None:
     right, wrong = looping(tmp_path / "right.onnx", 1.0), looping(tmp_path / "wrong.onnx", -1.0)
     rows, (finding,), notes = tables(call, right, wrong, "--shapes", "x:batchx5x4", "--top", "0")
     assert [row["tensor"] for row in rows] == ["last", "steps", "mean", "y"]
@@ -178,7 +178,7 @@ def test_a_loop_is_one_layer_whatever_it_puts_out(call: Any, tmp_path: Path) -> 
     assert all(row["unmodified_error"] < 1e-6 and row["marked_error"] < 1e-6 for row in findings)
 
 
-def test_bad_input_is_one_line(refused: Any, net: str, call: Any) -> None:
+def test_invalid_input_is_refused_in_one_line(refused: Any, net: str, call: Any) -> None:
     assert refused("diff", net, "--layers", *SIZE).startswith("nothing to compare the layers with: give a form")
     assert refused("diff", net, "onnx", "--top", "2", *SIZE) == "--top is for --layers; add that, or omit it"
     assert refused("diff", net, "onnx", "--layers", "--compared", "0") == "compared is 0; it must be at least 1"
@@ -200,7 +200,7 @@ def test_bad_input_is_one_line(refused: Any, net: str, call: Any) -> None:
     assert "far.data, which doesn't exist" in refused("diff", "n.onnx", "far.onnx", "--layers", "--size", "16")
 
 
-def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_compared_from_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = dyno.diff_layers(net, "onnxruntime", sizes=("16",), channels=1, compared=2, top=1)
     assert isinstance(found, dyno.LayerAgreement) and found.close > 0.99 and found.compared[0].errors.runs == 2
@@ -208,7 +208,7 @@ def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     refuses("top is -1", dyno.diff_layers, net, "onnxruntime", top=-1)
 
 
-def test_a_module_in_memory_agrees_by_the_names_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_memory_is_compared_by_submodule_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from torch import nn
 
@@ -218,7 +218,7 @@ def test_a_module_in_memory_agrees_by_the_names_of_its_parts(tmp_path: Path, mon
     assert [*found.to_pandas()["modules"]] == ["0", "1", "2", "3"] and found.close > 0.99
 
 
-def test_sequences_of_tensors_are_passed_over(call: Any) -> None:
+def test_sequences_of_tensors_are_skipped(call: Any) -> None:
     onnx_text.write("seq.onnx", """(float[3, 4] x) => (float[3, 4] y) {
         [split] rows = SplitToSequence<axis = 0>(x)
         [concat] again = ConcatFromSequence<axis = 0>(rows)
@@ -228,7 +228,7 @@ def test_sequences_of_tensors_are_passed_over(call: Any) -> None:
     assert [row["layer"] for row in rows] == ["concat", "relu"] and any("outputs agree" in note for note in notes)
 
 
-def test_a_form_that_a_library_refuses_is_left_out(call: Any, half_known: Path) -> None:
+def test_forms_refused_by_a_library_are_left_out(call: Any, half_known: Path) -> None:
     code, out, err = call("diff", half_known, "openvino", "onnxruntime", "--layers", "--format", "json")
     assert code == 3 and "dyno: left out: half openvino fp32: " in err and "OpenVINO doesn't support Det-17" in err
     (finding,) = json.loads(out)["tables"]["layer-findings"]["rows"]

@@ -48,28 +48,28 @@ def rows(*forms: LayerGraph) -> list[dict[str, Any]]:
     return tables.align_forms(FormSet(forms), range(len(forms))).rows
 
 
-def test_modules_and_nodes() -> None:
+def test_modules_align_with_nodes() -> None:
     found = names(BLOCK, GRAPH)
     assert (["b.conv1", "b.bn1"], ["n1"]) in found and (["b.relu"], ["n2"]) in found
     assert (["b.relu"], ["n5"]) in found and (["b"], ["n4"]) in found and (["pool"], ["n6", "n7"]) in found
     assert [node for _, nodes in found for node in nodes] == [x.name for x in GRAPH.layers]
 
 
-def test_calls_that_an_exporter_numbers() -> None:
+def test_calls_numbered_by_an_exporter_are_aligned() -> None:
     numbered = [replace(x, modules=("b.relu_1",)) if x.name == "n5" else x for x in GRAPH.layers]
     forms = [BLOCK, form(NODES, *numbered)]
     regions = align.find_regions(forms, align.find_pivots(FormSet(forms)))
     assert [r.members for r in regions if 2 in r.members[0] or 6 in r.members[0]] == [((2,), (1,)), ((6,), (4,))]
 
 
-def test_operations_stand_where_the_graph_has_them() -> None:
+def test_operations_are_counted_once_at_the_graph_node() -> None:
     """An outer module's own products appear in one place and must not be counted twice."""
     outer = [replace(x, flops=18) if x.name == "b" else replace(x, flops=0) for x in BLOCK.layers]
     found = rows(form(MODULES, *outer), GRAPH)
     assert {row["b"]: row["flops"] for row in found if row["flops"]} == {"n1": 9, "n3": 9}
 
 
-def test_an_engine_that_names_its_nodes() -> None:
+def test_an_engine_is_aligned_by_its_node_names() -> None:
     engine = form(
         LAYERS,
         layer("r", "Reformat", "x", "x'", moves=True),
@@ -86,7 +86,7 @@ def test_an_engine_that_names_its_nodes() -> None:
     assert {index for own in links[1].pairs.values() for index in own} == {1, 2, 3}
 
 
-def test_an_engine_that_names_only_what_it_writes() -> None:
+def test_an_engine_is_aligned_by_its_output_names() -> None:
     """As in ONNX Runtime's blocked layouts: one tensor name per fused layer, and other tensors."""
     engine = form(
         LAYERS,
@@ -156,13 +156,13 @@ ENGINES: dict[str, tuple[list[Layer], list[Layer], list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize(("nodes", "own", "expected"), ENGINES.values(), ids=ENGINES)
-def test_an_engine_beside_its_graph(nodes: list[Layer], own: list[Layer], expected: list[tuple[str, str]]) -> None:
+def test_an_engine_aligns_with_its_graph(nodes: list[Layer], own: list[Layer], expected: list[tuple[str, str]]) -> None:
     forms = [form(NODES, *nodes), form(LAYERS, *own)]
     found = [tuple(map(" ".join, region)) for region in names(*forms)]
     assert [region for region in found if region in expected] == expected
 
 
-def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
+def test_two_engines_that_place_a_node_differently_are_not_merged() -> None:
     """One engine assigns the Q/DQ pair to the convolution before it; for the other, a guess puts it elsewhere. The
     difference must not merge both layers into one region."""
     nodes = [
@@ -176,7 +176,7 @@ def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
     assert names(*forms) == [(["c1", "q", "d"], ["c1"], ["c1"]), (["c2"], ["c2"], ["c2"])]
 
 
-def test_forms_that_have_nothing_in_common_are_said_to_be_unaligned() -> None:
+def test_unrelated_forms_are_reported_as_unaligned() -> None:
     other = form(LAYERS, layer("k1", "Kernel", "i", "j"), layer("k2", "Kernel", "j", "o"), library="stranger")
     forms = [GRAPH, other]
     said = tables.describe_coverage(forms, *align.find_pivots(FormSet(forms)))
@@ -197,7 +197,7 @@ def test_the_sum_explains_folded_batch_norms() -> None:
     ]
 
 
-def test_zeros_that_fill_up_a_layout_are_told_from_folded_batch_norms() -> None:
+def test_padding_zeros_are_distinguished_from_folded_batch_norms() -> None:
     blocked = (Port("r", (1, 8, 8, 8), "float32", "nchwc"),)
     padded = [
         replace(x, outputs=blocked if x.flops else x.outputs, parameters=296 if x.flops else 0) for x in GRAPH.layers
@@ -209,13 +209,13 @@ def test_zeros_that_fill_up_a_layout_are_told_from_folded_batch_norms() -> None:
     ]
 
 
-def test_the_rest_is_named_by_its_largest_part() -> None:
+def test_a_parameter_difference_names_its_largest_part() -> None:
     less = [replace(x, parameters=140) if x.name == "n3" else x for x in GRAPH.layers]
     said = totals([GRAPH, form(NODES, *less, library="smaller")])
     assert said == ["smaller has 8 fewer parameters than nodes: all of them in n3."]
 
 
-def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> None:
+def test_weights_of_a_part_called_twice_count_once_in_every_form() -> None:
     module = form(
         MODULES,
         layer("conv", "Conv2d", "", "0", parameters=10),
@@ -232,7 +232,7 @@ def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> Non
     assert "nodes has 5 fewer parameters than modules: all of them in unused." in table.notes
 
 
-def test_equal_weights_of_two_layers_are_stored_once_and_a_use_that_went_is_none_that_is_stored_anew() -> None:
+def test_weights_stored_once_for_several_layers_are_explained() -> None:
     norms = layer("a", "LayerNorm", "", "0", parameters=8), layer("b", "LayerNorm", "0", "1", parameters=8)
     module = form(MODULES, *norms)
     nodes = [
@@ -248,7 +248,7 @@ def test_equal_weights_of_two_layers_are_stored_once_and_a_use_that_went_is_none
     assert totals(forms, 1) == ["nodes has 3 more parameters than nodes: all of them in a."]
 
 
-def test_a_conversion_names_its_edge() -> None:
+def test_conversions_name_their_writer_and_reader() -> None:
     before, after = Port("a", (1, 4, 8, 8), "float32", "abcd"), Port("b", (1, 4, 8, 8), "int8", "acdb")
     engine = LayerGraph(form=LAYERS, library="engine", layers=(
         Layer(name="conv", type="Conv", outputs=(before,)),
@@ -266,7 +266,7 @@ def test_unknown_shapes_have_no_bytes() -> None:
     assert tables.count_activation_bytes(Layer(outputs=(Port("x", (2, 4), ""),))) is None
 
 
-def test_what_shapes_decide_early_does_not_draw_later_rows_behind_its_layer() -> None:
+def test_early_shape_nodes_do_not_reorder_rows() -> None:
     """An LSTM asks for the batch, for its first state, before anything runs: nodes that run earlier stay above it."""
     module = form(
         MODULES, layer("emb", "Linear", "", "0", flops=9), layer("lstm", "LSTM", "0", "1", flops=9), layer("", "Net")
@@ -281,7 +281,7 @@ def test_what_shapes_decide_early_does_not_draw_later_rows_behind_its_layer() ->
     assert [row["b"] for row in rows(module, graph)] == ["mean", "mm", "shape l"]
 
 
-def test_a_conversion_stands_before_what_reads_it() -> None:
+def test_a_conversion_precedes_its_reader() -> None:
     module = form(MODULES, layer("conv", "Conv2d", "", "0", flops=9), layer("fc", "Linear", "1", "2", flops=9))
     graph = form(
         NODES, layer("n1", "Conv", "x", "a", flops=9, modules=("conv",)),
@@ -294,7 +294,7 @@ def test_a_conversion_stands_before_what_reads_it() -> None:
     assert [row["c"] for row in rows(module, graph, engine)] == ["n1", "out", "mean", "n2"]
 
 
-def test_a_conversion_inside_what_belongs_together_stands_behind_it() -> None:
+def test_a_conversion_inside_a_region_follows_it() -> None:
     module = form(MODULES, layer("conv", "Conv2d", "", "0", flops=9), layer("act", "PReLU", "0", "1"))
     graph = form(
         NODES, layer("n1", "Conv", "x", "a", flops=9, modules=("conv",)),
@@ -308,7 +308,7 @@ def test_a_conversion_inside_what_belongs_together_stands_behind_it() -> None:
     assert [row["c"] for row in rows(module, graph, apart, fused)] == ["n1 n2", "out"]
 
 
-def test_a_layer_that_multiplies_goes_to_the_product_among_nodes_that_nothing_names() -> None:
+def test_an_unnamed_multiplying_layer_is_aligned_with_the_unnamed_product() -> None:
     graph = form(
         NODES,
         layer("a", "Relu", "x", "ta", modules=("first",)), layer("r", "Reshape", "ta", "tr", modules=("first",)),
@@ -322,14 +322,14 @@ def test_a_layer_that_multiplies_goes_to_the_product_among_nodes_that_nothing_na
     assert (["gru"], ["g"], ["seq"]) in names(module, graph, engine)
 
 
-def test_what_is_only_in_an_engine_of_several_has_no_known_counterpart() -> None:
+def test_a_layer_of_only_one_engine_has_an_unknown_counterpart() -> None:
     graph = form(NODES, layer("n", "Conv", "x", "y", flops=9))
     own = layer("odd", "Odd", "p", "q"), layer("n", "Conv", "x", "y")
     forms = [graph, form(LAYERS, *own, library="one"), form(LAYERS, own[1], library="two")]
     assert {row["b"]: row["remark"] for row in rows(*forms)}["odd"] == "counterpart unknown"
 
 
-def test_a_part_whose_weights_another_one_uses_is_not_run_by_itself() -> None:
+def test_a_module_used_only_for_its_weights_is_not_run_by_itself() -> None:
     module = form(MODULES, layer("a", "Attention", "", "0", flops=9),
                   Layer(name="a.out", type="Linear", parameters=9, skipped=True))  # fmt: skip
     graph = form(NODES, layer("n", "MatMul", "x", "y", flops=9, parameters=9, modules=("a",)))

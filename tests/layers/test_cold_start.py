@@ -23,7 +23,7 @@ def starts(title: str, *seconds: float) -> cold_start.ColdStartSamples:
     )
 
 
-def test_a_wide_interval_has_its_lower_bound() -> None:
+def test_wide_intervals_show_their_lower_bound() -> None:
     """With two rounds the direction may be certain while the interval is wider than a factor of two."""
     vague, clear = (math.exp(-1.063), math.exp(-0.937)), (math.exp(-1.001), math.exp(-0.999))
     for seconds, speedup, verdict in ((vague, "≥1.22x", "faster"), (clear, "2.72x [2.68, 2.75]", "faster")):
@@ -34,7 +34,7 @@ def test_a_wide_interval_has_its_lower_bound() -> None:
         assert [row["verdict"] for row in table.rows] == ["reference", "faster"], "files have the word alone"
 
 
-def test_a_later_call_is_told_as_a_share_of_the_first_answer_that_is_printed() -> None:
+def test_a_later_call_is_a_share_of_the_printed_first_answer() -> None:
     (one,) = cold_start.ColdStarts((starts("first", 1.0, 4.0),)).starts  # a mean of 2 s; calls of 10 and 40 ms
     assert "a later call takes 1/80.0 of it." in one.describe()
 
@@ -67,7 +67,7 @@ def test_the_parts_sum_to_the_first_answer(file: Path) -> None:
     assert all("of it is" in sentence for sentence in started.sentences)
 
 
-def test_the_command(file: Path, call: Any) -> None:
+def test_bench_cold_start_prints_its_table(file: Path, call: Any) -> None:
     _, out, err = call(
         "bench", "cold-start", file, "--rounds", 1, "--files", "memory", "--threads", 1, "--format", "csv", code=0
     )
@@ -77,7 +77,7 @@ def test_the_command(file: Path, call: Any) -> None:
     assert not err, "off a terminal only what went wrong has a line"
 
 
-def test_libraries_without_byte_code_are_said(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_without_byte_code_are_reported(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (str(file), "onnxruntime")
     usual = dyno.bench_cold_start(*asked, rounds=1, threads=1, files="memory")
     assert not any("byte-code" in sentence for sentence in usual.sentences)
@@ -87,14 +87,14 @@ def test_libraries_without_byte_code_are_said(file: Path, tmp_path: Path, monkey
     assert "Python modules have no byte-code" in sentence and "compileall" in sentence
 
 
-def test_what_cant_be_started(file: Path, refused: Any) -> None:
+def test_invalid_cold_starts_are_refused(file: Path, refused: Any) -> None:
     assert "at least 1" in refused("bench", "cold-start", file, "--rounds", 0)
     assert "memory" in refused("bench", "cold-start", file, "--files", "memry")
     assert "name a backend" in refused("bench", "cold-start", "torchvision:resnet18", "onnx", "--size", 32)
     assert "gone.onnx" in refused("bench", "cold-start", "gone.onnx")
 
 
-def test_by_hand_there_is_no_start_to_count_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_run_by_hand_has_no_start_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dyno.worker import main
     from dyno.worker.spec import Dims, Job, ModelSpec, Trial, to_json
 
@@ -106,7 +106,7 @@ def test_by_hand_there_is_no_start_to_count_from(tmp_path: Path, monkeypatch: py
     assert record["status"] == "failed" and "dyno bench cold-start" in record["reason"]
 
 
-def test_a_form_that_a_library_refuses_is_left_out(call: Any, refused: Any, half_known: Path) -> None:
+def test_forms_refused_by_a_library_are_left_out(call: Any, refused: Any, half_known: Path) -> None:
     words = ("--rounds", 1, "--files", "memory", "--threads", 1)
     code, out, err = call("bench", "cold-start", half_known, "openvino", "onnxruntime", *words, "--format", "json")
     assert code == 3 and "dyno: left out: half openvino fp32: " in err

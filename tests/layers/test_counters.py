@@ -40,7 +40,7 @@ ENGINE = LayerGraph(
 )
 
 
-def test_a_kernel_belongs_to_the_innermost_layer_around_it() -> None:
+def test_kernels_belong_to_their_innermost_layer() -> None:
     owners = counters.find_owners(MODULE, PYTORCH.kernels)
     named = ["" if owner is None else PARTS[owner] for owner in owners]
     assert named[:10] == ["conv1"] * 4 + ["bn1"] * 3 + ["relu", "maxpool", "layer1.0.conv1"] and named[-1] == "fc"
@@ -48,19 +48,19 @@ def test_a_kernel_belongs_to_the_innermost_layer_around_it() -> None:
     assert named[adds[0]] == "layer1.0", "the block's own addition, outside its parts"
 
 
-def test_a_kernel_of_an_engine_belongs_to_the_layer_that_tensorrt_names() -> None:
+def test_engine_kernels_belong_to_the_layer_named_by_tensorrt() -> None:
     owners = counters.find_owners(ENGINE, TENSORRT.kernels)
     names = ["" if owner is None else ENGINE.layers[owner].name for owner in owners]
     assert names == [kernel.ranges[-1] for kernel in TENSORRT.kernels]
 
 
-def test_the_calls_of_a_module_that_runs_twice_are_told_apart() -> None:
+def test_calls_of_a_module_that_runs_twice_are_distinguished() -> None:
     form = LayerGraph(form=MODULES, layers=(Layer(name="relu"), Layer(name="conv"), Layer(name="relu"), Layer()))
     kernels = [Kernel("k", ranges) for ranges in (("(model)", "relu"), ("(model)", "relu#2"), ("(model)",), ("x",))]
     assert counters.find_owners(form, kernels) == [0, 2, 3, None]
 
 
-def test_the_table_of_two_forms() -> None:
+def test_the_counters_table_has_both_forms() -> None:
     forms, reports = (MODULE, ENGINE), {0: PYTORCH, 1: TENSORRT}
     table = counters.make_counters_table(FormSet(forms), reports, "time", 5)
     for k, report in reports.items():
@@ -80,7 +80,7 @@ def test_the_table_of_two_forms() -> None:
     assert last["modules"] == "fc" and last["finding"] == "too small a grid: 64 blocks for 132 SMs"
 
 
-def test_sentences_on_all_kernels_of_a_form() -> None:
+def test_sentences_summarise_all_kernels_of_a_form() -> None:
     notes = counters.make_counters_table(FormSet((MODULE, ENGINE)), {0: PYTORCH, 1: TENSORRT}, "time", 5).notes
     assert "TensorRT: the tensor cores are idle (up to 2 %) in all 24 kernels." in notes
     (tensor,) = (note for note in notes if note.startswith("PyTorch: the tensor cores"))
@@ -108,11 +108,11 @@ FINDINGS = {
 
 
 @pytest.mark.parametrize(("said", "figures"), FINDINGS.items())
-def test_a_sentence_for_each_kernel(said: str, figures: dict[str, float]) -> None:
+def test_each_kernel_has_a_sentence(said: str, figures: dict[str, float]) -> None:
     assert counters.describe_bound(replace(FULL, **figures)) == said  # type: ignore[arg-type]
 
 
-def test_tensor_cores_at_work_and_unknown() -> None:
+def test_tensor_core_use_is_described_where_known() -> None:
     busy, idle = replace(FULL, tensor=50.0, seconds=3.0), replace(FULL, tensor=2.0, seconds=1.0)
     said = [counters.describe_counters(NcuReport(each), [0, 0])[-1] for each in ((busy, idle), (idle, busy))]
     assert said == ["the tensor cores work 38 % of the kernels' time"] * 2
@@ -123,7 +123,7 @@ def test_tensor_cores_at_work_and_unknown() -> None:
     assert not any("tensor" in one for one in counters.describe_counters(NcuReport((unknown,)), [0]))
 
 
-def test_kernels_have_their_figures_and_the_ranges_around_them() -> None:
+def test_kernels_have_figures_and_enclosing_ranges() -> None:
     kernels = PYTORCH.kernels
     assert len(kernels) == 45
     first, last = kernels[0], kernels[-1]
@@ -136,7 +136,7 @@ def test_kernels_have_their_figures_and_the_ranges_around_them() -> None:
     assert {"layer1.0.conv1", "layer1.1.conv1", "layer4.1.relu"} <= {kernel.ranges[-1] for kernel in kernels}
 
 
-def test_ranges_of_tensorrt_whose_quotes_ncu_leaves_as_they_are() -> None:
+def test_tensorrt_ranges_with_unescaped_quotes_are_read() -> None:
     kernels = TENSORRT.kernels
     assert len(kernels) == 24
     assert {kernel.ranges[0] for kernel in kernels} == {"ExecutionContext::enqueue"}
@@ -148,7 +148,7 @@ def test_ranges_of_tensorrt_whose_quotes_ncu_leaves_as_they_are() -> None:
     assert not any(math.isnan(value) for kernel in kernels for value in (kernel.seconds, kernel.dram_bytes, kernel.l2))
 
 
-def test_a_range_with_its_layer_s_name_alone() -> None:
+def test_ranges_are_reduced_to_the_layer_name() -> None:
     around = '22435  ""TensorRT:conv (a) + relu:none:none:RGB:0xffffd700:REGISTERED:conv (a) + relu"" '
     line = next(line for line in ncu_files.text(ncu_files.PYTORCH).split("\n") if line.startswith('"0"'))
     begin, end = line.index('"19737  ') + 1, line.index(' ","","void') + 1
@@ -157,7 +157,7 @@ def test_a_range_with_its_layer_s_name_alone() -> None:
     assert first.ranges == ("conv (a) + relu",) and first.seconds == pytest.approx(65.792e-6)
 
 
-def test_what_isn_t_there_is_no_number_and_half_a_line_no_kernel() -> None:
+def test_missing_figures_are_nan_and_truncated_lines_are_skipped() -> None:
     lines = ncu_files.text(ncu_files.PYTORCH).rstrip("\n").split("\n")
     without = "\n".join([*lines[:5], lines[5].replace('"77.34"', '"n/a"'), lines[6][:90]])
     (kernel,) = counters.read_ncu(without).kernels
@@ -166,7 +166,7 @@ def test_what_isn_t_there_is_no_number_and_half_a_line_no_kernel() -> None:
     assert math.isnan(counters.read_ncu(old).kernels[0].sms)
 
 
-def test_errors_are_ncu_s_own_and_nothing_is_no_kernel() -> None:
+def test_ncu_errors_are_kept_and_empty_output_has_no_kernels() -> None:
     said = "==PROF== Connected to process 1 (/usr/bin/python3)\n==ERROR== ERR_NVGPUCTRPERM - no permission\nfoo\n"
     assert counters.read_ncu(said) == counters.NcuReport((), ("ERR_NVGPUCTRPERM - no permission",))
     assert counters.read_ncu("") == counters.NcuReport(())
@@ -212,7 +212,7 @@ def profile(dyno: Any, place: Path) -> Callable[..., subprocess.CompletedProcess
     return run
 
 
-def test_counters_stand_beside_the_times_of_layers(profile: Any, place: Path) -> None:
+def test_counters_are_shown_with_layer_times(profile: Any, place: Path) -> None:
     done = profile("--device", "cuda:0", "--format", "json", "--top", 3, "--save", "p.html")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["tables"]
@@ -230,14 +230,14 @@ def test_counters_stand_beside_the_times_of_layers(profile: Any, place: Path) ->
 
 
 @pytest.mark.parametrize("how", REASONS)
-def test_no_counters_are_one_line(how: str, profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_counters_are_reported_in_one_line(how: str, profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ncu_files.PRETEND, how)
     done = profile("--device", "cuda:0")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith(f"dyno: no hardware counters: {REASONS[how]}")
 
 
-def test_what_was_counted_before_ncu_failed_is_shown(profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_before_an_ncu_failure_are_shown(profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ncu_files.PRETEND, "part")
     done = profile("--device", "cuda:0", "--format", "json", "--top", 0)
     assert done.returncode == 0, done.stderr
@@ -246,7 +246,7 @@ def test_what_was_counted_before_ncu_failed_is_shown(profile: Any, monkeypatch: 
     assert f"Counted 1: only the first 20 of its kernels were counted: {PART}." in found["notes"]
 
 
-def test_a_cpu_has_no_counters_and_ncu_has_to_be_there(call: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_need_a_gpu_and_ncu(call: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = call("profile", "torchvision:resnet18", "--counters")
     assert (code, out) == (2, "") and "add --device cuda:0" in err and len(err.splitlines()) == 1
     monkeypatch.setenv("PATH", str(place))
@@ -264,7 +264,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("error", "reason"), ENDS.items())
-def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> None:
+def test_only_uncounted_kernels_are_missing(error: str, reason: str) -> None:
     report = counters.NcuReport((counters.Kernel("k"),), (error,))
     assert counters.judge_counts(Record("ok"), report, 9.0).cut_short == reason
 
@@ -275,7 +275,7 @@ def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> No
      ("failed", CRASHED, "killed by SIGKILL"), ("timeout", "", "ncu wasn't done after 9 s"),
      ("crashed", "InterprocessLockFailed", "set TMPDIR to a folder of your own")],
 )  # fmt: skip
-def test_without_kernels_the_reason_is_ncu_s_or_the_job_s(status: str, error: str, said: str) -> None:
+def test_without_kernels_the_reason_comes_from_ncu_or_the_job(status: str, error: str, said: str) -> None:
     with pytest.raises(UserError, match="no hardware counters: ") as raised:
         counters.judge_counts(
             Record(status, reason="killed by SIGKILL"), counters.NcuReport((), (error,) * bool(error)), 9.0
@@ -287,7 +287,7 @@ def count(place: Path, trial: Trial) -> counters.NcuReport:
     return counters.count_kernels(str(place / "bin/ncu"), trial, None, Progress(quiet=True))
 
 
-def test_a_job_that_fails_says_why_itself(place: Path, fake_trial: Any) -> None:
+def test_a_failed_job_reports_its_own_reason(place: Path, fake_trial: Any) -> None:
     nothing = place / "nothing.csv"
     nothing.write_text('"ID"')
     ncu_files.stand_in(place / "bin", nothing)
@@ -295,7 +295,7 @@ def test_a_job_that_fails_says_why_itself(place: Path, fake_trial: Any) -> None:
         count(place, fake_trial("counted_backend:Counted", fail="exception", at="load"))
 
 
-def test_an_engine_whose_kernels_nobody_tells_apart(place: Path, fake_trial: Any) -> None:
+def test_an_engine_without_layer_ranges_has_no_counters(place: Path, fake_trial: Any) -> None:
     report = count(place, fake_trial("fake"))
     assert report.cut_short == "this engine's kernels can't be told apart for hardware counters"
 
@@ -309,7 +309,7 @@ class Seen(Progress):
         self.at = stage
 
 
-def test_after_the_time_is_over_what_was_counted_is_kept_and_nothing_runs_on(
+def test_a_timeout_keeps_the_counts_and_leaves_no_process(
     place: Path, fake_trial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial, progress = fake_trial("counted_backend:Counted"), Seen(quiet=True)

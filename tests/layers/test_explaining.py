@@ -53,7 +53,7 @@ def causes_of(found: dict[str, Any]) -> dict[str, str]:
     [("torchvision:resnet18", 64, "onnxruntime"), ("timm:test_vit", 160, "openvino")],
     ids=["resnet", "vit"],
 )
-def test_a_module_and_an_engine(call: Any, model: str, size: int, engine: str) -> None:
+def test_a_module_and_an_engine_are_explained(call: Any, model: str, size: int, engine: str) -> None:
     pytest.importorskip(model.partition(":")[0])
     causes = causes_of(explained(call, model, "pytorch", engine, "--size", size, "--top", 0, *QUICK))
     assert set(causes.values()) <= {
@@ -67,7 +67,7 @@ def test_a_module_and_an_engine(call: Any, model: str, size: int, engine: str) -
         assert causes["conv1"] == causes["maxpool"] == causes["fc"] == "another kernel"
 
 
-def test_a_stored_pair_needs_no_measurement_and_says_the_same(
+def test_a_stored_pair_gives_the_same_explanation_unmeasured(
     call: Any, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = explained(
@@ -87,7 +87,7 @@ def test_a_stored_pair_needs_no_measurement_and_says_the_same(
     assert "\n- OpenVINO takes" in call("explain", "p.json", "--format", "markdown")[1]
 
 
-def test_from_python_with_two_files_and_two_builds_of_one_engine(
+def test_two_files_and_two_builds_are_explained_from_python(
     call: Any, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert call("export", net, "--size", "32", "-o", "n.onnx")[0] == 0
@@ -104,7 +104,7 @@ def test_from_python_with_two_files_and_two_builds_of_one_engine(
     assert all(reason.text for reason in builds.reasons)
 
 
-def test_int8_is_told_by_its_types(call: Any, net: str, tmp_path: Path) -> None:
+def test_int8_is_explained_by_types(call: Any, net: str, tmp_path: Path) -> None:
     photographs(tmp_path / "images", count=8, height=32, width=32)
     sides = ("onnxruntime", "onnxruntime/int8", "--size", 32, "--calibration", "images", "--top", 0)
     causes = causes_of(explained(call, net, *sides, *QUICK))
@@ -112,7 +112,7 @@ def test_int8_is_told_by_its_types(call: Any, net: str, tmp_path: Path) -> None:
     assert "conversions of types and layouts" in causes.values()
 
 
-def test_two_trials_of_a_run(call: Any, refused: Any, dyno: Any, net: str) -> None:
+def test_two_trials_of_a_run_are_explained(call: Any, refused: Any, dyno: Any, net: str) -> None:
     call("run", net, "--backend", "pytorch,onnxruntime,onnxruntime@optimization=basic", "--size", 32,
                         "--rounds", 1, "--seconds", 0.05, "--block", 0.01, "--warmup", 0.02, "--threads", 1,
                         "-o", "r", code=0)  # fmt: skip
@@ -138,7 +138,7 @@ def test_two_trials_of_a_run(call: Any, refused: Any, dyno: Any, net: str) -> No
     assert said.startswith("seconds can't be given for a run")
 
 
-def test_bad_input_is_one_line(refused: Any, net: str, tmp_path: Path) -> None:
+def test_invalid_input_is_refused_in_one_line(refused: Any, net: str, tmp_path: Path) -> None:
     assert refused("explain", net).startswith("give a model and the two forms to explain")
     assert refused("explain", net, "a", "b", "c").startswith("give a model and the two forms to explain")
     assert refused("explain", net, "openvino/int8").startswith("give a model and the two forms to explain")
@@ -163,13 +163,13 @@ def test_bad_input_is_one_line(refused: Any, net: str, tmp_path: Path) -> None:
     assert refused("explain", "odd.json") == "odd.json can't be read: it is not a JSON object"
 
 
-def test_a_form_that_a_library_refuses_is_one_line(call: Any, half_known: Path) -> None:
+def test_forms_refused_by_a_library_are_reported_in_one_line(call: Any, half_known: Path) -> None:
     code, out, err = call("explain", half_known, "onnxruntime", "openvino", "--rounds", 1, "--runs", 5)
     said = err.splitlines()[-1]
     assert (code, out) == (2, "") and said.startswith("dyno: half openvino fp32: ") and said.endswith("Det-17")
 
 
-def test_prescriptions_are_trials_beside_b(call: Any, net: str, tmp_path: Path) -> None:
+def test_prescriptions_are_measured_against_b(call: Any, net: str, tmp_path: Path) -> None:
     photographs(tmp_path / "photos", count=6, height=32, width=32)
     asked = (net, "onnxruntime", "onnxruntime/int8", "--size", 32, "--calibration", "photos", *QUICK, "--try")
     found = explained(call, *asked)
@@ -184,7 +184,7 @@ def test_prescriptions_are_trials_beside_b(call: Any, net: str, tmp_path: Path) 
     assert found["tried"][0] == f"{kept or 'None'} of {len(rows)} prescription{'s' * (len(rows) > 1)} helped."
 
 
-def test_raw_pixels_are_tried_with_their_copies(call: Any, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_pixels_are_tried_including_copies(call: Any, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raw pixels are for GPUs; a CPU also copies its inputs, and shows which boundary is measured."""
     (pixels,) = (one for one in cures.PRESCRIPTIONS if one.causes == (causes.COPYING,))
     assert pixels.fits("tensorrt", "fp16", "cuda:0", {}) and pixels.fits("pytorch", "fp16", "cuda:1", {"graph": True})
@@ -203,7 +203,7 @@ def test_raw_pixels_are_tried_with_their_copies(call: Any, net: str, monkeypatch
     }  # fmt: skip
 
 
-def test_what_is_known_is_shown_and_kept_before_prescriptions_are_tried(
+def test_the_explanation_is_shown_and_saved_before_prescriptions_run(
     call: Any, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken_off(*asked: object, **settings: object) -> None:
@@ -220,7 +220,7 @@ def test_what_is_known_is_shown_and_kept_before_prescriptions_are_tried(
     assert dyno.explain(tmp_path / "pair.json").reasons
 
 
-def test_what_has_no_variants_is_one_line(refused: Any, net: str, tmp_path: Path) -> None:
+def test_forms_without_variants_are_refused_in_one_line(refused: Any, net: str, tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"")
     for words in (("m.onnx", "onnxruntime", "openvino"), (net, net), ("p.json",)):
         assert "--try makes variants" in refused("explain", *words, "--try")

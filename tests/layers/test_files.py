@@ -38,7 +38,7 @@ def layers_us(profiled: ProfileResult) -> list[float]:
     return [1e3 * row["layers_ms"] for row in profiled.tables[1].rows]
 
 
-def test_a_trace_s_calls_are_inside_each_other_and_add_up(profiled: ProfileResult, tmp_path: Path) -> None:
+def test_trace_calls_nest_and_add_up(profiled: ProfileResult, tmp_path: Path) -> None:
     events = saved(profiled, tmp_path / "r.trace.json")["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert [name.rpartition(" ")[0] for name in names.values()] == [*FORMS]
@@ -63,7 +63,7 @@ def test_a_trace_s_calls_are_inside_each_other_and_add_up(profiled: ProfileResul
         assert len(calls) == len({(row["layer"] or row["modules"], row["type"]) for row in rows})
 
 
-def test_a_flame_graph_has_the_medians_below_the_modules(profiled: ProfileResult, tmp_path: Path) -> None:
+def test_flame_graphs_have_medians_below_modules(profiled: ProfileResult, tmp_path: Path) -> None:
     found = saved(profiled, tmp_path / "r.speedscope.json")
     jsonschema.validate(found, SCHEMAS["speedscope"])
     frames = [frame["name"] for frame in found["shared"]["frames"]]
@@ -77,7 +77,7 @@ def test_a_flame_graph_has_the_medians_below_the_modules(profiled: ProfileResult
         )
 
 
-def test_model_explorer_s_graphs_and_the_times_that_colour_them(profiled: ProfileResult, tmp_path: Path) -> None:
+def test_model_explorer_graphs_match_their_node_data(profiled: ProfileResult, tmp_path: Path) -> None:
     collection = saved(profiled, tmp_path / "r.explorer.json")
     data = saved(profiled, tmp_path / "r.node-data.json")
     jsonschema.validate(data, SCHEMAS["node_data"])
@@ -118,7 +118,7 @@ def test_an_annotated_graph_computes_the_same(profiled: ProfileResult, tmp_path:
         assert any(line.startswith(f"{title}: {facts['layer']}, ") for line in node.doc_string.splitlines())
 
 
-def test_the_page_needs_nothing_else(profiled: ProfileResult, tmp_path: Path) -> None:
+def test_the_page_is_self_contained(profiled: ProfileResult, tmp_path: Path) -> None:
     assert profiled.save(tmp_path / "r.html") == [tmp_path / "r.html"]
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and '<meta charset="utf-8">' in page
@@ -128,7 +128,7 @@ def test_the_page_needs_nothing_else(profiled: ProfileResult, tmp_path: Path) ->
     assert profiled.html in page
 
 
-def test_from_the_command_line(call: Any, onnx_file: Path, tmp_path: Path) -> None:
+def test_files_are_saved_from_the_command_line(call: Any, onnx_file: Path, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     named = onnx.load(onnx_file)
     named.graph.node[0].name = "sum"
@@ -157,9 +157,7 @@ def test_two_graphs_are_two_files(call: Any, onnx_file: Path, tmp_path: Path) ->
     assert kinds == ["Add", "Mul"]
 
 
-def test_what_can_t_be_saved_is_one_line_before_anything_is_measured(
-    refused: Any, onnx_file: Path, tmp_path: Path
-) -> None:
+def test_unsupported_save_targets_are_refused_before_measuring(refused: Any, onnx_file: Path, tmp_path: Path) -> None:
     known = ".explorer.json (Model Explorer), .onnx (Netron)"
     model = "torchvision:resnet18"
     said = refused("profile", model, "--save", "a.json")
@@ -181,7 +179,7 @@ def test_what_can_t_be_saved_is_one_line_before_anything_is_measured(
     )
 
 
-def test_from_python_one_file_is_named_by_itself(tmp_path: Path) -> None:
+def test_a_single_file_is_saved_from_python(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU())
     dyno.inspect(module, "onnx", sizes=("16",), save=str(tmp_path / "net.explorer.json"))
     assert json.loads((tmp_path / "net.explorer.json").read_text(encoding="utf-8"))["graphs"]

@@ -38,7 +38,7 @@ def found(*shown: int):
     return build_timelines(FormSet(FORMS, {1: 2}, {0: 0, 1: 0}), times, shown)
 
 
-def test_layers_are_under_the_modules_around_all_of_them() -> None:
+def test_layers_are_nested_under_their_common_modules() -> None:
     module, engine = found(0, 1)
     assert [step.stack[1:] for step in module.steps] == [("a", "a.0"), ("a", "a.1"), ("a",), ("b",), ()]
     assert [step.stack[1:] for step in engine.steps] == [
@@ -52,7 +52,7 @@ def test_layers_are_under_the_modules_around_all_of_them() -> None:
     assert module.describe_step(2)["own median, µs"] == "0.500"
 
 
-def test_a_call_lasts_as_long_as_what_it_calls() -> None:
+def test_a_call_lasts_as_long_as_its_inner_calls() -> None:
     module, _ = found(0, 1)
     assert [*iter_marks(module.steps, [4, 1, 2, 3, 5], 100)] == [
         Mark("(model)", 100), Mark("a", 100), Mark("a.0", 100), Mark("a.0", 104, ends=True, step=0),
@@ -68,7 +68,7 @@ def test_a_trace_has_each_repeat() -> None:
     assert [event["ts"] for event in repeats] == pytest.approx([0, 11, 11, 24, 24, 44])
 
 
-def test_the_tree_map_s_areas_are_shares_of_the_time() -> None:
+def test_tree_map_areas_are_shares_of_time() -> None:
     module, engine = found(0, 1)
     root = graph_page.build_tree(module)
     assert [(node.name, round(node.seconds * 1e6, 3)) for node in root.parts] == [
@@ -94,7 +94,7 @@ def test_names_are_escaped() -> None:
     assert not re.search("<P>|<i>[^<]|<b>", graph_page.draw_tree_maps(build_timelines(FormSet([hostile]), times, [0])))
 
 
-def test_a_node_says_which_layer_runs_it() -> None:
+def test_nodes_name_the_layer_that_runs_them() -> None:
     module, engine = found(0, 1)
     notes = graph_files.list_node_notes(FORMS, 2, {0: module, 1: engine}, 0)
     assert notes[1].lines == [
@@ -107,7 +107,7 @@ def test_a_node_says_which_layer_runs_it() -> None:
     assert graph_files.list_node_notes(without, 1, {0: lines[0]})[3].lines == [f"E: {graph_files.NO_TIME}"]
 
 
-def test_a_graph_has_the_tensors_between_layers_as_edges() -> None:
+def test_graph_edges_are_the_tensors_between_layers() -> None:
     (graph,) = graph_files.build_explorer_graphs([ENGINE], found(1), "net")["graphs"]
     edges = {node["id"]: [edge["sourceNodeId"] for edge in node["incomingEdges"]] for node in graph["nodes"]}
     assert edges == {"0": [], "1": [], "2": ["1"], "4": ["2"]}
@@ -136,7 +136,7 @@ def graph_of(form: LayerGraph, parts: dict[int, int] | None = None, *, timed: bo
     return graph_page.draw_graph(form, timeline, parts or {})
 
 
-def test_edges_go_from_what_writes_to_what_reads() -> None:
+def test_edges_go_from_writer_to_reader() -> None:
     drawn = graph_of(FOLDED, {0: 5, 3: 7})
     assert [node["id"] for node in drawn["nodes"]] == [0, 2, 3]
     assert drawn["edges"] == [(0, 2), (2, 3), (0, 3)], "through the layer that doesn't run"
@@ -146,13 +146,13 @@ def test_edges_go_from_what_writes_to_what_reads() -> None:
     assert drawn["nodes"][1]["heat"] == 1 and drawn["nodes"][1]["about"]["median, µs"] == "6.000"
 
 
-def test_what_a_block_adds_itself_flows_into_it() -> None:
+def test_inputs_of_a_residual_sum_flow_into_its_block() -> None:
     drawn = graph_of(NET, timed=False)
     assert {(0, 1), (0, 2), (1, 2), (2, 3), (3, 4)} <= set(drawn["edges"])
     assert "share" not in drawn["nodes"][0] and "heat" not in drawn["nodes"][0]
 
 
-def test_what_is_too_large_or_empty_is_left_out() -> None:
+def test_graphs_too_large_or_empty_are_omitted() -> None:
     drawn = graph_of(FOLDED)
     assert graph_page.draw_graphs([]) == graph_page.draw_graphs([drawn | {"nodes": []}]) == ""
     assert graph_page.draw_graphs([drawn | {"nodes": drawn["nodes"] * graph_page.MAX_LAYERS}]) == ""

@@ -44,7 +44,7 @@ def tables(call: Any, *words: object) -> dict[str, Any]:
     return found
 
 
-def test_a_module_alone(call: Any, net: str) -> None:
+def test_a_module_is_inspected_alone(call: Any, net: str) -> None:
     table = tables(call, net, "--size", "16", "--batch", "2")["layers"]
     assert [row["type"] for row in table["rows"]][:3] == ["Conv2d", "BatchNorm2d", "ReLU"]
     assert sum(row["parameters"] or 0 for row in table["rows"]) == 216 + 16 + 584 + 90
@@ -58,7 +58,7 @@ def test_a_module_alone(call: Any, net: str) -> None:
      ("ultralytics:yolov8n-cls.yaml", "64", (2_719_288, 2_715_880))],
     ids=["resnet18", "vit", "yolo"],
 )  # fmt: skip
-def test_module_graph_and_engines_side_by_side(
+def test_module_graph_and_engines_are_aligned(
     call: Any, model: str, size: str, parameters: tuple[int, int] | None
 ) -> None:
     if model.startswith("ultralytics") and importlib.util.find_spec("ultralytics") is None:  # importing it patches PIL
@@ -89,7 +89,7 @@ def test_names_survive_quantisation(call: Any, net: str) -> None:
     assert len(convolutions) == 3 and len({row["a"].split()[0] for row in convolutions}) == 3
 
 
-def test_an_engine_built_without_a_gpu_is_read_without_one(call: Any, net: str, tmp_path: Path) -> None:
+def test_an_engine_built_without_a_gpu_is_inspected_without_one(call: Any, net: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     assert call("export", net, "--size", "16", "-o", "n.onnx")[0] == 0
     assert call("export", "n.onnx", "--backend", "tensorrt_rtx", "-o", "n.engine")[0] == 0
@@ -99,7 +99,7 @@ def test_an_engine_built_without_a_gpu_is_read_without_one(call: Any, net: str, 
     assert given._read_listing(tmp_path / "n.engine") is None
 
 
-def test_an_engine_without_layer_information(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_engine_without_layer_information_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def give(layer: layers.EngineLayer) -> None:
         contents = given.EngineContents((), (), (1, 1, 1), [layer], "11.0", given.GpuFacts())
         monkeypatch.setattr(given, "_open_engine", lambda *_: contents)
@@ -112,7 +112,7 @@ def test_an_engine_without_layer_information(monkeypatch: pytest.MonkeyPatch, tm
     assert (found.library, found.parameters) == (f"{library.PRODUCT_NAMES['tensorrt']} 11.0", 9)
 
 
-def test_what_can_t_be_read_is_one_line(refused: Any, net: str, onnx_file: Path) -> None:
+def test_unreadable_models_are_refused_in_one_line(refused: Any, net: str, onnx_file: Path) -> None:
     onnx = pytest.importorskip("onnx")
     assert refused("inspect", "net.py:broken").startswith("broken: the model refuses 1x3x224x224: it never works")
     assert "TorchScript, whose modules can't be watched" in refused("inspect", "net.py:script")
@@ -129,7 +129,7 @@ def test_what_can_t_be_read_is_one_line(refused: Any, net: str, onnx_file: Path)
     assert "w.data, which doesn't exist; put it back beside it" in refused("inspect", onnx_file)
 
 
-def test_a_form_that_a_library_refuses_is_left_out(call: Any, refused: Any, net: str, half_known: Path) -> None:
+def test_forms_refused_by_a_library_are_left_out(call: Any, refused: Any, net: str, half_known: Path) -> None:
     code, out, err = call("inspect", half_known, "openvino", "onnxruntime", "--format", "json")
     (said,) = [line for line in err.splitlines() if "left out" in line]
     assert code == 3 and said.startswith("dyno: left out: half openvino fp32: ") and said.endswith("support Det-17")
@@ -141,13 +141,13 @@ def test_a_form_that_a_library_refuses_is_left_out(call: Any, refused: Any, net:
     assert refused("inspect", "net.py:broken", "compile").startswith("broken: ")
 
 
-def test_forms_of_two_files_are_called_by_their_files(call: Any, onnx_file: Path) -> None:
+def test_forms_of_two_files_are_named_after_them(call: Any, onnx_file: Path) -> None:
     onnx_file.with_name("other.onnx").write_bytes(onnx_file.read_bytes())
     _, out, _ = call("inspect", onnx_file, onnx_file.with_name("other.onnx"), code=0)
     assert re.search(rf"ONNX opset \d+, {onnx_file.name} aligned with ONNX opset \d+, other.onnx", out)
 
 
-def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_inspected_from_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = dyno.inspect(net, sizes=("16",))
     frame = found.to_pandas()
@@ -186,7 +186,7 @@ def own(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own")
-def test_a_weight_of_two_parts_counts_once_and_the_model_has_what_it_does_itself(call: Any) -> None:
+def test_shared_weights_count_once_and_own_operations_belong_to_the_model(call: Any) -> None:
     alone = tables(call, "own.py:tied")["layers"]
     assert [row["parameters"] for row in alone["rows"]] == [800, None] and "800 parameters" in alone["notes"][0]
     rows = tables(call, "own.py:tied", "onnx")["aligned"]["rows"]
@@ -194,13 +194,13 @@ def test_a_weight_of_two_parts_counts_once_and_the_model_has_what_it_does_itself
 
 
 @pytest.mark.usefixtures("own")
-def test_a_part_of_two_names_has_the_nodes_of_both(call: Any, refused: Any) -> None:
+def test_a_module_with_two_names_has_the_nodes_of_both(call: Any, refused: Any) -> None:
     rows = tables(call, "own.py:twice", "onnx", "--size", "16")["aligned"]["rows"]
     assert [row["a"] for row in rows] == ["conv", "act", "conv", "act"] and all(row["b"] for row in rows)
     assert refused("inspect", "own.py:nothing") == "nothing has no layers: it has no part that can run"
 
 
-def test_a_form_of_a_file_has_the_file_s_own_precision(call: Any) -> None:
+def test_forms_of_a_file_default_to_its_precision(call: Any) -> None:
     text = "(float16[1, 8] x) => (float16[1, 8] y) { [product] y = MatMul(x, w) }"
     onnx_text.write("half.onnx", text, w=np.ones((8, 8), np.float16))
     notes = tables(call, "half.onnx", "onnxruntime", "onnxruntime/fp32")["aligned"]["notes"]
@@ -208,12 +208,12 @@ def test_a_form_of_a_file_has_the_file_s_own_precision(call: Any) -> None:
     assert titles[1].endswith(" fp16") and titles[2].startswith("ONNX Runtime") and not titles[2].endswith(" fp16")
 
 
-def test_a_folder_that_is_called_like_a_form_hides_none(call: Any, net: str) -> None:
+def test_a_folder_named_like_a_form_does_not_hide_it(call: Any, net: str) -> None:
     Path("onnx").mkdir()
     assert tables(call, net, "onnx", "--size", "16")["aligned"]["rows"][0]["b"]
 
 
-def test_a_program_of_torch_export_is_seen_by_its_modules(call: Any, tmp_path: Path) -> None:
+def test_a_torch_export_program_is_listed_by_modules(call: Any, tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()
     torch.export.save(torch.export.export(module, (torch.zeros(1, 3, 16, 16),)), tmp_path / "net.pt2")
     rows = tables(call, "net.pt2")["layers"]["rows"]
@@ -224,7 +224,7 @@ def test_a_program_of_torch_export_is_seen_by_its_modules(call: Any, tmp_path: P
     assert code == 0 and "PyTorch 2" in out and "Conv2d" in out, err
 
 
-def test_a_program_s_own_inputs_are_given_by_place(call: Any, tmp_path: Path) -> None:
+def test_program_inputs_are_passed_by_position(call: Any, tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.GELU()).eval()
     torch.export.save(torch.export.export(net, (torch.zeros(2, 5, 8),)), tmp_path / "words.pt2")
     rows = tables(call, "words.pt2")["layers"]["rows"]
@@ -249,7 +249,7 @@ class Answering(torch.nn.Module):
         return Answer(self.act(self.conv(x)) * self.conv(y))
 
 
-def test_a_module_in_memory_is_seen_by_its_own_names() -> None:
+def test_a_module_in_memory_keeps_its_submodule_names() -> None:
     image = torch.zeros(1, 3, 8, 8)
     found = dyno.inspect((Answering().eval(), (image, image)), "onnx")
     module, graph = (found.forms[k] for k in found.requested)
@@ -275,7 +275,7 @@ def make_inputs(): return torch.zeros(1, 2, 8), torch.zeros(1, 8, 8)
 '''
 
 
-def test_what_a_module_does_itself_is_its_own_in_the_older_exporter_s_graph_too(call: Any, tmp_path: Path) -> None:
+def test_own_operations_stay_with_their_module_in_the_old_exporter(call: Any, tmp_path: Path) -> None:
     (tmp_path / "scored.py").write_text(SCORED, encoding="utf-8")
     rows = tables(call, "scored.py:make", "onnx")["aligned"]["rows"]
     assert [(row["a"], row["flops"]) for row in rows if row["flops"]] == [
@@ -284,7 +284,7 @@ def test_what_a_module_does_itself_is_its_own_in_the_older_exporter_s_graph_too(
     assert not [row["b"] for row in rows if ("model" in row["b"] and row["a"] != "model") or "model/model" in row["b"]]
 
 
-def test_a_backend_that_does_not_read_the_file_says_so(call: Any, tmp_path: Path) -> None:
+def test_a_backend_that_cannot_read_the_file_reports_it(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.xml").write_text(IR, encoding="utf-8")
     (tmp_path / "net.bin").write_bytes(b"")
     said = {"onnxruntime": "onnxruntime reads .onnx files, not ", "onnx": "there is no ONNX graph in "}

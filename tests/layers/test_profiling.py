@@ -51,7 +51,7 @@ def tables(call: Any, *words: object) -> tuple[dict[str, list[dict[str, Any]]], 
 @pytest.mark.parametrize(
     ("model", "size"), [("torchvision:resnet18", 64), ("timm:test_vit", 160)], ids=["resnet", "vit"]
 )
-def test_every_engine_s_layers_have_times_and_the_module_s_names(call: Any, model: str, size: int) -> None:
+def test_all_engine_layers_have_times_and_module_names(call: Any, model: str, size: int) -> None:
     library, _, name = model.partition(":")
     library_module = pytest.importorskip(library)
     built = library_module.create_model(name) if library == "timm" else library_module.models.get_model(name)
@@ -75,7 +75,7 @@ def test_every_engine_s_layers_have_times_and_the_module_s_names(call: Any, mode
     assert [line["layers_ms"] for line in lines] == pytest.approx(sums)
 
 
-def test_the_slow_layer_is_on_top_and_the_rest_is_one_row(call: Any, net: str) -> None:
+def test_the_slowest_layer_is_first_and_the_rest_is_one_row(call: Any, net: str) -> None:
     by_form, _ = tables(call, net, *ENGINES, "--size", 32, "--top", 2)
     for form, rows in by_form.items():
         assert rows[0]["modules"].split()[0] == "slow" and rows[0]["share"] > 50, form
@@ -83,14 +83,14 @@ def test_the_slow_layer_is_on_top_and_the_rest_is_one_row(call: Any, net: str) -
         assert rows[2]["cumulative"] == pytest.approx(100) and rows[2]["time_us"] > 0
 
 
-def test_in_the_order_of_the_graph(call: Any, net: str) -> None:
+def test_layers_are_listed_in_graph_order(call: Any, net: str) -> None:
     by_form, _ = tables(call, net, "--size", 32, "--order", "graph", "--top", 0)
     assert [row["modules"] for row in by_form["PyTorch"]] == [
         "first.0", "first.1", "slow", "last.0", "last.1", "last.2", "last.3", "last.4", "(model)",
     ]  # fmt: skip
 
 
-def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Any, net: str, tmp_path: Path) -> None:
+def test_a_file_runs_in_its_default_backend_with_its_own_names(call: Any, net: str, tmp_path: Path) -> None:
     assert call("export", net, "--size", "32", "-o", "n.onnx")[0] == 0
     alone, _ = tables(call, "n.onnx")
     asked, _ = tables(call, "n.onnx", "openvino")
@@ -101,7 +101,7 @@ def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Any, net: str
     assert alone["ONNX"][0]["modules"] == asked["OpenVINO"][0]["modules"] == "slow"
 
 
-def test_nodes_without_a_name_have_their_times(call: Any, tmp_path: Path) -> None:
+def test_unnamed_nodes_have_times(call: Any, tmp_path: Path) -> None:
     model = onnx_text.model("""(float[8, 8] x, bool yes) => (float[8, 8] y) {
         a = Erf(x)
         turned = Transpose<perm = [1, 0]>(a)
@@ -139,7 +139,7 @@ def test_an_engine_s_python_needs_no_onnx(
     assert readers == [""]
 
 
-def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_records_have_no_latency(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = dyno.profile(net, "openvino", sizes=("32",), runs=7, seconds=0.03, warmup=0.02)
     assert len(found.records) == len(found.times) == 2
@@ -155,7 +155,9 @@ def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.M
     assert frame["share"].sum() == pytest.approx(200) and frame["modules"].iloc[0] == "slow"
 
 
-def test_what_has_no_times_is_one_line(refused: Any, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_without_layer_times_are_refused_in_one_line(
+    refused: Any, net: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     able = (
         "these report layer times: onnxruntime (cpu), openvino (cpu), pytorch (cpu, cuda), tensorrt (cuda), "
         "tensorrt_rtx (cuda)"
@@ -177,7 +179,7 @@ def test_what_has_no_times_is_one_line(refused: Any, net: str, monkeypatch: pyte
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["profile", "inspect"])
-def test_without_a_gpu_one_line_says_so(
+def test_a_missing_gpu_is_reported_in_one_line(
     call: Any, refused: Any, net: str, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     form = () if command == "profile" else ("onnxruntime",)
@@ -190,7 +192,7 @@ def test_without_a_gpu_one_line_says_so(
     assert "no CUDA device" in said or "no NVIDIA driver" in said, said
 
 
-def test_under_the_roof(call: Any, refused: Any, net: str, tmp_path: Path) -> None:
+def test_profiles_include_the_roofline(call: Any, refused: Any, net: str, tmp_path: Path) -> None:
     assert refused("profile", net, "--save", "n.svg") == "n.svg needs the device's ceilings; add --roofline"
     assert refused("profile", net, "--data-sheet", "fp32=1").endswith("add --roofline")
     words = ("profile", net, "onnxruntime", "--size", 32, "--top", 0, "--roofline", "--data-sheet", "fp32=1000",
@@ -215,7 +217,7 @@ def test_under_the_roof(call: Any, refused: Any, net: str, tmp_path: Path) -> No
     assert (tmp_path / "n.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_form_that_a_library_refuses_is_left_out(call: Any, half_known: Path) -> None:
+def test_forms_refused_by_a_library_are_left_out(call: Any, half_known: Path) -> None:
     code, out, err = call("profile", half_known, "openvino", "onnxruntime", *QUICK, "--format", "json")
     assert code == 3 and "dyno: left out: half openvino fp32: " in err and "OpenVINO doesn't support Det-17" in err
     (row,) = json.loads(out)["tables"]["reconciliation"]["rows"]

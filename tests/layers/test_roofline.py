@@ -50,7 +50,7 @@ EACH = Times(np.full(3, 20e-6), np.full(3, 30e-6), np.tile([16e-6, 1e-6, 0.5e-6]
              backend="openvino")  # fmt: skip
 
 
-def test_an_engine_s_layers_have_the_operations_of_their_nodes_and_each_byte_once() -> None:
+def test_engine_layers_have_the_flops_of_their_nodes_and_each_byte_once() -> None:
     found = rate_layers(ENGINE, 0, "fp32", CEILINGS)
     assert found.work == [
         LayerWork(8_000_000, 4 * (10 + 100 + 40), "fp32"),
@@ -60,7 +60,7 @@ def test_an_engine_s_layers_have_the_operations_of_their_nodes_and_each_byte_onc
     assert found.flops == 8_001_000
 
 
-def test_the_nearer_ceiling_decides() -> None:
+def test_the_more_limiting_ceiling_decides() -> None:
     arithmetic, memory, move = rate_layers(ENGINE, 0, "fp32", CEILINGS).work
     assert arithmetic.find_least(RATES) == (pytest.approx(8e-6), "arithmetic")
     assert memory.find_least(RATES) == (pytest.approx(2420 / 1e11), "memory")
@@ -69,7 +69,7 @@ def test_the_nearer_ceiling_decides() -> None:
     assert LayerWork(None, 10).find_least(RATES) is None and LayerWork(0, None).find_least(RATES) is None
 
 
-def test_products_in_a_layer_that_names_no_type_are_not_known() -> None:
+def test_flops_of_layers_without_a_type_are_unrated() -> None:
     attention = Layer(name="s", type="Subgraph", outputs=(port("y", 5),), nodes=("n2",))
     idle = Layer(name="i", type="MatMul", outputs=(port("q", 5),), computes_in="float32", nodes=("elsewhere",))
     found = rate_layers(FormSet([form(LAYERS, FUSED, attention, idle), GRAPH], {0: 1}), 0, "fp32", CEILINGS)
@@ -81,7 +81,7 @@ def test_products_in_a_layer_that_names_no_type_are_not_known() -> None:
     assert found.of_latency([0, 1, 2], 1e-3)["tflops"] == pytest.approx(8_001_000 / 1e-3 / 1e12)
 
 
-def test_a_module_computes_in_what_it_writes_and_tf32_is_a_ceiling_of_its_own() -> None:
+def test_modules_compute_in_their_output_type_and_tf32_has_its_own_ceiling() -> None:
     module = form(
         MODULES, Layer(name="a", type="Linear", outputs=(port("0:0", 4, "float16"),), parameters=8, flops=16),
         Layer(name="b", type="Linear", inputs=(port("0:0", 4, "float16"),), outputs=(port("1:0", 4),), flops=16),
@@ -92,7 +92,7 @@ def test_a_module_computes_in_what_it_writes_and_tf32_is_a_ceiling_of_its_own() 
     assert list_types(module, "tf32") == {"fp16", "tf32"}
 
 
-def test_rows_say_how_near_the_roof_they_are_and_the_rest_together() -> None:
+def test_rows_and_the_rest_show_their_share_of_the_roof() -> None:
     first, rest = times.profile_table(ENGINE, {0: EACH}, "time", 1, CEILINGS).rows
     assert (first["tflops"], first["intensity"]) == (pytest.approx(0.5), pytest.approx(8e6 / 600))
     assert (first["reached"], first["bound"]) == (pytest.approx(50), "arithmetic")
@@ -106,7 +106,7 @@ def test_rows_say_how_near_the_roof_they_are_and_the_rest_together() -> None:
     assert "tflops" not in without.rows[0] and "tflops" not in [c.name for c in without.columns]
 
 
-def test_the_ceilings_are_a_table_that_says_what_disturbed_them() -> None:
+def test_the_ceilings_table_reports_disturbances() -> None:
     table = replace(CEILINGS, warnings=("peak: others were busy",)).table()
     assert [row["ceiling"] for row in table.rows] == [
         "matrix product, fp32", "matrix product, fp16", "copy, read and written",
@@ -115,7 +115,7 @@ def test_the_ceilings_are_a_table_that_says_what_disturbed_them() -> None:
     assert table.notes[-1] == "peak: others were busy"
 
 
-def test_the_chart_has_the_layers_that_multiply_under_one_roof_a_type() -> None:
+def test_the_chart_has_multiplying_layers_under_a_roof_per_type() -> None:
     figure = files.draw_roofline(ENGINE, {0: EACH}, CEILINGS)
     assert figure is not None
     (axes,) = figure.axes
@@ -127,7 +127,7 @@ def test_the_chart_has_the_layers_that_multiply_under_one_roof_a_type() -> None:
     assert files.draw_roofline(FormSet([form(LAYERS, MOVE), GRAPH], {0: 1}), moving, CEILINGS) is None
 
 
-def test_a_layer_is_bound_by_what_explains_its_time_or_by_neither() -> None:
+def test_layers_are_bound_by_arithmetic_memory_or_neither() -> None:
     one = RooflineRating([LayerWork(8_000_000, 600, "fp32"), LayerWork(0, 10**6), LayerWork(0, None)], CEILINGS)
     assert [one.make_cells([0], t)["bound"] for t in (16e-6, 17e-6)] == ["arithmetic", "neither"]
     assert [one.make_cells([1], t)["bound"] for t in (20e-6, 21e-6)] == ["memory", "neither"]
@@ -139,7 +139,7 @@ def test_a_layer_is_bound_by_what_explains_its_time_or_by_neither() -> None:
     assert one.sentence([]) == ""
 
 
-def test_above_the_roof_says_how_that_can_be() -> None:
+def test_rates_above_the_roof_are_explained() -> None:
     one = RooflineRating([LayerWork(8_000_000, 600, "fp32"), LayerWork(0, 1000), LayerWork(0, 1001)], CEILINGS)
     rows = [
         one.make_cells([0], 8.1e-6),
@@ -157,7 +157,7 @@ def test_above_the_roof_says_how_that_can_be() -> None:
     assert disturbed.make_cells([1], 9e-9)["above"] == "ceilings disturbed"
 
 
-def test_the_data_sheet_stands_beside_what_was_measured() -> None:
+def test_data_sheet_rates_are_shown_with_measured_ones() -> None:
     sheet = parse_data_sheet(["fp32=2", "memory=400"])
     assert sheet == Rates({"fp32": 2e12}, 4e11)
     beside = replace(CEILINGS, sheet=sheet, clocks={"fp32": 1500.0, "memory": 1400.0})
@@ -179,5 +179,5 @@ def test_the_data_sheet_stands_beside_what_was_measured() -> None:
         (["fp32=1", "fp32=2"], "fp32 twice"),
     ],
 )
-def test_nonsense_of_a_data_sheet_is_refused(texts: list[str], said: str) -> None:
+def test_invalid_data_sheets_are_refused(texts: list[str], said: str) -> None:
     refuses(said, parse_data_sheet, texts)

@@ -25,7 +25,7 @@ ENGINE = form(
 SECONDS = np.array([[1e-6, 2e-6, 5e-6], [90e-6, 2e-6, 5e-6], [1e-6, 2e-6, 5e-6]])
 
 
-def test_shares_of_medians_add_up_and_the_rest_is_one_row() -> None:
+def test_layer_shares_add_up_and_the_rest_is_one_row() -> None:
     found = {0: Times(np.array([9e-6]), np.array([9e-6]), SECONDS)}
     first, rest = times.profile_table(FormSet([MODULE]), found, "time", 1).rows
     assert (first["modules"], first["time_us"], first["share"]) == ("c", pytest.approx(5), pytest.approx(62.5))
@@ -35,7 +35,7 @@ def test_shares_of_medians_add_up_and_the_rest_is_one_row() -> None:
     assert [row["modules"] for row in rows] == ["b", "c", "1 more layer"]
 
 
-def test_an_engine_s_layers_have_the_modules_names() -> None:
+def test_engine_layers_have_module_names() -> None:
     forms = [MODULE, ENGINE, GRAPH]
     assert times.name_modules(FormSet(forms, {1: 2}, {1: 0}), 1) == [[], ["a", "b"], ["c"], []]
     by_graph = times.name_modules(FormSet(forms, {1: 2}), 1)
@@ -49,14 +49,14 @@ def test_an_engine_s_layers_have_the_modules_names() -> None:
     ]  # fmt: skip
 
 
-def test_the_remainder_is_negative_where_watching_costs_more() -> None:
+def test_the_remainder_is_negative_where_profiling_overhead_dominates() -> None:
     found = {0: Times(np.full(5, 6e-6), np.full(3, 12e-6), SECONDS)}
     (line,) = times.reconcile(FormSet([MODULE]), found).rows
     assert (line["unprofiled_ms"], line["layers_ms"]) == (pytest.approx(0.006), pytest.approx(0.008))
     assert line["remainder_ms"] == pytest.approx(-0.002) and line["profiled_ms"] == pytest.approx(0.012)
 
 
-def test_a_layer_is_not_named_after_who_shares_what_shapes_decide_with_it() -> None:
+def test_a_shared_shape_node_does_not_name_a_layer() -> None:
     """An LSTM and a GRU share a node that gives the batch for their first states."""
     module = form(MODULES, *(layer(n, n, modules=(n,)) for n in ("lstm", "gru")))
     nodes = [layer(f"{name}_node", name, f"{read} s", name, modules=(name,))
@@ -79,7 +79,7 @@ def stored(tmp_path: Path) -> Path:
     ("unprofiled", []), ("unprofiled", [[1]]), ("profiled", 5), ("profiled", [-1]), ("layers", [[1e308]]),
     ("layers", [[float("nan")]]),
 ])  # fmt: skip
-def test_times_that_are_none_are_refused(stored: Path, name: str, value: Any) -> None:
+def test_invalid_times_are_refused(stored: Path, name: str, value: Any) -> None:
     content = json.loads(stored.read_text())
     content["b"]["processes"][0][name] = value
     stored.write_text(json.dumps(content))
@@ -103,11 +103,11 @@ def seen(busy: float) -> LaunchTimes:
         (1.1e-3, "compute-bound: the GPU ran kernels in 100 % of the latency"),
     ],
 )  # fmt: skip
-def test_by_the_kernels(busy: float, sentence: str) -> None:
+def test_launch_bounds_are_judged_by_the_kernels(busy: float, sentence: str) -> None:
     assert seen(busy).sentence(1e-3) == sentence
 
 
-def test_by_the_clocks_where_nobody_saw_the_kernels() -> None:
+def test_without_kernel_times_launch_bounds_are_judged_by_clocks() -> None:
     launched = LaunchTimes(np.array([1e-3]), np.array([0.95e-3]), NO_TIMES, NO_TIMES, NO_TIMES)
     assert launched.sentence(1e-3).startswith("launch-bound: run() returns after 950 µs")
     replayed = LaunchTimes(np.array([0.99e-3]), np.array([0.01e-3]), NO_TIMES, NO_TIMES, NO_TIMES)
@@ -117,13 +117,13 @@ def test_by_the_clocks_where_nobody_saw_the_kernels() -> None:
     assert LaunchTimes(NO_TIMES, NO_TIMES, NO_TIMES, NO_TIMES, NO_TIMES).sentence(1e-3) == ""
 
 
-def test_the_arrays_of_a_job() -> None:
+def test_launch_times_are_read_from_the_arrays_of_a_job() -> None:
     assert times.read_launches({"unprofiled_model": np.ones(3), "layers": np.ones((3, 1))}) is None
     found = times.read_launches({"unprofiled_model_gpu": np.ones(3), "gpu_busy": np.ones(2)})
     assert found is not None and found.latency.size == 3 and found.busy.size == 2 and not found.enqueue.size
 
 
-def test_figures_and_words_stand_beside_the_latency() -> None:
+def test_launch_figures_and_notes_are_shown_with_the_latency() -> None:
     one = form(LAYERS, layer("a", ""), library="E")
     each = Times(np.full(5, 1e-3), np.full(5, 2e-3), np.full((5, 1), 0.4e-3), gpu=seen(0.4e-3))
     table = times.reconcile(FormSet([one, one]), {0: each, 1: Times(*(np.full(5, 1e-3),) * 2, np.full((5, 1), 1e-3))})
@@ -142,7 +142,7 @@ FUNCTIONS = (
 )
 
 
-def test_shares_add_up_and_the_rest_is_one_row() -> None:
+def test_path_shares_add_up_and_the_rest_is_one_row() -> None:
     found, *others = (times.make_path_table({"PyTorch": times.Path(FUNCTIONS)}, top) for top in (2, 0, 3))
     assert [row["function"] for row in found.rows] == ["outside of CUDA", "cudaLaunchKernel", "2 more functions"]
     assert sum(row["share"] for row in found.rows) == pytest.approx(100)
@@ -150,13 +150,13 @@ def test_shares_add_up_and_the_rest_is_one_row() -> None:
     assert [len(table.rows) for table in others] == [4, 4], "all, and a row for one isn't worth it"
 
 
-def test_words_and_cells() -> None:
+def test_the_critical_path_has_a_sentence_and_cells() -> None:
     text = export([times.make_path_table({"PyTorch": times.Path(FUNCTIONS), "other": times.Path(FUNCTIONS[:1])}, 0)])
     assert "PyTorch: the critical path is 60 % the host outside of CUDA, 28 % calls of CUDA, 12 % the GPU." in text
     assert "conv" in text and "\nother\n" in text
 
 
-def test_what_watching_leaves_open_is_said() -> None:
+def test_limits_due_to_profiling_overhead_are_reported() -> None:
     (divided,) = times.Path(FUNCTIONS, slowed=1.05, idle=0.2).sentences
     assert divided == "the critical path is 60 % the host outside of CUDA, 28 % calls of CUDA, 12 % the GPU"
     _, bounds = times.Path(FUNCTIONS, slowed=2.28, idle=0.132).sentences
@@ -164,7 +164,7 @@ def test_what_watching_leaves_open_is_said() -> None:
     assert "at least 13 % of the path" in bounds and bounds.endswith("at most 88 %")
 
 
-def test_a_layer_has_its_type_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_types_are_shown_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without module names the type identifies a row; the cumulative share is the first column to go."""
     monkeypatch.setenv("COLUMNS", "80")
     fused = form(

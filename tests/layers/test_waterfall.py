@@ -80,7 +80,7 @@ def by_key(found: Waterfall) -> dict[str, waterfall.WaterfallStep]:
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 @pytest.mark.parametrize(("latency_a", "latency_b"), [(220, 108), (180, 80), (215, 300)])
-def test_steps_close_whatever_the_layers_leave(latency_a: float, latency_b: float, rounds: int) -> None:
+def test_steps_sum_to_the_gap(latency_a: float, latency_b: float, rounds: int) -> None:
     found = waterfall.make_waterfall(pair(latency_a, latency_b, rounds))
     for steps in (found.steps, found.causes):
         assert sum(s.a for s in steps) == pytest.approx(found.gap.a, rel=1e-12)
@@ -92,7 +92,7 @@ def test_steps_close_whatever_the_layers_leave(latency_a: float, latency_b: floa
     assert all(s.difference.low <= s.difference.value <= s.difference.high for s in found.causes)
 
 
-def test_rounds_are_pairs_and_a_disturbed_one_is_left_out() -> None:
+def test_rounds_are_paired_and_disturbed_ones_left_out() -> None:
     def shift(side: PairSide, shifts_us: list[float]) -> PairSide:
         moved = zip(side.processes, shifts_us, strict=True)
         return replace(side, processes=tuple(replace(t, unprofiled=t.unprofiled + 1e-6 * us) for t, us in moved))
@@ -132,7 +132,7 @@ def test_types_decide_in_engines_of_one_library() -> None:
     assert backward["wider"].difference.value == pytest.approx(-forward["narrower"].difference.value)
 
 
-def test_a_region_is_of_the_type_of_its_product_whatever_takes_longer() -> None:
+def test_the_product_decides_the_type_of_a_region() -> None:
     """ONNX Runtime lacks an FP16 kernel for a convolution and casts around it, but not around the following layer."""
     kinds, shared = (("Conv", FLOAT), ("Max", "float16")), (("n_conv", "n_bn"), ("n_bn", "n_relu"))
     forms = [
@@ -147,7 +147,7 @@ def test_a_region_is_of_the_type_of_its_product_whatever_takes_longer() -> None:
     assert [(part.cause.key, part.types) for part in found.parts] == [("stayed", (FLOAT, FLOAT))]
 
 
-def test_what_both_lack_a_name_for_is_not_explained() -> None:
+def test_unaligned_layers_are_not_attributed() -> None:
     forms = FAST, GRAPH, replace(FAST, layers=(*FAST.layers, layer("odd", 30, "Odd")))
     given = FormPair(forms, replace(side(0, FAST_US, 108), graph=1), side(2, (*FAST_US, 50), 158))
     found = waterfall.make_waterfall(given)
@@ -155,14 +155,14 @@ def test_what_both_lack_a_name_for_is_not_explained() -> None:
     assert found.attributed < 0.1
 
 
-def test_two_networks_that_have_nothing_in_common_are_said_to() -> None:
+def test_two_unrelated_networks_are_reported() -> None:
     forms = FAST, GRAPH, form(LAYERS, layer("odd", 30, "Odd"), layer("odder", 31, "Odd"), library="Other 1.0")
     strangers = FormPair(forms, replace(side(0, FAST_US, 108), graph=1), side(2, (50, 9), 60))
     told = [[r.key for r in reasons.list_reasons_why(waterfall.make_waterfall(p))] for p in (strangers, pair())]
     assert told[0][1] == "strangers" and "strangers" not in told[1]
 
 
-def test_interruptions_are_told_from_work_outside_the_layers() -> None:
+def test_interruptions_are_separated_from_work_outside_the_layers() -> None:
     """Every run has an interruption of 100 µs in some layer, and 20 µs outside the layers."""
     quiet = times(FAST_US, 103, 0, 0.0)
     layers = quiet.layers.copy()
@@ -186,7 +186,7 @@ def on_gpu(found: PairSide, busy_us: float) -> PairSide:
 
 
 @pytest.mark.parametrize("rounds", [1, 5])
-def test_what_a_gpu_waits_for_the_host_is_a_cause_of_its_own(rounds: int, tmp_path: Path) -> None:
+def test_gpu_waits_for_the_host_are_a_separate_cause(rounds: int, tmp_path: Path) -> None:
     given = pair(latency_a=900, rounds=rounds)
     pairs.write_pair(tmp_path / "pair.json", replace(given, a=on_gpu(given.a, 210)))
     found = waterfall.make_waterfall(pairs.read_pair(tmp_path / "pair.json"))
@@ -199,7 +199,7 @@ def test_what_a_gpu_waits_for_the_host_is_a_cause_of_its_own(rounds: int, tmp_pa
     assert "waiting" not in by_key(waterfall.make_waterfall(given)), "no kernels were recorded"
 
 
-def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways_of_it() -> None:
+def test_layers_slowed_by_profiling_are_scaled_with_wider_intervals() -> None:
     found, plain = waterfall.make_waterfall(pair(latency_b=50)), waterfall.make_waterfall(pair())
     assert found.b.excess == pytest.approx(53e-6, rel=0.02)
     for layers in (found.b.layers[0], found.b.watch_overhead_removed[0]):
@@ -212,7 +212,7 @@ def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways
     assert any(reason.key == "watched" and "took 10" in reason.text for reason in reasons.list_reasons_why(found))
 
 
-def test_a_difference_that_is_not_shown_is_called_so_and_noise_is_no_cause() -> None:
+def test_unproven_differences_are_reported_and_noise_is_not_a_cause() -> None:
     forms = (FAST, GRAPH, replace(FAST, library="ONNX Runtime 1.0 (2)"))
     same = FormPair(forms, replace(side(0, FAST_US, 108), graph=1), side(2, FAST_US, 108))
     told = reasons.list_reasons_why(waterfall.make_waterfall(same))
@@ -222,20 +222,20 @@ def test_a_difference_that_is_not_shown_is_called_so_and_noise_is_no_cause() -> 
     assert [(part.a, part.b) for part in conversions] == [((1,), (1,))]  # present in both
 
 
-def test_nothing_is_not_made_something_by_rounding() -> None:
+def test_rounding_errors_make_no_difference() -> None:
     rounded = np.full(4, 0.1) + 0.2 - 0.3  # 5.6e-17 seconds
     step = waterfall._make_step(causes.SAME, np.zeros(4), rounded)
     assert step.difference == waterfall.Interval(0.0, 0.0, 0.0) and not step.proven
 
 
-def test_quiet_runs_have_no_interruption_by_rounding() -> None:
+def test_rounding_errors_make_no_interruption() -> None:
     """The mean of two processes' sums differs in its last bits from the sum of their layers' means."""
     up, down = [1.1e-6 * k for k in range(1, 8)], [1.3e-6 * k for k in range(7, 0, -1)]
     quiet = [Times(np.full(50, 1e-3), np.full(50, 1e-3), np.tile(layers, (50, 1))) for layers in (up, down)]
     assert not waterfall._make_estimates(quiet).interrupted.any()
 
 
-def test_sentences_say_what_to_act_on() -> None:
+def test_sentences_name_the_layers_to_act_on() -> None:
     told = {reason.key: reason for reason in reasons.list_reasons_why(waterfall.make_waterfall(pair()))}
     assert told["gap"].text.startswith("ONNX Runtime takes ") and "112 µs less" in told["gap"].text
     assert told["kernel"].names == ("pool", "conv", "fc") and (told["kernel"].high or 0) < 0
@@ -248,7 +248,7 @@ def test_sentences_say_what_to_act_on() -> None:
     assert "outside the layers: 8." in last.text
 
 
-def test_a_conversion_that_costs_most_is_named_by_what_it_stands_before() -> None:
+def test_the_costliest_conversion_is_named_with_its_reader() -> None:
     moved = made_layers.layer("Reformatting CopyNode", "Reformat", "t3", "u3", moves=True)
     engine = replace(FAST, layers=(FAST.layers[0], moved, replace(POOL, inputs=(Port("u3"),)), FC))
     found = waterfall.make_waterfall(replace(pair(), forms=(MODULE, GRAPH, engine), b=side(2, (60, 400, 5, 30), 500)))
@@ -256,7 +256,7 @@ def test_a_conversion_that_costs_most_is_named_by_what_it_stands_before() -> Non
     assert "The largest part is the conversion before pool (Reformatting CopyNode): 0 µs in" in told["alone"].text
 
 
-def test_int8_that_is_no_faster_names_the_layers_that_kept_their_type() -> None:
+def test_int8_without_a_gain_names_the_layers_that_kept_their_type() -> None:
     told = [r for r in reasons.list_reasons_why(waterfall.make_waterfall(to_int8(quicker=70))) if r.key == "not_faster"]
     stayed, slower = told
     assert stayed.names == ("fc",) and "int8 was requested, but 1 layer computed in a wider type" in stayed.text
@@ -279,7 +279,7 @@ def test_tables_add_up_and_the_rest_is_one_row() -> None:
     assert every.rows[-1]["modules"] != "more" and len(every.rows) == len(found.parts)
 
 
-def test_a_stored_pair_is_the_same_pair(tmp_path: Path) -> None:
+def test_stored_pairs_are_read_back_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "pair.json"
     pairs.write_pair(path, pair())
     before, after = (waterfall.make_waterfall(each) for each in (pair(), pairs.read_pair(path)))
@@ -296,7 +296,7 @@ def test_a_stored_pair_is_the_same_pair(tmp_path: Path) -> None:
         ('{"kind": "explained pair", "schema": 99}', "99"),
     ],
 )
-def test_a_file_that_holds_no_pair_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_files_without_a_pair_are_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "pair.json"
     path.write_text(text, encoding="utf-8")
     refuses(said, pairs.read_pair, path)
@@ -309,7 +309,7 @@ def test_two_modules_are_aligned_by_their_calls() -> None:
     assert 1e6 * found.steps[0].difference.value == pytest.approx(-50, rel=0.05)
 
 
-def test_a_module_s_own_code_is_one_part_wherever_it_runs() -> None:
+def test_the_own_code_of_a_module_is_one_part() -> None:
     """`attn` multiplies before and after it calls `attn.fc`; the model adds something at the end."""
     owners = ("attn", "attn.fc", "attn", "")
     module = form(
@@ -333,7 +333,7 @@ def named(text: str) -> Prescription:
 
 
 @pytest.mark.parametrize("one", PRESCRIPTIONS, ids=lambda one: one.text)
-def test_each_makes_a_variant_that_backends_know(one: Prescription) -> None:
+def test_each_prescription_uses_known_backend_options(one: Prescription) -> None:
     assert one.options or one.backend or one.precision, "it changes something"
     for name in [one.backend] if one.backend else one.backends:
         backend = registry.find(name)
@@ -370,13 +370,13 @@ FITS: list[tuple[str, tuple[str, str, str], dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("text", "engine", "options", "fits"), FITS)
-def test_it_fits_engines_that_it_would_change(
+def test_prescriptions_fit_engines_they_would_change(
     text: str, engine: tuple[str, str, str], options: dict[str, Any], fits: bool
 ) -> None:
     assert named(text).fits(*engine, options) is fits
 
 
-def test_what_is_proven_and_right_is_kept() -> None:
+def test_proven_and_correct_prescriptions_are_kept() -> None:
     called = IndicatedPrescription(named("newer opset"), causes.SPLIT, 12e-6)
     measured = ((1.2, FASTER, True), (1.5, FASTER, True), (2.0, FASTER, False), (1.3, UNDECIDED, True))
     outcomes = (

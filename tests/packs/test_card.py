@@ -74,7 +74,7 @@ def test_a_badge_claims_no_more_than_the_verdict(
     assert title is not None and re.fullmatch(f"dyno: {words}", title.text or ""), title.text
 
 
-def test_names_become_neither_markup_nor_links(call: Any, tmp_path: Path) -> None:
+def test_names_are_not_markup_or_links(call: Any, tmp_path: Path) -> None:
     text, _ = packed(call, tmp_path, [*synthetic.hostile()][:2])
     assert "<script>" not in text.split("```")[0]
     assert ElementTree.fromstring(card.draw_badge('<b>&"', "#fff")).tag.endswith("svg")
@@ -89,7 +89,7 @@ def test_names_become_neither_markup_nor_links(call: Any, tmp_path: Path) -> Non
         {"inputs": ("ids=0..9", "sr=16000"), "shapes": ("ids:batchx128:int64",), "minutes": 1.5, "device": "cuda:0"},
     ],
 )
-def test_the_command_is_that_of_the_study(call: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+def test_the_command_reproduces_the_study(call: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     from dyno.cli import commands
 
     asked = []

@@ -78,7 +78,7 @@ def test_a_pack_is_verified(call: Any, run: Path, file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["b", "fake", "tables"])
-def test_a_folder_may_have_the_name_of_any_word(
+def test_any_folder_name_can_be_packed(
     call: Any, run: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -87,7 +87,7 @@ def test_a_folder_may_have_the_name_of_any_word(
     assert call("verify", "any.zip", code=0)[1].startswith(TOLD)
 
 
-def test_a_changed_sample_is_seen(call: Any, file: Path, tmp_path: Path) -> None:
+def test_a_changed_sample_is_detected(call: Any, file: Path, tmp_path: Path) -> None:
     content, name, arrays = samples(file)
     arrays["latency_model"] = arrays["latency_model"] * 0.5
     _, out, _ = call("verify", write(tmp_path / "net.zip", {**content, name: npz(arrays)}), code=1)
@@ -95,7 +95,7 @@ def test_a_changed_sample_is_seen(call: Any, file: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("key", ["latency_ms", "speedup", "candidates", "text", "left out"])
-def test_a_changed_verdict_is_seen(call: Any, file: Path, tmp_path: Path, key: str) -> None:
+def test_a_changed_verdict_is_detected(call: Any, file: Path, tmp_path: Path, key: str) -> None:
     content = members(file)
     verdict = json.loads(content["verdict.json"])
     if key == "left out":
@@ -110,7 +110,7 @@ def test_a_changed_verdict_is_seen(call: Any, file: Path, tmp_path: Path, key: s
     assert out.startswith("not verified: ")
 
 
-def test_one_changed_number_and_one_changed_word_are_named(call: Any, file: Path, tmp_path: Path) -> None:
+def test_changed_numbers_and_words_are_named(call: Any, file: Path, tmp_path: Path) -> None:
     content, name, arrays = samples(file)
     arrays["latency_model"][3] = np.nextafter(arrays["latency_model"][3], 1)
     _, out, _ = call("verify", write(tmp_path / "net.zip", {**content, name: npz(arrays)}), code=1)
@@ -125,7 +125,7 @@ def test_one_changed_number_and_one_changed_word_are_named(call: Any, file: Path
     assert re.fullmatch(said, out)
 
 
-def test_a_file_left_out_or_added_is_named(call: Any, file: Path, tmp_path: Path) -> None:
+def test_missing_and_added_files_are_named(call: Any, file: Path, tmp_path: Path) -> None:
     content = members(file)
     content["run/idle/x/record.json"] = b"{}"
     left_out = next(name for name in content if name.endswith("telemetry.npz"))
@@ -134,7 +134,9 @@ def test_a_file_left_out_or_added_is_named(call: Any, file: Path, tmp_path: Path
     assert all(f"{name} is not the file" in out for name in ("idle/x/record.json", left_out.removeprefix("run/")))
 
 
-def test_no_folder_user_or_host_is_named(run: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_contain_no_folder_user_or_host_name(
+    run: Path, tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names are planted in every text that a pack takes from a run."""
     planted = tmp_path / "planted" / "net"
     shutil.copytree(run, planted)
@@ -165,7 +167,7 @@ def test_no_folder_user_or_host_is_named(run: Path, tmp_path: Path, call: Any, m
 UUID, MAC = "GPU-5a3e8c1f-0b2d-4c6e-8f90-a1b2c3d4e5f6", "02:42:ac:11:00:02"
 
 
-def test_no_other_host_and_no_device_is_named(run: Path, tmp_path: Path) -> None:
+def test_packs_contain_no_cluster_host_or_device_id(run: Path, tmp_path: Path) -> None:
     """Cluster hosts and card identifiers are planted in JSON files and arrays."""
     planted = tmp_path / "cluster"
     shutil.copytree(run, planted)
@@ -191,7 +193,7 @@ def test_no_other_host_and_no_device_is_named(run: Path, tmp_path: Path) -> None
     assert b"node0.lab.example" in named and MAC.encode() not in named and UUID[4:-1].encode() not in named
 
 
-def test_a_pack_says_what_was_measured(file: Path, run: Path) -> None:
+def test_packs_describe_the_measured_models(file: Path, run: Path) -> None:
     content = members(file)
     about = json.loads(content["pack.json"])
     job = json.loads(next(run.rglob("job.json")).read_text())
@@ -204,7 +206,7 @@ def test_a_pack_says_what_was_measured(file: Path, run: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["empty", "random", "truncated", "middle", "folder", "nothing", "text", "zip64"])
-def test_what_is_no_pack_is_one_line(refused: Any, file: Path, tmp_path: Path, what: str) -> None:
+def test_invalid_packs_are_refused_in_one_line(refused: Any, file: Path, tmp_path: Path, what: str) -> None:
     bad, whole = tmp_path / "bad.zip", file.read_bytes()
     if what == "folder":
         bad.mkdir()
@@ -229,7 +231,7 @@ def test_names_outside_the_pack_are_refused(refused: Any, file: Path, tmp_path: 
     assert "which no pack has" in refused("verify", write(tmp_path / "bad.zip", {**members(file), name: b"{}"}))
 
 
-def test_a_link_and_a_second_file_of_a_name_are_refused(refused: Any, file: Path, tmp_path: Path) -> None:
+def test_links_and_duplicate_names_are_refused(refused: Any, file: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(write(tmp_path / "link.zip", members(file)), "a") as packed:
         link = zipfile.ZipInfo("run/devices.json")
         link.external_attr = 0o120777 << 16
@@ -243,7 +245,7 @@ def test_a_link_and_a_second_file_of_a_name_are_refused(refused: Any, file: Path
     assert "two with the same name" in refused("verify", tmp_path / "two.zip")
 
 
-def test_a_bomb_is_refused_before_it_unpacks(
+def test_zip_bombs_are_refused_before_unpacking(
     refused: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes are counted while reading, as a member may declare a false one (the second file)."""
@@ -276,7 +278,7 @@ def directory_alone(count: int) -> bytes:
 
 
 @pytest.mark.parametrize("harm", ["shape", "empty shape", "directory", "number", "nested", "array", "path", "both"])
-def test_what_is_large_inside_is_refused(refused: Any, file: Path, tmp_path: Path, harm: str) -> None:
+def test_expensive_content_is_refused(refused: Any, file: Path, tmp_path: Path, harm: str) -> None:
     """Refuse values that would cost much time or memory, or crash a reader."""
     content, name, _ = samples(file)
     verdict = content["verdict.json"][1:]
@@ -316,7 +318,7 @@ def test_a_pickle_is_never_loaded(refused: Any, file: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("harm", ["deep", "list", "text", "numbers", "schema", "format", "no verdict", "no trials"])
-def test_damaged_content_is_one_line(refused: Any, file: Path, tmp_path: Path, harm: str) -> None:
+def test_damaged_content_is_refused_in_one_line(refused: Any, file: Path, tmp_path: Path, harm: str) -> None:
     content = members(file)
     about = json.loads(content["pack.json"])
     job = next(name for name in content if name.endswith("job.json"))
@@ -335,7 +337,7 @@ def test_damaged_content_is_one_line(refused: Any, file: Path, tmp_path: Path, h
     assert "schema 99" in said if harm == "schema" else re.search("is not a pack|is a damaged pack", said)
 
 
-def test_what_can_t_be_packed_is_refused(refused: Any, tmp_path: Path, run: Path) -> None:
+def test_invalid_pack_requests_are_refused(refused: Any, tmp_path: Path, run: Path) -> None:
     assert "not a folder" in refused("pack", tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     assert "not a run folder" in refused("pack", tmp_path / "empty")
@@ -344,7 +346,7 @@ def test_what_can_t_be_packed_is_refused(refused: Any, tmp_path: Path, run: Path
 
 
 @pytest.mark.parametrize("place", ["backend", "task", "study"])
-def test_no_code_that_a_pack_names_is_imported(refused: Any, file: Path, importable: Any, place: str) -> None:
+def test_code_named_by_a_pack_is_not_imported(refused: Any, file: Path, importable: Any, place: str) -> None:
     """Backends and tasks may be named MODULE:NAME; `dyno run` imports these."""
     folder = importable("planted_module", "from pathlib import Path\nPath('imported').write_text('x')\nX = 1\n")
     content = members(file)

@@ -78,7 +78,7 @@ def test_another_ratio_is_not_reproduced(reproduced: Any) -> None:
     assert any("a difference larger than the noise of both" in sentence for sentence in answer["sentences"])
 
 
-def test_what_can_t_run_here_is_listed_and_what_fails_is_unfinished(reproduced: Any) -> None:
+def test_unavailable_trials_are_listed(reproduced: Any) -> None:
     openvino = Way("openvino", seconds=0.003)
     skipped = Way("openvino", statuses=("skipped",), reason="openvino isn't installed")
     code, answer = reproduced([PYTORCH, ONNX, openvino], [PYTORCH, ONNX, skipped])
@@ -94,7 +94,7 @@ def test_a_failed_trial_is_unfinished(reproduced: Any) -> None:
 ONCE = [Way("pytorch", statuses=("ok",)), Way("onnxruntime", seconds=0.002, statuses=("ok",))]
 
 
-def test_one_round_is_nothing_to_compare(reproduced: Any) -> None:
+def test_one_round_is_too_little_evidence(reproduced: Any) -> None:
     _, answer = reproduced([PYTORCH, ONNX], ONCE)
     assert answer["ratios"][0]["agrees"] is None and "too little evidence" in " ".join(answer["sentences"])
 
@@ -114,7 +114,7 @@ def test_two_runs_without_a_winner_are_undecided(reproduced: Any) -> None:
 NET = "import torch\n\n\ndef build():\n    return torch.nn.ReLU()\n"
 
 
-def test_a_model_in_a_file_is_the_user_s_own(refused: Any, tmp_path: Path) -> None:
+def test_a_model_file_comes_from_the_user(refused: Any, tmp_path: Path) -> None:
     """A pack has only the model's hash; a missing or different file is refused before measuring."""
     folder = stored(tmp_path / "net", [PYTORCH, ONNX], study=STUDY.replace("torchvision:digits", "/nets/net.py:build"))
     (tmp_path / "net.py").write_text(NET)
@@ -136,7 +136,7 @@ def test_a_model_in_a_file_is_the_user_s_own(refused: Any, tmp_path: Path) -> No
         dyno.reproduce(file, model=tmp_path / "net.py", confirm=lambda plan: "net.py:build with pytorch" not in plan)
 
 
-def test_models_of_one_file_name_are_told_apart(refused: Any, tmp_path: Path) -> None:
+def test_models_with_one_file_name_are_distinguished(refused: Any, tmp_path: Path) -> None:
     """Models match by hash; once, half of the study was skipped and still counted as reproduced."""
     given = [str(tmp_path / name / "net.py") for name in "ab"]
     models = f"models = {json.dumps([f'{path}:build' for path in given])}\n"
@@ -170,14 +170,14 @@ def test_models_of_one_file_name_are_told_apart(refused: Any, tmp_path: Path) ->
         ('backends = ["pytorch"]\nruntime = {pytorch = {python = "/x/python"}}', "another Python"),
     ],
 )
-def test_nothing_of_a_stranger_s_choice_runs(refused: Any, tmp_path: Path, change: str, said: str) -> None:
+def test_untrusted_settings_are_refused(refused: Any, tmp_path: Path, change: str, said: str) -> None:
     name = change.partition(" ")[0]
     lines = [line for line in STUDY.splitlines() if not line.startswith(name)]
     folder = stored(tmp_path / "net", [PYTORCH, ONNX], study="\n".join([*lines, change]) + "\n")
     assert said in refused("reproduce", dyno.pack(folder, tmp_path / "net.zip"), "-y")
 
 
-def test_other_images_are_refused_before_anything_runs(
+def test_other_images_are_refused_before_measuring(
     refused: Any, fake_study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One changed pixel makes them other images."""
@@ -201,7 +201,7 @@ def test_other_images_are_refused_before_anything_runs(
     assert "no data folder" in refused("reproduce", file, "-y", "--data", tmp_path / "nowhere")
 
 
-def test_a_pack_that_is_not_verified_is_not_run(refused: Any, tmp_path: Path) -> None:
+def test_unverified_packs_are_not_run(refused: Any, tmp_path: Path) -> None:
     file = dyno.pack(stored(tmp_path / "net", [PYTORCH, ONNX]), tmp_path / "net.zip")
     assert "omit --data" in refused("reproduce", file, "-y", "--data", tmp_path)
     assert "add -y" in refused("reproduce", file)
@@ -215,7 +215,9 @@ def test_a_pack_that_is_not_verified_is_not_run(refused: Any, tmp_path: Path) ->
     assert "is not verified, so it isn't run" in refused("reproduce", file, "-y")
 
 
-def test_a_study_runs_again(fake_study: Callable[..., Study], call: Any, tmp_path: Path, unreported: None) -> None:
+def test_reproduce_runs_the_study_again(
+    fake_study: Callable[..., Study], call: Any, tmp_path: Path, unreported: None
+) -> None:
     """Through the command line, with jobs and the pack's settings."""
     study = fake_study(backends=("fake@latency_ms=1", "fake@latency_ms=4"), rounds=2, samples=5)
     dyno.run(study, tmp_path / "net", quiet=True)

@@ -43,7 +43,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_site_of_packs_of_strangers(call: Any, packs: Path) -> None:
+def test_a_site_is_built_from_untrusted_packs(call: Any, packs: Path) -> None:
     _, out, err = call("site", packs, "-o", "site", code=3)
     assert out == "site/index.html\n"
     index = Path("site/index.html").read_text()
@@ -100,7 +100,9 @@ def test_the_site_in_a_browser(call: Any, packs: Path, tmp_path: Path) -> None:
         assert browser.ask(Path("site/index.html").resolve(), script, probe, window) == [4, 0, 0]
 
 
-def test_what_makes_no_site(refused: Any, tmp_path: Path, packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_or_too_many_packs_are_refused(
+    refused: Any, tmp_path: Path, packs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "has 0 packs; give a folder of 1 to 1,000 files of `dyno pack`" in refused("site", tmp_path / "nowhere")
     with pytest.raises(dyno.UserError, match="has 0 packs"):
         dyno.write_site(tmp_path, tmp_path / "site")
@@ -108,7 +110,7 @@ def test_what_makes_no_site(refused: Any, tmp_path: Path, packs: Path, monkeypat
     assert "has 5 packs" in refused("site", packs)
 
 
-def test_no_report_takes_the_place_of_another() -> None:
+def test_reports_have_distinct_names() -> None:
     files = [
         Path(name) for name in ("A-2.pack.zip", "A.pack.zip", "a.pack.zip", "..pack.zip", "?.zip", "!.zip", "...zip")
     ]
@@ -117,7 +119,7 @@ def test_no_report_takes_the_place_of_another() -> None:
     assert all(name.strip(".") == name and "/" not in name for name in names)
 
 
-def test_a_name_that_is_no_text_is_shown(call: Any, tmp_path: Path) -> None:
+def test_undecodable_names_are_shown(call: Any, tmp_path: Path) -> None:
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / os.fsdecode(b"a\xff.zip")).write_text("no pack")
     _, _, err = call("site", "odd", "-o", "site", code=3)

@@ -56,7 +56,7 @@ def call(call: Any) -> Any:
     return lambda *words, **more: call("compare", *words, **more)
 
 
-def test_a_run_against_itself_is_no_different(demo: Results) -> None:
+def test_a_run_compared_with_itself_shows_no_difference(demo: Results) -> None:
     frame = (table := compare_table.compare_runs(demo, demo, GateRules(least=1.0))).to_pandas()
     assert len(frame) == len(demo.trials)
     assert list(frame.columns) == [column.name for column in COLUMNS]
@@ -67,7 +67,7 @@ def test_a_run_against_itself_is_no_different(demo: Results) -> None:
     assert comparison.exit_code(table) == 0
 
 
-def test_a_copy_of_a_run_is_the_same_measurement_and_passes_no_gate(tmp_path: Path, call: Any) -> None:
+def test_a_copied_run_passes_no_gate(tmp_path: Path, call: Any) -> None:
     a = write(tmp_path / "a")
     b = Path(shutil.copytree(a, tmp_path / "b"))
     code, out, _ = call(a, b, "--fail-on", "slower=5%")
@@ -77,7 +77,7 @@ def test_a_copy_of_a_run_is_the_same_measurement_and_passes_no_gate(tmp_path: Pa
     assert call(a, b, "--fail-on", "slower=5%")[0] == 3, "part of the same rounds"
 
 
-def test_a_trial_that_vanished_fails(tmp_path: Path, call: Any) -> None:
+def test_a_vanished_trial_fails(tmp_path: Path, call: Any) -> None:
     """An engine that could no longer be imported once left the gate green."""
     a, b = write(tmp_path / "a"), write(tmp_path / "b", FIRST[0])
     junit = tmp_path / "junit.xml"
@@ -91,7 +91,7 @@ def test_a_trial_that_vanished_fails(tmp_path: Path, call: Any) -> None:
     assert call(b, a)[0] == 0, "a further trial is no regression"
 
 
-def test_the_same_speed_measured_twice_is_no_difference(judge: Any) -> None:
+def test_the_same_speed_measured_twice_shows_no_difference(judge: Any) -> None:
     table = judge(Way("other"), *FIRST)  # the added first trial shifts the noise of the others
     frame = table.to_pandas()
     assert set(frame["verdict"]) <= ALIKE and frame["ratio"].between(0.9, 1.1).all()
@@ -99,7 +99,7 @@ def test_the_same_speed_measured_twice_is_no_difference(judge: Any) -> None:
     assert table.notes == ("only in B: digits other fp32 b1 64",)
 
 
-def test_slower_by_a_fifth_fails(judge: Any) -> None:
+def test_a_slowdown_of_a_fifth_fails(judge: Any) -> None:
     frame = (table := judge(*changed(seconds=0.0048))).to_pandas()
     first = frame.iloc[0]
     assert first["ratio"] == pytest.approx(1.2)
@@ -130,7 +130,7 @@ def test_two_sessions_are_never_called_faster_or_slower(tmp_path: Path, call: An
     assert call(a, b, "--fail-on", "status")[0] == 0, "what isn't a speed is judged as ever"
 
 
-def test_self_tests_of_the_machine_tell_what_differs_between_sessions(tmp_path: Path, call: Any) -> None:
+def test_self_tests_give_the_spread_between_sessions(tmp_path: Path, call: Any) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", *changed(seconds=0.0048))
     c = write(tmp_path / "c", *changed(seconds=0.00406))
     kept = SelfTestSummary("2026-01-01", "A", "net", 0.8, 0.1, {}, {}, {"host": "here"}, 5, 0.01)
@@ -152,7 +152,7 @@ def test_self_tests_of_the_machine_tell_what_differs_between_sessions(tmp_path: 
         write_json(a / "self-test.json", to_json(kept))
 
 
-def test_the_ratio_is_that_of_the_rounds_medians(judge: Any, tmp_path: Path) -> None:
+def test_the_ratio_compares_the_medians_of_rounds(judge: Any, tmp_path: Path) -> None:
     first = judge(*changed(seconds=0.005, spread=0.05)).to_pandas().iloc[0]
     a, b = (load_run(tmp_path / name).trials[0].medians("model") for name in "ab")
     assert first["ratio"] == pytest.approx(np.exp(np.mean(np.log(b)) - np.mean(np.log(a))))
@@ -169,7 +169,7 @@ def test_the_ratio_is_that_of_the_rounds_medians(judge: Any, tmp_path: Path) -> 
         ({"seconds": 0.0048, "flips": 0.1}, {"fail_on": ("status",)}, "slower", ""),  # neither is gated
     ],
 )
-def test_what_fails_is_what_the_rules_ask_for(
+def test_only_conditions_of_the_rules_fail(
     judge: Any, changes: dict[str, Any], rules: dict[str, Any], verdict: str, failed: str
 ) -> None:
     frame = (table := judge(*changed(**changes), **rules)).to_pandas()
@@ -177,7 +177,7 @@ def test_what_fails_is_what_the_rules_ask_for(
     assert comparison.exit_code(table) == bool(failed)
 
 
-def test_one_round_is_no_verdict(judge: Any) -> None:
+def test_one_round_gives_no_verdict(judge: Any) -> None:
     table = judge(*changed(seconds=0.04, statuses=("ok",)))
     first = table.to_pandas().iloc[0]
     assert first["ratio"] > 9
@@ -197,12 +197,12 @@ def test_lost_accuracy_fails_with_its_interval(judge: Any) -> None:
 
 
 @pytest.mark.parametrize(("accepted", "failed"), [("20", ""), ("0.5", "less-accurate")])
-def test_a_loss_that_is_accepted_fails_nothing(judge: Any, accepted: str, failed: str) -> None:
+def test_an_accepted_loss_does_not_fail(judge: Any, accepted: str, failed: str) -> None:
     first = judge(*changed(flips=0.1), fail_on=(f"less-accurate={accepted}",)).to_pandas().iloc[0]
     assert first["failed"] == failed and -20 < first["top1_diff"] < -0.5
 
 
-def test_accuracies_are_one_family() -> None:
+def test_accuracies_are_judged_as_one_family() -> None:
     """Twenty pairs of equally accurate sides, on 500 images with 6 % changed answers."""
     rng = np.random.default_rng(0)
     alone = failed = found = 0
@@ -218,7 +218,7 @@ def test_accuracies_are_one_family() -> None:
 
 
 @pytest.mark.parametrize(("images", "verdict"), [(64, NO_CHANGE), (300, LOST)])
-def test_a_loss_of_map_on_few_images_needs_twice_the_interval(
+def test_a_map_loss_on_few_images_needs_twice_the_interval(
     judge: Any, monkeypatch: pytest.MonkeyPatch, images: int, verdict: str
 ) -> None:
     """The jackknife's interval is too narrow for few images."""
@@ -228,12 +228,12 @@ def test_a_loss_of_map_on_few_images_needs_twice_the_interval(
     assert (first["accuracy"], first["top1_diff_high"]) == (verdict, pytest.approx(-1))
 
 
-def test_gained_accuracy_is_no_failure(judge: Any) -> None:
+def test_gained_accuracy_is_not_a_failure(judge: Any) -> None:
     first = judge(*FIRST, before=changed(flips=0.1)).to_pandas().iloc[0]
     assert (first["accuracy"], first["failed"]) == ("more accurate", "")
 
 
-def test_outputs_that_no_longer_agree_fail_when_asked(judge: Any, tmp_path: Path) -> None:
+def test_disagreeing_outputs_fail_on_request(judge: Any, tmp_path: Path) -> None:
     first = judge(*changed(flips=0.01)).to_pandas().iloc[0]
     assert 0 < first["close"] < 0.9
     assert first["failed"] == ""
@@ -263,7 +263,7 @@ def test_outputs_of_another_shape_do_not_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["failed", "crashed", "skipped", "timeout"])
-def test_a_trial_that_was_ok_and_no_longer_is_fails(judge: Any, status: str) -> None:
+def test_a_trial_that_stopped_working_fails(judge: Any, status: str) -> None:
     reason = "the outputs are not finite (NaN or infinity)"
     table = judge(*changed(statuses=(status,), reason=reason))
     first = table.to_pandas().iloc[0]
@@ -273,13 +273,13 @@ def test_a_trial_that_was_ok_and_no_longer_is_fails(judge: Any, status: str) -> 
     assert reason in comparison.list_comparison(table)[1]
 
 
-def test_one_bad_round_of_three_is_a_change_of_status(judge: Any) -> None:
+def test_one_failed_round_of_three_changes_the_status(judge: Any) -> None:
     first = judge(*changed(statuses=("ok", "ok", "crashed"), reason="killed by SIGSEGV")).to_pandas().iloc[0]
     assert (first["failed"], first["rounds_b"]) == ("status", 2)
     assert first["verdict"] in ALIKE
 
 
-def test_what_was_broken_before_fails_nothing(judge: Any) -> None:
+def test_trials_broken_in_both_runs_do_not_fail(judge: Any) -> None:
     frame = (table := judge(*changed(statuses=("oom",)), before=changed(statuses=("failed",)))).to_pandas()
     assert list(frame["failed"]) == ["", ""]
     assert "failed)" in " ".join(comparison.list_comparison(table))
@@ -293,7 +293,7 @@ def spoil(run: Path, backend: str) -> None:
             np.savez(path, **{**arrays, "output:output": np.roll(arrays["output:output"] - 30, 1, axis=1)})
 
 
-def test_wrong_outputs_are_told_first_and_have_no_speed(call: Any, tmp_path: Path) -> None:
+def test_wrong_outputs_come_first_without_a_speed_verdict(call: Any, tmp_path: Path) -> None:
     slow, fast = ([FIRST[0], Way("onnxruntime", seconds=seconds)] for seconds in (0.003, 0.001))
     right, wrong, faster = write(tmp_path / "right", *slow), tmp_path / "wrong", tmp_path / "faster"
     spoil(write(wrong, *slow), "onnxruntime")
@@ -313,7 +313,7 @@ def test_wrong_outputs_are_told_first_and_have_no_speed(call: Any, tmp_path: Pat
         assert not frame["failed"].any() and comparison.exit_code(table) == 3
 
 
-def test_a_run_whose_reference_is_lost_is_compared_all_the_same(tmp_path: Path) -> None:
+def test_a_run_with_a_crashed_reference_is_still_compared(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", *changed(statuses=("crashed",)))
     with (b / "study.toml").open("a") as study:
         study.write('reference = "pytorch/fp32"\n')
@@ -324,7 +324,7 @@ def test_a_run_whose_reference_is_lost_is_compared_all_the_same(tmp_path: Path) 
     ("facts", "words"),
     [({"weights_sha256": "e" * 64}, "different weights"), ({"inputs_sha256": "e" * 64}, "different inputs")],
 )
-def test_other_weights_and_inputs_are_refused(judge: Any, facts: dict[str, str], words: str) -> None:
+def test_different_weights_and_inputs_are_not_compared(judge: Any, facts: dict[str, str], words: str) -> None:
     table = judge(*changed(facts=facts, seconds=0.1))
     first = table.to_pandas().iloc[0]
     assert (first["verdict"], first["failed"]) == (f"not comparable: {words}", "") and np.isnan(first["ratio"])
@@ -350,7 +350,7 @@ def edit_jobs(run: Path, edit: Callable[[dict[str, Any]], None]) -> None:
         (lambda t: t["model"].update(weights_sha256="e" * 64), "different weights"),
     ],
 )
-def test_what_is_asked_for_is_refused_where_it_differs(tmp_path: Path, edit: Any, words: str) -> None:
+def test_runs_with_different_data_or_weights_are_refused(tmp_path: Path, edit: Any, words: str) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     edit_jobs(b, edit)
     if words == "different weights":  # without a successful run there are no facts
@@ -359,7 +359,7 @@ def test_what_is_asked_for_is_refused_where_it_differs(tmp_path: Path, edit: Any
     refuses(f"can't be compared: {words}", dyno.compare, a, b)
 
 
-def test_another_boundary_is_refused(tmp_path: Path) -> None:
+def test_different_boundaries_are_refused(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     for run, boundary in ((a, "model"), (b, "all")):
         for path in run.glob("trials/*/r*/record.json"):
@@ -378,7 +378,7 @@ def test_trials_of_another_plan_are_matched_by_name(tmp_path: Path) -> None:
     assert set(frame["verdict"]) <= ALIKE
 
 
-def test_two_of_one_name_are_told_apart_by_their_id_or_left_out(tmp_path: Path) -> None:
+def test_trials_with_equal_names_match_by_id_or_are_left_out(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     twin = next(p for p in (b / "trials").iterdir())
     shutil.copytree(twin, twin.with_name("f" * 12))
@@ -389,7 +389,7 @@ def test_two_of_one_name_are_told_apart_by_their_id_or_left_out(tmp_path: Path) 
     assert any(note.startswith("only in B") and "1 more" in note for note in table.notes)
 
 
-def test_machines_that_differ_are_said_and_not_refused(tmp_path: Path) -> None:
+def test_different_machines_are_reported_and_not_refused(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     environment = json.loads((b / "environment.json").read_text())
     environment["cpu"] = "Another CPU"
@@ -413,11 +413,11 @@ def test_machines_that_differ_are_said_and_not_refused(tmp_path: Path) -> None:
         ({"rtol": float("inf")}, "rtol is inf"),
     ],
 )
-def test_rules_that_make_no_sense_are_one_line(rules: dict[str, Any], words: str) -> None:
+def test_invalid_rules_are_refused_in_one_line(rules: dict[str, Any], words: str) -> None:
     refuses(words, GateRules, **rules)
 
 
-def test_nothing_shared_is_one_line(call: Any, tmp_path: Path) -> None:
+def test_runs_without_common_trials_are_refused_in_one_line(call: Any, tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", Way("other"), Way("third"))
     code, out, err = call(a, b)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -427,7 +427,7 @@ def test_nothing_shared_is_one_line(call: Any, tmp_path: Path) -> None:
     assert "nothing to compare" in err
 
 
-def test_the_command_s_exit_codes(call: Any, tmp_path: Path) -> None:
+def test_compare_has_its_exit_codes(call: Any, tmp_path: Path) -> None:
     a = write(tmp_path / "a")
     slow = write(tmp_path / "slow", *changed(seconds=0.0048))
     other = write(tmp_path / "other", *[replace(w, facts={"weights_sha256": "e" * 64}) for w in FIRST])
@@ -460,7 +460,7 @@ def test_every_format_has_every_trial(call: Any, tmp_path: Path, hostile_names: 
     assert code == 0 and "<script" not in out and "<img" not in out
 
 
-def test_the_command_s_defaults_are_the_rules(call: Any) -> None:
+def test_command_defaults_match_the_rules(call: Any) -> None:
     code, out, _ = call("--help-all")
     words = "".join(out.split())
     assert code == 0 and ",".join(FAIL_ON) in words and f"[default:{DEFAULT_TOLERANCE}]" in words

@@ -19,7 +19,9 @@ QUICK = ("--seconds", "0.1", "--warmup", "0.1", "--threads", "1")
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 
-def test_two_files_in_turns_with_a_gate(call: Any, chain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_files_are_compared_interleaved_with_a_gate(
+    call: Any, chain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("onnxruntime")
     fast, slow = chain(tmp_path / "a" / "m.onnx", 2), chain(tmp_path / "b" / "m.onnx", 100)
     words = ("compare", fast, slow, "--rounds", "3", *QUICK, "--fail-on", "slower=20%", "--out", "run")
@@ -42,7 +44,7 @@ def test_two_files_in_turns_with_a_gate(call: Any, chain: Any, tmp_path: Path, m
     assert result.result is not None and {t.side for t in result.result.records} == {"a", "b"}
 
 
-def test_a_stored_run_is_measured_again_beside_a_file_with_other_outputs(call: Any, chain: Any, tmp_path: Path) -> None:
+def test_a_stored_run_is_remeasured_against_a_file_with_other_outputs(call: Any, chain: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     base, other = chain(tmp_path / "base.onnx", 2), chain(tmp_path / "other.onnx", 3)
     assert call("time", base, *QUICK, "--boundaries", "model", "--out", "base")[0] == 0
@@ -56,7 +58,7 @@ def test_a_stored_run_is_measured_again_beside_a_file_with_other_outputs(call: A
     assert "base.onnx has changed since base was measured" in call(*words, "--out", "again", code=2)[2]
 
 
-def test_fields_that_say_nothing_of_a_comparison_are_refused() -> None:
+def test_fields_without_meaning_for_a_comparison_are_refused() -> None:
     refuses("doesn't take until", dyno.compare, "fake:a", "fake:b", until="decided")
 
 
@@ -68,14 +70,14 @@ def test_two_pythons(call: Any, chain: Any, slow_python: Path, tmp_path: Path) -
     assert "faster" in out and f"under {slow_python}" in out
 
 
-def test_one_after_the_other_is_said(call: Any) -> None:
+def test_sequential_measurement_is_reported(call: Any) -> None:
     fake = ("fake:one", "fake:two", "--backend", "fake@latency_ms=0.5", "--channels", "1")
     code, out, _ = call("compare", *fake, "--rounds", "2", "--samples", "20")
     assert code == 0 and "Measured one after the other, 2 rounds" in out
     call("compare", *fake, "--rounds", "2", *QUICK, "--python", "fake=/nowhere", code=2)
 
 
-def test_where_no_pair_ran_nothing_was_compared(call: Any, tmp_path: Path) -> None:
+def test_a_comparison_without_successful_pairs_is_reported(call: Any, tmp_path: Path) -> None:
     """A network that also failed before the change passes no gate."""
     words = ("fake:a", "fake:b", "--backend", "fake@fail=exception", "--rounds", "2", *QUICK)
     out = call("compare", *words, "--summary", str(tmp_path / "summary.md"), code=3)[1]
@@ -101,14 +103,16 @@ def test_where_no_pair_ran_nothing_was_compared(call: Any, tmp_path: Path) -> No
         (["fake:a", "fake:b", "--junit", "/proc/none/j.xml"], "/proc/none/j.xml can't be written ("),
     ],
 )
-def test_what_makes_no_sense_is_one_line(refused: Any, words: list[str], said: str) -> None:
+def test_invalid_options_are_refused_in_one_line(refused: Any, words: list[str], said: str) -> None:
     assert said in refused("compare", *words)
 
 
 THREE = (*QUICK, "--rounds", "3")
 
 
-def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: Path, tmp_path: Path) -> None:
+def test_bisection_finds_the_first_slow_python(
+    call: Any, chain: Any, script: Any, slow_python: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("onnxruntime")
     model = chain(tmp_path / "m.onnx", 20)
     broken = script(tmp_path / "broken", "exit 3")
@@ -149,7 +153,7 @@ def other_model(script: Any, tmp_path: Path) -> Any:
     return make
 
 
-def test_the_first_python_that_disagrees(call: Any, chain: Any, other_model: Any, tmp_path: Path) -> None:
+def test_bisection_finds_the_first_disagreeing_python(call: Any, chain: Any, other_model: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     model, wrong = chain(tmp_path / "m.onnx", 2), other_model(chain(tmp_path / "odd.onnx", 3))
     pythons = f"v1={sys.executable},v2={sys.executable},v3={wrong}"
@@ -161,7 +165,7 @@ def test_the_first_python_that_disagrees(call: Any, chain: Any, other_model: Any
     assert out == "No version disagrees with v1.\n"
 
 
-def test_the_first_python_that_is_less_accurate(call: Any, other_model: Any, tmp_path: Path) -> None:
+def test_bisection_finds_the_first_less_accurate_python(call: Any, other_model: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     means = np.stack([digits.data[digits.target == k].mean(0) for k in range(10)]) / 16
@@ -198,7 +202,7 @@ def test_the_first_python_that_is_less_accurate(call: Any, other_model: Any, tmp
         ),
     ],
 )
-def test_what_bisection_refuses(refused: Any, words: list[str], said: str) -> None:
+def test_invalid_bisections_are_refused(refused: Any, words: list[str], said: str) -> None:
     assert said in refused("compare", "--bisect", "m.onnx", *words)
     assert refused("compare", "a", "b", "--with", "numpy") == "--with is for --bisect; add that, or omit it"
 

@@ -45,7 +45,7 @@ def gate(tmp_path: Path) -> Any:
     return run
 
 
-def test_three_answers(gate: Any) -> None:
+def test_gates_pass_fail_or_stay_undecided(gate: Any) -> None:
     assert gate().exit_code == 0
     slower = gate(seconds=0.0048)
     assert slower.exit_code == 1 and "failed: " in " ".join(slower.verdicts)
@@ -57,7 +57,7 @@ def test_three_answers(gate: Any) -> None:
     assert any("one after the other" in line for line in wide.verdicts)
 
 
-def test_digits_that_say_nothing_are_left_out(gate: Any) -> None:
+def test_meaningless_digits_are_left_out(gate: Any) -> None:
     """With two very different rounds the interval may reach 1e40 %."""
     found = gate("slower=2%", seconds=0.05, spread=3.0, statuses=("ok", "ok"))
     (undecided,) = (line for line in found.verdicts if line.startswith("undecided"))
@@ -66,19 +66,19 @@ def test_digits_that_say_nothing_are_left_out(gate: Any) -> None:
     assert "a slow-down of more than 1,000 % is caught" in caught
 
 
-def test_two_limits_are_refused() -> None:
+def test_contradicting_limits_are_refused() -> None:
     refuses("slower=2%, slower=5% contradict each other", GateRules, fail_on=("slower=2%", "slower=5%"))
     with pytest.raises(dyno.UserError, match=r"less-accurate=0\.5, less-accurate=1 contradict each other"):
         GateRules(fail_on=("less-accurate=0.5", "less-accurate=1"))
     assert GateRules(fail_on=("slower=5%", "status", "slower=5.0%")).tolerance == 0.05
 
 
-def test_a_gate_that_nothing_could_fail_is_refused() -> None:
+def test_a_gate_without_conditions_is_refused() -> None:
     refuses("fail_on is empty, so nothing would fail; give one or several of slower", GateRules, fail_on=())
     assert GateRules(fail_on=(), least=0.9).fail_on == ("disagree",)
 
 
-def test_rules_of_another_type_are_refused() -> None:
+def test_rules_of_the_wrong_type_are_refused() -> None:
     assert GateRules(fail_on="slower=5%", tolerance=np.float64(0.05)).fail_on == ("slower",)  # type: ignore[arg-type]
     with pytest.raises(dyno.UserError, match=r"tolerance is .* must be a number"):
         GateRules(tolerance="2%")  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def disturbed(run: Path) -> None:
         ({"edit": disturbed, "seconds": 0.04}, "1.5 processors busy"),
     ],
 )
-def test_what_cant_be_told(gate: Any, changes: dict[str, Any], words: str) -> None:
+def test_insufficient_evidence_is_undecided(gate: Any, changes: dict[str, Any], words: str) -> None:
     found = gate(**changes)
     assert found.exit_code == 3 and words in found.rows[0]["undecided"]
     assert not found.rows[0]["failed"]
@@ -122,7 +122,7 @@ def test_the_smallest_slowdown_is_caught_in_80_percent(rounds: int, pairs: int) 
     assert np.mean(logs.mean(axis=1) - seen > np.log1p(tolerance)) == pytest.approx(0.8, abs=0.01)
 
 
-def test_pairs_are_one_family(tmp_path: Path) -> None:
+def test_pairs_are_judged_as_one_family(tmp_path: Path) -> None:
     """A significant difference may be chance among many pairs; the sentences name the correction."""
     others = [Way(f"like{k}", seconds=0.004) for k in range(12)]
     comparisons = []
@@ -141,7 +141,7 @@ def test_pairs_are_one_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("smallest", "span"), [((2.01, 2.04), "2.0"), ((2.0, 4.4, 3.0), "2.0 to 4.4"), ((3.0,), "3.0")]
 )
-def test_a_span_of_one_number_is_that_number(smallest: tuple[float, ...], span: str) -> None:
+def test_equal_ends_of_a_range_are_written_once(smallest: tuple[float, ...], span: str) -> None:
     (said,) = comparison._describe_power([{"smallest": each} for each in smallest])
     assert f"a slow-down of {span} % is caught" in said
 
@@ -187,7 +187,9 @@ class Runner:
         return codes
 
 
-def test_the_steps_of_the_action(root: Path, chain: Any, tmp_path: Path, git: Any) -> None:
+def test_the_action_fails_on_a_regression_and_leaves_the_checkout(
+    root: Path, chain: Any, tmp_path: Path, git: Any
+) -> None:
     repository = tmp_path / "repository"
     model = chain(repository / "nets" / "m.onnx", 2)
     git(repository)
@@ -210,14 +212,16 @@ def test_the_steps_of_the_action(root: Path, chain: Any, tmp_path: Path, git: An
     ("code", "cant_tell", "ends"),
     [("0", "fail", 0), ("1", "pass", 1), ("3", "fail", 3), ("3", "pass", 0), ("2", "pass", 2)],
 )
-def test_the_verdict_of_the_action(root: Path, tmp_path: Path, code: str, cant_tell: str, ends: int) -> None:
+def test_the_exit_code_of_the_action_follows_cant_tell(
+    root: Path, tmp_path: Path, code: str, cant_tell: str, ends: int
+) -> None:
     runner = Runner(root, tmp_path, a="none", **{"cant-tell": cant_tell})
     runner.action["runs"]["steps"] = [s for s in runner.action["runs"]["steps"] if s["name"] == "Verdict"]
     runner.values["steps.gate.outputs.code"] = code
     assert runner.run(tmp_path) == {"Verdict": ends}
 
 
-def test_the_workflow_in_the_documents_gives_inputs_that_there_are(root: Path) -> None:
+def test_the_documented_workflow_uses_existing_inputs(root: Path) -> None:
     yaml = pytest.importorskip("yaml")
     blocks = re.findall(r"^```yaml\n(.*?)^```", (root / "docs" / "ci.md").read_text(), re.M | re.S)
     known = yaml.safe_load((root / "action" / "action.yml").read_text())["inputs"].keys()
@@ -227,7 +231,7 @@ def test_the_workflow_in_the_documents_gives_inputs_that_there_are(root: Path) -
 
 
 @pytest.mark.parametrize(("fail_on", "ends"), [("status", 0), ("less-accurate=9%", 2)])
-def test_the_job_of_the_gitlab_template(root: Path, tmp_path: Path, fail_on: str, ends: int) -> None:
+def test_the_gitlab_template_runs_its_job(root: Path, tmp_path: Path, fail_on: str, ends: int) -> None:
     yaml = pytest.importorskip("yaml")
     (name, job), *others = yaml.safe_load((root / "action" / "gitlab.yml").read_text()).items()
     assert (name, others) == (".dyno", []) and job["artifacts"]["reports"] == {"junit": "dyno/junit.xml"}

@@ -57,7 +57,7 @@ def read_rows(text: str) -> list[dict[str, str]]:
     return [row for row in csv.DictReader(io.StringIO(text)) if row["trial"] == SLOWED]
 
 
-def test_the_step_is_where_the_latency_rose(copied: Callable[..., Path], call: Any) -> None:
+def test_steps_mark_where_the_latency_rose(copied: Callable[..., Path], call: Any) -> None:
     runs = copied("c", 27, 20, "1.31.0"), copied("a", 24), copied("b", 25, failed=True)
     _, out, _ = call("show", *runs, "--format", "csv", code=0)
     first, failed, last = read_rows(out)
@@ -77,7 +77,7 @@ def test_the_step_is_where_the_latency_rose(copied: Callable[..., Path], call: A
 
 
 @pytest.mark.usefixtures("unreported")
-def test_runs_keep_the_commit_of_the_folder_that_they_begin_in(call: Any, tmp_path: Path) -> None:
+def test_runs_store_the_commit_of_the_current_folder(call: Any, tmp_path: Path) -> None:
     def git(*words: str) -> str:
         named = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
         return subprocess.run(["git", *named, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
@@ -122,7 +122,7 @@ def test_commits_of_one_model_are_one_history(copied: Callable[..., Path], call:
     assert last["changed"] == "commit 0a1b2c3 to 4d5e6f7" and float(last["step"]) == pytest.approx(20)
 
 
-def test_processors_that_a_host_moved_are_what_changed(copied: Callable[..., Path], call: Any) -> None:
+def test_moved_processors_are_reported_as_the_change(copied: Callable[..., Path], call: Any) -> None:
     """A signal between processors takes 170 ns in the first run and 580 ns in the second."""
     runs = copied("a", 24), copied("b", 25, 1.8)
     for run, latency in zip(runs, (170, 580), strict=True):
@@ -136,12 +136,12 @@ def test_processors_that_a_host_moved_are_what_changed(copied: Callable[..., Pat
     assert "took 580 ns instead of 170" in err
 
 
-def test_nothing_is_claimed_within_the_intervals(copied: Callable[..., Path], call: Any) -> None:
+def test_no_step_is_reported_within_the_intervals(copied: Callable[..., Path], call: Any) -> None:
     _, out, _ = call("show", copied("a", 24), copied("b", 25, 1.001), code=0)
     assert "No latency rose beyond the intervals of two runs." in out and "compare" not in out
 
 
-def test_what_makes_no_history_is_refused(copied: Callable[..., Path], refused: Any, tmp_path: Path) -> None:
+def test_invalid_histories_are_refused(copied: Callable[..., Path], refused: Any, tmp_path: Path) -> None:
     runs = copied("a", 24), copied("b", 25)
     assert refused("show", runs[0], runs[0]) == "a run is named twice; name each once"
     with pytest.raises(dyno.UserError, match="two runs or more"):

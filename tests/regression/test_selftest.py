@@ -63,7 +63,7 @@ def known() -> StoredSelfTest:
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_it_tells_equal_processes_from_slowed_ones() -> None:
+def test_selftest_distinguishes_equal_and_slowed_processes() -> None:
     found = dyno.selftest("fake:net", **FAKE)
     assert len(found.rounds) == 5
     assert found.slowdowns == [0.0, 0.5]
@@ -94,7 +94,7 @@ def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Any) -> None:
 
 @pytest.mark.usefixtures("preloaded")
 @pytest.mark.usefixtures("quick", "unreported")
-def test_the_command_prints_and_every_run_says_what_it_sees(call: Any, tmp_path: Path) -> None:
+def test_selftest_prints_and_runs_state_their_visible_difference(call: Any, tmp_path: Path) -> None:
     assert "none yet; run `dyno selftest`" in call("doctor")[1]
     asked = ("run", "fake:net", "--channels", 1, "--boundaries", "model", "--seconds", 0.04, "--warmup", 0.02)
     asked += ("--rounds", 2)
@@ -122,7 +122,7 @@ def test_the_command_prints_and_every_run_says_what_it_sees(call: Any, tmp_path:
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_the_report_has_it(fake_study: Any, tmp_path: Path) -> None:
+def test_the_report_shows_the_self_test(fake_study: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     execute(fake_study(rounds=2), tmp_path / "run", Progress(quiet=True))
     run = dyno.load(tmp_path / "run")
@@ -132,7 +132,7 @@ def test_the_report_has_it(fake_study: Any, tmp_path: Path) -> None:
     assert page.count("This run can see") == 2, "below the verdict and in the method"
 
 
-def test_self_tests_that_measured_the_same_are_sessions() -> None:
+def test_self_tests_of_one_configuration_are_sessions() -> None:
     first = known()
     for factor in (1.0, 1.02, 0.99):
         rounds = tuple(replace(one, first_s=one.first_s * factor) for one in first.rounds)
@@ -154,7 +154,7 @@ def test_self_tests_that_measured_the_same_are_sessions() -> None:
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_another_machines_self_test_counts_for_nothing(
+def test_self_tests_of_other_machines_are_ignored(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, card = known(), SimpleNamespace(name="card", uuid="GPU-1", close=lambda: None)
@@ -191,21 +191,21 @@ def test_another_machines_self_test_counts_for_nothing(
         (("--format", "xml"), "unknown format"),
     ],
 )
-def test_what_makes_no_sense_is_one_line(refused: Any, options: tuple[Any, ...], said: str) -> None:
+def test_invalid_options_are_refused_in_one_line(refused: Any, options: tuple[Any, ...], said: str) -> None:
     backend = () if "--backend" in options else ("--backend", "fake")
     line = partial(refused, "selftest", "fake:net", "--channels", 1)
     assert said in line(*backend, *options)
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_trial_that_does_not_run_is_one_line(call: Any) -> None:
+def test_a_failing_trial_is_reported_in_one_line(call: Any) -> None:
     code, out, err = call("selftest", "fake:net", "--channels", 1, "--backend", "fake@fail=exception")
     assert (code, out) == (2, "")
     assert "scripted failure" in err.splitlines()[-1] and "Traceback" not in err
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_few_rounds_and_slow_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_or_too_slow_rounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses("3 or more", dyno.selftest, "fake:net", **{**FAKE, "rounds": 2})
     later = iter(range(0, 10**9, 100))  # the clock advances by 100 s per call
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(later))))
@@ -213,7 +213,7 @@ def test_few_rounds_and_slow_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -
     refuses(r"give --minutes \d+", dyno.selftest, "fake:net", **{**FAKE, "minutes": 0.1, "rounds": 0})
 
 
-def test_each_round_is_in_one_study_and_looks_begin_with_the_first() -> None:
+def test_each_round_is_in_one_study_and_looks_start_at_the_first() -> None:
     sure = [-0.05, -0.051, -0.049] * 2
     assert studies(sure, 3, 10) == [StudyOutcome(stats.SLOWER, 3), StudyOutcome(stats.SLOWER, 3)]
     assert studies([*sure, -0.05], 3, 10) == [StudyOutcome(stats.SLOWER, 3)] * 2, "a round that is left is no study"
@@ -223,7 +223,7 @@ def test_each_round_is_in_one_study_and_looks_begin_with_the_first() -> None:
     assert studies(wild, 3, 13) == []
 
 
-def test_looking_again_keeps_its_promise_in_simulation() -> None:
+def test_repeated_looks_keep_the_error_in_simulation() -> None:
     draw = np.random.default_rng(0)
     equal = studies(draw.normal(0.0, 0.02, 20_000), 3, 60)
     wrong = [one for one in equal if one.verdict in (stats.FASTER, stats.SLOWER)]

@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.mark.parametrize("format", ["text", "markdown", "csv", "json", "html"])
-def test_a_file_holds_what_is_printed(format: str, call: Any, tmp_path: Path) -> None:
+def test_exported_files_equal_printed_output(format: str, call: Any, tmp_path: Path) -> None:
     _, printed, _ = call("show", GOLDEN / "run", "--format", format, code=0)
     ending = next(ending for ending, name in defaults.SUFFIX_FORMATS.items() if name == format)
     _, out, err = call("show", GOLDEN / "run", "-o", f"table{ending}", code=0)
@@ -27,7 +27,7 @@ def test_a_file_holds_what_is_printed(format: str, call: Any, tmp_path: Path) ->
     assert (tmp_path / "table.data").read_text() == printed
 
 
-def test_a_csv_has_the_columns_that_are_named(call: Any) -> None:
+def test_csv_has_the_requested_columns(call: Any) -> None:
     words = ("show", GOLDEN / "run", "--format", "csv", "--columns")
     assert call(*words, "backend, batch", code=0)[1].splitlines()[:2] == ["backend,batch", "pytorch,1"]
     assert call(*words, "all", code=0)[1] == call(*words[:-1], code=0)[1]
@@ -56,9 +56,7 @@ def test_parquet_has_the_numbers_and_units_of_the_table(call: Any, tmp_path: Pat
     assert about["table"] == "trials" and about["machine"]["cpu"] == "AMD EPYC" and about["study"]["rounds"] == 2
 
 
-def test_files_that_cannot_be_written_are_refused(
-    refused: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unsupported_output_files_are_refused(refused: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = GOLDEN / "run"
     assert refused("show", run, "-o", "table.xlsx").startswith("table.xlsx has an unknown ending '.xlsx'; known: .txt")
     assert refused("show", run, "--format", "parquet") == "Parquet is not for a terminal; give a file: -o FILE.parquet"

@@ -44,7 +44,7 @@ def trace(reasons: list[int], step: float = 1.0, **columns: list[float]) -> Trac
     return Trace(at, found, 100.0, 1e9, 0.0)
 
 
-def test_the_reasons_are_nvml_s() -> None:
+def test_clock_reasons_match_nvml() -> None:
     named = {
         "idle": "GpuIdle", "application clocks": "ApplicationsClocksSetting", "power cap": "SwPowerCap",
         "hardware slowdown": "HwSlowdown", "sync boost": "SyncBoost", "thermal limit (driver)": "SwThermalSlowdown",
@@ -58,7 +58,7 @@ def test_the_reasons_are_nvml_s() -> None:
         "hardware slowdown", "thermal limit (driver)", "thermal limit (hardware)", "power brake"]  # fmt: skip
 
 
-def test_tables_show_the_gpu_s_clock_where_there_is_one(tmp_path: Path) -> None:
+def test_tables_show_gpu_times_where_available(tmp_path: Path) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(gap=0.002)), Way("tensorrt", seconds=0.002, card=Card()))
     table = trial_table.read_trials(found).frame.set_index("backend")
     for t in found:
@@ -70,7 +70,7 @@ def test_tables_show_the_gpu_s_clock_where_there_is_one(tmp_path: Path) -> None:
     assert table.loc["tensorrt", "speedup"] == pytest.approx(5, rel=0.1)  # GPU clock: 10 against 2 ms, not 12
 
 
-def test_a_group_with_one_engine_without_events_is_compared_by_the_host(tmp_path: Path) -> None:
+def test_one_engine_without_gpu_events_makes_the_group_use_host_times(tmp_path: Path) -> None:
     found = results(
         tmp_path, Way("pytorch", card=Card(gap=0.010)), Way("other", seconds=0.010, card=Card(events=False))
     )
@@ -84,7 +84,7 @@ def test_a_group_with_one_engine_without_events_is_compared_by_the_host(tmp_path
     assert [clock_of("model", t) for t in found] == ["gpu", "host"]
 
 
-def test_two_runs_are_compared_by_the_clock_both_have(tmp_path: Path) -> None:
+def test_two_runs_are_compared_by_their_common_clock(tmp_path: Path) -> None:
     a = results(tmp_path / "a", Way("pytorch", card=Card(gap=0.010)))
     b = results(tmp_path / "b", Way("pytorch", seconds=0.020, card=Card(events=False)))
     c = results(tmp_path / "c", Way("pytorch", card=Card(gap=0.020)))
@@ -92,7 +92,7 @@ def test_two_runs_are_compared_by_the_clock_both_have(tmp_path: Path) -> None:
     assert compare_table.compare_runs(a, c).rows[0]["ratio"] == pytest.approx(1, rel=0.05)
 
 
-def test_a_trial_s_gpu_in_numbers(tmp_path: Path) -> None:
+def test_trials_have_gpu_figures(tmp_path: Path) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(reasons=0x4, held=(-0.1, 1.1))))
     r = trial_table.read_trials(found).frame.iloc[0]
     assert r["gpu_memory_mb"] == pytest.approx(2500)  # earlier memory is not counted
@@ -105,7 +105,7 @@ def test_a_trial_s_gpu_in_numbers(tmp_path: Path) -> None:
     assert "limited by its power cap for 100 % of the time" in " ".join(remarks.list_notes(found.trials[0]))
 
 
-def test_a_cpu_trial_has_none_of_it(demo: Results) -> None:
+def test_cpu_trials_have_no_gpu_figures(demo: Results) -> None:
     table = trial_table.read_trials(demo).frame
     gpu = [c for c in table.columns if c.startswith("gpu_") or c in ("outside_gpu_ms", "throttled_samples")]
     assert len(gpu) == 8
@@ -116,7 +116,7 @@ def test_a_cpu_trial_has_none_of_it(demo: Results) -> None:
 
 
 @pytest.mark.parametrize("reason", [bit for bit in CLOCK_REASONS if bit & THROTTLING_BITS])
-def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: int) -> None:
+def test_throttled_samples_are_dropped_counted_and_reported(tmp_path: Path, reason: int) -> None:
     found = results(tmp_path, Way("pytorch", card=Card(reasons=reason, held=(0.5, 0.75), gap=0.001)))
     t = found.trials[0]
     for boundary in ("model", "all"):
@@ -142,14 +142,14 @@ def _first_gap(kept: np.ndarray, every: np.ndarray) -> int:
     return int(np.argmin(np.append(kept == every[: len(kept)], False)))
 
 
-def test_a_card_throttled_all_the_time_keeps_its_number_and_says_so(tmp_path: Path) -> None:
+def test_a_permanently_throttled_gpu_keeps_its_samples_with_a_warning(tmp_path: Path) -> None:
     t = one(tmp_path, Card(reasons=HOT, held=(-1, 2)))
     assert len(t.samples("latency", "model")) == 600
     assert remarks.list_warnings(t)[0] == ("model: 600 of 600 samples were taken while the GPU was throttled "
                                "(thermal limit (hardware)) and are kept, since too few would be left")  # fmt: skip
 
 
-def test_without_windows_or_with_a_damaged_trace_nothing_is_dropped(tmp_path: Path) -> None:
+def test_no_sample_is_dropped_without_windows_or_a_valid_trace(tmp_path: Path) -> None:
     t = one(tmp_path, Card(reasons=HOT, held=(0.5, 0.75)))
     for r in t.rounds:
         r.record = replace(r.record, facts=replace(r.record.facts, timed={}))
@@ -190,7 +190,7 @@ def test_a_sample_is_clean_when_it_lies_outside_the_throttling() -> None:
         (Card(events=False), None),
     ],
 )
-def test_what_launching_costs_is_said(tmp_path: Path, card: Card, sentence: str | None) -> None:
+def test_launch_overhead_is_reported(tmp_path: Path, card: Card, sentence: str | None) -> None:
     found = results(tmp_path, Way("pytorch", seconds=0.004, card=card))
     launch = remarks.describe_launch(found.trials[0])
     assert (launch is None) == (sentence is None)
@@ -200,7 +200,7 @@ def test_what_launching_costs_is_said(tmp_path: Path, card: Card, sentence: str 
         assert ("launch-bound" in " ".join(remarks.list_notes(found.trials[0]))) == bool(sentence)
 
 
-def test_ten_microseconds_are_nothing(tmp_path: Path) -> None:
+def test_a_launch_gap_of_ten_microseconds_is_not_reported(tmp_path: Path) -> None:
     launch = remarks.describe_launch(one(tmp_path, Card(gap=9e-6), seconds=1e-4))
     assert launch is not None and launch.outside > 0.05 * launch.host and launch.sentence == ""
 
@@ -238,7 +238,7 @@ def test_copies_that_bound_the_throughput_are_named(tmp_path: Path, copies: floa
         (Card(busy=3), ""),
     ],
 )
-def test_others_on_the_gpu_are_noticed_and_said(tmp_path: Path, card: Card, words: str) -> None:
+def test_other_processes_on_the_gpu_are_reported(tmp_path: Path, card: Card, words: str) -> None:
     found = results(tmp_path, Way("pytorch", card=card), Way("tensorrt", card=Card()))
     t = next(t for t in found if t.backend == "pytorch")
     assert remarks.describe_others(t) == words
@@ -247,7 +247,7 @@ def test_others_on_the_gpu_are_noticed_and_said(tmp_path: Path, card: Card, word
     assert trial_table.read_trials(found).frame.set_index("backend").loc["pytorch", "gpu_others"] == card.others
 
 
-def test_what_ran_just_before_is_not_taken_for_others() -> None:
+def test_the_previous_job_is_not_taken_for_another_process() -> None:
     """NVML's moving average still includes the previous job in the first samples."""
     found = trace([0] * 6, util=[0] * 6, gpu_util=[80, 30, 0, 0, 90, 95], gpu_memory=[1e9] * 4 + [3e9] * 2)
     assert timeline.summarise_timeline(found, []).busy_before == 0
@@ -255,13 +255,13 @@ def test_what_ran_just_before_is_not_taken_for_others() -> None:
     assert math.isnan(timeline.summarise_timeline(soon, []).busy_before)
 
 
-def test_memory_of_others_is_told(tmp_path: Path) -> None:
+def test_memory_used_before_the_job_is_reported(tmp_path: Path) -> None:
     t = one(tmp_path, Card(before=20e9))
     assert "20.0 GB of the GPU's memory were in use before the job began" in remarks.list_notes(t)
     assert t.gpu is not None and t.gpu.memory == 2.5e9
 
 
-def test_nan_is_not_known_and_not_zero() -> None:
+def test_nan_is_unknown_and_not_zero() -> None:
     empty = trace([0, 0], gpu_util=[math.nan] * 2, gpu_memory=[math.nan] * 2)
     found = timeline.summarise_timeline(empty, [(100, 103)])
     assert all(math.isnan(x) for x in (found.memory, found.utilisation, found.clock, found.power, found.temperature))

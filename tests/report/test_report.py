@@ -75,7 +75,7 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
 
 
 @pytest.mark.slow
-def test_a_library_that_is_missing_is_named_before_anything_is_written(
+def test_missing_libraries_are_reported_before_writing(
     demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -101,7 +101,7 @@ def test_the_card_has_the_winners_figures(written: Path, demo: Results) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_needs_nothing_beside_it(written: Path, demo: Results) -> None:
+def test_the_page_is_self_contained(written: Path, demo: Results) -> None:
     page = Page(written)
     assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
     assert not [v for name, v in page.attributes if name in ("src", "srcset", "action", "formaction")]
@@ -117,7 +117,7 @@ def test_the_page_needs_nothing_beside_it(written: Path, demo: Results) -> None:
 
 
 @pytest.mark.slow
-def test_warnings_that_differ_in_numbers_alone_are_one_line(tmp_path: Path) -> None:
+def test_warnings_that_differ_only_in_numbers_are_merged(tmp_path: Path) -> None:
     ways = [Way(name, warnings=(f"another process used {i} % of a core",)) for i, name in enumerate("abc", 30)]
     results = trial_table.read_trials(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)).records
     (line,) = [each for each in sections.list_complaints(results) if "another process" in each.text]
@@ -126,7 +126,7 @@ def test_warnings_that_differ_in_numbers_alone_are_one_line(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_charts_and_csv_lie_beside_it(written: Path, demo: Results) -> None:
+def test_charts_and_csv_are_written_next_to_the_page(written: Path, demo: Results) -> None:
     names = {p.name for p in (written.parent / "charts").iterdir()}
     assert {"latency.png", "speedup.png", "accuracy-latency.png", "throughput-batch.png"} <= names
     assert len(pd.read_csv(written.parent / "results.csv")) == len(demo.trials)
@@ -153,7 +153,7 @@ def test_several_runs_are_sections_of_one_page(demo: Results, hostile_names: Res
     assert (tmp_path / "charts" / "hostile-latency.png").exists()
 
 
-def test_of_several_models_each_decision_is_a_line_that_unfolds(tmp_path: Path) -> None:
+def test_with_several_models_each_decision_is_a_foldable_line(tmp_path: Path) -> None:
     ways = [
         Way(backend, "fp32", seconds, model=model, spread=spread, statuses=("ok",) * 2, batch=batch)
         for model in ("one", "two", "three")
@@ -167,7 +167,7 @@ def test_of_several_models_each_decision_is_a_line_that_unfolds(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_what_the_report_lists_is_linked(written: Path) -> None:
+def test_counts_of_problems_link_to_their_list(written: Path) -> None:
     text = written.read_text(encoding="utf-8")
     links = re.findall(r'<a href="#(run1-problems)">([^<]*)</a>', text)
     assert any("warnings; the report lists them" in said for _, said in links)
@@ -175,9 +175,7 @@ def test_what_the_report_lists_is_linked(written: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_phone_shows_the_verdict_without_scrolling_and_charts_with_letters_of_twelve_pixels(
-    written: Path, tmp_path: Path
-) -> None:
+def test_a_phone_shows_the_verdict_unscrolled_with_readable_charts(written: Path, tmp_path: Path) -> None:
     script = """
       const frame = document.createElement("iframe");
       frame.style.width = "420px";
@@ -201,7 +199,7 @@ def test_a_phone_shows_the_verdict_without_scrolling_and_charts_with_letters_of_
 
 
 @pytest.mark.slow
-def test_columns_tables_and_trials_are_chosen(written: Path, tmp_path: Path) -> None:
+def test_columns_and_tables_can_be_chosen(written: Path, tmp_path: Path) -> None:
     script = """
       const table = document.querySelector("table.sortable"), found = {};
       const heads = () => [...table.tHead.rows[0].cells].filter(h => !h.hidden).map(h => h.textContent);
@@ -227,7 +225,7 @@ def test_columns_tables_and_trials_are_chosen(written: Path, tmp_path: Path) -> 
     assert found["panels"].index(True) == 3 and sum(found["panels"]) == 1
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_with_one_name_are_distinguishable(tmp_path: Path) -> None:
     folders = [synthetic.write_run(tmp_path / name / "run", [Way("pytorch")], samples=5) for name in ("new", "old")]
     runs = [trial_table.read_trials(folder) for folder in folders]
     page = Page(report.write_report(runs, tmp_path / "page"))
@@ -239,14 +237,14 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         report.write_report([runs[0], runs[0]], tmp_path / "page")
 
 
-def test_a_run_on_a_gpu_says_on_which(tmp_path: Path) -> None:
+def test_a_gpu_run_names_its_gpu(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("pytorch", card=Card()), Way("tensorrt", card=Card(gap=0.002))])
     assert "Synthetic GPU, driver 1" in sections.about_run(load_run(run))
     page = Page(report.write_report([trial_table.read_trials(run)], tmp_path / "report"))
     assert page.text.count("Synthetic GPU, driver 1") == 2, "under the card, and among the machine's facts"
 
 
-def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
+def test_a_run_without_successful_trials_has_a_page(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("x", statuses=("failed",), reason="out of luck")])
     (run / "environment.json").unlink()
     (run / "study.toml").unlink()
@@ -256,7 +254,7 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     assert "0 more" not in text and "Accuracy and agreement" not in text, "what is empty has no fold"
 
 
-def test_an_unwritable_folder_is_one_line(demo: Results, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported_in_one_line(demo: Results, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"can't be written to .*; give another folder"):
         report.write_report([trial_table.read_trials(demo)], tmp_path / "file")
@@ -285,7 +283,7 @@ def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(writ
 
 
 @pytest.mark.slow
-def test_a_browser_filters_copies_zooms_and_opens_what_is_linked(written: Path, tmp_path: Path) -> None:
+def test_a_browser_filters_copies_zooms_and_opens_link_targets(written: Path, tmp_path: Path) -> None:
     script = """
       const rows = [...document.querySelectorAll("section .table tbody tr")].filter(row => !row.closest(".trial"));
       const visible = () => rows.filter(row => !row.hidden);
@@ -334,7 +332,7 @@ def test_printing_unfolds_all_tables_and_folds_them_again(written: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_paper_is_white_and_nothing_on_it_is_cut(written: Path, tmp_path: Path) -> None:
+def test_printed_pages_are_white_and_not_cut(written: Path, tmp_path: Path) -> None:
     printed_page = tmp_path / "printed.html"
     text = written.read_text(encoding="utf-8")
     assert text.count("@media print") == 1
@@ -405,7 +403,9 @@ def dies(demo_run: RunData, folder: Path, prefix: str, name: str, number: int) -
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
-def test_processes_draw_what_one_draws(demo_run: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_drawing_gives_the_same_charts(
+    demo_run: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     several = report.draw_charts(demo_run, folder(tmp_path, "several"), "r0", "")
     monkeypatch.setattr(report, "_draw_kind", dies)
     after_a_death = report.draw_charts(demo_run, folder(tmp_path, "death"), "r0", "")
@@ -439,7 +439,7 @@ def taking_turns(folder: Path, *backends: str) -> Path:
     return folder
 
 
-def test_one_after_the_other(tmp_path: Path) -> None:
+def test_sequential_measurement_is_described(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a"), Way("b")], samples=20)
     terms = described(folder, "equivalent = 3.0\n")
     assert terms["rounds"].startswith("3, each in a fresh process")
@@ -453,7 +453,7 @@ def test_one_after_the_other(tmp_path: Path) -> None:
     )
 
 
-def test_in_turns(tmp_path: Path) -> None:
+def test_interleaved_measurement_is_described(tmp_path: Path) -> None:
     terms = described(taking_turns(tmp_path / "run", "pytorch", "a", "b"))
     assert terms["compared"].startswith("in turns:") and "a block of 0.1 s" in terms["compared"]
     assert "one after the other" not in terms["compared"] and terms["interval"].startswith("Student's t interval")
@@ -461,7 +461,7 @@ def test_in_turns(tmp_path: Path) -> None:
     assert "a loop alone may be faster" in terms["level: a latency is of"]
 
 
-def test_some_in_turns(tmp_path: Path) -> None:
+def test_partly_interleaved_measurement_is_described(tmp_path: Path) -> None:
     terms = described(taking_turns(tmp_path / "run", "pytorch", "a"))
     assert terms["compared"].startswith("in turns:") and terms["compared"].endswith("; 1 pair one after the other")
     assert terms["interval"].startswith("of pairs ") and "Student" in terms["interval"] and "Welch" in terms["interval"]
@@ -474,6 +474,6 @@ def test_until_decided_counts_its_looks(tmp_path: Path) -> None:
     assert terms["family"].startswith("one row at most is judged")
 
 
-def test_nothing_to_compare(tmp_path: Path) -> None:
+def test_a_single_trial_is_described_as_not_compared(tmp_path: Path) -> None:
     terms = described(synthetic.write_run(tmp_path / "run", [Way("a")], samples=20))
     assert terms["compared"].startswith("nothing:") and "interval" not in terms

@@ -140,7 +140,7 @@ def test_tensorboard_has_hyperparameters_and_scalars(gold: Path, call: Any) -> N
     assert sentence.startswith("logged 6 trials to TensorBoard") and (gold / "tensorboard").is_dir()
 
 
-def test_a_study_is_logged_when_it_ends(call: Any, tmp_path: Path, unreported: None) -> None:
+def test_studies_are_logged_when_they_end(call: Any, tmp_path: Path, unreported: None) -> None:
     pytest.importorskip("tensorboard", reason="no TensorBoard (pip install 'inference-dyno[tensorboard]')")
     words = "--backend fake@latency_ms=0.1 --rounds 1 --seconds 0.04 --warmup 0.02 --channels 1".split()
     _, out, err = call("run", "fake:net", *words, "-o", "runs/net", "--log", "tensorboard", code=0)
@@ -151,7 +151,7 @@ def test_a_study_is_logged_when_it_ends(call: Any, tmp_path: Path, unreported: N
 
 
 @pytest.mark.parametrize("command", [("show", "gold"), ("run", "fake:net", "-o", "runs/net")])
-def test_a_missing_library_is_named_before_anything_is_measured(
+def test_missing_tracker_libraries_are_reported_before_measuring(
     command: tuple[str, ...], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(defaults, "find_spec", lambda name: None)
@@ -165,7 +165,7 @@ def test_a_missing_library_is_named_before_anything_is_measured(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_tracker_that_refuses_is_one_line(gold: Path, dyno: Any) -> None:
+def test_tracker_errors_are_one_line(gold: Path, dyno: Any) -> None:
     pytest.importorskip("wandb", reason="no Weights & Biases (pip install 'inference-dyno[wandb]')")
     out = str(gold.parent)
     anonymous = {"WANDB_API_KEY": "", "WANDB_MODE": "online", "NETRC": f"{out}/no", "WANDB_DIR": out, "HOME": out}
@@ -174,7 +174,7 @@ def test_a_tracker_that_refuses_is_one_line(gold: Path, dyno: Any) -> None:
     assert err.endswith("WANDB_MODE=offline needs no account\n")
 
 
-def test_a_run_of_another_kind_is_refused(gold: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_without_trials_are_refused(gold: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard", reason="no TensorBoard (pip install 'inference-dyno[tensorboard]')")
     monkeypatch.setattr(tracking.tables, "list_leading", lambda run: ([TRIALS.build((), ())], ["of a video"]))
     _, _, err = call("show", gold, "--log", "tensorboard", code=2)

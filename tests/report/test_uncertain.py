@@ -43,14 +43,14 @@ def wide(text: str) -> list[str]:
     return found
 
 
-def test_a_ratio_of_times_that_is_unclear_is_said_in_a_sentence() -> None:
+def test_an_unclear_ratio_of_times_is_a_sentence() -> None:
     assert formatting.describe_time(formatting.format_ratio(1.0, 0.1, 9.0)) == "the ratio of B's time to A's is unclear"
     assert formatting.describe_time(formatting.format_ratio(2.0, 1.9, 2.1), "time per frame").startswith(
         "B takes 2.00x [1.90, "
     )
 
 
-def test_the_check_sees_a_wide_interval() -> None:
+def test_the_check_detects_a_wide_interval() -> None:
     assert wide("59.41x [0.00, 14451332363415.70]") and wide("5 ms [1.0 ms, 3.0 ms]")
     assert not wide("2.1x [1.90, 2.30]") and not wide("1.5 ms [1.2 ms, 1.7 ms]")
 
@@ -81,13 +81,11 @@ def test_limits_in_digits_or_words(low: float, high: float, text: str) -> None:
         (float("nan"), float("nan"), "2.00x"),
     ],
 )
-def test_a_ratio_has_its_useful_limit(low: float, high: float, text: str) -> None:
+def test_ratios_are_written_with_their_useful_limit(low: float, high: float, text: str) -> None:
     assert formatting.format_ratio(2.0, low, high) == text
 
 
-def test_a_ratio_that_the_medians_contradict_is_printed_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ratios_contradicted_by_the_medians_are_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit = trial_table._fit_latencies
     monkeypatch.setattr(trial_table, "_fit_latencies", lambda s, _: fit(s, 1e9))
     ways = [Way("pytorch"), Way("a", seconds=0.005), Way("b", seconds=0.004)]
@@ -112,7 +110,7 @@ def test_no_wide_interval_is_printed(wild: Results, tmp_path: Path) -> None:
     assert all(BOUND.search(texts[name]) for name in ("text", "markdown", "compare"))
 
 
-def test_the_machine_s_tables_keep_the_numbers(wild: Results) -> None:
+def test_machine_readable_tables_keep_wide_intervals(wild: Results) -> None:
     run = trial_table.read_trials(wild)
     read = pd.read_csv(io.StringIO(printed.trials(run, "csv")))
     assert read["speedup_high"].max() == pytest.approx(run.frame["speedup_high"].max())
@@ -124,7 +122,7 @@ def test_the_machine_s_tables_keep_the_numbers(wild: Results) -> None:
         assert table.to_pandas().select_dtypes("number").max().max() > 10
 
 
-def test_the_page_prints_none_either(wild: Results, tmp_path: Path) -> None:
+def test_the_page_prints_no_wide_interval(wild: Results, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
     from dyno.report import report

@@ -50,7 +50,7 @@ def _judge(folder: Path, precision: str, own: Any, reference: Any = lambda a: a,
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
-def test_a_wrong_graph_is_never_ranked_whatever_its_precision_and_speed(tmp_path: Path, precision: str) -> None:
+def test_a_wrong_graph_is_never_ranked(tmp_path: Path, precision: str) -> None:
     exported = Way("onnxruntime", precision, 0.00001, facts={"exporter": "dynamo", "opset": 18})
     results = _run(tmp_path / "run", exported, Way("openvino", "fp32", 0.002))
     planted = next(t for t in results if t.backend == "onnxruntime")
@@ -68,12 +68,12 @@ def test_a_wrong_graph_is_never_ranked_whatever_its_precision_and_speed(tmp_path
     assert trial_table.exit_code(trial_table.read_trials(results).frame) == 3
 
 
-def test_one_input_that_takes_another_branch_is_enough_in_fp32(tmp_path: Path) -> None:
+def test_one_input_taking_another_branch_fails_fp32(tmp_path: Path) -> None:
     held = _judge(tmp_path, "fp32", lambda a: np.concatenate([a[:7], a[7:8, ::-1], a[8:]]))
     assert not held.ok and "fp32 allows 0.01" in held.reason
 
 
-def test_the_task_decides_between_the_two_limits(tmp_path: Path) -> None:
+def test_changed_classes_decide_between_the_two_limits(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     # Noise of a fifth of the outputs' size that keeps every class, then noise that changes classes.
     noise = lambda a: (a * (1 + 0.25 * rng.choice([-1, 1], (len(a), 1)))).astype(np.float32)  # noqa: E731
@@ -84,12 +84,12 @@ def test_the_task_decides_between_the_two_limits(tmp_path: Path) -> None:
     assert not held.ok and held.changed is not None and held.changed > 0.1
 
 
-def test_rounding_agrees_and_equal_infinities_do(tmp_path: Path) -> None:
+def test_rounding_and_equal_infinities_agree(tmp_path: Path) -> None:
     held = _judge(tmp_path, "fp32", *[lambda a: np.where(np.arange(10) == 3, np.float32(-np.inf), a)] * 2)
     assert held.ok and held.error < 1e-4 and held.reason == ""
 
 
-def test_only_what_is_not_finite_in_one_of_both_is_wrong(tmp_path: Path) -> None:
+def test_values_non_finite_on_one_side_are_wrong(tmp_path: Path) -> None:
     def planted(name: str, own: float, reference: float) -> Correctness:
         changes = (lambda a, v=v: np.where(np.arange(10) == 3, np.float32(v), a) for v in (own, reference))
         return _judge(tmp_path / name, "fp16", *changes, finite=True)
@@ -101,7 +101,7 @@ def test_only_what_is_not_finite_in_one_of_both_is_wrong(tmp_path: Path) -> None
     assert planted("theirs", 1, np.nan).reason.startswith("the reference's outputs are NaN or infinite where")
 
 
-def test_changed_classes_count_beside_equal_infinities(tmp_path: Path) -> None:
+def test_changed_classes_count_despite_equal_infinities(tmp_path: Path) -> None:
     def mask(a: np.ndarray) -> np.ndarray:
         return np.where(np.arange(10) == 3, np.float32(-np.inf), a - 29)
 
@@ -115,17 +115,17 @@ def test_changed_classes_count_beside_equal_infinities(tmp_path: Path) -> None:
     assert held.changed is None or held.changed > 0
 
 
-def test_other_shapes_and_nan_are_wrong(tmp_path: Path) -> None:
+def test_different_shapes_and_nan_are_wrong(tmp_path: Path) -> None:
     for name, change in (("shape", lambda a: a[:, :5]), ("nan", lambda a: np.where(a > 35, np.nan, a))):
         assert not _judge(tmp_path / name, "int8", change).ok, name
 
 
-def test_an_output_near_zero_for_one_input_is_held_to_the_others(tmp_path: Path) -> None:
+def test_outputs_near_zero_are_scaled_by_the_other_inputs(tmp_path: Path) -> None:
     changes = (lambda a, v=v: np.concatenate([np.full_like(a[:1], v), a[1:]]) for v in (2e-6, 1e-6))
     assert _judge(tmp_path, "fp16", *changes).ok
 
 
-def test_four_numbers_and_a_value_of_an_input_are_not_taken_for_its_boxes(tmp_path: Path) -> None:
+def test_four_numbers_and_a_value_are_not_taken_for_boxes(tmp_path: Path) -> None:
     def split(a: np.ndarray, number: int) -> dict[str, np.ndarray]:
         return {"output:output": a[:, :4] - a.mean(), "output:output_1": -np.abs(a[:, 0]) - number}
 
@@ -134,7 +134,7 @@ def test_four_numbers_and_a_value_of_an_input_are_not_taken_for_its_boxes(tmp_pa
 
 
 @pytest.mark.parametrize(("shift", "ok"), [(1, True), (2, False)])
-def test_a_box_may_be_off_by_the_limit_and_no_more(tmp_path: Path, shift: int, ok: bool) -> None:
+def test_boxes_may_be_off_by_the_limit(tmp_path: Path, shift: int, ok: bool) -> None:
     """Boxes of ten pixels: one is the tenth that fp16 allows."""
     left, rest = np.arange(7.0), np.ones(7)
 
@@ -147,7 +147,7 @@ def test_a_box_may_be_off_by_the_limit_and_no_more(tmp_path: Path, shift: int, o
     assert ok or held.reason.startswith("100.0% of the boxes have no partner or are off by more than 0.1 of their size")
 
 
-def test_rows_are_compared_only_where_both_left_as_many(tmp_path: Path) -> None:
+def test_rows_are_compared_only_where_counts_match(tmp_path: Path) -> None:
     results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
     counts = np.array([3, 0, 2, 5])
 
@@ -166,14 +166,14 @@ def test_rows_are_compared_only_where_both_left_as_many(tmp_path: Path) -> None:
     assert held(lambda n: n) is None  # without values nothing was compared
 
 
-def test_the_wider_of_two_tolerances_counts(tmp_path: Path) -> None:
+def test_the_wider_tolerance_applies(tmp_path: Path) -> None:
     _judge(tmp_path, "int8", lambda a: (a * 1.05).astype(np.float32))
     int8, fp32 = reversed(load_run(tmp_path).trials)
     both = [check_correctness(int8, fp32), check_correctness(fp32, int8)]
     assert all(held is not None and held.ok and held.precision == "int8" for held in both)
 
 
-def test_a_reference_that_ran_in_eight_bits_has_the_tolerance_of_eight_bits(tmp_path: Path) -> None:
+def test_an_int8_reference_gets_the_int8_tolerance(tmp_path: Path) -> None:
     for kind, ok in (("int8", True), ("float32", False)):
         ways = [Way("pytorch", "fp32", 0.004, facts={"layers_by_type": {kind: 4}}), Way("onnxruntime", "fp32", 0.001)]
         results = load_run(synthetic.write_run(tmp_path / kind, ways))
@@ -183,7 +183,7 @@ def test_a_reference_that_ran_in_eight_bits_has_the_tolerance_of_eight_bits(tmp_
 
 
 @pytest.mark.parametrize(("scheme", "error", "ok"), [("", 0.15, True), ("", 0.4, False), ("U8S8", 0.4, True)])
-def test_two_engines_share_the_error_of_a_file_that_was_quantised_before(
+def test_two_engines_share_the_error_of_a_prequantised_file(
     tmp_path: Path, scheme: str, error: float, ok: bool
 ) -> None:
     """OpenVINO is 43 % off on MobileNetV2 as quantised by ONNX Runtime; files quantised by Dyno differ by engine."""
@@ -227,7 +227,7 @@ def _class_maps(
         (400, 9, False),
     ],
 )  # fmt: skip
-def test_one_changed_answer_condemns_no_engine(tmp_path: Path, inputs: int, changed: int, ok: bool) -> None:
+def test_one_changed_answer_does_not_make_an_engine_wrong(tmp_path: Path, inputs: int, changed: int, ok: bool) -> None:
     """In FP32 1 % of the answers may change: one answer of 32 is 3 %, and happens by chance in 27 % of studies."""
     reference = np.random.default_rng(1).normal(size=(inputs, 10)).astype(np.float32)
     first, second = np.argsort(-reference, axis=1)[:, :2].T
@@ -245,7 +245,7 @@ def test_one_changed_answer_condemns_no_engine(tmp_path: Path, inputs: int, chan
 
 @pytest.mark.parametrize("inputs", [1, 8, 32, 100, 1000])
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
-def test_an_engine_at_the_limit_is_rarely_condemned_and_a_wrong_one_is(inputs: int, precision: str) -> None:
+def test_engines_at_the_limit_rarely_fail_and_wrong_ones_do(inputs: int, precision: str) -> None:
     """At most 5 % of studies, exactly; judged by the changed share it was 27 to 60 % of studies with 32 inputs."""
     tolerance = TOLERANCES[precision]
     middle, beyond = (tolerance.close + tolerance.limit) / 2, 2 * tolerance.limit
@@ -261,7 +261,7 @@ def test_an_engine_at_the_limit_is_rarely_condemned_and_a_wrong_one_is(inputs: i
             assert binom.pmf(np.arange(inputs + 1), inputs, 3 * allowed + 0.05)[condemned].sum() > 0.8
 
 
-def test_a_doubt_says_how_many_are_needed() -> None:
+def test_doubts_tell_how_many_inputs_are_needed() -> None:
     doubtful = Correctness(5e-3, 1 / 32, TOLERANCES["fp32"], "fp32", answers=32, inputs=32)
     number = int(doubtful.doubt.rpartition("about ")[2].split()[0])
     settled = Correctness(5e-3, 1 / 32, TOLERANCES["fp32"], "fp32", answers=number, inputs=number)
@@ -291,7 +291,7 @@ def _next_class(rows: int, columns: int) -> Callable[[np.ndarray], None]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", ["int64", "uint8"])
-def test_of_class_maps_the_share_of_pixels_that_change_decides(
+def test_class_maps_are_judged_by_their_share_of_changed_pixels(
     tmp_path: Path, precision: str, rows: int, columns: int, ok: bool, dtype: str
 ) -> None:
     held = _class_maps(tmp_path / "run", precision, _next_class(rows, columns), dtype)
@@ -300,7 +300,7 @@ def test_of_class_maps_the_share_of_pixels_that_change_decides(
     assert held.reason == "" if ok else f"{precision} allows" in held.reason and "of labels differ" in held.reason
 
 
-def test_one_map_whose_third_changed_is_wrong_however_many_others_there_are(tmp_path: Path) -> None:
+def test_one_class_map_with_a_third_changed_is_wrong(tmp_path: Path) -> None:
     def change(a: np.ndarray) -> None:
         a[3, :22] += 1
 
@@ -308,13 +308,13 @@ def test_one_map_whose_third_changed_is_wrong_however_many_others_there_are(tmp_
     assert not held.ok and "34 % of labels differ in one input" in held.reason
 
 
-def test_labels_beyond_the_whole_numbers_of_float32_are_compared_exactly(tmp_path: Path) -> None:
+def test_labels_beyond_float32_integers_are_compared_exactly(tmp_path: Path) -> None:
     reference = np.full((12, 4), 2**53 + 1, np.int64)
     held = _judge(tmp_path, "fp32", reference - 1, reference)
     assert not held.ok and held.labels_changed == 1
 
 
-def test_whole_numbers_that_pytorch_gave_as_float32_are_labels(tmp_path: Path) -> None:
+def test_integers_returned_as_float32_by_pytorch_are_labels(tmp_path: Path) -> None:
     """A tenth differ, by less than a thousandth of their size; float32 rounds large numbers."""
     labels = 2**25 + 1 + np.arange(12 * 40).reshape(12, 40) % 7
     for name, own in (("same", labels), ("other", labels + 100 * (np.arange(40) % 10 == 0))):
@@ -323,7 +323,7 @@ def test_whole_numbers_that_pytorch_gave_as_float32_are_labels(tmp_path: Path) -
         assert held.labels_changed == pytest.approx(0 if name == "same" else 0.1)
 
 
-def test_booleans_are_labels_and_pixels_are_none(tmp_path: Path) -> None:
+def test_booleans_are_labels_and_pixels_are_not(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     mask, image = rng.random((12, 1, 32, 32)) < 0.5, rng.integers(0, 250, (12, 3, 32, 32)).astype(np.uint8)
     for name, reference, own, ok in (
@@ -336,7 +336,7 @@ def test_booleans_are_labels_and_pixels_are_none(tmp_path: Path) -> None:
         assert np.isnan(held.labels_changed) == (name != "mask")
 
 
-def test_scores_and_labels_of_one_network_are_judged_each_by_its_kind(tmp_path: Path) -> None:
+def test_scores_and_labels_of_a_network_are_judged_separately(tmp_path: Path) -> None:
     def outputs(a: np.ndarray, number: int) -> dict[str, np.ndarray]:
         labels = np.arange(360) % 7 + (np.arange(360) < 100 * number)
         return {"output:output": a * (1 + 1e-3 * number), "output:classes": labels}
@@ -346,7 +346,7 @@ def test_scores_and_labels_of_one_network_are_judged_each_by_its_kind(tmp_path: 
     assert held.reason == "28 % of labels differ (fp16 allows 1 %)"
 
 
-def test_indices_of_equal_scores_may_change_places_and_others_may_not(tmp_path: Path) -> None:
+def test_only_indices_of_equal_scores_may_swap(tmp_path: Path) -> None:
     scores = np.tile(np.array([9.0, 8.0, 4.0, 4.0 - 1e-4, 1.0], np.float32), (50, 1))
     indices = np.tile(np.array([5, 3, 8, 2, 7]), (50, 1))
     for name, order, ok in (("tied", [0, 1, 3, 2, 4], True), ("apart", [1, 0, 2, 3, 4], False)):
@@ -354,7 +354,7 @@ def test_indices_of_equal_scores_may_change_places_and_others_may_not(tmp_path: 
         assert _judge(tmp_path / name, "fp32", own, reference).ok is ok, name
 
 
-def test_the_verdict_says_how_many_labels_differ(tmp_path: Path) -> None:
+def test_the_verdict_states_the_share_of_differing_labels(tmp_path: Path) -> None:
     for rows, said in (
         (0, "no label differs"),
         (4, "6.2 % of labels differ"),

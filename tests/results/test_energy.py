@@ -78,7 +78,7 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Machine:
     return Machine(synthetic.write_run(tmp_path / "run", [Way("pytorch", card=card)], samples=50), request.param)
 
 
-def test_joules_of_an_image_are_power_above_idle_over_images(machine: Machine) -> None:
+def test_energy_per_image_is_power_above_idle_over_images(machine: Machine) -> None:
     machine.write()
     machine.idle()
     found = machine.energy
@@ -90,7 +90,7 @@ def test_joules_of_an_image_are_power_above_idle_over_images(machine: Machine) -
     assert found.gross == pytest.approx(found.net.value + IDLE_W / RATE, rel=0.01)
 
 
-def test_it_is_a_column_and_a_table(machine: Machine) -> None:
+def test_energy_is_a_column_and_a_table(machine: Machine) -> None:
     machine.write()
     machine.idle()
     run = trial_table.read_trials(machine.folder)
@@ -100,13 +100,13 @@ def test_it_is_a_column_and_a_table(machine: Machine) -> None:
     assert table.rows[0]["energy_j"] == row["energy_j"] and table.rows[0]["power_w"] == pytest.approx(145)
 
 
-def test_without_asking_the_column_says_so_and_there_is_no_table(machine: Machine) -> None:
+def test_unrequested_energy_is_marked_and_has_no_table(machine: Machine) -> None:
     run = trial_table.read_trials(machine.folder)
     assert math.isnan(run.frame["energy_j"][0]) and run.frame["energy_missing"][0] == energy.NOT_ASKED
     assert not make_tables(run, "energy")[0].rows
 
 
-def test_why_there_is_none(machine: Machine) -> None:
+def test_missing_energy_is_explained(machine: Machine) -> None:
     machine.write()
     assert machine.energy.missing_reason == energy.NO_IDLE
     machine.idle(watts=142.0)
@@ -118,7 +118,7 @@ def test_why_there_is_none(machine: Machine) -> None:
     assert machine.energy.missing_reason == energy.NO_COUNTER[kind]
 
 
-def test_other_programs_spoil_a_device_s_energy(machine: Machine) -> None:
+def test_other_programs_invalidate_the_energy(machine: Machine) -> None:
     machine.write(others=0.7)
     machine.idle()
     assert machine.energy.missing_reason == energy.OTHERS_BUSY
@@ -130,7 +130,7 @@ def test_other_programs_spoil_a_device_s_energy(machine: Machine) -> None:
     assert machine.energy.missing_reason == energy.NO_IDLE
 
 
-def test_a_counter_that_is_seldom_written_still_has_its_rate() -> None:
+def test_a_rarely_updated_counter_still_gives_its_rate() -> None:
     at = np.arange(0.1, 3.05, 0.1)
     seldom = 250.0 * np.floor(at / 0.3) * 0.3
     assert estimate_power({"at": at, "gpu_energy": seldom}, "gpu_energy") == pytest.approx(250, rel=0.03)
@@ -139,7 +139,7 @@ def test_a_counter_that_is_seldom_written_still_has_its_rate() -> None:
     assert math.isnan(estimate_power({"at": at}, "gpu_energy"))
 
 
-def test_memory_by_nvidia_smi_beside_the_allocator_s(tmp_path: Path) -> None:
+def test_gpu_memory_is_shown_with_allocator_memory(tmp_path: Path) -> None:
     ways = [
         Way("pytorch", card=Card(before=600e6), facts={"allocated": 300_000_000, "reserved": 900_000_000}),
         Way("tensorrt", card=Card(), facts={"engine_memory": 50_000_000}),

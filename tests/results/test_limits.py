@@ -47,12 +47,12 @@ def percentile(run: RunData, way: Way, q: float) -> float:
         ({"energy": "3mJ"}, 3e-3), ({"energy": "1e-2J"}, 1e-2),
     ],
 )  # fmt: skip
-def test_units_are_those_of_the_quantity(text: dict[str, str], most: float) -> None:
+def test_limit_units_match_the_quantity(text: dict[str, str], most: float) -> None:
     (limit,) = limits.make_limits(text)
     assert limit.maximum == pytest.approx(most)
 
 
-def test_the_fastest_is_the_fastest_of_those_within(tmp_path: Path) -> None:
+def test_the_fastest_is_chosen_within_the_limits(tmp_path: Path) -> None:
     """A is the fastest by its median, and has the larger file."""
     ways = Way("pytorch", seconds=0.020), Way("a", seconds=0.005), Way("b", "int8", 0.008)
     run = judged(tmp_path, *ways, limit={"size": "2MB", "p99": "15ms"})
@@ -64,7 +64,7 @@ def test_the_fastest_is_the_fastest_of_those_within(tmp_path: Path) -> None:
     assert left_out.endswith("but doesn't keep its limits: size 2.90 MB, 45 % over.")  # 2.9 / 2 = 1.45
 
 
-def test_a_limit_within_the_interval_is_undecided_and_does_not_win(tmp_path: Path) -> None:
+def test_a_limit_inside_the_interval_is_undecided(tmp_path: Path) -> None:
     ways = Way("pytorch", seconds=0.010), Way("a", seconds=0.005, spread=0.15), Way("b", seconds=0.008)
     steady = judged(tmp_path, *ways, limit={"p99": "1s"})
     row = steady.frame.set_index("backend").loc["a"]
@@ -91,7 +91,7 @@ def test_a_percentile_of_too_few_samples_proves_no_limit(tmp_path: Path) -> None
     assert outcomes(trial_table.read_trials(run.records, limit={"p90": "1s"}))["a fp32/1"] == "undecided p90", "64"
 
 
-def test_where_nothing_is_within_the_closest_is_named_with_what_is_missing(tmp_path: Path) -> None:
+def test_the_closest_miss_is_named_where_no_trial_keeps_the_limits(tmp_path: Path) -> None:
     ways = Way("pytorch", seconds=0.010), Way("a", seconds=0.005), Way("b", seconds=0.008)
     run = judged(tmp_path, *ways, limit={"p50": "4ms"})
     (one,) = verdict.read_verdict(run).decisions
@@ -101,7 +101,7 @@ def test_where_nothing_is_within_the_closest_is_named_with_what_is_missing(tmp_p
     assert one.text.endswith(f" ms], {over:.0f} % over.")
 
 
-def test_the_best_batch_is_the_best_within_the_limits(tmp_path: Path) -> None:
+def test_the_best_batch_is_chosen_within_the_limits(tmp_path: Path) -> None:
     ways = [Way(name, seconds=s, batch=b) for name, s in (("pytorch", 0.010), ("a", 0.004)) for b in (1, 4, 8)]
     free = judged(tmp_path, *ways, limit={"p99": "10s"})
     of_four, of_eight = (percentile(free, way, 99) for way in ways[-2:])
@@ -126,14 +126,14 @@ def test_a_budget_and_limits_must_both_hold(tmp_path: Path) -> None:
     assert one.text.startswith("fastest within the budget top1=3 and the limit size=2MB is c int8, 8.")
 
 
-def test_a_value_that_was_not_measured_is_not_within(tmp_path: Path) -> None:
+def test_an_unmeasured_value_does_not_keep_a_limit(tmp_path: Path) -> None:
     run = trial_table.read_trials(GOLDEN, limit={"size": "1GB"})
     by_name = run.frame.set_index(["backend", "precision", "options"])["limit"]
     assert by_name["pytorch", "fp32", ""] == "unmeasured size" and by_name["onnxruntime", "int8", ""] == "within"
     assert by_name["pytorch", "int8", ""] == "", "it was skipped"
 
 
-def test_the_table_shows_what_is_limited(call: Any) -> None:
+def test_the_table_shows_the_limited_quantities(call: Any) -> None:
     rows = pd.read_csv(GOLDEN.parent / "results.csv")
     stored = dict(zip(zip(rows["backend"], rows["precision"], strict=True), rows["size_mb"], strict=True))
     assert stored["onnxruntime", "int8"] < 1 < stored["onnxruntime", "fp32"]
@@ -146,14 +146,14 @@ def test_the_table_shows_what_is_limited(call: Any) -> None:
     assert "fastest within the budget top1=50 and the limits size=1MB, memory=2GB is onnxruntime int8, " in out
 
 
-def test_a_chart_has_the_limit_on_the_median(tmp_path: Path) -> None:
+def test_charts_show_the_limit_of_the_median(tmp_path: Path) -> None:
     ways = Way("pytorch", seconds=0.010), Way("a", "int8", 0.005, flips=0.012)
     (axes,) = charts.draw_accuracy(judged(tmp_path, *ways, limit={"p50": "8ms", "load": "3s"})).axes
     assert [text.get_text().strip() for text in axes.texts].count("limit p50=8ms") == 1
     assert [8.0, 8.0] in [list(line.get_xdata()) for line in axes.lines]
 
 
-def test_a_study_file_and_python_have_limits(tmp_path: Path) -> None:
+def test_limits_are_set_in_study_files_and_python(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text('models = ["torchvision:resnet18"]\n[limit]\np99 = "5ms"\nsize = "20 MB"\n')
     study = Study.from_toml(tmp_path / "s.toml")
     assert study == Study(models="torchvision:resnet18", limit={"p99": "5ms", "size": "20 MB"})

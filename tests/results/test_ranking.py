@@ -55,7 +55,7 @@ def test_a_smaller_size_wins_when_it_keeps_the_budget(tmp_path: Path) -> None:
     assert "against the reference at size 64 on the same images" in text
 
 
-def test_a_size_that_costs_too_much_is_over_budget_in_every_backend(tmp_path: Path) -> None:
+def test_a_size_over_the_budget_is_so_in_every_backend(tmp_path: Path) -> None:
     frame = trial_table.read_trials(sized(tmp_path, flips=0.1), budget={"top1": 1.0}).frame
     assert set(frame[frame["size"] == "32"]["budget"]) == {"over"}
     assert set(frame[frame["size"] == "64"]["budget"]) == {"within"}
@@ -65,7 +65,7 @@ def test_a_size_that_costs_too_much_is_over_budget_in_every_backend(tmp_path: Pa
     )
 
 
-def test_the_first_size_that_was_given_is_the_accuracy_reference(tmp_path: Path) -> None:
+def test_the_first_given_size_is_the_accuracy_reference(tmp_path: Path) -> None:
     frame = trial_table.read_trials(sized(tmp_path, first=SMALL), budget={"top1": 1.0}).frame
     there = frame.set_index(["backend", "size"])
     assert set(frame["budget_reference"]) == {there.loc[("pytorch", "32"), "trial"]}
@@ -107,7 +107,7 @@ def test_the_frontier_has_intervals_on_both_axes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("budget", "key"), [({}, "top1"), ({"top5": 1.0}, "top5"), ({"top1": 1.0}, "top1")])
-def test_accuracy_is_shown_by_the_budget_s_metric(tmp_path: Path, budget: dict[str, float], key: str) -> None:
+def test_accuracy_is_shown_in_the_metric_of_the_budget(tmp_path: Path, budget: dict[str, float], key: str) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a", flips=0.01)], samples=5)
     run = trial_table.read_trials(folder, budget=budget)
     ((frame, metric),) = ((contest.group, contest.metric) for contest in rank_goals(run))
@@ -116,7 +116,7 @@ def test_accuracy_is_shown_by_the_budget_s_metric(tmp_path: Path, budget: dict[s
     assert low <= value <= high
 
 
-def test_columns_of_another_task_serve_as_well(tmp_path: Path) -> None:
+def test_accuracy_columns_of_other_tasks_are_used(tmp_path: Path) -> None:
     loaded = load_run(synthetic.write_run(tmp_path / "run", [Way("pytorch", labelled=False)], samples=5))
     run = trial_table.read_trials(loaded)
     frame = run.frame.assign(map50_95=41.5, map50_95_low=40.0, map50_95_high=43.0)
@@ -125,7 +125,7 @@ def test_columns_of_another_task_serve_as_well(tmp_path: Path) -> None:
     assert [row["accuracy"] for row in FRONTIER.table(replace(run, frame=frame)).rows] == [41.5]
 
 
-def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interleaved_trials_are_ranked_by_their_own_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By speed-ups over an unsteady reference b would be first, but in turns a is faster than b."""
     ways = [Way(name, seconds=0.001, size=BIG) for name in ("pytorch", "a", "b")]
     run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=40)))
@@ -150,7 +150,7 @@ def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, mon
     assert [*replace(contest).fastest["backend"]] == ["b", "a", "pytorch"], "never side by side: their speed-ups decide"
 
 
-def test_two_rounds_in_turns_decide_and_lost_ones_are_made_up_for_as_often_as_planned(
+def test_two_interleaved_rounds_decide_and_lost_rounds_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other programs disturbed the third of three rounds."""
@@ -169,7 +169,7 @@ def test_two_rounds_in_turns_decide_and_lost_ones_are_made_up_for_as_often_as_pl
 
 
 @pytest.mark.parametrize("speed", [LATENCY, THROUGHPUT])
-def test_trials_that_measured_apart_are_compared_with_processors_at_one_distance(tmp_path: Path, speed: str) -> None:
+def test_separately_measured_trials_are_compared_at_one_core_distance(tmp_path: Path, speed: str) -> None:
     """Alone, each trial would keep another distance: near in two of five rounds, and in four of five."""
     ways = [Way(name, seconds=0.001, batch=batch, statuses=("ok",) * 5) for name, batch in (("a", 1), ("b", 8))]
     folder = synthetic.write_run(tmp_path / "run", ways, samples=40)
@@ -197,7 +197,7 @@ def test_trials_that_measured_apart_are_compared_with_processors_at_one_distance
     assert found.difference == pytest.approx(np.mean(other) - np.mean(own), abs=2e-3)
 
 
-def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_median_below_that_of_the_winner_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine whose speed changes between rounds, medians over different rounds can't be compared."""
     ways = [Way(name, seconds=ms / 1e3, size=BIG) for name, ms in (("pytorch", 10.0), ("a", 1.05), ("b", 1.0))]
     run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=40)))
@@ -226,7 +226,7 @@ POINTS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1,
 
 
 @given(POINTS, st.sampled_from([LATENCY, THROUGHPUT]))
-def test_no_point_of_the_frontier_is_beaten_and_every_other_one_is(points: list[tuple[int, int]], speed: str) -> None:
+def test_frontier_points_are_exactly_the_undominated_ones(points: list[tuple[int, int]], speed: str) -> None:
     sign = 1 if speed == THROUGHPUT else -1
     frame = pd.DataFrame({"status": "ok", "outputs": "", speed: [float(p[0]) for p in points]})
     frame["top1"] = [float(p[1]) for p in points]
@@ -239,7 +239,7 @@ def test_no_point_of_the_frontier_is_beaten_and_every_other_one_is(points: list[
     assert edge == {p for p in every if not beaten(p)}
 
 
-def test_only_trials_that_ended_well_can_be_chosen(demo: Results) -> None:
+def test_only_successful_trials_can_be_chosen(demo: Results) -> None:
     frame = trial_table.read_trials(demo, budget={"top1": 1.2}).frame
     assert set(ranking.list_usable(frame)["status"]) == {"ok"}
     assert set(ranking.keep_within_budget(frame)["budget"]) == {"within"}
@@ -265,24 +265,24 @@ def test_saturation_is_the_smallest_batch_near_the_best(tmp_path: Path) -> None:
     assert found.images_per_s >= 0.95 * found.best_images_per_s
 
 
-def test_throughput_that_still_rises_is_said_so(tmp_path: Path) -> None:
+def test_still_rising_throughput_is_reported(tmp_path: Path) -> None:
     (found,) = ranking.find_saturation(saturating(tmp_path, (1, 2, 4), fixed=50))
     assert found.description == "throughput still rises at batch 4, the largest tried"
 
 
-def test_a_best_below_the_largest_is_said_once() -> None:
+def test_a_best_batch_below_the_largest_is_stated_once() -> None:
     found = ranking.Saturation("net", "a", "64", 8, 9.0, best_batch=8, best_images_per_s=9.0, largest=16)
     assert found.description == "throughput is highest at batch 8, of up to 16"
 
 
-def test_a_batch_without_a_rate_says_nothing_of_saturation(tmp_path: Path) -> None:
+def test_batches_without_a_rate_give_no_saturation(tmp_path: Path) -> None:
     """After disturbed throughput, batch / latency is only a lower bound of the rate."""
     frame = saturating(tmp_path, (1, 8, 32), fixed=1)
     assert ranking.find_saturation(frame.assign(throughput_ips=[100.0, math.nan, math.nan])) == []
     assert len(ranking.find_saturation(frame.assign(throughput_ips=math.nan))) == 1
 
 
-def test_one_batch_says_nothing_of_saturation(tmp_path: Path) -> None:
+def test_one_batch_gives_no_saturation(tmp_path: Path) -> None:
     assert ranking.find_saturation(saturating(tmp_path, (8,), fixed=2)) == []
 
 
@@ -292,7 +292,7 @@ def test_throughput_falls_back_on_latency(demo: Results) -> None:
     assert ranking.read_throughput(frame).iloc[0] == pytest.approx(1e3 * r["batch"] / r["latency_ms"])
 
 
-def test_trials_in_turns_are_in_the_order_of_their_ratios(demo: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interleaved_trials_are_ordered_by_their_ratios(demo: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = trial_table.read_trials(demo).frame.iloc[:3].assign(
         latency_ms=[2.0, 1.0, 1.1], speedup=[1.0, 1.9, 2.1], trial=["a", "b", "c"], reference="a",
         measured=["", stats.IN_TURNS, stats.IN_TURNS],
@@ -324,7 +324,7 @@ def printed(results: Results) -> list[str]:
     return verdict.read_verdict(trial_table.read_trials(results)).lines
 
 
-def test_a_quiet_study_has_nothing_to_say(tmp_path: Path) -> None:
+def test_a_quiet_study_reports_no_contention(tmp_path: Path) -> None:
     results = run(tmp_path, QUIET, QUIET)
     assert cpu_contention(results) is None
     assert "fastest is way1" in said(results)[0]
@@ -340,7 +340,7 @@ def test_a_few_disturbed_jobs_are_a_warning(tmp_path: Path) -> None:
     )
 
 
-def test_contention_is_told_from_a_tenth_of_the_jobs_or_half_of_one_trials_rounds(tmp_path: Path) -> None:
+def test_contention_is_reported_above_its_thresholds(tmp_path: Path) -> None:
     def disturb(count: int, rounds: int, trials: int, same: bool = False) -> tuple[int, int] | None:
         folder = tmp_path / f"{count}-{rounds}-{trials}-{same}"
         ways = [
@@ -363,7 +363,7 @@ def test_contention_is_told_from_a_tenth_of_the_jobs_or_half_of_one_trials_round
     assert disturb(1, rounds=1, trials=11) == (1, 11), "its only round"
 
 
-def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
+def test_mostly_disturbed_jobs_leave_no_winner(tmp_path: Path) -> None:
     results = run(tmp_path, BUSY, BUSY, QUIET)
     lines = said(results)
     assert lines[0].startswith("No winner is named: other programs kept up to 1.5 processors busy during 6 of 9 jobs, ")
@@ -385,7 +385,7 @@ def test_a_lone_configuration_has_no_winner_to_withhold(tmp_path: Path) -> None:
     assert "way0 fp32 takes 10." in text and "No winner" not in text and "during 6 of 6 jobs" in text
 
 
-def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path: Path) -> None:
+def test_interleaved_trials_have_a_winner_despite_contention(tmp_path: Path) -> None:
     in_turns = {**BUSY, "turns": {"set": "abc", "place": 0}}
     results = run(tmp_path, in_turns, in_turns, in_turns)
     contention = cpu_contention(results)
@@ -400,21 +400,21 @@ def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path:
     assert (one.kind, one.badge) == ("warning", "busy machine")
 
 
-def test_failures_are_told_all_the_same(tmp_path: Path) -> None:
+def test_failures_are_reported_despite_contention(tmp_path: Path) -> None:
     ways = [Way("a", facts=dict(BUSY)), Way("b", statuses=("crashed",), reason="killed by SIGSEGV")]
     text = "\n".join(said(load_run(synthetic.write_run(tmp_path / "run", ways, samples=50))))
     assert "a fp32 takes" in text and "No winner" not in text, "nothing is left to compare it with"
     assert "1 of 2 trials did not finish: 1 crashed" in text
 
 
-def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None:
+def test_wrong_outputs_come_before_contention(tmp_path: Path) -> None:
     read = trial_table.read_trials(run(tmp_path, BUSY, BUSY, BUSY))
     read.frame.loc[1, ["outputs", "verdict"]] = [OUTPUTS_WRONG, f"{OUTPUTS_WRONG}: off by 1"]
     first, second, *_ = verdict.list_sentences(read)
     assert "way1" in first and f"gave {OUTPUTS_WRONG}: off by 1" in first and second.startswith("No winner is named")
 
 
-def test_the_page_leads_with_it(tmp_path: Path) -> None:
+def test_the_page_names_no_winner_under_contention(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
     from dyno.report import report

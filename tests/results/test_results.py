@@ -31,7 +31,7 @@ def first_record(run: Path) -> Path:
     return next(p for p in sorted(run.glob("trials/*/r0/record.json")))
 
 
-def test_trials_come_in_order_with_rounds_and_arrays(run: Path) -> None:
+def test_trials_are_ordered_and_have_rounds_and_arrays(run: Path) -> None:
     results = load_run(run)
     assert [t.label for t in results] == [
         "digits pytorch fp32 b1 64", "digits openvino int8 b1 64", "digits openvino int8 b8 64"]  # fmt: skip
@@ -51,7 +51,7 @@ def test_trials_come_in_order_with_rounds_and_arrays(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "blocks/run"])
-def test_a_log_is_named_within_the_run_folder_whatever_that_is_called(tmp_path: Path, name: str) -> None:
+def test_log_paths_are_relative_to_the_run_folder(tmp_path: Path, name: str) -> None:
     ways = [Way("pytorch", statuses=("failed",)), Way("openvino", statuses=("failed",))]
     run = synthetic.write_run(tmp_path / name, ways)
     first, second = sorted(run.glob("trials/*"))
@@ -72,7 +72,7 @@ def test_samples_are_read_once_with_their_record(run: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda p: None, Path.mkdir, lambda p: (p / "trials").mkdir(parents=True)])
-def test_no_run_folder_is_one_line(tmp_path: Path, make) -> None:
+def test_invalid_run_folders_are_refused_in_one_line(tmp_path: Path, make) -> None:
     make(tmp_path / "x")
     with pytest.raises(UserError) as e:
         load_run(tmp_path / "x")
@@ -90,19 +90,19 @@ def test_a_broken_record_is_named_and_the_rest_is_shown(run: Path) -> None:
     assert sorted(len(t.rounds) for t in results) == [2, 3, 3]
 
 
-def test_nothing_readable_is_an_error_with_the_reason(run: Path) -> None:
+def test_an_unreadable_run_is_an_error_with_its_reason(run: Path) -> None:
     for path in run.glob("trials/*/r*/job.json"):
         path.write_text("nonsense")
     refuses(r"nothing in .* can be read: .*job\.json", load_run, run)
 
 
-def test_rounds_of_an_older_dyno_alone_are_an_error(run: Path) -> None:
+def test_a_run_of_only_older_rounds_is_an_error(run: Path) -> None:
     for path in run.glob("trials/*/r*/record.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 1}))
     refuses(r"nothing in .* can be read: .*older Dyno .* measure into a new folder", load_run, run)
 
 
-def test_missing_samples_are_told(run: Path, call: Any) -> None:
+def test_missing_samples_are_reported(run: Path, call: Any) -> None:
     """Without samples, a copied run "had no latency measured"."""
     missing = sorted(run.glob("trials/*/r*/samples.npz"))
     for path in missing:
@@ -113,7 +113,7 @@ def test_missing_samples_are_told(run: Path, call: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", '{"schema": "x"}', '{"trial": 3, "schema": 1}'])
-def test_a_job_that_is_no_trial_is_left_out_by_name(run: Path, text: str) -> None:
+def test_jobs_without_a_trial_are_skipped_and_named(run: Path, text: str) -> None:
     folder = first_record(run).parents[1]
     for path in folder.glob("r*/job.json"):
         path.write_text(text)
@@ -123,7 +123,7 @@ def test_a_job_that_is_no_trial_is_left_out_by_name(run: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize("key", ["runtime", "options", "plan", "data", "dims", "model", "backend"])
-def test_null_in_a_job_is_a_key_that_is_missing(run: Path, key: str) -> None:
+def test_null_in_a_job_is_treated_as_a_missing_key(run: Path, key: str) -> None:
     folder = first_record(run).parents[1]
     for path in folder.glob("r*/job.json"):
         job = json.loads(path.read_text())
@@ -135,7 +135,7 @@ def test_null_in_a_job_is_a_key_that_is_missing(run: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["batch", "height"])
-def test_a_size_that_is_true_is_no_number(run: Path, key: str) -> None:
+def test_a_boolean_size_is_not_a_number(run: Path, key: str) -> None:
     path = first_record(run).parent / "job.json"
     job = json.loads(path.read_text())
     job["trial"]["dims"][key] = True
@@ -145,14 +145,14 @@ def test_a_size_that_is_true_is_no_number(run: Path, key: str) -> None:
     assert all(isinstance(t.batch, int) and t.size != "True" for t in results)
 
 
-def test_settings_that_dyno_does_not_write_are_left_out_by_name(run: Path) -> None:
+def test_unknown_settings_are_skipped_and_named(run: Path) -> None:
     (run / "study.toml").write_text('budget = "../../etc"\nrounds = 2\n')
     results = load_run(run)
     assert results.settings == {}
     assert any("study.toml is damaged" in problem for problem in results.problems)
 
 
-def test_a_trial_without_any_record_is_unfinished(run: Path) -> None:
+def test_trials_without_records_are_unfinished(run: Path) -> None:
     folder = first_record(run).parents[1]
     for path in folder.glob("r*/record.json"):
         path.unlink()
@@ -174,14 +174,14 @@ def test_damaged_arrays_are_missing_arrays(run: Path) -> None:
 @pytest.mark.parametrize(
     "samples", [np.array(1.0), np.ones((2, 3)), np.array(["a"]), np.array(["2026-01-01"], "M8[s]")]
 )
-def test_samples_that_are_no_series_of_numbers_are_damaged(run: Path, samples: np.ndarray) -> None:
+def test_non_numeric_samples_are_damaged(run: Path, samples: np.ndarray) -> None:
     folder = first_record(run).parent
     np.savez(folder / "samples.npz", latency_model=samples)
     trial = load_run(run).trial(folder.parent.name)
     assert trial.status == "failed" and "samples.npz is damaged" in trial.reason
 
 
-def test_answers_that_do_not_belong_together_are_none(run: Path) -> None:
+def test_inconsistent_answers_are_dropped(run: Path) -> None:
     folder = first_record(run).parent
     whole = dict(np.load(folder / "outputs.npz"))
     for name, other in (("topk_index", np.ones(3)), ("label", np.array(1)), ("sample", np.array(["2026"], "M8[Y]"))):
@@ -189,7 +189,7 @@ def test_answers_that_do_not_belong_together_are_none(run: Path) -> None:
         assert not load_run(run).trial(folder.parent.name).rounds[0].answers
 
 
-def test_telemetry_that_is_no_columns_of_numbers_is_none(run: Path) -> None:
+def test_malformed_telemetry_is_damaged(run: Path) -> None:
     path = first_record(run).parent / "telemetry.npz"
     for arrays in ({"at": np.ones(3), "cpu": np.ones(2), "epoch": 0.0}, {"at": np.ones(3), "epoch": np.array("a")},
                    {"at": np.array(1.0), "epoch": 0.0}, {"at": np.ones(2), "epoch": np.ones(2)}):  # fmt: skip
@@ -198,7 +198,7 @@ def test_telemetry_that_is_no_columns_of_numbers_is_none(run: Path) -> None:
             read_numbers(path)
 
 
-def test_a_value_that_is_not_finite_is_none(run: Path) -> None:
+def test_non_finite_values_become_none(run: Path) -> None:
     path = first_record(run)
     record = json.loads(path.read_text())
     record["measurements"] = [{"tag": "parameters", "unit": "1", "hint": "count", "value": float("inf")}]
@@ -206,7 +206,7 @@ def test_a_value_that_is_not_finite_is_none(run: Path) -> None:
     assert load_run(run).trial(path.parents[1].name).rounds[0].value("parameters") is None
 
 
-def test_a_job_of_no_known_precision_is_left_out_by_name(run: Path) -> None:
+def test_jobs_with_an_unknown_precision_are_skipped_and_named(run: Path) -> None:
     folder = first_record(run).parents[1]
     for path in folder.glob("*/job.json"):
         job = json.loads(path.read_text())
@@ -216,7 +216,7 @@ def test_a_job_of_no_known_precision_is_left_out_by_name(run: Path) -> None:
     assert folder.name not in {t.id for t in results} and "unknown precision" in results.problems[0]
 
 
-def test_a_trial_is_as_bad_as_its_worst_round(demo: Results) -> None:
+def test_a_trial_has_the_status_of_its_worst_round(demo: Results) -> None:
     by = {t.configuration: t for t in demo if t.batch == 1}
     assert by["fake fp32"].status == "crashed"
     assert by["fake fp32"].reason == "run: killed by SIGSEGV (2 of 3 rounds good)"
@@ -228,7 +228,7 @@ def test_a_trial_is_as_bad_as_its_worst_round(demo: Results) -> None:
     assert result.warnings(by["openvino int8"].id) == [warning] and warning in result.warnings()
 
 
-def test_an_id_finds_its_trial_by_its_beginning(demo: Results) -> None:
+def test_trials_are_found_by_id_prefix(demo: Results) -> None:
     assert demo.trial(demo.trials[3].id[:6]) is demo.trials[3]
     refuses("no trials", demo.trial, "zzz")
 
@@ -240,7 +240,7 @@ def test_the_reference_is_pytorch_fp32_of_the_same_group(demo: Results) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["onnxruntime", "onnxruntime/fp32", "onnxruntime:fp32", "id"])
-def test_a_named_reference_counts_in_every_group(demo: Results, wanted: str) -> None:
+def test_a_named_reference_applies_to_every_group(demo: Results, wanted: str) -> None:
     if wanted == "id":
         wanted = next(t.id for t in demo if t.configuration == "onnxruntime fp32")[:8]
     assert {find_references(demo, wanted)[t.id].label for t in demo} == {
@@ -249,13 +249,13 @@ def test_a_named_reference_counts_in_every_group(demo: Results, wanted: str) -> 
 
 
 @pytest.mark.parametrize(("last", "reference"), [(Way("c"), "c fp32"), (Way("c", "fp16"), "b int8")])
-def test_without_pytorch_the_first_in_fp32_that_ran_is_the_reference(tmp_path: Path, last: Way, reference: str) -> None:
+def test_without_pytorch_the_first_successful_fp32_is_the_reference(tmp_path: Path, last: Way, reference: str) -> None:
     ways = [Way("pytorch", statuses=("failed",)), Way("b", "int8"), last]
     results = load_run(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5))
     assert {r.configuration for r in find_references(results).values()} == {reference}
 
 
-def test_an_unknown_reference_lists_what_there_is(demo: Results) -> None:
+def test_an_unknown_reference_lists_the_available_ones(demo: Results) -> None:
     refuses("'tensorflow'; available: compile/fp32", find_references, demo, "tensorflow")
 
 
@@ -266,7 +266,7 @@ def test_other_weights_or_inputs_are_incomparable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_npz_files_read_as_numpy_reads_them(tmp_path: Path, save) -> None:
+def test_npz_files_are_read_like_numpy(tmp_path: Path, save) -> None:
     arrays = {"a": np.arange(6.0).reshape(2, 3), "f": np.asfortranarray(np.ones((3, 2), np.float32)),
               "empty": np.empty((0, 4), np.int32), "scalar": np.array(3), "text": np.array(["x", "ю"])}  # fmt: skip
     save(tmp_path / "x.npz", **arrays)
@@ -304,14 +304,14 @@ def said(run: Path, what: AnchorDevices) -> str:
     return " ".join(finding.text for finding in list_device_findings(Results(run, [])))
 
 
-def test_blocks_of_both_kinds_are_paired_by_where_they_lie() -> None:
+def test_blocks_of_both_kinds_are_paired_by_position() -> None:
     """Drift from block to block enters neither ratio, and a throttled block has no partner."""
     seconds = {0: 1.0, 1: 1.1, 2: 2.2, 3: 2.0, 4: 4.0, 5: 4.4, 6: 9.0}
     one = summarise_rounds("cpu:0", "card", [(seconds, [1, 2, 2, 1, 1, 2, 1, 2]), ({0: 1.0}, [1, 2])])
     assert one.ratios == pytest.approx([1.1]) and len(one.alone) == len(one.beside) == 1
 
 
-def test_a_real_disturbance_is_seen_and_a_small_one_counts_as_equal(tmp_path: Path) -> None:
+def test_large_disturbances_are_detected_and_small_ones_count_as_equal(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     slow = found(rng, (0.0, 0.08))
     assert [*slow.disturbed] == ["cuda:1"]
@@ -335,7 +335,7 @@ def test_noise_is_rarely_taken_for_a_difference(count: int) -> None:
     assert sum(one.extremes is not None and one.extremes[2] for one in drawn) <= 0.07 * 400
 
 
-def test_a_file_from_elsewhere_may_hold_anything(tmp_path: Path) -> None:
+def test_invalid_devices_files_are_tolerated(tmp_path: Path) -> None:
     row = {"place": None, "card": None, "alone": [0, -1.0, 1e999], "beside": None, "ratios": [0.0]}
     for rows in (None, [row, row], [{"place": "a", "alone": [1.0]}, {"place": "b", "alone": [2.0], "ratios": [1.0]}]):
         (tmp_path / "devices.json").write_text(json.dumps({"schema": 2, "devices": rows, "equivalent": -3}))

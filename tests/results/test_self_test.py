@@ -45,7 +45,7 @@ def simulated(
     )
 
 
-def test_the_noise_is_told_by_its_levels() -> None:
+def test_noise_is_attributed_to_its_levels() -> None:
     quiet = simulated(rounds=200)
     assert quiet.spread.value == pytest.approx(0.004 * math.sqrt(2), rel=0.1)
     assert quiet.spread.low < 0.004 * math.sqrt(2) < quiet.spread.high
@@ -65,14 +65,14 @@ def test_the_noise_is_told_by_its_levels() -> None:
 @pytest.mark.parametrize(
     ("smallest", "grade"), [(0.01, "A"), (0.0101, "B"), (0.0201, "C"), (0.05, "C"), (0.1, "D"), (0.1001, "E")]
 )
-def test_the_grade_is_that_of_the_smallest_difference(
+def test_the_grade_follows_the_smallest_visible_difference(
     smallest: float, grade: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SelfTest, "find_visible", lambda *_: stats.Interval(smallest, smallest, smallest))
     assert simulated(rounds=2).grade == grade
 
 
-def test_studies_of_a_steady_machine_do_as_promised() -> None:
+def test_studies_on_a_steady_machine_keep_their_promises() -> None:
     found = simulated(rounds=900)
     assert found.false_alarms(3).count == 300 and found.false_alarms(10).count == 90
     assert found.false_alarms(3).interval.low <= 0.05 <= found.false_alarms(3).interval.high
@@ -84,7 +84,7 @@ def test_studies_of_a_steady_machine_do_as_promised() -> None:
     assert report_self_test._describe_surprises(found) == []
 
 
-def test_outliers_are_taken_as_they_are() -> None:
+def test_outliers_are_not_modelled_as_normal_noise() -> None:
     """A far-off round in ten hides less than its variance suggests."""
     calm = simulated(rounds=300, process=0.002).stored
     rounds = [
@@ -104,7 +104,7 @@ def test_outliers_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("spread", "grade"), [(0.002, "A"), (0.005, "B"), (0.01, "C"), (0.02, "D"), (0.04, "E")],
 )  # fmt: skip
-def test_the_grade_is_what_three_rounds_see(spread: float, grade: str) -> None:
+def test_the_grade_is_the_difference_visible_in_three_rounds(spread: float, grade: str) -> None:
     found = simulated(process=spread / math.sqrt(2), rounds=400)
     # Factors of the noncentral t distribution for normal noise.
     assert found.find_visible(3).value == pytest.approx(math.expm1(3.264 * spread), rel=0.15)
@@ -114,14 +114,14 @@ def test_the_grade_is_what_three_rounds_see(spread: float, grade: str) -> None:
     assert found.find_visible(10).value < found.find_visible(5).value < found.find_visible(3).value
 
 
-def test_what_contradicts_the_promises_is_said() -> None:
+def test_broken_promises_are_reported() -> None:
     biased = report_self_test._describe_surprises(simulated(bias=0.05, rounds=90))
     assert any("not to be trusted" in line for line in biased)
     unseen = report_self_test._describe_surprises(simulated(wrong=-1.0, rounds=90))
     assert any("depend on each other" in line for line in unseen)
 
 
-def test_a_run_that_measures_for_less_sees_less() -> None:
+def test_shorter_runs_detect_only_larger_differences() -> None:
     whole = simulated(rounds=300, process=0.002, block=0.01)
     known = whole.summary()
     usual = find_visible(known, 3, known.seconds, True)
@@ -136,7 +136,7 @@ def test_a_run_that_measures_for_less_sees_less() -> None:
     assert math.isnan(find_visible(replace(known, apart={}), 3, 1.0, False))
 
 
-def test_a_run_says_what_it_sees_in_words() -> None:
+def test_runs_describe_their_visible_difference() -> None:
     def said(rounds: int, spread: float) -> str:
         results = Results(Path("run"), [], self_test=simulated(process=spread).summary())
         trial = Trial(ModelSpec("net", "torchvision"), "pytorch", "fp32", Dims(1, 8, 8), plan=Plan(seconds=0.9))
@@ -150,7 +150,7 @@ def test_a_run_says_what_it_sees_in_words() -> None:
     assert report_self_test.of_run(Results(Path("run"), [])) == ""
 
 
-def test_what_is_stored_is_read_back_or_is_none() -> None:
+def test_stored_self_tests_are_read_back_or_rejected() -> None:
     stored = simulated(rounds=4).stored
     content = to_json(stored)
     assert read(content) == stored
@@ -167,7 +167,7 @@ def test_what_is_stored_is_read_back_or_is_none() -> None:
         assert read({**content, "rounds": [damaged, *rounds[1:]]}) is None
 
 
-def test_a_study_of_each_kind_needs_its_rounds() -> None:
+def test_each_kind_of_study_needs_its_rounds() -> None:
     few = simulated(rounds=4)
     assert {one.rounds for one in few.verdicts} == {3}
     visible_table, verdicts = make_tables(few)
@@ -192,7 +192,7 @@ NORMAL = {3: 3.264, 5: 1.682, 10: 0.996}  # spreads visible with 80 % power, by 
 @pytest.mark.parametrize("rounds", [3, 5, 10])
 @pytest.mark.parametrize("tails", ["normal", "heavy", "bursts"])
 @pytest.mark.parametrize("paired", [True, False])
-def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, paired: bool, tails: str) -> None:
+def test_four_of_five_studies_detect_the_smallest_difference(rounds: int, paired: bool, tails: str) -> None:
     rng = np.random.default_rng(rounds)
     noise = 0.01 * (rng.standard_t(3, 4000) if tails == "heavy" else rng.normal(0, 1, 4000))
     if tails == "bursts":  # other programs slow a process down in 4 % of the rounds, which a study leaves out
@@ -215,7 +215,7 @@ def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, pa
     assert 0.01 < found.false_alarms < 0.07  # heavy tails make a t test conservative
 
 
-def test_limits_hold_what_more_rounds_would_find() -> None:
+def test_limits_cover_the_true_smallest_difference() -> None:
     rng = np.random.default_rng(0)
     truth = math.expm1(0.01 * NORMAL[3])
     found = [self_test.smallest_with_limits(rng.normal(0, 0.01, (25, 4)), 3) for _ in range(20)]
@@ -224,7 +224,7 @@ def test_limits_hold_what_more_rounds_would_find() -> None:
     assert self_test.find_smallest(np.ones(4), 1) == math.inf and math.isnan(self_test.find_smallest(np.ones(1), 3))
 
 
-def test_the_interval_of_a_spread_holds_it() -> None:
+def test_the_interval_of_a_spread_covers_it() -> None:
     rng = np.random.default_rng(0)
     found = [self_test.spread_interval(float(x.std(ddof=1)), 9) for x in rng.normal(0, 0.02, (2000, 10))]
     assert sum(one.low <= 0.02 <= one.high for one in found) / 2000 == pytest.approx(0.95, abs=0.02)

@@ -97,7 +97,7 @@ def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Any) ->
     assert not log.files and not log.began and len(again.frame) == 2
 
 
-def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Any) -> None:
+def test_verdicts_over_builds_are_labelled_as_such(measured: Any) -> None:
     four, _ = measured("equal", builds=4, equivalent=30.0)
     assert four.frame.iloc[1]["verdict"] == stats.EQUIVALENT
     assert "holds for builds, of which 4 were measured" in " ".join(verdict.list_sentences(four))
@@ -108,7 +108,7 @@ def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Any) -> None:
     assert f"about {more} more build" in said and f"next: measure with --builds {4 + more} and another --out" in said
 
 
-def test_rounds_until_decided_go_on_through_the_builds(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_until_decided_cycle_through_the_builds(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dyno.runner.execute._fits", lambda *_: True)  # more builds than fit the minutes would decide
     run, log = measured("decided", builds=4, rounds=4, until="decided", minutes=6.0)  # jobs of half a minute
     assert [r.facts.build for r in run.records.trials[0].rounds] == [1, 2, 3, 4, 1, 2] and len(log.files) == 8
@@ -116,7 +116,7 @@ def test_rounds_until_decided_go_on_through_the_builds(measured: Any, monkeypatc
     assert row["verdict"] == stats.UNDECIDED and "more build" in " ".join(verdict.list_sentences(run))
 
 
-def test_the_fastest_build_is_taken(measured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_build_is_exported(measured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def script(job: Job, folder: Path, *_: Any) -> Record:
         (folder / "script.py").write_text("")
         return Record("ok", "done", facts=Facts(files=("script.py",)))
@@ -131,7 +131,7 @@ def test_the_fastest_build_is_taken(measured: Any, tmp_path: Path, monkeypatch: 
         assert taken.notes[0].startswith(f"build {fastest[kind]} of 4, the fastest")
 
 
-def test_a_build_that_is_named_is_one_build(measured: Any) -> None:
+def test_a_requested_build_is_the_only_build(measured: Any) -> None:
     run, _ = measured("named", builds=2, backends=(A, "drawn_engine:Engine@kind=b@latency_ms=0.1@build=3"))
     builds = {t.spec.options["kind"]: [r.build for r in t.rounds] for t in run.records}
     assert builds == {"a": [1, 2] * 4, "b": [0] * 8}
@@ -139,14 +139,14 @@ def test_a_build_that_is_named_is_one_build(measured: Any) -> None:
     assert "of one build" in " ".join(verdict.list_sentences(run))
 
 
-def test_a_build_that_fails_is_its_rounds(measured: Any) -> None:
+def test_a_failed_build_fails_its_rounds(measured: Any) -> None:
     run, _ = measured("failing", builds=2, rounds=2, backends=(A, "drawn_engine:Engine@kind=b@fails=2"))
     failing = next(t for t in run.records if t.options.get("fails"))
     assert [r.status for r in failing.rounds] == ["ok", "failed"]
     assert failing.reason.startswith("make bin fp32: ValueError: this build failed (1 of 2 rounds good)")
 
 
-def test_processes_in_turns_run_their_build(drawn_engine: Path, dyno: Any) -> None:
+def test_interleaved_processes_run_their_own_build(drawn_engine: Path, dyno: Any) -> None:
     words = ("--seconds", 0.1, "--warmup", 0.02, "--block", 0.01, "--boundaries", "model", "--channels", 1)
     both = ",".join([A, B, "fake@latency_ms=0.2"])
     out = drawn_engine / "r"
@@ -164,7 +164,7 @@ def test_processes_in_turns_run_their_build(drawn_engine: Path, dyno: Any) -> No
     assert "2 of each engine tuned by timing; a build is one observation" in report
 
 
-def test_builds_that_cannot_be_are_refused(
+def test_invalid_builds_are_refused(
     drawn_engine: Path, fake_study: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert refused("run", "fake:net", "--builds", 0) == "builds is 0; it must be at least 1"
@@ -181,7 +181,7 @@ def test_builds_that_cannot_be_are_refused(
         execute(fake_study(backends=(A,), rounds=2, builds=2), drawn_engine / "other", Log())
 
 
-def test_a_trial_is_the_same_however_many_builds_it_goes_through(drawn_engine: Path, fake_study: Any) -> None:
+def test_the_number_of_builds_does_not_change_the_trial_id(drawn_engine: Path, fake_study: Any) -> None:
     (one,) = expand(fake_study(backends=(A,), builds=1))
     assert one.trial.plan.builds == 1 and one.trial.build(3) == 0
     (two,) = expand(fake_study(backends=(A,), builds=2, rounds=2))
@@ -189,7 +189,7 @@ def test_a_trial_is_the_same_however_many_builds_it_goes_through(drawn_engine: P
 
 
 @pytest.mark.parametrize(("builds", "said"), [(1, "One build of each engine"), (4, "Over 4 builds")])
-def test_a_comparison_says_of_which_builds_it_is(measured: Any, drawn_engine: Path, builds: int, said: str) -> None:
+def test_a_comparison_names_its_builds(measured: Any, drawn_engine: Path, builds: int, said: str) -> None:
     for name in ("before", "after"):
         measured(name, builds=builds)
     table = compare_runs(*(load_run(drawn_engine / name) for name in ("before", "after")))
@@ -198,7 +198,7 @@ def test_a_comparison_says_of_which_builds_it_is(measured: Any, drawn_engine: Pa
     assert line.startswith(said)
 
 
-def test_builds_of_tensorrt_are_without_a_timing_cache_and_of_an_engine_there_are_none(
+def test_tensorrt_builds_skip_the_timing_cache_and_engines_have_none(
     fake_trial: Any, fake_study: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = fake_trial("tensorrt", runtime=Runtime(device="cuda:0"))

@@ -31,7 +31,7 @@ def stored(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.glob("trials/*/*/record.json")}
 
 
-def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
+def test_winner_runner_up_and_reference_are_confirmed_separately(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # ignores other programs on this machine
@@ -50,7 +50,7 @@ def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
     assert "fake@latency_ms=40.0 fp32" in again[0], "beside the reference, bounded or not"
 
 
-def test_a_confirmation_that_was_cut_off_is_made_good(fake_study: Any, tmp_path: Path) -> None:
+def test_an_interrupted_confirmation_is_completed(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=THREE, confirm=1)
     assert len(run(study, tmp_path)) == 5, "the first one is the reference, and the fastest"
     before = stored(tmp_path)
@@ -64,13 +64,13 @@ def test_a_confirmation_that_was_cut_off_is_made_good(fake_study: Any, tmp_path:
     assert sum(before[k] != v for k, v in stored(tmp_path).items()) == 1
 
 
-def test_more_confirmations_extend_and_a_lone_trial_has_none(fake_study: Any, tmp_path: Path) -> None:
+def test_more_confirmations_are_added_and_a_single_trial_has_none(fake_study: Any, tmp_path: Path) -> None:
     run(fake_study(backends=THREE[:2], confirm=1), tmp_path / "two")
     assert [k for _, k in run(fake_study(backends=THREE[:2], confirm=3), tmp_path / "two")] == [1, 1, 2, 2]
     assert run(fake_study(backends=THREE[:1], confirm=2), tmp_path / "one") == [(0.5, 0)]
 
 
-def test_what_was_selected_in_turns_is_confirmed_in_turns(fake_study: Any, tmp_path: Path) -> None:
+def test_interleaved_selections_are_confirmed_interleaved(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(backends=THREE[:2], confirm=2, turns=True, block=0.005, boundaries=("model", "throughput"))
     run(study, tmp_path)
     sets = [{r.turns for r in t.confirmations} for t in trial_result.load_run(tmp_path)]
@@ -84,7 +84,7 @@ def test_what_was_selected_in_turns_is_confirmed_in_turns(fake_study: Any, tmp_p
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_a_confirmation_is_timed_where_its_trial_was_selected(fake_study: Any, tmp_path: Path, turns: bool) -> None:
+def test_confirmations_time_only_the_selecting_boundary(fake_study: Any, tmp_path: Path, turns: bool) -> None:
     """The smallest batch has the lowest latency; a run takes equally long at any, so the largest has most images/s."""
     study = fake_study(backends=THREE[:2], confirm=1, turns=turns, block=0.005, batches=(1, 16),
                        boundaries=("model", "throughput"))  # fmt: skip
@@ -113,7 +113,7 @@ def list_sustained(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("heat", [0.0, 0.5])
-def test_a_ratio_that_heat_changes_is_contradicted_under_sustained_load(
+def test_sustained_load_contradicts_a_ratio_changed_by_heat(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heat: float
 ) -> None:
     monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # ignores other programs on this machine
@@ -150,5 +150,5 @@ def test_sustained_load_is_measured_on_a_gpu_until_a_study_is_decided(fake_study
         ({"sustained": 5.0, "rounds": 1}, "give --rounds 2 or more"),
     ],
 )
-def test_sustained_load_that_makes_no_sense_is_refused(fake_study: Any, fields: dict[str, Any], words: str) -> None:
+def test_invalid_sustained_load_is_refused(fake_study: Any, fields: dict[str, Any], words: str) -> None:
     refuses(words, fake_study, **{"rounds": 2, "turns": True, **fields})

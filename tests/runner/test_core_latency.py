@@ -31,7 +31,7 @@ def measure(latency: CoreLatency) -> int:
 
 
 @needs_two
-def test_a_signal_takes_nanoseconds_and_the_processors_stay(latency: CoreLatency) -> None:
+def test_core_latency_is_nanoseconds_and_keeps_the_affinity(latency: CoreLatency) -> None:
     """Cores are 20 ns to some hundred ns apart, and each of Python's two loops adds about 50 ns."""
     allowed = os.sched_getaffinity(0)
     assert 20 < measure(latency) < 20_000
@@ -40,7 +40,7 @@ def test_a_signal_takes_nanoseconds_and_the_processors_stay(latency: CoreLatency
     assert latency.measure() == 0
 
 
-def test_with_one_processor_nothing_is_measured() -> None:
+def test_core_latency_needs_two_processors() -> None:
     alone = CoreLatency([0])
     assert alone.measure() == 0
     alone.close()
@@ -48,7 +48,7 @@ def test_with_one_processor_nothing_is_measured() -> None:
 
 @needs_two
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_a_process_that_is_gone_or_stopped_gives_no_figure(
+def test_a_dead_or_stopped_process_gives_no_latency(
     latency: CoreLatency, is_gone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure(latency)

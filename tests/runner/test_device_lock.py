@@ -39,7 +39,7 @@ def never(owner: str) -> None:
     raise AssertionError(f"process {owner} has the GPU")
 
 
-def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Any, tmp_path: Path, gpu: Path) -> None:
+def test_a_job_waits_for_a_locked_gpu_and_reports_it(fake_trial: Any, tmp_path: Path, gpu: Path) -> None:
     trial, on_the_cpu = fake_trial(runtime=CUDA), fake_trial()
     progress = Progress(quiet=True)
     ended: list[Record] = []
@@ -60,7 +60,7 @@ def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Any, tmp_path: Pa
         pass
 
 
-def test_a_killed_job_lets_go_of_the_gpu(fake_trial: Any, tmp_path: Path, gpu: Path) -> None:
+def test_a_killed_job_releases_the_gpu(fake_trial: Any, tmp_path: Path, gpu: Path) -> None:
     trial = fake_trial(fail="hang", at="run", runtime=CUDA)
     assert launch_in_turn(Job("run", trial.runtime, trial), tmp_path, 1.5, Progress(quiet=True)).status == "timeout"
     with lock(gpu, never):
@@ -122,7 +122,7 @@ def test_two_studies_measure_in_turns_on_the_same_processors() -> None:
         assert any(lines[-1] for lines in ended)
 
 
-def test_studies_on_processors_apart_do_not_wait() -> None:
+def test_studies_on_different_processors_do_not_wait() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("needs two processors")
@@ -137,7 +137,7 @@ def test_studies_on_processors_apart_do_not_wait() -> None:
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 11 and not done.stdout.splitlines()[-1]
 
 
-def test_an_interrupt_while_waiting_keeps_nothing() -> None:
+def test_an_interrupt_while_waiting_leaves_no_lock() -> None:
     code = HOLDER.replace("range(10)", "range(1)").replace("0.05", "600")
     holder = subprocess.Popen([sys.executable, "-c", code + "\n"], stdout=subprocess.PIPE, text=True)
     try:
@@ -159,7 +159,7 @@ def test_an_interrupt_while_waiting_keeps_nothing() -> None:
     assert done.stdout.splitlines()[-1] == "", "the queue is empty"
 
 
-def test_where_files_can_t_be_locked_jobs_run_without(
+def test_jobs_run_unlocked_where_file_locks_fail(
     monkeypatch: pytest.MonkeyPatch, fake_trial: Any, tmp_path: Path
 ) -> None:
     def refuse(*_: object) -> None:

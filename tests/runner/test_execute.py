@@ -98,7 +98,7 @@ def test_rounds_are_interleaved_and_shuffled(fake_study: Any, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_model_is_whole_before_the_next_has_its_files(
+def test_a_model_is_finished_before_files_of_the_next_are_built(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = fake_study(models=("fake:one", "fake:two"), batches=(1, 2), rounds=2)
@@ -132,7 +132,7 @@ def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Any, tmp_path: 
     assert statuses(tmp_path) == {"fp32": ["ok"]}
 
 
-def test_the_folder_says_what_it_holds(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_folder_describes_its_content(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = fake_study(backends=("fake@noise=0.1",), batches=(1, 2))
     run(study, tmp_path)
     assert Study.from_toml(tmp_path / "study.toml") == study
@@ -163,7 +163,7 @@ def jobs_in(folder: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in w for w in p.info["cmdline"] or ())]
 
 
-def test_kill_nine_at_any_moment_loses_nothing(tmp_path: Path) -> None:
+def test_sigkill_at_any_moment_loses_no_measurement(tmp_path: Path) -> None:
     """Killed in the first job, then ever later; the last run finishes the rest."""
     folder = tmp_path / "run"
     seen: dict[str, tuple[int, str]] = {}
@@ -186,7 +186,7 @@ def test_kill_nine_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     assert len(now) == 8 and statuses(folder) == {"fp32": ["ok"] * 8}
 
 
-def test_kill_nine_before_anything_is_settled(tmp_path: Path) -> None:
+def test_a_run_resumes_after_sigkill_at_the_start(tmp_path: Path) -> None:
     dyno = started(tmp_path / "run", "--rounds", "1")
     until(lambda: (tmp_path / "run" / "lock").exists())
     os.kill(dyno.pid, signal.SIGKILL)
@@ -198,7 +198,7 @@ def test_kill_nine_before_anything_is_settled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_two_at_once_and_an_interrupt(tmp_path: Path, number: int) -> None:
+def test_a_second_run_is_refused_and_an_interrupt_shows_results_so_far(tmp_path: Path, number: int) -> None:
     first = started(tmp_path, "--rounds", "50")
     until(lambda: len(list(tmp_path.glob("trials/*/r0/record.json"))) >= 1)
     second = started(tmp_path, "--rounds", "50")
@@ -263,7 +263,7 @@ def made_of(path: Path) -> tuple[str, int]:
     return record.artifact.precision, len(record.artifact.made_by.steps)
 
 
-def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
+def test_a_file_built_on_a_shared_gpu_has_a_warning(
     fake_study: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = {"gpu_processes": np.array([1.0, 2.0, 1.0]), "gpu_own": np.array([1.0, 1.0, 1.0])}
@@ -279,7 +279,7 @@ def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
         )
 
 
-def test_what_a_failure_was_made_with_names_every_step(tmp_path: Path) -> None:
+def test_a_failure_stores_the_versions_of_every_step(tmp_path: Path) -> None:
     data = DataSpec("photos", "/photos", "ab")
     trial = Trial(ModelSpec("net", "torchvision:resnet18"), "openvino", "int8", Dims(1, 32, 32), data=data)
     ensemble.note_retry(tmp_path, replace(trial, recipe=registry.find("openvino").recipe(trial)))
@@ -299,7 +299,7 @@ def test_a_round_with_a_damaged_record_is_archived_and_measured_again(fake_study
     assert run(fake_study(), tmp_path).began == []
 
 
-def test_a_record_of_a_newer_dyno_is_not_measured_over(fake_study: Any, tmp_path: Path) -> None:
+def test_a_record_of_a_newer_dyno_is_not_overwritten(fake_study: Any, tmp_path: Path) -> None:
     run(fake_study(), tmp_path)
     (path,) = tmp_path.glob("trials/*/r0/record.json")
     path.write_text(newer := json.dumps({**json.loads(path.read_text()), "schema": 99}))
@@ -312,7 +312,7 @@ def test_a_record_of_a_newer_dyno_is_not_measured_over(fake_study: Any, tmp_path
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_more_rounds_extend_and_fewer_keep(fake_study: Any, tmp_path: Path) -> None:
+def test_more_rounds_are_added_and_fewer_change_nothing(fake_study: Any, tmp_path: Path) -> None:
     run(fake_study(), tmp_path)
     before = records(tmp_path)
     assert [number for number, _ in run(fake_study(rounds=3), tmp_path).began] == [1, 2]
@@ -329,7 +329,7 @@ def test_a_backend_may_have_rounds_of_its_own(fake_study: Any, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_files_are_made_once_and_damage_is_seen(fake_study: Any, tmp_path: Path, cache: Path) -> None:
+def test_files_are_built_once_and_damage_is_detected(fake_study: Any, tmp_path: Path, cache: Path) -> None:
     study = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",), precisions=("fp32", "fp16"))
     assert rebuild_reasons(run(study, tmp_path / "a")) == ["", "", ""], "two precisions share the first step"
     assert statuses(tmp_path / "a") == {"fp32": ["ok"], "fp16": ["ok"]}
@@ -352,7 +352,7 @@ def test_files_are_made_once_and_damage_is_seen(fake_study: Any, tmp_path: Path,
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_changed_file_is_made_again(fake_study: Any, tmp_path: Path, cache: Path) -> None:
+def test_a_changed_file_is_rebuilt(fake_study: Any, tmp_path: Path, cache: Path) -> None:
     study = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",))
     assert rebuild_reasons(run(study, tmp_path / "a")) == ["", ""]
     (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
@@ -364,7 +364,7 @@ def test_a_changed_file_is_made_again(fake_study: Any, tmp_path: Path, cache: Pa
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Any, tmp_path: Path, cache: Path) -> None:
+def test_a_failed_build_is_a_row_of_every_trial(fake_study: Any, tmp_path: Path, cache: Path) -> None:
     backends = ("maker_for_tests:Reader@broken=true", "fake@latency_ms=0.1")
     log = run(fake_study(backends=backends, precisions=("fp32", "int8")), tmp_path / "run")
     assert rebuild_reasons(log) == [""], "it is tried once"
@@ -378,7 +378,7 @@ def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Any, tmp
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_a_file_another_study_made_meanwhile_is_left_alone(fake_study: Any, tmp_path: Path, cache: Path) -> None:
+def test_a_file_built_by_another_study_is_kept(fake_study: Any, tmp_path: Path, cache: Path) -> None:
     run(fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",)), tmp_path / "a")
     (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
     before = path.stat().st_ino

@@ -81,7 +81,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dyno.runner.execute.launch_in_turn", launch)
 
 
-def test_rounds_go_on_for_what_is_undecided(study: Any, tmp_path: Path, scripted: None) -> None:
+def test_further_rounds_are_for_undecided_pairs(study: Any, tmp_path: Path, scripted: None) -> None:
     both = ("model", "all")
     with pytest.raises(KeyboardInterrupt):
         execute(study(boundaries=both), tmp_path, Stopped(4))
@@ -109,7 +109,9 @@ def test_rounds_go_on_for_what_is_undecided(study: Any, tmp_path: Path, scripted
 
 
 @pytest.mark.slow
-def test_models_share_the_minutes(study: Any, tmp_path: Path, scripted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_share_the_time_limit(
+    study: Any, tmp_path: Path, scripted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four of eight minutes are left after two rounds of jobs of half a minute: two for each model."""
     monkeypatch.setattr("dyno.runner.execute._fits", lambda *_: True)
     models = ("fake:net", "fake:other")
@@ -118,7 +120,7 @@ def test_models_share_the_minutes(study: Any, tmp_path: Path, scripted: None, mo
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_in_turns_the_reference_and_what_is_left_go_on_together(
+def test_further_rounds_interleave_undecided_trials_and_the_reference(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def left(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
@@ -138,7 +140,7 @@ def test_in_turns_the_reference_and_what_is_left_go_on_together(
     assert found["measured"][clear.id] == stats.IN_TURNS and found["speedup"][clear.id] > 0
 
 
-def test_contenders_are_the_finalists_and_what_no_winner_leads_clearly(
+def test_contenders_are_the_finalists_and_trials_without_a_clear_loss(
     study: Any, tmp_path: Path, scripted: None
 ) -> None:
     latencies = {"reference": 9, "fast": 1, "runner-up": 1.01, "near": 1.3, "far": 3, "wild": 3.01}
@@ -154,7 +156,7 @@ def test_contenders_are_the_finalists_and_what_no_winner_leads_clearly(
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_where_time_is_short_further_planned_rounds_leave_out_what_no_longer_contends(
+def test_short_of_time_planned_rounds_skip_non_contenders(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(run: RunData) -> set[str]:
@@ -188,7 +190,7 @@ def test_where_time_is_short_further_planned_rounds_leave_out_what_no_longer_con
     assert count_rounds() == {REFERENCE: 5, LIKE: 5, CLEAR: 5} and "rounds only" not in say()
 
 
-def test_without_it_nothing_more_is_measured(study: Any, tmp_path: Path, scripted: None) -> None:
+def test_until_rounds_adds_no_rounds(study: Any, tmp_path: Path, scripted: None) -> None:
     execute(study(until="rounds"), tmp_path, progress := Stopped())
     assert progress.began == {0: 3, 1: 3}
     assert trial_table.read_trials(tmp_path).rule.first == 0
@@ -211,7 +213,7 @@ def test_the_verdict_is_the_same_when_it_is_shown_later(study: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("noise", "least", "most"), [(0.01, 4, 4), (0.06, 5, 11), (0.3, 12, 12)])
-def test_rounds_go_on_until_the_winners_interval_is_narrow_but_not_beyond_three_times_as_many(
+def test_rounds_continue_until_the_interval_is_narrow_up_to_threefold(
     study: Any, tmp_path: Path, scripted: None, noise: float, least: int, most: int
 ) -> None:
     fast = f"fake@latency_ms=2@noise={noise}"
@@ -224,7 +226,7 @@ def test_rounds_go_on_until_the_winners_interval_is_narrow_but_not_beyond_three_
     assert is_narrow == (most < 12)
 
 
-def test_a_pair_of_which_the_study_has_one_trial_is_left(study: Any, tmp_path: Path, scripted: None) -> None:
+def test_pairs_with_a_trial_outside_the_study_get_no_rounds(study: Any, tmp_path: Path, scripted: None) -> None:
     execute(study(backends=(REFERENCE,)), tmp_path, Stopped())
     execute(study(backends=(LIKE,), reference=LIKE), tmp_path, progress := Stopped())
     assert progress.began == {0: 1, 1: 1} and list_pending(trial_table.read_trials(tmp_path))
@@ -233,12 +235,12 @@ def test_a_pair_of_which_the_study_has_one_trial_is_left(study: Any, tmp_path: P
     assert {len(each) for each in rounds(tmp_path).values()} == {3}
 
 
-def test_a_backend_keeps_to_rounds_of_its_own(study: Any, tmp_path: Path, scripted: None) -> None:
+def test_a_backend_keeps_its_own_number_of_rounds(study: Any, tmp_path: Path, scripted: None) -> None:
     execute(study(backends=(REFERENCE, f"{LIKE}@rounds=3")), tmp_path, progress := Stopped())
     assert progress.began == {0: 2, 1: 2, 2: 1}
 
 
-def test_a_folder_of_before_goes_on(study: Any, tmp_path: Path, scripted: None) -> None:
+def test_folders_of_earlier_versions_resume(study: Any, tmp_path: Path, scripted: None) -> None:
     """Earlier versions measured only the requested rounds, without turns, and study.toml didn't say so."""
     execute(study(until="rounds"), tmp_path, Stopped())
     path = tmp_path / "study.toml"
@@ -287,12 +289,12 @@ def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Any, tmp_path: P
 
 @pytest.mark.parametrize("words", [["--backend", "fake"], ["--backend", "fake,fake@noise=0", "--rounds", "1"]])
 @pytest.mark.usefixtures("unreported")
-def test_with_nothing_to_tell_apart_no_round_is_added(words: list[str], call: Any, tmp_path: Path) -> None:
+def test_a_study_without_pairs_adds_no_rounds(words: list[str], call: Any, tmp_path: Path) -> None:
     assert call(*COMMAND, *words, "--minutes", "1e6")[0] == 0
     assert ran(tmp_path) == {("r0",) if "--rounds" in words else FIRST_LOOK}
 
 
-def test_bad_input_is_one_line(study: Any) -> None:
+def test_invalid_settings_are_refused_in_one_line(study: Any) -> None:
     for fields, words in (
         ({"until": "done"}, "unknown until 'done'"),
         ({"rounds": 1}, "give --rounds 2 or more"),

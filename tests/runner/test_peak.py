@@ -46,14 +46,14 @@ def find(study: Study, folder: Path) -> Record:
     return peak.find_peak(study, folder / "peak", Progress(quiet=True))
 
 
-def test_a_second_study_takes_it_from_the_cache(fake_study: Any, tmp_path: Path, jobs: list[Record]) -> None:
+def test_a_second_study_reads_the_peak_from_the_cache(fake_study: Any, tmp_path: Path, jobs: list[Record]) -> None:
     jobs.append(GOOD)
     assert [find(fake_study(), tmp_path / name).facts for name in "aba"] == [GOOD.facts] * 3
     assert jobs == []
     assert (tmp_path / "b" / "peak" / "record.json").is_file()
 
 
-def test_other_threads_are_another_peak(fake_study: Any, tmp_path: Path, jobs: list[Record]) -> None:
+def test_the_peak_depends_on_the_number_of_threads(fake_study: Any, tmp_path: Path, jobs: list[Record]) -> None:
     jobs.extend([GOOD, GOOD])
     find(fake_study(threads=1), tmp_path / "a")
     find(fake_study(threads=2), tmp_path / "b")
@@ -61,7 +61,7 @@ def test_other_threads_are_another_peak(fake_study: Any, tmp_path: Path, jobs: l
 
 
 @pytest.mark.parametrize("bad", [Record("skipped", "peak", "no torch"), Record("ok", "done", warnings=("a crowd",))])
-def test_what_failed_or_was_disturbed_is_not_remembered(
+def test_failed_or_disturbed_peaks_are_not_cached(
     bad: Record, fake_study: Any, tmp_path: Path, jobs: list[Record]
 ) -> None:
     jobs.extend([bad, GOOD])
@@ -69,9 +69,7 @@ def test_what_failed_or_was_disturbed_is_not_remembered(
     assert find(fake_study(), tmp_path / "b").facts == GOOD.facts
 
 
-def test_a_study_goes_on_without_it_and_may_ask_for_it_later(
-    fake_study: Any, tmp_path: Path, jobs: list[Record]
-) -> None:
+def test_a_study_runs_without_a_peak_and_may_add_it_later(fake_study: Any, tmp_path: Path, jobs: list[Record]) -> None:
     execute(fake_study(), tmp_path, Progress(quiet=True))
     assert not (tmp_path / "peak").exists()
     jobs.append(Record("skipped", "peak", "no torch"))
@@ -132,7 +130,7 @@ def test_each_planned_round_also_runs_at_full_load(fake_study: Any, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_without_it_nothing_is_run_or_watched(fake_study: Any, tmp_path: Path) -> None:
+def test_without_energy_no_idle_or_sustained_load_is_measured(fake_study: Any, tmp_path: Path) -> None:
     execute_module.execute(fake_study(), tmp_path / "run", Progress(quiet=True))
     assert not (tmp_path / "run" / "idle").exists()
     (t,) = load_run(tmp_path / "run")
@@ -154,7 +152,7 @@ def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_every_output_right(dyno: Any, onnx: Path, tmp_path: Path) -> None:
+def test_stress_checks_every_output(dyno: Any, onnx: Path, tmp_path: Path) -> None:
     words = ("--phases", "1,4,random", "--iterations", 50, "--size", 16, "--threads", 1)
     done = dyno("bench", "stress", onnx, *words, cwd=tmp_path, code=0)
     assert done.stdout.count("every output right") == 3 and " 1-4 " in done.stdout
@@ -166,7 +164,7 @@ def test_every_output_right(dyno: Any, onnx: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_file_has_usual_batches_unless_its_batch_is_fixed(dyno: Any, onnx: Path, tmp_path: Path) -> None:
+def test_stress_uses_default_batches_unless_the_file_fixes_its_batch(dyno: Any, onnx: Path, tmp_path: Path) -> None:
     words = ("--phases", "min,max", "--iterations", 5, "--size", 16)
     usual = dyno("bench", "stress", onnx, *words, cwd=tmp_path)
     rows = [line.split()[:3] for line in usual.stdout.splitlines()]
@@ -185,6 +183,8 @@ def test_a_file_has_usual_batches_unless_its_batch_is_fixed(dyno: Any, onnx: Pat
         (("--phases", "2", "--iterations", "0"), "--iterations is 0; it must be at least 1"),
     ],
 )
-def test_nonsense_is_one_line(dyno: Any, tmp_path: Path, words: tuple[str, ...], line: str) -> None:
+def test_invalid_stress_options_are_refused_in_one_line(
+    dyno: Any, tmp_path: Path, words: tuple[str, ...], line: str
+) -> None:
     done = dyno("bench", "stress", "fake:net", *words, cwd=tmp_path)
     assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr

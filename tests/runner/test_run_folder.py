@@ -53,7 +53,7 @@ def ids(folder: Path) -> set[str]:
     return {path.name for path in (folder / "trials").iterdir()}
 
 
-def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Any, tmp_path: Path) -> None:
+def test_a_run_folder_grows_and_keeps_rows_of_earlier_commands(call: Any, tmp_path: Path) -> None:
     words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
     assert call(*words, "--backend", "fake@latency_ms=0.1")[0] == 0
     first = {p: p.stat().st_mtime_ns for p in Path("r").glob("trials/*/*/record.json")}
@@ -79,7 +79,7 @@ def test_another_route_is_another_row(call: Any, tmp_path: Path) -> None:
     assert load("r").to_pandas().set_index("options").loc["fold=True", "route"] == "folded"
 
 
-def test_what_contradicts_is_named(call: Any, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conflicting_settings_are_named(call: Any, refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["run", "fake:net", "--channels", 1, *FAKE, "--out", "r"]
     assert call(*words)[0] == 0
     assert refused(*words, "--seconds", 1) == (
@@ -94,7 +94,7 @@ def test_what_contradicts_is_named(call: Any, refused: Any, monkeypatch: pytest.
     assert rows("r", "status") == [("ok",)]
 
 
-def test_rows_of_other_processors_have_no_place_beside_those_of_the_same_name(
+def test_a_folder_measured_on_other_processors_is_refused(
     call: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other processors may come from `taskset` or another machine."""
@@ -108,7 +108,7 @@ def test_rows_of_other_processors_have_no_place_beside_those_of_the_same_name(
     assert call(*words, "--rounds", 2)[0] == 0 and rows("r", "status", "rounds") == [("ok", 2)]
 
 
-def test_a_folder_in_which_nothing_was_measured_blocks_nothing(call: Any) -> None:
+def test_a_folder_without_measurements_accepts_other_settings(call: Any) -> None:
     words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
     assert call(*words, "--backend", "fake@fail=exception")[0] == 3
     assert call(*words, "--backend", "fake@latency_ms=0.1", "--seed", 5)[0] == 0
@@ -116,7 +116,7 @@ def test_a_folder_in_which_nothing_was_measured_blocks_nothing(call: Any) -> Non
     assert Study.from_toml(Path("r/study.toml")).seed == 5
 
 
-def test_an_overwritten_file_is_another_model_and_comes_back(call: Any, tmp_path: Path) -> None:
+def test_an_overwritten_file_is_another_model_and_can_be_restored(call: Any, tmp_path: Path) -> None:
     net(tmp_path / "m.onnx")
     words = ["run", "m.onnx", "--channels", 1, *FAKE, "--batch", "1,2", "--out", "r"]
     assert call(*words)[0] == 0
@@ -136,7 +136,7 @@ def test_an_overwritten_file_is_another_model_and_comes_back(call: Any, tmp_path
     assert {path.name for path in (tmp_path / "r/archive").glob("*/*")} == new
 
 
-def test_an_overwritten_file_counts_though_another_model_is_asked_for(call: Any, tmp_path: Path) -> None:
+def test_an_overwritten_file_is_noticed_in_a_run_of_another_model(call: Any, tmp_path: Path) -> None:
     words = ["--channels", 1, *FAKE, "--out", "r"]
     net(tmp_path / "m.onnx")
     assert call("run", "m.onnx", "fake:net", *words)[0] == 0
@@ -145,7 +145,7 @@ def test_an_overwritten_file_counts_though_another_model_is_asked_for(call: Any,
     assert rows("r", "model", "status") == [("net", "ok")]
 
 
-def test_two_files_of_one_name_lie_beside_each_other(call: Any, tmp_path: Path) -> None:
+def test_two_files_with_one_name_are_separate_models(call: Any, tmp_path: Path) -> None:
     for folder, factor in (("a", 2.0), ("b", 3.0)):
         (tmp_path / folder).mkdir()
         net(tmp_path / folder / "m.onnx", factor)
@@ -167,7 +167,7 @@ def build(): return nn.Sequential(body(), nn.Flatten())
 """
 
 
-def test_a_module_beside_the_code_counts(call: Any, tmp_path: Path) -> None:
+def test_a_changed_imported_module_makes_another_model(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "net.py").write_text(CODE)
     (tmp_path / "parts.py").write_text("from torch import nn\ndef body(): return nn.ReLU()\n")
@@ -179,7 +179,7 @@ def test_a_module_beside_the_code_counts(call: Any, tmp_path: Path) -> None:
     assert "archive" not in call(*words)[2]
 
 
-def test_a_broken_second_model_hides_nothing(
+def test_a_broken_model_does_not_hide_the_others(
     call: Any, refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no graph")
@@ -203,7 +203,7 @@ def test_a_broken_second_model_hides_nothing(
     assert rows("l", "model", "status") == [("good", "ok"), ("late", "ok")], "its row had no size"
 
 
-def test_time_prints_what_could_be_timed(call: Any, refused: Any) -> None:
+def test_time_prints_the_models_that_ran(call: Any, refused: Any) -> None:
     words = ["time", "fake:good", "none.onnx", "--channels", 1, "--backend", "fake@latency_ms=0.1"]
     code, out, err = call(*words, "--seconds", 0.04, "--warmup", 0.02)
     assert code == 3 and out.startswith("good, ") and "dyno: there is no model file none.onnx\n" in err
@@ -228,7 +228,7 @@ def test_default_folders_do_not_collide(call: Any, tmp_path: Path) -> None:
     assert folder("a/m.onnx", "--batch", 4) == ("runs/m/report.html", "")
 
 
-def test_a_default_folder_is_named_by_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_folder_names_show_the_differing_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first = tmp_path / "runs" / "alexnet"
     (round_ := first / "trials" / "of" / "r0").mkdir(parents=True)
@@ -255,7 +255,7 @@ def test_a_default_folder_is_named_by_what_differs(tmp_path: Path, monkeypatch: 
     assert choose_folder(Study(models="torchvision:vgg11")) == (Path("runs/vgg11"), "")
 
 
-def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(call: Any, tmp_path: Path) -> None:
+def test_a_build_timeout_is_a_row_and_retried_with_a_longer_limit(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(ENDLESS)
     (tmp_path / "endless").touch()
     words = ["run", "net.py:Net", "--size", 8, "--backend", "onnxruntime", *SHORT, "--out", "r"]
@@ -270,7 +270,7 @@ def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(ca
     assert rows("r", "status") == [("ok",)]
 
 
-def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_retried_when_their_cause_may_be_gone(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def tried(fail: str, *more: object) -> list[str]:
         words = ["run", "fake:net", "--channels", 1, *SHORT, "--backend", f"fake@fail={fail}", "--out", fail]
         lines = call(*words, *more)[2].splitlines()
@@ -321,7 +321,7 @@ def test_two_files_of_one_network_are_one_table(call: Any, tmp_path: Path, monke
     assert code == 0 and "onnxruntime reads .onnx files, not b.xml" in out, "a backend that is asked for has its row"
 
 
-def test_files_of_other_work_or_shapes_are_other_networks() -> None:
+def test_files_with_other_flops_or_shapes_are_other_networks() -> None:
     def row(flops: int = 0, inputs: Any = (("n", 3, 8, 8),), file: str = "") -> ModelFacts:
         return ModelFacts(flops=flops, signature=(inputs, (("n", 5),)), file=file)
 

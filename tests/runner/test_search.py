@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --boundaries model --threads 1 --confirm 0".split()
 
 
-def test_the_command_line_finds_the_layer_that_must_stay_higher(
+def test_run_finds_the_layer_that_needs_higher_precision(
     hostile: Path, dyno: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["run", hostile, "--data", "digits", "--channels", 1, "--backend", "onnxruntime", "--precision",
@@ -80,7 +80,7 @@ def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple
         (300, 700, 303, [1, 2, 4, 8, 16, 32, 64, 128, 256, 350]),
     ],
 )
-def test_the_fewest_layers_are_found_by_doubling_and_halving(
+def test_the_fewest_kept_layers_are_found_by_doubling_and_halving(
     needed: int, layers: int, fewest: int | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, seen = steps_of(needed, layers, monkeypatch)
@@ -88,7 +88,7 @@ def test_the_fewest_layers_are_found_by_doubling_and_halving(
     assert found == (fewest if needed < 300 else 350), "at the limit the last one that holds counts"
 
 
-def test_a_choice_among_many_is_no_likelier_wrong_than_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_among_many_candidates_keeps_the_error_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,000 images lose exactly the budget, a point, however many layers are kept."""
     rng, images, limit = np.random.default_rng(0), 2000, -0.01
     chances: dict[int, float] = {}
@@ -108,7 +108,7 @@ def test_a_choice_among_many_is_no_likelier_wrong_than_one_trial(monkeypatch: py
     assert alone > 60, "each by itself"
 
 
-def test_only_what_has_layers_to_keep_is_tried(hostile: Path) -> None:
+def test_only_trials_that_support_kept_layers_are_searched(hostile: Path) -> None:
     study = Study(models=(str(hostile),), channels=1, data="digits", precisions=("fp16", "int8"),
                   backends=("onnxruntime", "openvino"))  # fmt: skip
     can = {(p.trial.backend, p.trial.precision): search.with_kept_layers(study, p.trial, 2) for p in expand(study)}
@@ -123,12 +123,12 @@ def test_only_what_has_layers_to_keep_is_tried(hostile: Path) -> None:
     ("fields", "line"),
     [({"search": True}, "needs a budget to hold"), ({"confirm": -1}, "confirm is -1; it must be at least 0")],
 )
-def test_what_makes_no_sense_is_refused(fields: dict[str, Any], line: str) -> None:
+def test_invalid_search_settings_are_refused(fields: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         Study(models=("fake:x",), **fields)
 
 
-def test_a_budget_switches_both_on() -> None:
+def test_a_budget_enables_both_searches() -> None:
     plain = Study(models=("fake:x",))
     study = Study(models=("fake:x",), data="digits", budget={"top1": 1.0})
     assert (plain.confirmations, plain.searches) == (0, False)
@@ -175,7 +175,7 @@ def tried(run: Path) -> Attempt:
     return one
 
 
-def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, dyno: Any, tmp_path: Path) -> None:
+def test_a_faster_route_gets_its_own_rows_and_is_tried_once(nets: Path, dyno: Any, tmp_path: Path) -> None:
     words = ("run", f"{nets}:light", "--backend", "onnxruntime", "--batch", "1,2", "--out", tmp_path, *ROUTES)
     done = dyno(*words, code=0)
     one = tried(tmp_path)
@@ -204,7 +204,7 @@ def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Any, tmp_pat
 
 
 @pytest.mark.parametrize("words", [("plain",), ("light", "--routes", "usual")])
-def test_nothing_is_tried_without_need(nets: Path, dyno: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_no_route_is_tried_without_need(nets: Path, dyno: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
     name, *options = words
     dyno("run", f"{nets}:{name}", *options, "--backend", "onnxruntime", "--out", tmp_path, *ROUTES, code=0)
     assert not (tmp_path / "routes.json").exists() and not (tmp_path / "routes").exists()
@@ -221,14 +221,14 @@ def test_nothing_is_tried_without_need(nets: Path, dyno: Any, tmp_path: Path, wo
         ("fp8", ("tf32",), "tf32"),
     ],
 )
-def test_the_type_that_decides_a_trial_s_route(precision: str, beside: tuple[str, ...], decides: str) -> None:
+def test_one_float_type_decides_the_route_of_a_trial(precision: str, beside: tuple[str, ...], decides: str) -> None:
     model, dims = ModelSpec("net", "net.py:net"), Dims(1, 8, 8)
     own, *others = (Trial(model, "tensorrt", one, dims) for one in (precision, *beside))
     assert search._choose_float(own, [own, *others, Trial(model, "onnxruntime", "bf16", dims)]) == decides
 
 
 @pytest.mark.parametrize(("seconds", "spent"), [(0.5, 0.5), (2.0, 1.0)])
-def test_a_process_of_another_route_measures_for_a_second_at_most(tmp_path: Path, seconds: float, spent: float) -> None:
+def test_trials_of_other_routes_measure_for_at_most_a_second(tmp_path: Path, seconds: float, spent: float) -> None:
     name, asked = "torchvision:resnet18", list[float]()
 
     def measure(study: Study, _: Path) -> None:
@@ -242,6 +242,6 @@ def test_a_process_of_another_route_measures_for_a_second_at_most(tmp_path: Path
     assert asked == [spent]
 
 
-def test_a_damaged_note_is_no_note(tmp_path: Path) -> None:
+def test_a_damaged_routes_file_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "routes.json").write_text(json.dumps({"schema": 2, "attempts": [{"key": 3}]}))
     assert read_attempts(tmp_path) == ()

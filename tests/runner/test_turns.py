@@ -77,7 +77,7 @@ def test_a_first_answer_comes_with_the_first_batch(study: Any, tmp_path: Path) -
     assert "at batch 1" in answers[0] or "at batch 2" in answers[0]
 
 
-def test_what_is_ready_is_measured_before_the_last_file_is_made(
+def test_ready_trials_are_measured_before_the_last_file_is_built(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third trial's file is slow: the two others give an answer first, and measure beside it later."""
@@ -106,9 +106,7 @@ def test_what_is_ready_is_measured_before_the_last_file_is_made(
         assert len(log_ratios(a, b, "model", keep_disturbed=True)) == min(len(a.rounds), len(b.rounds))
 
 
-def test_a_file_that_takes_long_to_build_is_made_after_the_first_answer(
-    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_builds_follow_the_first_answer(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow build is known beforehand, so no time passes, and other trials' files come first."""
     made: list[int] = []
     slowly, quickly = "fake@latency_ms=1", "fake@latency_ms=3"
@@ -150,7 +148,7 @@ def test_fixed_rounds_answer_before_a_long_build_and_lack_no_pair(
     assert len(log_ratios(result[5], result[4], "model", keep_disturbed=True)) == rounds
 
 
-def test_each_delay_has_an_answer_before_it(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_precedes_each_delay(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One trial is ready, one compiles in loading, one is built slowly: ready results are shown before each delay."""
     events: list[Any] = []
     monkeypatch.setattr("dyno.runner.execute._compiles", lambda trial: trial.options["latency_ms"] == 2)
@@ -179,7 +177,7 @@ def test_a_lone_trial_answers_before_a_slow_build(dyno: Any, tmp_path: Path) -> 
     assert told == sorted(told), said
 
 
-def test_fixed_rounds_measure_a_late_trial_beside_the_fastest_too(study: Any, tmp_path: Path) -> None:
+def test_fixed_rounds_also_pair_a_late_trial_with_the_fastest(study: Any, tmp_path: Path) -> None:
     """The slowest is neither the reference nor a finalist, and isn't measured again."""
     before = (SLOW, FAST, "fake@latency_ms=50")
     for backends in (before, (*before, "fake@latency_ms=1")):
@@ -189,7 +187,7 @@ def test_fixed_rounds_measure_a_late_trial_beside_the_fastest_too(study: Any, tm
     assert paired == {2: 2, 4: 2, 50: 0}
 
 
-def test_what_compiles_while_it_loads_is_measured_after_the_first_answer(
+def test_trials_that_compile_on_load_follow_the_first_answer(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of three trials compiles, so the two others answer first; the reference doesn't wait."""
@@ -215,7 +213,7 @@ def test_what_compiles_while_it_loads_is_measured_after_the_first_answer(
     assert sets["3", "r0"] == sets["4", "r0"] != sets["2", "r0"]
 
 
-def test_the_same_rows_as_one_after_the_other(study: Any, tmp_path: Path) -> None:
+def test_interleaved_and_sequential_runs_give_the_same_rows(study: Any, tmp_path: Path) -> None:
     every = ("model", "all", "throughput")
     run(study(boundaries=every, rounds=2, seconds=0.1), tmp_path / "turns")
     run(study(boundaries=every, rounds=2, seconds=0.1, turns=False, block=0.1), tmp_path / "alone")
@@ -228,7 +226,7 @@ def test_the_same_rows_as_one_after_the_other(study: Any, tmp_path: Path) -> Non
     assert (tmp_path / "turns" / "trials").is_dir() and not list(tmp_path.glob("turns/trials/*/t*"))
 
 
-def test_blocks_alternate_and_nobody_measures_in_anothers(study: Any, tmp_path: Path) -> None:
+def test_blocks_alternate_without_overlap(study: Any, tmp_path: Path) -> None:
     run(study(SLOW, FAST, "fake@latency_ms=1", boundaries=("model", "all")), tmp_path)
     records = stored(tmp_path)
     assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1
@@ -293,7 +291,7 @@ def _ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def test_who_waits_takes_no_processor(study: Any, tmp_path: Path) -> None:
+def test_waiting_jobs_use_no_cpu(study: Any, tmp_path: Path) -> None:
     seen = Frozen(1.0)
     execute(study(SLOW, FAST, "fake@latency_ms=1"), tmp_path, seen)
     assert seen.ticks_used == [0, 0, 0] and set(seen.states) == {psutil.STATUS_STOPPED}
@@ -338,7 +336,7 @@ def late(importable: Any) -> str:
     return "late_backend:LATE"
 
 
-def test_a_crash_in_a_block_is_one_row(study: Any, tmp_path: Path, late: str) -> None:
+def test_a_crash_in_a_block_fails_only_its_own_row(study: Any, tmp_path: Path, late: str) -> None:
     # A block has at least two runs, the first uncounted, and there are three blocks regardless of duration.
     run(study(SLOW, FAST, f"{late}@latency_ms=2@after=3"), tmp_path / "run")
     records = stored(tmp_path / "run")
@@ -349,7 +347,7 @@ def test_a_crash_in_a_block_is_one_row(study: Any, tmp_path: Path, late: str) ->
     assert len(counts) == 1 and counts.pop() >= 3
 
 
-def test_who_runs_out_of_memory_beside_others_is_tried_by_itself(
+def test_jobs_that_run_out_of_memory_are_retried_alone(
     study: Any, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Started last, while the others are alive.
@@ -388,7 +386,7 @@ class Card:
 
 
 @pytest.mark.parametrize("processors", [1, 3])
-def test_the_memory_of_a_gpu_bounds_how_many_are_alive(
+def test_gpu_memory_limits_the_number_of_live_jobs(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processors: int
 ) -> None:
     card = Card()
@@ -402,7 +400,7 @@ def test_the_memory_of_a_gpu_bounds_how_many_are_alive(
     assert stored(tmp_path, "t*"), "the reference measured beside the one that had no room"
 
 
-def test_what_is_added_later_takes_turns_with_its_reference(study: Any, tmp_path: Path) -> None:
+def test_trials_added_later_are_interleaved_with_the_reference(study: Any, tmp_path: Path) -> None:
     progress = Progress(quiet=True)
     trials = {str(one.trial.options["latency_ms"]): one.trial for one in expand(study(rounds=2))}
     rounds = Rounds(Run(tmp_path), Files(progress), progress, lambda trial: trial.options["latency_ms"] == 4, {})
@@ -413,7 +411,7 @@ def test_what_is_added_later_takes_turns_with_its_reference(study: Any, tmp_path
     assert len(log_ratios(slow, fast, "model", keep_disturbed=True)) == 2
 
 
-def test_a_hang_is_one_row_and_only_its_own_time_counts(
+def test_a_hang_fails_only_its_own_row_by_its_own_time(
     study: Any, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Hours pass for the conductor once a member hangs, however long the others take until then.
@@ -428,9 +426,7 @@ def test_a_hang_is_one_row_and_only_its_own_time_counts(
     }  # fmt: skip
 
 
-def test_no_job_is_late_by_the_time_that_dyno_was_stopped(
-    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suspending_dyno_causes_no_timeouts(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-Z stops Dyno, not its jobs."""
     stages: list[str] = []
 
@@ -480,7 +476,7 @@ def _workers(parent: int, status: str) -> list[psutil.Process]:
     return [p for p in children if p.status() == status] if len(children) == 2 else []
 
 
-def test_what_is_missing_of_a_round_is_measured_beside_the_reference(study: Any, tmp_path: Path) -> None:
+def test_missing_parts_of_a_round_are_measured_with_the_reference(study: Any, tmp_path: Path) -> None:
     asked = study(SLOW, FAST, rounds=2, reference=f"{SLOW}")
     run(asked, tmp_path)
     before = stored(tmp_path)
@@ -499,7 +495,7 @@ def test_what_is_missing_of_a_round_is_measured_beside_the_reference(study: Any,
     assert stored(tmp_path) == after and stored(tmp_path, "t*") == companions
 
 
-def test_memory_bounds_how_many_are_alive(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limits_the_number_of_live_jobs(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[int] = []
     advance = turns.InterleavedGroup._advance_members
 
@@ -518,7 +514,7 @@ def test_memory_bounds_how_many_are_alive(study: Any, tmp_path: Path, monkeypatc
     assert {sets["4"], *companions} >= {sets["2"], sets["1"]}, "the reference is in every group"
 
 
-def test_with_memory_for_one_it_is_one_after_the_other(
+def test_with_memory_for_one_job_measurement_is_sequential(
     study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns.InterleavedGroup, "_has_room", lambda *_: False)
@@ -532,7 +528,7 @@ def test_with_memory_for_one_it_is_one_after_the_other(
     assert all(len(r["facts"]["blocks"]["model"]) >= 3 for r in records.values())
 
 
-def test_what_makes_no_sense_in_turns_is_refused(study: Any) -> None:
+def test_settings_that_contradict_interleaving_are_refused(study: Any) -> None:
     refuses("turns", study, samples=10)
     refuses("block", study, block=0.0)
 
@@ -542,7 +538,7 @@ def test_what_makes_no_sense_in_turns_is_refused(study: Any) -> None:
     [((), 3), ((0.5, 0.0, 0.3), 5), ((0.0, 0.5), 4), ((0.5,) * 9, 6)],
     ids=["quiet", "two of three", "one of two", "all"],
 )
-def test_disturbed_blocks_are_measured_again_by_all(
+def test_all_trials_repeat_disturbed_blocks(
     delays: tuple[float, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three blocks of 0.05 s are planned for each of two members, so at most three may be repeated."""
@@ -647,7 +643,7 @@ def test_one_undisturbed_round_of_five_gives_latencies_and_the_best_estimate(stu
 
 
 @pytest.mark.parametrize(("lost", "is_short"), [((), False), ((2,), True), ((0, 1, 2), False)])
-def test_rounds_that_other_programs_took_are_made_up_for(
+def test_rounds_lost_to_other_programs_are_replaced(
     study: Any, tmp_path: Path, lost: tuple[int, ...], is_short: bool
 ) -> None:
     """Four equal engines: the runner-up gets rounds, and every rival while rounds are missing. Without any quiet round
@@ -661,7 +657,7 @@ def test_rounds_that_other_programs_took_are_made_up_for(
 
 
 @pytest.mark.parametrize("lost", [(), (2,)])
-def test_a_backend_with_rounds_of_its_own_gets_others_for_lost_ones_alone(
+def test_a_backend_with_its_own_rounds_only_replaces_lost_ones(
     study: Any, tmp_path: Path, lost: tuple[int, ...]
 ) -> None:
     equal = [f"fake@latency_ms={2 + k / 100}@rounds=3" for k in range(3)]
@@ -690,7 +686,7 @@ def _run_equal(equal: Study, folder: Path, lost: tuple[int, ...]) -> RunData:
 
 
 @pytest.mark.parametrize("cold", [0.0, 0.3])
-def test_an_engine_that_is_not_warm_is_a_warning(study: Any, tmp_path: Path, cold: float) -> None:
+def test_an_engine_still_warming_up_is_a_warning(study: Any, tmp_path: Path, cold: float) -> None:
     """Its latencies start 30 % too high and fall from block to block, in every round."""
     run(study(rounds=4, seconds=0.5), tmp_path)
     rng = np.random.default_rng(0)
@@ -717,7 +713,7 @@ def test_an_engine_that_is_not_warm_is_a_warning(study: Any, tmp_path: Path, col
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_the_command_line_with_engines(dyno: Any, tmp_path: Path) -> None:
+def test_real_engines_are_interleaved_from_the_command_line(dyno: Any, tmp_path: Path) -> None:
     for name in ("onnx", "onnxruntime", "openvino"):
         pytest.importorskip(name)
     import onnx
@@ -792,13 +788,13 @@ def test_tables_and_turns_choose_the_same_reference(tmp_path: Path, requested: s
 
 
 @pytest.mark.parametrize("requested", ["", SIDES[0].id])
-def test_so_they_do_in_a_comparison(tmp_path: Path, requested: str) -> None:
+def test_tables_and_turns_choose_the_same_baseline_in_a_comparison(tmp_path: Path, requested: str) -> None:
     assert (chosen := in_tables(tmp_path, SIDES, requested)) == in_turns(SIDES, requested)
     baselines = {SIDES[0].id} if requested else {t.id for t in SIDES if t.side == "a"}
     assert set(chosen.values()) == baselines
 
 
-def test_each_way_to_name_a_reference_finds_its_trial() -> None:
+def test_every_spelling_of_a_reference_finds_its_trial() -> None:
     found = {requested: in_turns(STUDY, requested).get(EAGER.id) for requested in ASKED}
     whole, eight = STUDY[3].id, STUDY[4].id
     assert list(found.values()) == [
@@ -808,6 +804,6 @@ def test_each_way_to_name_a_reference_finds_its_trial() -> None:
 
 
 @pytest.mark.parametrize("requested", ["tensorrt", "onnxruntime/bf16", "onnxruntime@b=2", "pytorch/fp99", "fp32"])
-def test_what_no_trial_is_is_refused(tmp_path: Path, requested: str) -> None:
+def test_references_without_a_trial_are_refused(tmp_path: Path, requested: str) -> None:
     refuses("fits the reference", in_tables, tmp_path, STUDY, requested)
     assert not in_turns(STUDY, requested)

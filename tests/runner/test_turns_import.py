@@ -104,7 +104,7 @@ def seconds(record: dict[str, Any], tag: str) -> float:
     return float(next(m["value"] for m in record["measurements"] if m["tag"] == tag))
 
 
-def test_imports_overlap_and_loads_follow_each_other(
+def test_imports_overlap_and_loads_are_sequential(
     study: Any, tmp_path: Path, marks: Path, processors: Callable[[int], None]
 ) -> None:
     processors(3)
@@ -124,7 +124,9 @@ def test_imports_overlap_and_loads_follow_each_other(
         assert own <= seconds(records[last], tag) < own + waited, "what it waited for isn't in it"
 
 
-def test_what_goes_wrong_in_an_import_is_one_row(study: Any, tmp_path: Path, processors: Callable[[int], None]) -> None:
+def test_an_import_failure_fails_only_its_own_row(
+    study: Any, tmp_path: Path, processors: Callable[[int], None]
+) -> None:
     processors(4)
     wrong = (f"fake@fail={kind}@at=import@latency_ms=1" for kind in ("segfault", "exception"))
     records = run(study(SLOW, FAST, *wrong), tmp_path / "run")
@@ -136,7 +138,7 @@ def test_what_goes_wrong_in_an_import_is_one_row(study: Any, tmp_path: Path, pro
     assert not [m for name in ("segfault", "exception") for m in records[name]["measurements"]]
 
 
-def test_an_import_that_hangs_is_one_row(
+def test_a_hanging_import_fails_only_its_own_row(
     study: Any, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processors(3)
@@ -158,7 +160,7 @@ def test_an_import_that_hangs_is_one_row(
     }  # fmt: skip
 
 
-def test_an_import_without_memory_is_tried_by_itself(
+def test_imports_that_run_out_of_memory_are_retried_alone(
     study: Any, tmp_path: Path, processors: Callable[[int], None]
 ) -> None:
     processors(3)
@@ -169,7 +171,7 @@ def test_an_import_without_memory_is_tried_by_itself(
     assert not records["oom"]["facts"].get("turns"), "alone, after it failed beside others"
 
 
-def test_who_has_imported_needs_its_room(
+def test_imported_processes_count_with_their_measured_memory(
     study: Any, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processors(3)
@@ -191,7 +193,7 @@ def test_who_has_imported_needs_its_room(
     assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1, "all have room in the end"
 
 
-def test_as_many_import_as_jobs_have_processors(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_imports_are_limited_by_processors(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (planned,) = expand(study("fake@latency_ms=1", threads=1))
 
     def at_once(processors: int, threads: int, **how: bool) -> int:
@@ -204,7 +206,7 @@ def test_as_many_import_as_jobs_have_processors(study: Any, monkeypatch: pytest.
     assert at_once(1, 1, apart=True) == 5, "each has its own processors"
 
 
-def test_players_apart_import_and_load_at_once(study: Any, tmp_path: Path, marks: Path) -> None:
+def test_jobs_on_separate_processors_import_and_load_in_parallel(study: Any, tmp_path: Path, marks: Path) -> None:
     planned = expand(study(*(met(ms, importing=2, loading=2) for ms in (1, 2)), timeout=120.0))
     members = [
         InterleavedJob(Job("run", entry.trial.runtime, entry.trial, 1), tmp_path / entry.trial.id, 0)
@@ -234,7 +236,7 @@ def _groups(study: Study, folder: Path, ended: list[str]) -> list[InterleavedGro
     ]
 
 
-def test_groups_load_at_once_before_the_first_of_them_measures(study: Any, tmp_path: Path, marks: Path) -> None:
+def test_groups_load_in_parallel_before_any_measures(study: Any, tmp_path: Path, marks: Path) -> None:
     ended: list[str] = []
     meeting = [met(ms, importing=4, loading=4) for ms in (1, 2, 3, 4)]
     groups = _groups(study(*meeting, timeout=120.0), tmp_path, ended)
@@ -251,7 +253,7 @@ def test_groups_load_at_once_before_the_first_of_them_measures(study: Any, tmp_p
         assert {each["set"] for each in found} == {group.name} and {each["together"] for each in found} == {4}
 
 
-def test_what_fails_while_groups_load_is_a_row_of_its_group(study: Any, tmp_path: Path) -> None:
+def test_failures_while_groups_load_are_rows_of_their_group(study: Any, tmp_path: Path) -> None:
     ended: list[str] = []
     wrong = ["fake@fail=exception@at=load@latency_ms=1", "fake@fail=segfault@at=import@latency_ms=1"]
     groups = _groups(study("fake@latency_ms=1", wrong[0], wrong[1], "fake@latency_ms=2"), tmp_path, ended)
@@ -263,9 +265,7 @@ def test_what_fails_while_groups_load_is_a_row_of_its_group(study: Any, tmp_path
     assert statuses == ["ok", "failed", "crashed", "ok"] and len(ended) == 4
 
 
-def test_groups_that_memory_does_not_hold_at_once_load_in_turn(
-    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_too_large_for_memory_load_in_turn(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "read_available", lambda: 4 << 20)
     groups = _groups(study(*(f"fake@latency_ms={ms}" for ms in (1, 2, 3, 4))), tmp_path, [])
     turns.load_in_parallel(groups)

@@ -119,7 +119,7 @@ def net(tmp_path: Path, preloaded: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["pipeline", "Pipeline"])
-def test_the_share_is_that_of_the_known_seconds(name: str, net: Path, call: Any) -> None:
+def test_the_model_share_matches_known_times(name: str, net: Path, call: Any) -> None:
     """50 + 40 + 10 ms: the model is 40 %, so at most 1.67x. A sleep may take milliseconds longer beside others."""
     pytest.importorskip("onnxruntime")
     (net / "net.py").write_text(SLEEPING + "\nPipeline_requests = pipeline_requests\n")
@@ -149,7 +149,7 @@ def test_the_share_is_that_of_the_known_seconds(name: str, net: Path, call: Any)
     assert "run is of another application, or other requests; give another --out" in errors
 
 
-def test_photos_are_requests_and_predict_may_call_the_model_as_it_likes(
+def test_photos_are_requests_and_predict_may_call_the_model_freely(
     tmp_path: Path, preloaded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
@@ -187,14 +187,16 @@ def test_photos_are_requests_and_predict_may_call_the_model_as_it_likes(
     ("here", "there are no requests; give photos with --data, or write here_requests()"),
     ("Missing", "app.py has no function 'Missing'"),
 ])  # fmt: skip
-def test_what_can_t_be_timed_is_one_line(name: str, says: str, tmp_path: Path, preloaded: str, refused: Any) -> None:
+def test_unsuitable_applications_are_refused_in_one_line(
+    name: str, says: str, tmp_path: Path, preloaded: str, refused: Any
+) -> None:
     pytest.importorskip("torch")
     (tmp_path / "app.py").write_text(BROKEN)
     assert refused("bench", "app", f"app.py:{name}", "-o", "run").startswith(says)
     assert not (tmp_path / "run").exists()
 
 
-def test_other_bad_input_is_one_line(net: Path, refused: Any) -> None:
+def test_other_invalid_input_is_refused_in_one_line(net: Path, refused: Any) -> None:
     assert "torchvision:resnet18 is a network alone" in refused("bench", "app", "torchvision:resnet18")
     assert "digits are not files" in refused("bench", "app", "net.py:pipeline", "--data", "digits")
     refuses("application is 3; it must be text", dyno.bench_app, 3)
@@ -207,7 +209,7 @@ def run_of(*rounds: tuple[float, float, float, float], backend: str = "pytorch",
     return ApplicationRun(trial, ApplicationFacts(4), named, **more)
 
 
-def test_the_limit_is_amdahl_s() -> None:
+def test_the_speed_up_limit_follows_amdahl() -> None:
     run = run_of(*[(0.06, 0.03, 0.006, 0.1)] * 3)
     assert run.share.value == pytest.approx(0.3) and run.limit.value == pytest.approx(1 / 0.7)
     assert run.between == pytest.approx(0.004)
@@ -218,7 +220,7 @@ def test_the_limit_is_amdahl_s() -> None:
     assert "% of a request is in no stage" not in said
 
 
-def test_the_share_s_interval_is_that_of_the_rounds() -> None:
+def test_the_interval_of_the_share_is_over_rounds() -> None:
     """By hand: the rest's logarithms 0.7, 0.68, 0.72, their mean and Student's t with two degrees of freedom."""
     run = run_of((0.06, 0.3, 0.2, 1.0), (0.06, 0.32, 0.2, 1.0), (0.06, 0.28, 0.2, 1.0))
     logs = np.log([0.7, 0.68, 0.72])
@@ -242,7 +244,7 @@ def test_wrong_outputs_have_no_speed_up() -> None:
     assert gain[1] is not None and gain[1].value == pytest.approx(1 / 0.7) and gain[1].verdict == "faster"
 
 
-def test_disturbed_passes_are_left_out_of_every_stage_alike() -> None:
+def test_disturbed_passes_are_left_out_of_every_stage() -> None:
     """Two requests in eight passes, one of them ten times as long."""
     slow = np.array([1, 1, 10, 1, 1, 1, 1, 1])
     seconds = {"preprocess": 0.1, "model": 0.2, "postprocess": 0.1, "request": 0.5}
@@ -259,7 +261,7 @@ class Answer:
     count: int
 
 
-def test_an_engine_s_arrays_take_the_form_of_the_network_s_result() -> None:
+def test_engine_arrays_take_the_structure_of_the_network_result() -> None:
     torch = pytest.importorskip("torch")
     from dyno.worker.jobs.application import _fill_in
 

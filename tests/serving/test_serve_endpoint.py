@@ -57,9 +57,7 @@ def trial(url: str, name: str = kserve_server.MODEL) -> Trial:
 
 @needs_client
 @pytest.mark.parametrize(("binary", "shape"), [(False, (-1, 3, 4)), (True, (-1, 3, 8, 8))])
-def test_a_server_answers_in_place_of_an_engine(
-    binary: bool, shape: tuple[int, ...], bench: Any, tmp_path: Path
-) -> None:
+def test_a_server_is_measured_like_an_engine(binary: bool, shape: tuple[int, ...], bench: Any, tmp_path: Path) -> None:
     with kserve_server.running(binary=binary, shape=shape) as (url, batches):
         out, _ = bench(url, "--batch", 2, "--instances", 2, "--p50", "9s")
     assert set(batches) == {1, 2} and len(batches) > 50
@@ -73,7 +71,7 @@ def test_a_server_answers_in_place_of_an_engine(
 
 @needs_client
 @pytest.mark.parametrize(("factor", "says"), [(1.0, "agree"), (1.5, "wrong outputs")])
-def test_a_server_s_answers_are_compared_with_its_model_s(factor: float, says: str, bench: Any, tmp_path: Path) -> None:
+def test_server_answers_are_compared_with_the_model(factor: float, says: str, bench: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "nets.py").write_text(NET)
     with kserve_server.running(factor=factor) as (url, _):
@@ -86,7 +84,7 @@ def test_a_server_s_answers_are_compared_with_its_model_s(factor: float, says: s
 
 
 @needs_client
-def test_a_server_with_other_inputs_than_its_model_is_one_line() -> None:
+def test_a_server_with_inputs_unlike_its_model_is_refused_in_one_line() -> None:
     given = (InputSpec("a", shape=("batch", 3)), InputSpec("b", shape=("batch", 3)))
     with kserve_server.running() as (url, _):
         other = replace(trial(url), model=ModelSpec(kserve_server.MODEL, f"nets:{kserve_server.MODEL}", inputs=given))
@@ -94,7 +92,7 @@ def test_a_server_with_other_inputs_than_its_model_is_one_line() -> None:
 
 
 @needs_client
-def test_what_the_server_answers_is_fetched() -> None:
+def test_server_answers_are_fetched() -> None:
     with kserve_server.running() as (url, _):
         session = ENDPOINT.load(trial(url), None)
         assert [(t.name, t.dtype, t.shape) for t in session.inputs] == [("x", "float32", (2, 3, 4))]
@@ -106,7 +104,7 @@ def test_what_the_server_answers_is_fetched() -> None:
 
 
 @needs_client
-def test_no_server_and_no_such_model_are_one_line() -> None:
+def test_missing_servers_and_models_are_reported_in_one_line() -> None:
     with kserve_server.running() as (url, _):
         refuses("has no model 'other'", ENDPOINT.load, trial(url, "other"), None)
     said = "no server of KServe's protocol v2 answers at {}: .*; check that it runs"
@@ -121,7 +119,7 @@ def test_no_server_and_no_such_model_are_one_line() -> None:
     ("/v2", "no server of KServe's protocol v2 answers at {url}: nothing came within 0.2 s; check that it runs"),
     (f"/v2/models/{kserve_server.MODEL}", "{url} did not answer about 'adder' within 0.2 s; check that it is loaded"),
 ])  # fmt: skip
-def test_a_server_that_hangs_is_noticed_at_the_first_contact(
+def test_a_hanging_server_is_detected_at_the_first_contact(
     mute: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = []
@@ -144,7 +142,7 @@ def test_a_server_that_hangs_is_noticed_at_the_first_contact(
     assert str(caught.value) == says.format(url=url)
 
 
-def test_what_cannot_be_loaded_is_tried_once() -> None:
+def test_a_failed_load_is_not_retried() -> None:
     tried = []
 
     def load(of: Trial) -> Session:
@@ -157,7 +155,7 @@ def test_what_cannot_be_loaded_is_tried_once() -> None:
 
 
 @needs_client
-def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(bench: Any, tmp_path: Path) -> None:
+def test_requests_refused_by_a_server_count_and_do_not_end_the_test(bench: Any, tmp_path: Path) -> None:
     with kserve_server.running(most=1, takes=0.05) as (url, _):
         out, _ = bench(url, "--batch", 1, "--instances", 2, "--p50", "9s")
     assert "requests got no answer from the server and count as beyond every bound" in out
@@ -168,7 +166,7 @@ def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(bench: Any, t
 
 @needs_client
 @pytest.mark.parametrize("good", [0, 60])
-def test_a_server_whose_answers_are_not_finite_fails(good: int, bench: Any, tmp_path: Path) -> None:
+def test_a_server_with_non_finite_answers_fails(good: int, bench: Any, tmp_path: Path) -> None:
     with kserve_server.running(binary=True, takes=0.01, good=good) as (url, batches):
         out, errors = bench(url, "--batch", 1, code=3)
     assert len(batches) > good, "the check at the beginning takes fewer than 60 batches"
@@ -178,7 +176,7 @@ def test_a_server_whose_answers_are_not_finite_fails(good: int, bench: Any, tmp_
 
 
 @needs_client
-def test_one_size_of_batches_whose_answers_are_not_finite_is_told(bench: Any, tmp_path: Path) -> None:
+def test_non_finite_answers_at_one_batch_size_are_reported(bench: Any, tmp_path: Path) -> None:
     """Where the requests form hardly one: each size is asked for before."""
     with kserve_server.running(overflowing=2) as (url, _):
         bench(url, "--batch", 4)
@@ -187,7 +185,7 @@ def test_one_size_of_batches_whose_answers_are_not_finite_is_told(bench: Any, tm
 
 
 @needs_client
-def test_rates_before_a_server_s_end_in_a_search_are_kept(call: Any, tmp_path: Path) -> None:
+def test_rates_measured_before_a_server_fails_are_kept(call: Any, tmp_path: Path) -> None:
     with kserve_server.running(takes=0.005, alive=200) as (url, _):
         words = ("--endpoint", url, "--batch", 1, "--p50", "9s")
         _, out, _ = call("bench", "serve", kserve_server.MODEL, *words, *SHORT[2:], code=0)
@@ -197,7 +195,7 @@ def test_rates_before_a_server_s_end_in_a_search_are_kept(call: Any, tmp_path: P
 
 @needs_client
 @pytest.mark.parametrize("described", [[1, 2], {"name": "adder"}, {"inputs": [{}], "outputs": []}])
-def test_a_description_that_is_none_is_one_line(described: object) -> None:
+def test_an_invalid_model_description_is_reported_in_one_line(described: object) -> None:
     with kserve_server.running(described=described) as (url, _), pytest.raises(UserError) as caught:
         ENDPOINT.load(trial(url), None)
     assert f"{url} doesn't describe 'adder' as KServe's protocol v2 says" in str(caught.value)
@@ -208,7 +206,7 @@ def test_a_description_that_is_none_is_one_line(described: object) -> None:
     ({"most": 0}, r"did not answer: \[503\] too many requests"), ({"lacking": True}, "answered without y"),
     ({"beyond": 1}, r"answered what isn't KServe's protocol v2: cannot reshape .* into shape \(3,\)"),
 ])  # fmt: skip
-def test_a_request_in_vain_is_one_line(settings: dict[str, Any], said: str) -> None:
+def test_a_failed_request_is_reported_in_one_line(settings: dict[str, Any], said: str) -> None:
     with kserve_server.running(**settings) as (url, _):
         session = ENDPOINT.load(trial(url), None)
         session.bind({"x": np.zeros((2, 3, 4), np.float32)})
@@ -218,12 +216,12 @@ def test_a_request_in_vain_is_one_line(settings: dict[str, Any], said: str) -> N
 
 
 @needs_client
-def test_a_server_that_is_not_there_ends_as_its_row(bench: Any) -> None:
+def test_unreachable_servers_are_reported(bench: Any) -> None:
     with kserve_server.refusing() as url:
         assert f"protocol v2 answers at {url}" in bench(url, model="net", code=3)[1]
 
 
-def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tritonclient_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tritonclient.http", None)
     with pytest.raises(Unavailable, match=r"an endpoint needs tritonclient, which .*'inference-dyno\[serve\]'"):
         ENDPOINT.load(trial("http://127.0.0.1:1"), None)
@@ -232,12 +230,12 @@ def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "url", ["localhost:8000", "ftp://host:1", "http://", "http://h:99999", "http://a@b:1", "http:/h"]
 )
-def test_what_is_no_address_is_bad_input_before_anything_runs(url: str, refused: Any, tmp_path: Path) -> None:
+def test_invalid_addresses_are_refused_before_measuring(url: str, refused: Any, tmp_path: Path) -> None:
     line = refused("bench", "serve", "net", "--endpoint", url, *SHORT)
     assert line.startswith(f"the endpoint is {url!r}; write http://HOST:PORT") and not [*tmp_path.iterdir()]
 
 
-def test_an_endpoint_takes_the_place_of_backends(tmp_path: Path) -> None:
+def test_an_endpoint_replaces_the_backends(tmp_path: Path) -> None:
     options = ServeOptions(p99="1s", endpoint="http://127.0.0.1:1")
     with pytest.raises(UserError, match="takes the place of a backend; omit --backend"):
         dyno.bench_serve("net", backends=("pytorch",), out=tmp_path / "run", options=options)

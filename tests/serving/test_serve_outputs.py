@@ -53,29 +53,27 @@ def test_an_engine_with_wrong_outputs_is_never_ranked(call: Any, tmp_path: Path)
     assert [float(row["output_error"]) > 0.01 for row in csv.DictReader(io.StringIO(shown["csv"]))] == [False, True]
 
 
-def test_an_engine_that_is_wrong_in_smaller_batches_is_never_ranked(call: Any, tmp_path: Path) -> None:
+def test_an_engine_wrong_in_smaller_batches_is_never_ranked(call: Any, tmp_path: Path) -> None:
     code, out, errors = call("bench", "serve", *SMALL, "--backend", "planted_backends:WrongPairs,onnxruntime")
     assert code == 3 and "the outputs for one input change by" in errors, errors
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
     assert row["outputs"] == "agree" and "WrongPairs" not in out
 
 
-def test_a_wrong_engine_alone_is_not_the_reference(call: Any, tmp_path: Path) -> None:
+def test_a_single_wrong_engine_is_not_the_reference(call: Any, tmp_path: Path) -> None:
     _, out, _ = call("bench", "serve", *SMALL, "--backend", "planted_backends:ChangedWeight", code=3)
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
     assert row["verdict"].startswith("wrong outputs: off by") and "against pytorch fp32; they are not ranked" in out
 
 
-def test_a_reference_among_the_engines_needs_no_job_of_its_own(call: Any, tmp_path: Path) -> None:
+def test_a_reference_among_the_engines_needs_no_extra_job(call: Any, tmp_path: Path) -> None:
     _, out, _ = call("bench", "serve", *SMALL, "--backend", "onnxruntime,pytorch", code=0)
     reference, other = dyno.load(tmp_path / "run").table("serve").rows
     assert reference["verdict"] == "reference" and "outputs" not in reference and other["outputs"] == "agree"
     assert not (tmp_path / "run/reference").exists() and "compared with none" not in out
 
 
-def test_padding_does_not_change_what_a_file_of_a_fixed_batch_answers(
-    call: Any, onnx_file: Path, tmp_path: Path
-) -> None:
+def test_padding_does_not_change_fixed_batch_answers(call: Any, onnx_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     words = ("bench", "serve", onnx_file, "--backend", "openvino", "--compared", 5, *QUICK)
     _, out, errors = call(*words, code=0)
@@ -88,7 +86,7 @@ def test_padding_does_not_change_what_a_file_of_a_fixed_batch_answers(
     assert call("runs", "rm", "run")[0] == 0 and not (tmp_path / "run").exists()
 
 
-def test_random_outputs_are_compared_with_none(call: Any, tmp_path: Path) -> None:
+def test_random_outputs_are_not_compared(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(planted_backends.NET.replace("return self.head(", "x = x + torch.rand_like(x)\n"
                                                                   "        return self.head("))  # fmt: skip
     _, out, _ = call("bench", "serve", *SMALL, "--backend", "pytorch@precision=bf16", code=0)
@@ -96,7 +94,7 @@ def test_random_outputs_are_compared_with_none(call: Any, tmp_path: Path) -> Non
     assert "outputs" not in dyno.load(tmp_path / "run").table("serve").rows[0]
 
 
-def test_a_reference_that_fails_fails_nothing_else(call: Any, tmp_path: Path) -> None:
+def test_a_failing_reference_fails_no_other_engine(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         planted_backends.NET.replace(
             "x = torch.relu", "assert len(x) < 4 or x.dtype != torch.float32\n        x = torch.relu", 1

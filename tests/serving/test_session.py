@@ -55,7 +55,7 @@ def test_given_rates_are_measured_and_shown_again(call: Any, tmp_path: Path) -> 
     assert "serve-rates" in "".join(p.name for p in (tmp_path / "run/tables").iterdir())
 
 
-def test_loadgen_sends_the_requests_and_times_them_alike(call: Any, tmp_path: Path) -> None:
+def test_loadgen_sends_the_requests_with_the_same_times(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("mlperf_loadgen")
     words = ("--backend", "fake@latency_ms=20", "--rate", 30, "--duration", "2s", "--p50", "500ms", "--loadgen")
     _, out, _ = call("bench", "serve", *FAKE, *words, code=0)
@@ -77,7 +77,7 @@ def test_rates_without_a_bound_are_not_compared(call: Any) -> None:
     assert "full batches" in out and "reference" not in out and "speedup" not in out
 
 
-def test_the_search_ends_below_what_full_batches_allow(call: Any, tmp_path: Path) -> None:
+def test_the_search_ends_below_the_full_batch_capacity(call: Any, tmp_path: Path) -> None:
     words = ("--backend", "fake@latency_ms=2,fake@latency_ms=4", "--batch", 2, "--p50", "1s", "--resolution", 0.5,
              "--duration", "0.5s", "--rounds", 1)  # fmt: skip
     _, out, _ = call("bench", "serve", *FAKE, *words, code=0)
@@ -93,7 +93,7 @@ def test_the_search_ends_below_what_full_batches_allow(call: Any, tmp_path: Path
     assert code == 2 and "run is of other requests; give another --out" in errors
 
 
-def test_the_search_ends_where_a_lone_request_waits_and_takes_longer_than_the_bound(call: Any, tmp_path: Path) -> None:
+def test_the_search_ends_where_a_lone_request_misses_the_bound_by_waiting(call: Any, tmp_path: Path) -> None:
     words = ("--backend", "fake@latency_ms=20", "--batch", 8, "--p50", "30ms", "--max-wait", "25ms", "--rounds", 1)
     _, out, _ = call("bench", "serve", *FAKE, *words, "--duration", "1s", code=0)
     (found,) = facts(tmp_path / "run")
@@ -120,7 +120,7 @@ def test_real_engines_answer_requests(call: Any, tmp_path: Path) -> None:
     assert "40.0" in out and "hold" not in out.partition("Rates of requests")[0].partition("highest rate:")[0]
 
 
-def test_a_fixed_batch_is_padded_and_said(call: Any, onnx_file: Path, tmp_path: Path) -> None:
+def test_padding_to_a_fixed_batch_is_reported(call: Any, onnx_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     _, out, _ = call("bench", "serve", onnx_file, "--rate", 100, "--duration", "0.5s", *QUICK, code=0)
     (found,) = facts(tmp_path / "run")
@@ -128,7 +128,7 @@ def test_a_fixed_batch_is_padded_and_said(call: Any, onnx_file: Path, tmp_path: 
     assert "can't be loaded for batches of 1; fewer requests are padded to the next" in out
 
 
-def test_a_trace_says_when_requests_come(call: Any, tmp_path: Path) -> None:
+def test_a_trace_gives_the_arrival_times(call: Any, tmp_path: Path) -> None:
     times = np.sort(np.random.default_rng(0).uniform(5, 6, 700))
     (tmp_path / "trace.txt").write_text("\n".join(map(str, times)))
     words = ("--backend", "fake@latency_ms=0.1", "--trace", "trace.txt", "--p99", "9s")
@@ -139,7 +139,7 @@ def test_a_trace_says_when_requests_come(call: Any, tmp_path: Path) -> None:
     assert step.verdict == "yes" and "It is the highest of the requested rates" in out
 
 
-def test_a_full_queue_refuses(call: Any, tmp_path: Path) -> None:
+def test_a_full_queue_refuses_requests(call: Any, tmp_path: Path) -> None:
     _, out, _ = call(
         "bench", "serve", *FAKE, "--backend", "fake@latency_ms=5", "--batch", 1, "--rate", 2000, "--duration", "0.5s",
         "--queue", 3, "--p90", "1s", code=0,
@@ -161,11 +161,11 @@ def test_a_full_queue_refuses(call: Any, tmp_path: Path) -> None:
         (("--p99", "1s", "--batch", 4, "--engine-batches", "8"), "engine_batches has 8"),
     ],
 )
-def test_bad_input_is_one_line(refused: Any, words: tuple[object, ...], said: str) -> None:
+def test_invalid_input_is_refused_in_one_line(refused: Any, words: tuple[object, ...], said: str) -> None:
     assert said in refused("bench", "serve", *FAKE, *words)
 
 
-def test_a_search_that_is_too_short_says_so(call: Any, tmp_path: Path) -> None:
+def test_a_search_too_short_for_the_percentile_is_reported(call: Any, tmp_path: Path) -> None:
     words = ("--backend", "fake@latency_ms=50", "--batch", 1, "--p99", "1us", "--duration", "0.5s")
     _, out, _ = call("bench", "serve", *FAKE, *words, code=0)
     (found,) = facts(tmp_path / "run")
@@ -176,7 +176,7 @@ def test_a_search_that_is_too_short_says_so(call: Any, tmp_path: Path) -> None:
     assert said in " ".join(out.split())
 
 
-def test_a_bound_that_a_lone_request_misses_is_not_searched_for(call: Any, tmp_path: Path) -> None:
+def test_a_bound_missed_by_a_lone_request_ends_the_search(call: Any, tmp_path: Path) -> None:
     """A search at ever lower rates would take ever longer."""
     words = ("--backend", "fake@latency_ms=50", "--batch", 1, "--p50", "1ms")
     _, out, _ = call("bench", "serve", *FAKE, *words, code=0)
@@ -185,12 +185,12 @@ def test_a_bound_that_a_lone_request_misses_is_not_searched_for(call: Any, tmp_p
     assert "No rate that was tried holds p50" in " ".join(out.split()) and "no lower rate was tried" not in out
 
 
-def test_an_engine_that_fails_ends_as_its_row(call: Any) -> None:
+def test_a_failing_engine_is_reported_without_a_traceback(call: Any) -> None:
     code, _, errors = call("bench", "serve", *FAKE, "--backend", "fake@fail=exception", "--p99", "1s")
     assert code == 3 and "scripted failure" in errors and "Traceback" not in errors
 
 
-def test_an_engine_whose_outputs_are_not_finite_is_not_measured(call: Any, tmp_path: Path) -> None:
+def test_engines_with_non_finite_outputs_are_not_measured(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "broken.py").write_text(
         NET.replace("Linear(8, 4))", "Linear(8, 4), torch.nn.Threshold(9e9, float('inf')))")
@@ -202,7 +202,7 @@ def test_an_engine_whose_outputs_are_not_finite_is_not_measured(call: Any, tmp_p
     assert not facts(tmp_path / "run") and "requests/s" not in out
 
 
-def test_from_python(tmp_path: Path) -> None:
+def test_serving_is_measured_from_python(tmp_path: Path) -> None:
     options = ServeOptions(p50="1s", rate=200, instances=np.int64(1), duration="0.5s")  # type: ignore[arg-type]
     served = dyno.bench_serve(
         "fake:net", channels=1, backends=("fake@latency_ms=1",), threads=1, seconds=0.05, warmup=0.02,
@@ -213,7 +213,7 @@ def test_from_python(tmp_path: Path) -> None:
     assert served.sentences[0].startswith("200 requests/s hold p50 <= 1.00 s")
 
 
-def test_the_report_opens_with_the_requests(call: Any, tmp_path: Path) -> None:
+def test_the_report_starts_with_the_requests(call: Any, tmp_path: Path) -> None:
     call("bench", "serve", *FAKE, "--backend", "fake@latency_ms=1", "--rate", "200,400", "--duration",
                            "1s", "--p90", "9s", code=0)  # fmt: skip
     assert call("report", "run")[0] == 0

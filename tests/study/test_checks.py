@@ -150,7 +150,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["doctor", "--python", "x"], "--python 'x' is not BACKEND=PATH"),
     ],
 )
-def test_it_is_refused_at_once(refused: Any, tmp_path: Path, words: list[object], line: str) -> None:
+def test_invalid_commands_are_refused_at_once(refused: Any, tmp_path: Path, words: list[object], line: str) -> None:
     assert refused(*words).startswith(line)
     assert list(tmp_path.iterdir()) == []
 
@@ -179,12 +179,12 @@ def test_all_commands_with_a_device_are_listed() -> None:
 @pytest.mark.usefixtures("nothing_runs", "no_gpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_is_no_device_here_is_refused_at_once(refused: Any, tmp_path: Path, command: str, device: str) -> None:
+def test_unavailable_devices_are_refused_at_once(refused: Any, tmp_path: Path, command: str, device: str) -> None:
     assert refused(*command.split(), *COMMANDS[command], "--device", device).startswith(DEVICES[device])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_study_alone_is_spread_over_a_cluster(refused: Any) -> None:
+def test_only_run_can_use_a_cluster(refused: Any) -> None:
     for command, words in COMMANDS.items():
         if command != "run":
             assert refused(*command.split(), *words, "--cluster", "ray").startswith("no such option: --cluster")
@@ -202,39 +202,39 @@ def test_every_command_refuses_an_unknown_option_in_one_line(refused: Any, comma
     assert refused(command, "--nonsense").startswith("no such option: --nonsense")
 
 
-def test_a_run_folder_is_told_how_it_is_shown(refused: Any, tmp_path: Path) -> None:
+def test_a_run_folder_as_a_command_suggests_show(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "r" / "trials").mkdir(parents=True)
     assert refused("r").endswith("to see that run: dyno show r")
 
 
-def test_a_misspelt_key_is_told_before_what_is_missing(refused: Any, tmp_path: Path) -> None:
+def test_a_misspelt_key_is_reported_before_missing_ones(refused: Any, tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text("modelz = ['fake:n']")
     assert refused("run", "s.toml") == "unknown key 'modelz' in s.toml; did you mean 'models'?"
 
 
-def test_one_processor_is_not_processors(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_processor_is_singular(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(defaults.os, "sched_getaffinity", lambda process: {0})
     words = refused("run", "fake:n", "--backend", "fake", "--threads", "2")
     assert words == "threads is 2, but there is 1 processor here; give at most 1"
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Any) -> None:
+def test_a_dry_run_for_a_missing_gpu_is_allowed(call: Any) -> None:
     code, out, _ = call("run", "fake:n", "--backend", "fake", "--device", "cuda:0", "--dry-run")
     assert code == 0 and "There is no cuda:0 here, so a run would be refused." in out
 
 
-def test_a_share_of_the_processor_alone_is_refused_in_planning_too(refused: Any) -> None:
+def test_a_single_cpu_share_is_refused_even_in_a_dry_run(refused: Any) -> None:
     assert DEVICES["cpu:0"] in refused("run", "fake:n", "--backend", "fake", "--device", "cpu:0", "--dry-run")
 
 
-def test_a_gpu_that_the_driver_alone_sees_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_seen_only_by_the_driver_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(defaults, "gpu_identity", lambda device: "")
     monkeypatch.setattr(defaults, "_driver_count", lambda: 1)
     assert not defaults.missing_gpu("cuda:0") and defaults.missing_gpu("cuda:1") and not defaults.missing_gpu("cpu")
 
 
-def test_two_backends_of_one_file_are_enough_to_agree() -> None:
+def test_two_backends_of_one_file_suffice_for_agreement() -> None:
     from dyno import Study
 
     defaults.check_several([Study(models=("m.onnx",), backends=("onnxruntime", "openvino"))])
@@ -252,13 +252,13 @@ def test_two_backends_of_one_file_are_enough_to_agree() -> None:
         ("torchvision:", "torchvision: model 'torchvision:' has nothing after the colon"),
     ],
 )
-def test_only_near_names_are_suggested(refused: Any, model: str, line: str) -> None:
+def test_only_similar_names_are_suggested(refused: Any, model: str, line: str) -> None:
     pytest.importorskip(model.partition(":")[0])
     assert line in refused("run", model, "--backend", "pytorch", "--out", "r")
 
 
 @pytest.mark.slow
-def test_a_file_of_one_batch_has_no_others_to_test(refused: Any, call: Any, tmp_path: Path) -> None:
+def test_a_fixed_batch_file_refuses_other_stress_batches(refused: Any, call: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     onnx_text.write(tmp_path / "rows.onnx", "(float[2, 16] x) => (float[2, 16] y) { y = Relu(x) }")
     code, _, err = call("bench", "stress", "rows.onnx", "--phases", "min,max", "--out", "r")
@@ -269,7 +269,7 @@ def test_a_file_of_one_batch_has_no_others_to_test(refused: Any, call: Any, tmp_
     )
 
 
-def test_engines_are_known_by_their_first_bytes(tmp_path: Path) -> None:
+def test_engines_are_recognised_by_their_first_bytes(tmp_path: Path) -> None:
     for name, content, whose in (("a.engine", b"ftrt...", "tensorrt"), ("b.plan", b"vtrt...", "tensorrt_rtx")):
         (tmp_path / name).write_bytes(content)
         assert default_runner(str(tmp_path / name)) == (whose, "cuda:0")
@@ -279,7 +279,7 @@ def test_engines_are_known_by_their_first_bytes(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_knows_its_batch_and_what_is_asked_goes_before_defaults() -> None:
+def test_files_set_their_batch_and_requests_override_defaults() -> None:
     assert study_of("torchvision:resnet18", {"batches": (8,)}, {}).batches == (8,)
     assert study_of("m.onnx", {"batches": (8,)}, {}).batches == ()
     assert study_of("m.onnx", {"batches": (8,)}, {"batches": (2,)}).batches == (2,)
@@ -287,7 +287,7 @@ def test_a_file_knows_its_batch_and_what_is_asked_goes_before_defaults() -> None
     assert (asked.backends, asked.seed, asked.rounds) == (("openvino",), 3, 2)
 
 
-def test_the_reference_is_added_where_it_is_not_among_the_trials() -> None:
+def test_a_reference_not_among_the_trials_is_added() -> None:
     def reference(model: str, *backends: str, precisions: tuple[str, ...] = ()) -> tuple[str, ...]:
         asked = study_of(model, {"batches": (4,)}, {"backends": backends, "precisions": precisions})
         found = reference_of(asked)
@@ -302,7 +302,7 @@ def test_the_reference_is_added_where_it_is_not_among_the_trials() -> None:
     assert reference("m.engine", "tensorrt") == () and reference("endpoint:net", "endpoint") == ()
 
 
-def test_a_form_is_told_from_a_model_alike_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_and_models_are_distinguished_consistently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("openvino").mkdir()  # a folder is not a model
     for text, settings in (
@@ -326,7 +326,7 @@ def test_a_new_folder_is_named_after_command_and_models() -> None:
     assert folder.parent == Path("runs/time") and folder.name.startswith("resnet18-b-20")
 
 
-def test_commands_of_one_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_started_in_one_second_have_separate_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for _ in range(30):
         new_folder("eval", ["net.onnx"]).mkdir(parents=True)

@@ -46,7 +46,7 @@ def test_synsets_have_the_standard_classes_numbers(tmp_path: Path) -> None:
     )
 
 
-def test_the_list_is_timm_s() -> None:
+def test_the_synset_list_matches_timm() -> None:
     from timm.data import ImageNetInfo
 
     from dyno.data import photos as data_photos
@@ -56,7 +56,7 @@ def test_the_list_is_timm_s() -> None:
     assert not data_photos.are_known_synsets([])
 
 
-def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
+def test_labels_unsuitable_for_the_model_are_refused(tmp_path: Path) -> None:
     folder = photos(tmp_path / "pets", "cat", "dog", "猫")
     assert data_for(folder, 3).count == data_for(folder).count == data_for(folder, classes=3).count == 9
     for outputs, line in {
@@ -72,7 +72,7 @@ def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
     refuses("digits are grey, but net takes 3 channels; give a model of one", data_for, "digits", 10)
 
 
-def test_what_helps_fits_the_model_and_the_folder(tmp_path: Path) -> None:
+def test_remedies_fit_the_model_and_the_folder(tmp_path: Path) -> None:
     """A file keeps its classes, only networks of ImageNet's 1,000 classes know synsets, and classes may lie deeper."""
     folder = photos(tmp_path / "pets", "cat", "dog")
     about = {"classes": ["cat", "dog"], "label_source": "folders"}
@@ -94,7 +94,7 @@ def test_what_helps_fits_the_model_and_the_folder(tmp_path: Path) -> None:
     assert remedy(3, "net.onnx") == f"give {folder}/dog, which has 3"
 
 
-def test_images_without_labels_are_right_for_any_model(tmp_path: Path) -> None:
+def test_unlabelled_images_suit_any_model(tmp_path: Path) -> None:
     folder = photos(tmp_path / "loose", "", count=10)
     assert dyno_data.format_of(folder).name == "images"
     data = data_for(folder, 1000)
@@ -121,7 +121,7 @@ def test_images_without_labels_are_right_for_any_model(tmp_path: Path) -> None:
         ({"backends": ("onnxruntime",), "precisions": ("bf16",), "budget": {"top1": 1.0}}, False),
     ],
 )
-def test_images_are_set_aside_only_for_what_is_calibrated(settings: dict[str, Any], wanted: bool) -> None:
+def test_images_are_set_aside_only_for_calibration(settings: dict[str, Any], wanted: bool) -> None:
     assert images.calibrates(Study(models=("fake:net",), data="d", **settings)) is wanted
 
 
@@ -158,7 +158,7 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
         data_for(pose, task="pose", classes=1, keypoints=(17, 3))
 
 
-def test_decoding_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     for terminal, quiet, wanted in (
         (True, 0.0, r"decoding images .* 2/2 .*decoded 2 images in"),
         (False, 0.0, r"^decoded 2 images in 0.\d s\n$"),
@@ -172,7 +172,7 @@ def test_decoding_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         assert re.search(wanted, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.getvalue()), re.S)
 
 
-def test_what_was_decoded_before_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_decoded_images_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "QUIET_S", 0.0)
     written = io.StringIO()
     with report_decoding(Console(file=written)) as progress:
@@ -181,7 +181,7 @@ def test_what_was_decoded_before_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert re.fullmatch(r"decoded 2 images in 0.\d s, 1,000 before\n", written.getvalue())
 
 
-def test_a_study_looks_at_the_classes_of_the_model(tmp_path: Path, dyno) -> None:
+def test_studies_check_the_classes_of_the_model(tmp_path: Path, dyno) -> None:
     code = "import torch\ndef build():\n    flat = torch.nn.Flatten()\n"
     (tmp_path / "net.py").write_text(code + "    return torch.nn.Sequential(flat, torch.nn.Linear(3 * 64, 1000))\n")
     words = "net.py:build --size 8 --backend pytorch --seconds 0.05 --warmup 0.02 --out r".split()
@@ -193,7 +193,7 @@ def test_a_study_looks_at_the_classes_of_the_model(tmp_path: Path, dyno) -> None
     assert json.loads(done.stdout)["tables"]["trials"]["rows"][0]["top1"] is None
 
 
-def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:
+def test_unannotated_photographs_suit_a_detector(tmp_path: Path) -> None:
     folder = photos(tmp_path / "loose", "", count=5)
     for task in ("detect", "segment", "pose"):
         data = data_for(folder, task=task, classes=80, keypoints=(17, 3) if task == "pose" else ())
@@ -210,7 +210,7 @@ def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:
         prepare_images(study, ModelSpec("net", "fake:net", task="detect", classes=80), (16, 16))
 
 
-def test_classes_that_the_network_numbers_otherwise_are_refused(tmp_path: Path, dyno) -> None:
+def test_classes_numbered_unlike_the_network_are_refused(tmp_path: Path, dyno) -> None:
     onnx = pytest.importorskip("onnx")
     text = "(float[n, 3, 8, 8] x) => (float[n, 3] y) { p = GlobalAveragePool(x) \n y = Flatten(p) }"
 
@@ -231,7 +231,7 @@ def test_classes_that_the_network_numbers_otherwise_are_refused(tmp_path: Path, 
     eval_named("{0: 'crane', 1: 'crane', 2: 'cat'}", pets, 0)
 
 
-def test_boxes_of_classes_that_the_network_numbers_otherwise_are_refused(tmp_path: Path) -> None:
+def test_boxes_with_classes_numbered_unlike_the_network_are_refused(tmp_path: Path) -> None:
     folder = annotated(tmp_path / "boxes")
     (folder / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
     study, model = Study(models=("fake:net",), data=str(folder)), ModelSpec("net", "fake:net", task="detect")

@@ -46,7 +46,7 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
-def test_the_same_module_is_the_same_file_and_stays_as_it_was() -> None:
+def test_equal_modules_are_one_file_and_stay_unchanged() -> None:
     net = Small().train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     (one,), (again,) = Study(models=net, sizes="8").models, Study(models=[net], sizes=["8"]).models
@@ -118,7 +118,7 @@ def test_shared_weights_count_once(tmp_path: Path) -> None:
     assert list(table["status"]) == ["ok", "ok"] and list(table["parameters"]) == [400, 400]
 
 
-def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
+def test_a_study_of_modules_is_stored_as_text_and_resumes(tmp_path: Path) -> None:
     study = Study(models=Small().eval(), backends="pytorch", sizes=[8], batches=(1, 3), **QUICK)
     path = tmp_path / "study.toml"
     path.write_text(study.to_toml())
@@ -131,7 +131,7 @@ def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
     assert [record.stat().st_mtime_ns for record in records] == written
 
 
-def test_threads_may_each_have_a_study() -> None:
+def test_threads_may_create_studies_in_parallel() -> None:
     nets = [Small().eval() for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
         studies = [*pool.map(lambda net: Study(models=net, sizes=[8]), nets)]
@@ -139,7 +139,7 @@ def test_threads_may_each_have_a_study() -> None:
 
 
 @pytest.mark.slow
-def test_a_thread_may_store_a_module_after_another_that_did_ended(tmp_path: Path) -> None:
+def test_a_thread_may_store_a_module_after_another_thread_ended(tmp_path: Path) -> None:
     """Without a GPU, PyTorch alone ends with a segmentation fault here."""
     program = """
 import threading, torch, dyno
@@ -158,7 +158,7 @@ for outputs in (3, 4):
 
 
 @pytest.mark.parametrize("name", ["tokens", "data", "lstm", "quantised", "script"])
-def test_what_runs_elsewhere_answers_as_the_module_does(nets: Any, name: str, tmp_path: Path) -> None:
+def test_stored_modules_answer_like_the_original(nets: Any, name: str, tmp_path: Path) -> None:
     net = getattr(nets, name)().eval()
     rng = np.random.default_rng(0)
     arrays = {
@@ -184,14 +184,14 @@ def test_what_runs_elsewhere_answers_as_the_module_does(nets: Any, name: str, tm
     assert trial.facts.precision_truth.ok == (name not in ("lstm", "quantised")), "those of the others are seen"
 
 
-def test_its_size_and_batch_are_those_of_its_example(tmp_path: Path) -> None:
+def test_size_and_batch_come_from_the_example(tmp_path: Path) -> None:
     study = Study(models=(Small().eval(), torch.randn(2, 3, 16, 24)), backends="pytorch", **QUICK)
     (trial,) = study.run(tmp_path / "run", quiet=True).records
     assert (trial.status, trial.batch, trial.size) == ("ok", 2, "16x24")
     assert trial.facts.layers_by_type == {"float32": 1} and trial.facts.precision_truth.ok
 
 
-def test_several_modules_beside_a_path(nets: Any) -> None:
+def test_modules_and_paths_can_be_mixed(nets: Any) -> None:
     given = [(nets.lstm(), nets.lstm_inputs()), (nets.two(), nets.two_inputs()), Path("somewhere/m.onnx")]
     assert [Path(model).name for model in Study(models=given).models] == ["LSTM.pt2", "Two.pt2", "m.onnx"]
 
@@ -202,12 +202,12 @@ def test_a_container_is_one_module() -> None:
 
 
 @pytest.mark.parametrize("inputs", [torch.zeros(1, 4), [torch.zeros(1, 4)], {"input": torch.zeros(1, 4)}, 5])
-def test_example_inputs_go_beside_their_module(inputs: Any) -> None:
+def test_example_inputs_are_given_with_their_module(inputs: Any) -> None:
     with pytest.raises(UserError, match=r"give example inputs beside their module: \(net, x\)"):
         Study(models=nn.Linear(4, 3), inputs=inputs)
 
 
-def test_paths_are_taken_wherever_text_is(tmp_path: Path) -> None:
+def test_paths_are_accepted_as_text(tmp_path: Path) -> None:
     study = Study(models=Path("m.onnx"), data=tmp_path, weights=tmp_path / "w.pt", calibration=tmp_path / "c")
     assert (study.models, study.data) == (("m.onnx",), str(tmp_path))
     assert (study.weights, study.calibration) == (str(tmp_path / "w.pt"), str(tmp_path / "c"))
@@ -227,7 +227,7 @@ class Counting(nn.Module):  # type: ignore[misc, name-defined]
         return x / self.calls
 
 
-def test_buffers_that_its_calls_change_are_as_they_were() -> None:
+def test_buffers_changed_by_calls_are_restored() -> None:
     net, x = Counting(), torch.randn(2, 3)
     last, (one,) = net.last, Study(models=(net, x)).models
     assert (net.calls.item(), net.last.item()) == (0, 0) and net.last is last
@@ -249,7 +249,7 @@ class Paired(nn.Module):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize(("kind", "count"), [(Worded, 1), (Paired, 2)])
-def test_results_that_a_program_can_not_store_are_its_tensors(kind: Any, count: int) -> None:
+def test_unsupported_result_types_are_stored_as_tensors(kind: Any, count: int) -> None:
     x = torch.randn(2, 3)
     (path,) = Study(models=(kind(), x)).models
     results = saved_modules.load(path)(x)
@@ -268,7 +268,7 @@ class Sloped(nn.Module):  # type: ignore[misc, name-defined]
         return torch.autograd.grad((x * x).sum(), x.requires_grad_())[0]
 
 
-def test_a_program_or_frozen_script_is_a_model() -> None:
+def test_exported_programs_and_frozen_scripts_are_models() -> None:
     net, x = nn.Conv2d(3, 4, 3).eval(), torch.randn(2, 3, 8, 8)
     program = torch.export.export(net, (x,))
     scripted = torch.jit.freeze(torch.jit.script(net))
@@ -289,7 +289,7 @@ class Halves(nn.Module):  # type: ignore[misc, name-defined]
         return x.mean((2, 3)) if x.shape[2] * x.shape[3] % 32 else x.mean((2, 3)) * 2
 
 
-def test_what_is_stored_answers_as_the_module_does_at_one_row_and_at_every_size() -> None:
+def test_stored_modules_answer_alike_at_one_row_and_every_size() -> None:
     (path,) = Study(models=(Alone(), torch.randn(2, 3))).models
     for rows in (1, 2):
         assert torch.equal(saved_modules.load(path)(torch.ones(rows, 3)), Alone()(torch.ones(rows, 3)))
@@ -326,7 +326,7 @@ class Dropping(nn.Module):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize("kind", [Noisy, Growing])
-def test_what_changes_from_call_to_call_is_not_stored_as_what_one_call_gave(kind: Any) -> None:
+def test_modules_that_change_between_calls_are_not_frozen(kind: Any) -> None:
     said = r"can't be handed to other processes .*the same at each call, and the module's change.* FILE.py:FUNCTION"
     with pytest.raises(UserError, match=said):
         Study(models=(kind(), torch.randn(2, 3)))
@@ -335,7 +335,7 @@ def test_what_changes_from_call_to_call_is_not_stored_as_what_one_call_gave(kind
     assert not torch.equal(dropping(x), dropping(x)), "what PyTorch draws is drawn again"
 
 
-def test_what_can_not_be_handed_over_is_one_line(nets: Any) -> None:
+def test_unexportable_modules_are_refused_in_one_line(nets: Any) -> None:
     with pytest.raises(UserError, match=r"Bad can't be handed to other processes .* give that as FILE.py:FUNCTION"):
         dyno.Study(models=(Bad(), torch.randn(2, 3)))
     with pytest.raises(UserError, match=r"Tokens refuses input.*; give example inputs too: models=\(module, inputs\)"):

@@ -15,7 +15,7 @@ def overrides(**fields: object) -> dict[str, dict[str, object]]:
     return input_options.parse_overrides(study.inputs, study.shapes)
 
 
-def test_shapes_with_and_without_a_type() -> None:
+def test_shapes_may_have_a_type() -> None:
     found = input_options.parse_shapes(["a:1x3", "onnx::x:2x4x8", "ids:batchx128:int64"])
     assert found["a"] == {"shape": [1, 3]} and found["onnx::x"] == {"shape": [2, 4, 8]}
     assert found["ids"] == {"shape": ["batch", 128], "dtype": "int64"}
@@ -28,7 +28,7 @@ def test_a_broken_shape_is_named(text: str) -> None:
     refuses("is not NAME:1x3x224x224", input_options.parse_shapes, [text])
 
 
-def test_the_batch_may_be_any_axis_and_a_later_one_may_be_empty() -> None:
+def test_any_axis_may_be_the_batch_and_others_may_be_empty() -> None:
     assert input_options.parse_shapes(["a:50xbatchx16", "past:batchx4x0x8"]) == {
         "a": {"shape": [50, "batch", 16]}, "past": {"shape": ["batch", 4, 0, 8]},
     }  # fmt: skip
@@ -48,7 +48,7 @@ def test_ranges_and_constants() -> None:
 
 
 @pytest.mark.parametrize("text", ["x=nan", "x=0..inf", "x=-inf..0"])
-def test_values_that_can_not_be_drawn_are_named(text: str) -> None:
+def test_non_finite_ranges_are_refused(text: str) -> None:
     refuses("has values that can't be drawn; give finite numbers", overrides, inputs=[text])
     assert overrides(inputs=["x=-inf"])["x"]["low"] == -np.inf, "as a mask of attention is filled"
 
@@ -58,11 +58,11 @@ def test_a_broken_input_is_named(text: str) -> None:
     refuses("is not NAME=VALUE such as sr=16000", overrides, inputs=[text])
 
 
-def test_a_range_ends_after_it_begins() -> None:
+def test_a_range_must_not_end_below_its_start() -> None:
     refuses("a range whose end is below its start", overrides, inputs=["ids=9..0"])
 
 
-def test_arrays_say_their_shapes_and_are_known_by_their_content(tmp_path: Path) -> None:
+def test_arrays_give_shapes_and_are_identified_by_content(tmp_path: Path) -> None:
     path = tmp_path / "feeds.npz"
     np.savez(path, ids=np.arange(12).reshape(4, 3), table=np.ones((2, 5)))
     found = overrides(inputs=[str(path)])
@@ -76,7 +76,7 @@ def test_arrays_say_their_shapes_and_are_known_by_their_content(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("array", "wrong"), [(np.full((2, 2), np.nan), "NaN"), (np.empty((0, 2)), "is empty")])
-def test_arrays_that_no_model_can_be_fed_are_refused(tmp_path: Path, array: np.ndarray, wrong: str) -> None:
+def test_unusable_arrays_are_refused(tmp_path: Path, array: np.ndarray, wrong: str) -> None:
     np.savez(tmp_path / "feeds.npz", x=array)
     refuses(wrong, overrides, inputs=[str(tmp_path / "feeds.npz")])
 
@@ -85,6 +85,6 @@ def test_arrays_that_no_model_can_be_fed_are_refused(tmp_path: Path, array: np.n
     ("array", "kind"),
     [(np.array(["a"]), "text"), (np.ones(2, complex), "complex numbers"), (np.zeros(2, "V2"), "values of")],
 )
-def test_arrays_of_something_else_than_numbers_are_refused(tmp_path: Path, array: np.ndarray, kind: str) -> None:
+def test_non_numeric_arrays_are_refused(tmp_path: Path, array: np.ndarray, kind: str) -> None:
     np.savez(tmp_path / "feeds.npz", x=array)
     refuses(f"the array 'x' in feeds.npz holds {kind}", overrides, inputs=[str(tmp_path / "feeds.npz")])

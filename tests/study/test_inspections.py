@@ -58,12 +58,12 @@ def source(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_models_are_inspected_side_by_side(source: str) -> None:
+def test_models_are_inspected_in_parallel(source: str) -> None:
     study = Study(models=(f"{source}:one", f"{source}:other"), backends=("pytorch",), sizes=("32",))
     assert [one.trial.model.name for one in expand(study)] == ["one", "other"]
 
 
-def test_a_part_of_a_study_inspects_its_own_models_alone(source: str, tmp_path: Path) -> None:
+def test_a_part_of_a_study_inspects_only_its_own_models(source: str, tmp_path: Path) -> None:
     models = f"{source}:crashes", "torchvision:squeezenet1_1", "timm:squeezenet1_1"
     study = Study(models=models, backends=("pytorch",), sizes=("32",), reference="pytorch")
     (planned,) = expand(study, [models[1]])
@@ -71,7 +71,7 @@ def test_a_part_of_a_study_inspects_its_own_models_alone(source: str, tmp_path: 
     assert not (tmp_path / "crashes").exists()
 
 
-def test_each_has_processors_of_its_own_whatever_threads_is(source: str, tmp_path: Path) -> None:
+def test_inspections_have_separate_processors(source: str, tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     expand(Study(models=(f"{source}:one", f"{source}:other"), backends=("pytorch",), sizes=("32",), threads=1))
     one, other = ({*(tmp_path / f"{name}.cores").read_text().split()} for name in ("one", "other"))
@@ -79,7 +79,7 @@ def test_each_has_processors_of_its_own_whatever_threads_is(source: str, tmp_pat
     assert os.sched_getaffinity(0) == before, "the study itself keeps all"
 
 
-def test_one_that_crashes_beside_others_is_inspected_again_alone(source: str) -> None:
+def test_a_crashed_inspection_is_retried_alone(source: str) -> None:
     models = f"{source}:crashes", "torchvision:no_such_net", "torchvision:squeezenet1_1"
     planned = expand(Study(models=models, backends=("pytorch",), sizes=("32",)))
     assert [(one.trial.model.name, bool(one.refusal)) for one in planned] == [
@@ -91,7 +91,7 @@ def test_one_that_crashes_beside_others_is_inspected_again_alone(source: str) ->
         expand(Study(models=("torchvision:no_such_net",), backends=("pytorch",)))
 
 
-def test_an_interrupt_ends_all(source: str, tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_inspections(source: str, tmp_path: Path) -> None:
     words = (
         f"{source}:waits", f"{source}:too", "--backend", "pytorch", "--size", "32", "--out", str(tmp_path / "run"),
     )  # fmt: skip

@@ -43,14 +43,14 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("libraries")
-def test_a_network_of_one_library_needs_no_prefix(refused: Any, tmp_path: Path) -> None:
+def test_a_network_in_only_one_library_needs_no_prefix(refused: Any, tmp_path: Path) -> None:
     assert Study(models=["one", "vit_small"]).models == ("torchvision:one", "timm:vit_small")
     assert Study(models="both").models == ("both",), "which is refused when it is looked at"
     (tmp_path / "one").mkdir()
     assert Study(models="one").models == ("one",)
 
 
-def test_the_names_of_a_library_are_those_of_its_code() -> None:
+def test_library_model_names_match_the_library() -> None:
     torchvision = pytest.importorskip("torchvision")
     timm = pytest.importorskip("timm")
     listed = {name for name in torchvision.models.list_models() if "quantized" not in name}
@@ -84,14 +84,14 @@ def test_the_names_of_a_library_are_those_of_its_code() -> None:
         ("net.py:build(width=open)", "net(width=open): 'build(width=open)' is not FUNCTION(NAME=VALUE, …)"),
     ],
 )
-def test_an_unclear_model_is_answered_with_what_to_give(refused: Any, tmp_path: Path, source: str, line: str) -> None:
+def test_an_ambiguous_model_gets_advice(refused: Any, tmp_path: Path, source: str, line: str) -> None:
     pytest.importorskip("timm")
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "empty.py").write_text("x = 1\n")
     assert refused("run", source, "--backend", "pytorch", "--dry-run").startswith(line)
 
 
-def test_a_function_is_called_with_arguments(call: Any, tmp_path: Path) -> None:
+def test_model_functions_take_arguments(call: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "net.py").write_text(NET)
     words = ("net.py:build(width=4)", "net.py:build(width=4, depth=1)", "--backend", "torch", "--size", 8, "--dry-run")
@@ -99,6 +99,6 @@ def test_a_function_is_called_with_arguments(call: Any, tmp_path: Path) -> None:
     assert "net(width=4)" in out and "net(width=4, depth=1)" in out and "2 trials, 0 refused" in out
 
 
-def test_a_model_is_named_after_its_file_where_the_function_says_nothing() -> None:
+def test_generic_function_names_are_replaced_by_the_file_name() -> None:
     names = ("net.py:build", "a/net.py:make_model(n=1)", "package.nets:model", "net.py:small", "torchvision:resnet18")
     assert [*map(model_name, names)] == ["net", "net(n=1)", "nets", "small", "resnet18"]

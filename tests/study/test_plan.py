@@ -27,7 +27,7 @@ def trials(study: Study) -> list[Trial]:
     return [one.trial for one in expand(study)]
 
 
-def test_every_combination_in_a_fixed_order(fake_study: Any) -> None:
+def test_combinations_have_a_fixed_order(fake_study: Any) -> None:
     study = fake_study(
         models=("fake:a", "fake:b"), backends=("fake", "fake@noise=0.1"), precisions=("fp32", "int8"),
         batches=(1, 8), sizes=("8", "8x16"),
@@ -43,7 +43,7 @@ def test_an_unknown_option_stops_the_study(fake_study: Any) -> None:
         expand(fake_study(backends=("fake@latency=3",)))
 
 
-def test_backends_are_asked_for_their_own_precisions(fake_study: Any) -> None:
+def test_backends_may_have_their_own_precisions(fake_study: Any) -> None:
     found = trials(fake_study(backends=("fake@precision=fp16", "fake@noise=1"), precisions=("fp32", "int8")))
     assert [(t.variant, t.precision) for t in found] == [
         ("fake", "fp16"), ("fake@noise=1", "fp32"), ("fake@noise=1", "int8"),
@@ -61,7 +61,7 @@ def test_backends_are_asked_for_their_own_precisions(fake_study: Any) -> None:
         ({"data": True, "models": ("torchvision:alexnet", "torchvision:resnet18")}, set(), None),
     ],
 )
-def test_lower_precisions_run_where_none_is_named(
+def test_lower_precisions_are_added_by_default(
     settings: dict[str, Any],
     flags: set[str],
     expected: set[tuple[str, str]] | None,
@@ -81,23 +81,23 @@ def test_lower_precisions_run_where_none_is_named(
     assert found == (expected or {("pytorch", "fp32"), ("openvino", "fp32"), ("openvino", "int8")})
 
 
-def test_what_is_asked_twice_runs_once(fake_study: Any) -> None:
+def test_duplicate_requests_run_once(fake_study: Any) -> None:
     assert len(trials(fake_study(backends=("fake", "fake"), batches=(1, 1), sizes=("8", "8x8")))) == 1
 
 
-def test_a_precision_that_is_not_there_is_a_refusal(fake_study: Any) -> None:
+def test_an_unsupported_precision_is_a_refusal(fake_study: Any) -> None:
     refused = [one for one in expand(fake_study(precisions=("fp32", "fp8", "bf16"))) if one.refusal]
     assert [one.refusal for one in refused] == [
         f"fake has no {p} here (it has fp32, fp16, int8)" for p in ("fp8", "bf16")
     ]
 
 
-def test_a_device_that_is_not_there_is_a_refusal(fake_study: Any) -> None:
+def test_an_unsupported_device_is_a_refusal(fake_study: Any) -> None:
     (one,) = expand(fake_study(device="cuda:0"))
     assert one.refusal == "fake can't run on cuda:0 (it runs on cpu)"
 
 
-def test_a_device_for_which_nothing_is_installed_is_one_line(fake_study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_any_backend_is_refused_in_one_line(fake_study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dyno.study.plan.list_installed", lambda *_: [])
     refuses("no backend that is installed here runs on cuda:0", expand, fake_study(backends=(), device="cuda:0"))
 
@@ -106,7 +106,7 @@ class Lacking(Fake):
     name, requires, precisions = "lacking", ("no-such-distribution", "numpy"), ("fp32",)
 
 
-def test_a_library_that_is_not_there_is_a_refusal(fake_study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_a_refusal(fake_study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     known = {**registry._load_backends(), "lacking": Lacking()}
     monkeypatch.setattr(registry, "_load_backends", lambda: known)
     (here,) = expand(fake_study(backends=("lacking",)))
@@ -135,7 +135,7 @@ def test_runtimes_reach_the_trial(fake_study: Any) -> None:
     assert main.id != other.id
 
 
-def test_a_step_with_an_interpreter_of_its_own_runs_there(fake_study: Any) -> None:
+def test_a_build_step_runs_in_its_own_interpreter(fake_study: Any) -> None:
     tables = {"modelopt": {"python": sys.executable, "env": {"N": 1}}}
     asked = {"backends": ("tensorrt_rtx@precision=fp8@input=uint8",), "data": "digits", "device": "cuda:0"}
     if find_missing("tensorrt_rtx"):
@@ -155,13 +155,13 @@ def test_a_step_with_an_interpreter_of_its_own_runs_there(fake_study: Any) -> No
 
 
 @pytest.mark.parametrize("python", ["/bin/true", "/bin/false", "/no/such/python3"])
-def test_an_interpreter_that_is_none_stops_the_study(fake_study: Any, python: str) -> None:
+def test_an_invalid_interpreter_stops_the_study(fake_study: Any, python: str) -> None:
     with pytest.raises(UserError, match=rf"^the interpreter {python} can't be used: ") as caught:
         expand(fake_study(runtime={"fake": {"python": python}}, backends=("fake", "onnxruntime")))
     assert "\n" not in str(caught.value)
 
 
-def test_our_path_lends_nothing_to_another_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_interpreter_does_not_see_our_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "borrowed-1.0.dist-info").mkdir()
     (tmp_path / "borrowed-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: borrowed\nVersion: 1.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -171,7 +171,7 @@ def test_our_path_lends_nothing_to_another_interpreter(tmp_path: Path, monkeypat
     assert find_missing("lacking", Runtime(python=sys.executable)) == "borrowed"
 
 
-def test_the_golden_id(fake_study: Any) -> None:
+def test_trial_ids_are_stable(fake_study: Any) -> None:
     """Earlier runs are found by this id; a change must be announced in the changelog."""
     (one,) = trials(fake_study(backends=("fake@latency_ms=2",), batches=(4,), seconds=0.5, warmup=0.25))
     assert one.id == GOLDEN
@@ -183,11 +183,11 @@ def test_repetition_does_not_change_ids(fake_study: Any, fields: dict) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"seconds": 0.5}, {"seed": 1}, {"threads": 2}, {"compared": 5}, {"channels": 3}])
-def test_what_shapes_a_number_changes_ids(fake_study: Any, fields: dict) -> None:
+def test_settings_that_affect_results_change_ids(fake_study: Any, fields: dict) -> None:
     assert not {t.id for t in trials(fake_study(**fields))} & {t.id for t in trials(fake_study())}
 
 
-def test_files_are_known_by_content_wherever_they_lie(tmp_path: Path) -> None:
+def test_files_are_identified_by_content(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "net.py").write_text("def net(): ...\n")
@@ -211,7 +211,7 @@ def test_a_file_is_for_every_backend_that_reads_it(tmp_path: Path, preloaded: st
     assert {"onnxruntime", "openvino"} <= found and "pytorch" not in found
 
 
-def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: Path) -> None:
+def test_weights_for_a_network_do_not_replace_those_of_files(tmp_path: Path) -> None:
     for name in ("w.pt", "net.onnx", "net.torchscript"):
         (tmp_path / name).write_bytes(b"some")
     files = (str(tmp_path / "net.onnx"), str(tmp_path / "net.torchscript"))
@@ -243,7 +243,7 @@ def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: P
         ("torchvision:resnet18", {"weights": __file__, "pretrained": True}, "--weights and --pretrained can't be"),
     ],
 )
-def test_models_that_are_not_there(source: str, fields: dict, message: str) -> None:
+def test_missing_models_are_refused(source: str, fields: dict, message: str) -> None:
     with pytest.raises(UserError) as caught:
         model_spec(Study(models=(source,), **fields), source)
     assert str(caught.value).startswith(message)
@@ -253,7 +253,7 @@ def named(path: Path) -> ModelSpec:
     return model_spec(Study(models=(str(path),)), str(path))
 
 
-def test_a_pointer_or_a_page_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+def test_git_lfs_pointers_and_web_pages_are_named(tmp_path: Path) -> None:
     """Clones without Git LFS leave pointers, and downloads behind a login leave pages."""
     pointer, page = tmp_path / "net.onnx", tmp_path / "net.safetensors"
     pointer.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 97\n")
@@ -267,7 +267,7 @@ def test_a_pointer_or_a_page_in_place_of_a_file_is_named(tmp_path: Path) -> None
         refuses(rf"{name} is a Git LFS pointer, not the", named, tmp_path / name)
 
 
-def test_a_compressed_file_and_an_ending_in_capitals_say_what_to_do(tmp_path: Path) -> None:
+def test_compressed_files_and_uppercase_endings_get_advice(tmp_path: Path) -> None:
     (tmp_path / "net.onnx").write_bytes(gzip.compress(b"graph"))
     with zipfile.ZipFile(tmp_path / "net.zip", "w") as file:
         file.writestr("net", "graph")
@@ -278,14 +278,14 @@ def test_a_compressed_file_and_an_ending_in_capitals_say_what_to_do(tmp_path: Pa
     refuses(r"NET\.ONNX ends in capitals; rename it to NET\.onnx", named, tmp_path / "NET.ONNX")
 
 
-def test_weights_alone_are_no_model(tmp_path: Path) -> None:
+def test_weights_alone_are_not_a_model(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     path.touch()
     with pytest.raises(UserError, match=r"is not a model file .*; weights need their network .*--weights"):
         model_spec(Study(models=(str(path),)), str(path))
 
 
-def test_a_model_of_another_program_is_to_become_onnx(tmp_path: Path) -> None:
+def test_models_of_other_frameworks_get_onnx_advice(tmp_path: Path) -> None:
     (tmp_path / "tf").mkdir()
     (tmp_path / "tf" / "saved_model.pb").touch()
     for name, said in (
@@ -299,7 +299,7 @@ def test_a_model_of_another_program_is_to_become_onnx(tmp_path: Path) -> None:
         refuses(rf"{name} is a model of {said}", model_spec, Study(models=(name,)), name)
 
 
-def test_a_folder_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is a folder; give a model.s file, or FILE\.py:FUNCTION"):
         model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
     (tmp_path / "study.toml").touch()
@@ -307,14 +307,14 @@ def test_a_folder_is_no_model(tmp_path: Path) -> None:
         model_spec(Study(models=(str(tmp_path),)), str(tmp_path))
 
 
-def test_an_engine_s_batches_are_known_before_anything_runs(fake_study: Any) -> None:
+def test_engine_batches_are_known_before_measuring(fake_study: Any) -> None:
     found = Inspection(batches=(1, 4, 8))
     assert list_batches(fake_study(), found) == (4,), "what it was tuned for"
     assert list_batches(fake_study(batches=(1, 8)), found) == (1, 8)
     refuses("batch 16 is outside the engine's profile, 1 to 8", list_batches, fake_study(batches=(2, 16)), found)
 
 
-def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_keys_depend_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(card: str, device: str) -> str:
         monkeypatch.setattr(store, "gpu_identity", lambda device: card)
         recipe = Recipe(
@@ -328,7 +328,7 @@ def test_a_file_for_a_gpu_is_another_for_another_gpu(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("unreported")
-def test_a_model_that_dies_when_it_is_looked_at_is_rows_and_the_others_run(call: Any, tmp_path: Path) -> None:
+def test_a_model_that_crashes_on_inspection_gets_rows_and_others_run(call: Any, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("import os\ndef dies(): os.kill(os.getpid(), 11)\n")
     words = "run", "net.py:dies", "--backend", "fake", "--batch", "1,2", "--out", "run"
     code, out, err = call(*words)

@@ -40,13 +40,13 @@ def test_a_broken_option_is_named(text: str) -> None:
     refuses("is not NAME=VALUE", Choice.parse, text)
 
 
-def test_what_is_given_twice_is_refused_where_the_last_would_win() -> None:
+def test_conflicting_duplicates_are_refused() -> None:
     refuses("option n is given twice in 'a@n=1@n=2'; give it once", Choice.parse, "a@n=1@n=2")
     refuses("the budget top1 is given twice, as 1 and 5; give it once", parse_budget, ["top1=1", "top1=5"])
     assert Study(models="fake:net", boundaries=("all", "model", "all")).boundaries == ("all", "model")
 
 
-def test_the_help_of_a_study_has_every_field_at_the_same_indentation() -> None:
+def test_the_study_docstring_has_every_field_unindented() -> None:
     lines = (inspect.getdoc(Study) or "").splitlines()
     assert not [line for line in lines if line.startswith(" ")]
     assert {line.partition(":")[0] for line in lines} >= {f.name for f in dataclasses.fields(Study)}
@@ -95,14 +95,14 @@ def test_the_help_of_a_study_has_every_field_at_the_same_indentation() -> None:
         ({"runtime": {"fake": "python3"}}, "runtime is {'fake': 'python3'}; it must be a table of: a table of"),
     ],
 )
-def test_wrong_fields_are_one_line(fields: dict[str, Any], message: str) -> None:
+def test_invalid_fields_are_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         Study(**{"models": ("fake:net",), **fields})
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     """A study file can hold them, although the `repr` of NumPy's isn't TOML."""
     fields: dict[str, Any] = {
         "batches": np.array([1, 8]), "rounds": np.int64(3), "seconds": np.float64(0.5), "turns": np.bool_(False),
@@ -154,13 +154,13 @@ def test_toml_is_read(tmp_path: Path) -> None:
         ({"interval": 0.01}, 5, "decided", False),
     ],
 )
-def test_rounds_that_are_asked_for_are_all(fields: dict[str, Any], rounds: int, until: str, turns: bool) -> None:
+def test_requested_rounds_are_exact(fields: dict[str, Any], rounds: int, until: str, turns: bool) -> None:
     study = Study(models=("fake:net",), **fields)
     assert (study.rounds, study.until, study.turns) == (rounds, until, turns)
     assert (study.plan.blocks > 0) == turns
 
 
-def test_a_study_comes_back_from_its_own_toml(tmp_path: Path) -> None:
+def test_a_study_survives_a_toml_round_trip(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(TABLE)
     study = Study.from_toml(tmp_path / "s.toml")
     (tmp_path / "t.toml").write_text(study.to_toml())
@@ -177,7 +177,7 @@ positive = st.floats(1e-9, 1e9)
 
 @settings(max_examples=60)
 @given(models=st.lists(words, min_size=1), env=st.dictionaries(words, words, max_size=2), seconds=positive, name=words)
-def test_any_study_comes_back_from_its_own_toml(
+def test_any_study_survives_a_toml_round_trip(
     models: list[str], env: dict[str, str], seconds: float, name: str
 ) -> None:
     runtime = {name: {"python": name, "env": {**env, "n": 1, "on": True}}}
@@ -196,7 +196,7 @@ def test_any_study_comes_back_from_its_own_toml(
         ("\udcff", "s.toml is not a text in UTF-8; save it in that encoding"),
     ],
 )
-def test_broken_toml_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_toml_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "s.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(UserError) as caught:
         Study.from_toml(tmp_path / "s.toml")
@@ -212,7 +212,7 @@ def test_broken_toml_is_one_line(tmp_path: Path, text: str, message: str) -> Non
         ("rounds = 3", {"models": "fake:net", "rounds": "3"}, False),
     ],
 )
-def test_an_error_names_the_file_that_has_it(
+def test_errors_name_the_file_they_come_from(
     tmp_path: Path, text: str, given: dict[str, Any], names_file: bool
 ) -> None:
     (tmp_path / "s.toml").write_text(text)
@@ -222,12 +222,12 @@ def test_an_error_names_the_file_that_has_it(
     assert ("s.toml: " in str(caught.value)) is names_file
 
 
-def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+def test_windows_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_bytes(b"\xef\xbb\xbfmodels = ['fake:net']\r\nsizes = [64]\r\n")
     assert Study.from_toml(tmp_path / "s.toml") == Study(models="fake:net", sizes=64)
 
 
-def test_a_fixed_number_of_samples_switches_the_other_rules_off() -> None:
+def test_a_fixed_number_of_samples_disables_the_other_rules() -> None:
     plan = Study(models=("fake:net",), samples=50, seconds=3).plan
     assert plan.min_samples == plan.max_samples == 50
     assert plan.seconds > 1e5
@@ -245,7 +245,7 @@ def test_a_broken_budget_is_named(text: str) -> None:
     refuses("is not NAME=POINTS", parse_budget, [text])
 
 
-def test_the_runtime_of_a_backend() -> None:
+def test_backends_have_their_runtime() -> None:
     tables = {"old": {"python": "/old"}, "onnxruntime": {"python": "/ort"}}
     study = Study(models=("fake:net",), runtime=tables)
     assert find_runtime(study, Choice("onnxruntime")) == {"python": "/ort"}
@@ -255,14 +255,14 @@ def test_the_runtime_of_a_backend() -> None:
         find_runtime(study, Choice("openvino", runtime="new"))
 
 
-def test_usual_names_of_backends_and_precisions_are_known() -> None:
+def test_common_aliases_of_backends_and_precisions_are_accepted() -> None:
     backends = ["ORT@threads=2", "TensorRT@precision=half+FP32", "fake"]
     study = Study(models="fake:n", backends=backends, precisions="float16")
     assert study.backends == ("onnxruntime@threads=2", "tensorrt@precision=fp16+fp32", "fake")
     assert study.precisions == ("fp16",)
 
 
-def test_one_value_has_the_name_of_one_in_python() -> None:
+def test_singular_field_names_are_accepted_in_python() -> None:
     study = Study(model="fake:n", backend="torch", precision="half", batch=8, size=32)
     assert (study.models, study.backends, study.batches, study.sizes) == (("fake:n",), ("pytorch",), (8,), ("32",))
     assert study == Study(models="fake:n", backends="pytorch", precisions="fp16", batches=8, sizes=32)
@@ -281,7 +281,7 @@ def test_one_value_has_the_name_of_one_in_python() -> None:
         ({"until": "rounds", "minutes": 2}, 3600),
     ],
 )
-def test_a_file_may_take_the_minutes_of_a_study_that_goes_on_until_decided(
+def test_a_build_may_take_the_minutes_of_a_study_until_decided(
     fake_study: Any, fields: dict[str, Any], seconds: float
 ) -> None:
     study = fake_study(rounds=2, **fields)

@@ -111,7 +111,7 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Any, tm
     assert code == 2 and "another split (the images" in said
 
 
-def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, preloaded: str, tmp_path: Path) -> None:
+def test_a_killed_training_resumes_to_the_same_result(parted: Path, preloaded: str, tmp_path: Path) -> None:
     words = ["data", "train", str(parted), *QUICK, "--epochs", "12"]
 
     def run(out: str, *more: str) -> subprocess.CompletedProcess[str]:
@@ -147,7 +147,7 @@ def test_the_digits_reach_98_percent(tmp_path: Path) -> None:
     assert result.history[result.best_epoch - 1]["top1"] == pytest.approx(result.top1)
 
 
-def test_the_larger_cache_of_a_colour_network(flat: Path, tmp_path: Path) -> None:
+def test_a_colour_network_needs_a_larger_cache(flat: Path, tmp_path: Path) -> None:
     """A torchvision network at its own size takes crops of larger cached images."""
     result = dyno.train(
         flat, model="torchvision:mobilenet_v3_small", size="32x40", epochs=1, augment="standard", threads=1,
@@ -160,7 +160,7 @@ def test_the_larger_cache_of_a_colour_network(flat: Path, tmp_path: Path) -> Non
     assert (data["training"]["images"], data["test"]["images"]) == (60, 60)
 
 
-def test_a_split_is_the_same_each_time_and_loses_nothing(flat: Path, tmp_path: Path) -> None:
+def test_splits_are_reproducible_and_complete(flat: Path, tmp_path: Path) -> None:
     one, other = (Path(session.find_source(str(flat), 0.25, tmp_path / name, 0)) for name in "ab")
     assert one.name == flat.name
     places = [sorted(p.relative_to(root).as_posix() for p in root.rglob("*.png")) for root in (one, other)]
@@ -175,7 +175,7 @@ def test_a_split_is_the_same_each_time_and_loses_nothing(flat: Path, tmp_path: P
     assert len(list((moved / "test" / NAMES[0]).iterdir())) == 20
 
 
-def test_a_training_waits_for_a_gpu_that_another_dyno_has(
+def test_training_waits_for_a_gpu_held_by_another_dyno(
     flat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
@@ -194,7 +194,7 @@ def test_a_training_waits_for_a_gpu_that_another_dyno_has(
     assert json.loads((tmp_path / "run" / "training.json").read_text(encoding="utf-8"))["status"] == "ok"
 
 
-def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: Any, tmp_path: Path) -> None:
+def test_unsuitable_data_is_refused_in_one_line(flat: Path, parted: Path, call: Any, tmp_path: Path) -> None:
     def said(data: object, *words: str) -> str:
         _, _, text = call("data", "train", data, "--model", NET, "--out", tmp_path / "run", *words, code=2)
         assert text.startswith("dyno: ") and text.count("\n") == 1, text
@@ -242,13 +242,13 @@ def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: 
         ({"then": "openvin"}, "unknown backend 'openvin'; did you mean 'openvino'?"),
     ],
 )
-def test_a_value_of_another_type_is_one_line(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_arguments_of_the_wrong_type_are_refused_in_one_line(given: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="^" + re.escape(said)):
         dyno.train("digits", **{"model": NET, "out": tmp_path, "quiet": True, **given})
     assert not list(tmp_path.iterdir())
 
 
-def test_memory_that_ran_out_names_the_batch() -> None:
+def test_out_of_memory_errors_name_the_batch() -> None:
     options = TrainOptions(batch=512)
     plan = session.TrainingPlan(None, None, (224, 320), DataSpec(), DataSpec(), options, [])  # type: ignore[arg-type]
     said = session._explain_end(Record("oom", reason="CUDA out of memory"), plan, 0)
@@ -269,7 +269,7 @@ def test_a_terminal_shows_a_bar_and_each_epoch_once(tmp_path: Path) -> None:
     assert "epoch 2/2, batch 1/9" in shown
 
 
-def test_what_is_trained_is_said_when_nothing_is_refused_any_more(tmp_path: Path) -> None:
+def test_the_network_is_announced_once_training_is_certain_to_start(tmp_path: Path) -> None:
     row = "{},0.1,2.0,1.5,50.0,1.0,10\n".format
     (tmp_path / "history.csv").write_text("epoch,lr,train_loss,test_loss,top1,seconds,images_per_s\n" + row(1) + row(2))
     opening = "training net\nresuming after epoch 2 of 4\n"
@@ -289,7 +289,7 @@ def test_what_is_trained_is_said_when_nothing_is_refused_any_more(tmp_path: Path
     assert said("build the model", row(3)).startswith(opening + "epoch 3/4")
 
 
-def test_all_images_that_can_not_be_read_are_named_at_once(tmp_path: Path) -> None:
+def test_all_unreadable_images_are_reported_together(tmp_path: Path) -> None:
     """More training images than the calibration set, which every command reads."""
     grey = Image.new("L", (4, 4))
     for part, count in (("train", 80), ("val", 2)):
@@ -306,7 +306,7 @@ def test_all_images_that_can_not_be_read_are_named_at_once(tmp_path: Path) -> No
         session.decode_split(study, model, (8, 8), TrainOptions())
 
 
-def test_a_model_that_can_not_work_is_one_line(flat: Path, tmp_path: Path) -> None:
+def test_unsuitable_models_are_refused_in_one_line(flat: Path, tmp_path: Path) -> None:
     def said(data: Any, model: str, **settings: Any) -> str:
         with pytest.raises(UserError) as caught:
             dyno.train(data, model=model, out=tmp_path / "run", quiet=True, threads=1, **settings)
@@ -323,7 +323,7 @@ def test_a_model_that_can_not_work_is_one_line(flat: Path, tmp_path: Path) -> No
     assert "did you mean 'epochs'" in said(flat, NET, epoch=3)
 
 
-def test_without_the_library_of_charts_a_training_ends_well(
+def test_training_succeeds_without_the_chart_library(
     flat: Path, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:

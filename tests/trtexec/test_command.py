@@ -31,9 +31,7 @@ def test_a_dynamic_engine_at_latency_model(tmp_path: Path) -> None:
         ({"backend": "tensorrt_rtx"}, "model", "--rtxCudaGraphStrategy=wholeGraph", "trtexec"),
     ],
 )
-def test_flags_are_those_of_the_trial(
-    changes: dict[str, Any], boundary: str, has: str, lacks: str, tmp_path: Path
-) -> None:
+def test_flags_match_the_trial(changes: dict[str, Any], boundary: str, has: str, lacks: str, tmp_path: Path) -> None:
     words = command.read_timing(engine_run.trial(tmp_path / "run", **changes), boundary)
     assert has in words and not [word for word in words if word.startswith(lacks)]
 

@@ -42,7 +42,7 @@ def trials(run: Path) -> list[TrialResult]:
     return [trial for trial in load_run(run).trials if cross_check.is_engine(trial)]
 
 
-def test_a_log_is_held_against_the_run(run: Path) -> None:
+def test_a_log_is_compared_with_the_run(run: Path) -> None:
     text = "\n".join(cross_check.cross_check(trials(run), LOGS / "8.6.log"))
     assert "In trtexec's terms" in text
     assert "--loadEngine=/cache/net b8.engine" in text
@@ -57,7 +57,7 @@ def test_without_trtexec_the_command_is_printed(run: Path) -> None:
     assert last.startswith("trtexec is not on the PATH")
 
 
-def test_trtexec_on_the_path_is_run_for_each_boundary_and_read(run: Path) -> None:
+def test_trtexec_runs_for_each_boundary(run: Path) -> None:
     log = LOGS / "10.log"
     words = tool(run, f'while IFS= read -r line; do echo "$line"; done < "{log}"')
     text = cross_check.cross_check(trials(run))
@@ -68,7 +68,7 @@ def test_trtexec_on_the_path_is_run_for_each_boundary_and_read(run: Path) -> Non
     assert called.count("--noDataTransfers") == 1
 
 
-def test_trtexec_waits_for_a_gpu_that_another_dyno_has(
+def test_trtexec_waits_for_a_gpu_held_by_another_dyno(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
@@ -94,14 +94,14 @@ def test_trtexec_waits_for_a_gpu_that_another_dyno_has(
         ("printf '\\377\\376'", "neither a trtexec log"),
     ],
 )
-def test_a_trtexec_that_fails_costs_only_its_comparison(run: Path, script: str, reason: str) -> None:
+def test_a_failing_trtexec_loses_only_its_comparison(run: Path, script: str, reason: str) -> None:
     tool(run, script)
     text = cross_check.cross_check(trials(run))
     assert "In trtexec's terms" in text[0]
     assert [line for line in text if reason in line]
 
 
-def test_a_trtexec_that_hangs_is_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_trtexec_is_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool(run, "while :; do :; done")
     monkeypatch.setattr(cross_check, "LOAD_TIMEOUT_S", -5.5)  # 2 x (1 s of warm-up + 2 s) - 5.5 s
     assert [line for line in cross_check.cross_check(trials(run)) if "was stopped: not finished after 0 s" in line]
@@ -163,7 +163,7 @@ def test_the_explanation_has_every_term(trial: TrialResult) -> None:
     assert "0.040 ms more than trtexec's Latency" in text
 
 
-def test_a_host_that_sets_the_pace_is_said(tmp_path: Path) -> None:
+def test_a_host_bottleneck_is_reported(tmp_path: Path) -> None:
     slow = engine_run.MEDIANS | {("enqueue", "all", "host"): 160 * US}
     text = "\n".join(cross_check.explain_terms(engine_run.trial(tmp_path / "run", slow, graph=False)))
     assert "Enqueue Time is 94% of that" in text and "a CUDA graph (--useCudaGraph) would help" in text
@@ -219,7 +219,7 @@ PARTS: dict[str, tuple[dict[Any, float], dict[str, Any], dict[str, Any], str, di
 
 
 @pytest.mark.parametrize(("medians", "ran", "theirs", "which", "expected", "said"), PARTS.values(), ids=PARTS)
-def test_a_gap_falls_into_parts(
+def test_a_gap_is_split_into_parts(
     medians: dict[Any, float], ran: dict[str, Any], theirs: dict[str, Any], which: str, expected: dict[str, float],
     said: str, tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -245,7 +245,9 @@ def test_without_transfers_latency_is_not_compared(trial: TrialResult) -> None:
         ({"streams": 2}, "2 inferences side by side"),
     ],
 )
-def test_unlike_things_are_refused_in_a_sentence(trial: TrialResult, changes: dict[str, Any], reason: str) -> None:
+def test_incomparable_settings_are_refused_in_a_sentence(
+    trial: TrialResult, changes: dict[str, Any], reason: str
+) -> None:
     (sentence,) = cross_check.compare_results(trial, report(**changes))
     assert sentence.startswith("Not compared: ") and reason in sentence
 
@@ -258,18 +260,18 @@ def test_unlike_things_are_refused_in_a_sentence(trial: TrialResult, changes: di
         {"shapes": {}, "device": "", "engine": ""},
     ],
 )
-def test_what_may_be_the_same_is_compared(trial: TrialResult, changes: dict[str, Any]) -> None:
+def test_possibly_equal_settings_are_compared(trial: TrialResult, changes: dict[str, Any]) -> None:
     assert cross_check.list_differences(trial, report(**changes)) == ""
 
 
-def test_what_makes_a_comparison_weaker_is_said(trial: TrialResult) -> None:
+def test_weaknesses_of_a_comparison_are_reported(trial: TrialResult) -> None:
     given = report(version="10.13.0", spin=False, warnings=("GPU compute time is unstable",), engine="", shapes={})
     notes = "\n".join(cross_check.compare_results(trial, given))
     said = "TensorRT 10.13.0, Dyno ran 8.6.1", "assumed to be the same", "slept", "trtexec warns: GPU compute time"
     assert all(words in notes for words in said)
 
 
-def test_no_number_in_common(tmp_path: Path) -> None:
+def test_measurements_without_overlap_are_not_compared(tmp_path: Path) -> None:
     bare = engine_run.trial(tmp_path / "run", {})
     assert cross_check.compare_results(bare, dataclasses.replace(report(), rate=None)) == [
         "Not compared: the record and trtexec have no measurement in common."

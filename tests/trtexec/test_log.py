@@ -57,12 +57,12 @@ def test_bindings_with_their_type_give_the_shapes() -> None:
     assert log.parse_log(text).shapes == {"input": (8, 3, 64, 64)}
 
 
-def test_streams_have_their_old_name_up_to_8_5() -> None:
+def test_the_old_name_of_streams_is_read_up_to_8_5() -> None:
     text = OLD.replace("--useSpinWait", "--streams=8").replace("[I] Streams: 1", "[I]")
     assert log.parse_log(text).streams == 8
 
 
-def test_images_of_an_implicit_batch_are_no_queries() -> None:
+def test_implicit_batches_give_no_query_rate() -> None:
     """In logs of 8.4 with --batch=16 each query counts sixteen times."""
     text = OLD.replace("Batch: Explicit", "Batch: 16").replace("Throughput: 4500", "Throughput: 72000")
     assert log.parse_log(text).rate is None and log.parse_log(text).compute == pytest.approx(211e-6)
@@ -77,7 +77,7 @@ def test_images_of_an_implicit_batch_are_no_queries() -> None:
         ("110000", "--noCudaGraph --includeDataTransfers --noSpinWait", (False, True, False)),
     ],
 )
-def test_tensorrt_11_replays_a_graph_copies_nothing_and_spins_by_default(
+def test_tensorrt_11_defaults_to_graph_no_transfers_and_spin(
     version: str, flags: str, expected: tuple[bool, ...]
 ) -> None:
     listed = ("CUDA Graph", "Data transfers", "Spin-wait", "TensorRT version", "&&&& RUNNING")
@@ -87,7 +87,7 @@ def test_tensorrt_11_replays_a_graph_copies_nothing_and_spins_by_default(
     assert (found.graph, found.transfers, found.spin) == expected
 
 
-def test_flags_are_known_from_the_command_line_where_the_log_has_no_list() -> None:
+def test_flags_come_from_the_command_line_without_an_options_list() -> None:
     lines = OLD.splitlines()
     echoed = lines.index("[01/02/2026-03:04:05] [I] === Model Options ===")
     summary = lines.index("[01/02/2026-03:04:10] [I] === Performance summary ===")
@@ -97,7 +97,7 @@ def test_flags_are_known_from_the_command_line_where_the_log_has_no_list() -> No
     assert found.version == "8.6.1"
 
 
-def test_a_summary_alone_says_nothing_of_flags() -> None:
+def test_a_bare_summary_leaves_flags_unknown() -> None:
     found = log.parse_log(OLD[OLD.index("[01/02/2026-03:04:10] [I] === Perf") : OLD.index("&&&& PASSED")])
     assert (found.graph, found.transfers, found.spin, found.engine, found.shapes) == (None, None, None, "", {})
 
@@ -109,12 +109,12 @@ def test_a_summary_alone_says_nothing_of_flags() -> None:
         "The specified --useCudaGraph flag has been ignored. The inference will be launched without using CUDA graph.",
     ],
 )
-def test_a_graph_that_could_not_be_captured_is_none(sentence: str) -> None:
+def test_a_failed_graph_capture_counts_as_no_graph(sentence: str) -> None:
     text = NEW.replace("[I] Starting inference", f"[I] Starting inference\n[01/02/2026-03:04:06] [W] {sentence}")
     assert log.parse_log(text).graph is False
 
 
-def test_the_tool_for_rtx_has_its_own_flag_for_graphs() -> None:
+def test_the_rtx_tool_has_its_own_graph_flag() -> None:
     text = OLD.replace("--useSpinWait", "--rtxCudaGraphStrategy=wholeGraph", 1).replace("CUDA Graph: Disabled", "")
     assert log.parse_log(text).graph is True
 
@@ -136,7 +136,7 @@ def test_exported_times() -> None:
     assert log.parse_log(text).compute == pytest.approx(170e-6), "as trtexec lays them out"
 
 
-def test_exported_times_without_transfers_and_with_starts_and_ends_alone() -> None:
+def test_exported_times_may_lack_transfers_and_durations() -> None:
     found = log.parse_log(json.dumps([row(h2dMs=0.0, d2hMs=0.0)]))
     assert found.transfers is False and found.latency == found.compute
     found = log.parse_log(json.dumps([{key: row()[key] for key in ("startComputeMs", "endComputeMs")}]))
@@ -169,7 +169,7 @@ def test_exported_times_without_transfers_and_with_starts_and_ends_alone() -> No
         ),
     ],
 )
-def test_anything_else_is_refused_in_one_line(text: str, reason: str, tmp_path: Path) -> None:
+def test_files_in_other_formats_are_refused_in_one_line(text: str, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "given.txt"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(UserError) as error:
@@ -178,7 +178,7 @@ def test_anything_else_is_refused_in_one_line(text: str, reason: str, tmp_path: 
     assert reason in said and "given.txt" in said and "\n" not in said
 
 
-def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_binary_files_are_refused(tmp_path: Path) -> None:
     binary = tmp_path / "net.engine"
     binary.write_bytes(b"ptrt\xff\xfe\x00\x80")
     refuses("not a text file", log.read_log, binary)
@@ -188,14 +188,14 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_a_log_may_have_the_encoding_of_powershell(encoding: str, tmp_path: Path) -> None:
+def test_logs_in_powershell_encoding_are_read(encoding: str, tmp_path: Path) -> None:
     exported = json.dumps([row(0.2 * i) for i in range(5)])
     for text in (OLD, exported):
         (tmp_path / "given").write_text(text, encoding=encoding)
         assert log.read_log(tmp_path / "given") == log.parse_log(text)
 
 
-def test_either_half_of_a_log_is_never_an_unhandled_error() -> None:
+def test_half_a_log_never_raises_an_unhandled_error() -> None:
     def outcome(text: str) -> object:
         try:
             return log.parse_log(text).compute

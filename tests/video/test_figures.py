@@ -33,7 +33,7 @@ def video(
     return Video(facts, arrays)
 
 
-def test_the_slowest_stage_bounds_where_processors_are_many() -> None:
+def test_with_many_processors_the_slowest_stage_is_the_bound() -> None:
     found = video()
     assert found.bound.name == "inference" and found.bound.rate == pytest.approx(100)
     assert found.rate == pytest.approx(100) and found.bound.share(found.rate) == pytest.approx(1)
@@ -41,7 +41,7 @@ def test_the_slowest_stage_bounds_where_processors_are_many() -> None:
     assert found.find_bound("inference", 0.1).name == "decode"
 
 
-def test_few_processors_bound_the_sum_of_all() -> None:
+def test_with_few_processors_the_sum_of_stages_is_the_bound() -> None:
     found = video(processors=1, period=0.014)
     assert found.bound.name == PROCESSORS and found.bound.rate == pytest.approx(1 / 0.014)
     assert found.find_bound("inference", 0.5).rate == pytest.approx(1 / 0.009)
@@ -52,7 +52,7 @@ def crowded(found: Video, factor: float, inference: float = 0.0) -> Video:
     return replace(found, facts=replace(found.facts, crowding=factor, cpu_inference=inference))
 
 
-def test_processors_that_slow_each_other_down_allow_less() -> None:
+def test_cpu_contention_lowers_the_bound() -> None:
     found = crowded(video(processors=2), 1.5)
     assert found.bound.name == PROCESSORS and found.bound.rate == pytest.approx(2 / (1.5 * 0.014))
     assert found.find_crowding(1) == 1 and found.find_crowding(1.5) == 1.25 and found.find_crowding(7) == 1.5
@@ -66,7 +66,7 @@ def test_processors_that_slow_each_other_down_allow_less() -> None:
     assert figures.predict_streams(decoding, 4).rate == pytest.approx(2 / (1.5 * 0.0121), rel=0.02)
 
 
-def test_where_each_stage_s_time_went() -> None:
+def test_stage_times_split_into_working_starved_and_blocked() -> None:
     by_name = {stage.name: stage for stage in video().stages}
     assert by_name["inference"].working == pytest.approx(1)
     assert by_name["decode"].working == pytest.approx(0.2)
@@ -100,7 +100,7 @@ def test_streams_share_the_engine_and_the_processors() -> None:
     assert figures.count_fitting(found, 24.9) == 20 and figures.count_fitting(found, 101) == 0
 
 
-def test_handing_on_counts_in_the_prediction_alone() -> None:
+def test_hand_over_time_counts_only_in_predictions() -> None:
     found = video(processors=1, period=0.028)
     handing = replace(found, facts=replace(found.facts, hand_over=0.001))
     assert figures.predict_streams(handing, 2).rate == pytest.approx(1 / 0.017, rel=0.02)  # handed to three stages
@@ -109,14 +109,14 @@ def test_handing_on_counts_in_the_prediction_alone() -> None:
     assert "the stages kept 50.0 % of the processors' time busy" in " ".join(words.list_sentences(found))
 
 
-def test_bounds_of_several_streams_count_their_stages() -> None:
+def test_bounds_count_the_stages_of_all_streams() -> None:
     found = video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=64)
     several = replace(found, facts=replace(found.facts, streams=4, answered=400))
     assert several.by_stage.name == "decode" and several.by_stage.rate == pytest.approx(400)
     assert several.rate == pytest.approx(400)
 
 
-def test_a_stage_behind_the_slowest_waits_and_one_before_is_held_up() -> None:
+def test_stages_after_the_slowest_starve_and_stages_before_it_block() -> None:
     slow_end = Simulation([Server(np.array([0.001]), 1.0), Server(np.array([0.01]), 1.0)], 0, 1, 200, 8, depth=3).run()
     assert slow_end.rate == pytest.approx(100, rel=0.02)
     np.testing.assert_allclose(slow_end.latencies, 0.001)  # known before the stage waits
@@ -126,7 +126,7 @@ def test_a_stage_behind_the_slowest_waits_and_one_before_is_held_up() -> None:
         assert found.rate == pytest.approx(50, rel=0.02)
 
 
-def test_sentences_say_what_bounds_and_what_would_help() -> None:
+def test_sentences_name_the_bound_and_the_remedy() -> None:
     said = " ".join(words.list_sentences(video()))
     assert "100 frames/s end to end (4.00 times its own speed)" in said
     assert "Inference bounds the whole. If inference took half the time, 200 frames/s would be possible (2.00x)" in said
@@ -175,7 +175,7 @@ def pipeline(*seconds: float, depth: int = 4, wake: float = 0.0, first: float = 
 
 
 @pytest.mark.parametrize("slow", range(4))
-def test_the_slowest_stage_has_nearly_all_of_the_path(slow: int) -> None:
+def test_the_slowest_stage_has_almost_the_whole_critical_path(slow: int) -> None:
     seconds = [0.001] * 4
     seconds[slow] = 0.010
     video = pipeline(*seconds)
@@ -185,13 +185,13 @@ def test_the_slowest_stage_has_nearly_all_of_the_path(slow: int) -> None:
     assert all(value >= 0 for value in found.values()) and found[HAND_OVER] < 0.001
 
 
-def test_the_ends_of_the_run_belong_to_the_stages_that_they_wait_for() -> None:
+def test_start_and_end_of_a_run_belong_to_the_stages_waited_for() -> None:
     found = compute_critical_path(pipeline(0.001, 0.002, 0.010, 0.003))
     assert found["inference"] == pytest.approx(COUNT * 0.010)
     assert [found[name] for name in ("decode", "preprocess", "postprocess")] == pytest.approx([0.001, 0.002, 0.003])
 
 
-def test_waking_up_and_a_late_beginning_are_between_stages() -> None:
+def test_wake_up_and_late_start_count_as_hand_over() -> None:
     video = pipeline(0.001, 0.010, wake=0.002, first=0.5)
     found = compute_critical_path(video)
     assert sum(found.values()) == pytest.approx(video.facts.seconds)
@@ -199,7 +199,7 @@ def test_waking_up_and_a_late_beginning_are_between_stages() -> None:
     assert found["preprocess"] == pytest.approx(COUNT * 0.010)
 
 
-def test_a_single_stage_is_the_path() -> None:
+def test_a_single_stage_is_the_whole_path() -> None:
     assert compute_critical_path(pipeline(0.004)) == {
         "decode": pytest.approx(COUNT * 0.004),
         HAND_OVER: pytest.approx(0, abs=1e-9),

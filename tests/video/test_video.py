@@ -39,7 +39,7 @@ def has_box(frame: np.ndarray, place: int) -> bool:
     return bool(frame[4:12, left + 2 : left + 28, 1].mean() > 60)
 
 
-def test_every_frame_comes_out_in_order_with_its_own_boxes(run: Any, clip: Path, tmp_path: Path) -> None:
+def test_frames_are_written_in_order_with_their_own_boxes(run: Any, clip: Path, tmp_path: Path) -> None:
     _, out, _ = run(clip, "out.mp4", "--json", "boxes.jsonl", "--batch", 4, "-o", "run", code=0)
     frames, times = videos.read(tmp_path / "out.mp4")
     assert [videos.place_of(frame) for frame in frames] == expected(COUNT)
@@ -55,7 +55,7 @@ def test_every_frame_comes_out_in_order_with_its_own_boxes(run: Any, clip: Path,
     assert "bound" in out and "frames/s end to end" in out
 
 
-def test_preloaded_frames_are_answered_again_and_again(run: Any, clip: Path, tmp_path: Path) -> None:
+def test_preloaded_frames_are_repeated(run: Any, clip: Path, tmp_path: Path) -> None:
     _, out, _ = run(clip, "out.mp4", "--json", "b.jsonl", "--preload", 4, "--frames", 10, "--batch", 3, code=0)
     again = [k % 4 for k in range(10)]
     assert videos.places(tmp_path / "out.mp4") == again
@@ -63,7 +63,7 @@ def test_preloaded_frames_are_answered_again_and_again(run: Any, clip: Path, tmp
     assert "4 frames at most were decoded in advance" in out
 
 
-def test_frames_are_prepared_where_the_engine_computes(run: Any, clip: Path, tmp_path: Path) -> None:
+def test_frames_are_prepared_on_the_requested_device(run: Any, clip: Path, tmp_path: Path) -> None:
     words = (clip, "out.mp4", "--backend", "pytorch", "--batch", 4, "--json")
     for place in ("host", "device"):
         _, out, _ = run(*words, f"{place}.jsonl", "--prepare", place, code=0)
@@ -76,7 +76,7 @@ def test_frames_are_prepared_where_the_engine_computes(run: Any, clip: Path, tmp
             assert abs(box["score"] - again["score"]) < 0.05
 
 
-def test_an_engine_out_of_pytorch_s_reach_is_refused(run: Any, clip: Path) -> None:
+def test_engines_without_pytorch_inputs_refuse_device_preparation(run: Any, clip: Path) -> None:
     code, _, errors = run(clip, "--prepare", "device", "--backend", "onnxruntime")
     assert code == 3 and "PyTorch can't reach this engine's inputs" in errors and "omit --prepare" in errors
     code, _, errors = run(clip, "--prepare", "cloud")
@@ -142,7 +142,7 @@ def test_several_streams_share_one_engine(run: Any, clip: Path, tmp_path: Path) 
     assert not list(tmp_path.glob("run/**/stream*.mp4"))
 
 
-def test_a_run_of_a_video_is_shown_like_any_other(run: Any, call: Any, clip: Path, tmp_path: Path) -> None:
+def test_video_runs_are_shown_like_other_runs(run: Any, call: Any, clip: Path, tmp_path: Path) -> None:
     _, out, _ = run(clip, "-o", "run", "--format", "json", "--save", "clip.trace.json", code=0)
     events = json.loads((tmp_path / "clip.trace.json").read_text())["traceEvents"]
     tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
@@ -174,7 +174,7 @@ def test_without_an_output_nothing_is_drawn_or_written(run: Any, clip: Path, tmp
     assert {path.name for path in tmp_path.iterdir()} <= {"__pycache__", "marker.py", "run"}
 
 
-def test_what_a_stored_run_does_not_write_again_is_said(run: Any, clip: Path, tmp_path: Path) -> None:
+def test_outputs_not_written_by_a_stored_run_are_reported(run: Any, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "own.mp4").write_bytes(clip.read_bytes())
     assert run("own.mp4", "one.mp4", "-o", "run", "--frames", 3)[0] == 0
     code, out, errors = run("own.mp4", "two.mp4", "-o", "run", "--frames", 3)
@@ -209,7 +209,7 @@ def test_other_containers(run: Any, clip: Path, tmp_path: Path, suffix: str) -> 
     assert videos.places(tmp_path / f"out{suffix}") == expected(6)
 
 
-def test_bad_input_is_one_line(refused: Any, clip: Path, tmp_path: Path) -> None:
+def test_invalid_input_is_refused_in_one_line(refused: Any, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     assert "missing.mp4 does not exist; give a video" in refused("bench", "video", "missing.mp4", *NET)
     assert "is the source" in refused("bench", "video", clip, clip, *NET)
@@ -219,7 +219,7 @@ def test_bad_input_is_one_line(refused: Any, clip: Path, tmp_path: Path) -> None
     assert "omit --streams" in refused("bench", "video", "camera:0", *NET, "--streams", 2)
 
 
-def test_what_cannot_be_written_is_refused_before_anything_starts(refused: Any, clip: Path, tmp_path: Path) -> None:
+def test_unwritable_outputs_are_refused_before_starting(refused: Any, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
     (tmp_path / "folder.mp4").mkdir()
     (tmp_path / "link.mp4").symlink_to(clip)
@@ -274,7 +274,7 @@ def test_objects_keep_their_identity(call: Any, tmp_path: Path, method: str) -> 
     assert len({tuple(frame[row * videos.CELL, ::8].reshape(-1)) for row in (0, 3)}) == 2, "each in its own colour"
 
 
-def test_trackers_are_checked_before_anything_starts(run: Any, clip: Path) -> None:
+def test_tracker_options_are_checked_before_starting(run: Any, clip: Path) -> None:
     for words, says in (
         (("--track", "bytetracks"), "unknown tracker 'bytetracks'; did you mean 'bytetrack'?"),
         (("--track-confidence", 0.5), "give --track with one of"),

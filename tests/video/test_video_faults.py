@@ -71,7 +71,7 @@ def one_line(errors: str) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".mkv", ".avi"])
-def test_a_truncated_video_is_answered_as_far_as_it_goes(run: Any, clip: Path, tmp_path: Path, suffix: str) -> None:
+def test_truncated_videos_are_processed_up_to_the_cut(run: Any, clip: Path, tmp_path: Path, suffix: str) -> None:
     whole = (clip if suffix == ".mkv" else videos.write(tmp_path / "whole.avi", videos.pictures(COUNT))).read_bytes()
     (tmp_path / f"cut{suffix}").write_bytes(whole[: len(whole) * (6 if suffix == ".mkv" else 9) // 10])
     run(f"cut{suffix}", "out.mp4", code=0)
@@ -82,7 +82,7 @@ def test_a_truncated_video_is_answered_as_far_as_it_goes(run: Any, clip: Path, t
     assert (said in record(tmp_path).warnings) == (suffix == ".avi")
 
 
-def test_damage_inside_is_counted_and_left_out(run: Any, clip: Path, tmp_path: Path) -> None:
+def test_damaged_frames_are_counted_and_left_out(run: Any, clip: Path, tmp_path: Path) -> None:
     content = bytearray(clip.read_bytes())
     middle = len(content) // 2
     content[middle : middle + 4000] = bytes(4000)
@@ -99,14 +99,14 @@ def test_damage_inside_is_counted_and_left_out(run: Any, clip: Path, tmp_path: P
         ("photo.png", b"no image", "can't be read as an image", 3),  # read like any frame of a video
     ],
 )
-def test_what_is_no_video(run: Any, tmp_path: Path, name: str, content: bytes, says: str, ends: int) -> None:
+def test_invalid_videos_are_refused(run: Any, tmp_path: Path, name: str, content: bytes, says: str, ends: int) -> None:
     (tmp_path / name).write_bytes(content)
     code, out, errors = run(name, "out.mp4")
     assert code == ends and says in one_line(errors) and not out
     assert not (tmp_path / "out.mp4").exists()
 
 
-def test_sound_alone_is_no_video(refused: Any, clip: Path, tmp_path: Path) -> None:
+def test_files_with_only_sound_are_refused(refused: Any, clip: Path, tmp_path: Path) -> None:
     with av.open(str(clip)) as before, av.open(str(tmp_path / "sound.m4a"), "w") as after:
         voice = after.add_stream_from_template(before.streams.audio[0])
         for packet in before.demux(audio=0):
@@ -117,7 +117,7 @@ def test_sound_alone_is_no_video(refused: Any, clip: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv"])
-def test_cover_art_is_not_the_video(run: Any, tmp_path: Path, suffix: str) -> None:
+def test_cover_art_is_not_taken_for_the_video(run: Any, tmp_path: Path, suffix: str) -> None:
     """In an MP4 it is marked as a cover; in the other file it is a one-frame stream like any other."""
     source = videos.write(tmp_path / f"plain{suffix}", videos.pictures(20), sound=True, still=suffix == ".mkv")
     if suffix == ".mp4":
@@ -134,7 +134,7 @@ def test_cover_art_is_not_the_video(run: Any, tmp_path: Path, suffix: str) -> No
     assert (said in record(tmp_path).warnings) == (suffix == ".mkv")
 
 
-def test_a_song_with_a_cover_is_no_video(refused: Any, tmp_path: Path) -> None:
+def test_songs_with_cover_art_are_refused(refused: Any, tmp_path: Path) -> None:
     with av.open(str(tmp_path / "song.mp3"), "w") as container:
         cover = container.add_stream("mjpeg", rate=1)
         cover.height, cover.width, cover.pix_fmt = 64, 64, "yuvj420p"
@@ -156,7 +156,7 @@ def with_square(left: int, top: int, width: int, height: int) -> list[np.ndarray
 
 
 @pytest.mark.parametrize(("suffix", "prepare"), [(".mp4", "host"), (".webm", "host"), (".avi", "device")])
-def test_pixels_that_are_not_square_keep_their_shape(call: Any, tmp_path: Path, suffix: str, prepare: str) -> None:
+def test_non_square_pixels_keep_their_aspect_ratio(call: Any, tmp_path: Path, suffix: str, prepare: str) -> None:
     """At 2:1 a frame of 384 x 288 is shown as 768 x 288; at half that size it fills rows 72 to 216 of the network's
     384 x 288, where a rectangle of 32 x 64 becomes the network's square of 32."""
     (tmp_path / "rows.py").write_text(videos.ROWS_NET)
@@ -190,26 +190,26 @@ def test_ten_bits_and_interlaced_frames(run: Any, tmp_path: Path, pixels: str) -
     assert (said in record(tmp_path).warnings) == bool(woven)
 
 
-def test_a_recording_that_was_never_finished_is_said_to_be_so(refused: Any, tmp_path: Path) -> None:
+def test_unfinished_recordings_are_reported(refused: Any, tmp_path: Path) -> None:
     boxes = [b"\0\0\0\x18ftypisom\0\0\2\0isomiso2", b"\0\0\0\x74moov", b"\0\0\0\x6cmvhd", bytes(100)]  # no tracks
     (tmp_path / "cut.mp4").write_bytes(b"".join(boxes))
     assert "has neither pictures nor sound: it is cut short" in refused("cut.mp4")
 
 
-def test_a_header_that_is_cut_is_said_to_be_so(refused: Any, tmp_path: Path) -> None:
+def test_truncated_headers_are_reported(refused: Any, tmp_path: Path) -> None:
     content = videos.write(tmp_path / "whole.mp4", videos.pictures(5)).read_bytes()
     (tmp_path / "cut.mp4").write_bytes(content[: content.index(b"mdhd")])  # the track's kind is still unknown
     assert "has neither pictures nor sound: it is cut short" in refused("cut.mp4")
 
 
-def test_an_empty_folder_and_a_missing_codec(refused: Any, clip: Path, tmp_path: Path) -> None:
+def test_empty_folders_and_missing_codecs_are_refused(refused: Any, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     assert "has no images" in refused("none")
     assert "unknown codec 'h265x'; did you mean 'h26" in refused(clip, "out.mp4", "--codec", "h265x")
     assert ".webm can't hold libx264; give another --codec" in refused(clip, "out.webm", "--codec", "h264")
 
 
-def test_odd_sides_grow_by_a_pixel(run: Any, tmp_path: Path) -> None:
+def test_odd_frame_sides_are_padded_by_a_pixel(run: Any, tmp_path: Path) -> None:
     videos.write(tmp_path / "odd.avi", videos.pictures(8, 289, 385), codec="mjpeg", pixels="yuvj444p")
     run("odd.avi", "out.mp4", code=0)
     frames, _ = videos.read(tmp_path / "out.mp4")
@@ -218,7 +218,7 @@ def test_odd_sides_grow_by_a_pixel(run: Any, tmp_path: Path) -> None:
     assert any("the codec needs even sides" in line for line in record(tmp_path).warnings)
 
 
-def test_the_times_of_a_variable_rate_are_kept(run: Any, tmp_path: Path) -> None:
+def test_variable_frame_times_are_kept(run: Any, tmp_path: Path) -> None:
     times = np.cumsum([0, *np.random.default_rng(0).integers(20, 200, 19)]).tolist()
     videos.write(tmp_path / "vfr.mkv", videos.pictures(20), times=times)
     run("vfr.mkv", "out.mp4", "--json", "boxes.jsonl", code=0)
@@ -230,7 +230,7 @@ def test_the_times_of_a_variable_rate_are_kept(run: Any, tmp_path: Path) -> None
     np.testing.assert_allclose(stored, np.array(times) / 1000, atol=0.002)
 
 
-def test_another_resolution_in_the_middle(run: Any, tmp_path: Path) -> None:
+def test_the_resolution_may_change_in_the_middle(run: Any, tmp_path: Path) -> None:
     parts = [tmp_path / f"{k}.ts" for k in range(2)]
     videos.write(parts[0], videos.pictures(12), options={"g": "6"})
     videos.write(parts[1], videos.pictures(12, 432, 576, first=12), options={"g": "6"})
@@ -263,13 +263,13 @@ def going(clip: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_source_that_goes_away(run: Any, going: str, tmp_path: Path) -> None:
+def test_a_source_that_disconnects_ends_the_video(run: Any, going: str, tmp_path: Path) -> None:
     run(going, "out.mp4", code=0)
     found = places(tmp_path / "out.mp4")
     assert 5 < len(found) < COUNT and found == expected(len(found))
 
 
-def test_a_source_that_is_not_there(run: Any) -> None:
+def test_a_missing_source_is_reported(run: Any) -> None:
     code, _, errors = run("http://127.0.0.1:9/none.mp4")
     assert code != 0 and "can't be read" in one_line(errors)
 
@@ -312,7 +312,7 @@ def interrupted(tmp_path: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_an_interrupt_leaves_a_playable_file_and_the_video_is_measured_again(
+def test_an_interrupt_leaves_a_playable_file_and_a_rerun_measures_again(
     interrupted: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     assert interrupted.wait(600) == 130  # with open standard input
@@ -329,7 +329,7 @@ def test_an_interrupt_leaves_a_playable_file_and_the_video_is_measured_again(
     assert places(tmp_path / "out.mp4") == expected(20)
 
 
-def test_an_interrupt_counts_where_the_source_ends_with_it(interrupted: subprocess.Popen[bytes]) -> None:
+def test_an_interrupt_that_also_ends_the_source_exits_with_130(interrupted: subprocess.Popen[bytes]) -> None:
     """A shell's pipe interrupts all of its programs: the job may have ended before its signal."""
     _, errors = interrupted.communicate(timeout=600)
     assert interrupted.returncode == 130, errors

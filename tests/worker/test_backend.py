@@ -37,7 +37,7 @@ def test_every_backend_is_found_by_its_name() -> None:
         assert made.precisions and made.devices and made.requires
 
 
-def test_makers_are_found_and_not_listed() -> None:
+def test_makers_are_found_but_not_listed_as_backends() -> None:
     for step in ("onnx_export", "onnx_precision", "openvino"):
         assert registry.get_maker(step).name == step
     refuses("unknown backend 'onnx_export'", find, "onnx_export")
@@ -59,15 +59,15 @@ def test_a_new_file_is_a_new_backend(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("onnxruntme", "onnxruntime"), ("openvno", "openvino")])
-def test_the_nearest_spelling_is_told(wrong: str, near: str) -> None:
+def test_an_unknown_backend_suggests_the_nearest_name(wrong: str, near: str) -> None:
     refuses(rf"^unknown backend '{wrong}'; did you mean '{near}'\?$", find, wrong)
 
 
-def test_without_a_near_one_all_are_told() -> None:
+def test_an_unknown_backend_without_a_near_name_lists_all() -> None:
     refuses(rf"^unknown backend 'zzz'; known: {', '.join(list_backends())}$", find, "zzz")
 
 
-def test_a_class_from_outside(on_path: Path) -> None:
+def test_a_backend_class_from_another_module_is_found(on_path: Path) -> None:
     (on_path / "brought.py").write_text(
         "from dyno.worker.backends.fake import Fake\nclass Mine(Fake):\n    name = 'mine'\nOWN = Mine()\n"
     )
@@ -89,13 +89,13 @@ def test_a_class_from_outside(on_path: Path) -> None:
         ("broken_g:X", "class X:\n    def __init__(self): raise ValueError('a\\nb')", "can't be loaded: a$"),
     ],
 )
-def test_a_broken_one_from_outside_is_the_user_s_error(on_path: Path, name: str, code: str | None, reason: str) -> None:
+def test_a_broken_external_backend_is_a_user_error(on_path: Path, name: str, code: str | None, reason: str) -> None:
     if code is not None:
         (on_path / f"{name[:-2]}.py").write_text(code)
     refuses(reason, find, name)
 
 
-def test_refusals_name_what_there_is() -> None:
+def test_refusals_name_the_available_choices() -> None:
     fake = find("fake")
     assert fake.refuse(TRIAL) == ""
     assert fake.refuse(replace(TRIAL, precision="fp8")) == "fake has no fp8 here (it has fp32, fp16, int8)"
@@ -108,7 +108,7 @@ def test_refusals_name_what_there_is() -> None:
     assert fake.refuse(replace(TRIAL, runtime=Runtime(device="cuda:1"))) == "fake can't run on cuda:1 (it runs on cpu)"
 
 
-def test_what_a_backend_must_offer() -> None:
+def test_interfaces_are_abstract() -> None:
     for kind in (Backend, Maker, FileFormat, Session):
         with pytest.raises(TypeError, match="abstract"):
             kind()
@@ -165,7 +165,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         del sys.modules[name]
 
 
-def test_a_packages_own_objects_and_a_distributions(place: Place) -> None:
+def test_objects_are_found_in_the_package_and_in_entry_points(place: Place) -> None:
     place.install(
         "shop",
         "blue = shop:BLUE\nred = shop:RED",
@@ -175,7 +175,7 @@ def test_a_packages_own_objects_and_a_distributions(place: Place) -> None:
     assert not place.broken()
 
 
-def test_what_cannot_be_loaded_hides_nothing_and_is_named(place: Place) -> None:
+def test_broken_entry_points_are_named_and_hide_no_others(place: Place) -> None:
     place.install("bad", "gone = bad:GONE\nraises = bad.no_module:X\nnumber = bad:NUMBER", "NUMBER = 5\n")
     assert place.names() == {"red": "own"}
     reasons = place.broken()
@@ -189,7 +189,7 @@ FREE = {"tactics", "hardware_compatible"}
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_option_says_what_it_may_be(name: str) -> None:
+def test_invalid_option_values_name_the_valid_ones(name: str) -> None:
     found = registry.find(name)
     assert set(found.options) == set(found.values), "declare `values` beside `options`"
     for option in set(found.options) - FREE:
@@ -210,7 +210,7 @@ def test_every_option_says_what_it_may_be(name: str) -> None:
         ("torch_tensorrt", {"ir": "dynamo", "profile": "1:2:4", "optimization": 0}),
     ],
 )
-def test_what_may_be_passes(name: str, options: dict[str, Option]) -> None:
+def test_valid_options_are_accepted(name: str, options: dict[str, Option]) -> None:
     registry.find(name).check_options(options)
 
 
@@ -226,7 +226,7 @@ def test_what_may_be_passes(name: str, options: dict[str, Option]) -> None:
         (number(50, 100), 101, "a number from 50 to 100"),
     ],
 )
-def test_checks_in_words(check: Check, value: Option, kind: str) -> None:
+def test_option_checks_describe_valid_values(check: Check, value: Option, kind: str) -> None:
     with pytest.raises(UserError) as e:
         check_values("engine", {"name": value, "other": "anything"}, {"name": check})
     assert str(e.value).endswith(f"engine's name must be {kind}")

@@ -73,7 +73,7 @@ def test_a_run_measures_every_boundary(fake_trial: Any, tmp_path: Path) -> None:
         assert 0 < (rate.value or 0) <= 2 / 1e-3
 
 
-def test_boundaries_are_those_of_the_plan(fake_trial: Any, tmp_path: Path) -> None:
+def test_only_the_boundaries_of_the_plan_are_measured(fake_trial: Any, tmp_path: Path) -> None:
     trial = fake_trial()
     record = done(Job("run", trial.runtime, replace(trial, plan=replace(trial.plan, boundaries=()))), tmp_path)
     assert record.status == "ok"
@@ -81,7 +81,7 @@ def test_boundaries_are_those_of_the_plan(fake_trial: Any, tmp_path: Path) -> No
     assert (tmp_path / "outputs.npz").exists()
 
 
-def test_what_the_engine_says_becomes_facts_and_measurements(
+def test_engine_facts_become_record_facts_and_measurements(
     fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Built(FakeSession):
@@ -108,7 +108,7 @@ def test_what_the_engine_says_becomes_facts_and_measurements(
     assert "asked for fp32: it ran 0 of 1 compute layers in float32" in record.warnings
 
 
-def test_a_made_file_remembers_the_whole_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_made_file_records_its_whole_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Writer(Maker):
         name = "writer"
 
@@ -136,7 +136,7 @@ def test_a_made_file_remembers_the_whole_chain(tmp_path: Path, monkeypatch: pyte
     assert record.stage == "done" and (tmp_path / "stage").read_text() == "make bin int8"
 
 
-def test_a_probe_says_what_the_backend_says(tmp_path: Path) -> None:
+def test_a_probe_record_contains_the_backend_probe(tmp_path: Path) -> None:
     record = done(Job("probe", backend="fake"), tmp_path)
     assert (record.status, record.facts.probe) == ("ok", Probe(version="1", devices=("cpu",), detail="scripted"))
 
@@ -166,7 +166,9 @@ def test_errors_become_one_line(
     assert (record.status, record.stage, record.reason) == (status, "load", reason)
 
 
-def test_what_is_missing_is_said_by_load(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_by_load(
+    fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Missing(Fake):
         def prepare(self, trial: Trial) -> None:
             raise ImportError("No module named 'engine'")
@@ -186,9 +188,7 @@ def test_what_is_missing_is_said_by_load(fake_trial: Any, tmp_path: Path, monkey
         assert not record.measurements
 
 
-def test_what_else_an_import_raises_is_its_row(
-    fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_import_errors_fail_the_trial(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Fake):
         def prepare(self, trial: Trial) -> None:
             raise OSError("libengine.so: undefined symbol")
@@ -199,7 +199,7 @@ def test_what_else_an_import_raises_is_its_row(
     assert record.reason == "OSError: libengine.so: undefined symbol"
 
 
-def test_a_full_disk_is_not_the_trial_s_fault(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_fail_the_trial(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -208,20 +208,20 @@ def test_a_full_disk_is_not_the_trial_s_fault(fake_trial: Any, tmp_path: Path, m
         done(Job("run", trial=fake_trial()), tmp_path)
 
 
-def test_an_unknown_backend_is_a_row(fake_trial: Any, tmp_path: Path) -> None:
+def test_an_unknown_backend_fails_the_trial(fake_trial: Any, tmp_path: Path) -> None:
     record = done(Job("run", trial=fake_trial("fakee")), tmp_path)
     assert (record.status, record.stage) == ("failed", "import")
     assert record.reason.startswith("unknown backend 'fakee'")
 
 
-def test_an_unsteady_model_is_said_to_be(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsteady_model_is_reported(fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_trial.measure, "warm_up", lambda *_: False)
     record = done(Job("run", trial=fake_trial()), tmp_path)
     said = [f"{boundary}: the median was not steady after 0.02 s of warm-up" for boundary in ("model", "all")]
     assert [w for w in record.warnings if "other programs" not in w] == said
 
 
-def test_a_model_that_writes_into_its_inputs_gets_the_same_in_every_run(fake_trial: Any, tmp_path: Path) -> None:
+def test_inputs_modified_by_the_model_are_restored_before_every_run(fake_trial: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "net.py").write_text(
         "import torch\n"
@@ -242,7 +242,7 @@ def test_a_model_that_writes_into_its_inputs_gets_the_same_in_every_run(fake_tri
     assert len(got) > 10 and len({*got}) == 3, "the inputs that are timed, stored, and of the test of rows"
 
 
-def test_outputs_that_follow_the_number_of_calls_are_a_warning(
+def test_outputs_that_drift_with_each_call_are_a_warning(
     fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch, calls = FakeSession.fetch, 0
@@ -279,7 +279,7 @@ def test_outputs_that_do_not_depend_on_the_input_are_a_warning(
     assert same_for_all(done(Job("run", trial=fake_trial()), tmp_path))
 
 
-def test_beside_a_gpu_half_of_the_processors_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_half_of_the_processors_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main.system, "shared_processors", lambda: {*range(64)})
     assert (main.system.contention_threshold("cpu"), main.system.contention_threshold("cuda:1")) == (0.2, 32)
 
@@ -299,7 +299,7 @@ def test_usage_and_schema_are_checked(fake_trial: Any, tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
 
 
-def test_byte_code_that_is_stored_nowhere_is_stored_in_the_cache(
+def test_bytecode_that_would_not_be_stored_goes_to_the_cache(
     fake_trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))

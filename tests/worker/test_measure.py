@@ -97,7 +97,7 @@ def test_a_slow_slot_is_named(clock: Clock, seconds: tuple[float, ...], warning:
     assert measure.find_slow_slot(Uneven(slots=len(seconds)), FEEDS) == warning
 
 
-def test_model_binds_once_and_all_copies_every_time() -> None:
+def test_the_model_boundary_binds_once_and_all_copies_every_time() -> None:
     session = Scripted()
     once = measure.make_step(session, "model", FEEDS)
     once(), once()
@@ -112,7 +112,7 @@ def test_model_binds_once_and_all_copies_every_time() -> None:
 
 
 @pytest.mark.parametrize("blocks", [None, [0, 1]])
-def test_inputs_are_put_back_before_every_run_and_outside_of_its_time(clock: Clock, blocks: list[int] | None) -> None:
+def test_inputs_are_restored_before_every_run_outside_its_timing(clock: Clock, blocks: list[int] | None) -> None:
     session = Scripted(0.01, sleep=clock.sleep)
 
     def restore() -> None:
@@ -163,7 +163,7 @@ def test_sampling_stops_at_the_number_of_samples(clock: Clock) -> None:
     assert (len(found.samples), found.stopped) == (17, "samples")
 
 
-def test_one_run_longer_than_the_budget_still_gives_samples(clock: Clock) -> None:
+def test_runs_longer_than_the_budget_still_give_samples(clock: Clock) -> None:
     found = measure.measure_latency(lambda: clock.sleep(0.02), replace(PLAN, seconds=0.01))
     assert (len(found.samples), found.stopped) == (measure.MIN_SAMPLES, "seconds")
 
@@ -178,7 +178,7 @@ def test_half_width_is_the_widest_side_of_the_order_statistics() -> None:
 
 
 @pytest.mark.parametrize("count", [30, 101, 1000])
-def test_half_width_covers_the_median_as_often_as_it_says(count: int) -> None:
+def test_half_width_covers_the_median_at_the_stated_confidence(count: int) -> None:
     """Compute the exact coverage of the chosen order statistics from the binomial distribution."""
     # Evenly spaced values reveal the order statistics that bound the interval.
     wide = measure.half_width(list(np.arange(count) + 1e6)) * (np.median(np.arange(count)) + 1e6)
@@ -210,7 +210,7 @@ def test_warm_up_ends_when_steady(clock: Clock) -> None:
     assert clock.ns - begun == pytest.approx(2 * 0.2e9, rel=0.01), "two windows of a tenth each"
 
 
-def test_warm_up_says_when_it_was_never_steady(clock: Clock) -> None:
+def test_warm_up_reports_when_it_was_never_steady(clock: Clock) -> None:
     delays = iter(range(10**9))
     assert not measure.warm_up(lambda: clock.sleep(0.001 * 1.02 ** next(delays)), replace(PLAN, warmup_s=0.5))
     assert 0.5e9 <= clock.ns < 0.7e9
@@ -228,7 +228,7 @@ def test_throughput_keeps_every_slot_in_flight(slots: int) -> None:
     assert {call for call in session.calls if call.startswith("bind")} == {f"bind{k}" for k in range(slots)}
 
 
-def test_throughput_in_lanes_has_each_lane_answer_and_counts_them_all() -> None:
+def test_throughput_counts_the_answers_of_every_lane() -> None:
     both, lanes, answered = threading.Barrier(2), list[int](), list[int]()
 
     def answer(feed: dict[str, np.ndarray]) -> None:
@@ -255,13 +255,13 @@ def test_throughput_of_a_fixed_number_of_samples_ends(clock: Clock) -> None:
     assert (session.calls.count("run0"), session.calls.count("fetch0"), found.stopped) == (25, 25, "samples")
 
 
-def test_throughput_of_batches_longer_than_the_budget(clock: Clock) -> None:
+def test_throughput_is_measured_for_batches_longer_than_the_budget(clock: Clock) -> None:
     found = measure.measure_throughput(Scripted(0.05, sleep=clock.sleep), FEEDS, 8, replace(PLAN, seconds=0.01))
     assert found.value == pytest.approx(8 / 0.05)
     assert len(found.samples) >= 1
 
 
-def test_garbage_is_not_collected_in_a_sample_and_is_again_after() -> None:
+def test_garbage_collection_is_off_during_samples_only() -> None:
     seen = []
 
     def once() -> None:
@@ -281,7 +281,7 @@ def test_a_failure_leaves_the_garbage_collector_on() -> None:
     assert gc.isenabled()
 
 
-def test_a_halt_does_not_end_a_block(clock: Clock) -> None:
+def test_pausing_the_process_does_not_end_a_block(clock: Clock) -> None:
     """The process may be stopped at any moment, for longer than a block."""
     halted = iter([False, True] + [False] * 100)
     plan = replace(PLAN, block_s=0.05, blocks=3)
@@ -327,7 +327,7 @@ class Gpu(Scripted):
 
 
 @pytest.mark.parametrize(("launch", "work"), [(0.2e-3, 1e-3), (12e-6, 30e-6), (0.0, 1e-3)])
-def test_a_run_behind_another_has_no_launch_in_it(clock: Clock, launch: float, work: float) -> None:
+def test_queued_runs_exclude_launch_time(clock: Clock, launch: float, work: float) -> None:
     gpu = Gpu(clock, launch, work)
     watch: Any = SimpleNamespace(start=gpu.start, stop=gpu.stop, seconds=gpu.elapsed)
     alone = measure.measure_latency(measure.make_step(gpu, "model", FEEDS, watch), replace(PLAN, max_samples=20), watch)
@@ -335,7 +335,7 @@ def test_a_run_behind_another_has_no_launch_in_it(clock: Clock, launch: float, w
     assert measure.measure_queued(gpu, watch, PLAN) == pytest.approx(work, rel=1e-3)
 
 
-def test_where_launching_takes_longer_than_the_work_no_queue_forms(clock: Clock) -> None:
+def test_no_queue_forms_when_launches_outlast_the_work(clock: Clock) -> None:
     gpu = Gpu(clock, 1e-3, 0.5e-3)
     watch: Any = SimpleNamespace(start=gpu.start, stop=gpu.stop, seconds=gpu.elapsed)
     assert measure.measure_queued(gpu, watch, PLAN) is None

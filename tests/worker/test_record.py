@@ -40,13 +40,13 @@ RECORD = Record(
 )
 
 
-def test_a_record_comes_back_the_same(tmp_path: Path) -> None:
+def test_a_record_survives_a_round_trip(tmp_path: Path) -> None:
     write_record(tmp_path, RECORD)
     assert read_record(tmp_path) == RECORD
     assert [f.name for f in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_a_field_is_read_by_its_earlier_name_and_written_by_its_own(tmp_path: Path) -> None:
+def test_renamed_fields_are_read_by_the_old_name_and_written_by_the_new(tmp_path: Path) -> None:
     facts = {"others_bearable": 0.2, "precision_truth": {"asked": "fp16", "ok": False}}
     write_json(tmp_path / "record.json", {"status": "ok", "facts": facts})
     record = read_record(tmp_path)
@@ -86,14 +86,14 @@ def any_value(kind: Any, rng: random.Random, odd: float = 0.0) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_field_of_a_record_comes_back_from_any_value_of_its_type(tmp_path: Path, seed: int) -> None:
+def test_every_field_survives_a_round_trip_with_any_value_of_its_type(tmp_path: Path, seed: int) -> None:
     record = any_value(Record, random.Random(seed))
     write_record(tmp_path, record)
     assert read_record(tmp_path) == record
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_value_of_another_type_makes_a_record_that_can_not_be_read(tmp_path: Path, seed: int) -> None:
+def test_values_of_a_wrong_type_never_make_a_record_unreadable(tmp_path: Path, seed: int) -> None:
     record = any_value(Record, random.Random(seed), odd=0.003)
     if not isinstance(record, Record):
         return
@@ -106,20 +106,20 @@ def test_no_value_of_another_type_makes_a_record_that_can_not_be_read(tmp_path: 
         assert to_json(back) == json.loads(json.dumps(to_json(record)))
 
 
-def test_a_value_of_another_type_costs_its_field_alone(tmp_path: Path) -> None:
+def test_a_value_of_a_wrong_type_loses_only_its_field(tmp_path: Path) -> None:
     write_record(tmp_path, replace(RECORD, inspection=Inspection(inputs=(InputSpec("flag", low=True),))))
     back = read_record(tmp_path)
     assert back is not None and back.measurements == RECORD.measurements and back.facts == RECORD.facts
     assert back.status == "failed" and "Record.inspection.inputs.low is of type bool" in back.reason
 
 
-def test_a_job_that_no_worker_could_read_is_refused_before_it_starts(tmp_path: Path) -> None:
+def test_an_unreadable_job_is_refused_before_it_starts(tmp_path: Path) -> None:
     job = Job("probe", Runtime(threads=True), backend="fake")
     refuses(r"Job\.runtime.threads is of type bool, which is wrong here", launch, job, tmp_path / "job", 60)
     assert not (tmp_path / "job" / "job.json").exists()
 
 
-def test_no_record_is_none(tmp_path: Path) -> None:
+def test_a_missing_record_reads_as_none(tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
     assert read_record(tmp_path / "nowhere") is None
 
@@ -137,12 +137,12 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     refuses(r"record.json is damaged \(.*\); the same `dyno run` measures this round again", read_record, tmp_path)
 
 
-def test_a_record_of_another_version_is_the_user_s_error(tmp_path: Path) -> None:
+def test_a_record_of_another_version_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text('{"status": "ok", "colour": 1}')
     refuses("unknown key 'colour'", read_record, tmp_path)
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_record(tmp_path, RECORD)
     save_arrays(tmp_path / "a.npz", {"x": np.arange(3)})
     with pytest.raises(TypeError):
@@ -156,7 +156,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
         assert arrays["x"].tolist() == [0, 1, 2]
 
 
-def test_what_takes_a_file_s_place_is_on_the_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_flushed_to_disk_before_it_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []  # sizes as each file is flushed, then as it is renamed
     monkeypatch.setattr(module.os, "fsync", lambda number: done.append(os.fstat(number).st_size))
     monkeypatch.setattr(module.os, "replace", lambda part, _: done.append(part.stat().st_size))
@@ -185,9 +185,7 @@ def test_text_is_utf8(tmp_path: Path) -> None:
         ("fp16", {"float16": 1, "unknown": 1}, False),
     ],
 )
-def test_fp32_bears_no_exception_and_a_lowered_precision_needs_half(
-    asked: str, layers: dict[str, int], ok: bool
-) -> None:
+def test_fp32_needs_every_layer_and_lower_precisions_half(asked: str, layers: dict[str, int], ok: bool) -> None:
     assert precision_truth(asked, layers, "an engine").ok is ok
 
 
@@ -206,7 +204,7 @@ def test_the_sentence_counts_every_type() -> None:
         ({"int8": 999, "float32": 1}, True, ">99%"),
     ],
 )
-def test_operations_decide_and_not_layers(operations: dict[str, int], ok: bool, share: str) -> None:
+def test_precision_is_judged_by_operations_rather_than_layers(operations: dict[str, int], ok: bool, share: str) -> None:
     layers = {"int8": 1, "float32": 9} if ok else {"int8": 9, "float32": 1}
     truth = precision_truth("int8", layers, "an engine", operations)
     assert (truth.ok, truth.refuted) == (ok, not ok)
@@ -214,20 +212,20 @@ def test_operations_decide_and_not_layers(operations: dict[str, int], ok: bool, 
     assert truth.sentence.endswith(f": {share} of the arithmetic in int8")
 
 
-def test_fp32_bears_no_operation_in_another_type() -> None:
+def test_fp32_is_refuted_by_any_operation_in_another_type() -> None:
     assert not precision_truth("fp32", {"float32": 9, "bfloat16": 1}, "an engine", {"float32": 999, "bfloat16": 1}).ok
 
 
-def test_operations_add_up_only_if_all_are_known() -> None:
+def test_operations_are_summed_only_if_all_are_known() -> None:
     assert sum_operations([("int8", 4), ("float32", 2), ("int8", 1), ("unknown", None)]) == {"int8": 5, "float32": 2}
     assert sum_operations([("int8", 4), ("float32", None)]) == {}
 
 
-def test_what_is_not_known_is_not_confirmed() -> None:
+def test_an_unknown_precision_is_not_confirmed() -> None:
     assert "not confirmed" in precision_truth("fp16", {}, "an engine").sentence
 
 
-def test_a_part_that_is_not_opened_neither_confirms_nor_refutes() -> None:
+def test_opaque_parts_neither_confirm_nor_refute_a_precision() -> None:
     opened = precision_truth("fp32", {"float32": 70, "unknown": 6}, "TensorRT")
     assert opened.sentence == (
         "asked for fp32: TensorRT ran 70 of 70 compute layers in float32; parts of the graph that it doesn't open: 6"
@@ -238,7 +236,7 @@ def test_a_part_that_is_not_opened_neither_confirms_nor_refutes() -> None:
     assert precision_truth("fp32", {"float16": 1, "unknown": 9}, "TensorRT").refuted
 
 
-def test_reasons_name_operators_and_shares_and_leave_out_what_is_small() -> None:
+def test_reasons_name_operators_and_shares_and_omit_small_ones() -> None:
     compute = [("Conv", "int8")] * 15 + [("Conv", "float32")] * 4 + [("Gemm", "float32")]
     time = {"Conv": 0.8, "QuantizeLinear": 0.15, "DequantizeLinear": 0.05}
     assert why_not_faster("int8", compute, time, ("QuantizeLinear", "DequantizeLinear")) == [

@@ -54,11 +54,11 @@ def there_and_back(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", [MODEL, DIMS, RECIPE, TRIAL, ARTIFACT, JOB], ids=lambda v: type(v).__name__)
-def test_json_comes_back_the_same(value: Any) -> None:
+def test_values_survive_a_json_round_trip(value: Any) -> None:
     assert there_and_back(value) == value
 
 
-def test_a_nested_recipe_comes_back_as_a_recipe() -> None:
+def test_nested_recipes_survive_a_json_round_trip() -> None:
     back = there_and_back(JOB)
     assert isinstance(back.recipe.parent, Recipe) and isinstance(back.recipe.parent.model.preprocess, Preprocess)
     assert back.trial.dims.shapes == {"mask": (8, 16)}
@@ -85,7 +85,7 @@ recipes: st.SearchStrategy[Recipe] = st.deferred(
 
 @settings(max_examples=30)
 @given(st.builds(Trial, models, text, text, sizes, options, st.none() | recipes))
-def test_any_trial_comes_back_the_same(trial: Trial) -> None:
+def test_any_trial_survives_a_json_round_trip(trial: Trial) -> None:
     back = there_and_back(trial)
     assert back == trial
     assert back.id == trial.id
@@ -126,7 +126,7 @@ def test_paths_names_and_rounds_do_not_change_the_id(other: Trial) -> None:
     assert other.id == TRIAL.id
 
 
-def test_a_file_is_known_by_its_content() -> None:
+def test_a_file_is_identified_by_its_content() -> None:
     one = Trial(ModelSpec("m", "file:/a/m.onnx", source_sha256="1"), "onnxruntime", "fp32", Dims(1, 8, 8))
     assert replace(one, model=replace(one.model, source="file:/b/n.onnx")).id == one.id
     assert replace(one, model=replace(one.model, source_sha256="2")).id != one.id
@@ -155,7 +155,7 @@ def test_a_file_is_known_by_its_content() -> None:
         replace(TRIAL, plan=replace(TRIAL.plan, seconds=1.0)),
     ],
 )
-def test_what_shapes_a_number_changes_the_id(other: Trial) -> None:
+def test_settings_that_affect_results_change_the_id(other: Trial) -> None:
     assert other.id != TRIAL.id
 
 
@@ -164,7 +164,7 @@ def test_specs_cannot_be_changed() -> None:
         TRIAL.precision = "fp32"  # type: ignore[misc]
 
 
-def test_labels_say_what_is_unusual() -> None:
+def test_labels_show_only_non_default_settings() -> None:
     assert Dims(1, 224, 224).size == "224"
     assert Dims(1, 480, 640).size == "480x640"
     assert TRIAL.label == "net onnxruntime@spinning=False int8 b8 224x320"
@@ -173,7 +173,7 @@ def test_labels_say_what_is_unusual() -> None:
     assert MODEL.file == ""
 
 
-def test_of_a_long_message_the_sentence_that_helps_comes_first() -> None:
+def test_the_helpful_sentence_of_a_long_message_comes_first() -> None:
     """In ONNX Runtime it follows all inputs of a node, or the places of an inference error."""
     inputs = ", ".join(f'"layer_{k}.weight": tensor(float)' for k in range(30))
     shortened = shorten(

@@ -27,7 +27,7 @@ def test_the_description_is_plain_data() -> None:
     assert found["cpu"] and found["python"].startswith("3.")
 
 
-def test_flags_are_those_of_the_processor() -> None:
+def test_cpu_flags_match_proc_cpuinfo() -> None:
     info = Path("/proc/cpuinfo")
     if not info.exists():
         pytest.skip("no /proc/cpuinfo here")
@@ -35,7 +35,7 @@ def test_flags_are_those_of_the_processor() -> None:
     assert set(system.describe()["cpu_flags"]) == words & set(system.CPU_FLAGS)
 
 
-def test_pinning_takes_as_many_processors_as_threads_or_all() -> None:
+def test_pinning_uses_one_processor_per_thread_up_to_all() -> None:
     allowed = os.sched_getaffinity(0)
     assert sorted(system.list_cores()) == sorted(allowed)
     for threads in (10_000, len(allowed), 1):
@@ -66,7 +66,7 @@ def test_physical_cores_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("0::/", {}, math.inf),
     ],
 )  # fmt: skip
-def test_a_container_s_share_of_the_processors(
+def test_the_cpu_quota_of_a_container_is_read(
     of_process: str, files: dict[str, str], quota: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unnoticed, eight threads under `--cpus=1.5` took 5 ms in the median and 27 in the mean."""
@@ -91,7 +91,7 @@ def write_processors(folder: Path, name: str, values: list[int], monkeypatch: py
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(len(values))))
 
 
-def test_faster_cores_come_first_and_a_mix_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_cores_come_first_and_mixed_cores_are_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_processors(tmp_path, "cpu_capacity", [512, 1024, 512, 1024, 256], monkeypatch)
     assert system.list_cores() == [1, 3, 0, 2, 4]
     text = system.describe_mixed_cores()
@@ -99,12 +99,14 @@ def test_faster_cores_come_first_and_a_mix_is_described(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("capacities", [[1024, 1024], [1024, 1009], []])
-def test_equal_cores_are_no_mix(capacities: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_cores_are_not_reported_as_mixed(
+    capacities: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_processors(tmp_path, "cpu_capacity", capacities, monkeypatch)
     assert system.describe_mixed_cores() == ""
 
 
-def test_a_clock_lowered_against_heat_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thermal_throttling_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = "thermal_throttle/core_throttle_count"
     write_processors(tmp_path, counter, [7, 9], monkeypatch)
     contention = system.CpuContention()
@@ -134,7 +136,7 @@ def tenth_of_a_processor() -> Iterator[Path]:
     group.rmdir()
 
 
-def test_processors_that_a_limit_withholds_are_counted(tenth_of_a_processor: Path) -> None:
+def test_cpu_time_withheld_by_a_quota_is_counted(tenth_of_a_processor: Path) -> None:
     code = (
         f"import os, time; open({str(tenth_of_a_processor / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
         "from dyno.worker import system\n"
@@ -147,7 +149,7 @@ def test_processors_that_a_limit_withholds_are_counted(tenth_of_a_processor: Pat
     assert quota == 0.1 and 0.2 < withheld < 1.0
 
 
-def test_a_timing_under_a_limit_carries_a_warning(tenth_of_a_processor: Path, tmp_path: Path) -> None:
+def test_a_timing_throttled_by_a_quota_has_a_warning(tenth_of_a_processor: Path, tmp_path: Path) -> None:
     code = (
         f"import os; open({str(tenth_of_a_processor / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
         "from dyno.worker.journal import Journal; from dyno.worker.spec import Job, Runtime; from pathlib import Path\n"
@@ -160,7 +162,7 @@ def test_a_timing_under_a_limit_carries_a_warning(tenth_of_a_processor: Path, tm
     assert few == "()" and "limit of 0.1 processors" in more and "--threads" in more
 
 
-def test_peak_memory_is_the_highest_so_far_and_not_the_parent_s() -> None:
+def test_peak_memory_is_the_process_maximum_without_its_parent() -> None:
     code = (
         "from dyno.worker.system import peak_memory as peak; a = peak(); b = bytearray(50_000_000); "
         "b = None; print(a, peak())"
@@ -172,7 +174,7 @@ def test_peak_memory_is_the_highest_so_far_and_not_the_parent_s() -> None:
     assert after - before > 40e6
 
 
-def test_a_process_whose_parent_is_gone_already_ends() -> None:
+def test_a_process_without_its_parent_ends() -> None:
     code = "import sys; from dyno.worker.system import die_with_parent as die; die(int(sys.argv[1])); print('alive')"
     alive = subprocess.run([sys.executable, "-c", code, str(os.getpid())], capture_output=True, text=True, timeout=1200)
     assert (alive.returncode, alive.stdout) == (0, "alive\n")
@@ -180,7 +182,7 @@ def test_a_process_whose_parent_is_gone_already_ends() -> None:
     assert (gone.returncode, gone.stdout) == (-9, "")
 
 
-def test_an_end_keeps_what_was_printed_and_runs_nothing_else() -> None:
+def test_ending_flushes_output_and_skips_exit_handlers() -> None:
     code = (
         "import atexit, ctypes; from dyno.worker import system; atexit.register(print, 'at exit');"
         "ctypes.CDLL(None).puts(b'from C'); print('from Python'); system.end(3)"
@@ -194,7 +196,7 @@ def test_an_end_keeps_what_was_printed_and_runs_nothing_else() -> None:
             assert subprocess.run([sys.executable, "-c", code], stdout=full, env=buffered, timeout=1200).returncode == 3
 
 
-def test_the_launcher_s_own_work_is_known() -> None:
+def test_cpu_time_of_the_launcher_is_known() -> None:
     code = (
         "import time\nfrom dyno.worker.system import _launcher_seconds as seconds\n"
         "before = seconds(); print('ready', flush=True)\n"
@@ -220,7 +222,7 @@ def test_modules_without_byte_code_are_counted(tmp_path: Path, monkeypatch: pyte
     assert (modules - before[0], without - before[1]) == (2, 1)
 
 
-def test_byte_code_goes_into_the_cache_only_where_it_would_be_stored_nowhere(
+def test_bytecode_goes_to_the_cache_only_if_not_stored_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "heavy.py").write_text("x = 1\n")
@@ -256,9 +258,7 @@ def test_a_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("others", "busy"), [(0.5, 0.5), (99.0, 4.0), (-0.1, 0.0)])
-def test_no_more_processors_are_busy_than_there_are(
-    others: float, busy: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_processors_never_exceed_their_number(others: float, busy: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system counts in ticks of 10 ms, so short times may show more."""
     monkeypatch.setattr(system, "shared_processors", lambda: {0, 1, 2, 3})
     contention = system.CpuContention()
@@ -272,9 +272,7 @@ def test_no_more_processors_are_busy_than_there_are(
     )
 
 
-def test_work_on_processors_that_a_job_may_not_use_does_not_disturb_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_on_unrelated_processors_is_not_contention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job on processor 0, which shares a core with 2: in a second they were busy for 0.5 and 0.3 s, and 1 for all;
     the job for 0.2 s of it."""
     for cpu, text in {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}.items():

@@ -18,9 +18,7 @@ print(node._own_folder()[0], flush=True); time.sleep(600)
 """
 
 
-def test_what_a_killed_process_left_goes_with_the_next_block_and_what_is_in_use_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_block_folders_are_removed_and_used_ones_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     block, elsewhere = tmp_path / "block", tmp_path / "elsewhere"
     block.mkdir()
@@ -50,7 +48,7 @@ def _after_a_block(block: Path) -> Path:
     return folder.parent
 
 
-def test_a_killed_command_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_command_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     for name in ("r0/record.json", "r0/samples.npz", "block.log"):
         (there / name).parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +76,7 @@ def _read(folder: Path) -> Files:
 
 
 @pytest.mark.parametrize("name", ["../beyond", "{folder}/beyond", "link/beyond"])
-def test_nothing_is_written_beyond_the_folder(name: str, tmp_path: Path) -> None:
+def test_no_file_is_written_outside_the_folder(name: str, tmp_path: Path) -> None:
     files = {name.format(folder=tmp_path): b""}
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to(tmp_path)

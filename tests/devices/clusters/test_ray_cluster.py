@@ -43,7 +43,7 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
+def test_a_study_on_two_nodes_differs_only_in_its_places(
     fake_study: Any, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -54,7 +54,7 @@ def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
+def test_the_block_of_a_lost_node_moves_and_its_rows_say_so(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     third, gone = cluster.add_node(num_cpus=1), []
     cluster.wait_for_nodes(spreading.PATIENCE_S)
 
@@ -80,7 +80,7 @@ def _anywhere(about: Any, count: int, taken: Any, host: Any) -> Any:
     return ray_cluster.Place(about.host, "cpu", about.card, threads=1, host=host)
 
 
-def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
+def test_a_node_that_just_died_is_not_used(cluster: Any) -> None:
     third = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes(spreading.PATIENCE_S)
     cluster.remove_node(third, allow_graceful=False)
@@ -89,9 +89,7 @@ def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
-    fake_study: Any, tmp_path: Path, cluster: Any
-) -> None:
+def test_blocks_end_with_a_killed_driver_and_the_study_resumes(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     study = fake_study(on=f"ray={cluster.address}", batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     before = kill_a_driver(study, folder).keys()
@@ -100,14 +98,14 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
     assert not [*folder.glob("blocks/*")]
 
 
-def test_a_terminated_command_says_so_in_one_line(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
+def test_a_terminated_command_reports_it_in_one_line(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     """Ray's signal handler prints traces and exits at once."""
     study = fake_study(on=f"ray={cluster.address}", rounds=50, until="rounds")
     assert "SIGTERM" not in spreading.stop(study, tmp_path / "run", subprocess.Popen.terminate)
     assert load_run(tmp_path / "run").trials, "what was measured can be read before its block is at its end"
 
 
-def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_study: Any, tmp_path: Path) -> None:
+def test_termination_while_ray_starts_is_reported_in_one_line(fake_study: Any, tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text(fake_study(on="ray=local").to_toml())
     words = [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(tmp_path / "run")]
     command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -141,15 +139,17 @@ def _children(pid: int) -> list[str]:
         ({"on": "ray=127.0.0.1:1"}, "no Ray cluster answers at 127.0.0.1:1: "),
     ],
 )
-def test_what_makes_no_sense_is_refused(fake_study: Any, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(fake_study: Any, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     refuses(message, spread.run, fake_study(**fields), tmp_path, Progress(quiet=True))
 
 
-def test_a_node_without_the_device(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
+def test_a_cluster_without_the_device_is_refused(fake_study: Any, tmp_path: Path, cluster: Any) -> None:
     with pytest.raises(UserError, match="no node of the Ray cluster has a GPU"):
         spread.run(fake_study(on=f"ray={cluster.address}", device="cuda"), tmp_path, Progress(quiet=True))
 
 
-def test_without_the_library(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_reported_with_its_extra(
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     refuses(r"inference-dyno\[ray\]", spread.run, fake_study(on="ray"), tmp_path, Progress(quiet=True))

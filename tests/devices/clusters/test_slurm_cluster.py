@@ -73,7 +73,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
-def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
+def test_a_study_on_two_jobs_differs_only_in_its_places(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -89,7 +89,7 @@ def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
 
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
-def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
+def test_the_block_of_a_killed_job_moves_and_its_rows_say_so(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, gone, start = list[RunningBlock](), list[str](), blocks.start_process
@@ -113,7 +113,7 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
     assert any("lost with its node: job" in warning for warning in remarks.list_warnings(moved))
 
 
-def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_study: Any, tmp_path: Path) -> None:
+def test_losing_all_jobs_is_reported_and_keeps_measurements(fake_study: Any, tmp_path: Path) -> None:
     gone: list[str] = []
 
     def kill(place: str, line: str) -> None:
@@ -134,7 +134,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
 
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
-def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(fake_study: Any, tmp_path: Path) -> None:
+def test_jobs_end_with_a_killed_driver_and_rounds_are_not_repeated(fake_study: Any, tmp_path: Path) -> None:
     study = fake_study(on=LOCAL, batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     measured = kill_a_driver(study, folder)
@@ -148,14 +148,14 @@ def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(fake
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_terminal_is_one_line(fake_study: Any, tmp_path: Path, number: int) -> None:
+def test_a_signal_to_the_process_group_is_reported_in_one_line(fake_study: Any, tmp_path: Path, number: int) -> None:
     """Local jobs receive the signal too, but leave the message to the command, which ends them."""
     study, folder = fake_study(on="slurm=1,cluster=local", rounds=50, until="rounds"), tmp_path / "run"
     spreading.stop(study, folder, lambda command: os.killpg(command.pid, number))
     assert not (folder / "slurm").exists(), "the jobs have ended"
 
 
-def test_a_job_that_writes_while_its_folder_is_removed_does_not_stop_the_next_command(
+def test_a_job_folder_that_cannot_be_removed_does_not_block_a_new_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def removed(folder: Path, ignore_errors: bool) -> None:
@@ -181,7 +181,7 @@ def _unfinished(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
+def test_waiting_jobs_are_reported_and_jobs_that_never_start_left_out(
     fake_study: Any, tmp_path: Path, fake_slurm: Path
 ) -> None:
     log = Log()
@@ -201,7 +201,7 @@ def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
         assert job.status() == psutil.STATUS_ZOMBIE or not psutil.wait_procs([job], timeout=300)[1]
 
 
-def test_a_job_that_runs_but_says_nothing_does_not_keep_the_study(
+def test_a_silent_job_does_not_block_the_study(
     fake_study: Any, tmp_path: Path, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_DEAF", "1")
@@ -211,7 +211,7 @@ def test_a_job_that_runs_but_says_nothing_does_not_keep_the_study(
     assert "1" in (fake_slurm / "cancelled").read_text().split()
 
 
-def test_a_job_ends_when_nothing_is_heard_of_its_driver_or_slurm_ends_it(tmp_path: Path) -> None:
+def test_a_job_ends_without_its_driver_or_when_slurm_ends_it(tmp_path: Path) -> None:
     folder = tmp_path / "0"
     folder.mkdir()
     Mail(tmp_path).send(DRIVER, 0, 1)
@@ -225,9 +225,7 @@ def test_a_job_ends_when_nothing_is_heard_of_its_driver_or_slurm_ends_it(tmp_pat
     Pilot(folder, 100.0, 0).serve()  # ends, as the study's folder is gone
 
 
-def test_a_lost_job_is_noticed_while_it_has_nothing_to_do(
-    tmp_path: Path, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_idle_job_is_detected(tmp_path: Path, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (fake_slurm / "1.pid").write_text("none")  # makes Slurm report a failure
     monkeypatch.setattr(slurm_cluster, "QUEUE_POLL_INTERVAL_S", 0.0)
     host = SlurmHost(SimpleNamespace(job_id=1), Mail(tmp_path), "cpu", local=False)
@@ -245,7 +243,7 @@ def test_a_second_start_of_a_job_does_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [STARTED]
 
 
-def test_what_is_asked_of_slurm() -> None:
+def test_slurm_options_are_parsed() -> None:
     assert parse("").jobs == parse("cluster=local").jobs == 1
     wanted = parse("4, partition=gpu,time=60")
     assert (wanted.jobs, wanted.sbatch, wanted.minutes) == (4, {"partition": "gpu"}, {"time": 60, "wait": 10})
@@ -270,7 +268,7 @@ def test_what_is_asked_of_slurm() -> None:
         ({"on": "slurm=2"}, "needs Slurm's commands"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_settings_are_refused(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -278,7 +276,7 @@ def test_what_makes_no_sense_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_lies_in_a_folder_from_elsewhere_is_not_followed(
+def test_a_linked_slurm_folder_is_not_followed(
     fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -298,6 +296,8 @@ def test_a_plan_needs_no_job(fake_study: Any) -> None:
         assert [(place.device, place.host) for place in found] == [("cuda:0", None)]
 
 
-def test_without_the_library(fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_submitit_is_reported_with_its_extra(
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     refuses(r"inference-dyno\[slurm\]", spread.run, fake_study(on="slurm"), tmp_path / "run", Progress(quiet=True))

@@ -42,7 +42,7 @@ def test_the_demo_has_every_chart_but_sizes(run: RunData) -> None:
     assert all(isinstance(f, Figure) for f in drawn.values())
 
 
-def test_on_a_dark_page_no_area_of_a_chart_is_white(run: RunData) -> None:
+def test_no_chart_area_is_white_on_a_dark_page(run: RunData) -> None:
     """Fixed colours are mid-tones, visible on white and on dark; all others follow the page or are text."""
     for name, figure in printed.drawn(run).items():
         areas = set(re.findall(r'<path [^>]*style="fill: (#[0-9a-f]{6})', style.render_svg(figure, "x")))
@@ -62,7 +62,7 @@ def test_the_frontier_is_named(run: RunData) -> None:
     assert "frontier (ringed), fastest first: openvino int8, openvino bf16" in texts(charts.draw_accuracy(run))
 
 
-def test_nothing_to_draw_is_none(tmp_path: Path) -> None:
+def test_charts_without_data_are_omitted(tmp_path: Path) -> None:
     one = trial_table.read_trials(synthetic.write_run(tmp_path / "a", [Way("pytorch", labelled=False)], samples=5))
     assert list(printed.drawn(one)) == ["latency", "rounds"]
     none = trial_table.read_trials(synthetic.write_run(tmp_path / "b", [Way("x", statuses=("failed",))]))
@@ -81,7 +81,7 @@ def test_sizes_make_a_chart(tmp_path: Path) -> None:
     assert "throughput" in throughput.get_ylabel()
 
 
-def test_what_lies_beyond_the_axis_ends_in_an_arrow(tmp_path: Path) -> None:
+def test_bars_beyond_the_axis_end_in_an_arrow(tmp_path: Path) -> None:
     frame = trial_table.read_trials(
         synthetic.write_run(tmp_path / "r", [Way("pytorch"), Way("a"), Way("b")], samples=5)
     )
@@ -95,14 +95,14 @@ def test_what_lies_beyond_the_axis_ends_in_an_arrow(tmp_path: Path) -> None:
     assert charts.draw_speedup(replace(frame, frame=rows[rows["backend"] != "a"])) is None
 
 
-def test_many_trials_stay_a_picture_of_bounded_size(tmp_path: Path) -> None:
+def test_charts_of_many_trials_have_a_bounded_size(tmp_path: Path) -> None:
     ways = [Way(f"b{i}", size=s, statuses=("ok",), labelled=False) for i in range(30) for s in (1, 2, 3, 4)]
     figure = charts.draw_latency(trial_table.read_trials(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)))
     assert sum(len(a.patches) for a in figure.axes) <= charts.MAX_BARS
     assert figure.texts[0].get_text() == "2 more groups are in results.csv"
 
 
-def test_one_backend_one_colour_one_precision_one_marker() -> None:
+def test_each_backend_has_a_colour_and_each_precision_a_marker() -> None:
     assert len({style.choose_color(b) for b in style.COLORS}) == len(style.COLORS)
     assert style.choose_color("my_engine") == style.choose_color("my_engine")
     assert len(set(style.MARKERS.values())) == len(set(style.HATCHES.values())) == len(PRECISIONS)
@@ -141,7 +141,7 @@ def test_png_and_svg(run: RunData, tmp_path: Path) -> None:
     assert style.render_svg(charts.draw_speedup(run), "p1") == text
 
 
-def test_a_figure_that_is_laid_out_once_looks_as_if_each_file_did_it(run: RunData, tmp_path: Path) -> None:
+def test_a_shared_layout_gives_the_same_files(run: RunData, tmp_path: Path) -> None:
     figures = printed.drawn(run)
     for name, other in printed.drawn(run).items():
         style.save(other, tmp_path / "own.png")
@@ -153,7 +153,7 @@ def test_a_figure_that_is_laid_out_once_looks_as_if_each_file_did_it(run: RunDat
         assert [round(float(x)) for x in box.split()] == pytest.approx([0, 0, width, height], abs=1)
 
 
-def test_hostile_names_are_text_in_the_drawing(hostile_names: Results) -> None:
+def test_hostile_names_are_plain_text_in_charts(hostile_names: Results) -> None:
     for figure in printed.drawn(trial_table.read_trials(hostile_names)).values():
         text = style.render_svg(figure, "x")
         assert "<script" not in text
@@ -197,7 +197,7 @@ def test_bars_are_grouped_by_model_on_a_log_axis(run_of_models: RunData) -> None
     assert "ms" in axes.get_ylabel()
 
 
-def test_a_speed_up_that_has_no_bound_is_no_point(tmp_path: Path) -> None:
+def test_unbounded_speed_ups_are_not_drawn(tmp_path: Path) -> None:
     ways = [
         Way(backend, "fp32", seconds, spread=spread if batch == 1 else 0.01, batch=batch)
         for backend, seconds, spread in (("pytorch", 0.01, 3.0), ("a", 0.004, 0.01), ("b", 0.002, 0.01))
@@ -211,13 +211,13 @@ def test_a_speed_up_that_has_no_bound_is_no_point(tmp_path: Path) -> None:
     assert panels == ["digits, size 64, batch 4", "digits, size 64, batch 8"]
 
 
-def test_of_two_ways_alike_the_second_has_hollow_markers(run_of_models: RunData) -> None:
+def test_the_second_of_two_like_styled_lines_has_hollow_markers(run_of_models: RunData) -> None:
     axes = charts.draw_speedups(run_of_models, "size").axes[0]
     faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() != "None"]
     assert [str(face).lower() for face in faces] == ["#0072b2", "#009e73", "white"]
 
 
-def test_speedups_stand_at_their_sizes(run_of_models: RunData) -> None:
+def test_speedups_are_drawn_at_their_sizes(run_of_models: RunData) -> None:
     figure = charts.draw_speedups(run_of_models, "size")
     assert [axes.get_title("left") for axes in figure.axes][:2] == ["large, batch 1", "large, batch 8"]
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["64", "128"]
@@ -232,12 +232,12 @@ def test_the_peak_is_drawn_above(run_of_models: RunData) -> None:
     assert axes.get_ylabel() == "TFLOPS achieved"
 
 
-def test_one_model_one_size_draws_nothing(tmp_path: Path) -> None:
+def test_one_model_at_one_size_has_no_scaling_charts(tmp_path: Path) -> None:
     one = trial_table.read_trials(synthetic.write_run(tmp_path / "a", [Way("pytorch")], samples=5, count=5))
     assert not {"inference-time", "speedup-size", "tflops-batch"} & set(printed.drawn(one))
 
 
-def test_panels_without_room_are_counted(tmp_path: Path) -> None:
+def test_omitted_panels_are_counted(tmp_path: Path) -> None:
     ways = [Way("pytorch", batch=b, size=s, statuses=("ok",)) for s in range(32, 32 * 15, 32) for b in (1, 2)]
     run_of_models = trial_table.read_trials(synthetic.write_run(tmp_path / "a", ways, samples=5, count=5))
     figure = charts.scaling_series(run_of_models, "batch")

@@ -61,7 +61,7 @@ def test_pauses_are_left_out_and_windows_move_with_them(tmp_path: Path) -> None:
     assert series.timed == {"model": (2.0, 6.0)}
 
 
-def test_a_processor_s_power_is_its_counter_s_rate_and_what_nobody_told_is_no_line(tmp_path: Path) -> None:
+def test_cpu_power_is_the_counter_rate_and_missing_columns_have_no_line(tmp_path: Path) -> None:
     at, nan = np.arange(1.0, 5.0), np.full(4, np.nan)
     r = recorded(tmp_path, at, {}, rss=np.ones(4), frequency=nan, cpu_energy=np.array([7.0, 17.0, 37.0, 67.0]))
     series = over_time.read_over_time(r)
@@ -77,7 +77,7 @@ def test_a_round_without_a_recording_has_no_series(tmp_path: Path, content: byte
     assert over_time.read_over_time(Round(tmp_path, 0, Record("ok"))) is None
 
 
-def test_chosen_trials_are_written_as_numbers_and_as_pictures(found: Results, tmp_path: Path) -> None:
+def test_chosen_trials_are_written_as_csv_and_images(found: Results, tmp_path: Path) -> None:
     run = trial_table.read_trials(found)
     rows = pd.read_csv(save(run, tmp_path / "a.csv", ["onnxruntime"]))
     assert set(rows["label"]) == {"digits onnxruntime fp32 b8 64"} and set(rows["timed"].dropna()) >= {"model", "all"}
@@ -88,7 +88,7 @@ def test_chosen_trials_are_written_as_numbers_and_as_pictures(found: Results, tm
     assert save(run, tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_can_not_be_drawn_is_one_line(found: Results, tmp_path: Path) -> None:
+def test_charts_without_recordings_are_refused_in_one_line(found: Results, tmp_path: Path) -> None:
     run = trial_table.read_trials(found)
     refuses(r"a name that ends in \.svg, \.png, \.csv", save, run, tmp_path / "a.pdf")
     for t in found:

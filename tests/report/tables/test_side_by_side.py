@@ -61,13 +61,13 @@ def every(run: RunData) -> dict[str, Table]:
     return printed.every(run)
 
 
-def test_every_table_of_the_references_is_there(every: dict[str, Table]) -> None:
+def test_every_expected_table_exists(every: dict[str, Table]) -> None:
     names = ["latency-model", "latency-all", "throughput", "speedup", "accuracy", "equality", "layers", "memory",
              "sizes", "flops", "best"]  # fmt: skip
     assert [name for name in every if name in names] == names and "saturation" in every
 
 
-def test_a_pivot_has_the_frame_s_numbers(every: dict[str, Table], run: RunData) -> None:
+def test_pivots_have_the_numbers_of_the_frame(every: dict[str, Table], run: RunData) -> None:
     data = every["latency-model"].to_pandas()
     assert list(data.columns) == ["statistic", "model", "size", "batch", "pytorch fp32", "onnxruntime fp32",
                                   "openvino int8"]  # fmt: skip
@@ -78,7 +78,7 @@ def test_a_pivot_has_the_frame_s_numbers(every: dict[str, Table], run: RunData) 
         assert row["openvino int8"].item() == wanted.item() > 0
 
 
-def test_a_trial_without_a_number_says_how_it_ended(every: dict[str, Table]) -> None:
+def test_trials_without_numbers_show_their_status(every: dict[str, Table]) -> None:
     table = every["latency-model"]
     part = next(table.parts())
     assert part.title == "mean" and "Latency/model, ms per batch: mean" in export([table])
@@ -107,7 +107,7 @@ def test_tflops_and_their_share_are_of_the_type_that_ran(run: RunData, every: di
 
 
 @pytest.mark.parametrize(("status", "words"), [("", "with --peak measures it"), ("skipped", "measured: no torch.")])
-def test_without_a_peak_the_table_says_why(status: str, words: str, tmp_path: Path) -> None:
+def test_a_missing_peak_is_explained(status: str, words: str, tmp_path: Path) -> None:
     folder = study(tmp_path / "run", ("one",))
     run = trial_table.read_trials(with_peak(folder, status) if status else folder)
     assert words in precision.explain_missing_work(run.records)
@@ -137,7 +137,7 @@ def test_without_images_the_best_batch_has_no_size_and_no_pixels(tmp_path: Path)
     assert note.startswith("digits: most inputs/s, ") and note.endswith("at batch 1, with pytorch fp32.")
 
 
-def test_a_size_that_is_none_is_empty_beside_others(tmp_path: Path) -> None:
+def test_a_missing_size_is_an_empty_cell(tmp_path: Path) -> None:
     ways = [synthetic.Way("pytorch", model=model, batch=n, size=size, seconds=0.01)
             for model, size in (("vectors", 0), ("images", 64)) for n in (1, 8)]  # fmt: skip
     run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways)))
@@ -164,18 +164,18 @@ def test_every_table_is_exported_in_every_format(every: dict[str, Table]) -> Non
     refuses("unknown format", export, [every["layers"]], "xml")
 
 
-def test_an_unknown_table_is_told_what_may_have_been_meant(run: RunData) -> None:
+def test_unknown_tables_get_suggestions(run: RunData) -> None:
     refuses("unknown table 'latency-modl'; did you mean 'latency-model'", tables.make_tables, run, "latency-modl")
     refuses("is not of a run; `dyno compare A B` prints it", tables.make_tables, run, "compare")
 
 
-def test_every_declared_table_is_listed_with_a_sentence() -> None:
+def test_every_table_is_listed_with_a_description() -> None:
     listed = {row["name"]: row for row in tables.list_tables().rows}
     assert {"trials", "frontier", "break-even", "latency-model", "compare", "builds", "stress"} <= set(listed)
     assert all(row["holds"].endswith(".") and row["command"] for row in listed.values())
 
 
-def test_the_report_writes_and_shows_them(tmp_path: Path) -> None:
+def test_the_report_writes_and_shows_the_tables(tmp_path: Path) -> None:
     one = trial_table.read_trials(with_peak(study(tmp_path / "pair", models=("one",))))
     page = report.write_report([one], tmp_path).read_text(encoding="utf-8")
     assert "<option>Latency/model, ms per batch: mean</option>" in page
@@ -184,10 +184,10 @@ def test_the_report_writes_and_shows_them(tmp_path: Path) -> None:
     assert {"speedup-size.png", "tflops-batch.png"} <= {p.name for p in tmp_path.glob("charts/*")}
 
 
-def test_names_that_want_to_break_markdown_stay_text(hostile_names: Results) -> None:
+def test_hostile_names_cannot_break_markdown(hostile_names: Results) -> None:
     assert "<script>" not in export(tables.make_tables(trial_table.read_trials(hostile_names), "all"), "markdown")
 
 
-def test_a_run_in_which_nothing_ran_has_its_trials_alone(tmp_path: Path) -> None:
+def test_a_run_without_successful_trials_has_only_the_trials_table(tmp_path: Path) -> None:
     none = trial_table.read_trials(synthetic.write_run(tmp_path / "b", [Way("x", statuses=("failed",))]))
     assert list(printed.every(none)) == ["trials"]

@@ -46,7 +46,7 @@ def test_outputs_of_other_inputs_are_not_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("values", "shown"), [(3, ("0.00", "")), (0, ("", "0"))])
-def test_a_number_that_there_is_not_is_no_zero(tmp_path: Path, values: int, shown: tuple[str, str]) -> None:
+def test_undefined_errors_are_not_shown_as_zero(tmp_path: Path, values: int, shown: tuple[str, str]) -> None:
     """A zero reference has no relative error; without values nothing is close or far."""
     run = load_run(synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("one")]))
     for trial in run:
@@ -58,7 +58,7 @@ def test_a_number_that_there_is_not_is_no_zero(tmp_path: Path, values: int, show
     assert (cells["close"], cells["max_rel"]) == shown
 
 
-def test_outputs_that_change_or_never_do_have_a_note(tmp_path: Path) -> None:
+def test_random_or_constant_outputs_have_a_note(tmp_path: Path) -> None:
     same = "the outputs are the same for every input: that they agree with another engine's proves little"
     ways = [Way("a", facts={"random_outputs": 0.4}), Way("b", warnings=(same,)), Way("c")]
     run = load_run(synthetic.write_run(tmp_path / "run", ways))
@@ -69,7 +69,7 @@ def test_outputs_that_change_or_never_do_have_a_note(tmp_path: Path) -> None:
     )
 
 
-def test_images_that_flip_are_listed_and_drawn(tmp_path: Path) -> None:
+def test_flipped_images_are_listed_and_drawn(tmp_path: Path) -> None:
     """int8 loses one of ten cached images and gains one; with another data set in the cache there is no file."""
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a", "int8")], samples=5, count=10)
     data = tmp_path / "data"
@@ -105,7 +105,7 @@ def test_images_that_flip_are_listed_and_drawn(tmp_path: Path) -> None:
     assert [r["file"] for r in accuracy_tables.FLIPS.table(run).rows] == ["", ""]
 
 
-def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> None:
+def test_images_with_differing_detections_are_listed_and_drawn(tmp_path: Path) -> None:
     """Of three objects in images of 100 x 50, the trial loses one, renames one and shifts one; it adds a fourth."""
     sides = np.array([[0, 0, 20, 20], [50, 0, 70, 20], [0, 20, 20, 40], [60, 20, 90, 50]], np.float32)
 
@@ -144,7 +144,7 @@ def test_images_whose_detections_differ_are_listed_and_drawn(tmp_path: Path) -> 
     np.testing.assert_allclose(corner, (-0.5, 15.5))
 
 
-def test_a_table_that_was_pickled_prints_the_same(root: Path) -> None:
+def test_pickled_tables_print_the_same(root: Path) -> None:
     """Text output has every column, including those with closures, and the notes below each part."""
     every = tables.make_tables(trial_table.read_trials(root / "tests/golden/run"), "all")
     assert any(table.below for table in every) and any(c.cell for table in every for c in table.columns)
@@ -156,7 +156,7 @@ def test_a_table_that_was_pickled_prints_the_same(root: Path) -> None:
         assert again.to_pandas().equals(table.to_pandas())
 
 
-def test_every_table_is_a_frame_with_the_numbers_of_its_rows(root: Path) -> None:
+def test_every_table_converts_to_a_frame_with_its_numbers(root: Path) -> None:
     """File sizes in MB share a column with integer layer counts."""
     for table in tables.make_tables(trial_table.read_trials(root / "tests/golden/run"), "all"):
         frame = table.to_pandas()
@@ -172,7 +172,7 @@ def made(path: Path, *ways: Way) -> pd.DataFrame:
     return frontier_table.BREAK_EVEN.table(run).to_pandas().set_index("backend")
 
 
-def test_seconds_over_gain(tmp_path: Path) -> None:
+def test_break_even_is_build_seconds_over_gain(tmp_path: Path) -> None:
     found = made(tmp_path, Way("pytorch", seconds=0.010, spread=0), Way("a", seconds=0.005, spread=0, build=10.0))
     row = found.loc["a"]
     assert row["extra_s"] == pytest.approx(10.0)
@@ -182,12 +182,12 @@ def test_seconds_over_gain(tmp_path: Path) -> None:
     assert row["export_s"] == pytest.approx(0.9) and row["engine_s"] == pytest.approx(9.1)
 
 
-def test_a_batch_is_divided_by_its_images(tmp_path: Path) -> None:
+def test_break_even_counts_images_and_not_batches(tmp_path: Path) -> None:
     ways = [Way("pytorch", seconds=0.01, spread=0, batch=8), Way("a", seconds=0.005, spread=0, build=10.0, batch=8)]
     assert made(tmp_path, *ways).loc["a"]["images"] == pytest.approx(10 / (0.005 * 5.9 / 8), rel=0.1)
 
 
-def test_never_perhaps_and_at_once(tmp_path: Path) -> None:
+def test_break_even_may_be_never_uncertain_or_immediate(tmp_path: Path) -> None:
     found = made(
         tmp_path,
         Way("pytorch", seconds=0.010),
@@ -208,7 +208,7 @@ def test_never_perhaps_and_at_once(tmp_path: Path) -> None:
     assert same["extra_s"] < 0 and same["pays_off"] == "no gain is shown", "it isn't shown to be faster"
 
 
-def test_no_limit_gains_more_than_the_reference_takes(tmp_path: Path) -> None:
+def test_the_gain_per_image_never_exceeds_the_reference_latency(tmp_path: Path) -> None:
     found = made(tmp_path, Way("pytorch", seconds=0.010), Way("a", seconds=0.001, spread=0.9, build=10.0))
     assert found.loc["a", "images_low"] >= 10.0 / 0.012
 
@@ -230,18 +230,18 @@ def test_builds_that_differ() -> None:
     assert found.ratio == pytest.approx(0.577 / 0.475, rel=1e-3)
 
 
-def test_builds_within_the_noise_of_their_processes() -> None:
+def test_builds_within_process_noise_do_not_differ() -> None:
     found = variance_tables.analyse_spread(builds([0.50, 0.53, 0.47], [0.51, 0.48, 0.54], [0.49, 0.52, 0.50]))
     assert found is not None and not found.real
 
 
-def test_too_little_to_say() -> None:
+def test_too_few_builds_or_processes_give_no_spread() -> None:
     assert variance_tables.analyse_spread(builds([0.5], [0.6])) is None
     assert "could be timed" in variance_tables.describe_builds(builds([0.5, 0.5]))[0]  # type: ignore[arg-type]
     assert "two processes or more" in variance_tables.describe_builds(builds([0.5], [0.6]))[-1]  # type: ignore[arg-type]
 
 
-def test_the_sentences_and_the_fastest() -> None:
+def test_builds_are_described_with_the_fastest() -> None:
     four = builds([0.60, 0.61], [0.50, 0.51], [0.60, 0.59], [0.62, 0.61], layers=(191, 221, 197, 185))
     said = variance_tables.describe_builds(four)  # type: ignore[arg-type]
     assert said[0] == "layers differ: 191, 221, 197, 185"
@@ -268,7 +268,7 @@ def in_turns(folder: Path, rounds: float, blocks: float, both: float) -> list[di
     return [row for row in table.rows if "a fp32" in row["label"]]
 
 
-def test_levels_of_a_trial_in_turns_and_what_they_advise(tmp_path: Path) -> None:
+def test_variance_levels_of_interleaved_trials_give_advice(tmp_path: Path) -> None:
     latency, ratio = in_turns(tmp_path / "rounds", rounds=0.05, blocks=0.01, both=0.2)
     assert (latency["of"], ratio["of"]) == ("latency", "ratio to the reference")
     assert (latency["rounds"], latency["blocks"], latency["samples"]) == (8, 12, 20)
@@ -283,7 +283,7 @@ def test_levels_of_a_trial_in_turns_and_what_they_advise(tmp_path: Path) -> None
     assert ratio["blocks_share"] > 60 and ratio["advice"].startswith("longer rounds")
 
 
-def test_a_round_without_blocks_is_cut_into_stretches(tmp_path: Path) -> None:
+def test_rounds_without_blocks_are_cut_into_segments(tmp_path: Path) -> None:
     run = trial_table.read_trials(
         synthetic.write_run(tmp_path / "run", [Way("pytorch", spread=0.1), Way("a", statuses=("ok",))])
     )
@@ -292,7 +292,7 @@ def test_a_round_without_blocks_is_cut_into_stretches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [30, 40, 60, 80, 100, 200])
-def test_a_table_is_as_wide_as_the_terminal(tmp_path: Path, columns: int) -> None:
+def test_tables_fit_the_terminal_width(tmp_path: Path, columns: int) -> None:
     ways = [Way("pytorch", seconds=0.00412), Way("onnxruntime", "int8", 0.00105), Way("openvino", "fp16", 0.00207)]
     run = trial_table.read_trials(synthetic.write_run(tmp_path / "run", ways, samples=40, count=30))
     text = printed.trials(run, width=columns)
@@ -303,7 +303,7 @@ def test_a_table_is_as_wide_as_the_terminal(tmp_path: Path, columns: int) -> Non
     assert "not shown at this width" not in printed.trials(run), "a pipe takes all eight columns"
 
 
-def test_sentences_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sentences_wrap_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     sentence = "the fastest is onnxruntime int8 " * 6
     monkeypatch.setenv("COLUMNS", "50")
     assert find_width() == 50 and max(map(len, wrap_text(sentence).splitlines())) <= 50
@@ -314,7 +314,7 @@ def test_sentences_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_width() == MAX_LINE_LENGTH and "\n" not in wrap_text(sentence)
 
 
-def test_a_name_of_any_length_leaves_the_other_columns_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_names_do_not_cut_the_other_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     columns = tuple(Column(name, kind=TEXT) for name in ("a", "b", "remark"))
     row = {"a": "encoder.layers." * 10, "b": "relu_nchwc", "remark": "batch norm folded, 2 fused into one"}
@@ -322,7 +322,7 @@ def test_a_name_of_any_length_leaves_the_other_columns_whole(monkeypatch: pytest
     assert {"relu_nchwc", "folded,", "fused", "batch"} <= set(words)
 
 
-def test_a_long_list_of_words_is_folded_on_a_page() -> None:
+def test_long_cells_wrap_on_a_page() -> None:
     columns = (Column("name", kind=TEXT), Column("in_b", kind=TEXT), Column("seconds"))
     rows = [
         {"name": "attn", "in_b": "2 Reshape, " * 10, "seconds": 1.0},
@@ -332,7 +332,7 @@ def test_a_long_list_of_words_is_folded_on_a_page() -> None:
     assert page.count('class="wide"') == 1 and re.search(r'<td class="wide"[^>]*>2 Reshape', page)
 
 
-def test_a_note_is_printed_once_where_columns_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_are_printed_once_when_columns_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     columns = (Column("name", kind=TEXT), Column("remark", kind=TEXT, rank=1))
     row = {"name": "encoder", "remark": "batch norm folded, 2 fused into one"}
@@ -341,7 +341,9 @@ def test_a_note_is_printed_once_where_columns_are_left_out(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("name", "slower"), [("model", 400.0), ("throughput", 1.0)])
-def test_figures_that_the_host_to_host_latency_contradicts(tmp_path: Path, name: str, slower: float) -> None:
+def test_figures_contradicted_by_the_host_to_host_latency_are_reported(
+    tmp_path: Path, name: str, slower: float
+) -> None:
     """A single job without blocks, as from `dyno time`: other programs disturbed only one of its timings."""
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch", statuses=("ok",))], samples=40, count=30)
     (path,) = folder.glob("trials/*/r0/record.json")
@@ -360,11 +362,11 @@ def test_figures_that_the_host_to_host_latency_contradicts(tmp_path: Path, name:
     assert np.isnan(row["throughput_ips"]) == (name == "throughput")
 
 
-def test_one_image_is_not_images() -> None:
+def test_one_image_is_singular() -> None:
     assert (images_tested(1, 0), images_tested(2000, 0)) == ("1 image", "2,000 images")
 
 
-def test_a_narrow_terminal_shows_the_first_ranks_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_terminals_show_the_first_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     table = accuracy_tables.make_rank_table([("onnxruntime int8", [Rank(n, 0.123, 0.5) for n in range(1, 11)])])
     _, _, head, _, row, _, *note = export([table], "text").splitlines()

@@ -64,7 +64,7 @@ def test_the_promised_columns_come_first(frame: pd.DataFrame) -> None:
     assert len(frame) == len(synthetic.demo())
 
 
-def test_numbers_are_those_of_the_samples(demo: Results, frame: pd.DataFrame) -> None:
+def test_numbers_match_the_samples(demo: Results, frame: pd.DataFrame) -> None:
     r = one(frame, "openvino int8")
     t = demo.trial(r["trial"])
     rounds = [1e3 * x.samples("latency", "model") for x in t.rounds]
@@ -84,7 +84,7 @@ def test_numbers_are_those_of_the_samples(demo: Results, frame: pd.DataFrame) ->
     assert r["reference"] == one(frame, "pytorch fp32")["trial"]
 
 
-def test_a_percentile_lies_in_its_interval_though_one_round_has_a_long_tail(tmp_path: Path) -> None:
+def test_percentiles_lie_in_their_interval_despite_a_long_tailed_round(tmp_path: Path) -> None:
     """The round's median is undisturbed, so percentile and interval both include it."""
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch", statuses=("ok",) * 6)])
     [file] = folder.glob("trials/*/r3/samples.npz")
@@ -98,7 +98,7 @@ def test_a_percentile_lies_in_its_interval_though_one_round_has_a_long_tail(tmp_
         assert low < value < high and high > 1.5 * value
 
 
-def test_failed_rows_say_why_and_good_rounds_still_count(frame: pd.DataFrame) -> None:
+def test_failed_rows_have_a_reason_and_keep_their_good_rounds(frame: pd.DataFrame) -> None:
     crashed, timeout = one(frame, "fake fp32"), one(frame, "fake bf16")
     assert (crashed["status"], crashed["rounds"], crashed["verdict"]) == ("crashed", 2, "slower")
     assert crashed["latency_model_ms_median"] > 0
@@ -115,7 +115,7 @@ def test_the_reference_row_is_its_own_accuracy_reference(frame: pd.DataFrame) ->
     assert (r["speedup"], r["verdict"], r["budget"], r["top1_diff"]) == (1.0, "reference", "within", 0.0)
 
 
-def test_another_reference_and_the_studys_own(tmp_path: Path) -> None:
+def test_a_given_reference_overrides_that_of_the_study(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("openvino", seconds=0.005)], samples=30)
     for name in ("openvino", "ov/float32", "OpenVINO:FP32"):
         own = trial_table.read_trials(load_run(folder), reference=name)
@@ -135,7 +135,7 @@ def test_one_round_gives_a_ratio_without_a_verdict(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("statuses", [("ok",), ("ok", "ok")])
-def test_a_row_without_a_speed_up_says_why(
+def test_a_row_without_a_speed_up_explains_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statuses: tuple[str, ...]
 ) -> None:
     ways = Way("pytorch", statuses=statuses), Way("openvino", seconds=0.005), Way("onnxruntime", statuses=("oom",))
@@ -148,7 +148,7 @@ def test_a_row_without_a_speed_up_says_why(
     assert " openvino fp32: no speed-up, as other programs disturbed the rounds so much" in text
 
 
-def test_a_speed_up_that_the_latencies_seem_to_deny_is_explained(
+def test_a_speed_up_that_seems_to_contradict_the_latencies_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways = Way("pytorch"), Way("openvino", seconds=0.005)
@@ -159,7 +159,7 @@ def test_a_speed_up_that_the_latencies_seem_to_deny_is_explained(
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_a_disturbed_latency_that_a_quiet_one_contradicts_gives_no_speed_up(tmp_path: Path, rounds: int) -> None:
+def test_a_disturbed_latency_contradicted_by_a_quiet_one_gives_no_speed_up(tmp_path: Path, rounds: int) -> None:
     """latency/model is disturbed in every round and 30 times as long as the quiet latency/all."""
     facts = {"delays": {"model": [0.5] * 4, "all": [0.0] * 4}}
     ways = [Way("pytorch", statuses=("ok",) * rounds, facts=facts), Way("b", seconds=0.005, statuses=("ok",) * rounds)]
@@ -180,7 +180,7 @@ def test_other_weights_are_refused_with_a_sentence(tmp_path: Path) -> None:
     assert np.isnan(r["top1_diff"])
 
 
-def test_precision_truth_stands_beside_the_precision(whole: RunData, frame: pd.DataFrame) -> None:
+def test_the_precision_that_ran_is_shown_with_the_requested_one(whole: RunData, frame: pd.DataFrame) -> None:
     assert (one(frame, "openvino fp32")["ran_as"], one(frame, "openvino fp32")["precision_ok"]) == ("21 bf16", "no")
     assert (one(frame, "openvino int8")["ran_as"], one(frame, "openvino int8")["precision_ok"]) == (
         "20 int8, 1 fp32",
@@ -191,14 +191,14 @@ def test_precision_truth_stands_beside_the_precision(whole: RunData, frame: pd.D
     assert "int8 (43% int8)" in text
 
 
-def test_the_workers_judgement_of_precision_wins(tmp_path: Path) -> None:
+def test_the_precision_judgement_of_the_worker_wins(tmp_path: Path) -> None:
     judged = {"precision_truth": {"ok": False, "sentence": "says nothing"}, "layers_by_type": {}}
     found = run(tmp_path, Way("pytorch"), Way("compile", facts=judged))
     assert one(found.frame, "compile fp32")["precision_ok"] == "unconfirmed"
     assert "fp32 (unconfirmed)" in printed.trials(found)
 
 
-def test_operations_and_not_layers_tell_how_much_ran_as_requested(tmp_path: Path) -> None:
+def test_the_share_that_ran_as_requested_counts_operations(tmp_path: Path) -> None:
     most, least = ({"layers_by_type": {"int8": a, "float32": b}, "operations_by_type": {"int8": c, "float32": d}}
                    for a, b, c, d in ((2, 19, 94, 6), (19, 2, 6, 94)))  # fmt: skip
     ways = Way("openvino", "int8", 0.004, facts=most), Way("onnxruntime", "int8", 0.005, facts=least)
@@ -212,7 +212,7 @@ def test_operations_and_not_layers_tell_how_much_ran_as_requested(tmp_path: Path
     assert words["onnxruntime"] == "did not run in the requested type (6% of its arithmetic)"
 
 
-def test_an_engine_that_hides_half_of_its_layers_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+def test_hidden_layers_leave_the_precision_unconfirmed(tmp_path: Path) -> None:
     judged = {"ok": False, "sentence": "parts that it doesn't open: 1, so fp16 is not confirmed"}
     facts = {"precision_truth": judged, "layers_by_type": {"float16": 1, "unknown": 1}}
     found = run(tmp_path, Way("pytorch", "fp16"), Way("tensorrt", "fp16", seconds=0.001, facts=facts))
@@ -225,7 +225,7 @@ def test_an_engine_that_hides_half_of_its_layers_is_neither_right_nor_wrong(tmp_
     [({"int4": 37, "bfloat16": 22}, "yes", "int4"), ({"int4": 1, "bfloat16": 20}, "no", "int4 (5% int4)"),
      ({"bfloat16": 21}, "yes", "int4 (computed in bf16)")],
 )  # fmt: skip
-def test_weights_of_four_bits_are_named_by_what_multiplied(
+def test_four_bit_weights_are_named_with_their_compute_type(
     layers: dict[str, int], answer: str, name: str, tmp_path: Path
 ) -> None:
     found = run(tmp_path, Way("pytorch", "bf16"), Way("torchao", "int4", facts={"layers_by_type": layers}))
@@ -233,7 +233,7 @@ def test_weights_of_four_bits_are_named_by_what_multiplied(
     assert re.search(rf"torchao +{re.escape(name)} ", printed.trials(found))
 
 
-def test_build_time_is_the_whole_chain_and_a_warm_cache_does_not_count(tmp_path: Path) -> None:
+def test_build_time_covers_all_steps_and_ignores_cached_builds(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("compile", build=5.0)], samples=5)
     for number, path in enumerate(sorted(folder.glob("trials/*/r*/record.json"))):
         record = json.loads(path.read_text())
@@ -245,7 +245,7 @@ def test_build_time_is_the_whole_chain_and_a_warm_cache_does_not_count(tmp_path:
     assert trial_table.read_trials(load_run(folder)).frame["build_s"].iloc[0] == pytest.approx(35.0)
 
 
-def test_two_ways_that_differ_in_options_can_be_told_apart(tmp_path: Path) -> None:
+def test_trials_that_differ_in_options_are_distinguishable(tmp_path: Path) -> None:
     found = run(tmp_path, Way("pytorch"), Way("pytorch", options={"channels_last": True}))
     assert found.frame["verdict"].iloc[0] == "reference"
     assert found.frame["options"].tolist() == ["", "channels_last=True"]
@@ -263,7 +263,7 @@ def test_exit_codes(demo: Results, tmp_path: Path) -> None:
     assert trial_table.exit_code(trial_table.read_trials(results, budget={"top1": 2.0}).frame) == 1
 
 
-def test_a_precision_that_dyno_added_and_the_model_cannot_do_is_a_note(tmp_path: Path) -> None:
+def test_an_unsupported_precision_added_by_dyno_is_only_a_note(tmp_path: Path) -> None:
     fails = {"statuses": ("failed",), "reason": "load: expected Float but found BFloat16"}
     ways = [Way("pytorch"), Way("pytorch", "bf16", **fails), Way("compile", "bf16", **fails)]
     folder = synthetic.write_run(tmp_path / "run", ways, samples=5)
@@ -280,7 +280,7 @@ def test_a_precision_that_dyno_added_and_the_model_cannot_do_is_a_note(tmp_path:
     assert load_run(folder).failed_additions == [], "compile fails in any precision"
 
 
-def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> None:
+def test_text_tables_fit_hide_empty_columns_and_name_failures(whole: RunData) -> None:
     text = printed.trials(whole, width=100)
     assert max(map(len, [line for line in text.splitlines() if not line.startswith("  ")])) <= 100
     assert "digits, size 64, batch 8" in text
@@ -330,11 +330,11 @@ def test_rows_are_printed_by_speed_and_the_first_is_bold(whole: RunData, monkeyp
         ({"status": "oom", "verdict": ""}, "oom"),
     ],
 )
-def test_a_row_s_outcome_is_a_few_letters(row: dict[str, object], text: str) -> None:
+def test_outcomes_are_abbreviated(row: dict[str, object], text: str) -> None:
     assert trial_table.format_outcome({"status": "ok", **row}) == text
 
 
-def test_grouping(whole: RunData) -> None:
+def test_tables_are_grouped_by_a_column(whole: RunData) -> None:
     text = printed.trials(whole, by="backend")
     assert re.findall(r"^backend (\w+)$", text, re.M)[:3] == ["pytorch", "compile", "fake"]
     assert "batch" in text.splitlines()[2]
@@ -349,7 +349,7 @@ def test_grouping(whole: RunData) -> None:
     refuses("unknown format 'xml'", printed.trials, whole, "xml")
 
 
-def test_csv_and_json_are_the_table(whole: RunData, frame: pd.DataFrame) -> None:
+def test_csv_and_json_match_the_table(whole: RunData, frame: pd.DataFrame) -> None:
     back = pd.read_csv(io.StringIO(printed.trials(whole, "csv")))
     assert list(back.columns) == list(frame.columns)
     assert back["speedup"].to_numpy() == pytest.approx(frame["speedup"].to_numpy(), nan_ok=True)
@@ -387,7 +387,7 @@ def test_terminal_text_has_no_control_characters() -> None:
      (12_345.0, "rate", "12,300/s"), (0.9889, "percentage", "98.9 %"), (None, "duration", ""),
      (float("nan"), "rate", ""), (0.0, "duration", "0 ns"), (0.9996, "duration", "1,000 ms")],
 )  # fmt: skip
-def test_one_formatter_by_hint(value: float | None, hint: str, shown: str) -> None:
+def test_values_are_formatted_by_hint(value: float | None, hint: str, shown: str) -> None:
     assert show(value, hint) == shown
 
 
@@ -398,7 +398,7 @@ def test_significant_digits() -> None:
     assert [format_points(v) for v in (-0.0028, 0.0, 0.00001, 0.0106)] == ["-0.28", "0.00", "0.00", "+1.06"]
 
 
-def test_a_percentile_of_few_samples_stands_in_parentheses(tmp_path: Path) -> None:
+def test_percentiles_of_few_samples_are_in_parentheses(tmp_path: Path) -> None:
     few, enough = (
         trial_table.read_trials(synthetic.write_run(tmp_path / str(n), [Way("pytorch"), Way("a")], samples=n))
         for n in (100, 150)

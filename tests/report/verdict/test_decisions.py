@@ -23,7 +23,7 @@ def decided(path: Path, *ways: Way, study: str = "", budget: dict[str, float] | 
     return list(verdict.read_verdict(trial_table.read_trials(load_run(folder), budget=budget)).decisions)
 
 
-def test_a_winner_is_told_with_what_is_real_right_and_next(tmp_path: Path) -> None:
+def test_a_winner_has_the_answers_real_right_and_next(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, Way("pytorch"), FAST, Way("b", seconds=0.007))
     assert (one.kind, one.where) == (BEST, "digits at size 64")
     assert one.text.startswith("fastest is a fp32, 5.") and one.text.endswith("] as fast as pytorch fp32.")
@@ -59,14 +59,12 @@ def test_decisions_are_data_too(tmp_path: Path) -> None:
         ('backends = ["openvino"]', [Way("openvino")], None),
     ],
 )
-def test_a_precision_that_was_not_tried_is_named(
-    study: str, ways: list[Way], untried: str | None, tmp_path: Path
-) -> None:
+def test_untried_precisions_are_named(study: str, ways: list[Way], untried: str | None, tmp_path: Path) -> None:
     (one,) = decided(tmp_path, *ways, study=study)
     assert dict(one.answers).get("not tried") == untried
 
 
-def test_a_winner_whose_runner_up_may_be_as_fast_is_open(tmp_path: Path) -> None:
+def test_a_winner_with_an_equally_fast_runner_up_is_open(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, Way("pytorch"), FAST, CLOSE)
     answers = dict(one.answers)
     assert one.kind == WARNING
@@ -78,13 +76,13 @@ def test_a_winner_whose_runner_up_may_be_as_fast_is_open(tmp_path: Path) -> None
     assert "; take b fp32, the first of them: dyno export " in answers["next"]
 
 
-def test_a_run_until_decided_goes_on_with_more_minutes(tmp_path: Path) -> None:
+def test_a_run_until_decided_continues_with_more_minutes(tmp_path: Path) -> None:
     spread = Way("b", seconds=0.0055, spread=0.1)
     (one,) = decided(tmp_path, Way("pytorch"), FAST, spread, study='until = "decided"\nrounds = 2\n')
     assert re.match("the same command with more --minutes continues; take . fp32, the first", dict(one.answers)["next"])
 
 
-def test_a_single_trial_wins_nothing(tmp_path: Path) -> None:
+def test_a_single_trial_has_no_winner(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, FAST)
     assert one.kind == NOTE and one.text.startswith("a fp32 takes 5.") and one.text.endswith(" ms at batch 1.")
     assert {f.name: f.value for f in one.figures}["how sure"] == "not compared"
@@ -92,7 +90,7 @@ def test_a_single_trial_wins_nothing(tmp_path: Path) -> None:
     assert two.kind == NOTE and two.text.startswith("pytorch fp32 takes")
 
 
-def test_outputs_in_doubt_are_not_said_to_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doubtful_outputs_are_not_reported_as_agreeing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Correctness, "doubt", "can't tell with 32 whether more than 10% of the answers change")
     (one,) = decided(tmp_path, Way("pytorch"), FAST)
     right = dict(one.answers)["right"]
@@ -100,7 +98,7 @@ def test_outputs_in_doubt_are_not_said_to_agree(tmp_path: Path, monkeypatch: pyt
     assert "give more with --compared or --data" in right and "agree" not in right
 
 
-def test_outputs_that_change_or_never_do_are_not_called_right(tmp_path: Path) -> None:
+def test_random_or_constant_outputs_are_not_called_right(tmp_path: Path) -> None:
     (one,) = decided(tmp_path / "changing", Way("a", facts={"random_outputs": 0.4}))
     assert dict(one.answers)["right"].startswith("its outputs change from call to call, so they can't be compared; ")
     warnings = ("the outputs are the same for every input: that they agree with another engine's proves little",)
@@ -110,17 +108,17 @@ def test_outputs_that_change_or_never_do_are_not_called_right(tmp_path: Path) ->
     assert "; the outputs are the same for every input, so agreement proves little; " in right
 
 
-def test_the_command_to_take_it_can_be_pasted(tmp_path: Path) -> None:
+def test_the_export_command_can_be_pasted(tmp_path: Path) -> None:
     (one,) = decided(tmp_path / "a run & <more>", FAST)
     assert dict(one.answers)["next"] == f"take it: dyno export '{tmp_path}/a run & <more>/run'"
 
 
-def test_one_round_is_open_and_says_how_many_to_take(tmp_path: Path) -> None:
+def test_one_round_is_open_and_tells_the_number_of_rounds_needed(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, *(replace(way, statuses=("ok",)) for way in (Way("pytorch"), FAST)))
     assert one.kind == WARNING and "measure with --rounds 3 or more" in dict(one.answers)["next"]
 
 
-def test_a_gain_of_one_round_proves_nothing_however_many_rounds_the_row_has(tmp_path: Path) -> None:
+def test_a_gain_of_one_paired_round_proves_nothing(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, Way("pytorch", statuses=("ok", "failed")), FAST)
     assert re.search(r": [\d.]+x as fast as pytorch fp32 in one round, which proves nothing\.$", one.text), one.text
 
@@ -138,7 +136,7 @@ def test_a_gain_within_the_noise_is_undecided(tmp_path: Path) -> None:
     assert dict(one.answers)["real"].startswith("undecided after 3 rounds")
 
 
-def test_equal_speeds_leave_the_choice_to_something_else(tmp_path: Path) -> None:
+def test_equal_speeds_are_a_tie(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, Way("pytorch", spread=1e-3), Way("a", spread=1e-3, seconds=0.0099))
     answers = dict(one.answers)
     assert (one.kind, one.badge) == (WARNING, "tie")
@@ -146,7 +144,7 @@ def test_equal_speeds_leave_the_choice_to_something_else(tmp_path: Path) -> None
     assert answers["real"].startswith("no difference that matters") and answers["next"].startswith("choose by")
 
 
-def test_images_per_second_are_a_decision_that_is_tested_too(tmp_path: Path) -> None:
+def test_images_per_second_are_a_tested_decision(tmp_path: Path) -> None:
     ways = [replace(way, batch=batch) for way in (Way("pytorch"), FAST, CLOSE) for batch in (1, 8)]
     _, rate = decided(tmp_path / "close", *ways)
     assert rate.kind == WARNING
@@ -159,7 +157,7 @@ def test_images_per_second_are_a_decision_that_is_tested_too(tmp_path: Path) -> 
     assert dict(rate.answers)["real"].startswith("yes, in 3 rounds; ahead of the runner-up, a fp32 at batch 1")
 
 
-def test_a_budget_that_nothing_else_holds_is_said(tmp_path: Path) -> None:
+def test_a_winner_alone_within_the_budget_is_reported(tmp_path: Path) -> None:
     (one,) = decided(tmp_path / "two", Way("pytorch"), Way("a", "int8", 0.001, flips=0.2), budget={"top1": 1.5})
     (lone,) = decided(tmp_path / "lone", Way("pytorch"), budget={"top1": 1.5})
     assert dict(one.answers)["real"] == "nothing else is within the budget"
@@ -167,7 +165,7 @@ def test_a_budget_that_nothing_else_holds_is_said(tmp_path: Path) -> None:
     assert dict(one.answers)["right"].startswith("the others' outputs are compared with it; top-1 9")
 
 
-def test_a_winner_is_open_while_a_faster_one_may_be_within_the_budget(tmp_path: Path) -> None:
+def test_a_winner_is_open_while_a_faster_trial_may_keep_the_budget(tmp_path: Path) -> None:
     few = [Way("pytorch"), Way("a", "int8", 0.001)]
     folder = synthetic.write_run(tmp_path / "run", few, samples=50, count=20)
     (one,) = verdict.read_verdict(trial_table.read_trials(load_run(folder), budget={"top1": 1.5})).decisions
@@ -177,20 +175,20 @@ def test_a_winner_is_open_while_a_faster_one_may_be_within_the_budget(tmp_path: 
     assert "whether a int8, which is faster, is within the budget" in answers["next"]
 
 
-def test_a_trial_beyond_the_budget_that_is_not_shown_to_be_faster_only_seems_so(tmp_path: Path) -> None:
+def test_an_over_budget_trial_with_an_unproven_lead_only_seems_faster(tmp_path: Path) -> None:
     ways = Way("pytorch", seconds=0.01, spread=0.3), Way("a", "int8", 0.006, spread=0.3, flips=0.2)
     (one,) = decided(tmp_path, *ways, budget={"top1": 1.5})
     assert any("a int8 seems faster (" in each.text for each in one.findings)
 
 
-def test_several_models_are_taken_by_id(tmp_path: Path) -> None:
+def test_winners_of_several_models_are_exported_by_id(tmp_path: Path) -> None:
     ways = [replace(way, model=model) for model in ("one", "two") for way in (Way("pytorch"), FAST)]
     first, second = decided(tmp_path, *ways)
     steps = [dict(each.answers)["next"] for each in (first, second)]
     assert [step.rpartition(" ")[2] for step in steps] == [ways[1].trial.id, ways[3].trial.id]
 
 
-def test_a_run_that_was_stopped_early_goes_on_by_the_same_command(tmp_path: Path) -> None:
+def test_a_stopped_run_continues_by_the_same_command(tmp_path: Path) -> None:
     one_round = [replace(way, statuses=("ok",)) for way in (Way("pytorch"), FAST)]
     (one,) = decided(tmp_path, *one_round, study="rounds = 3\n")
     assert dict(one.answers)["next"].startswith("the same command measures the other rounds; take it: ")
@@ -201,15 +199,13 @@ def test_a_run_that_was_stopped_early_goes_on_by_the_same_command(tmp_path: Path
     assert dict(none.answers)["next"] == "the same `dyno run` continues"
 
 
-def test_nothing_that_ended_well_is_a_failure(tmp_path: Path) -> None:
+def test_a_run_without_successful_trials_is_a_failure(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, Way("a", statuses=("failed",), reason="no"))
     assert (one.kind, one.sentence) == (FAILURE, "digits at size 64: no trial succeeded.")
 
 
 @pytest.mark.parametrize("budget", [None, {"top1": 1.2}])
-def test_a_terminal_has_the_same_in_the_same_order_without_notes(
-    demo: Results, budget: dict[str, float] | None
-) -> None:
+def test_terminal_text_has_the_same_order_without_notes(demo: Results, budget: dict[str, float] | None) -> None:
     verdicts = verdict.read_verdict(trial_table.read_trials(demo, budget=budget))
     lines = verdicts.lines
     assert lines[0] == verdicts.decisions[0].sentence and [line.split(":")[0] for line in lines[1:4]] == [
@@ -222,7 +218,7 @@ def test_a_terminal_has_the_same_in_the_same_order_without_notes(
     assert others[: len(decided)] == decided, "details are below all decisions"
 
 
-def test_a_noisy_third_that_may_be_the_fastest_is_named(tmp_path: Path) -> None:
+def test_a_noisy_third_trial_that_may_be_fastest_is_named(tmp_path: Path) -> None:
     """B is decided, C isn't: "fastest" is a claim against both (Hsu 1981)."""
     noisy = Way("c", seconds=0.006, spread=0.4)
     (one,) = decided(tmp_path, Way("pytorch"), FAST, Way("b", seconds=0.0055), noisy)

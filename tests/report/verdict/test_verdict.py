@@ -52,7 +52,7 @@ def test_the_demo_in_words(demo: Results) -> None:
     assert "2 of 20 trials have warnings" in text
 
 
-def test_a_budget_that_allows_to_lose_everything_has_a_warning(tmp_path: Path) -> None:
+def test_a_budget_that_allows_losing_everything_has_a_warning(tmp_path: Path) -> None:
     ways = Way("pytorch"), Way("a", "int8", 0.001)
     line = "the budget top1=100 allows losing all of it, so every trial is within it."
     assert line in study(tmp_path / "all", *ways, budget={"top1": 100.0})
@@ -64,7 +64,7 @@ def test_without_a_budget_the_fastest_wins(demo: Results) -> None:
     assert "most images per second with openvino int8 at batch 8" in said(demo)
 
 
-def test_what_ran_in_another_type_is_not_crowned_under_the_type_asked_for(tmp_path: Path) -> None:
+def test_a_winner_in_another_type_is_not_named_by_the_requested_type(tmp_path: Path) -> None:
     other = Way("onnxruntime", "fp16", 0.002, layers={"float32": 21}, batch=8)
     partly = Way("a", "int8", 0.003, layers={"int8": 5, "float32": 15})
     text = study(tmp_path, Way("pytorch"), replace(other, batch=1), partly, Way("pytorch", batch=8), other)
@@ -75,7 +75,7 @@ def test_what_ran_in_another_type_is_not_crowned_under_the_type_asked_for(tmp_pa
     assert "fastest is a fp16 (unconfirmed), " in study(tmp_path / "silent", Way("pytorch"), silent)
 
 
-def test_a_precision_that_is_slower_at_one_batch_and_undecided_at_another_is_both(tmp_path: Path) -> None:
+def test_a_precision_verdict_covers_each_batch(tmp_path: Path) -> None:
     ways = [Way("onnxruntime", p, s, batch=1) for p, s in (("fp32", 0.004), ("int8", 0.005))]
     ways += [Way("onnxruntime", p, 0.02, batch=8, spread=0.2) for p in ("fp32", "int8")]
     told = (
@@ -92,7 +92,7 @@ def test_a_precision_that_is_slower_at_one_batch_and_undecided_at_another_is_bot
     assert re.search(told, study(tmp_path / "alike", *alike))
 
 
-def test_a_reference_that_comes_second_is_told_once(tmp_path: Path) -> None:
+def test_a_reference_that_is_runner_up_is_mentioned_once(tmp_path: Path) -> None:
     text = study(tmp_path, Way("pytorch", seconds=0.0056), Way("a", spread=0.05, seconds=0.005))
     assert "fastest is one of a fp32 and pytorch fp32 (undecided); a fp32 takes " in text
     assert text.count("not decided against pytorch fp32 (") == 1 and "runner-up" not in text
@@ -119,7 +119,7 @@ def test_preparation_is_counted_in_images(tmp_path: Path) -> None:
     assert re.search(r"Making it takes 10.0 s, which pays off after about (1,9|2,0)00 images\.", text)
 
 
-def test_preparation_that_may_buy_nothing_is_said_to(tmp_path: Path) -> None:
+def test_preparation_that_may_not_pay_off_is_reported(tmp_path: Path) -> None:
     text = study(tmp_path, Way("pytorch", seconds=0.010), Way("a", seconds=0.005, spread=0.4, build=10.0))
     assert "one of a fp32 and pytorch fp32 (undecided)" in text
     assert re.search(r"pays off after about \S+ images, or never, as the gain is not proven\.", text)
@@ -132,7 +132,7 @@ def test_unreadable_records_are_findings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, {"top1": 1.0}])
-def test_outputs_without_timings_have_no_winner(tmp_path: Path, budget: dict[str, float] | None) -> None:
+def test_a_run_without_timings_has_no_winner(tmp_path: Path, budget: dict[str, float] | None) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a")], samples=5)
     for path in folder.glob("trials/*/r*/samples.npz"):
         path.unlink()
@@ -141,18 +141,18 @@ def test_outputs_without_timings_have_no_winner(tmp_path: Path, budget: dict[str
     assert "no trial" not in text
 
 
-def test_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
+def test_names_contain_no_terminal_escapes(tmp_path: Path) -> None:
     assert "\x1b" not in study(tmp_path, Way("pytorch", model="\x1b[2Jx"))
 
 
-def test_what_has_other_weights_is_no_winner(tmp_path: Path) -> None:
+def test_trials_with_other_weights_cannot_win(tmp_path: Path) -> None:
     other = Way("openvino", seconds=0.001, facts={"weights_sha256": "f" * 64})
     text = study(tmp_path, Way("pytorch"), Way("onnxruntime", seconds=0.005), other)
     assert "fastest is onnxruntime fp32" in text and "runner-up is openvino" not in text and "nan" not in text
     assert "openvino fp32 not ranked, not comparable: different weights." in text
 
 
-def test_eight_bits_are_held_against_sixteen_where_they_beat_fp32(tmp_path: Path) -> None:
+def test_int8_is_compared_with_16_bits_where_those_beat_fp32(tmp_path: Path) -> None:
     at = [{"batch": batch, "statuses": ("ok",)} for batch in (8, 1)]
     ways = [Way("tensorrt", precision, seconds, facts={"notes": [f"{share[row['batch']]} % in reformats"]}, **row)
             for row in at
@@ -164,14 +164,14 @@ def test_eight_bits_are_held_against_sixteen_where_they_beat_fp32(tmp_path: Path
     assert "tensorrt fp32 after" not in text
 
 
-def test_a_note_on_other_processes_is_no_reason_for_a_slow_precision(tmp_path: Path) -> None:
+def test_notes_on_other_processes_do_not_explain_a_slow_precision(tmp_path: Path) -> None:
     facts = {"notes": torch_support.describe_probe(6.0)}
     ways = [Way("compile", name, seconds, facts=facts) for name, seconds in (("fp32", 0.002), ("bf16", 0.003))]
     assert "compile bf16 is slower than compile fp32 (batch 1: 0.6" in (text := study(tmp_path, *ways))
     assert "g++" not in text and "the engine reports no reason" in text
 
 
-def test_rows_that_other_programs_disturbed_too_much_say_nothing_of_a_precision(tmp_path: Path) -> None:
+def test_heavily_disturbed_rows_give_no_precision_verdict(tmp_path: Path) -> None:
     """The reference's latency/model is 30 times its quiet latency/all: no row beside it has a speed-up."""
     once: Any = {"statuses": ("ok",)}
     ways = [
@@ -186,7 +186,7 @@ def test_rows_that_other_programs_disturbed_too_much_say_nothing_of_a_precision(
     assert "compile bf16" not in said(load_run(folder))
 
 
-def test_what_a_row_says_of_a_precision_is_what_the_sentence_says(tmp_path: Path) -> None:
+def test_precision_sentences_match_the_table_row(tmp_path: Path) -> None:
     ways = [
         Way("onnxruntime"),
         Way("onnxruntime", "int8", 0.0103),
@@ -201,14 +201,14 @@ def test_what_a_row_says_of_a_precision_is_what_the_sentence_says(tmp_path: Path
     assert f"than onnxruntime fp32 (batch 1: {shown})" in "\n".join(verdict.list_sentences(run))
 
 
-def test_each_of_several_networks_is_named_where_a_precision_gains_nothing(tmp_path: Path) -> None:
+def test_a_precision_without_gain_is_reported_per_network(tmp_path: Path) -> None:
     ways = [Way("a", p, s, model=m) for m in ("one", "two") for p, s in (("fp32", 0.002), ("bf16", 0.003))]
     text = study(tmp_path, *ways)
     assert "one at size 64: a bf16 is slower than a fp32" in text
     assert "two at size 64: a bf16 is slower than a fp32" in text
 
 
-def test_a_network_without_images_has_no_size_in_any_sentence(tmp_path: Path) -> None:
+def test_sentences_on_networks_without_images_have_no_size(tmp_path: Path) -> None:
     speeds = [("fp32", 1, 0.002), ("bf16", 1, 0.003), ("fp32", 8, 0.001)]
     ways = [Way("a", p, s, model=m, size=0, batch=batch) for m in ("one", "two") for p, batch, s in speeds]
     text = study(tmp_path, *ways)
@@ -219,14 +219,14 @@ def test_a_network_without_images_has_no_size_in_any_sentence(tmp_path: Path) ->
     assert "inputs/s" in every and "µs/input" in every and "images/s" not in every
 
 
-def test_an_engine_that_names_no_types_is_not_called_untrue(tmp_path: Path) -> None:
+def test_an_engine_without_types_is_not_called_wrong(tmp_path: Path) -> None:
     silent = {"precision_truth": {"ok": False, "sentence": "an engine says nothing"}, "layers_by_type": {}}
     text = study(tmp_path, Way("pytorch"), Way("compile", facts=silent))
     assert "Precision: 1 of 1 trial ran" in text
     assert "compile fp32 (batch 1): an engine says nothing." in text and "as requested" not in text
 
 
-def test_work_that_fell_back_to_the_cpu_is_a_headline(tmp_path: Path) -> None:
+def test_a_cpu_fallback_is_a_headline(tmp_path: Path) -> None:
     left = {"fallback": "3 of 412 nodes on X: this is the CPU's speed"}
     lines = study(tmp_path, Way("pytorch"), Way("onnxruntime", seconds=0.002, facts=left)).splitlines()
     place = next(k for k, line in enumerate(lines) if "3 of 412 nodes on X: this is the CPU's speed (batch 1)." in line)
@@ -246,7 +246,7 @@ def said_of_confirmation(path: Path, selected: list[Way], again: list[Way]) -> s
     return "\n".join(verdict.list_sentences(trial_table.read_trials(load_run(folder))))
 
 
-def test_a_winner_that_holds_is_told_by_its_confirmations_alone(tmp_path: Path) -> None:
+def test_a_confirmed_winner_is_reported_by_its_confirmations(tmp_path: Path) -> None:
     text = said_of_confirmation(tmp_path, [REFERENCE, A, B], [REFERENCE, replace(A, seconds=0.00502), B])
     assert "Measured again after the selection, in 3 fresh processes: 5." in text
     assert "x [1." in text.split("Measured again")[1].split("\n")[0]
@@ -254,13 +254,13 @@ def test_a_winner_that_holds_is_told_by_its_confirmations_alone(tmp_path: Path) 
     assert "lucky" not in text and "is ahead" not in text
 
 
-def test_a_lucky_winner_is_not_crowned(tmp_path: Path) -> None:
+def test_a_winner_overtaken_in_confirmation_is_reported(tmp_path: Path) -> None:
     text = said_of_confirmation(tmp_path, [REFERENCE, A, B], [REFERENCE, replace(A, seconds=0.008), B])
     assert "Measured again, a fp32 is slower than in the rounds that selected it (0.6" in text
     assert "Measured again, the runner-up b fp32 is ahead, and the difference is real: 0.7" in text
 
 
-def test_a_gain_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_an_unconfirmed_gain_is_reported(tmp_path: Path) -> None:
     text = said_of_confirmation(tmp_path, [REFERENCE, A], [REFERENCE, replace(A, seconds=0.0101)])
     assert "Measured again, a fp32 is not shown to be faster than the reference." in text
 
@@ -272,7 +272,7 @@ def test_images_per_second_are_confirmed_too(tmp_path: Path) -> None:
     assert "images/s [" in after and "the images per second of pytorch fp32" in after
 
 
-def test_a_confirmation_that_fails_is_a_warning(tmp_path: Path) -> None:
+def test_a_failed_confirmation_is_a_warning(tmp_path: Path) -> None:
     text = said_of_confirmation(
         tmp_path, [REFERENCE, A], [REFERENCE, replace(A, statuses=("ok", "crashed"), reason="killed")]
     )
@@ -280,7 +280,7 @@ def test_a_confirmation_that_fails_is_a_warning(tmp_path: Path) -> None:
     assert "Measured again after the selection, in one fresh process" in text
 
 
-def test_a_damaged_confirmation_is_a_problem_of_its_own(tmp_path: Path) -> None:
+def test_a_damaged_confirmation_leaves_the_rounds_intact(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", [A], samples=5, count=5)
     made = folder / "trials" / A.trial.id
     shutil.copytree(made / "r0", made / "c0")
@@ -341,7 +341,7 @@ def row(run: RunData, backend: str, precision: str, batch: int) -> dict[str, obj
     return found
 
 
-def test_the_disturbed_round_does_not_undo_the_others(disturbed: RunData) -> None:
+def test_a_disturbed_round_does_not_spoil_the_others(disturbed: RunData) -> None:
     fastest = row(disturbed, "openvino", "int8", 1)
     assert fastest["verdict"] == "faster" and fastest["rounds_left_out"] == 1
     assert 11 < fastest["speedup_low"] < 12.8 < fastest["speedup"] < 13.3 < fastest["speedup_high"] < 15
@@ -354,7 +354,7 @@ def test_a_small_gain_is_decided(disturbed: RunData) -> None:
     assert 1.02 < bf16["speedup_low"] < bf16["speedup"] < 1.09 and bf16["speedup_high"] < 1.1
 
 
-def test_the_verdict_gives_the_ratio_with_its_limits(disturbed: RunData) -> None:
+def test_the_verdict_names_the_disturbed_round_and_both_ratios(disturbed: RunData) -> None:
     said = " ".join(verdict.list_sentences(disturbed))
     assert "openvino int8" in said and "unclear" not in said and "more than 100 more rounds" not in said
     assert "1 round was disturbed and left out (13.00x; 17.30x with all rounds)" in said, said

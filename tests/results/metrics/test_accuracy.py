@@ -52,7 +52,7 @@ def test_accuracy_of_a_stored_trial(demo: Results) -> None:
     assert five.interval.value >= found.interval.value
 
 
-def test_no_labels_no_accuracy(tmp_path: Path) -> None:
+def test_accuracy_needs_labels(tmp_path: Path) -> None:
     ways = [Way("pytorch", labelled=False), Way("openvino", labelled=False)]
     a, b = load_run(synthetic.write_run(tmp_path / "r", ways, samples=5, count=20)).trials
     assert TOP1.compute(a) is None
@@ -66,7 +66,7 @@ def test_pairs_are_matched_by_image() -> None:
     assert own["sample"][here].tolist() == other["sample"][there].tolist() == [7, 9]
 
 
-def test_paired_counts_are_those_of_the_answers(demo: Results) -> None:
+def test_paired_counts_match_the_answers(demo: Results) -> None:
     reference = demo.trials[0]
     int8 = next(t for t in demo if t.configuration == "onnxruntime int8")
     a, b = mark_correct(int8.answers, 1), mark_correct(reference.answers, 1)
@@ -75,7 +75,7 @@ def test_paired_counts_are_those_of_the_answers(demo: Results) -> None:
     assert found.difference.value == pytest.approx(a.mean() - b.mean())
 
 
-def test_flips_are_the_images_that_one_alone_has_right(demo: Results) -> None:
+def test_flips_are_images_that_only_one_trial_answers_correctly(demo: Results) -> None:
     reference, int8 = demo.trials[0], next(t for t in demo if t.configuration == "onnxruntime int8")
     own, other = int8.answers, reference.answers
     first, others, label = own["topk_index"][:, 0], other["topk_index"][:, 0], own["label"]
@@ -109,12 +109,12 @@ def test_the_shift_of_scores_is_paired(demo: Results) -> None:
     [(pair(0, 0, 2000), 0.5, "within"), (pair(0, 0, 360), 0.5, "undecided"), (pair(0, 40, 1000), 0.5, "over"),
      (pair(2, 3, 5000), 0.5, "within"), (pair(0, 3, 360), 0.5, "undecided"), (pair(0, 0, 360), 0.0, "undecided")],
 )  # fmt: skip
-def test_decisions(found: PairedChange, points: float, verdict: str) -> None:
+def test_budgets_are_decided_by_paired_changes(found: PairedChange, points: float, verdict: str) -> None:
     assert decide_accuracy(found, Budget("top1", points)).verdict == verdict
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.floats(0.2, 3.0))
-def test_the_promised_images_settle_it(gained: int, lost: int, points: float) -> None:
+def test_the_promised_number_of_images_decides(gained: int, lost: int, points: float) -> None:
     budget = Budget("top1", points)
     decision = decide_accuracy(pair(gained, lost, 360), budget)
     if decision.verdict != "undecided" or decision.more is None:
@@ -126,7 +126,7 @@ def test_the_promised_images_settle_it(gained: int, lost: int, points: float) ->
 
 @pytest.mark.parametrize("images", [32, 100, 300])
 @pytest.mark.parametrize(("points", "both"), [(0.5, 0.02), (5, 0.02), (10, 0.05)])
-def test_a_loss_that_is_the_budget_is_rarely_within_however_few_images(images: int, points: float, both: float) -> None:
+def test_a_loss_equal_to_the_budget_is_rarely_decided(images: int, points: float, both: float) -> None:
     """At most 2.5 % of 4,000 studies reach either verdict; `both` of the images also change each way."""
     chances = [points / 100 + both, both, 1 - points / 100 - 2 * both]
     counts = np.random.default_rng(0).multinomial(images, chances, 4000)[:, :2]
@@ -144,7 +144,7 @@ def test_candidates_of_one_search_share_the_error() -> None:
     assert sum(0.025 / (k * sum(1 / n for n in range(1, 11))) for k in range(1, 11)) == pytest.approx(0.025)
 
 
-def test_a_loss_that_is_the_budget_is_never_settled() -> None:
+def test_a_loss_equal_to_the_budget_stays_undecided() -> None:
     decision = decide_accuracy(pair(0, 2, 400), Budget("top1", 0.5))
     assert decision == BudgetDecision("undecided", None, pytest.approx(0.5))
 
@@ -155,7 +155,7 @@ def test_budgets_are_read_from_a_table() -> None:
 
 
 @pytest.mark.parametrize(("metric", "points"), [("map", 1.0), ("", 1.0), ("top1", -1.0), ("top1", float("nan"))])
-def test_a_bad_budget_is_one_line(metric: str, points: float) -> None:
+def test_invalid_budgets_are_refused_in_one_line(metric: str, points: float) -> None:
     with pytest.raises(UserError, match=r"unknown budget|must be between 0 and 100 points"):
         make_budgets({metric: points})
 
@@ -186,7 +186,7 @@ def trial(tmp_path: Path) -> TrialResult:
     return run(tmp_path, LABELS, ANSWERS, ["cat", "dog", "лиса", "unseen"]).trials[0]
 
 
-def test_the_matrix(trial: TrialResult) -> None:
+def test_the_confusion_matrix_counts_answers(trial: TrialResult) -> None:
     found = accuracy.read_confusion(trial)
     assert found is not None and found.names == ["cat", "dog", "лиса", "class 7"]
     assert found.counts.tolist() == [[1, 2, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]]
@@ -194,7 +194,7 @@ def test_the_matrix(trial: TrialResult) -> None:
     assert found.list_largest() == [("cat", "dog", 2, 3), ("dog", "class 7", 1, 2)]
 
 
-def test_answers_in_another_order_of_classes_are_told() -> None:
+def test_permuted_class_orders_are_reported() -> None:
     names = ["blue", "green", "red"]
     swapped = accuracy.Confusion(np.array([[0, 0, 6], [1, 5, 0], [6, 0, 0]]), np.arange(3), names)
     assert "renumbered, 94% of its answers would be right instead of 28% (it takes" in swapped.describe_other_order()
@@ -206,7 +206,7 @@ def test_answers_in_another_order_of_classes_are_told() -> None:
         assert accuracy.Confusion(np.array(counts), np.arange(3), names).describe_other_order() == ""
 
 
-def test_a_badly_trained_network_has_no_other_order() -> None:
+def test_poor_networks_are_not_taken_for_a_permuted_class_order() -> None:
     """A permutation often fits three classes' errors better: here two share an answer, and the order spoils one.
 
     A single class of many renumbered classes may be hard.
@@ -219,7 +219,7 @@ def test_a_badly_trained_network_has_no_other_order() -> None:
     assert "renumbered, 82% of its answers would be right instead of 14%" in told
 
 
-def test_each_class_with_its_interval_the_worst_first(trial: TrialResult) -> None:
+def test_classes_have_intervals_and_the_worst_comes_first(trial: TrialResult) -> None:
     found = accuracy.read_confusion(trial)
     assert found is not None
     classes = found.per_class()
@@ -231,16 +231,16 @@ def test_each_class_with_its_interval_the_worst_first(trial: TrialResult) -> Non
     assert (cat["taken_for"], cat["times"]) == ("dog", 2) and classes.iloc[2]["taken_for"] == ""
 
 
-def test_classes_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_classes_with_equal_names_are_distinguished(tmp_path: Path) -> None:
     found = accuracy.read_confusion(run(tmp_path, [0, 1], [0, 1], ["crane", "crane"]).trials[0])
     assert found is not None and found.names == ["crane (0)", "crane (1)"]
 
 
-def test_images_without_labels_have_no_matrix(tmp_path: Path) -> None:
+def test_unlabelled_images_have_no_confusion_matrix(tmp_path: Path) -> None:
     assert accuracy.read_confusion(run(tmp_path, [-1, -1], [0, 1]).trials[0]) is None
 
 
-def test_files_and_figures(tmp_path: Path) -> None:
+def test_evaluation_files_and_figures_are_written(tmp_path: Path) -> None:
     results = run(tmp_path, LABELS, ANSWERS)
     matrix, classes = accuracy.write_confusion(results, tmp_path)
     assert matrix.read_text().splitlines()[0] == "label,class 0,class 1,class 2,class 7"
@@ -249,7 +249,7 @@ def test_files_and_figures(tmp_path: Path) -> None:
     assert axes.get_title("left").startswith("net fake fp32")
 
 
-def test_the_words(trial: TrialResult) -> None:
+def test_evaluations_are_described_in_words(trial: TrialResult) -> None:
     text = evaluation.describe_evaluation(trial)
     assert "worst classes: cat (33.3 % of 3); dog (50.0 % of 2)" in text
     assert "most common confusions: cat for dog (2 of 3)" in text

@@ -18,7 +18,7 @@ VALUES = arrays(np.float32, (4, 3), elements=st.floats(-1e4, 1e4, width=32))
 
 
 @given(VALUES, VALUES)
-def test_close_share_is_numpys_isclose(a: np.ndarray, b: np.ndarray) -> None:
+def test_the_close_share_matches_numpy_isclose(a: np.ndarray, b: np.ndarray) -> None:
     found = agreement.judge_agreement({"o": a}, {"o": b})
     x, y = a.astype(float), b.astype(float)
     assert found.close == pytest.approx(np.isclose(x, y, rtol=1e-3, atol=1e-8).mean())
@@ -40,7 +40,7 @@ def test_errors_of_known_values() -> None:
     assert found.mean_abs == pytest.approx(0.7 / 3)
 
 
-def test_values_that_are_not_finite_are_counted_and_never_close() -> None:
+def test_non_finite_values_are_counted() -> None:
     a = np.array([[np.nan, np.inf, 1.0, np.inf]])
     found = agreement.judge_agreement({"o": a}, {"o": np.array([[1.0, np.inf, 1.0, -np.inf]])})
     assert found.nonfinite == 2
@@ -49,21 +49,21 @@ def test_values_that_are_not_finite_are_counted_and_never_close() -> None:
     assert np.isfinite([found.max_abs, found.mean_abs, found.max_rel]).all()
 
 
-def test_several_outputs_count_together_and_the_shorter_one_decides() -> None:
+def test_several_outputs_are_pooled_over_the_shorter_run() -> None:
     own = {"a": np.ones((3, 2)), "b": np.zeros((3, 4))}
     found = agreement.judge_agreement(own, {"a": np.ones((5, 2)), "b": np.ones((5, 4))})
     assert (found.count, found.samples) == (18, 3)
     assert found.close == pytest.approx(6 / 18)
 
 
-def test_outputs_that_do_not_fit_are_one_line() -> None:
+def test_mismatched_outputs_are_refused_in_one_line() -> None:
     with pytest.raises(UserError, match="differ in name"):
         agreement.judge_agreement({"a": np.ones((1, 1))}, {"b": np.ones((1, 1))})
     with pytest.raises(UserError, match=r"differs in shape: \[1, 2\] against \[1, 3\]"):
         agreement.judge_agreement({"a": np.ones((1, 2))}, {"a": np.ones((1, 3))})
 
 
-def test_ranks_by_hand() -> None:
+def test_ranks_match_hand_computed_values() -> None:
     reference = ranked(np.array([[0.1, 0.9, 0.5], [0.3, 0.2, 0.1]]), 3)
     own = ranked(np.array([[0.6, 0.9, 0.5], [0.3, 0.2, 0.1]]), 3)
     assert reference["topk_index"].tolist() == [[1, 2, 0], [0, 1, 2]]
@@ -84,7 +84,7 @@ def test_stored_trials(demo: Results) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-29, 1e-8, 1.0, 1e20])
-def test_the_usual_tolerance_is_a_share_of_small_outputs(tmp_path: Path, scale: float) -> None:
+def test_the_default_tolerance_scales_with_small_outputs(tmp_path: Path, scale: float) -> None:
     ways = [synthetic.Way("pytorch"), synthetic.Way("onnxruntime"), synthetic.Way("openvino")]
     trials = load_run(synthetic.write_run(tmp_path / "run", ways, samples=5)).trials
     values = np.random.default_rng(0).uniform(0.5, 1.0, (6, 4))
@@ -98,7 +98,7 @@ def test_the_usual_tolerance_is_a_share_of_small_outputs(tmp_path: Path, scale: 
 
 
 @pytest.mark.parametrize("classes", range(2, 12))
-def test_scores_of_a_classifier_are_no_boxes(tmp_path: Path, classes: int) -> None:
+def test_classifier_scores_are_not_boxes(tmp_path: Path, classes: int) -> None:
     ways = [synthetic.Way("pytorch"), synthetic.Way("onnxruntime")]
     trials = load_run(synthetic.write_run(tmp_path / "run", ways, samples=5)).trials
     values = np.random.default_rng(0).uniform(-0.3, 0.3, (32, classes)).astype(np.float32)
@@ -128,7 +128,7 @@ BOX = (10.0, 10.0, 50.0, 50.0)
 FAR = (60.0, 60.0, 90.0, 90.0)
 
 
-def test_the_same_detections_in_another_order_agree_entirely() -> None:
+def test_reordered_detections_agree_entirely() -> None:
     truth = detected.truth()
     found = detected.found(truth)
     order = np.random.default_rng(1).permutation(len(found["detection_score"]))
@@ -139,7 +139,7 @@ def test_the_same_detections_in_another_order_agree_entirely() -> None:
     assert both.share == both.own_share == 1
 
 
-def test_missed_objects_lower_the_share_and_not_the_own_share() -> None:
+def test_missed_objects_lower_only_the_reference_share() -> None:
     truth = detected.truth()
     whole, fewer = detected.found(truth), detected.found(truth, missed=0.4)
     both = agreement.judge_boxes(fewer, whole)
@@ -156,7 +156,7 @@ def test_a_box_must_overlap_by_half(shift: float, share: float) -> None:
     assert both is not None and both.share == both.own_share == share
 
 
-def test_class_and_image_must_be_the_same_and_boxes_without_an_area_overlap_nothing() -> None:
+def test_boxes_match_only_in_class_and_image_and_with_an_area() -> None:
     reference, flat = (0, 1, 0.9, BOX), (0, 0, 0.9, (10.0, 10.0, 10.0, 50.0))
     for own, other in (
         ([(0, 2, 0.9, BOX)], reference),
@@ -175,19 +175,19 @@ def test_each_detection_is_matched_once() -> None:
     assert both is not None and (both.expected, both.matched, both.own, both.confirmed) == (2, 1, 1, 1)
 
 
-def test_a_score_just_below_the_line_loses_nothing_and_a_faint_one_does() -> None:
+def test_a_score_just_below_the_threshold_still_matches() -> None:
     reference = detection_arrays((0, 0, 0.26, BOX))
     near, faint = (agreement.judge_boxes(detection_arrays((0, 0, s, BOX)), reference) for s in (0.24, 0.05))
     assert near is not None and near.share == 1 and near.own == 0 and near.own_share is None
     assert faint is not None and faint.share == 0
 
 
-def test_without_a_sure_detection_of_the_reference_there_is_no_share() -> None:
+def test_a_reference_without_confident_detections_gives_no_share() -> None:
     assert agreement.judge_boxes(detection_arrays((0, 0, 0.9, BOX)), detection_arrays((0, 0, 0.2, BOX))) is None
     assert agreement.judge_boxes(detection_arrays(), detection_arrays()) is None
 
 
-def test_only_images_that_both_have_seen_count() -> None:
+def test_only_common_images_count() -> None:
     reference, other = (
         detection_arrays((0, 0, 0.9, BOX), (2, 0, 0.9, FAR)),
         detection_arrays((0, 0, 0.9, BOX), images=2),
@@ -196,7 +196,7 @@ def test_only_images_that_both_have_seen_count() -> None:
     assert both is not None and (both.expected, both.share) == (1, 1.0)
 
 
-def test_stored_trials_are_held_against_each_other(tmp_path: Path) -> None:
+def test_stored_trials_are_compared(tmp_path: Path) -> None:
     truth = detected.truth()
     ways = {"pytorch": detected.found(truth), "onnxruntime": detected.found(truth, missed=0.5)}
     detected.write_run(tmp_path, "detect", ways, truth)

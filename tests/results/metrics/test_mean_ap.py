@@ -42,13 +42,13 @@ def truth() -> Truth:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_perfect_detections_have_all_of_it(truth: Truth, kind: str) -> None:
+def test_perfect_detections_have_a_map_of_1(truth: Truth, kind: str) -> None:
     found = mean_ap.score_detections(detected.found(truth), truth, kind)
     assert found.map50[0] == pytest.approx(1) and found.map50_95[0] == pytest.approx(1)
     assert found.by_class() == [(name, pytest.approx(1), pytest.approx(1)) for name in detected.NAMES]
 
 
-def test_boxes_that_overlap_by_two_thirds_count_up_to_0_65(truth: Truth) -> None:
+def test_boxes_with_an_iou_of_two_thirds_count_up_to_0_65(truth: Truth) -> None:
     """A box shifted by a fifth of its width has an IoU of 0.8 / 1.2 with its object."""
     found = mean_ap.score_detections(detected.found(truth, shift=0.2), truth, "bbox")
     assert found.map50[0] == pytest.approx(1)
@@ -57,7 +57,7 @@ def test_boxes_that_overlap_by_two_thirds_count_up_to_0_65(truth: Truth) -> None
     assert mean_ap.score_detections(detected.found(truth, shift=1.0), truth, "bbox").map50[0] == 0
 
 
-def test_classes_in_another_order_are_told(truth: Truth, tmp_path: Path) -> None:
+def test_permuted_classes_are_reported(truth: Truth, tmp_path: Path) -> None:
     """A network without detections, or one that mistakes classes at random, gets no note."""
     right = detected.found(truth)
     ways = {
@@ -77,7 +77,7 @@ def test_classes_in_another_order_are_told(truth: Truth, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("values", [2, 3])
-def test_points_of_other_numbers_have_a_tolerance_of_one_by_k(truth: Truth, values: int) -> None:
+def test_keypoints_have_a_tolerance_of_one_by_their_number(truth: Truth, values: int) -> None:
     """OKS of points that are all off by d is exp(-d² / (2 s² (2/K)²)); s² is the object's area.
 
     Visibility, the third value, has no effect.
@@ -95,7 +95,7 @@ def test_points_of_other_numbers_have_a_tolerance_of_one_by_k(truth: Truth, valu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_as_cocoeval_with_and_without_a_group(truth: Truth, kind: str) -> None:
+def test_scores_match_cocoeval_with_and_without_a_group(truth: Truth, kind: str) -> None:
     arrays = detected.found(truth, shift=0.05, missed=0.3)
     rng = np.random.default_rng(1)
     arrays["detection_class"] = np.where(rng.random(len(arrays["detection_class"])) < 0.8, arrays["detection_class"], 0)
@@ -135,7 +135,7 @@ def count_by_hand(arrays: Arrays, truth: Truth, least: float, images: set[int]) 
     return right, wrong, wanted
 
 
-def test_precision_recall_and_f1_are_counted_at_each_least_score(truth: Truth) -> None:
+def test_precision_recall_and_f1_are_counted_at_each_threshold(truth: Truth) -> None:
     arrays = detected.found(truth, shift=0.1, missed=0.2)
     arrays = {k: np.concatenate([a, a[::3]]) if k.startswith("detection") else a for k, a in arrays.items()}  # doubles
     rng = np.random.default_rng(1)
@@ -153,7 +153,7 @@ def test_precision_recall_and_f1_are_counted_at_each_least_score(truth: Truth) -
             assert rates["f1"][k, place] == pytest.approx(2 / (1 / precision + 1 / recall))
 
 
-def test_nothing_found_and_an_empty_class(truth: Truth) -> None:
+def test_missing_detections_score_0_and_empty_classes_are_omitted(truth: Truth) -> None:
     nothing = {name: a if name == "sample" else a[:0] for name, a in detected.found(truth).items()}
     for kind in KINDS:
         assert mean_ap.score_detections(nothing, truth, kind).map50_95[0] == 0
@@ -174,7 +174,7 @@ def test_the_jackknife_of_a_mean_is_the_t_interval() -> None:
     assert math.isnan(mean_ap.jackknife_ap(np.array([0.5, 0.5])).low)
 
 
-def test_the_interval_covers_about_as_often_as_it_says() -> None:
+def test_the_interval_keeps_its_coverage() -> None:
     large = detected.truth(1500, seed=5)
     arrays = detected.found(large, shift=0.1, missed=0.3)
     of = {name: arrays[f"detection_{name}"] for name in ("image", "box", "score", "class")}
@@ -211,7 +211,7 @@ def test_the_table_has_masks_boxes_differences_and_the_budget(run: Path) -> None
     assert reference["pipeline_ips"] == 123 and reference["preprocess_ms"] == pytest.approx(1)
 
 
-def test_a_smaller_size_is_held_against_the_first_one(truth: Truth, tmp_path: Path) -> None:
+def test_smaller_sizes_are_compared_with_the_first(truth: Truth, tmp_path: Path) -> None:
     detected.write_run(tmp_path, "segment", {"pytorch": detected.found(truth, missed=0.1)}, truth)
     worse = detected.found(truth, missed=0.1, shift=0.2)
     detected.write_run(tmp_path, "segment", {"pytorch": worse, "openvino": worse}, truth, size=32)
@@ -225,7 +225,7 @@ def test_a_smaller_size_is_held_against_the_first_one(truth: Truth, tmp_path: Pa
         assert row["map50_95_diff"] == pytest.approx(row["map50_95"] - first["map50_95"])
 
 
-def test_it_is_printed_and_reported(run: Path) -> None:
+def test_map_is_printed_and_reported(run: Path) -> None:
     results = load_run(run)
     read = trial_table.read_trials(results, budget={"mAP": 2.0})
     text = printed.trials(read, width=200)
@@ -246,7 +246,7 @@ def test_the_change_of_f1_is_paired(run: Path) -> None:
     assert shifted["f1_diff"] == pytest.approx(shifted["f1"] - reference["f1"])
 
 
-def test_scores_are_kept_and_forgotten_with_what_they_are_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_cached_until_their_inputs_change(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = [mean_ap.read_detections(t) for t in load_run(run)]
     monkeypatch.setattr(mean_ap, "score_detections", lambda *_: pytest.fail("worked out again"))
     again = [mean_ap.read_detections(t) for t in load_run(run)]
@@ -258,7 +258,7 @@ def test_scores_are_kept_and_forgotten_with_what_they_are_of(run: Path, monkeypa
         _ = mean_ap.read_detections(load_run(run).trials[0])
 
 
-def test_undecided_says_how_many_more_images(truth: Truth) -> None:
+def test_undecided_budgets_tell_how_many_images_are_needed(truth: Truth) -> None:
     budget = accuracy.Budget("mAP", 1.0)
 
     def decided(images: int, *interval: float) -> accuracy.BudgetDecision:
@@ -285,14 +285,14 @@ def test_undecided_says_how_many_more_images(truth: Truth) -> None:
     assert [str(b) for b in accuracy.make_budgets({"mAP": 0.5, "top1": 1.0})] == ["mAP=0.5", "top1=1"]
 
 
-def test_without_ground_truth_there_is_no_map(truth: Truth, tmp_path: Path) -> None:
+def test_map_needs_ground_truth(truth: Truth, tmp_path: Path) -> None:
     folder = detected.write_run(tmp_path / "run", "detect", {"pytorch": detected.found(truth)}, truth)
     (folder / "truth" / f"{detected.SHA[:12]}.json").unlink()
     assert mean_ap.read_detections(load_run(folder).trials[0]) is None
     assert math.isnan(trial_table.read_trials(load_run(folder)).frame["map50"].iloc[0])
 
 
-def test_a_worse_detector_is_less_accurate_in_compare(truth: Truth, tmp_path: Path) -> None:
+def test_compare_reports_a_worse_detector_as_less_accurate(truth: Truth, tmp_path: Path) -> None:
     good, bad = (detected.found(truth, shift=shift) for shift in (0.0, 0.2))
     runs = [
         load_run(detected.write_run(tmp_path / name, "detect", {"pytorch": arrays}, truth))

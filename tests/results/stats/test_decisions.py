@@ -37,7 +37,7 @@ def share_of(verdicts: list[str], *which: str) -> float:
 
 
 @given(MEDIANS, MEDIANS)
-def test_speedup_is_welchs_interval(own: list[float], reference: list[float]) -> None:
+def test_the_speedup_interval_matches_welch(own: list[float], reference: list[float]) -> None:
     found = stats.decide_apart(own, reference)
     a, b = np.log(own), np.log(reference)
     assume(a.var(ddof=1) > 1e-9 and b.var(ddof=1) > 1e-9)
@@ -54,7 +54,7 @@ def test_speedup_is_welchs_interval(own: list[float], reference: list[float]) ->
         assert evidence is not None and evidence.parts * (len(own) - 1) == pytest.approx(expected.df)
 
 
-def test_a_disturbed_round_of_trials_that_measured_apart_is_left_out() -> None:
+def test_a_disturbed_round_of_separately_measured_trials_is_left_out() -> None:
     own, reference = [1.0, 1.01, 0.99, 1.02, 0.98], [2.0, 2.02, 1.98, 2.03, 30.0]
     found, undisturbed = stats.decide_apart(own, reference), stats.decide_apart(own, reference[:4])
     assert found.rejected == 1 and found.verdict == stats.FASTER
@@ -70,7 +70,7 @@ def test_a_disturbed_round_of_trials_that_measured_apart_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("rounds", "disturbed"), [((4, 4), 0.0), ((5, 5), 0.1), ((7, 5), 0.1), ((10, 10), 0.1)])
-def test_equal_trials_that_measured_apart_rarely_get_a_direction(rounds: tuple[int, int], disturbed: float) -> None:
+def test_equal_separately_measured_trials_rarely_get_a_direction(rounds: tuple[int, int], disturbed: float) -> None:
     rng = np.random.default_rng(sum(rounds))
     wrong, widths, by_welch = 0, list[float](), list[float]()
     for _ in range(STUDIES):
@@ -88,7 +88,7 @@ def test_equal_trials_that_measured_apart_rarely_get_a_direction(rounds: tuple[i
 
 
 @given(MEDIANS, MEDIANS)
-def test_speedup_turned_round_is_the_inverse(a: list[float], b: list[float]) -> None:
+def test_the_reversed_speedup_is_the_inverse(a: list[float], b: list[float]) -> None:
     there, back = stats.decide_apart(a, b), stats.decide_apart(b, a)
     assert there.value * back.value == pytest.approx(1)
     assert there.low * back.high == pytest.approx(1)
@@ -138,7 +138,7 @@ def test_no_verdict_contradicts_its_interval(family: list[list[float]], rule: st
         assert s.low <= alone.low * (1 + 1e-12) and s.high >= alone.high * (1 - 1e-12), "never narrower than alone"
 
 
-def test_holm_is_statsmodels_and_costs_a_clear_row_nothing() -> None:
+def test_holm_matches_statsmodels_and_spares_clear_rows() -> None:
     clear, close = [0.5, 0.51, 0.49], [0.02, 0.01, 0.015]
     alone = stats.paired_speedup(close)
     first, second = stats.decide_family([stats.pair_evidence(clear), stats.pair_evidence(close)])
@@ -148,7 +148,7 @@ def test_holm_is_statsmodels_and_costs_a_clear_row_nothing() -> None:
     assert [s.verdict for s in missing] == ["", stats.ONE_ROUND, alone.verdict] and missing[2] == alone
 
 
-def test_intervals_cover_what_they_should() -> None:
+def test_intervals_keep_their_coverage() -> None:
     logs = in_turns(0, STUDIES, 4, 1.03)[:, 0]
     found = [stats.paired_speedup(each) for each in logs]
     assert 0.93 < np.mean([s.low < 1.03 < s.high for s in found]) < 0.97
@@ -199,7 +199,7 @@ def test_twenty_looks_keep_the_error(first: int) -> None:
     assert share_of([v for v, _ in until_decided(same, first, peeking)], *DIFFERENT) > 0.1, "what it is there for"
 
 
-def test_twenty_looks_keep_the_error_of_an_equivalence_and_of_a_family() -> None:
+def test_twenty_looks_keep_the_error_of_equivalences_and_families() -> None:
     margin = in_turns(6, 600, 22, 1.02, process=0.008)[:, 0]
     noise = 3 * math.sqrt(0.05 * 0.95 / 600)
     rule = stats.Rule(first=3)
@@ -220,7 +220,7 @@ def test_twenty_looks_keep_the_error_of_an_equivalence_and_of_a_family() -> None
 
 @pytest.mark.parametrize("first", [3, 5, 20])
 @pytest.mark.parametrize("level", [0.05, 0.005])
-def test_all_looks_together_spend_most_of_the_error_and_no_more(first: int, level: float) -> None:
+def test_all_looks_together_spend_almost_the_whole_error(first: int, level: float) -> None:
     """Compare Student's t of normal rounds at each of 60 looks with scipy's quantiles; 60,000 studies."""
     rounds = np.random.default_rng(first).standard_normal((60_000, first + 60))
     crossed = np.zeros(len(rounds), bool)
@@ -234,7 +234,7 @@ def test_all_looks_together_spend_most_of_the_error_and_no_more(first: int, leve
     assert 0.6 * level < crossed.mean() <= level + noise
 
 
-def test_the_first_look_spends_half_of_the_error_and_a_single_one_all() -> None:
+def test_the_first_look_spends_half_the_error_and_a_single_look_all() -> None:
     assert [share_error(n, 0) for n in (1, 9)] == [1, 1] and share_error(1, 3) == share_error(3, 3) == 0.5
     later = [share_error(n, 3) for n in range(3, 100)]
     assert later == sorted(later, reverse=True)
@@ -259,7 +259,7 @@ def test_the_advised_rounds_have_the_promised_power(difference: float, first: in
     assert power(4 + more - max(2, more // 3)) < 0.8
 
 
-def test_more_than_a_hundred_rounds_are_no_advice() -> None:
+def test_more_than_a_hundred_rounds_are_not_advised() -> None:
     seen = stats.Evidence(0.019, 0.05, 3, 4, stats.IN_TURNS, 0.1)
     assert more_rounds(seen, RULE.reach, stats.ALPHA, 0) == stats.MAX_ROUNDS + 1
 
@@ -275,7 +275,7 @@ def power_of(count: int, effect: float, studies: int = 200) -> tuple[float, floa
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_turns_see_what_drift_hides(count: int) -> None:
+def test_interleaving_detects_differences_hidden_by_drift(count: int) -> None:
     found = {effect: power_of(count, effect) for effect in np.geomspace(0.02, 0.6, 14)}
     alone, turns = (min(effect for effect, each in found.items() if each[i] >= 0.8) for i in (0, 1))
     assert turns < 0.65 * alone
@@ -283,7 +283,7 @@ def test_turns_see_what_drift_hides(count: int) -> None:
 
 
 @pytest.mark.parametrize("sessions", [3, 5, 10])
-def test_two_sessions_of_one_speed_rarely_get_a_direction(sessions: int) -> None:
+def test_two_equally_fast_sessions_rarely_get_a_direction(sessions: int) -> None:
     """Sessions spread by 1 %, rounds by 0.3 %: five rounds each; self-tests have ten rounds in other sessions."""
     rng = np.random.default_rng(sessions)
 
@@ -303,7 +303,7 @@ def test_two_sessions_of_one_speed_rarely_get_a_direction(sessions: int) -> None
     assert share_of(larger, stats.SLOWER) > 0.9 and stats.FASTER not in larger
 
 
-def test_fewer_than_three_sessions_tell_nothing() -> None:
+def test_fewer_than_three_sessions_decide_nothing() -> None:
     evidence = stats.collect_evidence([1.0, 1.01], [2.0, 2.01])
     assert evidence is not None
     for sessions, spread in ((0, 0.0), (2, 0.01), (3, 0.0)):
@@ -312,7 +312,7 @@ def test_fewer_than_three_sessions_tell_nothing() -> None:
 
 @pytest.mark.parametrize("rounds", [2, 3])
 @pytest.mark.parametrize("spread", [0.01, 0.1, 0.3])
-def test_few_undisturbed_rounds_of_equal_engines_are_rarely_called_different(rounds: int, spread: float) -> None:
+def test_equal_engines_with_few_undisturbed_rounds_rarely_differ(rounds: int, spread: float) -> None:
     """Two or three rounds are also tested with a usual spread: false claims stay within the promise."""
     studies = np.random.default_rng(3).normal(0, spread, (4000, rounds))
     found = [replace(stats.pair_evidence(logs), undisturbed=True).p_value for logs in studies]  # type: ignore[type-var]
@@ -320,7 +320,7 @@ def test_few_undisturbed_rounds_of_equal_engines_are_rarely_called_different(rou
         assert np.mean(np.array(found) < level) <= level + 3 * np.sqrt(level / len(studies))
 
 
-def test_a_large_difference_shows_after_two_undisturbed_rounds() -> None:
+def test_two_undisturbed_rounds_reveal_a_large_difference() -> None:
     """At 14-fold, as eager PyTorch beside a compiler, Student's t of two rounds alone gives no bound."""
     logs = [2.56, 2.71]
     alone = stats.pair_evidence(logs)

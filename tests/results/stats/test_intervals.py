@@ -19,7 +19,7 @@ Z = scipy_stats.norm.ppf(0.975)
 
 
 @given(SAMPLES)
-def test_summary_is_numpys_and_scipys(x: np.ndarray) -> None:
+def test_the_summary_matches_numpy_and_scipy(x: np.ndarray) -> None:
     s = stats.summarise(x)
     assert s.count == len(x)
     assert s.mean == pytest.approx(x.mean())
@@ -29,7 +29,7 @@ def test_summary_is_numpys_and_scipys(x: np.ndarray) -> None:
     assert s.trimmed == pytest.approx(scipy_stats.trim_mean(x, 0.1))
 
 
-def test_every_round_counts_the_same_however_many_samples_it_took() -> None:
+def test_rounds_have_equal_weight_whatever_their_samples() -> None:
     fast, slow = np.full(1000, 1.0), np.full(30, 4.0)
     s = stats.over_rounds([fast, slow])
     assert (s.count, s.max, s.std) == (1030, 4.0, 0.0)
@@ -37,27 +37,27 @@ def test_every_round_counts_the_same_however_many_samples_it_took() -> None:
 
 
 @given(st.lists(SAMPLES, min_size=1, max_size=4))
-def test_the_median_over_rounds_is_what_speed_ups_are_ratios_of(rounds: list[np.ndarray]) -> None:
+def test_speed_ups_are_ratios_of_the_median_over_rounds(rounds: list[np.ndarray]) -> None:
     s = stats.over_rounds(rounds)
     assert s.median == pytest.approx(stats.find_center([float(np.median(x)) for x in rounds]).value)
     assert s.median <= s.p90 <= s.p95 <= s.p99 <= s.max * (1 + 1e-12)
     assert stats.over_rounds(rounds[:1]) == stats.summarise(rounds[0])
 
 
-def test_trimmed_values_lack_a_tenth_at_each_end() -> None:
+def test_trimmed_values_drop_a_tenth_at_each_end() -> None:
     s = stats.summarise(np.array([0.0, *[1.0, 2.0] * 4, 100.0]))
     assert s.trimmed == 1.5
     assert s.trimmed_std == pytest.approx(np.std([1.0, 2.0] * 4, ddof=1))
     assert s.std > 10
 
 
-def test_summary_of_nothing_is_an_error() -> None:
+def test_a_summary_of_no_samples_is_an_error() -> None:
     with pytest.raises(ValueError, match="no samples"):
         stats.summarise(np.empty(0))
 
 
 @pytest.mark.parametrize("n", [25, 60, 201])
-def test_median_interval_is_what_the_bootstrap_converges_to(n: int) -> None:
+def test_the_median_interval_matches_the_bootstrap(n: int) -> None:
     x = np.random.default_rng(n).exponential(1.0, n)
     drawn = scipy_stats.bootstrap(
         (x,), np.median, n_resamples=20_000, method="percentile", rng=np.random.default_rng(1)
@@ -75,7 +75,7 @@ def test_median_interval_needs_three_samples() -> None:
 
 
 @pytest.mark.parametrize("q", [0.5, 0.9, 0.95, 0.99])
-def test_percentile_intervals_are_the_narrowest_that_keep_each_tail(q: float) -> None:
+def test_percentile_intervals_are_minimal_for_each_tail(q: float) -> None:
     n = 800
     x = 1.0 + np.argsort(np.argsort(np.arange(n) * (5**0.5 - 1) / 2 % 1))  # ranks, evenly spread so that all count
     found = stats.percentile_intervals(x, [q])[0]
@@ -85,7 +85,7 @@ def test_percentile_intervals_are_the_narrowest_that_keep_each_tail(q: float) ->
     assert found.value == pytest.approx(np.percentile(x, 100 * q))
 
 
-def test_percentile_intervals_cover_where_samples_are_skewed() -> None:
+def test_percentile_intervals_cover_skewed_samples() -> None:
     drawn = np.random.default_rng(2).exponential(1.0, (1500, 700))
     found = [stats.percentile_intervals(x, [0.99])[0] for x in drawn]
     assert 0.95 <= np.mean([i.low <= -math.log(0.01) <= i.high for i in found]) < 0.99
@@ -93,7 +93,7 @@ def test_percentile_intervals_cover_where_samples_are_skewed() -> None:
 
 @pytest.mark.parametrize("block", [1, 100])
 @pytest.mark.parametrize("memory", [0.0, 0.9])
-def test_intervals_cover_where_samples_depend_on_the_last(memory: float, block: int) -> None:
+def test_intervals_cover_autocorrelated_samples(memory: float, block: int) -> None:
     """With autoregressive noise and shifts by block, intervals that assume independence hold 0 in 42 % and 29 %."""
     rng = np.random.default_rng(0)
     hits = np.zeros(2)
@@ -107,14 +107,14 @@ def test_intervals_cover_where_samples_depend_on_the_last(memory: float, block: 
     assert (one.low, one.high) == (-mirrored.high, -mirrored.low), "either limit as the other of what is mirrored"
 
 
-def test_too_few_samples_bound_no_percentile() -> None:
+def test_too_few_samples_give_no_percentile_bound() -> None:
     assert math.isnan(stats.percentile_intervals(np.arange(100.0), [0.99])[0].high)
     assert math.isnan(stats.percentile_intervals(np.empty(0), [0.9])[0].value)
     assert [stats.samples_for(q) for q in (0.9, 0.95, 0.99)] == [64, 130, 662], "MLPerf's 64 and 662"
 
 
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_is_scipys(counts: tuple[int, int]) -> None:
+def test_the_wilson_interval_matches_scipy(counts: tuple[int, int]) -> None:
     hits, n = counts
     expected = scipy_stats.binomtest(hits, n).proportion_ci(method="wilson")
     found = stats.compute_wilson(hits, n)
@@ -123,7 +123,7 @@ def test_wilson_is_scipys(counts: tuple[int, int]) -> None:
     assert found.high > found.low
 
 
-def test_a_disturbed_round_moves_no_latency() -> None:
+def test_a_disturbed_round_does_not_shift_the_latency() -> None:
     """Eager PyTorch took 1.5 ms in six rounds, and 15.8 ms in a round while other programs held the processors."""
     medians = [1.52e-3, 1.50e-3, 15.8e-3, 1.53e-3, 1.51e-3, 1.49e-3, 1.52e-3]
     found = stats.find_center(medians)
@@ -157,7 +157,7 @@ def score(gained: int, lost: int, n: int, d: float) -> float:
 
 
 @pytest.mark.parametrize(("gained", "lost", "n"), [(3, 9, 120), (1, 4, 360), (12, 2, 50), (20, 25, 300)])
-def test_tangos_limits_are_where_the_score_test_turns(gained: int, lost: int, n: int) -> None:
+def test_tango_limits_invert_the_score_test(gained: int, lost: int, n: int) -> None:
     found = stats.paired_difference(gained, lost, n)
     assert score(gained, lost, n, found.low) == pytest.approx(Z, abs=2e-3)
     assert score(gained, lost, n, found.high) == pytest.approx(-Z, abs=2e-3)
@@ -171,7 +171,7 @@ def test_paired_difference_is_never_certain(gained: int, lost: int, n: int) -> N
     assert (mirror.low, mirror.high) == pytest.approx((-found.high, -found.low), abs=1e-6)
 
 
-def test_no_discordant_pair_still_has_a_width() -> None:
+def test_an_interval_without_discordant_pairs_has_a_width() -> None:
     found = stats.paired_difference(0, 0, 360)
     assert found.high == pytest.approx(Z**2 / (360 + Z**2))
     assert found.low == -found.high
@@ -210,12 +210,12 @@ def test_one_disturbed_round_of_seven_does_not_undo_six(family: int) -> None:
         assert speedup.unfiltered == pytest.approx(scipy_stats.gmean(OPENVINO))
 
 
-def test_a_small_gain_is_decided_beside_a_disturbed_round() -> None:
+def test_a_small_gain_is_decided_despite_a_disturbed_round() -> None:
     speedup = stats.paired_speedup(np.log(BF16), stats.Rule(first=5))
     assert (speedup.verdict, speedup.rejected) == (stats.FASTER, 1) and 1.02 < speedup.low < 1.06 < speedup.high < 1.10
 
 
-def test_without_a_far_round_it_is_students_t_at_nine_tenths_of_the_error() -> None:
+def test_without_outliers_the_test_is_students_t_at_nine_tenths_alpha() -> None:
     values = np.log([1.9, 2.0, 2.1, 2.05, 1.95])
     low, high = scipy_stats.t.interval(1 - 0.05 * 0.9, 4, values.mean(), scipy_stats.sem(values))
     speedup = stats.paired_speedup(values)
@@ -235,7 +235,7 @@ def test_false_alarms_keep_their_level(rounds: int, level: float, chance: float)
     assert scipy_stats.binomtest(alarms, studies, level, "greater").pvalue > 0.001, alarms / studies
 
 
-def test_intervals_stay_narrow_where_a_tenth_of_rounds_is_disturbed() -> None:
+def test_intervals_stay_narrow_with_a_tenth_of_rounds_disturbed() -> None:
     """Four of five are at most a fifth as wide in the logarithm as Student's, with seven rounds each."""
     drawn = simulate(600, 7, 0.1, seed=3)
     own = [stats.paired_speedup(study) for study in drawn]
@@ -253,14 +253,14 @@ def test_critical_values_and_p_values_belong_together() -> None:
             assert values[0] >= scipy_stats.t.ppf(0.975, rounds - rejected - 1) * (1 - 1e-6)
 
 
-def test_three_rounds_are_all_kept() -> None:
+def test_at_most_a_quarter_of_the_rounds_is_rejected() -> None:
     assert len(rejection.keep_undisturbed(np.array([1.0, 1.01, 5.0]))) == 3
     assert [*rejection.keep_undisturbed(np.array([1.0, 5.0, 1.01, 1.02]))] == [1.0, 1.01, 1.02]
     assert len(rejection.keep_undisturbed(np.array([1.0, 5.0, 9.0, 1.01, 1.02, 1.0, 1.01]))) == 6, "a quarter at most"
 
 
 @pytest.mark.parametrize("rounds", [2, 3, 5, 12])
-def test_many_studies_are_judged_as_each_one_is(rounds: int) -> None:
+def test_vectorised_studies_are_judged_like_single_ones(rounds: int) -> None:
     rng = np.random.default_rng(rounds)
     logs = rng.normal(0.02, 0.01, (200, rounds)) + (rng.random((200, rounds)) < 0.1) * rng.exponential(0.8)
     means, halves = stats.judge_studies(logs, 0.01)

@@ -21,7 +21,7 @@ def nested(rng: np.random.Generator, rounds: int, blocks: int, samples: int) -> 
     return made
 
 
-def test_components_are_found_again() -> None:
+def test_variance_components_are_recovered() -> None:
     rng = np.random.default_rng(0)
     found = [stats.estimate_levels(nested(rng, 5, 8, 20)) for _ in range(300)]
     for name, deviation in zip(("rounds", "blocks", "samples"), TRUTH, strict=True):
@@ -29,7 +29,7 @@ def test_components_are_found_again() -> None:
     assert found[0] is not None and found[0].counts[:2] == (5, 8)
 
 
-def test_builds_are_a_level_where_each_has_rounds() -> None:
+def test_builds_are_a_variance_level_with_rounds_each() -> None:
     rng, drawn, rounds = np.random.default_rng(2), 0.03, 12
     builds = [number % 4 for number in range(rounds)]
     found = []
@@ -45,14 +45,14 @@ def test_builds_are_a_level_where_each_has_rounds() -> None:
     assert stats.estimate_levels(logs, range(rounds)).builds is None and stats.estimate_levels(logs).builds is None
 
 
-def test_one_block_a_round_has_nothing_between_blocks() -> None:
+def test_one_block_per_round_gives_no_block_variance() -> None:
     rng = np.random.default_rng(1)
     found = stats.estimate_levels([[rng.standard_normal(50)] for _ in range(4)])
     assert found is not None and found.blocks == 0 and found.samples == pytest.approx(1, rel=0.3)
     assert stats.estimate_levels([[rng.standard_normal(50)]]) is None and stats.estimate_levels([[], []]) is None
 
 
-def test_the_best_length_of_a_round_is_the_best() -> None:
+def test_the_best_round_length_minimises_the_variance() -> None:
     """Compare with a search: the variance of the mean in a fixed time, over every number of blocks."""
     found = stats.VarianceComponents(4e-4, 1e-4, 25e-4, (5, 10.0, 20.0))
     start, block = 2.0, 0.1
@@ -99,7 +99,7 @@ def test_equal_engines_are_not_called_different(builds: int, rounds: int) -> Non
         assert share(logs, stats.paired_speedup, *DIFFERENT) > 0.1
 
 
-def test_rounds_of_one_build_tell_that_build_and_not_the_engine() -> None:
+def test_rounds_of_one_build_do_not_generalise_to_the_engine() -> None:
     assert share(studies(1, 1, 12), stats.paired_speedup, *DIFFERENT) > 0.8
     assert share(studies(2, 1, 12, build=0.0), stats.paired_speedup, *DIFFERENT) <= 0.05 + NOISE
 
@@ -110,7 +110,7 @@ def test_intervals_cover_the_truth(builds: int, rounds: int) -> None:
     assert 0.93 <= np.mean([each.low <= 1.05 <= each.high for each in found]) <= 0.97
 
 
-def test_looking_after_every_round_through_the_builds() -> None:
+def test_repeated_looks_over_builds_keep_the_error() -> None:
     """Rounds add no build, but change the builds' means, so each look spends its share."""
     rule, first, most = stats.Rule(first=3), 3, 12
 
@@ -124,7 +124,7 @@ def test_looking_after_every_round_through_the_builds() -> None:
     assert ever(logs, rule) <= 0.05 + 2 * NOISE
 
 
-def test_more_builds_are_what_would_settle_it() -> None:
+def test_undecided_builds_need_more_builds() -> None:
     logs = [0.05, 0.01, 0.04] * 4
     found = stats.decide(over_builds(logs, 3))
     assert (found.verdict, found.builds) == (stats.UNDECIDED, 3) and found.more is not None and 0 < found.more < 10

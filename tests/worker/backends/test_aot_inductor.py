@@ -118,7 +118,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return made(folder, "package")
 
 
-def test_a_package_s_code_says_what_it_takes_and_runs(tmp_path: Path) -> None:
+def test_inputs_and_kernels_are_read_from_package_code(tmp_path: Path) -> None:
     package = aot_package.read_package(str(written(tmp_path / "n.pt2", "bfloat16")))
     assert package.inputs == (aot_package.PackageInput("bfloat16", ("batch", 3, 8, 9), 2, 15),)
     assert (package.read_batches(), package.threads, package.device) == ((2, 2, 15), 3, "cpu")
@@ -136,7 +136,7 @@ def test_a_package_s_code_says_what_it_takes_and_runs(tmp_path: Path) -> None:
     assert aot_package.read_package(str(written(tmp_path / "last.pt2", stride=1))).inputs[0].channels_last
 
 
-def test_a_package_is_told_from_a_program_by_its_content(tmp_path: Path) -> None:
+def test_packages_and_programs_are_distinguished_by_content(tmp_path: Path) -> None:
     made(tmp_path)
     written(tmp_path / "n.pt2")
     (tmp_path / "text.pt2").write_text("no archive")
@@ -149,9 +149,7 @@ def test_a_package_is_told_from_a_program_by_its_content(tmp_path: Path) -> None
     refuses(r"program.pt2 has no compiled code of AOTInductor", aot_package.read_package, str(tmp_path / "program.pt2"))
 
 
-def test_a_given_package_has_one_precision_one_device_and_one_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_given_package_fixes_precision_device_and_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot_inductor, "probe_processor", lambda: 0.0)  # avoids seconds of compilation
     path = written(tmp_path / "n.pt2")
     trial = Trial(replace(MODEL, source=f"file:{path}", precision="fp32"), "aoti", "fp32", Dims(2, 8, 9))
@@ -182,7 +180,7 @@ def test_a_given_package_has_one_precision_one_device_and_one_backend(
             AOTI.load(trial, foreign)
 
 
-def test_what_shapes_a_package_is_in_its_recipe() -> None:
+def test_the_recipe_records_what_determines_the_package() -> None:
     trial = Trial(MODEL, "aoti", "fp32", Dims(4, 8, 8), runtime=Runtime(threads=3))
     fixed, free = AOTI.recipe(trial), AOTI.recipe(replace(trial, options={"static": False}))
     assert fixed is not None and free is not None
@@ -197,7 +195,7 @@ def test_what_shapes_a_package_is_in_its_recipe() -> None:
     refuses("aoti has no int8 here", aot_inductor.AOTI_FORMAT.recipe, replace(onnx, precision="int8"))
 
 
-def test_without_a_compiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch_support.shutil, "which", lambda name: None)
     recipe = AOTI.recipe(Trial(MODEL, "aoti", "fp32", Dims(1, 8, 8)))
     assert recipe is not None
@@ -218,7 +216,7 @@ def test_a_package_with_other_outputs_is_refused(difference: float, right: bool)
     refuses("any batch gives other outputs than net for 2x3; give static=true", check)
 
 
-def test_another_program_s_package_runs(other: Path) -> None:
+def test_a_package_made_by_another_program_runs(other: Path) -> None:
     path = str(other / "other.pt2")
     contents = aot_inductor.AOTI_FORMAT.read(path, Trial(MODEL, "aoti", "fp32", Dims(2, 16, 16)))
     assert contents.inputs[0].shape == ("batch", 3, 16, 16) and contents.precision == "fp32"
@@ -247,7 +245,7 @@ def test_another_program_s_package_runs(other: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_package_for_a_gpu_gives_what_eager_gives(precision: str, tmp_path: Path) -> None:
+def test_a_gpu_package_matches_eager_outputs(precision: str, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("PyTorch sees no GPU here")
     model = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1)

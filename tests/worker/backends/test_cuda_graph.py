@@ -69,7 +69,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, follows: bool) -> None:
     monkeypatch.setattr(pytorch.GraphSession, "_record", record)
 
 
-def test_a_cpu_has_no_graphs(trial: Any) -> None:
+def test_cuda_graphs_are_refused_on_a_cpu(trial: Any) -> None:
     assert find("pytorch").refuse(trial()) == "graph=true is for NVIDIA GPUs: a CPU has no CUDA graphs; omit it"
     assert find("pytorch").refuse(replace(trial(), options={"graph": False})) == ""
     assert find("pytorch").refuse(trial(device="cuda:0")) == ""
@@ -78,7 +78,7 @@ def test_a_cpu_has_no_graphs(trial: Any) -> None:
 
 
 @pytest.mark.parametrize("net", ["plain", "writes"])
-def test_a_replay_follows_the_inputs(net: str, trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_replay_uses_the_current_inputs(net: str, trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(monkeypatch, follows=True)
     session = pytorch.GraphSession(trial(net), OPTIONS)
     eager: Any = find("pytorch").load(replace(trial(net), options={}), None)
@@ -97,7 +97,7 @@ def test_a_replay_that_ignores_its_inputs_is_refused(trial: Any, monkeypatch: py
         pytorch.GraphSession(trial(), OPTIONS)
 
 
-def test_inputs_that_moved_are_refused(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_input_buffers_are_refused(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(monkeypatch, follows=True)
     session = pytorch.GraphSession(trial(), OPTIONS)
     session._bound[0] = {name: tensor.clone() for name, tensor in session._bound[0].items()}
@@ -106,7 +106,7 @@ def test_inputs_that_moved_are_refused(trial: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("net", ["plain", "writes"])
-def test_on_a_gpu_it_gives_what_eager_gives(net: str, trial: Any) -> None:
+def test_on_a_gpu_a_cuda_graph_matches_eager_outputs(net: str, trial: Any) -> None:
     if not torch.cuda.is_available():
         pytest.skip("PyTorch sees no GPU here")
     asked = trial(net, "cuda:0")
@@ -122,7 +122,7 @@ def test_on_a_gpu_it_gives_what_eager_gives(net: str, trial: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_run_behind_another_has_no_launch_in_it(trial: Any) -> None:
+def test_on_a_gpu_queued_runs_exclude_launch_time(trial: Any) -> None:
     if not torch.cuda.is_available():
         pytest.skip("PyTorch sees no GPU here")
     session: Any = find("pytorch").load(replace(trial(device="cuda:0"), dims=Dims(16, 224, 224)), None)
@@ -160,7 +160,7 @@ except UserError as e:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_module_that_looks_at_values_is_refused(trial: Any) -> None:
+def test_on_a_gpu_value_dependent_modules_are_refused(trial: Any) -> None:
     """Run in a separate process, like every job: after an aborted recording PyTorch draws no more random numbers."""
     if not torch.cuda.is_available():
         pytest.skip("PyTorch sees no GPU here")

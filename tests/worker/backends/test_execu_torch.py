@@ -55,7 +55,7 @@ def trial_of(source: str, precision: str = "fp32", own: str = "", **options: Opt
     return Trial(ModelSpec("net", source, precision=own), "executorch", precision, Dims(2, 8, 8), options)
 
 
-def test_what_it_refuses_is_one_line() -> None:
+def test_unsupported_trials_are_refused_in_one_line() -> None:
     assert EXECUTORCH.refuse(trial_of("m:net")) == ""
     assert "needs real calibration images" in EXECUTORCH.refuse(trial_of("m:net", "int8"))
     assert EXECUTORCH.refuse(trial_of("m:net", samples=4)).startswith("samples is for a model that Dyno quantises")
@@ -63,7 +63,7 @@ def test_what_it_refuses_is_one_line() -> None:
     assert EXECUTORCH.refuse(trial_of("file:net.pte", "int8", "int8")) == ""
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "executorch", None)
     with pytest.raises(Unavailable, match=r"executorch can't be imported .*--python executorch=PATH"):
         execu_torch._import_library()

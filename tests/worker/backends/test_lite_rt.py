@@ -94,7 +94,7 @@ def load(trial: Trial, folder: Path) -> Any:
     return LITERT.load(trial, registry.get_maker(recipe.maker).make(recipe, None, folder))
 
 
-def test_one_of_several_signatures_is_named(library: Any, call: Any, tmp_path: Path) -> None:
+def test_the_signature_that_ran_is_named(library: Any, call: Any, tmp_path: Path) -> None:
     import flatbuffers
 
     model = library.ModelT.InitFromPackedBuf(Path(tflite(library, tmp_path / "a.tflite")).read_bytes())
@@ -126,7 +126,7 @@ def test_one_of_several_signatures_is_named(library: Any, call: Any, tmp_path: P
         ("float32", 0.0, 0, None),
     ],
 )
-def test_the_range_of_a_quantised_image_says_how_it_is_normalised(
+def test_normalisation_is_derived_from_the_quantised_input_range(
     stored: str, scale: float, zero_point: int, expected: tuple[float, float] | None
 ) -> None:
     port = lite_rt.TflitePort(0, Tensor("image", "float32", ("batch", 32, 32, 3)), stored, scale, zero_point)
@@ -136,7 +136,9 @@ def test_the_range_of_a_quantised_image_says_how_it_is_normalised(
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("xnnpack", [True, False])
-def test_it_computes_and_says_what_the_delegate_ran(library: Any, tmp_path: Path, xnnpack: bool, batch: int) -> None:
+def test_outputs_are_correct_and_delegated_operators_are_reported(
+    library: Any, tmp_path: Path, xnnpack: bool, batch: int
+) -> None:
     path = tflite(library, tmp_path / "net.tflite", batch=batch)  # a batch of 1 is free
     session = load(trial_of(path, xnnpack=xnnpack), tmp_path)
     found, expected = answer_feeds(session, {"x": X}), X @ WEIGHTS.T.astype(np.float32)
@@ -150,7 +152,7 @@ def test_it_computes_and_says_what_the_delegate_ran(library: Any, tmp_path: Path
     assert facts.notes == (("XNNPACK runs 1 of 2 operators, LiteRT's own kernels the others (1 FLOOR_MOD)",) * xnnpack)
 
 
-def test_metadata_behind_the_file_is_read(library: Any, tmp_path: Path) -> None:
+def test_metadata_appended_to_the_file_is_read(library: Any, tmp_path: Path) -> None:
     path = tflite(library, tmp_path / "net.tflite")
     with zipfile.ZipFile(path, "a") as archive:
         about = {"task": "classify", "names": {"0": "cat", "1": "dog"}, "imgsz": [8, 8], "end2end": False}
@@ -161,7 +163,7 @@ def test_metadata_behind_the_file_is_read(library: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("xnnpack", [True, False])
-def test_quantised_inputs_and_outputs_are_floats_outside(library: Any, tmp_path: Path, xnnpack: bool) -> None:
+def test_quantised_inputs_and_outputs_are_exposed_as_floats(library: Any, tmp_path: Path, xnnpack: bool) -> None:
     path = tflite(library, tmp_path / "net.tflite", "int8", "int8")
     contents = registry.list_formats()["tflite"].read(path, trial_of(path))
     assert contents.precision == "int8"
@@ -181,7 +183,7 @@ def test_float_activations_and_int8_weights_run_in_int8(library: Any, tmp_path: 
     assert load(trial_of(path, "int8", "int8"), tmp_path).facts().layers_by_type == {"int8": 1}
 
 
-def test_a_file_with_weights_in_fp16_is_called_so(library: Any, tmp_path: Path) -> None:
+def test_a_file_with_fp16_weights_is_labelled_fp16(library: Any, tmp_path: Path) -> None:
     path = tflite(library, tmp_path / "net.tflite", "float32", "float16")
     assert registry.list_formats()["tflite"].read(path, trial_of(path)).precision == "fp16"
     truth = load(trial_of(path, "fp16", "fp16"), tmp_path).facts().precision_truth
@@ -190,7 +192,7 @@ def test_a_file_with_weights_in_fp16_is_called_so(library: Any, tmp_path: Path) 
         assert LITERT.refuse(trial_of(path, other, "fp16")).startswith("the file's weights are fp16 already")
 
 
-def test_a_file_that_mixes_types_ran_in_its_own(library: Any, tmp_path: Path) -> None:
+def test_a_mixed_type_file_runs_in_its_own_types(library: Any, tmp_path: Path) -> None:
     """A float file with int8 weights in fewer than half of its layers (here in its only layer)."""
     trial = trial_of(tflite(library, tmp_path / "net.tflite", "float32", "int8"), "int8", "int8")
     made = registry.get_maker("litert").make(LITERT.recipe(trial), None, tmp_path)
@@ -199,7 +201,7 @@ def test_a_file_that_mixes_types_ran_in_its_own(library: Any, tmp_path: Path) ->
     assert truth.precision_truth.sentence == "the file mixes types, and they were kept: 1 in int8"
 
 
-def test_a_file_runs_is_taken_and_runs_without_dyno(library: Any, call: Any, tmp_path: Path) -> None:
+def test_a_tflite_file_runs_and_exports_to_a_standalone_script(library: Any, call: Any, tmp_path: Path) -> None:
     tflite(library, tmp_path / "net.tflite")
     code, out, err = call("run", "net.tflite", "--quick", "--seconds", 0.05, "--warmup", 0.02, "--out", "runs/net")
     assert code == 0 and "litert" in out and "ran in the requested type" in out, err
@@ -213,13 +215,13 @@ def test_a_file_runs_is_taken_and_runs_without_dyno(library: Any, call: Any, tmp
 
 
 @pytest.mark.parametrize("content", [b"", b"no file of that kind"])
-def test_a_damaged_file_is_one_line(library: Any, call: Any, tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_is_reported_in_one_line(library: Any, call: Any, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.tflite").write_bytes(content)
     code, _, err = call("run", "bad.tflite")
     assert code == 2 and "bad.tflite can't be read by LiteRT" in err and err.count("\n") == 1
 
 
-def test_what_it_refuses_is_one_line() -> None:
+def test_unsupported_trials_are_refused_in_one_line() -> None:
     trial = trial_of("net.tflite", "int8")
     assert "needs real calibration images" in LITERT.refuse(trial)
     assert LITERT.refuse(replace(trial, options={"scheme": "dynamic"})) == ""
@@ -231,7 +233,7 @@ def test_what_it_refuses_is_one_line() -> None:
     assert "reads .tflite files, not net.onnx" in LITERT.refuse(trial_of("net.onnx"))
 
 
-def test_files_are_made_where_the_converter_is() -> None:
+def test_files_are_made_in_the_python_with_the_converter() -> None:
     trial = Trial(ModelSpec("net", "torchvision:resnet18"), "litert", "fp32", Dims(2, 8, 8), {"xnnpack": False})
     for each, name in ((trial, "litert_torch"), (trial_of("net.tflite"), "main")):
         recipe = LITERT.recipe(replace(each, runtime=Runtime("main", "/here/python")))
@@ -242,7 +244,7 @@ def test_files_are_made_where_the_converter_is() -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_a_python_that_can_make_no_files_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_converter_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message comes before a study with nothing but skipped rows."""
     monkeypatch.setitem(sys.modules, "litert_torch", None)
     assert "--python litert_torch=PATH" in LITERT.probe().detail
@@ -250,7 +252,7 @@ def test_a_python_that_can_make_no_files_says_so(monkeypatch: pytest.MonkeyPatch
     assert LITERT.probe().detail == ""
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ai_edge_litert.interpreter", "litert_torch"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(Unavailable, match=r"ai-edge-litert is not installed .*'inference-dyno\[litert\]'"):

@@ -97,7 +97,7 @@ def trial_of_module(nets: Path, name: str, batch: int) -> Trial:
 
 
 @pytest.mark.parametrize(("kind", "precision", "type_"), [(FLOATS, "fp32", "float32"), (INT8, "int8", "int8")])
-def test_a_graph_answers_as_numpy_does(tmp_path: Path, batch: int, kind: int, precision: str, type_: str) -> None:
+def test_a_graph_matches_numpy_outputs(tmp_path: Path, batch: int, kind: int, precision: str, type_: str) -> None:
     trial = trial_of(write_graph(tmp_path, kind), precision, precision, batch)
     made = registry.get_maker("ncnn").make(NCNN.recipe(trial), None, tmp_path / "unused")
     assert (made.precision, made.inputs[0].shape, made.outputs[0].shape) == (precision, ("batch", 4), ("batch", 2))
@@ -113,7 +113,7 @@ def test_a_graph_answers_as_numpy_does(tmp_path: Path, batch: int, kind: int, pr
         session.bind({"data": X[:, :3]})
 
 
-def test_a_file_s_own_precision_decides_what_is_refused(tmp_path: Path) -> None:
+def test_refusals_depend_on_the_precision_of_the_file(tmp_path: Path) -> None:
     path = write_graph(tmp_path)
     assert NCNN.refuse(trial_of(path, "bf16")) == ""
     assert "run it as int8" in NCNN.refuse(trial_of(path, "fp32", "int8"))
@@ -144,7 +144,7 @@ def test_damaged_graphs_are_refused_in_one_line(refused: Any, tmp_path: Path) ->
     assert "needs its weights in" in refused("run", path)
 
 
-def test_an_image_s_channels_follow_from_the_first_convolution(nets: Path, tmp_path: Path, batch: int) -> None:
+def test_image_channels_are_read_from_the_first_convolution(nets: Path, tmp_path: Path, batch: int) -> None:
     trial = trial_of_module(nets, "small", batch)
     (tmp_path / "made").mkdir()
     made = Path(registry.get_maker("ncnn").make(NCNN.recipe(trial), None, tmp_path / "made").path)
@@ -154,7 +154,7 @@ def test_an_image_s_channels_follow_from_the_first_convolution(nets: Path, tmp_p
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_module_answers_as_in_pytorch(nets: Path, tmp_path: Path, batch: int, precision: str) -> None:
+def test_a_converted_module_matches_pytorch_outputs(nets: Path, tmp_path: Path, batch: int, precision: str) -> None:
     import torch
 
     from dyno import Study
@@ -189,7 +189,7 @@ def outputs_of(folder: str) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_from_the_command_line_to_an_exported_script(call: Any, nets: Path, tmp_path: Path, batch: int) -> None:
+def test_an_exported_script_runs(call: Any, nets: Path, tmp_path: Path, batch: int) -> None:
     words = ("--size", 8, "--batch", batch, "--quick", "--seconds", 0.02, "--warmup", 0.01, "--threads", 1)
     code, _, err = call("run", "nets.py:small", "--backend", "pytorch,ncnn", *words, "--out", "run")
     assert code == 0 and outputs_of("run")["ncnn"] == "agree", err
@@ -211,7 +211,7 @@ def test_from_the_command_line_to_an_exported_script(call: Any, nets: Path, tmp_
         ("deciding", "a graph would hold one branch only: .*nets.py, line"),
     ],
 )
-def test_what_would_be_converted_wrongly_is_refused(
+def test_modules_that_would_be_converted_wrongly_are_refused(
     nets: Path, tmp_path: Path, batch: int, source: str, reason: str
 ) -> None:
     if source == "mixing" and batch == 1:
@@ -222,7 +222,9 @@ def test_what_would_be_converted_wrongly_is_refused(
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_an_onnx_file_is_converted_and_its_folder_left_alone(call: Any, nets: Path, tmp_path: Path, batch: int) -> None:
+def test_an_onnx_file_is_converted_without_touching_its_folder(
+    call: Any, nets: Path, tmp_path: Path, batch: int
+) -> None:
     pytest.importorskip("onnxruntime")
     assert call("export", "nets.py:small", "-o", "given/small.onnx", "--size", 8)[0] == 0
     words = ("--batch", batch, "--quick", "--seconds", 0.02, "--warmup", 0.01, "--backend", "ncnn,onnxruntime")
@@ -231,13 +233,13 @@ def test_an_onnx_file_is_converted_and_its_folder_left_alone(call: Any, nets: Pa
     assert [path.name for path in (tmp_path / "given").iterdir()] == ["small.onnx"]
 
 
-def test_a_graph_that_lost_an_output_is_refused(tmp_path: Path) -> None:
+def test_a_graph_with_a_missing_output_is_refused(tmp_path: Path) -> None:
     opened = OpenGraph(str(write_graph(tmp_path)), "fp32", 1)
     with pytest.raises(UserError, match="pnnx made 1 outputs of 2"):
         opened.answer([Tensor("data", "float32", (1, 4))], [X[:1]], 2)
 
 
-def test_a_library_without_batches_runs_one_image(
+def test_a_library_without_batch_support_runs_one_image(
     library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Mat:

@@ -70,7 +70,7 @@ def test_weights_in_constant_nodes_and_unfused_batch_norms_become_int8(
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_such_a_file_runs_in_int8(digits: Any, tmp_path: Path, backend: str) -> None:
+def test_constant_node_weights_run_in_int8(digits: Any, tmp_path: Path, backend: str) -> None:
     pytest.importorskip(backend)
     parent = digits.described(raw(Path(digits.artifact.path), tmp_path / "raw.onnx"))
     made = quantised(digits, parent, tmp_path / "made", backend)
@@ -82,7 +82,7 @@ def test_such_a_file_runs_in_int8(digits: Any, tmp_path: Path, backend: str) -> 
     assert engine.load(digits.trial(backend, "int8"), made).facts().precision_truth.share == {"int8": 1.0}
 
 
-def test_an_operator_of_the_library_s_own_is_no_end_of_the_quantisation(digits: Any, tmp_path: Path) -> None:
+def test_quantisation_continues_past_a_custom_operator(digits: Any, tmp_path: Path) -> None:
     """ONNX's shape inference knows no types behind it; without them its neighbours would stay in float or fail."""
     model = onnx.load(digits.artifact.path)
     relu = next(node for node in model.graph.node if node.op_type == "Relu")
@@ -96,7 +96,7 @@ def test_an_operator_of_the_library_s_own_is_no_end_of_the_quantisation(digits: 
     assert read == ["DequantizeLinear"] * 3
 
 
-def test_a_file_in_half_precision_becomes_fp32_and_then_int8(digits: Any, tmp_path: Path) -> None:
+def test_an_fp16_file_is_cast_to_fp32_before_int8(digits: Any, tmp_path: Path) -> None:
     from onnxconverter_common import float16
 
     onnx.save(float16.convert_float_to_float16(onnx.load(digits.artifact.path)), tmp_path / "half.onnx")
@@ -118,7 +118,7 @@ def test_a_file_in_half_precision_becomes_fp32_and_then_int8(digits: Any, tmp_pa
     assert np.abs(low - exact).mean() < 0.1 * np.abs(exact).mean()
 
 
-def test_an_output_that_others_read_too_survives_fp16(digits: Any, tmp_path: Path) -> None:
+def test_an_output_read_by_other_nodes_survives_fp16(digits: Any, tmp_path: Path) -> None:
     model = onnx.load(digits.artifact.path)
     inner = next(node for node in model.graph.node if node.op_type == "Flatten").output[0]
     model.graph.output.append(onnx.helper.make_tensor_value_info(inner, onnx.TensorProto.FLOAT, ["batch", 512]))
@@ -130,9 +130,7 @@ def test_an_output_that_others_read_too_survives_fp16(digits: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("operator", ["Relu", "Flurp"])
-def test_a_graph_of_an_old_opset_is_brought_to_one_with_a_scale_per_channel(
-    digits: Any, tmp_path: Path, operator: str
-) -> None:
+def test_an_old_opset_is_upgraded_for_per_channel_scales(digits: Any, tmp_path: Path, operator: str) -> None:
     text = f"""(float[batch, 1, 8, 8] input) => (float[batch, 1, 8, 8] output) {{
         seen = Conv<pads = [1, 1, 1, 1]>(input, weight) output = {operator}(seen)
     }}"""

@@ -23,7 +23,7 @@ def load(digits: Any, artifact: Artifact | None = None, precision: str = "fp32",
     return OnnxRuntime().load(digits.trial("onnxruntime", precision, batch, **options), artifact or digits.artifact)
 
 
-def test_streams_are_slots_that_work_at_the_same_time(digits: Any) -> None:
+def test_streams_run_as_concurrent_slots(digits: Any) -> None:
     images, _ = digits.images()
     session = load(digits, batch=2, streams=2)
     assert session.slots == 2
@@ -61,19 +61,19 @@ def file_trial(path: Path | str, batch: int = 1, **shapes: tuple[int, ...]) -> T
     return Trial(ModelSpec("made", f"file:{path}"), "onnxruntime", "fp32", dims, runtime=Runtime(threads=1))
 
 
-def test_a_real_operation_answers_the_probe() -> None:
+def test_the_probe_runs_a_real_operation() -> None:
     found = OnnxRuntime().probe()
     assert found.devices == ("cpu",)
     assert "CPUExecutionProvider" in found.detail
 
 
-def test_int8_is_as_accurate_as_fp32_within_a_point(digits: Any, int8: Artifact) -> None:
+def test_int8_accuracy_is_within_a_point_of_fp32(digits: Any, int8: Artifact) -> None:
     reference, lowered = (digits.accuracy(load(digits, a, p), 1) for a, p in ((None, "fp32"), (int8, "int8")))
     assert reference > 0.95
     assert lowered > reference - 0.01
 
 
-def test_each_run_reads_what_was_bound_last_and_needs_no_float32(digits: Any) -> None:
+def test_each_run_reads_the_last_bound_feed_of_any_dtype(digits: Any) -> None:
     images, _ = digits.images()
     session = load(digits)
     first = digits.outputs(session, images[:1])["output"].copy()
@@ -82,7 +82,7 @@ def test_each_run_reads_what_was_bound_last_and_needs_no_float32(digits: Any) ->
     np.testing.assert_allclose(digits.outputs(session, images[:1])["output"], first)
 
 
-def test_the_feed_may_be_forgotten_by_its_owner(digits: Any) -> None:
+def test_the_session_keeps_its_feed_alive(digits: Any) -> None:
     images, _ = digits.images()
     session = load(digits, batch=4)
     expected = digits.outputs(session, images[:4])["output"].copy()
@@ -93,7 +93,7 @@ def test_the_feed_may_be_forgotten_by_its_owner(digits: Any) -> None:
     np.testing.assert_array_equal(session.fetch()["output"], expected)
 
 
-def test_facts_tell_layers_types_providers_and_settings(digits: Any) -> None:
+def test_facts_report_layers_types_providers_and_settings(digits: Any) -> None:
     facts = load(digits, optimization="basic", spinning=False).facts()
     assert facts.layers_by_type == {"float32": 4}
     assert facts.nodes_by_provider == {"CPUExecutionProvider": facts.layers}
@@ -105,7 +105,7 @@ def test_facts_tell_layers_types_providers_and_settings(digits: Any) -> None:
     assert sum(facts.time_by_operator.values()) == pytest.approx(1, abs=0.01)
 
 
-def test_a_provider_that_takes_no_node_is_the_cpu_s_speed(digits: Any) -> None:
+def test_a_provider_without_nodes_is_reported_as_cpu_fallback(digits: Any) -> None:
     """The usual build has a provider for a cloud service, which takes no node of this network."""
     if "AzureExecutionProvider" not in onnxruntime.get_available_providers():
         pytest.skip("this build of ONNX Runtime has no second provider")
@@ -118,7 +118,7 @@ def test_a_provider_that_takes_no_node_is_the_cpu_s_speed(digits: Any) -> None:
     assert load(digits).facts().fallback == ""
 
 
-def test_a_provider_that_is_not_here_is_refused_by_name(digits: Any) -> None:
+def test_an_unavailable_provider_is_refused_by_name(digits: Any) -> None:
     for name, cure in (("xnnpack", "another build may have it"), ("mlx", "pip install onnxruntime-ep-mlx")):
         with pytest.raises(Unavailable, match=rf"^this onnxruntime has no provider {name} \(it has .*cpu.*\); {cure}$"):
             load(digits, provider=name)
@@ -129,9 +129,7 @@ def test_a_provider_that_is_not_here_is_refused_by_name(digits: Any) -> None:
     assert refuse(digits.trial("onnxruntime", provider="openvino")) == ""
 
 
-def test_a_provider_that_nothing_has_is_an_error_before_anything_runs(
-    digits: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_provider_is_an_error_before_any_run(digits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse, trial = OnnxRuntime().refuse, digits.trial("onnxruntime", provider="nonsense")
     refuses(r"^provider=nonsense: ONNX Runtime has no such provider, .*; known: acl, .*cpu", refuse, trial)
     with monkeypatch.context() as later:
@@ -165,7 +163,7 @@ class Library:
 
 
 @pytest.mark.parametrize("finds", [True, False])
-def test_a_plug_in_is_registered_and_needs_a_device(finds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_provider_is_registered_and_needs_a_device(finds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = SimpleNamespace(get_ep_names=lambda: ["SomeExecutionProvider"], get_library_path=lambda: "some.so")
     monkeypatch.setitem(sys.modules, "onnxruntime_ep_some", plugin)
     ort, trial = Library(finds), replace(file_trial("m.onnx"), options={"provider": "some"})
@@ -181,12 +179,12 @@ def test_a_plug_in_is_registered_and_needs_a_device(finds: bool, monkeypatch: py
 @pytest.mark.parametrize(
     ("own", "headline"), [(3, "3 of 412 nodes on X: this is the CPU's speed"), (206, ""), (412, "")]
 )
-def test_most_nodes_decide_whose_speed_it_is(own: int, headline: str) -> None:
+def test_a_fallback_is_reported_below_half_of_the_nodes(own: int, headline: str) -> None:
     assert describe_fallback("X", {"X": own, "CPUExecutionProvider": 412 - own}) == headline
     assert describe_fallback("X", {}) == ""
 
 
-def test_int8_runs_in_int8_and_signed_activations_show_why_they_are_not_faster(digits: Any, int8: Artifact) -> None:
+def test_int8_runs_in_int8_unless_optimisation_is_disabled(digits: Any, int8: Artifact) -> None:
     facts = load(digits, int8, "int8").facts()
     assert facts.layers_by_type == {"int8": 4}
     assert facts.precision_truth.ok
@@ -196,7 +194,7 @@ def test_int8_runs_in_int8_and_signed_activations_show_why_they_are_not_faster(d
     assert any("QuantizeLinear" in note for note in unfused.notes)
 
 
-def test_fp16_on_a_cpu_without_such_kernels_is_said(digits: Any, tmp_path: Path) -> None:
+def test_fp16_truth_matches_the_counted_layers_on_any_cpu(digits: Any, tmp_path: Path) -> None:
     recipe = Recipe("onnx_precision", "onnx", "fp16", digits.model, Dims(0, 8, 8))
     session = load(digits, OnnxPrecision().make(recipe, digits.artifact, tmp_path), "fp16")
     truth = session.facts().precision_truth
@@ -205,17 +203,17 @@ def test_fp16_on_a_cpu_without_such_kernels_is_said(digits: Any, tmp_path: Path)
     assert digits.accuracy(session, 1) > 0.95
 
 
-def test_a_fixed_batch_is_run_as_it_is_and_refused_otherwise(digits: Any, static_file: Path) -> None:
+def test_a_fixed_batch_runs_and_other_batches_are_refused(digits: Any, static_file: Path) -> None:
     artifact = digits.described(static_file, batch=1)
     assert digits.accuracy(load(digits, artifact), 1) > 0.95
     refuses("fixed batch 1, not 4; export it with --batch dynamic", load, digits, artifact, batch=4)
 
 
-def test_a_file_without_description_says_its_shapes_itself(digits: Any) -> None:
+def test_shapes_are_read_from_a_file_without_a_description(digits: Any) -> None:
     assert OnnxRuntime().load(digits.trial("onnxruntime", batch=2), None).inputs[0].shape == (2, 1, 8, 8)
 
 
-def test_a_free_dimension_without_a_name_is_fixed_too(onnx_file: Any) -> None:
+def test_an_unnamed_free_dimension_takes_the_batch(onnx_file: Any) -> None:
     path = onnx_file("(float[?, 3] x) => (float[?, 3] output) { output = Relu(x) }")
     described = Artifact("onnx", str(path), "", 0, "fp32", (Tensor("x", "float32", ("x_0", 3)),), (), 0.0)
     for artifact in (None, described):
@@ -227,7 +225,7 @@ def test_a_free_dimension_without_a_name_is_fixed_too(onnx_file: Any) -> None:
         )
 
 
-def test_token_ids_and_free_lengths(onnx_file: Any) -> None:
+def test_token_ids_need_a_length(onnx_file: Any) -> None:
     text = "(int64[batch, length] ids) => (float[batch, length, 2] output) { output = Gather(table, ids) }"
     path = onnx_file(text, table=np.arange(20, dtype=np.float32).reshape(10, 2))
     refuses("'ids' has a free dimension 'length'", OnnxRuntime().load, file_trial(path), None)
@@ -237,14 +235,14 @@ def test_token_ids_and_free_lengths(onnx_file: Any) -> None:
     )
 
 
-def test_an_output_whose_shape_only_the_run_knows(onnx_file: Any) -> None:
+def test_outputs_of_dynamic_shape_are_fetched(onnx_file: Any) -> None:
     path = onnx_file("(float[batch, 4] x) => (int64[2, found] where) { where = NonZero(x) }")
     session = OnnxRuntime().load(file_trial(path), None)
     for row, count in (([0, 1, 0, 1], 2), ([1, 1, 1, 0], 3)):
         assert answer_feeds(session, {"x": np.array([row], np.float32)})["where"].shape == (2, count)
 
 
-def test_an_input_that_is_an_output_too(onnx_file: Any) -> None:
+def test_an_input_can_also_be_an_output(onnx_file: Any) -> None:
     path = onnx_file("(float[batch, 4] x) => (float[batch, 4] y, float[batch, 4] x) { y = Relu(x) }")
     session = OnnxRuntime().load(file_trial(path), None)
     for row in [0, -1, 0, 1], [-2, 3, 1, 0]:
@@ -255,7 +253,7 @@ def test_an_input_that_is_an_output_too(onnx_file: Any) -> None:
         assert np.array_equal(fetched["x"], given) and np.array_equal(fetched["y"], np.maximum(given, 0))
 
 
-def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Any) -> None:
+def test_outputs_keep_their_names_with_or_without_known_shapes(onnx_file: Any) -> None:
     # The library places `where`; `looped` is of unknown rank, described like a scalar.
     path = onnx_file("""(float[1, 4] x) => (int64[2, found] where, float[1, 4] relu, float sum, float[] looped) {
         where = NonZero(x)
@@ -274,7 +272,7 @@ def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Any) 
         assert found["sum"] == sum(row) and found["sum"].shape == ()
 
 
-def test_memory_that_runs_out_is_a_memory_error(onnx_file: Any) -> None:
+def test_running_out_of_memory_is_a_memory_error(onnx_file: Any) -> None:
     path = onnx_file("""(float[batch, 2] x) => (float[batch, 2] output) {
         huge = ConstantOfShape(size) sum = ReduceSum<keepdims = 0>(huge) output = Add(x, sum)
     }""", size=np.array([1 << 44]))  # fmt: skip
@@ -288,7 +286,7 @@ def test_memory_that_runs_out_is_a_memory_error(onnx_file: Any) -> None:
         load_and_run()
 
 
-def test_bad_files_and_feeds_are_one_line(digits: Any, tmp_path: Path) -> None:
+def test_bad_files_and_feeds_are_reported_in_one_line(digits: Any, tmp_path: Path) -> None:
     whole = Path(digits.artifact.path).read_bytes()
     cases = {"text.onnx": b"not a model", "empty.onnx": b"", "short.onnx": whole[: len(whole) // 2]}
     for name, content in cases.items():
@@ -301,7 +299,7 @@ def test_bad_files_and_feeds_are_one_line(digits: Any, tmp_path: Path) -> None:
     refuses("unknown optimization 'most'", load, digits, optimization="most")
 
 
-def test_what_speaks_against_a_trial(digits: Any) -> None:
+def test_unsupported_trials_are_refused(digits: Any) -> None:
     engine = OnnxRuntime()
     good = digits.trial("onnxruntime", "int8")
     assert engine.refuse(good) == ""
@@ -327,12 +325,12 @@ print(json.dumps(sorted({name.split(".")[0] for name in sys.modules} & {"onnx", 
 """
 
 
-def test_loading_and_facts_need_numpy_and_onnxruntime_alone(digits: Any, root: Path) -> None:
+def test_loading_and_facts_import_only_numpy_and_onnxruntime(digits: Any, root: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(root / "src"), digits.artifact.path]
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200).stdout.strip() == "[]"
 
 
-def test_indices_and_conditions_are_no_precision(onnx_file: Any) -> None:
+def test_index_operators_do_not_count_as_a_precision(onnx_file: Any) -> None:
     text = "{ where = NonZero(x) pairs = Transpose(where) y = GatherND(x, pairs) }"
     session = OnnxRuntime().load(file_trial(onnx_file("(float[1, 4] x) => (float[some, 1] y)" + text)), None)
     session.bind({"x": np.array([[1, 2, 0, 4]], np.float32)})

@@ -49,7 +49,7 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
 
 @needs_builder
 @pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("bf16", "bfloat16"), ("int8", "int8")])
-def test_raw_pixels_and_a_lower_precision_build(digits: Any, made: Any, precision: str, kind: str) -> None:
+def test_raw_pixel_inputs_build_in_lower_precisions(digits: Any, made: Any, precision: str, kind: str) -> None:
     engine = made(find(NAME).recipe(trial(digits.model, precision, 8, digits.data, input="uint8")))
     assert engine.inputs == (Tensor("input", "uint8", (2, 1, 8, 8)),)
     assert engine.made_by.layers_by_type == {kind: 4}, "three convolutions and a matrix product"
@@ -85,7 +85,9 @@ def grown(data: DataSpec, size: int, folder: Path) -> DataSpec:
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("source", ["timm:test_resnet", "timm:test_efficientnet"])
-def test_networks_come_in_the_opset_that_8_6_reads(noise: DataSpec, made: Any, source: str, exporter: str) -> None:
+def test_networks_are_exported_in_the_opset_of_tensorrt_8_6(
+    noise: DataSpec, made: Any, source: str, exporter: str
+) -> None:
     model = ModelSpec(source.rpartition(":")[2], source)
     file = made(convert_recipe(trial(model, "fp32", 64, noise, exporter=exporter), "tensorrt"))
     assert (file.made_by.exporter, file.made_by.opset) == (exporter, 17)
@@ -102,7 +104,7 @@ def test_networks_come_in_the_opset_that_8_6_reads(noise: DataSpec, made: Any, s
         ((4, 3, 8, 8), 4, "nines are 3x8x8, but the model reads 1x8x8"),
     ],
 )
-def test_calibration_data_that_is_not_there_or_does_not_fit(
+def test_missing_or_mismatched_calibration_data_is_refused(
     digits: Any, tmp_path: Path, precision: str, images: tuple[int, ...] | None, calibration: int, said: str
 ) -> None:
     if images:

@@ -51,7 +51,7 @@ def capabilities() -> list[str]:
     return list(_create_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
 
 
-def test_a_signal_after_several_uses_does_not_end_the_process() -> None:
+def test_a_signal_after_repeated_use_does_not_kill_the_process() -> None:
     """OpenVINO lends the main thread a signal stack; after its unmapping the next signal would kill the process."""
     code = (
         "import gc, os, signal; from dyno.worker.backends.open_vino import OpenVino\n"
@@ -62,13 +62,13 @@ def test_a_signal_after_several_uses_does_not_end_the_process() -> None:
     assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr
 
 
-def test_a_real_operation_answers_the_probe() -> None:
+def test_the_probe_runs_a_real_operation() -> None:
     found = OpenVino().probe()
     assert found.devices == ("cpu",)
     assert "FP32" in found.detail
 
 
-def test_the_ir_is_described_and_keeps_its_weights_whole(digits: Any, fp32: Artifact) -> None:
+def test_the_ir_is_described_and_keeps_float32_weights(digits: Any, fp32: Artifact) -> None:
     path = Path(fp32.path)
     both = path.read_bytes() + path.with_suffix(".bin").read_bytes()
     assert fp32.bytes == len(both) > 4 * 18_000
@@ -96,7 +96,7 @@ def test_fp32_is_float32_on_every_cpu(digits: Any, fp32: Artifact) -> None:
     assert sum(facts.time_by_operator.values()) == pytest.approx(1, abs=0.01)
 
 
-def test_an_ir_that_openvino_converted_itself(digits: Any, tmp_path: Path) -> None:
+def test_an_ir_converted_by_openvino_runs(digits: Any, tmp_path: Path) -> None:
     """Its output has no name, and `save_model` stores FP16 weights by default."""
     import openvino as ov
     import torch
@@ -119,7 +119,9 @@ def test_an_ir_that_openvino_converted_itself(digits: Any, tmp_path: Path) -> No
     assert truth.share == {"float32": 1.0}, "weights stored in FP16 are computed with in FP32"
 
 
-def test_fp32_that_ran_in_bfloat16_is_found_out(digits: Any, fp32: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fp32_trial_that_ran_in_bfloat16_is_detected(
+    digits: Any, fp32: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "BF16" not in capabilities():
         pytest.skip("this CPU has no bfloat16 for OpenVINO to slip into")
     monkeypatch.setitem(PRECISION_HINTS, "fp32", "bf16")
@@ -131,7 +133,7 @@ def test_fp32_that_ran_in_bfloat16_is_found_out(digits: Any, fp32: Artifact, mon
 @pytest.mark.parametrize(
     ("precision", "capability", "kind"), [("bf16", "BF16", "bfloat16"), ("fp16", "FP16", "float16")]
 )
-def test_16_bits_run_in_16_bits_or_are_unavailable(
+def test_16_bit_precisions_run_in_16_bits_or_are_unavailable(
     digits: Any, fp32: Artifact, precision: str, capability: str, kind: str
 ) -> None:
     if capability not in capabilities():
@@ -143,7 +145,7 @@ def test_16_bits_run_in_16_bits_or_are_unavailable(
     assert digits.accuracy(session, 1) > 0.95
 
 
-def test_int8_runs_in_int8_and_is_as_accurate_within_a_point(digits: Any, fp32: Artifact, int8: Artifact) -> None:
+def test_int8_runs_in_int8_within_a_point_of_fp32_accuracy(digits: Any, fp32: Artifact, int8: Artifact) -> None:
     session = load(digits, int8, "int8")
     facts = session.facts()
     assert facts.layers_by_type == {"int8": 4}
@@ -153,7 +155,7 @@ def test_int8_runs_in_int8_and_is_as_accurate_within_a_point(digits: Any, fp32: 
     assert int8.made_by.scheme.startswith("U8S8")
 
 
-def test_int8_is_right_on_a_network_that_asymmetric_activations_break(digits: Any, tmp_path: Path) -> None:
+def test_int8_is_correct_where_asymmetric_activations_would_fail(digits: Any, tmp_path: Path) -> None:
     """With zero points other than 0, OpenVINO's outputs for this network are more than 100 % off."""
     import torch
     from torchvision.models import mobilenet_v3_small
@@ -178,13 +180,13 @@ def test_int8_is_right_on_a_network_that_asymmetric_activations_break(digits: An
     assert np.abs(outputs[1] - outputs[0]).mean() < 0.2 * np.abs(outputs[0]).mean()
 
 
-def test_int8_asked_of_a_float_graph_is_found_out(digits: Any, fp32: Artifact) -> None:
+def test_an_int8_trial_of_a_float_graph_is_detected(digits: Any, fp32: Artifact) -> None:
     facts = load(digits, fp32, "int8").facts()
     assert not facts.precision_truth.ok
     assert any("stayed in float32" in note for note in facts.notes)
 
 
-def test_streams_are_slots_that_work_at_the_same_time(digits: Any, fp32: Artifact) -> None:
+def test_streams_run_as_concurrent_slots(digits: Any, fp32: Artifact) -> None:
     images, _ = digits.images()
     session = load(digits, fp32, batch=2, streams=2)
     assert session.slots == 2
@@ -199,7 +201,7 @@ def test_streams_are_slots_that_work_at_the_same_time(digits: Any, fp32: Artifac
     refuses("streams must be from 1 to the number of threads", load, digits, fp32, streams=3)
 
 
-def test_an_ir_is_a_model_too_but_not_without_its_weights(digits: Any, fp32: Artifact, tmp_path: Path) -> None:
+def test_an_ir_runs_as_a_model_and_needs_its_weights(digits: Any, fp32: Artifact, tmp_path: Path) -> None:
     copy = tmp_path / "mine.xml"
     shutil.copy(fp32.path, copy)
     trial = replace(digits.trial("openvino"), model=ModelSpec("mine", f"file:{copy}"))
@@ -216,7 +218,7 @@ def test_an_ir_is_a_model_too_but_not_without_its_weights(digits: Any, fp32: Art
     assert digits.accuracy(session, 1) > 0.95
 
 
-def test_a_path_with_commas_is_one_path(static_file: Path, tmp_path: Path) -> None:
+def test_a_path_with_commas_is_read_as_one_path(static_file: Path, tmp_path: Path) -> None:
     """Trainers' sweeps name folders that way; OpenVINO's converter takes such a path for a list."""
     path = tmp_path / "lr=0.1,bs=32/net,v2.onnx"
     path.parent.mkdir()
@@ -224,7 +226,7 @@ def test_a_path_with_commas_is_one_path(static_file: Path, tmp_path: Path) -> No
     assert len(open_vino.read_model(open_vino.import_library(), str(path)).inputs) == 1
 
 
-def test_bad_files_are_one_line(digits: Any, fp32: Artifact, tmp_path: Path) -> None:
+def test_bad_files_are_reported_in_one_line(digits: Any, fp32: Artifact, tmp_path: Path) -> None:
     text = Path(fp32.path).read_text()
     weights = Path(fp32.path).with_suffix(".bin").read_bytes()
     files = {
@@ -249,7 +251,7 @@ def test_a_fixed_batch_is_refused_at_another(digits: Any, static_file: Path, tmp
     refuses("fixed batch 1, not 4", load, digits, artifact, batch=4)
 
 
-def test_memory_that_runs_out_is_a_memory_error(digits: Any, onnx_file: Any) -> None:
+def test_running_out_of_memory_is_a_memory_error(digits: Any, onnx_file: Any) -> None:
     path = onnx_file("""(float[batch, 1, 8, 8] input) => (float[batch, 1, 8, 8] output) {
                      huge = ConstantOfShape(size) sum = ReduceSum<keepdims = 0>(huge) output = Add(input, sum)
                  }""", size=np.array([1 << 44]))  # fmt: skip
@@ -258,7 +260,7 @@ def test_memory_that_runs_out_is_a_memory_error(digits: Any, onnx_file: Any) -> 
         OpenVino().load(trial, None)
 
 
-def test_what_speaks_against_a_trial(digits: Any) -> None:
+def test_unsupported_trials_are_refused(digits: Any) -> None:
     good = digits.trial("openvino", "int8")
     assert OpenVino().refuse(good) == ""
     assert "give --data" in OpenVino().refuse(replace(good, data=DataSpec()))
@@ -292,7 +294,7 @@ print(asked)
 """
 
 
-def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Path, tmp_path: Path) -> None:
+def test_no_host_is_resolved_and_nothing_is_written_to_home(digits: Any, root: Path, tmp_path: Path) -> None:
     home, out = tmp_path / "home", tmp_path / "out"
     home.mkdir()
     out.mkdir()
@@ -304,7 +306,7 @@ def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Pat
 
 
 @pytest.mark.slow
-def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(onnx_file: Any) -> None:
+def test_loops_and_conditions_run_and_do_not_count_as_a_precision(onnx_file: Any) -> None:
     path = onnx_file("""(int64 times, float[3] x) => (float[3] y) {
                      sum = ReduceSum<keepdims = 0>(x)
                      positive = Greater(sum, zero)
@@ -330,11 +332,11 @@ def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(onnx_file
     [("not_executed", "jit_avx512_f32", True), ("not_executed", "unknown_f32", False), ("not_executed", "undef", False),
      ("7", "unknown_i32", True), ("not_executed", "reorder_f32", False)],
 )  # fmt: skip
-def test_a_layer_of_less_than_a_microsecond_runs(counted: str, kernel: str, runs: bool) -> None:
+def test_a_layer_under_a_microsecond_is_not_skipped(counted: str, kernel: str, runs: bool) -> None:
     assert open_vino._is_skipped({"execTimeMcs": counted, "primitiveType": kernel}) is not runs
 
 
-def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Any) -> None:
+def test_layers_renumbered_by_each_compilation_are_still_timed(onnx_file: Any) -> None:
     """OpenVINO splits a bidirectional LSTM into two layers, named by a running number."""
     text = """(float[64, 1, 64] x) => (float[64, 2, 1, 64] y) {
         y = LSTM<hidden_size = 64, direction = "bidirectional">(x, w, r)
@@ -346,7 +348,7 @@ def test_every_compilation_counts_for_layers_that_it_numbers_anew(onnx_file: Any
     assert len(counted) == 2 and (times.layers[:, counted] > 0).all()
 
 
-def test_an_input_that_is_an_output_too(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
+def test_an_input_can_also_be_an_output(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
     """OpenVINO's converter adds another input to the graph, one without a feed."""
     ends = "(float[batch, 1, 8, 8] x) => (float[batch, 1, 8, 8] y, float[batch, 1, 8, 8] x)"
     path = onnx_file(ends + "{ y = Relu(x) }")

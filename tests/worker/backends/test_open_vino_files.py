@@ -39,7 +39,7 @@ def save(path: Path, **metadata: str) -> None:
         ),
     ],
 )
-def test_metadata_of_the_onnx_file_is_that_of_its_ir(
+def test_an_ir_keeps_the_metadata_of_its_onnx_file(
     metadata: dict[str, str], purpose: Purpose, image: dict[str, Any], tmp_path: Path
 ) -> None:
     save(tmp_path / "m.onnx", **metadata)
@@ -95,7 +95,9 @@ SOFTMAX = "(float[n, 3, 4] x) => (float[n, 3, 4] y) { y = Softmax<axis=1>(x) }"
     ],
     ids=["ReduceL1", "ReduceMax", "Softmax-11", "Softmax-13"],
 )
-def test_what_openvino_computes_otherwise_has_a_warning(call: Any, text: str, opset: int, warning: str) -> None:
+def test_operators_computed_differently_by_openvino_have_a_warning(
+    call: Any, text: str, opset: int, warning: str
+) -> None:
     """It ignores the axes of ReduceL1 before opset 18, and that Softmax spans all axes from its own before opset 13."""
     onnx_text.write("m.onnx", text, opset=opset)
     x = np.random.default_rng(0).standard_normal((1, 3, 4), np.float32)
@@ -110,7 +112,7 @@ def test_what_openvino_computes_otherwise_has_a_warning(call: Any, text: str, op
     assert ("OpenVINO gives" in out + err) == bool(warning), out + err
 
 
-def test_an_ir_of_any_number_of_axes_is_refused(call: Any, tmp_path: Path) -> None:
+def test_an_ir_of_dynamic_rank_is_refused(call: Any, tmp_path: Path) -> None:
     """OpenVINO writes one for a scripted module without an example; fed with a number, it would still be timed."""
     x = openvino.opset13.parameter(openvino.PartialShape.dynamic(), float, name="x")
     openvino.save_model(openvino.Model([openvino.opset13.relu(x)], [x], "m"), tmp_path / "m.xml")

@@ -59,7 +59,7 @@ def quantise(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("backend", [OnnxRuntime(), OpenVino()], ids=lambda b: b.name)
 @pytest.mark.parametrize(("names", "share", "ok"), [(LARGE, SHARE, True), (SMALL, 1 - SHARE, False)])
-def test_int8_is_what_most_of_the_arithmetic_ran_in(
+def test_int8_is_confirmed_by_its_share_of_the_arithmetic(
     quantise: Any, backend: Any, names: list[str], share: float, ok: bool
 ) -> None:
     path = quantise(names)

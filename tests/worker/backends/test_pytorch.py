@@ -132,7 +132,7 @@ def test_complex_outputs_keep_their_imaginary_part(nets):
 
 
 @pytest.mark.parametrize("backend", ["pytorch", "compile"])
-def test_whole_numbers_and_booleans_are_fetched_as_they_are(nets, backend):
+def test_integer_and_boolean_outputs_keep_their_types(nets, backend):
     session = find(backend).load(trial(ModelSpec("labels", f"{nets}:labels"), size=8, backend=backend), None)
     got = outputs(session)
     assert [a.dtype for a in got.values()] == [np.int64, np.bool_, np.float32]
@@ -143,7 +143,7 @@ def test_whole_numbers_and_booleans_are_fetched_as_they_are(nets, backend):
 
 @pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-5), ("bf16", 0.05), ("fp16", 0.01)])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_eager_computes_in_the_type_asked_for(precision, error, channels_last):
+def test_eager_computes_in_the_requested_type(precision, error, channels_last):
     asked = trial(precision=precision, channels_last=channels_last)
     session = find("pytorch").load(asked, None)
     got = outputs(session)
@@ -165,7 +165,7 @@ def test_eager_computes_in_the_type_asked_for(precision, error, channels_last):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_pixels_are_normalised_in_front_of_the_module(precision, channels_last):
+def test_pixels_are_normalised_before_the_module(precision, channels_last):
     model = replace(DIGITS, preprocess=Preprocess(mean=(0.3,), std=(0.2,)))
     raw = find("pytorch").load(trial(model, precision, input="uint8", channels_last=channels_last), None)
     assert raw.inputs[0].dtype == "uint8"
@@ -179,7 +179,7 @@ def test_pixels_are_normalised_in_front_of_the_module(precision, channels_last):
     assert raw.facts().weights_sha256 == usual.facts().weights_sha256
 
 
-def test_pixels_of_something_else_than_an_image_are_refused(nets):
+def test_pixel_inputs_need_an_image_model(nets):
     asked = trial(ModelSpec("several", f"{nets}:several"), input="uint8")
     with pytest.raises(UserError, match="input=uint8 needs a model with one image input"):
         find("pytorch").load(replace(asked, dims=replace(asked.dims, shapes={"input": (2, 5)})), None)
@@ -192,12 +192,12 @@ def test_pixels_of_something_else_than_an_image_are_refused(nets):
         ("compile", {"mode": "fast"}, "mode=fast: compile's mode must be one of default, reduce-overhead, max-auto"),
     ],
 )
-def test_a_value_that_no_trial_can_have_is_told_before_anything_runs(backend, options, line):
+def test_invalid_option_values_are_refused_before_any_run(backend, options, line):
     for step in (find(backend).check_options, lambda given: find(backend).checked(trial(backend=backend, **given))):
         refuses(re.escape(line), step, options)
 
 
-def test_bind_copies_so_that_the_caller_may_reuse_its_array():
+def test_bind_copies_the_array_of_the_caller():
     session = find("pytorch").load(trial(), None)
     feed = feeds(session)
     want = outputs(session, feed)["output"].copy()
@@ -208,7 +208,7 @@ def test_bind_copies_so_that_the_caller_may_reuse_its_array():
     refuses("wants", session.bind, {"input": feed["input"][:1]})
 
 
-def test_threads_and_tf32_are_set_as_the_trial_says():
+def test_threads_and_tf32_follow_the_trial():
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.set_float32_matmul_precision("medium")  # would mean bfloat16 on a CPU
     session = find("pytorch").load(trial(runtime=Runtime(threads=1)), None)
@@ -230,30 +230,30 @@ def test_outputs_in_dicts_and_lists_get_names(nets):
     assert session.facts().layers == 1  # the unused layer doesn't count
 
 
-def test_layers_that_stay_in_float32_are_seen(nets):
+def test_layers_left_in_float32_are_detected(nets):
     session = find("pytorch").load(trial(ModelSpec("mixed", f"{nets}:mixed"), "bf16", size=8), None)
     outputs(session)
     assert session.facts().layers_by_type == {"float32": 1, "bfloat16": 1}
 
 
-def test_facts_of_a_module_with_a_scripted_part(nets):
+def test_facts_of_a_partly_scripted_module_are_correct(nets):
     session = find("pytorch").load(trial(ModelSpec("partly", f"{nets}:partly"), size=8), None)
     outputs(session)
     facts = session.facts()
     assert facts.layers_by_type == {"float32": 1} and facts.parameters == 3 * 4 * 9 + 4 + 4 * 2 + 2
 
 
-def test_what_the_model_refuses_is_one_line_in_its_own_words():
+def test_the_error_of_the_model_is_quoted_in_one_line():
     session = find("pytorch").load(trial(ModelSpec("vit", "torchvision:vit_b_16"), size=8), None)
     refuses("vit refuses 2x3x8x8 in fp32: Wrong image height! Expected 224 but got 8!", outputs, session)
 
 
-def test_a_module_that_makes_float32_itself_is_told_what_helps(nets):
+def test_a_module_that_creates_float32_gets_advice(nets):
     session = find("pytorch").load(trial(ModelSpec("pixels", f"{nets}:pixels"), "bf16", size=8), None)
     refuses(r"pixels refuses 2x3x8x8 in bf16: .*; let forward make numbers in the type of", outputs, session)
 
 
-def test_no_memory_is_a_memory_error(nets):
+def test_running_out_of_memory_is_a_memory_error(nets):
     session = find("pytorch").load(trial(ModelSpec("huge", f"{nets}:huge"), size=8), None)
     with pytest.raises(MemoryError, match="allocate memory"):
         outputs(session)
@@ -275,7 +275,7 @@ def test_refusals_need_no_library(backend):
         find(backend).load(trial(backend=backend, chanels_last=True), None)
 
 
-def test_a_device_that_is_not_there_is_unavailable():
+def test_a_missing_device_is_unavailable():
     with pytest.raises(Unavailable, match="cuda:99"):
         find("pytorch").load(trial(runtime=Runtime(device="cuda:99", threads=2)), None)
 
@@ -293,7 +293,7 @@ def test_a_missing_compiler_is_unavailable(monkeypatch):
     refuses("compile's mode must be one of", find("compile").load, trial(backend="compile", mode="fast"), None)
 
 
-def test_slow_types_are_explained(monkeypatch):
+def test_types_without_cpu_arithmetic_are_noted(monkeypatch):
     monkeypatch.setattr(torch_support.system, "cpu_flags", lambda: {"avx2", "avx512_bf16"})
     assert torch_support.list_notes(trial(precision="bf16")) == []
     assert "no fp16 arithmetic" in torch_support.list_notes(trial(precision="fp16"))[0]
@@ -310,7 +310,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 @needs_compiler
-def test_compiled_code_agrees_and_says_what_it_took(cache, nets):
+def test_compiled_code_agrees_with_eager_and_reports_build_time(cache, nets):
     asked = trial(ModelSpec("few", f"{nets}:few"), backend="compile", size=16)
     first = find("compile").load(asked, None)
     want = reference(asked, feeds(first)["input"])
@@ -332,7 +332,7 @@ def test_graph_breaks_are_counted(cache, nets):
 
 
 @needs_compiler
-def test_compile_refuses_in_the_models_words(cache):
+def test_compile_quotes_the_error_of_the_model(cache):
     with pytest.raises(UserError, match="vit refuses 2x3x8x8 in fp32: Wrong image height"):
         find("compile").load(trial(ModelSpec("vit", "torchvision:vit_b_16"), size=8, backend="compile"), None)
 
@@ -340,7 +340,7 @@ def test_compile_refuses_in_the_models_words(cache):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["pytorch", "compile"])
 @pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-5), ("tf32", 1e-2), ("fp16", 0.02), ("bf16", 0.1)])
-def test_gpu_computes_in_the_type_asked_for(backend, precision, error):
+def test_gpu_computes_in_the_requested_type(backend, precision, error):
     asked = trial(precision=precision, backend=backend, runtime=Runtime(device="cuda:0", threads=2))
     session = find(backend).load(asked, None)
     want = reference(asked, feeds(session)["input"])
@@ -364,7 +364,7 @@ def test_complex_weights_keep_their_imaginary_part(nets):
     np.testing.assert_allclose(outputs(session, feed)["output"], want, 1e-4, 1e-5)
 
 
-def test_what_the_compiler_builds_is_asked_once_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_capabilities_are_probed_once_per_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor compiles a probe and starts a Python per instruction set in every process: half of a cold compile."""
     cpu_vec_isa = pytest.importorskip("torch._inductor.cpu_vec_isa")
     pytest.importorskip("torch._inductor.codecache")  # keeps the function found at its import
@@ -396,6 +396,6 @@ def test_what_the_compiler_builds_is_asked_once_a_machine(tmp_path: Path, monkey
     assert asked == ["amx", "avx", "amx"], "a damaged answer is none"
 
 
-def test_the_seconds_of_asking_are_noted() -> None:
+def test_a_long_compiler_probe_is_noted() -> None:
     assert torch_support.describe_probe(0.2) == []
     assert "27 s" in torch_support.describe_probe(26.7)[0]

@@ -50,7 +50,7 @@ def answer(session: Session, feed: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_inputs_that_a_module_writes_into_are_put_back(net: Path, precision: str) -> None:
+def test_inputs_modified_by_the_module_are_restored(net: Path, precision: str) -> None:
     session = loaded(f"{net}:Into", precision)
     feed = feeds(session)
     first = answer(session, feed)
@@ -64,7 +64,7 @@ def test_inputs_that_a_module_writes_into_are_put_back(net: Path, precision: str
     assert not np.array_equal(session.fetch()["output"], first)
 
 
-def test_a_profile_puts_inputs_back_too_before_each_run(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_restores_inputs_before_each_run(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = loaded(f"{net}:Into")
     feed = feeds(session)
     first = answer(session, feed)
@@ -80,7 +80,7 @@ def test_a_profile_puts_inputs_back_too_before_each_run(net: Path, monkeypatch: 
     assert len(answers) > 3 and all(np.array_equal(answer, first) for answer in answers)
 
 
-def test_inputs_that_nothing_writes_into_are_left_alone() -> None:
+def test_unmodified_inputs_are_not_restored() -> None:
     session = loaded("torchvision:squeezenet1_1", size=32)
     feed = feeds(session)
     feed["input"][0, 0, 0, 0] = np.nan
@@ -131,7 +131,7 @@ def test_the_same_seed_gives_the_same_weights_and_outputs(tmp_path: Path, model:
 
 @pytest.mark.skipif(not PYTHON, reason="DYNO_TORCH22_PYTHON names no interpreter with torch 2.2")
 @pytest.mark.slow
-def test_many_threads_give_the_same_weights(tmp_path: Path) -> None:
+def test_the_number_of_threads_does_not_change_the_weights(tmp_path: Path) -> None:
     # With eight threads and more, some of its float64 convolutions are wrong.
     one, many = (run(PYTHON, tmp_path / str(n), MODELS[0], threads=n).facts.weights_sha256 for n in (1, 16))
     assert one == many
@@ -146,7 +146,7 @@ def test_lower_precision_runs_in_its_type(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not PYTHON, reason="DYNO_TORCH22_PYTHON names no interpreter with torch 2.2")
 @pytest.mark.slow
-def test_compile_runs_or_says_what_is_missing(tmp_path: Path) -> None:
+def test_compile_runs_or_names_the_missing_dependency(tmp_path: Path) -> None:
     record = run(PYTHON, tmp_path / "compile", MODELS[3], "compile")
     if record.status == "ok":
         assert record.facts.graphs == 1

@@ -88,7 +88,7 @@ def asked(tmp_path: Path) -> Any:
     return trial
 
 
-def test_what_it_refuses_is_one_line(asked: Any) -> None:
+def test_unsupported_trials_are_refused_in_one_line(asked: Any) -> None:
     trial = asked()
     assert TORCHAO.refuse(trial) == ""
     assert "needs real calibration images" in TORCHAO.refuse(replace(trial, data=DataSpec()))
@@ -117,7 +117,7 @@ def test_fp8_and_int4_are_for_gpus(precision: str, scheme: str, other: str, aske
     assert TORCHAO.refuse(replace(on_gpu, options={"group": 32})) == expected
 
 
-def test_a_group_has_a_number_of_weights_that_kernels_know(asked: Any) -> None:
+def test_an_unsupported_group_size_is_refused(asked: Any) -> None:
     trial = replace(asked(group=48), precision="int4", runtime=Runtime(device="cuda:0"))
     with pytest.raises(UserError, match=r"^group=48: torchao's group must be one of 32, 64, 128, 256$"):
         TORCHAO.checked(trial)  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def test_a_group_has_a_number_of_weights_that_kernels_know(asked: Any) -> None:
                                                           "int4_packing_format": "tile_packed_to_4d"})),
     ],
 )  # fmt: skip
-def test_torchao_gets_what_the_options_say(
+def test_options_become_the_torchao_configuration(
     precision: str, options: dict[str, Option], expected: tuple[str, dict[str, Any]], asked: Any
 ) -> None:
     if lacks := find_missing("torchao"):
@@ -143,7 +143,7 @@ def test_torchao_gets_what_the_options_say(
 
 
 @pytest.mark.parametrize(("flags", "fused"), [({"avx2"}, False), ({"avx2", "avx_vnni"}, True), (set[str](), True)])
-def test_layers_are_fused_where_sums_are_wide(
+def test_layers_are_fused_unless_int8_sums_can_overflow(
     flags: set[str], fused: bool, asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_ao.system, "cpu_flags", lambda: flags)
@@ -151,7 +151,7 @@ def test_layers_are_fused_where_sums_are_wide(
     assert TORCHAO.checked(asked())["freeze"] is True, "its activations have seven bits"  # type: ignore[attr-defined]
 
 
-def test_the_static_scheme_alone_needs_a_file(asked: Any) -> None:
+def test_only_the_static_scheme_needs_a_file(asked: Any) -> None:
     recipe = TORCHAO.recipe(asked(samples=4))
     assert recipe is not None and recipe.data is not None
     assert (recipe.maker, recipe.options, recipe.data.split) == ("torchao", {"samples": 4}, "calibration")
@@ -164,7 +164,7 @@ def test_the_static_scheme_alone_needs_a_file(asked: Any) -> None:
      ("2.9.1", "torchao==0.15.0"), ("2.10.0", "torchao==0.16.0"), ("2.11.0+cu130", "'torchao>=0.17'"),
      ("2.15.1", "'torchao>=0.17'")],
 )  # fmt: skip
-def test_the_version_that_fits_the_torch_at_hand_is_named(
+def test_the_matching_torchao_version_is_named(
     torch_version: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extras, "find_versions", lambda names: {"torch": torch_version})
@@ -185,7 +185,7 @@ class Call:
     cpu_parent: Any = None
 
 
-def test_what_a_run_called_is_counted_once_in_its_type() -> None:
+def test_each_operator_call_is_counted_once_by_type() -> None:
     outer = Call("aten::conv2d")
     inner = Call("aten::convolution", outer)
     calls = [outer, inner, Call("aten::mkldnn_convolution", inner), Call("onednn::qlinear_pointwise"),
@@ -194,7 +194,7 @@ def test_what_a_run_called_is_counted_once_in_its_type() -> None:
     assert torch_ao.count_types(calls) == {"float32": 3, "int8": 2}
 
 
-def test_kernels_of_a_gpu_are_counted_by_their_names() -> None:
+def test_gpu_kernels_are_counted_by_name() -> None:
     names = ("aten::_int_mm", "triton_tem_fused__int_mm_mul_7", "aten::_scaled_mm", "aten::_weight_int4pack_mm",
              "triton_tem_fused_addmm_3", "aten::addmm", "triton_poi_fused__to_copy_1")  # fmt: skip
     counted = torch_ao.count_types([Call(name) for name in names], "bfloat16")
@@ -202,7 +202,7 @@ def test_kernels_of_a_gpu_are_counted_by_their_names() -> None:
 
 
 @pytest.mark.parametrize(("scheme", "kinds"), [("static", {"int8"}), ("weights", {"float32"})])
-def test_what_ran_in_int8_is_seen(scheme: str, kinds: set[str], asked: Any, tmp_path: Path) -> None:
+def test_layers_that_ran_in_int8_are_detected(scheme: str, kinds: set[str], asked: Any, tmp_path: Path) -> None:
     if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
     trial = asked(scheme=scheme)
@@ -228,7 +228,7 @@ def test_what_ran_in_int8_is_seen(scheme: str, kinds: set[str], asked: Any, tmp_
 
 
 @pytest.mark.parametrize("net", ["ordered", "fields", "scalars"])
-def test_networks_are_quantised_whatever_they_return(net: str, asked: Any, tmp_path: Path) -> None:
+def test_networks_are_quantised_for_any_output_structure(net: str, asked: Any, tmp_path: Path) -> None:
     if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
     trial, x = asked(net, samples=4), np.random.default_rng(0).uniform(-1, 1, (2, 3, 32, 32)).astype(np.float32)
@@ -242,7 +242,7 @@ def test_networks_are_quantised_whatever_they_return(net: str, asked: Any, tmp_p
         assert (found - true).abs().max() < 0.05 * right.abs().max()
 
 
-def test_sums_with_a_number_are_left_unquantised(asked: Any, tmp_path: Path) -> None:
+def test_additions_of_constants_are_left_unquantised(asked: Any, tmp_path: Path) -> None:
     if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
     trial, x = asked("sums", samples=4), torch.rand(2, 3, 32, 32) * 2 - 1
@@ -254,7 +254,7 @@ def test_sums_with_a_number_are_left_unquantised(asked: Any, tmp_path: Path) -> 
     assert (found - right).abs().max() < 0.05 * right.abs().max()
 
 
-def test_what_the_quantiser_refuses_is_one_line(asked: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_quantiser_errors_are_reported_in_one_line(asked: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
 
@@ -266,7 +266,7 @@ def test_what_the_quantiser_refuses_is_one_line(asked: Any, monkeypatch: pytest.
         registry.get_maker("torchao").make(TORCHAO.recipe(asked("convolutions")), None, tmp_path)  # type: ignore[arg-type]
 
 
-def test_what_torchao_leaves_unquantised_is_named(asked: Any) -> None:
+def test_unquantised_layers_are_named(asked: Any) -> None:
     if lacks := find_missing("torchao"):
         pytest.skip(f"{lacks} is not installed")
     facts = TORCHAO.load(asked("attends", scheme="weights"), None).facts()
@@ -288,7 +288,7 @@ def test_a_network_without_linear_layers_is_refused(asked: Any) -> None:
     [("int8", {}, "int8", f"10 x 4096 ({FEW_ROWS})"), ("int8", {"search": False}, "int8", f"10 x 4096 ({FEW_ROWS})"),
      ("fp8", {"search": False}, "float8", "10 x 4096"), ("int4", {"search": False, "group": 32}, "int4", "128 x 16")],
 )  # fmt: skip
-def test_what_ran_on_a_gpu_is_seen(
+def test_quantised_layers_on_a_gpu_are_detected(
     precision: str, options: dict[str, Option], kind: str, left: str, asked: Any
 ) -> None:
     if not torch.cuda.is_available() or find_missing("torchao"):

@@ -67,7 +67,7 @@ def trial(precision: str = "fp16", model: ModelSpec = DIGITS, batch: int = 2, si
     return Trial(model, "torch_tensorrt", precision, Dims(batch, size, size), options, runtime=GPU)
 
 
-def test_what_it_refuses_and_why() -> None:
+def test_unsupported_trials_are_refused_with_a_reason() -> None:
     refuse = find("torch_tensorrt").refuse
     assert refuse(trial()) == ""
     assert refuse(trial(ir="dynamo", optimization=5, profile="1:2:4", workspace_mb=512, min_block_size=1)) == ""
@@ -81,7 +81,7 @@ def test_what_it_refuses_and_why() -> None:
     ("options", "reason"),
     [({"optimization": 3}, "no optimization level; give ir=dynamo"), ({"profile": "4:8:16"}, "batch 2 is outside")],
 )
-def test_options_that_do_not_fit_are_one_line(options: dict[str, Any], reason: str) -> None:
+def test_conflicting_options_are_refused_in_one_line(options: dict[str, Any], reason: str) -> None:
     asked = trial(**options)
     said = find("torch_tensorrt").refuse(asked)
     assert reason in said and "\n" not in said
@@ -99,7 +99,7 @@ def test_options_that_do_not_fit_are_one_line(options: dict[str, Any], reason: s
         ({"min_block_size": "many"}, "min_block_size must be a whole number of at least 1"),
     ],
 )
-def test_a_value_that_no_trial_can_have_is_told_before_anything_runs(options: dict[str, Any], line: str) -> None:
+def test_invalid_option_values_are_refused_before_any_run(options: dict[str, Any], line: str) -> None:
     for step in (find("torch_tensorrt").check_options, lambda given: find("torch_tensorrt").load(trial(**given), None)):
         refuses(re.escape(line), step, options)
 
@@ -109,7 +109,7 @@ def test_an_unknown_option_is_named() -> None:
         find("torch_tensorrt").load(trial(channels_last=True), None)
 
 
-def test_what_is_missing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_or_gpu_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     with pytest.raises(Unavailable, match=r"is not installed .*; pip install torch-tensorrt.*LD_LIBRARY_PATH"):
         load_library("torch_tensorrt", cure=torch_trt.INSTALL_ADVICE)
@@ -158,7 +158,9 @@ def tensorrt(monkeypatch: pytest.MonkeyPatch) -> Any:
     return library
 
 
-def test_each_version_is_asked_in_its_own_words(tensorrt: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_version_gets_its_own_compile_arguments(
+    tensorrt: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("DYNO_TIMING", str(tmp_path))
     module, x = torch.nn.Conv2d(1, 2, 3).eval(), torch.randn(2, 1, 8, 8)
     dynamo = {"ir": "dynamo", "profile": "static", "workspace_mb": 64, "optimization": 2, "min_block_size": 1}
@@ -203,7 +205,7 @@ def test_each_version_is_asked_in_its_own_words(tensorrt: Any, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_branch_on_values_is_not_traced(tensorrt: Any) -> None:
+def test_value_dependent_branches_are_not_traced(tensorrt: Any) -> None:
     class Branches(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2 if x.mean() > 0.3 else x
@@ -213,7 +215,7 @@ def test_a_branch_on_values_is_not_traced(tensorrt: Any) -> None:
         torch_trt.compile_module(library, Branches(), torch.zeros(1, 3, 8, 8), "fp32", options)
 
 
-def test_operators_left_in_pytorch_are_counted_in_either_kind_of_program() -> None:
+def test_operators_left_in_pytorch_are_counted_in_every_program_format() -> None:
     module, x = models.load(DIGITS), torch.randn(1, 1, 64, 64)
     scripted = torch.jit.trace(module, x)
     exported = torch.export.export(module, (x,))
@@ -224,7 +226,7 @@ def test_operators_left_in_pytorch_are_counted_in_either_kind_of_program() -> No
     assert list_attributes(torch.jit.trace(torch.nn.Linear(2, 3), torch.randn(1, 2)), "Tensor") == ["bias", "weight"]
 
 
-def test_engines_are_found_as_attributes_and_in_the_graph_itself() -> None:
+def test_engines_are_found_in_attributes_and_in_the_graph() -> None:
     class Engine:
         def get_engine_layer_info(self) -> str:
             return "{}"
@@ -298,7 +300,7 @@ def worst(folder: Path, asked: Trial) -> float:
         ("fp16", 2e-2, {"ir": "dynamo", "optimization": 3}),
     ],
 )
-def test_both_routes_compute_in_the_type_asked_for(
+def test_both_routes_compute_in_the_requested_type(
     there: None, tmp_path: Path, precision: str, error: float, options: dict[str, Any]
 ) -> None:
     asked = trial(precision, **options)
@@ -317,7 +319,7 @@ def test_both_routes_compute_in_the_type_asked_for(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ir", ["ts", "dynamo"])
-def test_operators_without_a_layer_stay_in_pytorch_and_are_named(there: None, tmp_path: Path, ir: str) -> None:
+def test_unsupported_operators_stay_in_pytorch_and_are_named(there: None, tmp_path: Path, ir: str) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     asked = trial("fp32", ModelSpec("mixed", f"{tmp_path / 'nets.py'}:mixed"), size=32, ir=ir, min_block_size=1)
     asked = replace(asked, model=replace(asked.model, channels=1))
@@ -329,7 +331,7 @@ def test_operators_without_a_layer_stay_in_pytorch_and_are_named(there: None, tm
 
 
 @pytest.mark.gpu
-def test_a_shape_the_model_refuses_is_said_in_its_words(there: None, tmp_path: Path) -> None:
+def test_a_shape_error_quotes_the_model(there: None, tmp_path: Path) -> None:
     record = run(tmp_path, trial("fp32", ModelSpec("vit", "torchvision:vit_b_16"), size=8))
     assert record.status == "failed"
     assert "vit refuses 2x3x8x8 in fp32: Wrong image height" in record.reason

@@ -52,7 +52,7 @@ def trial(data: DataSpec, batch: int) -> Trial:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 10])
-def test_every_image_once_and_in_order_at_any_batch(data: DataSpec, batch: int) -> None:
+def test_images_are_evaluated_once_in_order_at_any_batch(data: DataSpec, batch: int) -> None:
     session = Linear(batch)
     arrays = evaluate(session, trial(data, batch), timed=False).arrays
     pixels = np.load(Path(data.folder) / "images.npy")[[3, 1, 4, 15, 9, 2, 6]].astype(np.float32)
@@ -63,7 +63,7 @@ def test_every_image_once_and_in_order_at_any_batch(data: DataSpec, batch: int) 
     assert all(len(bound) == batch for bound in session.seen), "every run is at the trial's own batch"
 
 
-def test_the_best_ten_are_ranked(data: DataSpec) -> None:
+def test_the_top_ten_classes_are_ranked(data: DataSpec) -> None:
     arrays = evaluate(Linear(2), trial(data, 2), timed=False).arrays
     assert arrays["topk_index"].shape == arrays["topk_score"].shape == (7, 10)
     assert (arrays["topk_index"].dtype, arrays["topk_score"].dtype) == (np.int32, np.float32)
@@ -71,12 +71,12 @@ def test_the_best_ten_are_ranked(data: DataSpec) -> None:
     np.testing.assert_array_equal(arrays["topk_index"][:, 0], arrays["output:output"].argmax(1))
 
 
-def test_fewer_classes_than_ten(data: DataSpec) -> None:
+def test_fewer_than_ten_classes_are_all_ranked(data: DataSpec) -> None:
     assert evaluate(Linear(2, classes=4), trial(data, 2), timed=False).arrays["topk_index"].shape == (7, 4)
     assert "topk_index" not in evaluate(Linear(2, classes=1), trial(data, 2), timed=False).arrays
 
 
-def test_ties_rank_alike_everywhere(data: DataSpec) -> None:
+def test_ties_are_ranked_by_class_index(data: DataSpec) -> None:
     session = Linear(1)
     session.weights[:] = 0
     assert (evaluate(session, trial(data, 1), timed=False).arrays["topk_index"] == np.arange(10)).all()
@@ -91,14 +91,14 @@ def test_random_inputs_have_no_labels_and_are_not_timed() -> None:
     assert arrays["output:output"].shape == (5, CLASSES)
 
 
-def test_raw_outputs_are_capped_and_answers_are_not(data: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_outputs_are_capped_but_predictions_are_not(data: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dyno.worker.evaluation.evaluate.RAW_BYTES", 2 * (2 * CLASSES + 1) * 4)
     arrays = evaluate(Linear(2), trial(data, 2), timed=False).arrays
     assert arrays["output:output"].shape == (4, CLASSES)
     assert len(arrays["topk_index"]) == len(arrays["label"]) == len(arrays["sample"]) == 7
 
 
-def test_the_session_may_reuse_its_output(data: DataSpec) -> None:
+def test_the_session_may_reuse_its_output_buffer(data: DataSpec) -> None:
     class Reusing(Linear):
         place = np.zeros((2, CLASSES), np.float32)
 
@@ -122,7 +122,7 @@ def test_real_images_are_timed_after_a_tenth_of_warm_up(data: DataSpec) -> None:
         np.testing.assert_array_equal(array, evaluation.arrays[name])
 
 
-def test_pixels_go_as_they_are_to_a_uint8_input(data: DataSpec) -> None:
+def test_a_uint8_input_gets_raw_pixels(data: DataSpec) -> None:
     session = Linear(3)
     session.inputs = (Tensor("input", "uint8", (3, 1, 2, 2)),)
     evaluate(session, trial(data, 3), timed=False)
@@ -179,7 +179,7 @@ def detections(x: np.ndarray) -> np.ndarray:
         (lambda x: {"y": scores(x) - scores(x).mean(0)}, r"change by \d+% of their size with the other inputs"),
     ],
 )
-def test_what_a_file_declares_must_hold(function: Any, said: str) -> None:
+def test_outputs_that_contradict_the_declared_batch_are_refused(function: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         find_rows(Net(function, (8, 4)), shaped_trial(8, ("batch", 5)), 8)
     assert find_rows(Net(function, (1, 4)), shaped_trial(1, ("batch", 5)), 1).axes == {"y": 0}
@@ -201,15 +201,15 @@ def test_what_a_file_declares_must_hold(function: Any, said: str) -> None:
     ],
     ids="loss, anchors, table, square, loss alone, detections, flattened, pairs, labels, usage".split(", "),
 )
-def test_outputs_without_a_row_for_each_input_are_not_condemned(function: Any) -> None:
+def test_undeclared_outputs_may_lack_a_row_per_input(function: Any) -> None:
     assert find_rows(Net(function, (8, 4)), shaped_trial(), 8).warning == ""
 
 
-def test_detections_of_any_number_may_be_declared_as_a_batch() -> None:
+def test_detection_counts_may_be_declared_as_a_batch() -> None:
     assert find_rows(Net(lambda x: {"y": detections(x)}, (8, 4)), shaped_trial(8, ("batch", 5)), 8).axes == {"y": None}
 
 
-def test_a_free_axis_of_the_engine_has_any_number_of_rows() -> None:
+def test_a_free_engine_axis_may_have_any_number_of_rows() -> None:
     def most(x: np.ndarray) -> dict[str, np.ndarray]:
         return {"y": np.sort(scores(x), axis=0)[-3:]}
 
@@ -220,27 +220,27 @@ def test_a_free_axis_of_the_engine_has_any_number_of_rows() -> None:
             find_rows(Net(compute, (8, 4)), shaped_trial(), 8)
 
 
-def test_rows_that_change_with_others_where_the_axis_is_assumed_are_a_warning() -> None:
+def test_rows_that_affect_each_other_on_an_assumed_axis_are_a_warning() -> None:
     rows = find_rows(Net(lambda x: {"y": np.cumsum(x, 0)}, (8, 4)), shaped_trial(), 8)
     assert "the model mixes them, or the batch is another axis" in rows.warning
 
 
 @pytest.mark.parametrize("kept", [3, 5, 7])
 @pytest.mark.parametrize("declared", [(), (("batch", 5),)], ids="assumed, declared".split(", "))
-def test_inputs_beyond_a_length_that_is_fixed_inside_the_model_are_not_answered(kept: int, declared: Any) -> None:
+def test_models_that_ignore_inputs_beyond_a_fixed_batch_are_refused(kept: int, declared: Any) -> None:
     """Files exported by Ultralytics with NMS do this: beyond the exported batch they fill up with zeros."""
     net = Net(lambda x: {"y": scores(x) * (np.arange(len(x)) < kept)[:, None]}, (8, 4))
     with pytest.raises(UserError, match="in a batch of 8 some inputs are ignored"):
         find_rows(net, shaped_trial(8, *declared), 8)
 
 
-def test_random_outputs_prove_nothing() -> None:
+def test_random_outputs_cause_no_warning() -> None:
     rng = np.random.default_rng(0)
     rows = find_rows(Net(lambda x: {"y": rng.standard_normal((8, 5))}, (8, 4)), shaped_trial(8, ("batch", 5)), 8)
     assert (rows.axes, rows.warning) == ({"y": 0}, "")
 
 
-def test_the_rows_of_a_later_axis_are_stacked_in_the_order_of_the_inputs() -> None:
+def test_rows_on_a_later_axis_are_stacked_in_input_order() -> None:
     """Seven inputs in batches of 3: the stored outputs equal those of each input alone."""
 
     def net(x: np.ndarray) -> dict[str, np.ndarray]:
@@ -327,7 +327,7 @@ def nothing(number: int, fetched: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("session", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 20])
-def test_every_batch_once_and_in_order(session: Late, small: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_run_once_in_order(session: Late, small: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dyno.worker.evaluation.evaluate.COPIED_OUTPUT_B", 1 << 20 if small else 0)
     kept: list[float] = []
     result = Pipeline(session, Counting(parts=2), helpers=3).run(
@@ -370,7 +370,7 @@ def test_buffers_serve_a_second_run(session: Late) -> None:
 
 
 @pytest.mark.parametrize("session", [1, 3], indirect=True)
-def test_warm_up_fills_the_pipeline_and_counts_for_nothing(session: Late) -> None:
+def test_warm_up_fills_the_pipeline_and_is_not_counted(session: Late) -> None:
     class SlowStart(Counting):
         def fill(self, feed, number, part):
             time.sleep(0.1 if len(self.filled) < 2 else 0)
@@ -449,7 +449,7 @@ class Threaded(Linear):
 @pytest.mark.parametrize(
     ("busy", "can_limit", "limits"), [(0.1, True, []), (1.3, True, [2, 4]), (9.0, True, [1, 4]), (1.3, False, [2] * 4)]
 )
-def test_beside_a_busy_program_images_are_answered_with_fewer_threads_and_no_rate(
+def test_under_cpu_contention_threads_are_limited_and_no_rate_is_reported(
     data: DataSpec, monkeypatch: pytest.MonkeyPatch, busy: float, can_limit: bool, limits: list[int]
 ) -> None:
     monkeypatch.setattr("dyno.worker.evaluation.evaluate.CHECK_INTERVAL_S", 0.0)

@@ -47,7 +47,7 @@ def quantised(asked: Trial, folder: Path) -> tuple[Artifact, float]:
     return made, 255 * float(scale)
 
 
-def test_ranges_are_those_of_the_values_that_are_described(file: Path, tmp_path: Path) -> None:
+def test_calibration_ranges_match_the_described_values(file: Path, tmp_path: Path) -> None:
     made, width = quantised(trial(file, X, InputSpec("scale", "float32", ("batch", 4))), tmp_path)
     assert 3.8 < width <= 4.0
     said = made.made_by.calibration
@@ -55,7 +55,7 @@ def test_ranges_are_those_of_the_values_that_are_described(file: Path, tmp_path:
     assert "random values, not real ones, of x, scale" in said.note
 
 
-def test_the_rows_of_an_array_are_what_is_seen_and_no_more_than_there_are(file: Path, tmp_path: Path) -> None:
+def test_calibration_uses_array_rows_up_to_their_number(file: Path, tmp_path: Path) -> None:
     rows = np.linspace(-10, 10, 5 * WIDTH, dtype=np.float32).reshape(5, WIDTH)
     np.savez(tmp_path / "feeds.npz", x=rows, scale=np.ones((5, 4), np.float32))
     arrays = {"low": None, "high": None, "feeds": str(tmp_path / "feeds.npz"), "feeds_sha256": "f" * 64}
@@ -70,7 +70,7 @@ def test_the_rows_of_an_array_are_what_is_seen_and_no_more_than_there_are(file: 
     assert mixed.made_by.calibration.inputs == {"x": "feeds.npz", "scale": "random"}
 
 
-def test_what_calibrates_is_not_what_is_compared_and_the_same_each_time(file: Path) -> None:
+def test_calibration_values_are_reproducible_and_differ_from_test_values(file: Path) -> None:
     recipe = convert_recipe(trial(file, X), "onnxruntime")
     assert recipe.data is not None and recipe.data.seed != DataSpec().seed
     seen = CalibrationInputs(replace(recipe, dims=Dims(0, 0, 0)), only_x(make_artifact(str(file), 0.0, MakerFacts())))
@@ -84,7 +84,7 @@ def only_x(whole: Artifact) -> Artifact:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_without_values_or_for_one_bare_image_it_is_still_refused(file: Path, backend: str) -> None:
+def test_calibration_without_described_values_is_refused(file: Path, backend: str) -> None:
     image = InputSpec("pixels", "float32", ("batch", 3, "height", "width"), keyword=True)
     for specs in ((), (image,)):
         asked = trial(file, *specs, backend=backend)
@@ -97,7 +97,7 @@ def test_without_values_or_for_one_bare_image_it_is_still_refused(file: Path, ba
     assert recipe.data is not None and not recipe.data.folder
 
 
-def test_the_row_of_a_run_says_what_it_was_calibrated_on(call: Any, file: Path) -> None:
+def test_run_records_name_their_calibration_data(call: Any, file: Path) -> None:
     pytest.importorskip("openvino")
     short = ("--seconds", 0.02, "--block", 0.01, "--boundaries", "model")
     words = ("--backend", "onnxruntime,openvino", "--precision", "int8", "--input", "x=-2..2", *short)

@@ -25,7 +25,7 @@ def data(tmp_path: Path) -> DataSpec:
     return DataSpec("ten", str(tmp_path), count=4)
 
 
-def test_pixels_become_what_the_model_was_trained_on(data: DataSpec) -> None:
+def test_pixels_are_normalised_as_in_training(data: DataSpec) -> None:
     images = Images(data, PREPROCESS)
     pixels = np.load(Path(data.folder) / "images.npy")[[8, 2]] / 255.0
     expected = (pixels - np.reshape((0.5, 0.4, 0.3), (1, 3, 1, 1))) / np.reshape((0.2, 0.3, 0.4), (1, 3, 1, 1))
@@ -42,12 +42,12 @@ def test_batches_wrap_around(data: DataSpec) -> None:
     np.testing.assert_array_equal(np.concatenate(fed), images.read_batch(0, 9))
 
 
-def test_one_value_of_mean_serves_every_channel(data: DataSpec) -> None:
+def test_a_single_mean_applies_to_every_channel(data: DataSpec) -> None:
     grey = Images(data, Preprocess(mean=(0.5,), std=(0.25,))).read_batch(0, 1)
     assert grey.min() >= -2 and grey.max() <= 2 and grey.std() > 0.5
 
 
-def test_random_inputs_are_never_zeros_and_always_the_same() -> None:
+def test_random_inputs_are_non_zero_and_reproducible() -> None:
     def fed(seed: int) -> list[dict[str, np.ndarray]]:
         return list(read_batches(DataSpec(seed=seed), PREPROCESS, [IMAGE], DIMS, 4))
 
@@ -58,13 +58,13 @@ def test_random_inputs_are_never_zeros_and_always_the_same() -> None:
     assert hash_feeds(first) == hash_feeds(again) != hash_feeds(other)
 
 
-def test_an_int8_input_gets_every_value_unless_it_is_a_mask() -> None:
+def test_int8_inputs_span_all_values_and_masks_only_0_and_1() -> None:
     tensors = [Tensor(name, "int8", (1, 5000)) for name in ("x", "mask")]
     (fed,) = read_batches(DataSpec(), PREPROCESS, tensors, DIMS, 1)
     assert [(int(v.min()), int(v.max())) for v in (fed["x"], fed["mask"])] == [(-128, 127), (0, 1)]
 
 
-def test_a_float_and_a_uint8_input_see_the_same_random_picture() -> None:
+def test_float_and_uint8_inputs_get_the_same_random_image() -> None:
     raw = list(read_batches(DataSpec(), PREPROCESS, [replace(IMAGE, dtype="uint8")], DIMS, 2))
     ready = list(read_batches(DataSpec(), PREPROCESS, [IMAGE], DIMS, 2))
     assert {feed["input"].dtype.name for feed in raw} == {"uint8"}
@@ -74,13 +74,13 @@ def test_a_float_and_a_uint8_input_see_the_same_random_picture() -> None:
     assert hash_feeds(raw, PREPROCESS) == hash_feeds(ready, PREPROCESS) == hash_feeds(ready) != hash_feeds(raw)
 
 
-def test_a_uint8_input_gets_the_pixels_of_the_data_themselves(data: DataSpec) -> None:
+def test_a_uint8_input_gets_raw_pixels_of_the_data_set(data: DataSpec) -> None:
     raw = next(read_batches(data, PREPROCESS, [replace(IMAGE, dtype="uint8")], DIMS, 1))["input"]
     assert raw.dtype == np.uint8
     np.testing.assert_array_equal(raw, np.load(Path(data.folder) / "images.npy")[[8, 2, 5]])
 
 
-def test_a_feature_map_is_no_picture() -> None:
+def test_a_feature_map_is_not_an_image() -> None:
     (feed,) = read_batches(DataSpec(), PREPROCESS, [Tensor("map", "float32", ("batch", 64, 4, 4))], Dims(8, 4, 4), 1)
     assert abs(feed["map"].mean()) < 0.1 and 0.9 < feed["map"].std() < 1.1
 
@@ -119,7 +119,7 @@ def test_several_inputs_are_all_fed() -> None:
         ([Tensor("ids", "int64", (3, 2))], DIMS, "images fit a model with one N x C x H x W input"),
     ],
 )
-def test_images_that_do_not_fit(data: DataSpec, tensors: list[Tensor], dims: Dims, message: str) -> None:
+def test_mismatched_images_are_refused(data: DataSpec, tensors: list[Tensor], dims: Dims, message: str) -> None:
     refuses(message, next, read_batches(data, PREPROCESS, tensors, dims, 1))
 
 
@@ -131,7 +131,7 @@ def test_a_damaged_data_set_is_named(data: DataSpec) -> None:
     refuses("can't be read", Images, data, PREPROCESS)
 
 
-def test_the_fingerprint_is_of_names_and_bytes() -> None:
+def test_the_feed_hash_covers_names_and_bytes() -> None:
     a, b = np.arange(4, dtype=np.float32), np.arange(4, dtype=np.float32)[::-1]
     assert hash_feeds([{"x": a, "y": b}]) == hash_feeds([{"y": np.ascontiguousarray(b), "x": a}])
     assert hash_feeds([{"x": a, "y": b}]) != hash_feeds([{"x": a, "z": b}])

@@ -43,7 +43,7 @@ def fed(specs: tuple[InputSpec, ...], batch: int = 8, count: int = 4) -> list[di
     return list(read_batches(DataSpec(), Preprocess(), (), dims, count, specs))
 
 
-def test_ids_reach_the_whole_embedding_and_masks_end_with_zeros() -> None:
+def test_ids_cover_the_embedding_and_masks_end_with_zeros() -> None:
     zeros, ones = torch.zeros(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64)
     found = described(Words(), {"ids": zeros, "attention_mask": ones, "kinds": zeros})
     ids, mask, kinds = found.inputs
@@ -56,14 +56,14 @@ def test_ids_reach_the_whole_embedding_and_masks_end_with_zeros() -> None:
     assert mask.low is None
 
 
-def test_the_user_s_range_goes_before_the_embedding_s() -> None:
+def test_a_user_defined_range_overrides_that_of_the_embedding() -> None:
     examples = (torch.zeros(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64))
     found = described(Words(), examples, {"ids": {"low": 3, "high": 5}})
     assert (found.inputs[0].low, found.inputs[0].high) == (3, 5)
     assert not any(spec.keyword for spec in found.inputs)
 
 
-def test_offsets_of_an_embedding_bag_are_not_drawn() -> None:
+def test_embedding_bag_offsets_are_not_drawn_at_random() -> None:
     """PyTorch may run for ever on offsets that aren't ascending."""
     examples = (torch.arange(12), torch.tensor([0, 4, 8]))
     refuses(r"'offsets' are the offsets of an EmbeddingBag, which", described, nn.EmbeddingBag(50, 8), examples)
@@ -71,7 +71,7 @@ def test_offsets_of_an_embedding_bag_are_not_drawn() -> None:
     assert (ids.low, ids.high) == (0, 49)
 
 
-def test_every_engine_is_fed_the_same_whatever_it_reads() -> None:
+def test_dropped_inputs_do_not_change_the_others() -> None:
     specs = (InputSpec("a", "float32", ("batch", 3)), InputSpec("b", "int64", ("batch", 2), 0, 9))
     one = fed(specs)
     dropped = list(read_batches(DataSpec(), Preprocess(), (Tensor("b", "int64", (8, 2)),), Dims(8, 0, 0), 4, specs))
@@ -100,12 +100,12 @@ class Voice(nn.Module):
         return spoken if len(ids) > 1 else spoken[:, self.calls :]
 
 
-def test_outputs_that_change_by_themselves_show_no_batch_on_another_axis() -> None:
+def test_varying_outputs_do_not_change_the_batch_axis() -> None:
     found = described(Voice(), torch.randint(70, (1, 16)))
     assert (found.batch, found.inputs[0].shape) == (1, ("batch", 16))
 
 
-def test_one_image_stays_the_one_image() -> None:
+def test_a_single_image_input_needs_no_description() -> None:
     for examples in (None, torch.randn(1, 3, 8, 12), {"x": torch.zeros(1, 3, 8, 12)}):
         assert describe_inputs(Image(), MODEL, examples, {}).inputs == ()
     assert describe_inputs(Image(), MODEL, torch.randn(4, 3, 8, 12), {}).size == (8, 12)
@@ -133,7 +133,7 @@ def test_a_scripted_module_may_have_any_name_for_self() -> None:
     assert signature_of(torch.jit.script(Net())).required == {"x": True, "scale": False}
 
 
-def test_what_is_no_tensor_is_named() -> None:
+def test_non_tensor_examples_are_named() -> None:
     with pytest.raises(UserError, match="example of net's input 'x' is a object; it must be a tensor, an array"):
         describe_inputs(Image(), MODEL, {"x": object()}, {})
     with pytest.raises(UserError, match=r"'x' is a Tensor of torch\.complex64; it must be a tensor, an array of real"):
@@ -153,12 +153,12 @@ def test_what_is_no_tensor_is_named() -> None:
         ("inception_v3", r"the model refuses 1x3x8x8: (?!.*describe its inputs)"),
     ],
 )
-def test_a_librarys_network_that_takes_no_image_says_how_to_describe_its_inputs(name: str, advice: str) -> None:
+def test_a_library_model_without_image_input_asks_for_a_description(name: str, advice: str) -> None:
     with pytest.raises(UserError, match=advice):
         inspect_model(Trial(ModelSpec(name, f"torchvision:{name}"), "", "fp32", Dims(1, 0, 0)), [[8, 8]], {})
 
 
-def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
+def test_a_module_that_rejects_its_inputs_gets_advice(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\n\n\ndef gray():\n    return torch.nn.Conv2d(1, 2, 3)\n\n\n"
         "def half():\n    return torch.nn.Conv2d(3, 2, 3).bfloat16()\n\n\n"
@@ -191,7 +191,7 @@ def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
             inspect_model(Trial(model, "", "fp32", Dims(1, 0, 0)), [[8, 8]], {})
 
 
-def test_a_saved_module_that_refuses_says_why_and_what_to_save(tmp_path: Path) -> None:
+def test_a_saved_module_that_rejects_its_inputs_gets_advice(tmp_path: Path) -> None:
     """Files of `yolo export format=torchscript half=True` are like this."""
     half = torch.nn.Linear(8, 4).half()
     torch.jit.script(half).save(tmp_path / "net.pt")

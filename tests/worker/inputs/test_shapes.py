@@ -18,7 +18,7 @@ def test_batch_and_size_fill_the_free_dimensions_of_an_image() -> None:
     assert static_shapes([IMAGE], Dims(8, 224, 320)) == {"input": (8, 3, 224, 320)}
 
 
-def test_shapes_by_name_fill_what_batch_and_size_cannot() -> None:
+def test_named_shapes_fill_the_other_free_dimensions() -> None:
     ids, mask = (Tensor(name, "int64", ("batch", "length")) for name in ("ids", "mask"))
     both = {"ids": (2, 128), "mask": (2, 128)}
     assert static_shapes([ids, mask], Dims(1, 0, 0, both)) == both
@@ -33,11 +33,11 @@ def test_shapes_by_name_fill_what_batch_and_size_cannot() -> None:
         (Dims(1, 256, 224), "fixed height 224"),
     ],
 )
-def test_a_fixed_image_is_not_asked_to_be_another(dims: Dims, said: str) -> None:
+def test_a_fixed_image_shape_cannot_be_changed(dims: Dims, said: str) -> None:
     refuses(said, static_shapes, [Tensor("input", "float32", (1, 3, 224, 224))], dims)
 
 
-def test_a_fixed_vector_beside_the_image_need_not_have_the_batch() -> None:
+def test_a_fixed_vector_input_may_lack_the_batch() -> None:
     assert static_shapes([IMAGE, Tensor("scale", "float32", (2,))], Dims(8, 32, 32))["scale"] == (2,)
 
 
@@ -46,7 +46,7 @@ def test_a_fitting_feed_is_not_copied() -> None:
     assert fit_feed({"x": feed}, Tensor("x", "float32", (2, 3)), (2, 3)) is feed
 
 
-def test_type_and_order_are_fitted_and_a_wrong_shape_refused() -> None:
+def test_feeds_are_cast_and_reordered_but_wrong_shapes_are_refused() -> None:
     feed = np.arange(6, dtype=np.float32).reshape(3, 2).T
     made = fit_feed({"x": feed}, Tensor("x", "int64", (2, 3)), (2, 3))
     assert made.dtype == np.int64
@@ -97,19 +97,17 @@ def decoder(mask: str) -> list[Tensor]:
         ({"x": ("rows", 16)}, {"y": ("rows", 5)}, 0),
     ],
 )
-def test_the_batch_is_the_axis_of_that_name(
-    inputs: dict[str, Axes], outputs: dict[str, Axes], axis: int | None
-) -> None:
+def test_the_batch_axis_is_found_by_name(inputs: dict[str, Axes], outputs: dict[str, Axes], axis: int | None) -> None:
     assert batch_axes(tensors(**inputs), tensors(**outputs)) == {"x": axis}
 
 
-def test_an_input_without_the_batch_has_none() -> None:
+def test_an_input_without_the_batch_has_no_batch_axis() -> None:
     both = tensors(x=("batch", 7), position_ids=("length",), table=(4, 2))
     assert batch_axes(both, tensors(y=("batch", 5))) == {"x": 0, "position_ids": None, "table": None}
 
 
 @pytest.mark.parametrize("mask", [f"{PAST} + sequence_length", "total_sequence_length", "attention_mask_length"])
-def test_past_and_new_make_the_whole(mask: str) -> None:
+def test_past_and_new_lengths_sum_to_the_total(mask: str) -> None:
     inputs = decoder(mask)
     axes = batch_axes(inputs, [])
     cache = ("batch", 4, 16, 8)
@@ -124,7 +122,7 @@ def test_past_and_new_make_the_whole(mask: str) -> None:
     assert empty["mask"] == ("batch", 3) and empty["past_value"] == ("batch", 4, 0, 8)
 
 
-def test_lengths_that_do_not_add_up_are_refused() -> None:
+def test_inconsistent_lengths_are_refused() -> None:
     inputs = decoder(f"{PAST} + sequence_length")
     axes = batch_axes(inputs, [])
     with pytest.raises(UserError, match=r"don't add up: past_sequence_length 15, sequence_length 1, for a sum of 17"):
@@ -133,7 +131,7 @@ def test_lengths_that_do_not_add_up_are_refused() -> None:
         described_shapes(inputs, axes, {"ids": ("batch", 3), "mask": ("batch", 1)})
 
 
-def test_what_is_missing_is_listed_with_the_shapes_to_give() -> None:
+def test_missing_lengths_are_listed_with_the_options_to_give() -> None:
     inputs = decoder(f"{PAST} + sequence_length")
     with pytest.raises(UserError) as refused:
         described_shapes(inputs, batch_axes(inputs, []), {})
@@ -143,18 +141,18 @@ def test_what_is_missing_is_listed_with_the_shapes_to_give() -> None:
     )
 
 
-def test_sums_of_numbers_and_factors() -> None:
+def test_dimension_formulas_are_solved() -> None:
     inputs = tensors(x=("batch", "s0"), y=("batch", "2*s0 + 1"), z=("batch", "s0 - 1"))
     found = described_shapes(inputs, batch_axes(inputs, []), {"y": ("batch", 9)})
     assert found == {"x": ("batch", 4), "y": ("batch", 9), "z": ("batch", 3)}
 
 
-def test_an_image_keeps_its_free_size_and_shares_it_with_a_mask_of_the_same_names() -> None:
+def test_a_mask_shares_the_free_size_of_its_image() -> None:
     inputs = tensors(pixels=("batch", 3, "h", "w"), mask=("batch", "h", "w"))
     assert described_shapes(inputs, batch_axes(inputs, []), {}) == {"mask": ("batch", "height", "width")}
 
 
-def test_numbers_alone_fix_the_batch_where_the_file_has_it() -> None:
+def test_numeric_shapes_fix_the_batch() -> None:
     inputs = tensors(x=("time", "batch", 16))
     axes = batch_axes(inputs, [])
     assert fixed_batch(inputs, axes, {"x": (50, 4, 16)}) == 4
@@ -164,7 +162,7 @@ def test_numbers_alone_fix_the_batch_where_the_file_has_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["batch", "batch_size"])
-def test_a_later_axis_is_the_batch_under_any_name(name: str) -> None:
+def test_a_later_batch_axis_is_found_under_any_name(name: str) -> None:
     """The file may even use Dyno's own names: a recurrent network's state of two layers beside its sound."""
     inputs = [Tensor("sound", "float32", (name, 512)), Tensor("state", "float32", (2, name, 128))]
     shapes = described_shapes(inputs, batch_axes(inputs, [Tensor("state_n", "float32", (2, name, 128))]), {})
@@ -190,7 +188,7 @@ PREPROCESS = Preprocess()
         ((1, 32, 3), False),
     ],
 )
-def test_few_channels_at_the_end_and_longer_sides(shape: tuple[int | str, ...], last: bool) -> None:
+def test_channels_last_is_detected_from_the_shape(shape: tuple[int | str, ...], last: bool) -> None:
     assert channels_last(shape) is last
     assert find_axes(shape) == ((3, 1, 2) if last else (1, 2, 3))
 
@@ -211,7 +209,7 @@ def fed(data: DataSpec, last: bool, dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 @pytest.mark.parametrize("real", [True, False])
-def test_both_layouts_are_fed_the_same_pictures(data: DataSpec, dtype: str, real: bool) -> None:
+def test_both_layouts_get_the_same_images(data: DataSpec, dtype: str, real: bool) -> None:
     chosen = data if real else DataSpec()
     first, last = fed(chosen, False, dtype), fed(chosen, True, dtype)
     assert last.shape == (2, 6, 5, 3) and last.flags.c_contiguous
@@ -220,14 +218,14 @@ def test_both_layouts_are_fed_the_same_pictures(data: DataSpec, dtype: str, real
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8])
-def test_a_pipeline_reads_them_into_its_own_memory(data: DataSpec, dtype: type) -> None:
+def test_channels_last_images_are_read_into_given_memory(data: DataSpec, dtype: type) -> None:
     images = Images(data, PREPROCESS, last=True)
     place = np.zeros((2, 6, 5, 3), dtype)
     images.read_into(place, 3)
     np.testing.assert_allclose(place, images.read_batch(3, 2, "uint8" if dtype is np.uint8 else "float32"), rtol=1e-6)
 
 
-def test_pixels_count_as_what_their_normalisation_makes_of_them(data: DataSpec) -> None:
+def test_raw_and_normalised_pixels_have_the_same_hash(data: DataSpec) -> None:
     raw, usual = ([{"x": fed(data, True, dtype)}] for dtype in ("uint8", "float32"))
     assert hash_feeds(raw, PREPROCESS) == hash_feeds(usual, PREPROCESS)
 
@@ -236,6 +234,6 @@ def test_pixels_count_as_what_their_normalisation_makes_of_them(data: DataSpec) 
     ("name", "shape"),
     [("input", ("batch_size", 3, "frames", 160)), ("degraded_audio", ("n", 1, 400, 257)), ("mel", ("n", 1, 80, "w"))],
 )
-def test_sounds_are_no_images(name: str, shape: tuple[int | str, ...]) -> None:
+def test_audio_inputs_are_not_images(name: str, shape: tuple[int | str, ...]) -> None:
     assert image_of([Tensor(name, "float32", shape)]) is None
     assert image_of([Tensor("frames", "float32", ("frames", 3, "height", "width"))]) is not None

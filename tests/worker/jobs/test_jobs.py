@@ -41,7 +41,7 @@ def slow_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_modules")
-def test_imports_are_counted_once_and_apart() -> None:
+def test_import_time_is_counted_once_and_separately() -> None:
     clock, usual = ColdStartClock(), (builtins.__import__, importlib.import_module)
     begin = time.monotonic()
     with clock.imports_apart(), clock.time_part("load"):
@@ -56,7 +56,7 @@ def test_imports_are_counted_once_and_apart() -> None:
     assert (builtins.__import__, importlib.import_module) == usual
 
 
-def test_an_import_that_fails_ends_the_counting_too() -> None:
+def test_a_failed_import_ends_the_import_timing() -> None:
     clock = ColdStartClock()
     with clock.imports_apart(), clock.time_part("load"):
         for _ in range(2):
@@ -69,7 +69,7 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize(("batch", "free"), [(1, False), (2, False), (2, True)])
-def test_a_program_takes_the_batch_of_its_example_or_any(batch: int, free: bool, tmp_path: Path) -> None:
+def test_a_program_keeps_the_batch_of_its_example_unless_free(batch: int, free: bool, tmp_path: Path) -> None:
     path = tmp_path / "net.pt2"
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).eval()
     shapes = ({0: torch.export.Dim("batch", min=1, max=8)},) if free else None
@@ -86,7 +86,7 @@ class Scaled(torch.nn.Module):  # type: ignore[misc, name-defined]
         return torch.nn.functional.dropout(x, training=self.training) * scale + shift
 
 
-def test_a_program_with_inputs_by_place_and_by_keyword(call: Any, tmp_path: Path) -> None:
+def test_a_program_accepts_positional_and_keyword_inputs(call: Any, tmp_path: Path) -> None:
     free = {0: torch.export.Dim("batch", min=1, max=8)}
     example, keywords = (torch.randn(2, 6),), {"scale": 3.0, "shift": torch.randn(2, 6)}
     shapes = {"x": free, "scale": None, "shift": free}
@@ -98,14 +98,14 @@ def test_a_program_with_inputs_by_place_and_by_keyword(call: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_torchscript_saved_in_training_runs_as_for_answers(tmp_path: Path) -> None:
+def test_torchscript_saved_in_training_mode_runs_in_eval_mode(tmp_path: Path) -> None:
     script = torch.jit.script(torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(6, 4)).train())
     script.save(tmp_path / "net.torchscript")
     loaded, x = saved_modules.load(str(tmp_path / "net.torchscript")), torch.randn(3, 6)
     assert torch.equal(loaded(x), script.eval()(x)) and not loaded.training
 
 
-def test_a_module_of_another_pytorch_says_what_to_do(tmp_path: Path) -> None:
+def test_a_module_from_another_pytorch_version_gets_advice(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "net.pt2", "w") as archive:
         archive.writestr("net/archive_version", "9999")
     with pytest.raises(UserError, match="if another version saved it, save it again with this one") as caught:
@@ -114,7 +114,7 @@ def test_a_module_of_another_pytorch_says_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchscript_runs_in_bf16_and_what_compiles_or_exports_skips_it(call: Any, tmp_path: Path) -> None:
+def test_torchscript_runs_in_bf16_and_is_skipped_by_compilers(call: Any, tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).eval()
     torch.jit.trace(net, torch.rand(1, 3, 8, 8)).save(tmp_path / "net.torchscript")
     words = ("--backend", "pytorch,aoti,compile", "--precision", "fp32,bf16", "--size", "8", "--rounds", "1")
@@ -124,7 +124,7 @@ def test_torchscript_runs_in_bf16_and_what_compiles_or_exports_skips_it(call: An
     assert "compile bf16 skipped: torch.compile can't read TorchScript" in said
 
 
-def test_the_batch_of_a_program_goes_before_the_usual_one_of_dyno_eval(call: Any, tmp_path: Path) -> None:
+def test_dyno_eval_uses_the_batch_of_a_program(call: Any, tmp_path: Path) -> None:
     photographs(tmp_path / "pets", "a", "b", "c", "d")
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).eval()
     torch.export.save(torch.export.export(net, (torch.randn(2, 3, 8, 8),)), tmp_path / "net.pt2")
@@ -140,7 +140,7 @@ LARGE = "x.mean((2, 3)) + torch.empty(2**60 if len(x) > 1 else 1).sum()"  # too 
     ("result", "described", "sizes", "batch"),
     [(ONE, False, [[8, 8]], 1), (LARGE, False, [], 0), (LARGE, True, [], 0)],
 )
-def test_a_module_that_refuses_two_images_is_of_one_but_for_want_of_memory(
+def test_a_refused_batch_means_batch_1_unless_memory_ran_out(
     result: str, described: bool, sizes: list[list[int]], batch: int, tmp_path: Path
 ) -> None:
     (tmp_path / "net.py").write_text(
@@ -152,7 +152,7 @@ def test_a_module_that_refuses_two_images_is_of_one_but_for_want_of_memory(
     assert found.batch == batch
 
 
-def test_what_torchscript_refuses_is_said_with_its_reason(tmp_path: Path) -> None:
+def test_torchscript_errors_are_reported_with_their_reason(tmp_path: Path) -> None:
     """Its own message begins with a traceback."""
     path = tmp_path / "net.torchscript"
     torch.jit.script(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(27, 4))).save(path)
@@ -189,7 +189,7 @@ GIVEN, SEARCH = ServeOptions(rate=(10, 20, 30)), ServeOptions(p99="1s")
 
 
 @pytest.mark.parametrize(("options", "tried", "end"), [(GIVEN, [10], 20), (SEARCH, [50, 100], 200)])
-def test_rates_before_a_server_s_end_are_kept(options: ServeOptions, tried: list[float], end: float) -> None:
+def test_rates_before_a_server_failure_are_kept(options: ServeOptions, tried: list[float], end: float) -> None:
     work = Silent(len(tried), options)
     work.measure_rates("")
     assert [step.rate for step in work._facts.steps] == tried and work._facts.highest is None
@@ -200,7 +200,7 @@ def test_rates_before_a_server_s_end_are_kept(options: ServeOptions, tried: list
 
 
 @pytest.mark.parametrize("options", [GIVEN, SEARCH])
-def test_a_server_that_answers_nothing_fails(options: ServeOptions) -> None:
+def test_a_server_that_answers_no_request_fails(options: ServeOptions) -> None:
     with pytest.raises(Unanswered, match="no request got an answer"):
         Silent(0, options).measure_rates("")
 
@@ -225,7 +225,7 @@ class Slow:
         return self.words.pop(0) + "\n" if self.words else ""
 
 
-def test_a_job_by_itself_measures_three_blocks_or_for_its_time() -> None:
+def test_an_uninterleaved_job_measures_three_blocks_or_uses_its_time() -> None:
     plans = [Plan(seconds=seconds, blocks=5) for seconds in (0.0, 60.0)]
     assert [[*Uninterleaved().blocks("model", plan)] for plan in plans] == [[0, 1, 2], [0, 1, 2, 3, 4]]
 
@@ -247,7 +247,7 @@ def conducted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Slow, Inte
     return make
 
 
-def test_waiting_is_in_no_measurement(fake_trial: Any, tmp_path: Path, conducted: Any) -> None:
+def test_measurements_exclude_waiting(fake_trial: Any, tmp_path: Path, conducted: Any) -> None:
     slow, made = conducted("go", "go", "go", "end", "end")
     trial = fake_trial()
     trial = replace(trial, plan=replace(trial.plan, blocks=3))
@@ -262,7 +262,7 @@ def test_waiting_is_in_no_measurement(fake_trial: Any, tmp_path: Path, conducted
     assert all(value < AGES for value in seconds.values()), seconds
 
 
-def test_seconds_of_loading_are_shared_by_those_that_load_at_the_same_time(conducted: Any) -> None:
+def test_load_time_is_divided_among_concurrent_loads(conducted: Any) -> None:
     slow, made = conducted("go", "go")
     made.together, before = 4, slow.perf_counter()
     made.imported()
@@ -273,7 +273,7 @@ def test_seconds_of_loading_are_shared_by_those_that_load_at_the_same_time(condu
     assert made.waited_s - waited - AGES == pytest.approx(0.75 * own, abs=0.2)
 
 
-def test_who_has_no_conductor_any_more_does_not_load(fake_trial: Any, tmp_path: Path, conducted: Any) -> None:
+def test_a_job_without_a_conductor_does_not_load(fake_trial: Any, tmp_path: Path, conducted: Any) -> None:
     _, made = conducted()
     trial = fake_trial()
     job = Job("run", trial.runtime, trial, options={"turns": {"set": "s", "place": 0}})

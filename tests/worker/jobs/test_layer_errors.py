@@ -173,7 +173,7 @@ def test_a_wrong_kernel_of_an_engine_is_found(compare: Any) -> None:
     assert found.substituted and found.substituted.error < 1e-5
 
 
-def test_what_only_fusing_makes_wrong_vanishes_when_marked_and_is_found_by_cuts(compare: Any) -> None:
+def test_fusion_errors_hidden_by_marking_are_found_by_cutting(compare: Any) -> None:
     found = compare(network(), network(), WrongFusion())
     assert found.unmodified and found.unmodified.error > 0.05 and found.marked and found.marked.error < 1e-5
     assert max(layer.total.error for layer in found.layers) < 1e-5  # marking every tensor hides the error
@@ -194,7 +194,7 @@ def test_an_overflow_is_found_where_it_begins(compare: Any) -> None:
     )
 
 
-def test_an_overflow_that_only_marking_shows(compare: Any) -> None:
+def test_an_overflow_visible_only_when_marked_is_not_a_suspect(compare: Any) -> None:
     """ONNX Runtime lacks FP16 kernels on a CPU: it continues in FP32 until a tensor is marked."""
     from onnxconverter_common import float16
 
@@ -206,7 +206,7 @@ def test_an_overflow_that_only_marking_shows(compare: Any) -> None:
     )
 
 
-def test_parts_change_nothing(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparing_in_parts_gives_the_same_result(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = scaled(network(), "w2", -1.0)
     at_once = compare(network(), wrong)
     monkeypatch.setattr(numerics_compare, "MAX_MARKED_B", 1)
@@ -215,13 +215,13 @@ def test_parts_change_nothing(compare: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert own(at_once) == pytest.approx(own(in_parts))
 
 
-def test_fewer_runs_where_tensors_would_fill_the_memory(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_runs_are_compared_when_memory_is_short(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics_compare, "MAX_KEPT_B", 1)
     found = compare(network(), scaled(network(), "w2", -1.0))
     assert (found.runs, found.suspects) == (1, ("c2",))
 
 
-def test_a_branch_of_the_graph_itself(compare: Any) -> None:
+def test_an_error_in_an_if_branch_is_found(compare: Any) -> None:
     """Subgraphs of an If read tensors from the outer graph, and are cut out with them."""
 
     def with_branch(value: float) -> Any:
@@ -248,7 +248,7 @@ def test_a_branch_of_the_graph_itself(compare: Any) -> None:
     assert {layer.tensor: set(layer.reads) for layer in found.layers}["g"] == {"f", "sum"}
 
 
-def test_other_graphs_are_refused(compare: Any) -> None:
+def test_graphs_without_common_layers_are_refused(compare: Any) -> None:
     other = network()
     inner = {node.output[0] for node in other.graph.node} - {"y"}
     for node in other.graph.node:
@@ -257,13 +257,13 @@ def test_other_graphs_are_refused(compare: Any) -> None:
     refuses("it shares no layer's tensor with the reference", compare, network(), other)
 
 
-def test_another_network_whose_tensors_have_the_same_names_is_refused(compare: Any) -> None:
+def test_another_network_with_the_same_tensor_names_is_refused(compare: Any) -> None:
     other = network()
     other.graph.node[0].attribute.append(onnx.helper.make_attribute("strides", [2, 2]))
     refuses(r"most tensors of .*1\.onnx have other shapes .* these are different networks", compare, network(), other)
 
 
-def test_few_counterparts_are_counted(compare: Any) -> None:
+def test_unmatched_tensors_are_counted(compare: Any) -> None:
     """Tensors without a counterpart belong to the next tensor that has one."""
     other = scaled(network(), "w2", 1.5)
     kept = {"x", "c1", "y"}
@@ -275,12 +275,12 @@ def test_few_counterparts_are_counted(compare: Any) -> None:
     assert (found.unmatched, found.reference_layers) == (10, 12)
 
 
-def test_inputs_that_are_no_numbers_are_refused() -> None:
+def test_non_finite_inputs_are_refused() -> None:
     with pytest.raises(UserError, match="input 'x' has values that are NaN or infinite"):
         numerics_compare.check_finite([{"x": np.array([1.0, np.nan])}])
 
 
-def test_nodes_without_names(compare: Any) -> None:
+def test_errors_are_found_in_graphs_with_nameless_nodes(compare: Any) -> None:
     wrong = scaled(network(), "w3", 1.5)
     for node in wrong.graph.node:
         node.ClearField("name")
@@ -288,7 +288,7 @@ def test_nodes_without_names(compare: Any) -> None:
     assert found.suspects == ("c3",) and found.substituted and found.substituted.error < 1e-5
 
 
-def test_suspects_are_few(compare: Any) -> None:
+def test_negligible_errors_are_not_suspects(compare: Any) -> None:
     wrong: Sequence[tuple[str, float]] = (("w1", 1.0001), ("w2", 1.5), ("w3", 1.5))
     model = network()
     for weight, factor in wrong:
@@ -296,14 +296,14 @@ def test_suspects_are_few(compare: Any) -> None:
     assert set(compare(network(), model).suspects) <= {"c2", "c3"}
 
 
-def test_a_tensor_that_its_readers_make_up_for_is_left_out(compare: Any) -> None:
+def test_rescaled_tensors_are_left_out(compare: Any) -> None:
     """As in a graph with layers rescaled against each other before quantisation."""
     found = compare(network(), scaled(scaled(network(), "up", 4.0), "down", 0.25))
     assert found.mismatched == 2 and {"u", "v"}.isdisjoint(layer.tensor for layer in found.layers)
     assert max(own(found).values()) < 1e-5 and found.unmodified and found.unmodified.error < 1e-5
 
 
-def test_a_relu_that_quantising_took_away_is_no_error(compare: Any) -> None:
+def test_a_relu_absorbed_by_quantisation_is_not_an_error(compare: Any) -> None:
     """A quantiser absorbs it into the clamping at 0, and gives the convolution its output's name."""
     quantised = network()
     make, nodes = onnx.helper.make_node, [*quantised.graph.node]

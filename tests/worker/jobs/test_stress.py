@@ -53,7 +53,7 @@ class Doubler(Session):
         return self.lost
 
 
-def test_a_good_engine_holds() -> None:
+def test_a_correct_engine_passes_the_stress_test() -> None:
     session = Doubler()
     found = list(stress(session, TRIAL, ["min", "opt", "max", "random", "3"], 40))
     assert [name for name, *_ in found] == ["min", "opt", "max", "random", "3"]
@@ -71,7 +71,7 @@ def test_an_output_that_depends_on_the_batch_is_found(error: float) -> None:
 
 
 @pytest.mark.parametrize(("changed", "share"), [(0, 0.0), (1, 0.0), (3, 2 / 128)])
-def test_of_labels_the_share_that_differs_counts_less_one_of_many(changed: int, share: float) -> None:
+def test_label_error_is_the_share_that_differs_beyond_one(changed: int, share: float) -> None:
     class Labels(Doubler):
         def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
             labels = (10 * self.x).astype(np.int64)
@@ -82,7 +82,7 @@ def test_of_labels_the_share_that_differs_counts_less_one_of_many(changed: int, 
     assert (good.worst, bad.worst) == (0, pytest.approx(share)) and bool(bad.wrong) == bool(share)
 
 
-def test_memory_that_grows_is_found() -> None:
+def test_memory_growth_is_found() -> None:
     ((_, _, found),) = stress(Doubler(leak=MAX_GROWTH_B // 5), TRIAL, ["opt"], 10)
     assert found.wrong == 0 and found.device_growth == 2 * MAX_GROWTH_B // 10 * 10 and not found.ok
 
@@ -98,7 +98,7 @@ def test_a_batch_outside_the_profile_is_refused() -> None:
         (["2", "6", "random"], [(2, 2), (6, 6), (2, 6)]),
     ],
 )
-def test_a_file_without_a_profile_has_usual_batches(phases: list[str], batches: list[tuple[int, int]]) -> None:
+def test_a_file_without_a_profile_gets_default_batches(phases: list[str], batches: list[tuple[int, int]]) -> None:
     assert [phase.batches for *_, phase in stress(Doubler(limits=None), TRIAL, phases, 1)] == batches
 
 
@@ -115,14 +115,14 @@ def test_every_type_of_a_cpu_has_a_peak_or_a_reason(monkeypatch: pytest.MonkeyPa
     assert [name for name, _ in stress_job.measure_peak(Runtime(threads=1), 0.01, ["bf16", "tf32"])] == ["bf16"]
 
 
-def test_a_slow_type_is_not_tried_at_sizes_that_take_all_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_type_skips_sizes_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {16: 1e6, 32: 1e6, 4096: 1e6}
     monkeypatch.setitem(stress_job.PRODUCT_SIDES, "cpu", tuple(rates))
     monkeypatch.setattr(stress_job, "_measure_side", lambda torch, device, name, side, seconds: rates[side])
     assert all(set(one.sides) == {"16", "32"} for _, one in stress_job.measure_peak(Runtime(threads=1), 1.0))
 
 
-def test_a_type_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_without_a_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel for int8 here\nmore")
 
@@ -134,19 +134,19 @@ def test_a_type_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")
-def test_a_gpu_that_is_not_there_is_unavailable() -> None:
+def test_a_missing_gpu_is_unavailable() -> None:
     with pytest.raises(Unavailable, match="finds no NVIDIA GPU"):
         dict(stress_job.measure_peak(Runtime(device="cuda:0")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")
-def test_as_a_job_it_leaves_a_record_with_a_reason(tmp_path: Path) -> None:
+def test_a_skipped_peak_job_records_its_reason(tmp_path: Path) -> None:
     record = launch(Job("peak", Runtime(device="cuda:0")), tmp_path / "peak", 1200)
     assert (record.status, record.stage) == ("skipped", "peak")
     assert "NVIDIA GPU" in record.reason
 
 
-def test_a_copy_has_a_rate_that_counts_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_rate_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stress_job.system, "last_cache", lambda: 1 << 19)
     monkeypatch.setitem(stress_job.MIN_COPIED_B, "cpu", 1 << 20)
     with monkeypatch.context() as timed:

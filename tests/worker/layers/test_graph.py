@@ -32,7 +32,7 @@ def of(shape: tuple[int, ...], kind: Any = np.float32) -> Any:
     return np.ones(shape, kind)
 
 
-def test_weights_are_told_from_statistics_limits_and_indices(tmp_path: Path) -> None:
+def test_weights_are_distinguished_from_other_constants(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w", "b"], ["c"], "conv", kernel_shape=[3, 3]),
         helper.make_node("BatchNormalization", ["c", "s", "t", "mean", "var"], ["n"], "norm"),
@@ -52,7 +52,7 @@ def test_weights_are_told_from_statistics_limits_and_indices(tmp_path: Path) -> 
     assert rows["flatten"].outputs[0].shape == (1, 144)
 
 
-def test_a_weight_of_two_nodes_is_stored_once(tmp_path: Path) -> None:
+def test_a_weight_shared_by_two_nodes_is_counted_once(tmp_path: Path) -> None:
     nodes = [helper.make_node("MatMul", [a, "w"], [b], a) for a, b in (("x", "h"), ("h", "y"))]
     found = graph.read_graph(stored(tmp_path / "m.onnx", nodes, {"w": of((8, 8))}), {})
     assert [layer.parameters for layer in found.layers] == [64, 64] and found.parameters == 64
@@ -70,9 +70,7 @@ def test_quantised_weights_count_and_scales_do_not(tmp_path: Path) -> None:
     assert [layer.parameters for layer in found.layers] == [108, 4, 0]
 
 
-def test_an_operator_of_another_domain_has_its_name_and_no_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_custom_operator_is_named_and_its_shape_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     nodes = [helper.make_node("Strange", ["x"], ["y"], domain="mine")]
     found = graph.read_graph(stored(tmp_path / "m.onnx", nodes, {}), {})
@@ -92,14 +90,14 @@ def test_an_operator_of_another_domain_has_its_name_and_no_shape(
         ("node_1", "", ()),
     ],
 )
-def test_nodes_know_their_modules(tmp_path: Path, name: str, scopes: str, module: tuple[str, ...]) -> None:
+def test_nodes_are_assigned_to_modules(tmp_path: Path, name: str, scopes: str, module: tuple[str, ...]) -> None:
     node = helper.make_node("Relu", ["x"], ["y"], name)
     if scopes:
         node.metadata_props.add(key=graph.SCOPES_KEY, value=scopes)
     assert graph.read_graph(stored(tmp_path / "m.onnx", [node], {}), {}).layers[0].modules == module
 
 
-def test_missing_weights_are_a_line(tmp_path: Path) -> None:
+def test_missing_weights_are_reported(tmp_path: Path) -> None:
     path = stored(tmp_path / "m.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": of((8, 8))})
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="w.data", size_threshold=0)
     (tmp_path / "w.data").unlink()
@@ -107,7 +105,7 @@ def test_missing_weights_are_a_line(tmp_path: Path) -> None:
         graph.read_graph(path, {})
 
 
-def test_weights_in_branches_count_and_their_operations_are_unknown(tmp_path: Path) -> None:
+def test_branch_weights_are_counted_but_branch_flops_are_unknown(tmp_path: Path) -> None:
     def branch(name: str, *weights: Any) -> Any:
         node = helper.make_node("MatMul", ["x", name], ["out_" + name], name)
         return helper.make_graph([node], name, [], [helper.make_tensor_value_info("out_" + name, FLOAT, None)], weights)
@@ -162,7 +160,7 @@ def saved(net: nn.Module, path: Path, count: int = 2) -> ModelSpec:
     return ModelSpec("net", f"saved:{path}", inputs=IMAGES[:count])
 
 
-def test_a_program_has_the_rows_of_its_module(tmp_path: Path) -> None:
+def test_a_program_has_the_same_rows_as_its_module(tmp_path: Path) -> None:
     net, images = Net(), (torch.rand(2, 3, 8, 8), torch.rand(2, 3, 8, 8))
     found = graph.list_program_parts(saved(net, tmp_path / "net.pt2"), DIMS)
     rows, own = module.read(found, *images), module.read(net, *images)
@@ -175,7 +173,7 @@ def test_a_program_has_the_rows_of_its_module(tmp_path: Path) -> None:
     assert "constant" in dict(found.named_buffers())  # goes to a GPU with the weights
 
 
-def test_attention_is_counted_as_in_its_module(tmp_path: Path) -> None:
+def test_attention_in_a_program_counts_as_in_its_module(tmp_path: Path) -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -206,7 +204,7 @@ def test_a_module_that_writes_into_its_input_has_parts(tmp_path: Path) -> None:
     assert found is not None and "conv" in dict(found.named_modules())
 
 
-def test_operators_of_libraries_are_looked_for(tmp_path: Path) -> None:
+def test_library_operators_are_imported_and_unknown_ones_named(tmp_path: Path) -> None:
     """Run in another process without earlier imports of the libraries."""
     (tmp_path / "save.py").write_text(
         "import torch, torchvision\n\n"
@@ -232,7 +230,7 @@ def test_operators_of_libraries_are_looked_for(tmp_path: Path) -> None:
     assert done.stdout.startswith("twice.pt2 needs the operator strange::twice, which another library registers; name")
 
 
-def test_parts_that_give_other_outputs_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_with_different_outputs_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, read = saved(Net(), tmp_path / "net.pt2"), saved_modules.load_unflattened
 
     def other(path: str) -> Any:

@@ -66,7 +66,7 @@ NOISE = [{"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"
          event("Trace", "PyTorch Profiler (0)", 0, 400)]  # fmt: skip
 
 
-def test_work_is_of_the_innermost_call_in_which_its_operator_began() -> None:
+def test_kernels_belong_to_the_innermost_call_that_launched_them() -> None:
     runs = kernel_trace.read_runs([*NOISE, *one_run(0, 100), *one_run(200, 200)], ROWS, 4)
     assert len(runs) == 2
     for run in runs:
@@ -79,13 +79,13 @@ def test_work_is_of_the_innermost_call_in_which_its_operator_began() -> None:
     assert names[3].startswith("Memcpy DtoD + vectorized_elementwise_kernel<4, CUDAFunctor_add<float>")
 
 
-def test_a_call_without_a_row_is_its_caller_s() -> None:
+def test_a_call_without_a_row_counts_for_its_caller() -> None:
     rows = {("a", 0): 0, ("", 0): 1}
     (run,) = kernel_trace.read_runs(one_run(0, 100), rows, 2)
     assert run.seconds == pytest.approx([19e-6, 5e-6])
 
 
-def test_work_outside_of_runs_is_of_none() -> None:
+def test_kernels_outside_of_runs_are_not_counted() -> None:
     warm_up = launched("kernel", ADD, 500, 510, 9, 0, 999)
     (run,) = kernel_trace.read_runs([*one_run(0, 100), *warm_up], ROWS, 4)
     assert sum(run.seconds) == pytest.approx(24e-6) and run.kernels == 4
@@ -100,7 +100,7 @@ def test_work_outside_of_runs_is_of_none() -> None:
         ("k" * 200, "k" * engine.MAX_KERNEL_LENGTH + "…"),
     ],
 )
-def test_a_short_name_of_a_kernel(name: str, short: str) -> None:
+def test_kernel_names_are_shortened(name: str, short: str) -> None:
     assert engine.shorten_kernel(name) == short
 
 
@@ -125,7 +125,7 @@ def path(events: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def test_queued_kernels_are_the_path_and_the_host_before_the_first() -> None:
+def test_queued_kernels_are_on_the_critical_path() -> None:
     found = path([
         run(100), piece("cuda_runtime", "cudaLaunchKernel", 5, 10, 1), piece("kernel", "a", 12, 52, 1),
         piece("cuda_runtime", "cudaLaunchKernel", 20, 25, 2), piece("kernel", "b", 53, 90, 2),
@@ -137,7 +137,7 @@ def test_queued_kernels_are_the_path_and_the_host_before_the_first() -> None:
     })  # fmt: skip
 
 
-def test_a_gpu_that_waits_for_the_host_leaves_its_kernels_off_the_path() -> None:
+def test_a_gpu_waiting_for_the_host_keeps_kernels_off_the_critical_path() -> None:
     events = [
         run(100), piece("cuda_runtime", "cudaLaunchKernel", 0, 10, 1), piece("kernel", "early", 11, 20, 1),
         piece("cuda_runtime", "cudaLaunchKernel", 80, 90, 2), piece("kernel", "late", 88, 95, 2),
@@ -151,14 +151,14 @@ def test_a_gpu_that_waits_for_the_host_leaves_its_kernels_off_the_path() -> None
     assert by_name["cudaDeviceSynchronize"].waiting == pytest.approx(4e-6) and not by_name["cudaLaunchKernel"].waiting
 
 
-def test_a_copy_that_returns_when_it_is_done_waits_and_one_that_does_not_doesn_t() -> None:
+def test_only_a_blocking_copy_is_on_the_critical_path() -> None:
     blocking = [run(50), piece("cuda_runtime", "cudaMemcpyAsync", 10, 40, 1), piece("gpu_memcpy", "DtoH", 20, 38, 1)]
     assert path(blocking)["DtoH"] == pytest.approx(18)
     later = [run(50), piece("cuda_runtime", "cudaMemcpyAsync", 10, 15, 1), piece("gpu_memcpy", "DtoH", 20, 38, 1)]
     assert "DtoH" not in path(later), "no call waited for it"
 
 
-def test_calls_inside_of_calls_and_work_of_other_streams() -> None:
+def test_nested_calls_and_parallel_streams_are_resolved() -> None:
     found = path([
         run(60), piece("cuda_runtime", "cudaGraphLaunch", 0, 10, 1), piece("cuda_runtime", "cuLaunch", 2, 8, 2),
         piece("kernel", "one", 12, 30, 2, stream=7), piece("kernel", "two", 12, 50, 1, stream=9),
@@ -170,7 +170,7 @@ def test_calls_inside_of_calls_and_work_of_other_streams() -> None:
     })  # fmt: skip
 
 
-def test_only_the_runs_that_count() -> None:
+def test_warm_up_runs_are_left_out() -> None:
     first = [run(10), piece("cuda_runtime", "cudaFree", 1, 9, 1)]
     second = [{**e, "ts": e["ts"] + 100} for e in (run(30), piece("cuda_runtime", "cudaLaunchKernel", 5, 10, 2))]
     names = {one.name for one in kernel_trace.list_functions([*first, *second], 1)}
@@ -187,7 +187,7 @@ def share(found: tuple[Function, ...], where: str) -> float:
     return sum(one.path for one in found if one.where == where) / sum(one.path for one in found)
 
 
-def test_eager_pytorch_at_batch_1_is_the_host_s(real: dict[str, list[dict[str, Any]]]) -> None:
+def test_eager_pytorch_at_batch_1_is_host_bound(real: dict[str, list[dict[str, Any]]]) -> None:
     found = kernel_trace.list_functions(real["eager1"], 0)
     path(real["eager1"])
     assert share(found, kernel_trace.GPU) < 0.05
@@ -195,7 +195,7 @@ def test_eager_pytorch_at_batch_1_is_the_host_s(real: dict[str, list[dict[str, A
     assert launch.calls > 100 and launch.path == pytest.approx(launch.time, rel=0.05)
 
 
-def test_in_a_cuda_graph_the_kernels_are_the_path(real: dict[str, list[dict[str, Any]]]) -> None:
+def test_kernels_of_a_cuda_graph_are_on_the_critical_path(real: dict[str, list[dict[str, Any]]]) -> None:
     found = kernel_trace.list_functions(real["graph1"], 0)
     path(real["graph1"])
     kernels = [one for one in found if one.where == kernel_trace.GPU and one.calls]

@@ -26,7 +26,7 @@ def checked(net: Any, *args: Any) -> Any:
     return found
 
 
-def test_resnet18_has_the_rows_of_the_reference() -> None:
+def test_resnet18_rows_match_the_reference() -> None:
     torchvision = pytest.importorskip("torchvision")
     found = checked(torchvision.models.resnet18().eval().to("meta"), IMAGE.to("meta"))
     assert len(found.layers) == 68 and found.parameters == 11_689_512
@@ -38,11 +38,11 @@ def test_resnet18_has_the_rows_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224"])
-def test_the_sums_are_pytorch_s(name: str) -> None:
+def test_totals_match_pytorch(name: str) -> None:
     checked(pytest.importorskip("timm").create_model(name).eval().to("meta"), IMAGE.to("meta"))
 
 
-def test_the_sums_of_a_yolo_are_pytorch_s() -> None:
+def test_totals_of_a_yolo_model_match_pytorch() -> None:
     pytest.importorskip("ultralytics")
     from ultralytics.nn.tasks import ClassificationModel
 
@@ -61,7 +61,7 @@ class Residual(nn.Module):
         return self.relu(self.drop(self.relu(self.conv(x))) + x)
 
 
-def test_calls_are_told_apart_and_nothing_is_lost() -> None:
+def test_repeated_calls_have_separate_rows() -> None:
     found = checked(nn.Sequential(Residual(), nn.Conv2d(4, 2, 1)).eval(), torch.zeros(2, 4, 8, 8))
     rows = {layer.name: layer for layer in found.layers}
     assert [layer.name for layer in found.layers] == ["0.conv", "0.relu", "0.drop", "0.relu", "0", "1", "0.unused"]
@@ -86,13 +86,13 @@ def test_a_part_that_is_called_again_reads_its_weights_again() -> None:
     assert [(layer.parameters, layer.added) for layer in found.layers] == [(20, 20), (0, 0), (20, 0)]
 
 
-def test_attention_s_own_weights_are_its_own() -> None:
+def test_attention_weights_belong_to_the_attention_layer() -> None:
     found = checked(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.zeros(1, 5, 16))
     rows = {layer.name: layer for layer in found.layers}
     assert rows["self_attn"].parameters == 3 * 16 * 17 and rows["self_attn"].flops
 
 
-def test_what_has_no_parts_to_watch_is_a_line() -> None:
+def test_modules_without_observable_parts_are_refused() -> None:
     net, image = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval(), torch.zeros(1, 2)
     with pytest.raises(UserError, match=r"it is TorchScript, .* dyno inspect MODEL onnx"):
         module.read(torch.jit.script(net), image)
@@ -100,7 +100,7 @@ def test_what_has_no_parts_to_watch_is_a_line() -> None:
         module.read(torch.export.export(net, (image,)).module(), image)
 
 
-def test_a_scripted_part_is_its_caller_s() -> None:
+def test_a_scripted_part_counts_for_its_caller() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -115,7 +115,7 @@ def test_a_scripted_part_is_its_caller_s() -> None:
     assert (rows["body.0"].type, rows["body.0"].parameters, rows["body.0"].skipped) == ("Conv2d", 148, True)
 
 
-def test_a_module_of_one_part_is_a_row_of_its_own() -> None:
+def test_a_single_part_module_has_its_own_row() -> None:
     class Mean(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.mean(1)
@@ -127,7 +127,7 @@ def test_a_module_of_one_part_is_a_row_of_its_own() -> None:
     assert [layer.modules for layer in module.read(net, IMAGE).layers] == [("0", "again")] * 2
 
 
-def test_a_call_has_what_its_parts_don_t_have() -> None:
+def test_own_time_excludes_the_time_of_parts() -> None:
     # The model calls a, then b, which calls a again; b has no row, so the model gets b's own 4 ns.
     marks = [(None, 0), (None, 1), ("a", 11), (None, 20), (None, 22), ("a", 25), ("b", 27), ("", 30)]
     rows = {("a", 0): 0, ("a", 1): 1, ("", 0): 2}
@@ -145,7 +145,7 @@ class Calls(nn.Module):
         return self.relu(self.relu(self.conv(x)) + x)
 
 
-def test_every_call_is_timed_and_no_hook_stays() -> None:
+def test_every_call_is_timed_and_hooks_are_removed() -> None:
     net, x = Calls().eval(), torch.zeros(1, 4, 8, 8)
     found = module.measure_modules(net, lambda: net(x), lambda: net(x), 5)
     assert [layer.name for layer in found.graph.layers] == ["conv", "relu", "relu", "unused", ""]
@@ -186,7 +186,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Notes:
     return notes
 
 
-def test_every_call_has_a_range_of_its_own_name_between_start_and_stop(noted: Notes) -> None:
+def test_every_call_has_a_named_profiler_range(noted: Notes) -> None:
     net, x = Twice().eval(), torch.zeros(1, 3, 8, 8)
     module.run_ranges(net, lambda: net(x))
     assert noted[0] == ("start", "") and noted[-1] == ("stop", "")
@@ -199,7 +199,7 @@ def test_every_call_has_a_range_of_its_own_name_between_start_and_stop(noted: No
     assert noted == [], "nothing of it is left on the module"
 
 
-def test_no_hook_is_left_after_a_call_that_failed(noted: Notes) -> None:
+def test_hooks_are_removed_after_a_failed_call(noted: Notes) -> None:
     net = nn.Sequential(nn.Linear(3, 4)).eval()
     with pytest.raises(RuntimeError):
         module.run_ranges(net, lambda: net(torch.zeros(1, 5)))
@@ -221,7 +221,7 @@ def mobile() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("made", [resnet, vit, mobile])
-def test_every_layer_that_runs_has_its_range(made: Callable[[], tuple[Any, Any]], noted: Notes) -> None:
+def test_every_executed_layer_has_a_profiler_range(made: Callable[[], tuple[Any, Any]], noted: Notes) -> None:
     net, x = made()
     with torch.no_grad():
         inside = module.add_whole(module.read(net, x), net)
@@ -267,7 +267,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, float]) -> Any:
     return module.measure_kernels(NET, once, lambda: NET(X), 5)
 
 
-def test_layers_have_their_kernels_and_the_gpu_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_list_their_kernels_and_gpu_work(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(monkeypatch, {"aten::conv2d": 7.0, "aten::relu": 3.0, "aten::add": 2.0})
     assert [(layer.name, layer.tactic) for layer in found.inside.layers] == [
         ("conv", "k_aten::conv2d"), ("relu", "k_aten::relu"), ("relu", "k_aten::relu"), ("unused", ""),
@@ -279,6 +279,6 @@ def test_layers_have_their_kernels_and_the_gpu_what_it_did(monkeypatch: pytest.M
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in NET.modules())
 
 
-def test_a_profiler_without_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_that_sees_no_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match="saw no kernel on the GPU"):
         measure(monkeypatch, {})

@@ -72,7 +72,7 @@ def nets(tmp_path: Path) -> Path:
         pytest.param("numpy", "nets.py, line 18", marks=pytest.mark.slow),
     ],
 )
-def test_no_graph_is_written_of_one_way_of_several(dyno: Any, nets: Path, function: str, line: str) -> None:
+def test_value_dependent_control_flow_is_not_exported(dyno: Any, nets: Path, function: str, line: str) -> None:
     out = nets.with_name("m.onnx")
     done = dyno("export", f"{nets}:{function}", "-o", out, "--size", 32)
     assert done.returncode == 2 and line in done.stderr, done.stderr
@@ -80,11 +80,11 @@ def test_no_graph_is_written_of_one_way_of_several(dyno: Any, nets: Path, functi
 
 
 @pytest.mark.parametrize("function", ["shape", "chosen"])
-def test_what_shapes_or_where_decide_is_exported(dyno: Any, nets: Path, function: str) -> None:
+def test_branches_on_shapes_and_where_are_exported(dyno: Any, nets: Path, function: str) -> None:
     dyno("export", f"{nets}:{function}", "-o", nets.with_name("m.onnx"), "--size", 33, code=0)
 
 
-def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno: Any, nets: Path) -> None:
+def test_value_dependent_branches_run_only_in_pytorch(dyno: Any, nets: Path) -> None:
     photos = nets.with_name("photos")
     photos.mkdir()
     rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def test_a_branch_on_values_is_measured_in_pytorch_and_crowned_nowhere_else(dyno
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_shortcut_that_an_export_does_not_take_may_read_values(asks: bool) -> None:
+def test_a_shortcut_skipped_during_export_may_read_values(asks: bool) -> None:
     """transformers' attention masks do so: left out if they hide nothing, but not in an export."""
     import torch
 

@@ -123,7 +123,7 @@ def same(artifact: Artifact, model: ModelSpec, batch: int, size: int) -> None:
     np.testing.assert_allclose(session.run(["output"], {"input": x})[0], want, 1e-3, 1e-4)
 
 
-def test_the_recipe_is_pure_and_keeps_only_what_shapes_the_file():
+def test_the_recipe_keeps_only_options_that_change_the_file():
     recipe = export_recipe(DIGITS, FREE, Runtime(device="cuda:0"), {"opset": 17, "channels_last": True})
     assert (recipe.maker, recipe.format, recipe.precision) == ("onnx_export", "onnx", "fp32")
     assert recipe.options == {"opset": 17}
@@ -131,7 +131,7 @@ def test_the_recipe_is_pure_and_keeps_only_what_shapes_the_file():
     assert "onnx_export" not in list_backends()
 
 
-def test_a_free_batch_serves_every_batch(tmp_path, capfd):
+def test_a_file_with_a_free_batch_runs_at_every_batch(tmp_path, capfd):
     artifact = make(tmp_path)
     assert capfd.readouterr().out == ""
     assert artifact.inputs == (Tensor("input", "float32", ("batch", 1, 64, 64)),)
@@ -164,7 +164,7 @@ def test_the_other_exporter_takes_over(tmp_path, nets):
     same(artifact, model, 7, 4)
 
 
-def test_a_program_of_torch_export_is_traced_too(tmp_path):
+def test_a_torch_export_program_can_be_traced(tmp_path):
     """It can't change its mode, which tracing used to require."""
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(), torch.nn.ReLU())
     torch.export.save(torch.export.export(net.eval(), (torch.randn(2, 3, 8, 8),)), tmp_path / "net.pt2")
@@ -174,7 +174,7 @@ def test_a_program_of_torch_export_is_traced_too(tmp_path):
     same(artifact, model, 2, 8)
 
 
-def test_a_graph_with_the_batch_written_into_it_is_refused(tmp_path, nets):
+def test_a_graph_with_a_hard_coded_batch_is_refused(tmp_path, nets):
     with pytest.raises(UserError, match=r"fixed batch \(--batch 1\).*torchscript exporter: wrote") as caught:
         make(tmp_path, ModelSpec("baked", f"{nets}:baked"), Dims(0, 4, 4))
     assert "\n" not in str(caught.value)
@@ -190,27 +190,27 @@ def test_outputs_in_dicts_and_lists_get_names(tmp_path, nets):
 
 
 @pytest.mark.slow
-def test_a_module_that_pytorch_quantised_is_exported(tmp_path, nets):
+def test_a_module_quantised_by_pytorch_is_exported(tmp_path, nets):
     artifact = make(tmp_path, ModelSpec("quantised", f"{nets}:quantised"), Dims(0, 8, 8))
     kinds = {node.op_type for node in onnx.load(artifact.path).graph.node}
     assert {"QuantizeLinear", "DequantizeLinear", "Conv"} <= kinds
 
 
-def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
+def test_invalid_sizes_and_options_are_refused_in_one_line(tmp_path):
     refuses("refuses 1x3x64x64: Wrong image height", make, tmp_path, ModelSpec("vit", "torchvision:vit_b_16"), FREE)
     refuses("unknown exporter 'fast'", make, tmp_path, exporter="fast")
     for options, message in (({"exporter": "fast"}, "exporter=fast"), ({"opset": "new"}, "opset=new")):
         refuses(f"^{message}: onnx's .* must be ", ONNX.recipe, Trial(DIGITS, "onnx", "fp32", FREE, options))
 
 
-def test_dynamo_is_brought_down_to_an_opset_it_does_not_write(tmp_path) -> None:
+def test_dynamo_exports_are_converted_to_older_opsets(tmp_path) -> None:
     artifact = make(tmp_path, exporter="dynamo", opset=17)
     assert (artifact.made_by.exporter, artifact.made_by.opset) == ("dynamo", 17)
     onnx.checker.check_model(artifact.path, full_check=True)
     same(artifact, DIGITS, 5, 64)
 
 
-def test_a_file_is_taken_as_it_is(tmp_path):
+def test_a_given_file_is_used_unchanged(tmp_path):
     path = make(tmp_path, exporter="torchscript").path
     given = make(tmp_path / "elsewhere", ModelSpec("m", f"file:{path}"))
     assert (given.path, given.seconds, given.format) == (path, 0.0, "onnx")
@@ -218,7 +218,7 @@ def test_a_file_is_taken_as_it_is(tmp_path):
     assert given.made_by.weights_sha256 == given.sha256
 
 
-def test_files_that_are_no_onnx_are_refused(tmp_path):
+def test_non_onnx_files_are_refused(tmp_path):
     whole = Path(make(tmp_path, exporter="torchscript").path).read_bytes()
     path = tmp_path / "given.onnx"
 
@@ -242,7 +242,7 @@ def test_files_that_are_no_onnx_are_refused(tmp_path):
     assert "not a valid ONNX graph" in said()
 
 
-def test_weights_beside_the_graph_belong_to_the_file(tmp_path):
+def test_external_weights_belong_to_the_file(tmp_path):
     model = onnx.load(make(tmp_path, exporter="torchscript").path)
     path, beside = tmp_path / "big.onnx", tmp_path / "big.bin"
     onnx.save(model, path, save_as_external_data=True, location=beside.name)
@@ -265,13 +265,13 @@ def test_known_networks_export_with_a_free_batch(source, size, tmp_path):
     same(artifact, model, 2, size)
 
 
-def test_a_result_per_image_has_no_free_batch(tmp_path, nets):
+def test_one_output_per_image_allows_no_free_batch(tmp_path, nets):
     model = ModelSpec("each", f"{nets}:each")
     refuses(r"returns 1 tensors at batch 1 and 3 at 3, .*--batch 1", make, tmp_path, model, Dims(0, 8, 8))
     assert make(tmp_path, model, Dims(1, 8, 8), exporter="torchscript").outputs == (Tensor("output", "float32", ()),)
 
 
-def test_a_module_that_changes_from_call_to_call_is_said_to(tmp_path, nets):
+def test_a_module_whose_outputs_vary_is_refused(tmp_path, nets):
     line = "counting gives other outputs at each call on one input, so no graph can be compared with it; let its"
     refuses(line, make, tmp_path, ModelSpec("counting", f"{nets}:counting"), Dims(0, 8, 8))
 
@@ -283,14 +283,14 @@ def test_a_module_may_write_into_its_input_but_not_return_bfloat16(tmp_path, net
         make(tmp_path, ModelSpec("halved", f"{nets}:halved"), size)
 
 
-def test_an_operator_of_a_later_opset_is_exported_in_that(tmp_path, nets):
+def test_operators_of_a_later_opset_raise_the_opset(tmp_path, nets):
     model = ModelSpec("bent", f"{nets}:bent")
     made = make(tmp_path, model, Dims(0, 8, 8))
     assert made.made_by.opset > 18 and "ONNX Runtime refuses" in made.made_by.warnings[0]
     same(made, model, 3, 8)
 
 
-def test_names_lose_the_wrapper_but_for_those_that_are_taken(tmp_path: Path) -> None:
+def test_wrapper_prefixes_are_removed_unless_names_clash(tmp_path: Path) -> None:
     branches = [
         helper.make_graph(
             [helper.make_node(kind, ["h", "model.fc.weight"], [f"y{kind}"], f"/model/{kind}")],
@@ -336,7 +336,7 @@ def pixels(digits: Any, parent: Artifact, folder: Path) -> Artifact:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8"])
-def test_raw_pixels_give_what_normalised_ones_give(digits: Any, tmp_path: Path, precision: str) -> None:
+def test_raw_and_normalised_pixels_give_the_same_outputs(digits: Any, tmp_path: Path, precision: str) -> None:
     parent = lowered(digits, precision, tmp_path / "parent")
     made = pixels(digits, parent, tmp_path / "made")
     assert (made.inputs, made.outputs) == ((Tensor("input", "uint8", ("batch", 1, 8, 8)),), parent.outputs)
@@ -349,7 +349,7 @@ def test_raw_pixels_give_what_normalised_ones_give(digits: Any, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-def test_every_class_is_the_same_on_real_digits_fed_as_a_quarter_of_the_bytes(
+def test_uint8_inputs_give_the_same_classes_with_a_quarter_of_the_bytes(
     digits: Any, tmp_path: Path, backend: str
 ) -> None:
     pytest.importorskip(backend)
@@ -380,7 +380,7 @@ def session(digits: Any, backend: str, artifact: Artifact, folder: Path) -> Sess
     return engine.load(trial, artifact)
 
 
-def test_normalisation_is_done_in_float32_before_the_graphs_own_type(digits: Any, tmp_path: Path) -> None:
+def test_pixels_are_normalised_in_float32_before_other_casts(digits: Any, tmp_path: Path) -> None:
     halves = onnx.load(digits.artifact.path)
     halves.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
     up = onnx.helper.make_node("Cast", ["input"], ["input_up"], to=onnx.TensorProto.FLOAT)
@@ -398,7 +398,7 @@ def test_normalisation_is_done_in_float32_before_the_graphs_own_type(digits: Any
     assert made.made_by.input_check.max_difference < 1e-3 * made.made_by.input_check.max_output
 
 
-def test_the_step_comes_last_and_only_when_it_is_asked_for(digits: Any) -> None:
+def test_the_pixel_step_is_last_and_only_on_request(digits: Any) -> None:
     plain = convert_recipe(digits.trial("tensorrt", "fp16"), "tensorrt")
     raw = convert_recipe(digits.trial("tensorrt", "fp16", input="uint8"), "tensorrt")
     assert (raw.maker, raw.precision, raw.options, raw.parent) == ("onnx_input", "fp16", {"input": "uint8"}, plain)
@@ -407,7 +407,7 @@ def test_the_step_comes_last_and_only_when_it_is_asked_for(digits: Any) -> None:
         convert_recipe(digits.trial("tensorrt", "fp16", input="int8"), "tensorrt")
 
 
-def test_what_has_no_image_input_is_one_line(digits: Any, tmp_path: Path) -> None:
+def test_models_without_an_image_input_are_refused(digits: Any, tmp_path: Path) -> None:
     step = reading_pixels(asked(digits, "fp32"))
     ids = replace(digits.artifact, inputs=(Tensor("ids", "int64", ("batch", 16)),))
     refuses(r"one image input .*; this one has ids", OnnxInput().make, step, ids, tmp_path)

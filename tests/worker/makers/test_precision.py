@@ -67,7 +67,7 @@ def test_tensorrt_gets_signed_symmetric_and_no_quantised_bias(digits: Any, tmp_p
     assert made.made_by.scheme.startswith("S8S8")
 
 
-def test_openvino_gets_zero_points_of_0_unsigned_where_nothing_is_negative(digits: Any, tmp_path: Path) -> None:
+def test_openvino_gets_zero_point_0_and_unsigned_non_negative_activations(digits: Any, tmp_path: Path) -> None:
     made, points, graph = make(digits, tmp_path, target="openvino")
     assert points[onnx.TensorProto.UINT8] >= 2
     zero = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name.endswith("zero_point")]
@@ -99,7 +99,7 @@ def test_attention_and_residual_sums_of_a_transformer_stay_in_float(
     assert made.made_by.kept_float == 1
 
 
-def test_the_record_says_what_shaped_the_file(digits: Any, tmp_path: Path) -> None:
+def test_the_record_describes_calibration_and_target(digits: Any, tmp_path: Path) -> None:
     made, *_ = make(digits, tmp_path, samples=40)
     assert made.made_by.calibration == Calibration(40, "minmax", "d161")
     assert made.made_by.target == "onnxruntime"
@@ -116,7 +116,7 @@ def test_fewer_calibration_images_than_asked_for_is_a_warning(digits: Any, tmp_p
     assert made.made_by.warnings == ("calibrated on 200 images, all that digits has for it",)
 
 
-def test_percentiles_give_other_ranges(digits: Any, tmp_path: Path) -> None:
+def test_percentile_calibration_narrows_the_ranges(digits: Any, tmp_path: Path) -> None:
     def scales(*, method: str) -> np.ndarray:
         folder = tmp_path / method
         folder.mkdir()
@@ -136,7 +136,7 @@ def test_a_file_with_a_fixed_batch_is_calibrated_at_that_batch(digits: Any, stat
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_seven_bit_weights_where_the_cpu_would_overflow(
+def test_weights_have_seven_bits_where_the_cpu_would_overflow(
     digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     for narrow, most in ((True, 64), (False, 127)):
@@ -148,9 +148,7 @@ def test_seven_bit_weights_where_the_cpu_would_overflow(
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor is all there is")
-def test_calibration_keeps_to_the_processors_that_it_may_use(
-    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibration_respects_cpu_affinity(digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime's default is a thread on every core of the machine, regardless of the affinity."""
 
     def threads() -> dict[int, set[int]]:
@@ -179,9 +177,7 @@ def test_fp16_halves_the_file_and_keeps_float32_feeds(digits: Any, tmp_path: Pat
     assert made.made_by.check.max_difference < 0.02 * made.made_by.check.max_output
 
 
-def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
-    digits: Any, onnx_file: Any, tmp_path: Path
-) -> None:
+def test_fp16_keeps_softmax_in_fp32_and_large_weights_in_fp16(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
     path = onnx_file(f"{ENDS} {{ scaled = Mul(input, big) output = Softmax(scaled) }}", big=np.float32([30000.0]))
     graph = onnx.load(of_file(path, recipe(digits, "fp16"), digits, tmp_path).path).graph
     assert graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT, (
@@ -197,7 +193,7 @@ def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
 @pytest.mark.parametrize(
     ("value", "said"), [(1e-9, []), (70000.0, ["weights up to 7e+04 exceed FP16's range and were cut to 65504"])]
 )
-def test_only_weights_too_large_for_fp16_are_told_of(
+def test_only_weights_too_large_for_fp16_are_reported(
     digits: Any, onnx_file: Any, tmp_path: Path, value: float, said: list[str]
 ) -> None:
     path = onnx_file(f"{ENDS} {{ output = Mul(input, weight) }}", weight=np.float32([value]))
@@ -237,7 +233,7 @@ def test_weights_that_fp16_cannot_hold_stay_in_fp32(digits: Any, onnx_file: Any,
     assert made.made_by.check.max_difference < 0.02 * made.made_by.check.max_output
 
 
-def test_a_graph_inside_a_node_reads_what_was_computed_before(onnx_file: Any) -> None:
+def test_fp16_subgraphs_read_values_computed_before_them(onnx_file: Any) -> None:
     """Casts are added behind the softmax, and the converter's order of nodes misses its reader."""
     path = onnx_file(f"""{ENDS} {{
         share = Softmax(input)
@@ -248,7 +244,7 @@ def test_a_graph_inside_a_node_reads_what_was_computed_before(onnx_file: Any) ->
     onnx.checker.check_model(converted, full_check=True)
 
 
-def test_an_output_that_is_described_twice_is_converted(onnx_file: Any) -> None:
+def test_an_output_declared_twice_is_converted(onnx_file: Any) -> None:
     """A detector from a package lists its output among the inner values, too."""
     model = onnx.load(onnx_file(f"{ENDS} {{ output = Softmax(input) }}"))
     model.graph.value_info.extend([*model.graph.input, *model.graph.output])
@@ -257,7 +253,7 @@ def test_an_output_that_is_described_twice_is_converted(onnx_file: Any) -> None:
     assert converted.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
 
 
-def test_weights_of_nodes_in_fp32_are_not_rounded_where_the_graph_describes_them(onnx_file: Any) -> None:
+def test_declared_weights_of_fp32_nodes_are_not_rounded(onnx_file: Any) -> None:
     """PyTorch's dynamo exporter lists the weights among the inner values."""
     path = onnx_file(f"{ENDS} {{ [mask] output = Where(flag, input, least) }}",
                      flag=np.bool_(False), least=np.float32([-3e38]))  # fmt: skip
@@ -269,7 +265,7 @@ def test_weights_of_nodes_in_fp32_are_not_rounded_where_the_graph_describes_them
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_cast_that_the_graph_has_of_itself_meets_the_type_around_it(
+def test_existing_casts_are_adapted_to_the_surrounding_type(
     digits: Any, onnx_file: Any, tmp_path: Path, precision: str
 ) -> None:
     path = onnx_file(f"{ENDS} {{ float = Cast<to = 1>(size) output = Mul(input, float) }}", size=np.int64([4]))
@@ -277,7 +273,7 @@ def test_a_cast_that_the_graph_has_of_itself_meets_the_type_around_it(
     assert made.made_by.check.max_difference < 0.01 * made.made_by.check.max_output
 
 
-def test_bf16_computes_in_bfloat16_from_the_weights_own_values(digits: Any, tmp_path: Path) -> None:
+def test_bf16_rounds_the_original_weights_and_computes_in_bfloat16(digits: Any, tmp_path: Path) -> None:
     made, _, graph = make(digits, tmp_path, "bf16")
     assert made.bytes < 0.6 * digits.artifact.bytes
     assert onnx.load(made.path).opset_import[0].version == 22
@@ -294,9 +290,7 @@ def test_bf16_computes_in_bfloat16_from_the_weights_own_values(digits: Any, tmp_
     assert "rounded" in check.ran
 
 
-def test_bf16_holds_what_fp16_overflows_on_and_keeps_softmax_in_fp32(
-    digits: Any, onnx_file: Any, tmp_path: Path
-) -> None:
+def test_bf16_avoids_fp16_overflow_and_keeps_softmax_in_fp32(digits: Any, onnx_file: Any, tmp_path: Path) -> None:
     text = f"{ENDS} {{ less = Mul(input, tiny) more = Mul(less, big) output = Softmax(more) }}"
     path = onnx_file(text, big=np.float32([3e38]), tiny=np.float32([1e-38]))
     made = of_file(path, recipe(digits, "bf16"), digits, tmp_path)
@@ -334,7 +328,7 @@ def test_a_quantised_file_is_not_quantised_twice(digits: Any, tmp_path: Path, pr
     refuses("quantised already", OnnxPrecision().make, recipe(digits, precision), once, tmp_path)
 
 
-def test_what_cannot_be_made_is_one_line(digits: Any, tmp_path: Path) -> None:
+def test_impossible_recipes_are_refused_in_one_line(digits: Any, tmp_path: Path) -> None:
     good = recipe(digits)
     bad = {
         "give --data": replace(good, data=None),
@@ -354,7 +348,7 @@ def test_calibration_images_of_another_size_are_refused(digits: Any, tmp_path: P
     refuses("nines are 1x9x9, but the model reads 1x8x8", OnnxPrecision().make, wrong, digits.artifact, tmp_path)
 
 
-def test_all_batches_share_one_chain_and_targets_only_what_does_not_depend_on_them(digits: Any) -> None:
+def test_batches_share_one_recipe_chain_and_int8_depends_on_the_target(digits: Any) -> None:
     def chain(precision: str, target: str, batch: int = 1, **options: Any) -> Recipe:
         trial: Trial = digits.trial(target, precision, batch, **options)
         return convert_recipe(trial, target)
@@ -373,7 +367,7 @@ def test_int8_without_data_has_no_recipe(digits: Any) -> None:
     refuses("give --data", convert_recipe, replace(digits.trial("openvino", "int8"), data=DataSpec()), "openvino")
 
 
-def test_tensorrt_gets_an_opset_that_its_oldest_parser_reads(digits: Any) -> None:
+def test_tensorrt_gets_an_opset_supported_by_its_oldest_parser(digits: Any) -> None:
     def opset(target: str, **options: Any) -> Any:
         made = convert_recipe(digits.trial(target, "fp16", **options), target)
         assert made.parent is not None

@@ -61,7 +61,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:net"
 
 
-def test_an_engine_for_one_shape_gets_a_folded_graph_first_and_other_routes_after(net: str) -> None:
+def test_a_static_engine_tries_a_folded_graph_before_other_routes(net: str) -> None:
     recipe = registry.find("tensorrt").recipe(replace(_trial(net, "tensorrt"), runtime=Runtime(device="cuda:0")))
     found = []
     while recipe is not None:
@@ -74,12 +74,12 @@ def test_an_engine_for_one_shape_gets_a_folded_graph_first_and_other_routes_afte
     assert found == [("onnx_static", None, 0), ("onnx_static", "torchscript", 2), ("onnx_export", None, 2)]
 
 
-def test_a_named_route_has_no_other_behind_it(net: str) -> None:
+def test_an_explicit_route_has_no_fallback(net: str) -> None:
     recipe = registry.find("onnxruntime").recipe(_trial(net, exporter="torchscript", static=True))
     assert recipe is not None and recipe.fallback is None and recipe.dims.batch == 2
 
 
-def test_attention_with_a_free_batch_folds_to_a_graph_that_no_shape_is_computed_in(net: str) -> None:
+def test_folding_removes_shape_operators_from_attention(net: str) -> None:
     made = _file(registry.find("onnxruntime").recipe(_trial(net, fold=True, exporter="dynamo")))
     kinds = {node.op_type for node in onnx.load(made.path).graph.node}
     assert not kinds & {"Shape", "Expand", "ConstantOfShape"}
@@ -87,7 +87,7 @@ def test_attention_with_a_free_batch_folds_to_a_graph_that_no_shape_is_computed_
 
 
 @pytest.mark.slow
-def test_keys_are_swapped_by_one_transpose(net: str) -> None:
+def test_attention_keys_are_swapped_by_one_transpose(net: str) -> None:
     graph = onnx.load(_file(registry.find("onnxruntime").recipe(_trial(net, exporter="dynamo"))).path).graph
     makers = {name: node for node in graph.node for name in node.output}
     products = [n for n in graph.node if n.op_type == "MatMul" and "Softmax" in {r.op_type for r in graph.node}]
@@ -98,7 +98,7 @@ def test_keys_are_swapped_by_one_transpose(net: str) -> None:
     assert back.op_type == "Transpose" and [*back.attribute[0].ints] == [0, 1, 3, 2]
 
 
-def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_route_falls_back_to_the_next_and_is_reported(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     good = registry.find("onnxruntime").recipe(_trial(net, exporter="torchscript"))
     assert good is not None
     bad = replace(good, options={"exporter": "none such"}, fallback=good)
@@ -114,7 +114,7 @@ def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatc
 @pytest.mark.parametrize(
     ("batch_size", "said"), [("x.shape[0]", "up to batch 4"), ("len(x)", "right with few images and not with 17")]
 )
-def test_a_module_that_looks_at_the_batch_has_a_file_for_each(tmp_path: Path, batch_size: str, said: str) -> None:
+def test_a_batch_dependent_module_gets_a_file_per_batch(tmp_path: Path, batch_size: str, said: str) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\n\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
         f"        return x.mean((2, 3)) * (2 if {batch_size} > 4 else 1)\n\ndef net():\n    return Net()\n"
@@ -132,7 +132,7 @@ def test_a_module_that_looks_at_the_batch_has_a_file_for_each(tmp_path: Path, ba
         assert (out == (2 if batch == 8 else 1)).all()
 
 
-def test_fixed_shapes_that_a_file_can_not_have_are_refused(tmp_path: Path) -> None:
+def test_fixed_shapes_incompatible_with_a_file_are_refused(tmp_path: Path) -> None:
     onnx_text.write(tmp_path / "m.onnx", "(float[n, 3, 8, 8] x) => (float[n, 3, 8, 8] y) { y = Relu(x) }", ir=10)
     from dyno.worker.onnx_graph.file import prepare_given
 
@@ -157,7 +157,7 @@ def test_fixed_shapes_that_a_file_can_not_have_are_refused(tmp_path: Path) -> No
         ("Conv MatMul Softmax", "torchscript", True, ()),
     ],
 )
-def test_other_routes_where_the_graph_may_differ(
+def test_other_routes_are_listed_where_their_graph_may_differ(
     operators: str, exporter: str, folds: bool, routes: tuple[str, ...]
 ) -> None:
     made_by = MakerFacts(operators=dict.fromkeys(operators.split(), 1), exporter=exporter)
@@ -165,14 +165,14 @@ def test_other_routes_where_the_graph_may_differ(
     assert all(options_of(route) for route in routes)
 
 
-def test_a_program_of_torch_export_is_not_traced_for_speed() -> None:
+def test_a_torch_export_program_has_no_traced_routes() -> None:
     """PyTorch refuses its free batch ("JIT Tracing of SymInts"): each such route cost a failed row and ten seconds."""
     made_by = MakerFacts(operators={"MatMul": 1}, exporter="dynamo")
     assert list_other_routes(made_by, is_folded=False, program=True) == ("dynamo+static+fold",)
     assert list_other_routes(made_by, is_folded=True, program=True) == ()
 
 
-def test_routes_by_name() -> None:
+def test_route_names_become_options() -> None:
     assert options_of("torchscript+opset17+static+fold") == {
         "exporter": "torchscript", "opset": 17, "static": True, "fold": True,
     }  # fmt: skip

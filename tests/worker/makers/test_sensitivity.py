@@ -38,7 +38,7 @@ def _steps(digits: Any, precision: str, target: str, keep: int) -> tuple[Recipe,
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_layer_is_ranked_the_worst_first(digits: Any, target: str, tmp_path: Path) -> None:
+def test_layers_are_ranked_from_the_most_sensitive(digits: Any, target: str, tmp_path: Path) -> None:
     made = ranked(digits, tmp_path, target=target)
     ranking = made.made_by.ranking
     assert {each.op for each in ranking} >= {"Conv", "Gemm"}
@@ -50,7 +50,7 @@ def test_every_layer_is_ranked_the_worst_first(digits: Any, target: str, tmp_pat
 
 
 @pytest.mark.parametrize(("narrow", "steps"), [(False, 127), (True, 63)])
-def test_a_layer_costs_what_its_rounded_inputs_and_weights_do(narrow: bool, steps: int) -> None:
+def test_the_cost_of_a_layer_comes_from_its_rounded_inputs_and_weights(narrow: bool, steps: int) -> None:
     """Inputs have one scale, weights one for each output."""
     rng = np.random.default_rng(0)
     x, w, b = (rng.uniform(-3, 3, shape).astype(np.float32) for shape in ((9, 4), (4, 3), (3,)))
@@ -77,7 +77,7 @@ def test_kept_layers_read_floats(digits: Any, target: str, tmp_path: Path) -> No
     assert any("DequantizeLinear" in reads[each.node] for each in parent.made_by.ranking[2:])
 
 
-def test_the_more_layers_are_kept_the_nearer_the_outputs(digits: Any, tmp_path: Path) -> None:
+def test_keeping_more_layers_brings_outputs_closer(digits: Any, tmp_path: Path) -> None:
     feeds = {"input": digits.images()[0][:64]}
     exact = compute_outputs(digits.artifact.path, feeds)[0]
     parent = ranked(digits, tmp_path)
@@ -89,7 +89,7 @@ def test_the_more_layers_are_kept_the_nearer_the_outputs(digits: Any, tmp_path: 
     assert ratios[0] < ratios[1]
 
 
-def test_fp16_keeps_them_too(digits: Any, tmp_path: Path) -> None:
+def test_fp16_files_keep_layers_in_fp32(digits: Any, tmp_path: Path) -> None:
     parent = ranked(digits, tmp_path, "fp16")
     made = OnnxPrecision().make(_steps(digits, "fp16", "onnxruntime", 1)[1], parent, _folder(tmp_path / "made"))
     (kept,) = made.made_by.kept
@@ -100,7 +100,7 @@ def test_fp16_keeps_them_too(digits: Any, tmp_path: Path) -> None:
     assert onnx.TensorProto.FLOAT16 in weights.values()
 
 
-def test_ratios_stay_finite() -> None:
+def test_sqnr_values_stay_finite() -> None:
     a = [np.ones(4)]
     assert compute_sqnr(a, [np.ones(4)]) == 120
     assert compute_sqnr(a, [np.full(4, np.inf)]) == -120
@@ -109,7 +109,7 @@ def test_ratios_stay_finite() -> None:
     assert compute_sqnr([np.zeros(2)], [np.ones(2)]) == -120
 
 
-def test_more_than_there_are_is_refused(digits: Any, tmp_path: Path) -> None:
+def test_keeping_more_layers_than_exist_is_refused(digits: Any, tmp_path: Path) -> None:
     parent = ranked(digits, tmp_path)
     with pytest.raises(UserError, match=r"keep=99: digits has \d+ layers that int8 touches"):
         OnnxPrecision().make(_steps(digits, "int8", "onnxruntime", 99)[1], parent, _folder(tmp_path / "made"))
@@ -119,7 +119,7 @@ def test_bf16_keeps_no_layers(digits: Any) -> None:
     refuses("bf16 has the range of fp32", convert_recipe, digits.trial("onnxruntime", "bf16", keep=1), "onnxruntime")
 
 
-def test_one_ranking_serves_every_number(digits: Any) -> None:
+def test_one_ranking_serves_any_number_of_kept_layers(digits: Any) -> None:
     first, second = (_steps(digits, "int8", "onnxruntime", keep) for keep in (1, 5))
     assert first[0] == second[0] and first[1] != second[1]
     plain = convert_recipe(digits.trial("onnxruntime", "int8", keep=0), "onnxruntime")
@@ -139,7 +139,7 @@ def asked(digits: Any, precision: str = "fp8", target: str = "tensorrt", **optio
     return convert_recipe(digits.trial(target, precision, **options), target)
 
 
-def test_fp8_is_always_made_by_it_int8_when_it_is_asked_for(digits: Any) -> None:
+def test_modelopt_makes_fp8_always_and_int8_on_request(digits: Any) -> None:
     step = asked(digits)
     assert (step.maker, step.precision, step.runtime.name) == ("onnx_modelopt", "fp8", "modelopt")
     assert step.options == {"samples": 128, "method": "minmax"}
@@ -151,7 +151,7 @@ def test_fp8_is_always_made_by_it_int8_when_it_is_asked_for(digits: Any) -> None
     assert (pixels.maker, pixels.parent) == ("onnx_input", step)
 
 
-def test_what_cannot_be_is_one_line(digits: Any, tmp_path: Path) -> None:
+def test_impossible_quantisations_are_refused_in_one_line(digits: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="fp8 needs real calibration images: give --data"):
         convert_recipe(replace(digits.trial("tensorrt", "fp8"), data=DataSpec()), "tensorrt")
     refuses("fp8 by nvidia-modelopt is for TensorRT, not for openvino", asked, digits, target="openvino")
@@ -161,12 +161,12 @@ def test_what_cannot_be_is_one_line(digits: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("modelopt") is not None, reason="nvidia-modelopt is installed here")
-def test_a_python_without_it_is_told_what_to_give(digits: Any, tmp_path: Path) -> None:
+def test_a_missing_modelopt_names_the_option_to_give(digits: Any, tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"nvidia-modelopt is not installed .*--python modelopt=PATH \(there: pip"):
         OnnxModelopt().make(asked(digits), digits.artifact, tmp_path)
 
 
-def test_the_images_can_be_read_from_the_start_again(digits: Any) -> None:
+def test_calibration_images_can_be_rewound(digits: Any) -> None:
     feeds = Feeds(CalibrationImages(asked(digits, samples=3), digits.artifact))
     first = [feeds.get_next() for _ in range(4)]
     assert [feed is None for feed in first] == [False, False, False, True]
@@ -180,7 +180,7 @@ def test_the_images_can_be_read_from_the_start_again(digits: Any) -> None:
 @needs_modelopt
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "kind"), [("fp8", "float8"), ("int8", "int8")])
-def test_its_files_are_right_and_build(digits: Any, tmp_path: Path, precision: str, kind: str) -> None:
+def test_modelopt_files_are_accurate_and_build(digits: Any, tmp_path: Path, precision: str, kind: str) -> None:
     step = asked(digits, precision, quantizer="modelopt")
     job = Job("make", Runtime("modelopt", PYTHON, threads=2), recipe=step, artifact=digits.artifact)
     record = launch(job, tmp_path / "job", 1200)

@@ -58,7 +58,7 @@ def test_a_right_graph_raises_no_doubts(tmp_path):
     assert list_doubts(checked) == []
 
 
-def test_what_the_module_s_own_rounding_explains_is_accepted_and_said(tmp_path):
+def test_differences_explained_by_rounding_are_accepted_and_reported(tmp_path):
     path = graph(Scaled(1.0), tmp_path / "same.onnx")
     checked = verify_graph(path, read_io(str(path))[1], source(Rounding()))
     assert checked.max_abs_error == pytest.approx(checked.own_error) and checked.own_error > checked.atol
@@ -66,14 +66,14 @@ def test_what_the_module_s_own_rounding_explains_is_accepted_and_said(tmp_path):
     assert "amplifies rounding" in said and "lower precisions will differ by far more" in said
 
 
-def test_rounding_is_no_excuse_for_a_wrong_graph(tmp_path):
+def test_rounding_does_not_excuse_a_wrong_graph(tmp_path):
     path = graph(Scaled(1.05), tmp_path / "more.onnx")
     for module in (Scaled(1.0), Rounding()):
         with pytest.raises(WrongGraph, match="output is off by"):
             verify_graph(path, read_io(str(path))[1], source(module))
 
 
-def test_outputs_that_rounding_decides_are_not_called_wrong(tmp_path):
+def test_outputs_dominated_by_rounding_are_undecided(tmp_path):
     """A graph with another number of values is wrong regardless of rounding."""
     path = graph(Scaled(1.05), tmp_path / "more.onnx")
     with pytest.raises(

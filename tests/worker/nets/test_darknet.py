@@ -29,7 +29,7 @@ def module(cfg: Path, weights: Path | str = "", **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_outputs_are_opencv_s(name: str, photograph: np.ndarray, tmp_path: Path) -> None:
+def test_outputs_match_opencv(name: str, photograph: np.ndarray, tmp_path: Path) -> None:
     cfg, weights = write(tmp_path, name)
     other = cv2.dnn.readNetFromDarknet(str(cfg), str(weights))
     other.setInput(photograph)
@@ -49,7 +49,7 @@ def test_outputs_are_opencv_s(name: str, photograph: np.ndarray, tmp_path: Path)
     np.testing.assert_allclose(values[:, 4:][shown], rows[:, 5:][shown], rtol=1e-4, atol=1e-4)
 
 
-def test_a_dilated_convolution_is_pytorch_s(tmp_path: Path) -> None:
+def test_a_dilated_convolution_matches_pytorch(tmp_path: Path) -> None:
     """OpenCV ignores `dilation`, so the test compares with the definition."""
     text = NET + section("convolutional", filters=4, size=3, pad=1, dilation=3, activation="linear")
     cfg, weights = write(tmp_path, "dilated", text)
@@ -59,7 +59,7 @@ def test_a_dilated_convolution_is_pytorch_s(tmp_path: Path) -> None:
     torch.testing.assert_close(net(x), expected.flatten(1))
 
 
-def test_weights_that_end_early_or_late_are_one_line(tmp_path: Path) -> None:
+def test_weights_of_the_wrong_length_are_refused(tmp_path: Path) -> None:
     cfg, weights = write(tmp_path, "yolov3-tiny")
     whole = weights.read_bytes()
     cases = {
@@ -103,19 +103,19 @@ def test_weights_that_end_early_or_late_are_one_line(tmp_path: Path) -> None:
         (LARGE.replace("probability=0.5", "probability"), "is neither"),
     ],
 )
-def test_a_broken_architecture_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+def test_a_broken_architecture_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "net.cfg").write_text(text)
     refuses(message, module, tmp_path / "net.cfg")
 
 
-def test_other_classes_or_channels_than_the_file_s_are_refused(tmp_path: Path) -> None:
+def test_classes_and_channels_must_match_the_file(tmp_path: Path) -> None:
     cfg, _ = write(tmp_path, "yolov4-tiny")
     refuses("has 2 classes, not 80", module, cfg, classes=80)
     refuses("give --channels 3", module, cfg, channels=1)
     refuses(r"--weights FILE\.weights", module, cfg, pretrained=True)
 
 
-def test_scaled_yolov4_s_head_has_its_activation_in_the_convolution(tmp_path: Path) -> None:
+def test_the_scaled_yolov4_head_is_activated_in_its_convolution(tmp_path: Path) -> None:
     """`new_coords`: place times scale around the cell, extent (2 t)^2 times the anchor."""
     text = NET + conv(8, stride=8) + head("0,1,2", activation="logistic", new_coords=1, scale_x_y=2.0)
     cfg, weights = write(tmp_path, "csp", text)

@@ -37,12 +37,12 @@ def stored(path: Path, nodes: list[Any], weights: dict[str, tuple[int, ...]], sh
         ((3,), (3, 5), (5,), 0),
     ],
 )
-def test_a_product_is_counted_from_shapes_alone(first: Any, second: Any, result: Any, length: int) -> None:
+def test_a_matrix_product_is_counted_from_shapes_alone(first: Any, second: Any, result: Any, length: int) -> None:
     expected = 2 * int(np.prod(result)) * length if length else None
     assert flops.of_product(first, second, result) == expected
 
 
-def test_a_convolution_and_a_linear_layer_are_counted_as_by_hand() -> None:
+def test_convolution_and_linear_counts_match_hand_calculation() -> None:
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3, stride=2, padding=1, groups=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3, groups=8),
         torch.nn.Flatten(), torch.nn.Linear(8 * 14 * 14, 10),
@@ -51,7 +51,7 @@ def test_a_convolution_and_a_linear_layer_are_counted_as_by_hand() -> None:
     assert flops.of_module(net, torch.zeros(1, 3, 32, 32)) == by_hand
 
 
-def test_attention_is_counted_though_it_is_one_fused_operator() -> None:
+def test_fused_attention_is_counted() -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True).eval()
     tokens, width = 10, 16
     projections = 4 * tokens * width * width
@@ -74,20 +74,20 @@ def test_attention_is_counted_though_it_is_one_fused_operator() -> None:
     ],
     ids=["conv", "depthwise", "transposed", "gemm", "matmul"],
 )  # fmt: skip
-def test_products_of_a_graph(
+def test_products_in_an_onnx_graph_are_counted(
     node: Any, weight: tuple[int, ...], shape: tuple[int, ...], expected: int, tmp_path: Path
 ) -> None:
     path = stored(tmp_path / "net.onnx", [node], {"w": weight}, shape)
     assert flops.of_onnx(path, {"x": shape}) == expected
 
 
-def test_a_dynamic_batch_is_counted_at_the_batch_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_dynamic_batch_is_counted_at_the_requested_batch(tmp_path: Path) -> None:
     node = helper.make_node("MatMul", ["x", "w"], ["y"])
     path = stored(tmp_path / "net.onnx", [node], {"w": (6, 7)}, ("batch", 6))
     assert flops.of_onnx(path, {"x": (4, 6)}) == 2 * 4 * 7 * 6
 
 
-def test_a_shape_that_cannot_be_inferred_gives_no_count_and_leaves_nothing_behind(
+def test_an_uninferable_shape_gives_no_count_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
@@ -133,7 +133,7 @@ class Bent(torch.nn.Module):
     [(Pairs(), (3, 6), 2 * 3 * 7 * 5 * (6 + 1)), (Bent(), (1, 4, 8, 8), 2 * 6 * 36 * 2 * 9)],
     ids=["bilinear", "deformable"],
 )
-def test_products_that_pytorch_s_counter_does_not_know(
+def test_products_unknown_to_the_pytorch_counter_are_counted(
     net: torch.nn.Module, shape: tuple[int, ...], by_hand: int, tmp_path: Path
 ) -> None:
     example = torch.zeros(shape)
@@ -146,7 +146,7 @@ def test_products_that_pytorch_s_counter_does_not_know(
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_recurrent_layers_of_a_file_are_counted_as_pytorch_s(tmp_path: Path, kind: str) -> None:
+def test_recurrent_layers_in_a_file_count_as_in_pytorch(tmp_path: Path, kind: str) -> None:
     gates = {"LSTM": 4, "GRU": 3}[kind]
     node = helper.make_node(kind, ["x", "w", "r"], ["y"], hidden_size=8)
     path = stored(tmp_path / "m.onnx", [node], {"w": (1, gates * 8, 6), "r": (1, gates * 8, 8)}, (5, 2, 6))
@@ -154,7 +154,7 @@ def test_recurrent_layers_of_a_file_are_counted_as_pytorch_s(tmp_path: Path, kin
     assert flops.of_onnx(path, {}) == flops.of_module(net, torch.zeros(5, 2, 6)) == 2 * 10 * gates * 8 * (6 + 8)
 
 
-def test_einsum_is_a_product_where_it_sums(tmp_path: Path) -> None:
+def test_einsum_is_counted_only_where_it_sums(tmp_path: Path) -> None:
     for equation, weights, count in (
         ("bij,jk->bik", (8, 6), 2 * 2 * 3 * 8 * 6),
         ("bij,j->bij", (8,), 0),
@@ -171,19 +171,19 @@ def test_einsum_is_a_product_where_it_sums(tmp_path: Path) -> None:
         ((8, 20), {"qkv_hidden_sizes": [4, 4, 12]}, 2 * 2 * 3 * 8 * 20 + 2 * 2 * 3 * 3 * (4 + 12)),
     ],
 )
-def test_onnx_runtime_s_attention_projects_its_input_too(weight: Any, attributes: Any, expected: int) -> None:
+def test_attention_of_onnx_runtime_includes_the_input_projection(weight: Any, attributes: Any, expected: int) -> None:
     node = helper.make_node("Attention", ["x", "w", "b"], ["y"], domain="com.microsoft", num_heads=2, **attributes)
     assert flops.of_node(node, {"x": (2, 3, 8), "w": weight, "y": (2, 3, 12)}) == expected
     node.input.extend(["", "past"])
     assert flops.of_node(node, {"x": (2, 3, 8), "w": weight, "y": (2, 3, 12)}) is None
 
 
-def test_a_fused_product_sums_over_the_axis_that_it_transposes() -> None:
+def test_a_fused_product_sums_over_its_transposed_axis() -> None:
     node = helper.make_node("FusedMatMul", ["x", "w"], ["y"], domain="com.microsoft", transA=1)
     assert flops.of_node(node, {"x": (2, 9, 4), "w": (2, 9, 5), "y": (2, 4, 5)}) == 2 * 2 * 4 * 5 * 9
 
 
-def test_a_part_of_a_shape_is_no_more_than_that_part() -> None:
+def test_sliced_shapes_are_inferred() -> None:
     """PyTorch's exporter reads only the batch of a shape, for a recurrent layer's first state."""
     lengths = {"two": 2, "five": 5, "rest": -1, "width": 8}
     weights = {name: np.array([n]) for name, n in lengths.items()}
@@ -200,7 +200,7 @@ def test_a_part_of_a_shape_is_no_more_than_that_part() -> None:
     assert found is not None and found[1]["state"] == (2, 5, 8) and found[1]["y"] == (2, 5, 7)
 
 
-def test_what_one_inference_knows_of_shapes_the_other_goes_on_with(tmp_path: Path) -> None:
+def test_both_shape_inferences_build_on_each_other(tmp_path: Path) -> None:
     """ONNX's inference stops at Tile by a computed number, ONNX Runtime's at ReduceL2, as in timm's xcit."""
     nodes = [
         helper.make_node("Shape", ["x"], ["batch"], start=0, end=1),

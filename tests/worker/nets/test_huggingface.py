@@ -109,7 +109,7 @@ def test_an_image_classifier_runs_with_the_folders_weights(folders: Path, call: 
         ("video", {"pixel_values": (4, 3, 32, 32)}),
     ],
 )
-def test_text_sound_and_video_have_their_own_inputs(
+def test_text_audio_and_video_models_have_their_own_inputs(
     name: str, inputs: dict[str, tuple[int, ...]], folders: Path
 ) -> None:
     spec, inspection = inspect(folders / name)
@@ -117,7 +117,7 @@ def test_text_sound_and_video_have_their_own_inputs(
     assert inspection.size == (0, 0) and spec.name == name
 
 
-def test_weights_are_the_folders_own_and_identify_the_model(folders: Path, tmp_path: Path) -> None:
+def test_weights_come_from_the_folder_and_identify_the_model(folders: Path, tmp_path: Path) -> None:
     study = Study(models=(f"hf:{folders / 'bert'}",))
     first = model_spec(study, study.models[0])
     assert first.pretrained and first.source == f"hf:{folders / 'bert'}"
@@ -138,13 +138,13 @@ def test_weights_are_the_folders_own_and_identify_the_model(folders: Path, tmp_p
         ({"model_type": "mine", "auto_map": {"AutoConfig": "own.Config"}}, "it needs its own code, which is not run"),
     ],
 )
-def test_what_the_library_lacks_is_one_line(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused_in_one_line(config: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('this must not run')")
     refuses(said, inspect, tmp_path)
 
 
-def test_a_name_that_the_hub_cannot_give_is_one_line(
+def test_a_name_missing_from_the_hub_is_refused_in_one_line(
     call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import huggingface_hub
@@ -161,7 +161,7 @@ def test_a_name_that_the_hub_cannot_give_is_one_line(
     assert "has no config.json" in call("run", f"hf:{tmp_path / 'empty'}", "--dry-run", code=2)[2]
 
 
-def test_the_hubs_cache_is_enough(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_cache_is_enough_offline(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     place = tmp_path / "models--some--bert"
@@ -187,7 +187,7 @@ def test_the_hubs_cache_is_enough(folders: Path, tmp_path: Path, monkeypatch: py
         ({"size": {"height": 32, "width": 48}}, 0.0, "bilinear"),
     ],
 )
-def test_processors_as_others_write_them(
+def test_processor_files_of_various_forms_are_read(
     processor: dict[str, Any], resize: float, interpolation: str, folders: Path, tmp_path: Path
 ) -> None:
     shutil.copy(folders / "vit/config.json", tmp_path)
@@ -198,7 +198,7 @@ def test_processors_as_others_write_them(
     refuses("can't be read", models.preprocess, ModelSpec("m", f"hf:{tmp_path}"))
 
 
-def test_a_processor_among_others_in_one_file_counts(folders: Path, tmp_path: Path) -> None:
+def test_a_processor_in_a_combined_file_takes_precedence(folders: Path, tmp_path: Path) -> None:
     """transformers 5 saves it this way for networks with a tokenizer, and the library reads that file first."""
     shutil.copy(folders / "vit/config.json", tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "image_mean": [0.9] * 3}))
@@ -220,7 +220,7 @@ def test_a_processor_among_others_in_one_file_counts(folders: Path, tmp_path: Pa
         ({"rescale_factor": 1 / 127.5, "do_normalize": False}, 2.0),
     ],
 )
-def test_the_processors_scale_of_pixels_counts(
+def test_the_pixel_scale_of_the_processor_is_applied(
     processor: dict[str, Any], pixel: float, folders: Path, tmp_path: Path
 ) -> None:
     shutil.copy(folders / "vit/config.json", tmp_path)
@@ -230,7 +230,7 @@ def test_the_processors_scale_of_pixels_counts(
     assert (255 / 255 - found.mean[0]) / found.std[0] == pytest.approx(pixel)
 
 
-def test_images_that_the_processor_prepares_otherwise_are_refused(vit: Any, call: Any) -> None:
+def test_processors_that_swap_colour_channels_are_refused(vit: Any, call: Any) -> None:
     vit("preprocessor_config.json", do_flip_channel_order=True)
     words = ("run", "vit", "--backend", "pytorch", "--dry-run")
     code, _, error = call(*words, "--data", "pets")
@@ -255,7 +255,9 @@ def put_processor(folders: Path, folder: Path, kind: str, **settings: Any) -> An
         ("CLIPImageProcessor", {"size": {"shortest_edge": 32}, "crop_size": 32}),
     ],
 )
-def test_pixels_are_the_processors(kind: str, settings: dict[str, Any], folders: Path, tmp_path: Path) -> None:
+def test_pixels_match_those_of_the_processor(
+    kind: str, settings: dict[str, Any], folders: Path, tmp_path: Path
+) -> None:
     processor = put_processor(folders, tmp_path, kind, **settings)
     spec = ModelSpec("m", f"hf:{tmp_path}")
     source, rest = models.find_source(spec)
@@ -280,7 +282,7 @@ def test_pixels_are_the_processors(kind: str, settings: dict[str, Any], folders:
         ("EfficientNetImageProcessor", {"size": {"height": 32, "width": 32}}),
     ],
 )
-def test_a_processor_of_other_steps_is_refused(
+def test_a_processor_with_unsupported_steps_is_refused(
     kind: str, settings: dict[str, Any], folders: Path, call: Any, tmp_path: Path
 ) -> None:
     put_processor(folders, tmp_path / "vit", kind, **settings)
@@ -292,7 +294,7 @@ def test_a_processor_of_other_steps_is_refused(
 
 
 @pytest.mark.slow
-def test_a_model_of_timm_is_named_as_one(call: Any, tmp_path: Path) -> None:
+def test_a_timm_folder_names_its_timm_source(call: Any, tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     from timm.models._hub import save_for_hf
 
@@ -308,7 +310,7 @@ def test_a_model_of_timm_is_named_as_one(call: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_configuration_that_timm_stored_beside_its_weights_counts(refused: Any, call: Any, tmp_path: Path) -> None:
+def test_the_configuration_stored_with_timm_weights_is_used(refused: Any, call: Any, tmp_path: Path) -> None:
     """It describes the preparation of images; the library's own describes the training of its published weights."""
     timm = pytest.importorskip("timm")
     from timm.models._hub import save_for_hf
@@ -331,7 +333,7 @@ def test_the_configuration_that_timm_stored_beside_its_weights_counts(refused: A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["hf-hub", "hf_hub"])
-def test_timms_folders_are_read_from_the_hubs_cache(
+def test_timm_folders_are_read_from_the_hub_cache(
     prefix: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timm = pytest.importorskip("timm")
@@ -369,14 +371,14 @@ def test_timms_folders_are_read_from_the_hubs_cache(
     assert done.returncode == 0 and "output float32 1x5" in done.stdout, done.stderr
 
 
-def test_a_folder_without_a_processor_has_a_guess(folders: Path, call: Any, tmp_path: Path) -> None:
+def test_a_folder_without_a_processor_gets_guessed_preprocessing(folders: Path, call: Any, tmp_path: Path) -> None:
     MAKERS["vit"]().save_pretrained(tmp_path / "bare")
     photographs(tmp_path / "pets", "a", "b", "c", "d", "e")
     words = ("--data", "pets", "--backend", "pytorch", "--rounds", "1", "--seconds", "0.02", "--warmup", "0.01")
     assert "images were normalised by mean 0.485" in call("run", "bare", *words, "--out", "run", code=0)[1]
 
 
-def test_a_processor_that_cannot_be_run_is_told(vit: Any, call: Any) -> None:
+def test_a_processor_that_cannot_run_is_reported(vit: Any, call: Any) -> None:
     own = {"image_processor_type": "Own", "auto_map": {"AutoImageProcessor": "own.Own"}}
     vit("preprocessor_config.json", **own)
     words = ("--data", "pets", "--backend", "pytorch", "--rounds", "1", "--seconds", "0.02", "--warmup", "0.01")
@@ -385,7 +387,7 @@ def test_a_processor_that_cannot_be_run_is_told(vit: Any, call: Any) -> None:
     assert "the model's own processor couldn't be run to check that (it needs its own code, which is not run)" in told
 
 
-def test_a_detectors_processor_says_how_pixels_are_normalised(tmp_path: Path) -> None:
+def test_a_detector_processor_defines_the_normalisation(tmp_path: Path) -> None:
     config = transformers.YolosConfig(**SMALL, image_size=[32, 32], patch_size=8, num_detection_tokens=5, num_labels=2)
     transformers.YolosForObjectDetection(config).save_pretrained(tmp_path / "yolos")
     assert inspect(tmp_path / "yolos", task="detect")[1].preprocess_guessed
@@ -396,7 +398,7 @@ def test_a_detectors_processor_says_how_pixels_are_normalised(tmp_path: Path) ->
     assert spec.preprocess.letterbox and not inspection.preprocess_guessed
 
 
-def test_an_encoder_and_decoder_is_asked_for_the_decoders_tokens(call: Any, tmp_path: Path) -> None:
+def test_an_encoder_decoder_model_asks_for_decoder_tokens(call: Any, tmp_path: Path) -> None:
     config = transformers.T5Config(vocab_size=90, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     words = ("run", "t5", "--backend", "pytorch", "--dry-run")
@@ -407,7 +409,7 @@ def test_an_encoder_and_decoder_is_asked_for_the_decoders_tokens(call: Any, tmp_
     assert "decoder's" not in call(*words, "--shapes", "decoder_input_ids:batchx1x1:int64", code=2)[2]
 
 
-def test_that_a_detectors_processor_stretches_images_is_told(call: Any, tmp_path: Path) -> None:
+def test_a_detector_processor_that_stretches_images_is_reported(call: Any, tmp_path: Path) -> None:
     config = transformers.YolosConfig(**SMALL, image_size=[32, 32], patch_size=8, num_detection_tokens=5, num_labels=2)
     transformers.YolosForObjectDetection(config).save_pretrained(tmp_path / "yolos")
     own = {"image_processor_type": "RTDetrImageProcessor", "size": {"height": 32, "width": 32}, "do_normalize": False}
@@ -419,7 +421,7 @@ def test_that_a_detectors_processor_stretches_images_is_told(call: Any, tmp_path
     assert "images were letterboxed, but the model's own processor stretches them to the size" in out
 
 
-def test_text_beside_images_has_tokens_and_pixels(tmp_path: Path) -> None:
+def test_text_and_image_models_get_tokens_and_pixels(tmp_path: Path) -> None:
     sides = {"text_config": {**SMALL, "vocab_size": 90}, "vision_config": {**SMALL, "image_size": 32, "patch_size": 8}}
     transformers.CLIPModel(transformers.CLIPConfig(**sides)).save_pretrained(tmp_path / "clip")
     spec, inspection = inspect(tmp_path / "clip")
@@ -428,7 +430,7 @@ def test_text_beside_images_has_tokens_and_pixels(tmp_path: Path) -> None:
     assert inspection.size == (32, 32)
 
 
-def test_weights_of_another_network_are_not_completed_at_random(folders: Path, call: Any, tmp_path: Path) -> None:
+def test_missing_weights_are_not_filled_with_random_values(folders: Path, call: Any, tmp_path: Path) -> None:
     shutil.copytree(folders / "bert", tmp_path / "bert")
     config = json.loads((tmp_path / "bert/config.json").read_text())
     config["architectures"] = ["BertForSequenceClassification"]
@@ -444,7 +446,7 @@ def test_weights_of_other_shapes_are_named(vit: Any, refused: Any) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_an_adapter_is_not_left_out(folders: Path, refused: Any, tmp_path: Path, whole: bool) -> None:
+def test_an_unapplied_adapter_is_refused(folders: Path, refused: Any, tmp_path: Path, whole: bool) -> None:
     """Beside a network's own weights, or alone, as peft saves it."""
     (tmp_path / "lora").mkdir()
     for file in (folders / "vit").iterdir() if whole else ():
@@ -454,7 +456,7 @@ def test_an_adapter_is_not_left_out(folders: Path, refused: Any, tmp_path: Path,
     assert said in refused("run", "hf:lora", "--backend", "pytorch", "--dry-run")
 
 
-def test_a_folder_without_weights_is_warned_of(folders: Path, call: Any, tmp_path: Path) -> None:
+def test_a_folder_without_weights_causes_a_warning(folders: Path, call: Any, tmp_path: Path) -> None:
     """Nothing in it shows that weights are missing, and TensorFlow's file isn't read."""
     (tmp_path / "vit").mkdir()
     for name in ("config.json", "preprocessor_config.json"):
@@ -466,7 +468,7 @@ def test_a_folder_without_weights_is_warned_of(folders: Path, call: Any, tmp_pat
     assert "has no *.safetensors or *.bin; save the model there, or fetch the hub's with --pretrained" in words
 
 
-def test_a_networks_own_class_names_count(vit: Any, call: Any, refused: Any) -> None:
+def test_class_names_of_the_network_are_checked(vit: Any, call: Any, refused: Any) -> None:
     vit("config.json", id2label=dict(enumerate("abced")))
     call("export", "vit", "-o", "vit.onnx", code=0)  # the file keeps the class names
     for model, backend in (("vit", "pytorch"), ("vit.onnx", "onnxruntime")):

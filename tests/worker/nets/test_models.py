@@ -72,11 +72,11 @@ def refusal(model: ModelSpec) -> str:
         ("сети/моя.py:модель", "python", "сети/моя.py:модель"),
     ],
 )
-def test_parse_tells_sources_apart(source, kind, rest):
+def test_parse_distinguishes_source_kinds(source, kind, rest):
     assert models.parse(source) == (kind, rest)
 
 
-def test_a_source_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_source_can_be_added_as_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropped into the package, it is parsed, built, inspected, and written into a script."""
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.setattr(nets, "__path__", [*nets.__path__, str(tmp_path)])
@@ -95,7 +95,7 @@ def test_a_source_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("source", ["resnet18", "torchvision:", "a b:net", "nets:2", "/a/b:net", "ultralytics:"])
-def test_parse_refuses_what_is_no_source(source):
+def test_parse_refuses_invalid_sources(source):
     with pytest.raises(UserError, match="torchvision:NAME"):
         models.parse(source)
 
@@ -116,7 +116,7 @@ def test_unknown_names_get_the_nearest_one(source, hint):
     assert hint in refusal(spec(source))
 
 
-def test_random_weights_depend_on_the_seed_alone():
+def test_random_weights_depend_only_on_the_seed():
     first, again, other = (models.load(spec(seed=seed, channels=1)) for seed in (1, 1, 2))
     assert not first.training
     assert models.weights_sha256(first) == models.weights_sha256(again) != models.weights_sha256(other)
@@ -135,7 +135,7 @@ def test_a_function_may_draw_from_any_generator(tmp_path: Path) -> None:
     assert first.bias.tolist() == again.bias.tolist() and not (first.bias == other.bias).any()
 
 
-def test_weights_sha256_sees_values_types_shapes_and_names():
+def test_weights_sha256_covers_values_types_and_names():
     net = torch.nn.Linear(2, 3)
     before = models.weights_sha256(net)
     assert models.weights_sha256(torch.nn.Linear(2, 3).to(torch.bfloat16)) != before
@@ -145,7 +145,7 @@ def test_weights_sha256_sees_values_types_shapes_and_names():
     assert models.weights_sha256(net) != before
 
 
-def test_a_sparse_buffer_counts_with_its_values() -> None:
+def test_sparse_buffers_are_hashed_by_value() -> None:
     def hash_buffer(values: torch.Tensor) -> str:
         module = torch.nn.Module()
         module.register_buffer("adjacency", values.to_sparse())
@@ -154,7 +154,7 @@ def test_a_sparse_buffer_counts_with_its_values() -> None:
     assert hash_buffer(torch.eye(3)) == hash_buffer(torch.eye(3)) != hash_buffer(2 * torch.eye(3))
 
 
-def test_what_torchao_quantised_is_hashed_by_its_parts() -> None:
+def test_weights_quantised_by_torchao_are_hashed_by_value() -> None:
     torchao = pytest.importorskip("torchao.quantization")
 
     def hash_quantised(values: torch.Tensor) -> str:
@@ -167,7 +167,7 @@ def test_what_torchao_quantised_is_hashed_by_its_parts() -> None:
     assert hash_quantised(values) == hash_quantised(values) != hash_quantised(2 * values)
 
 
-def test_a_result_that_is_not_dense_says_what_to_return() -> None:
+def test_non_dense_outputs_are_refused_with_advice() -> None:
     refuses(r"returns a sparse tensor, .* return \.to_dense\(\)", named_outputs, torch.eye(3).to_sparse())
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     refuses(r"returns a nested tensor, .* return \.to_padded_tensor\(0\)", named_outputs, (torch.eye(3), nested))
@@ -215,7 +215,7 @@ def trained() -> torch.nn.Module:
 @pytest.mark.parametrize(
     "kind", ["plain", "state_dict", "model", "model_state_dict", "parallel", "compiled", "safetensors"]
 )
-def test_checkpoints_come_in_many_wrappings(kind, tmp_path, trained):
+def test_wrapped_checkpoints_are_read(kind, tmp_path, trained):
     state = trained.state_dict()
     path = tmp_path / ("w.safetensors" if kind == "safetensors" else "w.pt")
     prefixes = {"parallel": "module.", "compiled": "_orig_mod.module."}
@@ -230,7 +230,7 @@ def test_checkpoints_come_in_many_wrappings(kind, tmp_path, trained):
 
 
 @pytest.mark.parametrize("place", ["", "model.", "layer1."])
-def test_any_part_may_have_been_compiled(place, tmp_path, trained):
+def test_checkpoints_of_compiled_submodules_are_read(place, tmp_path, trained):
     inner = "model." if place == "model." else ""
     names = {name: f"{inner}{name}".replace(place, f"{place}_orig_mod.", 1) for name in trained.state_dict()}
     torch.save({"state_dict": {names[name]: value for name, value in trained.state_dict().items()}}, tmp_path / "w.pt")
@@ -238,7 +238,7 @@ def test_any_part_may_have_been_compiled(place, tmp_path, trained):
     assert models.weights_sha256(loaded) == models.weights_sha256(trained)
 
 
-def test_a_trainer_s_checkpoint_has_the_network_as_an_attribute(tmp_path, trained):
+def test_trainer_checkpoints_are_read_from_the_model_attribute(tmp_path, trained):
     path, state = tmp_path / "last.ckpt", trained.state_dict()
     inner = {f"model.{name}": tensor for name, tensor in state.items()}
     torch.save({"epoch": 3, "state_dict": {**inner, "criterion.weight": torch.ones(10)}}, path)
@@ -262,7 +262,7 @@ def test_the_number_of_classes_is_read_from_the_checkpoint(source, tmp_path):
     assert message.endswith("; they are of 4 classes: give --classes 4")
 
 
-def test_weights_of_other_classes_say_what_to_give(tmp_path, trained):
+def test_weights_with_other_class_counts_name_the_option_to_give(tmp_path, trained):
     torch.save(trained.state_dict(), tmp_path / "ten.pt")
     file = tmp_path / "nets.py"
     file.write_text(
@@ -287,7 +287,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path, trained):
     assert "unexpected extra" in message
 
 
-def test_quantised_weights_are_refused_and_half_precision_is_not(tmp_path, trained):
+def test_half_precision_weights_load_and_quantised_ones_are_refused(tmp_path, trained):
     state = trained.state_dict()
     torch.save({name: value.half() for name, value in state.items()}, tmp_path / "w.pt")
     assert models.load(spec(channels=1, weights=str(tmp_path / "w.pt"))).conv1.weight.dtype == torch.float32
@@ -313,7 +313,7 @@ class BuiltIn:
         return print, ("ran",)
 
 
-def test_a_built_in_function_is_code_too(tmp_path, capsys):
+def test_built_in_functions_in_a_checkpoint_are_never_run(tmp_path, capsys):
     torch.save({"state_dict": BuiltIn()}, tmp_path / "w.pt")
     assert "runs code when it is read" in refusal(spec(channels=1, weights=str(tmp_path / "w.pt")))
     assert "ran" not in capsys.readouterr().out
@@ -342,7 +342,7 @@ def test_damaged_checkpoints_are_refused(suffix, tmp_path, trained):
     assert damaged in refusal(spec(weights=str(path)))
 
 
-def test_a_zip_of_another_program_is_not_called_damaged(tmp_path):
+def test_a_foreign_zip_file_is_not_called_damaged(tmp_path):
     path = tmp_path / "net.keras"
     with zipfile.ZipFile(path, "w") as f:
         f.writestr("config.json", "{}")
@@ -350,7 +350,7 @@ def test_a_zip_of_another_program_is_not_called_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_an_index_of_parts_is_read_whole(kind, tmp_path, trained):
+def test_all_parts_of_an_indexed_checkpoint_are_read(kind, tmp_path, trained):
     """Its hash covers the parts: other weights under the same index are other weights."""
     state = trained.state_dict()
     parts = {f"model-{i + 1}-of-2.{kind}": dict(list(state.items())[i::2]) for i in range(2)}
@@ -369,7 +369,7 @@ def test_an_index_of_parts_is_read_whole(kind, tmp_path, trained):
 
 
 @pytest.mark.parametrize("map_", [{"fc.weight": "../w.bin"}, {"fc.weight": "model.bin.index.json"}, {}, [1], None])
-def test_an_index_names_files_beside_it_alone(map_, tmp_path):
+def test_a_weight_index_may_only_name_files_in_its_folder(map_, tmp_path):
     path = tmp_path / "model.bin.index.json"
     path.write_text(json.dumps({"weight_map": map_}))
     assert "is no index of weight files in its folder" in refusal(spec(weights=str(path)))
@@ -378,12 +378,12 @@ def test_an_index_names_files_beside_it_alone(map_, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"), [({"epoch": 1, "net": {}}, "it has epoch, net"), (torch.zeros(1), "a Tensor")]
 )
-def test_a_checkpoint_without_weights_says_what_it_has(content, message, tmp_path):
+def test_a_checkpoint_without_weights_lists_its_content(content, message, tmp_path):
     torch.save(content, tmp_path / "w.pt")
     assert message in refusal(spec(weights=str(tmp_path / "w.pt")))
 
 
-def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
+def test_a_failed_download_is_reported_in_one_line(tmp_path, monkeypatch):
     def no_network(*args: Any, **options: Any) -> Any:
         raise OSError("Name or service not known")
 
@@ -393,7 +393,7 @@ def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
     assert "published weights of torchvision:resnet18 can't be loaded" in message
 
 
-def test_preprocess_is_what_the_library_says():
+def test_preprocessing_comes_from_the_library():
     assert models.preprocess(spec("torchvision:resnet18")) == Preprocess()
     assert models.preprocess(spec("torchvision:mobilenet_v2")).resize == pytest.approx(232 / 224)
     vit = models.preprocess(spec("timm:vit_tiny_patch16_224"))
@@ -403,7 +403,7 @@ def test_preprocess_is_what_the_library_says():
     assert models.preprocess(spec(preprocess=own)) == own
 
 
-def test_image_size_is_what_the_library_says():
+def test_image_size_comes_from_the_library():
     assert models.image_size(spec("torchvision:inception_v3")) == (299, 299)
     assert models.image_size(spec("timm:vit_base_patch16_384")) == (384, 384)
     assert models.image_size(spec("torchvision:fasterrcnn_resnet50_fpn")) == (800, 800)
@@ -412,12 +412,12 @@ def test_image_size_is_what_the_library_says():
     assert models.image_size(spec()) is None
 
 
-def test_vision_transformers_are_built_for_the_size_asked_for():
+def test_vision_transformers_are_built_for_the_requested_size():
     net = models.load(spec("timm:vit_tiny_patch16_224", classes=3), Dims(1, 96, 64))
     assert net(torch.zeros(1, 3, 96, 64)).shape == (1, 3)
 
 
-def test_what_its_function_compiled_runs_eagerly(tmp_path: Path) -> None:
+def test_models_compiled_by_their_function_run_eagerly(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(
         "import torch\nfrom torch import nn\n\n"
         "def whole(): return nn.DataParallel(torch.compile(nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU())))\n"
@@ -433,7 +433,7 @@ def test_what_its_function_compiled_runs_eagerly(tmp_path: Path) -> None:
         models.build(ModelSpec("lazy", f"{tmp_path / 'nets.py'}:lazy"))
 
 
-def test_a_program_or_frozen_script_is_a_model_of_a_function_and_of_a_file(tmp_path: Path) -> None:
+def test_programs_and_frozen_scripts_load_from_functions_and_files(tmp_path: Path) -> None:
     """Neither has modes to switch between."""
     (tmp_path / "nets.py").write_text(
         "import torch\n\n"
@@ -451,7 +451,7 @@ def test_a_program_or_frozen_script_is_a_model_of_a_function_and_of_a_file(tmp_p
         assert torch.allclose(net(x), nets["net"](x), atol=1e-5), name
 
 
-def test_weights_that_are_no_parameters_any_more_are_counted() -> None:
+def test_weights_stored_as_constants_are_counted() -> None:
     """Frozen TorchScript has them as constants, PyTorch's quantised layers have them packed: both had 0 parameters."""
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5)).eval()
     script = torch.jit.script(net)
@@ -485,7 +485,7 @@ def net():
 """
 
 
-def test_what_a_models_code_sets_for_the_process_is_set_back(tmp_path: Path) -> None:
+def test_process_settings_changed_by_model_code_are_restored(tmp_path: Path) -> None:
     def settings() -> tuple[Any, ...]:
         cuda, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
         kind = torch.get_num_threads(), torch.is_grad_enabled(), torch.empty(1).dtype, torch.empty(1).device
@@ -503,7 +503,7 @@ def test_what_a_models_code_sets_for_the_process_is_set_back(tmp_path: Path) -> 
         torch.set_num_threads(threads)
 
 
-def test_code_that_ends_the_process_is_one_line(tmp_path: Path) -> None:
+def test_model_code_that_exits_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--lr'])\n")
     (tmp_path / "nets.py").write_text("import sys\ndef net(): sys.exit('no such file')\n")
     assert "script.py called sys.exit(2); put what a script does into" in refusal(spec(f"{tmp_path / 'script.py'}:net"))
@@ -541,7 +541,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_a_module_beside_a_model_is_found_for_its_code_alone(folder: Path) -> None:
+def test_modules_beside_a_model_are_importable_only_by_its_code(folder: Path) -> None:
     path = list(sys.path)
     net = load_file(folder / "net.py", "")
     assert (net.beside_part.beside_deep.ONE, net.TWO, net.late()) == (1, 2, 3)
@@ -552,13 +552,13 @@ def test_a_module_beside_a_model_is_found_for_its_code_alone(folder: Path) -> No
     assert importlib.util.find_spec("beside_library") is None and sys.path == path
 
 
-def test_what_the_code_names_is_found_whoever_runs_it(folder: Path) -> None:
+def test_modules_named_in_model_code_are_importable_by_any_caller(folder: Path) -> None:
     """torch.compile runs a traced function's imports in its own frame."""
     load_file(folder / "net.py", "")
     assert importlib.import_module("beside_late").THREE == 3
 
 
-def test_the_largest_batch_of_a_program_is_of_the_inputs_that_have_one() -> None:
+def test_the_largest_batch_of_a_program_comes_from_batched_inputs() -> None:
     class Sums(torch.nn.Module):
         def forward(self, x: Any, steps: Any) -> Any:
             return x.sum(1, keepdim=True) + steps.sum(0)[None]

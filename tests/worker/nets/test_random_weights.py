@@ -41,7 +41,7 @@ def test_a_deep_random_network_fits_float16():
 
 
 @pytest.mark.parametrize("source", ["", pytest.param("timm:levit_128", marks=pytest.mark.slow)])
-def test_the_statistics_do_not_depend_on_threads(source):
+def test_batch_norm_statistics_do_not_depend_on_threads(source):
     def settled(threads: int) -> str:
         torch.set_num_threads(threads)
         module = models.build(ModelSpec("m", source)) if source else small()
@@ -56,7 +56,7 @@ def test_the_statistics_do_not_depend_on_threads(source):
         torch.set_num_threads(before)
 
 
-def test_each_norm_gives_unit_variance_and_is_as_it_was_otherwise():
+def test_each_norm_gives_unit_variance_and_is_otherwise_unchanged():
     module = small().train()
     init_batch_norm(torch, module, 3, (64, 64))
     for norm in (module[1], module[3]):
@@ -120,13 +120,13 @@ class Only(nn.Module):
         return self.net[1:](found)
 
 
-def test_a_network_for_one_size_is_settled_at_its_own():
+def test_a_fixed_size_network_is_initialised_at_its_own_size():
     module = Only(40)
     init_batch_norm(torch, module, 3, (40, 40))
     assert float((module.net[1].running_var - 1).abs().max()) > 0.1
 
 
-def test_a_network_that_refuses_is_left_as_it_was_drawn():
+def test_a_network_that_rejects_the_size_keeps_its_random_weights():
     module = Only(40)
     drawn = models.weights_sha256(module)
     init_batch_norm(torch, module, 3, (50, 50))
@@ -134,7 +134,7 @@ def test_a_network_that_refuses_is_left_as_it_was_drawn():
     assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
-def test_a_function_s_own_network_is_never_touched():
+def test_networks_from_user_functions_are_never_modified():
     module = models.load(ModelSpec("d", "dyno.worker.nets.digits:resnet18", channels=1))
     assert all(float(m.running_mean.abs().max()) == 0 for m in module.modules() if isinstance(m, nn.BatchNorm2d))
 
@@ -154,7 +154,7 @@ class Scaled(nn.Module):
         return self.head(x + self.norm(x))
 
 
-def test_zero_and_tiny_values_are_given_weight_and_others_are_left():
+def test_only_zero_and_tiny_weights_are_enlarged():
     net, before = Scaled(), Scaled()
     before.load_state_dict(net.state_dict())
     undo_zero_init(torch, net)
@@ -188,7 +188,7 @@ def test_a_change_in_any_block_changes_the_outputs(source, layer):
     assert changed > 1e-3, f"a wrong layer moves the outputs by {changed:.1e}: no tolerance could see it"
 
 
-def test_what_a_network_keeps_of_its_first_run_does_not_outlive_it():
+def test_caches_of_the_initialisation_run_are_cleared():
     net = models.load(ModelSpec("m", "timm:efficientformer_l1"), Dims(1, 224, 224))
     for module in net.modules():
         assert not getattr(module, "attention_bias_cache", None)

@@ -31,7 +31,7 @@ def purpose(path: str) -> Purpose:
     return file_facts.read_purpose({entry.key: entry.value for entry in onnx.load(path).metadata_props})
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_metadata_is_read_back(tmp_path: Path) -> None:
     path = file(tmp_path / "m.onnx", author="somebody")
     preprocess = Preprocess((0.0,), (1.0,), letterbox=True)
     file_facts.write_purpose(path, ModelSpec("p", "x", classes=2, task="pose", keypoints=(4, 3), preprocess=preprocess))
@@ -41,7 +41,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert {entry.key for entry in onnx.load(path).metadata_props} >= {"author", "task", "names", "kpt_shape"}
 
 
-def test_metadata_of_ultralytics_is_read(tmp_path: Path) -> None:
+def test_ultralytics_metadata_is_read(tmp_path: Path) -> None:
     path = file(tmp_path / "m.onnx", task="pose", names="{0: 'a', 1: 'person, adult'}", kpt_shape="[17, 3]")
     names = ("a", "person, adult")
     assert purpose(path) == Purpose(task="pose", classes=2, class_names=names, keypoints=(17, 3))
@@ -49,7 +49,7 @@ def test_metadata_of_ultralytics_is_read(tmp_path: Path) -> None:
     assert found.preprocess.letterbox
 
 
-def test_metadata_of_others_is_no_harm(tmp_path: Path) -> None:
+def test_foreign_metadata_is_ignored(tmp_path: Path) -> None:
     path = file(
         tmp_path / "m.onnx", task="obb", names="__import__('os')", kpt_shape="7", preprocess='{"mean": 3, "a": 1}'
     )
@@ -83,7 +83,7 @@ def test_metadata_of_others_is_no_harm(tmp_path: Path) -> None:
         ("pose", [(1, 300, 57)], {}, (None, (17, 3))),
     ],
 )
-def test_shapes_say_the_rest_as_far_as_they_can(
+def test_classes_and_keypoints_are_inferred_from_shapes(
     task: str, shapes: list[Any], known: dict[str, Any], found: tuple[int | None, tuple[int, ...]]
 ) -> None:
     metadata = Purpose(classes=known.pop("metadata", None))
@@ -105,7 +105,7 @@ def test_shapes_say_the_rest_as_far_as_they_can(
         ),
     ],
 )
-def test_options_that_contradict_the_file_are_one_line(
+def test_options_that_contradict_the_file_are_refused(
     task: str, known: dict[str, Any], metadata: dict[str, Any], shapes: list[Any], reason: str
 ) -> None:
     model = ModelSpec("net", "file:net.onnx", **known)

@@ -99,7 +99,7 @@ def test_a_planted_command_is_never_run(tmp_path: Path, place: str, protocol: in
     assert mark.exists(), "the trap is a real one"
 
 
-def test_what_the_pickle_names_is_not_imported(handmade: Handmade) -> None:
+def test_modules_named_in_a_pickle_are_not_imported(handmade: Handmade) -> None:
     """An import alone would run code: `antigravity` opens a browser, `this` prints."""
     import sys
 
@@ -138,24 +138,24 @@ def tensor(*, offset: int = 0, shape: bytes = b"I2\n", stride: bytes = b"I1\n", 
         (b"(lp0\n", "cut short or damaged"),
     ],
 )
-def test_sizes_that_lie_and_pickles_that_are_none(handmade: Handmade, content: bytes, reason: str) -> None:
+def test_false_sizes_and_invalid_pickles_are_refused(handmade: Handmade, content: bytes, reason: str) -> None:
     refuses(reason, Archive(handmade(content, **{"0": bytes(8)})).load)
 
 
-def test_a_tensor_can_not_reach_beyond_its_bytes(handmade: Handmade) -> None:
+def test_a_tensor_beyond_its_stored_bytes_is_refused(handmade: Handmade) -> None:
     state = b"(dS'_modules'\n(dsS'_buffers'\n(dsS'_parameters'\n(dS'w'\n%bss"
     content = b"cnet\nNet\n)\x81" + state % tensor(shape=b"I9\n")[:-1] + b"b."
     module = Archive(handmade(b"\x80\x02" + content, **{"0": bytes(8)})).load()
     refuses("the tensor w reaches beyond its stored bytes", checkpoint.read_tensors, module)
 
 
-def test_a_module_that_holds_itself_ends(handmade: Handmade) -> None:
+def test_reading_a_module_that_contains_itself_ends(handmade: Handmade) -> None:
     state = b"(dS'_buffers'\n(dsS'_parameters'\n(dsS'_modules'\n(dS'again'\ng0\nss"
     module = Archive(handmade(b"\x80\x02cnet\nNet\n)\x81p0\n" + state + b"b.")).load()
     assert checkpoint.is_module(module) and checkpoint.read_tensors(module) == {}
 
 
-def test_entries_that_unfold_are_refused(handmade: Handmade) -> None:
+def test_compressed_entries_are_refused(handmade: Handmade) -> None:
     with pytest.raises(UserError, match="its entries are packed, or larger than the file"):
         Archive(handmade(pickle.dumps([0]), packed=True, **{"0": bytes(10**6)}))
 
@@ -174,13 +174,13 @@ def script(path: Path) -> None:
         (script, PROGRAM, "it is a TorchScript program"),
     ],
 )
-def test_files_are_told_from_one_another(tmp_path: Path, save: Any, kind: str, advice: str) -> None:
+def test_file_kinds_are_distinguished(tmp_path: Path, save: Any, kind: str, advice: str) -> None:
     save(tmp_path / "x.pt")
     archive = Archive(tmp_path / "x.pt")
     assert archive.kind == kind and advice in checkpoint.advise_on_module(archive)
 
 
-def test_what_is_no_file_of_torch_save(tmp_path: Path) -> None:
+def test_files_not_from_torch_save_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("weights")
     torch.save([], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with zipfile.ZipFile(tmp_path / "other.pt", "w") as file:
@@ -194,7 +194,7 @@ def test_what_is_no_file_of_torch_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["state_dict_ema", "model_ema", "ema"])
-def test_averaged_weights_beside_those_that_are_taken_are_named(tmp_path: Path, key: str) -> None:
+def test_unused_averaged_weights_are_named(tmp_path: Path, key: str) -> None:
     raw, averaged = torch.nn.Linear(2, 2).state_dict(), torch.nn.Linear(2, 2).state_dict()
     torch.save({"state_dict": raw, key: averaged, "epoch": 3}, tmp_path / "both.pt")
     torch.save({"state_dict": raw, "epoch": 3}, tmp_path / "one.pt")
@@ -203,7 +203,7 @@ def test_averaged_weights_beside_those_that_are_taken_are_named(tmp_path: Path, 
     assert describe_averaged(str(tmp_path / "one.pt")) == ""
 
 
-def test_averaged_weights_of_a_lightning_module_are_named(tmp_path: Path) -> None:
+def test_unused_averaged_weights_of_a_lightning_module_are_named(tmp_path: Path) -> None:
     raw, averaged = ({f"{i}.{name}": torch.rand(2) for i in (0, 1) for name in ("weight", "bias")} for _ in "ab")
     loss, steps = {"loss.weight": torch.rand(2)}, torch.tensor(3)
 

@@ -58,7 +58,7 @@ def test_classifiers_give_probabilities() -> None:
     assert found.shape == (3, 7)
 
 
-def test_the_look_knows_task_classes_keypoints_and_preprocessing() -> None:
+def test_inspection_finds_task_classes_keypoints_and_preprocessing() -> None:
     found = facts(spec("yolov8n-pose.yaml"))
     assert (found.task, found.classes, found.keypoints) == ("pose", 1, (17, 3))
     assert found.size == (640, 640)
@@ -70,12 +70,12 @@ def test_the_look_knows_task_classes_keypoints_and_preprocessing() -> None:
     assert replace(classifier.preprocess, std=()) == Preprocess((0.0,), (), 1.0, "bilinear", False)
 
 
-def test_one_seed_draws_the_same_weights() -> None:
+def test_the_seed_determines_the_weights() -> None:
     first, again, other = (models.weights_sha256(models.load(spec("yolov8n-cls.yaml", seed=n))) for n in (1, 1, 2))
     assert first == again != other
 
 
-def test_weights_decide_classes_and_keypoints(tmp_path: Path) -> None:
+def test_classes_and_keypoints_are_read_from_the_weights(tmp_path: Path) -> None:
     trained = models.load(spec("yolov8n-pose.yaml", classes=3, keypoints=(4, 3), seed=7))
     save_file(trained.state_dict(), tmp_path / "pose.safetensors")
     again = models.load(spec("yolov8n-pose.yaml", weights=str(tmp_path / "pose.safetensors")))
@@ -87,7 +87,7 @@ def test_weights_decide_classes_and_keypoints(tmp_path: Path) -> None:
         models.load(spec("yolov8n-pose.yaml", classes=80, weights=str(tmp_path / "pose.safetensors")))
 
 
-def test_a_checkpoint_of_the_library_is_read(tmp_path: Path) -> None:
+def test_an_ultralytics_checkpoint_is_read(tmp_path: Path) -> None:
     from ultralytics import YOLO
 
     YOLO("yolov8n-cls.yaml").save(tmp_path / "best.pt")
@@ -115,7 +115,7 @@ except UserError as e:
     assert not (tmp_path / "ran").exists()
 
 
-def test_where_a_checkpoint_lies_does_not_change_what_is_measured() -> None:
+def test_the_path_of_a_checkpoint_does_not_change_its_digest() -> None:
     one, other = (ModelSpec("y", f"ultralytics:/{place}/best.pt", source_sha256="ab") for place in "xy")
     assert digest(one) == digest(other)
     assert digest(spec("yolov8n.yaml")) != digest(spec("yolov8s.yaml"))
@@ -154,7 +154,7 @@ def test_published_weights_are_not_fetched() -> None:
     refuses("get the file yourself", models.load, spec("yolov8n.yaml", pretrained=True))
 
 
-def test_sizes_that_do_not_fit_are_refused_with_the_nearest() -> None:
+def test_invalid_sizes_are_refused_with_the_nearest_valid_one() -> None:
     refuses(r"multiples of 32, not 100x100; try --size 96", facts, spec("yolov8n.yaml"), 100)
     refuses("is a network for detect, not pose", facts, spec("yolov8n.yaml"), 64, "pose")
     assert facts(spec("yolov8n-cls.yaml"), 50).task == "classify"

@@ -61,7 +61,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     [("yolov8n", "detect", 80), ("yolo11n-seg", "segment", 80), ("yolov8n-pose", "pose", 1), ("yolo11n-cls", "classify",
      1000), ("yolo11n", "detect", 3)],
 )  # fmt: skip
-def test_a_checkpoint_answers_as_the_library_has_it(saved: Any, name: str, task: str, classes: int) -> None:
+def test_checkpoint_outputs_match_the_library(saved: Any, name: str, task: str, classes: int) -> None:
     from ultralytics import YOLO
 
     path = saved(name, 3 if classes == 3 else None)
@@ -79,7 +79,7 @@ def test_a_checkpoint_answers_as_the_library_has_it(saved: Any, name: str, task:
         torch.testing.assert_close(a, b)
 
 
-def test_averaged_weights_and_the_size_of_the_training_are_taken(saved: Any) -> None:
+def test_averaged_weights_and_the_training_size_are_used(saved: Any) -> None:
     def training(content: dict[str, Any]) -> None:
         content["ema"] = copy.deepcopy(content["model"])
         content["model"].model[0].conv.weight.data.zero_()
@@ -90,7 +90,7 @@ def test_averaged_weights_and_the_size_of_the_training_are_taken(saved: Any) -> 
     assert models.image_size(spec(path)) == (96, 96)
 
 
-def test_what_is_planted_in_a_checkpoint_is_never_run(saved: Any, tmp_path: Path) -> None:
+def test_code_planted_in_a_checkpoint_is_never_run(saved: Any, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
 
     def plant(content: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def test_what_is_planted_in_a_checkpoint_is_never_run(saved: Any, tmp_path: Path
         ({"head": 3}, "lists no layers under backbone and head"),
     ],
 )
-def test_an_architecture_names_layers_alone(
+def test_an_architecture_may_only_name_layers(
     saved: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any], reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -129,12 +129,12 @@ def test_an_architecture_names_layers_alone(
     assert "\n" not in str(e.value) and not Path("ran").exists()
 
 
-def test_the_activation_of_a_network_of_its_own_is_kept(saved: Any) -> None:
+def test_a_custom_activation_is_kept(saved: Any) -> None:
     path = changed(saved("yolov8n-cls", 4), lambda content: content["model"].yaml.update(activation="torch.nn.ReLU()"))
     assert isinstance(models.load(spec(path)).model[0].act, torch.nn.ReLU)
 
 
-def test_what_can_not_be_read_says_the_lines_that_help(saved: Any, tmp_path: Path) -> None:
+def test_unreadable_checkpoints_print_conversion_code(saved: Any, tmp_path: Path) -> None:
     path = changed(saved("yolov8n-cls", 4), lambda content: content["model"].yaml.clear())
     with pytest.raises(
         UserError, match=r"m = ultralytics.YOLO\('.*best.pt'\).*give ultralytics:net.yaml --weights net"
@@ -142,7 +142,7 @@ def test_what_can_not_be_read_says_the_lines_that_help(saved: Any, tmp_path: Pat
         ultralytics_models.read_checkpoint(str(path))
 
 
-def test_the_lines_that_help_do_help(saved: Any, tmp_path: Path) -> None:
+def test_the_printed_conversion_code_works(saved: Any, tmp_path: Path) -> None:
     """An architecture named net.yaml keeps the letter of its scale."""
     import safetensors.torch
     import ultralytics
@@ -156,14 +156,14 @@ def test_the_lines_that_help_do_help(saved: Any, tmp_path: Path) -> None:
     assert models.weights_sha256(models.load(own)) == models.weights_sha256(models.load(spec(path)))
 
 
-def test_other_files_of_torch_save_say_what_they_are(tmp_path: Path) -> None:
+def test_other_torch_save_files_are_identified(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(1, 1).state_dict(), tmp_path / "w.pt")
     for source in (tmp_path / "w.pt", f"ultralytics:{tmp_path / 'w.pt'}"):
         with pytest.raises(UserError, match=r"it holds weights without their network: give that too, e\.g\. torchvis"):
             models.load(model_spec(Study(models=(str(source),)), str(source)))
 
 
-def test_a_torchscript_program_is_a_model_whatever_its_suffix(tmp_path: Path) -> None:
+def test_a_torchscript_program_loads_under_any_suffix(tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 5))
     torch.jit.trace(net, torch.zeros(1, 3, 2, 2)).save(tmp_path / "net.pt")
     model = spec(tmp_path / "net.pt")

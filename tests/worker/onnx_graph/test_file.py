@@ -27,7 +27,7 @@ from refusals import refuses
     ("stored", "computed", "precision"),
     [(np.float16, TensorProto.FLOAT, "fp32"), (np.float32, TensorProto.FLOAT16, "fp16"), (np.float16, 0, "fp16")],
 )
-def test_a_file_is_of_the_precision_that_its_weights_are_computed_with(
+def test_file_precision_is_the_type_its_weights_are_computed_in(
     stored: type, computed: int, precision: str, tmp_path: Path
 ) -> None:
     """Weights may be stored in half precision and cast before a product."""
@@ -45,24 +45,24 @@ def graph(kind: str, inputs: list[str], version: int, **attributes: Any) -> Any:
     return onnx_text.of_nodes([node], {"x": [2, 3]}, {"y": None}, axes, opset=version, ir=10)
 
 
-def test_a_mean_as_dynamo_writes_it_goes_back_to_opset_17() -> None:
+def test_a_dynamo_reduce_mean_is_converted_to_opset_17() -> None:
     new = convert_opset(graph("ReduceMean", ["x", "axes"], 18, keepdims=1, noop_with_empty_axes=0), 17)
     assert (read_opset(new), list(new.graph.node[0].input)) == (17, ["x"])
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     np.testing.assert_array_equal(ReferenceEvaluator(new).run(None, {"x": x})[0], [[1], [4]])
 
 
-def test_a_graph_in_the_wanted_opset_is_left_alone() -> None:
+def test_a_graph_already_in_the_wanted_opset_is_unchanged() -> None:
     model = graph("Relu", ["x"], 17)
     assert convert_opset(model, 17) is model
 
 
-def test_an_operator_that_the_wanted_opset_lacks_is_one_line() -> None:
+def test_an_operator_missing_from_the_wanted_opset_is_refused() -> None:
     refuses("can't be written in opset 17 instead of 20: ", convert_opset, graph("Gelu", ["x"], 20), 17)
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_a_split_that_only_names_the_number_of_its_parts_goes_back_to_opset_17(count: int) -> None:
+def test_a_split_by_number_of_outputs_is_converted_to_opset_17(count: int) -> None:
     """11 columns in parts of 4, 4 and 3, or 3, 3, 3 and 2: below opset 18 the sizes must be explicit."""
     parts = [f"part{k}" for k in range(count)]
     node = helper.make_node("Split", ["x"], parts, axis=-1, num_outputs=count)
@@ -91,7 +91,7 @@ def ran(path: Path) -> np.ndarray:
     return np.asarray(out)
 
 
-def test_a_change_of_the_weights_is_another_file(weighty: Path) -> None:
+def test_changed_external_weights_change_the_file_hash(weighty: Path) -> None:
     (weights,) = onnx_weights.list_files_beside(weighty)
     assert weights == weighty.parent / "weights.bin"
     before = sha256_of(weighty)
@@ -101,7 +101,7 @@ def test_a_change_of_the_weights_is_another_file(weighty: Path) -> None:
     assert sha256_of(weighty) != before
 
 
-def test_a_copy_takes_them_along_under_its_own_name(weighty: Path, tmp_path: Path) -> None:
+def test_a_copy_includes_the_external_weights_under_its_own_name(weighty: Path, tmp_path: Path) -> None:
     for name in ("one.onnx", "two.onnx"):
         copy(weighty, tmp_path / "out" / name)
     (tmp_path / "weights.bin").unlink()
@@ -111,13 +111,13 @@ def test_a_copy_takes_them_along_under_its_own_name(weighty: Path, tmp_path: Pat
     np.testing.assert_array_equal(ran(tmp_path / "out" / "two.onnx"), np.arange(256))
 
 
-def test_what_is_no_graph_has_nothing_beside_it(tmp_path: Path) -> None:
+def test_invalid_graphs_have_no_external_files(tmp_path: Path) -> None:
     for content in (b"", b"location", b"no weighty at a location of its own"):
         (tmp_path / "a.onnx").write_bytes(content)
         assert onnx_weights.list_files_beside(tmp_path / "a.onnx") == []
 
 
-def test_a_file_of_weights_that_is_cut_short_is_one_line(weighty: Path) -> None:
+def test_a_truncated_weight_file_is_refused(weighty: Path) -> None:
     onnx_weights.check_files_beside(str(weighty))
     with open(weighty.parent / "weights.bin", "r+b") as file:
         file.truncate(1000)
@@ -134,7 +134,7 @@ def test_a_file_of_weights_that_is_cut_short_is_one_line(weighty: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "text"), [("offset", "-4"), ("offset", "0x10"), ("length", "-1")])
-def test_a_place_that_no_file_has_is_one_line(weighty: Path, key: str, text: str) -> None:
+def test_an_impossible_external_location_is_refused(weighty: Path, key: str, text: str) -> None:
     model = onnx.load(weighty, load_external_data=False)
     for entry in model.graph.initializer[0].external_data:
         entry.value = text if entry.key == key else entry.value
@@ -161,7 +161,7 @@ def body(nodes: list[Any], name: str, result: str, arrays: dict[str, Any]) -> An
     return h.make_graph(nodes, name, [], [h.make_tensor_value_info(result, Types.FLOAT, None)], stored)
 
 
-def test_weights_in_constants_of_any_form() -> None:
+def test_weights_in_constants_of_any_form_are_counted() -> None:
     tensor = numpy_helper.from_array(W.astype(np.float16))
     assert of([h.make_node("Constant", [], ["w"], value=tensor), PRODUCT]).precision == "fp16"
     rows = [h.make_node("Constant", [], ["flat"], value_floats=W.ravel().tolist()),
@@ -171,7 +171,7 @@ def test_weights_in_constants_of_any_form() -> None:
 
 
 @pytest.mark.parametrize("constant", [False, True])
-def test_a_sparse_weight_is_as_large_as_the_matrix_that_it_stands_for(constant: bool) -> None:
+def test_a_sparse_weight_counts_as_its_dense_matrix(constant: bool) -> None:
     values = numpy_helper.from_array(np.ones(5, np.float16), "w")
     sparse = h.make_sparse_tensor(values, numpy_helper.from_array(np.arange(5)), [16, 16])
     node = h.make_node("Constant", [], ["w"], sparse_value=sparse)
@@ -179,7 +179,7 @@ def test_a_sparse_weight_is_as_large_as_the_matrix_that_it_stands_for(constant: 
     assert (facts.precision, facts.parameters) == ("fp16", 256)
 
 
-def test_a_weight_that_two_layers_read_counts_once_and_those_of_two_branches_twice() -> None:
+def test_shared_weights_count_once_and_branch_weights_per_branch() -> None:
     shared = [h.make_node("MatMul", ["x", "w"], ["a"]), h.make_node("MatMul", ["a", "w"], ["y"])]
     assert of(shared, {"w": W}).parameters == W.size
     # Both branches have a weight of the same name, and read a weight of the outer graph.
@@ -190,7 +190,7 @@ def test_a_weight_that_two_layers_read_counts_once_and_those_of_two_branches_twi
     assert facts.parameters == 3 * W.size and (facts.enclosed, facts.enclosing) == (4, ("If",))
 
 
-def test_weights_of_a_function_and_those_that_it_is_given() -> None:
+def test_weights_inside_and_passed_to_functions_are_counted() -> None:
     constant = h.make_node("Constant", [], ["v"], value=numpy_helper.from_array(W.astype(np.float16)))
     nodes = [constant, h.make_node("Transpose", ["w"], ["t"]),
              h.make_node("MatMul", ["i", "t"], ["m"]), h.make_node("MatMul", ["m", "v"], ["o"])]  # fmt: skip
@@ -222,7 +222,7 @@ def restored(*steps: tuple[str, list[str]]) -> list[Any]:
         ((("Identity", []),), W.astype(ml_dtypes.bfloat16), "bf16"),
     ],
 )
-def test_a_weight_is_followed_to_the_layer_that_multiplies_it(steps: Any, stored: Any, precision: str) -> None:
+def test_weights_are_traced_to_the_layer_that_multiplies_them(steps: Any, stored: Any, precision: str) -> None:
     facts = of(restored(*steps), {"q": stored, "s": np.float32(0.1), "z": np.int8(0)})
     assert (facts.precision, facts.parameters, dict(facts.layers)) == (precision, 256, {precision: 1})
 
@@ -255,12 +255,12 @@ U8 = np.uint8
     ],
     ids=lambda value: value.op_type if isinstance(value, onnx.NodeProto) else "",
 )  # fmt: skip
-def test_weights_of_quantised_operators(node: Any, weights: Any, precision: str, parameters: int) -> None:
+def test_weights_of_quantised_operators_are_counted(node: Any, weights: Any, precision: str, parameters: int) -> None:
     facts = of([node], weights)
     assert (facts.precision, facts.parameters, facts.quantised_by) == (precision, parameters, node.op_type)
 
 
-def test_bytes_that_are_no_weights_quantise_nothing() -> None:
+def test_integer_tensors_other_than_weights_do_not_mean_int8() -> None:
     """An image of bytes scaled by the graph, a mask, ids, and a graph without weights."""
     image = [h.make_node("DequantizeLinear", ["x", "s", "z"], ["f"]), h.make_node("MatMul", ["f", "w"], ["y"])]
     assert of(image, {"w": W, "s": np.float32(0.1), "z": U8(128)}, Types.UINT8).precision == "fp32"

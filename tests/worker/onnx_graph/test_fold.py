@@ -61,7 +61,7 @@ def refused(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("slim", [onnxslim.slim, changed, refused])
-def test_weights_become_initialisers_and_batch_norms_parts_of_convolutions(
+def test_weights_become_initialisers_and_batch_norms_are_folded(
     raw: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slim: Callable[[Any], Any]
 ) -> None:
     monkeypatch.setattr(onnxslim, "slim", slim)
@@ -73,7 +73,7 @@ def test_weights_become_initialisers_and_batch_norms_parts_of_convolutions(
     np.testing.assert_allclose(outputs(made), outputs(raw), rtol=1e-4, atol=1e-5)
 
 
-def test_a_graph_that_nothing_folds_stays_what_it_is(raw: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_cannot_be_folded_is_unchanged(raw: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 4
     monkeypatch.setattr(onnxslim, "slim", refused)
     made, notes = fold_graph(raw, FEEDS, tmp_path / "no such folder")
@@ -82,7 +82,7 @@ def test_a_graph_that_nothing_folds_stays_what_it_is(raw: Any, tmp_path: Path, m
     np.testing.assert_array_equal(outputs(made), outputs(raw))
 
 
-def test_numbers_of_every_kind_are_lifted_and_initialisers_are_no_inputs() -> None:
+def test_numeric_constants_become_initialisers_and_inputs_are_removed() -> None:
     model = onnx_text.model("""(float[2] w) => (float y, int64 kept) {
         one = Constant<value_float = 1.5>()
         two = Constant<value_floats = [1.0, 2.0]>()
@@ -104,7 +104,7 @@ def test_numbers_of_every_kind_are_lifted_and_initialisers_are_no_inputs() -> No
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_batch_norm_behind_a_linear_layer_goes_into_its_weights(tmp_path: Path, shared: bool) -> None:
+def test_a_batch_norm_after_a_linear_layer_is_folded(tmp_path: Path, shared: bool) -> None:
     """In LeViT the norm sees [rows, columns]. A product with further readers keeps its values."""
     columns = {"scale": 1 + RNG.random(5), "bias": RNG.random(5), "mean": RNG.random(5), "var": 1 + RNG.random(5)}
     weights = {"w": RNG.standard_normal((8, 5)), **columns}
@@ -166,7 +166,7 @@ def ran(model: Any, feed: np.ndarray, scratch: Path) -> tuple[np.ndarray, Counte
     ],
     ids=["gelu after a bias", "gelu by itself", "keys of attention"],
 )
-def test_what_engines_fuse(module: nn.Module, gone: str, there: str, tmp_path: Path) -> None:
+def test_gelu_and_attention_are_rewritten_for_fusion(module: nn.Module, gone: str, there: str, tmp_path: Path) -> None:
     model, feed = exported(module), np.random.default_rng(0).standard_normal((3, 5, 8)).astype(np.float32)
     before, written = ran(model, feed, tmp_path)
     after, fused = ran(make_fusible(model), feed, tmp_path)
@@ -175,7 +175,7 @@ def test_what_engines_fuse(module: nn.Module, gone: str, there: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("ahead", "kinds"), [("2, 3", 1), ("3, 2", 3)])
-def test_axes_that_are_cut_otherwise_are_not_swapped(ahead: str, kinds: int, tmp_path: Path) -> None:
+def test_axes_split_differently_are_not_swapped(ahead: str, kinds: int, tmp_path: Path) -> None:
     text = f"""(float[2, 3, 4, 5] x) => (float[{ahead}, 5, 4] y) {{
         flat = Reshape(x, three)
         swapped = Transpose<perm = [0, 2, 1]>(flat)
@@ -187,7 +187,7 @@ def test_axes_that_are_cut_otherwise_are_not_swapped(ahead: str, kinds: int, tmp
     np.testing.assert_array_equal(ran(made, feed, tmp_path)[0], ran(model, feed, tmp_path)[0])
 
 
-def test_another_function_with_an_erf_stays_as_it_is(tmp_path: Path) -> None:
+def test_an_erf_that_is_not_gelu_is_unchanged(tmp_path: Path) -> None:
     class Other(nn.Module):
         def forward(self, x: Any) -> Any:
             return x * (0.25 * (torch.erf(x / 3.0) + 2.0))

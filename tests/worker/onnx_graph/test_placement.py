@@ -42,36 +42,36 @@ def placed(model: Any, transformer: bool = False, excluded: frozenset[str] = fro
 W = (4, 4, 1, 1)
 
 
-def test_a_sum_keeps_the_branch_it_is_fused_with_in_float_and_its_relu_is_free() -> None:
+def test_a_sum_keeps_its_fused_branch_in_float() -> None:
     pairs = placed(graph("Conv x w -> a", "Add x a -> b", "Relu b -> c", "Conv c v -> d", weights={"w": W, "v": W}))
     assert pairs == {"a": [True, True], "b": [True, False], "c": [False], "d": [True, True]}
 
 
-def test_of_two_convolutions_the_longer_branch_takes_the_sum_in() -> None:
+def test_a_sum_is_fused_into_the_longer_of_two_branches() -> None:
     net = ("Conv x u -> short", "Conv x v -> one", "Relu one -> two", "Conv two w -> long")
     pairs = placed(graph(*net, "Add short long -> sum", weights={"u": W, "v": W, "w": W}))
     assert pairs["sum"] == [True, False]
 
 
-def test_a_sum_that_no_convolution_can_take_in_stays_float() -> None:
+def test_a_sum_that_no_convolution_can_absorb_stays_float() -> None:
     pairs = placed(graph("Conv x w -> a", "Relu a -> b", "Add x b -> c", weights={"w": W}))
     assert pairs["c"] == [False, False]
     shared = placed(graph("Conv x w -> a", "Add x a -> b", "Mul a b -> c", weights={"w": W}))
     assert shared["b"] == [False, False]
 
 
-def test_a_transformers_sums_and_pools_stay_float() -> None:
+def test_sums_and_pools_of_a_transformer_stay_float() -> None:
     net = graph("Conv x w -> a", "Add x a -> b", "GlobalAveragePool b -> c", weights={"w": W})
     assert placed(net, transformer=True) == {"a": [True, True], "b": [False, False], "c": [False]}
 
 
-def test_what_is_excluded_stays_float() -> None:
+def test_excluded_nodes_stay_float() -> None:
     pairs = placed(graph("MatMul x w -> a", "MatMul a x -> b", weights={"w": (6, 6)}), excluded=frozenset({"b"}))
     assert pairs == {"a": [True, True], "b": [False, False]}
 
 
 @pytest.mark.parametrize("mean", ["GlobalAveragePool a -> m", "ReduceMean a -> m 2 3", "ReduceMean a -> m -1 -2"])
-def test_the_mean_that_ends_a_network_reads_eight_bits_one_that_gates_does_not(mean: str) -> None:
+def test_only_a_final_mean_reads_int8(mean: str) -> None:
     assert placed(graph("Conv x w -> a", mean, weights={"w": W}))["m"] == [True]
     assert placed(graph("Conv x w -> a", mean, "Mul a m -> g", weights={"w": W}))["m"] == [False]
     assert placed(graph("Conv x w -> a", "ReduceMean a -> m 1", weights={"w": W}))["m"] == [False]
@@ -137,7 +137,7 @@ def scales(model: Any, ranges: dict[str, tuple[float, float]] | None = None) -> 
     return found
 
 
-def test_what_is_divided_summed_and_joined_stays_in_eight_bits_with_one_scale() -> None:
+def test_splits_sums_and_concats_stay_in_int8_with_one_scale() -> None:
     block = (
         node("Conv", "x w", "a"),
         node("Sigmoid", "a", "s"),
@@ -156,7 +156,7 @@ def test_what_is_divided_summed_and_joined_stays_in_eight_bits_with_one_scale() 
     assert found["s"] == [0.0] and found["t"] == [0.0], "what computes in floats reads what its layer wrote"
 
 
-def test_what_no_layer_reads_stays_float() -> None:
+def test_values_that_no_layer_reads_stay_float() -> None:
     head = (node("Conv", "x w", "a"), node("Sigmoid", "a", "s"), node("Concat", "a s", "c", axis=1))
     assert scales(joint_graph(*head, outputs=("c",)))["c"] == [0.0, 0.0]
     between = (*head, node("Relu", "c", "r"), node("Split", "r", "p q", axis=1), node("Conv", "q w", "d"))
@@ -164,7 +164,7 @@ def test_what_no_layer_reads_stays_float() -> None:
     assert found["c"] == [0.0, 0.0] and found["p"][0] > 0, "another operator stands between"
 
 
-def test_enlarging_moves_values_unless_it_interpolates() -> None:
+def test_only_a_nearest_resize_stays_in_int8() -> None:
     sizes = onnx.numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "factors")
 
     def enlarged(**how: Any) -> list[float]:

@@ -61,14 +61,14 @@ def test_a_batch_stored_as_less_than_1_is_free(tmp_path: Path, stored: int | Non
     ("past", (1, 2, 0, 4), []), ("tokens", (1, 0), []), ("x", (0, 3, 0, 0), [0, 2, 3]), ("x", (-1, -1), [0, 1]),
     ("x", ("n", None, 4), [0, 1]),
 ])  # fmt: skip
-def test_a_length_of_0_is_one_but_for_a_batch_and_an_image(
+def test_an_axis_of_0_is_free_only_for_batches_and_images(
     name: str, shape: tuple[int | str | None, ...], free: list[int]
 ) -> None:
     assert find_free_axes(h.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)) == free
 
 
 @pytest.mark.parametrize(("ir", "opset", "changed"), [(3, 8, False), (8, 17, True)])
-def test_weights_listed_as_inputs_are_none(tmp_path: Path, ir: int, opset: int, changed: bool) -> None:
+def test_weights_listed_as_inputs_are_not_inputs(tmp_path: Path, ir: int, opset: int, changed: bool) -> None:
     repaired, warnings = prepared(linear(ir=ir, inputs=True, opset=opset), tmp_path)
     assert [value.name for value in repaired.graph.input] == (["x"] if changed else ["x", "w"])
     assert (
@@ -84,14 +84,14 @@ def test_float64_is_computed_in_float32(tmp_path: Path) -> None:
     assert output(repaired).dtype == np.float32
 
 
-def test_a_right_file_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_correct_file_stays_in_place(tmp_path: Path) -> None:
     onnx.save(linear(), tmp_path / "right.onnx")
     repaired = prepare_given(str(tmp_path / "right.onnx"), None, tmp_path)
     assert repaired.path == str(tmp_path / "right.onnx")
     assert repaired.made_by.warnings == ()
 
 
-def test_half_precision_is_cast_up_with_its_values_kept() -> None:
+def test_fp16_is_cast_to_float32_with_its_values_kept() -> None:
     model = linear(np.float16)
     model.graph.node[0].input[0] = "x16"
     model.graph.node.insert(0, h.make_node("Cast", ["x"], ["x16"], to=onnx.TensorProto.FLOAT16))
@@ -101,7 +101,7 @@ def test_half_precision_is_cast_up_with_its_values_kept() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_what_runs_as_in_training_has_a_warning(tmp_path: Path, training: bool) -> None:
+def test_operators_in_training_mode_cause_a_warning(tmp_path: Path, training: bool) -> None:
     model, flags = linear(), {"share": np.float32(0.5), "on": np.bool_(training)}
     model.graph.node[0].output[0] = "made"
     model.graph.node.extend([
@@ -116,7 +116,7 @@ def test_what_runs_as_in_training_has_a_warning(tmp_path: Path, training: bool) 
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_until_opset_13_a_batch_norm_with_further_outputs_runs_as_in_training(tmp_path: Path, training: bool) -> None:
+def test_before_opset_14_extra_batch_norm_outputs_mean_training_mode(tmp_path: Path, training: bool) -> None:
     outputs = ["mean", "var", "saved_mean", "saved_var"] * training
     model = linear(opset=13)
     model.graph.node[0].output[0] = "made"
@@ -127,7 +127,7 @@ def test_until_opset_13_a_batch_norm_with_further_outputs_runs_as_in_training(tm
     ] * training
 
 
-def test_weights_that_are_gone_and_broken_graphs_are_one_line(tmp_path: Path) -> None:
+def test_missing_weights_and_broken_graphs_are_refused(tmp_path: Path) -> None:
     place = tmp_path / "sub"
     place.mkdir()
     onnx.save(linear(), tmp_path / "m.onnx", save_as_external_data=True, location="sub/w.bin", size_threshold=0)
@@ -145,7 +145,7 @@ def test_weights_that_are_gone_and_broken_graphs_are_one_line(tmp_path: Path) ->
     refuses(r"not a valid ONNX graph: .*'nowhere'", check, str(tmp_path / "n.onnx"))
 
 
-def test_the_files_own_functions_are_put_in_line(tmp_path: Path) -> None:
+def test_local_functions_are_inlined(tmp_path: Path) -> None:
     model = linear()
     twice = h.make_function("acme", "Twice", ["a"], ["b"], [h.make_node("Add", ["a", "a"], ["b"])], model.opset_import)
     model.graph.node[0].output[0] = "half"
@@ -157,7 +157,7 @@ def test_the_files_own_functions_are_put_in_line(tmp_path: Path) -> None:
     np.testing.assert_array_equal(output(repaired), output(model))
 
 
-def test_defaults_of_a_functions_attributes_count(tmp_path: Path) -> None:
+def test_default_attributes_of_functions_are_applied(tmp_path: Path) -> None:
     """Files of PyTorch's first dynamo exporter use them; ONNX Runtime knows them too."""
     model, node = linear(), partial(h.make_node, domain="acme")
     sloped = h.make_node("LeakyRelu", ["a"], ["b"])
@@ -181,7 +181,7 @@ def test_defaults_of_a_functions_attributes_count(tmp_path: Path) -> None:
     np.testing.assert_array_equal(output(repaired, feeds), output(model, feeds))
 
 
-def test_what_a_function_passes_on_without_having_it_is_the_inner_functions_default(tmp_path: Path) -> None:
+def test_attributes_missing_in_outer_functions_use_the_inner_default(tmp_path: Path) -> None:
     model, node = linear(), partial(h.make_node, domain="acme")
 
     def pass_on(made: onnx.NodeProto) -> onnx.NodeProto:
@@ -210,7 +210,7 @@ def test_what_a_function_passes_on_without_having_it_is_the_inner_functions_defa
     np.testing.assert_allclose(output(repaired, feeds), below, rtol=1e-5)
 
 
-def test_layers_of_a_function_are_named_after_the_call_that_they_come_from(tmp_path: Path) -> None:
+def test_inlined_layers_are_named_after_their_call(tmp_path: Path) -> None:
     opsets = [h.make_opsetid("", 17), h.make_opsetid("acme", 1)]
     kinds, node = onnx.TensorProto, partial(h.make_node, domain="acme")
     branches = [
@@ -249,7 +249,7 @@ def test_layers_of_a_function_are_named_after_the_call_that_they_come_from(tmp_p
     np.testing.assert_allclose(output(repaired), expected, rtol=1e-5)
 
 
-def test_what_is_no_tensor_of_numbers_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_non_numeric_inputs_and_outputs_are_refused_with_advice(tmp_path: Path) -> None:
     path, kinds = tmp_path / "file.onnx", onnx.TensorProto
     x, text = h.make_tensor_value_info("x", kinds.FLOAT, ["n", 4]), h.make_tensor_value_info("x", kinds.STRING, ["n"])
     parts = h.make_tensor_sequence_value_info("parts", kinds.FLOAT, None)
@@ -277,7 +277,7 @@ def test_what_is_no_tensor_of_numbers_is_refused_with_what_to_do(tmp_path: Path)
         refuses(named, check, str(path))
 
 
-def test_nodes_in_any_order_are_sorted_and_a_circle_is_none(tmp_path: Path) -> None:
+def test_unordered_nodes_are_sorted(tmp_path: Path) -> None:
     model = linear()
     then, other = (
         h.make_graph(

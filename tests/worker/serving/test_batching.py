@@ -44,7 +44,7 @@ def at(*times: float) -> Arrivals:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_the_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
+def test_the_mean_wait_matches_an_m_d_1_queue(load: float) -> None:
     """Pollaczek and Khinchine: with service time s and load r the mean wait is r s / (2 (1 - r))."""
     service = 0.01
     arrivals = draw_arrivals(load / service, 200_000, 0.0, seed=1)
@@ -54,14 +54,14 @@ def test_the_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
     assert (batcher.ended - batcher.began == pytest.approx(service)) and (batcher.size == 1).all()
 
 
-def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
+def test_arrivals_follow_a_poisson_process() -> None:
     gaps = np.diff(draw_arrivals(50.0, 100_000, 0.0, seed=3).times)
     assert gaps.mean() == pytest.approx(0.02, rel=0.02) and gaps.std() == pytest.approx(0.02, rel=0.02)
     assert (draw_arrivals(50.0, 10, 0.0, 3).times == draw_arrivals(50.0, 10, 0.0, 3).times).all()
     assert (draw_arrivals(50.0, 10, 0.0, 3).times != draw_arrivals(50.0, 10, 0.0, 4).times).all()
 
 
-def test_so_many_requests_count_as_the_percentile_needs() -> None:
+def test_the_number_of_requests_suffices_for_the_percentile() -> None:
     slowest = draw_arrivals(find_lowest(662, 0.0), 662, 0.0, 0)
     assert 660 < len(slowest.times) - slowest.first < 664 and slowest.times[-1] < 150, "a search ends in minutes"
     short, given = draw_arrivals(5.0, 662, 0.0, 0), draw_arrivals(100.0, 662, 2.0, 0)
@@ -69,11 +69,11 @@ def test_so_many_requests_count_as_the_percentile_needs() -> None:
     assert len(given.times) - given.first == 200
 
 
-def test_a_request_each_second_is_one_per_second() -> None:
+def test_the_arrival_rate_is_computed_from_the_intervals() -> None:
     assert Arrivals(np.arange(4.0)).rate == pytest.approx(1.0)
 
 
-def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -> None:
+def test_a_stall_counts_in_every_request_due_during_it() -> None:
     """During a second without answers, a closed-loop client would see a single slow request."""
     arrivals = at(*np.arange(0.0, 2.0, 0.1))
     clock, first = Simulated(), [True]
@@ -88,19 +88,19 @@ def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -
     assert (seconds > 0.5).sum() == 6 and seconds[:3] == pytest.approx([1.0, 0.91, 0.82])
 
 
-def test_a_batch_begins_when_it_is_full_or_its_first_request_has_waited() -> None:
+def test_a_batch_begins_when_full_or_after_the_maximum_wait() -> None:
     batcher = served(at(0.0, 0.001, 0.002, 0.003, 1.0, 1.001, 2.0), BatchingRules(4, max_wait=0.01), 0.1)
     assert batcher.size.tolist() == [4, 4, 4, 4, 2, 2, 1]
     assert batcher.began == pytest.approx([0.003] * 4 + [1.01] * 2 + [2.01])
 
 
-def test_without_waiting_a_batch_has_what_is_there() -> None:
+def test_without_waiting_a_batch_takes_the_queued_requests() -> None:
     batcher = served(at(0.0, 0.01, 0.02, 0.03, 0.05), BatchingRules(8), 0.04)
     assert batcher.size.tolist() == [1, 3, 3, 3, 1]
     assert batcher.began == pytest.approx([0.0, 0.04, 0.04, 0.04, 0.08])
 
 
-def test_those_who_find_the_queue_full_are_refused() -> None:
+def test_requests_are_refused_when_the_queue_is_full() -> None:
     batcher = served(at(0.0, 0.1, 0.2, 0.3, 0.4, 1.1), BatchingRules(1, queue=2), 1.0)
     assert batcher.refused.tolist() == [False, False, False, True, True, False]
     assert np.isnan(batcher.ended[3:5]).all() and batcher.size[3:5].sum() == 0
@@ -108,7 +108,7 @@ def test_those_who_find_the_queue_full_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("load", "grows"), [(0.5, False), (0.9, False), (1.2, True), (3.0, True)])
-def test_a_rate_above_the_capacity_is_seen(load: float, grows: bool) -> None:
+def test_a_rate_above_the_capacity_is_detected(load: float, grows: bool) -> None:
     arrivals = draw_arrivals(load / 0.01, 2000, 0.0, seed=2)
     batcher = served(arrivals, BatchingRules(1), 0.01)
     assert rates.is_unstable(arrivals.times, batcher.began, batcher.refused, 1) is grows
@@ -117,7 +117,7 @@ def test_a_rate_above_the_capacity_is_seen(load: float, grows: bool) -> None:
     assert verdict == (rates.UNSTABLE if grows else rates.HOLDS)
 
 
-def test_a_stall_at_the_end_is_no_drift() -> None:
+def test_a_stall_at_the_end_is_not_instability() -> None:
     """Half a second without answers, after nine and a half seconds at half of the capacity."""
     arrivals = draw_arrivals(1000.0, 0, 10.0, seed=2)
     clock = Simulated()
@@ -144,11 +144,11 @@ def test_batches_raise_the_capacity() -> None:
     ("count", "bound", "expected"),
     [(1000, 0.992, rates.HOLDS), (1000, 0.98, rates.OVER), (500, 9.0, rates.TOO_FEW), (1000, 0.0, "")],
 )
-def test_the_verdict_on_a_bound(count: int, bound: float, expected: str) -> None:
+def test_a_rate_is_judged_against_its_latency_bound(count: int, bound: float, expected: str) -> None:
     assert rates.judge_rate(np.linspace(0, 1, count), 0.99, bound, 662, is_growing=False) == expected
 
 
-def test_an_unanswered_request_is_beyond_every_bound() -> None:
+def test_an_unanswered_request_exceeds_every_bound() -> None:
     seconds = np.full(1000, 0.001)
     seconds[:9] = np.inf
     assert rates.find_percentile(seconds, 0.99) == pytest.approx(0.001)
@@ -156,7 +156,7 @@ def test_an_unanswered_request_is_beyond_every_bound() -> None:
     assert np.isinf(rates.find_percentile(seconds, 0.99))
 
 
-def test_what_fails_in_an_answer_ends_everything() -> None:
+def test_an_error_in_an_answer_ends_the_run() -> None:
     batcher = Batcher(at(0.0, 0.1, 0.2), BatchingRules(1), Simulated())
 
     def answer(count: int) -> None:
@@ -167,7 +167,7 @@ def test_what_fails_in_an_answer_ends_everything() -> None:
     assert batcher.take() is None
 
 
-def test_requests_without_an_answer_are_refused_and_the_others_are_answered() -> None:
+def test_unanswered_requests_do_not_affect_the_others() -> None:
     arrivals, clock, number = at(*np.arange(0.0, 1.0, 0.1)), Simulated(), iter(range(10))
     batcher = Batcher(arrivals, BatchingRules(1), clock)
 
@@ -213,7 +213,7 @@ def answered(sizes: Sequence[int], times: int, pooled: bool = False) -> tuple[np
     return np.concatenate(answers)[:, 0], seen
 
 
-def test_batches_of_each_size_are_formed_full_and_not() -> None:
+def test_full_and_partial_batches_of_each_size_are_formed() -> None:
     answers, seen = answered((1, 2, 4, 8), 4)
     assert answers.tolist() == [2 * x for x in range(1, 33)]
     assert [1, 2, 3, 4, 5, 6, 7, 8] in seen and [8] in seen, "seven requests fill up a batch of eight"
@@ -222,19 +222,19 @@ def test_batches_of_each_size_are_formed_full_and_not() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 19, 32, 64, 100, 128, 257, 512])
-def test_the_usual_inputs_form_batches_of_every_size(most: int) -> None:
+def test_default_inputs_form_batches_of_every_size(most: int) -> None:
     sizes = _list_powers(most)
     answers, seen = answered(sizes, -(-_count_inputs(most) // most))
     assert {len(batch) for batch in seen} == {*sizes}
     assert answers.tolist() == [2 * x for x in range(1, len(answers) + 1)]
 
 
-def test_where_only_the_largest_is_loaded_all_others_fill_it_up() -> None:
+def test_smaller_batches_are_padded_to_the_only_loaded_size() -> None:
     answers, seen = answered((3,), 2)
     assert answers.tolist() == [2 * x for x in range(1, 7)]
     assert seen == [[1, 2, 3], [3, 1, 2], [4, 5, 6]]
 
 
-def test_what_can_not_be_told_apart_is_answered_whole() -> None:
+def test_outputs_without_a_batch_axis_are_answered_in_one_batch() -> None:
     answers, seen = answered((1, 2, 4), 1, pooled=True)
     assert answers.tolist() == [20] and seen[-1] == [1, 2, 3, 4]

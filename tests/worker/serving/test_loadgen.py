@@ -66,7 +66,7 @@ def test_every_query_is_answered_in_batches(queue: QueryQueue) -> None:
     assert queue.times == pytest.approx([0, -0.1, 0, 0, -0.1]), "due 0.3 s before 0.2 s, and 0.6 s before 0.5 s"
 
 
-def test_a_query_without_an_answer_is_none_for_dyno_alone(queue: QueryQueue) -> None:
+def test_an_unanswered_query_is_still_completed_for_loadgen(queue: QueryQueue) -> None:
     def answer(count: int) -> None:
         if len(told(queue)) == 2:
             raise Unanswered("too busy")
@@ -77,7 +77,7 @@ def test_a_query_without_an_answer_is_none_for_dyno_alone(queue: QueryQueue) -> 
     assert np.isnan(queue.ended).tolist() == queue.refused.tolist()
 
 
-def test_an_engine_that_fails_leaves_loadgen_waiting_for_nothing(queue: QueryQueue) -> None:
+def test_an_engine_failure_completes_all_loadgen_queries(queue: QueryQueue) -> None:
     def answer(count: int) -> None:
         raise ValueError("broken")
 

@@ -15,7 +15,7 @@ from refusals import refuses
 
 
 @pytest.mark.parametrize("limit", [3.1, 40.0, 60.0, 99.0, 180.0])
-def test_it_ends_within_a_step_below_the_limit(limit: float) -> None:
+def test_the_search_ends_within_a_step_below_the_limit(limit: float) -> None:
     tried: list[float] = []
 
     def holds(rate: float) -> bool:
@@ -27,7 +27,7 @@ def test_it_ends_within_a_step_below_the_limit(limit: float) -> None:
     assert len(tried) < 16 and tried.count(found) == 2, "the result is tried once more"
 
 
-def test_there_may_be_none() -> None:
+def test_the_rate_is_0_if_none_holds() -> None:
     assert find_highest_rate(lambda rate: False, 100.0, 0.05) == 0.0
 
 
@@ -45,7 +45,7 @@ def test_no_rate_below_the_lowest_is_tried() -> None:
 @pytest.mark.parametrize(
     ("real", "by_luck", "lowest", "least"), [(20, 30, {"lowest": 20.0}, 20.0), (60, 70, {}, 60 / 1.05)]
 )
-def test_what_held_by_luck_alone_is_not_the_result_and_the_lowest_is_tried(
+def test_a_rate_that_held_once_by_luck_is_not_the_result(
     real: float, by_luck: float, lowest: dict[str, float], least: float
 ) -> None:
     tried: list[float] = []
@@ -73,22 +73,22 @@ def test_what_held_by_luck_alone_is_not_the_result_and_the_lowest_is_tried(
         ({"p99": "1s", "instances": 1.5}, "instances is 1.5; it must be a whole number"),
     ],
 )
-def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str) -> None:
+def test_an_invalid_option_is_refused_in_one_line(options: dict[str, Any], said: str) -> None:
     refuses(said, ServeOptions, **options)
 
 
-def test_a_bound_is_a_percentile_and_seconds() -> None:
+def test_latency_bounds_are_parsed() -> None:
     options = ServeOptions(p999="1.5s", max_wait="500us")
     assert (options.bounded, options.quantile, options.bound_s, options.max_wait_s) == ("p999", 0.999, 1.5, 0.0005)
     assert ServeOptions(rate=(5.0,)).bound_s == 0
 
 
-def test_waiting_for_others_leaves_most_of_the_bound_to_the_engine() -> None:
+def test_the_default_wait_leaves_most_of_the_bound_to_the_engine() -> None:
     given = ({"p99": "2ms"}, {"p99": "20ms"}, {"rate": (5.0,)}, {"p99": "2ms", "max_wait": "0ms"})
     assert [ServeOptions(**each).max_wait_s for each in given] == [0.0005, 0.002, 0.002, 0.0]
 
 
-def test_one_number_and_those_of_numpy_are_numbers() -> None:
+def test_single_numbers_and_numpy_numbers_are_accepted() -> None:
     options = ServeOptions(rate=50, instances=np.int64(2), engine_batches=np.array([1, 4]))  # type: ignore[arg-type]
     assert (options.rate, options.instances, options.engine_batches) == ((50,), 2, (1, 4))
     assert json.loads(json.dumps(dataclasses.asdict(options)))["instances"] == 2
@@ -106,11 +106,11 @@ def test_a_trace_begins_with_its_first_request(tmp_path: Path) -> None:
     [("1\ntwo\n", "is not a trace"), ("2\n1\n", "ascending"), ("1\n", "at least two"), ("1 2\n3 4\n", "one on each"),
      ("1\nnan\n", "ascending"), ("1\n1\n", "ascending"), ("0\n1e300\n", "takes 1e\\+300 s; write")],
 )  # fmt: skip
-def test_what_is_no_trace_is_one_line(text: str, said: str, tmp_path: Path) -> None:
+def test_an_invalid_trace_is_refused_in_one_line(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.txt"
     path.write_text(text)
     refuses(said, read_trace, path)
 
 
-def test_a_trace_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_trace_is_refused(tmp_path: Path) -> None:
     refuses(r"^there is no trace .*none\.txt$", read_trace, tmp_path / "none.txt")

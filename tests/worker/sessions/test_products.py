@@ -19,7 +19,7 @@ def multiplied(factors: dict[str, np.ndarray]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("kept", "bits"), [(24, 24), (11, 11), (8, 8)])
-def test_bits_are_those_that_factors_are_rounded_to(kept: int, bits: int) -> None:
+def test_product_bits_reveal_the_rounding_of_factors(kept: int, bits: int) -> None:
     factors = products.make_factors()
     words = {name: array.view(np.uint32) for name, array in factors.items()}
     rounded = {name: ((w + (1 << (23 - kept))) >> (24 - kept) << (24 - kept) if kept < 24 else w).view(np.float32)
@@ -29,7 +29,7 @@ def test_bits_are_those_that_factors_are_rounded_to(kept: int, bits: int) -> Non
     assert products.count_bits(one) == bits, "the worse of a product and a convolution"
 
 
-def test_products_that_keep_too_few_bits_refute_what_the_layers_say() -> None:
+def test_too_few_product_bits_refute_the_reported_layer_types() -> None:
     layers = {"float32": 4}
     right, wrong = (precision_truth("fp32", layers, "an engine", bits=bits) for bits in (24, 11))
     assert right.ok and right.sentence.endswith("4 of 4 compute layers in float32; measured: products keep 24 bits")
@@ -49,7 +49,7 @@ def test_pytorch_keeps_the_bits_of_its_type(dtype: str, bits: int) -> None:
     assert products.count_bits(each.float().numpy() for each in results) == bits
 
 
-def test_a_file_that_onnx_runtime_computes_in_less_is_found_out(digits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduced_precision_in_onnx_runtime_is_detected(digits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     session = OnnxRuntime().load(digits.trial("onnxruntime"), digits.artifact)
     assert session.facts().product_bits == 24
     factors = {name: array.astype(np.float16).astype(np.float32) for name, array in products.make_factors().items()}

@@ -28,7 +28,7 @@ def trial(**options: Any) -> Trial:
     return Trial(ModelSpec("net", "fake:net"), "tensorrt", "fp16", Dims(1, 8, 8), options)
 
 
-def test_batches_in_flight() -> None:
+def test_slots_have_a_default_and_an_option() -> None:
     assert slots_of(trial()) == DEFAULT_SLOTS
     assert slots_of(trial(slots=1)) == 1
 
@@ -63,25 +63,25 @@ def installed(monkeypatch: pytest.MonkeyPatch, driver: Any) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
 
 
-def test_no_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_bindings_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(Unavailable, match="pip install cuda-bindings"):
         gpu.load_driver()
 
 
-def test_a_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_a_gpu_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, Driver(error=100))
     with pytest.raises(Unavailable, match="CUDA_ERROR_NO_DEVICE: no CUDA-capable device"):
         gpu.load_driver()
 
 
-def test_fewer_gpus_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_index_beyond_the_machine_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, Driver(count=1))
     with pytest.raises(Unavailable, match=r"there is no cuda:1: this machine has 1 GPU$"):
         gpu.Device("cuda:1")
 
 
-def test_an_error_says_which_call_and_memory_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_errors_name_the_call_and_out_of_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, Driver())
 
     def cuMemAlloc(code: int) -> tuple[int]:  # noqa: N802
@@ -93,7 +93,7 @@ def test_an_error_says_which_call_and_memory_is_memory(monkeypatch: pytest.Monke
         gpu.call(cuMemAlloc, 1)
 
 
-def test_the_profiler_is_stopped_whatever_happened_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profiler_is_stopped_after_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     driver: Any = Driver()
     driver.cuProfilerStart = lambda: done.append("start") or (0,)  # type: ignore[func-returns-value]
@@ -138,7 +138,7 @@ class Timed(FakeSession):
 
 @pytest.mark.parametrize("stream", [None, "a stream"])
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
-def test_each_run_is_longer_by_the_share(fake_trial: Any, clock: Clock, stream: Any, share: float) -> None:
+def test_each_run_is_slowed_by_the_given_share(fake_trial: Any, clock: Clock, stream: Any, share: float) -> None:
     inner = Timed(fake_trial())
     inner.clock, inner.stream = clock, stream
     session = run_trial.SlowedSession(inner, share)
@@ -149,7 +149,7 @@ def test_each_run_is_longer_by_the_share(fake_trial: Any, clock: Clock, stream: 
     assert (clock.at - begin) / 10_000 == pytest.approx(1 + share, abs=0.01)
 
 
-def test_all_else_is_the_session(fake_trial: Any) -> None:
+def test_a_slowed_session_otherwise_behaves_like_the_original(fake_trial: Any) -> None:
     trial: Trial = fake_trial()
     inner = FakeSession(trial)
     session = run_trial.SlowedSession(inner, 0.1)
@@ -191,7 +191,7 @@ def once(session: Session, feed: np.ndarray, slot: int = 0) -> np.ndarray:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no NVIDIA GPU")
 @pytest.mark.parametrize(("precision", "channels_last"), [("fp32", False), ("fp16", False), ("fp16", True)])
-def test_staged_arrays_and_any_others_give_the_same_in_every_slot(precision: str, channels_last: bool) -> None:
+def test_staged_and_plain_arrays_give_equal_outputs_in_every_slot(precision: str, channels_last: bool) -> None:
     session = load(precision, channels_last=channels_last)
     feeds = [images(i) for i in range(session.slots)]
     want = [once(session, feed) for feed in feeds]
@@ -210,7 +210,7 @@ def test_staged_arrays_and_any_others_give_the_same_in_every_slot(precision: str
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no NVIDIA GPU")
-def test_pixels_arrive_as_they_are_and_a_quarter_as_large() -> None:
+def test_pixels_are_transferred_as_uint8() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, SHAPE, np.uint8)
     session, usual = load("fp16", input="uint8"), load("fp16")
     staged = session.stage({"input": pixels})["input"]
@@ -225,7 +225,7 @@ def test_pixels_arrive_as_they_are_and_a_quarter_as_large() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no NVIDIA GPU")
-def test_binding_twice_in_a_row_runs_the_second() -> None:
+def test_the_last_bound_feed_is_run() -> None:
     session = load("fp32")
     want = once(session, images(1))
     for _ in range(50):
@@ -236,7 +236,7 @@ def test_binding_twice_in_a_row_runs_the_second() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no NVIDIA GPU")
-def test_parts_are_told_apart() -> None:
+def test_the_parts_of_an_inference_are_timed_separately() -> None:
     session = load("fp16")
     staged = session.stage({"input": images(0)})
     once(session, staged["input"])
@@ -250,7 +250,7 @@ def event(name: str, at: int, dur: int, index: str = "", cat: str = "Node") -> d
     return {"name": name, "cat": cat, "ts": at, "dur": dur, "args": {"node_index": index}}
 
 
-def test_kernels_are_told_apart_by_run_and_by_node() -> None:
+def test_kernels_are_separated_by_run_and_node() -> None:
     # The file isn't sorted, two nodes share a name, and a kernel runs as the session begins, before the first run.
     events = [
         event("c_kernel_time", 5, 9, "0"),
@@ -270,7 +270,7 @@ def test_kernels_are_told_apart_by_run_and_by_node() -> None:
     assert told == pytest.approx({"Relu": 3e-6, "Add": 4e-6}), "of all runs but the first"
 
 
-def test_what_runs_in_a_loop_is_no_node_of_the_graph_around_it() -> None:
+def test_nodes_inside_a_loop_are_not_nodes_of_the_outer_graph() -> None:
     loop, inside = event("Loop_2_kernel_time", 20, 9, "2"), event("Add_1_kernel_time", 22, 3, "1")
     loop["args"]["op_name"] = "Loop"
     events = [event("model_run", 10, 30, cat="Session"), event("Add_1_kernel_time", 12, 8, "1"), inside, loop,
@@ -280,14 +280,14 @@ def test_what_runs_in_a_loop_is_no_node_of_the_graph_around_it() -> None:
     ]
 
 
-def test_names_are_read_as_the_library_writes_them() -> None:
+def test_unescaped_names_in_profiles_are_read() -> None:
     """It escapes nothing, so a quote in a node's name ends a JSON string."""
     text = '[{"cat" : "Node","dur" :1,"ts" :2,"name" :"a"b \\n c,\t{d}_kernel_time","args" : {"op_name" : "Relu"}}]'
     (found,) = events_in(text)
     assert found["name"] == 'a"b \\n c,\t{d}_kernel_time' and found["args"] == {"op_name": "Relu"}
 
 
-def test_what_the_c_compiler_refuses_is_named() -> None:
+def test_cpp_compiler_errors_are_quoted() -> None:
     class Failed(RuntimeError):
         inner_exception = RuntimeError("C++ compile error\n\nCommand:\ng++ x.cpp")
 
@@ -295,7 +295,7 @@ def test_what_the_c_compiler_refuses_is_named() -> None:
         raise Failed("Command:\ng++ x.cpp\nOutput:\nx.cpp:7:1: error: 'a' is no class\nx.cpp:9:1: error: other\n")
 
 
-def test_every_layer_that_pytorch_quantised_is_known() -> None:
+def test_layers_quantised_by_pytorch_are_recognised() -> None:
     kinds = (torch.nn.Linear, torch.nn.LSTM, torch.nn.GRUCell)
     net = torch.nn.Sequential(*(kind(4, 4) for kind in kinds))
     packed = torch.ao.quantization.quantize_dynamic(net, {*kinds}, torch.qint8)

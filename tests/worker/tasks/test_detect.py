@@ -42,7 +42,7 @@ SCORES = hnp.arrays(
 
 @settings(max_examples=60)
 @given(SCORES, st.integers(1, 12))
-def test_the_same_as_a_stable_sort(scores: np.ndarray, k: int) -> None:
+def test_class_ranking_equals_a_stable_sort(scores: np.ndarray, k: int) -> None:
     index, best = rank_classes(scores, k)
     expected = sorted_whole(scores, k)
     np.testing.assert_array_equal(index, expected)
@@ -53,13 +53,13 @@ def test_the_same_as_a_stable_sort(scores: np.ndarray, k: int) -> None:
 @pytest.mark.parametrize(
     "classes", [MIN_PARTITION_FACTOR * RANKED_CLASSES, MIN_PARTITION_FACTOR * RANKED_CLASSES + 1, 1000]
 )
-def test_real_sizes(classes: int) -> None:
+def test_class_ranking_is_correct_at_real_sizes(classes: int) -> None:
     scores = np.random.default_rng(0).standard_normal((256, classes)).astype(np.float32)
     scores[::7] = scores[::7].round(1)  # makes ties in some rows
     np.testing.assert_array_equal(rank_classes(scores, RANKED_CLASSES)[0], sorted_whole(scores, RANKED_CLASSES))
 
 
-def test_no_batch_leaves_no_arrays() -> None:
+def test_without_answers_no_arrays_are_returned() -> None:
     fed = EvaluationInputs(Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(2, 4, 4)), 2, 4)
     assert TopKCollector(fed).arrays([None, None]) == {}
 
@@ -76,7 +76,7 @@ def test_no_batch_leaves_no_arrays() -> None:
         ((8,), 0),
     ],
 )
-def test_class_scores_are_known_by_their_shape(shape: tuple[int | str, ...], classes: int) -> None:
+def test_class_scores_are_recognised_by_shape(shape: tuple[int | str, ...], classes: int) -> None:
     assert classes_of(shape) == classes
 
 
@@ -136,7 +136,7 @@ def trial(data: DataSpec, batch: int, task: str = "detect") -> Trial:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 8])
-def test_boxes_are_those_of_the_original_images(data: DataSpec, boxes, batch: int) -> None:
+def test_boxes_are_in_the_coordinates_of_the_original_images(data: DataSpec, boxes, batch: int) -> None:
     found = evaluate(Knowing(batch, boxes), trial(data, batch), timed=False).arrays
     assert found["sample"].tolist() == [2, 0, 4, 1, 3]
     assert found["detection_image"].tolist() == [2, 2, 0, 0, 4, 4, 1, 1, 3, 3]
@@ -148,7 +148,7 @@ def test_boxes_are_those_of_the_original_images(data: DataSpec, boxes, batch: in
     assert found["output:output0"].shape == (5, 4 + CLASSES, ANCHORS)
 
 
-def test_they_are_worth_what_they_overlap(data: DataSpec, boxes) -> None:
+def test_mean_ap_depends_on_box_overlap(data: DataSpec, boxes) -> None:
     from dyno.results.metrics import mean_ap
 
     truth = {
@@ -167,12 +167,12 @@ def test_they_are_worth_what_they_overlap(data: DataSpec, boxes) -> None:
     )
 
 
-def test_nothing_found_is_no_error(data: DataSpec) -> None:
+def test_images_without_detections_are_not_an_error(data: DataSpec) -> None:
     found = evaluate(Knowing(2, [[] for _ in SIZES]), trial(data, 2), timed=False).arrays
     assert found["detection_box"].shape == (0, 4) and found["detection_image"].dtype == np.int64
 
 
-def test_a_data_set_without_sizes_is_one_line(data: DataSpec, boxes) -> None:
+def test_a_data_set_without_image_sizes_is_refused(data: DataSpec, boxes) -> None:
     (Path(data.folder) / "sizes.npy").unlink()
     with pytest.raises(UserError, match="decoded without the images' sizes"):
         evaluate(Knowing(2, boxes), trial(data, 2), timed=False)
@@ -190,11 +190,11 @@ def test_a_data_set_without_sizes_is_one_line(data: DataSpec, boxes) -> None:
         ({"a": 64, "b": 128}, 10, "a b"),
     ],
 )
-def test_class_scores_are_found_by_their_number_and_name(shapes: dict[str, int], classes: int, found: str) -> None:
+def test_class_scores_are_found_by_number_of_classes_and_name(shapes: dict[str, int], classes: int, found: str) -> None:
     assert find_scores({name: ("N", n) for name, n in shapes.items()}, classes) == found.split()
 
 
-def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> None:
+def test_features_are_never_scored_as_class_scores(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text(json.dumps({"classes": [str(k) for k in range(10)]}))
     data = DataSpec("digits", folder=str(tmp_path), count=4)
     trial = Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(4, 4, 4), data=data)
@@ -230,7 +230,7 @@ def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> N
         (4, [0, 2, 2], [0, 1, 1], [0, 2, 2], ""),
     ],
 )
-def test_a_network_that_counts_from_one_is_known_without_its_last_class(
+def test_class_numbering_is_detected_from_annotated_objects(
     tmp_path: Path, classes: int, labels: list[int], truth: list[int], found: list[int], note: str
 ) -> None:
     """Three images with one object each; by the network's own count its box has the class `labels`."""
@@ -264,7 +264,7 @@ def test_a_network_that_counts_from_one_is_known_without_its_last_class(
     ],
     ids=["as they are", "y first", "large, by its centre", "elsewhere"],
 )
-def test_the_annotated_objects_tell_how_boxes_are_meant(
+def test_box_format_is_detected_from_annotated_objects(
     tmp_path: Path, box: list[int], found: list[int], read: list[int], note: str
 ) -> None:
     """Read as corners, all boxes lie inside the image."""
@@ -281,7 +281,7 @@ def test_the_annotated_objects_tell_how_boxes_are_meant(
     assert note in notes[0] if note else notes == []
 
 
-def test_boxes_of_another_number_of_classes_have_a_warning(tmp_path: Path) -> None:
+def test_boxes_with_another_number_of_classes_cause_a_warning(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text('{"classes": ["a", "b", "c"]}')
     np.save(tmp_path / "sizes.npy", np.full((1, 2), 64, np.int32))
     data = DataSpec("d", folder=str(tmp_path), count=1)

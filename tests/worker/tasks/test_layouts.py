@@ -162,7 +162,7 @@ def check(found: Any, image: int, atol: float = 1e-3) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_boxes_come_back(layout: str, dtype: type) -> None:
+def test_boxes_of_every_layout_are_read(layout: str, dtype: type) -> None:
     arrays = {name: a if a.dtype.kind in "iu" else a.astype(dtype) for name, a in LAYOUTS[layout]().items()}
     known = CLASSES if layout in ("v8, anchors first", "selected") else 0
     read = BoxReader(DETECT, known, confidence=0.1).read_detections(arrays, np.array([SIZE, SIZE]), SIZE)
@@ -170,7 +170,7 @@ def test_boxes_come_back(layout: str, dtype: type) -> None:
         check(found, image, 1e-3 if dtype == np.float32 else 6e-3)
 
 
-def test_zeros_of_the_only_class_are_no_scores() -> None:
+def test_zeros_of_a_single_class_are_not_scores() -> None:
     """The columns are class, then score: in reverse order no box would have a score."""
     rows = T.rows("box", "class", "score") * [1, 1, 1, 1, 0, 1]
     for image, found in enumerate(BoxReader(DETECT, 1).read_detections({"o": rows}, np.array([SIZE, SIZE]), SIZE)):
@@ -181,7 +181,7 @@ def test_zeros_of_the_only_class_are_no_scores() -> None:
 
 
 @pytest.mark.parametrize("known", [{"classes": 2}, {"likely": (2, ())}])
-def test_the_number_of_classes_says_whether_one_is_none(known: Any) -> None:
+def test_the_number_of_classes_tells_whether_a_column_is_background(known: Any) -> None:
     """The second of two independent classes is higher for most queries, like "no object"."""
     scores = np.concatenate(
         [np.eye(2)[T.labels % 2] * T.scores[..., None], np.full((2, 3 * FOUND, 2), [0.01, 0.05])], 1
@@ -195,7 +195,7 @@ def test_the_number_of_classes_says_whether_one_is_none(known: Any) -> None:
 
 
 @pytest.mark.parametrize("known", [{"classes": 3}, {"likely": (3, ())}, {}])
-def test_logits_of_four_are_no_boxes(known: Any) -> None:
+def test_logits_of_four_classes_are_not_boxes(known: Any) -> None:
     """Three classes and "no object", in outputs without names."""
     labels = T.labels % 3
     sure = np.concatenate([np.eye(3)[labels] * T.scores[..., None], 1 - T.scores[..., None]], 2)
@@ -208,7 +208,7 @@ def test_logits_of_four_are_no_boxes(known: Any) -> None:
         np.testing.assert_array_equal(found.classes, labels[image])
 
 
-def test_rows_of_a_batch_are_counted_by_another_output() -> None:
+def test_an_output_of_counts_assigns_rows_to_images() -> None:
     """As in PaddleDetection: bbox is M x 6, and bbox_num holds each image's number of rows."""
     rows, counts = T.rows("class", "score", "box"), np.array([FOUND, 2, 0], np.int32)
     arrays = {"bbox": np.concatenate([rows[0], rows[1][:2]]).astype(np.float32), "bbox_num": counts}
@@ -225,7 +225,7 @@ def test_rows_of_a_batch_are_counted_by_another_output() -> None:
             BoxReader(DETECT).read_detections({**arrays, "bbox_num": other}, np.array([SIZE] * 3), SIZE)
 
 
-def test_torchvision_s_lists_are_of_one_image() -> None:
+def test_torchvision_lists_belong_to_one_image() -> None:
     arrays = {"output": T.boxes[0].astype(np.float32), "output_1": T.labels[0], "output_2": T.scores[0]}
     (found,) = BoxReader(DETECT, confidence=0.1).read_detections(arrays, np.array([SIZE]), SIZE)
     check(found, 0)
@@ -233,7 +233,7 @@ def test_torchvision_s_lists_are_of_one_image() -> None:
     assert len(BoxReader(DETECT).read_detections(none, np.array([SIZE]), SIZE)[0].scores) == 0
 
 
-def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
+def test_masks_and_keypoints_are_read_for_the_kept_boxes() -> None:
     """Each prototype is 1 in one quarter: a mask is the box's part in its quarter."""
     prototypes = np.full((2, 4, 12, 16), -1.0)
     prototypes[:, 0, :6, :8] = prototypes[:, 1, :6, 8:] = prototypes[:, 2, 6:, :8] = prototypes[:, 3, 6:, 8:] = 1
@@ -274,13 +274,13 @@ def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
     ],
     ids=["shape", "logits", "classes", "outside", "objectness or not", "too few classes", "not decoded", "objectness"],
 )
-def test_what_is_not_understood_is_one_line(arrays: Arrays, classes: int, reason: str) -> None:
+def test_unknown_layouts_are_refused_in_one_line(arrays: Arrays, classes: int, reason: str) -> None:
     with pytest.raises(UnreadBoxes, match=reason) as raised:
         BoxReader(DETECT, classes).read_detections(arrays, np.array([SIZE, SIZE]), SIZE)
     assert "understood are batch x (4 + classes) x anchors" in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_pose_whose_classes_are_unknown_asks_for_them() -> None:
+def test_a_pose_network_with_unknown_classes_asks_for_them() -> None:
     shapes = {"o": (1, 4 + 3 + 17 * 3, 8400)}
     with pytest.raises(UnreadBoxes, match="for more than one class give --classes"):
         list_fits(POSE.observe(shapes, SIZE, 0, ()))
@@ -290,7 +290,7 @@ def test_a_pose_whose_classes_are_unknown_asks_for_them() -> None:
         BoxReader(POSE).read_detections({"o": table}, np.array([SIZE, SIZE]), SIZE)
 
 
-def test_boxes_that_are_decoded_are_read() -> None:
+def test_decoded_boxes_are_read() -> None:
     """The test above's offsets, decoded by NumPy: a box for each anchor above the threshold."""
     table = offsets(decoded=True)
     reader = BoxReader(DETECT, CLASSES, confidence=0.05, iou=1.0)
@@ -299,7 +299,7 @@ def test_boxes_that_are_decoded_are_read() -> None:
     np.testing.assert_allclose(first.scores[0], (table[0, :, 4] * table[0, :, 5:].max(-1)).max(), rtol=1e-5)
 
 
-def test_classes_are_numbered_as_the_data_has_them() -> None:
+def test_classes_are_renumbered_to_match_the_data() -> None:
     coco = np.array([*range(1, 12), *range(13, 26), 27, 28, *range(31, 45), *range(46, 66), 67, 70, *range(72, 83),
                      *range(84, 91)], np.int32)  # fmt: skip  # pycocotools' ids of its 80 categories
     labels, note = numbered_as(coco, 80)

@@ -49,7 +49,7 @@ def decode(counts: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_suppression_is_torchvisions(seed: int) -> None:
+def test_suppression_matches_torchvision(seed: int) -> None:
     torch, ops = pytest.importorskip("torch"), pytest.importorskip("torchvision").ops
     rng = np.random.default_rng(seed)
     corner = rng.uniform(0, 100, (500, 2))
@@ -61,7 +61,7 @@ def test_suppression_is_torchvisions(seed: int) -> None:
     np.testing.assert_array_equal(suppress_overlaps(boxes, labels, 0.5, 7), want[:7])
 
 
-def test_touching_equal_and_flat_boxes() -> None:
+def test_suppression_handles_touching_equal_and_flat_boxes() -> None:
     boxes = np.array([[0, 0, 10, 10], [0, 0, 10, 10], [10, 0, 20, 10], [5, 5, 5, 5], [5, 5, 5, 5]], np.float32)
     same, other = np.zeros(5, int), np.array([0, 1, 0, 0, 0])
     assert suppress_overlaps(boxes, same, 0.7, 9).tolist() == [0, 2, 3, 4]
@@ -71,7 +71,7 @@ def test_touching_equal_and_flat_boxes() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("settings", [{}, {"confidence": 0.25, "iou": 0.45, "max_detections": 20}])
-def test_boxes_are_ultralyticss(seed: int, settings: dict[str, float]) -> None:
+def test_boxes_match_ultralytics(seed: int, settings: dict[str, float]) -> None:
     torch, ops = pytest.importorskip("torch"), pytest.importorskip("ultralytics.utils.ops")
     raw = predictions(seed)
     names = {"confidence": "conf_thres", "iou": "iou_thres", "max_detections": "max_det"}
@@ -88,7 +88,7 @@ def test_boxes_are_ultralyticss(seed: int, settings: dict[str, float]) -> None:
         assert got.classes.dtype == np.int32
 
 
-def test_one_class_and_half_precision() -> None:
+def test_single_class_and_fp16_outputs_are_read() -> None:
     raw = predictions(1, classes=1)
     found = detections(DETECT, [raw], IMAGES, classes=1)
     assert [len(d.scores) for d in found] == [len(rows) for rows in reference(raw, 1)]
@@ -96,7 +96,7 @@ def test_one_class_and_half_precision() -> None:
     assert all(d.boxes.dtype == np.float32 and (np.diff(d.scores) <= 0).all() for d in half)
 
 
-def test_masks_are_ultralyticss() -> None:
+def test_masks_match_ultralytics() -> None:
     torch, ops = pytest.importorskip("torch"), pytest.importorskip("ultralytics.utils.ops")
     raw = predictions(3, extra=8, anchors=60)
     coarse = np.random.default_rng(5).normal(0, 1, (4, 8, 10, 8)).astype(np.float32)
@@ -111,7 +111,7 @@ def test_masks_are_ultralyticss() -> None:
         assert (both[either > 300] / either[either > 300]).min(initial=1) > 0.99
 
 
-def test_keypoints_are_ultralyticss() -> None:
+def test_keypoints_match_ultralytics() -> None:
     torch, ops = pytest.importorskip("torch"), pytest.importorskip("ultralytics.utils.ops")
     raw = predictions(4, extra=12)
     raw[:, 4 + CLASSES :] = raw[:, 4 + CLASSES :] * 90 + 100
@@ -121,7 +121,7 @@ def test_keypoints_are_ultralyticss() -> None:
         np.testing.assert_allclose(got.keypoints, ops.scale_coords(SIZE, points, tuple(image)).numpy(), atol=1e-3)
 
 
-def test_run_lengths_are_cocos() -> None:
+def test_run_lengths_match_pycocotools() -> None:
     coco = pytest.importorskip("pycocotools.mask")
     rng = np.random.default_rng(0)
     for _ in range(60):
@@ -138,7 +138,7 @@ def test_run_lengths_are_cocos() -> None:
         assert ours["counts"] == coco.encode(np.asfortranarray(image))["counts"]
 
 
-def test_nothing_found_is_empty_arrays() -> None:
+def test_no_detections_give_empty_arrays() -> None:
     raw = np.zeros((1, 4 + CLASSES + 12, 10), np.float32)
     pose = detections(POSE, [raw], IMAGES[:1], classes=CLASSES, keypoints=(4, 3))[0]
     assert pose.boxes.shape == (0, 4)
@@ -148,7 +148,7 @@ def test_nothing_found_is_empty_arrays() -> None:
     assert detections(SEGMENT, [raw, prototypes], IMAGES[:1], classes=CLASSES)[0].masks == []
 
 
-def test_values_that_are_not_finite_are_no_detections() -> None:
+def test_non_finite_values_are_not_detections() -> None:
     raw = predictions(0, images=1)
     raw[0, 4:, :50] = np.nan
     raw[0, :2, 50:80] = np.inf
@@ -167,7 +167,7 @@ def test_outputs_of_another_network_are_refused_in_one_line() -> None:
         detections(POSE, [predictions(0)], IMAGES, classes=CLASSES, keypoints=(17, 3))
 
 
-def test_the_way_back_is_the_way_in() -> None:
+def test_boxes_are_mapped_back_through_the_letterbox() -> None:
     for height, width in IMAGES.tolist():
         _, new_height, new_width, top, left = fit_geometry(height, width, *SIZE)
         whole = np.array([left + new_width / 2, top + new_height / 2, new_width, new_height, 1.0], np.float32)
@@ -175,7 +175,7 @@ def test_the_way_back_is_the_way_in() -> None:
         np.testing.assert_allclose(found.boxes, [[0, 0, width, height]], atol=1e-3)
 
 
-def test_a_full_head_is_cut_to_the_best() -> None:
+def test_detections_are_limited_to_the_best_300() -> None:
     """8,400 anchors and 80 classes, all scored above the threshold as by an untrained network."""
     raw = predictions(0, anchors=8400, classes=80, images=1)
     raw[:, 4:] = raw[:, 4:].clip(0.002)

@@ -108,7 +108,7 @@ def interrupt(at: str):
     ],
     ids=lambda s: s["optimizer"],
 )
-def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, model, tmp_path):
+def test_a_resumed_training_ends_with_the_same_bytes(settings, digits, model, tmp_path):
     whole = fit(digits, tmp_path / "whole", model, **settings)
     for stage in ("epoch 2/3, batch", "epoch 3/3, test"):
         with pytest.raises(KeyboardInterrupt):
@@ -118,7 +118,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, 
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_a_network_with_batch_norm_goes_on_too(digits, tmp_path):
+def test_a_network_with_batch_norm_resumes_exactly(digits, tmp_path):
     whole = fit(digits, tmp_path / "whole", epochs=2)
     with pytest.raises(KeyboardInterrupt):
         fit(digits, tmp_path / "parts", tell=interrupt("epoch 2/2, test"), epochs=2)
@@ -126,7 +126,7 @@ def test_a_network_with_batch_norm_goes_on_too(digits, tmp_path):
 
 
 @pytest.mark.parametrize("write", range(4))
-def test_a_kill_between_two_writes_is_mended(write, digits, model, tmp_path, monkeypatch):
+def test_training_recovers_from_a_kill_between_two_writes(write, digits, model, tmp_path, monkeypatch):
     whole = fit(digits, tmp_path / "whole", model, epochs=1)
     left, replace = [write], os.replace
 
@@ -145,14 +145,14 @@ def test_a_kill_between_two_writes_is_mended(write, digits, model, tmp_path, mon
     assert left == {network.STATE_FILE, network.BEST_FILE, network.LAST_FILE, network.HISTORY_FILE}
 
 
-def test_neither_workers_nor_what_ran_before_change_the_result(digits, model, tmp_path):
+def test_workers_and_earlier_random_draws_do_not_change_the_result(digits, model, tmp_path):
     first = fit(digits, tmp_path / "a", model, epochs=2)
     torch.rand(7)
     assert fit(digits, tmp_path / "b", model, epochs=2, workers=2).sha256 == first.sha256
     assert fit(digits, tmp_path / "c", model, epochs=2, seed=1).sha256 != first.sha256
 
 
-def test_other_settings_or_data_are_named(digits, model, tmp_path):
+def test_changed_settings_or_data_are_named(digits, model, tmp_path):
     fit(digits, tmp_path / "run", model, epochs=1)
     with pytest.raises(
         UserError, match=r"began with lr 0\.005 \(now 0\.1\), training images of-digits\d+ \(now another"
@@ -161,7 +161,7 @@ def test_other_settings_or_data_are_named(digits, model, tmp_path):
     assert fit(digits, tmp_path / "run", model, epochs=1, workers=1).epochs == 1
 
 
-def test_fields_that_pixels_got_later_change_no_training(digits, model, tmp_path):
+def test_newer_preprocessing_fields_do_not_change_the_training_state(digits, model, tmp_path):
     """Training resumes, and the demo's is found, although newer versions know more ways to prepare images."""
     fit(digits, tmp_path, model, epochs=1)
     settings = json.loads(torch.load(tmp_path / network.STATE_FILE, weights_only=True)["about"])["settings"]
@@ -170,7 +170,7 @@ def test_fields_that_pixels_got_later_change_no_training(digits, model, tmp_path
     assert settings["preprocess"] == hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, model, tmp_path):
+def test_loading_the_state_runs_no_code_and_damage_is_reported(digits, model, tmp_path):
     fit(digits, tmp_path, model, epochs=1)
     path = tmp_path / network.STATE_FILE
     assert set(torch.load(path, weights_only=True)) == {"about", "module", "optimizer", "schedule", "scaler"}
@@ -196,7 +196,7 @@ def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, model, tmp_path, 
     assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / network.BEST_FILE).values())
 
 
-def test_memory_that_runs_out_is_told_as_that(digits, model, tmp_path, monkeypatch):
+def test_running_out_of_memory_is_a_memory_error(digits, model, tmp_path, monkeypatch):
     def full(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
 
@@ -207,7 +207,7 @@ def test_memory_that_runs_out_is_told_as_that(digits, model, tmp_path, monkeypat
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mixed", ["none", "fp16", "bf16"])
-def test_a_gpu_learns_and_goes_on(mixed, digits, tmp_path):
+def test_training_on_a_gpu_learns_and_resumes(mixed, digits, tmp_path):
     settings = {"device": "cuda:0", "mixed_precision": mixed, "epochs": 12, "workers": 2}
     with pytest.raises(KeyboardInterrupt):
         fit(digits, tmp_path, tell=interrupt("epoch 7/12, test"), **settings)
@@ -216,7 +216,7 @@ def test_a_gpu_learns_and_goes_on(mixed, digits, tmp_path):
         fit(digits, tmp_path, **{**settings, "device": "cpu", "mixed_precision": "none"})
 
 
-def test_the_table_says_what_happened(digits, model, tmp_path):
+def test_the_history_records_every_epoch(digits, model, tmp_path):
     stages: list[str] = []
     result = fit(digits, tmp_path, model, stages.append)
     assert stages[:2] == ["build the model", "epoch 1/3"], "before the first batch, which may take long"
@@ -227,7 +227,7 @@ def test_the_table_says_what_happened(digits, model, tmp_path):
     assert result.top5 >= result.top1 and result.images == 128
 
 
-def test_weights_of_another_number_of_classes_get_a_new_head(digits, tmp_path):
+def test_weights_with_other_class_counts_get_a_new_head(digits, tmp_path):
     torch.manual_seed(5)
     state = models.load(dataclasses.replace(NET, classes=4, seed=9)).state_dict()
     save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "four.safetensors")
@@ -267,7 +267,7 @@ def test_auxiliary_classifiers_weigh_less():
 
 
 @pytest.mark.parametrize("kind", AUGMENTATIONS)
-def test_augmentation_makes_images_of_the_size(kind, tmp_path):
+def test_augmentation_makes_images_of_the_training_size(kind, tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (6, 3, 40, 50), np.uint8)
     split = network.Split.open(dataclasses.replace(stored(tmp_path, images, np.arange(6), 4), split="train"))
     size = (40, 50) if kind in ("none", "shift") else (32, 40)
@@ -283,7 +283,7 @@ def test_augmentation_makes_images_of_the_size(kind, tmp_path):
         assert any(np.array_equal(crop, seen) for seen in (one[0, 0], one[0, 0].flip(1)) for crop in crops)
 
 
-def test_inputs_are_what_every_other_command_feeds(digits):
+def test_training_inputs_match_those_of_other_commands(digits):
     from dyno.worker.inputs.input_data import Images
 
     split = network.Split.open(digits)
@@ -293,7 +293,7 @@ def test_inputs_are_what_every_other_command_feeds(digits):
 
 
 @pytest.mark.parametrize(("images", "sizes"), [(128, [16] * 8), (33, [16, 17]), (3, [3])])
-def test_every_image_is_in_one_batch_and_none_is_alone(images, sizes, tmp_path):
+def test_every_image_is_in_one_batch_of_at_least_two(images, sizes, tmp_path):
     data = stored(tmp_path, np.zeros((images + 2, 1, 4, 4), np.uint8), np.zeros(images + 2), images)
     split = network.Split.open(dataclasses.replace(data, split="train"))
     keys = network.load_batches(split, TrainOptions(batch=16), 1)
@@ -319,18 +319,18 @@ def test_every_image_is_in_one_batch_and_none_is_alone(images, sizes, tmp_path):
         ({"warmup_epochs": 20}, "warmup_epochs is 20 of 20 epochs; it must be fewer"),
     ],
 )
-def test_options_that_can_not_work_are_refused(settings, message):
+def test_impossible_options_are_refused(settings, message):
     refuses(message, make_options, settings)
 
 
-def test_every_optimiser_has_a_usual_rate():
+def test_every_optimiser_has_a_default_learning_rate():
     for name, (lr, decay) in OPTIMIZERS.items():
         chosen = make_options({"optimizer": name})
         assert (chosen.peak, chosen.decay) == (lr, decay)
         assert make_options({"optimizer": name, "lr": 0.5, "weight_decay": 0.0}).settings()["lr"] == 0.5
 
 
-def test_what_does_not_fit_is_refused(digits, nets, tmp_path):
+def test_unsuitable_data_and_models_are_refused(digits, nets, tmp_path):
     def refusal(data: DataSpec, source: str = NET.source, dims: Dims = DIMS, **settings) -> str:
         channels = 3 if source.startswith("torchvision") else 1
         with pytest.raises((UserError, Unavailable)) as caught:

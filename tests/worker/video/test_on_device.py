@@ -75,7 +75,7 @@ def image_of(channels: int, batch: int, size: int, dtype: str = "float32") -> Te
 
 @pytest.mark.parametrize(("kind", "most"), [("rgb", ROUNDED), ("1", COARSE), ("5", COARSE), ("2", COARSE)])
 @pytest.mark.parametrize(("height", "width"), [(54, 96), (97, 31), (64, 64), (13, 20), (31, 17)])
-def test_pixels_are_those_of_the_host(kind: str, most: float, height: int, width: int) -> None:
+def test_device_pixels_match_the_host(kind: str, most: float, height: int, width: int) -> None:
     host, device = both([picture(kind, height, width) for _ in range(3)], image_of(3, 4, 64), 64)
     levels = 255 * np.asarray(NORMAL.std).reshape(1, 3, 1, 1)
     assert np.abs((host - device) * levels).max() <= most
@@ -83,7 +83,7 @@ def test_pixels_are_those_of_the_host(kind: str, most: float, height: int, width
 
 
 @pytest.mark.parametrize("matrix", [1, 5, 2])
-def test_frames_of_the_device_s_decoder_are_those_of_the_host_s(matrix: int) -> None:
+def test_frames_decoded_on_the_device_match_the_host(matrix: int) -> None:
     frame, convert = decoded(54, 96, matrix), media.Converter()
     there, here = surface(frame), media.Planes(frame, convert)
     made = DevicePreparation(NORMAL, [image_of(3, 2, 64)], Dims(2, 64, 64), ends())
@@ -97,7 +97,7 @@ def test_frames_of_the_device_s_decoder_are_those_of_the_host_s(matrix: int) -> 
     assert there.planes().tags == here.tags and there.reopen().matrix == there.matrix
 
 
-def test_a_frame_of_the_device_is_drawn_on_in_the_host_s_memory() -> None:
+def test_device_frames_are_drawn_on_in_host_memory() -> None:
     shown = surface(decoded(54, 96, 1))
     before, untouched = shown.rgb().copy(), shown.reopen()
     for layer in shown.layers():
@@ -107,7 +107,7 @@ def test_a_frame_of_the_device_is_drawn_on_in_the_host_s_memory() -> None:
     np.testing.assert_array_equal(untouched.rgb(), before)
 
 
-def test_pictures_of_several_kinds_share_a_batch_and_the_next_one_is_clean() -> None:
+def test_mixed_image_formats_share_a_batch_without_leftovers() -> None:
     tensor = image_of(3, 3, 32)
     made = DevicePreparation(NORMAL, [tensor], Dims(3, 32, 32), ends())
     feed, host = made.new_feed(), Preparation(NORMAL, [tensor], Dims(3, 32, 32))
@@ -125,7 +125,7 @@ def test_pictures_of_several_kinds_share_a_batch_and_the_next_one_is_clean() -> 
     image_of(1, 2, 32), image_of(3, 2, 32, "uint8"), Tensor("images", "float32", (2, 32, 32, 3)),
     image_of(3, 2, 32, "float16"),
 ], ids=["grey", "raw", "channels last", "half"])  # fmt: skip
-def test_inputs_of_other_kinds(tensor: Tensor) -> None:
+def test_other_input_types_and_layouts_match_the_host(tensor: Tensor) -> None:
     plain = Preprocess((0.0,) * 3, (1.0,) * 3, letterbox=True)
     host, device = both([picture("rgb", 20, 40), picture("rgb", 20, 40)], tensor, 32, plain)
     assert host.shape == device.shape and device.dtype == np.dtype(tensor.dtype)
@@ -135,7 +135,7 @@ def test_inputs_of_other_kinds(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("confidence", [0.0, 0.25, 0.9, 1.0])
-def test_boxes_are_those_of_all_predictions(dtype: str, confidence: float) -> None:
+def test_dropping_low_scores_on_the_device_keeps_the_boxes(dtype: str, confidence: float) -> None:
     rng, classes = np.random.default_rng(1), 3
     scores = rng.random((4, classes, 200)) ** 4
     scores[1] = 0  # an empty image
@@ -159,7 +159,7 @@ def test_boxes_are_those_of_all_predictions(dtype: str, confidence: float) -> No
         np.testing.assert_array_equal(all_.classes, few.classes)
 
 
-def test_outputs_in_another_layout_are_left_as_they_are() -> None:
+def test_outputs_in_another_layout_are_unchanged() -> None:
     rng, reader = np.random.default_rng(1), BoxReader(DETECT, confidence=0.5)
     corners = rng.random((1, 300, 2)) * 30
     rows = np.concatenate([corners, corners + 20, rng.random((1, 300, 1)), rng.integers(0, 9, (1, 300, 1))], 2)
@@ -168,7 +168,7 @@ def test_outputs_in_another_layout_are_left_as_they_are() -> None:
     assert drop_low_scores(torch, reader)(everything) is everything
 
 
-def test_without_its_decoder_a_device_is_named_and_not_the_video(tmp_path: Path) -> None:
+def test_a_missing_device_decoder_is_reported_instead_of_the_video(tmp_path: Path) -> None:
     video = moving_photos.write(tmp_path / "video.mp4", moving_photos.pictures(3, 54, 96))
     if torch.cuda.is_available():
         pytest.skip("this machine may have the decoder")

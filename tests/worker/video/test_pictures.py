@@ -70,7 +70,7 @@ def decoded(path: Path) -> list[Any]:
 
 @pytest.mark.parametrize("tag", [0, ITU_709])
 @pytest.mark.parametrize("size", [(270, 480), (271, 481)])
-def test_what_is_drawn_on_planes_looks_like_on_rgb(tmp_path: Path, size: tuple[int, int], tag: int) -> None:
+def test_drawing_on_planes_matches_drawing_on_rgb(tmp_path: Path, size: tuple[int, int], tag: int) -> None:
     written(tmp_path / "clip.mkv", *size, "yuv420p", "libx264" if size[0] % 2 == 0 else "ffv1", tag)
     first, second = (frame.picture for frame in VideoSource(str(tmp_path / "clip.mkv"), live=False).read())
     assert isinstance(first, Planes)
@@ -92,7 +92,7 @@ def test_what_is_drawn_on_planes_looks_like_on_rgb(tmp_path: Path, size: tuple[i
     ("gray", "ffv1", (270, 480), 0, False), ("rgb24", "png", (270, 480), 0, False),
     ("yuva420p", "ffv1", (270, 480), 0, False),
 ])  # fmt: skip
-def test_every_kind_of_pixels_is_written_as_it_was(
+def test_every_pixel_format_is_written_without_colour_shift(
     tmp_path: Path, container: str, pixels: str, codec: str, size: tuple[int, int], tag: int, full: bool
 ) -> None:
     path = written(tmp_path / f"clip{'.mov' if codec == 'png' else '.mkv'}", *size, pixels, codec, tag, full)
@@ -116,7 +116,7 @@ def test_every_kind_of_pixels_is_written_as_it_was(
 
 @pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("quarters", range(4))
-def test_frames_are_upright_as_their_display_matrix_says(tmp_path: Path, quarters: int, mirrored: bool) -> None:
+def test_frames_are_turned_upright_by_their_display_matrix(tmp_path: Path, quarters: int, mirrored: bool) -> None:
     """All eight: counter-clockwise by quarters, then mirrored; pixels of 4:3 lie on their side after one or three."""
 
     def set_up(stream: Any) -> None:
@@ -134,7 +134,7 @@ def test_frames_are_upright_as_their_display_matrix_says(tmp_path: Path, quarter
     assert frame.picture.aspect == (Fraction(3, 4) if quarters % 2 else Fraction(4, 3))
 
 
-def test_a_rotation_by_no_right_angle_is_said(tmp_path: Path) -> None:
+def test_a_rotation_by_an_odd_angle_is_reported(tmp_path: Path) -> None:
     def set_up(stream: Any) -> None:
         stream.set_display_rotation(30)
 
@@ -157,7 +157,7 @@ def test_a_pyav_that_is_too_old_is_not_used(tmp_path: Path, monkeypatch: pytest.
     assert said.startswith("PyAV 17.0.1 is too old, so OpenCV reads and writes; ") and said.endswith("17.1 or newer")
 
 
-def test_opencv_refuses_cover_art_and_keeps_the_shape_of_pixels(tmp_path: Path) -> None:
+def test_opencv_refuses_cover_art_and_keeps_the_pixel_aspect_ratio(tmp_path: Path) -> None:
     clip = videos.write(tmp_path / "clip.mp4", videos.pictures(3))
     with pytest.raises(
         UserError, match=r"OpenCV reads the cover art of cover.mp4 in place of its video; PyAV .*install"
@@ -177,7 +177,7 @@ def test_opencv_refuses_cover_art_and_keeps_the_shape_of_pixels(tmp_path: Path) 
     assert {frame.shape for frame in videos.read(tmp_path / "out.avi")[0]} == {(384, 144, 3)}
 
 
-def test_a_file_that_ends_before_its_end_seems_cut_short(tmp_path: Path) -> None:
+def test_a_truncated_video_is_reported(tmp_path: Path) -> None:
     whole = tmp_path / "whole.mkv"
     with av.open(str(whole), "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
@@ -195,7 +195,7 @@ def test_a_file_that_ends_before_its_end_seems_cut_short(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("suffix", [".webp", ".png", ".tif"])
-def test_images_are_upright_and_the_first_of_several(tmp_path: Path, suffix: str) -> None:
+def test_images_are_turned_upright_and_only_the_first_frame_is_used(tmp_path: Path, suffix: str) -> None:
     exif, photo = Image.Exif(), Image.fromarray(next(videos.pictures(1, 64, 96)))
     exif[0x112] = 6  # turned clockwise by 90 degrees
     photo.save(tmp_path / "turned.jpg", exif=exif, quality=95)
@@ -208,14 +208,14 @@ def test_images_are_upright_and_the_first_of_several(tmp_path: Path, suffix: str
     assert source.notes == [f"moving{suffix} holds 3 pictures; the first is used"]
 
 
-def test_images_are_in_the_order_of_the_numbers_in_their_names(tmp_path: Path) -> None:
+def test_images_are_in_natural_order_of_their_names(tmp_path: Path) -> None:
     names = ["0.png", "2.png", "10.png", "a1b2.png", "a1b10.png", "a01c.png", "b.png"]
     for name in names[::-1]:
         Image.new("RGB", (8, 8)).save(tmp_path / name)
     assert [frame.name for frame in opening.open_source(str(tmp_path), VideoOptions()).read()] == names
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted_as_options() -> None:
     options = VideoOptions(streams=np.int64(2), confidence=np.float32(0.5))  # type: ignore[arg-type]
     assert json.loads(json.dumps(dataclasses.asdict(options)))["streams"] == 2
     assert options.confidence == 0.5
@@ -230,14 +230,14 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ({"confidence": 1.5}, "confidence is 1.5; it must be between 0 and 1"),
     ],
 )
-def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str) -> None:
+def test_an_invalid_option_is_refused_in_one_line(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         VideoOptions(**options)
     assert str(caught.value) == said
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_stages_alone_draw_masks_on_images_of_several_sizes(once: bool) -> None:
+def test_isolated_stages_draw_masks_on_images_of_several_sizes(once: bool) -> None:
     """Results of the first image are given for all; a mask of 60 x 80 doesn't fit one of 90 x 50."""
     frames = [Frame(k, Rgb(np.zeros((*size, 3), np.uint8)), 0) for k, size in enumerate([(60, 80), (90, 50)])]
     source = SimpleNamespace(once=once, read=lambda: iter([dataclasses.replace(frame) for frame in frames]))

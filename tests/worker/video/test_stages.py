@@ -75,7 +75,7 @@ class Gate(Collect):
         return super().work(item)
 
 
-def test_order_is_kept_and_everything_arrives() -> None:
+def test_all_items_arrive_in_order() -> None:
     first, last = Collect("first"), Collect("last")
     stages = VideoPipeline("read", frames(101), [first, Pairs(), last])
     run_pipelines([stages], lambda: None)
@@ -112,7 +112,7 @@ def test_a_slow_stage_holds_up_the_reader() -> None:
     assert read.seen == list(range(50))
 
 
-def test_a_live_source_never_waits_and_the_oldest_go() -> None:
+def test_a_live_source_never_waits_and_drops_the_oldest_frames() -> None:
     gate = Gate()
     arrived = threading.Event()
 
@@ -129,14 +129,14 @@ def test_a_live_source_never_waits_and_the_oldest_go() -> None:
     assert stages.dropped == 18
 
 
-def test_an_error_stops_all_and_is_raised() -> None:
+def test_an_error_stops_the_pipeline_and_is_raised() -> None:
     last = Collect("last")
     with pytest.raises(ValueError, match="broken"):
         run_pipelines([VideoPipeline("read", frames(1000), [Broken(3), last])], lambda: None)
     assert last.seen == list(range(len(last.seen))) and len(last.seen) <= 3
 
 
-def test_lanes_wait_for_none_but_keep_the_order() -> None:
+def test_lanes_do_not_wait_for_each_other_but_keep_the_order() -> None:
     """A lane's first item waits until others have passed the other lane; they are handed on after it."""
     others = threading.Event()
 
@@ -160,14 +160,14 @@ def test_lanes_wait_for_none_but_keep_the_order() -> None:
     assert (times["ended"] >= times["began"]).all() and (times["handed"] >= times["ended"]).all()
 
 
-def test_lanes_end_with_the_whole() -> None:
+def test_lanes_end_with_their_pipeline() -> None:
     gate = Gate()
     with pytest.raises(ValueError, match="broken"):  # while the others wait for room or for items
         run_pipelines([VideoPipeline("read", frames(1000), [Broken(5, lanes=3), gate])], lambda: gate.open.set())
     assert not [t for t in threading.enumerate() if t.name in ("broken", "gate")]
 
 
-def test_several_run_side_by_side_and_end_together() -> None:
+def test_several_pipelines_run_in_parallel_and_end_together() -> None:
     lasts = [Collect(f"last{k}") for k in range(3)]
     run_pipelines([VideoPipeline("read", frames(20 + k), [last]) for k, last in enumerate(lasts)], lambda: None)
     assert [last.seen for last in lasts] == [list(range(20 + k)) for k in range(3)]

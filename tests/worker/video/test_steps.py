@@ -50,7 +50,7 @@ class Copies(PipelineStage):
 
 
 @pytest.mark.parametrize(("batch", "threads"), [(1, 3), (4, 3), (3, 4)])
-def test_several_threads_make_the_batches_that_one_makes(batch: int, threads: int) -> None:
+def test_several_threads_make_the_same_batches_as_one(batch: int, threads: int) -> None:
     made = []
     for count in (1, threads):
         preparations = [preparation(batch) for _ in range(count)]
@@ -93,14 +93,14 @@ class InLanes(PipelineStage):
         self.ordered += [frame.index for frame in done]
 
 
-def test_what_lanes_did_is_kept_in_the_order_of_the_frames() -> None:
+def test_results_of_lanes_are_kept_in_frame_order() -> None:
     step = InLanes()
     run_pipelines([VideoPipeline("read", iter(frames(40)), [step])], lambda: None)
     assert sorted(step.worked) == list(range(40)) != step.worked
     assert step.ordered == [k for k in range(40) for _ in range(2)]
 
 
-def test_outputs_that_were_read_are_memory_for_later_ones() -> None:
+def test_memory_of_processed_outputs_is_reused() -> None:
     class Answering:
         def read_detections(self, outputs: Any, sizes: Any, size: Any, aspects: Any) -> list[Any]:
             return [float(row.sum()) for row in outputs["output"][: len(sizes)]]
@@ -132,7 +132,7 @@ class OnGpu(Session):
 
 
 @pytest.mark.parametrize("copiers", [1, 3])
-def test_outputs_stay_when_their_slot_runs_again(copiers: int) -> None:
+def test_outputs_are_preserved_when_their_slot_runs_again(copiers: int) -> None:
     engine = steps.SessionThread(OnGpu, on_cpu=False, copiers=copiers)
     infer, memory = steps.InferenceStage(engine), set[int]()
     for first in range(0, 9, 3):
@@ -159,7 +159,7 @@ class Counted(Source):
             yield frame
 
 
-def test_preloaded_frames_are_decoded_once_and_come_again() -> None:
+def test_preloaded_frames_are_decoded_once_and_repeated() -> None:
     source = Counted("counted")
     memory = MemorySource(source, 4, 11)
     whole = [(f.index, f.seconds, f.picture.rgb().sum()) for f in memory.read()]
@@ -193,7 +193,7 @@ def followed(tracker: Tracker, frames: list[Frame]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", sorted(TRACKER_NAMES))
-def test_boxes_in_any_order(name: str) -> None:
+def test_tracking_does_not_depend_on_the_order_of_boxes(name: str) -> None:
     pytest.importorskip("trackers")
     tracker = Tracker(name, RATE, 0.25)
     frames = [seen(k, [5 * k, 800 - 5 * k][:: 1 if k % 2 else -1], [3, 7][:: 1 if k % 2 else -1]) for k in range(12)]
@@ -204,7 +204,7 @@ def test_boxes_in_any_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TRACKER_NAMES))
-def test_frames_without_boxes_or_times(name: str) -> None:
+def test_tracking_accepts_frames_without_boxes_or_times(name: str) -> None:
     pytest.importorskip("trackers")
     tracker = Tracker(name, 0.0, 0.25)
     assert followed(tracker, [seen(k, []) for k in range(3)]) == [[], [], []]
@@ -213,7 +213,7 @@ def test_frames_without_boxes_or_times(name: str) -> None:
     assert late[-1] == again[-1] and late[-1] != [NO_OBJECT]
 
 
-def test_a_gap_in_time_is_more_than_a_frame() -> None:
+def test_a_long_gap_in_time_ends_a_track() -> None:
     pytest.importorskip("trackers")
     for pause, same in ((5, True), (100, False)):
         tracker = Tracker("bytetrack", RATE, 0.25)
@@ -222,14 +222,14 @@ def test_a_gap_in_time_is_more_than_a_frame() -> None:
         assert (before == after) is same
 
 
-def test_an_object_is_of_the_class_of_most_of_its_boxes() -> None:
+def test_an_object_has_the_class_of_most_of_its_boxes() -> None:
     pytest.importorskip("trackers")
     tracker = Tracker("bytetrack", RATE, 0.25)
     followed(tracker, [seen(k, [5 * k], [1 if k == 5 else 2]) for k in range(12)])
     assert tracker.counts == {"2": 1}
 
 
-def test_weak_boxes_carry_an_object_on_and_begin_none() -> None:
+def test_weak_boxes_continue_an_object_but_do_not_start_one() -> None:
     pytest.importorskip("trackers")
     tracker = Tracker("bytetrack", RATE, 0.5)
     scores = [0.9] * 5 + [0.3] * 5
@@ -237,13 +237,13 @@ def test_weak_boxes_carry_an_object_on_and_begin_none() -> None:
     assert followed(tracker, frames)[-1] == [0, NO_OBJECT]
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tracking_library_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackers", None)
     with pytest.raises(Unavailable, match=r"inference-dyno\[track\]"):
         Tracker("sort", RATE, 0.5)
 
 
-def test_stages_contend_in_as_many_copies_as_the_processors_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contention_copies_are_limited_by_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(video, "codec_threads", lambda: 2)
     monkeypatch.setattr(video.alone, "StageCopy", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(video.alone, "measure_contention", lambda copies, *_: len(copies))

@@ -78,19 +78,19 @@ def test_a_dynamic_file_becomes_a_static_engine(digits: Any, engine: Artifact) -
     assert made.made_by.parameters == 1234, "the model's, from the file's maker"
 
 
-def test_a_dynamic_engine_keeps_the_file_s_name_for_its_batch(digits: Any, tmp_path: Path) -> None:
+def test_a_dynamic_engine_keeps_the_batch_axis_name_of_the_file(digits: Any, tmp_path: Path) -> None:
     made = make(digits.artifact, tmp_path, profile="1:8:16")
     assert made.inputs == (Tensor("input", "float32", ("batch", 1, 8, 8)),)
     assert made.outputs == (Tensor("output", "float32", ("batch", 10)),)
     assert made.made_by.profiles == ({"input": [[1, 1, 8, 8], [8, 1, 8, 8], [16, 1, 8, 8]]},)
 
 
-def test_min_opt_and_max_alike_are_static(digits: Any, tmp_path: Path) -> None:
+def test_a_profile_with_one_shape_makes_a_static_engine(digits: Any, tmp_path: Path) -> None:
     made = make(digits.artifact, tmp_path, profile="input:2x1x8x8")
     assert made.inputs == (Tensor("input", "float32", (2, 1, 8, 8)),)
 
 
-def test_several_profiles(digits: Any, tmp_path: Path) -> None:
+def test_an_engine_can_have_several_profiles(digits: Any, tmp_path: Path) -> None:
     made = make(digits.artifact, tmp_path, profile="1|16:32:64")
     assert [sorted(p) for p in made.made_by.profiles] == [["input"], ["input"]]
     assert made.inputs[0].shape == ("batch", 1, 8, 8)
@@ -108,7 +108,7 @@ def test_the_layers_are_listed(engine: Artifact) -> None:
     assert any("Conv" in node for node in convolutions[0]["nodes"])
 
 
-def test_the_record_says_how_it_was_made(engine: Artifact) -> None:
+def test_the_record_describes_the_build(engine: Artifact) -> None:
     told = engine.made_by
     assert from_json(MakerFacts, json.loads(json.dumps(to_json(told)))) == told
     assert (told.backend, told.route, told.typed, told.flags) == (NAME, "graph", "strongly", ())
@@ -118,7 +118,7 @@ def test_the_record_says_how_it_was_made(engine: Artifact) -> None:
     assert any("compared with TensorRT's" in note for note in told.notes)
 
 
-def test_tf32_is_off_unless_it_is_asked_for(digits: Any, tmp_path: Path) -> None:
+def test_tf32_is_off_by_default(digits: Any, tmp_path: Path) -> None:
     assert make(digits.artifact, tmp_path, "tf32").made_by.flags == ("TF32",)
 
 
@@ -132,7 +132,7 @@ def lowered(digits: Any, precision: str, folder: Path, ranking: tuple[RankedLaye
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("fp16", "float16"), ("bf16", "bfloat16"), ("int8", "int8")])
-def test_the_graph_s_types_are_the_engine_s(digits: Any, tmp_path: Path, precision: str, kind: str) -> None:
+def test_the_engine_keeps_the_types_of_the_graph(digits: Any, tmp_path: Path, precision: str, kind: str) -> None:
     parent = lowered(digits, precision, tmp_path)
     made = make(parent, tmp_path, precision)
     told = made.made_by
@@ -142,7 +142,7 @@ def test_the_graph_s_types_are_the_engine_s(digits: Any, tmp_path: Path, precisi
     assert told.scheme == parent.made_by.scheme, "the engine's facts name what shaped the file, too"
 
 
-def test_an_engine_that_is_not_what_was_asked_for_is_an_error(digits: Any, tmp_path: Path) -> None:
+def test_an_engine_of_the_wrong_precision_is_an_error(digits: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         make(digits.artifact, tmp_path, "fp16")
     said = str(caught.value)
@@ -150,9 +150,7 @@ def test_an_engine_that_is_not_what_was_asked_for_is_an_error(digits: Any, tmp_p
     assert "Conv" in said and said.endswith("give allow_mixed=true to accept the engine as it is") and "\n" not in said
 
 
-def test_parts_that_are_not_opened_are_a_warning_at_most(
-    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opaque_subgraphs_cause_at_most_a_warning(digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = layers.from_log
     closed = layers.EngineLayer("{ForeignNode[softmax]}", "Myelin", (), (), "")
     monkeypatch.setattr(layers, "from_log", lambda text: [*listed(text), closed])
@@ -169,7 +167,7 @@ def test_mixed_precision_can_be_allowed(digits: Any, tmp_path: Path) -> None:
     assert told.warnings[0] == told.precision_truth.sentence
 
 
-def test_a_layer_may_be_kept_that_has_most_of_the_arithmetic(digits: Any, tmp_path: Path) -> None:
+def test_the_largest_layer_can_be_kept_in_float(digits: Any, tmp_path: Path) -> None:
     graph = onnx.load(digits.artifact.path).graph
     sizes = {weights.name: np.prod(weights.dims) for weights in graph.initializer}
     largest = max((node for node in graph.node if node.op_type == "Conv"), key=lambda node: sizes[node.input[1]])
@@ -185,7 +183,7 @@ def test_a_layer_may_be_kept_that_has_most_of_the_arithmetic(digits: Any, tmp_pa
 
 
 @pytest.mark.parametrize("route", ["flags", "calibrator"])
-def test_a_route_that_ended_with_tensorrt_10(digits: Any, tmp_path: Path, route: str) -> None:
+def test_routes_removed_after_tensorrt_10_are_unavailable(digits: Any, tmp_path: Path, route: str) -> None:
     precision = "fp16" if route == "flags" else "int8"
     asked = replace(recipe(), precision=precision, options={"route": route}, data=digits.data)
     with pytest.raises(Unavailable, match=r"TensorRT-RTX .* has no builder flag for .*; give route=graph"):
@@ -200,7 +198,7 @@ def test_a_route_that_ended_with_tensorrt_10(digits: Any, tmp_path: Path, route:
         (b"\x08\x08", "no outputs"),
     ],
 )
-def test_a_file_that_is_not_onnx(digits: Any, tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_non_onnx_file_is_refused(digits: Any, tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "broken.onnx"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -208,17 +206,17 @@ def test_a_file_that_is_not_onnx(digits: Any, tmp_path: Path, content: bytes, sa
     assert said in str(caught.value) and "broken.onnx" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_file_cut_short(digits: Any, tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(digits: Any, tmp_path: Path) -> None:
     path = tmp_path / "short.onnx"
     path.write_bytes(Path(digits.artifact.path).read_bytes()[:-4000])
     refuses(r"can't read short\.onnx", make, replace(digits.artifact, path=str(path)), tmp_path)
 
 
-def test_no_file() -> None:
+def test_a_build_without_a_file_is_refused() -> None:
     refuses("an engine is built from an ONNX file", get_maker(NAME).make, recipe(), None, Path())
 
 
-def test_an_operator_that_it_lacks_is_named_with_its_node(onnx_file: Any, tmp_path: Path) -> None:
+def test_an_unsupported_operator_is_named_with_its_node(onnx_file: Any, tmp_path: Path) -> None:
     path = onnx_file("(float[n, 4, 4] x) => (float[n] y) { [first] z = Relu(x) [odd_one] y = Det(z) }")
     with pytest.raises(
         UserError, match=r"can't read made\.onnx: it doesn't support the operator Det of node 'odd_one'"
@@ -226,17 +224,17 @@ def test_an_operator_that_it_lacks_is_named_with_its_node(onnx_file: Any, tmp_pa
         make(described(path), tmp_path, profile="4", size=4)
 
 
-def test_a_node_that_can_t_be_is_named(onnx_file: Any, tmp_path: Path) -> None:
+def test_an_invalid_node_is_named(onnx_file: Any, tmp_path: Path) -> None:
     path = onnx_file("(float[n, 4] x) => (float[n, 4] y) { [mixed] y = MatMul(x, w) }", w=np.ones((4, 4), np.float16))
     refuses(r"node 'mixed' \(MatMul\).*same input types", make, described(path), tmp_path)
 
 
-def test_an_input_that_decides_shapes(onnx_file: Any, tmp_path: Path) -> None:
+def test_shape_inputs_are_refused(onnx_file: Any, tmp_path: Path) -> None:
     path = onnx_file("(float[n, 4] x, int64[2] sizes) => (float[a, b] y) { [reshape] y = Reshape(x, sizes) }")
     refuses("input 'sizes' decides the shapes of others", make, described(path), tmp_path)
 
 
-def test_int64_inputs(onnx_file: Any, tmp_path: Path) -> None:
+def test_int64_inputs_are_kept(onnx_file: Any, tmp_path: Path) -> None:
     text = "(int64[n, 3] ids) => (float[n, 3, 4] y) { [lookup] y = Gather(table, ids) }"
     path = onnx_file(text, table=np.ones((10, 4), np.float32))
     made = make(described(path), tmp_path, profile="ids:1x3,2x3,8x3")
@@ -244,7 +242,7 @@ def test_int64_inputs(onnx_file: Any, tmp_path: Path) -> None:
     assert made.outputs == (Tensor("y", "float32", ("n", 3, 4)),)
 
 
-def test_a_static_file_takes_no_other_batch(static_file: Path, tmp_path: Path) -> None:
+def test_a_static_file_accepts_only_its_own_batch(static_file: Path, tmp_path: Path) -> None:
     parent = described(static_file)
     assert make(parent, tmp_path, batch=1).inputs[0].shape == (1, 1, 8, 8)
     for options in ({"batch": 2}, {"profile": "1:2:4"}, {"profile": "input:2x1x8x8"}):
@@ -260,14 +258,16 @@ def test_a_static_file_takes_no_other_batch(static_file: Path, tmp_path: Path) -
         ({"hardware_compatible": "turing"}, "has no hardware compatibility level 'turing'; it has none, ampere_plus"),
     ],
 )
-def test_options_that_this_version_lacks(digits: Any, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_options_missing_from_this_version_are_refused(
+    digits: Any, tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError) as caught:
         make(digits.artifact, tmp_path, **options)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("option", ["version_compatible", "refit"])
-def test_what_a_machine_lacks_for_an_option(digits: Any, tmp_path: Path, option: str) -> None:
+def test_an_option_takes_effect_or_names_the_missing_requirement(digits: Any, tmp_path: Path, option: str) -> None:
     try:
         made = make(digits.artifact, tmp_path, **{option: True})
     except Unavailable as e:
@@ -297,7 +297,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_build_says_how_far_it_is_and_can_be_interrupted(digits: Any, tmp_path: Path) -> None:
+def test_a_build_reports_progress_and_can_be_interrupted(digits: Any, tmp_path: Path) -> None:
     """Build in a separate process, as always: with OpenVINO loaded, an interrupted build crashes the process."""
     told = {"recipe": to_json(recipe()), "parent": to_json(digits.artifact)}
     (tmp_path / "told.json").write_text(json.dumps(told))
@@ -306,18 +306,18 @@ def test_a_build_says_how_far_it_is_and_can_be_interrupted(digits: Any, tmp_path
     assert done.returncode == 42, done.stderr
 
 
-def test_the_job_s_stage_shows_the_phase(engine: Artifact) -> None:
+def test_the_job_stage_shows_the_build_phase(engine: Artifact) -> None:
     assert Path(engine.path).with_name("stage").read_text().startswith("build fp32: ")
 
 
-def test_the_probe_builds() -> None:
+def test_the_probe_builds_an_engine() -> None:
     found = find(NAME).probe()
     assert found.version == library.load(NAME).__version__
     assert from_json(Probe, json.loads(json.dumps(to_json(found)))) == found
     assert found.devices or found.detail.startswith("builds engines but can't run them here: ")
 
 
-def test_a_given_engine_needs_a_gpu_to_be_read(engine: Artifact, tmp_path: Path) -> None:
+def test_reading_a_given_engine_needs_a_gpu(engine: Artifact, tmp_path: Path) -> None:
     model = ModelSpec("net", f"file:{engine.path}", "abc")
     asked = find(NAME).recipe(Trial(model, NAME, "fp32", Dims(4, 8, 8), runtime=GPU))
     assert asked is not None
@@ -326,7 +326,7 @@ def test_a_given_engine_needs_a_gpu_to_be_read(engine: Artifact, tmp_path: Path)
     assert "\n" not in str(caught.value)
 
 
-def test_want_of_memory_is_known_by_what_was_tried() -> None:
+def test_failed_builds_are_classified_as_memory_or_user_errors() -> None:
     from types import SimpleNamespace
 
     from dyno.worker.backends.tensor_rt.build import _make_error

@@ -46,7 +46,7 @@ def older(listed: list[Any]) -> list[layers.EngineLayer]:
     return layers.from_json(json.dumps({"Layers": listed, "Bindings": ["x", "y"]}))
 
 
-def test_an_older_inspector() -> None:
+def test_json_of_an_older_inspector_is_read() -> None:
     reformat, first, *_ = listed = older(OLDER)
     assert [one.computed_in for one in listed[1:4]] == ["float16", "float32", "int8"]
     assert (first.name, first.type, first.tactic) == ("conv1 + relu", "CaskConvolution", "sm80_xmma_fprop")
@@ -55,7 +55,7 @@ def test_an_older_inspector() -> None:
     assert reformat.moves and reformat.tactic == "0x3e8" and not reformat.computes
 
 
-def test_summary_counts_compute_layers_and_what_stayed_wide() -> None:
+def test_the_summary_counts_compute_layers_and_those_kept_in_float32() -> None:
     found = layers.summarise_layers(older(OLDER), "fp16")
     assert found.layers == 5 and found.reformats == 1
     assert found.layers_by_type == {"float16": 1, "float32": 1, "int8": 1}
@@ -67,7 +67,7 @@ def test_summary_counts_compute_layers_and_what_stayed_wide() -> None:
     assert layers.summarise_layers(older(OLDER[2:3]), "fp32").precision_truth.ok
 
 
-def test_operations_of_mixed_types_are_counted_from_shapes_and_weights() -> None:
+def test_mixed_type_operations_are_counted_from_shapes_and_weights() -> None:
     def sized(kind: str, form: str, *shapes: list[int], **more: Any) -> dict[str, Any]:
         *read, written = [tensor("t", form) | {"Dimensions": shape} for shape in shapes]
         return {"Name": kind, "LayerType": kind, "Inputs": read, "Outputs": [written], **more}
@@ -96,12 +96,12 @@ def test_a_convolution_without_bias_counts() -> None:
     assert layers.summarise_layers(layers.from_log(LOG), "fp16").engine_parameters is None
 
 
-def test_layers_of_which_only_names_are_told_confirm_nothing() -> None:
+def test_layers_known_only_by_name_do_not_confirm_a_precision() -> None:
     found = layers.summarise_layers(older(["conv1 + relu", "pool"]), "fp16")
     assert (found.layers, found.layers_by_type, found.precision_truth.ok) == (2, {}, False)
 
 
-def test_control_characters_between_nodes() -> None:
+def test_control_characters_separate_node_names() -> None:
     (one,) = layers.from_json('{"Layers": [{"Name": "a", "Metadata": "[ONNX Layer: x]\x1e[ONNX Layer: y]"}]}')
     assert one.nodes == ("x", "y")
 
@@ -128,7 +128,7 @@ def test_an_opaque_subgraph_is_unknown() -> None:
         ("N/A due to dynamic shapes", ""),
     ],
 )
-def test_types_of_formats(text: str, name: str) -> None:
+def test_data_types_are_read_from_format_names(text: str, name: str) -> None:
     assert layers.dtype_of(text) == name
 
 
@@ -168,7 +168,7 @@ LOG = "\n".join(
 )
 
 
-def test_the_log_of_a_build() -> None:
+def test_layers_are_read_from_a_build_log() -> None:
     shape, move, conv, fused = listed = layers.from_log(LOG)
     assert [one.name for one in listed] == [
         "__mye9_0_myl0_0",
@@ -185,18 +185,18 @@ def test_the_log_of_a_build() -> None:
     assert layers.by_type(listed) == {"float16": 2}
 
 
-def test_a_line_of_another_form_keeps_its_name() -> None:
+def test_an_unknown_log_line_still_gives_the_layer_name() -> None:
     (odd,) = layers.from_log("Name: new_kind, LayerType: gemm, Inputs: none")
     assert (odd.name, odd.type) == ("new_kind", "")
 
 
-def test_a_kernel_that_reads_two_types_computes_in_the_wider() -> None:
+def test_a_mixed_input_kernel_computes_in_the_wider_type() -> None:
     weights_only = line("g", "gemm", [port("a", "4,8", "Half")], [port("w", "8,8", "Int8")], [])
     cast_inside = line("g", "gemm", [port("a", "4,8", "Half")], [port("w", "8,8", "Float")], [])
     assert [layers.from_log(text)[0].computed_in for text in (weights_only, cast_inside)] == ["float16", "float32"]
 
 
-def test_layers_json_is_json() -> None:
+def test_layers_are_serializable_as_json() -> None:
     told = json.loads(json.dumps(layers.as_json(older(OLDER))))
     assert told[1]["weights"] == {"dtype": "float16", "count": 9408}
     assert told[1]["inputs"][0]["shape"] == [1, 64, 56, 56]
@@ -211,7 +211,7 @@ def test_notes_say_what_keeps_an_engine_slow() -> None:
     assert layers.list_notes(older(OLDER[1:2]), "fp16") == []
 
 
-def test_information_that_is_no_json() -> None:
+def test_invalid_json_is_refused() -> None:
     refuses("not JSON", layers.from_json, "Layers: conv1")
 
 
@@ -226,11 +226,11 @@ def test_information_that_is_no_json() -> None:
         ("(Unnamed Layer* 12) [Constant]", ()),
     ],
 )  # fmt: skip
-def test_the_nodes_in_a_layer_s_name(name: str, nodes: tuple[str, ...]) -> None:
+def test_node_names_are_extracted_from_layer_names(name: str, nodes: tuple[str, ...]) -> None:
     assert layers.named_nodes(name) == nodes
 
 
-def test_a_layer_without_metadata_has_the_nodes_of_its_name_and_a_conversion_none() -> None:
+def test_nodes_come_from_metadata_or_the_name_but_not_for_reformats() -> None:
     told = layer("a + b", "CaskConvolution", HALF, HALF, Metadata="[ONNX Layer: told]")
     moved = layer("Reformatting CopyNode for Input Tensor 0 to a + b", "Reformat", PLAIN, HALF)
     found = layers.list_layers(older([told, convolution("c + d", HALF, "Half"), moved]), "TensorRT 8.6").layers
@@ -259,13 +259,13 @@ def context_of(runs: list[dict[str, float]]) -> tuple[Any, Any]:
     return context, launch
 
 
-def test_the_median_of_a_layer_leaves_the_first_run_out() -> None:
+def test_layer_medians_exclude_the_first_run() -> None:
     runs = [{"conv1": 900.0, "to int8": 900.0}, *({"conv1": 3.0 + i, "to int8": 1.0} for i in range(5))]
     found = layers.profile_layers(SimpleNamespace(IProfiler=Profiler), *context_of(runs))
     assert found == {"conv1": pytest.approx(5e-3), "to int8": pytest.approx(1e-3)}
 
 
-def test_a_run_has_each_layer_once_and_those_nobody_listed_stand_at_the_end() -> None:
+def test_unlisted_layers_are_appended_to_the_layer_times() -> None:
     listed = layers.list_layers([CONV, MOVE, layers.EngineLayer("folded", "Constant", (), (), "")], "TensorRT 10")
     reports = [{"conv1": 3.0, "to int8": 1.0}, {"conv1": 4.0, "new": 0.5}]
     runs = layers.watch_layers(SimpleNamespace(IProfiler=Profiler), *context_of(reports), 2)
@@ -277,7 +277,7 @@ def test_a_run_has_each_layer_once_and_those_nobody_listed_stand_at_the_end() ->
     assert seconds == pytest.approx(np.array([[3e-3, 1e-3, 0, 0], [4e-3, 0, 0, 0.5e-3]]))
 
 
-def test_a_layer_reported_several_times_in_a_run_is_their_sum() -> None:
+def test_repeated_reports_of_a_layer_are_summed() -> None:
     context = SimpleNamespace(profiler=None)
 
     def launch() -> None:
@@ -288,13 +288,13 @@ def test_a_layer_reported_several_times_in_a_run_is_their_sum() -> None:
     assert runs == [{"body of a loop": pytest.approx(6e-3)}] * 2
 
 
-def test_of_layers_of_one_name_the_first_has_the_time() -> None:
+def test_the_first_of_several_layers_with_one_name_gets_the_time() -> None:
     inside, seconds = layers.read_layer_times(layers.list_layers([CONV, CONV], "TensorRT 10"), [{"conv1": 1e-3}])
     assert [layer.skipped for layer in inside.layers] == [False, True]
     assert seconds == pytest.approx(np.array([[1e-3, 0]]))
 
 
-def test_shares_go_by_kind_and_by_layer_largest_first() -> None:
+def test_time_shares_are_sorted_by_operator_and_by_layer() -> None:
     seconds = {"to int8": 1e-3, "conv1": 2e-3, "a kernel without a listing": 1e-3}
     assert layers.share_by_operator([MOVE, CONV], seconds) == {
         "CaskConvolution": 0.5,
@@ -306,11 +306,11 @@ def test_shares_go_by_kind_and_by_layer_largest_first() -> None:
     assert [one.name for one in rest] == ["to int8", "a kernel without a listing"]
 
 
-def test_a_library_that_reports_nothing_gives_nothing() -> None:
+def test_no_reported_times_give_empty_results() -> None:
     seconds = layers.profile_layers(SimpleNamespace(IProfiler=Profiler), *context_of([{}] * layers.PROFILED_CALLS))
     assert (seconds, layers.share_by_operator([CONV], {}), layers.list_slowest([CONV], {})) == ({}, {}, ())
 
 
-def test_time_spent_on_types_and_layouts_is_a_note() -> None:
+def test_time_spent_on_conversions_is_noted() -> None:
     said = layers.list_notes([CONV, MOVE, *[CONV] * 10], "int8", {"CaskConvolution": 0.7, "Reformat": 0.3})
     assert said == ["30% of the time goes into changing types and layouts (Reformat)"]

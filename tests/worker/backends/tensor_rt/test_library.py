@@ -65,14 +65,14 @@ def config(rtx: Any) -> Any:
     return rtx.Builder(library.Log(rtx)).create_builder_config()
 
 
-def test_what_is_not_installed_says_what_to_install() -> None:
+def test_a_missing_library_names_the_package_to_install() -> None:
     if importlib.util.find_spec("tensorrt"):
         pytest.skip("tensorrt is installed")
     with pytest.raises(Unavailable, match="tensorrt is not installed in this Python; pip install tensorrt"):
         library.load("tensorrt")
 
 
-def test_an_old_network_is_weakly_typed_and_a_new_one_is_not(old: Any, rtx: Any) -> None:
+def test_only_old_versions_build_weakly_typed_networks(old: Any, rtx: Any) -> None:
     assert not library.is_typed(old, "graph")
     assert library.is_typed(rtx, "graph") and not library.is_typed(rtx, "flags")
     builder = SimpleNamespace(create_network=lambda flags: flags)
@@ -84,7 +84,7 @@ def test_an_old_network_is_weakly_typed_and_a_new_one_is_not(old: Any, rtx: Any)
 @pytest.mark.parametrize(
     ("precision", "flags"), [("fp32", []), ("tf32", ["TF32"]), ("fp16", ["FP16"]), ("int8", ["INT8", "FP16"])]
 )
-def test_flags_of_an_old_builder(old: Any, precision: str, flags: list[str]) -> None:
+def test_precisions_become_flags_of_an_old_builder(old: Any, precision: str, flags: list[str]) -> None:
     config = Config()
     assert library.allow_types(old, config, precision, typed=False) == flags
     assert config.flags == {Flag[name] for name in flags}, "TF32 is off unless it was asked for"
@@ -103,7 +103,7 @@ def test_a_typed_network_needs_no_flags(rtx: Any, config: Any) -> None:
     assert config.get_flag(rtx.BuilderFlag.TF32)
 
 
-def test_convolutions_with_half_weights_are_held_to_them(old: Any) -> None:
+def test_convolutions_with_fp16_weights_are_constrained_to_fp16(old: Any) -> None:
     class Layer:
         def __init__(self, kind: str, kernel: Any = None) -> None:
             self.type, self._kernel, self.precision = kind, kernel, None
@@ -137,7 +137,7 @@ def test_settings_reach_the_builder(rtx: Any, config: Any) -> None:
     assert not config.get_flag(rtx.BuilderFlag.VERSION_COMPATIBLE)
 
 
-def test_an_old_builder_leaves_other_libraries_alone_and_shares_profiles(old: Any) -> None:
+def test_an_old_builder_avoids_external_tactics_and_shares_profiles(old: Any) -> None:
     config = Config()
     library.configure(old, config, Settings())
     assert config.tactics == 1 << Tactic.EDGE_MASK_CONVOLUTIONS | 1 << Tactic.JIT_CONVOLUTIONS
@@ -148,24 +148,24 @@ def test_an_old_builder_leaves_other_libraries_alone_and_shares_profiles(old: An
     assert config.tactics == 0
 
 
-def test_what_an_old_builder_lacks_is_named(old: Any) -> None:
+def test_features_missing_from_an_old_builder_are_named(old: Any) -> None:
     with pytest.raises(Unavailable, match=r"TensorRT 8\.6\.0 has no weight_streaming"):
         library.configure(old, Config(), Settings(weight_streaming=True))
     with pytest.raises(UserError, match="has no tactic source WINOGRAD; it has CUBLAS, CUBLAS_LT, CUDNN,"):
         library.configure(old, Config(), Settings(tactics="cublas+winograd"))
 
 
-def test_progress_is_told_where_it_can_be(old: Any, rtx: Any, config: Any) -> None:
+def test_progress_is_reported_where_supported(old: Any, rtx: Any, config: Any) -> None:
     assert not library.watch(old, Config(), print, bool)
     assert library.watch(rtx, config, print, bool) and config.progress_monitor is not None
 
 
-def test_calibrators_ended(rtx: Any) -> None:
+def test_a_missing_calibrator_is_reported(rtx: Any) -> None:
     with pytest.raises(Unavailable, match="has no calibrator; give route=graph"):
         library.calibrator_class(rtx, "entropy")
 
 
-def test_there_is_one_logger_and_it_starts_empty(rtx: Any) -> None:
+def test_the_logger_is_shared_and_cleared(rtx: Any) -> None:
     first = library.Log(rtx)
     first.log(rtx.ILogger.Severity.ERROR, "something broke")
     first.log(rtx.ILogger.Severity.WARNING, "something is odd")
@@ -192,7 +192,7 @@ USAGE = "IBuilder::build: Error Code 4: API Usage Error (no profile. In validate
         (["two\n  lines"], "two lines"),
     ],
 )
-def test_one_line_of_reason(errors: list[str], said: str) -> None:
+def test_the_failure_reason_is_one_line(errors: list[str], said: str) -> None:
     assert library.find_reason(errors) == said
 
 
@@ -202,7 +202,7 @@ def parser(desc: str, code: str = "ErrorCode.UNSUPPORTED_NODE") -> Any:
 
 
 @pytest.mark.parametrize("node", ["Node name: det_1", 'input: "x" output: "y" name: "det_1" op_type: "Det"'])
-def test_a_parser_s_error_names_the_node_in_every_version(node: str) -> None:
+def test_parser_errors_name_the_node_in_every_version(node: str) -> None:
     said = [
         'ModelImporter.cpp:140: While parsing node number 3 [Det -> "y"]:',
         f"--- Begin node ---\n{node}\n--- End node ---",
@@ -213,17 +213,17 @@ def test_a_parser_s_error_names_the_node_in_every_version(node: str) -> None:
     assert other == "node 'det_1' (Det): axes must be constant"
 
 
-def test_a_nameless_node_has_its_number() -> None:
+def test_a_nameless_node_is_identified_by_number() -> None:
     log = SimpleNamespace(errors=["While parsing node number 3 [Det]:"])
     assert library.parse_error(parser("false"), log) == "it doesn't support the operator Det of node 'number 3'"
 
 
-def test_types_by_name(rtx: Any) -> None:
+def test_data_types_have_names(rtx: Any) -> None:
     names = {library.dtype_name(kind) for kind in rtx.DataType.__members__.values()}
     assert {"float32", "float16", "bfloat16", "float8", "int8", "int32", "int64", "uint8", "bool"} <= names
 
 
-def test_what_every_build_says_is_told_from_a_warning() -> None:
+def test_harmless_build_messages_are_not_warnings() -> None:
     said = (
         "onnx2trt_utils.cpp:374: Your ONNX model has been generated with INT64 weights, while TensorRT does not "
         "natively support INT64. Attempting to cast down to INT32."
@@ -235,23 +235,23 @@ def test_what_every_build_says_is_told_from_a_warning() -> None:
     )
 
 
-def test_nothing_said_is_the_default() -> None:
+def test_empty_options_give_the_default_settings() -> None:
     assert Settings.from_options({}) == Settings()
     assert Settings().options() == {}
 
 
-def test_only_what_differs_is_kept() -> None:
+def test_only_non_default_options_are_kept() -> None:
     options: dict[str, Any] = {"optimization": 5, "refit": False, "profile": "static", "samples": 8, "graph": False}
     assert Settings.from_options(options).options() == {"optimization": 5}
 
 
-def test_options_and_settings_say_the_same() -> None:
+def test_settings_survive_conversion_to_options_and_back() -> None:
     made = Settings.from_options({"profile": 8, "hardware_compatible": True, "build": 2, "timing_cache": False})
     assert (made.profile, made.hardware_compatible) == ("8", "ampere_plus")
     assert Settings.from_options(made.options()) == made
 
 
-def test_the_runner_s_options_are_none_of_the_builder_s() -> None:
+def test_runner_and_builder_options_do_not_overlap() -> None:
     assert not {field.name for field in dataclasses.fields(Settings)} & set(RUNNER_OPTIONS)
 
 
@@ -267,7 +267,7 @@ def test_the_runner_s_options_are_none_of_the_builder_s() -> None:
         ({"calibrator": "mse"}, "unknown calibrator 'mse'; known: entropy, minmax"),
     ],
 )
-def test_a_value_that_can_t_be(options: dict[str, Any], said: str) -> None:
+def test_invalid_option_values_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         Settings.from_options(options)
     assert str(caught.value) == said

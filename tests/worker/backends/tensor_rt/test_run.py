@@ -42,7 +42,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[Any, list
     return make
 
 
-def test_the_second_run_of_a_shape_is_recorded_and_the_next_ones_replayed(session: Any) -> None:
+def test_the_second_run_of_a_shape_is_captured_and_later_ones_replayed(session: Any) -> None:
     made, done = session(True)
     for _ in range(4):
         made.enqueue(0)
@@ -124,7 +124,7 @@ def profiled(context: Context | None, dims: tuple[Any, ...] = (1, 3)) -> tuple[A
     return made, own
 
 
-def test_a_profile_has_a_context_of_its_own() -> None:
+def test_profiling_uses_its_own_context() -> None:
     made, own = profiled(context := Context())
     found = made.profile(5)
     assert own.runs == 0 and own.profiler is None, "the first slot's is as it was"
@@ -137,20 +137,20 @@ def test_a_profile_has_a_context_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("context", [None, Context(shared=False)], ids=["no room", "profile not shared"])
-def test_a_profile_without_room_for_one_takes_the_first_slot_s(context: Context | None) -> None:
+def test_profiling_without_a_spare_context_uses_the_first_slot(context: Context | None) -> None:
     made, own = profiled(context, ("batch", 3))
     made.profile(5)
     assert own.runs == 5 + layers.DISCARDED_RUNS
 
 
-def test_a_library_that_reports_nothing_is_said() -> None:
+def test_missing_layer_times_are_reported_as_unavailable() -> None:
     context = Context()
     context.execute_async_v3 = lambda stream: True  # type: ignore[method-assign]
     with pytest.raises(Unavailable, match=r"TensorRT 8\.6\.1 reported no layer's time"):
         profiled(context)[0].profile(5)
 
 
-def test_for_counters_a_second_run_without_a_graph_is_between_start_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hardware_counters_cover_a_second_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     made, own = profiled(context := Context())
     runs: list[int] = []
 
@@ -166,7 +166,7 @@ def test_for_counters_a_second_run_without_a_graph_is_between_start_and_stop(mon
     assert context.nvtx_verbosity == "names", "ncu doesn't escape the quotes of JSON"
 
 
-def test_tensors_are_in_the_order_of_the_artifact_s_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_follow_the_order_of_the_artifact_record(monkeypatch: pytest.MonkeyPatch) -> None:
     x, boxes, masks = (Tensor(name, "float32", (8, n)) for name, n in (("x", 3), ("output", 39), ("output_1", 32)))
     monkeypatch.setattr(run, "list_tensors", lambda trt, engine: ((x,), (masks, boxes)))
     made, _ = profiled(None)

@@ -40,7 +40,7 @@ def recipe(precision: str = "fp32", batch: int = 8, *, model: ModelSpec = MODEL,
 
 
 @pytest.mark.parametrize("name", ["tensorrt", "tensorrt_rtx"])
-def test_both_are_found(name: str) -> None:
+def test_tensorrt_and_tensorrt_rtx_are_registered(name: str) -> None:
     engine = find(name)
     assert engine.name == name and engine.devices == ("cuda",)
     assert engine.refuse(replace(trial(), backend=name)) == ""
@@ -70,14 +70,14 @@ def test_refusals_are_one_line(asked: Trial, said: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["net.engine", "net.plan", "net.trt"])
-def test_a_given_engine_is_left_as_it_is(name: str) -> None:
+def test_a_given_engine_is_used_unchanged(name: str) -> None:
     given = ModelSpec("net", f"file:/somewhere/{name}", "abc")
     assert find("tensorrt").refuse(trial("fp16", model=given)) == ""
     made = recipe("fp16", model=given)
     assert (made.maker, made.parent, made.runtime) == ("tensorrt", None, GPU)
 
 
-def test_an_engine_is_built_where_it_runs_from_a_file_made_here() -> None:
+def test_an_engine_is_built_in_its_runtime_from_a_locally_made_file() -> None:
     made = find("tensorrt").recipe(replace(trial("fp16"), runtime=PYTHON))
     assert made and made.runtime == PYTHON and made.format == "engine"
     assert made.parent and made.parent.maker == "onnx_precision" and made.parent.precision == "fp16"
@@ -98,11 +98,11 @@ def test_flags_and_calibrator_start_from_fp32() -> None:
     assert calibrator.data and (calibrator.data.split, calibrator.data.sha256) == ("calibration", "d161")
 
 
-def test_a_route_that_can_t_be_is_the_user_s_error() -> None:
+def test_an_impossible_route_is_a_user_error() -> None:
     refuses("route=calibrator is for int8", recipe, "fp16", route="calibrator")
 
 
-def test_batches_of_one_profile_share_an_engine() -> None:
+def test_batches_within_one_profile_share_an_engine() -> None:
     assert digest(recipe(batch=1, profile="1:8:16")) == digest(recipe(batch=16, profile="1:8:16"))
     assert digest(recipe(batch=1)) != digest(recipe(batch=16))
     assert recipe(batch=1, profile="1:8:16").parent == recipe(batch=16, profile="1:8:16").parent
@@ -110,7 +110,7 @@ def test_batches_of_one_profile_share_an_engine() -> None:
     assert all(folded) and folded[0].parent == folded[1].parent, "one export serves every batch"
 
 
-def test_what_shapes_an_engine_names_it_and_nothing_else_does() -> None:
+def test_only_options_that_change_the_engine_change_its_digest() -> None:
     for options in ({"graph": False}, {"slots": 1}, {"route": "auto"}, {"route": "graph"}, {"build": 0}):
         assert digest(recipe("fp16", **options)) == digest(recipe("fp16")), options
     for options in ({"build": 1}, {"optimization": 5}, {"profile": "1:8:16"}, {"refit": True}, {"tactics": "none"}):
@@ -123,29 +123,29 @@ MASK = Tensor("input:mask", "int64", ("batch", "length"))
 DIMS = Dims(4, 224, 256)
 
 
-def test_static_is_the_trial_s_own_shape() -> None:
+def test_a_static_profile_uses_the_shape_of_the_trial() -> None:
     found = parse_profiles("static", [IMAGE], DIMS)
     assert found == [{"x": ((4, 3, 224, 256),) * 3}]
     assert is_static(found) and find_fixed_size(found, "x") == (4, 3, 224, 256)
 
 
-def test_a_free_trial_takes_the_file_s_batch() -> None:
+def test_a_trial_with_a_free_batch_uses_the_batch_of_the_file() -> None:
     assert parse_profiles("static", [FIXED], Dims(0, 224, 224)) == [{"x": ((1, 3, 224, 224),) * 3}]
 
 
-def test_batches() -> None:
+def test_batch_ranges_become_profiles() -> None:
     found = parse_profiles("1:8:16", [IMAGE], DIMS)
     assert found == [{"x": ((1, 3, 224, 256), (8, 3, 224, 256), (16, 3, 224, 256))}]
     assert find_fixed_size(found, "x") == (-1, 3, 224, 256), "only what varies stays free"
     assert not is_static(found)
 
 
-def test_one_batch_is_static() -> None:
+def test_a_single_batch_gives_a_static_profile() -> None:
     assert is_static(parse_profiles("8", [IMAGE], DIMS))
     assert parse_profiles("8", [IMAGE], DIMS) == parse_profiles("8:8:8", [IMAGE], DIMS)
 
 
-def test_shapes_of_several_inputs_and_profiles() -> None:
+def test_profiles_of_several_inputs_are_parsed() -> None:
     text = "x:1x3x32x32,2x3x32x32,4x3x64x32;input:mask:1x7|x:8x3x32x32;input:mask:8x7"
     found = parse_profiles(text, [IMAGE, MASK], DIMS)
     assert [sorted(profile) for profile in found] == [["input:mask", "x"]] * 2
@@ -155,7 +155,7 @@ def test_shapes_of_several_inputs_and_profiles() -> None:
     assert format_profiles(found)[1] == {"x": [[8, 3, 32, 32]] * 3, "input:mask": [[8, 7]] * 3}
 
 
-def test_an_input_whose_shape_is_fixed_needs_no_mention() -> None:
+def test_fixed_shape_inputs_may_be_omitted_from_a_profile() -> None:
     assert parse_profiles("x:1x3x8x8", [IMAGE, Tensor("w", "float32", (3,))], DIMS)[0]["w"] == ((3,),) * 3
 
 
@@ -175,29 +175,29 @@ def test_an_input_whose_shape_is_fixed_needs_no_mention() -> None:
         ("", "is neither MIN:OPT:MAX batches nor"),
     ],
 )
-def test_text_that_is_no_profile(text: str, said: str) -> None:
+def test_invalid_profiles_are_refused(text: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_profiles(text, [IMAGE], DIMS)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["static", "1:4:8", "4", "x:4x3x224x224", "x:1x3x224x224,4x3x224x224,8x3x224x224"])
-def test_a_static_file_takes_no_other_shape(text: str) -> None:
+def test_a_static_file_accepts_only_its_own_shape(text: str) -> None:
     refuses(r"fixed.*export it", parse_profiles, text, [FIXED], Dims(4, 224, 224))
 
 
-def test_a_free_batch_that_nobody_gives() -> None:
+def test_a_missing_batch_is_refused() -> None:
     with pytest.raises(UserError, match=r"the batch of 'x' is free; give a batch, or a range MIN:OPT:MAX"):
         parse_profiles("static", [IMAGE], Dims(0, 224, 224))
 
 
-def test_an_input_without_a_shape() -> None:
+def test_an_input_without_a_shape_is_refused() -> None:
     with pytest.raises(UserError, match="no shape is given for input 'input:mask', which is batchxlength"):
         parse_profiles("x:1x3x8x8", [IMAGE, MASK], DIMS)
 
 
 @given(st.lists(st.integers(1, 64), min_size=3, max_size=3), st.integers(1, 64))
-def test_a_batch_is_outside_or_the_profile_has_it(sizes: list[int], batch: int) -> None:
+def test_a_batch_is_refused_exactly_when_outside_the_profile(sizes: list[int], batch: int) -> None:
     low, opt, high = sorted(sizes)
     text = f"{low}:{opt}:{high}"
     assert batch_range(text) == (low, opt, high)
@@ -206,7 +206,7 @@ def test_a_batch_is_outside_or_the_profile_has_it(sizes: list[int], batch: int) 
     assert "\n" not in why
 
 
-def test_outside_names_what_is_allowed() -> None:
+def test_a_batch_outside_the_profile_names_the_allowed_batches() -> None:
     assert explain_outside("1:4:8|32", 16) == "batch 16 is outside the engine's profile (batches 1 to 8 or 32)"
     assert explain_outside("static", 16) == explain_outside("1:4:8|16:32:64", 16) == explain_outside("x:1x3", 16) == ""
 
@@ -269,7 +269,7 @@ def told(cache: TimingCache) -> bool:
     return used.used
 
 
-def test_the_next_build_has_what_this_one_found(folder: Path) -> None:
+def test_timing_results_are_reused_by_the_next_build(folder: Path) -> None:
     config = Config()
     first = TimingCache.open(library(), config, H200, True)
     assert not told(first)
@@ -281,13 +281,13 @@ def test_the_next_build_has_what_this_one_found(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "gpu"), [("10.0.1", H200), ("8.6.0", "NVIDIA L4")])
-def test_another_version_or_gpu_has_its_own(folder: Path, version: str, gpu: str) -> None:
+def test_each_version_and_gpu_has_its_own_timing_cache(folder: Path, version: str, gpu: str) -> None:
     config = Config()
     TimingCache.open(library(), config, H200, True).save(timed(config, "conv"))
     assert not told(TimingCache.open(library(version=version), Config(), gpu, True))
 
 
-def test_two_builds_at_once_both_count(folder: Path) -> None:
+def test_timing_results_of_concurrent_builds_are_merged(folder: Path) -> None:
     one, two = Config(), Config()
     first, second = (TimingCache.open(library(), config, H200, True) for config in (one, two))
     first.save(timed(one, "conv"))
@@ -296,7 +296,7 @@ def test_two_builds_at_once_both_count(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"damaged", b"foreign"])
-def test_a_file_that_does_not_fit_is_written_anew(folder: Path, content: bytes) -> None:
+def test_an_incompatible_timing_cache_is_overwritten(folder: Path, content: bytes) -> None:
     folder.mkdir()
     path = folder / "tensorrt-8.6.0-NVIDIA-H200.timing"
     path.write_bytes(content)
@@ -307,7 +307,9 @@ def test_a_file_that_does_not_fit_is_written_anew(folder: Path, content: bytes) 
     assert path.read_bytes() == b"conv"
 
 
-def test_nothing_is_kept_where_nothing_is_wanted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_timing_cache_is_written_where_disabled_or_unsupported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     off = TimingCache.open(library(), Config(), H200, False)
     rtx = TimingCache.open(library("tensorrt_rtx", "1.7.1"), Config(), H200, True)
     monkeypatch.delenv("DYNO_TIMING")
