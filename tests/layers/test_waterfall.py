@@ -117,7 +117,9 @@ def test_each_part_has_its_cause() -> None:
     assert 1e6 * steps["conversion"].difference.value == pytest.approx(8, rel=0.02)
     assert 1e6 * steps["kernel"].difference.value == pytest.approx(95 - 180, rel=0.02)
     assert 1e6 * (steps["between"].b + steps["interrupted"].b) == pytest.approx(5, abs=1)
-    assert found.named_share == pytest.approx(1, abs=0.03) and found.attributed == pytest.approx(found.named, abs=0.06)
+    assert found.named_share == pytest.approx(1, abs=0.03) and found.attributed == pytest.approx(
+        found.named_share, abs=0.06
+    )
 
 
 def test_types_decide_in_engines_of_one_library() -> None:

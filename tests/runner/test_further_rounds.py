@@ -168,7 +168,7 @@ def test_short_of_time_planned_rounds_skip_non_contenders(
     def measure(minutes: float) -> dict[str, int]:
         short = study(rounds=5, minutes=minutes, turns=True, block=0.02, boundaries=("model",))
         execute(short, tmp_path, progress := Stopped())
-        return dict(progress.began) | {"left": len(progress.left)}
+        return dict(progress.began) | {"left": len(progress.remaining)}
 
     def count_rounds() -> dict[str, int]:
         return {key: len(each) for key, each in rounds(tmp_path).items()}

@@ -58,7 +58,7 @@ def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple
     found.p_values = {}
 
     def holds(self: Any, count: int) -> bool:
-        self.tried[count] = count >= needed
+        self.p_values[count] = count >= needed
         return count >= needed
 
     monkeypatch.setattr(search._PrecisionSearch, "_is_within_budget", holds)
@@ -179,7 +179,7 @@ def test_a_faster_route_gets_its_own_rows_and_is_tried_once(nets: Path, dyno: An
     words = ("run", f"{nets}:light", "--backend", "onnxruntime", "--batch", "1,2", "--out", tmp_path, *ROUTES)
     done = dyno(*words, code=0)
     one = tried(tmp_path)
-    assert one.kept_route is not None and one.kept.route == "torchscript" and one.kept.ratio > 1.5, one
+    assert one.kept_route is not None and one.kept_route.route == "torchscript" and one.kept_route.ratio > 1.5, one
     rows = {(t.variant, t.batch) for t in trial_result.load_run(tmp_path) if t.good}
     usual = {("onnxruntime", 1), ("onnxruntime", 2)}
     assert rows == usual | {("onnxruntime@exporter=torchscript", 1), ("onnxruntime@exporter=torchscript", 2)}

@@ -295,7 +295,7 @@ def test_text_tables_fit_hide_empty_columns_and_name_failures(whole: RunData) ->
     assert "change, points" in every.splitlines()[2] and "more columns" not in every
     chosen = export([tables.make_tables(whole, "trials")[0]], subset="backend, latency_ms").splitlines()[2]
     assert chosen.split() == ["backend", "latency", "ms"]
-    refuses("there is no column 'latency'", export, [tables.make_tables(whole, "trials")[0]], only="latency")
+    refuses("there is no column 'latency'", export, [tables.make_tables(whole, "trials")[0]], subset="latency")
 
 
 def test_rows_are_printed_by_speed_and_the_first_is_bold(whole: RunData, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ def test_scores_are_cached_until_their_inputs_change(run: Path, monkeypatch: pyt
     again = [mean_ap.read_detections(t) for t in load_run(run)]
     for a, b in zip(first, again, strict=True):
         assert a and b
-        np.testing.assert_array_equal(a.own.precisions, b.own.each)
+        np.testing.assert_array_equal(a.own.precisions, b.own.precisions)
     monkeypatch.setattr(mean_ap, "SCORES_VERSION", mean_ap.SCORES_VERSION + 1)
     with pytest.raises(pytest.fail.Exception, match="again"):
         _ = mean_ap.read_detections(load_run(run).trials[0])

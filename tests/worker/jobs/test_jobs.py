@@ -240,8 +240,8 @@ def conducted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Slow, Inte
         for module in (turns, journal, measure):
             monkeypatch.setattr(module, "time", clock)
         made = Interleaved(*ends)
-        monkeypatch.setattr(made, "_heard", slow)
-        monkeypatch.setattr(made, "_said", slow)
+        monkeypatch.setattr(made, "_commands", slow)
+        monkeypatch.setattr(made, "_replies", slow)
         return slow, made
 
     return make

@@ -269,11 +269,13 @@ def measure(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, float]) -> Any:
 
 def test_layers_list_their_kernels_and_gpu_work(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(monkeypatch, {"aten::conv2d": 7.0, "aten::relu": 3.0, "aten::add": 2.0})
-    assert [(layer.name, layer.tactic) for layer in found.inside.layers] == [
+    assert [(layer.name, layer.tactic) for layer in found.graph.layers] == [
         ("conv", "k_aten::conv2d"), ("relu", "k_aten::relu"), ("relu", "k_aten::relu"), ("unused", ""),
         ("", "k_aten::add"),
     ]  # fmt: skip
-    assert found.layers == pytest.approx(np.tile([7e-6, 3e-6, 3e-6, 0, 2e-6], (5, 1))) and found.whole.shape == (5,)
+    assert found.layers == pytest.approx(np.tile([7e-6, 3e-6, 3e-6, 0, 2e-6], (5, 1))) and found.run_seconds.shape == (
+        5,
+    )
     assert found.work.busy == pytest.approx(np.full(5, 15e-6)) and found.work.calls == pytest.approx(np.full(5, 8e-6))
     assert found.work.kernels.tolist() == [4] * 5
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in NET.modules())

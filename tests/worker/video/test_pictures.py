@@ -240,7 +240,7 @@ def test_an_invalid_option_is_refused_in_one_line(options: dict[str, Any], said:
 def test_isolated_stages_draw_masks_on_images_of_several_sizes(once: bool) -> None:
     """Results of the first image are given for all; a mask of 60 x 80 doesn't fit one of 90 x 50."""
     frames = [Frame(k, Rgb(np.zeros((*size, 3), np.uint8)), 0) for k, size in enumerate([(60, 80), (90, 50)])]
-    source = SimpleNamespace(once=once, read=lambda: iter([dataclasses.replace(frame) for frame in frames]))
+    source = SimpleNamespace(is_single_pass=once, read=lambda: iter([dataclasses.replace(frame) for frame in frames]))
     preparation = SimpleNamespace(
         batch=1, size=(64, 64), new_feed=dict, write=lambda *_: None, complete=lambda *_: None
     )

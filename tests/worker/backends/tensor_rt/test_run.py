@@ -130,9 +130,9 @@ def test_profiling_uses_its_own_context() -> None:
     assert own.runs == 0 and own.profiler is None, "the first slot's is as it was"
     assert context.runs == 5 + layers.DISCARDED_RUNS
     assert (context.shapes, context.addresses) == ({"x": (1, 3)}, {"x": 16, "y": 32})
-    assert found.layers == pytest.approx(np.tile([0.2e-3, 0.1e-3], (5, 1))) and found.whole.shape == (5,)
-    conv, move = found.inside.layers
-    assert (found.inside.library, conv.computes_in, conv.tactic) == ("TensorRT 8.6.1", "int8", "sm80_xmma")
+    assert found.layers == pytest.approx(np.tile([0.2e-3, 0.1e-3], (5, 1))) and found.run_seconds.shape == (5,)
+    conv, move = found.graph.layers
+    assert (found.graph.library, conv.computes_in, conv.tactic) == ("TensorRT 8.6.1", "int8", "sm80_xmma")
     assert conv.nodes == ("/conv/Conv", "/relu/Relu") and move.moves and not move.nodes
 
 
