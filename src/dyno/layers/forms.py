@@ -169,7 +169,7 @@ class FormReader:
         """Return the fields of a `FormsResult`; `requests` are the forms read, in this order."""
         sources = {k: request.source for k, request in zip(self.requested, requests, strict=True)}
         return {
-            "forms": number_titles(self.forms, sources), "shown": tuple(self.requested), "graph_of": self.graph_of,
+            "forms": number_titles(self.forms, sources), "requested": tuple(self.requested), "graph_of": self.graph_of,
             "module_of": self.module_of(sources), "graphs": self.graphs, "name": model_name(self._study.models[0]),
             "left_out": tuple(self.left_out),
         }  # fmt: skip

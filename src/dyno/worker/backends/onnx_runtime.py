@@ -151,7 +151,7 @@ class OnnxRuntime(Backend):
         """Return the optimised graph, with the types and shapes of a profiled run; see `load`."""
         session = self.load(trial, artifact)
         try:
-            return session.inside()  # type: ignore[attr-defined, no-any-return]
+            return session.layer_graph()  # type: ignore[attr-defined, no-any-return]
         finally:
             session.close()
 
@@ -367,7 +367,7 @@ class OnnxRuntimeSession(Session):
         return self._file.facts(self._file.providers, self._requests[0].feeds)
 
     def layer_graph(self) -> LayerGraph:
-        """See `OnnxFile.inside`."""
+        """See `OnnxFile.layer_graph`."""
         return self._file.layer_graph(self._file.providers, self._requests[0].feeds)
 
     def profile(self, runs: int) -> LayerTimes:

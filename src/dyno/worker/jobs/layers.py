@@ -361,10 +361,10 @@ def profile(job: Job, journal: Journal) -> None:
     journal.store_samples(UNPROFILED, "model", "s", "duration", sampling)
     if parts:
         journal.store_parts(parts)
-    journal.store_profile(PROFILED, times.whole, LAYERS, times.layers)
+    journal.store_profile(PROFILED, times.run_seconds, LAYERS, times.layers)
     if times.work:
         journal.store_gpu_work(times.work)
     if times.functions:
         journal.facts(functions=times.functions)
-    journal.facts(inside=replace(times.inside, notes=tuple(filter(None, (*times.inside.notes, times.note)))))
+    journal.facts(inside=replace(times.graph, notes=tuple(filter(None, (*times.graph.notes, times.note)))))
     session.close()

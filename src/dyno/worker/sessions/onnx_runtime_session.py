@@ -134,8 +134,8 @@ class CudaSession(DeviceSession):
         )
 
     def layer_graph(self) -> LayerGraph:
-        """See `OnnxFile.inside`."""
-        graph: LayerGraph = self._file.inside(self._providers, {})
+        """See `OnnxFile.layer_graph`."""
+        graph: LayerGraph = self._file.layer_graph(self._providers, {})
         return graph
 
     def close(self) -> None:
