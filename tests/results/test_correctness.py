@@ -147,6 +147,13 @@ def test_boxes_may_be_off_by_the_limit(tmp_path: Path, shift: int, ok: bool) -> 
     assert ok or held.reason.startswith("100.0% of the boxes have no partner or are off by more than 0.1 of their size")
 
 
+def test_scores_pair_boxes_at_the_same_place(tmp_path: Path) -> None:
+    rows = np.array([[x, 0, x + 10, 10, score, 0] for x in (0, 20) for score in (0.9, 0.7, 0.5, 0.3)], np.float32)
+    own, reference = (np.repeat(rows[order][None], 9, axis=0) for order in ([4, 2, 7, 0, 6, 1, 5, 3], [*range(8)]))
+    held = _judge(tmp_path, "fp32", own, reference)
+    assert (held.ok, held.error, held.changed) == (True, 0, 0)
+
+
 def test_rows_are_compared_only_where_counts_match(tmp_path: Path) -> None:
     results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
     counts = np.array([3, 0, 2, 5])

@@ -246,6 +246,10 @@ def test_default_folder_names_show_the_differing_part(tmp_path: Path, monkeypatc
     assert chosen(study, replace(study, pretrained=True)) == "alexnet-pretrained"
     assert chosen(own, replace(study, weights="copy.pt")) == "alexnet", "they are the same weights"
     assert chosen(own, replace(study, weights="other.pt")) == "alexnet-other"
+    assert chosen(own, study) == "alexnet-random"
+    clusters = [replace(study, on=on) for on in ("ray=a:1", "ray=b:2", "slurm=a:1", "ray")]
+    found = [chosen(clusters[0], now) for now in (*clusters, study)]
+    assert found == ["alexnet", "alexnet", "alexnet-2", "alexnet", "alexnet-2"], "a cluster may move to another address"
     (first / "study.toml").write_text("damaged")
     assert choose_folder(study)[0].name == "alexnet-2"
     (first / "study.toml").unlink()
@@ -331,3 +335,10 @@ def test_files_with_other_flops_or_shapes_are_other_networks() -> None:
         assert find_forms({("a", "8"): one, ("b", "8"): other}) == {}
     same = find_forms({("x/m.onnx", "8"): row(file="m.onnx"), ("y/m.onnx", "8"): row(file="m.onnx")})
     assert [*same.values()] == [Form("m", "x/m.onnx", 0), Form("m", "y/m.onnx", 1)]
+    for count, network in ((3, "0.onnx and 1.onnx and 2.onnx"), (4, "0.onnx and 3 more")):
+        found = find_forms({(f"x/{i}", "8"): row(file=f"{i}.onnx") for i in range(count)})
+        assert [*found.items()] == [(f"x/{i}", Form(network, f"{i}.onnx", i)) for i in range(count)]
+    assert find_forms({("a", "8"): row(), ("b", "8"): row()}) == {
+        "a": Form("a and b", "a", 0),
+        "b": Form("a and b", "b", 1),
+    }

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from dyno import Study, UserError
 from dyno.jobs.progress import Progress
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
-from dyno.results import stats, trial_result
+from dyno.results import notes, stats, trial_result
+from dyno.results.correctness import OUTPUTS_AGREE
 from dyno.results.notes import ROUTE_FAILED, Attempt, read_attempts
 from dyno.runner import search
 from dyno.study.plan import expand
@@ -225,6 +227,27 @@ def test_one_float_type_decides_the_route_of_a_trial(precision: str, beside: tup
     model, dims = ModelSpec("net", "net.py:net"), Dims(1, 8, 8)
     own, *others = (Trial(model, "tensorrt", one, dims) for one in (precision, *beside))
     assert search._choose_float(own, [own, *others, Trial(model, "onnxruntime", "bf16", dims)]) == decides
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict", "outputs", "status", "outcome"),
+    [
+        (1.05, stats.FASTER, OUTPUTS_AGREE, "ok", notes.ROUTE_KEPT),
+        (1.049, stats.FASTER, OUTPUTS_AGREE, "ok", notes.ROUTE_NOT_FASTER),
+        (1.5, stats.FASTER, "", "ok", notes.ROUTE_KEPT),
+        (1.5, stats.UNDECIDED, "", "ok", notes.ROUTE_NOT_FASTER),
+        (1.5, stats.FASTER, "differ", "ok", notes.ROUTE_WRONG),
+        (math.nan, stats.UNDECIDED, "", "ok", notes.ROUTE_NOT_FASTER),
+        (1.5, stats.FASTER, "", "crashed", ROUTE_FAILED),
+    ],
+)
+def test_a_route_is_kept_for_a_proven_gain_of_a_twentieth(
+    ratio: float, verdict: str, outputs: str, status: str, outcome: str
+) -> None:
+    trial = SimpleNamespace(id="t", good=status == "ok", status=status, reason="signal 11")
+    found = stats.Speedup(ratio, ratio, ratio, verdict, "in turns")
+    attempt = search._judge_route("static", trial, found, {"t": outputs})  # type: ignore[arg-type]
+    assert attempt.outcome == outcome
 
 
 @pytest.mark.parametrize(("seconds", "spent"), [(0.5, 0.5), (2.0, 1.0)])

@@ -10,6 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 import detected
 import synthetic
+from dyno.results.correctness import check_correctness
 from dyno.results.metrics import agreement
 from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import UserError
@@ -197,9 +198,17 @@ def test_only_common_images_count() -> None:
 
 
 def test_stored_trials_are_compared(tmp_path: Path) -> None:
+    """Of detectors whose raw outputs are no boxes, the share of changed boxes counts, of the one or of the other."""
     truth = detected.truth()
-    ways = {"pytorch": detected.found(truth), "onnxruntime": detected.found(truth, missed=0.5)}
-    detected.write_run(tmp_path, "detect", ways, truth)
+    outputs = np.random.default_rng(0).normal(size=(2, len(truth["images"]), 3, 5))
+    ways = [
+        {**detected.found(truth, missed=missed), "output:y": y} for missed, y in zip((0, 0.5), outputs, strict=True)
+    ]
+    detected.write_run(tmp_path, "detect", dict(zip(("pytorch", "onnxruntime"), ways, strict=True)), truth)
     first, second = sorted(load_run(tmp_path), key=lambda t: t.backend, reverse=True)
     both = agreement.compare_boxes(second, first)
     assert both is not None and 0 < both.share < 1 and both.own_share == 1
+    whole, fewer = (len(way["detection_score"]) for way in ways)
+    for own, reference in ((second, first), (first, second)):
+        held = check_correctness(own, reference)
+        assert held is not None and held.changed == pytest.approx(1 - fewer / whole) and held.answers == whole
