@@ -338,12 +338,17 @@ def test_a_forked_copy_stops_at_the_next_measurement(fake_trial: Any, tmp_path: 
 
 
 PRINTS = """
+shortened = []
 for stream in (sys.stdout, sys.stderr):
     print("the first line", file=stream)
     for _ in range(trial.options["megabytes"]):
         print("x" * 999_999, file=stream)
+    end = time.monotonic() + 30
+    while os.fstat(stream.fileno()).st_size > 3e6 and time.monotonic() < end:
+        time.sleep(0.01)
+    shortened.append(time.monotonic() < end)
     print("the last line", file=stream, flush=True)
-os._exit(7)
+os._exit(7 if all(shortened) else 8)
 """
 
 

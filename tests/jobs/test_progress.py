@@ -29,6 +29,13 @@ def test_waiting_prints_a_line_in_a_log_file(progress: Progress, fake_trial: Any
     assert told(progress) == [said]
 
 
+def test_sharing_the_processors_is_said_once(progress: Progress) -> None:
+    for owner in ("7", "8"):
+        progress.report_sharing(owner)
+    (line,) = told(progress)
+    assert line.startswith("another dyno (process 7) measures on these processors")
+
+
 @pytest.fixture
 def verbose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Progress, "is_verbose", True)

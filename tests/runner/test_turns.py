@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
@@ -150,19 +151,28 @@ def test_fixed_rounds_answer_before_a_long_build_and_lack_no_pair(
 
 def test_an_answer_precedes_each_delay(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One trial is ready, one compiles in loading, one is built slowly: ready results are shown before each delay."""
-    events: list[Any] = []
+    events, made = list[Any](), set[int]()
+
+    def make(_: Files, trials: Sequence[Trial]) -> None:
+        events.extend(t.options["latency_ms"] for t in trials)
+        made.update(events[-len(trials) :])
+
     monkeypatch.setattr("dyno.runner.execute._compiles", lambda trial: trial.options["latency_ms"] == 2)
-    monkeypatch.setattr("dyno.runner.execute._builds_slowly", lambda trial: trial.options["latency_ms"] == 1)
-    monkeypatch.setattr(Files, "has_file", lambda _, trial: trial.options["latency_ms"] != 1 or 1 in events)
-    monkeypatch.setattr(Files, "make_files", lambda _, trials: events.extend(t.options["latency_ms"] for t in trials))
+    monkeypatch.setattr("dyno.runner.execute._builds_slowly", lambda trial: trial.options["latency_ms"] in (1, 3))
+    monkeypatch.setattr(Files, "has_file", lambda _, trial: trial.options["latency_ms"] not in {1, 3} - made)
+    monkeypatch.setattr(Files, "make_files", make)
     monkeypatch.setattr(Progress, "show_answer", lambda self, title, *_: events.append(title))
     monkeypatch.setattr(Progress, "note", lambda self, line: events.append(line.partition(":")[0]))
-    study = study("fake@latency_ms=1", FAST, SLOW, rounds=1, reference=SLOW)
-    execute(study, tmp_path / "run", Progress(console=Console(file=StringIO())))
+    backends = ("fake@latency_ms=1", FAST, SLOW)
+    execute(study(*backends, rounds=1, reference=SLOW), tmp_path / "run", Progress(console=Console(file=StringIO())))
     assert events == [4, "2 trials still to compile", "in round 1", 2, "1 trial still without a file", "in round 1", 1]
     result = {t.options["latency_ms"]: t for t in load_run(tmp_path / "run")}
     pairs = ((1, 2), (1, 4), (2, 4))
     assert [len(log_ratios(result[a], result[b], "model", keep_disturbed=True)) for a, b in pairs] == [1, 1, 1]
+    events.clear()
+    more = study(*backends, "fake@latency_ms=3", rounds=1, reference=SLOW)
+    execute(more, tmp_path / "run", Progress(console=Console(file=StringIO())))
+    assert {*events} <= {1, 2, 3, 4} and events[-1] == 3, "what was measured is not measured again"
 
 
 def test_a_lone_trial_answers_before_a_slow_build(dyno: Any, tmp_path: Path) -> None:
@@ -256,6 +266,7 @@ def test_later_rounds_load_in_parallel_and_warm_up_in_turn(
     monkeypatch.setattr(turns.CoreLatency, "measure", lambda _: 170)
     run(study(SLOW, FAST, rounds=2), tmp_path)
     assert {stage.partition(" in turns")[0] for stage in stages if " in turns" in stage} == {"model"}, "all are warm"
+    assert {"start", "import"} <= {*stages}, "loading is shown"
     records = stored(tmp_path)
     for facts in (record["facts"] for record in records.values()):
         assert facts["core_latencies"] == {name: [170] * len(blocks) for name, blocks in facts["blocks"].items()}

@@ -3,6 +3,7 @@
 import builtins
 import importlib
 import os
+import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 from drawn import photographs
 from dyno.worker import journal, measure
 from dyno.worker.facts.job import ServeFacts, ServeStep
-from dyno.worker.jobs import turns
+from dyno.worker.jobs import cold_start, turns
 from dyno.worker.jobs.cold_start import ColdStartClock
 from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.jobs.serve import _ServeJob
@@ -27,7 +28,7 @@ from dyno.worker.main import perform
 from dyno.worker.nets import saved_modules
 from dyno.worker.serving.options import ServeOptions
 from dyno.worker.serving.rates import Arrivals
-from dyno.worker.spec import Dims, Job, ModelSpec, Plan, Runtime, Trial, Unanswered, UserError
+from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Plan, Runtime, Trial, Unanswered, Unavailable, UserError
 
 NAP_S = 0.3
 
@@ -63,6 +64,42 @@ def test_a_failed_import_ends_the_import_timing() -> None:
             with pytest.raises(ImportError):
                 importlib.import_module("no_such_module_at_all")
     assert clock.imported > 0 and not clock._importing
+
+
+def test_files_of_a_cold_start_are_those_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("net.onnx", "made.xml", "relative.py", "read.py"):
+        Path(name).touch()
+    planted = {"__file__": str(tmp_path / "read.py"), "__cached__": "/no/such.pyc"}
+    for name, own in (("planted", planted), ("other", {"__file__": "relative.py", "__cached__": None})):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**own))
+    trial = Trial(ModelSpec("net", f"file:{tmp_path}/net.onnx"), "onnxruntime", "fp32", Dims(1, 8, 8))
+    made = Artifact("openvino", str(tmp_path / "made.xml"), "", 0, "fp32", (), (), 0.0)
+    for artifact, own in ((None, "net.onnx"), (made, "made.xml")):
+        found = cold_start._list_code_files(trial, artifact)
+        assert all(path.startswith("/") and Path(path).is_file() for path in found) and [*found] == sorted({*found})
+        assert {str(tmp_path / name) for name in ("read.py", own)} == {p for p in found if Path(p).parent == tmp_path}
+
+
+def test_a_context_is_created_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    created = list[tuple[str, int]]()
+
+    class Device:
+        def __init__(self, name: str) -> None:
+            if name == "cuda:9":
+                raise Unavailable("no such device")
+            self.name = name
+
+        def allocate(self, size: int) -> None:
+            created.append((self.name, size))
+
+    monkeypatch.setattr("dyno.worker.sessions.gpu.Device", Device)
+    assert [cold_start._create_context(name) is not None for name in ("cpu", "cuda:9", "cuda:1")] == [
+        False,
+        False,
+        True,
+    ]
+    assert created == [("cuda:1", 1)]
 
 
 torch = pytest.importorskip("torch")

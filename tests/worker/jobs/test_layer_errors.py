@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -294,6 +295,26 @@ def test_negligible_errors_are_not_suspects(compare: Any) -> None:
     for weight, factor in wrong:
         model = scaled(model, weight, factor)
     assert set(compare(network(), model).suspects) <= {"c2", "c3"}
+
+
+@pytest.mark.parametrize(
+    ("errors", "effects", "found"),
+    [
+        ([1.0] * 12, [None] * 12, [*range(8)]),
+        ([np.inf, *[1.0] * 3, *[np.inf] * 8], [None] * 12, [0, *range(4, 11)]),
+        ([1.0, 4.0, 2.0, 2.0], [None] * 4, [1, 2]),  # 20 of 25
+        ([1.0, 4.0, 2.0, 2.1], [None] * 4, [1, 3]),
+        ([2.0, 1.0, 4.0, 2.1], [None] * 4, [2, 3]),
+        ([2.0, 2.0, 4.0, 2.0], [None] * 4, [0, 1, 2]),
+        ([1.0, 1.0, 4.0], [3.0, None, 0.0], [0]),
+    ],
+)
+def test_suspects_are_the_fewest_layers_with_four_fifths_of_the_squared_error(
+    errors: list[float], effects: list[float | None], found: list[int]
+) -> None:
+    pairs = zip(errors, effects, strict=True)
+    layers = [SimpleNamespace(tensor=i, own=SimpleNamespace(error=e), effect=f) for i, (e, f) in enumerate(pairs)]
+    assert numerics_compare.list_suspects(layers) == found  # type: ignore[arg-type]
 
 
 def test_rescaled_tensors_are_left_out(compare: Any) -> None:

@@ -42,6 +42,18 @@ def test_no_rate_below_the_lowest_is_tried() -> None:
     assert 300 / 1.05 <= find_highest_rate(lambda rate: rate <= 300, 100.0, 0.05, lowest=200.0) <= 300
 
 
+def test_after_sixteen_steps_down_no_rate_holds() -> None:
+    tried: list[float] = []
+
+    def holds(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= 60 and tried.count(rate) == 1
+
+    assert find_highest_rate(holds, 100.0, 0.05) == 0.0
+    repeated = [rate for rate in dict.fromkeys(tried) if tried.count(rate) == 2]
+    assert len(repeated) == 17 and repeated[0] / repeated[-1] == pytest.approx(1.05**16)
+
+
 @pytest.mark.parametrize(
     ("real", "by_luck", "lowest", "least"), [(20, 30, {"lowest": 20.0}, 20.0), (60, 70, {}, 60 / 1.05)]
 )
