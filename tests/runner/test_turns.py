@@ -302,6 +302,20 @@ def _ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+def test_an_interrupt_ends_the_processes_of_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    member = SimpleNamespace(job=SimpleNamespace(runtime=Runtime(threads=1)))
+    groups = [SimpleNamespace(members=[member], run=stop, end=lambda k=k: ended.append(k)) for k in range(2)]
+    monkeypatch.setattr(ensemble, "load_in_parallel", lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        ensemble._run_groups(groups, Progress(quiet=True))  # type: ignore[arg-type]
+    assert ended == [0, 1]
+
+
 def test_waiting_jobs_use_no_cpu(study: Any, tmp_path: Path) -> None:
     seen = Frozen(1.0)
     execute(study(SLOW, FAST, "fake@latency_ms=1"), tmp_path, seen)

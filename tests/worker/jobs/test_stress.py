@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 from dyno.jobs.launcher import launch
+from dyno.runner import stress as runner_stress
 from dyno.worker.backend import Session
 from dyno.worker.facts.job import PeakOfType
 from dyno.worker.jobs import stress as stress_job
-from dyno.worker.jobs.stress import MAX_GROWTH_B, stress
+from dyno.worker.jobs.stress import stress
+from dyno.worker.record import Record
 from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Runtime, Tensor, Trial, Unavailable
 from refusals import refuses
 
@@ -82,9 +85,41 @@ def test_label_error_is_the_share_that_differs_beyond_one(changed: int, share: f
     assert (good.worst, bad.worst) == (0, pytest.approx(share)) and bool(bad.wrong) == bool(share)
 
 
-def test_memory_growth_is_found() -> None:
-    ((_, _, found),) = stress(Doubler(leak=MAX_GROWTH_B // 5), TRIAL, ["opt"], 10)
-    assert found.wrong == 0 and found.device_growth == 2 * MAX_GROWTH_B // 10 * 10 and not found.ok
+@pytest.mark.parametrize(("leak", "ok"), [(1 << 20, True), ((1 << 20) + 1, False)])
+def test_memory_that_grows_by_more_than_8_mib_is_found(leak: int, ok: bool) -> None:
+    ((_, _, found),) = stress(Doubler(leak=leak), TRIAL, ["opt"], 8)
+    assert found.wrong == 0 and found.device_growth == 8 * leak and found.ok == ok
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [("fp32", 1e-4), ("tf32", 2e-3), ("fp16", 1e-2), ("bf16", 0.05), ("int8", 0.05), ("fp8", 0.1), ("int4", 0.05)],
+)
+def test_a_batch_may_change_outputs_by_the_rounding_of_the_precision(precision: str, tolerance: float) -> None:
+    class Ones(Doubler):
+        def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+            return {"output": np.full((len(self.x), 3), 1 + self.error * (len(self.x) == self.bad))}
+
+    trial = replace(TRIAL, precision=precision)
+    errors = (0.999 * tolerance, 1.001 * tolerance)
+    found = [[phase.wrong for *_, phase in stress(Ones(8, error), trial, ["min", "max"], 3)] for error in errors]
+    assert found == [[0, 0], [0, 3]]
+
+
+@pytest.mark.parametrize(("iterations", "limit_s"), [(10, 1200), (1000, 2000)])
+def test_a_job_has_a_second_for_each_batch(
+    fake_study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int, limit_s: float
+) -> None:
+    limits = list[float]()
+
+    def launch(job: Job, folder: Path, timeout: float, progress: Any) -> Record:
+        limits.append(timeout)
+        return Record("ok")
+
+    monkeypatch.setattr(runner_stress, "launch_in_turn", launch)
+    (found,) = runner_stress.run(fake_study(timeout=1200), ["min", "max"], iterations, tmp_path)
+    assert found.exit_code == 0
+    assert limits == [limit_s]
 
 
 def test_a_batch_outside_the_profile_is_refused() -> None:
