@@ -302,6 +302,21 @@ def _ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+def test_telemetry_rests_while_a_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    telemetry = SimpleNamespace(pause=lambda: events.append("pause"), resume=lambda: events.append("resume"))
+    member: Any = SimpleNamespace(
+        started=SimpleNamespace(telemetry=telemetry),
+        group=SimpleNamespace(largest=0),
+        used_s=1.0,
+        last_message="done 0",
+    )
+    monkeypatch.setattr(turns, "_send_signal", lambda _, number: events.append(number.name))
+    turns._wake_member(member)
+    turns.InterleavedGroup._stop_member(SimpleNamespace(), member, 0.5, False)  # type: ignore[arg-type]
+    assert events == ["SIGCONT", "resume", "SIGSTOP", "pause"] and (member.used_s, member.group.largest) == (1.5, 0)
+
+
 def test_an_interrupt_ends_the_processes_of_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
 
