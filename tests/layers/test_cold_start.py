@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import onnx_text
 from dyno.layers import cold_start
 from dyno.layers.cold_start import COLD, WARM
 from dyno.worker.facts.job import ColdStart
+from dyno.worker.system import SILENCING_VARIABLES
 
 
 def starts(title: str, *seconds: float) -> cold_start.ColdStartSamples:
@@ -99,11 +101,17 @@ def test_a_job_run_by_hand_has_no_start_time(tmp_path: Path, monkeypatch: pytest
     from dyno.worker.spec import Dims, Job, ModelSpec, Trial, to_json
 
     monkeypatch.delenv("DYNO_STARTED", raising=False)
+    for name in SILENCING_VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MPLBACKEND", "svg")
     job = Job("cold_start", trial=Trial(ModelSpec("net", "net.py:net"), "onnxruntime", "fp32", Dims(1, 8, 8)))
     (tmp_path / "job.json").write_text(json.dumps(to_json(job)))
     assert main.main(tmp_path) == 0
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["status"] == "failed" and "dyno bench cold-start" in record["reason"]
+    expected = {**SILENCING_VARIABLES, "MPLBACKEND": "svg"}
+    assert {name: os.environ.get(name) for name in expected} == expected, "what the user has set stays"
 
 
 def test_forms_refused_by_a_library_are_left_out(call: Any, refused: Any, half_known: Path) -> None:

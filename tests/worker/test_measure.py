@@ -335,6 +335,24 @@ def test_queued_runs_exclude_launch_time(clock: Clock, launch: float, work: floa
     assert measure.measure_queued(gpu, watch, PLAN) == pytest.approx(work, rel=1e-3)
 
 
+@pytest.mark.parametrize(("seconds", "most", "whole"), [(1.0, 1000, 0.1), (1.0, 20, 0.0), (0.0, 1000, 0.0)])
+def test_queued_runs_and_parts_take_a_tenth_of_the_time(clock: Clock, seconds: float, most: int, whole: float) -> None:
+    gpu, plan = Gpu(clock, 0.0, 1e-3), replace(PLAN, seconds=seconds, max_samples=most)
+    watch: Any = SimpleNamespace(start=gpu.start, stop=gpu.stop, seconds=gpu.elapsed)
+    queued = measure.measure_queued(gpu, watch, plan)
+    fewest = 20 if most == 20 else measure.MIN_SAMPLES
+    assert queued is not None and len(queued) == (round(whole / 2e-3) or fewest), "each is behind another run"
+
+    def time_parts(_: Any) -> dict[str, float]:
+        clock.sleep(1e-3)
+        return {"copy": 4e-4, "run": 6e-4}
+
+    parts = measure.measure_parts(SimpleNamespace(parts=time_parts), FEEDS, plan)  # type: ignore[arg-type]
+    assert {name: (len(each), each[0]) for name, each in parts.items()} == {
+        name: (round(whole / 1e-3) or fewest, value) for name, value in time_parts(None).items()
+    }
+
+
 def test_no_queue_forms_when_launches_outlast_the_work(clock: Clock) -> None:
     gpu = Gpu(clock, 1e-3, 0.5e-3)
     watch: Any = SimpleNamespace(start=gpu.start, stop=gpu.stop, seconds=gpu.elapsed)

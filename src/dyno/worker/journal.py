@@ -40,7 +40,6 @@ class Journal:
 
     def stage(self, name: str) -> None:
         """Begin a stage; the progress display and the record of a crash show its name."""
-        self.check_process()
         self.record = replace(self.record, stage=name)
         self._write_partial()  # first: the stage "close" implies stored measurements
         (self.folder / "stage").write_text(name)

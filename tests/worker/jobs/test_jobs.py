@@ -267,6 +267,15 @@ def test_an_uninterleaved_job_measures_three_blocks_or_uses_its_time() -> None:
     assert [[*Uninterleaved().blocks("model", plan)] for plan in plans] == [[0, 1, 2], [0, 1, 2, 3, 4]]
 
 
+def test_a_block_s_delay_is_a_share_of_the_processors_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, times = iter([5.0, 5.5, 7.0, 7.0]), iter([10.0, 12.0, 20.0, 24.0])
+    monkeypatch.setattr(turns.system, "run_delay", lambda: next(waited))
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(turns.os, "sched_getaffinity", lambda _: {0, 1})
+    job = Uninterleaved()
+    assert [*job._iter_watched(0), *job._iter_watched(1)] == [0, 1] and job.delays == [0.125, 0.0]
+
+
 @pytest.fixture
 def conducted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Slow, Interleaved]]:
     ends = os.pipe()
