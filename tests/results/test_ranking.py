@@ -329,6 +329,9 @@ def test_a_quiet_study_reports_no_contention(tmp_path: Path) -> None:
     assert cpu_contention(results) is None
     assert "fastest is way1" in said(results)[0]
     assert f"  next: take it: dyno export {results.folder}" in printed(results)
+    few, more = ({**QUIET, "others_busy": {"model": busy}} for busy in (0.2, 0.21))
+    assert cpu_contention(run(tmp_path / "few", few, few)) is None, "at the threshold"
+    assert cpu_contention(run(tmp_path / "more", more, more)) is not None
 
 
 def test_a_few_disturbed_jobs_are_a_warning(tmp_path: Path) -> None:

@@ -121,6 +121,10 @@ def test_an_overwritten_file_is_another_model_and_can_be_restored(call: Any, tmp
     words = ["run", "m.onnx", "--channels", 1, *FAKE, "--batch", "1,2", "--out", "r"]
     assert call(*words)[0] == 0
     old = ids(tmp_path / "r")
+    shape = [[["n", 1, 8, 8]]] * 2
+    assert json.loads(Path("r/models.json").read_text())["models"] == [
+        {"model": "m", "size": "8", "file": "m.onnx", "signature": shape}
+    ]
     net(tmp_path / "m.onnx", 3.0)
     code, out, err = call(*words)
     assert code == 0 and "not comparable" not in out

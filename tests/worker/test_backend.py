@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from dyno.worker import backends, plugins, registry
 from dyno.worker.backend import Backend, FileFormat, Maker, Session
-from dyno.worker.option_values import Check, check_values, flag, number, one_of, whole
+from dyno.worker.option_values import Check, check_types, check_values, flag, number, one_of, whole
 from dyno.worker.registry import find, list_backends
 from dyno.worker.spec import Dims, ModelSpec, Option, Runtime, Trial, UserError
 from refusals import refuses
@@ -230,3 +231,14 @@ def test_option_checks_describe_valid_values(check: Check, value: Option, kind: 
     with pytest.raises(UserError) as e:
         check_values("engine", {"name": value, "other": "anything"}, {"name": check})
     assert str(e.value).endswith(f"engine's name must be {kind}")
+
+
+@pytest.mark.parametrize("value", [2**53, -(2**53), (1, 2**53), {"a": [2**53]}])
+def test_whole_numbers_are_at_most_those_that_json_holds_exactly(value: Any) -> None:
+    def more(one: Any) -> Any:
+        if isinstance(one, dict):
+            return {name: more(each) for name, each in one.items()}
+        return [1, *map(more, one)] if isinstance(one, (list, tuple)) else one + (1 if one > 0 else -1)
+
+    check_types({"n": value, "other": 2**99}, {"n": Any})
+    refuses("it must be at most 9,007,199,254,740,992", check_types, {"n": more(value)}, {"n": Any})

@@ -211,8 +211,13 @@ def test_poor_networks_are_not_taken_for_a_permuted_class_order() -> None:
 
     A single class of many renumbered classes may be hard.
     """
-    for counts in ([[3, 0, 27], [9, 0, 21], [0, 29, 1]], [[11, 19, 0], [29, 1, 0], [29, 1, 0]]):
-        assert accuracy.Confusion(np.array(counts), np.arange(3), ["a", "b", "c"]).describe_other_order() == ""
+    of_one_image = np.zeros((5, 5), int)
+    of_one_image[[0, 1, 2, 3, 4], [1, 0, 2, 0, 0]] = 12, 12, 12, 1, 1
+    for counts in ([[3, 0, 27], [9, 0, 21], [0, 29, 1]], [[11, 19, 0], [29, 1, 0], [29, 1, 0]], of_one_image):
+        assert accuracy.Confusion(np.array(counts), np.arange(5), [*"abcde"]).describe_other_order() == ""
+    counts = [[0, 12, 0, 0], [12, 0, 0, 0], [4, 4, 4, 0], [0, 0, 0, 1]]
+    told = accuracy.Confusion(np.array(counts), np.arange(4), [*"abcd"]).describe_other_order()
+    assert "renumbered, 78% of its answers would be right instead of 14%" in told, "one of four classes is hard"
     many = np.roll(6 * np.eye(20, dtype=int), 1, axis=1) + np.eye(20, dtype=int)
     many[3] = [7, *[0] * 19]
     told = accuracy.Confusion(many, np.arange(20), [str(k) for k in range(20)]).describe_other_order()

@@ -90,6 +90,13 @@ def test_keeping_more_layers_brings_outputs_closer(digits: Any, tmp_path: Path) 
 
 
 def test_fp16_files_keep_layers_in_fp32(digits: Any, tmp_path: Path) -> None:
+    trial = digits.trial("onnxruntime", "fp16", keep=1)
+    for data, chosen in (
+        (trial.data, replace(trial.data, split="calibration", count=DataSpec.count)),
+        (DataSpec(), None),
+    ):
+        recipe = convert_recipe(replace(trial, data=data), "onnxruntime").parent
+        assert recipe is not None and recipe.data == chosen
     parent = ranked(digits, tmp_path, "fp16")
     made = OnnxPrecision().make(_steps(digits, "fp16", "onnxruntime", 1)[1], parent, _folder(tmp_path / "made"))
     (kept,) = made.made_by.kept
